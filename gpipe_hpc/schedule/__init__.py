@@ -1,0 +1,41 @@
+"""Schedules as tables: build, read, lower, check, time and draw them. Pure Python."""
+
+from gpipe_hpc.errors import ScheduleError
+from gpipe_hpc.schedule.actions import Action, Op, parse_action
+from gpipe_hpc.schedule.dependencies import (
+    Channel,
+    arrival,
+    channel_of,
+    counterpart,
+    dependencies,
+    provides,
+)
+from gpipe_hpc.schedule.gpipe import gpipe
+from gpipe_hpc.schedule.lowering import forward_only, lower
+from gpipe_hpc.schedule.one_f_one_b import one_f_one_b
+from gpipe_hpc.schedule.recompute import add_recompute
+from gpipe_hpc.schedule.registry import build, schedule_names
+from gpipe_hpc.schedule.table import Placement, Schedule, digest
+
+__all__ = [
+    "Action",
+    "Channel",
+    "Op",
+    "Placement",
+    "Schedule",
+    "ScheduleError",
+    "add_recompute",
+    "arrival",
+    "build",
+    "channel_of",
+    "counterpart",
+    "dependencies",
+    "digest",
+    "forward_only",
+    "gpipe",
+    "lower",
+    "one_f_one_b",
+    "parse_action",
+    "provides",
+    "schedule_names",
+]

@@ -1,0 +1,92 @@
+"""The data flow of a training step: which action needs the result of which.
+
+The only place that states it. Lowering, checker and simulator read it from here.
+"""
+
+from typing import Final, NamedTuple
+
+from gpipe_hpc.errors import ScheduleError
+from gpipe_hpc.schedule.actions import RECEIVES, SENDS, Action, Op
+from gpipe_hpc.schedule.table import Placement
+
+# The ops that may need what another stage made.
+CONSUMERS: Final = frozenset({Op.F, Op.B, Op.I})
+
+_COUNTERPART: Final = {
+    Op.SEND_F: (Op.RECV_F, 1),
+    Op.RECV_F: (Op.SEND_F, -1),
+    Op.SEND_B: (Op.RECV_B, -1),
+    Op.RECV_B: (Op.SEND_B, 1),
+}
+
+
+def dependencies(action: Action, num_stages: int, num_microbatches: int) -> tuple[Action, ...]:
+    """Return the actions whose results an action needs, those of its own stage first.
+
+    A need for ``I`` or ``W`` is also met by ``B``, which is the two in one (see `provides`). A need
+    for ``R`` binds where the table has that ``R``. In a lowered table a value made on another rank
+    comes through the ``RECV`` that `arrival` names. ``REDUCE_GRAD`` needs every ``W`` of its stage;
+    each rank that holds the stage waits for those it runs itself.
+    """
+    op, stage, microbatch = action
+    match op:
+        case Op.F:
+            return (Action(Op.F, stage - 1, microbatch),) if stage > 0 else ()
+        case Op.B | Op.I:
+            own = (Action(Op.F, stage, microbatch), Action(Op.R, stage, microbatch))
+            last = stage == num_stages - 1
+            return own if last else (*own, Action(Op.I, stage + 1, microbatch))
+        case Op.W:
+            return (Action(Op.I, stage, microbatch),)
+        case Op.R | Op.SEND_F:
+            return (Action(Op.F, stage, microbatch),)
+        case Op.SEND_B:
+            return (Action(Op.I, stage, microbatch),)
+        case Op.RECV_F | Op.RECV_B:
+            return (counterpart(action),)
+        case Op.REDUCE_GRAD:
+            return tuple(Action(Op.W, stage, index) for index in range(num_microbatches))
+        case Op.OFFLOAD | Op.FETCH:
+            raise ScheduleError(f"action {action}: no data flow is stated for {op}; take it out")
+
+
+def provides(action: Action) -> tuple[Action, ...]:
+    """Return the needs that an action meets: itself, and for ``B`` its ``I`` and its ``W``."""
+    if action.op is Op.B:
+        return (
+            Action(Op.I, action.stage, action.microbatch),
+            Action(Op.W, action.stage, action.microbatch),
+        )
+    return (action,)
+
+
+def counterpart(action: Action) -> Action:
+    """Return the other half of a transfer: of a ``SEND`` its ``RECV``, and the reverse."""
+    assert action.op in SENDS or action.op in RECEIVES, f"{action} is no half of a transfer"
+    op, step = _COUNTERPART[action.op]
+    return Action(op, action.stage + step, action.microbatch)
+
+
+def arrival(action: Action) -> Action:
+    """Return the ``RECV`` by which an action gets what another stage on another rank made."""
+    assert action.op in CONSUMERS, f"{action} needs nothing of another stage"
+    op = Op.RECV_F if action.op is Op.F else Op.RECV_B
+    return Action(op, action.stage, action.microbatch)
+
+
+class Channel(NamedTuple):
+    """One direction between two stages on one route; first in, first out."""
+
+    source: int
+    destination: int
+    route: int
+
+
+def channel_of(transfer: Action, placement: Placement) -> Channel:
+    """Return the channel of a ``SEND`` or ``RECV``."""
+    assert transfer.microbatch is not None, f"{transfer} has no micro-batch"
+    other = counterpart(transfer).stage
+    route = placement.route_of[transfer.microbatch]
+    if transfer.op in SENDS:
+        return Channel(transfer.stage, other, route)
+    return Channel(other, transfer.stage, route)

@@ -1,0 +1,20 @@
+"""GPipe: all forwards, then all backwards."""
+
+from gpipe_hpc.schedule.actions import Action, Op
+from gpipe_hpc.schedule.table import Schedule, one_stage_each
+
+
+def gpipe(ranks: int, microbatches: int) -> Schedule:
+    """Fill the pipeline with every micro-batch, then drain it, last micro-batch first.
+
+    Every rank keeps the activations of all micro-batches. With equal stages a step takes
+    (M + K - 1)(F + B). Source: Huang et al., GPipe, NeurIPS 2019, figure 2c.
+    """
+    forwards = range(microbatches)
+    table = tuple(
+        tuple(Action(Op.F, rank, index) for index in forwards)
+        + tuple(Action(Op.B, rank, index) for index in reversed(forwards))
+        for rank in range(ranks)
+    )
+    placement = one_stage_each(ranks, microbatches)
+    return Schedule("gpipe", placement, table, max_activations=(microbatches,) * ranks)
