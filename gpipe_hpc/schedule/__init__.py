@@ -2,6 +2,8 @@
 
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.actions import Action, Op, parse_action
+from gpipe_hpc.schedule.checker import check
+from gpipe_hpc.schedule.costs import Costs
 from gpipe_hpc.schedule.dependencies import (
     Channel,
     arrival,
@@ -15,19 +17,25 @@ from gpipe_hpc.schedule.lowering import forward_only, lower
 from gpipe_hpc.schedule.one_f_one_b import one_f_one_b
 from gpipe_hpc.schedule.recompute import add_recompute
 from gpipe_hpc.schedule.registry import build, schedule_names
+from gpipe_hpc.schedule.simulator import simulate
 from gpipe_hpc.schedule.table import Placement, Schedule, digest
+from gpipe_hpc.schedule.timeline import Event, Timeline
 
 __all__ = [
     "Action",
     "Channel",
+    "Costs",
+    "Event",
     "Op",
     "Placement",
     "Schedule",
     "ScheduleError",
+    "Timeline",
     "add_recompute",
     "arrival",
     "build",
     "channel_of",
+    "check",
     "counterpart",
     "dependencies",
     "digest",
@@ -38,4 +46,5 @@ __all__ = [
     "parse_action",
     "provides",
     "schedule_names",
+    "simulate",
 ]

@@ -31,7 +31,7 @@ def add_communication(schedule: Schedule) -> Schedule:
     ]
     machine = _Rendezvous(schedule.placement, rows, _due(schedule.placement, rows))
     placed = machine.run()
-    bounds = tuple(peak_receives(row) for row in placed)
+    bounds = tuple(peak_receives(row).size for row in placed)
     return replace(schedule, ranks=placed, max_receives=bounds)
 
 

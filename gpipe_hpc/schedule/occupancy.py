@@ -1,36 +1,48 @@
 """What lives on a rank at once: activations and receive buffers, counted along its list."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from gpipe_hpc.schedule.actions import RECEIVES, Action, Op
 from gpipe_hpc.schedule.dependencies import CONSUMERS, arrival
 
 
-def peak_activations(actions: Iterable[Action]) -> int:
+class Peak(NamedTuple):
+    """The most of something at once, and the position in the list that first reaches it."""
+
+    size: int
+    position: int
+
+
+def peak_activations(actions: Sequence[Action]) -> Peak:
     """Return the most stage micro-batches kept at once on a rank, given its actions in order.
 
     One counts from its ``F`` to the end of its ``B`` or ``W``; without either it is not kept.
     """
-    actions = tuple(actions)
     freed = {(a.stage, a.microbatch) for a in actions if a.op in (Op.B, Op.W)}
-    live = peak = 0
-    for action in actions:
+    live, peak = 0, Peak(0, 0)
+    for position, action in enumerate(actions):
         if action.op is Op.F:
-            peak = max(peak, live + 1)
+            if live + 1 > peak.size:
+                peak = Peak(live + 1, position)
             live += (action.stage, action.microbatch) in freed
         elif action.op in (Op.B, Op.W):
             live -= 1
     return peak
 
 
-def peak_receives(actions: Iterable[Action]) -> int:
-    """Return the most receive buffers posted and not yet consumed at once on a rank."""
+def peak_receives(actions: Sequence[Action]) -> Peak:
+    """Return the most receive buffers posted at once on a rank, given its actions in order.
+
+    One counts from its ``RECV`` to the end of the action that consumes it.
+    """
     posted: set[Action] = set()
-    peak = 0
-    for action in actions:
+    peak = Peak(0, 0)
+    for position, action in enumerate(actions):
         if action.op in RECEIVES:
             posted.add(action)
-            peak = max(peak, len(posted))
+            if len(posted) > peak.size:
+                peak = Peak(len(posted), position)
         elif action.op in CONSUMERS:
             posted.discard(arrival(action))
     return peak

@@ -1,0 +1,142 @@
+"""The checker: proves, before anything runs, that a table trains and cannot hang."""
+
+from collections import defaultdict
+
+from gpipe_hpc.errors import ScheduleError
+from gpipe_hpc.schedule.actions import BACKWARDS, RECEIVES, SENDS, Action, Op
+from gpipe_hpc.schedule.dependencies import Channel, channel_of, counterpart
+from gpipe_hpc.schedule.occupancy import peak_activations, peak_receives
+from gpipe_hpc.schedule.precedence import Precedence, build_precedence, execution_order
+from gpipe_hpc.schedule.table import Schedule
+
+
+def check(schedule: Schedule) -> None:
+    """Refuse a table, bare or lowered, that breaks a rule; names rank, position, action, reason.
+
+    Every action once, on its rank, none missing, after what it needs; channels first in first out;
+    one reduction for each stage and holder; live activations and posted receives within declared
+    bounds; no deadlock, whether a ``SEND`` is buffered or blocks until its ``RECV`` is posted.
+    """
+    if schedule.num_ranks != schedule.placement.num_ranks:
+        raise ScheduleError(
+            f"schedule {schedule.name!r}: number of ranks differs from the placement's, "
+            f"expected {schedule.placement.num_ranks}, got {schedule.num_ranks}"
+        )
+    graph = build_precedence(schedule)
+    _check_complete(graph)
+    _check_own_order(graph)
+    if schedule.is_lowered:
+        _check_transfers(graph)
+        _check_reductions(graph)
+    _check_bounds(schedule)
+    execution_order(graph, graph.waits)
+    execution_order(graph, graph.rendezvous_waits)
+
+
+def _check_complete(graph: Precedence) -> None:
+    """Every stage runs every micro-batch forward and, unless the table only evaluates, backward."""
+    schedule = graph.schedule
+    needed = [Op.F, Op.I, Op.W] if _has_backward(graph) else [Op.F]
+    for stage in range(schedule.num_stages):
+        for microbatch in range(schedule.num_microbatches):
+            for op in needed:
+                if Action(op, stage, microbatch) not in graph.provider:
+                    rank = schedule.placement.rank_of(stage, microbatch)
+                    what = Action(op, stage, microbatch)
+                    raise ScheduleError(
+                        f"schedule {schedule.name!r}, rank {rank}: {what} is missing, expected it "
+                        f"{'or ' + str(what._replace(op=Op.B)) + ' ' if op is not Op.F else ''}"
+                        "once, got none; add it"
+                    )
+    for node, action in enumerate(graph.actions):
+        if action.op is Op.R and action._replace(op=Op.I) not in graph.provider:
+            graph.refuse(node, "recomputes for a backward that is not in the table; drop it")
+
+
+def _has_backward(graph: Precedence) -> bool:
+    return any(action.op in BACKWARDS for action in graph.actions)
+
+
+def _check_own_order(graph: Precedence) -> None:
+    """What an action needs of its own rank comes earlier in the rank's list."""
+    for node, waits in enumerate(graph.waits):
+        for wait in waits:
+            if graph.ranks[wait] == graph.ranks[node] and wait > node:
+                position = wait - graph.starts[graph.ranks[wait]]
+                graph.refuse(
+                    node,
+                    f"waits for {graph.actions[wait]}, expected it earlier on this rank, "
+                    f"got it at position {position}; move it ahead",
+                )
+
+
+def _check_transfers(graph: Precedence) -> None:
+    """Sends and receives come in pairs, only between ranks, in one order on each channel."""
+    placement = graph.schedule.placement
+    sent: dict[Channel, list[int]] = defaultdict(list)
+    posted: dict[Channel, list[int]] = defaultdict(list)
+    for node, action in enumerate(graph.actions):
+        if action.op not in SENDS and action.op not in RECEIVES:
+            continue
+        peer = graph.provider.get(counterpart(action))
+        if peer is None:
+            graph.refuse(node, f"has no partner, expected {counterpart(action)}, got none; add it")
+        if graph.ranks[peer] == graph.ranks[node]:
+            graph.refuse(node, "moves a value within its rank, expected no transfer; drop it")
+        side = sent if action.op in SENDS else posted
+        side[channel_of(action, placement)].append(node)
+    for channel, sends in sent.items():
+        for send, post in zip(sends, posted[channel], strict=True):
+            expected = counterpart(graph.actions[send])
+            if graph.actions[post] != expected:
+                graph.refuse(
+                    post,
+                    f"is out of order on the channel from stage {channel.source} to "
+                    f"{channel.destination}, expected {expected} to match {graph.where(send)}, "
+                    f"got {graph.actions[post]}; post in the order of the sends",
+                )
+
+
+def _check_reductions(graph: Precedence) -> None:
+    """A lowered table with a backward reduces each stage on each holder, another one nothing."""
+    schedule, placement = graph.schedule, graph.schedule.placement
+    found = {
+        (action.stage, graph.ranks[node]): node
+        for node, action in enumerate(graph.actions)
+        if action.op is Op.REDUCE_GRAD
+    }
+    if not _has_backward(graph):
+        for node in found.values():
+            graph.refuse(node, "reduces in a table without backward; drop it")
+        return
+    for stage in range(schedule.num_stages):
+        for rank in placement.holders(stage):
+            if (stage, rank) not in found:
+                raise ScheduleError(
+                    f"schedule {schedule.name!r}, rank {rank}: {Action(Op.REDUCE_GRAD, stage)} "
+                    f"is missing, expected one on each of ranks {placement.holders(stage)}, "
+                    "got none; add it"
+                )
+
+
+def _check_bounds(schedule: Schedule) -> None:
+    """Live activations and posted receives stay within what the schedule declares."""
+    for what, bounds, count in (
+        ("live activations", schedule.max_activations, peak_activations),
+        ("posted receives", schedule.max_receives, peak_receives),
+    ):
+        if bounds is None:
+            continue
+        if len(bounds) != schedule.num_ranks:
+            raise ScheduleError(
+                f"schedule {schedule.name!r}: bounds of {what}, expected one for each of "
+                f"{schedule.num_ranks} ranks, got {len(bounds)}"
+            )
+        for rank, (actions, bound) in enumerate(zip(schedule.ranks, bounds, strict=True)):
+            peak = count(actions)
+            if peak.size > bound:
+                raise ScheduleError(
+                    f"schedule {schedule.name!r}, rank {rank}, position {peak.position}, "
+                    f"{actions[peak.position]}: too many {what}, expected at most {bound}, "
+                    f"got {peak.size}; declare more or run backwards sooner"
+                )

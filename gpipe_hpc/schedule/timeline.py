@@ -1,0 +1,74 @@
+"""The timeline: when each rank ran what, simulated or measured."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from gpipe_hpc.schedule.actions import COMPUTE, Action
+from gpipe_hpc.schedule.occupancy import peak_activations
+
+
+class Event(NamedTuple):
+    """One action as it ran; times in the unit of the costs it was simulated with, or seconds."""
+
+    rank: int
+    action: Action
+    start_s: float
+    end_s: float
+
+    @property
+    def duration_s(self) -> float:
+        """Return how long it took."""
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The events of one step, rank by rank, each rank's in the order of its table.
+
+    Communication may overlap compute; of a ``SEND`` the times are those of the transfer, of a
+    ``RECV`` those from its post to the arrival. The clock may start anywhere.
+    """
+
+    events: tuple[tuple[Event, ...], ...]
+    num_stages: int
+    num_microbatches: int
+    name: str = ""
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the number of ranks."""
+        return len(self.events)
+
+    @cached_property
+    def start_s(self) -> float:
+        """Return when the first event starts."""
+        return min((event.start_s for row in self.events for event in row), default=0.0)
+
+    @cached_property
+    def makespan(self) -> float:
+        """Return the time from the first event's start to the last one's end."""
+        ends = (event.end_s for row in self.events for event in row)
+        return max(ends, default=self.start_s) - self.start_s
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Return for each rank the time it computes."""
+        return tuple(
+            sum(event.duration_s for event in row if event.action.op in COMPUTE)
+            for row in self.events
+        )
+
+    @property
+    def bubble(self) -> float:
+        """Return the idle time of all ranks over their total time (not over the ideal time)."""
+        total = self.num_ranks * self.makespan
+        return 1.0 - sum(self.busy) / total if total > 0 else 0.0
+
+    @cached_property
+    def peak_activations(self) -> tuple[int, ...]:
+        """Return for each rank the most micro-batches of one stage that it keeps at once.
+
+        Counted in the order of the table, from ``F`` to the end of ``B`` or ``W``.
+        """
+        return tuple(peak_activations([event.action for event in row]).size for row in self.events)
