@@ -12,6 +12,8 @@ from gpipe_hpc.schedule.dependencies import (
     dependencies,
     provides,
 )
+from gpipe_hpc.schedule.draw_svg import draw_svg
+from gpipe_hpc.schedule.draw_text import draw_text
 from gpipe_hpc.schedule.gpipe import gpipe
 from gpipe_hpc.schedule.lowering import forward_only, lower
 from gpipe_hpc.schedule.one_f_one_b import one_f_one_b
@@ -19,6 +21,7 @@ from gpipe_hpc.schedule.recompute import add_recompute
 from gpipe_hpc.schedule.registry import build, schedule_names
 from gpipe_hpc.schedule.simulator import simulate
 from gpipe_hpc.schedule.table import Placement, Schedule, digest
+from gpipe_hpc.schedule.text_form import from_text, to_text
 from gpipe_hpc.schedule.timeline import Event, Timeline
 
 __all__ = [
@@ -39,7 +42,10 @@ __all__ = [
     "counterpart",
     "dependencies",
     "digest",
+    "draw_svg",
+    "draw_text",
     "forward_only",
+    "from_text",
     "gpipe",
     "lower",
     "one_f_one_b",
@@ -47,4 +53,5 @@ __all__ = [
     "provides",
     "schedule_names",
     "simulate",
+    "to_text",
 ]

@@ -1,0 +1,87 @@
+"""The text form of a table: a line of comma-separated actions for each rank.
+
+The format that torch.distributed.pipelining dumps and loads; empty cells are bubbles there.
+"""
+
+import csv
+import io
+from typing import NamedTuple
+
+from gpipe_hpc.errors import ScheduleError
+from gpipe_hpc.schedule.actions import COMPUTE, Action, Op, parse_action
+from gpipe_hpc.schedule.table import Placement, Schedule
+
+
+def to_text(schedule: Schedule) -> str:
+    """Return a table as text, one line a rank."""
+    return "".join(",".join(map(str, actions)) + "\n" for actions in schedule.ranks)
+
+
+def from_text(text: str, name: str = "file") -> Schedule:
+    """Read a table from text; who holds which stage follows from where its actions stand.
+
+    No bounds are declared. Raises `ScheduleError` naming line and cell, both counted from 1.
+    """
+    cells = _read(text, name)
+    if not cells:
+        raise ScheduleError(f"schedule {name!r}: no action in the text, expected one at least")
+    num_ranks = len(text.splitlines())
+    rows: list[list[Action]] = [[] for _ in range(num_ranks)]
+    for cell in cells:
+        rows[cell.line].append(cell.action)
+    return Schedule(name, _placement(cells, name), tuple(map(tuple, rows)))
+
+
+class _Cell(NamedTuple):
+    line: int
+    column: int
+    action: Action
+
+    def __str__(self) -> str:
+        return f"line {self.line + 1}, cell {self.column + 1}"
+
+
+def _read(text: str, name: str) -> list[_Cell]:
+    cells: list[_Cell] = []
+    for line, row in enumerate(csv.reader(io.StringIO(text))):
+        for column, entry in enumerate(row):
+            if not entry.strip():
+                continue  # a bubble: time is a result of running a table, no part of it
+            try:
+                cells.append(_Cell(line, column, parse_action(entry)))
+            except ScheduleError as error:
+                raise ScheduleError(
+                    f"schedule {name!r}, line {line + 1}, cell {column + 1}: {error}"
+                ) from None
+    return cells
+
+
+def _placement(cells: list[_Cell], name: str) -> Placement:
+    """Return where each micro-batch runs; micro-batches that go one way share a route."""
+    places: dict[tuple[int, int], _Cell] = {}
+    for cell in cells:
+        op, stage, microbatch = cell.action
+        if op not in COMPUTE or microbatch is None:
+            continue
+        first = places.setdefault((stage, microbatch), cell)
+        if first.line != cell.line:
+            raise ScheduleError(
+                f"schedule {name!r}, {cell}: {cell.action} on another rank than "
+                f"{first.action} ({first}), expected one rank for a stage of a micro-batch"
+            )
+    if not places:
+        raise ScheduleError(f"schedule {name!r}: no compute in the text, expected F at least")
+    num_stages = 1 + max(stage for stage, _ in places)
+    routes: dict[tuple[int, ...], int] = {}
+    route_of: list[int] = []
+    for microbatch in range(1 + max(microbatch for _, microbatch in places)):
+        route: list[int] = []
+        for stage in range(num_stages):
+            if (stage, microbatch) not in places:
+                raise ScheduleError(
+                    f"schedule {name!r}: {Action(Op.F, stage, microbatch)} is missing, expected "
+                    f"every micro-batch on each of {num_stages} stages, got it on no line; add it"
+                )
+            route.append(places[stage, microbatch].line)
+        route_of.append(routes.setdefault(tuple(route), len(routes)))
+    return Placement(tuple(routes), tuple(route_of))
