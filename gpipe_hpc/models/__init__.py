@@ -1,0 +1,57 @@
+"""What a layered model is, how its layers are built, counted and keyed, and the zoo."""
+
+from gpipe_hpc.models.building import build_layer, seeded_generators
+from gpipe_hpc.models.counting import count_parameters, layer_parameters
+from gpipe_hpc.models.gpt import build_gpt
+from gpipe_hpc.models.layers import Layer, LayerSpec, layer_name, normalise_layers
+from gpipe_hpc.models.losses import (
+    classification,
+    loss_function,
+    mean_squared_error,
+    token_cross_entropy,
+)
+from gpipe_hpc.models.mlp import build_mlp
+from gpipe_hpc.models.naming import (
+    global_name,
+    named_layer_parameters,
+    refuse_shared_parameters,
+    shared_parameters,
+)
+from gpipe_hpc.models.randomness import (
+    GENERATOR_LOCK,
+    init_key,
+    layer_key,
+    microbatch_key,
+    microbatch_prefix,
+    mix64,
+)
+from gpipe_hpc.models.zoo import build_model, model_names
+
+__all__ = [
+    "GENERATOR_LOCK",
+    "Layer",
+    "LayerSpec",
+    "build_gpt",
+    "build_layer",
+    "build_mlp",
+    "build_model",
+    "classification",
+    "count_parameters",
+    "global_name",
+    "init_key",
+    "layer_key",
+    "layer_name",
+    "layer_parameters",
+    "loss_function",
+    "mean_squared_error",
+    "microbatch_key",
+    "microbatch_prefix",
+    "mix64",
+    "model_names",
+    "named_layer_parameters",
+    "normalise_layers",
+    "refuse_shared_parameters",
+    "seeded_generators",
+    "shared_parameters",
+    "token_cross_entropy",
+]

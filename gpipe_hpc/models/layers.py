@@ -1,0 +1,166 @@
+"""What a layer is: an `nn.Module`, or a `LayerSpec` that builds one where it is needed."""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpipe_hpc.errors import ModelError
+
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class LayerSpec:
+    """Describe a layer without building it: ``factory(*args, **kwargs)`` gives the module.
+
+    Immutable; picklable when factory and arguments are. Two specs are equal when factory and
+    arguments are (tensors by value): equal specs cost the same to run.
+    """
+
+    factory: Callable[..., nn.Module]
+    args: tuple[Any, ...]
+    keywords: tuple[tuple[str, Any], ...]
+
+    def __init__(self, factory: Callable[..., nn.Module], /, *args: Any, **kwargs: Any) -> None:
+        if not callable(factory) or isinstance(factory, nn.Module):
+            raise ModelError(
+                f"LayerSpec: the factory cannot be called to make a layer, expected a class or "
+                f"function, got {type(factory).__name__}; write LayerSpec(nn.Linear, 8, 8), or "
+                f"put a module that is already built into the sequence as it is"
+            )
+        object.__setattr__(self, "factory", factory)
+        object.__setattr__(self, "args", args)
+        object.__setattr__(self, "keywords", tuple(kwargs.items()))
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """Return a copy of the keyword arguments."""
+        return dict(self.keywords)
+
+    @property
+    def name(self) -> str:
+        """Return the factory's name, as tables and messages show it."""
+        return factory_name(self.factory)
+
+    def build(self) -> nn.Module:
+        """Call the factory once; raise `ModelError` when it fails or gives no module."""
+        return call_factory(self, where=repr(self))
+
+    def __repr__(self) -> str:
+        parts = [self.name, *map(repr, self.args)]
+        parts += [f"{key}={value!r}" for key, value in self.keywords]
+        return f"LayerSpec({', '.join(parts)})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, LayerSpec):
+            return NotImplemented
+        return (
+            self.factory == other.factory
+            and _same(self.args, other.args)
+            and _same(self.kwargs, other.kwargs)
+        )
+
+    def __hash__(self) -> int:
+        # Arguments need not be hashable (lists, tensors): only those parts that always are.
+        factory = self.factory if isinstance(self.factory, Hashable) else None
+        return hash((factory, len(self.args), frozenset(key for key, _ in self.keywords)))
+
+
+def _same(left: object, right: object) -> bool:
+    """Say whether two arguments are equal; tensors by type and value, never elementwise."""
+    if left is right:
+        return True
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        alike = left.dtype == right.dtype and left.device == right.device
+        return alike and torch.equal(left, right)
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        return left.keys() == right.keys() and all(_same(left[k], right[k]) for k in left)
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        return len(left) == len(right) and all(map(_same, left, right))
+    try:
+        return bool(left == right)
+    except (RuntimeError, TypeError, ValueError):
+        # Array-like values of other libraries have no single truth: take them for different.
+        return False
+
+
+Layer = nn.Module | LayerSpec
+
+
+def factory_name(factory: Callable[..., object]) -> str:
+    """Return a short readable name of a factory, also of a `functools.partial`."""
+    inner = getattr(factory, "func", factory)
+    return str(getattr(inner, "__qualname__", type(inner).__name__))
+
+
+def layer_name(layer: Layer) -> str:
+    """Return what a table calls this layer: the factory's or the module's class name."""
+    return layer.name if isinstance(layer, LayerSpec) else type(layer).__name__
+
+
+def call_factory(spec: LayerSpec, where: str) -> nn.Module:
+    """Build a spec's module; ``where`` begins the message of the `ModelError` if that fails."""
+    try:
+        module = spec.factory(*spec.args, **spec.kwargs)
+    except Exception as error:
+        raise ModelError(
+            f"{where}: the factory {spec.name} failed, expected an nn.Module, got "
+            f"{type(error).__name__}: {error}; correct the arguments of {spec!r}"
+        ) from error
+    if not isinstance(module, nn.Module):
+        raise ModelError(
+            f"{where}: the factory {spec.name} gave no layer, expected an nn.Module, got "
+            f"{type(module).__name__}; return a module from the factory of {spec!r}"
+        )
+    return module
+
+
+def normalise_layers(model: nn.Sequential | nn.ModuleList | Sequence[Layer]) -> list[Layer]:
+    """Return the model's layers as a list; raise `ModelError` for what is no sequence of layers.
+
+    A module that stands in an `nn.Sequential` twice stands in the list twice.
+    """
+    layers = _elements(model)
+    if not layers:
+        raise ModelError("model: has no layers, expected at least 1, got 0; add a layer")
+    return [_checked(index, element) for index, element in enumerate(layers)]
+
+
+def _elements(model: object) -> list[object]:
+    if isinstance(model, nn.Sequential | nn.ModuleList):
+        return list(model)
+    if isinstance(model, nn.Module):
+        raise ModelError(
+            f"model: cannot be cut into stages, expected nn.Sequential or a sequence of layers, "
+            f"got one {type(model).__name__}; give its parts as nn.Sequential(...)"
+        )
+    if isinstance(model, Sequence) and not isinstance(model, str | bytes):
+        return list(model)
+    raise ModelError(
+        f"model: not a sequence of layers, expected nn.Sequential or a list of nn.Module and "
+        f"LayerSpec, got {type(model).__name__}; put the layers into a list"
+    )
+
+
+def _checked(index: int, element: object) -> Layer:
+    if isinstance(element, nn.Module | LayerSpec):
+        return element
+    raise _not_a_layer(index, element)
+
+
+def _not_a_layer(index: int, element: object) -> ModelError:
+    if isinstance(element, type) and issubclass(element, nn.Module):
+        got = f"the class {element.__name__}"
+        remedy = f"write LayerSpec({element.__name__}, ...) or an instance of it"
+    elif callable(element):
+        got = f"the callable {factory_name(element)}"
+        remedy = "put the call into the forward of an nn.Module"
+    else:
+        got = type(element).__name__
+        remedy = "remove it or wrap it in an nn.Module"
+    return ModelError(
+        f"layers.{index}: not a layer, expected an nn.Module or a LayerSpec, got {got}; {remedy}"
+    )

@@ -1,0 +1,83 @@
+"""Losses in the form a pipeline wants them: ``loss_fn(output, target)``.
+
+A loss returns the mean over the micro-batch's samples, or a pair (sum, weight) of 0-dim tensors.
+The pipeline adds sums and weights over the whole global batch and divides once, so with a pair
+micro-batches may carry unequal weights (ignored tokens, uneven batches) and the result is still
+that of the whole batch. Weights here are int64 counts: exact at any size.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpipe_hpc.errors import ModelError
+
+LossFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def token_cross_entropy(
+    logits: Tensor, targets: Tensor, ignore_index: int = -100
+) -> tuple[Tensor, Tensor]:
+    """Return the summed cross-entropy in nats and the number of tokens that count.
+
+    ``logits`` are [..., V], ``targets`` [...] class indices; those equal to ``ignore_index`` add
+    neither loss nor weight. 16-bit logits are summed in float32.
+    """
+    if logits.shape[:-1] != targets.shape:
+        raise ModelError(
+            f"token_cross_entropy: shapes do not match, expected targets of shape "
+            f"{list(logits.shape[:-1])} for logits of shape {list(logits.shape)}, got "
+            f"{list(targets.shape)}; drop the target's class dimension or shape the output"
+        )
+    flat = targets.flatten()
+    total = F.cross_entropy(
+        _wide(logits).flatten(0, -2), flat, reduction="sum", ignore_index=ignore_index
+    )
+    return total, (flat != ignore_index).sum()
+
+
+def classification(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the summed cross-entropy in nats and the number of samples.
+
+    ``logits`` are [B, C]; ``targets`` [B] class indices, those equal to -100 ignored.
+    """
+    return token_cross_entropy(logits, targets)
+
+
+def mean_squared_error(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of squared differences and the number of elements, both of one shape."""
+    if output.shape != target.shape:
+        # Broadcasting here would train on a wrong loss in silence.
+        raise ModelError(
+            f"mean_squared_error: shapes do not match, expected a target of shape "
+            f"{list(output.shape)}, got {list(target.shape)}; reshape one of the two"
+        )
+    total = F.mse_loss(_wide(output), _wide(target), reduction="sum")
+    return total, torch.tensor(output.numel(), device=output.device)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+_LOSSES: Final[Mapping[str, LossFunction]] = MappingProxyType(
+    {
+        "classification": classification,
+        "mean_squared_error": mean_squared_error,
+        "token_cross_entropy": token_cross_entropy,
+    }
+)
+
+
+def loss_function(name: str) -> LossFunction:
+    """Return a loss by its name; raise `ModelError` naming those that exist."""
+    if name not in _LOSSES:
+        raise ModelError(
+            f"loss: unknown name, expected one of {', '.join(_LOSSES)}, got {name!r}; "
+            f"choose one of them"
+        )
+    return _LOSSES[name]

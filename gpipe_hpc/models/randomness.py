@@ -1,0 +1,78 @@
+"""The published formula that keys all randomness, so that it never depends on the layout.
+
+With 64-bit unsigned arithmetic (everything modulo 2**64) and ``GOLDEN = 0x9E3779B97F4A7C15``::
+
+    def mix64(z):
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+        return z ^ (z >> 31)
+
+    def key(*words):
+        h = 0
+        for word in words:
+            h = mix64((h + GOLDEN * (word + 1)) % 2**64)
+        return h % 2**63
+
+    init_key(seed, layer)                          == key(1, seed, layer)
+    microbatch_key(seed, step, microbatch, layer)  == key(2, seed, step, microbatch, layer)
+
+``torch.manual_seed(init_key(seed, i))`` precedes the building of layer ``i``;
+``torch.manual_seed(microbatch_key(seed, step, m, i))`` precedes every forward (the recomputed one
+too) of layer ``i`` on micro-batch ``m``. ``step`` counts optimizer steps from 0, ``m`` is the
+micro-batch's index in the global batch (over all replicas and accumulation), ``i`` the layer's
+index in the model; ``seed`` is taken modulo 2**64.
+
+``mix64`` is the finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
+generators, 2014, variant 13). The key keeps the low bits since torch's CPU generator seeds itself
+with the low 32 of them.
+"""
+
+import threading
+from typing import Final
+
+_MASK: Final = (1 << 64) - 1
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+_INIT: Final = 1
+_MICROBATCH: Final = 2
+
+GENERATOR_LOCK: Final = threading.RLock()
+"""Held from re-seeding torch's CPU generator until its last draw.
+
+That generator belongs to the process: ranks that are threads of one process share it.
+"""
+
+
+def mix64(z: int) -> int:
+    """Scramble 64 bits by a bijection in which every input bit reaches every output bit."""
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
+    return z ^ (z >> 31)
+
+
+def _absorb(state: int, word: int) -> int:
+    # The multiplier is odd, so for one state two different words never collide.
+    return mix64((state + _GOLDEN * (word + 1)) & _MASK)
+
+
+def init_key(seed: int, layer: int) -> int:
+    """Return the seed under which layer ``layer`` draws its initial weights (0 <= key < 2**63)."""
+    assert layer >= 0, f"layer index {layer} is negative"
+    return _absorb(_absorb(_absorb(0, _INIT), seed), layer) & (_MASK >> 1)
+
+
+def microbatch_prefix(seed: int, step: int, microbatch: int) -> int:
+    """Return what all layers' keys of one micro-batch share; finish it with `layer_key`."""
+    assert step >= 0, f"step {step} is negative"
+    assert microbatch >= 0, f"micro-batch index {microbatch} is negative"
+    return _absorb(_absorb(_absorb(_absorb(0, _MICROBATCH), seed), step), microbatch)
+
+
+def layer_key(prefix: int, layer: int) -> int:
+    """Return the key of one layer from its micro-batch's prefix (0 <= key < 2**63)."""
+    return _absorb(prefix, layer) & (_MASK >> 1)
+
+
+def microbatch_key(seed: int, step: int, microbatch: int, layer: int) -> int:
+    """Return the seed of layer ``layer``'s forward on one global micro-batch (0 <= key < 2**63)."""
+    assert layer >= 0, f"layer index {layer} is negative"
+    return layer_key(microbatch_prefix(seed, step, microbatch), layer)

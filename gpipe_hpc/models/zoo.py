@@ -1,0 +1,55 @@
+"""The models that have a name."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Final
+
+from gpipe_hpc.errors import ModelError
+from gpipe_hpc.models.gpt import build_gpt
+from gpipe_hpc.models.layers import LayerSpec
+from gpipe_hpc.models.mlp import build_mlp
+
+_gpt2 = partial(build_gpt, vocab_size=50257, block_size=1024)
+
+# `untied`: embedding and head have a matrix each, so vocab_size x width more than GPT-2's count.
+_MODELS: Final[Mapping[str, Callable[..., list[LayerSpec]]]] = MappingProxyType(
+    {
+        "gpt": partial(
+            build_gpt, vocab_size=256, block_size=128, num_layers=4, num_heads=4, width=128
+        ),
+        "gpt2_untied": partial(_gpt2, num_layers=12, num_heads=12, width=768),
+        "gpt2_medium_untied": partial(_gpt2, num_layers=24, num_heads=16, width=1024),
+        "gpt2_large_untied": partial(_gpt2, num_layers=36, num_heads=20, width=1280),
+        "gpt2_xl_untied": partial(_gpt2, num_layers=48, num_heads=25, width=1600),
+        "mlp": partial(build_mlp, widths=(64, 256, 256, 10)),
+    }
+)
+
+
+def model_names() -> tuple[str, ...]:
+    """Return the names that `build_model` knows, sorted."""
+    return tuple(sorted(_MODELS))
+
+
+def build_model(name: str, **overrides: Any) -> list[LayerSpec]:
+    """Return a named model as layers to be built; nothing is allocated.
+
+    ``overrides`` replace the preset's keywords: ``build_model("gpt", width=256)``. Raises
+    `ModelError` for an unknown name or keyword, naming those that exist.
+    """
+    if name not in _MODELS:
+        raise ModelError(
+            f"model: unknown name, expected one of {', '.join(model_names())}, got {name!r}; "
+            f"choose one of them"
+        )
+    build = _MODELS[name]
+    known = inspect.signature(build).parameters
+    unknown = sorted(overrides.keys() - known.keys())
+    if unknown:
+        raise ModelError(
+            f"model {name}: unknown setting, expected some of {', '.join(known)}, got "
+            f"{', '.join(unknown)}; correct or remove it"
+        )
+    return build(**overrides)
