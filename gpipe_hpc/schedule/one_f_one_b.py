@@ -7,6 +7,12 @@ from gpipe_hpc.schedule.table import Schedule, one_stage_each
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     """Alternate forward and backward after a warm-up of K - 1 - k forwards on rank k.
 
+        rank 0 F0F1F2F3............B0==..B1==..B2==..B3==
+        rank 1 ..F0F1F2........B0==F3B1==..B2==..B3==....
+        rank 2 ....F0F1....B0==F2B1==F3B2==..B3==........
+        rank 3 ......F0B0==F1B1==F2B2==F3B3==............
+        F- forward, B= backward, . idle; makespan 21, bubble 42.9% (idle over total)
+
     Rank k keeps the activations of min(M, K - k) micro-batches. With equal stages a step takes
     (M + K - 1)(F + B). Source: PipeDream-Flush (Narayanan et al., ICML 2021, figure 3) and DAPPLE
     (Fan et al., PPoPP 2021, figure 3).

@@ -8,7 +8,7 @@ import io
 from typing import NamedTuple
 
 from gpipe_hpc.errors import ScheduleError
-from gpipe_hpc.schedule.actions import COMPUTE, Action, Op, parse_action
+from gpipe_hpc.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Op, parse_action
 from gpipe_hpc.schedule.table import Placement, Schedule
 
 
@@ -20,16 +20,19 @@ def to_text(schedule: Schedule) -> str:
 def from_text(text: str, name: str = "file") -> Schedule:
     """Read a table from text; who holds which stage follows from where its actions stand.
 
-    No bounds are declared. Raises `ScheduleError` naming line and cell, both counted from 1.
+    No bounds are declared. Reductions in a table without transfers, as torch dumps them, are left
+    to lowering. Raises `ScheduleError` naming line and cell, both counted from 1.
     """
     cells = _read(text, name)
     if not cells:
         raise ScheduleError(f"schedule {name!r}: no action in the text, expected one at least")
-    num_ranks = len(text.splitlines())
-    rows: list[list[Action]] = [[] for _ in range(num_ranks)]
+    placement = _placement(cells, name)
+    if _lacks_transfers(cells, placement):
+        cells = [cell for cell in cells if cell.action.op is not Op.REDUCE_GRAD]
+    rows: list[list[Action]] = [[] for _ in range(1 + max(cell.line for cell in cells))]
     for cell in cells:
         rows[cell.line].append(cell.action)
-    return Schedule(name, _placement(cells, name), tuple(map(tuple, rows)))
+    return Schedule(name, placement, tuple(map(tuple, rows)))
 
 
 class _Cell(NamedTuple):
@@ -54,6 +57,12 @@ def _read(text: str, name: str) -> list[_Cell]:
                     f"schedule {name!r}, line {line + 1}, cell {column + 1}: {error}"
                 ) from None
     return cells
+
+
+def _lacks_transfers(cells: list[_Cell], placement: Placement) -> bool:
+    """Say whether values cross ranks and no transfer is in the table: it is one of compute."""
+    crosses = any(len(set(route)) > 1 for route in placement.routes)
+    return crosses and not any(cell.action.op in SENDS | RECEIVES for cell in cells)
 
 
 def _placement(cells: list[_Cell], name: str) -> Placement:
