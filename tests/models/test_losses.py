@@ -1,0 +1,80 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gpipe_hpc.errors import ModelError
+from gpipe_hpc.models import (
+    classification,
+    loss_function,
+    mean_squared_error,
+    token_cross_entropy,
+)
+
+
+def test_token_cross_entropy_is_the_mean_over_tokens_that_count():
+    logits = torch.randn(3, 5, 7, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(7, (3, 5))
+    targets[0, 2:] = -100
+    total, weight = token_cross_entropy(logits, targets)
+    assert weight.shape == total.shape == ()
+    assert weight.item() == 12
+    assert total.dtype == torch.float64
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(total / weight, expected, rtol=1e-12, atol=0)
+
+
+def test_parts_add_up_to_the_whole():
+    logits, targets = torch.randn(6, 4, 9, dtype=torch.float64), torch.randint(9, (6, 4))
+    targets[1] = -100
+    whole, weight = token_cross_entropy(logits, targets)
+    parts = [
+        token_cross_entropy(x, t)
+        for x, t in zip(logits.split([1, 2, 3]), targets.split([1, 2, 3]), strict=True)
+    ]
+    torch.testing.assert_close(sum(p for p, _ in parts), whole, rtol=1e-12, atol=0)
+    assert sum(int(w) for _, w in parts) == weight == 20
+
+
+def test_all_ignored_gives_zero_loss_weight_and_gradient():
+    logits = torch.randn(2, 3, 4, requires_grad=True)
+    total, weight = token_cross_entropy(logits, torch.full((2, 3), -1), ignore_index=-1)
+    total.backward()
+    assert total.item() == 0
+    assert weight.item() == 0
+    assert not logits.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_summed_in_float32(dtype: torch.dtype):
+    logits = torch.randn(4, 512, 8).to(dtype)
+    targets = torch.randint(8, (4, 512))
+    total, _ = token_cross_entropy(logits, targets)
+    assert total.dtype == torch.float32
+    exact, _ = token_cross_entropy(logits.double(), targets)
+    assert total.item() == pytest.approx(exact.item(), rel=1e-6)
+
+
+def test_classification_counts_samples():
+    logits, targets = torch.randn(5, 3), torch.tensor([0, 1, 2, 0, 1])
+    total, weight = classification(logits, targets)
+    assert weight == 5
+    torch.testing.assert_close(total / 5, F.cross_entropy(logits, targets))
+
+
+def test_mean_squared_error_is_torchs():
+    output, target = torch.randn(5, 3), torch.randn(5, 3)
+    total, weight = mean_squared_error(output, target)
+    torch.testing.assert_close(total / weight, F.mse_loss(output, target))
+
+
+def test_shapes_that_do_not_match_are_refused():
+    with pytest.raises(ModelError, match=r"expected targets of shape \[2, 3\].*got \[2\]"):
+        token_cross_entropy(torch.randn(2, 3, 4), torch.zeros(2, dtype=torch.long))
+    with pytest.raises(ModelError, match=r"mean_squared_error.*\[4, 1\], got \[4\]"):
+        mean_squared_error(torch.zeros(4, 1), torch.zeros(4))
+
+
+def test_losses_by_name():
+    assert loss_function("token_cross_entropy") is token_cross_entropy
+    with pytest.raises(ModelError, match=r"classification.*got 'hinge'"):
+        loss_function("hinge")
