@@ -94,6 +94,8 @@ def _check_entry(graph: Precedence, node: int) -> None:
     """Refuse one action that names no stage or micro-batch of the table, or is on a wrong rank."""
     placement, rank = graph.schedule.placement, graph.ranks[node]
     op, stage, microbatch = graph.actions[node]
+    if op in (Op.OFFLOAD, Op.FETCH):
+        graph.refuse(node, f"no data flow is stated for {op}; take it out")
     if not 0 <= stage < placement.num_stages:
         graph.refuse(node, f"no such stage, expected 0 to {placement.num_stages - 1}, got {stage}")
     if op is Op.REDUCE_GRAD:

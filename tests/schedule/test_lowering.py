@@ -1,0 +1,116 @@
+import pytest
+
+from gpipe_hpc.schedule import (
+    Action,
+    Op,
+    Placement,
+    Schedule,
+    ScheduleError,
+    build,
+    check,
+    forward_only,
+    from_text,
+    lower,
+    parse_action,
+)
+
+COMPUTE = {Op.F, Op.B, Op.I, Op.W, Op.R}
+
+
+def rows_from(*texts):
+    return tuple(tuple(map(parse_action, text.split())) for text in texts)
+
+
+def rows_of(schedule):
+    return [" ".join(map(str, row)) for row in schedule.ranks]
+
+
+def test_gpipe_on_two_ranks_in_full():
+    assert rows_of(lower(build("gpipe", ranks=2, microbatches=2))) == [
+        "0F0 0SEND_F0 0RECV_B1 0F1 0SEND_F1 0RECV_B0 0B1 0B0 0REDUCE_GRAD",
+        "1RECV_F0 1RECV_F1 1F0 1F1 1B1 1SEND_B1 1B0 1SEND_B0 1REDUCE_GRAD",
+    ]
+
+
+def test_a_receive_is_posted_ahead_of_the_recomputation_that_hides_it():
+    row = rows_of(lower(build("gpipe", ranks=2, microbatches=2, recompute="always")))[0]
+    assert "0RECV_B1 0R1 0B1 0RECV_B0 0R0 0B0" in row
+
+
+def test_one_stage_on_one_rank_only_reduces():
+    lowered = lower(build("gpipe", ranks=1, microbatches=2))
+    assert rows_of(lowered) == ["0F0 0F1 0B1 0B0 0REDUCE_GRAD"]
+    assert lowered.max_receives == (0,)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b"])
+@pytest.mark.parametrize("recompute", ["never", "always", "except_last"])
+def test_compute_keeps_its_order_and_receives_stay_few(name, recompute):
+    for ranks in (1, 2, 3, 6):
+        for microbatches in (1, 2, 5, 12):
+            bare = build(name, ranks=ranks, microbatches=microbatches, recompute=recompute)
+            lowered = lower(bare)
+            kept = tuple(tuple(a for a in row if a.op in COMPUTE) for row in lowered.ranks)
+            assert kept == bare.ranks
+            assert lowered.max_activations == bare.max_activations
+            assert max(lowered.max_receives) <= 2
+
+
+@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b"])
+def test_evaluation_tables(name):
+    for ranks in (1, 2, 4):
+        evaluation = forward_only(build(name, ranks=ranks, microbatches=3, recompute="always"))
+        assert all(action.op is Op.F for row in evaluation.ranks for action in row)
+        check(evaluation)
+        lowered = lower(evaluation)
+        check(lowered)
+        assert lowered.is_lowered
+        assert not any(a.op in (Op.REDUCE_GRAD, Op.SEND_B) for r in lowered.ranks for a in r)
+
+
+def test_a_reduction_stands_behind_the_send_that_others_wait_for():
+    bare = from_text("0F0,0I0,0W0\n1F0,1I0,1W0\n")
+    assert rows_of(lower(bare))[1] == "1RECV_F0 1F0 1I0 1SEND_B0 1W0 1REDUCE_GRAD"
+
+
+def test_neighbouring_stages_on_one_rank_need_no_transfer():
+    lowered = lower(from_text("0F0,1F0,1B0,0B0\n"))
+    assert rows_of(lowered) == ["0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD"]
+
+
+def test_every_holder_of_a_mirrored_stage_reduces_it_even_without_a_backward():
+    placement = Placement(((0, 1), (1, 0)), (0,))
+    rows = rows_from("0F0 0B0", "1F0 1B0")
+    lowered = lower(Schedule("mirrored", placement, rows))
+    check(lowered)
+    assert rows_of(lowered) == [
+        "0RECV_B0 0F0 0SEND_F0 0B0 0REDUCE_GRAD 1REDUCE_GRAD",
+        "1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE_GRAD 0REDUCE_GRAD",
+    ]
+
+
+def test_receives_of_a_channel_are_posted_in_the_order_of_its_sends():
+    """Rank 1 runs micro-batch 1 first, but the channel brings micro-batch 0 first."""
+    lowered = lower(from_text("0F0,0F1,0B1,0B0\n1F1,1F0,1B1,1B0\n"))
+    posts = [str(action) for action in lowered.ranks[1] if action.op is Op.RECV_F]
+    assert posts == ["1RECV_F0", "1RECV_F1"]
+    check(lowered)
+
+
+def test_a_post_moves_ahead_of_the_send_that_would_block_it():
+    """Both ranks send first and consume two actions later: posted at need, neither could go on."""
+    placement = Placement(((0, 1), (1, 0)), (0, 1))
+    rows = rows_from("0F0 1F1 1B1 0B0", "0F1 1F0 1B0 0B1")
+    lowered = lower(Schedule("mirrored", placement, rows))
+    check(lowered)
+    for rank, row in enumerate(lowered.ranks):
+        first_send = next(at for at, action in enumerate(row) if action.op is Op.SEND_F)
+        post = row.index(Action(Op.RECV_F, 1, 1 - rank))
+        assert post < first_send
+
+
+def test_lowering_twice_or_a_table_that_deadlocks_is_refused():
+    with pytest.raises(ScheduleError, match="lowered already"):
+        lower(lower(build("gpipe", ranks=2, microbatches=1)))
+    with pytest.raises(ScheduleError, match="deadlock"):
+        lower(from_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n"))

@@ -1,0 +1,117 @@
+import pytest
+
+from gpipe_hpc.schedule import (
+    Costs,
+    Event,
+    ScheduleError,
+    Timeline,
+    build,
+    forward_only,
+    from_text,
+    lower,
+    parse_action,
+    simulate,
+)
+
+SPLIT = from_text("0F0,0I0,0W0\n1F0,1I0,1W0\n")
+
+
+def spans(timeline):
+    return {str(e.action): (e.start_s, e.end_s) for row in timeline.events for e in row}
+
+
+@pytest.mark.parametrize("schedule", [SPLIT, lower(SPLIT)], ids=["bare", "lowered"])
+def test_input_gradients_release_the_previous_stage_and_weight_gradients_do_not(schedule):
+    costs = Costs(forward=[1, 2], input_gradient=[3, 4], weight_gradient=5, send=0.5)
+    found = spans(simulate(schedule, costs))
+    assert found["1F0"] == (1.5, 3.5)
+    assert found["1I0"] == (3.5, 7.5)
+    assert found["0I0"] == (8, 11)
+    assert found["1W0"] == (7.5, 12.5)
+    assert found["0W0"] == (11, 16)
+
+
+def test_a_full_backward_without_a_cost_of_its_own_costs_both_halves():
+    bare = from_text("0F0,0B0\n")
+    costs = Costs(forward=1, input_gradient=2, weight_gradient=4)
+    assert simulate(bare, costs).makespan == 7
+    assert simulate(bare, Costs(forward=1, backward=3)).makespan == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "costs", "missing"),
+    [
+        ("0F0", Costs(backward=1), "forward"),
+        ("0F0,0B0", Costs(forward=1), "input_gradient"),
+        ("0F0,0I0,0W0", Costs(forward=1, backward=1, input_gradient=1), "weight_gradient"),
+        ("0F0,0R0,0B0", Costs(forward=1, backward=1), "recompute"),
+    ],
+)
+def test_an_op_without_a_cost_is_refused(text, costs, missing):
+    with pytest.raises(ScheduleError, match=f"give {missing}="):
+        simulate(from_text(text), costs)
+
+
+@pytest.mark.parametrize("cost", [[1.0], [1.0, 2.0, 3.0], -1.0, float("nan"), float("inf")])
+def test_costs_that_make_no_sense_are_refused(cost):
+    with pytest.raises(ScheduleError, match="costs: forward"):
+        simulate(build("gpipe", ranks=2, microbatches=1), Costs(forward=cost, backward=1))
+
+
+def test_transfers_of_a_channel_go_one_after_the_other_and_overlap_compute():
+    """Three quick forwards, a slow channel: the receiver is fed every three units."""
+    timeline = simulate(
+        lower(forward_only(build("gpipe", ranks=2, microbatches=3))), Costs(forward=1, send=3)
+    )
+    found = spans(timeline)
+    assert [found[f"0F{m}"] for m in range(3)] == [(0, 1), (1, 2), (2, 3)]
+    assert [found[f"0SEND_F{m}"] for m in range(3)] == [(1, 4), (4, 7), (7, 10)]
+    assert [found[f"1F{m}"] for m in range(3)] == [(4, 5), (7, 8), (10, 11)]
+    assert found["1RECV_F0"] == (0, 4)
+
+
+def test_the_cost_of_a_transfer_is_that_of_the_boundary_it_crosses():
+    costs = Costs(forward=1, backward=1, send=[10, 100, 1000])
+    assert simulate(build("gpipe", ranks=3, microbatches=1), costs).makespan == 6 + 2 * 110
+
+
+def test_recomputation_runs_ahead_of_the_gradients_arrival():
+    bare = build("gpipe", ranks=2, microbatches=1, recompute="always")
+    found = spans(simulate(bare, Costs(forward=1, backward=2, recompute=1)))
+    assert found["0R0"] == (1, 2)
+    assert found["0B0"][0] == found["1B0"][1] == 5
+
+
+def test_a_deadlock_is_refused():
+    with pytest.raises(ScheduleError, match="deadlock"):
+        simulate(from_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n"), Costs(forward=1, backward=1))
+
+
+def test_a_measured_timeline_may_start_anywhere_and_hold_a_reduction_tail():
+    rows = [("0F0", 100.0, 101.0), ("0SEND_F0", 101.0, 103.0), ("0B0", 104.0, 106.0)]
+    other = [("1F0", 103.0, 103.5), ("1B0", 103.5, 104.0), ("1REDUCE_GRAD", 104.0, 110.0)]
+    timeline = Timeline(
+        events=tuple(
+            tuple(Event(rank, parse_action(text), start, end) for text, start, end in row)
+            for rank, row in enumerate((rows, other))
+        ),
+        num_stages=2,
+        num_microbatches=1,
+    )
+    assert timeline.makespan == 10
+    assert timeline.busy == (3, 1)
+    assert timeline.bubble == pytest.approx(1 - 4 / 20)
+    assert timeline.peak_activations == (1, 1)
+
+
+def test_weight_gradients_hold_activations_until_they_are_done():
+    costs = Costs(forward=1, input_gradient=1, weight_gradient=1)
+    assert simulate(from_text("0F0,0I0,0F1,0I1,0W0,0W1\n"), costs).peak_activations == (2,)
+    assert simulate(from_text("0F0,0I0,0W0,0F1,0I1,0W1\n"), costs).peak_activations == (1,)
+
+
+def test_nothing_is_kept_in_evaluation_and_an_empty_timeline_has_no_bubble():
+    bare = forward_only(build("gpipe", ranks=2, microbatches=5))
+    assert simulate(bare, Costs(forward=1)).peak_activations == (1, 1)
+    empty = Timeline(events=((), ()), num_stages=2, num_microbatches=1)
+    assert (empty.makespan, empty.bubble, empty.peak_activations) == (0.0, 0.0, (0, 0))

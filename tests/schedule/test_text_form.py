@@ -1,0 +1,55 @@
+import csv
+import io
+
+import pytest
+from torch.distributed.pipelining.schedules import _Action, _validate_schedule
+
+from gpipe_hpc.schedule import Placement, ScheduleError, build, check, from_text, lower, to_text
+
+
+@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b"])
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_what_is_written_is_read_back(name, recompute):
+    bare = build(name, ranks=3, microbatches=4, recompute=recompute)
+    for schedule in (bare, lower(bare), lower(build(name, ranks=1, microbatches=2))):
+        read = from_text(to_text(schedule), name="mine")
+        assert (read.name, read.ranks, read.placement) == (
+            "mine",
+            schedule.ranks,
+            schedule.placement,
+        )
+        check(read)
+
+
+def test_mirrored_placements_are_inferred():
+    read = from_text("0F0,1F1,1B1,0B0\n0F1,1F0,1B0,0B1\n")
+    assert read.placement == Placement(((0, 1), (1, 0)), (0, 1))
+    check(read)
+
+
+def test_bubbles_blank_ends_and_spaces_are_no_part_of_the_table():
+    read = from_text("0F0, ,0B0\r\n,1F0,1B0,\r\n\r\n")
+    assert to_text(read) == "0F0,0B0\n1F0,1B0\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0B0\n1F0,xyz\n", r"line 2, cell 2: .*'xyz'"),
+        ("0F0,0B0,1B0\n1F0\n", r"line 2, cell 1: 1F0 on another rank than 1B0 \(line 1, cell 3\)"),
+        ("0F0,0F1\n1F0\n", r"1F1 is missing"),
+        ("\n,,\n", r"no action"),
+        ("0REDUCE_GRAD\n", r"no compute"),
+    ],
+)
+def test_errors_name_line_and_cell(text, message):
+    with pytest.raises(ScheduleError, match=message):
+        from_text(text)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b"])
+def test_torch_loads_and_accepts_the_table(name):
+    text = to_text(build(name, ranks=3, microbatches=5))
+    rows = csv.reader(io.StringIO(text))
+    actions = {rank: [_Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
+    assert _validate_schedule(actions, 3, 3, 5) == {0: 0, 1: 1, 2: 2}
