@@ -187,8 +187,9 @@ def mutants(draw):
     rank = draw(st.sampled_from([r for r, row in enumerate(schedule.ranks) if row]))
     row = list(schedule.ranks[rank])
     at, to = (draw(st.integers(0, len(row) - 1)) for _ in range(2))
-    kind = draw(st.sampled_from(["drop", "duplicate", "swap", "move", "move to another rank"]))
     rows = [list(kept) for kept in schedule.ranks]
+    kinds = ["drop", "duplicate", "swap", "move"] + ["move to another rank"] * (len(rows) > 1)
+    kind = draw(st.sampled_from(kinds))
     if kind == "drop":
         del rows[rank][at]
     elif kind == "duplicate":
