@@ -102,8 +102,8 @@ def test_a_post_moves_ahead_of_the_send_that_would_block_it():
     rows = rows_from("0F0 0F2 1F1 1F3 1B1 1B3 0B0 0B2", "0F1 0F3 1F0 1F2 1B0 1B2 0B1 0B3")
     lowered = lower(Schedule("mirrored", placement, rows))
     check(lowered)
-    assert rows_of(lowered)[0].startswith("0F0 1RECV_F1 0SEND_F0 0F2")
-    assert rows_of(lowered)[1].startswith("0F1 0SEND_F1 1RECV_F0 0F3")
+    assert rows_of(lowered)[0].startswith("0F0 0SEND_F0 1RECV_F1 0F2")
+    assert rows_of(lowered)[1].startswith("0F1 1RECV_F0 0SEND_F1 0F3")
 
 
 def test_lowering_twice_or_a_table_that_deadlocks_is_refused():
