@@ -1,0 +1,31 @@
+"""Pipeline-parallel training of models too big for one device.
+
+Names are resolved on first use, so that `import gpipe_hpc.schedule` loads no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpipe_hpc.comm.threads import run_on_threads
+    from gpipe_hpc.models import LayerSpec
+    from gpipe_hpc.pipeline import Pipeline, StepResult
+
+__all__ = ["LayerSpec", "Pipeline", "StepResult", "run_on_threads"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    homes = {
+        "LayerSpec": "gpipe_hpc.models",
+        "Pipeline": "gpipe_hpc.pipeline",
+        "StepResult": "gpipe_hpc.pipeline",
+        "run_on_threads": "gpipe_hpc.comm.threads",
+    }
+    if name not in homes:
+        raise AttributeError(f"module 'gpipe_hpc' has no attribute {name!r}")
+    return getattr(import_module(homes[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,1 @@
+"""Ranks and what moves between them: launch, mesh, transports, collectives, failure."""

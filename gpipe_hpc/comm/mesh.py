@@ -1,0 +1,58 @@
+"""Where a world rank stands in the (dp, pp) mesh: pure arithmetic, no communication."""
+
+from dataclasses import dataclass
+
+from gpipe_hpc.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Replicas x stages, laid out so that world rank = replica x stages + stage_rank."""
+
+    replicas: int
+    stages: int
+
+    @classmethod
+    def fit(cls, world_size: int, stages: int | None, replicas: int) -> "Mesh":
+        """Build the mesh that fills `world_size` ranks; `stages=None` takes what is left.
+
+        Raises ConfigError if stages x replicas is not the world size.
+        """
+        if replicas < 1 or (stages is not None and stages < 1):
+            raise ConfigError(
+                f"mesh: expected stages and replicas of at least 1, got stages={stages}, "
+                f"replicas={replicas}; set pipeline.stages and pipeline.replicas"
+            )
+        wanted = stages if stages is not None else max(1, world_size // replicas)
+        if wanted * replicas != world_size:
+            raise ConfigError(
+                f"mesh: expected stages x replicas = world size, got {wanted} x {replicas} = "
+                f"{wanted * replicas} with {world_size} rank(s); start {wanted * replicas} "
+                f"ranks or change pipeline.stages / pipeline.replicas"
+            )
+        return cls(replicas=replicas, stages=wanted)
+
+    @property
+    def size(self) -> int:
+        """Return the number of world ranks."""
+        return self.replicas * self.stages
+
+    def world_rank(self, replica: int, stage_rank: int) -> int:
+        """Return the world rank of a position."""
+        return replica * self.stages + stage_rank
+
+    def replica_of(self, world_rank: int) -> int:
+        """Return the replica a world rank belongs to."""
+        return world_rank // self.stages
+
+    def stage_rank_of(self, world_rank: int) -> int:
+        """Return the position of a world rank within its pipeline."""
+        return world_rank % self.stages
+
+    def pipeline_ranks(self, replica: int) -> tuple[int, ...]:
+        """Return the world ranks of one replica, in stage order."""
+        return tuple(self.world_rank(replica, k) for k in range(self.stages))
+
+    def replica_ranks(self, stage_rank: int) -> tuple[int, ...]:
+        """Return the world ranks that hold the same position in every replica."""
+        return tuple(self.world_rank(r, stage_rank) for r in range(self.replicas))

@@ -1,0 +1,186 @@
+"""Ranks as processes under torch.distributed: start, groups, channels, failure, stop."""
+
+import atexit
+import contextlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from gpipe_hpc.comm.failure import FailureBoard
+from gpipe_hpc.comm.group import Group, Pending, SoloGroup, rank_names
+from gpipe_hpc.comm.outbox import Outbox
+from gpipe_hpc.comm.payload import DirectPayload, Lane, Payload, StagedPayload
+from gpipe_hpc.comm.process_transport import Link, ProcessTransport
+from gpipe_hpc.comm.transport import PlacedChannel, Transport
+
+_BREAK_TAG = 2**30
+_LATE_TAG = 2**28
+
+
+class TorchGroup:
+    """Collectives of a torch process group."""
+
+    def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.torch_group = group
+
+    def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """Start summing `tensor` in place."""
+        work = dist.all_reduce(tensor, group=self.torch_group, async_op=True)
+        assert work is not None, f"not a member of {rank_names(self.ranks)}"
+        return _Collective(work, self.ranks)
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum `tensor` in place."""
+        self.start_all_reduce(tensor).wait()
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Fill `tensor` with world rank `root`'s."""
+        work = dist.broadcast(tensor, root, group=self.torch_group, async_op=True)
+        assert work is not None, f"not a member of {rank_names(self.ranks)}"
+        _Collective(work, self.ranks).wait()
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return every rank's value, pickled and in rank order."""
+        values: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(values, value, group=self.torch_group)
+        except RuntimeError as error:
+            raise _lost(error, self.ranks) from error
+        return values
+
+
+class _Collective:
+    """A collective under way whose failure names its ranks."""
+
+    def __init__(self, work: dist.Work, ranks: tuple[int, ...]) -> None:
+        self._work, self._ranks = work, ranks
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise _lost(error, self._ranks) from error
+
+
+def _lost(error: RuntimeError, ranks: tuple[int, ...]) -> Exception:
+    kind = TimeoutError if "imed out" in str(error) else ConnectionError
+    return kind(f"a collective of {rank_names(ranks)} failed: {error}")
+
+
+class ProcessWorld:
+    """This process among all ranks of the default process group."""
+
+    def __init__(self, device: torch.device, timeout_s: float, owns_group: bool) -> None:
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self.device = device
+        self.activity: object = "starting"
+        self._timeout = timedelta(seconds=timeout_s)
+        uses_nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config())
+        # CPU tensors (words, flags) travel over Gloo also where the user's group is NCCL alone.
+        self._backend = "cpu:gloo,cuda:nccl" if uses_nccl else "gloo"
+        self._owns_group = owns_group
+        self._groups: list[tuple[dist.ProcessGroup, tuple[int, ...]]] = []
+        # A group of our own for point-to-point: its tags cannot meet the user's.
+        self._base = self._new_group(tuple(range(self.size)))
+        store = PrefixStore("gpipe_hpc", dist.distributed_c10d._get_default_store())
+        self._board = FailureBoard(
+            store, self.rank, self.size, lambda: str(self.activity), self._break_groups
+        )
+        atexit.register(self.close)
+
+    def group(self, members: Sequence[Sequence[int]]) -> Group:
+        """Form the groups `members` and return the one this rank is in."""
+        own: Group | None = None
+        for ranks in map(tuple, members):
+            if len(ranks) > 1:
+                formed = TorchGroup(self._new_group(ranks), ranks)
+            if self.rank in ranks:
+                own = formed if len(ranks) > 1 else SoloGroup(self.rank)
+        assert own is not None, f"rank {self.rank} is in none of {members}"
+        return own
+
+    def transport(self, channels: Sequence[PlacedChannel]) -> Transport:
+        """Open the channels; over NCCL each has communicators of its own."""
+        uses_nccl = "nccl" in self._backend
+        payload: Payload = (
+            StagedPayload(self.device)
+            if self.device.type == "cuda" and not uses_nccl
+            else DirectPayload(self.device)
+        )
+        links = []
+        for channel in channels:
+            ends = (channel.source_rank, channel.destination_rank)
+            # NCCL knows no tags: two channels over one communicator would mix, or wait in a
+            # ring. Gloo keeps tags apart within one group.
+            prompt = self._new_group(ends) if uses_nccl else self._base
+            late = self._new_group(ends) if uses_nccl else self._base
+            if self.rank in ends:
+                peer = ends[1] if self.rank == ends[0] else ends[0]
+                lanes = Lane(prompt, channel.tag), Lane(late, _LATE_TAG + channel.tag)
+                links.append(Link(channel, peer, *lanes))
+        if uses_nccl:
+            _warm_up(links, self.rank, self.device)
+        outbox = Outbox(start_on_thread=isinstance(payload, StagedPayload))
+        return ProcessTransport(self.rank, links, payload, outbox, self.device)
+
+    def fail(self, report: str) -> None:
+        """Publish the report, wait until it was read, and unblock whoever waits for us."""
+        self._board.publish(report)
+        self._board.await_acknowledgement()
+        self._break_groups()
+
+    def explain(self, symptom: str) -> str:
+        """Return the reason why a wait failed."""
+        return self._board.explain(symptom)
+
+    def close(self) -> None:
+        """Leave the process group if we started it; called at exit, harmless twice."""
+        atexit.unregister(self.close)
+        self._board.stop()
+        if self._owns_group and dist.is_initialized():
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
+
+    def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        formed: dist.ProcessGroup = dist.new_group(
+            list(ranks), timeout=self._timeout, backend=self._backend
+        )
+        if self.rank in ranks:
+            self._groups.append((formed, ranks))
+        return formed
+
+    def _break_groups(self) -> None:
+        """Close every connection, so that a rank blocked in a wait is told at once.
+
+        Gloo has no abort for point-to-point, but a wait that times out closes all pairs of its
+        group; NCCL communicators are aborted.
+        """
+        for group, ranks in self._groups:
+            peer = next(rank for rank in ranks if rank != self.rank)
+            with contextlib.suppress(RuntimeError, ValueError):
+                work = dist.irecv(torch.empty(1), peer, group=group, tag=_BREAK_TAG)
+                if work is not None:
+                    work.wait(timedelta(milliseconds=1))
+            if "nccl" in self._backend:
+                with contextlib.suppress(RuntimeError, AttributeError):
+                    backend: Any = group._get_backend(self.device)
+                    backend.abort()
+
+
+def _warm_up(links: Sequence[Link], rank: int, device: torch.device) -> None:
+    """Build every communicator now, in one order on all ranks, not in the first step."""
+    for link in links:
+        for lane in (link.prompt, link.late):
+            token = torch.zeros(1, device=device)
+            sends = rank == link.channel.source_rank
+            start = dist.isend if sends else dist.irecv
+            work = start(token, link.peer, group=lane.group)
+            assert work is not None, f"not a member of {link.channel}"
+            work.wait()

@@ -1,0 +1,78 @@
+"""Find this process's place among the ranks: join what exists, or start it."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from gpipe_hpc.comm.launcher import detect_launch
+from gpipe_hpc.comm.processes import ProcessWorld
+from gpipe_hpc.comm.rendezvous import rendezvous
+from gpipe_hpc.comm.threads import ThreadHub, ThreadWorld
+from gpipe_hpc.comm.world import World
+from gpipe_hpc.errors import ConfigError
+
+DEFAULT_TIMEOUT_S = 600.0
+
+
+def start_world(
+    *, device: str = "auto", backend: str = "auto", timeout_s: float = DEFAULT_TIMEOUT_S
+) -> World:
+    """Return the world of this process.
+
+    Joins the default process group if there is one. Otherwise asks the launcher's environment
+    (torchrun, Open MPI, MPICH, MVAPICH2, srun) and starts the group; without a launcher the
+    world is this process alone and nothing is opened.
+
+    `device`: auto | cpu | cuda. `backend`: auto | gloo | nccl. `timeout_s`: how long a rank
+    waits for another before it gives up and says so.
+    """
+    if dist.is_initialized():
+        chosen = _device(device, local_rank=None)
+        return ProcessWorld(chosen, timeout_s, owns_group=False)
+    launch = detect_launch()
+    chosen = _device(device, launch.local_rank)
+    if launch.world_size == 1:
+        return ThreadWorld(ThreadHub(1, timeout_s), 0, chosen)
+    store = rendezvous(launch, timeout_s)
+    dist.init_process_group(
+        _backend(backend, chosen),
+        store=store,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    return ProcessWorld(chosen, timeout_s, owns_group=True)
+
+
+def _device(name: str, local_rank: int | None) -> torch.device:
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device: expected auto, cpu or cuda, got {name!r}")
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ConfigError(
+            "device: expected a CUDA device, got a torch that sees none; use device=cpu, "
+            "or check the driver and the torch build"
+        )
+    if name == "cpu" or not available:
+        return torch.device("cpu")
+    if local_rank is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    chosen = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(chosen)
+    return chosen
+
+
+def _backend(name: str, device: torch.device) -> str:
+    """Return torch's backend string; CPU tensors (words, flags) always travel over Gloo."""
+    if name not in ("auto", "gloo", "nccl"):
+        raise ConfigError(f"backend: expected auto, gloo or nccl, got {name!r}")
+    wants_nccl = name == "nccl" or (name == "auto" and device.type == "cuda")
+    if not wants_nccl:
+        return "gloo"
+    if not dist.is_nccl_available() or device.type != "cuda":
+        raise ConfigError(
+            f"backend: expected a CUDA device and a torch with NCCL for backend={name}, got "
+            f"device {device.type}; use comm.backend=gloo"
+        )
+    return "cpu:gloo,cuda:nccl"

@@ -1,0 +1,201 @@
+"""Ranks as threads of one process, with queues for channels: for tests and debugging.
+
+The same engine runs on them as on processes; only this file and the in-memory transport know.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from gpipe_hpc.comm.group import Group, Pending, SoloGroup, rank_names
+from gpipe_hpc.comm.memory_transport import MemoryTransport
+from gpipe_hpc.comm.transport import Message, PlacedChannel, Transport
+from gpipe_hpc.errors import LaunchError, PeerError
+
+T = TypeVar("T")
+POLL_S = 0.05
+
+
+ExchangeKey = tuple[tuple[int, ...], int]
+"""The ranks that exchange values, and a serial number."""
+
+
+@dataclass
+class _Exchange:
+    """Values that ranks put in for one another, and how many have taken them."""
+
+    parts: dict[int, Any] = field(default_factory=dict)
+    num_taken: int = 0
+
+
+class ThreadHub:
+    """What the threads of one world share. `timeout_s` bounds every wait."""
+
+    def __init__(self, size: int, timeout_s: float = 60.0) -> None:
+        self.size = size
+        self.timeout_s = timeout_s
+        self.changed = threading.Condition()
+        self.report: str | None = None
+        self.queues: dict[PlacedChannel, deque[tuple[int, Message]]] = {}
+        self._exchanges: dict[ExchangeKey, _Exchange] = {}
+
+    def wait_for(self, ready: Callable[[], T | None], what: str) -> T:
+        """Return what `ready` gives once it is not None; call with `changed` held.
+
+        Raises ConnectionError if a rank failed meanwhile, TimeoutError after `timeout_s`.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        while (value := ready()) is None:
+            if self.report is not None:
+                raise ConnectionError(f"another rank failed while waiting for {what}")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"nothing came within {self.timeout_s:g} s from {what}")
+            self.changed.wait(POLL_S)
+        return value
+
+    def contribute(self, key: ExchangeKey, rank: int, value: Any) -> None:
+        """Put this rank's part of the exchange `key` (ranks, serial)."""
+        with self.changed:
+            self._exchanges.setdefault(key, _Exchange()).parts[rank] = value
+            self.changed.notify_all()
+
+    def collect(self, key: ExchangeKey) -> list[Any]:
+        """Return every part of an exchange in rank order, once all are there."""
+        ranks = key[0]
+        with self.changed:
+            exchange = self._exchanges[key]
+
+            def complete() -> list[Any] | None:
+                parts = exchange.parts
+                return [parts[r] for r in ranks] if len(parts) == len(ranks) else None
+
+            values = self.wait_for(complete, f"a collective of {rank_names(ranks)}")
+            exchange.num_taken += 1
+            if exchange.num_taken == len(ranks):
+                del self._exchanges[key]
+        return values
+
+
+class _ThreadAllReduce:
+    """An all-reduce under way: the contribution is out, the sum is taken at `wait`."""
+
+    def __init__(self, hub: ThreadHub, key: ExchangeKey, tensor: torch.Tensor) -> None:
+        self._hub, self._key, self._tensor = hub, key, tensor
+
+    def wait(self) -> None:
+        parts = self._hub.collect(self._key)
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        self._tensor.copy_(total)
+
+
+class ThreadGroup:
+    """Collectives among threads; sums are taken in rank order."""
+
+    def __init__(self, hub: ThreadHub, ranks: tuple[int, ...], rank: int, serial: int) -> None:
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.torch_group: dist.ProcessGroup | None = None
+        self._hub, self._rank, self._serial = hub, rank, serial
+
+    def _next_key(self, value: Any) -> ExchangeKey:
+        self._serial += 1
+        key = (self.ranks, self._serial)
+        self._hub.contribute(key, self._rank, value)
+        return key
+
+    def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """Contribute a copy of `tensor`; the sum lands in it at `wait`."""
+        return _ThreadAllReduce(self._hub, self._next_key(tensor.clone()), tensor)
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum `tensor` in place."""
+        self.start_all_reduce(tensor).wait()
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Fill `tensor` with world rank `root`'s."""
+        parts = self._hub.collect(self._next_key(tensor.clone()))
+        tensor.copy_(parts[self.ranks.index(root)])
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return every rank's value (the object itself, not a copy)."""
+        return self._hub.collect(self._next_key(value))
+
+
+class ThreadWorld:
+    """One thread's view of a ThreadHub; `device` is where this rank computes."""
+
+    def __init__(self, hub: ThreadHub, rank: int, device: torch.device | str = "cpu") -> None:
+        self.hub = hub
+        self.rank = rank
+        self.size = hub.size
+        self.device = torch.device(device)
+        self.activity: object = "starting"
+        self._num_groups: dict[tuple[int, ...], int] = {}
+
+    def group(self, members: Sequence[Sequence[int]]) -> Group:
+        """Return the group of `members` that holds this rank."""
+        ranks = next(tuple(m) for m in members if self.rank in m)
+        if len(ranks) == 1:
+            return SoloGroup(self.rank)
+        # Groups over the same ranks must not share serials: each gets its own marker.
+        count = self._num_groups[ranks] = self._num_groups.get(ranks, 0) + 1
+        return ThreadGroup(self.hub, ranks, self.rank, serial=count * 10**12)
+
+    def transport(self, channels: Sequence[PlacedChannel]) -> Transport:
+        """Open the channels in memory."""
+        return MemoryTransport(self.hub, channels)
+
+    def fail(self, report: str) -> None:
+        """Keep the first report and wake everybody."""
+        with self.hub.changed:
+            if self.hub.report is None:
+                self.hub.report = report
+            self.hub.changed.notify_all()
+
+    def explain(self, symptom: str) -> str:
+        """Return the first report, or the symptom if there is none."""
+        return self.hub.report or symptom
+
+
+def run_on_threads(
+    size: int, body: Callable[[ThreadWorld], T], *, timeout_s: float = 60.0
+) -> list[T]:
+    """Run `body(world)` on `size` ranks, each a thread; return their results in rank order.
+
+    The first failure by time is raised (that of a rank that stopped because of another one
+    only if there is no other). Threads do not time out themselves: every wait in them does.
+    """
+    hub = ThreadHub(size, timeout_s)
+    results: list[Any] = [None] * size
+    failures: list[BaseException] = []
+
+    def target(rank: int) -> None:
+        world = ThreadWorld(hub, rank)
+        try:
+            results[rank] = body(world)
+        except BaseException as failure:
+            failures.append(failure)
+            world.fail(f"rank {rank}: {type(failure).__name__}: {failure}")
+
+    threads = [
+        threading.Thread(target=target, args=(rank,), name=f"rank{rank}", daemon=True)
+        for rank in range(size)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        causes = [f for f in failures if not isinstance(f, PeerError | ConnectionError)]
+        raise (causes or failures)[0]
+    if hub.queues and any(hub.queues.values()):
+        raise LaunchError("threads: expected every message consumed, got some left over")
+    return results

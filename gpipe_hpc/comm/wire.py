@@ -1,0 +1,118 @@
+"""What travels over a channel: any nest of tensors, described by a structure.
+
+A message is a fixed-size word, a header only when its structure is new to the channel, and the
+tensors themselves. The word says which structure follows, so both ends know what to post.
+"""
+
+import pickle
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+Nest = Any
+"""A nest of tuples, lists and dicts whose leaves are tensors, None or picklable values."""
+
+WORD_LENGTH = 5
+
+
+class Word(NamedTuple):
+    """The fixed-size announcement of a message; sent as int64[5]."""
+
+    serial: int  # position in the channel since its start: catches lost or doubled messages
+    microbatch: int
+    structure: int  # identity of the structure within the channel
+    header_bytes: int  # 0: the receiver has this structure already
+    num_samples: int  # 0: an empty micro-batch, nothing follows but what was posted
+
+
+class TensorMeta(NamedTuple):
+    """What a receiver must know of one tensor before it arrives."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def allocate(self, device: torch.device) -> torch.Tensor:
+        """Return an uninitialised tensor to receive into."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The shape of a nest without its tensors' values.
+
+    `leaves` has one entry a leaf: a TensorMeta, or the pickled bytes of a value.
+    """
+
+    tree: pytree.TreeSpec
+    leaves: tuple[TensorMeta | bytes, ...]
+    metas: tuple[TensorMeta, ...] = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        tensors = tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorMeta))
+        object.__setattr__(self, "metas", tensors)
+
+    def to_bytes(self) -> bytes:
+        """Serialise for a header."""
+        return pickle.dumps((self.tree, self.leaves))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Structure":
+        """Read a header back."""
+        tree, leaves = pickle.loads(data)
+        return cls(tree, leaves)
+
+
+_SINGLE = pytree.tree_structure(0)
+EMPTY = Structure(pytree.tree_structure(()), ())
+
+
+def disassemble(nest: Nest) -> tuple[Structure, list[torch.Tensor]]:
+    """Split a nest into its structure and its tensors, detached, in leaf order."""
+    if isinstance(nest, torch.Tensor):
+        return Structure(_SINGLE, (_meta(nest),)), [nest.detach()]
+    leaves, tree = pytree.tree_flatten(nest)
+    tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    described = tuple(
+        _meta(leaf) if isinstance(leaf, torch.Tensor) else pickle.dumps(leaf) for leaf in leaves
+    )
+    return Structure(tree, described), tensors
+
+
+def assemble(structure: Structure, tensors: list[torch.Tensor]) -> Nest:
+    """Rebuild a nest; each tensor is a leaf that requires grad where the sender's did."""
+    arrived = iter(tensors)
+    leaves = [
+        next(arrived).detach().requires_grad_(leaf.requires_grad)
+        if isinstance(leaf, TensorMeta)
+        else pickle.loads(leaf)
+        for leaf in structure.leaves
+    ]
+    if structure.tree == _SINGLE:
+        return leaves[0]
+    return pytree.tree_unflatten(leaves, structure.tree)
+
+
+def _meta(tensor: torch.Tensor) -> TensorMeta:
+    return TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
+class Slot:
+    """What both ends of a channel remember of one micro-batch's place in it.
+
+    Receives are posted for the expected structure. It is expected once it came twice in a row
+    (or came first), so that shapes which change at every step are never posted in vain.
+    """
+
+    __slots__ = ("expected", "last")
+
+    def __init__(self) -> None:
+        self.expected: int | None = None
+        self.last: int | None = None
+
+    def saw(self, structure: int) -> None:
+        """Note the structure of a message that has passed."""
+        self.expected = structure if self.last in (None, structure) else None
+        self.last = structure

@@ -1,0 +1,54 @@
+"""The face of a set of ranks, whether they are threads or processes."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from gpipe_hpc.comm.group import Group
+from gpipe_hpc.comm.transport import PlacedChannel, Transport
+from gpipe_hpc.errors import GpipeError, PeerError
+
+
+class World(Protocol):
+    """All ranks of a run, seen from one of them."""
+
+    rank: int
+    size: int
+    device: torch.device
+    activity: object
+    """What this rank is doing (an action, or a text); shown when another rank waits in vain."""
+
+    def group(self, members: Sequence[Sequence[int]]) -> Group:
+        """Form disjoint groups, the same call on every rank; return the one this rank is in."""
+
+    def transport(self, channels: Sequence[PlacedChannel]) -> Transport:
+        """Open the channels of all replicas, the same call on every rank."""
+
+    def fail(self, report: str) -> None:
+        """Tell every rank that this one failed, and unblock those that wait for it."""
+
+    def explain(self, symptom: str) -> str:
+        """Return why a wait failed: the first failed rank's own report, or who fell silent."""
+
+
+@contextmanager
+def together(world: World, where: str) -> Iterator[None]:
+    """Let every rank stop if one fails within the block, all with the first failure's report.
+
+    A lost connection becomes a PeerError that carries the report of the rank that failed;
+    what fails here is told to the others and raised as it is.
+    """
+    try:
+        yield
+    except PeerError:
+        raise
+    except (ConnectionError, TimeoutError) as error:
+        raise PeerError(world.explain(f"{where}: {error}")) from error
+    except GpipeError as error:
+        world.fail(f"rank {world.rank}: {error}" if "rank" not in str(error) else str(error))
+        raise
+    except BaseException as error:
+        world.fail(f"rank {world.rank}: {where}: {type(error).__name__}: {error}")
+        raise

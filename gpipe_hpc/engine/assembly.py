@@ -1,0 +1,84 @@
+"""From a model and a cut to the stages of one rank, and the proof that nothing was lost."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from gpipe_hpc.comm.group import Group
+from gpipe_hpc.engine.stage import Stage
+from gpipe_hpc.errors import ConfigError, PartitionError
+from gpipe_hpc.models import Layer, build_layer, layer_parameters
+
+
+class ParameterInfo(NamedTuple):
+    """A parameter as every rank knows it."""
+
+    name: str
+    stage: int
+    num_elements: int
+
+
+def build_stages(
+    layers: Sequence[Layer],
+    counts: Sequence[int],
+    indices: Sequence[int],
+    seed: int,
+    device: torch.device,
+) -> dict[int, Stage]:
+    """Build the stages `indices` of a model cut into stages of `counts` layers; nothing else."""
+    stages = {}
+    for index in indices:
+        first = sum(counts[:index])
+        modules = {
+            i: build_layer(layers[i], index=i, seed=seed, device=device)
+            for i in range(first, first + counts[index])
+        }
+        stages[index] = Stage(index, modules, device)
+    return stages
+
+
+def gather_parameters(stages: dict[int, Stage], pipeline: Group) -> tuple[ParameterInfo, ...]:
+    """Return all parameters of the model in global order, each once, the same on every rank."""
+    own = [
+        (stage.index, position, ParameterInfo(name, stage.index, parameter.numel()))
+        for stage in stages.values()
+        for position, (name, parameter) in enumerate(stage.named_parameters().items())
+    ]
+    everybody = sorted({entry for part in pipeline.all_gather_object(own) for entry in part})
+    return tuple(info for _, _, info in everybody)
+
+
+def check_conservation(parameters: Sequence[ParameterInfo], layers: Sequence[Layer]) -> None:
+    """Raise PartitionError unless the stages' parameters are the whole model's."""
+    whole = sum(layer_parameters(layers))
+    built = sum(info.num_elements for info in parameters)
+    if whole != built:
+        raise PartitionError(
+            f"partition: expected the stages to hold the model's {whole} parameters, got "
+            f"{built}; a layer's factory gives different shapes on different ranks"
+        )
+
+
+def check_agreement(world: Group, facts: dict[str, object]) -> None:
+    """Raise ConfigError, on every rank, if ranks were started with different facts."""
+    everybody = world.all_gather_object(facts)
+    for rank, theirs in zip(world.ranks, everybody, strict=True):
+        for name, value in everybody[0].items():
+            if theirs.get(name) != value:
+                raise ConfigError(
+                    f"start: expected the same {name} on every rank, got {value} on rank 0 and "
+                    f"{theirs.get(name)} on rank {rank}; start all ranks with one configuration"
+                )
+
+
+def equalise_replicas(stages: dict[int, Stage], replicas: Group) -> None:
+    """Give every replica the parameters and buffers of replica 0."""
+    if replicas.size == 1:
+        return
+    with torch.no_grad():
+        for stage in stages.values():
+            for parameter in stage.named_parameters().values():
+                replicas.broadcast(parameter.data, root=replicas.ranks[0])
+            for buffer in stage.named_buffers().values():
+                replicas.broadcast(buffer, root=replicas.ranks[0])

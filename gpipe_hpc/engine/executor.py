@@ -1,0 +1,283 @@
+"""Run a rank's list of actions: a table of binders makes each action a call, once."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils import _pytree as pytree
+
+from gpipe_hpc.comm.transport import Message, PlacedChannel
+from gpipe_hpc.comm.wire import Nest, assemble, disassemble
+from gpipe_hpc.comm.world import World
+from gpipe_hpc.engine.loss import LossFunction, LossTerm, loss_term
+from gpipe_hpc.engine.recorder import Recorder
+from gpipe_hpc.engine.stage import LayerKey, Stage, generators_of
+from gpipe_hpc.engine.wiring import Wiring
+from gpipe_hpc.engine.work import Gradients, Keep, StageWork, Start
+from gpipe_hpc.errors import ActionError, DataError
+from gpipe_hpc.models import GENERATOR_LOCK
+from gpipe_hpc.schedule import Action, Op, Schedule, arrival, channel_of
+
+Place = tuple[int, int]
+"""A stage and a micro-batch."""
+
+Call = Callable[[], None]
+
+
+@dataclass
+class Feed:
+    """What a run works on. Lists are by micro-batch; None where this rank needs none."""
+
+    lane: str  # keeps apart what training and evaluation expect of a channel
+    keys: Callable[[int], LayerKey]  # micro-batch of this replica -> key of each layer
+    inputs: Sequence[Nest] | None = None
+    num_samples: Sequence[int] | None = None
+    targets: Sequence[Nest] | None = None
+    target_samples: Sequence[int] | None = None
+    seed: torch.Tensor | None = None  # the gradient that backward starts from, a scalar
+    loss_fn: LossFunction | None = None  # None: the outputs themselves are wanted
+
+
+@dataclass
+class Outcome:
+    """What a run left on this rank, by micro-batch of this replica."""
+
+    losses: dict[int, LossTerm] = field(default_factory=dict)
+    outputs: dict[int, Nest] = field(default_factory=dict)
+
+
+class Executor:
+    """Run the actions of one rank, in their order, on its stages.
+
+    `schedule` is lowered; `rank` is the position in the pipeline. All stores are empty after a
+    run. A failure names rank, stage, micro-batch and action.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        stages: Mapping[int, Stage],
+        wiring: Wiring,
+        world: World,
+        num_layers: int,
+    ) -> None:
+        self._schedule = schedule
+        self._stages = stages
+        self._wiring = wiring
+        self._world = world
+        self._num_layers = num_layers
+        self.recorder = Recorder(world.device)
+        self._outputs: dict[Place, Message] = {}
+        self._gradients: dict[Place, Message] = {}
+        self._feed = Feed("", lambda _: lambda _: 0)
+        self._outcome = Outcome()
+        last = schedule.num_stages - 1
+        self._works = {
+            index: StageWork(stage, self._finish if index == last else None)
+            for index, stage in stages.items()
+        }
+        binders: dict[Op, Callable[[Action], Call]] = {
+            Op.F: self._bind_forward,
+            Op.R: self._bind_recompute,
+            Op.B: self._bind_backward,
+            Op.SEND_F: self._bind_send,
+            Op.SEND_B: self._bind_send,
+            Op.RECV_F: self._bind_receive,
+            Op.RECV_B: self._bind_receive,
+            Op.REDUCE_GRAD: self._bind_reduce,
+        }
+        self._actions = schedule.ranks[rank]
+        self._all = frozenset(self._actions)
+        self._program = [(action, binders[action.op](action)) for action in self._actions]
+
+    def run(self, feed: Feed) -> Outcome:
+        """Run the whole list on `feed`; leaves torch's random generators as they were.
+
+        Raises ActionError if an action failed, ConnectionError or TimeoutError if a wait did.
+        """
+        self._feed, self._outcome = feed, Outcome()
+        self.recorder.start_step()
+        index = 0
+        try:
+            with _generators_restored(self._world.device):
+                while index < len(self._program):
+                    self._world.activity, call = self._program[index]
+                    call()
+                    index += 1
+                self._world.activity = "waiting until all it sent has left"
+                self._wiring.transport.finish()
+        except (ConnectionError, TimeoutError) as error:
+            raise type(error)(f"{self._position(index)}: {error}") from error
+        except Exception as error:
+            kind = type(error).__name__
+            raise ActionError(f"{self._position(index)}: {kind}: {error}") from error
+        self._world.activity = "between steps"
+        self.recorder.end_step()
+        num_left = sum(work.num_kept for work in self._works.values())
+        num_left += len(self._outputs) + len(self._gradients)
+        assert num_left == 0, f"rank {self._world.rank}: {num_left} stored values never used"
+        return self._outcome
+
+    def _position(self, index: int) -> str:
+        """Describe an action and its surroundings in the table."""
+        if index == len(self._actions):
+            return f"rank {self._world.rank}, after its last action"
+        action = self._actions[index]
+        around = [
+            f"-> {a} <-" if i == index else str(a)
+            for i, a in enumerate(self._actions)
+            if abs(i - index) <= 3
+        ]
+        return (
+            f"rank {self._world.rank}, stage {action.stage}, micro-batch {action.microbatch}, "
+            f"action {action} (table: {' '.join(around)})"
+        )
+
+    def _bind_forward(self, action: Action) -> Call:
+        place = stage, microbatch = _place(action)
+        work, take = self._works[stage], self._bind_input(stage, microbatch)
+        is_last = stage == self._schedule.num_stages - 1
+        keep = Keep.NOTHING
+        if Action(Op.B, *place) in self._all:
+            keep = Keep.INPUT if Action(Op.R, *place) in self._all else Keep.GRAPH
+
+        def forward() -> None:
+            message = take()
+            start = self.recorder.mark()
+            output = work.forward(microbatch, message, self._feed.keys(microbatch), keep)
+            if message.num_samples:
+                self.recorder.add(action, start)
+            if not is_last:
+                self._outputs[place] = Message(output, message.num_samples)
+
+        return forward
+
+    def _bind_recompute(self, action: Action) -> Call:
+        stage, microbatch = _place(action)
+        work = self._works[stage]
+
+        def recompute() -> None:
+            start = self.recorder.mark()
+            if work.recompute(microbatch, self._feed.keys(microbatch)):
+                self.recorder.add(action, start)
+
+        return recompute
+
+    def _bind_backward(self, action: Action) -> Call:
+        place = stage, microbatch = _place(action)
+        work, take = self._works[stage], self._bind_gradients(stage, microbatch)
+
+        def backward() -> None:
+            gradients = take()
+            start = self.recorder.mark()
+            message = work.backward(microbatch, gradients)
+            if message.num_samples:
+                self.recorder.add(action, start)
+            if stage > 0:
+                self._gradients[place] = message
+
+        return backward
+
+    def _bind_input(self, stage: int, microbatch: int) -> Callable[[], Message]:
+        if stage == 0:
+            return lambda: self._first_input(microbatch)
+        channel = self._channel(arrival(Action(Op.F, stage, microbatch)))
+        if channel is None:
+            return lambda: _handed_over(self._outputs.pop((stage - 1, microbatch)))
+        return lambda: self._wiring.transport.wait(channel, self._feed.lane, microbatch)
+
+    def _bind_gradients(self, stage: int, microbatch: int) -> Callable[[], Gradients]:
+        if stage == self._schedule.num_stages - 1:
+            return lambda: ()
+        channel = self._channel(arrival(Action(Op.B, stage, microbatch)))
+        if channel is None:
+            return lambda: self._gradients.pop((stage + 1, microbatch)).nest or ()
+        transport = self._wiring.transport
+        return lambda: transport.wait(channel, self._feed.lane, microbatch).nest or ()
+
+    def _bind_send(self, action: Action) -> Call:
+        place = _place(action)
+        store = self._outputs if action.op is Op.SEND_F else self._gradients
+        channel, transport = self._channel(action), self._wiring.transport
+        assert channel is not None, f"{action} sends to its own rank"
+
+        def send() -> None:
+            nest, num_samples = store.pop(place)
+            transport.send(channel, self._feed.lane, place[1], nest, num_samples)
+
+        return send
+
+    def _bind_receive(self, action: Action) -> Call:
+        channel, transport = self._channel(action), self._wiring.transport
+        assert channel is not None, f"{action} receives from its own rank"
+        microbatch = _place(action)[1]
+        return lambda: transport.post(channel, self._feed.lane, microbatch)
+
+    def _bind_reduce(self, action: Action) -> Call:
+        gradients = self._stages[action.stage].gradients
+        group = self._wiring.reductions[action.stage]
+        return lambda: gradients.start_reduction(group)
+
+    def _channel(self, transfer: Action) -> PlacedChannel | None:
+        return self._wiring.channels.get(channel_of(transfer, self._schedule.placement))
+
+    def _first_input(self, microbatch: int) -> Message:
+        feed = self._feed
+        assert feed.inputs is not None and feed.num_samples is not None, "checked before the run"
+        return Message(self._on_device(feed.inputs[microbatch]), feed.num_samples[microbatch])
+
+    def _on_device(self, nest: Nest) -> Nest:
+        return pytree.tree_map_only(
+            torch.Tensor,
+            lambda tensor: tensor.detach().to(self._world.device, non_blocking=True),
+            nest,
+        )
+
+    def _finish(self, microbatch: int, output: Nest, num_samples: int, again: bool) -> Start | None:
+        """Take the loss, or the output, at the end of the last stage."""
+        feed = self._feed
+        if feed.loss_fn is None:
+            self._outcome.outputs[microbatch] = output
+            return None
+        samples = num_samples if feed.target_samples is None else feed.target_samples[microbatch]
+        if samples != num_samples:
+            raise DataError(
+                f"targets: expected {num_samples} samples in micro-batch {microbatch}, as its "
+                f"inputs have, got {samples}; give every rank the same slice of the batch"
+            )
+        target = None if feed.targets is None else self._on_device(feed.targets[microbatch])
+        stage = self._stages[self._schedule.num_stages - 1]
+        with stage.keyed(feed.keys(microbatch)(self._num_layers)):
+            term = loss_term(feed.loss_fn, output, target, num_samples)
+        if not again:
+            weight = term.weight
+            weight = weight.detach() if isinstance(weight, torch.Tensor) else weight
+            self._outcome.losses[microbatch] = LossTerm(term.total.detach(), weight)
+        if feed.seed is None:
+            return None
+        return Start(term.total, feed.seed.to(term.total.dtype))
+
+
+def _place(action: Action) -> Place:
+    assert action.microbatch is not None, f"{action} has no micro-batch"
+    return action.stage, action.microbatch
+
+
+def _handed_over(message: Message) -> Message:
+    """Return a boundary as the next stage of the same rank gets it: cut off from the graph."""
+    return Message(assemble(*disassemble(message.nest)), message.num_samples)
+
+
+@contextmanager
+def _generators_restored(device: torch.device) -> Iterator[None]:
+    generators = generators_of(device)
+    with GENERATOR_LOCK:
+        states = [generator.get_state() for generator in generators]
+    try:
+        yield
+    finally:
+        with GENERATOR_LOCK:  # another rank's layer may be drawing on another thread
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)

@@ -1,0 +1,78 @@
+"""When the actions of a step began and ended."""
+
+import time
+from typing import Any, NamedTuple
+
+import torch
+
+from gpipe_hpc.schedule import Action, Event
+
+
+class Span(NamedTuple):
+    """An action between two marks."""
+
+    action: Action
+    start: object
+    end: object
+
+
+class Recorder:
+    """Take marks around actions and turn them into events, in seconds.
+
+    On a CPU a mark is `time.perf_counter()`: one clock for all processes of a host. On CUDA it
+    is an event on the current stream; reading them waits for the device, taking them does not.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self.spans: list[Span] = []
+        self.begin: object = None
+        self.end: object = None
+        self._host_begin_s = 0.0
+
+    def mark(self) -> object:
+        """Return the present."""
+        if not self._on_cuda:
+            return time.perf_counter()
+        event: Any = torch.cuda.Event
+        mark = event(enable_timing=True)
+        mark.record()
+        return mark
+
+    def start_step(self) -> None:
+        """Forget the last step's spans and begin a new one."""
+        self.spans = []
+        self._host_begin_s = time.perf_counter()
+        self.begin = self.mark()
+
+    def add(self, action: Action, start: object) -> None:
+        """Note that an action ran from `start` until now."""
+        self.spans.append(Span(action, start, self.mark()))
+
+    def end_step(self) -> None:
+        """End the step."""
+        self.end = self.mark()
+
+    @property
+    def wall_s(self) -> float:
+        """Return the duration of the step."""
+        return self._seconds(self.end) - self._seconds(self.begin)
+
+    @property
+    def busy_s(self) -> float:
+        """Return the time this rank spent in compute actions."""
+        return sum(self._seconds(span.end) - self._seconds(span.start) for span in self.spans)
+
+    def events(self, rank: int) -> tuple[Event, ...]:
+        """Return the step's events, in seconds of the host's monotonic clock."""
+        return tuple(
+            Event(rank, span.action, self._seconds(span.start), self._seconds(span.end))
+            for span in self.spans
+        )
+
+    def _seconds(self, mark: object) -> float:
+        if isinstance(mark, float):
+            return mark
+        assert isinstance(mark, torch.cuda.Event) and isinstance(self.begin, torch.cuda.Event)
+        mark.synchronize()
+        return self._host_begin_s + float(self.begin.elapsed_time(mark)) / 1e3

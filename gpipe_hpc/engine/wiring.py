@@ -1,0 +1,48 @@
+"""Connect the ranks of a mesh as a schedule's placement needs it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gpipe_hpc.comm.group import Group
+from gpipe_hpc.comm.mesh import Mesh
+from gpipe_hpc.comm.transport import PlacedChannel, Transport
+from gpipe_hpc.comm.world import World
+from gpipe_hpc.schedule import Channel, Placement
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """How a rank is connected: its channels, and the group that reduces each of its stages."""
+
+    transport: Transport
+    channels: Mapping[Channel, PlacedChannel]
+    reductions: Mapping[int, Group]
+
+
+def wire(world: World, mesh: Mesh, placement: Placement) -> Wiring:
+    """Open all channels and reduction groups; the same call on every rank."""
+    replica = mesh.replica_of(world.rank)
+    placed = {r: _placed_channels(mesh, placement, r) for r in range(mesh.replicas)}
+    transport = world.transport([c for channels in placed.values() for c in channels.values()])
+    group = world.group([mesh.replica_ranks(k) for k in range(mesh.stages)])
+    stages = placement.stages_of(mesh.stage_rank_of(world.rank))
+    return Wiring(transport, placed[replica], dict.fromkeys(stages, group))
+
+
+def _placed_channels(
+    mesh: Mesh, placement: Placement, replica: int
+) -> dict[Channel, PlacedChannel]:
+    """Return the channels between different ranks of one replica, numbered in one order."""
+    channels: dict[Channel, PlacedChannel] = {}
+    for route, ranks in enumerate(placement.routes):
+        for stage in range(placement.num_stages - 1):
+            if ranks[stage] == ranks[stage + 1]:
+                continue
+            for source, destination in ((stage, stage + 1), (stage + 1, stage)):
+                channels[Channel(source, destination, route)] = PlacedChannel(
+                    Channel(source, destination, route),
+                    mesh.world_rank(replica, ranks[source]),
+                    mesh.world_rank(replica, ranks[destination]),
+                    tag=len(channels),
+                )
+    return channels

@@ -1,0 +1,333 @@
+"""`Pipeline`: a model cut into stages on ranks, trained as if it were in one piece."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpipe_hpc import checkpoint
+from gpipe_hpc.comm.group import broadcast_object
+from gpipe_hpc.comm.mesh import Mesh
+from gpipe_hpc.comm.start import DEFAULT_TIMEOUT_S, start_world
+from gpipe_hpc.comm.wire import Nest
+from gpipe_hpc.comm.world import World, together
+from gpipe_hpc.engine.assembly import (
+    build_stages,
+    check_agreement,
+    check_conservation,
+    equalise_replicas,
+    gather_parameters,
+)
+from gpipe_hpc.engine.executor import Executor, Feed, Outcome
+from gpipe_hpc.engine.gradients import unite_flags
+from gpipe_hpc.engine.loss import LossFunction, StepLoss, backward_seed, final_divisor
+from gpipe_hpc.engine.microbatches import cut, join, num_samples_of, share_of
+from gpipe_hpc.engine.norms import clip_by_global_norm
+from gpipe_hpc.engine.outputs import broadcast_nest
+from gpipe_hpc.engine.stage import LayerKey, training_modes
+from gpipe_hpc.engine.tables import Tables, make_tables
+from gpipe_hpc.engine.wiring import wire
+from gpipe_hpc.errors import DataError
+from gpipe_hpc.models import (
+    Layer,
+    layer_key,
+    microbatch_prefix,
+    normalise_layers,
+    refuse_shared_parameters,
+)
+from gpipe_hpc.planning import choose_partition, cut_table
+from gpipe_hpc.schedule import Event, Schedule, Timeline, digest
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step or an evaluation gave; the same on every rank."""
+
+    _loss: StepLoss
+
+    @property
+    def loss(self) -> float:
+        """Return the loss over the global batch: summed, divided once by the global weight."""
+        return self._loss.value
+
+    @property
+    def weight(self) -> float:
+        """Return what the sum was divided by: samples, or tokens not ignored."""
+        return float(self._loss.weight)
+
+    @property
+    def microbatch_losses(self) -> list[float]:
+        """Return the loss of each global micro-batch."""
+        return self._loss.microbatch_losses
+
+
+class Pipeline:
+    """A sequential model on `stages` x `replicas` ranks.
+
+    `layers`: an nn.Sequential, or a sequence of modules and LayerSpecs; a rank builds only its
+    own. `loss_fn(output, target)` returns the mean over the micro-batch's samples or a pair
+    (sum, weight). `stages`: ranks of one pipeline, None for world size / replicas.
+    `schedule`: a name with `schedule_options`, or a Schedule. `recompute`: always, except_last
+    or never. `partition`: parameters, uniform, time (needs `example=(inputs, targets)` of one
+    micro-batch), or the number of layers of each stage. `world`: where the ranks are; None
+    joins the process group there is, or starts one from the launcher's environment.
+
+    Raises ConfigError, ModelError, PartitionError or ScheduleError for what cannot work, and
+    PeerError if another rank found it.
+    """
+
+    def __init__(
+        self,
+        layers: nn.Sequential | Sequence[Layer],
+        loss_fn: LossFunction,
+        *,
+        stages: int | None = None,
+        replicas: int = 1,
+        microbatches: int = 1,
+        schedule: str | Schedule = "gpipe",
+        schedule_options: Mapping[str, Any] | None = None,
+        recompute: str = "except_last",
+        partition: str | Sequence[int] = "parameters",
+        example: tuple[Nest, Nest] | None = None,
+        seed: int = 0,
+        device: str = "auto",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        world: World | None = None,
+    ) -> None:
+        self.world = world or start_world(device=device, timeout_s=timeout_s)
+        with together(self.world, "start"):
+            model = normalise_layers(layers)
+            refuse_shared_parameters(model)
+            self.mesh = mesh = Mesh.fit(self.world.size, stages, replicas)
+            self.seed = seed
+            self.loss_fn = loss_fn
+            self.num_layers = len(model)
+            self.steps_done = 0
+            tables = make_tables(
+                schedule,
+                ranks=mesh.stages,
+                microbatches=microbatches,
+                recompute=recompute,
+                options=schedule_options or {},
+            )
+            self.schedule = tables.training
+            self._form_groups()
+            self.partition, self.partition_costs = broadcast_object(
+                self.everybody,
+                choose_partition(
+                    partition,
+                    model,
+                    self.schedule.num_stages,
+                    example,
+                    loss_fn,
+                    seed,
+                    self.world.device,
+                    measures=self.world.rank == 0,
+                ),
+                root=0,
+            )
+            self._build(model, tables)
+
+    def _form_groups(self) -> None:
+        mesh, world = self.mesh, self.world
+        self.everybody = world.group([tuple(range(world.size))])
+        self._pipeline = world.group([mesh.pipeline_ranks(r) for r in range(mesh.replicas)])
+        self._replicas = world.group([mesh.replica_ranks(k) for k in range(mesh.stages)])
+
+    def _build(self, model: list[Layer], tables: Tables) -> None:
+        world, mesh, placement = self.world, self.mesh, self.schedule.placement
+        held = placement.stages_of(self.stage_rank)
+        check_agreement(
+            self.everybody,
+            {
+                "schedule table": digest(self.schedule),
+                "partition": tuple(self.partition),
+                "number of layers": self.num_layers,
+                "seed": self.seed,
+            },
+        )
+        self.stages = build_stages(model, self.partition, held, self.seed, world.device)
+        self.all_parameters = gather_parameters(self.stages, self._pipeline)
+        check_conservation(self.all_parameters, model)
+        equalise_replicas(self.stages, self._replicas)
+        wiring = wire(world, mesh, placement)
+        self._trainer, self._evaluator = (
+            Executor(table, self.stage_rank, self.stages, wiring, world, self.num_layers)
+            for table in tables
+        )
+        last = self.schedule.num_stages - 1
+        self.needs_inputs = 0 in held
+        self.needs_targets = last in held
+        # The loss weight of the last step; backward is seeded near its inverse.
+        self._weight = torch.tensor(
+            float(self.num_global_microbatches), dtype=torch.float64, device=world.device
+        )
+
+    @property
+    def replica(self) -> int:
+        """Return which replica this rank belongs to; world rank = replica x stages + stage_rank."""
+        return self.mesh.replica_of(self.world.rank)
+
+    @property
+    def stage_rank(self) -> int:
+        """Return this rank's position in its pipeline."""
+        return self.mesh.stage_rank_of(self.world.rank)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Return the micro-batches of one replica's step."""
+        return self.schedule.num_microbatches
+
+    @property
+    def num_global_microbatches(self) -> int:
+        """Return the micro-batches of the global batch."""
+        return self.num_microbatches * self.mesh.replicas
+
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """Yield this rank's parameters by global name (`layers.<index>.<name>`), each once."""
+        for stage in self.stages.values():
+            yield from stage.named_parameters().items()
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return this rank's parameters; empty if its layers have none."""
+        return [parameter for _, parameter in self.named_parameters()]
+
+    def share(self, num_samples: int) -> slice:
+        """Return the slice of a global batch of `num_samples` that is this replica's."""
+        count = self.num_microbatches
+        return share_of(num_samples, self.num_global_microbatches, self.replica * count, count)
+
+    def step(self, inputs: Nest = None, targets: Nest = None) -> StepResult:
+        """Run forward, backward and reduction on this replica's share of a global batch.
+
+        `inputs` are used by ranks with `needs_inputs`, `targets` by those with `needs_targets`;
+        elsewhere None will do. Replaces `.grad` of every parameter: the gradient of the global
+        loss, None where no replica used the parameter.
+        """
+        with together(self.world, f"step {self.steps_done}"):
+            seed = backward_seed(self._weight)
+            for stage in self.stages.values():
+                stage.gradients.clear()
+            feed = self._feed("training", inputs, targets, self.loss_fn)
+            feed.seed = seed
+            loss = self._exchange(self._trainer.run(feed))
+            for stage in self.stages.values():
+                used = unite_flags(stage.gradients.used_flags(), self._replicas)
+                stage.gradients.finish(final_divisor(loss.weight, seed), used)
+            self._weight = loss.weight
+        self.steps_done += 1
+        return StepResult(loss)
+
+    def evaluate(self, inputs: Nest = None, targets: Nest = None) -> StepResult:
+        """Return the loss of a global batch in evaluation mode, over all replicas."""
+        with together(self.world, "evaluation"), training_modes(self.stages.values(), False):
+            feed = self._feed("evaluation", inputs, targets, self.loss_fn)
+            return StepResult(self._exchange(self._evaluator.run(feed)))
+
+    def predict(self, inputs: Nest = None) -> Nest:
+        """Return the model's outputs for this replica's inputs, in order, on each of its ranks.
+
+        Tensors of the micro-batches are put together along the first dimension; None if there
+        was no sample.
+        """
+        with together(self.world, "prediction"), training_modes(self.stages.values(), False):
+            outputs = self._evaluator.run(self._feed("prediction", inputs, None, None)).outputs
+            joined = join([outputs[m] for m in sorted(outputs)])
+            holder = self.schedule.placement.holders(self.schedule.num_stages - 1)[0]
+            root = self.mesh.world_rank(self.replica, holder)
+            return broadcast_nest(joined, self._pipeline, root, self.world)
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Clip gradients by the norm over all stages; return that norm, the same on every rank."""
+        with together(self.world, "clipping"):
+            return clip_by_global_norm(
+                dict(self.named_parameters()),
+                [info.name for info in self.all_parameters],
+                max_norm,
+                self._pipeline,
+                self.world.device,
+            )
+
+    def timeline(self) -> Timeline:
+        """Return when the actions of the last step ran on each rank of this replica, in seconds."""
+        recorded = self._trainer.recorder.events(self.stage_rank)
+        rows: list[tuple[Event, ...]] = self._pipeline.all_gather_object(recorded)
+        return Timeline(
+            tuple(rows), self.schedule.num_stages, self.num_microbatches, self.schedule.name
+        )
+
+    def last_step_seconds(self) -> tuple[float, float]:
+        """Return the seconds this rank computed in the last step, and those the step took."""
+        return self._trainer.recorder.busy_s, self._trainer.recorder.wall_s
+
+    def describe(self) -> str:
+        """Return the cut as a table: stage, rank, layers, parameters, share of the costs."""
+        return cut_table(self.partition, self.partition_costs, self.schedule.placement)
+
+    def save(
+        self,
+        path: str | Path,
+        optimizer: torch.optim.Optimizer | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Write a checkpoint that any layout can load; it appears whole or not at all."""
+        with together(self.world, f"saving {path}"):
+            return checkpoint.save(self, Path(path), optimizer, dict(extra or {}))
+
+    def load(
+        self, path: str | Path, optimizer: torch.optim.Optimizer | None = None
+    ) -> dict[str, Any]:
+        """Load a checkpoint, of any layout; return the `extra` it was saved with."""
+        with together(self.world, f"loading {path}"):
+            return checkpoint.load(self, Path(path), optimizer)
+
+    @property
+    def loss_weight(self) -> float:
+        """Return the global loss weight of the last step; the next backward starts near 1 / it."""
+        return float(self._weight)
+
+    def restore_position(self, steps_done: int, loss_weight: float) -> None:
+        """Continue after `steps_done` steps, as a checkpoint says."""
+        self.steps_done = steps_done
+        self._weight.fill_(loss_weight)
+
+    def _exchange(self, outcome: Outcome) -> StepLoss:
+        first = self.replica * self.num_microbatches
+        own = {first + m: term for m, term in outcome.losses.items()}
+        return StepLoss.exchange(
+            own, self.num_global_microbatches, self.everybody, self.world.device
+        )
+
+    def _feed(self, lane: str, inputs: Nest, targets: Nest, loss_fn: LossFunction | None) -> Feed:
+        feed = Feed(lane=lane, keys=self._keys(), loss_fn=loss_fn)
+        count = self.num_microbatches
+        if self.needs_inputs:
+            if inputs is None:
+                raise DataError(
+                    f"rank {self.world.rank}: expected inputs, as it holds stage 0, got None; "
+                    f"pass this replica's share on ranks with pipe.needs_inputs"
+                )
+            feed.inputs = cut(inputs, count, "inputs")
+            feed.num_samples = _sizes(inputs, count, "inputs")
+        if self.needs_targets and targets is not None:
+            feed.targets = cut(targets, count, "targets")
+            feed.target_samples = _sizes(targets, count, "targets")
+        return feed
+
+    def _keys(self) -> Any:
+        seed, step, first = self.seed, self.steps_done, self.replica * self.num_microbatches
+
+        def of_microbatch(microbatch: int) -> LayerKey:
+            prefix = microbatch_prefix(seed, step, first + microbatch)
+            return lambda layer: layer_key(prefix, layer)
+
+        return of_microbatch
+
+
+def _sizes(batch: Nest, count: int, what: str) -> list[int]:
+    total = num_samples_of(batch, what)
+    slices = [share_of(total, count, m, 1) for m in range(count)]
+    return [piece.stop - piece.start for piece in slices]
