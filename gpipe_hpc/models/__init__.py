@@ -1,7 +1,7 @@
 """What a layered model is, how its layers are built, counted and keyed, and the zoo."""
 
 from gpipe_hpc.models.building import build_layer, seeded_generators
-from gpipe_hpc.models.counting import count_parameters, layer_parameters
+from gpipe_hpc.models.counting import count_parameters, layer_parameters, parameter_sizes
 from gpipe_hpc.models.gpt import build_gpt
 from gpipe_hpc.models.layers import Layer, LayerSpec, layer_name, normalise_layers
 from gpipe_hpc.models.losses import (
@@ -50,6 +50,7 @@ __all__ = [
     "model_names",
     "named_layer_parameters",
     "normalise_layers",
+    "parameter_sizes",
     "refuse_shared_parameters",
     "seeded_generators",
     "shared_parameters",

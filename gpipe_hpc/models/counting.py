@@ -1,13 +1,13 @@
 """Count parameters of models of any size without allocating them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-import torch
 from torch import nn
 
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models.building import build_layer
 from gpipe_hpc.models.layers import Layer
+from gpipe_hpc.models.naming import named_layer_parameters
 
 
 def count_parameters(layers: Sequence[Layer]) -> int:
@@ -22,14 +22,25 @@ def layer_parameters(layers: Sequence[Layer]) -> list[int]:
     layers counts for the first of them. Buffers are no parameters. Raises `ModelError` when a
     layer cannot be built.
     """
-    # Keyed by object and kept: an id alone may be used again once its parameter is gone.
+    return [sum(p.numel() for p in owned.values()) for owned in _owned_parameters(layers)]
+
+
+def parameter_sizes(layers: Sequence[Layer]) -> dict[str, int]:
+    """Return the number of elements of every parameter of the model, by global name.
+
+    Builds and counts as `layer_parameters` does.
+    """
+    return {name: p.numel() for owned in _owned_parameters(layers) for name, p in owned.items()}
+
+
+def _owned_parameters(layers: Sequence[Layer]) -> Iterator[dict[str, nn.Parameter]]:
+    # Keyed by id and kept: an id alone may be used again once its parameter is gone.
     seen: dict[int, nn.Parameter] = {}
-    counts: list[int] = []
     for index, layer in enumerate(layers):
-        fresh = [p for p in _abstract(layer, index).parameters() if id(p) not in seen]
-        seen.update((id(p), p) for p in fresh)
-        counts.append(sum(p.numel() for p in fresh))
-    return counts
+        named = named_layer_parameters(index, _abstract(layer, index))
+        owned = {name: parameter for name, parameter in named if id(parameter) not in seen}
+        seen.update((id(parameter), parameter) for parameter in owned.values())
+        yield owned
 
 
 def _abstract(layer: Layer, index: int) -> nn.Module:
@@ -40,4 +51,4 @@ def _abstract(layer: Layer, index: int) -> nn.Module:
     except ModelError:
         # Some factories read values of tensors (`.item()`), which meta tensors have not. One real
         # layer at a time is still far from the whole model, and a true fault is raised again.
-        return build_layer(layer, index=index, seed=0, device=torch.device("cpu"))
+        return build_layer(layer, index=index, seed=0)

@@ -1,0 +1,17 @@
+"""What layers cost, and how they are cut into stages."""
+
+from gpipe_hpc.planning.costs import LayerCost, measure_layers
+from gpipe_hpc.planning.partition import by_hand, by_parameters, minimax, stage_layers, uniform
+from gpipe_hpc.planning.table import check_conservation, cut_table
+
+__all__ = [
+    "LayerCost",
+    "by_hand",
+    "by_parameters",
+    "check_conservation",
+    "cut_table",
+    "measure_layers",
+    "minimax",
+    "stage_layers",
+    "uniform",
+]

@@ -1,0 +1,69 @@
+"""Choose the cut that a user asked for."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from gpipe_hpc.errors import PartitionError
+from gpipe_hpc.models import Layer, layer_parameters
+from gpipe_hpc.planning.costs import LossFunction, measure_layers
+from gpipe_hpc.planning.partition import by_hand, minimax, uniform
+
+POLICIES = ("parameters", "uniform", "time")
+
+
+class Partition(NamedTuple):
+    """A cut, and what it was made by."""
+
+    counts: tuple[int, ...]  # layers of each stage
+    costs: tuple[float, ...]  # one number a layer
+    measure: str  # the unit of the costs
+
+
+class Example(NamedTuple):
+    """One micro-batch to measure layers on; loss_fn(output, targets) ends it."""
+
+    inputs: Any
+    targets: Any
+    loss_fn: LossFunction
+    seed: int
+    device: torch.device
+
+
+def choose_partition(
+    policy: str | Sequence[int],
+    layers: Sequence[Layer],
+    num_stages: int,
+    example: Callable[[], Example | None],
+) -> Partition:
+    """Cut `layers` into `num_stages` by parameters, uniform, time, or as given by hand.
+
+    `example` is called for `time` alone, which measures every layer's forward and backward on
+    it, here and now: ask one rank, and tell the others. Raises PartitionError.
+    """
+    if not isinstance(policy, str):
+        counts = by_hand(policy, len(layers), num_stages)
+        return Partition(tuple(counts), tuple(map(float, layer_parameters(layers))), "parameters")
+    if policy == "parameters":
+        sizes = layer_parameters(layers)
+        return Partition(tuple(minimax(sizes, num_stages)), tuple(map(float, sizes)), policy)
+    if policy == "uniform":
+        return Partition(tuple(uniform(len(layers), num_stages)), (1.0,) * len(layers), "layers")
+    if policy != "time":
+        raise PartitionError(
+            f"partition: unknown, expected one of {', '.join(POLICIES)} or the number of layers "
+            f"of each stage, got {policy!r}"
+        )
+    uniform(len(layers), num_stages)  # refuse too many stages before measuring
+    given = example()
+    if given is None:
+        raise PartitionError(
+            "partition: 'time' measures layers on one micro-batch, expected example=(inputs, "
+            "targets), got none; pass it, or use partition='parameters'"
+        )
+    measured = measure_layers(
+        layers, given.inputs, given.targets, given.loss_fn, seed=given.seed, device=given.device
+    )
+    costs = [cost.total_s for cost in measured]
+    return Partition(tuple(minimax(costs, num_stages)), tuple(costs), "time")

@@ -1,0 +1,256 @@
+"""Measure what each layer costs on the device and micro-batch at hand."""
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from gpipe_hpc.errors import ModelError
+from gpipe_hpc.models import (
+    Layer,
+    LayerSpec,
+    build_layer,
+    init_key,
+    layer_name,
+    seeded_generators,
+)
+
+Result = TypeVar("Result")
+LossFunction = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What one layer costs for one micro-batch.
+
+    ``forward_s`` and ``backward_s`` are seconds without recomputation. ``activation_bytes`` is
+    what the forward keeps for the backward (its input where it needs that; parameters and buffers
+    are not counted), ``output_bytes`` what crosses a boundary behind this layer.
+    """
+
+    forward_s: float
+    backward_s: float
+    parameters: int
+    activation_bytes: int
+    output_bytes: int = 0
+
+    @property
+    def total_s(self) -> float:
+        """Return the seconds of forward plus backward."""
+        return self.forward_s + self.backward_s
+
+
+def measure_layers(
+    layers: Sequence[Layer],
+    example_inputs: Any,
+    example_targets: Any = None,
+    loss_fn: LossFunction | None = None,
+    *,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    repetitions: int = 5,
+    warmup: int = 2,
+) -> list[LayerCost]:
+    """Return the cost of every layer, each run alone on one micro-batch; medians over repetitions.
+
+    One layer at a time is built (`build_layer` with ``seed``) and dropped again. Equal specs whose
+    inputs have equal structure are measured once. Without ``loss_fn`` the last layer's backward
+    starts from ones; with it the loss counts for the last layer. ``example_inputs`` is any nest of
+    tensors. Modules that come built are copied, so neither their buffers nor their gradients
+    change, and torch's random state is left as it was. Purely local: no communication.
+
+    Raises `ModelError`, naming the layer, when it does not run on what the layer before gives.
+    """
+    target = torch.device(device)
+    value = _to(example_inputs, target)
+    goal = _to(example_targets, target)
+    known: list[tuple[LayerSpec, object, tuple[LayerCost, Any]]] = []
+    costs: list[LayerCost] = []
+    for index, layer in enumerate(layers):
+        loss = _loss_of(loss_fn, goal) if index == len(layers) - 1 else None
+        signature = None if loss else _signature(value)
+        found = _known(known, layer, signature)
+        if found is None:
+            with seeded_generators(init_key(seed, index)):
+                module = build_layer(_private(layer, index), index=index, seed=seed, device=target)
+                trial = _Trial(f"layers.{index} ({layer_name(layer)})", module, value, loss, target)
+                found = trial.measure(repetitions, warmup)
+            if isinstance(layer, LayerSpec):
+                known.append((layer, signature, found))
+        cost, value = found
+        costs.append(cost)
+    return costs
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """One built layer and the micro-batch it is run on."""
+
+    where: str
+    module: nn.Module
+    value: Any
+    loss: Callable[[Any], Tensor] | None
+    device: torch.device
+
+    def measure(self, repetitions: int, warmup: int) -> tuple[LayerCost, Any]:
+        """Return the layer's cost and a detached output for the layer behind it."""
+        kept: dict[int, int] = {}
+        with torch.autograd.graph.saved_tensors_hooks(self._keeper(kept), _identity):
+            output, _, _ = self._pass()
+        times = [self._pass()[1:] for _ in range(warmup + repetitions)][warmup:]
+        forward_s, backward_s = (statistics.median(column) for column in zip(*times, strict=True))
+        cost = LayerCost(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            parameters=sum(p.numel() for p in self.module.parameters()),
+            activation_bytes=sum(kept.values()),
+            output_bytes=sum(t.nbytes for t in pytree.tree_leaves(output) if _is_tensor(t)),
+        )
+        return cost, output
+
+    def _pass(self) -> tuple[Any, float, float]:
+        """Run one forward and backward; return the output and the seconds of both."""
+        # Clones, for a layer may work in place: on a leaf that is forbidden, and the next
+        # repetition needs the input unchanged. Parameter gradients stay, so that repetitions
+        # accumulate into them as micro-batches do.
+        inputs = pytree.tree_map(_fresh, self.value)
+        outputs: list[Any] = []
+
+        def forward() -> list[Tensor]:
+            output = self.module(inputs)
+            outputs.append(output)
+            ends = [output] if self.loss is None else [self.loss(output)]
+            return [t for t in pytree.tree_leaves(ends) if _is_tensor(t) and t.requires_grad]
+
+        try:
+            ends, forward_s = _timed(forward, self.device)
+            seeds = [torch.ones_like(end) for end in ends]
+            _, backward_s = _timed(lambda: _backward(ends, seeds), self.device)
+        except Exception as error:
+            raise ModelError(
+                f"{self.where}: failed on the example micro-batch, expected it to run on "
+                f"{_describe(self.value)}, got {type(error).__name__}: {error}; make the layer "
+                f"take what the layer before it (or the data) gives"
+            ) from error
+        return pytree.tree_map(_detached, outputs[0]), forward_s, backward_s if ends else 0.0
+
+    def _keeper(self, kept: dict[int, int]) -> Callable[[Tensor], Tensor]:
+        """Return a hook that notes the storage of each saved tensor, by address, in ``kept``."""
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        own = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+        def keep(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        return keep
+
+
+def _backward(ends: list[Tensor], seeds: list[Tensor]) -> None:
+    if ends:
+        torch.autograd.backward(ends, seeds)
+
+
+def _timed(work: Callable[[], Result], device: torch.device) -> tuple[Result, float]:
+    """Run ``work`` and return its result and the seconds the device needed for it."""
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        result = work()
+        return result, time.perf_counter() - begin
+    with torch.cuda.device(device):
+        begin_event = torch.Event(device, enable_timing=True)
+        end_event = torch.Event(device, enable_timing=True)
+        torch.cuda.synchronize()
+        begin_event.record()
+        result = work()
+        end_event.record()
+        end_event.synchronize()
+        return result, float(begin_event.elapsed_time(end_event)) / 1e3
+
+
+def _loss_of(loss_fn: LossFunction | None, targets: Any) -> Callable[[Any], Tensor] | None:
+    """Return the loss as a function of the output that gives one tensor."""
+    if loss_fn is None:
+        return None
+
+    def loss(output: Any) -> Tensor:
+        value = loss_fn(output, targets)
+        total: Tensor = value[0] if isinstance(value, tuple) else value
+        return total
+
+    return loss
+
+
+def _private(layer: Layer, index: int) -> Layer:
+    """Return a layer that the measurement may change: a copy of a module that comes built."""
+    if isinstance(layer, LayerSpec):
+        return layer
+    try:
+        return copy.deepcopy(layer)
+    except Exception as error:
+        raise ModelError(
+            f"layers.{index}: cannot be measured, expected a module that copy.deepcopy copies, "
+            f"got {type(error).__name__}: {error}; give a LayerSpec, or partition by parameters"
+        ) from error
+
+
+def _known(
+    known: list[tuple[LayerSpec, object, tuple[LayerCost, Any]]], layer: Layer, signature: object
+) -> tuple[LayerCost, Any] | None:
+    if signature is None or not isinstance(layer, LayerSpec):
+        return None
+    for spec, seen, found in known:
+        if seen == signature and spec == layer:
+            return found
+    return None
+
+
+def _signature(value: Any) -> object:
+    """Return what decides the cost of running on ``value``: its structure, not its numbers."""
+    leaves, structure = pytree.tree_flatten(value)
+    described = [
+        (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad)
+        if isinstance(leaf, Tensor)
+        else (type(leaf), repr(leaf))
+        for leaf in leaves
+    ]
+    return structure, described
+
+
+def _describe(value: Any) -> str:
+    leaves = pytree.tree_leaves(value)
+    return ", ".join(
+        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+        if isinstance(leaf, Tensor)
+        else type(leaf).__name__
+        for leaf in leaves
+    )
+
+
+def _is_tensor(leaf: object) -> bool:
+    return isinstance(leaf, Tensor)
+
+
+def _identity(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _detached(leaf: Any) -> Any:
+    """Cut a tensor from its graph; it remembers whether a gradient will be asked of it."""
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+def _fresh(leaf: Any) -> Any:
+    return _detached(leaf).clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    return pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, value)
