@@ -1,14 +1,19 @@
 """What layers cost, and how they are cut into stages."""
 
+from gpipe_hpc.planning.choice import POLICIES, Example, Partition, choose_partition
 from gpipe_hpc.planning.costs import LayerCost, measure_layers
 from gpipe_hpc.planning.partition import by_hand, by_parameters, minimax, stage_layers, uniform
 from gpipe_hpc.planning.table import check_conservation, cut_table
 
 __all__ = [
+    "POLICIES",
+    "Example",
     "LayerCost",
+    "Partition",
     "by_hand",
     "by_parameters",
     "check_conservation",
+    "choose_partition",
     "cut_table",
     "measure_layers",
     "minimax",

@@ -32,16 +32,19 @@ class Example(NamedTuple):
 
 
 def choose_partition(
-    policy: str | Sequence[int],
+    policy: str | Sequence[int] | Partition,
     layers: Sequence[Layer],
     num_stages: int,
     example: Callable[[], Example | None],
 ) -> Partition:
     """Cut `layers` into `num_stages` by parameters, uniform, time, or as given by hand.
 
+    A Partition that was made before, in a checkpoint say, is taken as it is.
     `example` is called for `time` alone, which measures every layer's forward and backward on
     it, here and now: ask one rank, and tell the others. Raises PartitionError.
     """
+    if isinstance(policy, Partition):
+        return policy._replace(counts=tuple(by_hand(policy.counts, len(layers), num_stages)))
     if not isinstance(policy, str):
         counts = by_hand(policy, len(layers), num_stages)
         return Partition(tuple(counts), tuple(map(float, layer_parameters(layers))), "parameters")

@@ -77,15 +77,29 @@ def measure_layers(
         signature = None if loss else _signature(value)
         found = _known(known, layer, signature)
         if found is None:
-            with seeded_generators(init_key(seed, index)):
-                module = build_layer(_private(layer, index), index=index, seed=seed, device=target)
-                trial = _Trial(f"layers.{index} ({layer_name(layer)})", module, value, loss, target)
-                found = trial.measure(repetitions, warmup)
+            # In a function of its own, so that the layer is gone before the next one is built.
+            found = _measured(layer, index, value, loss, seed, target, repetitions, warmup)
             if isinstance(layer, LayerSpec):
                 known.append((layer, signature, found))
         cost, value = found
         costs.append(cost)
     return costs
+
+
+def _measured(
+    layer: Layer,
+    index: int,
+    value: Any,
+    loss: Callable[[Any], Tensor] | None,
+    seed: int,
+    device: torch.device,
+    repetitions: int,
+    warmup: int,
+) -> tuple[LayerCost, Any]:
+    with seeded_generators(init_key(seed, index)):
+        module = build_layer(_private(layer, index), index=index, seed=seed, device=device)
+        where = f"layers.{index} ({layer_name(layer)})"
+        return _Trial(where, module, value, loss, device).measure(repetitions, warmup)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc.errors import ModelError
-from gpipe_hpc.models import LayerSpec, count_parameters, layer_parameters
+from gpipe_hpc.models import LayerSpec, count_parameters, layer_parameters, parameter_sizes
 
 
 def test_counts_per_layer_without_buffers():
@@ -25,6 +25,15 @@ def test_tied_built_parameters_count_once_for_the_first_layer():
     first, second = nn.Linear(3, 4), nn.Linear(3, 4)
     second.weight = first.weight
     assert layer_parameters([first, second, second]) == [16, 4, 0]
+
+
+def test_sizes_by_global_name():
+    assert parameter_sizes([nn.ReLU(), LayerSpec(nn.Linear, 3, 4), nn.BatchNorm1d(4)]) == {
+        "layers.1.weight": 12,
+        "layers.1.bias": 4,
+        "layers.2.weight": 4,
+        "layers.2.bias": 4,
+    }
 
 
 def test_tied_inside_a_spec_count_once():

@@ -1,0 +1,166 @@
+import time
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_hpc.errors import ModelError
+from gpipe_hpc.models import LayerSpec, build_model, token_cross_entropy
+from gpipe_hpc.planning import LayerCost, measure_layers
+
+FAST = {"repetitions": 1, "warmup": 0}
+
+
+class Spy(nn.Module):
+    """Note when layers are made and how many of them live at a time."""
+
+    def __init__(self, log: list, width: int = 4) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.log = log
+        log.append("made")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log.append("run")
+        return self.linear(x)
+
+    def __del__(self) -> None:
+        self.log.append("dropped")
+
+
+class Sleeper(nn.Module):
+    def __init__(self, forward_s: float) -> None:
+        super().__init__()
+        self.forward_s = forward_s
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.forward_s)
+        return x * 2
+
+
+def test_a_gpt_with_its_loss_is_measured():
+    layers = build_model("gpt", width=16, num_layers=3)
+    tokens = torch.randint(256, (2, 9))
+    costs = measure_layers(layers, tokens[:, :-1], tokens[:, 1:], token_cross_entropy, **FAST)
+    assert len(costs) == len(layers)
+    assert all(isinstance(cost, LayerCost) for cost in costs)
+    assert all(cost.forward_s > 0 and cost.backward_s > 0 for cost in costs)
+    assert costs[1].parameters == 4 * 16 * 16 + 6 * 16
+    assert costs[1].output_bytes == 2 * 8 * 16 * 4
+    # Equal blocks are one measurement.
+    assert costs[1] == costs[3] == costs[5]
+    assert costs[0].total_s == costs[0].forward_s + costs[0].backward_s
+
+
+def test_one_layer_lives_at_a_time():
+    log: list[str] = []
+    layers = [LayerSpec(Spy, log), LayerSpec(Spy, log), LayerSpec(nn.ReLU), LayerSpec(Spy, [])]
+    measure_layers(layers[:3], torch.ones(2, 4), repetitions=2, warmup=1)
+    # The input of the first layer asks for no gradient, the second's does: two measurements.
+    assert log == ["made", *["run"] * 4, "dropped"] * 2
+
+
+def test_equal_specs_on_equal_inputs_are_run_once():
+    log: list[str] = []
+    spec = LayerSpec(Spy, log)
+    costs = measure_layers([spec] * 6, torch.ones(2, 4), **FAST)
+    # Layers 0 (no input gradient), 1, and the last one only if it carried a loss.
+    assert log.count("made") == 2
+    assert costs[1] == costs[5]
+
+
+def test_a_loss_counts_for_the_last_layer():
+    def slow_loss(output: Tensor, target: Tensor) -> Tensor:
+        time.sleep(0.05)
+        return (output - target).square().mean()
+
+    spec = LayerSpec(nn.Linear, 4, 4)
+    costs = measure_layers([spec] * 4, torch.ones(2, 4), torch.ones(2, 4), slow_loss, **FAST)
+    assert costs[3].forward_s >= 0.05
+    assert costs[1] == costs[2]
+    assert costs[2] != costs[3]
+
+
+def test_seconds_are_those_of_the_layer():
+    layers = [LayerSpec(Sleeper, 0.03), LayerSpec(Sleeper, 0.0)]
+    first, _ = measure_layers(layers, torch.ones(2, requires_grad=True), **FAST)
+    assert first.forward_s >= 0.03
+
+
+def test_random_state_and_built_modules_are_left_alone():
+    batch_norm = nn.BatchNorm1d(4)
+    linear = nn.Linear(4, 4)
+    before = torch.get_rng_state()
+    mean = batch_norm.running_mean.clone()
+    measure_layers([linear, batch_norm, nn.Dropout(0.5)], torch.randn(8, 4).clone(), **FAST)
+    before_again = torch.get_rng_state()
+    torch.set_rng_state(before)
+    torch.randn(8, 4)
+    assert torch.equal(before_again, torch.get_rng_state())
+    assert torch.equal(batch_norm.running_mean, mean)
+    assert batch_norm.num_batches_tracked == 0
+    assert linear.weight.grad is None
+
+
+def test_in_place_layers_and_the_callers_input():
+    x = torch.linspace(-1, 1, 8)
+    kept = x.clone()
+    costs = measure_layers([nn.ReLU(inplace=True)] * 2, x.requires_grad_(), **FAST)
+    assert len(costs) == 2
+    assert torch.equal(x, kept)
+    assert x.grad is None
+
+
+def test_frozen_layers_have_no_backward_until_something_trains():
+    frozen = nn.Linear(4, 4).requires_grad_(False)
+    costs = measure_layers([frozen, nn.Linear(4, 4), frozen], torch.ones(2, 4), **FAST)
+    assert costs[0].backward_s == 0
+    assert costs[0].activation_bytes == 0
+    assert costs[1].backward_s > 0
+    assert costs[2].backward_s > 0
+    assert costs[2].parameters == 20
+
+
+def test_nests_with_integers_and_none_pass_between_layers():
+    class Split(nn.Module):
+        def forward(self, tokens: Tensor) -> dict:
+            return {"x": tokens.float()[..., None].requires_grad_(), "mask": tokens > 1, "n": None}
+
+    class Join(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(1, 3)
+
+        def forward(self, value: dict) -> tuple[Tensor, int]:
+            assert value["n"] is None
+            return self.linear(value["x"]) * value["mask"][..., None], 7
+
+    costs = measure_layers([Split(), Join()], torch.arange(6).view(2, 3), **FAST)
+    assert costs[0].output_bytes == 6 * 4 + 6
+    assert costs[1].output_bytes == 18 * 4
+    assert costs[1].backward_s > 0
+
+
+def test_activation_bytes_are_what_the_backward_keeps():
+    x = torch.ones(16, 4, requires_grad=True)
+    linear, relu, scale = measure_layers(
+        [nn.Linear(4, 8), nn.ReLU(), nn.Identity()], x, repetitions=1, warmup=0
+    )
+    assert linear.activation_bytes == 16 * 4 * 4  # its input; the weight is no activation
+    assert relu.activation_bytes == 16 * 8 * 4  # its output
+    assert scale.activation_bytes == 0
+
+
+def test_a_layer_that_does_not_fit_is_named():
+    layers = [LayerSpec(nn.Linear, 4, 8), LayerSpec(nn.Linear, 4, 8)]
+    with pytest.raises(ModelError, match=r"layers\.1 \(Linear\).*float32\[2, 8\].*RuntimeError"):
+        measure_layers(layers, torch.ones(2, 4), **FAST)
+
+
+def test_a_module_that_cannot_be_copied_is_refused():
+    class Stubborn(nn.Module):
+        def __deepcopy__(self, memo: dict) -> nn.Module:
+            raise TypeError("not copyable")
+
+    with pytest.raises(ModelError, match=r"layers\.0: cannot be measured.*LayerSpec"):
+        measure_layers([Stubborn()], torch.ones(2), **FAST)
