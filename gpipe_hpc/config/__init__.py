@@ -1,0 +1,62 @@
+"""The settings of a run: the schema of ``conf/``, how they are composed, and all checks on them."""
+
+from gpipe_hpc.config.checks import check_config
+from gpipe_hpc.config.composing import (
+    compose_config,
+    conf_dir,
+    config_yaml,
+    load_config,
+    register_schemas,
+)
+from gpipe_hpc.config.schema import (
+    AdamWConfig,
+    CheckpointConfig,
+    CommConfig,
+    Config,
+    CostsConfig,
+    DataConfig,
+    DrawConfig,
+    LrConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    PythonSourceConfig,
+    RMSPropConfig,
+    RunConfig,
+    SGDConfig,
+    SyntheticTokensConfig,
+    SyntheticVectorsConfig,
+    TextConfig,
+    TraceConfig,
+    TrainConfig,
+)
+from gpipe_hpc.config.targets import bind_target, build_target
+
+__all__ = [
+    "AdamWConfig",
+    "CheckpointConfig",
+    "CommConfig",
+    "Config",
+    "CostsConfig",
+    "DataConfig",
+    "DrawConfig",
+    "LrConfig",
+    "OptimizerConfig",
+    "PipelineConfig",
+    "PythonSourceConfig",
+    "RMSPropConfig",
+    "RunConfig",
+    "SGDConfig",
+    "SyntheticTokensConfig",
+    "SyntheticVectorsConfig",
+    "TextConfig",
+    "TraceConfig",
+    "TrainConfig",
+    "bind_target",
+    "build_target",
+    "check_config",
+    "compose_config",
+    "conf_dir",
+    "config_yaml",
+    "load_config",
+    "register_schemas",
+]

@@ -1,0 +1,208 @@
+"""Which settings cannot work, alone or together, and which hardly make sense."""
+
+import math
+from collections.abc import Iterator, Mapping
+from operator import attrgetter
+from types import MappingProxyType
+from typing import Any, Final
+
+from gpipe_hpc.config.schema import (
+    Config,
+    PythonSourceConfig,
+    SGDConfig,
+    TextConfig,
+)
+from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.schedule import schedule_names
+
+_INF: Final = math.inf
+
+# Setting -> (least, most). Settings that a chosen group lacks, and nulls, are passed over.
+_RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
+    {
+        "pipeline.stages": (1, _INF),
+        "pipeline.replicas": (1, _INF),
+        "pipeline.microbatches": (1, _INF),
+        "train.steps": (0, _INF),
+        "train.stop_at": (0, _INF),
+        "train.batch_size": (1, _INF),
+        "train.accumulation": (1, _INF),
+        "train.seed": (0, 2**64 - 1),
+        "train.validate_every": (0, _INF),
+        "train.validate_batches": (1, _INF),
+        "train.log_every": (1, _INF),
+        "train.num_threads": (1, _INF),
+        "optimizer.lr": (0, _INF),
+        "optimizer.weight_decay": (0, _INF),
+        "optimizer.eps": (0, _INF),
+        "optimizer.momentum": (0, 1),
+        "optimizer.alpha": (0, 1),
+        "lr.warmup_steps": (0, _INF),
+        "lr.min_ratio": (0, 1),
+        "data.seq_len": (1, _INF),
+        "data.vocab_size": (1, 2**31),
+        "data.validation_percent": (0, 99),
+        "data.num_samples": (1, _INF),
+        "data.num_validation_samples": (0, _INF),
+        "data.width": (1, _INF),
+        "data.num_classes": (2, _INF),
+        "checkpoint.every": (0, _INF),
+        "checkpoint.keep": (1, _INF),
+        "trace.steps": (0, _INF),
+        "draw.costs.forward": (0, _INF),
+        "draw.costs.backward": (0, _INF),
+        "draw.costs.recompute": (0, _INF),
+        "draw.costs.send": (0, _INF),
+    }
+)
+
+_CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "pipeline.schedule": schedule_names(),
+        "pipeline.recompute": ("always", "except_last", "never"),
+        "train.device": ("auto", "cpu", "cuda"),
+        "comm.backend": ("auto", "gloo", "nccl"),
+        "lr.decay": ("cosine", "constant"),
+        "data.dtype": ("uint8", "uint16", "uint32"),
+        "draw.format": ("text", "svg"),
+    }
+)
+_PARTITIONS: Final = ("time", "parameters", "uniform")
+
+
+def check_config(config: Config, world_size: int) -> list[str]:
+    """Refuse settings that cannot work; return warnings about those that hardly make sense.
+
+    `world_size` is the number of started processes. Raises ConfigError that names the setting.
+    """
+    # Here, since the package above loads torch, which composing and drawing do without.
+    from gpipe_hpc.comm.mesh import Mesh
+
+    _check_ranges(config)
+    _check_choices(config)
+    mesh = Mesh.fit(world_size, config.pipeline.stages, config.pipeline.replicas)
+    _check_partition(config.pipeline.partition, mesh.stages)
+    _check_optimizer(config)
+    _check_data(config)
+    _check_model(config)
+    return list(_doubts(config))
+
+
+def _refuse(setting: str, expected: str, got: object, remedy: str) -> ConfigError:
+    return ConfigError(f"config: bad {setting}, expected {expected}, got {got!r}; {remedy}")
+
+
+def _value(config: Config, setting: str) -> Any:
+    try:
+        return attrgetter(setting)(config)
+    except AttributeError:
+        return None
+
+
+def _check_ranges(config: Config) -> None:
+    for setting, (least, most) in _RANGES.items():
+        value = _value(config, setting)
+        if value is None or (least <= value <= most and math.isfinite(value)):
+            continue
+        expected = f"at least {least}" if most == _INF else f"{least} to {most}"
+        raise _refuse(setting, expected, value, f"set {setting} within it")
+    # Open at zero: no time to wait and no norm at all would stop every run.
+    for setting in ("comm.timeout_s", "train.clip_norm"):
+        value = _value(config, setting)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            off = ", or null for none" if setting == "train.clip_norm" else ""
+            raise _refuse(setting, "more than 0", value, f"set {setting} above it{off}")
+
+
+def _check_choices(config: Config) -> None:
+    for setting, choices in _CHOICES.items():
+        value = _value(config, setting)
+        if value is not None and value not in choices:
+            raise _refuse(setting, f"one of {', '.join(choices)}", value, "choose one of them")
+
+
+def _check_partition(partition: object, num_stages: int) -> None:
+    if isinstance(partition, str) and partition in _PARTITIONS:
+        return
+    expected = f"{', '.join(_PARTITIONS)} or the number of layers of each stage"
+    if not isinstance(partition, list) or not all(type(count) is int for count in partition):
+        raise _refuse(
+            "pipeline.partition", expected, partition, "write it as pipeline.partition=[5,6]"
+        )
+    if not partition or len(partition) % num_stages or min(partition) < 0 or not any(partition):
+        raise _refuse(
+            "pipeline.partition",
+            f"{num_stages} (or, with several stages a rank, a multiple) layer counts from 0 up",
+            partition,
+            "give each stage a count, or pipeline.partition=time",
+        )
+
+
+def _check_optimizer(config: Config) -> None:
+    betas = _value(config, "optimizer.betas")
+    if betas is not None and not (len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
+        raise _refuse("optimizer.betas", "two numbers, 0 <= beta < 1", betas, "as [0.9,0.95]")
+    sgd = config.optimizer
+    if isinstance(sgd, SGDConfig) and sgd.nesterov and not sgd.momentum:
+        raise _refuse("optimizer.nesterov", "false without momentum", True, "set momentum above 0")
+
+
+def _check_data(config: Config) -> None:
+    data = config.data
+    if isinstance(data, PythonSourceConfig) and data.vocab_size < 256:
+        raise _refuse(
+            "data.vocab_size", "256 or more for bytes", data.vocab_size, "leave it at 256"
+        )
+    if not isinstance(data, TextConfig):
+        return
+    if not data.paths:
+        raise _refuse("data.paths", "files or patterns", [], "as data.paths=[corpus/*.txt]")
+    if not 0 <= data.validation_fraction < 1:
+        raise _refuse(
+            "data.validation_fraction", "0 <= fraction < 1", data.validation_fraction, "lower it"
+        )
+
+
+def _check_model(config: Config) -> None:
+    model = config.model
+    if not isinstance(model.get("_target_"), str):
+        raise _refuse(
+            "model",
+            "a _target_",
+            model.get("_target_"),
+            "choose a model=... of conf/model, or model._target_=my.module.build",
+        )
+    if config.loss and not isinstance(config.loss.get("_target_"), str):
+        raise _refuse("loss", "a _target_", config.loss, "as loss._target_=my.module.loss_fn")
+    # Only where model and data both speak of tokens: a user's own model names what it likes.
+    for setting, wanted in (("vocab_size", "vocab_size"), ("block_size", "seq_len")):
+        size, needed = model.get(setting), _value(config, f"data.{wanted}")
+        if type(size) is int and needed is not None and size < needed:
+            raise _refuse(
+                f"model.{setting}",
+                f"at least data.{wanted}={needed}",
+                size,
+                f"raise model.{setting} or lower data.{wanted}",
+            )
+
+
+def _doubts(config: Config) -> Iterator[str]:
+    train, pipeline = config.train, config.pipeline
+    if config.lr.warmup_steps > train.steps > 0:
+        yield (
+            f"config: lr.warmup_steps={config.lr.warmup_steps} is longer than "
+            f"train.steps={train.steps}; the learning rate never reaches optimizer.lr"
+        )
+    if train.stop_at is not None and train.stop_at > train.steps:
+        yield (
+            f"config: train.stop_at={train.stop_at} lies after train.steps={train.steps} and is "
+            f"ignored"
+        )
+    num_microbatches = pipeline.replicas * train.accumulation * pipeline.microbatches
+    if train.batch_size < num_microbatches:
+        yield (
+            f"config: train.batch_size={train.batch_size} is less than replicas x accumulation x "
+            f"microbatches = {num_microbatches}; some micro-batches stay empty"
+        )
+    if train.validate_batches is not None and not train.validate_every:
+        yield "config: train.validate_batches is ignored while train.validate_every=0"

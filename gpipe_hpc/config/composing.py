@@ -1,0 +1,113 @@
+"""From YAML files and overrides to plain dataclasses; nothing behind this knows Hydra."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
+
+from gpipe_hpc.config.schema import (
+    AdamWConfig,
+    Config,
+    PythonSourceConfig,
+    RMSPropConfig,
+    SGDConfig,
+    SyntheticTokensConfig,
+    SyntheticVectorsConfig,
+    TextConfig,
+)
+from gpipe_hpc.errors import ConfigError
+
+_SCHEMAS: Final = (
+    ("config", Config),
+    ("adamw", AdamWConfig),
+    ("sgd", SGDConfig),
+    ("rmsprop", RMSPropConfig),
+    ("python_source", PythonSourceConfig),
+    ("text", TextConfig),
+    ("synthetic_tokens", SyntheticTokensConfig),
+    ("synthetic_vectors", SyntheticVectorsConfig),
+)
+_CONF_MARK: Final = "# gpipe_hpc:"
+
+
+# Keywords of somebody's function: any key is welcome, without Hydra's leading plus.
+_OPEN: Final = ("model", "loss", "pipeline.options")
+
+
+def register_schemas() -> None:
+    """Tell Hydra the schema; ``conf/`` names it as ``/schema/...`` in its defaults lists."""
+    for name, schema in _SCHEMAS:
+        node = OmegaConf.structured(schema)
+        if schema is Config:
+            for section in _OPEN:
+                OmegaConf.set_struct(OmegaConf.select(node, section), False)
+        ConfigStore.instance().store(group="schema", name=name, node=node)
+
+
+def conf_dir() -> Path:
+    """Return the folder of the YAML files, from any working directory.
+
+    The first of $GPIPE_HPC_CONF, ``conf/`` beside the package (a checkout, an editable install)
+    and ``conf/`` inside it (an installed wheel). Raises ConfigError if none is there.
+    """
+    package = Path(__file__).resolve().parent.parent
+    named = os.environ.get("GPIPE_HPC_CONF")
+    candidates = [Path(named).resolve()] if named else [package.parent / "conf", package / "conf"]
+    for folder in candidates:
+        config = folder / "config.yaml"
+        # Installed, package.parent is site-packages: a conf/ there may be anybody's.
+        if config.is_file() and config.read_text("utf-8").startswith(_CONF_MARK):
+            return folder
+    raise ConfigError(
+        f"conf: no settings found, expected a config.yaml that starts with {_CONF_MARK!r}, looked "
+        f"in {', '.join(map(str, candidates))}; "
+        + ("correct $GPIPE_HPC_CONF" if named else "install the package anew")
+    )
+
+
+def load_config(composed: DictConfig) -> Config:
+    """Turn what Hydra composed into plain dataclasses; raise ConfigError where that fails."""
+    try:
+        config = OmegaConf.to_object(composed)
+    except InterpolationKeyError as error:
+        raise ConfigError(
+            f"config: {error.full_key} refers to a setting that this combination lacks, got: "
+            f"{str(error).splitlines()[0]}; choose groups that fit each other (model=mlp goes with "
+            f"data=synthetic_vectors) or set {error.full_key} by hand"
+        ) from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"config: {error}") from None
+    assert isinstance(config, Config), f"conf/config.yaml is not under the schema: {type(config)}"
+    _refuse_forced_keys(config, "")
+    return config
+
+
+def _refuse_forced_keys(section: Any, path: str) -> None:
+    """Refuse what ``++key=value`` forced past the schema: nothing would ever read it."""
+    names = [each.name for each in fields(section)]
+    for name, value in vars(section).items():
+        if name not in names:
+            raise ConfigError(
+                f"config: unknown setting {path}{name}, expected one of {', '.join(names)}, got "
+                f"{path}{name}={value!r}; correct or remove it"
+            )
+        if is_dataclass(value):
+            _refuse_forced_keys(value, f"{path}{name}.")
+
+
+def compose_config(overrides: Sequence[str] = ()) -> Config:
+    """Compose the settings as the command line would, for tests and for use as a library."""
+    register_schemas()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return load_config(compose("config", list(overrides)))
+
+
+def config_yaml(config: Config) -> str:
+    """Return all settings as the YAML text that a run folder keeps."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))

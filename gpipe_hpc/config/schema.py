@@ -1,0 +1,200 @@
+"""The schema of ``conf/``: one dataclass a section.
+
+What each setting means stands beside it in the YAML files.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+@dataclass
+class PipelineConfig:
+    """How the model is cut and in which order the stages work."""
+
+    stages: int | None = None
+    replicas: int = 1
+    microbatches: int = 8
+    schedule: str = "gpipe"
+    options: dict[str, Any] = field(default_factory=dict)
+    recompute: str = "except_last"
+    partition: Any = "time"
+
+
+@dataclass
+class TrainConfig:
+    """The length of a run, its batches and what is reported on the way."""
+
+    steps: int = 300
+    stop_at: int | None = None
+    batch_size: int = 32
+    accumulation: int = 1
+    seed: int = 0
+    clip_norm: float | None = 1.0
+    validate_every: int = 0
+    validate_batches: int | None = None
+    log_every: int = 10
+    device: str = "auto"
+    num_threads: int | None = None
+
+
+@dataclass
+class OptimizerConfig:
+    """What every optimizer has."""
+
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+
+
+@dataclass
+class AdamWConfig(OptimizerConfig):
+    """AdamW: Loshchilov and Hutter, Decoupled weight decay regularization, 2019."""
+
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+
+
+@dataclass
+class SGDConfig(OptimizerConfig):
+    """Stochastic gradient descent with momentum."""
+
+    momentum: float = 0.9
+    nesterov: bool = False
+
+
+@dataclass
+class RMSPropConfig(OptimizerConfig):
+    """RMSProp, as GPipe's paper trains AmoebaNet."""
+
+    alpha: float = 0.9
+    eps: float = 1e-8
+    momentum: float = 0.0
+    centered: bool = False
+
+
+@dataclass
+class LrConfig:
+    """The learning rate over the run, as a factor on ``optimizer.lr``."""
+
+    warmup_steps: int = 0
+    decay: str = "cosine"
+    min_ratio: float = 0.1
+
+
+@dataclass
+class DataConfig:
+    """What a run reads; one subclass for each kind."""
+
+
+@dataclass
+class PythonSourceConfig(DataConfig):
+    """The Python files of a folder, bytes as tokens."""
+
+    root: str | None = None
+    seq_len: int = 128
+    vocab_size: int = 256
+    validation_percent: int = 10
+
+
+@dataclass
+class TextConfig(DataConfig):
+    """Files of bytes or of token numbers."""
+
+    paths: list[str] = field(default_factory=list)
+    validation_paths: list[str] = field(default_factory=list)
+    validation_fraction: float = 0.05
+    dtype: str = "uint8"
+    seq_len: int = 128
+    vocab_size: int = 256
+
+
+@dataclass
+class SyntheticTokensConfig(DataConfig):
+    """Token sequences made from the sample's number."""
+
+    num_samples: int = 4096
+    num_validation_samples: int = 256
+    seq_len: int = 128
+    vocab_size: int = 256
+    seed: int = 0
+
+
+@dataclass
+class SyntheticVectorsConfig(DataConfig):
+    """Vectors and their classes, made from the sample's number."""
+
+    num_samples: int = 4096
+    num_validation_samples: int = 256
+    width: int = 64
+    num_classes: int = 10
+    seed: int = 0
+
+
+@dataclass
+class CheckpointConfig:
+    """When a run is saved, and what a new one starts from."""
+
+    every: int = 0
+    keep: int = 2
+    resume: str = "auto"
+
+
+@dataclass
+class CommConfig:
+    """How ranks reach each other."""
+
+    backend: str = "auto"
+    timeout_s: float = 600.0
+    host: str | None = None
+
+
+@dataclass
+class RunConfig:
+    """Where a run writes."""
+
+    dir: str | None = None
+
+
+@dataclass
+class TraceConfig:
+    """Measured timelines."""
+
+    steps: int = 0
+
+
+@dataclass
+class CostsConfig:
+    """Seconds of each op in a drawing of a schedule that was not measured."""
+
+    forward: float = 1.0
+    backward: float = 2.0
+    recompute: float = 1.0
+    send: float = 0.0
+
+
+@dataclass
+class DrawConfig:
+    """What ``python -m gpipe_hpc.draw`` makes."""
+
+    format: str = "text"
+    out: str | None = None
+    costs: CostsConfig = field(default_factory=CostsConfig)
+
+
+@dataclass
+class Config:
+    """All settings of a run."""
+
+    model: dict[str, Any] = field(default_factory=dict)
+    data: DataConfig = MISSING
+    optimizer: OptimizerConfig = MISSING
+    lr: LrConfig = field(default_factory=LrConfig)
+    loss: dict[str, Any] = field(default_factory=dict)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
+    draw: DrawConfig = field(default_factory=DrawConfig)

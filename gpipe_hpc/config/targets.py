@@ -1,0 +1,64 @@
+"""From a ``_target_`` in the settings to the object it names: a user's own model or loss."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from gpipe_hpc.config.composing import conf_dir
+from gpipe_hpc.errors import ConfigError
+
+
+def build_target(section: str, settings: Mapping[str, Any]) -> Any:
+    """Call what ``<section>._target_`` names with the section's other settings as keywords.
+
+    With a target of one's own (``model._target_=my.module.build``) the keywords of the presets in
+    ``conf/<section>/`` are passed only where the target takes them; any other keyword that it does
+    not take is refused with ConfigError. What the target itself raises is raised.
+    """
+    return bind_target(section, settings)()
+
+
+def bind_target(section: str, settings: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return what ``<section>._target_`` names with the section's other settings bound to it."""
+    target = _locate(section, settings["_target_"])
+    keywords = {name: value for name, value in settings.items() if name != "_target_"}
+    parameters = inspect.signature(target).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        return partial(target, **keywords)
+    preset = _preset_keywords(section)
+    unknown = [name for name in keywords if name not in parameters and name not in preset]
+    if unknown:
+        raise ConfigError(
+            f"config: {section}._target_={settings['_target_']} does not take {unknown[0]}, "
+            f"expected some of {', '.join(parameters) or 'no keywords'}, got "
+            f"{section}.{unknown[0]}={keywords[unknown[0]]!r}; correct or remove it"
+        )
+    return partial(target, **{name: keywords[name] for name in keywords if name in parameters})
+
+
+def _preset_keywords(section: str) -> set[str]:
+    presets = (OmegaConf.load(path) for path in (conf_dir() / section).glob("*.yaml"))
+    return {str(name) for preset in presets for name in preset}
+
+
+def _locate(section: str, path: str) -> Callable[..., Any]:
+    module, _, name = path.rpartition(".")
+    try:
+        target = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"config: {section}._target_ names nothing that can be imported, expected "
+            f"MODULE.FUNCTION, got {path!r} ({type(error).__name__}: {error}); correct it, or put "
+            f"its folder on PYTHONPATH"
+        ) from error
+    if not callable(target):
+        raise ConfigError(
+            f"config: {section}._target_ cannot be called, expected a function or class, got "
+            f"{path!r} of type {type(target).__name__}; name the function that builds it"
+        )
+    found: Callable[..., Any] = target
+    return found
