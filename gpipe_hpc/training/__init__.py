@@ -1,0 +1,1 @@
+"""Training: the loop, its data, optimizer, learning rate, metrics and reports."""

@@ -1,0 +1,74 @@
+"""Which samples make up which global batch: a pure function of the position in the run.
+
+The position is the number of samples consumed since the start. It alone goes into a checkpoint:
+no state depends on replicas or stages, so a run resumes exactly on another layout.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from gpipe_hpc.training.data.hashing import Words, hash_words
+
+_NUM_ROUNDS: Final = 6
+_STREAM: Final = 4  # apart from the streams of synthetic samples
+
+
+@dataclass(frozen=True)
+class ShuffledSampler:
+    """Each epoch in an order of its own, keyed by (seed, epoch); every sample once an epoch."""
+
+    num_samples: int
+    batch_size: int
+    seed: int
+
+    def batch(self, position: int) -> tuple[list[int], int]:
+        """Return the global batch at a position and the position after it.
+
+        A batch never spans two epochs: the last of an epoch may be smaller, nothing is dropped or
+        padded.
+        """
+        epoch, offset = divmod(position, self.num_samples)
+        size = min(self.batch_size, self.num_samples - offset)
+        places = np.arange(offset, offset + size, dtype=np.uint64)
+        order = permute(places, self.num_samples, key=(self.seed, epoch))
+        return [int(index) for index in order], position + size
+
+
+def sequential_batches(
+    num_samples: int, batch_size: int, max_batches: int | None = None
+) -> Iterator[list[int]]:
+    """Yield all samples in order, for validation; the last batch may be smaller."""
+    num_batches = -(-num_samples // batch_size)
+    if max_batches is not None:
+        num_batches = min(num_batches, max_batches)
+    for first in range(0, num_batches * batch_size, batch_size):
+        yield list(range(first, min(first + batch_size, num_samples)))
+
+
+def permute(places: Words, size: int, key: tuple[int, int]) -> Words:
+    """Return where a random permutation of range(size) sends each place.
+
+    Needs no memory of the permutation: a Feistel network permutes the next power of four, and
+    what falls outside walks on until it is inside (Black and Rogaway, Ciphers with arbitrary
+    finite domains, 2002: about four rounds of it at most, on average).
+    """
+    assert size >= 1, f"a permutation of {size} places"
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    result = _feistel(places, half_bits, key)
+    outside = result >= np.uint64(size)
+    while outside.any():
+        result[outside] = _feistel(result[outside], half_bits, key)
+        outside = result >= np.uint64(size)
+    return result
+
+
+def _feistel(places: Words, half_bits: int, key: tuple[int, int]) -> Words:
+    bits, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+    left, right = places >> bits, places & mask
+    for round_number in range(_NUM_ROUNDS):
+        scrambled = hash_words(_STREAM, *key, round_number, right)
+        left, right = right, left ^ (scrambled & mask)
+    return (left << bits) | right

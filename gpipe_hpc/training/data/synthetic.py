@@ -1,0 +1,118 @@
+"""Samples computed from their number alone: no file, the same on every machine."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gpipe_hpc.config import SyntheticTokensConfig, SyntheticVectorsConfig
+from gpipe_hpc.training.data.dataset import Dataset
+from gpipe_hpc.training.data.hashing import Words, hash_words
+
+# Streams of numbers that must not meet: one a split, and one for what the splits share.
+_TRAIN: Final = 1
+_VALIDATION: Final = 2
+_SHARED: Final = 3
+
+
+@dataclass(frozen=True)
+class SyntheticSource:
+    """Training and validation samples of one kind."""
+
+    train: Dataset
+    validation: Dataset
+    loss: str
+
+    def baseline(self) -> float | None:
+        """Return None: what a guess costs says nothing about made-up data."""
+        return None
+
+
+@dataclass(frozen=True)
+class CountingTokens:
+    """Sample: first token a, then each the last plus b, modulo the vocabulary."""
+
+    num_samples: int
+    stream: int
+    config: SyntheticTokensConfig
+
+    def read_inputs(self, indices: Sequence[int]) -> Tensor:
+        """Return int64 tokens, [len(indices), seq_len]."""
+        return self._read(indices, shift=0)
+
+    def read_targets(self, indices: Sequence[int]) -> Tensor:
+        """Return the int64 token that follows each input, [len(indices), seq_len]."""
+        return self._read(indices, shift=1)
+
+    def digest(self) -> str:
+        """Return a short text that is equal where the samples are."""
+        return f"{self.num_samples}/{self.stream}/{self.config}"
+
+    def _read(self, indices: Sequence[int], shift: int) -> Tensor:
+        modulus = self.config.vocab_size
+        numbers = np.asarray(indices, np.uint64)
+        seed = self.config.seed
+        first = _remainder(hash_words(seed, self.stream, numbers, 0), modulus)
+        stride = _remainder(hash_words(seed, self.stream, numbers, 1), modulus)
+        places = np.arange(shift, shift + self.config.seq_len)
+        return torch.from_numpy((first[:, None] + stride[:, None] * places) % modulus)
+
+
+@dataclass(frozen=True)
+class ClassifiedVectors:
+    """Sample: numbers uniform in [-1, 1), and the class that a fixed linear map ranks highest."""
+
+    num_samples: int
+    stream: int
+    config: SyntheticVectorsConfig
+
+    def read_inputs(self, indices: Sequence[int]) -> Tensor:
+        """Return float32 vectors, [len(indices), width]."""
+        return torch.from_numpy(self._vectors(indices).astype(np.float32))
+
+    def read_targets(self, indices: Sequence[int]) -> Tensor:
+        """Return int64 classes, [len(indices)]."""
+        width, num_classes = self.config.width, self.config.num_classes
+        cells = np.arange(width * num_classes, dtype=np.uint64)
+        mapping = _uniform(hash_words(self.config.seed, _SHARED, cells, 0))
+        scores = self._vectors(indices) @ mapping.reshape(width, num_classes)
+        return torch.from_numpy(scores.argmax(axis=1))
+
+    def digest(self) -> str:
+        """Return a short text that is equal where the samples are."""
+        return f"{self.num_samples}/{self.stream}/{self.config}"
+
+    def _vectors(self, indices: Sequence[int]) -> npt.NDArray[np.float64]:
+        numbers = np.asarray(indices, np.uint64)[:, None]
+        places = np.arange(self.config.width, dtype=np.uint64)
+        return _uniform(hash_words(self.config.seed, self.stream, numbers, places))
+
+
+def open_synthetic_tokens(config: SyntheticTokensConfig) -> SyntheticSource:
+    """Return token sequences that a model learns by finding each one's stride."""
+    return SyntheticSource(
+        CountingTokens(config.num_samples, _TRAIN, config),
+        CountingTokens(config.num_validation_samples, _VALIDATION, config),
+        "token_cross_entropy",
+    )
+
+
+def open_synthetic_vectors(config: SyntheticVectorsConfig) -> SyntheticSource:
+    """Return vectors with classes that one linear layer can learn."""
+    return SyntheticSource(
+        ClassifiedVectors(config.num_samples, _TRAIN, config),
+        ClassifiedVectors(config.num_validation_samples, _VALIDATION, config),
+        "classification",
+    )
+
+
+def _remainder(words: Words, modulus: int) -> npt.NDArray[np.int64]:
+    return (words % np.uint64(modulus)).astype(np.int64)
+
+
+def _uniform(words: Words) -> npt.NDArray[np.float64]:
+    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1.0

@@ -1,0 +1,137 @@
+"""Text from files: the Python standard library of this machine, or whatever paths are given."""
+
+import glob
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from gpipe_hpc.config import PythonSourceConfig, TextConfig
+from gpipe_hpc.errors import DataError
+from gpipe_hpc.training.data.corpus import Corpus, Segment, TextSource, TokenWindows
+
+# Tests would be more than half of the text; installed packages are not the same on all machines.
+_LEFT_OUT: Final = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+)
+
+
+def open_python_source(config: PythonSourceConfig) -> TextSource:
+    """Return the Python files of a folder, in order of their paths, split by file.
+
+    A file belongs to validation if a hash of its relative path says so: adding a file never moves
+    another one. Raises DataError if the folder has no Python files.
+    """
+    root = Path(config.root or sysconfig.get_path("stdlib"))
+    files = sorted(_python_files(root))
+    train: list[Segment] = []
+    validation: list[Segment] = []
+    for name in files:
+        segment = _whole_file(root / name, name, itemsize=1)
+        part = validation if _bucket(name) < config.validation_percent else train
+        part.append(segment)
+    return _source(train, validation, "uint8", config.seq_len, config.vocab_size, str(root))
+
+
+def open_text(config: TextConfig) -> TextSource:
+    """Return the given files, in order of their names, as one text.
+
+    Validation is `validation_paths`, or else the end of each file. Raises DataError for a pattern
+    without files, a file that is missing, unreadable or empty, and one that ends inside a token.
+    """
+    itemsize = np.dtype(config.dtype).itemsize
+    train = [_given_file(path, itemsize) for path in _expand(config.paths)]
+    if config.validation_paths:
+        validation = [_given_file(path, itemsize) for path in _expand(config.validation_paths)]
+    else:
+        train, validation = _split_ends(train, config.validation_fraction)
+    what = ", ".join(config.paths)
+    return _source(train, validation, config.dtype, config.seq_len, config.vocab_size, what)
+
+
+def _python_files(root: Path) -> Iterable[str]:
+    for folder, folders, names in os.walk(root):
+        folders[:] = [each for each in folders if each not in _LEFT_OUT]
+        for name in names:
+            path = Path(folder, name)
+            # A link may point to where the machine's owner keeps settings of his own.
+            if name.endswith(".py") and not path.is_symlink():
+                yield path.relative_to(root).as_posix()
+
+
+def _bucket(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 100
+
+
+def _expand(patterns: Sequence[str]) -> list[Path]:
+    paths: list[Path] = []
+    for pattern in patterns:
+        found = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+        files = [Path(each) for each in found if not os.path.isdir(each)]
+        if not files:
+            raise DataError(
+                f"data: no such file, expected files at {pattern!r}, got none in {Path.cwd()}; "
+                f"correct data.paths or data.validation_paths"
+            )
+        paths.extend(files)
+    return paths
+
+
+def _given_file(path: Path, itemsize: int) -> Segment:
+    segment = _whole_file(path, str(path), itemsize)
+    if not segment.stop:
+        raise DataError(f"data: {path} is empty, expected tokens, got 0 bytes; leave it out")
+    return segment
+
+
+def _whole_file(path: Path, name: str, itemsize: int) -> Segment:
+    try:
+        num_bytes = path.stat().st_size
+        if not os.access(path, os.R_OK):
+            raise PermissionError(f"no permission to read {path}")
+    except OSError as error:
+        raise DataError(
+            f"data: {path} cannot be read, expected a readable file, got {error}; correct "
+            f"its permissions or leave it out"
+        ) from error
+    if num_bytes % itemsize:
+        raise DataError(
+            f"data: {path} ends inside a token, expected a multiple of {itemsize} bytes, got "
+            f"{num_bytes}; check data.dtype"
+        )
+    return Segment(path, name, 0, num_bytes // itemsize)
+
+
+def _split_ends(
+    segments: Sequence[Segment], fraction: float
+) -> tuple[list[Segment], list[Segment]]:
+    train, validation = [], []
+    for each in segments:
+        middle = each.stop - round(each.stop * fraction)
+        train.append(Segment(each.path, each.name, 0, middle))
+        validation.append(Segment(each.path, each.name, middle, each.stop))
+    return train, validation
+
+
+def _source(
+    train: Sequence[Segment],
+    validation: Sequence[Segment],
+    dtype: str,
+    seq_len: int,
+    vocab_size: int,
+    what: str,
+) -> TextSource:
+    source = TextSource(
+        TokenWindows(Corpus(train, dtype), seq_len, vocab_size),
+        TokenWindows(Corpus(validation, dtype), seq_len, vocab_size),
+    )
+    if not source.train.num_samples:
+        raise DataError(
+            f"data: too little text in {what}, expected more than data.seq_len={seq_len} tokens to "
+            f"train on, got {source.train.corpus.num_tokens}; give more text or lower data.seq_len"
+        )
+    return source

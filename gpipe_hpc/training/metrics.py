@@ -1,0 +1,121 @@
+"""What a run measured: ``metrics.jsonl``, a line a step, and the same scalars for TensorBoard."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+Scalars = Mapping[str, float | int | None]
+
+
+class MetricsWriter(Protocol):
+    """Takes the scalars of one step."""
+
+    def write(self, step: int, scalars: Scalars) -> None:
+        """Record the scalars of a finished step."""
+        ...
+
+    def close(self) -> None:
+        """Finish; nothing may be written after."""
+        ...
+
+
+class JsonLines:
+    """A line of JSON a step, in the hands of the system as soon as `write` returns.
+
+    A run that resumes after step n drops what an earlier one wrote past n, and a line cut short
+    by a kill.
+    """
+
+    def __init__(self, path: Path, resumed_step: int = 0) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            _keep_until(path, resumed_step)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, scalars: Scalars) -> None:
+        """Append ``{"step": step, ...}``; JSON knows no NaN, so what is not finite becomes null."""
+        line = {"step": step, **{name: _finite(value) for name, value in scalars.items()}}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoard:
+    """Scalars as TensorBoard event files in a folder."""
+
+    def __init__(self, folder: Path, resumed_step: int = 0) -> None:
+        # Here, since it takes a second to load and only rank 0 writes.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(folder, purge_step=resumed_step + 1)
+
+    def write(self, step: int, scalars: Scalars) -> None:
+        """Record those scalars that have a value."""
+        for name, value in scalars.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Write out what is pending."""
+        self._writer.close()
+
+
+class Metrics:
+    """Several writers as one, closed on leaving a ``with`` block."""
+
+    def __init__(self, *writers: MetricsWriter) -> None:
+        self._writers = writers
+
+    def write(self, step: int, scalars: Scalars) -> None:
+        """Record the scalars of a finished step everywhere."""
+        for writer in self._writers:
+            writer.write(step, scalars)
+
+    def close(self) -> None:
+        """Close all writers."""
+        for writer in self._writers:
+            writer.close()
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def open_metrics(run_dir: Path, resumed_step: int = 0) -> Metrics:
+    """Return the writers of a run: ``metrics.jsonl`` and the folder ``tensorboard``."""
+    return Metrics(
+        JsonLines(run_dir / "metrics.jsonl", resumed_step),
+        TensorBoard(run_dir / "tensorboard", resumed_step),
+    )
+
+
+def _finite(value: float | int | None) -> float | int | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _keep_until(path: Path, last_step: int) -> None:
+    kept = []
+    for line in path.read_text("utf-8").splitlines():
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):
+            continue
+        if step <= last_step:
+            kept.append(line + "\n")
+    aside = path.with_name(path.name + ".part")
+    aside.write_text("".join(kept), "utf-8")
+    os.replace(aside, path)
