@@ -16,8 +16,8 @@ from gpipe_hpc.comm.wire import Nest
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.engine.assembly import (
     build_stages,
+    by_stage,
     check_agreement,
-    check_conservation,
     equalise_replicas,
     gather_parameters,
 )
@@ -36,9 +36,16 @@ from gpipe_hpc.models import (
     layer_key,
     microbatch_prefix,
     normalise_layers,
+    parameter_sizes,
     refuse_shared_parameters,
 )
-from gpipe_hpc.planning import choose_partition, cut_table
+from gpipe_hpc.planning import (
+    Example,
+    Partition,
+    check_conservation,
+    choose_partition,
+    cut_table,
+)
 from gpipe_hpc.schedule import Event, Schedule, Timeline, digest
 
 
@@ -90,7 +97,7 @@ class Pipeline:
         schedule: str | Schedule = "gpipe",
         schedule_options: Mapping[str, Any] | None = None,
         recompute: str = "except_last",
-        partition: str | Sequence[int] = "parameters",
+        partition: str | Sequence[int] | Partition = "parameters",
         example: tuple[Nest, Nest] | None = None,
         seed: int = 0,
         device: str = "auto",
@@ -115,21 +122,25 @@ class Pipeline:
             )
             self.schedule = tables.training
             self._form_groups()
-            self.partition, self.partition_costs = broadcast_object(
-                self.everybody,
-                choose_partition(
-                    partition,
-                    model,
-                    self.schedule.num_stages,
-                    example,
-                    loss_fn,
-                    seed,
-                    self.world.device,
-                    measures=self.world.rank == 0,
-                ),
-                root=0,
-            )
+            self.partition = self._cut(partition, model, example)
             self._build(model, tables)
+
+    def _cut(
+        self,
+        policy: str | Sequence[int] | Partition,
+        model: list[Layer],
+        given: tuple[Nest, Nest] | None,
+    ) -> Partition:
+        """Choose the cut on rank 0, which alone measures, and take it over everywhere."""
+
+        def example() -> Example | None:
+            return given and Example(*given, self.loss_fn, self.seed, self.world.device)
+
+        chosen = None
+        if self.world.rank == 0:
+            chosen = choose_partition(policy, model, self.schedule.num_stages, example)
+        cut: Partition = broadcast_object(self.everybody, chosen, root=0)
+        return cut
 
     def _form_groups(self) -> None:
         mesh, world = self.mesh, self.world
@@ -144,14 +155,21 @@ class Pipeline:
             self.everybody,
             {
                 "schedule table": digest(self.schedule),
-                "partition": tuple(self.partition),
+                "micro-batches": self.num_microbatches,
                 "number of layers": self.num_layers,
                 "seed": self.seed,
             },
         )
-        self.stages = build_stages(model, self.partition, held, self.seed, world.device)
+        self.stages = build_stages(model, self.partition.counts, held, self.seed, world.device)
         self.all_parameters = gather_parameters(self.stages, self._pipeline)
-        check_conservation(self.all_parameters, model)
+        check_conservation(parameter_sizes(model), by_stage(self.all_parameters))
+        self._cut_table = cut_table(
+            model,
+            self.partition.counts,
+            holders=[placement.holders(s) for s in range(placement.num_stages)],
+            costs=self.partition.costs,
+            measure=self.partition.measure,
+        )
         equalise_replicas(self.stages, self._replicas)
         wiring = wire(world, mesh, placement)
         self._trainer, self._evaluator = (
@@ -265,7 +283,7 @@ class Pipeline:
 
     def describe(self) -> str:
         """Return the cut as a table: stage, rank, layers, parameters, share of the costs."""
-        return cut_table(self.partition, self.partition_costs, self.schedule.placement)
+        return self._cut_table
 
     def save(
         self,

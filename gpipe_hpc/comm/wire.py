@@ -56,13 +56,15 @@ class Structure:
 
     def to_bytes(self) -> bytes:
         """Serialise for a header."""
-        return pickle.dumps((self.tree, self.leaves))
+        # The containers themselves, with numbers for leaves: a TreeSpec pickles less well.
+        skeleton = pytree.tree_unflatten(range(len(self.leaves)), self.tree)
+        return pickle.dumps((skeleton, self.leaves))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Structure":
         """Read a header back."""
-        tree, leaves = pickle.loads(data)
-        return cls(tree, leaves)
+        skeleton, leaves = pickle.loads(data)
+        return cls(pytree.tree_structure(skeleton), leaves)
 
 
 _SINGLE = pytree.tree_structure(0)

@@ -7,8 +7,8 @@ import torch
 
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.engine.stage import Stage
-from gpipe_hpc.errors import ConfigError, PartitionError
-from gpipe_hpc.models import Layer, build_layer, layer_parameters
+from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.models import Layer, build_layer
 
 
 class ParameterInfo(NamedTuple):
@@ -49,15 +49,12 @@ def gather_parameters(stages: dict[int, Stage], pipeline: Group) -> tuple[Parame
     return tuple(info for _, _, info in everybody)
 
 
-def check_conservation(parameters: Sequence[ParameterInfo], layers: Sequence[Layer]) -> None:
-    """Raise PartitionError unless the stages' parameters are the whole model's."""
-    whole = sum(layer_parameters(layers))
-    built = sum(info.num_elements for info in parameters)
-    if whole != built:
-        raise PartitionError(
-            f"partition: expected the stages to hold the model's {whole} parameters, got "
-            f"{built}; a layer's factory gives different shapes on different ranks"
-        )
+def by_stage(parameters: Sequence[ParameterInfo]) -> list[dict[str, int]]:
+    """Return the number of elements of each stage's parameters, by name."""
+    stages: dict[int, dict[str, int]] = {}
+    for info in parameters:
+        stages.setdefault(info.stage, {})[info.name] = info.num_elements
+    return [stages[stage] for stage in sorted(stages)]
 
 
 def check_agreement(world: Group, facts: dict[str, object]) -> None:
