@@ -21,11 +21,14 @@ def hash_words(*words: int | Words) -> Words:
     state = np.zeros(1, np.uint64)
     for word in words:
         # At least one dimension: arrays wrap around in silence, scalars with a warning.
-        state = _mix64(state + _GOLDEN * (np.atleast_1d(np.asarray(word, np.uint64)) + _ONE))
+        state = absorb(state, np.atleast_1d(np.asarray(word, np.uint64)))
     return state
 
 
-def _mix64(state: Words) -> Words:
-    state = (state ^ (state >> np.uint64(30))) * _FIRST
-    state = (state ^ (state >> np.uint64(27))) * _SECOND
-    return state ^ (state >> np.uint64(31))
+def absorb(state: Words, word: Words) -> Words:
+    """Return the bits for one word more than those that made `state`."""
+    mixed: Words = state + _GOLDEN * (word + _ONE)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * _FIRST
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * _SECOND
+    mixed ^= mixed >> np.uint64(31)
+    return mixed

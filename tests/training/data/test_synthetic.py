@@ -1,0 +1,63 @@
+"""Samples from their number alone."""
+
+import pytest
+import torch
+
+from gpipe_hpc.config import DataConfig, SyntheticTokensConfig, SyntheticVectorsConfig
+from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.training.data import open_data
+
+TOKENS = SyntheticTokensConfig(num_samples=40, num_validation_samples=7, seq_len=9, vocab_size=50)
+VECTORS = SyntheticVectorsConfig(num_samples=400, num_validation_samples=7, width=5, num_classes=3)
+
+
+def test_tokens_count_up_by_a_stride():
+    data = open_data(TOKENS).train
+    inputs, targets = data.read_inputs([3, 8]), data.read_targets([3, 8])
+    assert inputs.shape == targets.shape == (2, 9)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    strides = (targets - inputs) % 50
+    assert (strides == strides[:, :1]).all() and strides[0, 0] != strides[1, 0]
+
+
+@pytest.mark.parametrize("config", [TOKENS, VECTORS], ids=["tokens", "vectors"])
+def test_sample_depends_on_its_number_alone(config):
+    data = open_data(config).train
+    for read in (data.read_inputs, data.read_targets):
+        together = read(range(20))
+        apart = torch.cat([read([index]) for index in reversed(range(20))]).flip(0)
+        assert torch.equal(together, apart)
+    assert (data.num_samples, open_data(config).validation.num_samples) == (config.num_samples, 7)
+
+
+@pytest.mark.parametrize("config", [TOKENS, VECTORS], ids=["tokens", "vectors"])
+def test_splits_and_seeds_differ(config):
+    train, validation = open_data(config).train, open_data(config).validation
+    assert not torch.equal(train.read_inputs(range(7)), validation.read_inputs(range(7)))
+    other = open_data(type(config)(**vars(config) | {"seed": 1}))
+    assert not torch.equal(train.read_inputs(range(7)), other.train.read_inputs(range(7)))
+    assert len({each.digest() for each in (train, validation, other.train)}) == 3
+
+
+def test_vectors_are_uniform_and_classes_all_used():
+    data = open_data(VECTORS).train
+    vectors, classes = data.read_inputs(range(400)), data.read_targets(range(400))
+    assert vectors.dtype == torch.float32 and vectors.shape == (400, 5)
+    assert vectors.min() >= -1 and vectors.max() < 1
+    assert abs(vectors.mean()) < 0.06 and abs(vectors.var() - 1 / 3) < 0.04
+    assert set(classes.tolist()) == {0, 1, 2}
+
+
+def test_classes_come_from_one_linear_map():
+    """A linear classifier fitted to the first samples gets later ones right as well."""
+    data = open_data(VECTORS).train
+    vectors, classes = data.read_inputs(range(400)), data.read_targets(range(400))
+    wanted = torch.nn.functional.one_hot(classes, 3).float() - 1 / 3
+    fitted = torch.linalg.lstsq(vectors[:300], wanted[:300]).solution
+    right = (vectors[300:] @ fitted).argmax(1) == classes[300:]
+    assert right.float().mean() > 0.85
+
+
+def test_unknown_kind_is_refused():
+    with pytest.raises(ConfigError, match="expected one of conf/data, got DataConfig"):
+        open_data(DataConfig())
