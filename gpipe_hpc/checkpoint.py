@@ -8,7 +8,8 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,9 +82,7 @@ def load(pipe: "Pipeline", path: Path, optimizer: torch.optim.Optimizer | None) 
             for key, value in state.items()
             if isinstance(value, torch.Tensor)
         }
-    with warnings.catch_warnings():
-        # Each rank reads its own part by itself: meant, not an oversight.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    with _alone():
         state_dict_loader.load(targets, storage_reader=reader, no_dist=True)
     if optimizer is not None:
         _set_optimizer(pipe, optimizer, states)
@@ -138,7 +137,8 @@ def _write(pipe: "Pipeline", tensors: dict[str, Any], folder: Path) -> None:
     gathered = pipe.everybody.all_gather_object(tensors)
     if pipe.world.rank == 0:
         merged = {name: value for part in gathered for name, value in part.items()}
-        state_dict_saver.save(merged, storage_writer=FileSystemWriter(folder), no_dist=True)
+        with _alone():
+            state_dict_saver.save(merged, storage_writer=FileSystemWriter(folder), no_dist=True)
     pipe.everybody.all_gather_object("tensors are written")
 
 
@@ -208,6 +208,14 @@ def _set_optimizer(
     for name, parameter in pipe.named_parameters():
         if name in states:
             optimizer.state[parameter] = states[name]
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Let one rank read or write by itself: meant here, so torch need not warn of it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _sync_folder(folder: Path) -> None:

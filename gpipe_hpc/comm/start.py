@@ -16,7 +16,11 @@ DEFAULT_TIMEOUT_S = 600.0
 
 
 def start_world(
-    *, device: str = "auto", backend: str = "auto", timeout_s: float = DEFAULT_TIMEOUT_S
+    *,
+    device: str = "auto",
+    backend: str = "auto",
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    loopback: bool | None = None,
 ) -> World:
     """Return the world of this process.
 
@@ -25,7 +29,8 @@ def start_world(
     world is this process alone and nothing is opened.
 
     `device`: auto | cpu | cuda. `backend`: auto | gloo | nccl. `timeout_s`: how long a rank
-    waits for another before it gives up and says so.
+    waits for another before it gives up and says so. `loopback`: listen on this machine alone;
+    None means when all ranks are on it.
     """
     if dist.is_initialized():
         chosen = _device(device, local_rank=None)
@@ -34,7 +39,7 @@ def start_world(
     chosen = _device(device, launch.local_rank)
     if launch.world_size == 1:
         return ThreadWorld(ThreadHub(1, timeout_s), 0, chosen)
-    store = rendezvous(launch, timeout_s)
+    store = rendezvous(launch, timeout_s, loopback)
     dist.init_process_group(
         _backend(backend, chosen),
         store=store,

@@ -146,7 +146,7 @@ class CommConfig:
 
     backend: str = "auto"
     timeout_s: float = 600.0
-    host: str | None = None
+    loopback: bool | None = None
 
 
 @dataclass

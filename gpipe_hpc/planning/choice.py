@@ -8,7 +8,7 @@ import torch
 from gpipe_hpc.errors import PartitionError
 from gpipe_hpc.models import Layer, layer_parameters
 from gpipe_hpc.planning.costs import LossFunction, measure_layers
-from gpipe_hpc.planning.partition import by_hand, minimax, uniform
+from gpipe_hpc.planning.partition import by_hand, minimax, stage_layers, uniform
 
 POLICIES = ("parameters", "uniform", "time")
 
@@ -19,6 +19,16 @@ class Partition(NamedTuple):
     counts: tuple[int, ...]  # layers of each stage
     costs: tuple[float, ...]  # one number a layer
     measure: str  # the unit of the costs
+    seconds: tuple[tuple[float, float], ...] = ()  # forward and backward a layer, where measured
+
+    def stage_costs(self) -> dict[str, list[float]] | None:
+        """Return the measured seconds of each op of a stage, as `schedule.Costs` takes them."""
+        if not self.seconds:
+            return None
+        spans = [[self.seconds[i] for i in span] for span in stage_layers(self.counts)]
+        forward = [sum(f for f, _ in span) for span in spans]
+        backward = [sum(b for _, b in span) for span in spans]
+        return {"forward": forward, "backward": backward, "recompute": forward}
 
 
 class Example(NamedTuple):
@@ -69,4 +79,5 @@ def choose_partition(
         layers, given.inputs, given.targets, given.loss_fn, seed=given.seed, device=given.device
     )
     costs = [cost.total_s for cost in measured]
-    return Partition(tuple(minimax(costs, num_stages)), tuple(costs), "time")
+    seconds = tuple((cost.forward_s, cost.backward_s) for cost in measured)
+    return Partition(tuple(minimax(costs, num_stages)), tuple(costs), "time", seconds)

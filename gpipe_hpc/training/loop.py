@@ -1,0 +1,223 @@
+"""The training loop."""
+
+import logging
+import math
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from gpipe_hpc.comm.group import broadcast_object
+from gpipe_hpc.comm.mesh import Mesh
+from gpipe_hpc.comm.world import World, together
+from gpipe_hpc.config import Config, config_yaml
+from gpipe_hpc.errors import NonFiniteError
+from gpipe_hpc.pipeline import StepResult
+from gpipe_hpc.schedule import Costs, simulate
+from gpipe_hpc.training.logs import rank_log
+from gpipe_hpc.training.lr import lr_at, set_lr
+from gpipe_hpc.training.metrics import Metrics, open_metrics
+from gpipe_hpc.training.progress import Progress
+from gpipe_hpc.training.run_folder import REQUEUE_FILE, default_run_folder, prepare_run_folder
+from gpipe_hpc.training.session import Session, open_session
+from gpipe_hpc.training.signals import REQUEUE_EXIT_CODE, StopRequest
+from gpipe_hpc.training.trace import write_trace
+from gpipe_hpc.training.validation import validate
+
+log = logging.getLogger("gpipe_hpc.train")
+
+
+def run_training(
+    config: Config, world: World, stop: StopRequest, doubts: Sequence[str] = ()
+) -> int:
+    """Train as the settings say; return the exit code of the process.
+
+    `doubts` about the settings are logged as warnings, on rank 0.
+
+    0 when the run is finished or reached train.stop_at, REQUEUE_EXIT_CODE when a signal asked
+    it to stop early. Raises GpipeError on every rank if one fails.
+    """
+    everybody = world.group([tuple(range(world.size))])
+    with together(world, "preparing the run folder"):
+        chosen = None
+        if world.rank == 0:
+            chosen = prepare_run_folder(Path(config.run.dir or default_run_folder()).absolute())
+            (chosen / "config.yaml").write_text(config_yaml(config))
+        run_folder: Path = broadcast_object(everybody, chosen, root=0)
+    if config.train.num_threads is not None:
+        torch.set_num_threads(config.train.num_threads)
+    mesh = Mesh.fit(world.size, config.pipeline.stages, config.pipeline.replicas)
+    with rank_log(run_folder, world.rank, [mesh.stage_rank_of(world.rank)]):
+        for doubt in doubts if world.rank == 0 else ():
+            log.warning(doubt)
+        session = open_session(config, world, run_folder)
+        return _Loop(session, stop).run()
+
+
+class _Loop:
+    """One run over its steps, on one rank."""
+
+    def __init__(self, session: Session, stop: StopRequest) -> None:
+        self._session = session
+        self._pipe = session.pipe
+        self._config = session.config
+        self._stop = stop
+        self._leads = session.pipe.world.rank == 0
+        train = session.config.train
+        horizon = train.steps if train.stop_at is None else min(train.steps, train.stop_at)
+        self._last = max(horizon, self._pipe.steps_done)
+        self._validated = -1
+        self._num_samples = 0
+        self._pipeline_s = 0.0
+
+    def run(self) -> int:
+        """Train from where the session stands to the last step."""
+        pipe, first = self._pipe, self._pipe.steps_done
+        if not self._leads:
+            return self._steps(None, None)
+        log.info("run folder %s", self._session.run_folder)
+        log.info("stages:\n%s", pipe.describe())
+        self._say_expectations()
+        with (
+            open_metrics(self._session.run_folder, first) as metrics,
+            Progress(first, self._last, self._config.train.log_every) as progress,
+        ):
+            return self._steps(metrics, progress)
+
+    def _steps(self, metrics: Metrics | None, progress: Progress | None) -> int:
+        pipe, every = self._pipe, self._config.checkpoint.every
+        stopped = False
+        first = pipe.steps_done
+        while pipe.steps_done < self._last and not stopped:
+            began_s = time.perf_counter()
+            result, lr, norm = self._step()
+            done = pipe.steps_done
+            busy_s, stopped = self._agree(time.perf_counter() - began_s)
+            if metrics is not None and progress is not None:
+                step_time_s = time.perf_counter() - began_s
+                scalars = {
+                    "loss": result.loss,
+                    "lr": lr,
+                    "grad_norm": norm,
+                    "step_time_s": step_time_s,
+                    "samples_per_s": self._num_samples / step_time_s,
+                    "bubble": 1.0 - busy_s / (pipe.world.size * self._pipeline_s),
+                    "peak_memory_bytes": _peak_memory_bytes(pipe.world.device),
+                    "position": self._session.position,
+                }
+                metrics.write(done, scalars)
+                progress.update(done, scalars)
+            if first + 1 < done <= first + 1 + self._config.trace.steps:
+                timeline = pipe.timeline()
+                if self._leads:
+                    write_trace(timeline, self._session.run_folder, done)
+            if every and done % every == 0 and done < self._last and not stopped:
+                self._session.save()
+            if self._validates(done):
+                self._validate(metrics, progress)
+        if pipe.steps_done > first:
+            log.info("saved %s", self._session.save())
+        if not stopped and self._validated != pipe.steps_done:
+            self._validate(metrics, progress)
+        return self._leave(stopped)
+
+    def _step(self) -> tuple[StepResult, float, float | None]:
+        session, pipe, config = self._session, self._pipe, self._config
+        with together(pipe.world, f"reading step {pipe.steps_done}"):
+            indices, position = session.sampler.batch(session.position)
+            inputs, targets = session.read(session.source.train, indices)
+        result = pipe.step(inputs, targets)
+        self._refuse_non_finite(result)
+        norm = None
+        if config.train.clip_norm is not None:
+            norm = float(pipe.clip_grad_norm_(config.train.clip_norm))
+            if not math.isfinite(norm):
+                raise NonFiniteError(
+                    f"step {pipe.steps_done}: expected a finite gradient norm, got {norm}, with "
+                    f"a loss of {result.loss:g}; {self._remedy()}"
+                )
+        lr = lr_at(pipe.steps_done - 1, config)
+        set_lr(session.optimizer, lr)
+        session.optimizer.step()
+        session.position = position
+        self._num_samples = len(indices)
+        return result, lr, norm
+
+    def _refuse_non_finite(self, result: StepResult) -> None:
+        if math.isfinite(result.loss):
+            return
+        pipe = self._pipe
+        bad = [m for m, loss in enumerate(result.microbatch_losses) if not math.isfinite(loss)]
+        replica, microbatch = divmod(bad[0], pipe.num_microbatches) if bad else (0, 0)
+        last = pipe.schedule.placement.rank_of(pipe.schedule.num_stages - 1, microbatch)
+        raise NonFiniteError(
+            f"step {pipe.steps_done}, rank {pipe.mesh.world_rank(replica, last)}, micro-batch "
+            f"{microbatch} of replica {replica}: expected a finite loss, got {result.loss} "
+            f"({len(bad)} of {len(result.microbatch_losses)} micro-batches); {self._remedy()}"
+        )
+
+    def _remedy(self) -> str:
+        newest = self._session.checkpoints.newest()
+        kept = f"the last checkpoint is whole: {newest}" if newest else "no checkpoint was written"
+        return f"lower optimizer.lr, or look at the data of this step; {kept}"
+
+    def _agree(self, step_s: float) -> tuple[float, bool]:
+        """Put together what ranks know of the step: seconds computed, requests to stop."""
+        pipe = self._pipe
+        busy_s, wall_s = pipe.last_step_seconds()
+        shared = torch.tensor([busy_s, wall_s, float(self._stop.came)], dtype=torch.float64)
+        with together(pipe.world, "the step's edge"):
+            pipe.everybody.all_reduce(shared)
+        busy_s, wall_s, num_stops = shared.tolist()
+        self._pipeline_s = wall_s / pipe.world.size
+        return busy_s, num_stops > 0
+
+    def _validates(self, done: int) -> bool:
+        every = self._config.train.validate_every
+        return every > 0 and done % every == 0 and done > 0
+
+    def _validate(self, metrics: Metrics | None, progress: Progress | None) -> None:
+        self._validated = self._pipe.steps_done
+        loss = validate(self._session)
+        if loss is None or metrics is None or progress is None:
+            return
+        metrics.write(self._pipe.steps_done, {"validation_loss": loss})
+        progress.say(f"step {self._pipe.steps_done}: validation loss {loss:.4f}")
+
+    def _say_expectations(self) -> None:
+        pipe = self._pipe
+        costs = pipe.partition.stage_costs()
+        if costs is not None:
+            plan = simulate(pipe.schedule, Costs(**costs))
+            log.info(
+                "expected from the measured layers: %.3f s in the pipeline a step, bubble %.1f %%"
+                " (idle over total)",
+                plan.makespan,
+                100 * plan.bubble,
+            )
+        baseline = self._session.source.baseline()
+        if baseline is not None:
+            log.info("loss of always guessing from frequencies: %.4f nats", baseline)
+
+    def _leave(self, stopped: bool) -> int:
+        if not stopped:
+            return 0
+        if self._leads:
+            mark = self._session.run_folder / REQUEUE_FILE
+            mark.write_text(f"{self._pipe.steps_done}\n")
+            log.warning(
+                "stopped by a signal after step %d: start this run again to go on",
+                self._pipe.steps_done,
+            )
+        return REQUEUE_EXIT_CODE
+
+
+def _peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory this rank has used: of the GPU, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,33 @@
+"""Requests to stop, from outside: noted when they come, obeyed at the step's edge.
+
+Imports no torch: a signal that comes while torch still loads must find its handler.
+"""
+
+import signal
+import threading
+from collections.abc import Sequence
+from types import FrameType
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+REQUEUE_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
+
+
+class StopRequest:
+    """Remembers the first stop signal of this process."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+
+    def listen(self, signals: Sequence[signal.Signals] = STOP_SIGNALS) -> None:
+        """Install the handlers; outside the main thread Python allows none, and none are set."""
+        if threading.current_thread() is threading.main_thread():
+            for number in signals:
+                signal.signal(number, self._note)
+
+    @property
+    def came(self) -> bool:
+        """Say whether this process was asked to stop."""
+        return self.signal is not None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.signal = self.signal or signal.Signals(number)
