@@ -1,0 +1,288 @@
+"""Read from the environment which rank this process is, whatever launched it."""
+
+import os
+import re
+import socket
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from gpipe_hpc.errors import LaunchError
+
+Environment = Mapping[str, str]
+
+# Below the range that Linux gives to outgoing connections (32768 up), above the well-known ones.
+_FIRST_PORT, _NUM_PORTS = 20_000, 12_000
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process's place among all, and where they meet.
+
+    ``local_rank`` counts the processes of this machine, of which there are ``local_size``.
+    ``launcher`` is torchrun, environment, openmpi, mvapich2, mpich, srun or none. ``master_port``
+    0 means any free port (one process only). ``restart_count`` tells attempts of one job apart.
+    ``agent_store``: torchrun's agent already serves a store at the master address.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int
+    launcher: str
+    master_addr: str
+    master_port: int
+    restart_count: int = 0
+    agent_store: bool = False
+
+    @property
+    def one_machine(self) -> bool:
+        """Say whether all ranks are on this machine."""
+        return self.local_size == self.world_size
+
+
+def detect_launch(
+    environ: Environment | None = None, resolves: Callable[[str], bool] | None = None
+) -> Launch:
+    """Return how this process was launched.
+
+    The first that applies: ``RANK`` (torchrun, or set by hand or by Kubernetes operators), Open
+    MPI, MVAPICH2, MPICH and its kin (PMI), srun, and else a single process. MASTER_ADDR and
+    MASTER_PORT are taken where set. ``environ`` stands for `os.environ`, ``resolves`` for a look
+    whether a host's name is known. Nothing is opened.
+
+    Raises `LaunchError` for variables that are missing, no numbers, or contradict one another.
+    """
+    env = os.environ if environ is None else environ
+    known = _resolves if resolves is None else resolves
+    if "RANK" in env:
+        launch = _from_rank(env)
+    elif "OMPI_COMM_WORLD_RANK" in env:
+        launch = _from_mpi(env, "openmpi", "OMPI_COMM_WORLD", known)
+    elif "MV2_COMM_WORLD_RANK" in env:
+        launch = _from_mpi(env, "mvapich2", "MV2_COMM_WORLD", known)
+    elif "PMI_RANK" in env and not _pmi_of_slurm(env):
+        launch = _from_pmi(env, known)
+    elif _in_slurm_step(env):
+        launch = _from_slurm(env, known)
+    else:
+        launch = Launch(0, 1, 0, 1, "none", "127.0.0.1", 0)
+    return _checked(launch)
+
+
+def _from_rank(env: Environment) -> Launch:
+    by_torchrun = "TORCHELASTIC_RUN_ID" in env or "LOCAL_WORLD_SIZE" in env
+    rank, size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
+    if not by_torchrun:
+        _refuse_other_rank(env, rank)
+    local_rank = _number(env, "LOCAL_RANK", 0)
+    # Operators that start one process a host set no local variables.
+    local_size = _number(env, "LOCAL_WORLD_SIZE", local_rank + 1)
+    if size == 1 and "MASTER_PORT" not in env:
+        return Launch(0, 1, 0, 1, "environment", "127.0.0.1", 0)
+    return Launch(
+        rank=rank,
+        world_size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        launcher="torchrun" if by_torchrun else "environment",
+        master_addr=_text(env, "MASTER_ADDR"),
+        master_port=_number(env, "MASTER_PORT"),
+        restart_count=_number(env, "TORCHELASTIC_RESTART_COUNT", 0),
+        agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _refuse_other_rank(env: Environment, rank: int) -> None:
+    """Refuse a RANK that was exported once for all processes of an MPI or srun launch."""
+    for name in ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
+        if name in env and (name != "SLURM_PROCID" or _in_slurm_step(env)):
+            other = _number(env, name)
+            if other != rank:
+                raise LaunchError(
+                    f"launch: two launchers disagree, expected RANK to be {name}={other}, got "
+                    f"RANK={rank}; unset RANK and WORLD_SIZE, or launch with torchrun"
+                )
+
+
+def _from_mpi(env: Environment, launcher: str, prefix: str, known: Callable[[str], bool]) -> Launch:
+    size = _number(env, f"{prefix}_SIZE")
+    local_size = _number(env, f"{prefix}_LOCAL_SIZE")
+    return Launch(
+        rank=_number(env, f"{prefix}_RANK"),
+        world_size=size,
+        local_rank=_number(env, f"{prefix}_LOCAL_RANK"),
+        local_size=local_size,
+        launcher=launcher,
+        master_addr=_master_addr(env, size == local_size, known),
+        master_port=_master_port(env),
+        restart_count=_number(env, "SLURM_RESTART_COUNT", 0),
+    )
+
+
+def _from_pmi(env: Environment, known: Callable[[str], bool]) -> Launch:
+    size = _number(env, "PMI_SIZE")
+    alone = 1 if size == 1 else None
+    local_size = _number(env, "MPI_LOCALNRANKS", alone)
+    return Launch(
+        rank=_number(env, "PMI_RANK"),
+        world_size=size,
+        local_rank=_number(env, "MPI_LOCALRANKID", 0 if alone else None),
+        local_size=local_size,
+        launcher="mpich",
+        master_addr=_master_addr(env, size == local_size, known),
+        master_port=_master_port(env),
+        restart_count=_number(env, "SLURM_RESTART_COUNT", 0),
+    )
+
+
+def _pmi_of_slurm(env: Environment) -> bool:
+    # `srun --mpi=pmi2` sets both families; only Slurm's then has the local ranks.
+    return "MPI_LOCALRANKID" not in env and _in_slurm_step(env)
+
+
+def _in_slurm_step(env: Environment) -> bool:
+    """Say whether srun started this process: a batch script alone also has SLURM_PROCID=0."""
+    if "SLURM_PROCID" not in env:
+        return False
+    marks = ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
+    return any(mark in env for mark in (*marks, "SLURM_LAUNCH_NODE_IPADDR"))
+
+
+def _from_slurm(env: Environment, known: Callable[[str], bool]) -> Launch:
+    size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+    size = _number(env, size_name)
+    local_size = 1 if size == 1 else _slurm_local_size(env)
+    return Launch(
+        rank=_number(env, "SLURM_PROCID"),
+        world_size=size,
+        local_rank=_number(env, "SLURM_LOCALID"),
+        local_size=local_size,
+        launcher="srun",
+        master_addr=_master_addr(env, size == local_size, known),
+        master_port=_master_port(env),
+        restart_count=_number(env, "SLURM_RESTART_COUNT", 0),
+    )
+
+
+def _slurm_local_size(env: Environment) -> int:
+    name = "SLURM_STEP_TASKS_PER_NODE"
+    if name not in env:
+        name = "SLURM_TASKS_PER_NODE"
+    tasks, node = _text(env, name), _number(env, "SLURM_NODEID")
+    try:
+        return expand_tasks(tasks)[node]
+    except (ValueError, IndexError):
+        raise LaunchError(
+            f"launch: cannot tell the tasks of node {node}, expected {name} like 4(x2),1 with an "
+            f"entry for it, got {tasks!r}; start the step with srun --ntasks-per-node"
+        ) from None
+
+
+def expand_tasks(text: str) -> list[int]:
+    """Return the tasks of each node from Slurm's short form: ``2(x3),1`` is [2, 2, 2, 1]."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise ValueError(f"not a number of tasks: {part!r}")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def expand_hosts(text: str) -> list[str]:
+    """Return the names in Slurm's short form: ``n[1-3,07],m`` is n1, n2, n3, n07, m."""
+    return [host for part in re.split(r",(?![^[]*\])", text) if part for host in _expand(part)]
+
+
+def _expand(pattern: str) -> list[str]:
+    match = re.fullmatch(r"([^[]*)\[([^\]]*)\](.*)", pattern)
+    if match is None:
+        return [pattern]
+    head, ranges, tail = match.groups()
+    numbers: list[str] = []
+    for item in ranges.split(","):
+        first, _, last = item.partition("-")
+        span = range(int(first), int(last or first) + 1)
+        numbers += [str(number).zfill(len(first)) for number in span]
+    return [f"{head}{number}{rest}" for number in numbers for rest in _expand(tail)]
+
+
+def _master_addr(env: Environment, one_machine: bool, known: Callable[[str], bool]) -> str:
+    if "MASTER_ADDR" in env:
+        return _text(env, "MASTER_ADDR")
+    if one_machine:
+        return "127.0.0.1"
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        if env.get(name):
+            # Rank 0 runs on the first node; srun itself may have been called from a login node,
+            # so its address is only the second choice.
+            first = expand_hosts(env[name])[0]
+            if known(first) or not env.get("SLURM_LAUNCH_NODE_IPADDR"):
+                return first
+    if env.get("SLURM_LAUNCH_NODE_IPADDR"):
+        return env["SLURM_LAUNCH_NODE_IPADDR"]
+    raise LaunchError(
+        "launch: the ranks are on several machines and none knows where to meet, expected "
+        "MASTER_ADDR, got nothing; pass it on with the launcher: MASTER_ADDR=<host of rank 0>"
+    )
+
+
+def _resolves(host: str) -> bool:
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        return False
+    return True
+
+
+def _master_port(env: Environment) -> int:
+    """Return MASTER_PORT, or one that differs between jobs, steps and attempts of a job.
+
+    Attempts too: orphans of the one before may still hold its port.
+    """
+    if "MASTER_PORT" in env:
+        return _number(env, "MASTER_PORT")
+    jobs = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
+    job = next((env[name] for name in jobs if env.get(name)), "")
+    attempt = [job, env.get("SLURM_STEP_ID", ""), env.get("SLURM_RESTART_COUNT", "0")]
+    return _FIRST_PORT + zlib.crc32("/".join(attempt).encode()) % _NUM_PORTS
+
+
+def _text(env: Environment, name: str) -> str:
+    value = env.get(name, "").strip()
+    if not value:
+        raise LaunchError(
+            f"launch: {name} is missing though other variables of its launcher are there, "
+            f"expected a value, got none; set {name}, or unset the launcher's variables to run "
+            f"one process"
+        )
+    return value
+
+
+def _number(env: Environment, name: str, default: int | None = None) -> int:
+    if default is not None and name not in env:
+        return default
+    text = _text(env, name)
+    if not re.fullmatch(r"\d+", text):
+        raise LaunchError(
+            f"launch: bad {name}, expected a whole number from 0 up, got {text!r}; correct or "
+            f"unset it"
+        )
+    return int(text)
+
+
+def _checked(launch: Launch) -> Launch:
+    rules = [
+        ("rank", launch.rank, launch.world_size, "the number of ranks"),
+        ("local rank", launch.local_rank, launch.local_size, "the ranks on this machine"),
+        ("ranks on this machine", launch.local_size, launch.world_size + 1, "all ranks + 1"),
+        ("master port", launch.master_port, 65536, "the number of ports"),
+    ]
+    for what, value, bound, meaning in rules:
+        if value >= bound:
+            raise LaunchError(
+                f"launch: bad {what} from {launch.launcher}, expected less than {bound} "
+                f"({meaning}), got {value}; the environment mixes two launches: start a clean one"
+            )
+    return launch
