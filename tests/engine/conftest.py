@@ -1,0 +1,277 @@
+"""A plain training loop with nothing of gpipe_hpc in it, and a way to run ranks as processes.
+
+Training is compared with `train_plain`: one process, one micro-batch after the other. It derives
+the published random keys itself, from the formula in the docstring of models/randomness.py.
+"""
+
+import multiprocessing
+import pickle
+import traceback
+from collections import namedtuple
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+GOLDEN = 0x9E3779B97F4A7C15
+MASK = 2**64 - 1
+
+
+def key(*words):
+    """Return the published key of some words."""
+    h = 0
+    for word in words:
+        z = (h + GOLDEN * (word + 1)) & MASK
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+        h = z ^ (z >> 31)
+    return h % 2**63
+
+
+Recipe = namedtuple("Recipe", "factory args")  # a layer, before anything has built it
+
+
+def build_plain(recipes, seed):
+    """Build every layer under its own key."""
+    layers = []
+    for index, (factory, args) in enumerate(recipes):
+        torch.default_generator.manual_seed(key(1, seed, index))
+        layers.append(factory(*args))
+    return layers
+
+
+def named(layers):
+    """Return all parameters by global name."""
+    return {f"layers.{i}.{n}": p for i, x in enumerate(layers) for n, p in x.named_parameters()}
+
+
+def run_plain(layers, nest, seed, step, microbatch):
+    """Run all layers on one micro-batch, re-seeding before each."""
+    for index, layer in enumerate(layers):
+        torch.default_generator.manual_seed(key(2, seed, step, microbatch, index))
+        nest = layer(nest)
+    return nest
+
+
+@dataclass
+class Training:
+    """What each step gave, by global name; and the weights at the end."""
+
+    losses: list = field(default_factory=list)
+    norms: list = field(default_factory=list)
+    gradients: list = field(default_factory=list)
+    weights: dict = field(default_factory=dict)
+
+    def differences(self, other):
+        """Return where two trainings differ in a bit, or in whether there is a gradient."""
+        found = []
+        for step in range(len(self.losses)):
+            found += [f"loss {step}"] * (self.losses[step] != other.losses[step])
+            found += [f"norm {step}"] * (self.norms[step] != other.norms[step])
+            mine, theirs = self.gradients[step], other.gradients[step]
+            assert mine.keys() == theirs.keys()
+            found += [f"gradient {step} {n}" for n in mine if not _same(mine[n], theirs[n])]
+        assert self.weights.keys() == other.weights.keys()
+        return found + [n for n, w in self.weights.items() if not _same(w, other.weights[n])]
+
+    def distance(self, other):
+        """Return the largest absolute difference of any number."""
+        pairs = [*zip(self.losses, other.losses, strict=True)]
+        pairs += zip(self.norms, other.norms, strict=True)
+        for mine, theirs in [
+            *zip(self.gradients, other.gradients, strict=True),
+            (self.weights, other.weights),
+        ]:
+            pairs += [(mine[n], theirs[n]) for n in mine if mine[n] is not None]
+        return max(torch.as_tensor(a - b).abs().max().item() for a, b in pairs)
+
+
+def _same(left, right):
+    if left is None or right is None:
+        return left is right
+    return torch.equal(left, right)
+
+
+def sum_then_scale(layers, loss_fn, pieces, order, seed, step):
+    """Leave the gradients of one step: summed per replica in `order`, added, then scaled once.
+
+    `pieces[replica][microbatch]` is (inputs, targets); returns the loss.
+    """
+    parameters = named(layers)
+    replicas, terms = [], {}
+    for replica, own in enumerate(pieces):
+        for parameter in parameters.values():
+            parameter.grad = None
+        for m in order(len(own)):
+            inputs, targets = own[m]
+            if len(targets):
+                place = replica * len(own) + m
+                output = run_plain(layers, inputs, seed, step, place)
+                total, terms[place] = _add(loss_fn(output, targets))
+                if total.requires_grad:
+                    total.backward()
+        replicas.append({name: p.grad for name, p in parameters.items()})
+    total = sum((terms[place][0] for place in sorted(terms)), 0.0)
+    weight = sum(float(w) for _, w in terms.values())
+    for name, parameter in parameters.items():
+        parts = [part[name] for part in replicas if part[name] is not None]
+        parameter.grad = sum(parts[1:], parts[0]) if parts else None
+        if parts:
+            parameter.grad /= weight if weight else float("inf")
+    return total / weight if weight else 0.0
+
+
+def _add(pair):
+    total, weight = pair
+    return total, (total.item(), float(weight))
+
+
+def scale_each(layers, loss_fn, pieces, order, seed, step):
+    """Leave the gradients of one step as most people write it: each loss divided, then summed."""
+    flat = [piece for own in pieces for piece in own]
+    kept = [(m, inputs, targets) for m, (inputs, targets) in enumerate(flat) if len(targets)]
+    weight = sum(float(loss_fn(run_plain(layers, x, seed, step, m), t)[1]) for m, x, t in kept)
+    for parameter in named(layers).values():
+        parameter.grad = None
+    loss = 0.0
+    for m, inputs, targets in kept:
+        part = loss_fn(run_plain(layers, inputs, seed, step, m), targets)[0] / weight
+        part.backward()
+        loss += part.item()
+    return loss
+
+
+def train_plain(
+    recipes,
+    loss_fn,
+    batches,
+    *,
+    seed,
+    replicas=1,
+    microbatches=1,
+    order=range,
+    optimizer=None,
+    max_norm=float("inf"),
+    gradients_of=sum_then_scale,
+    cut=torch.tensor_split,
+):
+    """Train in one process and return the Training.
+
+    `order(M)` is the order of a replica's backwards, `cut(batch, pieces)` makes micro-batches,
+    `gradients_of` is one of the two functions above.
+    """
+    layers = build_plain(recipes, seed)
+    parameters = named(layers)
+    steps = Training()
+    rule = optimizer([p for p in parameters.values()]) if optimizer else None
+    for step, (inputs, targets) in enumerate(batches):
+        flat = list(
+            zip(
+                cut(inputs, replicas * microbatches),
+                torch.tensor_split(targets, replicas * microbatches),
+                strict=True,
+            )
+        )
+        pieces = [flat[r * microbatches : (r + 1) * microbatches] for r in range(replicas)]
+        steps.losses.append(gradients_of(layers, loss_fn, pieces, order, seed, step))
+        norm = torch.nn.utils.clip_grad_norm_(list(parameters.values()), max_norm)
+        steps.norms.append(norm.item())
+        steps.gradients.append(
+            {n: None if p.grad is None else p.grad.clone() for n, p in parameters.items()}
+        )
+        if rule:
+            rule.step()
+    steps.weights = {name: p.detach().clone() for name, p in parameters.items()}
+    return steps
+
+
+def train_rank(pipe, batches, *, optimizer=None, max_norm=float("inf")):
+    """Train a Pipeline's rank on the same batches; return this rank's Training."""
+    steps = Training()
+    rule = optimizer(pipe.parameters()) if optimizer and pipe.parameters() else None
+    for inputs, targets in batches:
+        part = pipe.share(len(targets))
+        own = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t, p=part: t[p], inputs)
+        steps.losses.append(pipe.step(own, targets[part]).loss)
+        steps.norms.append(pipe.clip_grad_norm_(max_norm).item())
+        steps.gradients.append(
+            {n: None if p.grad is None else p.grad.clone() for n, p in pipe.named_parameters()}
+        )
+        if rule:
+            rule.step()
+    steps.weights = {name: p.detach().clone() for name, p in pipe.named_parameters()}
+    return steps
+
+
+def unite(ranks, stages):
+    """Put the Trainings of all ranks together; replicas must agree to the last bit."""
+    first = [merge(ranks[start : start + stages]) for start in range(0, len(ranks), stages)]
+    for other in first[1:]:
+        assert not first[0].differences(other), "replicas differ"
+    return first[0]
+
+
+def merge(ranks):
+    """Put the ranks of one replica together."""
+    whole = Training(ranks[0].losses, ranks[0].norms)
+    assert all((r.losses, r.norms) == (whole.losses, whole.norms) for r in ranks)
+    for step in range(len(whole.losses)):
+        whole.gradients.append({n: g for r in ranks for n, g in r.gradients[step].items()})
+    whole.weights = {name: w for r in ranks for name, w in r.weights.items()}
+    return whole
+
+
+def run_processes(size, body, folder, timeout_s=60.0):
+    """Run `body(rank)` in `size` forked processes that share a Gloo group; return the results."""
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+
+    def target(rank):
+        torch.set_num_threads(1)
+        try:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{folder}/rendezvous",
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=timeout_s),
+            )
+            answer = (rank, True, body(rank))
+        except BaseException:
+            answer = (rank, False, traceback.format_exc())
+        queue.put(pickle.dumps(answer))
+
+    workers = [context.Process(target=target, args=(rank,), daemon=True) for rank in range(size)]
+    for worker in workers:
+        worker.start()
+    answers = sorted(pickle.loads(queue.get()) for _ in workers)
+    for worker in workers:
+        worker.join(timeout_s)
+    failures = [text for _, is_good, text in answers if not is_good]
+    assert not failures, "\n".join(failures)
+    assert [worker.exitcode for worker in workers] == [0] * size
+    return [value for _, _, value in answers]
+
+
+@pytest.fixture(scope="session")
+def plain():
+    """Return the plain loop and what compares with it."""
+    return SimpleNamespace(
+        Recipe=Recipe,
+        build=build_plain,
+        key=key,
+        merge=merge,
+        scale_each=scale_each,
+        train=train_plain,
+        train_rank=train_rank,
+        unite=unite,
+    )
+
+
+@pytest.fixture(scope="session")
+def processes():
+    """Return `run_processes(size, body, folder)`."""
+    return run_processes

@@ -1,0 +1,140 @@
+"""The same training whatever the layout: against a plain loop, bit for bit.
+
+The plain loop (conftest.py) has nothing of gpipe_hpc in it: it derives the published keys itself.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+
+SEED = 7
+WIDTH, VOCAB, CLASSES = 8, 11, 5
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+MAX_NORM = 0.05
+BACKWARD_ORDER = {"gpipe": lambda m: range(m - 1, -1, -1), "one_f_one_b": range}
+
+
+class Block(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        return x + self.dropout(torch.tanh(self.linear(x)))
+
+
+def recipes(plain, dropout):
+    return [
+        plain.Recipe(partial(nn.Embedding, dtype=torch.float64), (VOCAB, WIDTH)),
+        plain.Recipe(Block, (dropout,)),
+        plain.Recipe(Block, (dropout,)),
+        plain.Recipe(partial(nn.LayerNorm, dtype=torch.float64), (WIDTH,)),
+        plain.Recipe(partial(nn.Linear, dtype=torch.float64), (WIDTH, CLASSES)),
+    ]
+
+
+def loss_fn(logits, targets):
+    """Return summed cross-entropy and the number of tokens that count."""
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return total, (targets != -100).sum()
+
+
+def make_batches():
+    """Return five batches: even, odd, and with fewer samples than micro-batches."""
+    generator = torch.Generator().manual_seed(1)
+    batches = []
+    for size in (16, 16, 11, 3, 13):
+        tokens = torch.randint(0, VOCAB, (size, 3), generator=generator)
+        targets = torch.randint(0, CLASSES, (size, 3), generator=generator)
+        targets[torch.rand(size, 3, generator=generator) < 0.3] = -100
+        targets[1] = -100  # a whole sample, so that some micro-batches have weight 0
+        batches.append((tokens, targets))
+    return batches
+
+
+@pytest.fixture(scope="module")
+def references(plain):
+    """Return a function that trains in the plain way, each setting once."""
+    known = {}
+    batches = make_batches()
+
+    def train(dropout, **how):
+        setting = (dropout, *how.items())
+        if setting not in known:
+            schedule = how.pop("schedule", None)
+            known[setting] = plain.train(
+                recipes(plain, dropout),
+                loss_fn,
+                batches,
+                seed=SEED,
+                order=BACKWARD_ORDER.get(schedule, range),
+                optimizer=ADAMW,
+                max_norm=MAX_NORM,
+                **how,
+            )
+        return known[setting]
+
+    return train
+
+
+def train_pipeline(plain, dropout, stages, replicas, **settings):
+    specs = [LayerSpec(factory, *args) for factory, args in recipes(plain, dropout)]
+
+    def body(world):
+        pipe = Pipeline(
+            specs, loss_fn, stages=stages, replicas=replicas, seed=SEED, world=world, **settings
+        )
+        return plain.train_rank(pipe, make_batches(), optimizer=ADAMW, max_norm=MAX_NORM)
+
+    return plain.unite(run_on_threads(stages * replicas, body), stages)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("recompute", ["always", "except_last", "never"])
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
+@pytest.mark.parametrize("microbatches", [1, 3, 8])
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_training_equals_the_plain_loop(
+    plain, references, stages, replicas, microbatches, schedule, recompute, dropout
+):
+    ours = train_pipeline(
+        plain,
+        dropout,
+        stages,
+        replicas,
+        microbatches=microbatches,
+        schedule=schedule,
+        recompute=recompute,
+    )
+    summed = references(dropout, replicas=replicas, microbatches=microbatches, schedule=schedule)
+    assert ours.differences(summed) == []
+    usual = references(dropout, microbatches=replicas * microbatches, gradients_of=plain.scale_each)
+    assert ours.distance(usual) < 1e-10
+
+
+def test_references_differ_where_they_should(plain, references):
+    """What the tests above compare is not constant: dropout, clipping and order all show."""
+    settings = {"replicas": 1, "microbatches": 8}
+    drawn = references(0.3, **settings, schedule="gpipe")
+    assert drawn.distance(references(0.0, **settings, schedule="gpipe")) > 1e-3
+    assert drawn.differences(references(0.3, **settings, schedule="one_f_one_b"))
+    assert min(drawn.norms) > MAX_NORM
+
+
+def test_without_dropout_the_cut_into_microbatches_does_not_matter(plain, references):
+    ours = train_pipeline(plain, 0.0, 2, 2, microbatches=3)
+    assert ours.distance(references(0.0, microbatches=1, gradients_of=plain.scale_each)) < 1e-10
+
+
+def test_replicas_do_not_change_dropout(plain):
+    """The same six global micro-batches, in one pipeline or two: the same masks."""
+    one = train_pipeline(plain, 0.3, 2, 1, microbatches=6)
+    two = train_pipeline(plain, 0.3, 2, 2, microbatches=3)
+    assert one.distance(two) < 1e-10
