@@ -1,0 +1,51 @@
+# Every target makes .venv from the lock file when it is missing or older than the lock.
+PYTHON ?= python3
+PROCESSES ?= 2
+ARGS ?=
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+# One thread a process: two ranks on two cores would only take turns with more.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help .venv train test test-slow test-all check format clean
+
+help:
+	@echo "make train      train a GPT on Python source through two stages (ARGS='train.steps=50 ...')"
+	@echo "make test       the fast tests"
+	@echo "make test-all   those and the slow ones: kills, many processes, the wheel"
+	@echo "make check      formatting, lint, types, fitness of the code"
+	@echo "make .venv      only the environment"
+
+.venv: $(STAMP)
+
+$(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("gpipe-hpc: Python is too old, expected 3.11 or newer, got %d.%d; set PYTHON=/path/to/python3.11" % v[:2])'
+	@$(BIN)/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+train: $(STAMP)
+	$(BIN)/torchrun --standalone --nproc_per_node $(PROCESSES) -m gpipe_hpc.train $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q -m "not slow" $(ARGS)
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -q -m slow $(ARGS)
+
+test-all: test test-slow
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_fitness.py
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
