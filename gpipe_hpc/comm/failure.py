@@ -5,6 +5,7 @@ point-to-point messages hang. Each rank beats once a second, telling what it doe
 """
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -118,6 +119,14 @@ class FailureBoard:
             return
         if not self._stop.wait(REPORT_GRACE_S / 2):
             self._on_report()
+
+
+def lost(error: RuntimeError, what: str) -> ConnectionError | TimeoutError:
+    """Return what torch's error about a wait means, without the noise of its source lines."""
+    text = re.sub(r"^\[\S+\] ", "", str(error)).partition(" This is typically")[0]
+    if re.search("timed? ?out", text, re.IGNORECASE):
+        return TimeoutError(f"waited in vain for {what}: {text}")
+    return ConnectionError(f"lost {what}: {text}")
 
 
 def _doing(beat: str) -> str:

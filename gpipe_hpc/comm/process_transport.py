@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
+from gpipe_hpc.comm.failure import lost
 from gpipe_hpc.comm.outbox import Outbox
 from gpipe_hpc.comm.payload import Lane, Payload, Receiving
 from gpipe_hpc.comm.transport import Message, PlacedChannel
@@ -140,7 +140,7 @@ class ProcessTransport:
         try:
             return self._take(link, posted)
         except RuntimeError as error:
-            raise _as_connection_error(error, channel) from error
+            raise lost(error, f"rank {channel.source_rank}") from error
 
     def _take(self, link: Link, posted: _Posted) -> Message:
         word = Word(*posted.word.wait().tolist())
@@ -173,16 +173,9 @@ class ProcessTransport:
         try:
             self._outbox.drain()
         except RuntimeError as error:
-            raise _as_connection_error(error, None) from error
+            raise lost(error, "a rank it sent to") from error
 
 
 def _filler(meta: TensorMeta, device: torch.device) -> torch.Tensor:
     """Return zeros for a posted buffer that nobody will read."""
     return torch.zeros(meta.shape, dtype=meta.dtype, device=device)
-
-
-def _as_connection_error(error: RuntimeError, channel: PlacedChannel | None) -> Exception:
-    where = "sends" if channel is None else f"rank {channel.source_rank}"
-    if isinstance(error, dist.DistNetworkError | dist.DistStoreError) or "imed out" in str(error):
-        return TimeoutError(f"no message from {where}: {error}")
-    return ConnectionError(f"lost the connection to {where}: {error}")

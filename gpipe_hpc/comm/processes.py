@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from gpipe_hpc.comm.failure import FailureBoard
+from gpipe_hpc.comm.failure import FailureBoard, lost
 from gpipe_hpc.comm.group import Group, Pending, SoloGroup, rank_names
 from gpipe_hpc.comm.outbox import Outbox
 from gpipe_hpc.comm.payload import DirectPayload, Lane, Payload, StagedPayload
@@ -51,7 +51,7 @@ class TorchGroup:
         try:
             dist.all_gather_object(values, value, group=self.torch_group)
         except RuntimeError as error:
-            raise _lost(error, self.ranks) from error
+            raise lost(error, f"a collective of {rank_names(self.ranks)}") from error
         return values
 
 
@@ -65,12 +65,7 @@ class _Collective:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise _lost(error, self._ranks) from error
-
-
-def _lost(error: RuntimeError, ranks: tuple[int, ...]) -> Exception:
-    kind = TimeoutError if "imed out" in str(error) else ConnectionError
-    return kind(f"a collective of {rank_names(ranks)} failed: {error}")
+            raise lost(error, f"a collective of {rank_names(self._ranks)}") from error
 
 
 class ProcessWorld:

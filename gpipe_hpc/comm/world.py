@@ -47,8 +47,12 @@ def together(world: World, where: str) -> Iterator[None]:
     except (ConnectionError, TimeoutError) as error:
         raise PeerError(world.explain(f"{where}: {error}")) from error
     except GpipeError as error:
-        world.fail(f"rank {world.rank}: {error}" if "rank" not in str(error) else str(error))
+        world.fail(_named(world, str(error)))
         raise
     except BaseException as error:
-        world.fail(f"rank {world.rank}: {where}: {type(error).__name__}: {error}")
+        world.fail(_named(world, f"{where}: {type(error).__name__}: {error}"))
         raise
+
+
+def _named(world: World, report: str) -> str:
+    return report if report.startswith("rank ") else f"rank {world.rank}: {report}"
