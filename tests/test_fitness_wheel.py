@@ -1,0 +1,85 @@
+"""The wheel in an environment of its own: nothing of the checkout is within its reach."""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory, repository) -> Path:
+    """Build the wheel with the tools of the lock file."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--wheel-dir", folder, repository], check=True)
+    (path,) = folder.glob("gpipe_hpc-*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def python(wheel, tmp_path_factory) -> Path:
+    """Install the wheel into a new environment; return its interpreter.
+
+    Its dependencies are lent by a path file, which, unlike the environment of the tests, does not
+    lead on to the checkout.
+    """
+    home = tmp_path_factory.mktemp("environment")
+    venv.create(home, with_pip=True)
+    python = home / "bin" / "python"
+    own = sysconfig.get_path("purelib", vars={"base": str(home), "platbase": str(home)})
+    Path(own, "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    command = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel]
+    subprocess.run(command, check=True)
+    return python
+
+
+def environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return kept | {"OMP_NUM_THREADS": "1"}
+
+
+def test_wheel_holds_package_settings_and_licence(wheel, repository):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    settings = {
+        f"gpipe_hpc/{path.relative_to(repository).as_posix()}"
+        for path in (repository / "conf").rglob("*.yaml")
+    }
+    assert settings <= names and "gpipe_hpc/py.typed" in names
+    assert any(name.endswith("/LICENSE") for name in names)
+    assert not any(name.startswith("tests/") for name in names)
+
+
+def test_settings_are_found_from_any_folder(python, tmp_path):
+    code = (
+        "import gpipe_hpc.config as c; print(c.conf_dir()); print(c.compose_config().train.steps)"
+    )
+    done = subprocess.run(
+        [python, "-c", code], cwd=tmp_path, env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    folder, steps = done.stdout.split()
+    assert Path(folder).is_relative_to(python.parent.parent) and int(steps) > 0
+
+
+def test_eight_ranks_train_from_an_empty_folder(python, tmp_path):
+    command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "8"]
+    settings = ["train.steps=5", "run.dir=run", "comm.timeout_s=300"]
+    done = subprocess.run(
+        [*command, "-m", "gpipe_hpc.train", *settings],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert {json.loads(line)["step"] for line in lines} == {1, 2, 3, 4, 5}
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
