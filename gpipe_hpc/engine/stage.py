@@ -74,13 +74,14 @@ class Stage:
         belong to the user or to another rank.
         """
         nest, copies = self._protect(boundary)
-        versions = [] if copies else [t._version for t in tensors_of(boundary)]
+        watched = [] if copies else tensors_of(boundary)
+        versions = [tensor._version for tensor in watched]
         for index, layer in self.layers.items():
             with self.keyed(key(index)):
                 nest = layer(nest)
         if copies:
             self._leaves_input_alone[self._mode] = all(copy._version == 0 for copy in copies)
-        elif versions != [t._version for t in tensors_of(boundary)]:
+        elif versions != [tensor._version for tensor in watched]:
             raise ModelError(
                 f"stage {self.index} (layers {min(self.layers)} to {max(self.layers)}): a layer "
                 f"wrote in place into the stage's input in this micro-batch, but not in the "
@@ -97,10 +98,13 @@ class Stage:
             yield
 
     def _protect(self, boundary: Nest) -> tuple[Nest, list[torch.Tensor]]:
-        """Copy the boundary where layers write into it; the first run finds out whether."""
-        if self._leaves_input_alone.get(self._mode):
-            return boundary, []
+        """Copy the boundary's tensors where layers write into them; the first run finds out.
+
+        Its containers are made anew always: a layer may put other values into a dict or list.
+        """
         leaves, tree = pytree.tree_flatten(boundary)
+        if self._leaves_input_alone.get(self._mode):
+            return pytree.tree_unflatten(leaves, tree), []
         copied = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         copies = [leaf for leaf in copied if isinstance(leaf, torch.Tensor)]
         return pytree.tree_unflatten(copied, tree), copies

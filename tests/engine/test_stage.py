@@ -1,0 +1,124 @@
+"""A stage: its names, its random keys, and that it never writes into what it was given."""
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_hpc.engine.stage import Stage, training_modes
+from gpipe_hpc.errors import ModelError
+
+CPU = torch.device("cpu")
+
+
+class Apply(nn.Module):
+    """Turn a function into a layer."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, nest):
+        return self.function(nest)
+
+
+def stage_of(*layers, first=0):
+    return Stage(0, {first + i: layer for i, layer in enumerate(layers)}, CPU)
+
+
+def no_key(layer):
+    return 0
+
+
+def test_in_place_layer_leaves_every_boundary_alone():
+    stage = stage_of(nn.ReLU(inplace=True))
+    for _ in range(3):
+        boundary = torch.tensor([-1.0, 2.0])
+        assert stage.run(boundary, no_key).tolist() == [0.0, 2.0]
+        assert boundary.tolist() == [-1.0, 2.0]
+
+
+def test_in_place_layer_may_start_from_a_leaf_that_requires_grad():
+    stage = stage_of(nn.ReLU(inplace=True))
+    for _ in range(2):
+        boundary = torch.tensor([-1.0, 2.0], requires_grad=True)
+        stage.run(boundary, no_key).sum().backward()
+        assert boundary.grad.tolist() == [0.0, 1.0]
+
+
+def test_layer_may_put_other_values_into_the_dict_it_was_given():
+    """Recomputation once began from the changed dict: the container was not the stage's own."""
+
+    def double(nest):
+        nest["x"] = nest["x"] * 2
+        nest["more"] = True
+        return nest
+
+    stage = stage_of(Apply(double))
+    for _ in range(3):
+        boundary = {"x": torch.ones(2)}
+        assert stage.run(boundary, no_key)["x"].tolist() == [2.0, 2.0]
+        assert boundary.keys() == {"x"} and boundary["x"].tolist() == [1.0, 1.0]
+
+
+def test_boundary_is_copied_only_until_layers_are_known_to_leave_it_alone():
+    seen = []
+    stage = stage_of(Apply(lambda x: seen.append(x) or x + 1))
+    boundary = torch.ones(2)
+    for _ in range(3):
+        stage.run(boundary, no_key)
+    assert [x is boundary for x in seen] == [False, True, True]
+
+
+def test_layer_that_begins_to_write_later_is_refused():
+    stage = stage_of(Apply(lambda x: x.add_(1) if x[0] > 0 else x + 1), first=4)
+    stage.run(torch.tensor([-1.0]), no_key)
+    with pytest.raises(ModelError, match=r"layers 4 to 4.*wrote in place.*inplace=False"):
+        stage.run(torch.tensor([1.0]), no_key)
+
+
+def test_training_and_evaluation_are_told_apart():
+    """Dropout writes in place in training only; having seen evaluation says nothing of it."""
+    stage = stage_of(nn.Dropout(0.5, inplace=True))
+    boundary = torch.ones(64)
+    with training_modes([stage], False):
+        stage.run(boundary, no_key)
+    stage.run(boundary, no_key)
+    assert boundary.tolist() == [1.0] * 64
+
+
+def test_each_layer_draws_under_its_own_key():
+    stage = stage_of(Apply(lambda x: x + torch.rand(())), Apply(lambda x: x + torch.rand(())))
+    expected = 0.0
+    for key in (100, 101):
+        torch.manual_seed(key)
+        expected += torch.rand(()).item()
+    out = stage.run(torch.zeros((), dtype=torch.float64), lambda layer: 100 + layer)
+    assert out.item() == pytest.approx(expected, abs=1e-7)
+
+
+def test_names_are_global_and_shared_parameters_come_once():
+    inner = nn.Linear(2, 2)
+    stage = stage_of(nn.Sequential(inner, nn.ReLU(), inner), nn.BatchNorm1d(2), first=5)
+    assert list(stage.named_parameters()) == [
+        "layers.5.0.weight",
+        "layers.5.0.bias",
+        "layers.6.weight",
+        "layers.6.bias",
+    ]
+    assert "layers.6.running_mean" in stage.named_buffers()
+
+
+def test_buffers_that_do_not_persist_are_left_out():
+    layer = nn.Identity()
+    layer.register_buffer("cache", torch.zeros(1), persistent=False)
+    layer.register_buffer("kept", torch.zeros(1))
+    assert list(stage_of(layer).named_buffers()) == ["layers.0.kept"]
+
+
+def test_modes_come_back_as_the_user_had_set_them():
+    layers = nn.Sequential(nn.BatchNorm1d(2).eval(), nn.Dropout()), nn.Linear(1, 1)
+    stage = stage_of(*layers)
+    with pytest.raises(KeyError), training_modes([stage], False):
+        assert not any(m.training for layer in layers for m in layer.modules())
+        raise KeyError
+    assert [m.training for layer in layers for m in layer.modules()] == [True, False, True, True]
