@@ -166,7 +166,7 @@ def train_plain(
     layers = build_plain(recipes, seed)
     parameters = named(layers)
     steps = Training()
-    rule = optimizer([p for p in parameters.values()]) if optimizer else None
+    rule = optimizer(list(parameters.values())) if optimizer else None
     for step, (inputs, targets) in enumerate(batches):
         flat = list(
             zip(
