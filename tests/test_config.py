@@ -147,7 +147,6 @@ def test_settings_that_work_pass(overrides, world_size):
         (["lr.warmup_steps=500", "train.steps=100"], "lr.warmup_steps=500 is longer"),
         (["train.stop_at=400"], "train.stop_at=400 lies after"),
         (["train.batch_size=7"], "some micro-batches stay empty"),
-        (["train.validate_every=0"], "train.validate_batches is ignored"),
     ],
 )
 def test_doubtful_settings_warn(overrides, words):

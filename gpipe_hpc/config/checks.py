@@ -204,5 +204,3 @@ def _doubts(config: Config) -> Iterator[str]:
             f"config: train.batch_size={train.batch_size} is less than replicas x accumulation x "
             f"microbatches = {num_microbatches}; some micro-batches stay empty"
         )
-    if train.validate_batches is not None and not train.validate_every:
-        yield "config: train.validate_batches is ignored while train.validate_every=0"
