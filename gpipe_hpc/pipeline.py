@@ -11,8 +11,8 @@ from torch import nn
 from gpipe_hpc import checkpoint
 from gpipe_hpc.comm.group import broadcast_object
 from gpipe_hpc.comm.mesh import Mesh
+from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.start import DEFAULT_TIMEOUT_S, start_world
-from gpipe_hpc.comm.wire import Nest
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.engine.assembly import (
     build_stages,

@@ -4,8 +4,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.transport import Message, PlacedChannel
-from gpipe_hpc.comm.wire import Nest, assemble, disassemble
+from gpipe_hpc.comm.wire import assemble, disassemble
 
 if TYPE_CHECKING:
     from gpipe_hpc.comm.threads import ThreadHub

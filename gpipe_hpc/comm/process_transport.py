@@ -13,13 +13,13 @@ from typing import NamedTuple
 import torch
 
 from gpipe_hpc.comm.failure import lost
+from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.outbox import Outbox
 from gpipe_hpc.comm.payload import Lane, Payload, Receiving
 from gpipe_hpc.comm.transport import Message, PlacedChannel
 from gpipe_hpc.comm.wire import (
     EMPTY,
     WORD_LENGTH,
-    Nest,
     Slot,
     Structure,
     TensorMeta,

@@ -6,13 +6,11 @@ tensors themselves. The word says which structure follows, so both ends know wha
 
 import pickle
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
-Nest = Any
-"""A nest of tuples, lists and dicts whose leaves are tensors, None or picklable values."""
+from gpipe_hpc.comm.nests import LEAF, Nest, Tree, flatten, unflatten
 
 WORD_LENGTH = 5
 
@@ -46,7 +44,7 @@ class Structure:
     `leaves` has one entry a leaf: a TensorMeta, or the pickled bytes of a value.
     """
 
-    tree: pytree.TreeSpec
+    tree: Tree
     leaves: tuple[TensorMeta | bytes, ...]
     metas: tuple[TensorMeta, ...] = field(init=False, compare=False)
 
@@ -56,26 +54,22 @@ class Structure:
 
     def to_bytes(self) -> bytes:
         """Serialise for a header."""
-        # The containers themselves, with numbers for leaves: a TreeSpec pickles less well.
-        skeleton = pytree.tree_unflatten(range(len(self.leaves)), self.tree)
-        return pickle.dumps((skeleton, self.leaves))
+        return pickle.dumps((self.tree, self.leaves))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Structure":
         """Read a header back."""
-        skeleton, leaves = pickle.loads(data)
-        return cls(pytree.tree_structure(skeleton), leaves)
+        return cls(*pickle.loads(data))
 
 
-_SINGLE = pytree.tree_structure(0)
-EMPTY = Structure(pytree.tree_structure(()), ())
+EMPTY = Structure(flatten(())[1], ())
 
 
 def disassemble(nest: Nest) -> tuple[Structure, list[torch.Tensor]]:
     """Split a nest into its structure and its tensors, detached, in leaf order."""
     if isinstance(nest, torch.Tensor):
-        return Structure(_SINGLE, (_meta(nest),)), [nest.detach()]
-    leaves, tree = pytree.tree_flatten(nest)
+        return Structure(LEAF, (_meta(nest),)), [nest.detach()]
+    leaves, tree = flatten(nest)
     tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
     described = tuple(
         _meta(leaf) if isinstance(leaf, torch.Tensor) else pickle.dumps(leaf) for leaf in leaves
@@ -92,9 +86,7 @@ def assemble(structure: Structure, tensors: list[torch.Tensor]) -> Nest:
         else pickle.loads(leaf)
         for leaf in structure.leaves
     ]
-    if structure.tree == _SINGLE:
-        return leaves[0]
-    return pytree.tree_unflatten(leaves, structure.tree)
+    return unflatten(leaves, structure.tree)
 
 
 def _meta(tensor: torch.Tensor) -> TensorMeta:

@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from torch.utils import _pytree as pytree
 
+from gpipe_hpc.comm.nests import Nest, map_tensors
 from gpipe_hpc.comm.transport import Message, PlacedChannel
-from gpipe_hpc.comm.wire import Nest, assemble, disassemble
+from gpipe_hpc.comm.wire import assemble, disassemble
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.engine.loss import LossFunction, LossTerm, loss_term
 from gpipe_hpc.engine.recorder import Recorder
@@ -71,7 +71,7 @@ class Executor:
         self.recorder = Recorder(world.device)
         self._outputs: dict[Place, Message] = {}
         self._gradients: dict[Place, Message] = {}
-        self._feed = Feed("", lambda _: lambda _: 0)
+        self._feed = _no_feed()
         self._outcome = Outcome()
         last = schedule.num_stages - 1
         self._works = {
@@ -118,7 +118,9 @@ class Executor:
         num_left = sum(work.num_kept for work in self._works.values())
         num_left += len(self._outputs) + len(self._gradients)
         assert num_left == 0, f"rank {self._world.rank}: {num_left} stored values never used"
-        return self._outcome
+        # The batch and the outputs belong to the caller alone from here on.
+        outcome, self._feed, self._outcome = self._outcome, _no_feed(), Outcome()
+        return outcome
 
     def _position(self, index: int) -> str:
         """Describe an action and its surroundings in the table."""
@@ -229,10 +231,8 @@ class Executor:
         return Message(self._on_device(feed.inputs[microbatch]), feed.num_samples[microbatch])
 
     def _on_device(self, nest: Nest) -> Nest:
-        return pytree.tree_map_only(
-            torch.Tensor,
-            lambda tensor: tensor.detach().to(self._world.device, non_blocking=True),
-            nest,
+        return map_tensors(
+            lambda tensor: tensor.detach().to(self._world.device, non_blocking=True), nest
         )
 
     def _finish(self, microbatch: int, output: Nest, num_samples: int, again: bool) -> Start | None:
@@ -258,6 +258,10 @@ class Executor:
         if feed.seed is None:
             return None
         return Start(term.total, feed.seed.to(term.total.dtype))
+
+
+def _no_feed() -> Feed:
+    return Feed("", lambda _: lambda _: 0)
 
 
 def _place(action: Action) -> Place:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gpipe_hpc.comm.group import Group
-from gpipe_hpc.comm.wire import Nest
+from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.errors import ModelError
 
 LossFunction = Callable[[Any, Any], Any]

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from gpipe_hpc.comm.wire import Nest
+from gpipe_hpc.comm.nests import Nest, flatten, tensors_of, unflatten
 from gpipe_hpc.errors import DataError
 
 
@@ -47,13 +46,13 @@ def cut(batch: Nest, num_microbatches: int, what: str) -> list[Nest]:
     Zero-dimensional tensors and values that are no tensors go to every micro-batch.
     """
     total = num_samples_of(batch, what)
-    leaves, tree = pytree.tree_flatten(batch)
+    leaves, tree = flatten(batch)
     slices = [share_of(total, num_microbatches, m, 1) for m in range(num_microbatches)]
 
     def piece(leaf: Any, where: slice) -> Any:
         return leaf[where] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
 
-    return [pytree.tree_unflatten([piece(leaf, w) for leaf in leaves], tree) for w in slices]
+    return [unflatten([piece(leaf, w) for leaf in leaves], tree) for w in slices]
 
 
 def join(outputs: Sequence[Nest]) -> Nest:
@@ -64,10 +63,10 @@ def join(outputs: Sequence[Nest]) -> Nest:
     """
     if not outputs:
         return None
-    flat = [pytree.tree_flatten(output) for output in outputs]
+    flat = [flatten(output) for output in outputs]
     tree = flat[0][1]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return pytree.tree_unflatten([_join_leaf(list(column)) for column in columns], tree)
+    return unflatten([_join_leaf(list(column)) for column in columns], tree)
 
 
 def _join_leaf(column: list[Any]) -> Any:
@@ -77,5 +76,4 @@ def _join_leaf(column: list[Any]) -> Any:
 
 
 def _batched(batch: Nest) -> list[torch.Tensor]:
-    leaves = pytree.tree_leaves(batch)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
+    return [tensor for tensor in tensors_of(batch) if tensor.dim() > 0]

@@ -1,7 +1,8 @@
 """Bring a nest from one rank of a group to all of them."""
 
 from gpipe_hpc.comm.group import Group, broadcast_object
-from gpipe_hpc.comm.wire import Nest, Structure, assemble, disassemble
+from gpipe_hpc.comm.nests import Nest
+from gpipe_hpc.comm.wire import Structure, assemble, disassemble
 from gpipe_hpc.comm.world import World
 
 

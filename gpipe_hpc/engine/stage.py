@@ -5,9 +5,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from gpipe_hpc.comm.wire import Nest
+from gpipe_hpc.comm.nests import Nest, flatten, tensors_of, unflatten
 from gpipe_hpc.engine.gradients import StageGradients
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import GENERATOR_LOCK, global_name, named_layer_parameters
@@ -102,12 +101,12 @@ class Stage:
 
         Its containers are made anew always: a layer may put other values into a dict or list.
         """
-        leaves, tree = pytree.tree_flatten(boundary)
+        leaves, tree = flatten(boundary)
         if self._leaves_input_alone.get(self._mode):
-            return pytree.tree_unflatten(leaves, tree), []
+            return unflatten(leaves, tree), []
         copied = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         copies = [leaf for leaf in copied if isinstance(leaf, torch.Tensor)]
-        return pytree.tree_unflatten(copied, tree), copies
+        return unflatten(copied, tree), copies
 
 
 def generators_of(device: torch.device) -> list[torch.Generator]:
@@ -120,13 +119,6 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
         index = torch.cuda.current_device() if device.index is None else device.index
         generators.append(torch.cuda.default_generators[index])
     return generators
-
-
-def tensors_of(nest: Nest) -> list[torch.Tensor]:
-    """Return the tensors of a nest in leaf order."""
-    if isinstance(nest, torch.Tensor):
-        return [nest]
-    return [leaf for leaf in pytree.tree_leaves(nest) if isinstance(leaf, torch.Tensor)]
 
 
 @contextmanager

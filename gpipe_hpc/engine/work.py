@@ -6,11 +6,10 @@ from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils import _pytree as pytree
 
+from gpipe_hpc.comm.nests import Nest, map_tensors, tensors_of
 from gpipe_hpc.comm.transport import Message
-from gpipe_hpc.comm.wire import Nest
-from gpipe_hpc.engine.stage import LayerKey, Stage, tensors_of
+from gpipe_hpc.engine.stage import LayerKey, Stage
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -144,8 +143,4 @@ def _may_require(tensor: torch.Tensor) -> bool:
 
 
 def _mark(output: Nest, value: bool) -> Nest:
-    return pytree.tree_map_only(
-        torch.Tensor,
-        lambda t: t.detach().requires_grad_(value) if _may_require(t) else t,
-        output,
-    )
+    return map_tensors(lambda t: t.detach().requires_grad_(value) if _may_require(t) else t, output)

@@ -1,0 +1,97 @@
+"""Nests: tuples, lists and dicts, in one another, whose leaves are tensors or other values.
+
+A walk of our own over the plain containers: each call of torch's `tree_flatten` leaves a circle
+of references behind that only the garbage collector frees, dozens in a step. Containers that are
+registered with torch's pytree are walked by it.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+Nest = Any
+"""A nest of tuples, lists and dicts whose leaves are tensors, None or picklable values."""
+
+
+class Tree(NamedTuple):
+    """The containers of a nest without its leaves; hashable and picklable."""
+
+    kind: Any  # None for a leaf, a container's type, or a Registered
+    keys: tuple[Any, ...] | None
+    children: tuple["Tree", ...]
+
+
+LEAF = Tree(None, None, ())
+
+
+@dataclass(frozen=True)
+class Registered:
+    """The containers of a nest that torch's pytree walks."""
+
+    spec: pytree.TreeSpec
+
+    @classmethod
+    def of(cls, nest: Nest) -> "Registered":
+        """Describe a nest."""
+        return cls(pytree.tree_structure(nest))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the containers themselves with numbers for leaves: a TreeSpec warns."""
+        return Registered.of, (self.spec.unflatten(range(self.spec.num_leaves)),)
+
+
+def flatten(nest: Nest) -> tuple[list[Any], Tree]:
+    """Return the leaves of a nest in order, and its containers."""
+    leaves: list[Any] = []
+    return leaves, _walk(nest, leaves)
+
+
+def unflatten(leaves: Iterable[Any], tree: Tree) -> Nest:
+    """Put leaves into containers: the inverse of `flatten`."""
+    return _build(tree, iter(leaves))
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], nest: Nest) -> Nest:
+    """Return the nest with each tensor replaced by `function` of it, in new containers."""
+    if isinstance(nest, torch.Tensor):
+        return function(nest)
+    leaves, tree = flatten(nest)
+    return unflatten([function(x) if isinstance(x, torch.Tensor) else x for x in leaves], tree)
+
+
+def tensors_of(nest: Nest) -> list[torch.Tensor]:
+    """Return the tensors of a nest in leaf order."""
+    if isinstance(nest, torch.Tensor):
+        return [nest]
+    return [leaf for leaf in flatten(nest)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def _walk(nest: Nest, leaves: list[Any]) -> Tree:
+    kind = type(nest)
+    if kind is tuple or kind is list or (issubclass(kind, tuple) and hasattr(kind, "_fields")):
+        return Tree(kind, None, tuple([_walk(child, leaves) for child in nest]))
+    if kind is dict or kind is OrderedDict:
+        return Tree(kind, tuple(nest), tuple([_walk(child, leaves) for child in nest.values()]))
+    # A torch.Size is registered, but comes back as a tuple: better a value.
+    if isinstance(nest, torch.Tensor | torch.Size) or pytree.tree_is_leaf(nest):
+        leaves.append(nest)
+        return LEAF
+    inner, spec = pytree.tree_flatten(nest)
+    leaves.extend(inner)
+    return Tree(Registered(spec), None, ())
+
+
+def _build(tree: Tree, leaves: Iterator[Any]) -> Nest:
+    if tree.kind is None:
+        return next(leaves)
+    if isinstance(tree.kind, Registered):
+        spec = tree.kind.spec
+        return spec.unflatten([next(leaves) for _ in range(spec.num_leaves)])
+    children = [_build(child, leaves) for child in tree.children]
+    if tree.keys is not None:
+        return tree.kind(zip(tree.keys, children, strict=True))
+    return tree.kind(*children) if hasattr(tree.kind, "_fields") else tree.kind(children)

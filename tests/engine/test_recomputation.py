@@ -1,0 +1,165 @@
+"""Recomputation: how often layers run, and that R does not wait for the gradient."""
+
+import itertools
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_hpc import Pipeline, run_on_threads
+from gpipe_hpc.schedule import Action, Op
+
+STAGES = 3
+TIMEOUT_S = 20.0
+
+
+class Counting(nn.Linear):
+    """Count its own forwards; call `when[n]` as the n-th begins."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.num_calls = 0
+        self.when = {}
+
+    def forward(self, x):
+        self.num_calls += 1
+        self.when.get(self.num_calls, int)()
+        return super().forward(x)
+
+
+class _SlowBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, wait):
+        ctx.wait = wait
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.wait()
+        return gradient, None
+
+
+class SlowBackward(nn.Linear):
+    """Call `wait` as the first backward begins."""
+
+    def __init__(self, wait):
+        super().__init__(2, 2)
+        self.wait = wait
+
+    def forward(self, x):
+        return _SlowBackward.apply(super().forward(x), self._once)
+
+    def _once(self):
+        wait, self.wait = self.wait, bool
+        wait()
+
+
+def loss_fn(output, target):
+    return (output - target).square().mean()
+
+
+def count_calls(schedule, recompute, microbatches):
+    """Return how often each rank's layer runs in a step."""
+
+    def body(world):
+        layers = [Counting() for _ in range(STAGES)]
+        pipe = Pipeline(
+            layers,
+            loss_fn,
+            microbatches=microbatches,
+            schedule=schedule,
+            recompute=recompute,
+            world=world,
+        )
+        pipe.step(torch.randn(8, 2), torch.randn(8, 2))
+        return layers[pipe.stage_rank].num_calls
+
+    return run_on_threads(STAGES, body)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
+@pytest.mark.parametrize(("recompute", "times"), [("always", 2), ("never", 1)])
+def test_every_rank_runs_its_layers_twice_or_once(schedule, recompute, times, microbatches):
+    assert count_calls(schedule, recompute, microbatches) == [times * microbatches] * STAGES
+
+
+@pytest.mark.parametrize(("schedule", "num_spared"), [("gpipe", 1), ("one_f_one_b", 4)])
+def test_except_last_spares_what_the_last_rank_needs_at_once(schedule, num_spared):
+    assert count_calls(schedule, "except_last", 4)[-1] == 2 * 4 - num_spared
+
+
+def test_except_last_spares_no_other_rank_of_1f1b():
+    assert count_calls("one_f_one_b", "except_last", 4)[:-1] == [2 * 4] * (STAGES - 1)
+
+
+def test_evaluation_and_prediction_run_layers_once():
+    def body(world):
+        layers = [Counting() for _ in range(STAGES)]
+        pipe = Pipeline(layers, loss_fn, microbatches=4, recompute="always", world=world)
+        pipe.evaluate(torch.randn(8, 2), torch.randn(8, 2))
+        pipe.predict(torch.randn(8, 2))
+        return layers[pipe.stage_rank].num_calls
+
+    assert run_on_threads(STAGES, body) == [8, 8, 8]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
+def test_recomputation_starts_before_the_gradient_arrives(schedule):
+    """Rank 1 keeps its first gradient back until rank 0 recomputes: no R, no end of the step."""
+    microbatches = 3
+    num_warmup = {"gpipe": microbatches, "one_f_one_b": 2}[schedule]
+    recomputing = threading.Event()
+
+    def wait():
+        if not recomputing.wait(TIMEOUT_S):
+            raise TimeoutError("rank 0 waits for the gradient before it recomputes")
+
+    def body(world):
+        early = Counting()
+        early.when[num_warmup + 1] = recomputing.set
+        pipe = Pipeline(
+            [early, SlowBackward(wait)],
+            loss_fn,
+            microbatches=microbatches,
+            schedule=schedule,
+            recompute="always",
+            world=world,
+        )
+        pipe.step(torch.randn(8, 2), torch.randn(8, 2))
+        return pipe.timeline()
+
+    first, second = run_on_threads(2, body)
+    assert first.events == second.events
+    times = {event.action: event for row in first.events for event in row}
+    last = 2 if schedule == "gpipe" else 0  # the micro-batch whose backward comes first
+    r, b = times[Action(Op.R, 0, last)], times[Action(Op.B, 1, last)]
+    assert r.start_s < b.end_s
+    assert r.end_s <= times[Action(Op.B, 0, last)].start_s
+
+
+def test_timeline_has_every_compute_action_in_the_order_of_the_table():
+    def body(world):
+        layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+        pipe = Pipeline(layers, loss_fn, microbatches=3, recompute="except_last", world=world)
+        pipe.step(torch.randn(8, 2), torch.randn(8, 2))
+        return pipe.timeline(), pipe.schedule
+
+    timeline, schedule = run_on_threads(2, body)[0]
+    assert (timeline.num_ranks, timeline.num_stages, timeline.num_microbatches) == (2, 2, 3)
+    for row, actions in zip(timeline.events, schedule.ranks, strict=True):
+        assert [event.action for event in row] == [a for a in actions if a.op in (Op.F, Op.R, Op.B)]
+        for earlier, later in itertools.pairwise(row):
+            assert earlier.start_s <= earlier.end_s <= later.start_s
+    assert 0.0 < timeline.bubble < 1.0
+
+
+def test_empty_microbatches_are_in_no_timeline():
+    def body(world):
+        pipe = Pipeline([nn.Linear(2, 2)], loss_fn, microbatches=4, world=world)
+        pipe.step(torch.randn(2, 2), torch.randn(2, 2))
+        return pipe.timeline()
+
+    (timeline,) = run_on_threads(1, body)
+    assert {event.action.microbatch for row in timeline.events for event in row} == {0, 1}
