@@ -18,23 +18,22 @@ from gpipe_hpc.engine.assembly import (
     build_stages,
     by_stage,
     check_agreement,
-    equalise_replicas,
+    equalise_copies,
     gather_parameters,
 )
-from gpipe_hpc.engine.executor import Executor, Feed, Outcome
+from gpipe_hpc.engine.executor import Executor, Outcome
+from gpipe_hpc.engine.feed import Feed, random_keys
 from gpipe_hpc.engine.gradients import unite_flags
 from gpipe_hpc.engine.loss import LossFunction, StepLoss, backward_seed, final_divisor
-from gpipe_hpc.engine.microbatches import cut, join, num_samples_of, share_of
+from gpipe_hpc.engine.microbatches import join, share_of
 from gpipe_hpc.engine.norms import clip_by_global_norm
 from gpipe_hpc.engine.outputs import broadcast_nest
-from gpipe_hpc.engine.stage import LayerKey, training_modes
+from gpipe_hpc.engine.stage import training_modes
 from gpipe_hpc.engine.tables import Tables, make_tables
 from gpipe_hpc.engine.wiring import wire
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.models import (
     Layer,
-    layer_key,
-    microbatch_prefix,
     normalise_layers,
     parameter_sizes,
     refuse_shared_parameters,
@@ -146,7 +145,6 @@ class Pipeline:
         mesh, world = self.mesh, self.world
         self.everybody = world.group([tuple(range(world.size))])
         self._pipeline = world.group([mesh.pipeline_ranks(r) for r in range(mesh.replicas)])
-        self._replicas = world.group([mesh.replica_ranks(k) for k in range(mesh.stages)])
 
     def _build(self, model: list[Layer], tables: Tables) -> None:
         world, mesh, placement = self.world, self.mesh, self.schedule.placement
@@ -170,8 +168,8 @@ class Pipeline:
             costs=self.partition.costs,
             measure=self.partition.measure,
         )
-        equalise_replicas(self.stages, self._replicas)
-        wiring = wire(world, mesh, placement)
+        self._wiring = wiring = wire(world, mesh, placement)
+        equalise_copies(self.stages, wiring.reductions)
         self._trainer, self._evaluator = (
             Executor(table, self.stage_rank, self.stages, wiring, world, self.num_layers)
             for table in tables
@@ -233,7 +231,8 @@ class Pipeline:
             feed.seed = seed
             loss = self._exchange(self._trainer.run(feed))
             for stage in self.stages.values():
-                used = unite_flags(stage.gradients.used_flags(), self._replicas)
+                copies = self._wiring.reductions[stage.index]
+                used = unite_flags(stage.gradients.used_flags(), copies)
                 stage.gradients.finish(final_divisor(loss.weight, seed), used)
             self._weight = loss.weight
         self.steps_done += 1
@@ -253,16 +252,18 @@ class Pipeline:
         """
         with together(self.world, "prediction"), training_modes(self.stages.values(), False):
             outputs = self._evaluator.run(self._feed("prediction", inputs, None, None)).outputs
-            joined = join([outputs[m] for m in sorted(outputs)])
-            holder = self.schedule.placement.holders(self.schedule.num_stages - 1)[0]
-            root = self.mesh.world_rank(self.replica, holder)
-            return broadcast_nest(joined, self._pipeline, root, self.world)
+            everywhere: dict[int, Nest] = {}
+            for holder in self.schedule.placement.holders(self.schedule.num_stages - 1):
+                root = self.mesh.world_rank(self.replica, holder)
+                everywhere |= broadcast_nest(outputs, self._pipeline, root, self.world)
+            return join([everywhere[m] for m in sorted(everywhere)])
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip gradients by the norm over all stages; return that norm, the same on every rank."""
         with together(self.world, "clipping"):
             return clip_by_global_norm(
                 dict(self.named_parameters()),
+                {info.name for info in self.all_parameters if self._counts(info.stage)},
                 [info.name for info in self.all_parameters],
                 max_norm,
                 self._pipeline,
@@ -312,6 +313,10 @@ class Pipeline:
         self.steps_done = steps_done
         self._weight.fill_(loss_weight)
 
+    def _counts(self, stage: int) -> bool:
+        """Say whether this rank speaks for a stage: the first of those that hold a copy of it."""
+        return self.schedule.placement.holders(stage)[0] == self.stage_rank
+
     def _exchange(self, outcome: Outcome) -> StepLoss:
         first = self.replica * self.num_microbatches
         own = {first + m: term for m, term in outcome.losses.items()}
@@ -320,32 +325,16 @@ class Pipeline:
         )
 
     def _feed(self, lane: str, inputs: Nest, targets: Nest, loss_fn: LossFunction | None) -> Feed:
-        feed = Feed(lane=lane, keys=self._keys(), loss_fn=loss_fn)
         count = self.num_microbatches
+        keys = random_keys(self.seed, self.steps_done, self.replica * count)
+        feed = Feed(lane=lane, keys=keys, loss_fn=loss_fn)
         if self.needs_inputs:
             if inputs is None:
                 raise DataError(
                     f"rank {self.world.rank}: expected inputs, as it holds stage 0, got None; "
                     f"pass this replica's share on ranks with pipe.needs_inputs"
                 )
-            feed.inputs = cut(inputs, count, "inputs")
-            feed.num_samples = _sizes(inputs, count, "inputs")
+            feed.give_inputs(inputs, count)
         if self.needs_targets and targets is not None:
-            feed.targets = cut(targets, count, "targets")
-            feed.target_samples = _sizes(targets, count, "targets")
+            feed.give_targets(targets, count)
         return feed
-
-    def _keys(self) -> Any:
-        seed, step, first = self.seed, self.steps_done, self.replica * self.num_microbatches
-
-        def of_microbatch(microbatch: int) -> LayerKey:
-            prefix = microbatch_prefix(seed, step, first + microbatch)
-            return lambda layer: layer_key(prefix, layer)
-
-        return of_microbatch
-
-
-def _sizes(batch: Nest, count: int, what: str) -> list[int]:
-    total = num_samples_of(batch, what)
-    slices = [share_of(total, count, m, 1) for m in range(count)]
-    return [piece.stop - piece.start for piece in slices]

@@ -1,6 +1,6 @@
 """From a model and a cut to the stages of one rank, and the proof that nothing was lost."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -69,13 +69,12 @@ def check_agreement(world: Group, facts: dict[str, object]) -> None:
                 )
 
 
-def equalise_replicas(stages: dict[int, Stage], replicas: Group) -> None:
-    """Give every replica the parameters and buffers of replica 0."""
-    if replicas.size == 1:
-        return
+def equalise_copies(stages: Mapping[int, Stage], copies: Mapping[int, Group]) -> None:
+    """Give every copy of a stage the parameters and buffers of its first: that of replica 0."""
     with torch.no_grad():
-        for stage in stages.values():
+        for index, stage in sorted(stages.items()):
+            group = copies[index]
             for parameter in stage.named_parameters().values():
-                replicas.broadcast(parameter.data, root=replicas.ranks[0])
+                group.broadcast(parameter.data, root=group.ranks[0])
             for buffer in stage.named_buffers().values():
-                replicas.broadcast(buffer, root=replicas.ranks[0])
+                group.broadcast(buffer, root=group.ranks[0])

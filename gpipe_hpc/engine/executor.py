@@ -1,6 +1,6 @@
 """Run a rank's list of actions: a table of binders makes each action a call, once."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -10,11 +10,12 @@ from gpipe_hpc.comm.nests import Nest, map_tensors
 from gpipe_hpc.comm.transport import Message, PlacedChannel
 from gpipe_hpc.comm.wire import assemble, disassemble
 from gpipe_hpc.comm.world import World
-from gpipe_hpc.engine.loss import LossFunction, LossTerm, loss_term
+from gpipe_hpc.engine.feed import Feed
+from gpipe_hpc.engine.loss import LossTerm, loss_term
 from gpipe_hpc.engine.recorder import Recorder
-from gpipe_hpc.engine.stage import LayerKey, Stage, generators_of
+from gpipe_hpc.engine.stage import Stage, generators_of
 from gpipe_hpc.engine.wiring import Wiring
-from gpipe_hpc.engine.work import Gradients, Keep, StageWork, Start
+from gpipe_hpc.engine.work import Gradients, Keep, Recipe, StageWork, Start
 from gpipe_hpc.errors import ActionError, DataError
 from gpipe_hpc.models import GENERATOR_LOCK
 from gpipe_hpc.schedule import Action, Op, Schedule, arrival, channel_of
@@ -23,20 +24,6 @@ Place = tuple[int, int]
 """A stage and a micro-batch."""
 
 Call = Callable[[], None]
-
-
-@dataclass
-class Feed:
-    """What a run works on. Lists are by micro-batch; None where this rank needs none."""
-
-    lane: str  # keeps apart what training and evaluation expect of a channel
-    keys: Callable[[int], LayerKey]  # micro-batch of this replica -> key of each layer
-    inputs: Sequence[Nest] | None = None
-    num_samples: Sequence[int] | None = None
-    targets: Sequence[Nest] | None = None
-    target_samples: Sequence[int] | None = None
-    seed: torch.Tensor | None = None  # the gradient that backward starts from, a scalar
-    loss_fn: LossFunction | None = None  # None: the outputs themselves are wanted
 
 
 @dataclass
@@ -82,6 +69,8 @@ class Executor:
             Op.F: self._bind_forward,
             Op.R: self._bind_recompute,
             Op.B: self._bind_backward,
+            Op.I: self._bind_backward,
+            Op.W: self._bind_weights,
             Op.SEND_F: self._bind_send,
             Op.SEND_B: self._bind_send,
             Op.RECV_F: self._bind_receive,
@@ -141,20 +130,36 @@ class Executor:
         place = stage, microbatch = _place(action)
         work, take = self._works[stage], self._bind_input(stage, microbatch)
         is_last = stage == self._schedule.num_stages - 1
-        keep = Keep.NOTHING
-        if Action(Op.B, *place) in self._all:
-            keep = Keep.INPUT if Action(Op.R, *place) in self._all else Keep.GRAPH
+        recipe = self._recipe(place)
 
         def forward() -> None:
             message = take()
             start = self.recorder.mark()
-            output = work.forward(microbatch, message, self._feed.keys(microbatch), keep)
+            output = work.forward(microbatch, message, self._feed.keys(microbatch), recipe)
             if message.num_samples:
                 self.recorder.add(action, start)
             if not is_last:
                 self._outputs[place] = Message(output, message.num_samples)
 
         return forward
+
+    def _recipe(self, place: Place) -> Recipe:
+        splits = Action(Op.I, *place) in self._all
+        if not splits and Action(Op.B, *place) not in self._all:
+            return Recipe(Keep.NOTHING)
+        keep = Keep.INPUT if Action(Op.R, *place) in self._all else Keep.GRAPH
+        return Recipe(keep, splits)
+
+    def _bind_weights(self, action: Action) -> Call:
+        stage, microbatch = _place(action)
+        work = self._works[stage]
+
+        def weights() -> None:
+            start = self.recorder.mark()
+            if work.weights(microbatch):
+                self.recorder.add(action, start)
+
+        return weights
 
     def _bind_recompute(self, action: Action) -> Call:
         stage, microbatch = _place(action)

@@ -1,6 +1,6 @@
 """The global gradient norm: one number, the same bits for every cut."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -10,6 +10,7 @@ from gpipe_hpc.comm.group import Group
 
 def clip_by_global_norm(
     own: Mapping[str, nn.Parameter],
+    counted: Collection[str],
     all_names: Sequence[str],
     max_norm: float,
     group: Group,
@@ -19,7 +20,8 @@ def clip_by_global_norm(
 
     Norms of single parameters are put in global order before they are combined, as
     `torch.nn.utils.clip_grad_norm_` does in one process: never per bucket or stage, which
-    would change the last bit with the cut. Returns the norm before clipping, a scalar tensor.
+    would change the last bit with the cut. A parameter held by several ranks is among `counted`
+    on one of them. Returns the norm before clipping, a scalar tensor.
     """
     place = {name: index for index, name in enumerate(all_names)}
     present = torch.zeros(len(all_names), dtype=torch.int32)
@@ -30,6 +32,8 @@ def clip_by_global_norm(
     # Wide enough for every stage's dtype; exact, as each place has one contributor.
     norms = torch.zeros(len(all_names), dtype=torch.float64, device=device)
     for name, norm in zip(gradients, _norms(list(gradients.values())), strict=True):
+        if name not in counted:
+            continue
         norms[place[name]] = norm
         present[place[name]] = 2 if dtype == torch.float64 else 1
     group.all_reduce(norms)

@@ -24,9 +24,28 @@ def wire(world: World, mesh: Mesh, placement: Placement) -> Wiring:
     replica = mesh.replica_of(world.rank)
     placed = {r: _placed_channels(mesh, placement, r) for r in range(mesh.replicas)}
     transport = world.transport([c for channels in placed.values() for c in channels.values()])
-    group = world.group([mesh.replica_ranks(k) for k in range(mesh.stages)])
-    stages = placement.stages_of(mesh.stage_rank_of(world.rank))
-    return Wiring(transport, placed[replica], dict.fromkeys(stages, group))
+    return Wiring(transport, placed[replica], _reductions(world, mesh, placement))
+
+
+def _reductions(world: World, mesh: Mesh, placement: Placement) -> dict[int, Group]:
+    """Form, for each stage of this rank, the group of all that hold a copy of it.
+
+    Stages of one rank share its group over the replicas. A mirrored stage has a group of its own:
+    its holders may come to their reductions in different orders.
+    """
+    own = mesh.stage_rank_of(world.rank)
+    over_replicas = world.group([mesh.replica_ranks(k) for k in range(mesh.stages)])
+    groups: dict[int, Group] = {}
+    for stage in range(placement.num_stages):
+        holders = placement.holders(stage)
+        group = over_replicas
+        if len(holders) > 1:
+            ranks = [mesh.world_rank(r, k) for r in range(mesh.replicas) for k in holders]
+            others = [(rank,) for rank in range(mesh.size) if rank not in ranks]
+            group = world.group([ranks, *others])
+        if own in holders:
+            groups[stage] = group
+    return groups
 
 
 def _placed_channels(

@@ -9,6 +9,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gpipe_hpc.comm.nests import Nest, map_tensors, tensors_of
 from gpipe_hpc.comm.transport import Message
+from gpipe_hpc.engine.splitting import Deferred, deferring
 from gpipe_hpc.engine.stage import LayerKey, Stage
 
 Gradients = Sequence[torch.Tensor | None]
@@ -20,6 +21,13 @@ class Keep(Enum):
     NOTHING = "nothing"  # evaluation
     INPUT = "input"  # the boundary alone: an R will make the rest
     GRAPH = "graph"  # everything autograd saved
+
+
+class Recipe(NamedTuple):
+    """How a stage's forward of one micro-batch prepares its backward."""
+
+    keep: Keep
+    splits: bool = False  # the backward comes as I and W
 
 
 class Start(NamedTuple):
@@ -39,13 +47,14 @@ class _Kept(NamedTuple):
     edges: list[GradientEdge | None]  # where backward enters, one for each gradient to come
     start: torch.Tensor | None  # the gradient of the loss, on the last stage
     num_samples: int
+    deferred: Deferred | None  # where I leaves the weight gradients for W
 
 
-_EMPTY = _Kept(None, [], [], None, 0)
+_EMPTY = _Kept(None, [], [], None, 0, None)
 
 
 class StageWork:
-    """Run F, R and B of one stage. `finish` is called at the end of the last stage's layers.
+    """Run F, R, B, I and W of one stage. `finish` is called at the end of the last stage's layers.
 
     An empty micro-batch (no samples) calls no layer and adds nothing.
     """
@@ -54,21 +63,24 @@ class StageWork:
         self.stage = stage
         self._finish = finish
         self._kept: dict[int, _Kept] = {}
+        self._deferred: dict[int, Deferred] = {}
 
     @property
     def num_kept(self) -> int:
         """Return how many micro-batches something is kept of."""
-        return len(self._kept)
+        return len(self._kept) + len(self._deferred)
 
-    def forward(self, microbatch: int, message: Message, key: LayerKey, keep: Keep) -> Nest:
+    def forward(self, microbatch: int, message: Message, key: LayerKey, recipe: Recipe) -> Nest:
         """Run the layers; return the output, whose requires_grad says what B will be given."""
         boundary, num_samples = message
+        keep = recipe.keep
         if num_samples == 0:
             if keep is not Keep.NOTHING:
                 self._kept[microbatch] = _EMPTY
             return None
         leaves = _differentiable(boundary)
-        with torch.set_grad_enabled(keep is Keep.GRAPH):
+        deferred = Deferred() if recipe.splits else None
+        with torch.set_grad_enabled(keep is Keep.GRAPH), deferring(deferred):
             output = self.stage.run(boundary, key)
             start = self._end(microbatch, output, num_samples, again=False)
         if keep is Keep.NOTHING:
@@ -81,7 +93,7 @@ class StageWork:
             edges = self._edges(output, start)
             boundary = None
         gradient = None if start is None else start.gradient
-        self._kept[microbatch] = _Kept(boundary, leaves, edges, gradient, num_samples)
+        self._kept[microbatch] = _Kept(boundary, leaves, edges, gradient, num_samples, deferred)
         return output
 
     def recompute(self, microbatch: int, key: LayerKey) -> bool:
@@ -89,7 +101,7 @@ class StageWork:
         kept = self._kept[microbatch]
         if kept.num_samples == 0:
             return False
-        with torch.enable_grad():
+        with torch.enable_grad(), deferring(kept.deferred):
             output = self.stage.run(kept.boundary, key)
             start = self._end(microbatch, output, kept.num_samples, again=True)
         if start is None:
@@ -101,8 +113,9 @@ class StageWork:
         return True
 
     def backward(self, microbatch: int, gradients: Gradients) -> Message:
-        """Accumulate parameter gradients; return those of the boundary's leaves.
+        """Run B or I: accumulate parameter gradients; return those of the boundary's leaves.
 
+        After a forward that splits, most parameter gradients are left to `weights`.
         `gradients`: one for each output that required a gradient; ignored on the last stage.
         """
         kept = self._kept.pop(microbatch)
@@ -116,7 +129,16 @@ class StageWork:
         if pairs:
             edges, given = zip(*pairs, strict=True)
             torch.autograd.backward(edges, given)
+        if kept.deferred:
+            self._deferred[microbatch] = kept.deferred
         return Message(tuple(leaf.grad for leaf in kept.leaves), kept.num_samples)
+
+    def weights(self, microbatch: int) -> bool:
+        """Run W; False if there was nothing left to do."""
+        deferred = self._deferred.pop(microbatch, None)
+        if deferred is not None:
+            deferred.run()
+        return deferred is not None
 
     def _end(self, microbatch: int, output: Nest, num_samples: int, again: bool) -> Start | None:
         if self._finish is None:
