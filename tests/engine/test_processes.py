@@ -1,0 +1,261 @@
+"""Ranks as real processes over Gloo: what threads cannot show."""
+
+import gc
+import time
+import weakref
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.schedule import Action, Op
+
+SEED, WIDTH, LENGTH, VOCAB = 5, 8, 6, 11
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+MAX_NORM = 0.05
+
+
+class Trim(nn.Module):
+    """Put a tensor of a length that changes with the data into a dict, with values beside it."""
+
+    def forward(self, x):
+        length = 1 + int(x.detach().abs().sum() * 1000) % LENGTH
+        return {"x": x[:, :length], "length": length, "none": None, "mask": x[:, :length] > 0}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, nest):
+        x = F.dropout(torch.tanh(self.linear(nest["x"])), 0.3, self.training)
+        return nest | {"x": x * nest["mask"] + nest["length"]}
+
+
+class Head(nn.Linear):
+    def __init__(self):
+        super().__init__(WIDTH, 3, dtype=torch.float64)
+
+    def forward(self, nest):
+        return super().forward(nest["x"].mean(1))
+
+
+def loss_fn(logits, targets):
+    return F.cross_entropy(logits, targets, reduction="sum"), (targets != -100).sum()
+
+
+def recipes(plain):
+    embedding = plain.Recipe(partial(nn.Embedding, dtype=torch.float64), (VOCAB, WIDTH))
+    block = plain.Recipe(Block, ())
+    return [embedding, plain.Recipe(Trim, ()), block, block, plain.Recipe(Head, ())]
+
+
+def specs(plain):
+    return [LayerSpec(factory, *args) for factory, args in recipes(plain)]
+
+
+def make_batches(*sizes):
+    generator = torch.Generator().manual_seed(2)
+    return [
+        (
+            torch.randint(0, VOCAB, (size, LENGTH), generator=generator),
+            torch.randint(0, 3, (size,), generator=generator),
+        )
+        for size in sizes
+    ]
+
+
+def reference_outputs(plain, weights, pieces):
+    """Return what the model in one piece gives for each micro-batch, in evaluation mode."""
+    layers = plain.build(recipes(plain), SEED)
+    for index, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters():
+            parameter.data.copy_(weights[f"layers.{index}.{name}"])
+    with torch.no_grad():
+        model = nn.Sequential(*layers).eval()
+        return [model(piece) for piece in pieces]
+
+
+def test_two_by_two_equals_the_plain_loop(plain, processes, tmp_path):
+    """Five steps of changing shapes, the fourth with empty micro-batches; then evaluation."""
+    batches = make_batches(12, 12, 11, 4, 12)
+    inputs, targets = make_batches(17)[0]
+    settings = {"replicas": 2, "microbatches": 3}
+
+    expected = plain.train(
+        recipes(plain),
+        loss_fn,
+        batches,
+        seed=SEED,
+        optimizer=ADAMW,
+        max_norm=MAX_NORM,
+        **settings,
+    )
+
+    def body(rank):
+        pipe = Pipeline(
+            specs(plain), loss_fn, stages=2, seed=SEED, schedule="one_f_one_b", **settings
+        )
+        training = plain.train_rank(pipe, batches, optimizer=ADAMW, max_norm=MAX_NORM)
+        part = pipe.share(len(inputs))
+        answers = pipe.predict(inputs[part])
+        nothing = pipe.predict(inputs[:0])
+        return training, pipe.evaluate(inputs[part], targets[part]).loss, answers, nothing
+
+    ranks = processes(4, body, tmp_path)
+    trained = plain.unite([rank[0] for rank in ranks], 2)
+    assert trained.differences(expected) == []
+    outputs = reference_outputs(plain, trained.weights, inputs.tensor_split(6))
+    for rank, (_, loss, answers, nothing) in enumerate(ranks):
+        assert torch.equal(answers, torch.cat(outputs[:3] if rank < 2 else outputs[3:]))
+        assert nothing is None
+        assert loss == pytest.approx(F.cross_entropy(torch.cat(outputs), targets).item(), abs=1e-12)
+
+
+def test_checkpoint_moves_to_other_layouts(plain, processes, tmp_path):
+    """4 stages -> the same again (to the bit) -> 2 stages x 2 replicas -> one process."""
+    batches = make_batches(8, 8, 9, 7)
+    path = tmp_path / "checkpoint"
+
+    def continued(world=None, *, load=True, **layout):
+        pipe = Pipeline(specs(plain), loss_fn, seed=SEED, world=world, **layout)
+        optimizer = ADAMW(pipe.parameters()) if pipe.parameters() else None
+        if load:
+            assert pipe.load(path, optimizer) == {"epoch": 3}
+            assert pipe.steps_done == 2
+        else:
+            plain.train_rank(pipe, batches[:2], optimizer=lambda _: optimizer)
+            pipe.save(path, optimizer, {"epoch": 3})
+        return plain.train_rank(pipe, batches[2:], optimizer=lambda _: optimizer)
+
+    def body(rank):
+        return (
+            continued(load=False, stages=4, microbatches=4),
+            continued(stages=4, microbatches=4),
+            continued(stages=2, replicas=2, microbatches=2),
+        )
+
+    ranks = processes(4, body, tmp_path)
+    never_stopped = plain.unite([rank[0] for rank in ranks], 4)
+    again = plain.unite([rank[1] for rank in ranks], 4)
+    two_by_two = plain.unite([rank[2] for rank in ranks], 2)
+    alone = plain.unite(run_on_threads(1, partial(continued, microbatches=4)), 1)
+    assert never_stopped.differences(again) == []
+    assert never_stopped.differences(alone) == []
+    assert never_stopped.distance(two_by_two) < 1e-10
+
+
+class Marked(nn.Module):
+    """Give outputs of which autograd keeps nothing, and remember them weakly."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.made = []
+
+    def forward(self, x):
+        output = self.linear(x)
+        self.made.append(weakref.ref(output.untyped_storage()))
+        return output
+
+    def num_alive(self):
+        return sum(ref() is not None for ref in self.made)
+
+
+class _Probe(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, call):
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.call()
+        return gradient, None
+
+
+class Probe(nn.Linear):
+    """Call something in every backward."""
+
+    def __init__(self, call=bool):
+        super().__init__(WIDTH, WIDTH)
+        self.call = call
+
+    def forward(self, x):
+        return _Probe.apply(super().forward(x), self.call)
+
+
+def mean_square(output, target):
+    return (output - target).square().mean()
+
+
+def test_outputs_that_have_left_are_released_before_the_backward(processes, tmp_path):
+    """GPipe without recomputation: rank 0 once more than M outputs would hold them all."""
+
+    def body(rank):
+        layer, most = Marked(), []
+
+        def wait_and_count():
+            deadline = time.monotonic() + 10
+            while layer.num_alive() and time.monotonic() < deadline:
+                time.sleep(0.001)  # the sending thread drops the last one in its own time
+            most.append(layer.num_alive())
+
+        first = nn.Sequential(Probe(wait_and_count), layer)
+        pipe = Pipeline(
+            [first, nn.Linear(WIDTH, WIDTH)], mean_square, microbatches=4, recompute="never"
+        )
+        gc.disable()
+        for _ in range(2):
+            pipe.step(torch.randn(8, WIDTH), torch.randn(8, WIDTH))
+        return most
+
+    first, second = processes(2, body, tmp_path)
+    assert first == [0] * 8 and second == []
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_hundreds_of_steps_over_gloo_do_not_grow(processes, tmp_path):
+    """Shapes change all the time; a boundary that leaked once a step would make 24 MB."""
+
+    def body(rank):
+        pipe = Pipeline([nn.Linear(64, 256), nn.Linear(256, 1)], mean_square, microbatches=2)
+        batches = [(torch.randn(n, 64), torch.randn(n, 1)) for n in (80, 81, 79)]
+        measured = []
+        gc.collect()
+        gc.disable()
+        for step in range(301):
+            pipe.step(*batches[step // 2 % 3])
+            if step in (60, 300):
+                measured.append((len(gc.get_objects()), resident_bytes()))
+        return measured
+
+    for before, after in processes(2, body, tmp_path):
+        assert after[0] - before[0] < 200
+        assert after[1] - before[1] < 12e6
+
+
+def test_recomputation_does_not_wait_for_the_gradient(processes, tmp_path):
+    """Rank 1 takes 0.3 s for its first backward; rank 0 recomputes meanwhile."""
+
+    def body(rank):
+        delays = [0.3]
+        slow = Probe(lambda: time.sleep(delays.pop()) if delays else None)
+        layers = [nn.Linear(WIDTH, WIDTH), slow]
+        pipe = Pipeline(layers, mean_square, microbatches=3, recompute="always")
+        pipe.step(torch.randn(6, WIDTH), torch.randn(6, WIDTH))
+        return pipe.timeline()
+
+    timeline, same = processes(2, body, tmp_path)
+    assert timeline.events == same.events
+    times = {event.action: event for row in timeline.events for event in row}
+    assert times[Action(Op.R, 0, 2)].start_s < times[Action(Op.B, 1, 2)].end_s
+    assert times[Action(Op.R, 0, 2)].end_s <= times[Action(Op.B, 0, 2)].start_s
