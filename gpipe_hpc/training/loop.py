@@ -21,8 +21,13 @@ from gpipe_hpc.training.logs import rank_log
 from gpipe_hpc.training.lr import lr_at, set_lr
 from gpipe_hpc.training.metrics import Metrics, open_metrics
 from gpipe_hpc.training.progress import Progress
-from gpipe_hpc.training.run_folder import REQUEUE_FILE, default_run_folder, prepare_run_folder
-from gpipe_hpc.training.session import Session, open_session
+from gpipe_hpc.training.run_folder import (
+    REQUEUE_FILE,
+    default_run_folder,
+    is_restart,
+    prepare_run_folder,
+)
+from gpipe_hpc.training.session import Session, last_step, open_session
 from gpipe_hpc.training.signals import REQUEUE_EXIT_CODE, StopRequest
 from gpipe_hpc.training.trace import write_trace
 from gpipe_hpc.training.validation import validate
@@ -43,8 +48,11 @@ def run_training(
     everybody = world.group([tuple(range(world.size))])
     with together(world, "preparing the run folder"):
         chosen = None
+        restarted = False
         if world.rank == 0:
-            chosen = prepare_run_folder(Path(config.run.dir or default_run_folder()).absolute())
+            chosen = Path(config.run.dir or default_run_folder()).absolute()
+            restarted = is_restart(chosen)
+            prepare_run_folder(chosen)
             (chosen / "config.yaml").write_text(config_yaml(config))
         run_folder: Path = broadcast_object(everybody, chosen, root=0)
     if config.train.num_threads is not None:
@@ -53,7 +61,7 @@ def run_training(
     with rank_log(run_folder, world.rank, [mesh.stage_rank_of(world.rank)]):
         for doubt in doubts if world.rank == 0 else ():
             log.warning(doubt)
-        session = open_session(config, world, run_folder)
+        session = open_session(config, world, run_folder, restarted)
         return _Loop(session, stop).run()
 
 
@@ -66,9 +74,7 @@ class _Loop:
         self._config = session.config
         self._stop = stop
         self._leads = session.pipe.world.rank == 0
-        train = session.config.train
-        horizon = train.steps if train.stop_at is None else min(train.steps, train.stop_at)
-        self._last = max(horizon, self._pipe.steps_done)
+        self._last = max(last_step(session.config.train), self._pipe.steps_done)
         self._validated = -1
         self._num_samples = 0
         self._pipeline_s = 0.0
@@ -81,8 +87,9 @@ class _Loop:
         log.info("run folder %s", self._session.run_folder)
         log.info("stages:\n%s", pipe.describe())
         self._say_expectations()
+        resumed = first if first < self._last else None
         with (
-            open_metrics(self._session.run_folder, first) as metrics,
+            open_metrics(self._session.run_folder, resumed) as metrics,
             Progress(first, self._last, self._config.train.log_every) as progress,
         ):
             return self._steps(metrics, progress)

@@ -27,12 +27,12 @@ class JsonLines:
     """A line of JSON a step, in the hands of the system as soon as `write` returns.
 
     A run that resumes after step n drops what an earlier one wrote past n, and a line cut short
-    by a kill.
+    by a kill. None drops nothing: such a run takes no step.
     """
 
-    def __init__(self, path: Path, resumed_step: int = 0) -> None:
+    def __init__(self, path: Path, resumed_step: int | None = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
+        if path.exists() and resumed_step is not None:
             _keep_until(path, resumed_step)
         self._file = path.open("a", encoding="utf-8")
 
@@ -50,11 +50,12 @@ class JsonLines:
 class TensorBoard:
     """Scalars as TensorBoard event files in a folder."""
 
-    def __init__(self, folder: Path, resumed_step: int = 0) -> None:
+    def __init__(self, folder: Path, resumed_step: int | None = 0) -> None:
         # Here, since it takes a second to load and only rank 0 writes.
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(folder, purge_step=resumed_step + 1)
+        purged = None if resumed_step is None else resumed_step + 1
+        self._writer: Any = SummaryWriter(folder, purge_step=purged)
 
     def write(self, step: int, scalars: Scalars) -> None:
         """Record those scalars that have a value."""
@@ -95,8 +96,11 @@ class Metrics:
         self.close()
 
 
-def open_metrics(run_dir: Path, resumed_step: int = 0) -> Metrics:
-    """Return the writers of a run: ``metrics.jsonl`` and the folder ``tensorboard``."""
+def open_metrics(run_dir: Path, resumed_step: int | None = 0) -> Metrics:
+    """Return the writers of a run: ``metrics.jsonl`` and the folder ``tensorboard``.
+
+    What an earlier run wrote there past `resumed_step` is dropped; nothing if that is None.
+    """
     return Metrics(
         JsonLines(run_dir / "metrics.jsonl", resumed_step),
         TensorBoard(run_dir / "tensorboard", resumed_step),

@@ -11,32 +11,41 @@ from gpipe_hpc.errors import CheckpointError, ConfigError
 
 REQUEUE_FILE = "REQUEUE"
 _PREFIX = "step_"
+_ABANDONED = "abandoned_"
+_RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
 def default_run_folder(environ: Mapping[str, str] | None = None) -> Path:
     """Return runs/<name>, the same name when a launcher starts this run again.
 
     A restarted worker of torchrun and a requeued job of Slurm must find what they had saved, so
-    the name comes from the job, or from the moment the launcher itself was started.
+    the name comes from the job, or from the launcher: when it was started, and its process number,
+    which keeps apart runs that start in the same second.
     """
     env = os.environ if environ is None else environ
     if "SLURM_JOB_ID" in env:
         return Path("runs") / f"slurm_{env['SLURM_JOB_ID']}"
-    started_s = _parent_start_s() if "TORCHELASTIC_RUN_ID" in env else None
-    moment = time.localtime(time.time() if started_s is None else started_s)
-    return Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S", moment)
+    launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in env else os.getpid()
+    moment = time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(_start_s(launcher)))
+    return Path("runs") / f"{moment}_{launcher}"
 
 
-def _parent_start_s() -> float | None:
-    """Return when the parent process was started, where /proc tells."""
+def _start_s(pid: int) -> float | None:
+    """Return when a process was started; None, which means now, where /proc does not tell."""
     try:
-        fields = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
-        uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        lines = Path("/proc/stat").read_text().splitlines()
+        (booted_s,) = (int(line.split()[1]) for line in lines if line.startswith("btime "))
     except (OSError, ValueError, IndexError):
         return None
-    ticks_per_s = os.sysconf("SC_CLK_TCK")
-    # Rounded, as the two clocks are read at slightly different moments each time.
-    return round(time.time() - uptime_s + int(fields[19]) / ticks_per_s)
+    return booted_s + int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
+def is_restart(folder: Path, environ: Mapping[str, str] | None = None) -> bool:
+    """Say whether a run was here that a launcher, or its own requeue mark, has started again."""
+    env = os.environ if environ is None else environ
+    counts = (env.get(name, "0") for name in _RESTART_COUNTS)
+    return (folder / REQUEUE_FILE).exists() or any(count != "0" for count in counts)
 
 
 def prepare_run_folder(folder: Path) -> Path:
@@ -78,20 +87,36 @@ class Checkpoints:
     def prune(self) -> None:
         """Remove all but the newest `keep`, and what was cut short."""
         for path in self.all()[: -self._keep]:
-            shutil.rmtree(path)
+            # Under another name first: a kill must not leave half of it under this one.
+            path.rename(path.with_name(path.name + PARTIAL_SUFFIX))
         for path in self._folder.glob(f"*{PARTIAL_SUFFIX}"):
             shutil.rmtree(path)
 
-    def resume_from(self, resume: str) -> Path | None:
+    def set_aside(self, resumed: Path | None) -> list[Path]:
+        """Rename what an earlier run saved past the step that this one starts from.
+
+        This run will write those steps anew, and a later one must not take the old for newest.
+        """
+        first = self.path(0 if resumed is None else read_facts(resumed)["steps_done"])
+        kept = None if resumed is None else resumed.resolve()
+        stale = [p for p in self.all() if p.name >= first.name and p.resolve() != kept]
+        aside = [path.with_name(_ABANDONED + path.name) for path in stale]
+        for path, name in zip(stale, aside, strict=True):
+            shutil.rmtree(name, ignore_errors=True)
+            path.rename(name)
+        return aside
+
+    def resume_from(self, resume: str, is_restart: bool = False) -> Path | None:
         """Return what `checkpoint.resume` asks for: auto, never, or a path.
 
-        A path may be a checkpoint or a run folder, whose newest is taken. CheckpointError if
-        there is none.
+        A path may be a checkpoint or a run folder, whose newest is taken. A restart goes on from
+        what it saved itself, if anything. CheckpointError if there is none.
         """
+        own = self.newest()
+        if resume == "auto" or (is_restart and own is not None):
+            return own
         if resume == "never":
             return None
-        if resume == "auto":
-            return self.newest()
         path = Path(resume)
         newest = Checkpoints(path, self._keep).newest()
         if newest is not None:

@@ -11,7 +11,7 @@ import torch
 from gpipe_hpc.checkpoint import read_facts
 from gpipe_hpc.comm.group import broadcast_object
 from gpipe_hpc.comm.world import World, together
-from gpipe_hpc.config import Config, bind_target, build_target
+from gpipe_hpc.config import Config, TrainConfig, bind_target, build_target
 from gpipe_hpc.engine.assembly import check_agreement
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import loss_function
@@ -49,19 +49,22 @@ class Session:
     def save(self) -> Path:
         """Write a checkpoint of this step, and drop the oldest."""
         path = self.checkpoints.path(self.pipe.steps_done)
-        if not path.exists():
-            self.pipe.save(path, self.optimizer, {"position": self.position})
+        self.pipe.save(path, self.optimizer, {"position": self.position})
+        with together(self.pipe.world, "removing old checkpoints"):
             if self.pipe.world.rank == 0:
                 self.checkpoints.prune()
         return path
 
 
-def open_session(config: Config, world: World, run_folder: Path) -> Session:
-    """Build the run on this rank and, where there is a checkpoint to resume, take it over."""
+def open_session(config: Config, world: World, run_folder: Path, restarted: bool) -> Session:
+    """Build the run on this rank and, where there is a checkpoint to resume, take it over.
+
+    `restarted`: goes on from what it saved itself, whatever checkpoint.resume says.
+    """
     everybody = world.group([tuple(range(world.size))])
     checkpoints = Checkpoints(run_folder, config.checkpoint.keep)
     with together(world, "opening the run"):
-        found = checkpoints.resume_from(config.checkpoint.resume) if world.rank == 0 else None
+        found = _resume(config, checkpoints, restarted) if world.rank == 0 else None
         resumed: Path | None = broadcast_object(everybody, found, root=0)
         source = open_data(config.data)
         check_agreement(everybody, {"data": (source.train.digest(), source.validation.digest())})
@@ -91,6 +94,21 @@ def open_session(config: Config, world: World, run_folder: Path) -> Session:
         session.position = int(extra["position"])
         log.info("resumed from %s: %d steps done", resumed, pipe.steps_done)
     return session
+
+
+def _resume(config: Config, checkpoints: Checkpoints, restarted: bool) -> Path | None:
+    """Return the checkpoint to start from; a run that will train puts away those past it."""
+    found = checkpoints.resume_from(config.checkpoint.resume, restarted)
+    done = 0 if found is None else read_facts(found)["steps_done"]
+    if last_step(config.train) > done:
+        for path in checkpoints.set_aside(found):
+            log.warning("starting from step %d: what an earlier run saved is now %s", done, path)
+    return found
+
+
+def last_step(train: TrainConfig) -> int:
+    """Return the step after which the run ends."""
+    return train.steps if train.stop_at is None else min(train.steps, train.stop_at)
 
 
 def _partition(config: Config, resumed: Path | None) -> Any:
