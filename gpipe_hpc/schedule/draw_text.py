@@ -15,6 +15,7 @@ _MEANING: Final = {
     Op.R: "recompute",
 }
 _WIDEST: Final = 240
+_LONGEST_LEGEND: Final = 92
 
 
 def draw_text(timeline: Timeline, width: int | None = None) -> str:
@@ -72,7 +73,6 @@ def _line(
 def _legend(timeline: Timeline, cells: list[list[Event]]) -> str:
     used = {event.action.op for row in cells for event in row}
     ops = [f"{op}{fill} {_MEANING[op]}" for op, fill in _FILL.items() if op in used]
-    return (
-        f"{', '.join([*ops, '. idle'])}; makespan {timeline.makespan:g}, "
-        f"bubble {timeline.bubble:.1%} (idle over total)"
-    )
+    times = f"makespan {timeline.makespan:g}, bubble {timeline.bubble:.1%} (idle over total)"
+    line = f"{', '.join([*ops, '. idle'])}; {times}"
+    return line if len(line) <= _LONGEST_LEGEND else line.replace("; ", ";\n")

@@ -1,7 +1,8 @@
 """GPipe: all forwards, then all backwards."""
 
 from gpipe_hpc.schedule.actions import Action, Op
-from gpipe_hpc.schedule.table import Schedule, one_stage_each
+from gpipe_hpc.schedule.placements import one_stage_each
+from gpipe_hpc.schedule.table import Schedule
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:

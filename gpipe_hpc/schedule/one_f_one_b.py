@@ -1,7 +1,8 @@
 """1F1B: one forward, one backward, so that few micro-batches live at once."""
 
 from gpipe_hpc.schedule.actions import Action, Op
-from gpipe_hpc.schedule.table import Schedule, one_stage_each
+from gpipe_hpc.schedule.placements import one_stage_each
+from gpipe_hpc.schedule.table import Schedule
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:

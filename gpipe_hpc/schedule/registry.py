@@ -6,14 +6,42 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from gpipe_hpc.errors import ScheduleError
+from gpipe_hpc.schedule.actions import Op
+from gpipe_hpc.schedule.chimera import chimera
+from gpipe_hpc.schedule.dualpipe import dualpipe, dualpipe_v
+from gpipe_hpc.schedule.from_file import from_file
+from gpipe_hpc.schedule.gems import gems
 from gpipe_hpc.schedule.gpipe import gpipe
+from gpipe_hpc.schedule.hanayo import hanayo
+from gpipe_hpc.schedule.interleaved import interleaved
+from gpipe_hpc.schedule.looped_bfs import looped_bfs
 from gpipe_hpc.schedule.one_f_one_b import one_f_one_b
+from gpipe_hpc.schedule.options import whole
 from gpipe_hpc.schedule.recompute import add_recompute
 from gpipe_hpc.schedule.table import Schedule
+from gpipe_hpc.schedule.zero_bubble import zb_h1, zb_h2
+from gpipe_hpc.schedule.zero_bubble_v import v_half, zb_v
+
+_COUNTS: Final = ("ranks", "microbatches")
 
 # Each takes (ranks, microbatches) and its own options as further keywords.
 SCHEDULES: Final[Mapping[str, Callable[..., Schedule]]] = MappingProxyType(
-    {"gpipe": gpipe, "one_f_one_b": one_f_one_b}
+    {
+        "gpipe": gpipe,
+        "one_f_one_b": one_f_one_b,
+        "looped_bfs": looped_bfs,
+        "interleaved": interleaved,
+        "zb_h1": zb_h1,
+        "zb_h2": zb_h2,
+        "zb_v": zb_v,
+        "v_half": v_half,
+        "gems": gems,
+        "chimera": chimera,
+        "dualpipe": dualpipe,
+        "dualpipe_v": dualpipe_v,
+        "hanayo": hanayo,
+        "file": from_file,
+    }
 )
 
 
@@ -42,17 +70,9 @@ def build(
                 f"schedule {name!r}: unknown option, expected "
                 f"{'one of ' + ', '.join(known) if known else 'no options'}, got {option!r}"
             )
-    _check_count(name, "ranks", ranks)
-    _check_count(name, "microbatches", microbatches)
+    whole(name, "ranks", ranks)
+    whole(name, "microbatches", microbatches)
     bare = function(ranks=ranks, microbatches=microbatches, **options)
+    if any(action.op is Op.R for row in bare.ranks for action in row):
+        return bare  # a file that places recomputation itself
     return add_recompute(bare, recompute)
-
-
-_COUNTS: Final = ("ranks", "microbatches")
-
-
-def _check_count(name: str, what: str, count: object) -> None:
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ScheduleError(
-            f"schedule {name!r}: {what} must be a whole number, expected 1 or more, got {count!r}"
-        )

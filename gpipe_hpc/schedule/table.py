@@ -68,11 +68,6 @@ class Placement:
         return tuple(tuple(sorted(set(ranks))) for ranks in zip(*self.routes, strict=True))
 
 
-def one_stage_each(num_ranks: int, num_microbatches: int) -> Placement:
-    """Place stage k on rank k."""
-    return Placement((tuple(range(num_ranks)),), (0,) * num_microbatches)
-
-
 @dataclass(frozen=True)
 class Schedule:
     """A table: for each rank the actions it runs, in order.

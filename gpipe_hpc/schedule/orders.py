@@ -1,0 +1,71 @@
+"""How tables are put together: the rules that schedules share."""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
+
+from gpipe_hpc.schedule.actions import Action, Op
+from gpipe_hpc.schedule.occupancy import peak_activations
+from gpipe_hpc.schedule.table import Placement, Schedule
+
+Rows = Iterable[Sequence[Action]]
+
+
+def tabulate(name: str, placement: Placement, rows: Rows) -> Schedule:
+    """Return the table of some rows, which declares the activations that its order keeps.
+
+    Actions of micro-batches that the placement does not have are left out: a table made for more
+    micro-batches stays valid, as nothing crosses from one micro-batch to another.
+    """
+    surplus = placement.num_microbatches
+    kept = tuple(
+        tuple(action for action in row if (action.microbatch or 0) < surplus) for row in rows
+    )
+    bounds = tuple(peak_activations(row).size for row in kept)
+    return Schedule(name, placement, kept, max_activations=bounds)
+
+
+class RankOrder:
+    """One rank's list as it grows: each op of a stage takes the stage's micro-batches in turn."""
+
+    def __init__(self, microbatch_of: Callable[[int, int], int] | None = None) -> None:
+        """Start empty; `microbatch_of(stage, index)` names a stage's micro-batches, else index."""
+        self.actions: list[Action] = []
+        self._microbatch_of = microbatch_of
+        self._taken: dict[tuple[Op, int], int] = defaultdict(int)
+        self._owed: deque[Action] = deque()
+
+    def run(self, op: Op, stage: int) -> None:
+        """Add ``F``, ``B`` or ``I`` of a stage's next micro-batch; an ``I`` owes its ``W``."""
+        kind = Op.I if op is Op.B else op
+        index = self._taken[kind, stage]
+        self._taken[kind, stage] += 1
+        microbatch = self._microbatch_of(stage, index) if self._microbatch_of else index
+        self.actions.append(Action(op, stage, microbatch))
+        if op is Op.I:
+            self._owed.append(Action(Op.W, stage, microbatch))
+
+    def pay(self, stage: int | None = None) -> None:
+        """Add the ``W`` that is owed for longest, by one stage or by any."""
+        owed = next(each for each in self._owed if stage is None or each.stage == stage)
+        self._owed.remove(owed)
+        self.actions.append(owed)
+
+    def taken(self, op: Op, stage: int) -> int:
+        """Return how many micro-batches of a stage an op has run; ``B`` counts as ``I``."""
+        return self._taken[op, stage]
+
+    def num_owed(self, stage: int) -> int:
+        """Return how many ``W`` a stage owes."""
+        return sum(each.stage == stage for each in self._owed)
+
+
+def in_slots(slots: Iterable[tuple[int, int, Action]], num_ranks: int) -> list[list[Action]]:
+    """Return each rank's actions in the order of their time slots, given (rank, slot, action).
+
+    Slots order the actions of one rank and no more; when they run is a result of simulating them.
+    """
+    rows: list[list[tuple[int, Action]]] = [[] for _ in range(num_ranks)]
+    for rank, slot, action in slots:
+        rows[rank].append((slot, action))
+    return [[action for _, action in sorted(row, key=itemgetter(0))] for row in rows]
