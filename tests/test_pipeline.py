@@ -1,0 +1,412 @@
+"""What a user of `Pipeline` may rely on, beside the numbers being right (tests/engine)."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.schedule import build, lower
+
+WIDTH = 4
+
+
+def mean_square(output, target):
+    return (output - target).square().mean()
+
+
+def batch(size=8, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(size, WIDTH, generator=generator), torch.randn(
+        size, WIDTH, generator=generator
+    )
+
+
+def linears(number):
+    return [LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(number)]
+
+
+@pytest.fixture
+def without_launcher(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_one_plain_process_needs_no_launcher(without_launcher):
+    model = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH))
+    plain = copy.deepcopy(model)
+    inputs, targets = batch(7)
+    pipe = Pipeline(model, mean_square, microbatches=3)
+    result = pipe.step(inputs, targets)
+    loss = mean_square(plain(inputs), targets)
+    loss.backward()
+    assert result.loss == pytest.approx(loss.item(), rel=1e-6)
+    for ours, parameter in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, parameter.grad)
+    assert (pipe.replica, pipe.stage_rank, pipe.share(7)) == (0, 0, slice(0, 7))
+
+
+def test_stages_default_to_world_size_over_replicas():
+    def body(world):
+        pipe = Pipeline(linears(3), mean_square, replicas=2, world=world)
+        return pipe.replica, pipe.stage_rank, pipe.mesh.stages
+
+    assert run_on_threads(4, body) == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, 6, 17])
+def test_shares_are_the_global_tensor_split(size):
+    def body(world):
+        pipe = Pipeline(linears(1), mean_square, replicas=2, microbatches=3, world=world)
+        return pipe.share(size)
+
+    samples = torch.arange(size)
+    pieces = samples.tensor_split(6)
+    shares = [samples[part] for part in run_on_threads(2, body)]
+    assert [s.tolist() for s in shares] == [
+        torch.cat(pieces[:3]).tolist(),
+        torch.cat(pieces[3:]).tolist(),
+    ]
+
+
+def test_only_the_ends_need_data_and_others_may_pass_anything():
+    inputs, targets = batch()
+
+    def body(world):
+        pipe = Pipeline(linears(3), mean_square, microbatches=2, world=world)
+        given = inputs if pipe.needs_inputs else None, targets if pipe.needs_targets else None
+        losses = [pipe.step(*given).loss, pipe.step(inputs, targets).loss]
+        losses.append(pipe.evaluate(*given).loss)
+        return pipe.needs_inputs, pipe.needs_targets, losses
+
+    first, middle, last = run_on_threads(3, body)
+    assert first[:2] == (True, False) and middle[:2] == (False, False) and last[:2] == (False, True)
+    assert len(set(first[2])) == 1 and first[2] == middle[2] == last[2]
+
+
+def test_names_are_global_and_together_the_whole_model():
+    layers = [*linears(2), LayerSpec(nn.Identity), LayerSpec(nn.LayerNorm, WIDTH)]
+
+    def body(world):
+        pipe = Pipeline(layers, mean_square, partition=[1, 1, 1, 1], world=world)
+        pipe.step(*batch())
+        return [name for name, _ in pipe.named_parameters()], pipe.parameters()
+
+    ranks = run_on_threads(4, body)
+    assert [names for names, _ in ranks] == [
+        ["layers.0.weight", "layers.0.bias"],
+        ["layers.1.weight", "layers.1.bias"],
+        [],
+        ["layers.3.weight", "layers.3.bias"],
+    ]
+    assert ranks[2][1] == []
+
+
+@pytest.mark.parametrize("before", ["accumulated", "none", "users own"])
+def test_step_replaces_gradients(before):
+    def body(world):
+        pipe = Pipeline(linears(2), mean_square, microbatches=2, world=world)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.0)
+        pipe.step(*batch())
+        expected = [p.grad.clone() for p in pipe.parameters()]
+        if before == "none":
+            optimizer.zero_grad(set_to_none=True)
+        if before == "users own":
+            for parameter in pipe.parameters():
+                parameter.grad = torch.ones_like(parameter)
+        pipe.step(*batch())
+        return [torch.equal(p.grad, e) for p, e in zip(pipe.parameters(), expected, strict=True)]
+
+    assert run_on_threads(2, body) == [[True, True]] * 2
+
+
+def test_the_users_random_numbers_are_left_alone():
+    layers = [LayerSpec(nn.Linear, WIDTH, WIDTH), LayerSpec(nn.Dropout, 0.5)]
+
+    def body(world):
+        pipe = Pipeline(layers, mean_square, microbatches=2, world=world)
+        pipe.step(*batch())
+        pipe.evaluate(*batch())
+        pipe.predict(batch()[0])
+
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    run_on_threads(1, body)
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_modes_that_the_user_set_are_respected():
+    inputs, targets = torch.ones(64, WIDTH), torch.zeros(64, WIDTH)
+    drops = nn.Dropout(0.5)
+    frozen = nn.BatchNorm1d(WIDTH).eval()
+
+    def body(world):
+        pipe = Pipeline([frozen, drops], mean_square, microbatches=2, world=world)
+        losses = [pipe.step(inputs, targets).loss, pipe.evaluate(inputs, targets).loss]
+        assert drops.training and not frozen.training
+        drops.eval()
+        losses.append(pipe.step(inputs, targets).loss)
+        assert pipe.predict(inputs).mean().item() == pytest.approx(1.0, abs=1e-4)
+        assert not drops.training
+        return losses
+
+    ((trained, evaluated, without),) = run_on_threads(1, body)
+    assert evaluated == without == pytest.approx(1.0, abs=1e-4)
+    assert abs(trained - 1.0) > 1e-2
+    assert frozen.running_mean.tolist() == [0.0] * WIDTH
+
+
+def test_replicas_that_start_unequal_become_replica_0():
+    def body(world):
+        generator = torch.Generator().manual_seed(world.rank)
+        layer = nn.BatchNorm1d(WIDTH)
+        for tensor in (layer.weight.data, layer.running_mean):
+            tensor.copy_(torch.randn(WIDTH, generator=generator))
+        before = layer.weight.detach().clone()
+        Pipeline([layer], mean_square, replicas=3, world=world)
+        return before, layer.weight.detach(), layer.running_mean
+
+    ranks = run_on_threads(3, body)
+    assert not torch.equal(ranks[0][0], ranks[1][0])
+    for _, weight, mean in ranks:
+        assert torch.equal(weight, ranks[0][0]) and torch.equal(mean, ranks[0][2])
+
+
+def test_weights_depend_on_seed_and_index_never_on_the_cut():
+    def weights(size, **settings):
+        def body(world):
+            pipe = Pipeline(linears(4), mean_square, world=world, **settings)
+            return {name: p.detach() for name, p in pipe.named_parameters()}
+
+        return {name: p for rank in run_on_threads(size, body) for name, p in rank.items()}
+
+    one, two = weights(1, seed=9), weights(2, seed=9, partition=[3, 1])
+    other = weights(1, seed=10)
+    assert one.keys() == two.keys() == other.keys() and len(one) == 8
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert not any(torch.equal(one[name], other[name]) for name in one)
+    assert not torch.equal(one["layers.0.weight"], one["layers.1.weight"])
+
+
+def test_modules_that_come_built_keep_their_weights():
+    layer = nn.Linear(WIDTH, WIDTH)
+    weight = layer.weight.detach().clone()
+    run_on_threads(1, lambda world: Pipeline([layer], mean_square, world=world) and None)
+    assert torch.equal(layer.weight, weight)
+
+
+def test_mean_and_pair_are_the_same_loss_of_the_whole_batch():
+    """Micro-batches of 3, 3 and 2 samples: means must not be averaged."""
+    inputs, targets = batch(8)
+
+    def pair(output, target):
+        return (output - target).square().sum() / WIDTH, torch.tensor(len(output))
+
+    def run(loss_fn):
+        def body(world):
+            pipe = Pipeline(linears(2), loss_fn, microbatches=3, world=world)
+            result = pipe.step(inputs, targets)
+            return result, [p.grad for p in pipe.parameters()]
+
+        return run_on_threads(2, body)
+
+    means, pairs = run(mean_square), run(pair)
+    for (mean, mean_grads), (total, pair_grads) in zip(means, pairs, strict=True):
+        assert mean.weight == total.weight == 8.0
+        assert mean.loss == pytest.approx(total.loss, rel=1e-6)
+        for left, right in zip(mean_grads, pair_grads, strict=True):
+            torch.testing.assert_close(left, right)
+
+
+def test_weight_zero_gives_loss_and_gradients_zero():
+    def loss_fn(output, target):
+        total = F.cross_entropy(output, target, reduction="sum", ignore_index=-100)
+        return total, (target != -100).sum()
+
+    def body(world):
+        pipe = Pipeline(linears(2), loss_fn, replicas=2, microbatches=2, world=world)
+        inputs, ignored = torch.randn(4, WIDTH), torch.full((4,), -100)
+        result = pipe.step(inputs, ignored)
+        gradients = [p.grad.clone() for p in pipe.parameters()]
+        # The step after it, which seeds its backward with that weight, is sound again.
+        later = pipe.step(inputs, torch.zeros(4, dtype=torch.long)).loss
+        return result.loss, result.weight, gradients, later
+
+    for loss, weight, gradients, later in run_on_threads(4, body):
+        assert (loss, weight) == (0.0, 0.0) and later > 0
+        assert all(g.abs().max() == 0 for g in gradients)
+
+
+def test_a_batch_without_samples_leaves_no_gradients():
+    def body(world):
+        pipe = Pipeline(linears(2), mean_square, microbatches=2, world=world)
+        inputs, targets = batch(0)
+        result = pipe.step(inputs, targets)
+        return result.loss, result.weight, [p.grad for p in pipe.parameters()]
+
+    assert run_on_threads(2, body) == [(0.0, 0.0, [None, None])] * 2
+
+
+def test_frozen_parameters_have_no_gradient_and_may_thaw():
+    def body(world):
+        layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+        layers[0].weight.requires_grad_(False)
+        pipe = Pipeline(layers, mean_square, microbatches=2, world=world)
+        pipe.step(*batch())
+        frozen = [p.grad is None for p in pipe.parameters()]
+        layers[0].weight.requires_grad_(True)
+        pipe.step(*batch())
+        return frozen, [p.grad is None for p in pipe.parameters()]
+
+    assert run_on_threads(2, body) == [
+        ([True, False], [False, False]),
+        ([False, False], [False, False]),
+    ]
+
+
+def test_gradients_are_complete_when_one_replica_alone_used_a_parameter():
+    class Maybe(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) if x[0, 0] > 0 else x
+
+    def body(world):
+        layer = Maybe(WIDTH, WIDTH)
+        pipe = Pipeline([layer, nn.Identity()], mean_square, replicas=2, world=world)
+        inputs = torch.tensor([[1.0] * WIDTH, [-1.0] * WIDTH])
+        pipe.step(inputs[pipe.share(2)], torch.zeros(1, WIDTH))
+        used = layer.weight.grad.clone()
+        pipe.step(-torch.ones(1, WIDTH), torch.zeros(1, WIDTH))
+        return used, layer.weight.grad
+
+    (first, none), (second, also_none) = run_on_threads(2, body)
+    assert torch.equal(first, second) and first.abs().max() > 0
+    assert none is None and also_none is None
+
+
+def test_evaluation_and_prediction_change_nothing():
+    inputs, targets = batch()
+
+    def body(world):
+        layers = [nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Dropout(0.5))]
+        pipe = Pipeline(layers, mean_square, microbatches=2, world=world)
+        pipe.step(inputs, targets)
+        tensors = [*pipe.parameters(), *(p.grad for p in pipe.parameters()), *layers[1].buffers()]
+        before = [t.detach().clone() for t in tensors]
+        losses = {pipe.evaluate(inputs, targets).loss for _ in range(2)}
+        pipe.predict(inputs)
+        assert len(losses) == 1 and pipe.steps_done == 1
+        return [torch.equal(t, b) for t, b in zip(tensors, before, strict=True)]
+
+    assert all(all(same) for same in run_on_threads(2, body))
+
+
+def test_predictions_come_in_input_order_on_every_rank_of_the_replica():
+    inputs = torch.arange(7.0).view(7, 1)
+
+    class Describe(nn.Module):
+        def forward(self, x):
+            return {"twice": 2 * x, "size": len(x), "sum": x.sum(), "none": None}
+
+    def body(world):
+        pipe = Pipeline(
+            [nn.Identity(), Describe()], mean_square, replicas=2, microbatches=2, world=world
+        )
+        return pipe.predict(inputs[pipe.share(7)])
+
+    ranks = run_on_threads(4, body)
+    for rank, first, second in ((0, [0.0, 1.0], [2.0, 3.0]), (2, [4.0, 5.0], [6.0])):
+        for got in ranks[rank : rank + 2]:
+            assert got["twice"].flatten().tolist() == [2 * x for x in first + second]
+            assert got["size"] == [len(first), len(second)]
+            assert got["sum"].tolist() == [sum(first), sum(second)]
+            assert got["none"] is None and not got["twice"].requires_grad
+
+
+def test_losses_are_also_given_by_global_microbatch():
+    inputs, targets = torch.zeros(5, WIDTH), torch.arange(5.0).view(5, 1).expand(5, WIDTH)
+
+    def body(world):
+        pipe = Pipeline(
+            [nn.Identity()], mean_square, stages=1, replicas=2, microbatches=3, world=world
+        )
+        part = pipe.share(5)
+        result = pipe.step(inputs[part], targets[part])
+        return result.loss, result.microbatch_losses
+
+    for loss, losses in run_on_threads(2, body):
+        assert losses == [0.0, 1.0, 4.0, 9.0, 16.0, 0.0]
+        assert loss == 6.0
+
+
+def test_each_step_draws_anew_and_a_run_draws_the_same_again():
+    def body(world):
+        pipe = Pipeline([nn.Dropout(0.5)], mean_square, microbatches=2, seed=4, world=world)
+        return [pipe.step(*batch()).loss for _ in range(3)]
+
+    (losses,) = run_on_threads(1, body)
+    assert len(set(losses)) == 3
+    assert run_on_threads(1, body) == [losses]
+
+
+@pytest.mark.parametrize("make", [lambda table: table, lower], ids=["bare", "lowered"])
+def test_schedule_may_be_a_table(make):
+    table = make(build("one_f_one_b", ranks=2, microbatches=3))
+
+    def run(schedule):
+        def body(world):
+            pipe = Pipeline(
+                linears(2),
+                mean_square,
+                microbatches=3,
+                schedule=schedule,
+                recompute="never",
+                world=world,
+            )
+            return pipe.step(*batch()).loss, [p.grad.clone() for p in pipe.parameters()]
+
+        return run_on_threads(2, body)
+
+    for (loss, gradients), (named_loss, named) in zip(run(table), run("one_f_one_b"), strict=True):
+        assert loss == named_loss
+        assert all(torch.equal(a, b) for a, b in zip(gradients, named, strict=True))
+
+
+def test_clipping_gives_the_global_norm_on_every_rank():
+    def body(world):
+        pipe = Pipeline(linears(3), mean_square, microbatches=2, world=world)
+        pipe.step(*batch())
+        before = [p.grad.clone() for p in pipe.parameters()]
+        norm = pipe.clip_grad_norm_(float("inf"))
+        assert all(torch.equal(p.grad, b) for p, b in zip(pipe.parameters(), before, strict=True))
+        assert torch.equal(pipe.clip_grad_norm_(0.01), norm)
+        return norm, before, [p.grad for p in pipe.parameters()]
+
+    ranks = run_on_threads(3, body)
+    expected = torch.cat([g.flatten() for _, before, _ in ranks for g in before]).norm()
+    for norm, before, after in ranks:
+        assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
+        for left, right in zip(after, before, strict=True):
+            torch.testing.assert_close(left, right * (0.01 / expected))
+
+
+def test_inputs_and_targets_may_be_nests():
+    class Add(nn.Module):
+        def forward(self, nest):
+            return nest["a"] * nest["scale"] + nest["rest"][0]
+
+    def loss_fn(output, target):
+        return mean_square(output, target["y"] if target["use"] else output)
+
+    ones = torch.ones(6, WIDTH)
+    inputs = {"a": ones, "scale": torch.tensor(3.0), "rest": (ones, "text")}
+
+    def body(world):
+        pipe = Pipeline([Add(), nn.Identity()], loss_fn, microbatches=4, world=world)
+        result = pipe.step(inputs, {"y": torch.zeros(6, WIDTH), "use": True})
+        return result.loss, pipe.predict(inputs)
+
+    for loss, output in run_on_threads(2, body):
+        assert loss == 16.0 and torch.equal(output, 4 * ones)
