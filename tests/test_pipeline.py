@@ -122,19 +122,22 @@ def test_step_replaces_gradients(before):
     assert run_on_threads(2, body) == [[True, True]] * 2
 
 
-def test_the_users_random_numbers_are_left_alone():
-    layers = [LayerSpec(nn.Linear, WIDTH, WIDTH), LayerSpec(nn.Dropout, 0.5)]
+@pytest.mark.parametrize("stages", [1, 4])
+def test_the_users_random_numbers_are_left_alone(stages):
+    """Ranks that are threads once restored one another's seeds at the end of a step."""
+    layers = [LayerSpec(nn.Dropout, 0.5), *linears(3)]
 
     def body(world):
-        pipe = Pipeline(layers, mean_square, microbatches=2, world=world)
-        pipe.step(*batch())
+        pipe = Pipeline(layers, mean_square, microbatches=4, world=world)
+        for _ in range(10):
+            pipe.step(*batch())
         pipe.evaluate(*batch())
         pipe.predict(batch()[0])
 
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
-    run_on_threads(1, body)
+    run_on_threads(stages, body)
     assert torch.equal(torch.rand(4), expected)
 
 

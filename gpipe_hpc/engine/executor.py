@@ -1,7 +1,6 @@
 """Run a rank's list of actions: a table of binders makes each action a call, once."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -13,11 +12,10 @@ from gpipe_hpc.comm.world import World
 from gpipe_hpc.engine.feed import Feed
 from gpipe_hpc.engine.loss import LossTerm, loss_term
 from gpipe_hpc.engine.recorder import Recorder
-from gpipe_hpc.engine.stage import Stage, generators_of
+from gpipe_hpc.engine.stage import Stage
 from gpipe_hpc.engine.wiring import Wiring
 from gpipe_hpc.engine.work import Gradients, Keep, Recipe, StageWork, Start
 from gpipe_hpc.errors import ActionError, DataError
-from gpipe_hpc.models import GENERATOR_LOCK
 from gpipe_hpc.schedule import Action, Op, Schedule, arrival, channel_of
 
 Place = tuple[int, int]
@@ -90,13 +88,12 @@ class Executor:
         self.recorder.start_step()
         index = 0
         try:
-            with _generators_restored(self._world.device):
-                while index < len(self._program):
-                    self._world.activity, call = self._program[index]
-                    call()
-                    index += 1
-                self._world.activity = "waiting until all it sent has left"
-                self._wiring.transport.finish()
+            while index < len(self._program):
+                self._world.activity, call = self._program[index]
+                call()
+                index += 1
+            self._world.activity = "waiting until all it sent has left"
+            self._wiring.transport.finish()
         except (ConnectionError, TimeoutError) as error:
             raise type(error)(f"{self._position(index)}: {error}") from error
         except Exception as error:
@@ -277,16 +274,3 @@ def _place(action: Action) -> Place:
 def _handed_over(message: Message) -> Message:
     """Return a boundary as the next stage of the same rank gets it: cut off from the graph."""
     return Message(assemble(*disassemble(message.nest)), message.num_samples)
-
-
-@contextmanager
-def _generators_restored(device: torch.device) -> Iterator[None]:
-    generators = generators_of(device)
-    with GENERATOR_LOCK:
-        states = [generator.get_state() for generator in generators]
-    try:
-        yield
-    finally:
-        with GENERATOR_LOCK:  # another rank's layer may be drawing on another thread
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)

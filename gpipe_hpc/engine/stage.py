@@ -90,11 +90,20 @@ class Stage:
 
     @contextmanager
     def keyed(self, seed: int) -> Iterator[None]:
-        """Draw from generators seeded with `seed` within the block, and nobody else with us."""
+        """Draw from generators seeded with `seed` within the block, and nobody else with us.
+
+        Afterwards they are as they were: the user's own, whom they also serve, sees no change.
+        """
         with GENERATOR_LOCK:
+            # 1 us. Not once a step: ranks that are threads would save one another's seeds.
+            states = [generator.get_state() for generator in self._generators]
             for generator in self._generators:
                 generator.manual_seed(seed)
-            yield
+            try:
+                yield
+            finally:
+                for generator, state in zip(self._generators, states, strict=True):
+                    generator.set_state(state)
 
     def _protect(self, boundary: Nest) -> tuple[Nest, list[torch.Tensor]]:
         """Copy the boundary's tensors where layers write into them; the first run finds out.
