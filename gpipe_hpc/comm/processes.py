@@ -15,6 +15,12 @@ from gpipe_hpc.comm.group import Group, Pending, SoloGroup, rank_names
 from gpipe_hpc.comm.outbox import Outbox
 from gpipe_hpc.comm.payload import DirectPayload, Lane, Payload, StagedPayload
 from gpipe_hpc.comm.process_transport import Link, ProcessTransport
+from gpipe_hpc.comm.routed_transport import RoutedTransport
+from gpipe_hpc.comm.shared_transport import (
+    SharedTransport,
+    host_identity,
+    open_shared_transport,
+)
 from gpipe_hpc.comm.transport import PlacedChannel, Transport
 
 _BREAK_TAG = 2**30
@@ -71,7 +77,14 @@ class _Collective:
 class ProcessWorld:
     """This process among all ranks of the default process group."""
 
-    def __init__(self, device: torch.device, timeout_s: float, owns_group: bool) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        timeout_s: float,
+        *,
+        owns_group: bool,
+        shares_memory: bool = True,
+    ) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.device = device
@@ -81,6 +94,8 @@ class ProcessWorld:
         # CPU tensors (words, flags) travel over Gloo also where the user's group is NCCL alone.
         self._backend = "cpu:gloo,cuda:nccl" if uses_nccl else "gloo"
         self._owns_group = owns_group
+        self._shares_memory = shares_memory
+        self._shared: list[SharedTransport] = []
         self._groups: list[tuple[dist.ProcessGroup, tuple[int, ...]]] = []
         # A group of our own for point-to-point: its tags cannot meet the user's.
         self._base = self._new_group(tuple(range(self.size)))
@@ -102,7 +117,23 @@ class ProcessWorld:
         return own
 
     def transport(self, channels: Sequence[PlacedChannel]) -> Transport:
-        """Open the channels; over NCCL each has communicators of its own."""
+        """Open the channels: in shared memory where both ends see it, else over torch."""
+        everybody = self.group([tuple(range(self.size))])
+        hosts = everybody.all_gather_object(host_identity() if self._shares_memory else "")
+        here = [c for c in channels if _one_host(hosts, c) and self.device.type == "cpu"]
+        apart = [c for c in channels if c not in here]
+        routes: dict[PlacedChannel, Transport] = {}
+        if here:
+            seconds = self._timeout.total_seconds()
+            shared = open_shared_transport(here, self.rank, everybody, seconds)
+            self._shared.append(shared)
+            routes |= dict.fromkeys(here, shared)
+        if apart:
+            routes |= dict.fromkeys(apart, self._torch_transport(apart))
+        return RoutedTransport(routes)
+
+    def _torch_transport(self, channels: Sequence[PlacedChannel]) -> Transport:
+        """Open channels over torch; over NCCL each has communicators of its own."""
         uses_nccl = "nccl" in self._backend
         payload: Payload = (
             StagedPayload(self.device)
@@ -157,6 +188,8 @@ class ProcessWorld:
         Gloo has no abort for point-to-point, but a wait that times out closes all pairs of its
         group; NCCL communicators are aborted.
         """
+        for shared in self._shared:
+            shared.close()
         for group, ranks in self._groups:
             peer = next(rank for rank in ranks if rank != self.rank)
             with contextlib.suppress(RuntimeError, ValueError):
@@ -167,6 +200,11 @@ class ProcessWorld:
                 with contextlib.suppress(RuntimeError, AttributeError):
                     backend: Any = group._get_backend(self.device)
                     backend.abort()
+
+
+def _one_host(hosts: Sequence[str], channel: PlacedChannel) -> bool:
+    source, destination = hosts[channel.source_rank], hosts[channel.destination_rank]
+    return source == destination != ""
 
 
 def _warm_up(links: Sequence[Link], rank: int, device: torch.device) -> None:

@@ -21,6 +21,7 @@ def start_world(
     backend: str = "auto",
     timeout_s: float = DEFAULT_TIMEOUT_S,
     loopback: bool | None = None,
+    shares_memory: bool = True,
 ) -> World:
     """Return the world of this process.
 
@@ -30,11 +31,12 @@ def start_world(
 
     `device`: auto | cpu | cuda. `backend`: auto | gloo | nccl. `timeout_s`: how long a rank
     waits for another before it gives up and says so. `loopback`: listen on this machine alone;
-    None means when all ranks are on it.
+    None means when all ranks are on it. `shares_memory`: ranks of one host with CPU tensors hand
+    boundaries over in shared memory.
     """
     if dist.is_initialized():
         chosen = _device(device, local_rank=None)
-        return ProcessWorld(chosen, timeout_s, owns_group=False)
+        return ProcessWorld(chosen, timeout_s, owns_group=False, shares_memory=shares_memory)
     launch = detect_launch()
     chosen = _device(device, launch.local_rank)
     if launch.world_size == 1:
@@ -47,7 +49,7 @@ def start_world(
         world_size=launch.world_size,
         timeout=timedelta(seconds=timeout_s),
     )
-    return ProcessWorld(chosen, timeout_s, owns_group=True)
+    return ProcessWorld(chosen, timeout_s, owns_group=True, shares_memory=shares_memory)
 
 
 def _device(name: str, local_rank: int | None) -> torch.device:

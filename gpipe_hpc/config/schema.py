@@ -147,6 +147,7 @@ class CommConfig:
     backend: str = "auto"
     timeout_s: float = 600.0
     loopback: bool | None = None
+    shared_memory: bool = True
 
 
 @dataclass

@@ -42,6 +42,7 @@ def _train(composed: DictConfig, stop: StopRequest) -> int:
             backend=config.comm.backend,
             timeout_s=config.comm.timeout_s,
             loopback=config.comm.loopback,
+            shares_memory=config.comm.shared_memory,
         )
         return run_training(config, world, stop, doubts)
     except ConfigError as error:
