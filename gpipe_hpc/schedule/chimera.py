@@ -1,6 +1,7 @@
 """Chimera: pipelines in both directions at once, each in the other's bubbles."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
@@ -39,38 +40,25 @@ def chimera(ranks: int, microbatches: int, pipelines: int = 2, scaling: str = "d
             f"schedule 'chimera': pipelines must be even and divide the ranks, expected one of "
             f"{allowed} for {ranks} ranks, got {pipelines}"
         )
-    if scaling not in _UNITS:
+    if scaling not in _SCALINGS:
         raise ScheduleError(
-            f"schedule 'chimera': unknown scaling, expected one of {', '.join(_UNITS)}, "
+            f"schedule 'chimera': unknown scaling, expected one of {', '.join(_SCALINGS)}, "
             f"got {scaling!r}"
         )
-    in_turn, make = _UNITS[scaling]
-    size = in_turn * ranks
-    unit = make(mirrored(ranks, pipelines, _directions(size, pipelines, in_turn)))
-    rows = [
-        [
-            action._replace(microbatch=first + (action.microbatch or 0))
-            for first in range(0, microbatches, size)
-            for action in row
-        ]
-        for row in unit
-    ]
-    route_of = _directions(microbatches, pipelines, in_turn)
-    return tabulate("chimera", mirrored(ranks, pipelines, route_of), rows)
-
-
-def _directions(num_microbatches: int, num_pipelines: int, in_turn: int) -> list[int]:
-    """Return the pipeline of each micro-batch; `in_turn` after one another take the same."""
-    return [index // in_turn % num_pipelines for index in range(num_microbatches)]
+    in_turn, make = _SCALINGS[scaling]
+    route_of = [index // in_turn % pipelines for index in range(microbatches)]
+    placement = mirrored(ranks, pipelines, route_of)
+    return tabulate("chimera", placement, make(placement))
 
 
 def _in_equal_slots(placement: Placement) -> list[list[Action]]:
-    """Return the unit in which every F and B has a slot of its own, as if they took equal time."""
+    """Give every F and B a slot of its own, as if they took equal time; units follow closely."""
     num_ranks, num_pipelines = placement.num_ranks, len(placement.routes)
 
     def slots() -> Iterator[tuple[int, int, Action]]:
-        for microbatch in range(num_ranks):
-            start = 2 * (microbatch // num_pipelines)
+        for microbatch in range(placement.num_microbatches):
+            unit, index = divmod(microbatch, num_ranks)
+            start = 2 * num_ranks * unit + 2 * (index // num_pipelines)
             for stage in range(num_ranks):
                 rank = placement.rank_of(stage, microbatch)
                 yield rank, start + stage, Action(Op.F, stage, microbatch)
@@ -81,15 +69,25 @@ def _in_equal_slots(placement: Placement) -> list[list[Action]]:
 
 
 def _forwards_in_pairs(placement: Placement) -> list[list[Action]]:
-    """Return the unit in which a slot takes the forwards of two micro-batches or one backward."""
-    num_ranks = placement.num_ranks
+    """Make a unit in which the forwards of two micro-batches follow one another, and repeat it."""
+    num_ranks, num_pipelines = placement.num_ranks, len(placement.routes)
+    size = 2 * num_ranks
     rules = Rules(
         durations={Op.F: [1.0] * num_ranks, Op.B: [2.0] * num_ranks},
         priority=lambda action: (action.op is Op.B, -action.stage, action.microbatch or 0),
         transfers=[0.0] * num_ranks,
-        limits=[2 * num_ranks] * num_ranks,
+        limits=[size] * num_ranks,
     )
-    return [_pair_up(row) for row in list_schedule(placement, rules)]
+    in_pairs = [index // 2 % num_pipelines for index in range(size)]
+    unit = list_schedule(replace(placement, route_of=tuple(in_pairs)), rules)
+    return [
+        [
+            action._replace(microbatch=first + (action.microbatch or 0))
+            for first in range(0, placement.num_microbatches, size)
+            for action in _pair_up(row)
+        ]
+        for row in unit
+    ]
 
 
 def _pair_up(row: list[Action]) -> list[Action]:
@@ -105,7 +103,7 @@ def _pair_up(row: list[Action]) -> list[Action]:
     return paired
 
 
-# For each way to scale: how many micro-batches in turn go one way, and what makes a unit.
-_UNITS: Final = MappingProxyType[str, tuple[int, Callable[[Placement], list[list[Action]]]]](
+# For each way to scale: how many micro-batches in turn go one way, and what orders them.
+_SCALINGS: Final = MappingProxyType[str, tuple[int, Callable[[Placement], list[list[Action]]]]](
     {"direct": (1, _in_equal_slots), "forward_doubling": (2, _forwards_in_pairs)}
 )

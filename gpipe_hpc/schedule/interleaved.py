@@ -1,6 +1,6 @@
 """Interleaved 1F1B: several stages on a rank, taken in turn, for a smaller bubble."""
 
-from itertools import chain
+from itertools import chain, pairwise
 
 from gpipe_hpc.schedule.actions import Action, Op
 from gpipe_hpc.schedule.options import whole
@@ -16,9 +16,9 @@ def interleaved(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sche
         rank 1 ...1F01F13F03B0===3F13B1===1F21B0===1F31B1===3F23B2===3F33B3===1B2===1B3===......
         F- forward, B= backward, . idle; makespan 27, bubble 11.1% (idle over total)
 
-    Micro-batches go in rounds of K; those left over join the last round. Rank k starts with
-    2 (K - 1 - k) + (v - 1) K forwards and keeps one stage micro-batch more. With equal stages and M
-    a multiple of K a step takes (v M + K - 1)(F + B). Source: Narayanan et al., Efficient
+    Micro-batches go in even rounds of K or a few more. Rank k starts with 2 (K - 1 - k) + (v - 1) K
+    forwards and keeps one stage micro-batch more. With equal stages and M a multiple of K a step
+    takes (v M + K - 1)(F + B). Source: Narayanan et al., Efficient
     Large-Scale Language Model Training, SC 2021, figure 4.
     """
     num_loops = whole("interleaved", "stages_per_rank", stages_per_rank)
@@ -39,10 +39,10 @@ def interleaved(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sche
 
 
 def _rounds(num_ranks: int, num_microbatches: int) -> list[range]:
-    """Cut the micro-batches into rounds of K; the last has those left over too.
+    """Cut the micro-batches into even rounds of K or more; fewer than K are one round.
 
-    A round of fewer than K would let a rank reach its next stage before the round is back.
+    In a round of fewer a rank would come to its next stage before the first micro-batch is back.
     """
-    starts = [num_ranks * index for index in range(max(1, num_microbatches // num_ranks))]
-    ends = [*starts[1:], num_microbatches]
-    return [range(start, end) for start, end in zip(starts, ends, strict=True)]
+    num_rounds = max(1, num_microbatches // num_ranks)
+    cuts = [index * num_microbatches // num_rounds for index in range(num_rounds + 1)]
+    return [range(*ends) for ends in pairwise(cuts)]

@@ -5,6 +5,7 @@ The format that torch.distributed.pipelining dumps and loads; empty cells are bu
 
 import csv
 import io
+from dataclasses import replace
 from typing import NamedTuple
 
 from gpipe_hpc.errors import ScheduleError
@@ -29,6 +30,7 @@ def from_text(text: str, name: str = "file") -> Schedule:
     placement = _placement(cells, name)
     if _lacks_transfers(cells, placement):
         cells = [cell for cell in cells if cell.action.op is not Op.REDUCE_GRAD]
+    placement = _with_idle_holders(placement, cells)
     rows: list[list[Action]] = [[] for _ in range(1 + max(cell.line for cell in cells))]
     for cell in cells:
         rows[cell.line].append(cell.action)
@@ -63,6 +65,15 @@ def _lacks_transfers(cells: list[_Cell], placement: Placement) -> bool:
     """Say whether values cross ranks and no transfer is in the table: it is one of compute."""
     crosses = any(len(set(route)) > 1 for route in placement.routes)
     return crosses and not any(cell.action.op in SENDS | RECEIVES for cell in cells)
+
+
+def _with_idle_holders(placement: Placement, cells: list[_Cell]) -> Placement:
+    """Add a route for each rank that reduces a stage of which it runs no micro-batch."""
+    first, idle = placement.routes[0], []
+    for line, _, (op, stage, _) in cells:
+        if op is Op.REDUCE_GRAD and stage < len(first) and line not in placement.holders(stage):
+            idle.append((*first[:stage], line, *first[stage + 1 :]))
+    return replace(placement, routes=placement.routes + tuple(idle))
 
 
 def _placement(cells: list[_Cell], name: str) -> Placement:

@@ -1,0 +1,109 @@
+"""What an event waited for, read off the data flow and the times of a timeline."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from gpipe_hpc.schedule.actions import COMPUTE, SENDS, Action, Op
+from gpipe_hpc.schedule.dependencies import (
+    CONSUMERS,
+    arrival,
+    counterpart,
+    dependencies,
+    provides,
+)
+from gpipe_hpc.schedule.timeline import Event, Timeline
+
+
+class Transfer(NamedTuple):
+    """A value that crossed ranks: who made it, its ``SEND``, who used it."""
+
+    maker: Event
+    send: Event
+    user: Event
+
+
+class DataFlow:
+    """The events of a timeline by what they provide."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        """Index all events but reductions, which nobody waits for."""
+        self._timeline = timeline
+        self._makers: dict[Action, Event] = {}
+        for row in timeline.events:
+            for event in row:
+                if event.action.op is not Op.REDUCE_GRAD:
+                    self._makers.update(dict.fromkeys(provides(event.action), event))
+
+    def waited_for(self, event: Event) -> Event | None:
+        """Return the last of an event's dependencies to finish; None if it has none.
+
+        For a value of another rank that is its ``SEND``, or its maker where none was recorded.
+        """
+        last: Event | None = None
+        for maker in self._needs(event):
+            found = self._sender(event, maker) or maker
+            if last is None or found.end_s >= last.end_s:
+                last = found
+        return last
+
+    def transfers(self) -> Iterator[Transfer]:
+        """Yield the transfers whose ``SEND`` was recorded, by their user."""
+        for row in self._timeline.events:
+            for event in row:
+                if event.action.op in CONSUMERS:
+                    for maker in self._needs(event):
+                        send = self._sender(event, maker)
+                        if send is not None:
+                            yield Transfer(maker, send, event)
+
+    def _needs(self, event: Event) -> Iterator[Event]:
+        if event.action.op not in COMPUTE:
+            return
+        num_stages, num_microbatches = self._timeline.num_stages, self._timeline.num_microbatches
+        for need in dependencies(event.action, num_stages, num_microbatches):
+            maker = self._makers.get(need)
+            if maker is not None:
+                yield maker
+
+    def _sender(self, event: Event, maker: Event) -> Event | None:
+        if maker.rank == event.rank or event.action.op not in CONSUMERS:
+            return None
+        send = self._makers.get(counterpart(arrival(event.action)))
+        assert send is None or send.action.op in SENDS
+        return send
+
+
+class Step(NamedTuple):
+    """From `time_s` on, `live` micro-batches of a stage are kept."""
+
+    time_s: float
+    live: int
+
+
+def memory_curve(row: tuple[Event, ...]) -> list[Step]:
+    """Return how many micro-batches of one stage a rank keeps over time.
+
+    One counts from the start of its ``F`` to the end of its ``B`` or ``W``, without either to the
+    end of its ``F``. In the order of the table, whose peak is `Timeline.peak_activations`.
+    """
+    freed = {(e.action.stage, e.action.microbatch) for e in row if e.action.op in (Op.B, Op.W)}
+    steps: list[Step] = []
+    live = 0
+
+    def change(time_s: float, by: int) -> None:
+        nonlocal live
+        live += by
+        if steps and steps[-1].time_s == time_s and steps[-1].live > live:
+            steps[-1] = Step(time_s, live)
+        else:
+            steps.append(Step(time_s, live))
+
+    for event in row:
+        op, stage, microbatch = event.action
+        if op is Op.F:
+            change(event.start_s, 1)
+            if (stage, microbatch) not in freed:
+                change(event.end_s, -1)
+        elif op in (Op.B, Op.W):
+            change(event.end_s, -1)
+    return steps

@@ -1,0 +1,42 @@
+"""What tests of schedules share: every schedule by name, with options of its own."""
+
+import pytest
+
+VARIANTS = [
+    ("gpipe", {}),
+    ("one_f_one_b", {}),
+    ("looped_bfs", {}),
+    ("looped_bfs", {"stages_per_rank": 3}),
+    ("interleaved", {}),
+    ("interleaved", {"stages_per_rank": 3}),
+    ("zb_h1", {}),
+    ("zb_h2", {}),
+    ("zb_v", {}),
+    ("v_half", {}),
+    ("gems", {}),
+    ("gems", {"replications": 1}),
+    ("chimera", {}),
+    ("chimera", {"pipelines": 4}),
+    ("chimera", {"scaling": "forward_doubling"}),
+    ("dualpipe", {}),
+    ("dualpipe_v", {}),
+    ("hanayo", {}),
+    ("hanayo", {"waves": 1}),
+]
+
+
+def label(variant):
+    name, options = variant
+    return "-".join([name, *map(str, options.values())])
+
+
+@pytest.fixture(params=VARIANTS, ids=label)
+def variant(request):
+    """One schedule at a time, as (name, options); a test that uses it runs for all of them."""
+    return request.param
+
+
+@pytest.fixture
+def variants():
+    """All schedules, as a list of (name, options)."""
+    return list(VARIANTS)
