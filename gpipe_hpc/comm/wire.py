@@ -4,6 +4,7 @@ A message is a fixed-size word, a header only when its structure is new to the c
 tensors themselves. The word says which structure follows, so both ends know what to post.
 """
 
+import io
 import pickle
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from gpipe_hpc.comm.nests import LEAF, Nest, Tree, flatten, unflatten
+from gpipe_hpc.errors import ModelError
 
 WORD_LENGTH = 5
 
@@ -72,7 +74,7 @@ def disassemble(nest: Nest) -> tuple[Structure, list[torch.Tensor]]:
     leaves, tree = flatten(nest)
     tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
     described = tuple(
-        _meta(leaf) if isinstance(leaf, torch.Tensor) else pickle.dumps(leaf) for leaf in leaves
+        _meta(leaf) if isinstance(leaf, torch.Tensor) else _pickled(leaf) for leaf in leaves
     )
     return Structure(tree, described), tensors
 
@@ -87,6 +89,28 @@ def assemble(structure: Structure, tensors: list[torch.Tensor]) -> Nest:
         for leaf in structure.leaves
     ]
     return unflatten(leaves, structure.tree)
+
+
+class _ValuePickler(pickle.Pickler):
+    """Pickle a value; a tensor within it would lose its gradient in silence."""
+
+    def persistent_id(self, obj: object) -> None:
+        """Refuse tensors."""
+        if isinstance(obj, torch.Tensor):
+            raise ModelError("a tensor")
+
+
+def _pickled(value: object) -> bytes:
+    stream = io.BytesIO()
+    try:
+        _ValuePickler(stream).dump(value)
+    except ModelError as error:
+        raise ModelError(
+            f"boundary: expected tensors in tuples, lists and dicts, got one hidden in a "
+            f"{type(value).__name__}, where autograd cannot follow it to the next stage; let the "
+            f"layer return a dict, or register the class with torch.utils._pytree"
+        ) from error
+    return stream.getvalue()
 
 
 def _meta(tensor: torch.Tensor) -> TensorMeta:

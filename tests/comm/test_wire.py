@@ -1,11 +1,14 @@
 """What travels: structures, and when receives may be posted ahead."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe_hpc.comm.wire import EMPTY, Slot, Structure, TensorMeta, assemble, disassemble
+from gpipe_hpc.errors import ModelError
 
 
 def through_the_wire(nest):
@@ -78,6 +81,19 @@ def test_true_and_one_are_different_values():
     """They are equal in Python; the receiver must get what was sent."""
     assert disassemble((True,))[0] != disassemble((1,))[0]
     assert disassemble((1.0,))[0] != disassemble((1,))[0]
+
+
+@dataclass
+class Box:
+    inside: object
+
+
+def test_values_of_any_class_travel_but_hide_no_tensors():
+    """A dataclass of tensors once went through as a value, and its gradient was lost."""
+    assert through_the_wire((Box("text"), Box([1])))[0] == Box("text")
+    for hidden in (Box(torch.ones(2)), Box({"x": [torch.ones(2)]}), {torch.ones(2)}):
+        with pytest.raises(ModelError, match=r"boundary.*hidden in a (Box|set).*return a dict"):
+            disassemble({"a": hidden})
 
 
 def test_metas_are_those_of_the_tensors_in_order():
