@@ -92,7 +92,7 @@ def backward_seed(weight: torch.Tensor) -> torch.Tensor:
     """Return the power of two near 1/weight that backward starts from, float64[].
 
     Multiplying by it is exact, so it changes no bit of the final gradients; it keeps those of
-    half precision in range before the weight of the step is known. 1 if the weight is 0.
+    half precision in range before the weight of the step is known. Weight 0 counts as 1.
     """
     _, exponent = torch.frexp(torch.where(weight > 0, weight, torch.ones_like(weight)))
     return torch.ldexp(torch.ones_like(weight), -exponent)

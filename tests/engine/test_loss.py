@@ -1,0 +1,77 @@
+"""The loss: terms, seed, final factor."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpipe_hpc.comm.group import SoloGroup
+from gpipe_hpc.engine.loss import LossTerm, StepLoss, backward_seed, final_divisor, loss_term
+from gpipe_hpc.errors import ModelError
+
+CPU = torch.device("cpu")
+
+
+def scalar(value):
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def step_loss(*terms):
+    own = {i: LossTerm(scalar(total), weight) for i, (total, weight) in enumerate(terms)}
+    return StepLoss.exchange(own, len(terms), SoloGroup(0), CPU)
+
+
+@given(st.integers(1, 2**53))
+def test_seed_is_the_power_of_two_near_the_inverse(weight):
+    seed = backward_seed(scalar(float(weight))).item()
+    assert math.frexp(seed)[0] == 0.5
+    assert 0.5 <= weight * seed <= 1.0
+
+
+@given(st.floats(-1e30, 1e30), st.integers(1, 10**9), st.integers(1, 10**9))
+def test_seed_changes_no_bit_of_a_gradient(gradient, weight, weight_before):
+    seed = backward_seed(scalar(float(weight_before)))
+    scaled = scalar(gradient) * seed / final_divisor(scalar(float(weight)), seed)
+    assert scaled.item() == gradient / weight
+
+
+def test_weight_zero_seeds_as_one_and_ends_in_zero():
+    seed = backward_seed(scalar(0.0))
+    assert seed.item() == backward_seed(scalar(1.0)).item()
+    assert (scalar(5.0) / final_divisor(scalar(0.0), seed)).item() == 0.0
+
+
+def test_mean_becomes_a_sum_over_samples():
+    assert loss_term(lambda o, t: o.mean(), torch.arange(4.0), None, 4) == (6.0, 4.0)
+    assert loss_term(lambda o, t: o.mean().view(1, 1), torch.ones(4), None, 4) == (4.0, 4.0)
+
+
+def test_pair_is_taken_as_it_is():
+    term = loss_term(lambda o, t: (o.sum(), t), torch.ones(4), torch.tensor(7), 4)
+    assert (term.total.item(), term.weight.item()) == (4.0, 7)
+
+
+@pytest.mark.parametrize("value", [None, 1.0, torch.ones(2), (torch.ones(2), 1), [1, 2], (1.0, 2)])
+def test_anything_else_is_refused(value):
+    with pytest.raises(ModelError, match=r"loss_fn: expected a scalar.*reduce the loss"):
+        loss_term(lambda o, t: value, None, None, 4)
+
+
+def test_sums_are_taken_from_left_to_right():
+    values = [1e16, 1.0, -1e16, 1.0]
+    loss = step_loss(*((value, 1.0) for value in values))
+    assert loss.value == (((values[0] + values[1]) + values[2]) + values[3]) / 4
+    assert loss.weight.item() == 4.0
+
+
+def test_microbatch_losses_show_which_one_is_not_finite():
+    loss = step_loss((6.0, 3.0), (math.nan, 2.0), (0.0, 0.0), (math.inf, 0.0))
+    assert math.isnan(loss.value)
+    first, second, empty, infinite = loss.microbatch_losses
+    assert (first, empty, infinite) == (2.0, 0.0, math.inf) and math.isnan(second)
+
+
+def test_no_weight_no_loss():
+    assert step_loss((0.0, 0.0), (0.0, 0.0)).value == 0.0
