@@ -1,9 +1,20 @@
 """Fixtures that several folders of tests use."""
 
+import json
 import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 # Two cores and many small tensors: threads only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -13,3 +24,245 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 def repository() -> Path:
     """Return the folder of the repository."""
     return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def environ() -> dict[str, str]:
+    """Return an environment that no launcher has touched."""
+    torchrun = ("RANK", "WORLD_", "LOCAL_", "MASTER_", "TORCHELASTIC_")
+    unwanted = (*torchrun, "OMPI_", "PMI_", "MV2_", "MPI_", "SLURM_", "GLOO_", "PYTHONPATH")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(unwanted)}
+    return kept | {"OMP_NUM_THREADS": "1"}
+
+
+def wait_until(holds: Callable[[], object], limit_s: float, what: str) -> None:
+    """Return once `holds()` is true; fail after `limit_s` seconds."""
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        if time.monotonic() > deadline:
+            pytest.fail(f"waited {limit_s:g} s in vain until {what}")
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="session")
+def until() -> Callable[..., None]:
+    """Return `wait_until`."""
+    return wait_until
+
+
+class ProcessServer:
+    """tests/process_server.py under way."""
+
+    def __init__(self) -> None:
+        script = Path(__file__).with_name("process_server.py")
+        self._process = subprocess.Popen(
+            [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def ask(self, **request: object) -> int | None:
+        """Send a request; return the answer."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        answer: int | None = json.loads(self._process.stdout.readline())
+        return answer
+
+    def close(self) -> None:
+        """End the server."""
+        self._process.communicate()
+
+
+@pytest.fixture(scope="session")
+def process_server() -> Iterator[ProcessServer]:
+    server = ProcessServer()
+    yield server
+    server.close()
+
+
+class Command:
+    """One `python -m <module>` under way; its output is both streams together."""
+
+    def __init__(self, server: ProcessServer, path: Path, **request: object) -> None:
+        self._server, self._path = server, path
+        pid = server.ask(what="start", output=str(path), **request)
+        assert pid is not None
+        self.pid = pid
+        self._code: int | None = None
+
+    @property
+    def code(self) -> int | None:
+        """Return the exit code as subprocess gives it, None while the process runs."""
+        if self._code is None:
+            self._code = self._server.ask(what="poll", pid=self.pid)
+        return self._code
+
+    @property
+    def output(self) -> str:
+        """Return what came out so far."""
+        return self._path.read_text(errors="replace") if self._path.exists() else ""
+
+    def wait(self, limit_s: float = 30.0) -> "Command":
+        """Return this command, ended."""
+        wait_until(lambda: self.code is not None, limit_s, f"it ended, having said: {self.output}")
+        return self
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.code is None:
+            os.kill(self.pid, number)
+
+
+Start = Callable[..., Command]
+
+
+@pytest.fixture
+def start(process_server: ProcessServer, environ: dict[str, str], tmp_path: Path):
+    """Return a function that starts `python -m gpipe_hpc.train`; nothing outlives the test."""
+    commands: list[Command] = []
+
+    def start_one(
+        *overrides: str, env: Mapping[str, str] | None = None, module: str = "gpipe_hpc.train"
+    ) -> Command:
+        command = Command(
+            process_server,
+            tmp_path / f"output{len(commands)}.txt",
+            module=module,
+            arguments=overrides,
+            environ=environ | dict(env or {}),
+            folder=str(tmp_path),
+        )
+        commands.append(command)
+        return command
+
+    yield start_one
+    for command in commands:
+        command.signal(signal.SIGKILL)
+        command.wait()
+
+
+@dataclass
+class Ranks:
+    """The processes of one launch, by rank."""
+
+    commands: list[Command]
+
+    def wait(self, limit_s: float = 30.0) -> "Ranks":
+        """Return these ranks, all ended."""
+        for command in self.commands:
+            command.wait(limit_s)
+        return self
+
+    @property
+    def codes(self) -> list[int | None]:
+        """Return the exit codes, by rank."""
+        return [command.code for command in self.commands]
+
+    @property
+    def outputs(self) -> list[str]:
+        """Return what came out, by rank."""
+        return [command.output for command in self.commands]
+
+
+@pytest.fixture
+def start_ranks(start: Start, free_port: Callable[[], int]) -> Callable[..., Ranks]:
+    """Return a function that starts `world_size` ranks, or some of them, as torchrun would."""
+
+    def start_all(
+        world_size: int,
+        *overrides: str,
+        ranks: Sequence[int] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> Ranks:
+        port = free_port()
+        places = [
+            {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+            for rank in (range(world_size) if ranks is None else ranks)
+        ]
+        return Ranks([start(*overrides, env=place | dict(env or {})) for place in places])
+
+    return start_all
+
+
+@pytest.fixture
+def train(start_ranks: Callable[..., Ranks]) -> Callable[..., str]:
+    """Return a function that trains to a good end; it returns what rank 0 said."""
+
+    def train_all(world_size: int, *overrides: str, env: Mapping[str, str] | None = None) -> str:
+        ranks = start_ranks(world_size, *overrides, env=env).wait(60)
+        assert ranks.codes == [0] * world_size, "\n".join(ranks.outputs)
+        return ranks.outputs[0]
+
+    return train_all
+
+
+@pytest.fixture
+def free_port() -> Callable[[], int]:
+    def find() -> int:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port: int = server.getsockname()[1]
+            return port
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def tiny() -> tuple[str, ...]:
+    """Return settings of a model that trains in a moment."""
+    return (
+        "model.num_layers=1",
+        "model.width=16",
+        "data=synthetic",
+        "data.seq_len=16",
+        "train.batch_size=8",
+        "train.validate_every=0",
+        "pipeline.microbatches=2",
+        "pipeline.partition=parameters",
+        "checkpoint.every=0",
+    )
+
+
+@pytest.fixture(scope="session")
+def stored_tensors() -> Callable[[Path], dict[str, torch.Tensor]]:
+    """Return a function that reads all tensors of a checkpoint, without gpipe_hpc."""
+
+    def read(path: Path) -> dict[str, torch.Tensor]:
+        reader = FileSystemReader(path)
+        entries = reader.read_metadata().state_dict_metadata
+        tensors = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        state_dict_loader.load(tensors, storage_reader=reader, no_dist=True)
+        return tensors
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def same_end(stored_tensors: Callable[[Path], dict[str, torch.Tensor]]) -> Callable[..., None]:
+    """Return a function that asserts two runs to be equal to the bit: losses and last state."""
+
+    def compare(one: Path, other: Path) -> None:
+        assert losses(one) == losses(other)
+        ends = [max((run / "checkpoints").glob("step_*")) for run in (one, other)]
+        assert ends[0].name == ends[1].name
+        states = [stored_tensors(path) for path in ends]
+        assert states[0].keys() == states[1].keys() and len(states[0]) > 5
+        for name, tensor in states[0].items():
+            assert torch.equal(tensor, states[1][name]), name
+
+    return compare
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    """Return (step, loss) of every line of metrics.jsonl that has a loss."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line["loss"]) for line in lines if "loss" in line]

@@ -9,7 +9,8 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
@@ -17,7 +18,10 @@ BEAT_S = 1.0
 POLL_S = 0.25
 REPORT_GRACE_S = 2.5
 ACK_GRACE_S = 3.0
+ANSWER_S = 3.0
 MAX_LISTED = 8
+
+T = TypeVar("T")
 
 
 class FailureBoard:
@@ -48,47 +52,56 @@ class FailureBoard:
 
     def publish(self, report: str) -> str:
         """Make `report` the run's failure unless there is one; return the one that stands."""
-        with contextlib.suppress(RuntimeError):
-            self._store.compare_set("failure", "", report)
-            self._report = self._store.get("failure").decode()
-        return self._report or report
+        self._report = report
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            self._report = _within(ANSWER_S, lambda: self._agree(report))
+        return self._report
+
+    def _agree(self, report: str) -> str:
+        self._store.compare_set("failure", "", report)
+        return self._store.get("failure").decode()
 
     def await_acknowledgement(self) -> None:
         """Give the other ranks a moment to read the report before this process may exit."""
-        deadline = time.monotonic() + ACK_GRACE_S
         keys = [f"seen/{rank}" for rank in range(self._size) if rank != self._rank]
-        with contextlib.suppress(RuntimeError):
-            while time.monotonic() < deadline and not self._store.check(keys):
-                time.sleep(POLL_S / 5)
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            _within(ANSWER_S + ACK_GRACE_S, lambda: self._await(keys, ACK_GRACE_S))
 
     def explain(self, symptom: str) -> str:
         """Return the run's failure; if nobody reported one, find out who fell silent."""
-        deadline = time.monotonic() + REPORT_GRACE_S
-        while self._report is None and time.monotonic() < deadline:
-            if self._read() is not None:
-                break
-            time.sleep(POLL_S / 5)
-        if self._report is not None:
-            return self._report
-        return self.publish(f"rank {self._rank}: {symptom}; {self._who_is_silent()}")
+        holder = "rank 0 (or torchrun's agent), which holds it"
+        try:
+            report = self._report or _within(ANSWER_S + REPORT_GRACE_S, self._hear)
+            if report is not None:
+                return report
+            finding = _within(ANSWER_S + 2.5 * BEAT_S, self._who_is_silent)
+        except TimeoutError:
+            return f"rank {self._rank}: {symptom}; the store does not answer: {holder}, hangs"
+        except RuntimeError:
+            return f"rank {self._rank}: {symptom}; the store is gone: {holder}, has died"
+        return self.publish(f"rank {self._rank}: {symptom}; {finding}")
 
     def stop(self) -> None:
         """End the watching thread."""
         self._stop.set()
 
-    def _read(self) -> str | None:
-        with contextlib.suppress(RuntimeError):
-            if self._report is None and self._store.check(["failure"]):
-                self._report = self._store.get("failure").decode()
-        return self._report
+    def _hear(self) -> str | None:
+        """Wait a moment for the report of whoever failed."""
+        came = self._await(["failure"], REPORT_GRACE_S)
+        return self._store.get("failure").decode() if came else None
+
+    def _await(self, keys: list[str], limit_s: float) -> bool:
+        deadline = time.monotonic() + limit_s
+        while not self._store.check(keys):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_S / 5)
+        return True
 
     def _who_is_silent(self) -> str:
-        try:
-            before = self._beats()
-            time.sleep(2.5 * BEAT_S)
-            after = self._beats()
-        except RuntimeError:
-            return "the store no longer answers: the process that holds it (rank 0) has died"
+        before = self._beats()
+        time.sleep(2.5 * BEAT_S)
+        after = self._beats()
         silent = [r for r in range(self._size) if r != self._rank and before[r] == after[r]]
         if silent:
             last = "; ".join(f"rank {r} (last: {_doing(after[r])})" for r in silent[:MAX_LISTED])
@@ -119,6 +132,20 @@ class FailureBoard:
             return
         if not self._stop.wait(REPORT_GRACE_S / 2):
             self._on_report()
+
+
+def _within(limit_s: float, question: Callable[[], T]) -> T:
+    """Return the answer; TimeoutError if it takes too long: a stopped store never answers."""
+    answer: Future[T] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(question())
+        except RuntimeError as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, daemon=True).start()
+    return answer.result(limit_s)
 
 
 def lost(error: RuntimeError, what: str) -> ConnectionError | TimeoutError:

@@ -1,0 +1,239 @@
+"""What goes wrong: every rank says what in seconds, ends with a code that is not 0, and is gone."""
+
+import signal
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+# A user's own model: its faults are switched on by the keywords of `build`.
+USER_MODEL = """
+import time
+
+import torch
+from torch import nn
+
+from gpipe_hpc import LayerSpec
+
+
+class Fault(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("what the user got wrong")
+
+
+class Layer(nn.Module):
+    def __init__(self, kind, at):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.kind, self.at, self.num_calls = kind, at, 0
+
+    def forward(self, x):
+        self.num_calls += self.training
+        y = self.linear(x)
+        if self.num_calls != self.at:
+            return y
+        if self.kind == "poison":
+            return y * float("nan")
+        if self.kind == "forward":
+            raise ValueError("what the user got wrong")
+        if self.kind == "slow":
+            time.sleep(3600)
+        return Fault.apply(y) if self.kind == "backward" else y
+
+
+def build(kind="none", stage=0, at=1):
+    return [LayerSpec(Layer, kind if i == stage else "none", at) for i in range(4)]
+
+
+def fail(**kwargs):
+    raise RuntimeError("no model today")
+"""
+MINE = (
+    "model=mlp",
+    "model._target_=mine.build",
+    "data=synthetic_vectors",
+    "data.width=8",
+    "data.num_classes=8",
+    "train.batch_size=8",
+    "train.steps=6",
+    "train.validate_every=0",
+    "pipeline.microbatches=4",
+    "pipeline.partition=uniform",
+    "pipeline.recompute=never",
+    "run.dir=run",
+)
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """Return the environment in which the user's model is found."""
+    (tmp_path / "mine.py").write_text(USER_MODEL)
+    return {"PYTHONPATH": str(tmp_path)}
+
+
+BAD_SETTINGS = {
+    "unknown key": (["pipeline.stagez=2"], ["stagez"]),
+    "unknown group": (["model=nonesuch"], ["nonesuch"]),
+    "forced unknown key": (["++train.stepz=2"], ["unknown setting train.stepz"]),
+    "stages x replicas": (
+        ["pipeline.stages=3"],
+        ["stages x replicas = world size", "got 3 x 1", "pipeline.stages"],
+    ),
+    "partition adds up": (
+        ["pipeline.partition=[3,3]"],
+        ["does not add up", "5 layers", "6 = 3 + 3"],
+    ),
+    "partition of other stages": (["pipeline.partition=[1,2,2]"], ["pipeline.partition", "2"]),
+    "unknown schedule": (["pipeline.schedule=gpip"], ["pipeline.schedule", "gpipe, one_f_one_b"]),
+    "batch size": (["train.batch_size=0"], ["train.batch_size", "at least 1", "0"]),
+    "no number": (["train.steps=many"], ["train.steps", "many"]),
+    "no checkpoint": (["checkpoint.resume=nowhere"], ["checkpoint.resume", "nowhere"]),
+    "empty folder": (["checkpoint.resume=."], ["checkpoint", "expected", "."]),
+    "no data": (["data=text", "data.paths=[nowhere/*.txt]"], ["nowhere/*.txt"]),
+    "bad run folder": (["run.dir=/proc/run"], ["run.dir", "/proc/run"]),
+    "no such model": (["model._target_=nowhere.build"], ["model._target_", "nowhere.build"]),
+    "wrong keyword": (["model.depth=3"], ["model.depth"]),
+    "heads and width": (["model.num_heads=3"], ["num_heads", "3"]),
+}
+
+
+@pytest.mark.parametrize("overrides, parts", BAD_SETTINGS.values(), ids=BAD_SETTINGS.keys())
+def test_bad_settings_are_refused_on_every_rank(start_ranks, tiny, overrides, parts):
+    ranks = start_ranks(2, *tiny, "train.steps=3", "run.dir=run", *overrides).wait(20)
+    for code, output in zip(ranks.codes, ranks.outputs, strict=True):
+        assert code not in (0, None)
+        for part in parts:
+            assert part in output, output
+        assert "Traceback" not in output, output
+
+
+def test_more_stages_than_layers_are_refused(start_ranks):
+    model = ("model=mlp", "data=synthetic_vectors", "model.widths=[64,10]", "run.dir=run")
+    for partition in ("parameters", "uniform", "time"):
+        ranks = start_ranks(2, *model, f"pipeline.partition={partition}").wait(20)
+        for code, output in zip(ranks.codes, ranks.outputs, strict=True):
+            assert code not in (0, None)
+            assert "more stages than layers, expected at most 1 stages, got 2" in output
+            assert "Traceback" not in output, output
+
+
+def test_unreadable_data_is_named(start_ranks, tiny, tmp_path):
+    (tmp_path / "a.txt").mkdir()
+    text = ("data=text", "data.paths=[a.txt]", "train.steps=3", "run.dir=run")
+    ranks = start_ranks(2, "model.num_layers=1", *text).wait(20)
+    assert all(ranks.codes)
+    assert all("a.txt" in output for output in ranks.outputs), ranks.outputs
+    (tmp_path / "b.txt").write_bytes(b"too short")
+    short = ("data=text", "data.paths=[b.txt]", "train.steps=3", "run.dir=run")
+    ranks = start_ranks(2, "model.num_layers=1", *short).wait(20)
+    assert all(ranks.codes)
+    assert all("b.txt" in output or "seq_len" in output for output in ranks.outputs), ranks.outputs
+
+
+@pytest.mark.parametrize("change", ["model.width=32", "model.num_layers=2"])
+def test_a_checkpoint_of_another_model_is_refused(train, start_ranks, tiny, change):
+    train(1, *tiny, "train.steps=1", "run.dir=first")
+    other = (change, "checkpoint.resume=first", "run.dir=second", "train.steps=3")
+    ranks = start_ranks(2, *tiny, *other).wait(20)
+    for code, output in zip(ranks.codes, ranks.outputs, strict=True):
+        assert code not in (0, None)
+        assert "of this model" in output and "layers." in output, output
+
+
+def test_ranks_with_different_settings_are_refused(start_ranks, start, tiny, free_port):
+    """Somebody changed the settings on one machine."""
+    port = str(free_port())
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    ranks = [
+        start(
+            *tiny,
+            "train.steps=3",
+            "run.dir=run",
+            f"train.seed={rank}",
+            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port},
+        )
+        for rank in range(2)
+    ]
+    for command in ranks:
+        assert command.wait(20).code not in (0, None)
+        assert "same seed on every rank" in command.output, command.output
+
+
+def test_a_loss_that_is_nan_stops_all_and_keeps_the_last_checkpoint(
+    start_ranks, train, mine, tmp_path, stored_tensors
+):
+    # Call 14 of the layer is micro-batch 1 (of 4) in step 4.
+    nan = ("model.kind=poison", "model.stage=3", "model.at=14", "checkpoint.every=2")
+    ranks = start_ranks(2, *MINE, *nan, env=mine).wait(20)
+    for code, output in zip(ranks.codes, ranks.outputs, strict=True):
+        assert code not in (0, None)
+        assert "step 4, rank 1, micro-batch 1 of replica 0: expected a finite loss" in output
+        assert "step_00000002" in output
+    kept = tmp_path / "run" / "checkpoints"
+    assert [path.name for path in kept.iterdir()] == ["step_00000002"]
+    assert all(
+        tensor.isfinite().all() for tensor in stored_tensors(kept / "step_00000002").values()
+    )
+    assert "2 steps done" in train(2, *MINE, env=mine)
+
+
+@pytest.mark.parametrize("kind", ["backward", "forward"])
+def test_an_exception_in_a_stage_reaches_every_rank(start_ranks, mine, kind):
+    fault = (f"model.kind={kind}", "model.stage=2", "model.at=7")
+    ranks = start_ranks(4, *MINE, *fault, env=mine).wait(25)
+    op = kind[0].upper()
+    for code, output in zip(ranks.codes, ranks.outputs, strict=True):
+        assert code not in (0, None)
+        assert "rank 2, stage 2, micro-batch 2" in output, output
+        assert f"2{op}2" in output and "what the user got wrong" in output, output
+
+
+def test_a_model_that_cannot_be_built_says_why(start_ranks, mine):
+    ranks = start_ranks(2, *MINE, "model._target_=mine.fail", env=mine).wait(20)
+    assert all(ranks.codes)
+    assert all("no model today" in output for output in ranks.outputs), ranks.outputs
+
+
+def test_a_rank_that_never_comes_is_named(start_ranks, tiny):
+    settings = (*tiny, "train.steps=3", "run.dir=run", "comm.timeout_s=3")
+    for present, missing in (([0, 2], 1), ([1, 2], 0)):
+        ranks = start_ranks(3, *settings, ranks=present).wait(20)
+        for code, output in zip(ranks.codes, ranks.outputs, strict=True):
+            assert code not in (0, None)
+            assert f"missing rank {missing}" in output, output
+
+
+def begun(run):
+    path = run / "metrics.jsonl"
+    return path.exists() and len(path.read_text().splitlines()) > 3
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_killed_rank_is_named_by_the_others(start_ranks, tiny, tmp_path, until, victim):
+    ranks = start_ranks(3, *tiny, "train.steps=100000", "run.dir=run")
+    until(lambda: begun(tmp_path / "run"), 30, "it trains")
+    ranks.commands[victim].signal(signal.SIGKILL)
+    ranks.wait(20)
+    for rank, (code, output) in enumerate(zip(ranks.codes, ranks.outputs, strict=True)):
+        assert code not in (0, None)
+        if rank != victim:
+            assert f"rank {victim}" in output, output
+            assert "died" in output or "no sign of life" in output, output
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_hangs_is_named(start_ranks, tiny, tmp_path, until, victim):
+    ranks = start_ranks(2, *tiny, "train.steps=100000", "run.dir=run", "comm.timeout_s=5")
+    until(lambda: begun(tmp_path / "run"), 30, "it trains")
+    ranks.commands[victim].signal(signal.SIGSTOP)
+    other = ranks.commands[1 - victim]
+    assert other.wait(30).code not in (0, None)
+    assert f"rank {victim}" in other.output.partition("PeerError")[2], other.output
+    assert ranks.commands[victim].code is None
+    ranks.commands[victim].signal(signal.SIGCONT)
+    assert ranks.commands[victim].wait(20).code not in (0, None)

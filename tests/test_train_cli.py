@@ -1,0 +1,237 @@
+"""The command line, as a user calls it, on models of a moment."""
+
+import json
+import math
+import signal
+
+import pytest
+
+STOPPED = 75
+SLOW = pytest.mark.slow
+
+
+def lines(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run):
+    return [line["loss"] for line in lines(run) if "loss" in line]
+
+
+def checkpoints(run):
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def test_one_process_trains_and_says_so(train, tiny, tmp_path):
+    output = train(1, *tiny, "train.steps=3", "run.dir=run", "train.validate_every=3")
+    assert "step 1/3  loss 5.5" in output and "bubble" in output
+    assert "step 3: validation loss" in output
+    run = tmp_path / "run"
+    assert [line["step"] for line in lines(run)] == [1, 2, 3, 3]
+    assert checkpoints(run) == ["step_00000003"]
+    kept = {"step", "loss", "lr", "grad_norm", "step_time_s", "samples_per_s", "bubble"}
+    assert kept <= lines(run)[0].keys()
+    names = {path.name for path in run.iterdir()}
+    assert names == {"config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "logs"}
+    assert "schedule: gpipe" in (run / "config.yaml").read_text()
+
+
+def test_two_ranks_train_as_one_does(train, tiny, tmp_path):
+    settings = (*tiny, "train.steps=4", "model.dropout=0.1")
+    train(1, *settings, "run.dir=one")
+    output = train(2, *settings, "run.dir=two")
+    assert losses(tmp_path / "one") == losses(tmp_path / "two")
+    for rank in range(2):
+        assert (tmp_path / "two" / "logs" / f"rank{rank}.log").exists()
+    assert output.count("step 1/4") == 1
+
+
+def test_an_unwanted_warm_up_warns(train, tiny, tmp_path):
+    output = train(1, *tiny, "train.steps=2", "lr.warmup_steps=9", "run.dir=run")
+    assert "WARNING" in output and "lr.warmup_steps=9 is longer than train.steps=2" in output
+
+
+def test_keeps_the_newest_checkpoints(train, tiny, tmp_path):
+    every = ("checkpoint.every=2", "checkpoint.keep=3")
+    train(1, *tiny, *every, "train.steps=9", "run.dir=run")
+    assert checkpoints(tmp_path / "run") == ["step_00000006", "step_00000008", "step_00000009"]
+
+
+def test_a_run_resumes_to_the_bit(train, tiny, tmp_path, same_end):
+    settings = (*tiny, "train.steps=9", "model.dropout=0.1")
+    train(2, *settings, "run.dir=whole")
+    train(2, *settings, "run.dir=parts", "train.stop_at=4")
+    assert checkpoints(tmp_path / "parts") == ["step_00000004"]
+    output = train(2, *settings, "run.dir=parts")
+    assert "4 steps done" in output
+    same_end(tmp_path / "whole", tmp_path / "parts")
+    assert [line["step"] for line in lines(tmp_path / "parts") if "loss" in line] == [*range(1, 10)]
+
+
+def test_a_finished_run_that_is_started_again_changes_nothing(train, tiny, tmp_path):
+    settings = (*tiny, "train.steps=3", "run.dir=run")
+    train(1, *settings)
+    before = losses(tmp_path / "run")
+    train(1, *settings)
+    assert losses(tmp_path / "run") == before
+    assert checkpoints(tmp_path / "run") == ["step_00000003"]
+
+
+def test_validation_alone(train, tiny, tmp_path):
+    size = "data.num_validation_samples=13"  # the last batch has 5 samples
+    train(2, *tiny, size, "train.steps=3", "run.dir=run", "train.validate_every=3")
+    (validated,) = [x["validation_loss"] for x in lines(tmp_path / "run") if "loss" not in x]
+    for number, resume in enumerate(("run", "run/checkpoints/step_00000003")):
+        alone = ("train.steps=0", f"checkpoint.resume={resume}", f"run.dir=alone{number}")
+        output = train(1, *tiny, size, *alone)
+        assert f"step 3: validation loss {validated:.4f}" in output
+        (line,) = lines(tmp_path / f"alone{number}")
+        assert math.isclose(line["validation_loss"], validated, rel_tol=1e-6)
+    assert not (tmp_path / "alone0" / "checkpoints").exists()
+
+
+def test_validation_alone_of_an_older_checkpoint_leaves_the_run_as_it_was(train, tiny, tmp_path):
+    train(1, *tiny, "train.steps=6", "checkpoint.every=3", "run.dir=run")
+    before = lines(tmp_path / "run")
+    older = "checkpoint.resume=run/checkpoints/step_00000003"
+    output = train(1, *tiny, "train.steps=0", older, "run.dir=run")
+    assert "step 3: validation loss" in output
+    assert [x for x in lines(tmp_path / "run") if "loss" in x] == [x for x in before if "loss" in x]
+    assert checkpoints(tmp_path / "run") == ["step_00000003", "step_00000006"]
+
+
+@pytest.mark.parametrize("resume", ["never", "first/checkpoints/step_00000003"])
+def test_a_run_that_starts_over_is_what_auto_resumes_later(train, tiny, tmp_path, resume, same_end):
+    """A second run in one folder skipped its saves where the first had left a checkpoint."""
+    first = (*tiny, "train.steps=8", "checkpoint.every=3", "checkpoint.keep=9")
+    train(1, *first, "run.dir=first")
+    if resume == "never":
+        train(1, *first, "run.dir=run")
+    other = (*tiny, "train.steps=8", "checkpoint.every=3", "optimizer.lr=0.01")
+    over = (*other, f"checkpoint.resume={resume}")
+    output = train(1, *over, "run.dir=run", "train.stop_at=6")
+    assert ("abandoned_step_00000008" in output) == (resume == "never")
+    assert "6 steps done" in train(1, *other, "run.dir=run")
+    train(1, *over, "run.dir=clean")
+    same_end(tmp_path / "run", tmp_path / "clean")
+
+
+def test_going_back_within_a_run(train, tiny, tmp_path, same_end):
+    settings = (*tiny, "train.steps=6", "checkpoint.every=2", "checkpoint.keep=9")
+    train(1, *settings, "run.dir=run")
+    train(1, *settings, "run.dir=whole")
+    back = "checkpoint.resume=run/checkpoints/step_00000002"
+    for _ in range(2):
+        assert "2 steps done" in train(1, *settings, back, "run.dir=run")
+        assert [x["step"] for x in lines(tmp_path / "run") if "loss" in x] == [*range(1, 7)]
+        same_end(tmp_path / "run", tmp_path / "whole")
+    names = checkpoints(tmp_path / "run")
+    assert [name for name in names if "abandoned" in name] == [
+        "abandoned_step_00000004",
+        "abandoned_step_00000006",
+    ]
+
+
+@pytest.mark.parametrize("cause", ["REQUEUE", "TORCHELASTIC_RESTART_COUNT"])
+def test_a_restart_goes_on_from_its_own_steps(train, tiny, tmp_path, cause):
+    """A run that began from another's checkpoint began there anew after every requeue."""
+    train(1, *tiny, "train.steps=2", "run.dir=first")
+    settings = (*tiny, "train.steps=6", "checkpoint.resume=first", "run.dir=run")
+    assert "2 steps done" in train(1, *settings, "train.stop_at=4")
+    env = {}
+    if cause == "REQUEUE":
+        (tmp_path / "run" / "REQUEUE").write_text("4\n")
+    else:
+        env = {cause: "1"}
+    assert "4 steps done" in train(1, *settings, env=env)
+
+
+@SLOW
+def test_resumes_on_other_layouts(train, tiny, tmp_path):
+    """Whatever the number of stages and replicas and the schedule; float32, so to 1e-5."""
+    settings = (*tiny, "train.steps=8", "pipeline.microbatches=4")
+    train(1, *settings, "run.dir=whole")
+    train(2, *settings, "run.dir=parts", "train.stop_at=4")
+    layouts = [
+        (1, ("pipeline.stages=1",)),
+        (4, ("pipeline.stages=2", "pipeline.replicas=2", "pipeline.microbatches=2")),
+        (3, ("pipeline.stages=3", "pipeline.schedule=one_f_one_b", "pipeline.recompute=always")),
+        (2, ("pipeline.stages=1", "pipeline.replicas=2", "pipeline.microbatches=2")),
+    ]
+    for number, (size, layout) in enumerate(layouts):
+        start = "checkpoint.resume=parts"
+        train(size, *settings, *layout, start, f"run.dir=on{number}")
+        resumed = losses(tmp_path / f"on{number}")
+        assert resumed == pytest.approx(losses(tmp_path / "whole")[4:], rel=1e-5)
+
+
+@SLOW
+def test_a_measured_cut_is_kept_on_the_same_layout(train, tiny, tmp_path):
+    settings = (*tiny, "train.steps=6", "pipeline.partition=time", "run.dir=run")
+    first = train(2, *settings, "train.stop_at=3")
+    second = train(2, *settings)
+    tables = [text.partition("stages:")[2].partition("expected")[0] for text in (first, second)]
+    rows = [[row.split() for row in table.splitlines()[:5]] for table in tables]
+    assert rows[0] == rows[1] and len(rows[0][2]) > 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_saves_and_asks_to_be_started_again(
+    start, train, tiny, tmp_path, until, same_end, number
+):
+    settings = (*tiny, "train.steps=5000")
+    run = tmp_path / "run"
+    stopped = start(*settings, "run.dir=run")
+    until(lambda: (run / "metrics.jsonl").exists() and len(lines(run)) > 2, 30, "it trains")
+    stopped.signal(number)
+    assert stopped.wait().code == STOPPED, stopped.output
+    done = lines(run)[-1]["step"]
+    assert (run / "REQUEUE").read_text() == f"{done}\n"
+    assert checkpoints(run) == [f"step_{done:08d}"]
+    end = (*settings, f"train.stop_at={done + 5}")
+    train(1, *end, "run.dir=run")
+    assert not (run / "REQUEUE").exists()
+    train(1, *end, "run.dir=whole")
+    same_end(tmp_path / "whole", run)
+
+
+def test_a_signal_to_one_rank_stops_all_at_one_step(start_ranks, tiny, tmp_path, until):
+    run = tmp_path / "run"
+    ranks = start_ranks(2, *tiny, "train.steps=5000", "run.dir=run")
+    until(lambda: (run / "metrics.jsonl").exists() and len(lines(run)) > 2, 30, "it trains")
+    ranks.commands[1].signal(signal.SIGTERM)
+    assert ranks.wait().codes == [STOPPED, STOPPED], ranks.outputs
+    assert checkpoints(run) == [f"step_{lines(run)[-1]['step']:08d}"]
+
+
+def test_a_signal_before_the_first_step_is_not_lost(start, tiny, tmp_path):
+    command = start(*tiny, "train.steps=5000", "run.dir=run")
+    while not command.output and command.code is None:
+        pass
+    command.signal(signal.SIGTERM)
+    assert command.wait().code == STOPPED, command.output
+    assert (tmp_path / "run" / "REQUEUE").exists()
+
+
+def test_draws_simulated_schedules(start):
+    wanted = ("pipeline.stages=3", "pipeline.microbatches=4", "pipeline.schedule=one_f_one_b")
+    text = start(*wanted, module="gpipe_hpc.draw").wait()
+    assert text.code == 0 and "rank 2" in text.output and "bubble" in text.output
+    image = start(*wanted, "draw.format=svg", module="gpipe_hpc.draw").wait()
+    assert image.code == 0 and image.output.startswith("<svg")
+    wrong = start("pipeline.schedule=nonesuch", module="gpipe_hpc.draw").wait()
+    assert wrong.code != 0 and "one_f_one_b" in wrong.output
+    assert "Traceback" not in wrong.output
+
+
+def test_draws_what_a_run_measured(start, train, tiny, tmp_path):
+    train(2, *tiny, "train.steps=4", "trace.steps=2", "run.dir=run")
+    assert len(list((tmp_path / "run" / "trace").iterdir())) == 2
+    text = start("run.dir=run", module="gpipe_hpc.draw").wait()
+    assert text.code == 0 and "rank 1" in text.output, text.output
+    out = ("draw.format=svg", "draw.out=picture.svg")
+    assert start("run.dir=run", *out, module="gpipe_hpc.draw").wait().code == 0
+    picture = (tmp_path / "picture.svg").read_text()
+    assert picture.startswith("<svg") and "0F0" in picture and "1B1" in picture
+    bare = start("run.dir=nowhere", module="gpipe_hpc.draw").wait()
+    assert bare.code != 0 and "trace.steps" in bare.output
