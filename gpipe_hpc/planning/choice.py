@@ -54,9 +54,12 @@ def choose_partition(
     it, here and now: ask one rank, and tell the others. Raises PartitionError.
     """
     if isinstance(policy, Partition):
-        return policy._replace(counts=tuple(by_hand(policy.counts, len(layers), num_stages)))
+        return policy._replace(
+            counts=tuple(by_hand(policy.counts, len(layers), num_stages, allow_empty=True))
+        )
     if not isinstance(policy, str):
-        counts = by_hand(policy, len(layers), num_stages)
+        # A zero written by hand asks for an empty stage: it passes its input on.
+        counts = by_hand(policy, len(layers), num_stages, allow_empty=True)
         return Partition(tuple(counts), tuple(map(float, layer_parameters(layers))), "parameters")
     if policy == "parameters":
         sizes = layer_parameters(layers)
