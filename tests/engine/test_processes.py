@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.errors import ActionError, GpipeError, PeerError
 from gpipe_hpc.schedule import Action, Op
 
 SEED, WIDTH, LENGTH, VOCAB = 5, 8, 6, 11
@@ -259,3 +260,37 @@ def test_recomputation_does_not_wait_for_the_gradient(processes, tmp_path):
     times = {event.action: event for row in timeline.events for event in row}
     assert times[Action(Op.R, 0, 2)].start_s < times[Action(Op.B, 1, 2)].end_s
     assert times[Action(Op.R, 0, 2)].end_s <= times[Action(Op.B, 0, 2)].start_s
+
+
+class _FailingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ZeroDivisionError("in the backward")
+
+
+class FailingBackward(nn.Linear):
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return _FailingBackward.apply(super().forward(x))
+
+
+def test_failing_backward_is_named_on_every_rank(processes, tmp_path):
+    def body(rank):
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+        layers[2] = FailingBackward()
+        pipe = Pipeline(layers, mean_square, stages=4, microbatches=2)
+        with pytest.raises(GpipeError) as caught:
+            pipe.step(torch.randn(4, WIDTH), torch.randn(4, WIDTH))
+        return type(caught.value), str(caught.value)
+
+    ranks = processes(4, body, tmp_path)
+    assert [kind for kind, _ in ranks] == [PeerError, PeerError, ActionError, PeerError]
+    for _, text in ranks:
+        assert "rank 2, stage 2, micro-batch 1, action 2B1" in text
+        assert "ZeroDivisionError: in the backward" in text
