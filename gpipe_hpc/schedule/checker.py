@@ -1,12 +1,18 @@
 """The checker: proves, before anything runs, that a table trains and cannot hang."""
 
 from collections import defaultdict
+from typing import NoReturn
 
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.actions import BACKWARDS, RECEIVES, SENDS, Action, Op
 from gpipe_hpc.schedule.dependencies import Channel, channel_of, counterpart
 from gpipe_hpc.schedule.occupancy import peak_activations, peak_receives
-from gpipe_hpc.schedule.precedence import Precedence, build_precedence, execution_order
+from gpipe_hpc.schedule.precedence import (
+    NOWHERE,
+    Precedence,
+    build_precedence,
+    execution_order,
+)
 from gpipe_hpc.schedule.table import Schedule
 
 
@@ -36,25 +42,34 @@ def check(schedule: Schedule) -> None:
 def _check_complete(graph: Precedence) -> None:
     """Every stage runs every micro-batch forward and, unless the table only evaluates, backward."""
     schedule = graph.schedule
-    needed = [Op.F, Op.I, Op.W] if _has_backward(graph) else [Op.F]
+    nothing = [NOWHERE] * schedule.num_microbatches
     for stage in range(schedule.num_stages):
-        for microbatch in range(schedule.num_microbatches):
-            for op in needed:
-                if Action(op, stage, microbatch) not in graph.provider:
-                    rank = schedule.placement.rank_of(stage, microbatch)
-                    what = Action(op, stage, microbatch)
-                    raise ScheduleError(
-                        f"schedule {schedule.name!r}, rank {rank}: {what} is missing, expected it "
-                        f"{'or ' + str(what._replace(op=Op.B)) + ' ' if op is not Op.F else ''}"
-                        "once, got none; add it"
+        for op in (Op.F, Op.I, Op.W) if _has_backward(graph) else (Op.F,):
+            column = graph.makers.get((op, stage), nothing)
+            if NOWHERE in column:
+                _refuse_missing(schedule, Action(op, stage, column.index(NOWHERE)))
+    for (op, stage), column in graph.makers.items():
+        if op is Op.R:
+            backwards = graph.makers.get((Op.I, stage), nothing)
+            for node, backward in zip(column, backwards, strict=True):
+                if node != NOWHERE and backward == NOWHERE:
+                    graph.refuse(
+                        node, "recomputes for a backward that is not in the table; drop it"
                     )
-    for node, action in enumerate(graph.actions):
-        if action.op is Op.R and action._replace(op=Op.I) not in graph.provider:
-            graph.refuse(node, "recomputes for a backward that is not in the table; drop it")
+
+
+def _refuse_missing(schedule: Schedule, what: Action) -> NoReturn:
+    assert what.microbatch is not None, f"{what} has no micro-batch"
+    rank = schedule.placement.rank_of(what.stage, what.microbatch)
+    full = f"or {what._replace(op=Op.B)} " if what.op is not Op.F else ""
+    raise ScheduleError(
+        f"schedule {schedule.name!r}, rank {rank}: {what} is missing, expected it {full}"
+        "once, got none; add it"
+    )
 
 
 def _has_backward(graph: Precedence) -> bool:
-    return any(action.op in BACKWARDS for action in graph.actions)
+    return any(op in BACKWARDS for op, _ in graph.makers)
 
 
 def _check_own_order(graph: Precedence) -> None:
@@ -78,7 +93,7 @@ def _check_transfers(graph: Precedence) -> None:
     for node, action in enumerate(graph.actions):
         if action.op not in SENDS and action.op not in RECEIVES:
             continue
-        peer = graph.provider.get(counterpart(action))
+        peer = graph.find(counterpart(action))
         if peer is None:
             graph.refuse(node, f"has no partner, expected {counterpart(action)}, got none; add it")
         if graph.ranks[peer] == graph.ranks[node]:

@@ -5,31 +5,45 @@ once those it waits for are. What cannot be ordered so is a deadlock.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NoReturn
+from typing import Final, NamedTuple, NoReturn
 
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.actions import RECEIVES, SENDS, Action, Op
-from gpipe_hpc.schedule.dependencies import arrival, counterpart, dependencies, provides
+from gpipe_hpc.schedule.dependencies import (
+    CONSUMERS,
+    arrival,
+    counterpart,
+    dependencies,
+    provides,
+)
 from gpipe_hpc.schedule.table import Schedule
 
-Waits = list[list[int]]
+Waits = list[Sequence[int]]
+
+# Data flow is the same for all micro-batches, so it is looked up by op and stage, a column of nodes
+# for each: the node that meets a need of a micro-batch, or NOWHERE.
+Kind = tuple[Op, int]
+Column = list[int]
+NOWHERE: Final = -1
 
 
 @dataclass(frozen=True)
 class Precedence:
     """A table as a graph; nodes are numbered rank by rank, in table order.
 
-    ``waits[node]`` are the nodes an action waits for. A wait for another rank's node is a wait for
-    a transfer: that node is the ``SEND`` in a lowered table, the value's maker in a bare one.
+    ``makers[op, stage][microbatch]`` is the node that meets a need; ``waits[node]`` are the nodes
+    that an action waits for. A wait for another rank's node is a wait for a transfer: that node is
+    the ``SEND`` in a lowered table, the value's maker in a bare one.
     """
 
     schedule: Schedule
     actions: list[Action]
     ranks: list[int]
     starts: list[int]
-    provider: dict[Action, int]
+    makers: dict[Kind, Column]
     waits: Waits
 
     def where(self, node: int) -> str:
@@ -41,9 +55,16 @@ class Precedence:
         """Raise for one node."""
         raise ScheduleError(f"schedule {self.schedule.name!r}, {self.where(node)}: {what}")
 
+    def find(self, need: Action) -> int | None:
+        """Return the node that meets a need, None where there is none."""
+        column = self.makers.get((need.op, need.stage))
+        if column is None or need.microbatch is None or column[need.microbatch] == NOWHERE:
+            return None
+        return column[need.microbatch]
+
     def provide(self, node: int, need: Action) -> int:
         """Return the node that provides what another needs; refuse a need that nobody meets."""
-        maker = self.provider.get(need)
+        maker = self.find(need)
         if maker is None:
             self.refuse(node, f"waits for {need}, expected it in the table, got it nowhere; add it")
         return maker
@@ -54,7 +75,7 @@ class Precedence:
         waits = list(self.waits)
         for node, action in enumerate(self.actions):
             if action.op in SENDS:
-                waits[node] = [*waits[node], self.provide(node, counterpart(action))]
+                waits[node] = (*waits[node], self.provide(node, counterpart(action)))
         return waits
 
 
@@ -70,24 +91,39 @@ def build_precedence(schedule: Schedule) -> Precedence:
         starts.append(starts[-1] + len(row))
     graph = Precedence(schedule, actions, ranks, starts, {}, [])
     _index(graph)
-    graph.waits.extend(_waits(graph, node) for node in range(len(actions)))
+    _resolve(graph)
     return graph
 
 
 def _index(graph: Precedence) -> None:
     """Fill in who provides what; refuse an action out of range, out of place or there twice."""
-    reductions: dict[tuple[Action, int], int] = {}
-    for node, action in enumerate(graph.actions):
-        _check_entry(graph, node)
-        if action.op is Op.REDUCE_GRAD:  # one on every holder, and nobody waits for it
-            first = reductions.setdefault((action, graph.ranks[node]), node)
-            if first != node:
-                _refuse_twice(graph, node, first, action)
-            continue
-        for need in provides(action):
-            first = graph.provider.setdefault(need, node)
-            if first != node:
-                _refuse_twice(graph, node, first, need)
+    placement, makers = graph.schedule.placement, graph.makers
+    num_microbatches = placement.num_microbatches
+    met: dict[Kind, list[tuple[Op, Column]]] = {}
+    reductions: dict[tuple[int, int], int] = {}
+    for node, (action, rank) in enumerate(zip(graph.actions, graph.ranks, strict=True)):
+        op, stage, microbatch = action
+        columns = met.get((op, stage))
+        if (
+            columns is None
+            or microbatch is None
+            or not 0 <= microbatch < num_microbatches
+            or placement.rank_of(stage, microbatch) != rank
+        ):
+            _check_entry(graph, node)
+            if microbatch is None:  # a reduction: one on every holder, and nobody waits for it
+                first = reductions.setdefault((stage, rank), node)
+                if first != node:
+                    _refuse_twice(graph, node, first, action)
+                continue
+            columns = met[op, stage] = [
+                (need.op, makers.setdefault((need.op, need.stage), [NOWHERE] * num_microbatches))
+                for need in provides(action)
+            ]
+        for need, column in columns:
+            if column[microbatch] != NOWHERE:
+                _refuse_twice(graph, node, column[microbatch], action._replace(op=need))
+            column[microbatch] = node
 
 
 def _check_entry(graph: Precedence, node: int) -> None:
@@ -117,31 +153,77 @@ def _refuse_twice(graph: Precedence, node: int, first: int, need: Action) -> NoR
     graph.refuse(node, f"{need} is done twice, expected once, got it at {where} already; drop one")
 
 
-def _waits(graph: Precedence, node: int) -> list[int]:
-    """Return the nodes that one node waits for."""
-    schedule, action, rank = graph.schedule, graph.actions[node], graph.ranks[node]
-    needs = dependencies(action, schedule.num_stages, schedule.num_microbatches)
-    if action.op in RECEIVES:
-        graph.provide(node, needs[0])
-        return []  # it posts a buffer; its consumer waits
-    if action.op is Op.REDUCE_GRAD:  # each holder waits for what it makes itself
-        needs = tuple(need for need in needs if _rank_of(need, schedule) == rank)
-    waits: list[int] = []
-    for need in needs:
-        if need.op is Op.R and need not in graph.provider:
-            continue  # nothing is recomputed here
-        maker = graph.provide(node, need)
-        if graph.ranks[maker] != rank and schedule.is_lowered:
-            post = arrival(action)
-            waits.append(graph.provide(node, post))
-            maker = graph.provide(node, counterpart(post))
-        waits.append(maker)
-    return waits
+class _Need(NamedTuple):
+    """What the actions of one op and stage need: who makes it, and how it comes from elsewhere."""
+
+    op: Op
+    stage: int
+    makers: Column | None
+    posts: Column | None
+    sends: Column | None
 
 
-def _rank_of(action: Action, schedule: Schedule) -> int:
-    assert action.microbatch is not None, f"{action} has no micro-batch"
-    return schedule.placement.rank_of(action.stage, action.microbatch)
+def _resolve(graph: Precedence) -> None:
+    """Fill in the waits of every node; refuse a need that nobody meets."""
+    needs: dict[Kind, list[_Need]] = {}
+    ranks, append = graph.ranks, graph.waits.append
+    for node, action in enumerate(graph.actions):
+        op, stage, microbatch = action
+        if microbatch is None:
+            append(_own_weights(graph, node))
+            continue
+        kinds = needs.get((op, stage))
+        if kinds is None:
+            kinds = needs[op, stage] = _needs(graph, action)
+        waits: list[int] = []
+        rank = ranks[node]
+        for need in kinds:
+            maker = need.makers[microbatch] if need.makers is not None else NOWHERE
+            if maker == NOWHERE:
+                if need.op is Op.R:
+                    continue  # nothing is recomputed here
+                maker = graph.provide(node, Action(need.op, need.stage, microbatch))
+            if op in RECEIVES:
+                continue  # it posts a buffer; its consumer waits
+            if ranks[maker] != rank and graph.schedule.is_lowered:
+                waits.append(_through(graph, node, need.posts, arrival(action)))
+                maker = _through(graph, node, need.sends, counterpart(arrival(action)))
+            waits.append(maker)
+        append(waits)
+
+
+def _through(graph: Precedence, node: int, column: Column | None, half: Action) -> int:
+    """Return the node of one half of the transfer that a node waits for."""
+    assert half.microbatch is not None, f"{half} has no micro-batch"
+    found = column[half.microbatch] if column is not None else NOWHERE
+    return found if found != NOWHERE else graph.provide(node, half)
+
+
+def _needs(graph: Precedence, action: Action) -> list[_Need]:
+    """Return the needs that all micro-batches of an action's op and stage share."""
+    num_stages = graph.schedule.num_stages
+    column = graph.makers.get
+    posts = sends = None
+    if action.op in CONSUMERS:
+        post = arrival(action)
+        send = counterpart(post)
+        posts, sends = column((post.op, post.stage)), column((send.op, send.stage))
+    return [
+        _Need(need.op, need.stage, column((need.op, need.stage)), posts, sends)
+        for need in dependencies(action, num_stages, 1)
+    ]
+
+
+def _own_weights(graph: Precedence, node: int) -> list[int]:
+    """Return what a reduction waits for: each holder for what it makes itself."""
+    schedule, rank = graph.schedule, graph.ranks[node]
+    placement = schedule.placement
+    needs = dependencies(graph.actions[node], schedule.num_stages, schedule.num_microbatches)
+    return [
+        graph.provide(node, need)
+        for need in needs
+        if placement.rank_of(need.stage, need.microbatch or 0) == rank
+    ]
 
 
 def execution_order(graph: Precedence, waits: Waits) -> list[int]:
@@ -158,8 +240,12 @@ def execution_order(graph: Precedence, waits: Waits) -> list[int]:
         rank = awake.popleft()
         node, end = position[rank], graph.starts[rank + 1]
         while node < end:
-            blocker = next((wait for wait in waits[node] if not passed[wait]), None)
-            if blocker is not None:
+            blocker = NOWHERE
+            for wait in waits[node]:
+                if not passed[wait]:
+                    blocker = wait
+                    break
+            if blocker != NOWHERE:
                 sleepers.setdefault(blocker, []).append(rank)
                 break
             passed[node] = 1
