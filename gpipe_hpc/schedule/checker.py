@@ -5,6 +5,7 @@ from typing import NoReturn
 
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.actions import BACKWARDS, RECEIVES, SENDS, Action, Op
+from gpipe_hpc.schedule.collectives import reduction_order
 from gpipe_hpc.schedule.dependencies import Channel, channel_of, counterpart
 from gpipe_hpc.schedule.occupancy import peak_activations, peak_receives
 from gpipe_hpc.schedule.precedence import (
@@ -20,8 +21,9 @@ def check(schedule: Schedule) -> None:
     """Refuse a table, bare or lowered, that breaks a rule; names rank, position, action, reason.
 
     Every action once, on its rank, none missing, after what it needs; channels first in first out;
-    one reduction for each stage and holder; live activations and posted receives within declared
-    bounds; no deadlock, whether a ``SEND`` is buffered or blocks until its ``RECV`` is posted.
+    one reduction for each stage and holder, in one order where ranks share stages; live activations
+    and posted receives within declared bounds; no deadlock, whether a ``SEND`` is buffered or
+    blocks until its ``RECV`` is posted.
     """
     if schedule.num_ranks != schedule.placement.num_ranks:
         raise ScheduleError(
@@ -113,7 +115,10 @@ def _check_transfers(graph: Precedence) -> None:
 
 
 def _check_reductions(graph: Precedence) -> None:
-    """A lowered table with a backward reduces each stage on each holder, another one nothing."""
+    """A lowered table with a backward reduces each stage on each holder, another one nothing.
+
+    Holders of several stages take part in the same order, or they would wait for one another.
+    """
     schedule, placement = graph.schedule, graph.schedule.placement
     found = {
         (action.stage, graph.ranks[node]): node
@@ -132,6 +137,7 @@ def _check_reductions(graph: Precedence) -> None:
                     f"is missing, expected one on each of ranks {placement.holders(stage)}, "
                     "got none; add it"
                 )
+    reduction_order(graph)
 
 
 def _check_bounds(schedule: Schedule) -> None:

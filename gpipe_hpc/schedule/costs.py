@@ -1,8 +1,8 @@
 """What actions cost: the simulator's input."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from gpipe_hpc.errors import ScheduleError
@@ -12,11 +12,29 @@ Cost = float | Sequence[float]
 
 
 @dataclass(frozen=True)
+class Link:
+    """A way from one rank to another: time ahead of the first byte, and bytes a unit of time."""
+
+    latency: float = 0.0
+    bandwidth: float = math.inf
+
+    def __post_init__(self) -> None:
+        """Refuse what no link can be."""
+        if not (0 <= self.latency < math.inf and self.bandwidth > 0):
+            raise ScheduleError(
+                "costs: a link has a latency of 0 or more and a bandwidth above 0, got "
+                f"{self.latency} and {self.bandwidth}"
+            )
+
+
+@dataclass(frozen=True)
 class Costs:
     """How long each op takes, one number for all stages or one for each, in any unit of time.
 
-    Without `backward`, ``B`` costs `input_gradient` plus `weight_gradient`. ``send[s]`` is one
-    transfer over the boundary behind stage s, in either direction. None: not given.
+    Without `backward`, ``B`` costs `input_gradient` plus `weight_gradient`. A transfer over the
+    boundary behind stage s, in either direction, takes ``send[s]`` plus the link's latency plus
+    ``boundary_bytes[s]`` over its bandwidth; `links` names those between two ranks, (source,
+    destination), that differ from `link`. `reduction` is one ``REDUCE_GRAD``. None: not given.
     """
 
     forward: Cost | None = None
@@ -25,6 +43,10 @@ class Costs:
     weight_gradient: Cost | None = None
     recompute: Cost | None = None
     send: Cost = 0.0
+    boundary_bytes: Cost = 0.0
+    link: Link = Link()
+    links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
+    reduction: Cost = 0.0
 
     def of_compute(self, op: Op, num_stages: int) -> list[float]:
         """Return the cost of a compute op on each stage; refuse an op without one."""
@@ -35,11 +57,26 @@ class Costs:
         cost: Cost | None = getattr(self, field)
         if cost is None:
             raise ScheduleError(f"costs: no cost for {op}, expected one, got none; give {field}=")
-        return _per_stage(field, cost, num_stages)
+        return per_stage(field, cost, num_stages)
 
-    def of_transfer(self, num_stages: int) -> list[float]:
-        """Return the cost of a transfer over the boundary behind each stage."""
-        return _per_stage("send", self.send, num_stages)
+    def of_reduction(self, num_stages: int) -> list[float]:
+        """Return the cost of reducing the gradients of each stage."""
+        return per_stage("reduction", self.reduction, num_stages)
+
+    def transfer_times(self, num_stages: int) -> Callable[[int, tuple[int, int]], float]:
+        """Return the cost of a transfer as a function of its boundary and (source, destination)."""
+        fixed = per_stage("send", self.send, num_stages)
+        sizes = per_stage("boundary_bytes", self.boundary_bytes, num_stages)
+
+        def time(boundary: int, ranks: tuple[int, int]) -> float:
+            link = self.links.get(ranks, self.link)
+            return fixed[boundary] + link.latency + sizes[boundary] / link.bandwidth
+
+        return time
+
+    def without_transfers(self) -> "Costs":
+        """Return the same costs with transfers that take no time."""
+        return replace(self, send=0.0, boundary_bytes=0.0, link=Link(), links={})
 
 
 _FIELD_OF: Final = {
@@ -51,7 +88,8 @@ _FIELD_OF: Final = {
 }
 
 
-def _per_stage(field: str, cost: Cost, num_stages: int) -> list[float]:
+def per_stage(field: str, cost: Cost, num_stages: int) -> list[float]:
+    """Return one number for each stage; refuse another count, and what is no amount."""
     if isinstance(cost, Sequence):
         if len(cost) != num_stages:
             raise ScheduleError(
@@ -63,5 +101,5 @@ def _per_stage(field: str, cost: Cost, num_stages: int) -> list[float]:
         costs = [float(cost)] * num_stages
     for one in costs:
         if not (math.isfinite(one) and one >= 0):
-            raise ScheduleError(f"costs: {field} is a time, expected 0 or more, got {one}")
+            raise ScheduleError(f"costs: {field} is an amount, expected 0 or more, got {one}")
     return costs

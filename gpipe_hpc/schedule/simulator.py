@@ -1,81 +1,112 @@
 """The simulator: when each action of a table would run, given what actions cost."""
 
 from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
 
-from gpipe_hpc.schedule.actions import COMPUTE, SENDS, Action, Op
+from gpipe_hpc.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Op
+from gpipe_hpc.schedule.collectives import reduction_order
 from gpipe_hpc.schedule.costs import Costs
-from gpipe_hpc.schedule.dependencies import Channel, arrival, channel_of, counterpart
-from gpipe_hpc.schedule.precedence import Precedence, build_precedence, execution_order
+from gpipe_hpc.schedule.dependencies import counterpart, dependencies, provides
+from gpipe_hpc.schedule.precedence import Kind, Precedence, build_precedence, execution_order
 from gpipe_hpc.schedule.table import Schedule
 from gpipe_hpc.schedule.timeline import Event, Timeline
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Time a table, bare or lowered; both give the same times. Refuses a deadlock.
+    """Time a table, bare or lowered; both give the same times of compute. Refuses a deadlock.
 
     A rank runs its actions in order, each once what it needs is there. Sends are buffered and take
-    no time of the rank: a transfer runs from the end of what made the value, those of a channel one
-    after the other. Time is linear in the number of actions.
+    no time of the rank: a transfer runs from the end of what made the value, those from one rank to
+    another one after the other. Reductions overlap compute, on each rank one at a time; that of a
+    mirrored stage starts when all its holders are ready. Time is linear in the number of actions.
     """
     graph = build_precedence(schedule)
     clock = _Clock(graph, costs)
-    for node in execution_order(graph, graph.waits):
-        clock.run(node)
+    clock.run(execution_order(graph, graph.waits))
+    clock.reduce(costs.of_reduction(schedule.num_stages))
     return clock.timeline()
 
 
+class _Step(NamedTuple):
+    """What all actions of one op and stage have in common."""
+
+    duration: float
+    computes: bool
+    # The stage whose action needs the value, -1 for none; and the boundary that it crosses.
+    destination: int
+    boundary: int
+
+
 class _Clock:
-    """The times of all nodes; run them in an order that respects their waits."""
+    """The times of all nodes."""
 
     def __init__(self, graph: Precedence, costs: Costs) -> None:
         """Resolve the costs of the ops that the table has."""
-        num_stages = graph.schedule.num_stages
-        ops = {action.op for action in graph.actions} & COMPUTE
         self.graph = graph
-        self.durations = {op: costs.of_compute(op, num_stages) for op in sorted(ops)}
-        self.transfers = costs.of_transfer(num_stages)
-        self.sends = _sends_by_node(graph)
+        self.steps = _steps(graph, costs)
+        self.transfer_time = costs.transfer_times(graph.schedule.num_stages)
         self.starts = [0.0] * len(graph.actions)
         self.ends = [0.0] * len(graph.actions)
         self.arrivals = [0.0] * len(graph.actions)
-        self.free_at = [0.0] * graph.schedule.num_ranks
-        self.channel_free_at: dict[Channel, float] = defaultdict(float)
+        self.link_free_at: dict[tuple[int, int], float] = {}
 
-    def run(self, node: int) -> None:
-        """Give one node its times."""
-        graph, rank = self.graph, self.graph.ranks[node]
-        op, stage, _ = graph.actions[node]
-        start = self.free_at[rank]
-        for wait in graph.waits[node]:
-            if graph.ranks[wait] != rank and self.arrivals[wait] > start:
-                start = self.arrivals[wait]
-        end = start
-        if op in COMPUTE:
-            end += self.durations[op][stage]
-            self.free_at[rank] = end
-        self.starts[node], self.ends[node] = start, end
-        send = self.sends.get(node)
-        if send is not None:
-            self._transfer(node, send)
+    def run(self, order: Iterable[int]) -> None:
+        """Give all nodes their times, in an order that respects their waits."""
+        actions, ranks, waits = self.graph.actions, self.graph.ranks, self.graph.waits
+        starts, ends, arrivals, steps = self.starts, self.ends, self.arrivals, self.steps
+        free_at = [0.0] * self.graph.schedule.num_ranks
+        for node in order:
+            op, stage, _ = actions[node]
+            duration, computes, destination, boundary = steps[op, stage]
+            rank = ranks[node]
+            start = free_at[rank]
+            for wait in waits[node]:
+                if ranks[wait] != rank and arrivals[wait] > start:
+                    start = arrivals[wait]
+            starts[node] = start
+            ends[node] = end = start + duration
+            if computes:
+                free_at[rank] = end
+            if destination >= 0:
+                self._transfer(node, destination, boundary)
 
-    def _transfer(self, node: int, send: Action) -> None:
-        """Move a value once it is made and its channel is free."""
-        channel = channel_of(send, self.graph.schedule.placement)
-        begin = max(self.ends[node], self.channel_free_at[channel])
-        end = begin + self.transfers[min(channel.source, channel.destination)]
-        self.channel_free_at[channel] = self.arrivals[node] = end
-        if self.graph.actions[node].op in SENDS:
+    def _transfer(self, node: int, destination: int, boundary: int) -> None:
+        """Move a value once it is made and the link is free; not within a rank."""
+        graph = self.graph
+        rank, action = graph.ranks[node], graph.actions[node]
+        assert action.microbatch is not None, f"{action} has no micro-batch"
+        link = (rank, graph.schedule.placement.rank_of(destination, action.microbatch))
+        if link[0] == link[1]:
+            return
+        begin = max(self.ends[node], self.link_free_at.get(link, 0.0))
+        end = begin + self.transfer_time(boundary, link)
+        self.link_free_at[link] = self.arrivals[node] = end
+        if action.op in SENDS:
             self.starts[node], self.ends[node] = begin, end
+
+    def reduce(self, costs: list[float]) -> None:
+        """Give the reductions their times."""
+        free_at: dict[int, float] = defaultdict(float)
+        for nodes in reduction_order(self.graph):
+            ranks = [self.graph.ranks[node] for node in nodes]
+            start = max(self.starts[node] for node in nodes)
+            start = max(start, *(free_at[rank] for rank in ranks))
+            end = start + costs[self.graph.actions[nodes[0]].stage]
+            for node, rank in zip(nodes, ranks, strict=True):
+                self.starts[node], self.ends[node] = start, end
+                free_at[rank] = end
 
     def timeline(self) -> Timeline:
         """Return the events; a ``RECV`` ends when its value is there."""
         graph, schedule = self.graph, self.graph.schedule
-        for node, action in enumerate(graph.actions):
-            if action.op in (Op.RECV_F, Op.RECV_B):
-                arrived = self.arrivals[graph.provide(node, counterpart(action))]
-                self.ends[node] = max(self.starts[node], arrived)
-        nodes = zip(graph.ranks, graph.actions, self.starts, self.ends, strict=True)
-        events = [Event(*node) for node in nodes]
+        for (op, stage), column in graph.makers.items():
+            if op in RECEIVES:
+                send = counterpart(Action(op, stage))
+                for post, node in zip(column, graph.makers[send.op, send.stage], strict=True):
+                    if post >= 0:
+                        self.ends[post] = max(self.starts[post], self.arrivals[node])
+        events = list(map(Event, graph.ranks, graph.actions, self.starts, self.ends))
         rows = zip(graph.starts, graph.starts[1:], strict=False)
         return Timeline(
             events=tuple(tuple(events[first:end]) for first, end in rows),
@@ -85,13 +116,39 @@ class _Clock:
         )
 
 
-def _sends_by_node(graph: Precedence) -> dict[int, Action]:
-    """Return the nodes that start a transfer: ``SEND``s, in a bare table the makers of values."""
+def _steps(graph: Precedence, costs: Costs) -> dict[Kind, _Step]:
+    """Return what to do for each op and stage of a table."""
+    num_stages = graph.schedule.num_stages
+    kinds = {(action.op, action.stage) for action in graph.actions}
+    durations = {
+        op: costs.of_compute(op, num_stages) for op in sorted({op for op, _ in kinds} & COMPUTE)
+    }
+    destinations = _destinations(graph, kinds)
+    steps: dict[Kind, _Step] = {}
+    for op, stage in kinds:
+        destination = destinations.get((op, stage), -1)
+        steps[op, stage] = _Step(
+            duration=durations[op][stage] if op in durations else 0.0,
+            computes=op in durations,
+            destination=destination,
+            boundary=min(stage, destination),
+        )
+    return steps
+
+
+def _destinations(graph: Precedence, kinds: set[Kind]) -> dict[Kind, int]:
+    """Return where values go: of ``SEND``s, or in a bare table of the ops that make them."""
     if graph.schedule.is_lowered:
-        return {node: action for node, action in enumerate(graph.actions) if action.op in SENDS}
+        return {kind: counterpart(Action(*kind)).stage for kind in kinds if kind[0] in SENDS}
+    takers: dict[Kind, int] = {}
+    for op, stage in kinds:
+        if op is not Op.REDUCE_GRAD:
+            for need in dependencies(Action(op, stage, 0), graph.schedule.num_stages, 1):
+                if need.stage != stage:
+                    takers[need.op, need.stage] = stage
     return {
-        wait: counterpart(arrival(graph.actions[node]))
-        for node, waits in enumerate(graph.waits)
-        for wait in waits
-        if graph.ranks[wait] != graph.ranks[node]
+        (op, stage): takers[need.op, need.stage]
+        for op, stage in kinds
+        for need in provides(Action(op, stage))
+        if (need.op, need.stage) in takers
     }

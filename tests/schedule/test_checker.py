@@ -101,6 +101,17 @@ def test_sends_that_block_until_their_receive_is_posted_are_part_of_the_proof():
     assert "1SEND_B0 waits for 0RECV_B0" in str(error.value)
 
 
+def test_reductions_that_wait_for_one_another_are_refused():
+    """Each rank would start the reduction that is second on the other and wait there for ever."""
+    mirrored = lower(build("gems", ranks=2, microbatches=2))
+    check(mirrored)
+    crossed = edited(mirrored, 0, "1REDUCE_GRAD 0REDUCE_GRAD", "0REDUCE_GRAD 1REDUCE_GRAD")
+    with pytest.raises(ScheduleError) as error:
+        check(crossed)
+    assert "rank 0, position 8, 0REDUCE_GRAD: waits for its copy on rank 1" in str(error.value)
+    assert "reduces 1REDUCE_GRAD first" in str(error.value)
+
+
 def test_declared_bounds_are_kept():
     with pytest.raises(ScheduleError, match=r"rank 1, position 1, 1F1: too many live .* 1, got 2"):
         check(replace(BARE, max_activations=(2, 1)))

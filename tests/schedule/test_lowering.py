@@ -83,9 +83,20 @@ def test_every_holder_of_a_mirrored_stage_reduces_it_even_without_a_backward():
     lowered = lower(Schedule("mirrored", placement, rows))
     check(lowered)
     assert rows_of(lowered) == [
-        "0RECV_B0 0F0 0SEND_F0 0B0 0REDUCE_GRAD 1REDUCE_GRAD",
+        "0RECV_B0 0F0 0SEND_F0 0B0 1REDUCE_GRAD 0REDUCE_GRAD",
         "1RECV_F0 1F0 1B0 1SEND_B0 1REDUCE_GRAD 0REDUCE_GRAD",
     ]
+
+
+def test_mirrored_stages_are_reduced_in_one_order_on_all_their_ranks():
+    """The order is that in which the last holder is done, not the one in which a rank is."""
+    lowered = lower(build("gems", ranks=4, microbatches=2))
+    reductions = [
+        [action.stage for action in row if action.op is Op.REDUCE_GRAD] for row in lowered.ranks
+    ]
+    assert reductions == [[3, 0], [2, 1], [2, 1], [3, 0]]
+    backwards = [[a.stage for a in row if a.op is Op.B] for row in lowered.ranks]
+    assert backwards == [[0, 3], [1, 2], [2, 1], [3, 0]]
 
 
 def test_receives_of_a_channel_are_posted_in_the_order_of_its_sends():

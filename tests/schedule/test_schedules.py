@@ -194,7 +194,8 @@ FIGURES = {
 def test_the_figure_in_the_docstring_is_true(name):
     ranks, microbatches, costs = FIGURES[name]
     timeline = simulate(build(name, ranks=ranks, microbatches=microbatches), costs)
-    assert draw_text(timeline) in inspect.getdoc(SCHEDULES[name]).replace("\n    ", "\n")
+    words = inspect.getdoc(SCHEDULES[name]).split()  # lines may be broken elsewhere
+    assert " ".join(draw_text(timeline).split()) in " ".join(words)
 
 
 def test_options_out_of_range_are_refused():
