@@ -14,10 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    state_dict_loader,
+    state_dict_saver,
+)
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from gpipe_hpc.comm.failure import lost
 from gpipe_hpc.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -82,7 +87,7 @@ def load(pipe: "Pipeline", path: Path, optimizer: torch.optim.Optimizer | None) 
             for key, value in state.items()
             if isinstance(value, torch.Tensor)
         }
-    with _alone():
+    with _alone(), _named(path, "read"):
         state_dict_loader.load(targets, storage_reader=reader, no_dist=True)
     if optimizer is not None:
         _set_optimizer(pipe, optimizer, states)
@@ -131,13 +136,15 @@ def _write(pipe: "Pipeline", tensors: dict[str, Any], folder: Path) -> None:
     """Write this rank's tensors: all ranks into one checkpoint."""
     group = pipe.everybody.torch_group
     if group is not None:
-        state_dict_saver.save(tensors, storage_writer=FileSystemWriter(folder), process_group=group)
+        with _named(folder, "written"):
+            writer = FileSystemWriter(folder)
+            state_dict_saver.save(tensors, storage_writer=writer, process_group=group)
         return
     # Threads, or one rank: the first one writes for all.
     gathered = pipe.everybody.all_gather_object(tensors)
     if pipe.world.rank == 0:
         merged = {name: value for part in gathered for name, value in part.items()}
-        with _alone():
+        with _alone(), _named(folder, "written"):
             state_dict_saver.save(merged, storage_writer=FileSystemWriter(folder), no_dist=True)
     pipe.everybody.all_gather_object("tensors are written")
 
@@ -208,6 +215,22 @@ def _set_optimizer(
     for name, parameter in pipe.named_parameters():
         if name in states:
             optimizer.state[parameter] = states[name]
+
+
+@contextmanager
+def _named(path: Path, what: str) -> Iterator[None]:
+    """Say in a line what torch's checkpointing tells in tracebacks of all ranks."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        whose = f" on rank {rank}" if what == "written" else ""
+        raise CheckpointError(
+            f"checkpoint {path}: expected it to be {what}, got {type(cause).__name__}: {cause}"
+            f"{whose}; look at the disk, or use another folder"
+        ) from cause
+    except RuntimeError as error:
+        raise lost(error, "a rank at the checkpoint") from error
 
 
 @contextmanager

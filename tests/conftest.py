@@ -1,5 +1,6 @@
 """Fixtures that several folders of tests use."""
 
+import contextlib
 import json
 import os
 import signal
@@ -210,6 +211,84 @@ def free_port() -> Callable[[], int]:
             return port
 
     return find
+
+
+def marked(name: str, value: str) -> dict[int, dict[str, str]]:
+    """Return the environments, by process number, of all processes that have this variable."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        try:
+            raw = (folder / "environ").read_text(errors="replace") if folder.name.isdigit() else ""
+            environ = dict(entry.split("=", 1) for entry in raw.split("\0") if "=" in entry)
+            if environ.get(name) == value:
+                found[int(folder.name)] = environ
+        except OSError:
+            continue  # ended meanwhile
+    return found
+
+
+class Torchrun:
+    """A torchrun and its workers; whatever it starts carries a mark in its environment."""
+
+    def __init__(self, arguments: Sequence[str], environ: Mapping[str, str], folder: Path) -> None:
+        self._mark = f"{folder}/{time.monotonic_ns()}"
+        self._path = folder / f"torchrun{time.monotonic_ns()}.txt"
+        with self._path.open("w") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", *arguments],
+                cwd=folder,
+                env=environ | {"TEST_MARK": self._mark},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        """Return what came out so far, of all processes."""
+        return self._path.read_text(errors="replace")
+
+    def processes(self) -> dict[int, dict[str, str]]:
+        """Return all living processes of this launch, with their environments."""
+        return marked("TEST_MARK", self._mark)
+
+    def worker(self, rank: int) -> int | None:
+        """Return the process number of a rank, None while it is not there."""
+        pids = (pid for pid, env in self.processes().items() if env.get("RANK") == str(rank))
+        return next(pids, None)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to torchrun itself."""
+        self._process.send_signal(number)
+
+    def wait(self, limit_s: float = 90.0) -> int:
+        """Return torchrun's exit code, once nothing of it is left."""
+        wait_until(lambda: self._process.poll() is not None, limit_s, "torchrun ended")
+        wait_until(lambda: not self.processes(), 5, "its workers were gone")
+        return self._process.returncode
+
+    def kill(self) -> None:
+        """End every process that is left."""
+        for pid in [self._process.pid, *self.processes()]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+
+
+@pytest.fixture
+def torchrun(environ: dict[str, str], tmp_path: Path) -> Iterator[Callable[..., Torchrun]]:
+    """Return a function that starts a real torchrun; nothing outlives the test."""
+    launches: list[Torchrun] = []
+
+    def launch(flags: Sequence[str], *overrides: str, env: Mapping[str, str] | None = None):
+        arguments = [*flags, "-m", "gpipe_hpc.train", *overrides]
+        launches.append(Torchrun(arguments, environ | dict(env or {}), tmp_path))
+        return launches[-1]
+
+    yield launch
+    for each in launches:
+        each.kill()
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,149 @@
+"""Runs that are killed and started again end as one that never was: to the last bit."""
+
+import os
+import random
+import signal
+import time
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+
+STEPS = 250
+# A user's module that gives a small model, and a slow or full disk when asked for.
+BAD_DISK = """
+import os
+import time
+
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from gpipe_hpc.models import build_gpt
+
+write = FileSystemWriter.write_data
+
+
+def write_slowly(self, plan, planner):
+    done = write(self, plan, planner)
+    if concerned(self.path):
+        time.sleep(3600)
+    return done
+
+
+def write_nothing(self, plan, planner):
+    if concerned(self.path):
+        raise OSError("no space left")
+    return write(self, plan, planner)
+
+
+def concerned(path):
+    return "step_00000006" in str(path) and os.environ.get("BAD_RANK", "1") == os.environ["RANK"]
+
+
+def build(slow=False, full=False, **keywords):
+    if slow:
+        FileSystemWriter.write_data = write_slowly
+    if full:
+        FileSystemWriter.write_data = write_nothing
+    return build_gpt(**keywords)
+"""
+
+
+def begun(run):
+    path = run / "metrics.jsonl"
+    return path.exists() and len(path.read_text().splitlines()) > 2
+
+
+@pytest.fixture
+def settings(tiny):
+    return (*tiny, f"train.steps={STEPS}", "checkpoint.every=10", "model.dropout=0.1")
+
+
+@pytest.mark.parametrize("form", ["standalone", "master-port"])
+def test_kill_9_of_one_rank_at_a_random_step_changes_nothing(
+    torchrun, train, settings, tmp_path, until, free_port, same_end, form
+):
+    """Gloo hangs here out of the box: restarted ranks read the addresses of the dead."""
+    train(2, *settings, "run.dir=whole")
+    if form == "standalone":
+        # Without run.dir, restarted ranks have to find the folder of the first attempt.
+        flags, folder = ["--standalone"], []
+    else:
+        flags, folder = ["--master-port", str(free_port())], ["run.dir=runs/named"]
+    launch = torchrun([*flags, "--nproc_per_node=2", "--max-restarts=2"], *settings, *folder)
+    runs = tmp_path / "runs"
+    until(lambda: runs.exists() and any(begun(run) for run in runs.iterdir()), 60, "it trains")
+    rank, pause_s = random.randrange(2), random.uniform(0.0, 1.5)
+    print(f"kills rank {rank} after {pause_s:.3f} s")
+    time.sleep(pause_s)
+    victim = launch.worker(rank)
+    assert victim is not None, launch.output
+    os.kill(victim, signal.SIGKILL)
+    assert launch.wait() == 0, launch.output
+    assert launch.output.count("INFO rank 0 stage 0 gpipe_hpc.train: run folder") == 2
+    (run,) = runs.iterdir()
+    same_end(tmp_path / "whole", run)
+
+
+def test_a_checkpoint_cut_short_is_never_loaded(
+    start_ranks, train, tiny, tmp_path, until, same_end
+):
+    (tmp_path / "disk.py").write_text(BAD_DISK)
+    mine = (*tiny, "model._target_=disk.build", "train.steps=9", "checkpoint.every=3")
+    env = {"PYTHONPATH": str(tmp_path)}
+    kept = tmp_path / "run" / "checkpoints"
+    ranks = start_ranks(2, *mine, "model.slow=true", "run.dir=run", env=env)
+    partial = kept / "step_00000006.partial"
+    until(lambda: partial.exists() and len(list(partial.iterdir())) == 2, 60, "all have written")
+    for command in ranks.commands:
+        command.signal(signal.SIGKILL)
+    ranks.wait()
+    assert sorted(p.name for p in kept.iterdir()) == ["step_00000003", "step_00000006.partial"]
+    assert "3 steps done" in train(2, *mine, "run.dir=run", env=env)
+    assert sorted(p.name for p in kept.iterdir()) == ["step_00000006", "step_00000009"]
+    train(2, *mine, "run.dir=whole", env=env)
+    same_end(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_rank_killed_while_saving_is_named_by_the_others(start_ranks, tiny, tmp_path, until):
+    (tmp_path / "disk.py").write_text(BAD_DISK)
+    slow = ("model._target_=disk.build", "model.slow=true", "checkpoint.every=3", "run.dir=run")
+    env = {"PYTHONPATH": str(tmp_path)}
+    ranks = start_ranks(3, *tiny, *slow, env=env)
+    partial = tmp_path / "run" / "checkpoints" / "step_00000006.partial"
+    until(lambda: partial.exists() and len(list(partial.iterdir())) == 3, 60, "all have written")
+    ranks.commands[1].signal(signal.SIGKILL)
+    ranks.wait(20)
+    for rank in (0, 2):
+        assert ranks.codes[rank] not in (0, None)
+        output = ranks.outputs[rank]
+        assert "no sign of life from rank 1" in output and "Traceback" not in output, output
+
+
+def test_a_full_disk_is_named_by_all(start_ranks, tiny, tmp_path):
+    (tmp_path / "disk.py").write_text(BAD_DISK)
+    full = ("model._target_=disk.build", "model.full=true", "checkpoint.every=3", "run.dir=run")
+    ranks = start_ranks(2, *tiny, *full, env={"PYTHONPATH": str(tmp_path)}).wait(20)
+    for code, output in zip(ranks.codes, ranks.outputs, strict=True):
+        assert code not in (0, None)
+        assert "no space left on rank 1" in output and "Traceback" not in output, output
+    names = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert sorted(names) == ["step_00000003", "step_00000006.partial"]
+
+
+def test_torchrun_passes_a_signal_on_and_the_run_goes_on_later(
+    torchrun, train, settings, tmp_path, until, same_end
+):
+    run = tmp_path / "run"
+    settings = (*settings, "train.steps=5000")
+    passed = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+    launch = torchrun([passed, "--standalone", "--nproc_per_node=2"], *settings, "run.dir=run")
+    until(lambda: begun(run), 60, "it trains")
+    launch.send(signal.SIGUSR1)
+    assert launch.wait() != 0
+    done = int((run / "REQUEUE").read_text())
+    assert (run / "checkpoints" / f"step_{done:08d}").is_dir()
+    end = f"train.stop_at={done + 5}"
+    train(2, *settings, end, "run.dir=run")
+    assert not (run / "REQUEUE").exists()
+    train(2, *settings, end, "run.dir=whole")
+    same_end(tmp_path / "whole", run)
