@@ -7,11 +7,12 @@ the inputs alone and notes the gradient of the output; `W` is then one call of a
 the small graphs, whose roots are known. Nobody walks a graph in Python.
 
 Parameters used in any other way get their gradient in `I`: their `W` is empty. So it is within
-functions that torch wraps whole, such as `F.multi_head_attention_forward`.
+functions that torch wraps whole (`F.multi_head_attention_forward`), in compiled layers, under
+functorch's transforms and in what `torch.utils.checkpoint` runs again.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -19,10 +20,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
+
+from gpipe_hpc.errors import ModelError
 
 Function = Callable[..., Any]
 
-_LINEAR: Final = frozenset({F.linear})
 _SPLIT: Final = frozenset(
     {
         F.linear,
@@ -37,6 +40,7 @@ _SPLIT: Final = frozenset(
         torch.conv2d,
         torch.conv3d,
         F.embedding,
+        F.embedding_bag,
         F.layer_norm,
         F.group_norm,
         F.rms_norm,
@@ -47,6 +51,8 @@ _SPLIT: Final = frozenset(
         torch.bmm,
         torch.addmm,
         torch.baddbmm,
+        torch.einsum,
+        torch.tensordot,
         torch.Tensor.matmul,
         torch.Tensor.__matmul__,
         torch.Tensor.__rmatmul__,
@@ -61,6 +67,7 @@ class Deferred:
     """The weight gradients of one micro-batch of a stage that wait for `W`."""
 
     def __init__(self) -> None:
+        self.is_in_forward = False
         self._edges: list[GradientEdge] = []
         self._gradients: list[torch.Tensor] = []
         self._parameters: dict[int, nn.Parameter] = {}
@@ -72,7 +79,13 @@ class Deferred:
     def add(
         self, edge: GradientEdge, gradient: torch.Tensor, parameters: Iterable[nn.Parameter]
     ) -> None:
-        """Note the gradient of a call's output."""
+        """Note the gradient of a call's output; ModelError if a layer asked for it, not `I`."""
+        if self.is_in_forward or torch.is_grad_enabled():
+            raise ModelError(
+                "split backward: a layer differentiates its own computation within its forward, "
+                "expected that only in the backward; use torch.func.grad or torch.func.vjp there, "
+                "or a schedule whose backward is B"
+            )
         self._edges.append(edge)
         self._gradients.append(gradient)
         self._parameters.update((id(p), p) for p in parameters)
@@ -102,7 +115,7 @@ class DeferWeights(TorchFunctionMode):
     ) -> Any:
         """Run one torch function; split it if it is of the kind and takes a parameter."""
         keywords = dict(kwargs or {})
-        if func not in _SPLIT or not torch.is_grad_enabled():
+        if func not in _SPLIT or not _may_split():
             return func(*args, **keywords)
         parameters = [
             p
@@ -114,9 +127,29 @@ class DeferWeights(TorchFunctionMode):
         return _split_call(func, args, keywords, parameters, self._deferred)
 
 
-def deferring(deferred: Deferred | None) -> AbstractContextManager[object]:
+@contextmanager
+def deferring(deferred: Deferred | None) -> Iterator[None]:
     """Return a block whose forwards leave weight gradients to `deferred`; None: a plain block."""
-    return nullcontext() if deferred is None else DeferWeights(deferred)
+    if deferred is None:
+        yield
+        return
+    deferred.is_in_forward = True
+    with DeferWeights(deferred):
+        yield
+    deferred.is_in_forward = False
+
+
+def _may_split() -> bool:
+    """Say whether what runs now is an ordinary forward: once, eager, with a graph."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    return not (torch._C._are_functorch_transforms_active() or _is_checkpointed())
+
+
+def _is_checkpointed() -> bool:
+    """Say whether `torch.utils.checkpoint` will run this again and compare what it saves."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return bool(hooks) and getattr(hooks[0], "__module__", None) == checkpoint.__name__
 
 
 def _split_call(
@@ -127,31 +160,40 @@ def _split_call(
     deferred: Deferred,
 ) -> Any:
     """Run `func` on cut-off inputs and join its output to the graph of the real ones."""
-    inputs: list[torch.Tensor] = []
-    cut_off: list[torch.Tensor] = []
-    # A linear map's input gradient needs nothing that its own graph keeps: see _Joint.
-    explicit = func in _LINEAR
+    inputs = [value for value in (*args, *keywords.values()) if _is_input(value)]
+    # A linear map's input gradient needs nothing that its own graph keeps.
+    weight = _linear_weight(*args, **keywords) if func is F.linear and len(inputs) == 1 else None
+    leaves: list[torch.Tensor] = []
 
     def apart(value: Any) -> Any:
-        if isinstance(value, nn.Parameter) or not isinstance(value, torch.Tensor):
+        if not _is_input(value):
             return value
-        if not value.requires_grad:
-            return value
-        leaf = value.detach().requires_grad_(not explicit)
-        inputs.append(value)
-        cut_off.append(leaf)
-        return leaf
+        leaves.append(value.detach().requires_grad_(weight is None))
+        return leaves[-1]
 
-    new_args = [apart(value) for value in args]
-    new_keywords = {name: apart(value) for name, value in keywords.items()}
-    output = func(*new_args, **new_keywords)
-    if not isinstance(output, torch.Tensor):
-        return func(*args, **keywords)
-    weight = args[1] if explicit and len(args) > 1 else keywords.get("weight")
-    call = _Call(output, cut_off, parameters, weight if explicit else None, deferred)
-    # The first parameter makes the node part of the graph where no input requires a gradient.
+    output = func(
+        *(apart(value) for value in args),
+        **{name: apart(value) for name, value in keywords.items()},
+    )
+    call = _Call(output, leaves, parameters, weight, deferred)
+    # Something must make the node part of the graph. No parameter: its hooks would be called.
+    anchors = inputs or [torch.empty(0, requires_grad=True)]
     join: Any = _Joint.apply
-    return join(call, parameters[0], *inputs)
+    return join(call, *anchors)
+
+
+def _is_input(value: Any) -> bool:
+    if isinstance(value, nn.Parameter) or not isinstance(value, torch.Tensor):
+        return False
+    return value.requires_grad
+
+
+def _linear_weight(
+    input: Any, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """Return the matrix that makes the input's gradient, if the input alone is to have one."""
+    is_plain = _is_input(input) and isinstance(weight, nn.Parameter) and weight.dim() == 2
+    return weight if is_plain else None
 
 
 class _Call:
@@ -176,9 +218,9 @@ class _Call:
         """Return the gradients of the inputs, and leave those of the weights to `W`."""
         self.deferred.add(self.edge, gradient, self.parameters)
         if not self.leaves:
-            return ()
+            return (None,)
         if self.weight is not None:
-            product = gradient.matmul(self.weight.detach().to(gradient.dtype))
+            product = gradient.matmul(self.weight.detach().conj().to(gradient.dtype))
             return (product.to(self.leaves[0].dtype),)
         return torch.autograd.grad(
             (self.edge,), self.leaves, (gradient,), retain_graph=True, allow_unused=True
@@ -189,7 +231,7 @@ class _Joint(torch.autograd.Function):
     """The node that stands for a call in the outer graph."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, anchor: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, call: _Call, *anchors: torch.Tensor) -> torch.Tensor:
         ctx.call = call
         assert call.output is not None, "a call is joined once"
         output, call.output = call.output.detach(), None
@@ -198,4 +240,4 @@ class _Joint(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         call: _Call = ctx.call
-        return (None, None, *call.input_gradients(gradients[0]))
+        return (None, *call.input_gradients(gradients[0]))
