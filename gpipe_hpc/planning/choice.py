@@ -9,6 +9,7 @@ from gpipe_hpc.errors import PartitionError
 from gpipe_hpc.models import Layer, layer_parameters
 from gpipe_hpc.planning.costs import LossFunction, measure_layers
 from gpipe_hpc.planning.partition import by_hand, minimax, stage_layers, uniform
+from gpipe_hpc.schedule import Costs
 
 POLICIES = ("parameters", "uniform", "time")
 
@@ -21,14 +22,14 @@ class Partition(NamedTuple):
     measure: str  # the unit of the costs
     seconds: tuple[tuple[float, float], ...] = ()  # forward and backward a layer, where measured
 
-    def stage_costs(self) -> dict[str, list[float]] | None:
-        """Return the measured seconds of each op of a stage, as `schedule.Costs` takes them."""
+    def stage_costs(self) -> Costs | None:
+        """Return the measured seconds of each op of a stage; None if nothing was measured."""
         if not self.seconds:
             return None
         spans = [[self.seconds[i] for i in span] for span in stage_layers(self.counts)]
         forward = [sum(f for f, _ in span) for span in spans]
         backward = [sum(b for _, b in span) for span in spans]
-        return {"forward": forward, "backward": backward, "recompute": forward}
+        return Costs(forward=forward, backward=backward, recompute=forward)
 
 
 class Example(NamedTuple):

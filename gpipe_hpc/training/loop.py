@@ -3,6 +3,7 @@
 import logging
 import math
 import resource
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config, config_yaml
 from gpipe_hpc.errors import NonFiniteError
 from gpipe_hpc.pipeline import StepResult
-from gpipe_hpc.schedule import Costs, simulate
+from gpipe_hpc.schedule import simulate
 from gpipe_hpc.training.logs import rank_log
 from gpipe_hpc.training.lr import lr_at, set_lr
 from gpipe_hpc.training.metrics import Metrics, open_metrics
@@ -78,6 +79,7 @@ class _Loop:
         self._validated = -1
         self._num_samples = 0
         self._pipeline_s = 0.0
+        self._measured: list[tuple[float, float]] = []  # seconds in the pipeline, bubble
 
     def run(self) -> int:
         """Train from where the session stands to the last step."""
@@ -105,13 +107,15 @@ class _Loop:
             busy_s, stopped = self._agree(time.perf_counter() - began_s)
             if metrics is not None and progress is not None:
                 step_time_s = time.perf_counter() - began_s
+                bubble = 1.0 - busy_s / (pipe.world.size * self._pipeline_s)
+                self._measured.append((self._pipeline_s, bubble))
                 scalars = {
                     "loss": result.loss,
                     "lr": lr,
                     "grad_norm": norm,
                     "step_time_s": step_time_s,
                     "samples_per_s": self._num_samples / step_time_s,
-                    "bubble": 1.0 - busy_s / (pipe.world.size * self._pipeline_s),
+                    "bubble": bubble,
                     "peak_memory_bytes": _peak_memory_bytes(pipe.world.device),
                     "position": self._session.position,
                 }
@@ -127,6 +131,7 @@ class _Loop:
                 self._validate(metrics, progress)
         if pipe.steps_done > first:
             log.info("saved %s", self._session.save())
+        self._say_measured()
         if not stopped and self._validated != pipe.steps_done:
             self._validate(metrics, progress)
         return self._leave(stopped)
@@ -198,7 +203,7 @@ class _Loop:
         pipe = self._pipe
         costs = pipe.partition.stage_costs()
         if costs is not None:
-            plan = simulate(pipe.schedule, Costs(**costs))
+            plan = simulate(pipe.schedule, costs)
             log.info(
                 "expected from the measured layers: %.3f s in the pipeline a step, bubble %.1f %%"
                 " (idle over total)",
@@ -208,6 +213,16 @@ class _Loop:
         baseline = self._session.source.baseline()
         if baseline is not None:
             log.info("loss of always guessing from frequencies: %.4f nats", baseline)
+
+    def _say_measured(self) -> None:
+        """Say what the steps took, beside what was expected of them."""
+        if self._measured:
+            seconds, bubbles = (statistics.median(c) for c in zip(*self._measured, strict=True))
+            log.info(
+                "measured: %.3f s in the pipeline a step, bubble %.1f %% (medians)",
+                seconds,
+                100 * bubbles,
+            )
 
     def _leave(self, stopped: bool) -> int:
         if not stopped:
