@@ -85,7 +85,7 @@ def test_settings_that_cannot_work_are_refused_on_every_rank(settings, kind, wor
     [
         ([1, 1], "2"),
         ([1, 1, 2], "4"),
-        ([3, 0, 0], "0"),
+        ([4, -1, 0], "-1"),
         ("alphabetical", "parameters, uniform, time"),
         ("time", "example"),
     ],

@@ -160,14 +160,8 @@ def models(draw, plain):
 
 @st.composite
 def layouts(draw, num_layers):
-    stages = draw(st.integers(1, min(4, num_layers)))
-    cuts = draw(
-        st.lists(
-            st.integers(1, num_layers - 1), min_size=stages - 1, max_size=stages - 1, unique=True
-        )
-        if stages > 1
-        else st.just([])
-    )
+    stages = draw(st.integers(1, 4))
+    cuts = draw(st.lists(st.integers(0, num_layers), min_size=stages - 1, max_size=stages - 1))
     edges = [0, *sorted(cuts), num_layers]
     return {
         "partition": [b - a for a, b in itertools.pairwise(edges)],

@@ -1,4 +1,4 @@
-"""Ranks as real processes over Gloo: what threads cannot show."""
+"""Ranks as real processes, over shared memory and over Gloo: what threads cannot show."""
 
 import gc
 import time
@@ -12,12 +12,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.comm.start import start_world
 from gpipe_hpc.errors import ActionError, GpipeError, PeerError
 from gpipe_hpc.schedule import Action, Op
 
 SEED, WIDTH, LENGTH, VOCAB = 5, 8, 6, 11
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 MAX_NORM = 0.05
+both_ways = pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "gloo"])
 
 
 class Trim(nn.Module):
@@ -82,7 +84,8 @@ def reference_outputs(plain, weights, pieces):
         return [model(piece) for piece in pieces]
 
 
-def test_two_by_two_equals_the_plain_loop(plain, processes, tmp_path):
+@both_ways
+def test_two_by_two_equals_the_plain_loop(plain, processes, tmp_path, shares_memory):
     """Five steps of changing shapes, the fourth with empty micro-batches; then evaluation."""
     batches = make_batches(12, 12, 11, 4, 12)
     inputs, targets = make_batches(17)[0]
@@ -100,7 +103,13 @@ def test_two_by_two_equals_the_plain_loop(plain, processes, tmp_path):
 
     def body(rank):
         pipe = Pipeline(
-            specs(plain), loss_fn, stages=2, seed=SEED, schedule="one_f_one_b", **settings
+            specs(plain),
+            loss_fn,
+            stages=2,
+            seed=SEED,
+            schedule="one_f_one_b",
+            world=start_world(shares_memory=shares_memory),
+            **settings,
         )
         training = plain.train_rank(pipe, batches, optimizer=ADAMW, max_norm=MAX_NORM)
         part = pipe.share(len(inputs))
@@ -195,7 +204,8 @@ def mean_square(output, target):
     return (output - target).square().mean()
 
 
-def test_outputs_that_have_left_are_released_before_the_backward(processes, tmp_path):
+@both_ways
+def test_outputs_that_have_left_are_released(processes, tmp_path, shares_memory):
     """GPipe without recomputation: rank 0 once more than M outputs would hold them all."""
 
     def body(rank):
@@ -209,7 +219,11 @@ def test_outputs_that_have_left_are_released_before_the_backward(processes, tmp_
 
         first = nn.Sequential(Probe(wait_and_count), layer)
         pipe = Pipeline(
-            [first, nn.Linear(WIDTH, WIDTH)], mean_square, microbatches=4, recompute="never"
+            [first, nn.Linear(WIDTH, WIDTH)],
+            mean_square,
+            microbatches=4,
+            recompute="never",
+            world=start_world(shares_memory=shares_memory),
         )
         gc.disable()
         for _ in range(2):
@@ -224,11 +238,14 @@ def resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def test_hundreds_of_steps_over_gloo_do_not_grow(processes, tmp_path):
+@both_ways
+def test_hundreds_of_steps_do_not_grow(processes, tmp_path, shares_memory):
     """Shapes change all the time; a boundary that leaked once a step would make 24 MB."""
 
     def body(rank):
-        pipe = Pipeline([nn.Linear(64, 256), nn.Linear(256, 1)], mean_square, microbatches=2)
+        layers = [nn.Linear(64, 256), nn.Linear(256, 1)]
+        world = start_world(shares_memory=shares_memory)
+        pipe = Pipeline(layers, mean_square, microbatches=2, world=world)
         batches = [(torch.randn(n, 64), torch.randn(n, 1)) for n in (80, 81, 79)]
         measured = []
         gc.collect()
@@ -280,11 +297,13 @@ class FailingBackward(nn.Linear):
         return _FailingBackward.apply(super().forward(x))
 
 
-def test_failing_backward_is_named_on_every_rank(processes, tmp_path):
+@both_ways
+def test_failing_backward_is_named_on_every_rank(processes, tmp_path, shares_memory):
     def body(rank):
         layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
         layers[2] = FailingBackward()
-        pipe = Pipeline(layers, mean_square, stages=4, microbatches=2)
+        world = start_world(shares_memory=shares_memory)
+        pipe = Pipeline(layers, mean_square, stages=4, microbatches=2, world=world)
         with pytest.raises(GpipeError) as caught:
             pipe.step(torch.randn(4, WIDTH), torch.randn(4, WIDTH))
         return type(caught.value), str(caught.value)
