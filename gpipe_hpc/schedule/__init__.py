@@ -2,8 +2,9 @@
 
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.actions import Action, Op, parse_action
+from gpipe_hpc.schedule.bubble import BubbleCauses, explain_bubble
 from gpipe_hpc.schedule.checker import check
-from gpipe_hpc.schedule.costs import Costs
+from gpipe_hpc.schedule.costs import Costs, Link
 from gpipe_hpc.schedule.dependencies import (
     Channel,
     arrival,
@@ -16,6 +17,7 @@ from gpipe_hpc.schedule.draw_svg import draw_svg
 from gpipe_hpc.schedule.draw_text import draw_text
 from gpipe_hpc.schedule.gpipe import gpipe
 from gpipe_hpc.schedule.lowering import forward_only, lower
+from gpipe_hpc.schedule.memory import Held, Memory, memory_over_time, peak_memory
 from gpipe_hpc.schedule.one_f_one_b import one_f_one_b
 from gpipe_hpc.schedule.recompute import add_recompute
 from gpipe_hpc.schedule.registry import build, schedule_names
@@ -26,9 +28,13 @@ from gpipe_hpc.schedule.timeline import Event, Timeline
 
 __all__ = [
     "Action",
+    "BubbleCauses",
     "Channel",
     "Costs",
     "Event",
+    "Held",
+    "Link",
+    "Memory",
     "Op",
     "Placement",
     "Schedule",
@@ -44,12 +50,15 @@ __all__ = [
     "digest",
     "draw_svg",
     "draw_text",
+    "explain_bubble",
     "forward_only",
     "from_text",
     "gpipe",
     "lower",
+    "memory_over_time",
     "one_f_one_b",
     "parse_action",
+    "peak_memory",
     "provides",
     "schedule_names",
     "simulate",

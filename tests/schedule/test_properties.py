@@ -21,6 +21,7 @@ from gpipe_hpc.schedule import (
     forward_only,
     from_text,
     lower,
+    schedule_names,
     simulate,
     to_text,
 )
@@ -176,9 +177,9 @@ def mutants(draw):
     """Draw a valid table and a copy of it with one action dropped, doubled, swapped or moved."""
     named = st.builds(
         build,
-        st.sampled_from(["gpipe", "one_f_one_b"]),
-        ranks=st.integers(1, 4),
-        microbatches=st.integers(1, 4),
+        st.sampled_from([name for name in schedule_names() if name != "file"]),
+        ranks=st.sampled_from([2, 4]),
+        microbatches=st.integers(2, 5),
         recompute=st.sampled_from(["never", "always", "except_last"]),
     )
     schedule = draw(st.one_of(tables(), named))

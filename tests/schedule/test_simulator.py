@@ -3,6 +3,8 @@ import pytest
 from gpipe_hpc.schedule import (
     Costs,
     Event,
+    Link,
+    Op,
     ScheduleError,
     Timeline,
     build,
@@ -73,6 +75,62 @@ def test_transfers_of_a_channel_go_one_after_the_other_and_overlap_compute():
 def test_the_cost_of_a_transfer_is_that_of_the_boundary_it_crosses():
     costs = Costs(forward=1, backward=1, send=[10, 100, 1000])
     assert simulate(build("gpipe", ranks=3, microbatches=1), costs).makespan == 6 + 2 * 110
+
+
+def test_links_have_a_latency_and_a_bandwidth_of_their_own():
+    """Three ranks in a row; the second link is slow, and slower still on the way back."""
+    links = {(1, 2): Link(latency=1, bandwidth=10), (2, 1): Link(latency=2, bandwidth=5)}
+    costs = Costs(
+        forward=1, backward=1, boundary_bytes=[100, 20, 0], link=Link(0.5, 100), links=links
+    )
+    bare = build("gpipe", ranks=3, microbatches=1)
+    for schedule in (bare, lower(bare)):
+        found = spans(simulate(schedule, costs))
+        assert found["1F0"][0] == 1 + 0.5 + 1
+        assert found["2F0"][0] == 3.5 + 1 + 2
+        assert found["1B0"][0] == 8.5 + 2 + 4
+        assert found["0B0"][0] == 15.5 + 0.5 + 1
+
+
+def test_transfers_share_the_link_between_two_ranks():
+    """Rank 0 makes two values for rank 1, of two channels; the second waits for the first."""
+    crossing = from_text("0F0,1F1,2F0\n0F1,1F0,2F1\n")
+    costs = Costs(forward=1, link=Link(latency=5), links={(1, 0): Link()})
+    for schedule in (crossing, lower(crossing)):
+        found = spans(simulate(schedule, costs))
+        assert found["1F1"] == (1, 2)
+        assert found["1F0"] == (6, 7)
+        assert found["2F1"] == (11, 12)
+
+
+@pytest.mark.parametrize("bandwidth", [0, -1, float("nan")])
+def test_links_that_make_no_sense_are_refused(bandwidth):
+    with pytest.raises(ScheduleError, match="a link has a latency"):
+        Link(latency=0, bandwidth=bandwidth)
+
+
+def test_reductions_overlap_compute_and_run_one_at_a_time():
+    """One rank holds two stages; the first reduction starts under a backward, the second waits."""
+    lowered = lower(from_text("0F0,1F0,1B0,0B0\n"))
+    timeline = simulate(lowered, Costs(forward=1, backward=2, reduction=[4, 5]))
+    found = spans(timeline)
+    assert found["1REDUCE_GRAD"] == (4, 9)
+    assert found["0B0"] == (4, 6)
+    assert found["0REDUCE_GRAD"] == (9, 13)
+    assert (timeline.makespan, timeline.busy) == (13, (6,))
+
+
+def test_a_mirrored_reduction_starts_when_its_last_holder_is_ready():
+    timeline = simulate(
+        lower(build("gems", ranks=2, microbatches=2)), Costs(forward=1, backward=2, reduction=10)
+    )
+    starts = [
+        {str(e.action): e.start_s for e in row if e.action.op is Op.REDUCE_GRAD}
+        for row in timeline.events
+    ]
+    assert starts[0] == starts[1]
+    ends = [max(e.end_s for e in row if e.action.op is Op.B) for row in timeline.events]
+    assert starts[0] == {"1REDUCE_GRAD": ends[0], "0REDUCE_GRAD": ends[0] + 10}
 
 
 def test_recomputation_runs_ahead_of_the_gradients_arrival():
