@@ -1,0 +1,236 @@
+"""Split backward: what it keeps until W, and layers that no other test has thought of."""
+
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.comm.transport import Message
+from gpipe_hpc.engine.stage import Stage
+from gpipe_hpc.engine.work import Keep, Recipe, StageWork
+from gpipe_hpc.errors import ActionError, ModelError
+
+
+class Apply(nn.Module):
+    """Turn a function of (layer, input) into a layer that has other layers."""
+
+    def __init__(self, function, **layers):
+        super().__init__()
+        self.function = function
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def key(layer):
+    return 17
+
+
+def work_of(layer):
+    work = StageWork(Stage(0, {0: layer}, torch.device("cpu")), None)
+    work.stage.gradients.clear()
+    return work
+
+
+def gradients(layer, *, splits, keep=Keep.GRAPH):
+    """Return the gradients after I, or B, and after W."""
+    work = work_of(layer)
+    boundary = torch.linspace(-1, 1, 20).view(5, 4).requires_grad_()
+    output = work.forward(0, Message(boundary, 5), key, Recipe(keep, splits))
+    if keep is Keep.INPUT:
+        work.recompute(0, key)
+    work.backward(0, [torch.ones_like(output)])
+    early = [p.grad.clone() for p in layer.parameters()]
+    if splits:
+        work.weights(0)
+    return early, [boundary.grad, *(p.grad.clone() for p in layer.parameters())]
+
+
+def left_to_w(layer):
+    """Say for each parameter whether its gradient waits for W; all of them equal those of B."""
+    _, whole = gradients(layer, splits=False)
+    early, split = gradients(layer, splits=True)
+    assert all(map(torch.equal, whole, split))
+    assert all(gradient.any() for gradient in split)
+    return [not gradient.any() for gradient in early]
+
+
+def test_hooks_of_parameters_are_called_once_and_never_with_none():
+    """The node that joins a call to the graph was once tied to it by the weight itself."""
+    calls = []
+    layer = nn.Linear(4, 3)
+    layer.weight.register_hook(lambda gradient: calls.append(gradient.shape) or gradient * 2)
+    layer.bias.register_post_accumulate_grad_hook(lambda bias: calls.append(bias.shape))
+    steps = []
+    for splits in (False, True):
+        calls.clear()
+        work = work_of(layer)
+        work.forward(0, Message(torch.ones(5, 4), 5), key, Recipe(Keep.GRAPH, splits))
+        work.backward(0, [torch.ones(5, 3)])
+        assert len(calls) == (0 if splits else 2)
+        work.weights(0)
+        assert sorted(calls) == [(3,), (3, 4)]
+        steps.append([p.grad.clone() for p in layer.parameters()])
+    assert all(map(torch.equal, *steps))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpoints_within_a_layer(reentrant):
+    """What torch runs again in the backward is not split; what is beside it is."""
+    inner = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    layer = Apply(
+        lambda s, x: s.last(checkpoint(s.inner, x, use_reentrant=reentrant)),
+        inner=inner,
+        last=nn.Linear(4, 4),
+    )
+    assert left_to_w(layer) == [False] * 4 + [True] * 2
+
+
+def mapped(layer, x):
+    return torch.func.vmap(lambda row: torch.tanh(layer.linear(row)))(x)
+
+
+def slopes(layer, x):
+    return torch.func.vmap(torch.func.grad(lambda row: layer.linear(row).exp().sum()))(x)
+
+
+@pytest.mark.parametrize("function", [mapped, slopes])
+def test_functorch_transforms_are_not_split(function):
+    assert left_to_w(Apply(function, linear=nn.Linear(4, 3))) == [False, False]
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("keep", [Keep.GRAPH, Keep.INPUT])
+def test_a_layer_that_differentiates_in_its_forward_is_refused(create_graph, keep):
+    """It once got wrong weight gradients in silence."""
+
+    def slope(layer, x):
+        how = {"create_graph": create_graph, "retain_graph": True}
+        with torch.enable_grad():
+            y = torch.tanh(layer.linear(x)).sum()
+            return y + torch.autograd.grad(y, x, **how)[0]
+
+    layer = Apply(slope, linear=nn.Linear(4, 3))
+    gradients(layer, splits=False, keep=keep)
+    with pytest.raises(ModelError, match=r"within its forward.*torch\.func.*a schedule whose"):
+        gradients(layer, splits=True, keep=keep)
+
+
+def test_a_refusal_names_the_action():
+    def body(world):
+        layer = Apply(
+            lambda s, x: torch.autograd.grad(s.linear(x).sum(), x)[0], linear=nn.Linear(4, 4)
+        )
+        pipe = Pipeline(
+            [nn.Linear(4, 4), layer], mean_square, microbatches=2, schedule="zb_h1", world=world
+        )
+        pipe.step(torch.randn(4, 4), torch.randn(4, 4))
+
+    with pytest.raises(ActionError, match=r"stage 1, micro-batch 0, action 1F0.*in its forward"):
+        run_on_threads(2, body)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_layers_work(backend):
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 4))
+    _, expected = gradients(inner, splits=False)
+    compiled = torch.compile(inner, backend=backend)
+    left_to_w(compiled)
+    assert all(map(torch.equal, expected, gradients(compiled, splits=True)[1]))
+
+
+class Saved:
+    """A tensor that autograd keeps."""
+
+    def __init__(self, tensor, census):
+        self.tensor = tensor
+        census[self] = tensor.nbytes
+
+
+def test_i_releases_all_but_what_w_needs_and_w_the_rest():
+    layer = nn.Sequential(
+        nn.Linear(4, 32, bias=False), nn.Tanh(), nn.Sigmoid(), nn.Linear(32, 8, bias=False)
+    )
+    made, census = [], weakref.WeakKeyDictionary()
+    for module in layer:
+        module.register_forward_hook(
+            lambda module, args, output: made.append(weakref.ref(output.untyped_storage()))
+        )
+
+    def alive():
+        return [ref() is not None for ref in made], sum(census.values())
+
+    work, boundary = work_of(layer), torch.randn(16, 4, requires_grad=True)
+    gc.disable()
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: Saved(tensor, census), lambda saved: saved.tensor
+        ):
+            output = work.forward(0, Message(boundary, 16), key, Recipe(Keep.GRAPH, splits=True))
+        gradient = torch.randn_like(output)
+        del output, boundary
+        # The linear layers keep their inputs, tanh and sigmoid their outputs.
+        assert alive() == ([False, True, True, False], 4 * 16 * (4 + 32 + 32 + 32))
+        work.backward(0, [gradient])
+        assert alive() == ([False, False, True, False], 4 * 16 * (4 + 32))
+        work.weights(0)
+        assert alive() == ([False] * 4, 0)
+    finally:
+        gc.enable()
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_two_hundred_steps_without_the_garbage_collector_do_not_grow():
+    """What a step keeps until W is 2 MB: a circle of references would make 400."""
+    layer = nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 4))
+    measured = []
+    gc.collect()
+    gc.disable()
+    try:
+        for step in range(221):
+            work, boundary = work_of(layer), torch.randn(512, 256, requires_grad=True)
+            output = work.forward(0, Message(boundary, 512), key, Recipe(Keep.GRAPH, splits=True))
+            work.backward(0, [torch.ones_like(output)])
+            work.weights(0)
+            if step in (20, 220):
+                measured.append((len(gc.get_objects()), resident_bytes()))
+    finally:
+        gc.enable()
+    assert measured[1][0] - measured[0][0] < 50
+    assert measured[1][1] - measured[0][1] < 20e6
+
+
+def mean_square(output, target):
+    return (output - target).square().mean()
+
+
+class Attention(nn.MultiheadAttention):
+    def forward(self, x):
+        return super().forward(x, x, x)[0]
+
+
+def test_the_timeline_shows_which_weights_wait():
+    """A linear layer can be split; torch's own attention cannot, and shows no W."""
+
+    def body(world):
+        layers = [LayerSpec(nn.Linear, 4, 4), LayerSpec(Attention, 4, 2, batch_first=True)]
+        pipe = Pipeline(
+            layers, mean_square, microbatches=4, schedule="zb_h1", recompute="never", world=world
+        )
+        for size in (7, 3):
+            pipe.step(torch.randn(size, 3, 4), torch.randn(size, 3, 4))
+        return pipe.timeline()
+
+    rows = run_on_threads(2, body)[0].events
+    counts = [[sum(e.action.op == op for e in row) for op in "FIW"] for row in rows]
+    assert counts == [[3, 3, 3], [3, 3, 0]]  # the fourth micro-batch is empty
