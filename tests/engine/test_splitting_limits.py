@@ -114,6 +114,7 @@ def test_a_layer_that_differentiates_in_its_forward_is_refused(create_graph, kee
     def slope(layer, x):
         how = {"create_graph": create_graph, "retain_graph": True}
         with torch.enable_grad():
+            x = x if x.requires_grad else x.detach().requires_grad_()
             y = torch.tanh(layer.linear(x)).sum()
             return y + torch.autograd.grad(y, x, **how)[0]
 
