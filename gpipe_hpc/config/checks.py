@@ -49,10 +49,7 @@ _RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
         "checkpoint.every": (0, _INF),
         "checkpoint.keep": (1, _INF),
         "trace.steps": (0, _INF),
-        "draw.costs.forward": (0, _INF),
-        "draw.costs.backward": (0, _INF),
-        "draw.costs.recompute": (0, _INF),
-        "draw.costs.send": (0, _INF),
+        "draw.width": (1, 100_000),
     }
 )
 
@@ -64,7 +61,7 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "comm.backend": ("auto", "gloo", "nccl"),
         "lr.decay": ("cosine", "constant"),
         "data.dtype": ("uint8", "uint16", "uint32"),
-        "draw.format": ("text", "svg"),
+        "draw.format": ("text", "svg", "png", "html", "trace"),
     }
 )
 _PARTITIONS: Final = ("time", "parameters", "uniform")
@@ -80,12 +77,23 @@ def check_config(config: Config, world_size: int) -> list[str]:
 
     _check_ranges(config)
     _check_choices(config)
+    _check_draw(config)
     mesh = Mesh.fit(world_size, config.pipeline.stages, config.pipeline.replicas)
     _check_partition(config.pipeline.partition, mesh.stages)
     _check_optimizer(config)
     _check_data(config)
     _check_model(config)
     return list(_doubts(config))
+
+
+def check_drawing(config: Config) -> None:
+    """Refuse settings with which nothing can be drawn; raises ConfigError that names one.
+
+    What only training needs is left unchecked, and torch unloaded.
+    """
+    _check_ranges(config)
+    _check_choices(config)
+    _check_draw(config)
 
 
 def _refuse(setting: str, expected: str, got: object, remedy: str) -> ConfigError:
@@ -119,6 +127,30 @@ def _check_choices(config: Config) -> None:
         value = _value(config, setting)
         if value is not None and value not in choices:
             raise _refuse(setting, f"one of {', '.join(choices)}", value, "choose one of them")
+
+
+def _check_draw(config: Config) -> None:
+    """Check costs and names of further schedules; a cost's number of stages the schedule knows."""
+    for name, cost in vars(config.draw.costs).items():
+        numbers = cost if isinstance(cost, list) else [cost]
+        optional = name == "backward" and cost is None
+        if not optional and not (numbers and all(map(_is_time, numbers))):
+            raise _refuse(
+                f"draw.costs.{name}",
+                "a time of 0 or more, or a list of one for each stage",
+                cost,
+                f"write it as draw.costs.{name}=1.5 or [1,1.5]",
+            )
+    for name in config.draw.compare:
+        if name not in schedule_names():
+            known = ", ".join(schedule_names())
+            raise _refuse("draw.compare", f"names out of {known}", name, "choose among them")
+
+
+def _is_time(number: object) -> bool:
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        return False
+    return 0 <= number < _INF
 
 
 def _check_partition(partition: object, num_stages: int) -> None:

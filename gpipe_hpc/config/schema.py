@@ -166,12 +166,17 @@ class TraceConfig:
 
 @dataclass
 class CostsConfig:
-    """Seconds of each op in a drawing of a schedule that was not measured."""
+    """Times of each op in a drawing of a schedule that was not measured.
 
-    forward: float = 1.0
-    backward: float = 2.0
-    recompute: float = 1.0
-    send: float = 0.0
+    A number, or a list of one for each stage.
+    """
+
+    forward: Any = 1.0
+    backward: Any = None
+    input_gradient: Any = 1.0
+    weight_gradient: Any = 1.0
+    recompute: Any = 1.0
+    send: Any = 0.0
 
 
 @dataclass
@@ -180,6 +185,8 @@ class DrawConfig:
 
     format: str = "text"
     out: str | None = None
+    width: int | None = None
+    compare: list[str] = field(default_factory=list)
     costs: CostsConfig = field(default_factory=CostsConfig)
 
 

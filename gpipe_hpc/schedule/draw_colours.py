@@ -20,9 +20,9 @@ class Hue(NamedTuple):
 # holds every pair of them, tints included, to that.
 HUES: Final[Mapping[Op, Hue]] = MappingProxyType(
     {
-        Op.F: Hue("forward", "#a8d3f0", "#2e72a7"),
+        Op.F: Hue("forward", "#a8d4ef", "#2370b4"),
         Op.B: Hue("backward", "#73e8ad", "#26a08f"),
-        Op.I: Hue("input gradient", "#db8ce2", "#a3349b"),
+        Op.I: Hue("input gradient", "#dc87e6", "#8b4381"),
         Op.W: Hue("weight gradient", "#e8d473", "#a88a2b"),
         Op.R: Hue("recompute", "#ea9a7c", "#9c4630"),
     }

@@ -1,138 +1,133 @@
 """A timeline as a stand-alone SVG picture."""
 
-import math
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final
 from xml.sax.saxutils import escape
 
-from gpipe_hpc.schedule.actions import COMPUTE, Op
-from gpipe_hpc.schedule.timeline import Event, Timeline
+from gpipe_hpc.schedule.draw_colours import IDLE, MEMORY, MUTED
+from gpipe_hpc.schedule.draw_layout import layout
+from gpipe_hpc.schedule.draw_scene import (
+    Axis,
+    Box,
+    Clock,
+    Rect,
+    Row,
+    Scene,
+    Strip,
+    Text,
+    ink_of,
+    label_fits,
+)
+from gpipe_hpc.schedule.timeline import Timeline
 
-_COLOURS: Final = {
-    Op.F: ("#8ecae6", "forward"),
-    Op.B: ("#95d5b2", "backward"),
-    Op.I: ("#52b788", "input gradient"),
-    Op.W: ("#ffd166", "weight gradient"),
-    Op.R: ("#f4a582", "recompute"),
-}
-_LEFT, _TOP, _ROW, _GAP, _BELOW = 64.0, 44.0, 26.0, 4.0, 64.0
 _STYLE: Final = (
-    "text{font-family:Helvetica,Arial,sans-serif;font-size:12px;fill:#1b1b1b}"
-    ".title{font-size:15px;font-weight:bold}.cell{font-size:11px;text-anchor:middle}"
-    ".rank{text-anchor:end}.tick{text-anchor:middle;fill:#555;font-size:11px}"
-    "rect.op{stroke:#ffffff;stroke-width:0.6}"
+    "text{font-family:Helvetica,Arial,sans-serif}"
+    ".cell{text-anchor:middle}rect.op{stroke:#ffffff;stroke-width:0.7}"
 )
 
 
-def draw_svg(timeline: Timeline, *, title: str = "", unit: str = "", width: int = 960) -> str:
-    """Draw a row of boxes for each rank: colour by op, micro-batch in the box, bubbles grey.
-
-    Hovering a box shows its action and times. `title` defaults to the schedule's name, `unit` names
-    the unit of time on the axis, `width` is in pixels.
-    """
-    right = 16.0
-    scale = (width - _LEFT - right) / timeline.makespan if timeline.makespan > 0 else 0.0
-    bottom = _TOP + timeline.num_ranks * (_ROW + _GAP)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{bottom + _BELOW:g}" '
-        f'viewBox="0 0 {width} {bottom + _BELOW:g}" role="img">',
-        f"<style>{_STYLE}</style>",
-        f'<rect width="{width}" height="{bottom + _BELOW:g}" fill="#ffffff"/>',
-        _heading(timeline, title or timeline.name, unit),
-    ]
-    for rank, row in enumerate(timeline.events):
-        parts.extend(_rank(timeline, rank, row, scale, unit))
-    parts.extend(_axis(timeline, scale, bottom, unit))
-    parts.extend(_legend(timeline, bottom + 44))
-    return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-def _heading(timeline: Timeline, title: str, unit: str) -> str:
-    span = f"makespan {_time(timeline.makespan, unit)}"
-    text = f"{title}: {span}" if title else span
-    text += f", bubble {timeline.bubble:.1%} (idle over total)"
-    return f'<text class="title" x="{_LEFT:g}" y="26">{escape(text)}</text>'
-
-
-def _time(value: float, unit: str) -> str:
-    return f"{value:.4g} {unit}".rstrip()
-
-
-def _rank(
-    timeline: Timeline, rank: int, row: tuple[Event, ...], scale: float, unit: str
-) -> list[str]:
-    """Return the label, the grey of the bubbles and the boxes of one rank."""
-    top = _TOP + rank * (_ROW + _GAP)
-    middle = top + _ROW / 2 + 4
-    with_stage = len({event.action.stage for event in row}) > 1
-    parts = [
-        f'<text class="rank" x="{_LEFT - 8:g}" y="{middle:g}">rank {rank}</text>',
-        f'<rect x="{_LEFT:g}" y="{top:g}" width="{timeline.makespan * scale:.2f}" '
-        f'height="{_ROW:g}" fill="#eeeeee"/>',
-    ]
-    for event in row:
-        if event.action.op in COMPUTE:
-            parts.append(_box(timeline, event, top, scale, with_stage, unit))
-    return parts
-
-
-def _box(
-    timeline: Timeline, event: Event, top: float, scale: float, with_stage: bool, unit: str
+def draw_svg(
+    timeline: Timeline, *, title: str = "", unit: str = "", width: int | None = None
 ) -> str:
-    start, end = event.start_s - timeline.start_s, event.end_s - timeline.start_s
-    left, span = _LEFT + start * scale, event.duration_s * scale
-    tip = escape(
-        f"{event.action}, rank {event.rank}: {_time(start, unit)} to {_time(end, unit)} "
-        f"(takes {_time(event.duration_s, unit)})"
+    """Draw a row of boxes for each rank, bubbles grey, and below how much it keeps over time.
+
+    Colour is the op, the number the micro-batch; hovering a box shows its action and times. `title`
+    defaults to the schedule's name, `unit` names the unit of time, `width` is in pixels.
+    """
+    named = replace(timeline, name=title or timeline.name)
+    return render_svg(layout([named], unit=unit, width=width))
+
+
+def render_svg(scene: Scene) -> str:
+    """Return a scene as SVG."""
+    size = f'width="{scene.width:g}" height="{scene.height:g}"'
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} '
+        f'viewBox="0 0 {scene.width:g} {scene.height:g}" role="img">',
+        f"<style>{_STYLE}</style>",
+        f'<rect {size} fill="#ffffff"/>',
+        *(_text(each) if isinstance(each, Text) else _rect(each) for each in scene.fixed),
+    ]
+    for section in scene.sections:
+        for row in section.rows:
+            lines.extend(_row(scene, row))
+        for strip in section.strips:
+            lines.extend(_strip(scene, strip))
+        for axis in section.axes:
+            lines.extend(_axis(scene, axis))
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def describe(box: Box, clock: Clock) -> str:
+    """Say what a box is, when it ran and what it waited for."""
+    event, factor = box.event, clock.factor
+    text = (
+        f"{event.action}, rank {event.rank}: {clock.show(box.start)} to "
+        f"{clock.show(box.start + box.duration)} (takes {clock.show(box.duration)})"
     )
-    colour = _COLOURS[event.action.op][0]
-    box = (
-        f'<g><title>{tip}</title><rect class="op" x="{left:.2f}" y="{top:g}" '
-        f'width="{span:.2f}" height="{_ROW:g}" fill="{colour}"/>'
+    if box.wait is not None:
+        maker, send = box.wait
+        # Times of the timeline count from its own start.
+        over = box.start + (box.wait.over_s - event.start_s) * factor
+        last = maker if send is None else send
+        text += f"; waited for {last.action} of rank {last.rank}, over at {clock.show(over)}"
+    return text
+
+
+def _text(text: Text) -> str:
+    anchor = "" if text.anchor == "start" else f' text-anchor="{text.anchor}"'
+    weight = ' font-weight="bold"' if text.bold else ""
+    return (
+        f'<text x="{text.x:.2f}" y="{text.y:.2f}" font-size="{text.size:g}" '
+        f'fill="{text.ink}"{anchor}{weight}>{escape(text.text)}</text>'
     )
-    label = str(event.action.microbatch)
-    if with_stage:
-        label = f"{event.action.stage}:{label}"
-    if len(label) * 6.5 + 2 <= span:
-        x, y = left + span / 2, top + _ROW / 2 + 4
-        box += f'<text class="cell" x="{x:.2f}" y="{y:g}">{label}</text>'
-    return box + "</g>"
 
 
-def _axis(timeline: Timeline, scale: float, bottom: float, unit: str) -> list[str]:
-    """Return the time axis with ticks at round numbers."""
-    end = _LEFT + timeline.makespan * scale
-    line = 'stroke="#555" stroke-width="1"'
-    parts = [f'<path d="M{_LEFT:g} {bottom:g}H{end:.2f}" {line}/>']
-    step = _round_step(timeline.makespan / 10)
-    ticks = math.floor(timeline.makespan / step + 1e-9) if step > 0 else 0
-    for index in range(ticks + 1):
-        x = _LEFT + index * step * scale
-        parts.append(f'<path d="M{x:.2f} {bottom:g}v4" {line}/>')
-        parts.append(
-            f'<text class="tick" x="{x:.2f}" y="{bottom + 17:g}">{index * step:.6g}</text>'
+def _rect(rect: Rect) -> str:
+    return (
+        f'<rect x="{rect.x:.2f}" y="{rect.y:.2f}" width="{rect.width:.2f}" '
+        f'height="{rect.height:g}" fill="{rect.fill}"/>'
+    )
+
+
+def _row(scene: Scene, row: Row) -> Iterator[str]:
+    yield _rect(Rect(scene.x(0), row.y, row.span * scene.scale, row.height, IDLE))
+    for box in row.boxes:
+        left, width = scene.x(box.start), box.duration * scene.scale
+        # An outline would cover what is hardly wider than itself.
+        kind = ' class="op"' if width >= 3 else ""
+        text = (
+            f"<g><title>{escape(describe(box, scene.clock))}</title>"
+            f'<rect{kind} x="{left:.2f}" y="{row.y:g}" width="{width:.2f}" '
+            f'height="{row.height:g}" fill="{box.fill}"/>'
         )
-    name = escape(f"time ({unit})" if unit else "time")
-    parts.append(f'<text class="rank" x="{_LEFT - 8:g}" y="{bottom + 17:g}">{name}</text>')
-    return parts
+        if label_fits(box.label, row.label_size, width):
+            y = row.y + row.height / 2 + row.label_size * 0.36
+            text += (
+                f'<text class="cell" x="{left + width / 2:.2f}" y="{y:.2f}" '
+                f'font-size="{row.label_size:g}" fill="{ink_of(box)}">{box.label}</text>'
+            )
+        yield text + "</g>"
 
 
-def _round_step(least: float) -> float:
-    """Return the smallest of 1, 2, 5 times a power of ten that is not below a value."""
-    if least <= 0:
-        return 0.0
-    power: float = 10.0 ** math.floor(math.log10(least))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * 0.999999)
+def _strip(scene: Scene, strip: Strip) -> Iterator[str]:
+    base = strip.y + strip.height
+    yield _rect(Rect(scene.x(0), base, strip.span * scene.scale, 0.6, "#bbbbbb"))
+    if not strip.steps:
+        return
+    path = [f"M{scene.x(strip.steps[0].time_s):.2f} {base:g}"]
+    for step in strip.steps:
+        height = strip.height * step.live / strip.full
+        path.append(f"H{scene.x(step.time_s):.2f}V{base - height:.2f}")
+    path.append(f"H{scene.x(strip.span):.2f}V{base:g}Z")
+    yield f'<path d="{"".join(path)}" fill="{MEMORY}"/>'
 
 
-def _legend(timeline: Timeline, top: float) -> list[str]:
-    used = {event.action.op for row in timeline.events for event in row}
-    entries = [entry for op, entry in _COLOURS.items() if op in used] + [("#eeeeee", "idle")]
-    parts: list[str] = []
-    x = _LEFT
-    for colour, text in entries:
-        parts.append(
-            f'<rect x="{x:g}" y="{top - 10:g}" width="14" height="12" fill="{colour}"/>'
-            f'<text x="{x + 20:g}" y="{top:g}">{text}</text>'
-        )
-        x += 44 + 6.5 * len(text)
-    return parts
+def _axis(scene: Scene, axis: Axis) -> Iterator[str]:
+    yield f'<path d="M{scene.x(0):g} {axis.y:g}H{scene.x(axis.span):.2f}" stroke="{MUTED}"/>'
+    for tick in scene.ticks():
+        if tick <= axis.span * 1.000001:
+            x = scene.x(tick)
+            yield f'<path d="M{x:.2f} {axis.y:g}v4" stroke="{MUTED}"/>'
+            yield _text(Text(x, axis.y + 16, f"{tick:.6g}", 11, "middle", ink=MUTED))

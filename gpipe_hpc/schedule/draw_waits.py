@@ -22,6 +22,18 @@ class Transfer(NamedTuple):
     user: Event
 
 
+class Wait(NamedTuple):
+    """A dependency: who made the value and, of another rank's, its ``SEND`` where recorded."""
+
+    maker: Event
+    send: Event | None
+
+    @property
+    def over_s(self) -> float:
+        """Return when the value was there."""
+        return self.maker.end_s if self.send is None else self.send.end_s
+
+
 class DataFlow:
     """The events of a timeline by what they provide."""
 
@@ -34,16 +46,13 @@ class DataFlow:
                 if event.action.op is not Op.REDUCE_GRAD:
                     self._makers.update(dict.fromkeys(provides(event.action), event))
 
-    def waited_for(self, event: Event) -> Event | None:
-        """Return the last of an event's dependencies to finish; None if it has none.
-
-        For a value of another rank that is its ``SEND``, or its maker where none was recorded.
-        """
-        last: Event | None = None
+    def waited_for(self, event: Event) -> Wait | None:
+        """Return the last of an event's dependencies to finish; None if it has none."""
+        last: Wait | None = None
         for maker in self._needs(event):
-            found = self._sender(event, maker) or maker
-            if last is None or found.end_s >= last.end_s:
-                last = found
+            wait = Wait(maker, self._sender(event, maker))
+            if last is None or wait.over_s >= last.over_s:
+                last = wait
         return last
 
     def transfers(self) -> Iterator[Transfer]:
@@ -93,9 +102,9 @@ def memory_curve(row: tuple[Event, ...]) -> list[Step]:
     def change(time_s: float, by: int) -> None:
         nonlocal live
         live += by
-        if steps and steps[-1].time_s == time_s and steps[-1].live > live:
-            steps[-1] = Step(time_s, live)
-        else:
+        if steps and steps[-1].time_s == time_s:
+            steps.pop()
+        if not steps or steps[-1].live != live:
             steps.append(Step(time_s, live))
 
     for event in row:

@@ -14,6 +14,7 @@ from gpipe_hpc.schedule import (
     parse_action,
     simulate,
 )
+from gpipe_hpc.schedule.draw_text import draw_text_memory
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -49,6 +50,30 @@ def test_ranks_with_several_stages_show_the_stage():
     assert draw_text(timeline).startswith("rank 0 0F01F01B00B0\n")
 
 
+def test_text_shows_short_times_in_a_unit_that_fits():
+    events = ((Event(0, parse_action("0F0"), 7.0, 7.25), Event(0, parse_action("0B0"), 7.25, 7.5)),)
+    timeline = Timeline(events=events, num_stages=1, num_microbatches=1)
+    assert "makespan 500 ms" in draw_text(timeline, unit="s")
+    assert "makespan 0.5," in draw_text(timeline)
+
+
+def test_text_of_memory_has_the_columns_of_the_picture():
+    timeline = timeline_of()
+    assert draw_text_memory(timeline).splitlines() == [
+        "rank 0 1122222222222222111111",
+        "rank 1 ..1122222222111111....",
+        "live activations (micro-batches of one stage), peaks 2 2",
+    ]
+
+
+def test_text_of_memory_counts_on_in_letters():
+    row = [Event(0, parse_action(f"0F{m}"), m, m + 1.0) for m in range(40)]
+    row += [Event(0, parse_action(f"0B{m}"), m + 40, m + 41.0) for m in range(40)]
+    timeline = Timeline(events=(tuple(row),), num_stages=1, num_microbatches=40)
+    line = draw_text_memory(timeline, width=80).splitlines()[0]
+    assert line.startswith("rank 0 123456789abcdefghijklmnopqrstuvwxyz++")
+
+
 def test_text_of_nothing():
     assert "makespan 0" in draw_text(Timeline(events=((),), num_stages=1, num_microbatches=1))
 
@@ -60,10 +85,12 @@ def test_svg_has_a_box_for_every_compute_action_where_it_ran():
     assert len(boxes) == 2 * 6
     starts = {float(box.get("x")) for box in boxes}
     rights = {float(box.get("x")) + float(box.get("width")) for box in boxes}
-    assert min(starts) == 64
-    assert max(rights) == pytest.approx(960 - 16, abs=0.1)
+    assert min(starts) == 76
+    assert max(rights) == pytest.approx(960 - 76, abs=0.1)
     tips = [title.text for title in root.iter(f"{SVG}title")]
-    assert "1B1, rank 1: 4 to 6 (takes 2)" in tips
+    assert "1B1, rank 1: 4 to 6 (takes 2); waited for 1R1 of rank 1, over at 4" in tips
+    assert "0F0, rank 0: 0 to 1 (takes 1)" in tips
+    assert "0B1, rank 0: 6 to 8 (takes 2); waited for 1SEND_B1 of rank 1, over at 6" in tips
     cells = [text.text for text in root.iter(f"{SVG}text") if text.get("class") == "cell"]
     assert sorted(cells) == ["0"] * 6 + ["1"] * 6
 
@@ -71,11 +98,21 @@ def test_svg_has_a_box_for_every_compute_action_where_it_ran():
 def test_svg_leaves_out_numbers_that_do_not_fit_and_escapes_what_it_is_given():
     events = (tuple(Event(0, parse_action(f"0F{m}"), m, m + 1.0) for m in range(500)),)
     timeline = Timeline(events=events, num_stages=1, num_microbatches=500)
-    root = ET.fromstring(draw_svg(timeline, title="<a & b>", unit="<s>"))
+    root = ET.fromstring(draw_svg(timeline, title="<a & b>", unit="<s>", width=960))
     texts = [text.text for text in root.iter(f"{SVG}text")]
     assert texts[0] == "<a & b>: makespan 500 <s>, bubble 0.0% (idle over total)"
     assert not [text for text in root.iter(f"{SVG}text") if text.get("class") == "cell"]
     assert "time (<s>)" in texts
+
+
+def test_svg_shows_the_memory_of_every_rank_and_its_peak():
+    timeline = simulate(build("one_f_one_b", ranks=3, microbatches=4), Costs(forward=1, backward=2))
+    root = ET.fromstring(draw_svg(timeline))
+    texts = [text.text for text in root.iter(f"{SVG}text")]
+    assert [text for text in texts if text.startswith("peak")] == ["peak 3", "peak 2", "peak 1"]
+    assert "3 ranks, 3 stages, 4 micro-batches; peak activations by rank: 3 2 1" in texts[1]
+    curves = [path for path in root.iter(f"{SVG}path") if path.get("fill")]
+    assert len(curves) == 3
 
 
 def test_svg_of_nothing():

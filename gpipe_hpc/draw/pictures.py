@@ -1,0 +1,157 @@
+"""What is drawn, and in which format."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from gpipe_hpc.config import Config
+from gpipe_hpc.config.checks import check_drawing
+from gpipe_hpc.draw.png import render_png
+from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.schedule import Costs, Timeline, build, draw_text, lower, simulate
+from gpipe_hpc.schedule.chrome_trace import chrome_trace
+from gpipe_hpc.schedule.draw_comparison import compare, mean_costs, schedule_of
+from gpipe_hpc.schedule.draw_html import render_html
+from gpipe_hpc.schedule.draw_layout import layout
+from gpipe_hpc.schedule.draw_svg import render_svg
+from gpipe_hpc.schedule.draw_text import draw_text_memory, num_columns
+from gpipe_hpc.training.trace import newest_trace, read_trace
+
+DEFAULT_STAGES = 4
+
+Table = Sequence[Sequence[str]]
+
+
+class Subject(NamedTuple):
+    """Timelines to draw one above the other, on one time scale, and a table that belongs to them.
+
+    `unit` names the unit of their time, if it has a name.
+    """
+
+    timelines: tuple[Timeline, ...]
+    unit: str = ""
+    table: Table = ()
+
+
+def draw(config: Config) -> str | bytes:
+    """Return the picture, or the page or trace, that the settings ask for.
+
+    Of run.dir the newest measured step above its simulation; without, schedules as simulated.
+    """
+    check_drawing(config)
+    run, width = config.run.dir, config.draw.width
+    return _FORMATS[config.draw.format](measured(Path(run)) if run else simulated(config), width)
+
+
+def put(picture: str | bytes, out: str | None) -> None:
+    """Write a picture to a file, or to standard output."""
+    if out is not None:
+        data = picture.encode("utf-8") if isinstance(picture, str) else picture
+        Path(out).write_bytes(data)
+    elif isinstance(picture, str):
+        print(picture)
+    elif sys.stdout.isatty():
+        raise ConfigError(
+            "config: bad draw.out, expected a file for a picture in bytes, got a terminal; set "
+            "draw.out=FILE"
+        )
+    else:
+        sys.stdout.buffer.write(picture)
+
+
+def measured(run_folder: Path) -> Subject:
+    """Return the newest measured step of a run above its simulation.
+
+    Simulated is the order that was measured, each op at its measured mean on each stage, transfers
+    free: what is left is the time that costs do not explain.
+    """
+    timeline = read_trace(newest_trace(run_folder))
+    # Bare: a run records no transfers, and what was empty in it, a W say, no reduction can await.
+    planned = simulate(schedule_of(timeline), mean_costs(timeline))
+    return Subject(
+        (
+            replace(timeline, name=f"{timeline.name}, measured"),
+            replace(planned, name=f"{timeline.name}, simulated from measured costs"),
+        ),
+        "s",
+        compare(timeline, planned),
+    )
+
+
+def simulated(config: Config) -> Subject:
+    """Return pipeline.schedule and those of draw.compare; those without pipeline.options."""
+    pipeline = config.pipeline
+    chosen = [(pipeline.schedule, pipeline.options), *((name, {}) for name in config.draw.compare)]
+    costs = Costs(
+        forward=config.draw.costs.forward,
+        backward=config.draw.costs.backward,
+        input_gradient=config.draw.costs.input_gradient,
+        weight_gradient=config.draw.costs.weight_gradient,
+        recompute=config.draw.costs.recompute,
+        send=config.draw.costs.send,
+    )
+    timelines: list[Timeline] = []
+    for name, options in chosen:
+        schedule = build(
+            name,
+            ranks=pipeline.stages or DEFAULT_STAGES,
+            microbatches=pipeline.microbatches * config.train.accumulation,
+            recompute=pipeline.recompute,
+            **options,
+        )
+        timelines.append(simulate(schedule if schedule.is_lowered else lower(schedule), costs))
+    return Subject(tuple(timelines))
+
+
+def _text(subject: Subject, width: int | None) -> str:
+    longest = max(timeline.makespan for timeline in subject.timelines)
+    columns = width or num_columns(subject.timelines)
+    parts: list[str] = []
+    for timeline in subject.timelines:
+        share = timeline.makespan / longest if longest > 0 else 1.0
+        own = max(1, round(columns * share))
+        title = [f"{timeline.name}:"] if len(subject.timelines) > 1 else []
+        picture = draw_text(timeline, own, subject.unit)
+        parts.append("\n".join([*title, picture, "", draw_text_memory(timeline, own)]))
+    if subject.table:
+        parts.append(_table(subject.table))
+    return "\n\n".join(parts)
+
+
+def _table(table: Table) -> str:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if index else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in table
+    )
+
+
+def _svg(subject: Subject, width: int | None) -> str:
+    timelines, unit, table = subject
+    return render_svg(layout(timelines, unit=unit, width=width, table=table))
+
+
+def _png(subject: Subject, width: int | None) -> bytes:
+    timelines, unit, table = subject
+    return render_png(layout(timelines, unit=unit, width=width, table=table))
+
+
+def _html(subject: Subject, width: int | None) -> str:
+    timelines, unit, table = subject
+    scene = layout(timelines, unit=unit, width=width)
+    return render_html(scene, ", ".join(timeline.name for timeline in timelines), table)
+
+
+def _trace(subject: Subject, width: int | None) -> str:
+    return chrome_trace(subject.timelines)
+
+
+_FORMATS: Final[Mapping[str, Callable[[Subject, int | None], str | bytes]]] = MappingProxyType(
+    {"text": _text, "svg": _svg, "png": _png, "html": _html, "trace": _trace}
+)

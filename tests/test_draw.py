@@ -1,0 +1,177 @@
+"""The command that draws: formats, files, refusals, and what it does without."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+
+import pytest
+from PIL import Image
+
+from gpipe_hpc.config import check_config, compose_config
+from gpipe_hpc.draw import draw
+from gpipe_hpc.draw.pictures import put
+from gpipe_hpc.errors import ConfigError, DataError, ScheduleError
+from gpipe_hpc.schedule import Costs, Timeline, build, simulate
+from gpipe_hpc.training.trace import write_trace
+
+SMALL = ["pipeline.schedule=zb_v", "pipeline.stages=4", "pipeline.microbatches=4"]
+
+
+def drawn(*overrides):
+    return draw(compose_config([*SMALL, *overrides]))
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    """Return the folder of a run whose newest measured step was twice as slow as the first."""
+    for step, pace in ((2, 1e-3), (3, 2e-3)):
+        schedule = build("one_f_one_b", ranks=2, microbatches=4)
+        costs = Costs(forward=pace, backward=2 * pace, send=pace / 2)
+        measured = simulate(schedule, costs)
+        run = Timeline(measured.events, 2, 4, "one_f_one_b")
+        write_trace(run, tmp_path, step)
+    return tmp_path
+
+
+def test_text_has_picture_and_memory():
+    text = drawn("pipeline.recompute=never")
+    assert text.startswith("rank 0 0F00F10F2") and "bubble" in text
+    assert "peaks 5 6 7 8" in text.splitlines()[-1]
+
+
+def test_svg_is_well_formed():
+    root = ET.fromstring(drawn("draw.format=svg", "draw.width=700"))
+    assert root.get("width") == "700"
+
+
+def test_png_shows_the_boxes_in_their_colours():
+    image = Image.open(io.BytesIO(drawn("draw.format=png", "draw.width=960")))
+    assert image.format == "PNG" and image.width == 2 * 960
+    colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 20)}
+    for wanted in ("#a8d4ef", "#2370b4", "#8b4381", "#ececec"):
+        assert tuple(bytes.fromhex(wanted[1:])) in colours
+
+
+def test_html_and_trace_hold_the_schedule():
+    assert '"0F3"' in drawn("draw.format=html")
+    events = json.loads(drawn("draw.format=trace"))["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X", "s", "f", "C"}
+    trace = json.loads(drawn("draw.format=trace", "draw.costs.send=[1,1,1,1,1,1,1,1]"))
+    assert "b" in {event["ph"] for event in trace["traceEvents"]}
+
+
+def test_costs_may_differ_by_stage_and_backward_is_the_sum_of_its_halves():
+    def makespan(*overrides):
+        one = ["pipeline.schedule=gpipe", "pipeline.stages=2", "pipeline.microbatches=1"]
+        text = drawn(*one, "pipeline.recompute=never", *overrides)
+        return float(text.split("makespan ")[1].split(",")[0])
+
+    assert makespan() == 6
+    assert makespan("draw.costs.forward=[1,4]") == 9
+    assert makespan("draw.costs.input_gradient=3") == 10
+    assert makespan("draw.costs.backward=1", "draw.costs.send=0.5") == 5
+
+
+def test_further_schedules_stand_below_on_one_scale():
+    text = drawn("pipeline.schedule=gpipe", "draw.compare=[one_f_one_b]", "draw.width=100")
+    pictures = [line for line in text.splitlines() if line.startswith("rank 0 F0")]
+    assert len(pictures) == 2
+    assert "gpipe:" in text and "one_f_one_b:" in text
+
+
+def test_a_run_is_drawn_above_its_simulation(run_folder):
+    text = drawn(f"run.dir={run_folder}")
+    first, second = text.index("one_f_one_b, measured"), text.index("one_f_one_b, simulated")
+    assert first < second < text.index("mean of ranks (ms)")
+    # Four micro-batches of 6 ms, one more of fill and drain; measured, two transfers of 1 ms each.
+    assert "makespan 30 ms" in text
+    table = [line.split() for line in text.splitlines()[-4:]]
+    assert [line[0] for line in table] == ["F", "B", "after", "makespan"]
+    assert float(table[-1][-1]) == pytest.approx(table_sum(table[:-1]), abs=0.01) != 0
+
+
+def table_sum(lines):
+    return sum(float(line[-1]) for line in lines)
+
+
+@pytest.mark.parametrize("name", ["svg", "html"])
+def test_pictures_of_a_run_have_both_and_the_table(run_folder, name):
+    picture = drawn(f"run.dir={run_folder}", f"draw.format={name}")
+    for wanted in (
+        "one_f_one_b, measured",
+        "simulated from measured costs",
+        "after the last action",
+    ):
+        assert wanted in picture
+
+
+def test_trace_of_a_run_has_both_as_processes(run_folder):
+    events = json.loads(drawn(f"run.dir={run_folder}", "draw.format=trace"))["traceEvents"]
+    assert sum(event["name"] == "process_name" for event in events) == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("draw.format=pdf", "draw.format, expected one of text, svg, png, html, trace"),
+        ("draw.width=0", "draw.width"),
+        ("draw.costs.forward=-1", "draw.costs.forward, expected a time of 0 or more"),
+        ("draw.costs.forward=[1,x]", "draw.costs.forward"),
+        ("draw.costs.send=null", "draw.costs.send"),
+        ("draw.costs.backward=[]", "draw.costs.backward"),
+        ("draw.compare=[nonesuch]", "draw.compare, expected names out of gpipe"),
+    ],
+)
+def test_settings_that_cannot_be_drawn_are_refused(override, message):
+    with pytest.raises(ConfigError, match=message):
+        drawn(override)
+    with pytest.raises(ConfigError, match=message):
+        check_config(compose_config([override]), world_size=1)
+
+
+def test_costs_of_another_number_of_stages_are_refused():
+    with pytest.raises(
+        ScheduleError, match="forward has a number for each stage, expected 8, got 2"
+    ):
+        drawn("draw.costs.forward=[1,2]")
+
+
+def test_a_folder_without_measured_steps_says_how_to_get_one(tmp_path):
+    with pytest.raises(DataError, match=r"trace\.steps=1"):
+        drawn(f"run.dir={tmp_path}")
+
+
+def test_pictures_go_to_a_file_or_to_standard_output(tmp_path, capsysbinary):
+    put("text \u00b7", str(tmp_path / "a.txt"))
+    put(b"\x89PNG", str(tmp_path / "a.png"))
+    assert (tmp_path / "a.txt").read_text("utf-8") == "text \u00b7"
+    assert (tmp_path / "a.png").read_bytes() == b"\x89PNG"
+    put(b"\x89PNG", None)
+    assert capsysbinary.readouterr().out == b"\x89PNG"
+
+
+def test_a_terminal_gets_no_bytes(monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    with pytest.raises(ConfigError, match=r"draw\.out=FILE"):
+        put(b"\x89PNG", None)
+
+
+def test_drawing_loads_no_torch(repository, tmp_path):
+    """Neither the picture of a schedule nor that of a run waits seconds for it."""
+    timeline = simulate(build("gpipe", ranks=2, microbatches=2), Costs(forward=1, backward=2))
+    write_trace(timeline, tmp_path, 1)
+    code = (
+        "import sys\n"
+        "from gpipe_hpc.config import compose_config\n"
+        "from gpipe_hpc.draw import draw\n"
+        "for name in ('text', 'svg', 'png', 'html', 'trace'):\n"
+        "    draw(compose_config(['draw.format=' + name]))\n"
+        f"draw(compose_config(['run.dir={tmp_path}']))\n"
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(repository)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, check=False)
+    assert done.returncode == 0
