@@ -1,0 +1,295 @@
+"""Every schedule on real ranks: the gradients of a plain loop, in the order that was simulated."""
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.comm.processes import ProcessWorld
+from gpipe_hpc.schedule import (
+    Costs,
+    Op,
+    build,
+    dependencies,
+    lower,
+    schedule_names,
+    simulate,
+    to_text,
+)
+
+SEED, WIDTH, CLASSES, NUM_BLOCKS = 7, 6, 5, 14
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+MAX_NORM = 0.05
+NAMES = schedule_names()
+COMPUTE = {Op.F, Op.B, Op.I, Op.W, Op.R}
+COSTS = Costs(forward=1.0, input_gradient=1.0, weight_gradient=1.0, recompute=1.0)
+
+
+class Block(nn.Module):
+    def __init__(self, dropout=0.2):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        return x + self.dropout(torch.tanh(self.linear(x)))
+
+
+def recipes(plain):
+    linear = partial(nn.Linear, dtype=torch.float64)
+    blocks = [plain.Recipe(Block, ())] * NUM_BLOCKS
+    return [plain.Recipe(linear, (3, WIDTH)), *blocks, plain.Recipe(linear, (WIDTH, CLASSES))]
+
+
+def specs(plain):
+    return [LayerSpec(factory, *args) for factory, args in recipes(plain)]
+
+
+def loss_fn(logits, targets):
+    return F.cross_entropy(logits, targets, reduction="sum"), (targets != -100).sum()
+
+
+def make_batches(*sizes):
+    generator = torch.Generator().manual_seed(1)
+    batches = []
+    for size in sizes:
+        targets = torch.randint(0, CLASSES, (size,), generator=generator)
+        targets[::4] = -100
+        inputs = torch.randn(size, 3, dtype=torch.float64, generator=generator)
+        batches.append((inputs, targets))
+    return batches
+
+
+BATCHES = make_batches(5, 16)  # the first may have fewer samples than micro-batches
+
+
+@pytest.fixture(scope="module")
+def reference(plain):
+    """Return a function that trains in the plain way, once for each number of micro-batches."""
+    known = {}
+
+    def train(num_microbatches):
+        if num_microbatches not in known:
+            known[num_microbatches] = plain.train(
+                recipes(plain),
+                loss_fn,
+                BATCHES,
+                seed=SEED,
+                microbatches=num_microbatches,
+                optimizer=ADAMW,
+                max_norm=MAX_NORM,
+                gradients_of=plain.scale_each,
+            )
+        return known[num_microbatches]
+
+    return train
+
+
+@pytest.fixture
+def options_of(tmp_path):
+    """Return the options that a schedule cannot do without: a table in a file."""
+
+    def options(name, stages, microbatches):
+        if name != "file":
+            return {}
+        path = tmp_path / f"{stages}_{microbatches}.csv"
+        path.write_text(to_text(build("dualpipe", ranks=stages, microbatches=microbatches)))
+        return {"path": str(path)}
+
+    return options
+
+
+def train_rank(plain, world=None, **settings):
+    """Train on one rank; return what it gave and its timeline."""
+    pipe = Pipeline(specs(plain), loss_fn, seed=SEED, partition="uniform", world=world, **settings)
+    training = plain.train_rank(pipe, BATCHES, optimizer=ADAMW, max_norm=MAX_NORM)
+    return training, pipe.timeline(), pipe.schedule
+
+
+def on_threads(plain, reference, *, stages, replicas=1, **settings):
+    """Train on threads; assert that it is the plain training."""
+    body = partial(train_rank, plain, stages=stages, replicas=replicas, **settings)
+    ranks = run_on_threads(stages * replicas, lambda world: body(world))
+    assert_plain(plain, reference, [rank[0] for rank in ranks], stages, settings["microbatches"])
+    return ranks
+
+
+def assert_plain(plain, reference, ranks, stages, microbatches):
+    """Assert equality with the plain loop, and of all copies of a parameter to the bit."""
+    whole = plain.unite(ranks, stages)
+    for rank in ranks:
+        for name, weight in rank.weights.items():
+            assert torch.equal(weight, whole.weights[name]), name
+    assert len(whole.weights) == 2 * (NUM_BLOCKS + 2)
+    num_microbatches = microbatches * len(ranks) // stages
+    assert whole.distance(reference(num_microbatches)) < 1e-10
+
+
+def assert_order(timeline, schedule):
+    """On each rank the simulated order, and between ranks nothing ahead of what it needs."""
+    simulated = simulate(schedule, COSTS)
+    for ours, theirs in zip(timeline.events, simulated.events, strict=True):
+        in_time = sorted(theirs, key=lambda event: event.start_s)
+        expected = [event.action for event in in_time if event.action.op in COMPUTE]
+        assert [event.action for event in ours] == expected
+        for before, after in itertools.pairwise(ours):
+            assert before.start_s <= before.end_s <= after.start_s
+    ends = {event.action: event.end_s for row in timeline.events for event in row}
+    for event in itertools.chain(*timeline.events):
+        for needed in dependencies(event.action, schedule.num_stages, schedule.num_microbatches):
+            if needed in ends:
+                assert ends[needed] <= event.start_s, f"{event.action} ahead of {needed}"
+
+
+def test_the_reference_is_not_constant(reference):
+    """What the tests below compare changes with the micro-batches, by dropout's keys."""
+    assert reference(4).distance(reference(6)) > 1e-3
+    assert min(reference(4).norms) > MAX_NORM
+
+
+FAST = [
+    {"stages": 2, "microbatches": 4, "recompute": "never"},
+    {"stages": 2, "microbatches": 1, "recompute": "except_last"},
+    {"stages": 2, "replicas": 2, "microbatches": 3, "recompute": "always"},
+    {"stages": 4, "microbatches": 1, "recompute": "always"},
+    {"stages": 4, "microbatches": 6, "recompute": "except_last"},
+]
+
+
+def setting_id(setting):
+    return "-".join(map(str, setting.values()))
+
+
+@pytest.mark.parametrize("setting", FAST, ids=setting_id)
+@pytest.mark.parametrize("name", NAMES)
+def test_each_schedule_trains_as_the_plain_loop(plain, reference, options_of, name, setting):
+    """And its measured timelines have exactly the simulated order."""
+    options = options_of(name, setting["stages"], setting["microbatches"])
+    ranks = on_threads(plain, reference, schedule=name, schedule_options=options, **setting)
+    for _, timeline, schedule in ranks:
+        assert_order(timeline, schedule)
+
+
+VARIANTS = [
+    *((name, {}) for name in NAMES),
+    ("looped_bfs", {"stages_per_rank": 3}),
+    ("interleaved", {"stages_per_rank": 1}),
+    ("interleaved", {"stages_per_rank": 4}),
+    ("gems", {"replications": 1}),
+    ("chimera", {"scaling": "forward_doubling"}),
+    ("hanayo", {"waves": 1}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("recompute", ["never", "always", "except_last"])
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize(
+    ("name", "options"), VARIANTS, ids=[setting_id({"": n} | o) for n, o in VARIANTS]
+)
+def test_the_whole_grid(plain, reference, options_of, name, options, stages, replicas, recompute):
+    fewest = 2 * options.get("replications", 0) or 1
+    for microbatches in sorted({fewest, 2, 3, 5, 8}):
+        on_threads(
+            plain,
+            reference,
+            stages=stages,
+            replicas=replicas,
+            microbatches=microbatches,
+            schedule=name,
+            schedule_options=options | options_of(name, stages, microbatches),
+            recompute=recompute,
+        )
+
+
+def test_chimera_of_four_pipelines(plain, reference):
+    """Stages held by four ranks each, replicas besides: eight copies are reduced together."""
+    settings = {"stages": 4, "replicas": 2, "microbatches": 4, "recompute": "never"}
+    options = {"pipelines": 4}
+    on_threads(plain, reference, schedule="chimera", schedule_options=options, **settings)
+
+
+def process_world(shares_memory):
+    return ProcessWorld(torch.device("cpu"), 60.0, owns_group=False, shares_memory=shares_memory)
+
+
+def test_each_schedule_on_two_processes_in_shared_memory(
+    plain, reference, processes, options_of, tmp_path
+):
+    """Recomputation alternates; the timelines, of two processes, are in order too."""
+    runs = [
+        {
+            "schedule": name,
+            "schedule_options": options_of(name, 2, 4),
+            "recompute": ("never", "always")[place % 2],
+        }
+        for place, name in enumerate(NAMES)
+    ]
+
+    def body(rank):
+        world = process_world(shares_memory=True)
+        return [train_rank(plain, world, microbatches=4, **run) for run in runs]
+
+    for one, other in zip(*processes(2, body, tmp_path), strict=True):
+        assert_plain(plain, reference, [one[0], other[0]], 2, 4)
+        assert one[1] == other[1]
+        assert_order(one[1], one[2])
+
+
+GLOO = ["interleaved", "zb_v", "dualpipe"]
+
+
+@pytest.mark.parametrize("shares_memory", [False, True])
+def test_some_schedules_on_four_processes(plain, reference, processes, tmp_path, shares_memory):
+    """Four stages, then two stages of two replicas; over Gloo and over shared memory."""
+
+    def body(rank):
+        world = process_world(shares_memory)
+        return [
+            train_rank(
+                plain, world, stages=stages, replicas=replicas, microbatches=4, schedule=name
+            )[0]
+            for name in GLOO
+            for stages, replicas in ((4, 1), (2, 2))
+        ]
+
+    ranks = processes(4, body, tmp_path)
+    for place, trainings in enumerate(zip(*ranks, strict=True)):
+        assert_plain(plain, reference, list(trainings), (4, 2)[place % 2], 4)
+
+
+def test_evaluation_and_prediction_follow_any_placement(plain):
+    """The forward-only table of each schedule gives the outputs of the model in one piece."""
+    inputs, targets = BATCHES[0]
+    model = nn.Sequential(*plain.build(recipes(plain), SEED)).eval()
+    with torch.no_grad():
+        outputs = model(inputs)
+        expected = F.cross_entropy(outputs, targets).item()
+
+    def body(world):
+        results = []
+        for name in NAMES:
+            if name != "file":
+                pipe = Pipeline(
+                    specs(plain), loss_fn, microbatches=3, schedule=name, seed=SEED, world=world
+                )
+                loss = pipe.evaluate(inputs, targets).loss
+                results.append((name, pipe.predict(inputs), loss))
+        return results
+
+    for results in run_on_threads(2, body):
+        for name, predicted, loss in results:
+            assert (predicted - outputs).abs().max() < 1e-12, name
+            assert abs(loss - expected) < 1e-12, name
+
+
+def test_a_lowered_table_is_run_as_it_is(plain, reference):
+    table = lower(build("zb_v", ranks=2, microbatches=4, recompute="always"))
+    ranks = on_threads(plain, reference, stages=2, microbatches=4, schedule=table)
+    assert ranks[0][2] == table
