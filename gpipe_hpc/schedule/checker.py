@@ -1,12 +1,12 @@
 """The checker: proves, before anything runs, that a table trains and cannot hang."""
 
-from collections import defaultdict
 from typing import NoReturn
 
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.actions import BACKWARDS, RECEIVES, SENDS, Action, Op
 from gpipe_hpc.schedule.collectives import reduction_order
-from gpipe_hpc.schedule.dependencies import Channel, channel_of, counterpart
+from gpipe_hpc.schedule.dependencies import channel_of, counterpart
+from gpipe_hpc.schedule.garbage import collector_paused
 from gpipe_hpc.schedule.occupancy import peak_activations, peak_receives
 from gpipe_hpc.schedule.precedence import (
     NOWHERE,
@@ -17,6 +17,7 @@ from gpipe_hpc.schedule.precedence import (
 from gpipe_hpc.schedule.table import Schedule
 
 
+@collector_paused()
 def check(schedule: Schedule) -> None:
     """Refuse a table, bare or lowered, that breaks a rule; names rank, position, action, reason.
 
@@ -89,23 +90,37 @@ def _check_own_order(graph: Precedence) -> None:
 
 def _check_transfers(graph: Precedence) -> None:
     """Sends and receives come in pairs, only between ranks, in one order on each channel."""
-    placement = graph.schedule.placement
-    sent: dict[Channel, list[int]] = defaultdict(list)
-    posted: dict[Channel, list[int]] = defaultdict(list)
-    for node, action in enumerate(graph.actions):
-        if action.op not in SENDS and action.op not in RECEIVES:
+    nowhere = [NOWHERE] * graph.schedule.num_microbatches
+    for (op, stage), halves in graph.makers.items():
+        if op not in SENDS and op not in RECEIVES:
             continue
-        peer = graph.find(counterpart(action))
-        if peer is None:
-            graph.refuse(node, f"has no partner, expected {counterpart(action)}, got none; add it")
-        if graph.ranks[peer] == graph.ranks[node]:
-            graph.refuse(node, "moves a value within its rank, expected no transfer; drop it")
-        side = sent if action.op in SENDS else posted
-        side[channel_of(action, placement)].append(node)
-    for channel, sends in sent.items():
-        for send, post in zip(sends, posted[channel], strict=True):
-            expected = counterpart(graph.actions[send])
-            if graph.actions[post] != expected:
+        other = counterpart(Action(op, stage))
+        partners = graph.makers.get((other.op, other.stage), nowhere)
+        for node, partner in zip(halves, partners, strict=True):
+            if node == NOWHERE:
+                continue
+            if partner == NOWHERE:
+                missing = counterpart(graph.actions[node])
+                graph.refuse(node, f"has no partner, expected {missing}, got none; add it")
+            if graph.ranks[partner] == graph.ranks[node]:
+                graph.refuse(node, "moves a value within its rank, expected no transfer; drop it")
+    for (op, stage), sends in graph.makers.items():
+        if op in SENDS:
+            other = counterpart(Action(op, stage))
+            _check_channels(graph, sends, graph.makers.get((other.op, other.stage), nowhere))
+
+
+def _check_channels(graph: Precedence, sends: list[int], posts: list[int]) -> None:
+    """Refuse receives of one op and stage that are posted in another order than sent."""
+    route_of = graph.schedule.placement.route_of
+    sent = sorted((node, route_of[index]) for index, node in enumerate(sends) if node != NOWHERE)
+    posted = sorted((node, route_of[index]) for index, node in enumerate(posts) if node != NOWHERE)
+    for route in sorted({route for _, route in sent}):
+        in_turn = [node for node, at in sent if at == route]
+        for send, post in zip(in_turn, (node for node, at in posted if at == route), strict=True):
+            if graph.actions[post].microbatch != graph.actions[send].microbatch:
+                expected = counterpart(graph.actions[send])
+                channel = channel_of(expected, graph.schedule.placement)
                 graph.refuse(
                     post,
                     f"is out of order on the channel from stage {channel.source} to "

@@ -7,137 +7,165 @@ block one another, were every ``SEND`` to wait until its ``RECV`` is posted, a p
 
 from collections import defaultdict, deque
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from gpipe_hpc.schedule.actions import COMPUTE, SENDS, Action
-from gpipe_hpc.schedule.dependencies import CONSUMERS, Channel, arrival, channel_of, counterpart
+from gpipe_hpc.schedule.actions import Action
+from gpipe_hpc.schedule.dependencies import arrival, counterpart
 from gpipe_hpc.schedule.occupancy import peak_receives
 from gpipe_hpc.schedule.precedence import build_precedence, execution_order
-from gpipe_hpc.schedule.table import Placement, Schedule
+from gpipe_hpc.schedule.table import Schedule
 
 
 def add_communication(schedule: Schedule) -> Schedule:
     """Add ``SEND`` and ``RECV`` wherever a value crosses ranks; refuse a table that deadlocks."""
-    graph = build_precedence(schedule)
-    execution_order(graph, graph.waits)
-    sends: dict[Action, list[Action]] = defaultdict(list)
-    for node, waits in enumerate(graph.waits):
-        for maker in waits:
-            if graph.ranks[maker] != graph.ranks[node]:
-                send = counterpart(arrival(graph.actions[node]))
-                sends[graph.actions[maker]].append(send)
-    rows = [
-        [placed for action in row for placed in (action, *sends.get(action, ()))]
-        for row in schedule.ranks
-    ]
-    machine = _Rendezvous(schedule.placement, rows, _due(schedule.placement, rows))
-    placed = machine.run()
+    traffic = _traffic(schedule)
+    placed = _Rendezvous(traffic, _due(schedule, traffic)).run()
     bounds = tuple(peak_receives(row).size for row in placed)
     return replace(schedule, ranks=placed, max_receives=bounds)
 
 
-def _due(placement: Placement, rows: list[list[Action]]) -> dict[Action, int]:
-    """Return for each ``RECV`` the index in its rank's row ahead of which it is posted at latest.
+class _Transfer(NamedTuple):
+    """One value that crosses ranks; transfers are numbered, and known by their number."""
+
+    send: Action
+    post: Action
+    sender: int
+    receiver: int
+
+
+class _Entry(NamedTuple):
+    """One entry of a rank's list without receives: a compute action, or a ``SEND``.
+
+    `awaits` is the transfer that a compute action needs, or that a ``SEND`` starts; -1 for none.
+    """
+
+    action: Action
+    sends: bool
+    awaits: int
+
+
+class _Traffic(NamedTuple):
+    """All transfers of a table, and each rank's list with its sends."""
+
+    transfers: list[_Transfer]
+    rows: list[list[_Entry]]
+
+
+def _traffic(schedule: Schedule) -> _Traffic:
+    """Find what crosses ranks, and put each ``SEND`` behind what makes its value."""
+    graph = build_precedence(schedule)
+    execution_order(graph, graph.waits)
+    transfers: list[_Transfer] = []
+    awaits = [-1] * len(graph.actions)
+    made: dict[int, list[int]] = defaultdict(list)
+    ranks = graph.ranks
+    for node, waits in enumerate(graph.waits):
+        for maker in waits:
+            if ranks[maker] != ranks[node]:
+                post = arrival(graph.actions[node])
+                awaits[node] = len(transfers)
+                made[maker].append(len(transfers))
+                transfers.append(_Transfer(counterpart(post), post, ranks[maker], ranks[node]))
+    rows: list[list[_Entry]] = [[] for _ in schedule.ranks]
+    for node, action in enumerate(graph.actions):
+        row = rows[ranks[node]]
+        row.append(_Entry(action, False, awaits[node]))
+        row.extend(_Entry(transfers[number].send, True, number) for number in made.get(node, ()))
+    return _Traffic(transfers, rows)
+
+
+def _due(schedule: Schedule, traffic: _Traffic) -> dict[int, int]:
+    """Return for each transfer the index in its receiver's row ahead of which to post at latest.
 
     Posts of one channel are due in the order of its sends, whatever the order of their consumers.
     """
-    channels: dict[Channel, list[Action]] = defaultdict(list)
-    for row in rows:
-        for action in row:
-            if action.op in SENDS:
-                channels[channel_of(action, placement)].append(counterpart(action))
-    wanted = {post for posts in channels.values() for post in posts}
-    slots: dict[Action, int] = {}
-    for row in rows:
+    route_of = schedule.placement.route_of
+    channels: dict[tuple[str, int, int], list[int]] = defaultdict(list)
+    slots = [0] * len(traffic.transfers)
+    for row in traffic.rows:
         previous = 0
-        for index, action in enumerate(row):
-            if action.op not in COMPUTE:
+        for index, (action, sends, number) in enumerate(row):
+            if sends:
+                assert action.microbatch is not None, f"{action} has no micro-batch"
+                route = route_of[action.microbatch]
+                channels[action.op, action.stage, route].append(number)
                 continue
-            if action.op in CONSUMERS and arrival(action) in wanted:
-                slots[arrival(action)] = previous
+            if number >= 0:
+                slots[number] = previous
             previous = index
-    due: dict[Action, int] = {}
-    for posts in channels.values():
-        latest = len(rows[_owner(posts[0], placement)])
-        for post in reversed(posts):
-            latest = min(latest, slots[post])
-            due[post] = latest
-    return {post: due[post] for posts in channels.values() for post in posts}
-
-
-def _owner(action: Action, placement: Placement) -> int:
-    """Return the rank that runs a ``SEND`` or ``RECV``."""
-    assert action.microbatch is not None, f"{action} has no micro-batch"
-    return placement.rank_of(action.stage, action.microbatch)
+    due: dict[int, int] = {}
+    for numbers in channels.values():
+        latest = len(traffic.rows[traffic.transfers[numbers[0]].receiver])
+        late_first: list[tuple[int, int]] = []
+        for number in reversed(numbers):
+            latest = min(latest, slots[number])
+            late_first.append((number, latest))
+        due.update(reversed(late_first))
+    return due
 
 
 @dataclass
 class _Rendezvous:
     """Ranks that run their rows with blocking sends, and write down what they did.
 
-    Every wait has one event, a ``RECV`` posted or a ``SEND`` passed, and an event has one waiter.
+    A rank sleeps until a transfer it needs is sent, or until one it sends is posted; nobody else
+    waits for that.
     """
 
-    placement: Placement
-    rows: list[list[Action]]
-    due: dict[Action, int]
-    happened: set[Action] = field(default_factory=set)
-    sleepers: dict[Action, int] = field(default_factory=dict)
+    traffic: _Traffic
+    due: dict[int, int]
     awake: deque[int] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         """Start every rank at its first action."""
-        self.position = [0] * len(self.rows)
-        self.placed: list[list[Action]] = [[] for _ in self.rows]
-        self.posts: list[dict[int, list[Action]]] = [defaultdict(list) for _ in self.rows]
-        for post, index in self.due.items():
-            self.posts[_owner(post, self.placement)][index].append(post)
+        num_ranks, num_transfers = len(self.traffic.rows), len(self.traffic.transfers)
+        self.position = [0] * num_ranks
+        self.placed: list[list[Action]] = [[] for _ in range(num_ranks)]
+        self.posted, self.sent = bytearray(num_transfers), bytearray(num_transfers)
+        # Rank -> the transfer it sleeps for: to be posted if it is the sender, else to be sent.
+        self.asleep: dict[int, int] = {}
+        self.posts: list[dict[int, list[int]]] = [defaultdict(list) for _ in range(num_ranks)]
+        for number, index in self.due.items():
+            self.posts[self.traffic.transfers[number].receiver][index].append(number)
 
     def run(self) -> tuple[tuple[Action, ...], ...]:
         """Run all rows to their end and return them with their receives."""
-        self.awake.extend(range(len(self.rows)))
+        self.awake.extend(range(len(self.traffic.rows)))
         while True:
             while self.awake:
                 self._advance(self.awake.popleft())
-            if not self.sleepers:
+            if not self.asleep:
                 return tuple(map(tuple, self.placed))
             self._post_ahead()
 
     def _advance(self, rank: int) -> None:
         """Run one rank until it blocks."""
-        row = self.rows[rank]
-        while self.position[rank] < len(row):
-            index = self.position[rank]
-            for post in self.posts[rank].get(index, ()):
-                self._post(rank, post)
-            action = row[index]
-            event = self._awaited(action)
-            if event is not None:
-                self.sleepers[event] = rank
+        row, posts, placed = self.traffic.rows[rank], self.posts[rank], self.placed[rank]
+        for index in range(self.position[rank], len(row)):
+            for number in posts.pop(index, ()):
+                self._post(number)
+            action, sends, number = row[index]
+            if number >= 0 and not (self.posted if sends else self.sent)[number]:
+                self.position[rank] = index
+                self.asleep[rank] = number
                 return
-            self.placed[rank].append(action)
-            self.position[rank] += 1
-            if action.op in SENDS:
-                self._happen(action)
+            placed.append(action)
+            if sends:
+                self.sent[number] = 1
+                self._wake(self.traffic.transfers[number].receiver, number)
+        self.position[rank] = len(row)
 
-    def _awaited(self, action: Action) -> Action | None:
-        """Return the event that an action waits for, if it has not happened."""
-        if action.op in SENDS:
-            event = counterpart(action)
-        elif action.op in CONSUMERS and arrival(action) in self.due:
-            event = counterpart(arrival(action))
-        else:
-            return None
-        return None if event in self.happened else event
+    def _post(self, number: int) -> None:
+        if not self.posted[number]:
+            self.posted[number] = 1
+            transfer = self.traffic.transfers[number]
+            self.placed[transfer.receiver].append(transfer.post)
+            self._wake(transfer.sender, number)
 
-    def _post(self, rank: int, post: Action) -> None:
-        if post not in self.happened:
-            self.placed[rank].append(post)
-            self._happen(post)
-
-    def _happen(self, event: Action) -> None:
-        self.happened.add(event)
-        if event in self.sleepers:
-            self.awake.append(self.sleepers.pop(event))
+    def _wake(self, rank: int, number: int) -> None:
+        if self.asleep.get(rank) == number:
+            del self.asleep[rank]
+            self.awake.append(rank)
 
     def _post_ahead(self) -> None:
         """Break every circle of waiting ranks: post one receive where its rank stands.
@@ -145,28 +173,31 @@ class _Rendezvous:
         The bare table has an order, so each circle holds a blocked ``SEND``. All earlier posts of
         its channel are made, so the order of the channel stays.
         """
-        awaited = {rank: event for event, rank in self.sleepers.items()}
-        for circle in self._circles(awaited):
-            events = [awaited[rank] for rank in circle if awaited[rank].op not in SENDS]
-            assert events, f"ranks {circle} wait in a circle that no receive can break"
-            post = min(events, key=lambda event: self._cost_of_posting(event, awaited))
-            self._post(_owner(post, self.placement), post)
+        asleep = dict(self.asleep)
+        for circle in self._circles(asleep):
+            blocked = [asleep[rank] for rank in circle if self._at_a_send(rank, asleep)]
+            assert blocked, f"ranks {circle} wait in a circle that no receive can break"
+            self._post(min(blocked, key=lambda number: self._cost_of_posting(number, asleep)))
 
-    def _cost_of_posting(self, post: Action, awaited: dict[int, Action]) -> tuple[bool, int]:
+    def _at_a_send(self, rank: int, asleep: dict[int, int]) -> bool:
+        return self.traffic.transfers[asleep[rank]].sender == rank
+
+    def _cost_of_posting(self, number: int, asleep: dict[int, int]) -> tuple[bool, int]:
         """Prefer a rank that is blocked at a send itself, then the least early post."""
-        owner = _owner(post, self.placement)
-        return awaited[owner].op in SENDS, self.due[post] - self.position[owner]
+        receiver = self.traffic.transfers[number].receiver
+        return not self._at_a_send(receiver, asleep), self.due[number] - self.position[receiver]
 
-    def _circles(self, awaited: dict[int, Action]) -> list[list[int]]:
+    def _circles(self, asleep: dict[int, int]) -> list[list[int]]:
         """Return the circles among ranks of which each waits for one other."""
         circles: list[list[int]] = []
         seen: set[int] = set()
-        for rank in awaited:
+        for rank in asleep:
             path: dict[int, int] = {}
             while rank not in seen:
                 seen.add(rank)
                 path[rank] = len(path)
-                rank = _owner(awaited[rank], self.placement)
+                transfer = self.traffic.transfers[asleep[rank]]
+                rank = transfer.receiver if transfer.sender == rank else transfer.sender
             if rank in path:
                 circles.append(list(path)[path[rank] :])
         return circles

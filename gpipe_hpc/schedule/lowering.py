@@ -5,10 +5,12 @@ from dataclasses import replace
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.actions import Op
 from gpipe_hpc.schedule.communication import add_communication
+from gpipe_hpc.schedule.garbage import collector_paused
 from gpipe_hpc.schedule.reduction import add_reductions
 from gpipe_hpc.schedule.table import Schedule
 
 
+@collector_paused()
 def lower(schedule: Schedule) -> Schedule:
     """Add reductions, sends and receives to a bare table; its order of compute stays."""
     if schedule.is_lowered:

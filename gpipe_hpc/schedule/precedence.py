@@ -5,7 +5,6 @@ once those it waits for are. What cannot be ordered so is a deadlock.
 """
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, NamedTuple, NoReturn
@@ -21,7 +20,7 @@ from gpipe_hpc.schedule.dependencies import (
 )
 from gpipe_hpc.schedule.table import Schedule
 
-Waits = list[Sequence[int]]
+Waits = list[tuple[int, ...]]
 
 # Data flow is the same for all micro-batches, so it is looked up by op and stage, a column of nodes
 # for each: the node that meets a need of a micro-batch, or NOWHERE.
@@ -71,11 +70,17 @@ class Precedence:
 
     @cached_property
     def rendezvous_waits(self) -> Waits:
-        """Return the waits where every ``SEND`` also waits until its ``RECV`` is posted."""
+        """Return the waits where every ``SEND`` also waits until its ``RECV`` is posted.
+
+        Every transfer must be whole.
+        """
         waits = list(self.waits)
-        for node, action in enumerate(self.actions):
-            if action.op in SENDS:
-                waits[node] = (*waits[node], self.provide(node, counterpart(action)))
+        for (op, stage), sends in self.makers.items():
+            if op in SENDS:
+                post = counterpart(Action(op, stage))
+                for send, partner in zip(sends, self.makers[post.op, post.stage], strict=True):
+                    if send != NOWHERE:
+                        waits[send] = (*waits[send], partner)
         return waits
 
 
@@ -185,45 +190,51 @@ def _resolve(graph: Precedence) -> None:
                 maker = graph.provide(node, Action(need.op, need.stage, microbatch))
             if op in RECEIVES:
                 continue  # it posts a buffer; its consumer waits
-            if ranks[maker] != rank and graph.schedule.is_lowered:
-                waits.append(_through(graph, node, need.posts, arrival(action)))
-                maker = _through(graph, node, need.sends, counterpart(arrival(action)))
+            if need.posts is not None and ranks[maker] != rank:
+                waits.append(need.posts[microbatch])
+                maker = need.sends[microbatch] if need.sends is not None else NOWHERE
+                if waits[-1] == NOWHERE or maker == NOWHERE:
+                    _refuse_untransferred(graph, node)
             waits.append(maker)
-        append(waits)
+        append(tuple(waits))  # the garbage collector forgets tuples of numbers, not lists
 
 
-def _through(graph: Precedence, node: int, column: Column | None, half: Action) -> int:
-    """Return the node of one half of the transfer that a node waits for."""
-    assert half.microbatch is not None, f"{half} has no micro-batch"
-    found = column[half.microbatch] if column is not None else NOWHERE
-    return found if found != NOWHERE else graph.provide(node, half)
+def _refuse_untransferred(graph: Precedence, node: int) -> NoReturn:
+    """Raise for a value of another rank whose transfer is not whole."""
+    post = arrival(graph.actions[node])
+    graph.provide(node, post)
+    graph.provide(node, counterpart(post))
+    raise AssertionError(f"{post} and its partner are in the table")
 
 
 def _needs(graph: Precedence, action: Action) -> list[_Need]:
     """Return the needs that all micro-batches of an action's op and stage share."""
-    num_stages = graph.schedule.num_stages
+    schedule = graph.schedule
     column = graph.makers.get
-    posts = sends = None
-    if action.op in CONSUMERS:
+    posts: Column | None = None
+    sends: Column | None = None
+    if schedule.is_lowered and action.op in CONSUMERS:
+        nowhere = [NOWHERE] * schedule.num_microbatches
         post = arrival(action)
         send = counterpart(post)
-        posts, sends = column((post.op, post.stage)), column((send.op, send.stage))
+        posts = column((post.op, post.stage), nowhere)
+        sends = column((send.op, send.stage), nowhere)
     return [
         _Need(need.op, need.stage, column((need.op, need.stage)), posts, sends)
-        for need in dependencies(action, num_stages, 1)
+        for need in dependencies(action, schedule.num_stages, 1)
     ]
 
 
-def _own_weights(graph: Precedence, node: int) -> list[int]:
+def _own_weights(graph: Precedence, node: int) -> tuple[int, ...]:
     """Return what a reduction waits for: each holder for what it makes itself."""
     schedule, rank = graph.schedule, graph.ranks[node]
     placement = schedule.placement
     needs = dependencies(graph.actions[node], schedule.num_stages, schedule.num_microbatches)
-    return [
+    return tuple(
         graph.provide(node, need)
         for need in needs
         if placement.rank_of(need.stage, need.microbatch or 0) == rank
-    ]
+    )
 
 
 def execution_order(graph: Precedence, waits: Waits) -> list[int]:

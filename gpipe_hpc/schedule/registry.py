@@ -10,6 +10,7 @@ from gpipe_hpc.schedule.actions import Op
 from gpipe_hpc.schedule.chimera import chimera
 from gpipe_hpc.schedule.dualpipe import dualpipe, dualpipe_v
 from gpipe_hpc.schedule.from_file import from_file
+from gpipe_hpc.schedule.garbage import collector_paused
 from gpipe_hpc.schedule.gems import gems
 from gpipe_hpc.schedule.gpipe import gpipe
 from gpipe_hpc.schedule.hanayo import hanayo
@@ -50,6 +51,7 @@ def schedule_names() -> tuple[str, ...]:
     return tuple(SCHEDULES)
 
 
+@collector_paused()
 def build(
     name: str, *, ranks: int, microbatches: int, recompute: str = "never", **options: Any
 ) -> Schedule:

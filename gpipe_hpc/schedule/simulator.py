@@ -8,11 +8,13 @@ from gpipe_hpc.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Op
 from gpipe_hpc.schedule.collectives import reduction_order
 from gpipe_hpc.schedule.costs import Costs
 from gpipe_hpc.schedule.dependencies import counterpart, dependencies, provides
+from gpipe_hpc.schedule.garbage import collector_paused
 from gpipe_hpc.schedule.precedence import Kind, Precedence, build_precedence, execution_order
 from gpipe_hpc.schedule.table import Schedule
 from gpipe_hpc.schedule.timeline import Event, Timeline
 
 
+@collector_paused()
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Time a table, bare or lowered; both give the same times of compute. Refuses a deadlock.
 
