@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpipe_hpc.comm.threads import run_on_threads
+    from gpipe_hpc.engine.loss import StepResult
     from gpipe_hpc.models import LayerSpec
-    from gpipe_hpc.pipeline import Pipeline, StepResult
+    from gpipe_hpc.pipeline import Pipeline
 
 __all__ = ["LayerSpec", "Pipeline", "StepResult", "run_on_threads"]
 __version__ = "0.1.0"
@@ -19,7 +20,7 @@ def __getattr__(name: str) -> Any:
     homes = {
         "LayerSpec": "gpipe_hpc.models",
         "Pipeline": "gpipe_hpc.pipeline",
-        "StepResult": "gpipe_hpc.pipeline",
+        "StepResult": "gpipe_hpc.engine.loss",
         "run_on_threads": "gpipe_hpc.comm.threads",
     }
     if name not in homes:

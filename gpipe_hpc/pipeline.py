@@ -1,7 +1,6 @@
 """`Pipeline`: a model cut into stages on ranks, trained as if it were in one piece."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +19,31 @@ from gpipe_hpc.engine.assembly import (
     check_agreement,
     equalise_copies,
     gather_parameters,
+    stage_spans,
 )
 from gpipe_hpc.engine.executor import Executor, Outcome
 from gpipe_hpc.engine.feed import Feed, random_keys
 from gpipe_hpc.engine.gradients import unite_flags
-from gpipe_hpc.engine.loss import LossFunction, StepLoss, backward_seed, final_divisor
+from gpipe_hpc.engine.loss import (
+    LossFunction,
+    StepLoss,
+    StepResult,
+    backward_seed,
+    final_divisor,
+)
 from gpipe_hpc.engine.microbatches import join, share_of
 from gpipe_hpc.engine.norms import clip_by_global_norm
 from gpipe_hpc.engine.outputs import broadcast_nest
 from gpipe_hpc.engine.stage import training_modes
 from gpipe_hpc.engine.tables import Tables, make_tables
+from gpipe_hpc.engine.tied import join_ties
 from gpipe_hpc.engine.wiring import wire
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.models import (
     Layer,
+    find_ties,
     normalise_layers,
     parameter_sizes,
-    refuse_shared_parameters,
 )
 from gpipe_hpc.planning import (
     Example,
@@ -46,28 +53,6 @@ from gpipe_hpc.planning import (
     cut_table,
 )
 from gpipe_hpc.schedule import Event, Schedule, Timeline, digest
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step or an evaluation gave; the same on every rank."""
-
-    _loss: StepLoss
-
-    @property
-    def loss(self) -> float:
-        """Return the loss over the global batch: summed, divided once by the global weight."""
-        return self._loss.value
-
-    @property
-    def weight(self) -> float:
-        """Return what the sum was divided by: samples, or tokens not ignored."""
-        return float(self._loss.weight)
-
-    @property
-    def microbatch_losses(self) -> list[float]:
-        """Return the loss of each global micro-batch."""
-        return self._loss.microbatch_losses
 
 
 class Pipeline:
@@ -106,7 +91,6 @@ class Pipeline:
         self.world = world or start_world(device=device, timeout_s=timeout_s)
         with together(self.world, "start"):
             model = normalise_layers(layers)
-            refuse_shared_parameters(model)
             self.mesh = mesh = Mesh.fit(self.world.size, stages, replicas)
             self.seed = seed
             self.loss_fn = loss_fn
@@ -170,6 +154,11 @@ class Pipeline:
         )
         self._wiring = wiring = wire(world, mesh, placement)
         equalise_copies(self.stages, wiring.reductions)
+        spans = stage_spans(self.partition.counts)
+        stage_of_layer = [stage for stage, span in enumerate(spans) for _ in span]
+        self._tied = join_ties(
+            find_ties(model), self.stages, stage_of_layer, placement, mesh, world
+        )
         self._trainer, self._evaluator = (
             Executor(table, self.stage_rank, self.stages, wiring, world, self.num_layers)
             for table in tables
@@ -204,8 +193,8 @@ class Pipeline:
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         """Yield this rank's parameters by global name (`layers.<index>.<name>`), each once."""
-        for stage in self.stages.values():
-            yield from stage.named_parameters().items()
+        named = {n: p for s in self.stages.values() for n, p in s.named_parameters().items()}
+        yield from named.items()
 
     def parameters(self) -> list[nn.Parameter]:
         """Return this rank's parameters; empty if its layers have none."""
@@ -227,13 +216,20 @@ class Pipeline:
             seed = backward_seed(self._weight)
             for stage in self.stages.values():
                 stage.gradients.clear()
+            for tied in self._tied:
+                tied.clear()
             feed = self._feed("training", inputs, targets, self.loss_fn)
             feed.seed = seed
             loss = self._exchange(self._trainer.run(feed))
+            for tied in self._tied:
+                tied.start_reduction()
+            divisor = final_divisor(loss.weight, seed)
             for stage in self.stages.values():
                 copies = self._wiring.reductions[stage.index]
                 used = unite_flags(stage.gradients.used_flags(), copies)
-                stage.gradients.finish(final_divisor(loss.weight, seed), used)
+                stage.gradients.finish(divisor, used)
+            for tied in self._tied:
+                tied.finish(divisor)
             self._weight = loss.weight
         self.steps_done += 1
         return StepResult(loss)

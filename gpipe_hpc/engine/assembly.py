@@ -1,14 +1,16 @@
 """From a model and a cut to the stages of one rank, and the proof that nothing was lost."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.engine.stage import Stage
 from gpipe_hpc.errors import ConfigError
-from gpipe_hpc.models import Layer, build_layer
+from gpipe_hpc.models import Layer, Tie, build_layer, find_ties, parameter_at, replace_parameter
 
 
 class ParameterInfo(NamedTuple):
@@ -27,15 +29,37 @@ def build_stages(
     device: torch.device,
 ) -> dict[int, Stage]:
     """Build the stages `indices` of a model cut into stages of `counts` layers; nothing else."""
-    stages = {}
-    for index in indices:
-        first = sum(counts[:index])
-        modules = {
-            i: build_layer(layers[i], index=i, seed=seed, device=device)
-            for i in range(first, first + counts[index])
-        }
-        stages[index] = Stage(index, modules, device)
-    return stages
+    spans = stage_spans(counts)
+    ties = find_ties(layers)
+    held = [i for stage in indices for i in spans[stage]]
+    # Built layers may share whole modules with layers of other ranks, and ranks may be threads
+    # of one process: whoever does not hold the first place works on a copy.
+    apart = {i for tie in ties for i, _ in tie.places if tie.places[0][0] not in held}
+    modules = {
+        i: build_layer(
+            copy.deepcopy(layers[i]) if i in apart else layers[i], index=i, seed=seed, device=device
+        )
+        for i in held
+    }
+    for tie in ties:
+        _share(tie, modules)
+    return {
+        index: Stage(index, {i: modules[i] for i in spans[index]}, device, ties)
+        for index in indices
+    }
+
+
+def stage_spans(counts: Sequence[int]) -> list[range]:
+    """Return the layers of each stage."""
+    return [range(sum(counts[:k]), sum(counts[: k + 1])) for k in range(len(counts))]
+
+
+def _share(tie: Tie, modules: Mapping[int, nn.Module]) -> None:
+    """Make all places of a tie on this rank one parameter."""
+    places = [place for place in tie.places if place[0] in modules]
+    for layer, name in places:
+        first = parameter_at(modules[places[0][0]], places[0][1], f"layers.{places[0][0]}")
+        replace_parameter(modules[layer], name, first)
 
 
 def gather_parameters(stages: dict[int, Stage], pipeline: Group) -> tuple[ParameterInfo, ...]:
@@ -44,6 +68,7 @@ def gather_parameters(stages: dict[int, Stage], pipeline: Group) -> tuple[Parame
         (stage.index, position, ParameterInfo(name, stage.index, parameter.numel()))
         for stage in stages.values()
         for position, (name, parameter) in enumerate(stage.named_parameters().items())
+        if stage.owns(name)
     ]
     everybody = sorted({entry for part in pipeline.all_gather_object(own) for entry in part})
     return tuple(info for _, _, info in everybody)

@@ -88,6 +88,28 @@ class StepLoss:
         return [s / w if w != 0 else s for s, w in zip(sums, weights, strict=True)]
 
 
+@dataclass(frozen=True)
+class StepResult:
+    """What a step or an evaluation gave; the same on every rank."""
+
+    _loss: StepLoss
+
+    @property
+    def loss(self) -> float:
+        """Return the loss over the global batch: summed, divided once by the global weight."""
+        return self._loss.value
+
+    @property
+    def weight(self) -> float:
+        """Return what the sum was divided by: samples, or tokens not ignored."""
+        return float(self._loss.weight)
+
+    @property
+    def microbatch_losses(self) -> list[float]:
+        """Return the loss of each global micro-batch."""
+        return self._loss.microbatch_losses
+
+
 def backward_seed(weight: torch.Tensor) -> torch.Tensor:
     """Return the power of two near 1/weight that backward starts from, float64[].
 

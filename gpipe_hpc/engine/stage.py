@@ -1,6 +1,6 @@
 """One stage: its layers, run with keyed randomness, and never writing into what it was given."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 from gpipe_hpc.comm.nests import Nest, flatten, tensors_of, unflatten
 from gpipe_hpc.engine.gradients import StageGradients
 from gpipe_hpc.errors import ModelError
-from gpipe_hpc.models import GENERATOR_LOCK, global_name, named_layer_parameters
+from gpipe_hpc.models import GENERATOR_LOCK, Tie, global_name, named_layer_parameters
 
 LayerKey = Callable[[int], int]
 """Gives the random key of a layer (by its global index) for the micro-batch at hand."""
@@ -26,26 +26,43 @@ class Stage:
         index: int,
         layers: Mapping[int, nn.Module],
         device: torch.device,
+        ties: Sequence[Tie] = (),
     ) -> None:
         self.index = index
         self.layers = dict(layers)
         self.device = device
-        self.gradients = StageGradients(self.named_parameters())
+        self._aliases = {
+            global_name(*place): tie.name
+            for tie in ties
+            for place in tie.places
+            if place[0] in self.layers
+        }
+        named = self.named_parameters()
+        self.tied = {name: named[name] for name in set(self._aliases.values())}
+        own = {name: p for name, p in named.items() if name not in self.tied}
+        self.gradients = StageGradients(own)
         self._generators = generators_of(device)
         # By training mode (dropout writes in place in one only): whether the layers were seen
         # to leave the stage's input alone.
         self._leaves_input_alone: dict[bool, bool] = {}
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Return this stage's parameters by global name, each once."""
+        """Return this stage's parameters by global name, each once.
+
+        A tied one has the name of its first place, which may be on another stage.
+        """
         named: dict[str, nn.Parameter] = {}
         seen: set[int] = set()
         for index, layer in self.layers.items():
             for name, parameter in named_layer_parameters(index, layer):
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
-                    named[name] = parameter
+                    named[self._aliases.get(name, name)] = parameter
         return named
+
+    def owns(self, name: str) -> bool:
+        """Say whether a parameter of the stage has its first place here, or the only one."""
+        return name not in self.tied or name in self._aliases
 
     def named_buffers(self) -> dict[str, torch.Tensor]:
         """Return the buffers that belong into a checkpoint, by global name."""

@@ -11,12 +11,7 @@ from gpipe_hpc.models.losses import (
     token_cross_entropy,
 )
 from gpipe_hpc.models.mlp import build_mlp
-from gpipe_hpc.models.naming import (
-    global_name,
-    named_layer_parameters,
-    refuse_shared_parameters,
-    shared_parameters,
-)
+from gpipe_hpc.models.naming import global_name, named_layer_parameters
 from gpipe_hpc.models.randomness import (
     GENERATOR_LOCK,
     init_key,
@@ -25,18 +20,21 @@ from gpipe_hpc.models.randomness import (
     microbatch_prefix,
     mix64,
 )
+from gpipe_hpc.models.ties import Tie, find_ties, parameter_at, replace_parameter
 from gpipe_hpc.models.zoo import build_model, model_names
 
 __all__ = [
     "GENERATOR_LOCK",
     "Layer",
     "LayerSpec",
+    "Tie",
     "build_gpt",
     "build_layer",
     "build_mlp",
     "build_model",
     "classification",
     "count_parameters",
+    "find_ties",
     "global_name",
     "init_key",
     "layer_key",
@@ -50,9 +48,9 @@ __all__ = [
     "model_names",
     "named_layer_parameters",
     "normalise_layers",
+    "parameter_at",
     "parameter_sizes",
-    "refuse_shared_parameters",
+    "replace_parameter",
     "seeded_generators",
-    "shared_parameters",
     "token_cross_entropy",
 ]

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import nn
 
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models.building import build_layer
-from gpipe_hpc.models.layers import Layer
-from gpipe_hpc.models.naming import named_layer_parameters
+from gpipe_hpc.models.layers import Layer, LayerSpec
+from gpipe_hpc.models.naming import global_name, named_layer_parameters
+from gpipe_hpc.models.ties import find_ties, parameter_at
 
 
 def count_parameters(layers: Sequence[Layer]) -> int:
@@ -34,13 +36,22 @@ def parameter_sizes(layers: Sequence[Layer]) -> dict[str, int]:
 
 
 def _owned_parameters(layers: Sequence[Layer]) -> Iterator[dict[str, nn.Parameter]]:
-    # Keyed by id and kept: an id alone may be used again once its parameter is gone.
-    seen: dict[int, nn.Parameter] = {}
+    """Yield what each layer has that no layer before it has: a tied parameter once."""
+    ties = {global_name(*place): tie for tie in find_ties(layers) for place in tie.places}
+    shapes: dict[str, torch.Size] = {}
     for index, layer in enumerate(layers):
-        named = named_layer_parameters(index, _abstract(layer, index))
-        owned = {name: parameter for name, parameter in named if id(parameter) not in seen}
-        seen.update((id(parameter), parameter) for parameter in owned.values())
-        yield owned
+        built = _abstract(layer, index)
+        for name in dict(layer.ties) if isinstance(layer, LayerSpec) else ():
+            tied = parameter_at(built, name, f"layers.{index}")
+            tie = ties[global_name(index, name)]
+            first = shapes.setdefault(tie.name, tied.shape)
+            if first != tied.shape:
+                raise ModelError(
+                    f"layers.{index}: {name} cannot be tied to {tie.name}, expected shape "
+                    f"{tuple(first)}, got {tuple(tied.shape)}; tie parameters of one shape"
+                )
+        named = dict(named_layer_parameters(index, built))
+        yield {n: p for n, p in named.items() if n not in ties or ties[n].name == n}
 
 
 def _abstract(layer: Layer, index: int) -> nn.Module:

@@ -104,12 +104,14 @@ def build_gpt(
     num_heads: int,
     width: int,
     dropout: float = 0.0,
+    tied: bool = False,
 ) -> list[LayerSpec]:
-    """Return a GPT as 2 ``num_layers`` + 3 layers; embedding and head are not tied.
+    """Return a GPT as 2 ``num_layers`` + 3 layers; ``tied``: embedding and head share a matrix.
 
     ``block_size`` is the longest sequence. ``num_layers`` counts blocks, as GPT-2's papers do.
     Weights are GPT-2's: normal with std 0.02, projections into the residual divided by
-    sqrt(2 ``num_layers``), biases zero. Parameters: 2 V H + S H + L (12 H^2 + 13 H) + 2 H.
+    sqrt(2 ``num_layers``), biases zero. Parameters: V H + S H + L (12 H^2 + 13 H) + 2 H tied,
+    V H more untied.
     Raises `ModelError` for sizes that cannot work.
     """
     sizes = {
@@ -134,9 +136,9 @@ def build_gpt(
         LayerSpec(GPTAttention, width, num_heads, dropout, residual_std),
         LayerSpec(GPTMLP, width, dropout, residual_std),
     ]
-    return [
-        LayerSpec(GPTEmbedding, vocab_size, block_size, width, dropout),
-        *block * num_layers,
-        LayerSpec(nn.LayerNorm, width),
-        LayerSpec(GPTHead, width, vocab_size),
-    ]
+    embedding = LayerSpec(GPTEmbedding, vocab_size, block_size, width, dropout)
+    head = LayerSpec(GPTHead, width, vocab_size)
+    if tied:
+        embedding = embedding.tied({"token.weight": "vocabulary"})
+        head = head.tied({"weight": "vocabulary"})
+    return [embedding, *block * num_layers, LayerSpec(nn.LayerNorm, width), head]

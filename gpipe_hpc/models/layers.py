@@ -21,6 +21,7 @@ class LayerSpec:
     factory: Callable[..., nn.Module]
     args: tuple[Any, ...]
     keywords: tuple[tuple[str, Any], ...]
+    ties: tuple[tuple[str, str], ...]
 
     def __init__(self, factory: Callable[..., nn.Module], /, *args: Any, **kwargs: Any) -> None:
         if not callable(factory) or isinstance(factory, nn.Module):
@@ -32,6 +33,17 @@ class LayerSpec:
         object.__setattr__(self, "factory", factory)
         object.__setattr__(self, "args", args)
         object.__setattr__(self, "keywords", tuple(kwargs.items()))
+        object.__setattr__(self, "ties", ())
+
+    def tied(self, names: Mapping[str, str]) -> "LayerSpec":
+        """Return this layer with parameters tied: name within the layer -> name of the tie.
+
+        All parameters of one tie are one parameter, on whatever stages their layers are; it
+        starts with the weights of the first of them.
+        """
+        spec = LayerSpec(self.factory, *self.args, **self.kwargs)
+        object.__setattr__(spec, "ties", tuple(names.items()))
+        return spec
 
     @property
     def kwargs(self) -> dict[str, Any]:

@@ -11,18 +11,22 @@ from gpipe_hpc.models.gpt import build_gpt
 from gpipe_hpc.models.layers import LayerSpec
 from gpipe_hpc.models.mlp import build_mlp
 
-_gpt2 = partial(build_gpt, vocab_size=50257, block_size=1024)
 
-# `untied`: embedding and head have a matrix each, so vocab_size x width more than GPT-2's count.
+def _gpt2(name: str, **sizes: Any) -> dict[str, Callable[..., list[LayerSpec]]]:
+    """Return a GPT-2 as published, and with a head of its own (vocab_size x width more)."""
+    build = partial(build_gpt, vocab_size=50257, block_size=1024, **sizes)
+    return {name: partial(build, tied=True), f"{name}_untied": build}
+
+
 _MODELS: Final[Mapping[str, Callable[..., list[LayerSpec]]]] = MappingProxyType(
     {
         "gpt": partial(
             build_gpt, vocab_size=256, block_size=128, num_layers=4, num_heads=4, width=128
         ),
-        "gpt2_untied": partial(_gpt2, num_layers=12, num_heads=12, width=768),
-        "gpt2_medium_untied": partial(_gpt2, num_layers=24, num_heads=16, width=1024),
-        "gpt2_large_untied": partial(_gpt2, num_layers=36, num_heads=20, width=1280),
-        "gpt2_xl_untied": partial(_gpt2, num_layers=48, num_heads=25, width=1600),
+        **_gpt2("gpt2", num_layers=12, num_heads=12, width=768),
+        **_gpt2("gpt2_medium", num_layers=24, num_heads=16, width=1024),
+        **_gpt2("gpt2_large", num_layers=36, num_heads=20, width=1280),
+        **_gpt2("gpt2_xl", num_layers=48, num_heads=25, width=1600),
         "mlp": partial(build_mlp, widths=(64, 256, 256, 10)),
     }
 )
