@@ -1,0 +1,228 @@
+"""Placements that hold a stage on several ranks: the copies are one stage."""
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+
+from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.schedule import Op
+
+WIDTH = 6
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.scale = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+
+    def forward(self, x):
+        return x + nn.functional.dropout(torch.tanh(self.linear(x)), 0.2) * self.scale
+
+
+def specs():
+    linear = partial(LayerSpec, nn.Linear, dtype=torch.float64)
+    return [linear(3, WIDTH), *[LayerSpec(Block)] * 6, linear(WIDTH, 2)]
+
+
+def mean_square(output, target):
+    return (output - target).square().mean()
+
+
+def batches(num_steps, size=13):
+    generator = torch.Generator().manual_seed(3)
+    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
+    return [(draw(size, 3), draw(size, 2)) for _ in range(num_steps)]
+
+
+def make(world=None, **settings):
+    pipe = Pipeline(specs(), mean_square, seed=5, world=world, **settings)
+    return pipe, ADAMW(pipe.parameters())
+
+
+def train(pipe, optimizer, data):
+    """Train; return the loss and then the norm of each step."""
+    results = []
+    for inputs, targets in data:
+        part = pipe.share(len(inputs))
+        loss = pipe.step(inputs[part], targets[part]).loss
+        results += [loss, pipe.clip_grad_norm_(0.5).item()]
+        optimizer.step()
+    return results
+
+
+def state_of(pipe, optimizer):
+    """Return all there is of each parameter: itself, its gradient, the optimizer's moments."""
+    return {
+        name: [
+            p.detach().clone(),
+            p.grad.clone(),
+            *(value for _, value in sorted(optimizer.state[p].items())),
+        ]
+        for name, p in pipe.named_parameters()
+    }
+
+
+def assert_one(states):
+    """Assert that what several ranks hold is equal to the bit; return how many hold each."""
+    holders = {}
+    for name, values in itertools.chain(*(state.items() for state in states)):
+        holders.setdefault(name, []).append(values)
+    for name, copies in holders.items():
+        for other in copies[1:]:
+            assert all(map(torch.equal, copies[0], other)), name
+    return [len(copies) for copies in holders.values()]
+
+
+MIRRORED = [
+    (2, {"schedule": "gems"}, 2),
+    (4, {"schedule": "chimera"}, 2),
+    (4, {"schedule": "chimera", "schedule_options": {"pipelines": 4}}, 4),
+    (2, {"schedule": "dualpipe"}, 2),
+]
+
+
+def label(value):
+    return "-".join(map(str, value.values())) if isinstance(value, dict) else str(value)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(("stages", "settings", "num_copies"), MIRRORED, ids=label)
+def test_copies_are_equal_to_the_bit_after_twenty_steps(stages, settings, num_copies, replicas):
+    """In weights, gradients and both moments of AdamW; with three micro-batches for two ways."""
+
+    def body(world):
+        pipe, optimizer = make(
+            world, stages=stages, replicas=replicas, microbatches=5, recompute="never", **settings
+        )
+        start = {name: p.detach().clone() for name, p in pipe.named_parameters()}
+        results = train(pipe, optimizer, batches(20))
+        moved = [not torch.equal(p, start[n]) for n, p in pipe.named_parameters()]
+        return state_of(pipe, optimizer), results, all(moved)
+
+    ranks = run_on_threads(stages * replicas, body)
+    counts = assert_one([state for state, _, _ in ranks])
+    assert counts == [num_copies * replicas] * (2 + 3 * 6 + 2)
+    assert all(results == ranks[0][1] and moved for _, results, moved in ranks)
+
+
+def test_copies_of_real_processes_are_equal_to_the_bit(processes, tmp_path):
+    """Two replicas of two mirrored stages: each of four processes holds the whole model."""
+
+    def body(rank):
+        pipe, optimizer = make(stages=2, replicas=2, microbatches=4, schedule="dualpipe")
+        return state_of(pipe, optimizer) if train(pipe, optimizer, batches(20)) else None
+
+    assert set(assert_one(processes(4, body, tmp_path))) == {4}
+
+
+def test_a_micro_batch_that_only_one_copy_sees_moves_both():
+    """With one micro-batch the second way of Chimera runs nothing, and is a copy all the same."""
+
+    def body(world):
+        pipe, optimizer = make(world, stages=2, microbatches=1, schedule="chimera")
+        results = train(pipe, optimizer, batches(3))
+        return state_of(pipe, optimizer), results
+
+    ranks = run_on_threads(2, body)
+    assert set(assert_one([state for state, _ in ranks])) == {2}
+    pipe, optimizer = run_on_threads(1, lambda world: make(world, microbatches=1))[0]
+    alone = train(pipe, optimizer, batches(3))
+    assert ranks[0][1] == pytest.approx(alone, abs=1e-9)
+
+
+def test_the_norm_counts_a_copy_once():
+    """And its gradient is the sum over both ways: the same as without any pipeline."""
+
+    def body(world, **settings):
+        pipe, optimizer = make(world, microbatches=4, **settings)
+        return train(pipe, optimizer, batches(2))
+
+    alone = run_on_threads(1, body)[0]
+    for results in run_on_threads(4, partial(body, schedule="chimera")):
+        assert results == pytest.approx(alone, abs=1e-9)
+
+
+class Partly(nn.Module):
+    """Use its second parameter for large inputs only."""
+
+    def __init__(self):
+        super().__init__()
+        self.always = nn.Parameter(torch.ones(3))
+        self.sometimes = nn.Parameter(torch.ones(3))
+        self.never = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return x * self.always + (self.sometimes if x.detach().max() > 5 else 0)
+
+
+def test_a_parameter_that_one_copy_used_has_a_gradient_on_all():
+    """Micro-batches of even numbers go one way, of odd ones the other; one alone is large."""
+
+    def body(world):
+        layers = [LayerSpec(Partly), LayerSpec(nn.Linear, 3, 2)]
+        pipe = Pipeline(layers, mean_square, microbatches=4, schedule="gems", world=world)
+        inputs = torch.ones(4, 3)
+        inputs[1] = 9.0
+        pipe.step(inputs, torch.zeros(4, 2))
+        named = dict(pipe.named_parameters())
+        return [named[f"layers.0.{name}"].grad for name in ("always", "sometimes", "never")]
+
+    first, second = run_on_threads(2, body)
+    assert first[2] is None and second[2] is None
+    assert first[1].any() and torch.equal(first[1], second[1])
+    assert torch.equal(first[0], second[0])
+
+
+def test_a_checkpoint_stores_copies_once_and_loads_on_other_layouts(
+    processes, tmp_path, stored_tensors
+):
+    """Chimera -> one process, zb_v and Chimera again: the same training goes on."""
+    path, data = tmp_path / "checkpoint", batches(4)
+
+    def go_on(world=None, **settings):
+        pipe, optimizer = make(world, microbatches=4, **settings)
+        pipe.load(path, optimizer)
+        return train(pipe, optimizer, data[2:]), state_of(pipe, optimizer)
+
+    def body(rank):
+        pipe, optimizer = make(microbatches=4, schedule="chimera")
+        train(pipe, optimizer, data[:2])
+        pipe.save(path, optimizer)
+        before = {name: p.detach().clone() for name, p in pipe.named_parameters()}
+        results = train(pipe, optimizer, data[2:])
+        same = go_on(schedule="chimera")
+        other = go_on(schedule="zb_v")
+        return before, (results, state_of(pipe, optimizer)), same, other
+
+    ranks = processes(2, body, tmp_path)
+    saved, (results, state), *_ = ranks[0]
+    stored = stored_tensors(path)
+    assert len(saved) == 2 + 3 * 6 + 2
+    for name, weight in saved.items():
+        assert torch.equal(stored[f"model.{name}"], weight)
+    listed = FileSystemReader(path).read_metadata().storage_data.values()
+    num_bytes = sum(file.stat().st_size for file in path.glob("*.distcp"))
+    assert sum(entry.length for entry in listed) == num_bytes, "written more than once"
+    for _, ours, same, other in ranks:
+        assert ours[0] == same[0] == results
+        assert other[0] == pytest.approx(results, abs=1e-9)
+        assert_one([state, ours[1], same[1]])
+    alone, _ = run_on_threads(1, go_on)[0]
+    assert alone == pytest.approx(results, abs=1e-9)
+
+
+@pytest.mark.parametrize(("stages", "settings", "num_copies"), MIRRORED, ids=label)
+def test_each_copy_is_reduced_once_a_step(stages, settings, num_copies):
+    def body(world):
+        pipe, _ = make(world, stages=stages, microbatches=4, **settings)
+        row = pipe.schedule.ranks[pipe.stage_rank]
+        return [action.stage for action in row if action.op is Op.REDUCE_GRAD]
+
+    reduced = list(itertools.chain(*run_on_threads(stages, body)))
+    assert sorted(reduced) == sorted(list(range(len(set(reduced)))) * num_copies)
