@@ -1,0 +1,241 @@
+"""Our tables in torch.distributed.pipelining's own runtime, and its tables in ours."""
+
+from collections import defaultdict
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as theirs
+
+from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.errors import ScheduleError
+from gpipe_hpc.models import build_layer
+from gpipe_hpc.schedule import build, check, counterpart, from_text, lower, to_text
+
+SEED, WIDTH, M = 3, 6, 4
+OPTIONS = {"hanayo": {"waves": 1}}
+# All whose stages have one copy; of recomputation torch knows nothing.
+NAMES = [
+    "gpipe",
+    "one_f_one_b",
+    "looped_bfs",
+    "interleaved",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+    "v_half",
+    "dualpipe_v",
+    "hanayo",
+]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH, dtype=torch.float64)
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+SPECS = [LayerSpec(Block) for _ in range(4)]
+
+
+def mean_square(output, target):
+    return (output - target).square().mean()
+
+
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(8, WIDTH, dtype=torch.float64, generator=generator) for _ in range(2)]
+
+
+def bare_table(name, microbatches=M):
+    return build(name, ranks=2, microbatches=microbatches, **OPTIONS.get(name, {}))
+
+
+def keeps_one_order(table):
+    """Say whether all that goes from one rank to another is posted in the order of its sends.
+
+    Ours need not: each channel is apart. Torch's runtime has no tags and would mix them.
+    """
+    sent, posted = defaultdict(list), defaultdict(list)
+    for rank, row in enumerate(table.ranks):
+        for action in row:
+            if action.op.value.startswith(("SEND", "RECV")):
+                peer = table.placement.rank_of(*counterpart(action)[1:])
+                if action.op.value.startswith("SEND"):
+                    sent[rank, peer].append(action)
+                else:
+                    posted[peer, rank].append(counterpart(action))
+    return sent == posted
+
+
+def in_torchs_runtime(table, path, form):
+    """Train one step in torch's runtime; return loss and gradients of this rank's parameters."""
+    rank = dist.get_rank()
+    per_stage = len(SPECS) // table.num_stages
+    stages = []
+    for stage in table.placement.stages_of(rank):
+        own = range(stage * per_stage, (stage + 1) * per_stage)
+        layers = {str(i): build_layer(SPECS[i], index=i, seed=SEED) for i in own}
+        module = nn.Sequential()
+        for name, layer in layers.items():
+            module.add_module(name, layer)
+        stages.append(PipelineStage(module, stage, table.num_stages, torch.device("cpu")))
+    path.write_text(to_text(table))
+    runtime = theirs._PipelineScheduleRuntime(stages, M, mean_square)
+    runtime._load_csv(str(path), format=form)
+    inputs, targets = batch()
+    losses = []
+    holds = table.placement.stages_of(rank)
+    runtime.step(
+        *([inputs] if 0 in holds else []),
+        target=targets if table.num_stages - 1 in holds else None,
+        losses=losses,
+    )
+    gradients = {
+        f"layers.{name}": p.grad for s in stages for name, p in s.submod.named_parameters()
+    }
+    return [loss.item() for loss in losses], gradients
+
+
+def in_ours(table, world=None):
+    pipe = Pipeline(
+        SPECS,
+        mean_square,
+        stages=2,
+        microbatches=M,
+        schedule=table,
+        recompute="never",
+        partition="uniform",
+        seed=SEED,
+        world=world,
+    )
+    result = pipe.step(*batch())
+    return result.microbatch_losses, {name: p.grad for name, p in pipe.named_parameters()}
+
+
+def test_our_tables_in_torchs_runtime_give_our_gradients(processes, tmp_path):
+    """Bare tables, and lowered ones as they are wherever torch would not mix our channels."""
+
+    def body(rank):
+        results = []
+        for name in NAMES:
+            bare = bare_table(name)
+            forms = {"compute_only": bare}
+            if keeps_one_order(lower(bare)):
+                forms["compute_comms"] = lower(bare)
+            ours = in_ours(bare)
+            for form, table in forms.items():
+                theirs = in_torchs_runtime(table, tmp_path / f"{name}_{form}_{rank}.csv", form)
+                results.append((name, form, ours, theirs))
+        return results
+
+    ranks = processes(2, body, tmp_path)
+    with_transfers = {name for name, form, *_ in ranks[0] if form == "compute_comms"}
+    assert with_transfers == set(NAMES) - {"zb_v", "hanayo"}
+    for per_rank in zip(*ranks, strict=True):
+        seen = set()
+        for name, form, (our_losses, our_gradients), (losses, gradients) in per_rank:
+            assert our_gradients.keys() == gradients.keys(), (name, form)
+            for key, gradient in gradients.items():
+                difference = (our_gradients[key] - gradient).abs().max().item()
+                assert difference < 1e-10 < gradient.abs().max(), (name, form, key)
+            assert not losses or losses == pytest.approx(our_losses, abs=1e-12)
+            seen |= gradients.keys()
+        assert len(seen) == 4 * 4, "the gradient of every parameter was compared"
+
+
+class Calculator:
+    """The numbers of a torch schedule that its table needs; nothing of its stages."""
+
+    def __new__(cls, kind, stages_per_rank, microbatches):
+        schedule = object.__new__(kind)
+        schedule.pp_group_size = 2
+        schedule._n_microbatches = microbatches
+        schedule._num_stages = schedule.num_stages = 2 * stages_per_rank
+        schedule.n_local_stages = stages_per_rank
+        schedule._stages = [None] * stages_per_rank
+        schedule.number_of_rounds = max(1, microbatches // 2)
+        schedule.microbatches_per_round = microbatches // schedule.number_of_rounds
+        return schedule
+
+
+def torchs_text(kind, stages_per_rank=2):
+    schedule = Calculator(kind, stages_per_rank, M)
+    rows = []
+    for rank in range(2):
+        actions = schedule._calculate_single_rank_operations(rank)
+        flat = [part for a in actions if a for part in (a.sub_actions or [a])]
+        rows.append(",".join(map(str, flat)) + "\n")
+    return "".join(rows)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        theirs.ScheduleLoopedBFS,
+        theirs.ScheduleInterleaved1F1B,
+        theirs.ScheduleInterleavedZeroBubble,
+        theirs.ScheduleZBVZeroBubble,
+        theirs.ScheduleDualPipeV,
+    ],
+)
+def test_torchs_tables_train_in_ours(kind):
+    """Loaded from its text, checked, lowered by us, run: the gradients of one process."""
+    table = from_text(torchs_text(kind), name=kind.__name__)
+    check(table)
+    model = nn.Sequential(*(build_layer(s, index=i, seed=SEED) for i, s in enumerate(SPECS)))
+    inputs, targets = batch()
+    mean_square(model(inputs), targets).backward()
+    expected = {f"layers.{name}": p.grad for name, p in model.named_parameters()}
+    compared = set()
+    for _, gradients in run_on_threads(2, lambda world: in_ours(table, world)):
+        for name, gradient in gradients.items():
+            assert (gradient - expected[name]).abs().max() < 1e-10
+            compared.add(name)
+    assert compared == expected.keys()
+
+
+def test_torchs_lowered_tables_train_in_ours(processes, tmp_path):
+    """With its own sends and receives: dumped by torch in the form that it runs."""
+
+    def body(rank):
+        path = tmp_path / f"dumped{rank}.csv"
+        stages = [
+            PipelineStage(nn.Linear(1, 1), s, 4, torch.device("cpu")) for s in (rank, 3 - rank)
+        ]
+        theirs.ScheduleZBVZeroBubble(stages, M, mean_square)._dump_csv(str(path))
+        text = path.read_text()
+        assert "SEND_F" in text
+        # Torch leaves sharding to FSDP: cells of no meaning here.
+        lines = [
+            ",".join(c for c in line.split(",") if "SHARD" not in c) for line in text.split("\n")
+        ]
+        table = from_text("\n".join(lines), name="torch's")
+        check(table)
+        assert table.is_lowered
+        return in_ours(table), in_ours(bare_table("zb_v"))
+
+    for theirs_run, ours in processes(2, body, tmp_path):
+        assert theirs_run[0] == ours[0]
+        assert theirs_run[1].keys() == ours[1].keys()
+        for name, gradient in ours[1].items():
+            assert (theirs_run[1][name] - gradient).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("microbatches", [2, 4, 8])
+def test_torchs_1f1b_table_is_refused(microbatches):
+    """Its table never runs the first forward of the last rank; a hand-written loop runs instead."""
+    schedule = object.__new__(theirs.Schedule1F1B)
+    schedule.rank, schedule.pp_group_size, schedule._num_stages = 0, 2, 2
+    schedule._n_microbatches = microbatches
+    rows = schedule._get_pipeline_order()
+    text = "".join(",".join("" if a is None else str(a) for a in rows[k]) + "\n" for k in range(2))
+    assert "1F0" not in text
+    with pytest.raises(ScheduleError, match=f"0F{microbatches} is missing"):
+        check(from_text(text, name="torch's 1F1B"))
