@@ -51,6 +51,7 @@ def test_an_unwanted_warm_up_warns(train, tiny, tmp_path):
     assert "WARNING" in output and "lr.warmup_steps=9 is longer than train.steps=2" in output
 
 
+@SLOW
 def test_keeps_the_newest_checkpoints(train, tiny, tmp_path):
     every = ("checkpoint.every=2", "checkpoint.keep=3")
     train(1, *tiny, *every, "train.steps=9", "run.dir=run")
@@ -68,6 +69,7 @@ def test_a_run_resumes_to_the_bit(train, tiny, tmp_path, same_end):
     assert [line["step"] for line in lines(tmp_path / "parts") if "loss" in line] == [*range(1, 10)]
 
 
+@SLOW
 def test_a_finished_run_that_is_started_again_changes_nothing(train, tiny, tmp_path):
     settings = (*tiny, "train.steps=3", "run.dir=run")
     train(1, *settings)
@@ -77,6 +79,7 @@ def test_a_finished_run_that_is_started_again_changes_nothing(train, tiny, tmp_p
     assert checkpoints(tmp_path / "run") == ["step_00000003"]
 
 
+@SLOW
 def test_validation_alone(train, tiny, tmp_path):
     size = "data.num_validation_samples=13"  # the last batch has 5 samples
     train(2, *tiny, size, "train.steps=3", "run.dir=run", "train.validate_every=3")
@@ -90,6 +93,7 @@ def test_validation_alone(train, tiny, tmp_path):
     assert not (tmp_path / "alone0" / "checkpoints").exists()
 
 
+@SLOW
 def test_validation_alone_of_an_older_checkpoint_leaves_the_run_as_it_was(train, tiny, tmp_path):
     train(1, *tiny, "train.steps=6", "checkpoint.every=3", "run.dir=run")
     before = lines(tmp_path / "run")
@@ -100,6 +104,7 @@ def test_validation_alone_of_an_older_checkpoint_leaves_the_run_as_it_was(train,
     assert checkpoints(tmp_path / "run") == ["step_00000003", "step_00000006"]
 
 
+@SLOW
 @pytest.mark.parametrize("resume", ["never", "first/checkpoints/step_00000003"])
 def test_a_run_that_starts_over_is_what_auto_resumes_later(train, tiny, tmp_path, resume, same_end):
     """A second run in one folder skipped its saves where the first had left a checkpoint."""
@@ -116,6 +121,7 @@ def test_a_run_that_starts_over_is_what_auto_resumes_later(train, tiny, tmp_path
     same_end(tmp_path / "run", tmp_path / "clean")
 
 
+@SLOW
 def test_going_back_within_a_run(train, tiny, tmp_path, same_end):
     settings = (*tiny, "train.steps=6", "checkpoint.every=2", "checkpoint.keep=9")
     train(1, *settings, "run.dir=run")
@@ -132,6 +138,7 @@ def test_going_back_within_a_run(train, tiny, tmp_path, same_end):
     ]
 
 
+@SLOW
 @pytest.mark.parametrize("cause", ["REQUEUE", "TORCHELASTIC_RESTART_COUNT"])
 def test_a_restart_goes_on_from_its_own_steps(train, tiny, tmp_path, cause):
     """A run that began from another's checkpoint began there anew after every requeue."""
@@ -153,7 +160,6 @@ def test_resumes_on_other_layouts(train, tiny, tmp_path):
     train(1, *settings, "run.dir=whole")
     train(2, *settings, "run.dir=parts", "train.stop_at=4")
     layouts = [
-        (1, ("pipeline.stages=1",)),
         (4, ("pipeline.stages=2", "pipeline.replicas=2", "pipeline.microbatches=2")),
         (3, ("pipeline.stages=3", "pipeline.schedule=one_f_one_b", "pipeline.recompute=always")),
         (2, ("pipeline.stages=1", "pipeline.replicas=2", "pipeline.microbatches=2")),
@@ -175,6 +181,7 @@ def test_a_measured_cut_is_kept_on_the_same_layout(train, tiny, tmp_path):
     assert rows[0] == rows[1] and len(rows[0][2]) > 3
 
 
+@SLOW
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_saves_and_asks_to_be_started_again(
     start, train, tiny, tmp_path, until, same_end, number
@@ -195,6 +202,7 @@ def test_a_signal_saves_and_asks_to_be_started_again(
     same_end(tmp_path / "whole", run)
 
 
+@SLOW
 def test_a_signal_to_one_rank_stops_all_at_one_step(start_ranks, tiny, tmp_path, until):
     run = tmp_path / "run"
     ranks = start_ranks(2, *tiny, "train.steps=5000", "run.dir=run")
@@ -204,10 +212,9 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(start_ranks, tiny, tmp_path,
     assert checkpoints(run) == [f"step_{lines(run)[-1]['step']:08d}"]
 
 
-def test_a_signal_before_the_first_step_is_not_lost(start, tiny, tmp_path):
+def test_a_signal_before_the_first_step_is_not_lost(start, tiny, tmp_path, until):
     command = start(*tiny, "train.steps=5000", "run.dir=run")
-    while not command.output and command.code is None:
-        pass
+    until(lambda: command.output or command.code is not None, 30, "it says something")
     command.signal(signal.SIGTERM)
     assert command.wait().code == STOPPED, command.output
     assert (tmp_path / "run" / "REQUEUE").exists()
@@ -224,6 +231,7 @@ def test_draws_simulated_schedules(start):
     assert "Traceback" not in wrong.output
 
 
+@SLOW
 def test_draws_what_a_run_measured(start, train, tiny, tmp_path):
     train(2, *tiny, "train.steps=4", "trace.steps=2", "run.dir=run")
     assert len(list((tmp_path / "run" / "trace").iterdir())) == 2
