@@ -2,6 +2,8 @@
 
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.actions import Action, Op, parse_action
+from gpipe_hpc.schedule.auto import Found, place, search
+from gpipe_hpc.schedule.bounds import lower_bound
 from gpipe_hpc.schedule.bubble import BubbleCauses, explain_bubble
 from gpipe_hpc.schedule.checker import check
 from gpipe_hpc.schedule.costs import Costs, Link
@@ -32,6 +34,7 @@ __all__ = [
     "Channel",
     "Costs",
     "Event",
+    "Found",
     "Held",
     "Link",
     "Memory",
@@ -55,12 +58,15 @@ __all__ = [
     "from_text",
     "gpipe",
     "lower",
+    "lower_bound",
     "memory_over_time",
     "one_f_one_b",
     "parse_action",
     "peak_memory",
+    "place",
     "provides",
     "schedule_names",
+    "search",
     "simulate",
     "to_text",
 ]

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.actions import Op
+from gpipe_hpc.schedule.auto import auto
 from gpipe_hpc.schedule.chimera import chimera
 from gpipe_hpc.schedule.dualpipe import dualpipe, dualpipe_v
 from gpipe_hpc.schedule.from_file import from_file
@@ -41,6 +42,7 @@ SCHEDULES: Final[Mapping[str, Callable[..., Schedule]]] = MappingProxyType(
         "dualpipe": dualpipe,
         "dualpipe_v": dualpipe_v,
         "hanayo": hanayo,
+        "auto": auto,
         "file": from_file,
     }
 )
