@@ -113,14 +113,18 @@ def test_what_is_no_sequence_of_layers(model):
         assert isinstance(error, ModelError)
 
 
-def test_parameters_in_two_layers():
-    shared = nn.Linear(WIDTH, WIDTH)
+def test_a_tie_of_unequal_shapes():
+    layers = [
+        LayerSpec(nn.Linear, WIDTH, WIDTH).tied({"weight": "w"}),
+        LayerSpec(nn.Linear, WIDTH, WIDTH + 1).tied({"weight": "w"}),
+    ]
 
     def body(world):
-        Pipeline([shared, nn.ReLU(), shared], mean_square, world=world)
+        Pipeline(layers, mean_square, world=world)
 
     for error in failures(2, body):
-        assert isinstance(error, ModelError | PeerError) and "layers.0.weight" in str(error)
+        assert isinstance(error, ModelError | PeerError)
+        assert "weight cannot be tied to layers.0.weight" in str(error)
 
 
 def test_ranks_that_were_started_differently():
