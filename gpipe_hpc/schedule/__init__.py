@@ -6,6 +6,14 @@ from gpipe_hpc.schedule.auto import Found, place, search
 from gpipe_hpc.schedule.bounds import lower_bound
 from gpipe_hpc.schedule.bubble import BubbleCauses, explain_bubble
 from gpipe_hpc.schedule.checker import check
+from gpipe_hpc.schedule.comparison import (
+    Gain,
+    Standing,
+    compare,
+    comparison_table,
+    gains_table,
+    search_gains,
+)
 from gpipe_hpc.schedule.costs import Costs, Link
 from gpipe_hpc.schedule.dependencies import (
     Channel,
@@ -35,6 +43,7 @@ __all__ = [
     "Costs",
     "Event",
     "Found",
+    "Gain",
     "Held",
     "Link",
     "Memory",
@@ -42,12 +51,15 @@ __all__ = [
     "Placement",
     "Schedule",
     "ScheduleError",
+    "Standing",
     "Timeline",
     "add_recompute",
     "arrival",
     "build",
     "channel_of",
     "check",
+    "compare",
+    "comparison_table",
     "counterpart",
     "dependencies",
     "digest",
@@ -56,6 +68,7 @@ __all__ = [
     "explain_bubble",
     "forward_only",
     "from_text",
+    "gains_table",
     "gpipe",
     "lower",
     "lower_bound",
@@ -67,6 +80,7 @@ __all__ = [
     "provides",
     "schedule_names",
     "search",
+    "search_gains",
     "simulate",
     "to_text",
 ]

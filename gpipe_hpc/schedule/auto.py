@@ -43,7 +43,7 @@ class Found:
     @property
     def gap(self) -> float:
         """Return by how much of the lower bound the table is slower than it."""
-        return self.makespan / self.lower_bound - 1.0 if self.lower_bound > 0 else 0.0
+        return max(0.0, self.makespan / self.lower_bound - 1.0) if self.lower_bound > 0 else 0.0
 
 
 def auto(

@@ -82,25 +82,6 @@ def test_optimal_where_a_published_schedule_is():
     assert not any(a.op in (Op.I, Op.W) for row in whole.schedule.ranks for a in row)
 
 
-def test_gain_on_unequal_stages_under_a_tight_limit():
-    """The table of the gains: a heavy last stage, a heavy first one, half the memory."""
-    gains = {}
-    for what, times, limit in (
-        ("last", [1, 1, 1, 3], 3),
-        ("first", [3, 1, 1, 1], 3),
-        ("equal", [1, 1, 1, 1], 2),
-    ):
-        costs = Costs(forward=times, input_gradient=times, weight_gradient=times)
-        named = search(place("one_each", 4, 8), costs, limit=None).best_named_makespan
-        found = search(place("one_each", 4, 8), costs, limit=limit)
-        assert found.best_named is None
-        gains[what] = found.makespan / named
-    assert max(gains.values()) < 1.6
-    shaped = search(place("wave", 4, 8), ONE_EACH, limit=6)
-    assert shaped.best_named == "v_half"
-    assert shaped.makespan < shaped.best_named_makespan
-
-
 def test_backwards_are_split_only_where_it_helps():
     """One rank gains nothing; on several, only what fills a bubble is split."""
     alone = search(place("one_each", 1, 4), ONE_EACH).schedule

@@ -250,6 +250,14 @@ def test_hanayo_is_within_seven_percent_of_its_published_bubble(waves):
             assert max(bare.max_activations) <= 2 * waves * k
 
 
+def test_hanayo_with_more_micro_batches_idles_no_longer_than_1f1b():
+    """Of one wave; 1F1B idles (K - 1) (F + B) of stages 2 W times as big."""
+    for k in (2, 4, 8):
+        for m in (2 * k, 3 * k + 1, 8 * k):
+            idle = timed("hanayo", k, m, DOUBLE, waves=1).makespan - 6 * m
+            assert idle <= 6 * (k - 1)
+
+
 def test_hanayo_numbers_found_independently():
     """Of a greedy scheduler written apart from this one, at M = K."""
     found = {

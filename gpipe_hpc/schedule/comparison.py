@@ -1,0 +1,196 @@
+"""Tables that set schedules side by side: time, memory, weights and transfers."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+from gpipe_hpc.errors import ScheduleError
+from gpipe_hpc.schedule.actions import SENDS
+from gpipe_hpc.schedule.auto import Found, place, search
+from gpipe_hpc.schedule.costs import Costs
+from gpipe_hpc.schedule.lowering import lower
+from gpipe_hpc.schedule.registry import build
+from gpipe_hpc.schedule.simulator import simulate
+
+Variant = tuple[str, Mapping[str, Any]]
+
+_PLAIN: Final[Mapping[str, Any]] = MappingProxyType({})
+VARIANTS: Final[tuple[Variant, ...]] = (
+    ("gpipe", _PLAIN),
+    ("one_f_one_b", _PLAIN),
+    ("looped_bfs", MappingProxyType({"stages_per_rank": 2})),
+    ("interleaved", MappingProxyType({"stages_per_rank": 2})),
+    ("interleaved", MappingProxyType({"stages_per_rank": 4})),
+    ("zb_h1", _PLAIN),
+    ("zb_h2", _PLAIN),
+    ("zb_v", _PLAIN),
+    ("v_half", _PLAIN),
+    ("hanayo", MappingProxyType({"waves": 1})),
+    ("hanayo", MappingProxyType({"waves": 2})),
+    ("gems", _PLAIN),
+    ("chimera", _PLAIN),
+    ("chimera", MappingProxyType({"pipelines": 4})),
+    ("chimera", MappingProxyType({"scaling": "forward_doubling"})),
+    ("dualpipe", _PLAIN),
+    ("dualpipe_v", _PLAIN),
+)
+
+
+class Standing(NamedTuple):
+    """How one schedule does; `refusal` says why a table could not be built, else it is None.
+
+    `activations` is the most a rank keeps, in micro-batches of a K-th of the model; `weights` is
+    what the fullest rank holds, in K-ths of the model; `transfers` counts sends of a step.
+    """
+
+    name: str
+    options: Mapping[str, Any]
+    makespan: float = 0.0
+    bubble: float = 0.0
+    activations: float = 0.0
+    weights: float = 0.0
+    transfers: int = 0
+    refusal: str | None = None
+
+    @property
+    def label(self) -> str:
+        """Return name and options in one."""
+        options = ", ".join(f"{key}={value}" for key, value in self.options.items())
+        return f"{self.name} ({options})" if options else self.name
+
+
+def compare(
+    ranks: int,
+    microbatches: int,
+    *,
+    forward: float = 1.0,
+    input_gradient: float = 1.0,
+    weight_gradient: float = 1.0,
+    send: float = 0.0,
+    variants: Iterable[Variant] = VARIANTS,
+) -> list[Standing]:
+    """Return how schedules do on the same model, K-ths of which have the given costs.
+
+    Schedules with v stages a rank cut it into v K stages, which take a v-th of the time and keep a
+    v-th of the activations each; a transfer takes the same.
+    """
+    standings: list[Standing] = []
+    for name, options in variants:
+        try:
+            bare = build(name, ranks=ranks, microbatches=microbatches, **options)
+        except ScheduleError as error:
+            standings.append(Standing(name, options, refusal=str(error)))
+            continue
+        share = ranks / bare.num_stages
+        costs = Costs(
+            forward=forward * share,
+            input_gradient=input_gradient * share,
+            weight_gradient=weight_gradient * share,
+            send=send,
+        )
+        timeline = simulate(bare, costs)
+        placement = bare.placement
+        standings.append(
+            Standing(
+                name,
+                options,
+                makespan=timeline.makespan,
+                bubble=timeline.bubble,
+                activations=max(timeline.peak_activations) * share,
+                weights=max(len(placement.stages_of(rank)) for rank in range(ranks)) * share,
+                transfers=sum(a.op in SENDS for row in lower(bare).ranks for a in row),
+            )
+        )
+    return standings
+
+
+def comparison_table(standings: Sequence[Standing]) -> str:
+    """Return standings as a Markdown table; a schedule that was refused has its reason below."""
+    rows = [
+        (
+            each.label,
+            f"{each.makespan:.4g}",
+            f"{each.bubble:.1%}",
+            f"{each.activations:g}",
+            f"{each.weights:g}",
+            str(each.transfers),
+        )
+        for each in standings
+        if each.refusal is None
+    ]
+    heads = ("schedule", "step time", "bubble (of total)", "activations", "weights", "transfers")
+    refusals = [f"Not in the table: {each.refusal}" for each in standings if each.refusal]
+    return "\n".join([_markdown(heads, rows), *refusals])
+
+
+class Gain(NamedTuple):
+    """What a search brings over the best schedule known by name, on one placement."""
+
+    placement: str
+    limit: int | None
+    found: Found
+
+    @property
+    def gain(self) -> float | None:
+        """Return the share of the best named schedule's time that is saved, None without one."""
+        best = self.found.best_named_makespan
+        return 1.0 - self.found.makespan / best if best else None
+
+
+def search_gains(
+    ranks: int,
+    microbatches: int,
+    stage_times: Sequence[float],
+    *,
+    send: float = 0.0,
+    cases: Iterable[tuple[str, int | None]] = (
+        ("one_each", None),
+        ("looped", None),
+        ("wave", None),
+        ("mirrored", None),
+    ),
+) -> list[Gain]:
+    """Search an order for unequal stages on several placements, each with a limit or None.
+
+    `stage_times` are the F, I and W of a stage, from the first; they repeat for further stages.
+    """
+    gains: list[Gain] = []
+    for kind, limit in cases:
+        placement = place(kind, ranks, microbatches)
+        repeated = [stage_times[at % len(stage_times)] for at in range(placement.num_stages)]
+        costs = Costs(
+            forward=repeated, input_gradient=repeated, weight_gradient=repeated, send=send
+        )
+        gains.append(Gain(kind, limit, search(placement, costs, limit=limit)))
+    return gains
+
+
+def gains_table(gains: Sequence[Gain]) -> str:
+    """Return what searches bring as a Markdown table."""
+    heads = ("placement", "limit", "best by name", "its time", "auto", "gain", "above the bound")
+    rows = [
+        (
+            each.placement,
+            "none" if each.limit is None else str(each.limit),
+            each.found.best_named or "none fits",
+            f"{each.found.best_named_makespan:.4g}" if each.found.best_named else "",
+            f"{each.found.makespan:.4g}",
+            "" if each.gain is None else f"{each.gain:.1%}",
+            f"{each.found.gap:.1%}",
+        )
+        for each in gains
+    ]
+    return _markdown(heads, rows)
+
+
+def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table with columns of even width, the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        first, *others = zip(cells, widths, strict=True)
+        padded = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
+        return f"| {' | '.join(padded)} |"
+
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return "\n".join([line(heads), f"| {' | '.join(rule)} |", *map(line, rows)])
