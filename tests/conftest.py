@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -319,7 +320,9 @@ def stored_tensors() -> Callable[[Path], dict[str, torch.Tensor]]:
             for name, entry in entries.items()
             if isinstance(entry, TensorStorageMetadata)
         }
-        state_dict_loader.load(tensors, storage_reader=reader, no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            state_dict_loader.load(tensors, storage_reader=reader, no_dist=True)
         return tensors
 
     return read
