@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -95,7 +96,7 @@ class ProcessWorld:
         self._backend = "cpu:gloo,cuda:nccl" if uses_nccl else "gloo"
         self._owns_group = owns_group
         self._shares_memory = shares_memory
-        self._shared: list[SharedTransport] = []
+        self._shared: weakref.WeakSet[SharedTransport] = weakref.WeakSet()
         self._groups: list[tuple[dist.ProcessGroup, tuple[int, ...]]] = []
         # A group of our own for point-to-point: its tags cannot meet the user's.
         self._base = self._new_group(tuple(range(self.size)))
@@ -126,7 +127,7 @@ class ProcessWorld:
         if here:
             seconds = self._timeout.total_seconds()
             shared = open_shared_transport(here, self.rank, everybody, seconds)
-            self._shared.append(shared)
+            self._shared.add(shared)
             routes |= dict.fromkeys(here, shared)
         if apart:
             routes |= dict.fromkeys(apart, self._torch_transport(apart))
@@ -188,7 +189,7 @@ class ProcessWorld:
         Gloo has no abort for point-to-point, but a wait that times out closes all pairs of its
         group; NCCL communicators are aborted.
         """
-        for shared in self._shared:
+        for shared in list(self._shared):
             shared.close()
         for group, ranks in self._groups:
             peer = next(rank for rank in ranks if rank != self.rank)
