@@ -20,6 +20,7 @@ from gpipe_hpc.comm.transport import Message, PlacedChannel
 from gpipe_hpc.comm.wire import (
     EMPTY,
     WORD_LENGTH,
+    Catalogue,
     Slot,
     Structure,
     TensorMeta,
@@ -39,8 +40,7 @@ class Link:
         self.late = late
         self.serial = 0
         self.posted: list[_Posted] = []
-        self._ids: dict[Structure, int] = {EMPTY: 0}
-        self._structures: list[Structure] = [EMPTY]
+        self.catalogue = Catalogue()
         self._slots: dict[tuple[str, int], Slot] = {}
 
     def slot(self, lane: str, microbatch: int) -> Slot:
@@ -50,23 +50,6 @@ class Link:
         if slot is None:
             slot = self._slots[key] = Slot()
         return slot
-
-    def identify(self, structure: Structure) -> tuple[int, bytes]:
-        """Return a structure's identity, and its header if the other end lacks it."""
-        known = self._ids.get(structure)
-        if known is not None:
-            return known, b""
-        return self.learn(structure), structure.to_bytes()
-
-    def learn(self, structure: Structure) -> int:
-        """Number a new structure; both ends do so in the same order."""
-        number = self._ids[structure] = len(self._structures)
-        self._structures.append(structure)
-        return number
-
-    def structure(self, number: int) -> Structure:
-        """Return the structure of a number."""
-        return self._structures[number]
 
 
 class _Posted(NamedTuple):
@@ -102,7 +85,7 @@ class ProcessTransport:
         """Start sending: the word, what the receiver has posted, then what it has not."""
         link = self._links[channel]
         structure, tensors = disassemble(nest) if num_samples else (EMPTY, [])
-        number, header = link.identify(structure)
+        number, header = link.catalogue.identify(structure)
         slot = link.slot(lane, microbatch)
         word = Word(link.serial, microbatch, number, len(header), num_samples)
         link.serial += 1
@@ -111,13 +94,12 @@ class ProcessTransport:
         ]
         as_expected = slot.expected == number
         if slot.expected is not None and not as_expected:
-            stale = link.structure(slot.expected).metas
-            parts += [(link.prompt, _filler(meta, self._device)) for meta in stale]
+            parts += [(link.prompt, _filler(meta, self._device)) for meta in slot.metas]
         if header:
             parts.append((link.late, torch.frombuffer(bytearray(header), dtype=torch.uint8)))
         way = link.prompt if as_expected else link.late
         parts += [(way, tensor.contiguous()) for tensor in tensors]
-        slot.saw(number)
+        slot.saw(number, structure)
         self._outbox.put(link.peer, parts, self._payload)
 
     def post(self, channel: PlacedChannel, lane: str, microbatch: int) -> None:
@@ -125,8 +107,7 @@ class ProcessTransport:
         link = self._links[channel]
         slot = link.slot(lane, microbatch)
         word = self._payload.receive_word(link.prompt, link.peer, WORD_LENGTH)
-        metas = () if slot.expected is None else link.structure(slot.expected).metas
-        tensors = [self._payload.receive(link.prompt, link.peer, meta) for meta in metas]
+        tensors = [self._payload.receive(link.prompt, link.peer, meta) for meta in slot.metas]
         link.posted.append(_Posted(lane, microbatch, slot.expected, word, tensors))
 
     def wait(self, channel: PlacedChannel, lane: str, microbatch: int) -> Message:
@@ -156,12 +137,12 @@ class ProcessTransport:
             header = self._payload.receive_word(
                 link.late, link.peer, word.header_bytes, torch.uint8
             ).wait()
-            link.learn(Structure.from_bytes(header.numpy().tobytes()))
-        structure = link.structure(word.structure)
+            link.catalogue.learn(Structure.from_bytes(header.numpy().tobytes()))
+        structure = link.catalogue[word.structure]
         if word.structure != posted.expected:
             late = [self._payload.receive(link.late, link.peer, m) for m in structure.metas]
             tensors = [part.wait() for part in late]
-        link.slot(posted.lane, posted.microbatch).saw(word.structure)
+        link.slot(posted.lane, posted.microbatch).saw(word.structure, structure)
         if word.num_samples == 0:
             return Message(None, 0)
         return Message(assemble(structure, tensors), word.num_samples)

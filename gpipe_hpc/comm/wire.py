@@ -15,6 +15,7 @@ from gpipe_hpc.comm.nests import LEAF, Nest, Tree, flatten, unflatten
 from gpipe_hpc.errors import ModelError
 
 WORD_LENGTH = 5
+MAX_STRUCTURES = 256  # that a channel remembers
 
 
 class Word(NamedTuple):
@@ -117,6 +118,44 @@ def _meta(tensor: torch.Tensor) -> TensorMeta:
     return TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 
+class Catalogue:
+    """The structures that one end of a channel knows, by number.
+
+    Both ends number new structures in the order of the messages that bring them, and forget the
+    oldest in the same order: values that change with every message must not fill the memory.
+    """
+
+    def __init__(self, capacity: int = MAX_STRUCTURES) -> None:
+        self._capacity = capacity
+        self._numbers: dict[Structure, int] = {}
+        self._structures: dict[int, Structure] = {0: EMPTY}
+        self._next = 1
+
+    def identify(self, structure: Structure) -> tuple[int, bytes]:
+        """Return a structure's number, and its header if the other end lacks it."""
+        if structure is EMPTY:
+            return 0, b""
+        known = self._numbers.get(structure)
+        if known is not None:
+            return known, b""
+        return self.learn(structure), structure.to_bytes()
+
+    def learn(self, structure: Structure) -> int:
+        """Number a new structure and forget the oldest."""
+        number = self._next
+        self._next += 1
+        self._numbers[structure] = number
+        self._structures[number] = structure
+        if len(self._numbers) > self._capacity:
+            oldest = next(iter(self._numbers))
+            del self._structures[self._numbers.pop(oldest)]
+        return number
+
+    def __getitem__(self, number: int) -> Structure:
+        """Return the structure of a number."""
+        return self._structures[number]
+
+
 class Slot:
     """What both ends of a channel remember of one micro-batch's place in it.
 
@@ -124,13 +163,15 @@ class Slot:
     (or came first), so that shapes which change at every step are never posted in vain.
     """
 
-    __slots__ = ("expected", "last")
+    __slots__ = ("expected", "last", "metas")
 
     def __init__(self) -> None:
         self.expected: int | None = None
         self.last: int | None = None
+        self.metas: tuple[TensorMeta, ...] = ()  # of the expected one, also once it is forgotten
 
-    def saw(self, structure: int) -> None:
+    def saw(self, number: int, structure: Structure) -> None:
         """Note the structure of a message that has passed."""
-        self.expected = structure if self.last in (None, structure) else None
-        self.last = structure
+        self.expected = number if self.last in (None, number) else None
+        self.metas = () if self.expected is None else structure.metas
+        self.last = number

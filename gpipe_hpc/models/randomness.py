@@ -20,7 +20,7 @@ With 64-bit unsigned arithmetic (everything modulo 2**64) and ``GOLDEN = 0x9E377
 ``torch.manual_seed(microbatch_key(seed, step, m, i))`` precedes every forward (the recomputed one
 too) of layer ``i`` on micro-batch ``m``. ``step`` counts optimizer steps from 0, ``m`` is the
 micro-batch's index in the global batch (over all replicas and accumulation), ``i`` the layer's
-index in the model; ``seed`` is taken modulo 2**64.
+index in the model, or the number of layers for the loss function; ``seed`` is taken modulo 2**64.
 
 ``mix64`` is the finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
 generators, 2014, variant 13). The key keeps the low bits since torch's CPU generator seeds itself

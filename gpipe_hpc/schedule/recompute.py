@@ -9,25 +9,30 @@ from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.actions import Action, Op
 from gpipe_hpc.schedule.table import Schedule
 
-# (the rank's action before a backward or None, the backward) -> does its forward keep everything?
-Spares = Callable[[Action | None, Action], bool]
+# (the rank's action before a backward or None, the backward, the last stage) -> does its forward
+# keep everything?
+Spares = Callable[[Action | None, Action, int], bool]
 
 
-def _spare_none(previous: Action | None, backward: Action) -> bool:
+def _spare_none(previous: Action | None, backward: Action, last_stage: int) -> bool:
     return False
 
 
-def _spare_all(previous: Action | None, backward: Action) -> bool:
+def _spare_all(previous: Action | None, backward: Action, last_stage: int) -> bool:
     return True
 
 
-def _spare_adjacent(previous: Action | None, backward: Action) -> bool:
-    """Spare a forward whose backward follows at once: what is needed next is not worth dropping."""
-    return previous == Action(Op.F, backward.stage, backward.microbatch)
+def _spare_last(previous: Action | None, backward: Action, last_stage: int) -> bool:
+    """Spare a forward whose backward follows at once: what is needed next is not worth dropping.
+
+    Only on the last stage does it follow at once; elsewhere it waits for a gradient, and R is free.
+    """
+    follows = previous == Action(Op.F, backward.stage, backward.microbatch)
+    return follows and backward.stage == last_stage
 
 
 RECOMPUTE_MODES: Final = MappingProxyType(
-    {"always": _spare_none, "except_last": _spare_adjacent, "never": _spare_all}
+    {"always": _spare_none, "except_last": _spare_last, "never": _spare_all}
 )
 
 
@@ -42,14 +47,16 @@ def add_recompute(schedule: Schedule, mode: str) -> Schedule:
             f"expected one of {', '.join(RECOMPUTE_MODES)}, got {mode!r}"
         )
     spares: Spares = RECOMPUTE_MODES[mode]
-    return replace(schedule, ranks=tuple(_rank(actions, spares) for actions in schedule.ranks))
+    last = schedule.num_stages - 1
+    rows = tuple(_rank(actions, spares, last) for actions in schedule.ranks)
+    return replace(schedule, ranks=rows)
 
 
-def _rank(actions: tuple[Action, ...], spares: Spares) -> tuple[Action, ...]:
+def _rank(actions: tuple[Action, ...], spares: Spares, last_stage: int) -> tuple[Action, ...]:
     placed: list[Action] = []
     previous: Action | None = None
     for action in actions:
-        if action.op in (Op.B, Op.I) and not spares(previous, action):
+        if action.op in (Op.B, Op.I) and not spares(previous, action, last_stage):
             placed.append(Action(Op.R, action.stage, action.microbatch))
         placed.append(action)
         previous = action

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_hpc.comm.wire import EMPTY, Slot, Structure, TensorMeta, assemble, disassemble
+from gpipe_hpc.comm.wire import EMPTY, Catalogue, Slot, Structure, TensorMeta, assemble, disassemble
 from gpipe_hpc.errors import ModelError
 
 
@@ -110,7 +110,7 @@ def expectations(structures):
     slot, expected = Slot(), []
     for structure in structures:
         expected.append(slot.expected)
-        slot.saw(structure)
+        slot.saw(structure, EMPTY)
     return expected
 
 
@@ -131,3 +131,25 @@ def test_posting_in_vain_needs_a_pause_between_changes(structures):
         assert i == 1 or structures[i - 1] == structures[i - 2]
     changing = [s + 3 * i for i, s in enumerate(structures)]
     assert sum(e is not None for e in expectations(changing)) <= 1
+
+
+def test_values_that_change_with_every_message_do_not_fill_the_memory():
+    sender, receiver = Catalogue(capacity=3), Catalogue(capacity=3)
+    for value in range(20):
+        structure, _ = disassemble((value, torch.ones(2)))
+        number, header = sender.identify(structure)
+        assert header, "each value is new"
+        assert receiver.learn(Structure.from_bytes(header)) == number
+        assert receiver[number] == structure
+    assert len(sender._structures) == len(receiver._structures) == 1 + 3
+    assert sender.identify(disassemble((19, torch.ones(2)))[0]) == (number, b"")
+    assert sender.identify(disassemble((0, torch.ones(2)))[0])[1], "forgotten, so sent again"
+    assert sender.identify(EMPTY) == (0, b"") and sender[0] is EMPTY
+
+
+def test_a_slot_knows_what_it_expects_also_once_the_catalogue_has_forgotten_it():
+    slot, structure = Slot(), disassemble(torch.ones(4, 2))[0]
+    slot.saw(7, structure)
+    assert (slot.expected, slot.metas) == (7, structure.metas)
+    slot.saw(8, EMPTY)
+    assert (slot.expected, slot.metas) == (None, ())
