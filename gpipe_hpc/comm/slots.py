@@ -17,6 +17,8 @@ from gpipe_hpc.comm.wire import TensorMeta
 
 ALIGNMENT = 64  # bytes: a cache line, and what vector loads like
 
+_Memory = ctypes.Array[ctypes.c_char]
+
 
 @dataclass
 class Slot:
@@ -24,28 +26,32 @@ class Slot:
 
     index: int
     size_bytes: int
-    memory: mmap.mmap
+    memory: _Memory
 
     @classmethod
     def create(cls, index: int, size_bytes: int) -> tuple["Slot", int]:
         """Make a slot; return it and the file descriptor to hand over (the caller closes it)."""
         size_bytes = -(-max(size_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         descriptor = os.memfd_create("gpipe_hpc", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, size_bytes)
-        return cls(index, size_bytes, mmap.mmap(descriptor, size_bytes)), descriptor
+        try:
+            os.ftruncate(descriptor, size_bytes)
+            return cls(index, size_bytes, _map(descriptor, size_bytes)), descriptor
+        except OSError:
+            os.close(descriptor)
+            raise
 
     @classmethod
     def attach(cls, index: int, descriptor: int) -> "Slot":
         """Map the slot of another process; takes the descriptor over."""
         try:
             size_bytes = os.fstat(descriptor).st_size
-            return cls(index, size_bytes, mmap.mmap(descriptor, size_bytes))
+            return cls(index, size_bytes, _map(descriptor, size_bytes))
         finally:
             os.close(descriptor)
 
     def write(self, header: bytes, tensors: Sequence[torch.Tensor]) -> None:
         """Lay a header and tensors out from the start."""
-        self.memory[: len(header)] = header
+        memoryview(self.memory).cast("B")[: len(header)] = header
         offset = len(header)
         for tensor in tensors:
             offset = aligned(offset)
@@ -58,7 +64,7 @@ class Slot:
 
     def read_header(self, num_bytes: int) -> bytes:
         """Return the header."""
-        return self.memory[:num_bytes]
+        return bytes(memoryview(self.memory)[:num_bytes])
 
     def tensors(
         self, header_bytes: int, metas: Sequence[TensorMeta], release: Callable[[], None]
@@ -78,6 +84,27 @@ class Slot:
                 result.append(torch.empty(meta.shape, dtype=meta.dtype))
             offset += count * meta.dtype.itemsize
         return result
+
+
+def _map(descriptor: int, size_bytes: int) -> _Memory:
+    """Map a file into memory for as long as anything refers to the array.
+
+    Not by `mmap`: its objects keep a descriptor open each, and a rank has as many slots as
+    micro-batches are on their way, of which a process may have a thousand and more.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    # A null pointer, the length, protection, flags, the descriptor, an offset.
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    address = libc.mmap(None, size_bytes, access, mmap.MAP_SHARED, descriptor, 0)
+    if address == ctypes.c_void_p(-1).value:
+        number = ctypes.get_errno()
+        raise OSError(number, f"mapping {size_bytes} bytes: {os.strerror(number)}")
+    memory = (ctypes.c_char * size_bytes).from_address(address)
+    weakref.finalize(memory, libc.munmap, address, size_bytes).atexit = False
+    return memory
 
 
 class SlotPool:
