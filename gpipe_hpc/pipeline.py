@@ -1,6 +1,7 @@
 """`Pipeline`: a model cut into stages on ranks, trained as if it were in one piece."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,8 @@ class Pipeline:
     `layers`: an nn.Sequential, or a sequence of modules and LayerSpecs; a rank builds only its
     own. `loss_fn(output, target)` returns the mean over the micro-batch's samples or a pair
     (sum, weight). `stages`: ranks of one pipeline, None for world size / replicas.
-    `schedule`: a name with `schedule_options`, or a Schedule. `recompute`: always, except_last
+    `schedule`: a name with `schedule_options`, or a Schedule; `auto` searches an order for the
+    measured layers where the partition is by `time`. `recompute`: always, except_last
     or never. `partition`: parameters, uniform, time (needs `example=(inputs, targets)` of one
     micro-batch), or the number of layers of each stage. `world`: where the ranks are; None
     joins the process group there is, or starts one from the launcher's environment.
@@ -96,22 +98,28 @@ class Pipeline:
             self.loss_fn = loss_fn
             self.num_layers = len(model)
             self.steps_done = 0
-            tables = make_tables(
+            asked = partial(
+                make_tables,
                 schedule,
                 ranks=mesh.stages,
                 microbatches=microbatches,
                 recompute=recompute,
-                options=schedule_options or {},
             )
-            self.schedule = tables.training
+            options = dict(schedule_options or {})
+            tables = asked(options=options)
             self._form_groups()
-            self.partition = self._cut(partition, model, example)
+            self.partition = self._cut(partition, model, tables.training.num_stages, example)
+            measured = self.partition.stage_costs()
+            if schedule == "auto" and "costs" not in options and measured is not None:
+                tables = asked(options=options | {"costs": measured})
+            self.schedule = tables.training
             self._build(model, tables)
 
     def _cut(
         self,
         policy: str | Sequence[int] | Partition,
         model: list[Layer],
+        num_stages: int,
         given: tuple[Nest, Nest] | None,
     ) -> Partition:
         """Choose the cut on rank 0, which alone measures, and take it over everywhere."""
@@ -121,7 +129,7 @@ class Pipeline:
 
         chosen = None
         if self.world.rank == 0:
-            chosen = choose_partition(policy, model, self.schedule.num_stages, example)
+            chosen = choose_partition(policy, model, num_stages, example)
         cut: Partition = broadcast_object(self.everybody, chosen, root=0)
         return cut
 

@@ -175,3 +175,14 @@ def test_drawing_loads_no_torch(repository, tmp_path):
     environment = os.environ | {"PYTHONPATH": str(repository)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, check=False)
     assert done.returncode == 0
+
+
+def test_table_names_every_schedule_and_what_a_search_gains():
+    overrides = ["draw.format=table", "pipeline.stages=4", "pipeline.microbatches=8"]
+    table = draw(compose_config(overrides))
+    assert {"gpipe", "one_f_one_b", "zb_h1", "dualpipe_v"} <= {
+        line.split("|")[1].split()[0] for line in table.splitlines()[2:]
+    }
+    assert "| 33 " in table.replace("        33 ", " 33 ") and "Searched" not in table
+    unequal = draw(compose_config([*overrides, "draw.costs.forward=[1,1.3,1,1.6]"]))
+    assert "Searched orders" in unequal and "mirrored" in unequal

@@ -61,7 +61,7 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "comm.backend": ("auto", "gloo", "nccl"),
         "lr.decay": ("cosine", "constant"),
         "data.dtype": ("uint8", "uint16", "uint32"),
-        "draw.format": ("text", "svg", "png", "html", "trace"),
+        "draw.format": ("text", "svg", "png", "html", "trace", "table"),
     }
 )
 _PARTITIONS: Final = ("time", "parameters", "uniform")

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 from gpipe_hpc.config import Config
 from gpipe_hpc.config.checks import check_drawing
 from gpipe_hpc.draw.png import render_png
+from gpipe_hpc.draw.tables import standings
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.schedule import Costs, Timeline, build, draw_text, lower, simulate
 from gpipe_hpc.schedule.chrome_trace import chrome_trace
@@ -37,11 +38,13 @@ class Subject(NamedTuple):
 
 
 def draw(config: Config) -> str | bytes:
-    """Return the picture, or the page or trace, that the settings ask for.
+    """Return the picture, page, trace or table that the settings ask for.
 
     Of run.dir the newest measured step above its simulation; without, schedules as simulated.
     """
     check_drawing(config)
+    if config.draw.format == "table":
+        return standings(config, config.pipeline.stages or DEFAULT_STAGES)
     run, width = config.run.dir, config.draw.width
     return _FORMATS[config.draw.format](measured(Path(run)) if run else simulated(config), width)
 

@@ -23,13 +23,23 @@ class Partition(NamedTuple):
     seconds: tuple[tuple[float, float], ...] = ()  # forward and backward a layer, where measured
 
     def stage_costs(self) -> Costs | None:
-        """Return the measured seconds of each op of a stage; None if nothing was measured."""
+        """Return the measured seconds of each op of a stage; None if nothing was measured.
+
+        Of a backward that is split, I and W are taken for half each: they are not measured apart.
+        """
         if not self.seconds:
             return None
         spans = [[self.seconds[i] for i in span] for span in stage_layers(self.counts)]
         forward = [sum(f for f, _ in span) for span in spans]
         backward = [sum(b for _, b in span) for span in spans]
-        return Costs(forward=forward, backward=backward, recompute=forward)
+        half = [seconds / 2 for seconds in backward]
+        return Costs(
+            forward=forward,
+            backward=backward,
+            input_gradient=half,
+            weight_gradient=half,
+            recompute=forward,
+        )
 
 
 class Example(NamedTuple):

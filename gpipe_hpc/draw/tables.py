@@ -1,0 +1,37 @@
+"""How schedules stand beside one another, as text."""
+
+from gpipe_hpc.config import Config
+from gpipe_hpc.schedule import compare, comparison_table, gains_table, search_gains
+
+
+def standings(config: Config, num_stages: int) -> str:
+    """Return the table of all schedules; for costs by stage also what a search would gain.
+
+    The table is for equal stages: of a cost that is a list by stage it takes the mean.
+    """
+    costs = config.draw.costs
+    num_microbatches = config.pipeline.microbatches * config.train.accumulation
+    forward, inputs, weights = (
+        _mean(cost) for cost in (costs.forward, costs.input_gradient, costs.weight_gradient)
+    )
+    table = comparison_table(
+        compare(
+            num_stages,
+            num_microbatches,
+            forward=forward,
+            input_gradient=inputs,
+            weight_gradient=weights,
+            send=_mean(costs.send),
+        )
+    )
+    if not isinstance(costs.forward, list):
+        return table
+    gains = search_gains(num_stages, num_microbatches, costs.forward, send=_mean(costs.send))
+    head = f"Searched orders for stages with F = I = W = {costs.forward}:"
+    return f"{table}\n\n{head}\n\n{gains_table(gains)}"
+
+
+def _mean(cost: float | list[float] | None) -> float:
+    if isinstance(cost, list):
+        return sum(cost) / len(cost)
+    return 1.0 if cost is None else cost
