@@ -1,6 +1,7 @@
 """Every schedule on real ranks: the gradients of a plain loop, in the order that was simulated."""
 
 import itertools
+import resource
 from functools import partial
 
 import pytest
@@ -262,6 +263,30 @@ def test_some_schedules_on_four_processes(plain, reference, processes, tmp_path,
     ranks = processes(4, body, tmp_path)
     for place, trainings in enumerate(zip(*ranks, strict=True)):
         assert_plain(plain, reference, list(trainings), (4, 2)[place % 2], 4)
+
+
+@pytest.mark.parametrize("shares_memory", [False, True])
+def test_hundreds_of_micro_batches_run_ahead_of_one_another(processes, tmp_path, shares_memory):
+    """A looped table sends them all before it receives: once more than sockets or limits held."""
+
+    def body(rank):
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        layers = [LayerSpec(nn.Linear, 1, 1, bias=False) for _ in range(4)]
+        pipe = Pipeline(
+            layers,
+            lambda output, target: (output - target).square().mean(),
+            microbatches=300,
+            schedule="looped_bfs",
+            recompute="never",
+            world=process_world(shares_memory),
+        )
+        batch = torch.arange(300.0).view(-1, 1), torch.zeros(300, 1)
+        return [pipe.step(*batch).microbatch_losses for _ in range(2)][1]
+
+    for losses in processes(2, body, tmp_path):
+        scale = losses[1]
+        assert losses == pytest.approx([scale * n * n for n in range(300)], rel=1e-4)
 
 
 def test_evaluation_and_prediction_follow_any_placement(plain):
