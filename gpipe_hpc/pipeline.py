@@ -150,7 +150,9 @@ class Pipeline:
                 "seed": self.seed,
             },
         )
-        self.stages = build_stages(model, self.partition.counts, held, self.seed, world.device)
+        self.stages = build_stages(
+            model, self.partition.counts, held, self.seed, world, self.everybody
+        )
         self.all_parameters = gather_parameters(self.stages, self._pipeline)
         check_conservation(parameter_sizes(model), by_stage(self.all_parameters))
         self._cut_table = cut_table(

@@ -1,6 +1,8 @@
 """From a model and a cut to the stages of one rank, and the proof that nothing was lost."""
 
 import copy
+import os
+import socket
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -8,6 +10,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc.comm.group import Group
+from gpipe_hpc.comm.world import World
 from gpipe_hpc.engine.stage import Stage
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import Layer, Tie, build_layer, find_ties, parameter_at, replace_parameter
@@ -26,27 +29,46 @@ def build_stages(
     counts: Sequence[int],
     indices: Sequence[int],
     seed: int,
-    device: torch.device,
+    world: World,
+    everybody: Group,
 ) -> dict[int, Stage]:
-    """Build the stages `indices` of a model cut into stages of `counts` layers; nothing else."""
+    """Build the stages `indices` of a model cut into stages of `counts` layers; nothing else.
+
+    The same call on every rank. Layers that come built are trained themselves, except on ranks
+    that find the same object trained by a rank ahead of them: those work on copies.
+    """
     spans = stage_spans(counts)
     ties = find_ties(layers)
     held = [i for stage in indices for i in spans[stage]]
     # Built layers may share whole modules with layers of other ranks, and ranks may be threads
     # of one process: whoever does not hold the first place works on a copy.
     apart = {i for tie in ties for i, _ in tie.places if tie.places[0][0] not in held}
+    apart |= _taken(layers, held, world.rank, everybody)
     modules = {
         i: build_layer(
-            copy.deepcopy(layers[i]) if i in apart else layers[i], index=i, seed=seed, device=device
+            copy.deepcopy(layers[i]) if i in apart else layers[i],
+            index=i,
+            seed=seed,
+            device=world.device,
         )
         for i in held
     }
     for tie in ties:
         _share(tie, modules)
     return {
-        index: Stage(index, {i: modules[i] for i in spans[index]}, device, ties)
+        index: Stage(index, {i: modules[i] for i in spans[index]}, world.device, ties)
         for index in indices
     }
+
+
+def _taken(layers: Sequence[Layer], held: Sequence[int], rank: int, everybody: Group) -> set[int]:
+    """Return which built layers of this rank an earlier rank, a thread of this process, trains."""
+    built = {i: id(layers[i]) for i in held if isinstance(layers[i], nn.Module)}
+    process = f"{socket.gethostname()} {os.getpid()}"
+    claims = everybody.all_gather_object((process, set(built.values())))
+    ahead = zip(everybody.ranks, claims, strict=True)
+    taken = {each for r, (where, ids) in ahead if r < rank and where == process for each in ids}
+    return {i for i, each in built.items() if each in taken}
 
 
 def stage_spans(counts: Sequence[int]) -> list[range]:

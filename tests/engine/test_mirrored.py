@@ -148,6 +148,35 @@ def test_the_norm_counts_a_copy_once():
         assert results == pytest.approx(alone, abs=1e-9)
 
 
+@pytest.mark.parametrize(
+    "settings", [{"schedule": "chimera"}, {"schedule": "gems"}, {"replicas": 2}], ids=label
+)
+def test_built_layers_that_threads_share_are_copied_but_once(settings):
+    """Several ranks once accumulated into the gradients of one object, each its own share."""
+    layers = [nn.Linear(3, 3, dtype=torch.float64), nn.Linear(3, 2, dtype=torch.float64)]
+    twin = [nn.Linear(3, 3, dtype=torch.float64), nn.Linear(3, 2, dtype=torch.float64)]
+    for mine, other in zip(layers, twin, strict=True):
+        other.load_state_dict(mine.state_dict())
+    rule = torch.optim.AdamW(itertools.chain(*(x.parameters() for x in twin)), lr=1e-2)
+    for inputs, targets in batches(3):
+        rule.zero_grad()
+        mean_square(nn.Sequential(*twin)(inputs), targets).backward()
+        rule.step()
+
+    def body(world):
+        pipe = Pipeline(layers, mean_square, stages=2, microbatches=4, world=world, **settings)
+        optimizer = ADAMW(pipe.parameters())
+        for inputs, targets in batches(3):
+            part = pipe.share(len(inputs))
+            pipe.step(inputs[part], targets[part])
+            optimizer.step()
+        return state_of(pipe, optimizer)
+
+    assert set(assert_one(run_on_threads(2 * settings.get("replicas", 1), body))) == {2}
+    for mine, other in zip(layers, twin, strict=True):
+        assert torch.allclose(mine.weight, other.weight, rtol=0, atol=1e-12)
+
+
 class Partly(nn.Module):
     """Use its second parameter for large inputs only."""
 
