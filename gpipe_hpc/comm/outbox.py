@@ -6,7 +6,9 @@ computing thread, and the tensor must live until then, so a thread of its own se
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,16 @@ import torch.distributed as dist
 from gpipe_hpc.comm.payload import Lane, Payload, Sendable
 
 Part = tuple[Lane, torch.Tensor]
+
+
+@dataclass
+class _Line:
+    """What the thread works on; not the outbox itself, which ends it by being dropped."""
+
+    jobs: "queue.SimpleQueue[Callable[[], None] | None]" = field(default_factory=queue.SimpleQueue)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    num_pending: int = 0
+    failure: RuntimeError | None = None
 
 
 class Outbox:
@@ -26,10 +38,7 @@ class Outbox:
         first); otherwise on the caller's, and the thread only waits for their end.
         """
         self._start_on_thread = start_on_thread
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._changed = threading.Condition()
-        self._num_pending = 0
-        self._failure: RuntimeError | None = None
+        self._line = _Line()
         self._on_stream: list[tuple[dist.Work, torch.Tensor]] = []
         self._thread: threading.Thread | None = None
 
@@ -38,8 +47,8 @@ class Outbox:
 
         Raises RuntimeError if an earlier send has failed.
         """
-        if self._failure is not None:
-            raise self._failure
+        if self._line.failure is not None:
+            raise self._line.failure
         ready = [(lane, payload.prepare(tensor)) for lane, tensor in parts]
         if payload.completes_on_stream:
             self._send_on_stream(peer, parts, ready)
@@ -52,10 +61,11 @@ class Outbox:
 
     def drain(self) -> None:
         """Wait until everything put so far has left; raise what failed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._num_pending == 0 or self._failure is not None)
-        if self._failure is not None:
-            raise self._failure
+        line = self._line
+        with line.changed:
+            line.changed.wait_for(lambda: line.num_pending == 0 or line.failure is not None)
+        if line.failure is not None:
+            raise line.failure
         for work, _ in self._on_stream:
             work.wait()  # orders the current stream behind the send; the host goes on
         self._on_stream.clear()
@@ -75,23 +85,28 @@ class Outbox:
         self._enqueue(lambda: _wait_all(host, ready))
 
     def _enqueue(self, job: Callable[[], None]) -> None:
-        with self._changed:
-            self._num_pending += 1
-        self._jobs.put(job)
+        line = self._line
+        with line.changed:
+            line.num_pending += 1
+        line.jobs.put(job)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
+            self._thread = threading.Thread(
+                target=_see_off, args=(line,), name="outbox", daemon=True
+            )
+            weakref.finalize(self, line.jobs.put, None).atexit = False
             self._thread.start()
 
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                job()
-            except RuntimeError as failure:
-                self._failure = failure
-            del job  # or the last message's tensors would live until the next one
-            with self._changed:
-                self._num_pending -= 1
-                self._changed.notify_all()
+
+def _see_off(line: _Line) -> None:
+    while (job := line.jobs.get()) is not None:
+        try:
+            job()
+        except RuntimeError as failure:
+            line.failure = failure
+        del job  # or the last message's tensors would live until the next one
+        with line.changed:
+            line.num_pending -= 1
+            line.changed.notify_all()
 
 
 def _start_all(peer: int, ready: Sequence[tuple[Lane, Sendable]]) -> list[dist.Work]:

@@ -100,14 +100,20 @@ class ProcessTransport:
         way = link.prompt if as_expected else link.late
         parts += [(way, tensor.contiguous()) for tensor in tensors]
         slot.saw(number, structure)
-        self._outbox.put(link.peer, parts, self._payload)
+        try:
+            self._outbox.put(link.peer, parts, self._payload)
+        except RuntimeError as error:
+            raise lost(error, f"rank {channel.destination_rank}") from error
 
     def post(self, channel: PlacedChannel, lane: str, microbatch: int) -> None:
         """Post the word's buffer and those of the structure that is expected."""
         link = self._links[channel]
         slot = link.slot(lane, microbatch)
-        word = self._payload.receive_word(link.prompt, link.peer, WORD_LENGTH)
-        tensors = [self._payload.receive(link.prompt, link.peer, meta) for meta in slot.metas]
+        try:
+            word = self._payload.receive_word(link.prompt, link.peer, WORD_LENGTH)
+            tensors = [self._payload.receive(link.prompt, link.peer, meta) for meta in slot.metas]
+        except RuntimeError as error:
+            raise lost(error, f"rank {channel.source_rank}") from error
         link.posted.append(_Posted(lane, microbatch, slot.expected, word, tensors))
 
     def wait(self, channel: PlacedChannel, lane: str, microbatch: int) -> Message:

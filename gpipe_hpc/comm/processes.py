@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gpipe_hpc.comm.failure import FailureBoard, lost
 from gpipe_hpc.comm.group import Group, Pending, SoloGroup, rank_names
@@ -26,6 +26,8 @@ from gpipe_hpc.comm.transport import PlacedChannel, Transport
 
 _BREAK_TAG = 2**30
 _LATE_TAG = 2**28
+
+_Groups = list[tuple[dist.ProcessGroup, tuple[int, ...]]]
 
 
 class TorchGroup:
@@ -76,15 +78,13 @@ class _Collective:
 
 
 class ProcessWorld:
-    """This process among all ranks of the default process group."""
+    """This process among all ranks of the default process group.
+
+    Its own groups, connections and threads go with it, or with `close`.
+    """
 
     def __init__(
-        self,
-        device: torch.device,
-        timeout_s: float,
-        *,
-        owns_group: bool,
-        shares_memory: bool = True,
+        self, device: torch.device, timeout_s: float, *, shares_memory: bool = True
     ) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
@@ -94,17 +94,26 @@ class ProcessWorld:
         uses_nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config())
         # CPU tensors (words, flags) travel over Gloo also where the user's group is NCCL alone.
         self._backend = "cpu:gloo,cuda:nccl" if uses_nccl else "gloo"
-        self._owns_group = owns_group
         self._shares_memory = shares_memory
         self._shared: weakref.WeakSet[SharedTransport] = weakref.WeakSet()
-        self._groups: list[tuple[dist.ProcessGroup, tuple[int, ...]]] = []
+        self._groups: _Groups = []
         # A group of our own for point-to-point: its tags cannot meet the user's.
         self._base = self._new_group(tuple(range(self.size)))
-        store = PrefixStore("gpipe_hpc", dist.distributed_c10d._get_default_store())
+        # Not by way of `self`: the watching thread must not keep the world alive.
+        this = weakref.ref(self)
         self._board = FailureBoard(
-            store, self.rank, self.size, lambda: str(self.activity), self._break_groups
+            _private_keys(self.rank),
+            self.rank,
+            self.size,
+            activity=lambda: _activity(this()),
+            on_report=lambda: _break_groups(this()),
         )
-        atexit.register(self.close)
+        # NCCL wants its groups to end together, so not whenever a rank collects its garbage.
+        unasked = [] if uses_nccl else self._groups
+        self._release = weakref.finalize(self, _release, self._board, unasked)
+        self._release.atexit = False
+        # Runs before the default group is left, which was there first.
+        atexit.register(self._release)
 
     def group(self, members: Sequence[Sequence[int]]) -> Group:
         """Form the groups `members` and return the one this rank is in."""
@@ -161,19 +170,18 @@ class ProcessWorld:
         """Publish the report, wait until it was read, and unblock whoever waits for us."""
         self._board.publish(report)
         self._board.await_acknowledgement()
-        self._break_groups()
+        self.break_groups()
 
     def explain(self, symptom: str) -> str:
         """Return the reason why a wait failed."""
         return self._board.explain(symptom)
 
     def close(self) -> None:
-        """Leave the process group if we started it; called at exit, harmless twice."""
-        atexit.unregister(self.close)
-        self._board.stop()
-        if self._owns_group and dist.is_initialized():
-            with contextlib.suppress(RuntimeError):
-                dist.destroy_process_group()
+        """Give back groups, connections and threads, the same call on every rank."""
+        self._release()
+        _release(self._board, self._groups)
+        for shared in list(self._shared):
+            shared.close()
 
     def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         formed: dist.ProcessGroup = dist.new_group(
@@ -183,7 +191,7 @@ class ProcessWorld:
             self._groups.append((formed, ranks))
         return formed
 
-    def _break_groups(self) -> None:
+    def break_groups(self) -> None:
         """Close every connection, so that a rank blocked in a wait is told at once.
 
         Gloo has no abort for point-to-point, but a wait that times out closes all pairs of its
@@ -201,6 +209,40 @@ class ProcessWorld:
                 with contextlib.suppress(RuntimeError, AttributeError):
                     backend: Any = group._get_backend(self.device)
                     backend.abort()
+
+
+def _private_keys(rank: int) -> Store:
+    """Return the part of the default store for this world: one before it may have failed.
+
+    Each rank counts its own worlds; as all make them together, they agree without a word.
+    """
+    store = PrefixStore("gpipe_hpc", dist.distributed_c10d._get_default_store())
+    return PrefixStore(f"world{store.add(f'worlds/{rank}', 1)}", store)
+
+
+def _activity(world: ProcessWorld | None) -> str:
+    return "ending" if world is None else str(world.activity)
+
+
+def _break_groups(world: ProcessWorld | None) -> None:
+    if world is not None:
+        world.break_groups()
+
+
+def _release(board: FailureBoard, groups: _Groups) -> None:
+    board.stop()
+    while groups:
+        group, _ = groups.pop()
+        # ValueError or AssertionError: the user has left the default group, which ends all.
+        with contextlib.suppress(RuntimeError, ValueError, AssertionError):
+            dist.destroy_process_group(group)
+
+
+def leave_default_group() -> None:
+    """Leave the process group that we started; called at exit."""
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
 
 
 def _one_host(hosts: Sequence[str], channel: PlacedChannel) -> bool:

@@ -1,12 +1,13 @@
 """Find this process's place among the ranks: join what exists, or start it."""
 
+import atexit
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from gpipe_hpc.comm.launcher import detect_launch
-from gpipe_hpc.comm.processes import ProcessWorld
+from gpipe_hpc.comm.processes import ProcessWorld, leave_default_group
 from gpipe_hpc.comm.rendezvous import rendezvous
 from gpipe_hpc.comm.threads import ThreadHub, ThreadWorld
 from gpipe_hpc.comm.world import World
@@ -36,7 +37,7 @@ def start_world(
     """
     if dist.is_initialized():
         chosen = _device(device, local_rank=None)
-        return ProcessWorld(chosen, timeout_s, owns_group=False, shares_memory=shares_memory)
+        return ProcessWorld(chosen, timeout_s, shares_memory=shares_memory)
     launch = detect_launch()
     chosen = _device(device, launch.local_rank)
     if launch.world_size == 1:
@@ -49,7 +50,8 @@ def start_world(
         world_size=launch.world_size,
         timeout=timedelta(seconds=timeout_s),
     )
-    return ProcessWorld(chosen, timeout_s, owns_group=True, shares_memory=shares_memory)
+    atexit.register(leave_default_group)
+    return ProcessWorld(chosen, timeout_s, shares_memory=shares_memory)
 
 
 def _device(name: str, local_rank: int | None) -> torch.device:

@@ -57,7 +57,7 @@ def run_rank(folder, rank, body, timeout_s):
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
     )
-    world = ProcessWorld(torch.device("cpu"), timeout_s, owns_group=True)
+    world = ProcessWorld(torch.device("cpu"), timeout_s)
     transport = world.transport([FORWARD, BACKWARD])
     try:
         return body(rank, transport, world)

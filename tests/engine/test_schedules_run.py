@@ -217,7 +217,7 @@ def test_chimera_of_four_pipelines(plain, reference):
 
 
 def process_world(shares_memory):
-    return ProcessWorld(torch.device("cpu"), 60.0, owns_group=False, shares_memory=shares_memory)
+    return ProcessWorld(torch.device("cpu"), 60.0, shares_memory=shares_memory)
 
 
 def test_each_schedule_on_two_processes_in_shared_memory(

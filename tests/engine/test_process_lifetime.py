@@ -1,0 +1,69 @@
+"""Pipelines come and go within one process, and one that failed does not spoil the next."""
+
+import gc
+import os
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gpipe_hpc import LayerSpec, Pipeline
+from gpipe_hpc.comm.start import start_world
+from gpipe_hpc.errors import ActionError, PeerError, ScheduleError
+
+INPUTS, TARGETS = torch.arange(16.0).reshape(4, 4), torch.tensor([0, 1, 2, 0])
+
+
+def build(loss_fn=F.cross_entropy, shares_memory=True, **settings):
+    layers = [LayerSpec(nn.Linear, 4, 4), LayerSpec(nn.Linear, 4, 3)]
+    world = start_world(shares_memory=shares_memory)
+    return Pipeline(layers, loss_fn, microbatches=2, world=world, **settings)
+
+
+@pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "gloo"])
+def test_a_dropped_pipeline_leaves_nothing_open(processes, tmp_path, shares_memory):
+    """Each left 21 descriptors, 13 threads and 4 groups behind: some fifty were the end."""
+
+    def body(rank):
+        open_things = []
+        for _ in range(4):
+            build(shares_memory=shares_memory).step(INPUTS, TARGETS)
+            gc.collect()
+            groups = len(torch.distributed.distributed_c10d._world.pg_map)
+            open_things.append((len(os.listdir("/proc/self/fd")), groups))
+        names = [t.name for t in threading.enumerate()]
+        return open_things, [n for n in names if n in ("failure-watch", "outbox")]
+
+    for open_things, names in processes(2, body, tmp_path):
+        assert open_things[-1] == (open_things[1][0], 1)
+        assert len(names) <= 2, "at most the last pipeline's, about to end"
+
+
+def test_after_a_refused_pipeline_another_one_runs(processes, tmp_path):
+    """The first one's report stayed in the store, and the second took it for its own."""
+
+    def body(rank):
+        with pytest.raises(ScheduleError):
+            build(schedule="unknown")
+        pipe = build()
+        losses = [pipe.step(INPUTS, TARGETS).loss]
+        threading.Event().wait(2.0)  # longer than the watch takes to act on a report
+        return [*losses, pipe.step(INPUTS, TARGETS).loss]
+
+    for first, second in processes(2, body, tmp_path):
+        assert first == second
+
+
+def test_after_a_failed_step_a_new_pipeline_runs(processes, tmp_path):
+    def refuse(output, target):
+        raise ValueError("refused")
+
+    def body(rank):
+        with pytest.raises((ActionError, PeerError), match="ValueError: refused"):
+            build(refuse).step(INPUTS, TARGETS)
+        return build().step(INPUTS, TARGETS).loss
+
+    first, second = processes(2, body, tmp_path)
+    assert first == second
