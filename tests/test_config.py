@@ -211,6 +211,16 @@ def test_own_model_that_takes_everything_gets_everything(own_module):
     assert build_target("model", model)["depth"] == 3
 
 
+def test_own_model_needs_no_data_of_tokens(own_module):
+    """The preset behind it, model=gpt, refers to data.vocab_size; it took the whole run down."""
+    overrides = [f"model._target_={own_module}.build", "data=synthetic_vectors", "model.depth=3"]
+    model = compose_config(overrides).model
+    assert "vocab_size" not in model
+    assert build_target("model", model)[2] == 3
+    with pytest.raises(ConfigError, match=r"model\.size refers to a setting"):
+        compose_config([*overrides, "model.size=${data.no_such}"])
+
+
 def test_keyword_that_own_model_does_not_take_is_refused(own_module):
     model = compose_config([f"model._target_={own_module}.build", "model.dept=3"]).model
     with pytest.raises(ConfigError, match=r"does not take dept, expected some of width, depth"):

@@ -73,6 +73,7 @@ def conf_dir() -> Path:
 
 def load_config(composed: DictConfig) -> Config:
     """Turn what Hydra composed into plain dataclasses; raise ConfigError where that fails."""
+    _forget_misfits(composed)
     try:
         config = OmegaConf.to_object(composed)
     except InterpolationKeyError as error:
@@ -86,6 +87,38 @@ def load_config(composed: DictConfig) -> Config:
     assert isinstance(config, Config), f"conf/config.yaml is not under the schema: {type(config)}"
     _refuse_forced_keys(config, "")
     return config
+
+
+def _forget_misfits(composed: DictConfig) -> None:
+    """Drop what the preset of another model than the user's would take from other data.
+
+    `model._target_=my.module.build data=synthetic_vectors` still has model=gpt behind it, whose
+    sizes refer to tokens.
+    """
+    model = composed.model
+    presets = [OmegaConf.load(path) for path in (conf_dir() / "model").glob("*.yaml")]
+    if model.get("_target_") in [preset.get("_target_") for preset in presets]:
+        return
+    written = [(key, value) for preset in presets for key, value in _raw(preset).items()]
+    for key, value in _raw(model).items():
+        if (key, value) in written and _refers_to_nothing(model, key):
+            del model[key]
+
+
+def _raw(section: Any) -> dict[Any, Any]:
+    raw = OmegaConf.to_container(section, resolve=False)
+    assert isinstance(raw, dict), f"expected settings, got {raw!r}"
+    return raw
+
+
+def _refers_to_nothing(section: DictConfig, key: str) -> bool:
+    try:
+        value = section[key]
+        if OmegaConf.is_config(value):
+            OmegaConf.to_container(value, resolve=True)
+    except InterpolationKeyError:
+        return True
+    return False
 
 
 def _refuse_forced_keys(section: Any, path: str) -> None:
