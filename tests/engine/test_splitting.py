@@ -190,7 +190,7 @@ def run_stage(layer, boundary, *, splits, recomputes=False, context=nullcontext,
     work = StageWork(stage, None)
     keep = Keep.INPUT if recomputes else Keep.GRAPH
     for microbatch in range(num_steps):  # the first copies, to see whether layers write in place
-        boundary = boundary.detach().requires_grad_(boundary.dtype.is_floating_point)
+        boundary = boundary.detach().requires_grad_(boundary.dtype != torch.int64)
         stage.gradients.clear()
         with context():
             output = work.forward(microbatch, Message(boundary, 2), key, Recipe(keep, splits))
@@ -294,7 +294,9 @@ def test_autocast_of_a_convolution_and_its_norm():
 @pytest.mark.filterwarnings("ignore:Complex modules")
 def test_complex_weights():
     """The input's gradient of a complex linear layer once lacked the conjugate."""
-    assert both(partial(nn.Linear, 4, 3), X3, torch.complex128).has_weights
+    make = partial(nn.Linear, 4, 3, dtype=torch.complex128)
+    assert make().weight.imag.any()
+    assert both(make, X3, torch.complex128).has_weights
 
 
 def test_frozen_input_and_what_is_no_tensor():

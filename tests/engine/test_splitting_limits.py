@@ -142,7 +142,7 @@ def test_a_refusal_names_the_action():
 def test_compiled_layers_work(backend):
     inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 4))
     _, expected = gradients(inner, splits=False)
-    compiled = torch.compile(inner, backend=backend)
+    compiled = torch.compile(inner, backend=backend, fullgraph=True)
     left_to_w(compiled)
     assert all(map(torch.equal, expected, gradients(compiled, splits=True)[1]))
 
