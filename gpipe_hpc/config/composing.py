@@ -95,14 +95,14 @@ def _forget_misfits(composed: DictConfig) -> None:
     `model._target_=my.module.build data=synthetic_vectors` still has model=gpt behind it, whose
     sizes refer to tokens.
     """
-    model = composed.model
-    presets = [OmegaConf.load(path) for path in (conf_dir() / "model").glob("*.yaml")]
-    if model.get("_target_") in [preset.get("_target_") for preset in presets]:
+    presets = [_raw(OmegaConf.load(path)) for path in (conf_dir() / "model").glob("*.yaml")]
+    model = _raw(composed.model)
+    if model.get("_target_") in [preset["_target_"] for preset in presets]:
         return
-    written = [(key, value) for preset in presets for key, value in _raw(preset).items()]
-    for key, value in _raw(model).items():
-        if (key, value) in written and _refers_to_nothing(model, key):
-            del model[key]
+    written = [item for preset in presets for item in preset.items()]
+    for key, value in model.items():
+        if (key, value) in written and _refers_to_nothing(composed.model, key):
+            del composed.model[key]
 
 
 def _raw(section: Any) -> dict[Any, Any]:
