@@ -35,6 +35,7 @@ from gpipe_hpc.engine.loss import (
 from gpipe_hpc.engine.microbatches import join, share_of
 from gpipe_hpc.engine.norms import clip_by_global_norm
 from gpipe_hpc.engine.outputs import broadcast_nest
+from gpipe_hpc.engine.precision import casting
 from gpipe_hpc.engine.stage import training_modes
 from gpipe_hpc.engine.tables import Tables, make_tables
 from gpipe_hpc.engine.tied import join_ties
@@ -63,10 +64,11 @@ class Pipeline:
     own. `loss_fn(output, target)` returns the mean over the micro-batch's samples or a pair
     (sum, weight). `stages`: ranks of one pipeline, None for world size / replicas.
     `schedule`: a name with `schedule_options`, or a Schedule; `auto` searches an order for the
-    measured layers where the partition is by `time`. `recompute`: always, except_last
-    or never. `partition`: parameters, uniform, time (needs `example=(inputs, targets)` of one
-    micro-batch), or the number of layers of each stage. `world`: where the ranks are; None
-    joins the process group there is, or starts one from the launcher's environment.
+    measured layers where the partition is by `time`. `recompute`: always, except_last or never.
+    `partition`: parameters, uniform, time (needs `example=(inputs, targets)` of one micro-batch),
+    or the number of layers of each stage. `precision`: float32, or bfloat16 by autocast.
+    `world`: where the ranks are; None joins the process group there is, or starts one from the
+    launcher's environment.
 
     Raises ConfigError, ModelError, PartitionError or ScheduleError for what cannot work, and
     PeerError if another rank found it.
@@ -86,6 +88,7 @@ class Pipeline:
         partition: str | Sequence[int] | Partition = "parameters",
         example: tuple[Nest, Nest] | None = None,
         seed: int = 0,
+        precision: str = "float32",
         device: str = "auto",
         timeout_s: float = DEFAULT_TIMEOUT_S,
         world: World | None = None,
@@ -94,7 +97,7 @@ class Pipeline:
         with together(self.world, "start"):
             model = normalise_layers(layers)
             self.mesh = mesh = Mesh.fit(self.world.size, stages, replicas)
-            self.seed = seed
+            self.seed, self.precision = seed, precision
             self.loss_fn = loss_fn
             self.num_layers = len(model)
             self.steps_done = 0
@@ -129,7 +132,8 @@ class Pipeline:
 
         chosen = None
         if self.world.rank == 0:
-            chosen = choose_partition(policy, model, num_stages, example)
+            with casting(self.precision, self.world.device):
+                chosen = choose_partition(policy, model, num_stages, example)
         cut: Partition = broadcast_object(self.everybody, chosen, root=0)
         return cut
 
@@ -151,7 +155,7 @@ class Pipeline:
             },
         )
         self.stages = build_stages(
-            model, self.partition.counts, held, self.seed, world, self.everybody
+            model, self.partition.counts, held, self.seed, world, self.everybody, self.precision
         )
         self.all_parameters = gather_parameters(self.stages, self._pipeline)
         check_conservation(parameter_sizes(model), by_stage(self.all_parameters))

@@ -44,6 +44,8 @@ _RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
         "data.validation_percent": (0, 99),
         "data.num_samples": (1, _INF),
         "data.num_validation_samples": (0, _INF),
+        "data.channels": (1, _INF),
+        "data.height": (1, _INF),
         "data.width": (1, _INF),
         "data.num_classes": (2, _INF),
         "checkpoint.every": (0, _INF),
@@ -57,6 +59,7 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "pipeline.schedule": schedule_names(),
         "pipeline.recompute": ("always", "except_last", "never"),
+        "train.precision": ("float32", "bfloat16"),
         "train.device": ("auto", "cpu", "cuda"),
         "comm.backend": ("auto", "gloo", "nccl"),
         "lr.decay": ("cosine", "constant"),

@@ -31,6 +31,7 @@ class TrainConfig:
     batch_size: int = 32
     accumulation: int = 1
     seed: int = 0
+    precision: str = "float32"
     clip_norm: float | None = 1.0
     validate_every: int = 0
     validate_batches: int | None = None
@@ -128,6 +129,19 @@ class SyntheticVectorsConfig(DataConfig):
     num_validation_samples: int = 256
     width: int = 64
     num_classes: int = 10
+    seed: int = 0
+
+
+@dataclass
+class SyntheticImagesConfig(DataConfig):
+    """Images and their classes, made from the sample's number."""
+
+    num_samples: int = 4096
+    num_validation_samples: int = 256
+    channels: int = 3
+    height: int = 224
+    width: int = 224
+    num_classes: int = 1000
     seed: int = 0
 
 

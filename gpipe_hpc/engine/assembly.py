@@ -31,6 +31,7 @@ def build_stages(
     seed: int,
     world: World,
     everybody: Group,
+    precision: str = "float32",
 ) -> dict[int, Stage]:
     """Build the stages `indices` of a model cut into stages of `counts` layers; nothing else.
 
@@ -56,7 +57,7 @@ def build_stages(
     for tie in ties:
         _share(tie, modules)
     return {
-        index: Stage(index, {i: modules[i] for i in spans[index]}, world.device, ties)
+        index: Stage(index, {i: modules[i] for i in spans[index]}, world.device, ties, precision)
         for index in indices
     }
 

@@ -18,7 +18,8 @@ LayerKey = Callable[[int], int]
 class Stage:
     """Contiguous layers placed together.
 
-    `layers` maps the global index of each layer to its module, ascending.
+    `layers` maps the global index of each layer to its module, ascending. `precision`: that of
+    its forwards, see `casting`.
     """
 
     def __init__(
@@ -27,7 +28,9 @@ class Stage:
         layers: Mapping[int, nn.Module],
         device: torch.device,
         ties: Sequence[Tie] = (),
+        precision: str = "float32",
     ) -> None:
+        self.precision = precision
         self.index = index
         self.layers = dict(layers)
         self.device = device

@@ -1,6 +1,7 @@
 """What a stage does with one micro-batch, and what it keeps of it between its actions."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from enum import Enum
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gpipe_hpc.comm.nests import Nest, map_tensors, tensors_of
 from gpipe_hpc.comm.transport import Message
+from gpipe_hpc.engine.precision import casting
 from gpipe_hpc.engine.splitting import Deferred, deferring
 from gpipe_hpc.engine.stage import LayerKey, Stage
 
@@ -80,7 +82,7 @@ class StageWork:
             return None
         leaves = _differentiable(boundary)
         deferred = Deferred() if recipe.splits else None
-        with torch.set_grad_enabled(keep is Keep.GRAPH), deferring(deferred):
+        with torch.set_grad_enabled(keep is Keep.GRAPH), deferring(deferred), self._casting():
             output = self.stage.run(boundary, key)
             start = self._end(microbatch, output, num_samples, again=False)
         if keep is Keep.NOTHING:
@@ -101,7 +103,7 @@ class StageWork:
         kept = self._kept[microbatch]
         if kept.num_samples == 0:
             return False
-        with torch.enable_grad(), deferring(kept.deferred):
+        with torch.enable_grad(), deferring(kept.deferred), self._casting():
             output = self.stage.run(kept.boundary, key)
             start = self._end(microbatch, output, kept.num_samples, again=True)
         if start is None:
@@ -139,6 +141,9 @@ class StageWork:
         if deferred is not None:
             deferred.run()
         return deferred is not None
+
+    def _casting(self) -> AbstractContextManager[object]:
+        return casting(self.stage.precision, self.stage.device)
 
     def _end(self, microbatch: int, output: Nest, num_samples: int, again: bool) -> Start | None:
         if self._finish is None:

@@ -85,6 +85,7 @@ def open_session(config: Config, world: World, run_folder: Path, restarted: bool
         partition=_partition(config, resumed),
         example=_example(config, world, source, sampler),
         seed=config.train.seed,
+        precision=config.train.precision,
         world=world,
     )
     optimizer = build_optimizer(pipe.named_parameters(), config.optimizer)

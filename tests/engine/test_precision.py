@@ -1,0 +1,82 @@
+"""bfloat16 by autocast: what the plain loop under autocast gives, in any layout."""
+
+import pytest
+import torch
+
+from gpipe_hpc import Pipeline, run_on_threads
+from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.models import build_gpt, build_layer, token_cross_entropy
+
+SPECS = build_gpt(vocab_size=13, block_size=8, num_layers=2, num_heads=2, width=16)
+SEED = 2
+
+
+def batch():
+    tokens = torch.randint(0, 13, (8, 9), generator=torch.Generator().manual_seed(0))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def plain(order):
+    """Return loss and gradients of one step, summed in the order of the table."""
+    layers = [build_layer(spec, index=i, seed=SEED) for i, spec in enumerate(SPECS)]
+    inputs, targets = batch()
+    loss, weight = 0.0, 0
+    pieces = list(zip(inputs.tensor_split(4), targets.tensor_split(4), strict=True))
+    for m in order:
+        x, y = pieces[m]
+        with torch.autocast("cpu", torch.bfloat16):
+            for layer in layers:
+                x = layer(x)
+            total = torch.nn.functional.cross_entropy(
+                x.float().flatten(0, 1), y.flatten(), reduction="sum"
+            )
+        total.backward()
+        loss += total.item()
+        weight += y.numel()
+    return loss / weight, [p.grad / weight for layer in layers for p in layer.parameters()]
+
+
+def trained(stages, schedule, recompute, precision="bfloat16"):
+    inputs, targets = batch()
+
+    def body(world):
+        pipe = Pipeline(
+            SPECS,
+            token_cross_entropy,
+            microbatches=4,
+            schedule=schedule,
+            recompute=recompute,
+            seed=SEED,
+            precision=precision,
+            world=world,
+        )
+        result = pipe.step(inputs, targets)
+        return result.loss, {name: p.grad for name, p in pipe.named_parameters()}
+
+    results = run_on_threads(stages, body)
+    merged = {name: grad for _, grads in results for name, grad in grads.items()}
+    order = sorted(merged, key=lambda name: int(name.split(".")[1]))
+    return results[0][0], [merged[name] for name in order]
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b", "zb_h1"])
+def test_equals_the_plain_loop_under_autocast(stages, schedule, recompute):
+    order = range(3, -1, -1) if schedule == "gpipe" else range(4)
+    loss, gradients = plain(order)
+    our_loss, ours = trained(stages, schedule, recompute)
+    assert our_loss == pytest.approx(loss, rel=1e-6)
+    for gradient, our in zip(gradients, ours, strict=True):
+        assert our.dtype == torch.float32
+        assert torch.equal(our, gradient)
+
+
+def test_it_is_not_float32():
+    in_float32 = trained(2, "gpipe", "never", "float32")
+    assert not torch.equal(in_float32[1][0], trained(2, "gpipe", "never")[1][0])
+
+
+def test_unknown_precision_is_refused():
+    with pytest.raises(ConfigError, match="precision: unknown, expected one of float32, bfloat16"):
+        trained(1, "gpipe", "never", "float16")
