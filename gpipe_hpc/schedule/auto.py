@@ -110,7 +110,9 @@ def search(
             f"schedule 'auto': no order fits, expected a limit with room for one micro-batch in "
             f"each stage of a rank, got {limit}; raise it"
         )
-    started = sorted(named + listed, key=_speed_then_memory)
+    # A forward that does not wait for its partner to send its output is never slower.
+    apart = [(time, replace(schedule, overlaps=())) for time, schedule in named]
+    started = sorted(apart + listed, key=_speed_then_memory)
     best = min(
         (_finish(schedule, costs, room, trials) for _, schedule in started[:_NUM_IMPROVED]),
         key=lambda schedule: simulate(schedule, costs).makespan,

@@ -21,7 +21,7 @@ def add_communication(schedule: Schedule) -> Schedule:
     traffic = _traffic(schedule)
     placed = _Rendezvous(traffic, _due(schedule, traffic)).run()
     bounds = tuple(peak_receives(row).size for row in placed)
-    return replace(schedule, ranks=placed, max_receives=bounds)
+    return replace(schedule, ranks=placed, max_receives=bounds, overlaps=())
 
 
 class _Transfer(NamedTuple):

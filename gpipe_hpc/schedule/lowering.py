@@ -24,4 +24,4 @@ def forward_only(schedule: Schedule) -> Schedule:
     """Return the bare table of a schedule's forwards, for evaluation; nothing is kept."""
     rows = tuple(tuple(action for action in row if action.op is Op.F) for row in schedule.ranks)
     bounds = tuple(min(1, len(row)) for row in rows)
-    return replace(schedule, ranks=rows, max_activations=bounds, max_receives=None)
+    return replace(schedule, ranks=rows, max_activations=bounds, max_receives=None, overlaps=())

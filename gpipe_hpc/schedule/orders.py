@@ -6,23 +6,27 @@ from operator import itemgetter
 
 from gpipe_hpc.schedule.actions import Action, Op
 from gpipe_hpc.schedule.occupancy import peak_activations
-from gpipe_hpc.schedule.table import Placement, Schedule
+from gpipe_hpc.schedule.table import Overlap, Placement, Schedule
 
 Rows = Iterable[Sequence[Action]]
 
 
-def tabulate(name: str, placement: Placement, rows: Rows) -> Schedule:
+def tabulate(
+    name: str, placement: Placement, rows: Rows, overlaps: Iterable[Overlap] = ()
+) -> Schedule:
     """Return the table of some rows, which declares the activations that its order keeps.
 
-    Actions of micro-batches that the placement does not have are left out: a table made for more
-    micro-batches stays valid, as nothing crosses from one micro-batch to another.
+    Actions of micro-batches that the placement does not have are left out, and overlaps with them:
+    a table made for more micro-batches stays valid, as nothing crosses from one to another.
     """
-    surplus = placement.num_microbatches
-    kept = tuple(
-        tuple(action for action in row if (action.microbatch or 0) < surplus) for row in rows
-    )
+
+    def is_there(action: Action) -> bool:
+        return (action.microbatch or 0) < placement.num_microbatches
+
+    kept = tuple(tuple(filter(is_there, row)) for row in rows)
     bounds = tuple(peak_activations(row).size for row in kept)
-    return Schedule(name, placement, kept, max_activations=bounds)
+    whole = tuple(pair for pair in overlaps if all(map(is_there, pair)))
+    return Schedule(name, placement, kept, max_activations=bounds, overlaps=whole)
 
 
 class RankOrder:
@@ -31,6 +35,7 @@ class RankOrder:
     def __init__(self, microbatch_of: Callable[[int, int], int] | None = None) -> None:
         """Start empty; `microbatch_of(stage, index)` names a stage's micro-batches, else index."""
         self.actions: list[Action] = []
+        self.overlaps: list[Overlap] = []
         self._microbatch_of = microbatch_of
         self._taken: dict[tuple[Op, int], int] = defaultdict(int)
         self._owed: deque[Action] = deque()
@@ -44,6 +49,12 @@ class RankOrder:
         self.actions.append(Action(op, stage, microbatch))
         if op is Op.I:
             self._owed.append(Action(Op.W, stage, microbatch))
+
+    def overlap(self, forward: int, backward: int) -> None:
+        """Add ``F`` of one stage and ``B`` of another as one block."""
+        self.run(Op.F, forward)
+        self.run(Op.B, backward)
+        self.overlaps.append((self.actions[-2], self.actions[-1]))
 
     def pay(self, stage: int | None = None) -> None:
         """Add the ``W`` that is owed for longest, by one stage or by any."""

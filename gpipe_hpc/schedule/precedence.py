@@ -172,6 +172,7 @@ def _resolve(graph: Precedence) -> None:
     """Fill in the waits of every node; refuse a need that nobody meets."""
     needs: dict[Kind, list[_Need]] = {}
     ranks, append = graph.ranks, graph.waits.append
+    leaves_with = _overlaps(graph)
     for node, action in enumerate(graph.actions):
         op, stage, microbatch = action
         if microbatch is None:
@@ -195,8 +196,32 @@ def _resolve(graph: Precedence) -> None:
                 maker = need.sends[microbatch] if need.sends is not None else NOWHERE
                 if waits[-1] == NOWHERE or maker == NOWHERE:
                     _refuse_untransferred(graph, node)
+            elif leaves_with and ranks[maker] != rank:
+                maker = leaves_with.get(maker, maker)
             waits.append(maker)
         append(tuple(waits))  # the garbage collector forgets tuples of numbers, not lists
+
+
+def _overlaps(graph: Precedence) -> dict[int, int]:
+    """Return for a forward that is one block with a backward the node at whose end its output is.
+
+    Of a bare table: in a lowered one the sends stand where they are.
+    """
+    found: dict[int, int] = {}
+    if graph.schedule.is_lowered:
+        return found
+    for forward, backward in graph.schedule.overlaps:
+        node, partner = graph.find(forward), graph.find(backward._replace(op=Op.I))
+        if node is None or partner is None:
+            continue  # whoever needs it says that it is missing
+        if graph.ranks[partner] != graph.ranks[node] or partner < node:
+            graph.refuse(
+                node,
+                f"overlaps {backward}, expected it behind on this rank, got "
+                f"{graph.where(partner)}; move it there",
+            )
+        found[node] = partner
+    return found
 
 
 def _refuse_untransferred(graph: Precedence, node: int) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 from gpipe_hpc.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Op
@@ -9,6 +10,7 @@ from gpipe_hpc.schedule.collectives import reduction_order
 from gpipe_hpc.schedule.costs import Costs
 from gpipe_hpc.schedule.dependencies import counterpart, dependencies, provides
 from gpipe_hpc.schedule.garbage import collector_paused
+from gpipe_hpc.schedule.lowering import lower
 from gpipe_hpc.schedule.precedence import Kind, Precedence, build_precedence, execution_order
 from gpipe_hpc.schedule.table import Schedule
 from gpipe_hpc.schedule.timeline import Event, Timeline
@@ -23,11 +25,19 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     another one after the other. Reductions overlap compute, on each rank one at a time; that of a
     mirrored stage starts when all its holders are ready. Time is linear in the number of actions.
     """
+    if schedule.overlaps and not schedule.is_lowered:
+        return _compute_of(simulate(lower(schedule), costs))
     graph = build_precedence(schedule)
     clock = _Clock(graph, costs)
     clock.run(execution_order(graph, graph.waits))
     clock.reduce(costs.of_reduction(schedule.num_stages))
     return clock.timeline()
+
+
+def _compute_of(timeline: Timeline) -> Timeline:
+    """Return a timeline without communication."""
+    rows = (tuple(each for each in row if each.action.op in COMPUTE) for row in timeline.events)
+    return replace(timeline, events=tuple(rows))
 
 
 class _Step(NamedTuple):

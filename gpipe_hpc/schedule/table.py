@@ -7,6 +7,9 @@ from functools import cached_property
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.actions import COMPUTE, Action
 
+# A forward and the backward of another stage that the same rank runs along with it.
+Overlap = tuple[Action, Action]
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -74,6 +77,8 @@ class Schedule:
 
     ``max_activations[rank]`` bounds the stage micro-batches whose activations live on a rank at
     once; ``max_receives[rank]`` the receive buffers posted and not yet consumed. None: undeclared.
+    `overlaps` names pairs of an ``F`` and the ``B`` right behind it on its rank that are one block:
+    the output of the ``F`` leaves when both are done. Lowering turns that into an order of sends.
     """
 
     name: str
@@ -81,6 +86,7 @@ class Schedule:
     ranks: tuple[tuple[Action, ...], ...]
     max_activations: tuple[int, ...] | None = None
     max_receives: tuple[int, ...] | None = None
+    overlaps: tuple[Overlap, ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -113,6 +119,9 @@ def digest(schedule: Schedule) -> str:
     sha = hashlib.sha256()
     head = (schedule.placement, schedule.max_activations, schedule.max_receives)
     sha.update(repr(head).encode())
+    sha.update(
+        ";".join(f"{forward} {backward}" for forward, backward in schedule.overlaps).encode()
+    )
     for actions in schedule.ranks:
         sha.update(("\n" + ",".join(map(str, actions))).encode())
     return sha.hexdigest()

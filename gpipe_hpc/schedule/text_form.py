@@ -1,21 +1,40 @@
 """The text form of a table: a line of comma-separated actions for each rank.
 
-The format that torch.distributed.pipelining dumps and loads; empty cells are bubbles there.
+The format that torch.distributed.pipelining dumps and loads; empty cells are bubbles there. An F
+and a B that are one block share a cell, as in ``(0F4;7B1)OVERLAP_F_B``.
 """
 
 import csv
 import io
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Op, parse_action
 from gpipe_hpc.schedule.table import Placement, Schedule
 
+_OVERLAP: Final = "OVERLAP_F_B"
+
 
 def to_text(schedule: Schedule) -> str:
     """Return a table as text, one line a rank."""
-    return "".join(",".join(map(str, actions)) + "\n" for actions in schedule.ranks)
+    partner_of = dict(schedule.overlaps)
+    return "".join(",".join(_cells_of(row, partner_of)) + "\n" for row in schedule.ranks)
+
+
+def _cells_of(row: Sequence[Action], partner_of: Mapping[Action, Action]) -> Iterator[str]:
+    """Yield the cells of one rank; a block takes one, with all that stands within it."""
+    if not partner_of:
+        yield from map(str, row)
+        return
+    position = {action: at for at, action in enumerate(row)}
+    first = 0
+    while first < len(row):
+        end = position.get(partner_of.get(row[first], row[first]), first)
+        block = row[first : max(first, end) + 1]
+        yield str(block[0]) if len(block) == 1 else f"({';'.join(map(str, block))}){_OVERLAP}"
+        first += len(block)
 
 
 def from_text(text: str, name: str = "file") -> Schedule:
@@ -32,15 +51,21 @@ def from_text(text: str, name: str = "file") -> Schedule:
         cells = [cell for cell in cells if cell.action.op is not Op.REDUCE_GRAD]
     placement = _with_idle_holders(placement, cells)
     rows: list[list[Action]] = [[] for _ in range(1 + max(cell.line for cell in cells))]
+    blocks: dict[tuple[int, int], list[Action]] = {}
     for cell in cells:
         rows[cell.line].append(cell.action)
-    return Schedule(name, placement, tuple(map(tuple, rows)))
+        if cell.in_block:
+            blocks.setdefault((cell.line, cell.column), []).append(cell.action)
+    overlaps = tuple((block[0], block[-1]) for block in blocks.values())
+    schedule = Schedule(name, placement, tuple(map(tuple, rows)), overlaps=overlaps)
+    return replace(schedule, overlaps=()) if schedule.is_lowered else schedule
 
 
 class _Cell(NamedTuple):
     line: int
     column: int
     action: Action
+    in_block: bool = False
 
     def __str__(self) -> str:
         return f"line {self.line + 1}, cell {self.column + 1}"
@@ -53,12 +78,27 @@ def _read(text: str, name: str) -> list[_Cell]:
             if not entry.strip():
                 continue  # a bubble: time is a result of running a table, no part of it
             try:
-                cells.append(_Cell(line, column, parse_action(entry)))
+                actions = _parse(entry.strip())
+                cells += [_Cell(line, column, action, len(actions) > 1) for action in actions]
             except ScheduleError as error:
                 raise ScheduleError(
                     f"schedule {name!r}, line {line + 1}, cell {column + 1}: {error}"
                 ) from None
     return cells
+
+
+def _parse(entry: str) -> list[Action]:
+    """Read one cell: an action, or a block of an F and a B, between them an R at most."""
+    if not entry.startswith("("):
+        return [parse_action(entry)]
+    inner, _, op = entry[1:].partition(")")
+    block = [parse_action(part) for part in inner.split(";")] if op == _OVERLAP else []
+    ops = [action.op for action in block if action.op is not Op.R]
+    if ops != [Op.F, Op.B] or block[0].op is Op.R or block[-1].op is Op.R:
+        raise ScheduleError(
+            f"action: not a block, expected one such as (0F4;7B1){_OVERLAP}, got {entry!r}"
+        )
+    return block
 
 
 def _lacks_transfers(cells: list[_Cell], placement: Placement) -> bool:
@@ -70,7 +110,7 @@ def _lacks_transfers(cells: list[_Cell], placement: Placement) -> bool:
 def _with_idle_holders(placement: Placement, cells: list[_Cell]) -> Placement:
     """Add a route for each rank that reduces a stage of which it runs no micro-batch."""
     first, idle = placement.routes[0], []
-    for line, _, (op, stage, _) in cells:
+    for line, _, (op, stage, _), _ in cells:
         if op is Op.REDUCE_GRAD and stage < len(first) and line not in placement.holders(stage):
             idle.append((*first[:stage], line, *first[stage + 1 :]))
     return replace(placement, routes=placement.routes + tuple(idle))

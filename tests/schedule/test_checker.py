@@ -157,3 +157,21 @@ def test_torchs_1f1b_table_is_refused_as_its_last_rank_never_runs_its_first_forw
     ours = to_text(build("one_f_one_b", ranks=3, microbatches=4))
     with pytest.raises(ScheduleError, match="2B0: waits for 2F0"):
         check(from_text(ours.replace("2F0,", "")))
+
+
+def test_a_block_whose_backward_comes_first_is_refused():
+    bare = build("dualpipe_v", ranks=2, microbatches=4)
+    forward, backward = bare.overlaps[0]
+    swap = {forward: backward, backward: forward}
+    rows = tuple(tuple(swap.get(action, action) for action in row) for row in bare.ranks)
+    with pytest.raises(ScheduleError, match=f"{forward}: overlaps {backward}, expected it behind"):
+        check(replace(bare, ranks=rows))
+
+
+def test_an_output_kept_for_a_backward_that_waits_for_it_is_refused():
+    read = from_text("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1F1,1B0,1B1\n")
+    check(replace(read, overlaps=()))
+    with pytest.raises(ScheduleError, match=r"deadlock.*\n.*0B0 waits for 1B0.*\n.*1F1 waits"):
+        check(read)
+    with pytest.raises(ScheduleError, match="deadlock"):
+        lower(read)

@@ -19,6 +19,7 @@ def test_what_is_written_is_read_back(variant, recompute, ranks, microbatches):
     for schedule in (bare, lower(bare)):
         read = from_text(to_text(schedule), name="mine")
         assert (read.name, read.ranks) == ("mine", schedule.ranks)
+        assert sorted(read.overlaps) == sorted(schedule.overlaps)
         # Micro-batches go where they went; who holds a stage idly shows in reductions.
         for microbatch in range(microbatches):
             for stage in range(bare.num_stages):
@@ -40,6 +41,14 @@ def test_bubbles_blank_ends_and_spaces_are_no_part_of_the_table():
     assert to_text(read) == "0F0,0B0\n1F0,1B0\n"
 
 
+def test_blocks_share_a_cell_as_torch_writes_them():
+    bare = build("dualpipe_v", ranks=1, microbatches=3, recompute="always")
+    assert "(0F2;1R1;1B1)OVERLAP_F_B" in to_text(bare)
+    assert from_text(to_text(bare)).overlaps == bare.overlaps
+    lowered = lower(build("dualpipe_v", ranks=2, microbatches=4))
+    assert "OVERLAP" not in to_text(lowered)  # there the sends say it
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -48,6 +57,8 @@ def test_bubbles_blank_ends_and_spaces_are_no_part_of_the_table():
         ("0F0,0F1\n1F0\n", r"1F1 is missing"),
         ("\n,,\n", r"no action"),
         ("0REDUCE_GRAD\n", r"no compute"),
+        ("0F0,(0F1;0B0\n", r"line 1, cell 2: .*not a block, expected one such as"),
+        ("(0B0;0F1)OVERLAP_F_B\n", r"line 1, cell 1: .*not a block"),
     ],
 )
 def test_errors_name_line_and_cell(text, message):
