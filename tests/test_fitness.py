@@ -211,7 +211,8 @@ def test_every_setting_is_explained_in_yaml():
     for option in group_options():
         group, name = option.split("=")
         if group in ("data", "optimizer"):
-            config = compose_config([option] + ["model=mlp"] * (name == "synthetic_vectors"))
+            partner = {"synthetic_vectors": ["model=mlp"], "synthetic_images": ["model=vgg16"]}
+            config = compose_config([option, *partner.get(name, [])])
             text = OmegaConf.load(ROOT / "conf" / group / f"{name}.yaml")
             del text["defaults"]
             assert list(undocumented(getattr(config, group), text)) == [], option

@@ -17,6 +17,7 @@ from gpipe_hpc.config.schema import (
     PythonSourceConfig,
     RMSPropConfig,
     SGDConfig,
+    SyntheticImagesConfig,
     SyntheticTokensConfig,
     SyntheticVectorsConfig,
     TextConfig,
@@ -32,6 +33,7 @@ _SCHEMAS: Final = (
     ("text", TextConfig),
     ("synthetic_tokens", SyntheticTokensConfig),
     ("synthetic_vectors", SyntheticVectorsConfig),
+    ("synthetic_images", SyntheticImagesConfig),
 )
 _CONF_MARK: Final = "# gpipe_hpc:"
 
@@ -80,7 +82,8 @@ def load_config(composed: DictConfig) -> Config:
         raise ConfigError(
             f"config: {error.full_key} refers to a setting that this combination lacks, got: "
             f"{str(error).splitlines()[0]}; choose groups that fit each other (model=mlp goes with "
-            f"data=synthetic_vectors) or set {error.full_key} by hand"
+            f"data=synthetic_vectors, model=vgg16 with data=synthetic_images) or set "
+            f"{error.full_key} by hand"
         ) from None
     except OmegaConfBaseException as error:
         raise ConfigError(f"config: {error}") from None

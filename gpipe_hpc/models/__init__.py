@@ -1,10 +1,13 @@
 """What a layered model is, how its layers are built, counted and keyed, and the zoo."""
 
+from gpipe_hpc.models.alexnet import build_alexnet
+from gpipe_hpc.models.bert import build_bert
 from gpipe_hpc.models.building import build_layer, seeded_generators
 from gpipe_hpc.models.counting import count_parameters, layer_parameters, parameter_sizes
 from gpipe_hpc.models.gpt import build_gpt
 from gpipe_hpc.models.layers import Layer, LayerSpec, layer_name, normalise_layers
 from gpipe_hpc.models.losses import (
+    bert_pretraining,
     classification,
     loss_function,
     mean_squared_error,
@@ -21,6 +24,8 @@ from gpipe_hpc.models.randomness import (
     mix64,
 )
 from gpipe_hpc.models.ties import Tie, find_ties, parameter_at, replace_parameter
+from gpipe_hpc.models.transformer import build_transformer
+from gpipe_hpc.models.vgg import build_vgg
 from gpipe_hpc.models.zoo import build_model, model_names
 
 __all__ = [
@@ -28,10 +33,15 @@ __all__ = [
     "Layer",
     "LayerSpec",
     "Tie",
+    "bert_pretraining",
+    "build_alexnet",
+    "build_bert",
     "build_gpt",
     "build_layer",
     "build_mlp",
     "build_model",
+    "build_transformer",
+    "build_vgg",
     "classification",
     "count_parameters",
     "find_ties",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gpipe_hpc.errors import ModelError
 
-LossFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+LossFunction = Callable[..., tuple[Tensor, Tensor]]
 
 
 def token_cross_entropy(
@@ -48,6 +48,33 @@ def classification(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return token_cross_entropy(logits, targets)
 
 
+def bert_pretraining(
+    outputs: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor], ignore_index: int = -100
+) -> tuple[Tensor, Tensor]:
+    """Return the sum over samples of both of BERT's losses in nats, and the number of samples.
+
+    ``outputs`` are the logits of the tokens [B, S, V] and of the next sentence [B, 2]; ``targets``
+    the tokens that were masked [B, S], ``ignore_index`` elsewhere, and 0 or 1 of each sample [B].
+    A sample adds the mean over its masked tokens and its next-sentence loss, weighted alike; as
+    long as all have equally many masked tokens, as in BERT, that is the mean over all of these.
+    """
+    (token_logits, sentence_logits), (tokens, sentences) = outputs, targets
+    expected = [list(token_logits.shape[:2]), list(sentence_logits.shape[:1])]
+    if [list(tokens.shape), list(sentences.shape)] != expected:
+        raise ModelError(
+            f"bert_pretraining: shapes do not match, expected targets of shapes {expected[0]} and "
+            f"{expected[1]}, got {list(tokens.shape)} and {list(sentences.shape)}; give the masked "
+            f"tokens and one next-sentence class a sample"
+        )
+    losses = F.cross_entropy(
+        _wide(token_logits).transpose(1, 2), tokens, reduction="none", ignore_index=ignore_index
+    )
+    num_masked = (tokens != ignore_index).sum(1)
+    masked = (losses.sum(1) / num_masked.clamp(min=1)).sum()
+    sentence = F.cross_entropy(_wide(sentence_logits), sentences, reduction="sum")
+    return masked + sentence, torch.tensor(len(tokens), device=tokens.device)
+
+
 def mean_squared_error(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sum of squared differences and the number of elements, both of one shape."""
     if output.shape != target.shape:
@@ -66,6 +93,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 _LOSSES: Final[Mapping[str, LossFunction]] = MappingProxyType(
     {
+        "bert_pretraining": bert_pretraining,
         "classification": classification,
         "mean_squared_error": mean_squared_error,
         "token_cross_entropy": token_cross_entropy,

@@ -7,9 +7,13 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from gpipe_hpc.errors import ModelError
+from gpipe_hpc.models.alexnet import build_alexnet
+from gpipe_hpc.models.bert import build_bert
 from gpipe_hpc.models.gpt import build_gpt
 from gpipe_hpc.models.layers import LayerSpec
 from gpipe_hpc.models.mlp import build_mlp
+from gpipe_hpc.models.transformer import build_transformer
+from gpipe_hpc.models.vgg import build_vgg
 
 
 def _gpt2(name: str, **sizes: Any) -> dict[str, Callable[..., list[LayerSpec]]]:
@@ -20,6 +24,10 @@ def _gpt2(name: str, **sizes: Any) -> dict[str, Callable[..., list[LayerSpec]]]:
 
 _MODELS: Final[Mapping[str, Callable[..., list[LayerSpec]]]] = MappingProxyType(
     {
+        "alexnet": build_alexnet,
+        "bert48": partial(
+            build_bert, vocab_size=30522, block_size=512, num_layers=48, num_heads=16, width=1024
+        ),
         "gpt": partial(
             build_gpt, vocab_size=256, block_size=128, num_layers=4, num_heads=4, width=128
         ),
@@ -27,7 +35,14 @@ _MODELS: Final[Mapping[str, Callable[..., list[LayerSpec]]]] = MappingProxyType(
         **_gpt2("gpt2_medium", num_layers=24, num_heads=16, width=1024),
         **_gpt2("gpt2_large", num_layers=36, num_heads=20, width=1280),
         **_gpt2("gpt2_xl", num_layers=48, num_heads=25, width=1600),
+        # Of Chimera's measurements: the width of GPT-2 large, deeper.
+        "gpt2_64": partial(
+            build_gpt, vocab_size=50257, block_size=1024, num_layers=64, num_heads=20, width=1280
+        ),
         "mlp": partial(build_mlp, widths=(64, 256, 256, 10)),
+        "transformer_l": partial(build_transformer, num_layers=24),
+        "vgg16": partial(build_vgg, num_convs=(2, 2, 3, 3, 3)),
+        "vgg19": partial(build_vgg, num_convs=(2, 2, 4, 4, 4)),
     }
 )
 

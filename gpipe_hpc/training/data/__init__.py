@@ -3,6 +3,7 @@
 from gpipe_hpc.config import (
     DataConfig,
     PythonSourceConfig,
+    SyntheticImagesConfig,
     SyntheticTokensConfig,
     SyntheticVectorsConfig,
     TextConfig,
@@ -10,7 +11,11 @@ from gpipe_hpc.config import (
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.training.data.dataset import Dataset, DataSource
 from gpipe_hpc.training.data.sampler import ShuffledSampler, sequential_batches
-from gpipe_hpc.training.data.synthetic import open_synthetic_tokens, open_synthetic_vectors
+from gpipe_hpc.training.data.synthetic import (
+    open_synthetic_images,
+    open_synthetic_tokens,
+    open_synthetic_vectors,
+)
 from gpipe_hpc.training.data.text import open_python_source, open_text
 
 __all__ = [
@@ -37,7 +42,9 @@ def open_data(config: DataConfig) -> DataSource:
             return open_synthetic_tokens(config)
         case SyntheticVectorsConfig():
             return open_synthetic_vectors(config)
+        case SyntheticImagesConfig():
+            return open_synthetic_images(config)
     raise ConfigError(
         f"data: unknown kind, expected one of conf/data, got {type(config).__name__}; choose data="
-        f"python_source, text, synthetic or synthetic_vectors"
+        f"python_source, text, synthetic, synthetic_vectors or synthetic_images"
     )

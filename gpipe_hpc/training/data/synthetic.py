@@ -9,7 +9,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gpipe_hpc.config import SyntheticTokensConfig, SyntheticVectorsConfig
+from gpipe_hpc.config import (
+    SyntheticImagesConfig,
+    SyntheticTokensConfig,
+    SyntheticVectorsConfig,
+)
 from gpipe_hpc.training.data.dataset import Dataset
 from gpipe_hpc.training.data.hashing import Words, hash_words
 
@@ -92,6 +96,49 @@ class ClassifiedVectors:
         return _uniform(hash_words(self.config.seed, self.stream, numbers, places))
 
 
+@dataclass(frozen=True)
+class ClassifiedImages:
+    """Sample: a class drawn at random, and its picture under as much noise, in [-1, 1).
+
+    The class comes first, since a map from pixels to classes, as vectors have it, would be far
+    larger than the images.
+    """
+
+    num_samples: int
+    stream: int
+    config: SyntheticImagesConfig
+
+    def read_inputs(self, indices: Sequence[int]) -> Tensor:
+        """Return float32 images, [len(indices), channels, height, width]."""
+        config = self.config
+        shape = (config.channels, config.height, config.width)
+        classes, places = np.unique(self._classes(indices), return_inverse=True)
+        numbers = np.asarray(indices, np.uint64)
+        noise = self._pixels(self.stream, numbers)
+        pictures = self._pixels(_SHARED, classes.astype(np.uint64))
+        images = 0.5 * (noise + pictures[places])
+        return torch.from_numpy(images.astype(np.float32).reshape(len(numbers), *shape))
+
+    def read_targets(self, indices: Sequence[int]) -> Tensor:
+        """Return int64 classes, [len(indices)]."""
+        return torch.from_numpy(self._classes(indices))
+
+    def digest(self) -> str:
+        """Return a short text that is equal where the samples are."""
+        return f"{self.num_samples}/{self.stream}/{self.config}"
+
+    def _classes(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
+        numbers = np.asarray(indices, np.uint64)
+        words = hash_words(self.config.seed, self.stream, numbers, 0)
+        return _remainder(words, self.config.num_classes)
+
+    def _pixels(self, stream: int, numbers: Words) -> npt.NDArray[np.float64]:
+        num_pixels = self.config.channels * self.config.height * self.config.width
+        # From 1 up: 0 is the word of the class.
+        places = np.arange(1, num_pixels + 1, dtype=np.uint64)
+        return _uniform(hash_words(self.config.seed, stream, numbers[:, None], places))
+
+
 def open_synthetic_tokens(config: SyntheticTokensConfig) -> SyntheticSource:
     """Return token sequences that a model learns by finding each one's stride."""
     return SyntheticSource(
@@ -106,6 +153,15 @@ def open_synthetic_vectors(config: SyntheticVectorsConfig) -> SyntheticSource:
     return SyntheticSource(
         ClassifiedVectors(config.num_samples, _TRAIN, config),
         ClassifiedVectors(config.num_validation_samples, _VALIDATION, config),
+        "classification",
+    )
+
+
+def open_synthetic_images(config: SyntheticImagesConfig) -> SyntheticSource:
+    """Return images with classes that one linear layer can learn."""
+    return SyntheticSource(
+        ClassifiedImages(config.num_samples, _TRAIN, config),
+        ClassifiedImages(config.num_validation_samples, _VALIDATION, config),
         "classification",
     )
 
