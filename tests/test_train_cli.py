@@ -70,6 +70,19 @@ def test_a_run_resumes_to_the_bit(train, tiny, tmp_path, same_end):
 
 
 @SLOW
+def test_a_measured_cut_gives_way_to_another_layout_and_another_model(
+    start_ranks, train, tiny, tmp_path
+):
+    """It was taken over as it was: one process could not go on where two had left, and another
+    model was refused for a cut that nobody had asked for."""
+    settings = (*tiny, "train.steps=2", "pipeline.partition=time")
+    train(2, *settings, "run.dir=run")
+    assert "resumed from" in train(1, *settings, "checkpoint.resume=run", "run.dir=alone")
+    ranks = start_ranks(2, *settings, "checkpoint.resume=run", "model.num_layers=2").wait(60)
+    assert all("expected one of this model" in text for text in ranks.outputs)
+
+
+@SLOW
 def test_a_finished_run_that_is_started_again_changes_nothing(train, tiny, tmp_path):
     settings = (*tiny, "train.steps=3", "run.dir=run")
     train(1, *settings)

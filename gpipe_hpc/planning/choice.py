@@ -60,14 +60,16 @@ def choose_partition(
 ) -> Partition:
     """Cut `layers` into `num_stages` by parameters, uniform, time, or as given by hand.
 
-    A Partition that was made before, in a checkpoint say, is taken as it is.
+    A Partition that was made before, in a checkpoint say, is taken as it is where it fits the
+    layers and the stages; else the cut is made anew, as that one was.
     `example` is called for `time` alone, which measures every layer's forward and backward on
     it, here and now: ask one rank, and tell the others. Raises PartitionError.
     """
     if isinstance(policy, Partition):
-        return policy._replace(
-            counts=tuple(by_hand(policy.counts, len(layers), num_stages, allow_empty=True))
-        )
+        counts = tuple(policy.counts)
+        if (len(counts), sum(counts)) == (num_stages, len(layers)):
+            return policy._replace(counts=counts)
+        policy = "uniform" if policy.measure == "layers" else policy.measure
     if not isinstance(policy, str):
         # A zero written by hand asks for an empty stage: it passes its input on.
         counts = by_hand(policy, len(layers), num_stages, allow_empty=True)

@@ -113,15 +113,12 @@ def last_step(train: TrainConfig) -> int:
 
 
 def _partition(config: Config, resumed: Path | None) -> Any:
-    """Return the cut asked for; a measured one is taken from the checkpoint if it fits."""
+    """Return the cut asked for; a measured one is that of the checkpoint, if it fits."""
     policy = config.pipeline.partition
     if policy != "time" or resumed is None:
         return policy
-    facts = read_facts(resumed)
-    stored = Partition(**facts["partition"])
-    # A cut measured for another number of stages is of no use here.
-    same = facts["stages"] == config.pipeline.stages or config.pipeline.stages is None
-    return stored if stored.measure == "time" and same else policy
+    stored = Partition(**read_facts(resumed)["partition"])
+    return stored if stored.measure == "time" else policy
 
 
 def _example(
