@@ -52,6 +52,8 @@ _RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
         "checkpoint.keep": (1, _INF),
         "trace.steps": (0, _INF),
         "draw.width": (1, 100_000),
+        "plan.flops_per_s": (1, _INF),
+        "plan.memory_bytes": (1, _INF),
     }
 )
 
@@ -97,6 +99,18 @@ def check_drawing(config: Config) -> None:
     _check_ranges(config)
     _check_choices(config)
     _check_draw(config)
+
+
+def check_planning(config: Config, num_stages: int) -> None:
+    """Refuse settings with which nothing can be planned; raises ConfigError that names one.
+
+    `num_stages` is the number of ranks of one pipeline. Data need not be there.
+    """
+    _check_ranges(config)
+    _check_choices(config)
+    _check_partition(config.pipeline.partition, num_stages)
+    _check_optimizer(config)
+    _check_model(config)
 
 
 def _refuse(setting: str, expected: str, got: object, remedy: str) -> ConfigError:

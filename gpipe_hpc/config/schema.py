@@ -205,6 +205,14 @@ class DrawConfig:
 
 
 @dataclass
+class PlanConfig:
+    """What ``python -m gpipe_hpc.plan`` plans for."""
+
+    flops_per_s: float | None = None
+    memory_bytes: float | None = None
+
+
+@dataclass
 class Config:
     """All settings of a run."""
 
@@ -220,3 +228,4 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     draw: DrawConfig = field(default_factory=DrawConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)

@@ -1,0 +1,213 @@
+"""`python -m gpipe_hpc.plan`: what a run would need and take, before it starts.
+
+Nothing is read, allocated or measured: models of any size are counted in seconds.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import hydra
+import torch
+from omegaconf import DictConfig
+
+from gpipe_hpc.config import (
+    AdamWConfig,
+    Config,
+    DataConfig,
+    OptimizerConfig,
+    PythonSourceConfig,
+    RMSPropConfig,
+    SGDConfig,
+    SyntheticImagesConfig,
+    SyntheticTokensConfig,
+    SyntheticVectorsConfig,
+    TextConfig,
+    bind_target,
+    build_target,
+    conf_dir,
+    load_config,
+    register_schemas,
+)
+from gpipe_hpc.config.checks import check_planning
+from gpipe_hpc.errors import ConfigError, GpipeError
+from gpipe_hpc.models import Layer, loss_function, normalise_layers
+from gpipe_hpc.planning.counted import META, ModelCount, count_model
+from gpipe_hpc.planning.forecast import count_stages, flop_costs, forecast
+from gpipe_hpc.planning.partition import by_hand, minimax, uniform
+from gpipe_hpc.planning.report import Assumptions, bytes_text, owned_parameters, report
+from gpipe_hpc.schedule import Schedule, build, check, lower
+
+DEFAULT_STAGES: Final = 4
+FAILED_EXIT_CODE: Final = 1
+BAD_CONFIG_EXIT_CODE: Final = 2
+TOO_LARGE_EXIT_CODE: Final = 3
+
+
+class Plan(NamedTuple):
+    """A plan as text, and whether every rank fits into the memory it was given."""
+
+    text: str
+    fits: bool
+
+
+class Sample(NamedTuple):
+    """A micro-batch without values, and the name of the loss that goes with it."""
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    loss: str
+
+
+def main() -> None:
+    """Compose the settings from Hydra's command line, plan, and exit.
+
+    Exit codes: 0 done, 1 failed, 2 settings that cannot work, 3 a rank needs more memory than
+    plan.memory_bytes.
+    """
+    register_schemas()
+    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(_task)()
+
+
+def _task(composed: DictConfig) -> None:
+    try:
+        found = make_plan(load_config(composed))
+    except GpipeError as error:
+        print(f"gpipe_hpc: {error}", file=sys.stderr, flush=True)
+        bad = isinstance(error, ConfigError)
+        sys.exit(BAD_CONFIG_EXIT_CODE if bad else FAILED_EXIT_CODE)
+    print(found.text)
+    sys.exit(0 if found.fits else TOO_LARGE_EXIT_CODE)
+
+
+def make_plan(config: Config) -> Plan:
+    """Count the model, cut it, and forecast a step of one replica.
+
+    Raises ConfigError, ModelError, PartitionError or ScheduleError for what cannot work.
+    """
+    num_ranks = config.pipeline.stages or DEFAULT_STAGES
+    check_planning(config, num_ranks)
+    layers = normalise_layers(build_target("model", config.model))
+    sample = microbatch(config.data, samples_per_microbatch(config))
+    loss_fn: Callable[[Any, Any], Any] = (
+        bind_target("loss", config.loss) if config.loss else loss_function(sample.loss)
+    )
+    model = count_model(
+        layers, sample.inputs, sample.targets, loss_fn, device_type=_device_type(config)
+    )
+    table = partial(
+        build,
+        config.pipeline.schedule,
+        ranks=num_ranks,
+        microbatches=config.pipeline.microbatches * config.train.accumulation,
+        recompute=config.pipeline.recompute,
+    )
+    options = config.pipeline.options
+    bare = table(**options)
+    counts, cut_by = cut(config.pipeline.partition, model, bare.num_stages)
+    if config.pipeline.schedule == "auto" and "costs" not in options:
+        bare = table(**options, costs=flop_costs(count_stages(model, counts)))
+    schedule = bare if bare.is_lowered else lower(bare)
+    check(schedule)
+    assumptions = Assumptions(config.plan.flops_per_s, config.plan.memory_bytes)
+    found = forecast(model, counts, schedule, states_per_parameter(config.optimizer))
+    heading = _heading(config, layers, model, schedule, sample)
+    text = report(layers, model, counts, schedule, found, assumptions, heading, cut_by)
+    return Plan(text, all(map(assumptions.fits, found.ranks)))
+
+
+def cut(partition: Any, model: ModelCount, num_stages: int) -> tuple[list[int], str]:
+    """Return the layers of each stage, and how they were chosen.
+
+    `time` cannot be measured here, and becomes FLOPs. Raises PartitionError.
+    """
+    num_layers = len(model.layers)
+    if isinstance(partition, Sequence) and not isinstance(partition, str):
+        return by_hand(partition, num_layers, num_stages, allow_empty=True), "by hand"
+    if partition == "parameters":
+        return minimax(owned_parameters(model), num_stages), "by parameters"
+    if partition == "uniform":
+        return uniform(num_layers, num_stages), "uniformly by layers"
+    flops = [layer.flops for layer in model.layers]
+    if not any(flops):
+        return uniform(num_layers, num_stages), "uniformly by layers, as none has counted FLOPs"
+    return (
+        minimax(flops, num_stages),
+        "by counted FLOPs (pipeline.partition=time measures on the machine that trains; the cut "
+        "may differ)",
+    )
+
+
+def samples_per_microbatch(config: Config) -> int:
+    """Return how many samples the largest micro-batch has."""
+    pipeline, train = config.pipeline, config.train
+    return -(-train.batch_size // (pipeline.replicas * pipeline.microbatches * train.accumulation))
+
+
+def microbatch(data: DataConfig, num_samples: int) -> Sample:
+    """Return a micro-batch of the shapes that this kind of data has; nothing is read."""
+    floats = partial(torch.empty, dtype=torch.float32, device=META)
+    whole = partial(torch.empty, dtype=torch.int64, device=META)
+    match data:
+        case PythonSourceConfig() | TextConfig() | SyntheticTokensConfig():
+            tokens = whole(num_samples, data.seq_len)
+            return Sample(tokens, tokens, "token_cross_entropy")
+        case SyntheticVectorsConfig():
+            return Sample(floats(num_samples, data.width), whole(num_samples), "classification")
+        case SyntheticImagesConfig():
+            images = floats(num_samples, data.channels, data.height, data.width)
+            return Sample(images, whole(num_samples), "classification")
+    raise ConfigError(
+        f"data: its shapes are unknown, expected data=python_source, text, synthetic, "
+        f"synthetic_vectors or synthetic_images, got {type(data).__name__}; plan with "
+        f"synthetic data of the same shapes"
+    )
+
+
+def states_per_parameter(config: OptimizerConfig) -> int:
+    """Return how many numbers the optimizer keeps for each parameter."""
+    match config:
+        case AdamWConfig():
+            return 2
+        case SGDConfig():
+            return int(config.momentum > 0)
+        case RMSPropConfig():
+            return 1 + int(config.momentum > 0) + int(config.centered)
+    raise ConfigError(
+        f"optimizer: unknown kind, expected one of conf/optimizer, got {type(config).__name__}; "
+        f"choose optimizer=adamw, sgd or rmsprop"
+    )
+
+
+def _device_type(config: Config) -> str:
+    if config.train.device != "auto":
+        return config.train.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _heading(
+    config: Config,
+    layers: Sequence[Layer],
+    model: ModelCount,
+    schedule: Schedule,
+    sample: Sample,
+) -> str:
+    shape = "x".join(map(str, sample.inputs.shape))
+    dtype = str(sample.inputs.dtype).removeprefix("torch.")
+    lines = [
+        f"{len(layers)} layers, {model.parameters:,} parameters",
+        f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, "
+        f"{config.pipeline.replicas} replica(s); micro-batch {dtype}[{shape}] "
+        f"({bytes_text(sum(model.inputs.tensors))}), recompute {config.pipeline.recompute}, "
+        f"attention as on {_device_type(config)}",
+    ]
+    if config.train.precision != "float32":
+        lines.append(
+            f"counted in float32: what train.precision={config.train.precision} saves is not"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

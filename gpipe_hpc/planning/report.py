@@ -1,0 +1,223 @@
+"""A forecast as text: layers, the cut, ranks, and the step."""
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from gpipe_hpc.models import Layer
+from gpipe_hpc.planning.counted import LayerCount, ModelCount
+from gpipe_hpc.planning.forecast import Forecast, RankForecast, count_stages
+from gpipe_hpc.planning.table import cut_table
+from gpipe_hpc.schedule import Schedule
+
+_LONGEST_GROUP: Final = 32
+_NOTES: Final = (
+    "Counted, not measured: FLOPs of matrix products, convolutions and attention; activations that "
+    "autograd keeps; no gradients in flight, receive buffers or workspaces; transfers take no time."
+)
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What the numbers stand on: the device's speed and memory, None where not given."""
+
+    flops_per_s: float | None = None
+    memory_bytes: float | None = None
+
+    def fits(self, rank: RankForecast) -> bool:
+        """Say whether a rank stays within the memory, if that is known."""
+        return self.memory_bytes is None or rank.total_bytes <= self.memory_bytes
+
+
+class Group(NamedTuple):
+    """`period` layers from `start` on that stand there `times` in a row."""
+
+    start: int
+    period: int
+    times: int
+
+
+def layer_table(model: ModelCount) -> str:
+    """Return the layers with repeats folded; the numbers of a line are those of one layer."""
+    rows = [["layers", "times", "layer", "parameters", *_FIGURES]]
+    for start, period, times in folded(model.layers):
+        last = start + period * times - 1
+        for place in range(period):
+            count = model.layers[start + place]
+            span = f"{start}-{last}" if last > start else str(start)
+            first = [span, f"{times} x" if times > 1 else ""] if place == 0 else ["", ""]
+            rows.append([*first, count.name, f"{count.parameters:,}", *_figures(count)])
+    if model.loss is not None:
+        rows.append(["", "", model.loss.name, "0", *_figures(model.loss)])
+    whole = count_stages(model, [len(model.layers)])[0]
+    rows.append(
+        [
+            "all",
+            "",
+            f"{len(model.layers)}",
+            f"{model.parameters:,}",
+            flops_text(whole.forward_flops),
+            flops_text(whole.backward_flops),
+            bytes_text(whole.activation_bytes),
+            "",
+        ]
+    )
+    return _aligned(rows, left={0, 2})
+
+
+_FIGURES: Final = ("forward", "backward", "activations", "output")
+
+
+def _figures(count: LayerCount) -> list[str]:
+    return [
+        flops_text(count.forward_flops),
+        flops_text(count.backward_flops),
+        bytes_text(count.activation_bytes),
+        bytes_text(count.output_bytes),
+    ]
+
+
+def stage_table(
+    layers: Sequence[Layer], model: ModelCount, counts: Sequence[int], schedule: Schedule
+) -> str:
+    """Return the cut: layers, ranks, parameters and share of the FLOPs of each stage."""
+    placement = schedule.placement
+    return cut_table(
+        layers,
+        counts,
+        holders=[placement.holders(stage) for stage in range(placement.num_stages)],
+        costs=[float(count.flops) for count in model.layers],
+        measure="FLOPs",
+        parameters=owned_parameters(model),
+    )
+
+
+def owned_parameters(model: ModelCount) -> list[int]:
+    """Return the parameters of each layer that no layer before it has."""
+    sizes = [count.parameters for count in model.layers]
+    for tie in model.ties:
+        for index, name in tie.places[1:]:
+            weights = {weight.name: weight for weight in model.layers[index].weights}
+            sizes[index] -= weights[name].num_elements
+    return sizes
+
+
+def rank_table(ranks: Sequence[RankForecast], assumptions: Assumptions) -> str:
+    """Return what each rank holds at its fullest and sends; whether it fits, if that is asked."""
+    head = ["rank", "stages", "parameters", "weights", "gradients", "optimizer", "activations"]
+    rows = [[*head, "sum", "sent a step", "fits"]]
+    for index, rank in enumerate(ranks):
+        parts = (
+            rank.weight_bytes,
+            rank.gradient_bytes,
+            rank.optimizer_bytes,
+            rank.activation_bytes,
+            rank.total_bytes,
+            rank.sent_bytes,
+        )
+        stages = ",".join(map(str, rank.stages)) or "none"
+        verdict = "yes" if assumptions.fits(rank) else "NO"
+        numbers = [str(index), stages, f"{rank.parameters:,}", *map(bytes_text, parts)]
+        rows.append([*numbers, verdict])
+    if assumptions.memory_bytes is None:
+        rows = [row[:-1] for row in rows]
+    return _aligned(rows, left={1})
+
+
+def step_text(found: Forecast, schedule: Schedule, assumptions: Assumptions) -> str:
+    """Return bubble and time of a step, and its FLOPs."""
+    timeline, num_ranks = found.timeline, schedule.num_ranks
+    lines = [
+        f"{schedule.name}, {schedule.num_microbatches} micro-batches on {num_ranks} ranks: "
+        f"{flops_text(found.step_flops)} a step, recomputation included",
+        f"expected bubble {100 * timeline.bubble:.1f} % (idle over total)",
+    ]
+    if found.step_flops:
+        ideal = timeline.makespan * num_ranks / found.step_flops
+        lines[1] += f": a step takes {ideal:.3f} times as long as without"
+    if assumptions.flops_per_s is not None:
+        seconds = timeline.makespan / assumptions.flops_per_s
+        rate = flops_text(assumptions.flops_per_s)
+        lines.append(f"expected step time {seconds:.4g} s at {rate}/s a rank")
+    if assumptions.memory_bytes is not None:
+        limit = bytes_text(assumptions.memory_bytes)
+        over = [str(i) for i, rank in enumerate(found.ranks) if not assumptions.fits(rank)]
+        verdict = f"too much on rank {', '.join(over)}" if over else "every rank fits"
+        lines.append(f"memory: {verdict}, with {limit} a rank")
+    return "\n".join(lines)
+
+
+def report(
+    layers: Sequence[Layer],
+    model: ModelCount,
+    counts: Sequence[int],
+    schedule: Schedule,
+    found: Forecast,
+    assumptions: Assumptions,
+    heading: str,
+    cut_by: str,
+) -> str:
+    """Return the whole plan as text. `heading` says what is planned, `cut_by` who chose the cut."""
+    cut = stage_table(layers, model, counts, schedule)
+    return "\n\n".join(
+        [
+            heading,
+            f"Layers, for one micro-batch:\n{layer_table(model)}",
+            f"Cut {cut_by}:\n{cut}",
+            f"Ranks, at their fullest:\n{rank_table(found.ranks, assumptions)}",
+            step_text(found, schedule, assumptions),
+            _NOTES,
+        ]
+    )
+
+
+def folded(items: Sequence[Hashable]) -> Iterator[Group]:
+    """Yield equal neighbours, and groups of neighbours that repeat, as one."""
+    numbers: dict[Hashable, int] = {}
+    names = [numbers.setdefault(item, len(numbers)) for item in items]
+    start = 0
+    while start < len(names):
+        repeats = {p: _repeats(names, start, p) for p in range(1, _LONGEST_GROUP + 1)}
+        repeated = {period: times for period, times in repeats.items() if times > 1}
+        # The group that swallows most layers; the shorter of two that swallow as many.
+        period = max(repeated, key=lambda p: (p * repeated[p], -p), default=1)
+        yield Group(start, period, repeated.get(period, 1))
+        start += period * repeated.get(period, 1)
+
+
+def _repeats(names: Sequence[int], start: int, period: int) -> int:
+    end = start + period
+    while end < len(names) and names[end] == names[end - period]:
+        end += 1
+    return max(1, (end - start) // period)
+
+
+def bytes_text(nbytes: float) -> str:
+    """Return bytes with a unit of 1024: ``1.50 GiB``."""
+    return _scaled(nbytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+
+
+def flops_text(flops: float) -> str:
+    """Return FLOPs with a unit of 1000: ``1.50 TFLOP``."""
+    return _scaled(flops, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
+
+
+def _scaled(amount: float, base: int, units: Sequence[str]) -> str:
+    step = 0
+    while amount >= base and step < len(units) - 1:
+        amount /= base
+        step += 1
+    if step == 0:
+        return f"{round(amount)} {units[0]}"
+    return f"{amount:.{2 if amount < 10 else 1 if amount < 100 else 0}f} {units[step]}"
+
+
+def _aligned(rows: Sequence[Sequence[str]], left: set[int]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
