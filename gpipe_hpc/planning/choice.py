@@ -66,9 +66,9 @@ def choose_partition(
     it, here and now: ask one rank, and tell the others. Raises PartitionError.
     """
     if isinstance(policy, Partition):
-        counts = tuple(policy.counts)
-        if (len(counts), sum(counts)) == (num_stages, len(layers)):
-            return policy._replace(counts=counts)
+        cut = tuple(policy.counts)
+        if (len(cut), sum(cut)) == (num_stages, len(layers)):
+            return policy._replace(counts=cut)
         policy = "uniform" if policy.measure == "layers" else policy.measure
     if not isinstance(policy, str):
         # A zero written by hand asks for an empty stage: it passes its input on.
