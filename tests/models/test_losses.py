@@ -4,6 +4,7 @@ import torch.nn.functional as F
 
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import (
+    bert_pretraining,
     classification,
     loss_function,
     mean_squared_error,
@@ -61,6 +62,38 @@ def test_classification_counts_samples():
     torch.testing.assert_close(total / 5, F.cross_entropy(logits, targets))
 
 
+def bert_batch(num_samples: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    generator = torch.Generator().manual_seed(0)
+    outputs = torch.randn(num_samples, 8, 7, generator=generator), torch.randn(num_samples, 2)
+    tokens = torch.randint(7, (num_samples, 8), generator=generator)
+    tokens[:, 3:] = -100
+    return outputs, (tokens, torch.randint(2, (num_samples,), generator=generator))
+
+
+def test_bert_pretraining_adds_both_means():
+    outputs, targets = bert_batch(5)
+    total, weight = bert_pretraining(outputs, targets)
+    assert weight == 5
+    tokens = F.cross_entropy(outputs[0].flatten(0, 1), targets[0].flatten())
+    torch.testing.assert_close(total / 5, tokens + F.cross_entropy(outputs[1], targets[1]))
+
+
+def test_bert_pretraining_weighs_samples_alike():
+    """However many tokens each has masked, none included, and however the batch is cut."""
+    outputs, targets = bert_batch(3)
+    targets[0][0, 1:], targets[0][1] = -100, -100
+    parts = [
+        bert_pretraining(tuple(o[i : i + 1] for o in outputs), tuple(t[i : i + 1] for t in targets))
+        for i in range(3)
+    ]
+    total, _ = bert_pretraining(outputs, targets)
+    torch.testing.assert_close(sum(part for part, _ in parts), total)
+    alone = F.cross_entropy(outputs[1][1], targets[1][1])
+    torch.testing.assert_close(parts[1][0], alone)
+    one = F.cross_entropy(outputs[0][0, 0], targets[0][0, 0])
+    torch.testing.assert_close(parts[0][0], one + F.cross_entropy(outputs[1][0], targets[1][0]))
+
+
 def test_mean_squared_error_is_torchs():
     output, target = torch.randn(5, 3), torch.randn(5, 3)
     total, weight = mean_squared_error(output, target)
@@ -70,6 +103,9 @@ def test_mean_squared_error_is_torchs():
 def test_shapes_that_do_not_match_are_refused():
     with pytest.raises(ModelError, match=r"expected targets of shape \[2, 3\].*got \[2\]"):
         token_cross_entropy(torch.randn(2, 3, 4), torch.zeros(2, dtype=torch.long))
+    outputs, targets = bert_batch(2)
+    with pytest.raises(ModelError, match=r"bert_pretraining.*\[2, 8\] and \[2\], got \[2, 8\] and"):
+        bert_pretraining(outputs, (targets[0], targets[1][:1]))
     with pytest.raises(ModelError, match=r"mean_squared_error.*\[4, 1\], got \[4\]"):
         mean_squared_error(torch.zeros(4, 1), torch.zeros(4))
 

@@ -3,12 +3,23 @@
 import pytest
 import torch
 
-from gpipe_hpc.config import DataConfig, SyntheticTokensConfig, SyntheticVectorsConfig
+from gpipe_hpc.config import (
+    DataConfig,
+    SyntheticImagesConfig,
+    SyntheticTokensConfig,
+    SyntheticVectorsConfig,
+)
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.training.data import open_data
 
 TOKENS = SyntheticTokensConfig(num_samples=40, num_validation_samples=7, seq_len=9, vocab_size=50)
 VECTORS = SyntheticVectorsConfig(num_samples=400, num_validation_samples=7, width=5, num_classes=3)
+IMAGES = SyntheticImagesConfig(
+    num_samples=400, num_validation_samples=7, channels=2, height=4, width=5, num_classes=3
+)
+EVERY_KIND = pytest.mark.parametrize(
+    "config", [TOKENS, VECTORS, IMAGES], ids=["tokens", "vectors", "images"]
+)
 
 
 def test_tokens_count_up_by_a_stride():
@@ -20,7 +31,7 @@ def test_tokens_count_up_by_a_stride():
     assert (strides == strides[:, :1]).all() and strides[0, 0] != strides[1, 0]
 
 
-@pytest.mark.parametrize("config", [TOKENS, VECTORS], ids=["tokens", "vectors"])
+@EVERY_KIND
 def test_sample_depends_on_its_number_alone(config):
     data = open_data(config).train
     for read in (data.read_inputs, data.read_targets):
@@ -30,7 +41,7 @@ def test_sample_depends_on_its_number_alone(config):
     assert (data.num_samples, open_data(config).validation.num_samples) == (config.num_samples, 7)
 
 
-@pytest.mark.parametrize("config", [TOKENS, VECTORS], ids=["tokens", "vectors"])
+@EVERY_KIND
 def test_splits_and_seeds_differ(config):
     train, validation = open_data(config).train, open_data(config).validation
     assert not torch.equal(train.read_inputs(range(7)), validation.read_inputs(range(7)))
@@ -56,6 +67,27 @@ def test_classes_come_from_one_linear_map():
     fitted = torch.linalg.lstsq(vectors[:300], wanted[:300]).solution
     right = (vectors[300:] @ fitted).argmax(1) == classes[300:]
     assert right.float().mean() > 0.85
+
+
+def test_images_are_in_range_and_classes_all_used():
+    data = open_data(IMAGES).train
+    images, classes = data.read_inputs(range(400)), data.read_targets(range(400))
+    assert images.dtype == torch.float32 and images.shape == (400, 2, 4, 5)
+    assert classes.dtype == torch.int64 and classes.shape == (400,)
+    assert images.min() >= -1 and images.max() < 1
+    assert min(classes.bincount(minlength=3).tolist()) > 100
+
+
+def test_images_are_a_picture_of_their_class_and_noise():
+    """The means of each class differ, and both splits show the same pictures."""
+    train, validation = open_data(IMAGES).train, open_data(IMAGES).validation
+    images, classes = train.read_inputs(range(400)), train.read_targets(range(400))
+    means = torch.stack([images[classes == each].mean(0) for each in range(3)])
+    assert (means[0] - means[1]).abs().max() > 0.3 and (means[1] - means[2]).abs().max() > 0.3
+    noise = images - means[classes]
+    assert abs(noise.var() - 1 / 12) < 0.01
+    distances = (validation.read_inputs(range(7))[:, None] - means).square().sum((2, 3, 4))
+    assert torch.equal(distances.argmin(1), validation.read_targets(range(7)))
 
 
 def test_unknown_kind_is_refused():
