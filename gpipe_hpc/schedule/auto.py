@@ -1,8 +1,9 @@
 """Auto: an order found for given costs, by list scheduling and local search."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import groupby
 from typing import Any, Final
 
 from gpipe_hpc.errors import ScheduleError
@@ -63,10 +64,20 @@ def auto(
     and under that limit, simulated.
     """
     if not isinstance(costs, Costs):
-        costs = Costs(**(costs or {"forward": 1, "input_gradient": 1, "weight_gradient": 1}))
+        costs = _named_costs(costs or {"forward": 1, "input_gradient": 1, "weight_gradient": 1})
     where = place(placement, ranks, microbatches, stages_per_rank)
     whole("auto", "trials", trials, least=0)
     return search(where, costs, limit=limit, trials=trials).schedule
+
+
+def _named_costs(costs: Mapping[str, Any]) -> Costs:
+    known = [field.name for field in fields(Costs)]
+    for name in costs:
+        if name not in known:
+            raise ScheduleError(
+                f"schedule 'auto': unknown cost, expected some of {', '.join(known)}, got {name!r}"
+            )
+    return Costs(**costs)
 
 
 def place(kind: str, ranks: int, microbatches: int, stages_per_rank: int = 2) -> Placement:
@@ -186,9 +197,15 @@ def _timed(
 
 
 def _named(placement: Placement, may_split: bool) -> Iterator[Schedule]:
-    """Yield the schedules known by name that have a placement, split ones if that is allowed."""
+    """Yield the schedules known by name that have a placement, split ones if that is allowed.
+
+    What options they would need shows in the placement: stages on a rank, routes, and how many
+    micro-batches in a row take the same one.
+    """
     ranks, microbatches = placement.num_ranks, placement.num_microbatches
     each = max(1, placement.num_stages // ranks)
+    pipelines = len(placement.routes)
+    passes = len(list(groupby(placement.route_of)))
     makers: list[Callable[..., Schedule]] = [
         gpipe,
         one_f_one_b,
@@ -199,8 +216,9 @@ def _named(placement: Placement, may_split: bool) -> Iterator[Schedule]:
         dualpipe,
         dualpipe_v,
         gems,
-        chimera,
-        partial(gems, replications=1),
+        partial(gems, replications=max(1, passes // 2)),
+        partial(chimera, pipelines=pipelines),
+        partial(chimera, pipelines=pipelines, scaling="forward_doubling"),
         partial(looped_bfs, stages_per_rank=each),
         partial(interleaved, stages_per_rank=each),
         partial(hanayo, waves=max(1, each // 2)),

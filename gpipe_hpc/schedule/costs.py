@@ -1,7 +1,7 @@
 """What actions cost: the simulator's input."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -90,15 +90,17 @@ _FIELD_OF: Final = {
 
 def per_stage(field: str, cost: Cost, num_stages: int) -> list[float]:
     """Return one number for each stage; refuse another count, and what is no amount."""
-    if isinstance(cost, Sequence):
-        if len(cost) != num_stages:
-            raise ScheduleError(
-                f"costs: {field} has a number for each stage, expected {num_stages}, "
-                f"got {len(cost)}"
-            )
-        costs = [float(one) for one in cost]
-    else:
-        costs = [float(cost)] * num_stages
+    each = list(cost) if isinstance(cost, Iterable) else [cost] * num_stages
+    if len(each) != num_stages:
+        raise ScheduleError(
+            f"costs: {field} has a number for each stage, expected {num_stages}, got {len(each)}"
+        )
+    try:
+        costs = [float(one) for one in each]
+    except (TypeError, ValueError):
+        raise ScheduleError(
+            f"costs: {field} is a number or one for each stage, expected that, got {cost!r}"
+        ) from None
     for one in costs:
         if not (math.isfinite(one) and one >= 0):
             raise ScheduleError(f"costs: {field} is an amount, expected 0 or more, got {one}")

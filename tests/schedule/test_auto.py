@@ -73,6 +73,29 @@ def test_never_worse_than_the_best_known_by_name(shape, stages_per_rank, limit):
             assert found.best_named_makespan == pytest.approx(min(named.values()))
 
 
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches", "options"),
+    [
+        ("gems", 3, 8, {"replications": 2}),
+        ("chimera", 4, 3, {"scaling": "forward_doubling"}),
+        ("chimera", 4, 2, {"pipelines": 4}),
+    ],
+)
+def test_never_worse_than_what_a_schedule_does_with_options(name, ranks, microbatches, options):
+    """Under the very memory that it takes, which may leave list scheduling no room."""
+    bare = build(name, ranks=ranks, microbatches=microbatches, **options)
+    draw = random.Random(7)
+    for _ in range(5):
+        costs = Costs(*([draw.uniform(0.5, 2) for _ in range(ranks)] for _ in range(2)))
+        found = search(bare.placement, costs, limit=bare.max_activations, trials=10)
+        assert found.makespan <= simulate(bare, costs).makespan + 1e-9
+
+
+def test_a_cost_that_is_not_known_is_refused():
+    with pytest.raises(ScheduleError, match=r"unknown cost, expected some of forward.*'fwd'"):
+        build("auto", ranks=2, microbatches=2, costs={"fwd": 1})
+
+
 def test_optimal_where_a_published_schedule_is():
     """ZB-H1 at F = I = W, 1F1B where backwards are whole, ZB-V on a V: no gap to the bound."""
     for shape, limit in (("one_each", 4), ("wave", 8)):
