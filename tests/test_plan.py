@@ -1,0 +1,244 @@
+"""The command that plans: its report, its refusals, and its numbers against a run."""
+
+import os
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_hpc import Pipeline, run_on_threads
+from gpipe_hpc.config import (
+    AdamWConfig,
+    RMSPropConfig,
+    SGDConfig,
+    TextConfig,
+    check_config,
+    compose_config,
+)
+from gpipe_hpc.errors import ConfigError, ModelError, PartitionError
+from gpipe_hpc.models import build_model, token_cross_entropy
+from gpipe_hpc.plan import make_plan, microbatch, samples_per_microbatch, states_per_parameter
+from gpipe_hpc.planning.counted import count_model
+from gpipe_hpc.planning.forecast import forecast
+from gpipe_hpc.schedule import build, lower
+from gpipe_hpc.training.data import open_data
+from gpipe_hpc.training.optimizer import build_optimizer
+
+TOKENS = ["data=synthetic", "data.seq_len=64", "data.vocab_size=50257"]
+MLP = ["model=mlp", "data=synthetic_vectors", "pipeline.stages=2"]
+
+
+def planned(*overrides):
+    return make_plan(compose_config(list(overrides)))
+
+
+def test_gpt2_is_planned_as_published():
+    text = planned("model=gpt2", *TOKENS, "pipeline.stages=4").text
+    assert "27 layers, 124,439,808 parameters" in text
+    assert "1-24     12 x  GPTAttention" in text
+    assert "4 ranks, 4 stages, 1 replica(s); micro-batch int64[4x64]" in text
+    assert "by counted FLOPs (pipeline.partition=time measures" in text
+
+
+def test_a_hand_cut_is_taken_and_a_wrong_one_refused():
+    assert "Cut by hand:" in planned(*MLP, "pipeline.partition=[4,1]").text
+    assert "none" in planned(*MLP, "pipeline.partition=[5,0]").text
+    with pytest.raises(PartitionError, match="does not add up"):
+        planned(*MLP, "pipeline.partition=[4,2]")
+    with pytest.raises(ConfigError, match=r"pipeline\.partition"):
+        planned(*MLP, "pipeline.partition=[4,1,0]")
+
+
+@pytest.mark.parametrize(
+    "partition, said", [("parameters", "by parameters"), ("uniform", "uniformly by layers")]
+)
+def test_other_cuts_say_what_they_are(partition, said):
+    assert f"Cut {said}:" in planned(*MLP, f"pipeline.partition={partition}").text
+
+
+@pytest.mark.parametrize("schedule", ["zb_v", "interleaved", "chimera", "dualpipe", "auto"])
+def test_schedules_with_several_stages_a_rank(schedule):
+    text = planned("model=gpt", "data=synthetic", f"pipeline.schedule={schedule}").text
+    assert f"{schedule}, 8 micro-batches on 4 ranks" in text
+
+
+def test_memory_decides():
+    small = planned(*MLP, "plan.memory_bytes=100000")
+    assert not small.fits and "too much on rank 0" in small.text
+    assert planned(*MLP, "plan.memory_bytes=1e9").fits
+    assert planned(*MLP).fits
+
+
+@pytest.mark.parametrize(
+    "setting", ["plan.memory_bytes=0", "plan.flops_per_s=-1", "plan.flops_per_s=inf"]
+)
+def test_settings_out_of_range_are_refused(setting):
+    with pytest.raises(ConfigError, match=setting.split("=")[0]):
+        planned(*MLP, setting)
+    with pytest.raises(ConfigError, match=setting.split("=")[0]):
+        check_config(compose_config([*MLP[:2], setting]), 1)
+
+
+def test_a_model_that_does_not_take_the_data_is_refused():
+    with pytest.raises(ModelError, match=r"layers\.0 \(Linear\): cannot be counted"):
+        planned("model=mlp", "data=synthetic_vectors", "model.widths=[65,8,10]")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["data=synthetic", "data.seq_len=7"],
+        ["data=python_source"],
+        ["data=synthetic_vectors", "model=mlp"],
+        [
+            "data=synthetic_images",
+            "data.height=33",
+            "data.width=35",
+            "model=mlp",
+            "model.widths=[1,2]",
+        ],
+    ],
+)
+def test_shapes_are_those_of_the_data(overrides):
+    config = compose_config(overrides)
+    planned_sample, source = microbatch(config.data, 2), open_data(config.data)
+    inputs, targets = source.train.read_inputs([0, 1]), source.train.read_targets([0, 1])
+    for foreseen, real in ((planned_sample.inputs, inputs), (planned_sample.targets, targets)):
+        assert foreseen.is_meta and (foreseen.shape, foreseen.dtype) == (real.shape, real.dtype)
+    assert planned_sample.loss == source.loss
+
+
+def test_text_that_is_not_there_can_be_planned_for():
+    assert microbatch(TextConfig(paths=[], seq_len=5), 3).inputs.shape == (3, 5)
+
+
+def test_samples_of_the_largest_microbatch():
+    config = compose_config(
+        ["train.batch_size=33", "pipeline.microbatches=8", "pipeline.replicas=2"]
+    )
+    assert samples_per_microbatch(config) == 3
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        AdamWConfig(),
+        SGDConfig(momentum=0.9),
+        SGDConfig(momentum=0.0),
+        RMSPropConfig(),
+        RMSPropConfig(momentum=0.5, centered=True),
+    ],
+    ids=str,
+)
+def test_optimizer_states_are_those_the_optimizer_keeps(config):
+    parameter = nn.Parameter(torch.ones(5, 5))
+    optimizer = build_optimizer([("weight", parameter)], config)
+    parameter.grad = torch.ones(5, 5)
+    optimizer.step()
+    kept = [t for t in optimizer.state[parameter].values() if t is not None and t.numel() == 25]
+    assert states_per_parameter(config) == len(kept)
+
+
+class Live:
+    """Bytes of distinct storages that autograd saved and that stages were given, now and most."""
+
+    def __init__(self, parameters):
+        self.own = {p.untyped_storage().data_ptr() for p in parameters}
+        self.saved = {}
+        self.inputs = []
+        self.peak = 0
+
+    def update(self):
+        given = [tensor for ref in self.inputs if (tensor := ref()) is not None]
+        sizes = dict(self.part(tensor) for tensor in [*self.saved.values(), *given])
+        self.peak = max(self.peak, sum(sizes.values()))
+
+    def part(self, tensor):
+        """Return where a tensor's memory is, and its bytes."""
+        if not tensor.is_floating_point():
+            return tensor.data_ptr(), tensor.nbytes  # its micro-batch's part of the batch
+        storage = tensor.untyped_storage()
+        return storage.data_ptr(), storage.nbytes()
+
+
+class Saved:
+    """One tensor that autograd keeps."""
+
+    def __init__(self, tensor, live):
+        self.tensor, self.live = tensor, live
+        if tensor.untyped_storage().data_ptr() not in live.own:
+            live.saved[id(self)] = tensor
+            live.update()
+
+    def __del__(self):
+        self.live.saved.pop(id(self), None)
+
+
+def live_bytes(layers, counts, schedule, microbatches, recompute, batch):
+    """Return for each rank the most bytes of activations that live within a step."""
+
+    def body(world):
+        pipe = Pipeline(
+            layers,
+            token_cross_entropy,
+            microbatches=microbatches,
+            schedule=schedule,
+            recompute=recompute,
+            partition=counts,
+            world=world,
+        )
+        pipe.step(*batch)  # the first one copies, to see whether layers write in place
+        live = Live(pipe.parameters())
+        for stage in pipe.stages.values():
+            first = stage.layers[min(stage.layers)]
+            first.register_forward_pre_hook(
+                lambda module, given: live.inputs.append(weakref.ref(given[0]))
+            )
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: Saved(tensor, live), lambda saved: saved.tensor
+        )
+        with hooks:
+            pipe.step(*batch)
+        return live.peak
+
+    return run_on_threads(len(counts), body)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
+@pytest.mark.parametrize("recompute", ["never", "always", "except_last"])
+def test_activations_are_those_of_a_run(schedule, recompute):
+    """To the byte, for what autograd saved and what stages were given.
+
+    A run holds some more: boundaries that came early, outputs on their way, gradients.
+    """
+    layers = build_model("gpt", width=32, num_layers=3, block_size=16)
+    counts, samples, microbatches = [3, 3, 3], 2, 6
+    tokens = torch.randint(256, (samples * microbatches, 16))
+    example = torch.empty(samples, 16, dtype=torch.int64, device="meta")
+    model = count_model(layers, example, example, token_cross_entropy)
+    measured = live_bytes(layers, counts, schedule, microbatches, recompute, (tokens, tokens))
+
+    table = lower(build(schedule, ranks=3, microbatches=microbatches, recompute=recompute))
+    found = forecast(model, counts, table, 2)
+    predicted = [rank.activation_bytes for rank in found.ranks]
+    assert measured == predicted
+
+
+def test_exit_codes():
+    def code(*overrides):
+        done = subprocess.run(
+            [sys.executable, "-m", "gpipe_hpc.plan", *MLP, *overrides],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    done, out, err = code("plan.memory_bytes=1e5")
+    assert done == 3 and "too much on rank" in out and not err
+    done, out, err = code("pipeline.partition=[9]")
+    assert done == 2 and not out and err.startswith("gpipe_hpc: config: bad pipeline.partition")
