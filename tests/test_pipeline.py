@@ -199,6 +199,20 @@ def test_evaluation_and_prediction_change_nothing():
     assert all(all(same) for same in run_on_threads(2, body))
 
 
+def test_evaluation_and_prediction_under_the_users_inference_mode():
+    """Tensors made there have no version to tell writes in place by: evaluation failed."""
+    inputs, targets = batch()
+
+    def body(world):
+        pipe = Pipeline(linears(4), mean_square, microbatches=2, world=world)
+        with torch.inference_mode():
+            inside = pipe.evaluate(inputs.clone(), targets).loss, pipe.predict(inputs.clone())
+        assert inside[0] == pipe.evaluate(inputs, targets).loss == pipe.step(inputs, targets).loss
+        return torch.equal(inside[1], pipe.predict(inputs))
+
+    assert run_on_threads(2, body) == [True, True]
+
+
 def test_predictions_come_in_input_order_on_every_rank_of_the_replica():
     inputs = torch.arange(7.0).view(7, 1)
 

@@ -88,10 +88,12 @@ class Executor:
         self.recorder.start_step()
         index = 0
         try:
-            while index < len(self._program):
-                self._world.activity, call = self._program[index]
-                call()
-                index += 1
+            # Under the caller's inference mode, writes in place could not be told.
+            with torch.inference_mode(False):
+                while index < len(self._program):
+                    self._world.activity, call = self._program[index]
+                    call()
+                    index += 1
             self._world.activity = "waiting until all it sent has left"
             self._wiring.transport.finish()
         except (ConnectionError, TimeoutError) as error:
@@ -233,9 +235,11 @@ class Executor:
         return Message(self._on_device(feed.inputs[microbatch]), feed.num_samples[microbatch])
 
     def _on_device(self, nest: Nest) -> Nest:
-        return map_tensors(
-            lambda tensor: tensor.detach().to(self._world.device, non_blocking=True), nest
-        )
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            own = tensor.clone() if tensor.is_inference() else tensor.detach()
+            return own.to(self._world.device, non_blocking=True)
+
+        return map_tensors(moved, nest)
 
     def _finish(self, microbatch: int, output: Nest, num_samples: int, again: bool) -> Start | None:
         """Take the loss, or the output, at the end of the last stage."""

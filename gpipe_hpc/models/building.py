@@ -31,7 +31,7 @@ def build_layer(
             module = call_factory(layer, where)
     else:
         module = layer
-    _refuse_lazy(module, where)
+    refuse_lazy(module, where)
     return _moved(module, target, where)
 
 
@@ -61,7 +61,8 @@ def _building_device(target: torch.device) -> torch.device:
     return target if target.type == "meta" else torch.device("cpu")
 
 
-def _refuse_lazy(module: nn.Module, where: str) -> None:
+def refuse_lazy(module: nn.Module, where: str) -> None:
+    """Raise ModelError if a parameter or buffer of the module has no shape yet."""
     for name, parameter in [*module.named_parameters(), *module.named_buffers()]:
         if isinstance(parameter, nn.UninitializedParameter | nn.UninitializedBuffer):
             raise ModelError(

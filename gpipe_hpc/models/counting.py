@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc.errors import ModelError
-from gpipe_hpc.models.building import build_layer
+from gpipe_hpc.models.building import build_layer, refuse_lazy
 from gpipe_hpc.models.layers import Layer, LayerSpec
 from gpipe_hpc.models.naming import global_name, named_layer_parameters
 from gpipe_hpc.models.ties import find_ties, parameter_at
@@ -56,6 +56,7 @@ def _owned_parameters(layers: Sequence[Layer]) -> Iterator[dict[str, nn.Paramete
 
 def _abstract(layer: Layer, index: int) -> nn.Module:
     if isinstance(layer, nn.Module):
+        refuse_lazy(layer, f"layers.{index}")
         return layer
     try:
         return build_layer(layer, index=index, seed=0, device="meta")

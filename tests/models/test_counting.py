@@ -64,3 +64,9 @@ def test_random_state_is_left_alone():
 def test_a_true_fault_is_reported_once_with_its_layer():
     with pytest.raises(ModelError, match=r"^layers\.1: the factory Linear failed"):
         count_parameters([nn.ReLU(), LayerSpec(nn.Linear, 3)])
+
+
+def test_a_built_layer_without_a_shape_is_named():
+    """torch's own error about uninitialized parameters named no layer."""
+    with pytest.raises(ModelError, match=r"layers\.1: weight has no shape yet"):
+        count_parameters([nn.Linear(2, 2), nn.LazyLinear(3)])
