@@ -23,22 +23,27 @@ def build(loss_fn=F.cross_entropy, shares_memory=True, **settings):
 
 
 @pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "gloo"])
-def test_a_dropped_pipeline_leaves_nothing_open(processes, tmp_path, shares_memory):
+def test_a_dropped_pipeline_leaves_nothing_open(processes, tmp_path, until, shares_memory):
     """Each left 21 descriptors, 13 threads and 4 groups behind: some fifty were the end."""
 
-    def body(rank):
-        open_things = []
-        for _ in range(4):
-            build(shares_memory=shares_memory).step(INPUTS, TARGETS)
-            gc.collect()
-            groups = len(torch.distributed.distributed_c10d._world.pg_map)
-            open_things.append((len(os.listdir("/proc/self/fd")), groups))
+    def still_open():
         names = [t.name for t in threading.enumerate()]
-        return open_things, [n for n in names if n in ("failure-watch", "outbox")]
+        groups = len(torch.distributed.distributed_c10d._world.pg_map)
+        return groups, sum(name in ("failure-watch", "outbox") for name in names)
 
-    for open_things, names in processes(2, body, tmp_path):
-        assert open_things[-1] == (open_things[1][0], 1)
-        assert len(names) <= 2, "at most the last pipeline's, about to end"
+    def body(rank):
+        build(shares_memory=shares_memory).step(INPUTS, TARGETS)
+        gc.collect()
+        until(lambda: still_open() == (1, 0), 20, "the first one is gone")
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            build(shares_memory=shares_memory).step(INPUTS, TARGETS)
+        gc.collect()
+        until(lambda: still_open() == (1, 0), 20, "its threads have ended")
+        until(lambda: len(os.listdir("/proc/self/fd")) <= before, 20, "its files are closed")
+        return True
+
+    assert processes(2, body, tmp_path) == [True, True]
 
 
 def test_after_a_refused_pipeline_another_one_runs(processes, tmp_path):
