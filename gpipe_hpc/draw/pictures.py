@@ -53,7 +53,13 @@ def put(picture: str | bytes, out: str | None) -> None:
     """Write a picture to a file, or to standard output."""
     if out is not None:
         data = picture.encode("utf-8") if isinstance(picture, str) else picture
-        Path(out).write_bytes(data)
+        try:
+            Path(out).write_bytes(data)
+        except OSError as error:
+            raise ConfigError(
+                f"config: bad draw.out, expected a file in an existing folder, got {out!r} "
+                f"({error.strerror}); correct it, or make the folder"
+            ) from error
     elif isinstance(picture, str):
         print(picture)
     elif sys.stdout.isatty():
