@@ -177,7 +177,7 @@ class Saved:
         self.live.saved.pop(id(self), None)
 
 
-def live_bytes(layers, counts, schedule, microbatches, recompute, batch):
+def live_bytes(layers, counts, ranks, schedule, microbatches, recompute, batch):
     """Return for each rank the most bytes of activations that live within a step."""
 
     def body(world):
@@ -204,27 +204,38 @@ def live_bytes(layers, counts, schedule, microbatches, recompute, batch):
             pipe.step(*batch)
         return live.peak
 
-    return run_on_threads(len(counts), body)
+    return run_on_threads(ranks, body)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
+@pytest.mark.parametrize(
+    "schedule, ranks, counts",
+    [
+        ("gpipe", 3, [3, 3, 3]),
+        ("one_f_one_b", 3, [2, 3, 4]),
+        ("interleaved", 2, [2, 2, 2, 3]),
+        ("chimera", 2, [5, 4]),
+    ],
+)
 @pytest.mark.parametrize("recompute", ["never", "always", "except_last"])
-def test_activations_are_those_of_a_run(schedule, recompute):
-    """To the byte, for what autograd saved and what stages were given.
+def test_activations_are_those_of_a_run(schedule, ranks, counts, recompute):
+    """To the byte but for a race, for what autograd saved and what stages were given.
 
-    A run holds some more: boundaries that came early, outputs on their way, gradients.
+    A run holds some more: boundaries that came early, outputs on their way, gradients. Under a
+    split backward it holds up to a third less than is counted, which frees nothing at an I.
     """
     layers = build_model("gpt", width=32, num_layers=3, block_size=16)
-    counts, samples, microbatches = [3, 3, 3], 2, 6
+    samples, microbatches = 2, 6
     tokens = torch.randint(256, (samples * microbatches, 16))
+    batch = tokens, tokens
     example = torch.empty(samples, 16, dtype=torch.int64, device="meta")
     model = count_model(layers, example, example, token_cross_entropy)
-    measured = live_bytes(layers, counts, schedule, microbatches, recompute, (tokens, tokens))
-
-    table = lower(build(schedule, ranks=3, microbatches=microbatches, recompute=recompute))
-    found = forecast(model, counts, table, 2)
-    predicted = [rank.activation_bytes for rank in found.ranks]
-    assert measured == predicted
+    measured = live_bytes(layers, counts, ranks, schedule, microbatches, recompute, batch)
+    table = build(schedule, ranks=ranks, microbatches=microbatches, recompute=recompute)
+    found = forecast(model, counts, lower(table), 2)
+    # Threads share a boundary: one that a rank is done with, its sender may still hold.
+    boundary = samples * 16 * 32 * 4
+    for most, rank in zip(measured, found.ranks, strict=True):
+        assert rank.activation_bytes <= most <= rank.activation_bytes + 2 * boundary
 
 
 def test_exit_codes():

@@ -1,4 +1,4 @@
-"""Attention on the meta device: which kernel a real device would take, and what that costs."""
+"""Kernels that keep less than torch's plain ones on the meta device, and what they cost."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -14,16 +14,17 @@ _FUSED: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FUSED_BACKWARD: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-class FusedAttention(TorchFunctionMode):
-    """Take attention as the device would run it: on the meta device torch has the plain one alone.
+class FusedKernels(TorchFunctionMode):
+    """Run attention and dropout as the device would: on the meta device torch has plain ones alone.
 
-    The fused kernels keep no matrix of scores. Those of CPUs know no dropout: torch falls back.
+    Fused attention keeps no matrix of scores; that of CPUs knows no dropout, where torch falls
+    back. Fused dropout, which CPUs have not, keeps one byte an element instead of a number.
     """
 
     def __init__(self, device_type: str) -> None:
         """Follow the kernels of a type of device, cpu or cuda."""
         super().__init__()
-        self._drops = device_type != "cpu"
+        self._fuses_dropout = device_type != "cpu"
 
     def __torch_function__(
         self,
@@ -32,10 +33,12 @@ class FusedAttention(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run one torch function; attention by the fused kernel where that would take it."""
+        """Run one torch function; attention and dropout by a fused kernel where one would."""
         keywords = dict(kwargs or {})
         if func is F.scaled_dot_product_attention:
             return self._attend(*args, **keywords)
+        if func is F.dropout and self._fuses_dropout:
+            return _drop(*args, **keywords)
         return func(*args, **keywords)
 
     def _attend(
@@ -50,7 +53,7 @@ class FusedAttention(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         fits = query.ndim == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]
-        if fits and attn_mask is None and (dropout_p == 0 or self._drops):
+        if fits and attn_mask is None and (dropout_p == 0 or self._fuses_dropout):
             fused: Tensor = _FUSED(query, key, value, 0.0, is_causal, scale=scale)[0]
             return fused
         return F.scaled_dot_product_attention(
@@ -63,6 +66,12 @@ class FusedAttention(TorchFunctionMode):
             scale=scale,
             enable_gqa=enable_gqa,
         )
+
+
+def _drop(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if inplace or not (training and 0 < p < 1):
+        return F.dropout(input, p, training, inplace)
+    return torch.native_dropout(input, p, training)[0]
 
 
 def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:

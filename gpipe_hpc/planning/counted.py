@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import Layer, LayerSpec, Tie, build_layer, find_ties, layer_name
-from gpipe_hpc.planning.attention import FLOP_FORMULAS, FusedAttention
+from gpipe_hpc.planning.attention import FLOP_FORMULAS, FusedKernels
 
 META: Final = torch.device("meta")
 
@@ -128,7 +128,7 @@ def count_model(
 
     `inputs` and `targets` are nests of tensors, best on the meta device: only their shapes count.
     One layer at a time is built, without allocating; equal specs on inputs of equal structure are
-    counted once. `device_type`, cpu or cuda, says which attention to expect. Modules that come
+    counted once. `device_type`, cpu or cuda, says which kernels to expect. Modules that come
     built stay as they are. Raises `ModelError`, naming the layer, for one that does not run so.
     """
     first = value = _forgotten(inputs)
@@ -212,7 +212,7 @@ class _Trial:
             return tensor
 
         counter = FlopCounterMode(display=False, custom_mapping=dict(FLOP_FORMULAS))
-        with counter, FusedAttention(self.device_type):
+        with counter, FusedKernels(self.device_type):
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 output = self.module(given)
             forward = counter.get_total_flops()

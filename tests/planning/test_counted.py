@@ -141,6 +141,17 @@ def test_fused_attention_keeps_no_scores():
     assert inside("cpu", 0.1) > scores
 
 
+def test_fused_dropout_keeps_a_byte_an_element():
+    def kept(device_type: str, **settings: object) -> int:
+        layers = [LayerSpec(nn.Linear, 8, 8), LayerSpec(nn.Dropout, 0.1, **settings)]
+        return (
+            count_model(layers, vectors(5, 8), device_type=device_type).layers[1].activation_bytes
+        )
+
+    assert (kept("cpu"), kept("cuda")) == (4 * 40, 40)
+    assert kept("cuda", inplace=True) == 4 * 40
+
+
 def test_the_loss_belongs_to_the_last_stage():
     layers = build_model("gpt", width=16, num_layers=1, block_size=8, vocab_size=64)
     model = count_model(layers, tokens(2, 8), tokens(2, 8), token_cross_entropy)
