@@ -116,7 +116,9 @@ class FailureBoard:
     def _watch(self) -> None:
         count = 0
         next_beat = 0.0
-        while not self._stop.wait(POLL_S):
+        pause_s = 0.0  # the first beat at once: a rank may die before the next
+        while not self._stop.wait(pause_s):
+            pause_s = POLL_S
             try:
                 if time.monotonic() >= next_beat:
                     count += 1
