@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_hpc.errors import ModelError
+from gpipe_hpc.models.checks import check_dropout, check_heads, check_sizes
 from gpipe_hpc.models.layers import LayerSpec
 
 _INIT_STD = 0.02
@@ -114,23 +115,16 @@ def build_gpt(
     V H more untied.
     Raises `ModelError` for sizes that cannot work.
     """
-    sizes = {
-        "vocab_size": vocab_size,
-        "block_size": block_size,
-        "num_layers": num_layers,
-        "num_heads": num_heads,
-        "width": width,
-    }
-    for name, size in sizes.items():
-        if size < 1:
-            raise ModelError(f"gpt: {name} too small, expected at least 1, got {size}; raise it")
-    if width % num_heads:
-        raise ModelError(
-            f"gpt: width does not divide among the heads, expected a multiple of num_heads="
-            f"{num_heads}, got width={width}; change one of the two"
-        )
-    if not 0.0 <= dropout < 1.0:
-        raise ModelError(f"gpt: dropout out of range, expected 0 <= p < 1, got {dropout}; lower it")
+    check_sizes(
+        "gpt",
+        vocab_size=vocab_size,
+        block_size=block_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        width=width,
+    )
+    check_heads("gpt", width, num_heads)
+    check_dropout("gpt", dropout)
     residual_std = _INIT_STD / math.sqrt(2 * num_layers)
     block = [
         LayerSpec(GPTAttention, width, num_heads, dropout, residual_std),

@@ -104,7 +104,7 @@ class _Loop:
             began_s = time.perf_counter()
             result, lr, norm = self._step()
             done = pipe.steps_done
-            busy_s, stopped = self._agree(time.perf_counter() - began_s)
+            busy_s, stopped = self._agree()
             if metrics is not None and progress is not None:
                 step_time_s = time.perf_counter() - began_s
                 bubble = 1.0 - busy_s / (pipe.world.size * self._pipeline_s)
@@ -176,7 +176,7 @@ class _Loop:
         kept = f"the last checkpoint is whole: {newest}" if newest else "no checkpoint was written"
         return f"lower optimizer.lr, or look at the data of this step; {kept}"
 
-    def _agree(self, step_s: float) -> tuple[float, bool]:
+    def _agree(self) -> tuple[float, bool]:
         """Put together what ranks know of the step: seconds computed, requests to stop."""
         pipe = self._pipe
         busy_s, wall_s = pipe.last_step_seconds()

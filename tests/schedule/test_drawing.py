@@ -116,4 +116,5 @@ def test_svg_shows_the_memory_of_every_rank_and_its_peak():
 
 
 def test_svg_of_nothing():
-    ET.fromstring(draw_svg(Timeline(events=((),), num_stages=1, num_microbatches=1)))
+    root = ET.fromstring(draw_svg(Timeline(events=((),), num_stages=1, num_microbatches=1)))
+    assert root.tag == f"{SVG}svg" and "makespan 0, bubble 0.0%" in "".join(root.itertext())
