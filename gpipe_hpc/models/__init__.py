@@ -23,6 +23,14 @@ from gpipe_hpc.models.randomness import (
     microbatch_prefix,
     mix64,
 )
+from gpipe_hpc.models.reports import (
+    Reports,
+    add_loss,
+    add_metric,
+    current_reports,
+    reporting,
+)
+from gpipe_hpc.models.skips import Skip, SkipNames, find_skips, run_layer, run_layers, skip_names
 from gpipe_hpc.models.ties import Tie, find_ties, parameter_at, replace_parameter
 from gpipe_hpc.models.transformer import build_transformer
 from gpipe_hpc.models.vgg import build_vgg
@@ -32,7 +40,12 @@ __all__ = [
     "GENERATOR_LOCK",
     "Layer",
     "LayerSpec",
+    "Reports",
+    "Skip",
+    "SkipNames",
     "Tie",
+    "add_loss",
+    "add_metric",
     "bert_pretraining",
     "build_alexnet",
     "build_bert",
@@ -44,6 +57,8 @@ __all__ = [
     "build_vgg",
     "classification",
     "count_parameters",
+    "current_reports",
+    "find_skips",
     "find_ties",
     "global_name",
     "init_key",
@@ -61,6 +76,10 @@ __all__ = [
     "parameter_at",
     "parameter_sizes",
     "replace_parameter",
+    "reporting",
+    "run_layer",
+    "run_layers",
     "seeded_generators",
+    "skip_names",
     "token_cross_entropy",
 ]

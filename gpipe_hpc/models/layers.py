@@ -22,6 +22,8 @@ class LayerSpec:
     args: tuple[Any, ...]
     keywords: tuple[tuple[str, Any], ...]
     ties: tuple[tuple[str, str], ...]
+    stashes: tuple[str, ...]
+    pops: tuple[str, ...]
 
     def __init__(self, factory: Callable[..., nn.Module], /, *args: Any, **kwargs: Any) -> None:
         if not callable(factory) or isinstance(factory, nn.Module):
@@ -34,6 +36,8 @@ class LayerSpec:
         object.__setattr__(self, "args", args)
         object.__setattr__(self, "keywords", tuple(kwargs.items()))
         object.__setattr__(self, "ties", ())
+        object.__setattr__(self, "stashes", ())
+        object.__setattr__(self, "pops", ())
 
     def tied(self, names: Mapping[str, str]) -> "LayerSpec":
         """Return this layer with parameters tied: name within the layer -> name of the tie.
@@ -41,8 +45,26 @@ class LayerSpec:
         All parameters of one tie are one parameter, on whatever stages their layers are; it
         starts with the weights of the first of them.
         """
+        return self._with(ties=tuple(names.items()))
+
+    def stashing(self, *names: str) -> "LayerSpec":
+        """Return this layer with what it stashes for a later layer, by names of the whole model.
+
+        Its forward returns a tuple: the output, then one value for each name, in their order.
+        """
+        return self._with(stashes=names)
+
+    def popping(self, *names: str) -> "LayerSpec":
+        """Return this layer with what it pops: stashed by an earlier layer, for it alone.
+
+        Its forward takes the input, then one argument for each name, in their order.
+        """
+        return self._with(pops=names)
+
+    def _with(self, **declared: tuple[Any, ...]) -> "LayerSpec":
         spec = LayerSpec(self.factory, *self.args, **self.kwargs)
-        object.__setattr__(spec, "ties", tuple(names.items()))
+        for field in ("ties", "stashes", "pops"):
+            object.__setattr__(spec, field, declared.get(field, getattr(self, field)))
         return spec
 
     @property

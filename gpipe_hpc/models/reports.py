@@ -1,0 +1,89 @@
+"""What layers and losses report while they run: further losses, metrics, statistics.
+
+A layer calls `add_loss` or `add_metric` in its forward; whoever runs it with `reporting` gets what
+was reported, on the rank and for the micro-batch at hand. Without, reports go nowhere.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from torch import Tensor
+
+from gpipe_hpc.errors import ModelError
+
+Number = Tensor | float
+
+
+@dataclass
+class Reports:
+    """What one run of layers reported.
+
+    `losses`: sums by name, with their graph; `metrics`: (sum, weight) by name, without;
+    `statistics`: what modules note of their inputs, by module.
+    """
+
+    losses: dict[str, Tensor] = field(default_factory=dict)
+    metrics: dict[str, tuple[Number, Number]] = field(default_factory=dict)
+    statistics: list[tuple[Any, Any]] = field(default_factory=list)
+
+
+# Bound for the run of one micro-batch, in the thread that runs it.
+_CURRENT: Final[ContextVar[Reports | None]] = ContextVar("gpipe_hpc_reports", default=None)
+
+
+def add_loss(name: str, total: Tensor) -> None:
+    """Add to the loss of the step, from any layer: `total` is a sum over the micro-batch, 0-dim.
+
+    The loss is (sum of all losses) / (global weight of the main loss): to weigh a mean over
+    samples like a loss that is one, multiply it by the number of samples. Losses of one name
+    are summed; each is also reported by its name.
+    """
+    _check("add_loss", name, total)
+    reports = _CURRENT.get()
+    if reports is not None:
+        total = total.reshape(())
+        before = reports.losses.get(name)
+        reports.losses[name] = total if before is None else before + total
+
+
+def add_metric(name: str, total: Number, weight: Number = 1.0) -> None:
+    """Report a number that is not trained on: its mean over the step is sum / weight.
+
+    Sums and weights of one name are added up over layers, micro-batches and replicas.
+    """
+    _check("add_metric", name, total)
+    _check("add_metric", name, weight)
+    reports = _CURRENT.get()
+    if reports is not None:
+        before = reports.metrics.get(name, (0.0, 0.0))
+        reports.metrics[name] = (before[0] + _plain(total), before[1] + _plain(weight))
+
+
+@contextmanager
+def reporting(reports: Reports) -> Iterator[Reports]:
+    """Collect what is reported within the block, on this thread."""
+    token = _CURRENT.set(reports)
+    try:
+        yield reports
+    finally:
+        _CURRENT.reset(token)
+
+
+def current_reports() -> Reports | None:
+    """Return where reports go now, None for nowhere: a run outside of a pipeline."""
+    return _CURRENT.get()
+
+
+def _plain(number: Number) -> Number:
+    return number.detach().reshape(()) if isinstance(number, Tensor) else number
+
+
+def _check(function: str, name: str, number: Number) -> None:
+    if isinstance(number, Tensor) and number.numel() != 1:
+        raise ModelError(
+            f"{function}({name!r}): expected one number, got a tensor of shape "
+            f"{tuple(number.shape)}; reduce it by sum()"
+        )
