@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc import checkpoint
-from gpipe_hpc.comm.group import broadcast_object
+from gpipe_hpc.comm.group import Group, broadcast_object
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.start import DEFAULT_TIMEOUT_S, start_world
@@ -22,31 +22,17 @@ from gpipe_hpc.engine.assembly import (
     gather_parameters,
     stage_spans,
 )
-from gpipe_hpc.engine.executor import Executor, Outcome
 from gpipe_hpc.engine.feed import Feed, random_keys
-from gpipe_hpc.engine.gradients import unite_flags
-from gpipe_hpc.engine.loss import (
-    LossFunction,
-    StepLoss,
-    StepResult,
-    backward_seed,
-    final_divisor,
-)
-from gpipe_hpc.engine.microbatches import join, share_of
+from gpipe_hpc.engine.loss import LossFunction, StepResult
+from gpipe_hpc.engine.microbatches import share_of
 from gpipe_hpc.engine.norms import clip_by_global_norm
-from gpipe_hpc.engine.outputs import broadcast_nest
 from gpipe_hpc.engine.precision import casting
-from gpipe_hpc.engine.stage import training_modes
-from gpipe_hpc.engine.tables import Tables, make_tables
+from gpipe_hpc.engine.steps import Site, Steps
+from gpipe_hpc.engine.tables import Tables, make_tables, table_asked_for
 from gpipe_hpc.engine.tied import join_ties
 from gpipe_hpc.engine.wiring import wire
 from gpipe_hpc.errors import DataError
-from gpipe_hpc.models import (
-    Layer,
-    find_ties,
-    normalise_layers,
-    parameter_sizes,
-)
+from gpipe_hpc.models import Layer, find_ties, normalise_layers, parameter_sizes
 from gpipe_hpc.planning import (
     Example,
     Partition,
@@ -96,25 +82,22 @@ class Pipeline:
         self.world = world or start_world(device=device, timeout_s=timeout_s)
         with together(self.world, "start"):
             model = normalise_layers(layers)
-            self.mesh = mesh = Mesh.fit(self.world.size, stages, replicas)
+            self.mesh = Mesh.fit(self.world.size, stages, replicas)
             self.seed, self.precision = seed, precision
             self.loss_fn = loss_fn
             self.num_layers = len(model)
             self.steps_done = 0
+            self._site = Site.of(self.world, self.mesh)
             asked = partial(
-                make_tables,
-                schedule,
-                ranks=mesh.stages,
-                microbatches=microbatches,
-                recompute=recompute,
+                table_asked_for, schedule, ranks=self.mesh.stages, microbatches=microbatches
             )
             options = dict(schedule_options or {})
-            tables = asked(options=options)
-            self._form_groups()
-            self.partition = self._cut(partition, model, tables.training.num_stages, example)
+            table = asked(options=options)
+            self.partition = self._cut(partition, model, table.num_stages, example)
             measured = self.partition.stage_costs()
             if schedule == "auto" and "costs" not in options and measured is not None:
-                tables = asked(options=options | {"costs": measured})
+                table = asked(options=options | {"costs": measured})
+            tables = make_tables(table, recompute)
             self.schedule = tables.training
             self._build(model, tables)
 
@@ -137,11 +120,6 @@ class Pipeline:
         cut: Partition = broadcast_object(self.everybody, chosen, root=0)
         return cut
 
-    def _form_groups(self) -> None:
-        mesh, world = self.mesh, self.world
-        self.everybody = world.group([tuple(range(world.size))])
-        self._pipeline = world.group([mesh.pipeline_ranks(r) for r in range(mesh.replicas)])
-
     def _build(self, model: list[Layer], tables: Tables) -> None:
         world, mesh, placement = self.world, self.mesh, self.schedule.placement
         held = placement.stages_of(self.stage_rank)
@@ -157,7 +135,7 @@ class Pipeline:
         self.stages = build_stages(
             model, self.partition.counts, held, self.seed, world, self.everybody, self.precision
         )
-        self.all_parameters = gather_parameters(self.stages, self._pipeline)
+        self.all_parameters = gather_parameters(self.stages, self._site.pipeline)
         check_conservation(parameter_sizes(model), by_stage(self.all_parameters))
         self._cut_table = cut_table(
             model,
@@ -166,34 +144,29 @@ class Pipeline:
             costs=self.partition.costs,
             measure=self.partition.measure,
         )
-        self._wiring = wiring = wire(world, mesh, placement)
+        wiring = wire(world, mesh, placement)
         equalise_copies(self.stages, wiring.reductions)
         spans = stage_spans(self.partition.counts)
         stage_of_layer = [stage for stage, span in enumerate(spans) for _ in span]
-        self._tied = join_ties(
-            find_ties(model), self.stages, stage_of_layer, placement, mesh, world
-        )
-        self._trainer, self._evaluator = (
-            Executor(table, self.stage_rank, self.stages, wiring, world, self.num_layers)
-            for table in tables
-        )
-        last = self.schedule.num_stages - 1
+        tied = join_ties(find_ties(model), self.stages, stage_of_layer, placement, mesh, world)
+        self._steps = Steps(self._site, tables, self.stages, wiring, tied, self.num_layers)
         self.needs_inputs = 0 in held
-        self.needs_targets = last in held
-        # The loss weight of the last step; backward is seeded near its inverse.
-        self._weight = torch.tensor(
-            float(self.num_global_microbatches), dtype=torch.float64, device=world.device
-        )
+        self.needs_targets = self.schedule.num_stages - 1 in held
+
+    @property
+    def everybody(self) -> Group:
+        """Return the group of all ranks."""
+        return self._site.everybody
 
     @property
     def replica(self) -> int:
         """Return which replica this rank belongs to; world rank = replica x stages + stage_rank."""
-        return self.mesh.replica_of(self.world.rank)
+        return self._site.replica
 
     @property
     def stage_rank(self) -> int:
         """Return this rank's position in its pipeline."""
-        return self.mesh.stage_rank_of(self.world.rank)
+        return self._site.stage_rank
 
     @property
     def num_microbatches(self) -> int:
@@ -227,32 +200,15 @@ class Pipeline:
         loss, None where no replica used the parameter.
         """
         with together(self.world, f"step {self.steps_done}"):
-            seed = backward_seed(self._weight)
-            for stage in self.stages.values():
-                stage.gradients.clear()
-            for tied in self._tied:
-                tied.clear()
-            feed = self._feed("training", inputs, targets, self.loss_fn)
-            feed.seed = seed
-            loss = self._exchange(self._trainer.run(feed))
-            for tied in self._tied:
-                tied.start_reduction()
-            divisor = final_divisor(loss.weight, seed)
-            for stage in self.stages.values():
-                copies = self._wiring.reductions[stage.index]
-                used = unite_flags(stage.gradients.used_flags(), copies)
-                stage.gradients.finish(divisor, used)
-            for tied in self._tied:
-                tied.finish(divisor)
-            self._weight = loss.weight
+            loss = self._steps.train(self._feed("training", inputs, targets, self.loss_fn))
         self.steps_done += 1
         return StepResult(loss)
 
     def evaluate(self, inputs: Nest = None, targets: Nest = None) -> StepResult:
         """Return the loss of a global batch in evaluation mode, over all replicas."""
-        with together(self.world, "evaluation"), training_modes(self.stages.values(), False):
+        with together(self.world, "evaluation"):
             feed = self._feed("evaluation", inputs, targets, self.loss_fn)
-            return StepResult(self._exchange(self._evaluator.run(feed)))
+            return StepResult(self._steps.evaluate(feed))
 
     def predict(self, inputs: Nest = None) -> Nest:
         """Return the model's outputs for this replica's inputs, in order, on each of its ranks.
@@ -260,13 +216,8 @@ class Pipeline:
         Tensors of the micro-batches are put together along the first dimension; None if there
         was no sample.
         """
-        with together(self.world, "prediction"), training_modes(self.stages.values(), False):
-            outputs = self._evaluator.run(self._feed("prediction", inputs, None, None)).outputs
-            everywhere: dict[int, Nest] = {}
-            for holder in self.schedule.placement.holders(self.schedule.num_stages - 1):
-                root = self.mesh.world_rank(self.replica, holder)
-                everywhere |= broadcast_nest(outputs, self._pipeline, root, self.world)
-            return join([everywhere[m] for m in sorted(everywhere)])
+        with together(self.world, "prediction"):
+            return self._steps.predict(self._feed("prediction", inputs, None, None))
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip gradients by the norm over all stages; return that norm, the same on every rank."""
@@ -276,21 +227,21 @@ class Pipeline:
                 {info.name for info in self.all_parameters if self._counts(info.stage)},
                 [info.name for info in self.all_parameters],
                 max_norm,
-                self._pipeline,
+                self._site.pipeline,
                 self.world.device,
             )
 
     def timeline(self) -> Timeline:
         """Return when the actions of the last step ran on each rank of this replica, in seconds."""
-        recorded = self._trainer.recorder.events(self.stage_rank)
-        rows: list[tuple[Event, ...]] = self._pipeline.all_gather_object(recorded)
+        recorded = self._steps.recorder.events(self.stage_rank)
+        rows: list[tuple[Event, ...]] = self._site.pipeline.all_gather_object(recorded)
         return Timeline(
             tuple(rows), self.schedule.num_stages, self.num_microbatches, self.schedule.name
         )
 
     def last_step_seconds(self) -> tuple[float, float]:
         """Return the seconds this rank computed in the last step, and those the step took."""
-        return self._trainer.recorder.busy_s, self._trainer.recorder.wall_s
+        return self._steps.recorder.busy_s, self._steps.recorder.wall_s
 
     def describe(self) -> str:
         """Return the cut as a table: stage, rank, layers, parameters, share of the costs."""
@@ -316,23 +267,16 @@ class Pipeline:
     @property
     def loss_weight(self) -> float:
         """Return the global loss weight of the last step; the next backward starts near 1 / it."""
-        return float(self._weight)
+        return float(self._steps.weight)
 
     def restore_position(self, steps_done: int, loss_weight: float) -> None:
         """Continue after `steps_done` steps, as a checkpoint says."""
         self.steps_done = steps_done
-        self._weight.fill_(loss_weight)
+        self._steps.weight.fill_(loss_weight)
 
     def _counts(self, stage: int) -> bool:
         """Say whether this rank speaks for a stage: the first of those that hold a copy of it."""
         return self.schedule.placement.holders(stage)[0] == self.stage_rank
-
-    def _exchange(self, outcome: Outcome) -> StepLoss:
-        first = self.replica * self.num_microbatches
-        own = {first + m: term for m, term in outcome.losses.items()}
-        return StepLoss.exchange(
-            own, self.num_global_microbatches, self.everybody, self.world.device
-        )
 
     def _feed(self, lane: str, inputs: Nest, targets: Nest, loss_fn: LossFunction | None) -> Feed:
         count = self.num_microbatches

@@ -23,33 +23,15 @@ class Tables(NamedTuple):
     evaluation: Schedule
 
 
-def make_tables(
-    schedule: str | Schedule,
-    *,
-    ranks: int,
-    microbatches: int,
-    recompute: str,
-    options: Mapping[str, Any],
-) -> Tables:
-    """Build, lower and check the tables for `ranks` ranks and one replica's micro-batches.
+def table_asked_for(
+    schedule: str | Schedule, *, ranks: int, microbatches: int, options: Mapping[str, Any]
+) -> Schedule:
+    """Return a bare table for `ranks` ranks and one replica's micro-batches, or the one given.
 
-    A Schedule that is given may be bare or lowered; `recompute` applies to a bare one without R.
-    Raises ScheduleError or ConfigError.
+    A Schedule that is given may be bare or lowered. Raises ScheduleError or ConfigError.
     """
     if isinstance(schedule, str):
-        bare = build(
-            schedule, ranks=ranks, microbatches=microbatches, recompute=recompute, **options
-        )
-    else:
-        bare = _given(schedule, ranks, microbatches, recompute)
-    training = bare if bare.is_lowered else lower(bare)
-    check(training)
-    evaluation = lower(forward_only(bare))
-    check(evaluation)
-    return Tables(training, evaluation)
-
-
-def _given(schedule: Schedule, ranks: int, microbatches: int, recompute: str) -> Schedule:
+        return build(schedule, ranks=ranks, microbatches=microbatches, **options)
     if not isinstance(schedule, Schedule):
         raise ScheduleError(
             f"schedule: expected a name ({', '.join(schedule_names())}) or a Schedule, got "
@@ -61,7 +43,19 @@ def _given(schedule: Schedule, ranks: int, microbatches: int, recompute: str) ->
             f"micro-batches, got {schedule.num_ranks} and {schedule.num_microbatches}; change "
             f"stages and microbatches, or the table"
         )
-    has_recompute = any(action.op is Op.R for row in schedule.ranks for action in row)
-    if schedule.is_lowered or has_recompute:
-        return schedule
-    return add_recompute(schedule, recompute)
+    return schedule
+
+
+def make_tables(table: Schedule, recompute: str) -> Tables:
+    """Lower and check the tables that a bare or lowered one asks for.
+
+    `recompute` applies to a bare one without R. Raises ScheduleError.
+    """
+    has_recompute = any(action.op is Op.R for row in table.ranks for action in row)
+    if not (table.is_lowered or has_recompute):
+        table = add_recompute(table, recompute)
+    training = table if table.is_lowered else lower(table)
+    check(training)
+    evaluation = lower(forward_only(table))
+    check(evaluation)
+    return Tables(training, evaluation)

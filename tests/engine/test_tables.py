@@ -2,13 +2,14 @@
 
 import pytest
 
-from gpipe_hpc.engine.tables import make_tables
+from gpipe_hpc.engine.tables import make_tables, table_asked_for
 from gpipe_hpc.errors import ConfigError, ScheduleError
 from gpipe_hpc.schedule import Op, Schedule, build, lower
 
 
 def tables(schedule, recompute="always", **options):
-    return make_tables(schedule, ranks=2, microbatches=3, recompute=recompute, options=options)
+    table = table_asked_for(schedule, ranks=2, microbatches=3, options=options)
+    return make_tables(table, recompute)
 
 
 def num_recomputed(schedule):

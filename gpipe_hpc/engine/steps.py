@@ -1,0 +1,124 @@
+"""Whole steps of one rank: run a table, put together what all ranks know, finish gradients."""
+
+from dataclasses import dataclass
+
+import torch
+
+from gpipe_hpc.comm.group import Group
+from gpipe_hpc.comm.mesh import Mesh
+from gpipe_hpc.comm.nests import Nest
+from gpipe_hpc.comm.world import World
+from gpipe_hpc.engine.executor import Executor, Outcome
+from gpipe_hpc.engine.feed import Feed
+from gpipe_hpc.engine.gradients import unite_flags
+from gpipe_hpc.engine.loss import StepLoss, backward_seed, final_divisor
+from gpipe_hpc.engine.microbatches import join
+from gpipe_hpc.engine.outputs import broadcast_nest
+from gpipe_hpc.engine.recorder import Recorder
+from gpipe_hpc.engine.stage import Stage, training_modes
+from gpipe_hpc.engine.tables import Tables
+from gpipe_hpc.engine.tied import TiedParameter
+from gpipe_hpc.engine.wiring import Wiring
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a rank stands: its world, and the groups of all ranks and of its pipeline."""
+
+    world: World
+    mesh: Mesh
+    everybody: Group
+    pipeline: Group
+
+    @classmethod
+    def of(cls, world: World, mesh: Mesh) -> "Site":
+        """Form the groups; the same call on every rank."""
+        everybody = world.group([tuple(range(world.size))])
+        return cls(
+            world,
+            mesh,
+            everybody,
+            world.group([mesh.pipeline_ranks(r) for r in range(mesh.replicas)]),
+        )
+
+    @property
+    def replica(self) -> int:
+        """Return which replica the rank belongs to."""
+        return self.mesh.replica_of(self.world.rank)
+
+    @property
+    def stage_rank(self) -> int:
+        """Return the rank's position in its pipeline."""
+        return self.mesh.stage_rank_of(self.world.rank)
+
+
+class Steps:
+    """Train, evaluate and predict with the stages of one rank."""
+
+    def __init__(
+        self,
+        site: Site,
+        tables: Tables,
+        stages: dict[int, Stage],
+        wiring: Wiring,
+        tied: list[TiedParameter],
+        num_layers: int,
+    ) -> None:
+        self._site = site
+        self._placement = tables.training.placement
+        self._stages = stages
+        self._wiring = wiring
+        self._tied = tied
+        self._trainer, self._evaluator = (
+            Executor(table, site.stage_rank, stages, wiring, site.world, num_layers)
+            for table in tables
+        )
+        num_global = self._placement.num_microbatches * site.mesh.replicas
+        # The loss weight of the last step; backward is seeded near its inverse.
+        self.weight = torch.tensor(float(num_global), dtype=torch.float64, device=site.world.device)
+
+    @property
+    def recorder(self) -> Recorder:
+        """Return what was recorded of the last training step."""
+        return self._trainer.recorder
+
+    def train(self, feed: Feed) -> StepLoss:
+        """Run forward, backward and reduction; replace the gradients of all parameters."""
+        feed.seed = seed = backward_seed(self.weight)
+        for stage in self._stages.values():
+            stage.gradients.clear()
+        for tied in self._tied:
+            tied.clear()
+        loss = self._exchange(self._trainer.run(feed))
+        for tied in self._tied:
+            tied.start_reduction()
+        divisor = final_divisor(loss.weight, seed)
+        for stage in self._stages.values():
+            copies = self._wiring.reductions[stage.index]
+            used = unite_flags(stage.gradients.used_flags(), copies)
+            stage.gradients.finish(divisor, used)
+        for tied in self._tied:
+            tied.finish(divisor)
+        self.weight = loss.weight
+        return loss
+
+    def evaluate(self, feed: Feed) -> StepLoss:
+        """Return the loss of a global batch, in evaluation mode."""
+        with training_modes(self._stages.values(), False):
+            return self._exchange(self._evaluator.run(feed))
+
+    def predict(self, feed: Feed) -> Nest:
+        """Return the outputs of this replica's micro-batches put together, on each of its ranks."""
+        site = self._site
+        with training_modes(self._stages.values(), False):
+            outputs = self._evaluator.run(feed).outputs
+        everywhere: dict[int, Nest] = {}
+        for holder in self._placement.holders(self._placement.num_stages - 1):
+            root = site.mesh.world_rank(site.replica, holder)
+            everywhere |= broadcast_nest(outputs, site.pipeline, root, site.world)
+        return join([everywhere[m] for m in sorted(everywhere)])
+
+    def _exchange(self, outcome: Outcome) -> StepLoss:
+        site, count = self._site, self._placement.num_microbatches
+        own = {site.replica * count + m: term for m, term in outcome.losses.items()}
+        return StepLoss.exchange(own, count * site.mesh.replicas, site.everybody, site.world.device)
