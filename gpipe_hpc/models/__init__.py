@@ -1,16 +1,28 @@
 """What a layered model is, how its layers are built, counted and keyed, and the zoo."""
 
 from gpipe_hpc.models.alexnet import build_alexnet
+from gpipe_hpc.models.batchnorm import (
+    Moments,
+    PooledBatchNorm,
+    convert_batchnorm,
+    normalising_together,
+    pooled,
+    shifted_sums,
+)
+from gpipe_hpc.models.amoebanet import build_amoebanet_d
 from gpipe_hpc.models.bert import build_bert
 from gpipe_hpc.models.building import build_layer, seeded_generators
 from gpipe_hpc.models.counting import count_parameters, layer_parameters, parameter_sizes
+from gpipe_hpc.models.googlenet import build_googlenet
 from gpipe_hpc.models.gpt import build_gpt
 from gpipe_hpc.models.layers import Layer, LayerSpec, layer_name, normalise_layers
 from gpipe_hpc.models.losses import (
     bert_pretraining,
     classification,
+    classification_with_auxiliary,
     loss_function,
     mean_squared_error,
+    segmentation,
     token_cross_entropy,
 )
 from gpipe_hpc.models.mlp import build_mlp
@@ -30,9 +42,12 @@ from gpipe_hpc.models.reports import (
     current_reports,
     reporting,
 )
+from gpipe_hpc.models.resnet import build_resnet, build_small_resnet
+from gpipe_hpc.models.resnet_v2 import build_resnet_v2
 from gpipe_hpc.models.skips import Skip, SkipNames, find_skips, run_layer, run_layers, skip_names
 from gpipe_hpc.models.ties import Tie, find_ties, parameter_at, replace_parameter
 from gpipe_hpc.models.transformer import build_transformer
+from gpipe_hpc.models.unet import build_unet
 from gpipe_hpc.models.vgg import build_vgg
 from gpipe_hpc.models.zoo import build_model, model_names
 
@@ -40,6 +55,8 @@ __all__ = [
     "GENERATOR_LOCK",
     "Layer",
     "LayerSpec",
+    "Moments",
+    "PooledBatchNorm",
     "Reports",
     "Skip",
     "SkipNames",
@@ -48,14 +65,22 @@ __all__ = [
     "add_metric",
     "bert_pretraining",
     "build_alexnet",
+    "build_amoebanet_d",
     "build_bert",
+    "build_googlenet",
     "build_gpt",
     "build_layer",
     "build_mlp",
     "build_model",
+    "build_resnet",
+    "build_resnet_v2",
+    "build_small_resnet",
     "build_transformer",
+    "build_unet",
     "build_vgg",
     "classification",
+    "classification_with_auxiliary",
+    "convert_batchnorm",
     "count_parameters",
     "current_reports",
     "find_skips",
@@ -73,13 +98,17 @@ __all__ = [
     "model_names",
     "named_layer_parameters",
     "normalise_layers",
+    "normalising_together",
     "parameter_at",
     "parameter_sizes",
+    "pooled",
     "replace_parameter",
     "reporting",
     "run_layer",
     "run_layers",
     "seeded_generators",
+    "segmentation",
+    "shifted_sums",
     "skip_names",
     "token_cross_entropy",
 ]

@@ -1,0 +1,91 @@
+"""Running statistics of a stage's BatchNorm layers: pooled over a whole step, updated once."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpipe_hpc.comm.group import Group, Pending
+from gpipe_hpc.models import Moments, PooledBatchNorm, pooled, shifted_sums
+
+
+class StageStatistics:
+    """What the BatchNorm layers of one stage measured in a step.
+
+    All copies of the stage add up the same float64 sums, so their buffers stay equal to the bit.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        modules = {id(part): part for layer in layers for part in layer.modules()}
+        self._modules = [
+            part
+            for part in modules.values()
+            if isinstance(part, PooledBatchNorm) and part.running_mean is not None
+        ]
+        self._noted: dict[int, list[tuple[Any, Any]]] = {}
+        self._sums: list[torch.Tensor] = []
+        self._flat: torch.Tensor | None = None
+        self._pending: Pending | None = None
+
+    def __len__(self) -> int:
+        """Return the number of layers with running statistics."""
+        return len(self._modules)
+
+    def clear(self) -> None:
+        """Begin a step."""
+        self._noted = {}
+        self._flat = self._pending = None
+
+    def note(self, microbatch: int, statistics: Sequence[tuple[Any, Any]]) -> None:
+        """Keep what the forward of a micro-batch reported: pairs (layer, Moments)."""
+        if statistics:
+            self._noted[microbatch] = list(statistics)
+
+    def start_reduction(self, group: Group) -> None:
+        """Start summing over all copies of the stage; its last forward of the step is done."""
+        if not self._modules:
+            return
+        moments: dict[int, list[Moments]] = {}
+        for _, noted in sorted(self._noted.items(), key=lambda item: item[0]):
+            for layer, each in noted:
+                moments.setdefault(id(layer), []).append(each)
+        self._noted = {}
+        self._flat = torch.cat([_sums(m, moments.get(id(m), [])) for m in self._modules])
+        if group.size > 1:
+            self._pending = group.start_all_reduce(self._flat)
+
+    def finish(self, *, is_kept: bool = True) -> None:
+        """Wait for the sums and update every layer's buffers, unless nothing is to be kept."""
+        if self._pending is not None:
+            self._pending.wait()
+        if self._flat is not None and is_kept:
+            sizes = [1 + 2 * module.num_features for module in self._modules]
+            for module, sums in zip(self._modules, torch.split(self._flat, sizes), strict=True):
+                _update(module, sums)
+        self.clear()
+
+
+def _sums(layer: PooledBatchNorm, moments: list[Moments]) -> torch.Tensor:
+    assert layer.running_mean is not None, "only layers that track are among a stage's"
+    if moments:
+        return shifted_sums(moments, layer.running_mean)
+    size = 1 + 2 * layer.num_features
+    return torch.zeros(size, dtype=torch.float64, device=layer.running_mean.device)
+
+
+def _update(layer: PooledBatchNorm, sums: torch.Tensor) -> None:
+    """Move a layer's buffers towards the step's statistics, as `nn.BatchNorm` does for a batch."""
+    assert layer.running_mean is not None and layer.running_var is not None
+    mean, squares, count = pooled(sums, layer.running_mean)
+    # Unused layers keep what they have; nobody waits for the device to say which.
+    is_used = count > 0
+    share: float | torch.Tensor = 0.0 if layer.momentum is None else layer.momentum
+    if layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(is_used)
+        if layer.momentum is None:  # the average over all steps
+            share = 1.0 / layer.num_batches_tracked.double()
+    news = ((layer.running_mean, mean), (layer.running_var, squares / (count - 1)))
+    for buffer, new in news:
+        old = buffer.double()
+        buffer.copy_(torch.where(is_used, old + share * (new - old), old))

@@ -1,0 +1,269 @@
+"""BatchNorm over micro-batches: each is normalised by itself, the statistics are those of the step.
+
+Within a pipeline these layers leave their running statistics alone and report what they measured
+(`Moments`); whoever runs them pools all micro-batches of a step. Outside of one they are torch's.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from gpipe_hpc.errors import ModelError
+from gpipe_hpc.models.reports import current_reports
+
+SumOver = Callable[[Tensor], None]
+"""Sums a tensor in place over all that normalise together."""
+
+
+class Moments(NamedTuple):
+    """What one micro-batch says of a layer's channels.
+
+    `num_values`: how many a channel has; `mean` and `squares` (the sum of squared deviations from
+    the mean) are of shape (channels,).
+    """
+
+    num_values: int
+    mean: Tensor
+    squares: Tensor
+
+
+# Bound for the run of one micro-batch, in the thread that runs it.
+_TOGETHER: Final[ContextVar[SumOver | None]] = ContextVar("gpipe_hpc_normalise", default=None)
+
+
+@contextmanager
+def normalising_together(sum_over: SumOver) -> Iterator[None]:
+    """Let BatchNorm layers normalise with the statistics of all that run this block at once.
+
+    `sum_over` is called once in each layer's forward, and once in its backward.
+    """
+    token = _TOGETHER.set(sum_over)
+    try:
+        yield
+    finally:
+        _TOGETHER.reset(token)
+
+
+class BatchNorm1d(nn.BatchNorm1d):
+    """`nn.BatchNorm1d` that reports its statistics within a pipeline."""
+
+    place: str = ""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise a tensor of shape (samples, channels) or (samples, channels, length)."""
+        return _forward(self, input, super().forward)
+
+
+class BatchNorm2d(nn.BatchNorm2d):
+    """`nn.BatchNorm2d` that reports its statistics within a pipeline."""
+
+    place: str = ""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise a tensor of shape (samples, channels, height, width)."""
+        return _forward(self, input, super().forward)
+
+
+class BatchNorm3d(nn.BatchNorm3d):
+    """`nn.BatchNorm3d` that reports its statistics within a pipeline."""
+
+    place: str = ""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise a tensor of shape (samples, channels, depth, height, width)."""
+        return _forward(self, input, super().forward)
+
+
+PooledBatchNorm = BatchNorm1d | BatchNorm2d | BatchNorm3d
+"""Those that report their statistics; `place` is the layer's name for messages."""
+
+_OURS: Final[Mapping[type[nn.Module], type[nn.Module]]] = MappingProxyType(
+    {
+        nn.BatchNorm1d: BatchNorm1d,
+        nn.BatchNorm2d: BatchNorm2d,
+        nn.BatchNorm3d: BatchNorm3d,
+    }
+)
+
+
+class Conversion(NamedTuple):
+    """What `convert_batchnorm` did, by dotted name: converted, and left as it was."""
+
+    converted: tuple[str, ...]
+    left: tuple[str, ...]
+
+
+def convert_batchnorm(module: nn.Module, where: str = "") -> Conversion:
+    """Make every plain `nn.BatchNorm*d` in a module, or the module itself, one of ours, in place.
+
+    The object stays, and so do its parameters, buffers, hooks and flags. Subclasses of users that
+    track statistics are left: they will count micro-batches and recomputations as batches.
+    Names begin with `where`. Raises ModelError for `nn.SyncBatchNorm`, which would wait for ranks
+    that hold other stages.
+    """
+    converted, left = [], []
+    for name, part in module.named_modules():
+        full = ".".join(filter(None, (where, name)))
+        if isinstance(part, nn.SyncBatchNorm):
+            raise ModelError(
+                f"{full or 'model'}: SyncBatchNorm, expected nn.BatchNorm1d, 2d or 3d, as only "
+                f"replicas hold the same layer; use that with normalise_over_replicas=True"
+            )
+        ours = _OURS.get(type(part))
+        if ours is not None:
+            # The class alone differs: whoever holds the object keeps it.
+            part.__class__ = ours
+            converted.append(full)
+        if isinstance(part, PooledBatchNorm):
+            part.place = full
+        elif isinstance(part, _NormBase) and part.track_running_stats:
+            left.append(f"{full} ({type(part).__name__})")
+    return Conversion(tuple(converted), tuple(left))
+
+
+def _forward(layer: PooledBatchNorm, input: Tensor, plain: Callable[[Tensor], Tensor]) -> Tensor:
+    reports = current_reports()
+    if reports is None or not (layer.training or layer.running_mean is None):
+        return plain(input)
+    layer._check_input_dim(input)
+    sum_over = _TOGETHER.get() if layer.training else None
+    if sum_over is not None:
+        output, moments = _normalised_together(layer, input, sum_over)
+    else:
+        output, moments = _normalised_alone(layer, input)
+    if layer.training and layer.running_mean is not None:
+        reports.statistics.append((layer, moments))
+    return output
+
+
+def _normalised_alone(layer: PooledBatchNorm, input: Tensor) -> tuple[Tensor, Moments]:
+    count = input.numel() // input.shape[1]
+    if count < 2:
+        raise ModelError(
+            f"{layer.place or 'layer'} ({type(layer).__name__}): expected at least 2 values per "
+            f"channel to normalise, got a micro-batch of shape {tuple(input.shape)}; use "
+            f"larger batches, fewer micro-batches or replicas, or normalise_over_replicas=True"
+        )
+    # One kernel normalises and measures: with momentum 1 nothing of the old statistics is kept.
+    like = input if layer.running_mean is None else layer.running_mean
+    mean, variance = like.new_zeros(input.shape[1]), like.new_zeros(input.shape[1])
+    output = F.batch_norm(input, mean, variance, layer.weight, layer.bias, True, 1.0, layer.eps)
+    return output, Moments(count, mean, variance.double() * (count - 1))
+
+
+def _normalised_together(
+    layer: PooledBatchNorm, input: Tensor, sum_over: SumOver
+) -> tuple[Tensor, Moments]:
+    """Normalise by the mean and variance of all that call this together."""
+    with torch.no_grad():
+        dims = _reduced(input)
+        own = Moments(
+            input.numel() // input.shape[1],
+            *_mean_and_squares(input.detach().to(_computing(input.dtype)), dims),
+        )
+        # Around a common shift: sums of squares around zero would cancel.
+        sums = shifted_sums([own], layer.running_mean)
+        sum_over(sums)
+        mean, squares, count = pooled(sums, layer.running_mean)
+        scale = torch.rsqrt(squares / count + layer.eps)
+    function: Any = _Normalise.apply
+    output = function(input, layer.weight, layer.bias, mean, scale, count, sum_over)
+    return output, own
+
+
+def shifted_sums(moments: list[Moments], shift: Tensor | None) -> Tensor:
+    """Return float64[1 + 2 x channels]: count, sums and sums of squares around `shift` (or 0).
+
+    Sums over whatever has the same shift may be added up; `pooled` reads them.
+    """
+    means = torch.stack([each.mean.double() for each in moments])
+    squares = torch.stack([each.squares.double() for each in moments])
+    counts = means.new_tensor([each.num_values for each in moments])[:, None]
+    apart = means if shift is None else means - shift.double()
+    sums = [counts.sum(0), (counts * apart).sum(0), (squares + counts * apart.square()).sum(0)]
+    return torch.cat(sums)
+
+
+def pooled(sums: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean, sum of squared deviations from it, and count of what was summed.
+
+    Of nothing, the mean is not a number and the rest 0.
+    """
+    count, (total, squares) = sums[0], sums[1:].view(2, -1)
+    apart = total / count
+    mean = apart if shift is None else apart + shift.double()
+    return mean, (squares - total * torch.nan_to_num(apart)).clamp_min(0), count
+
+
+def _mean_and_squares(input: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
+    variance, mean = torch.var_mean(input, dims, correction=0)
+    return mean, variance.double() * (input.numel() // input.shape[1])
+
+
+def _reduced(input: Tensor) -> list[int]:
+    return [dim for dim in range(input.dim()) if dim != 1]
+
+
+def _computing(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+class _Normalise(torch.autograd.Function):
+    """(input - mean) x scale x weight + bias, where mean and scale are made of many inputs.
+
+    Ioffe and Szegedy, Batch normalization, 2015, section 3, with sums over all inputs.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        scale: Tensor,
+        count: Tensor,
+        sum_over: SumOver,
+    ) -> Tensor:
+        kind = _computing(input.dtype)
+        shape = [1, -1, *[1] * (input.dim() - 2)]
+        ctx.shape, ctx.sum_over = shape, sum_over
+        mean, scale = mean.to(kind).view(shape), scale.to(kind).view(shape)
+        ctx.save_for_backward(input, weight, mean, scale, count)
+        output = (input.to(kind) - mean) * scale
+        if weight is not None:
+            output = output * weight.to(kind).view(shape)
+        if bias is not None:
+            output = output + bias.to(kind).view(shape)
+        return output.to(input.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        input, weight, mean, scale, count = ctx.saved_tensors
+        kind, dims = _computing(input.dtype), _reduced(input)
+        given = gradient.to(kind)
+        normal = (input.to(kind) - mean) * scale
+        sums = torch.stack([given.sum(dims), (given * normal).sum(dims)])
+        bias_gradient, weight_gradient = sums
+        input_gradient = None
+        if ctx.needs_input_grad[0]:
+            factor = scale if weight is None else scale * weight.to(kind).view(ctx.shape)
+            whole = sums.to(torch.float64, copy=True)
+            ctx.sum_over(whole)
+            means = (whole / count).to(kind).view(2, *ctx.shape)
+            input_gradient = ((given - means[0] - normal * means[1]) * factor).to(input.dtype)
+        needs = ctx.needs_input_grad
+        return (
+            input_gradient,
+            weight_gradient.to(weight.dtype) if needs[1] else None,
+            bias_gradient.to(weight.dtype) if needs[2] else None,
+            *[None] * 4,
+        )
