@@ -1,6 +1,7 @@
 """What a layered model is, how its layers are built, counted and keyed, and the zoo."""
 
 from gpipe_hpc.models.alexnet import build_alexnet
+from gpipe_hpc.models.amoebanet import build_amoebanet_d
 from gpipe_hpc.models.batchnorm import (
     Moments,
     PooledBatchNorm,
@@ -9,7 +10,6 @@ from gpipe_hpc.models.batchnorm import (
     pooled,
     shifted_sums,
 )
-from gpipe_hpc.models.amoebanet import build_amoebanet_d
 from gpipe_hpc.models.bert import build_bert
 from gpipe_hpc.models.building import build_layer, seeded_generators
 from gpipe_hpc.models.counting import count_parameters, layer_parameters, parameter_sizes

@@ -48,6 +48,40 @@ def classification(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return token_cross_entropy(logits, targets)
 
 
+def classification_with_auxiliary(
+    outputs: Tensor | tuple[Tensor, ...], targets: Tensor, weight: float = 0.3
+) -> tuple[Tensor, Tensor]:
+    """Return the summed loss of a classifier with auxiliary heads, and the number of samples.
+
+    ``outputs`` are the logits [B, C], alone or ahead of those of each head, whose cross-entropy
+    counts ``weight``: 0.3 as in Szegedy et al., Going deeper with convolutions, 2015. Targets are
+    those of `classification`.
+    """
+    logits, *heads = (outputs,) if isinstance(outputs, Tensor) else outputs
+    total, num_samples = classification(logits, targets)
+    for head in heads:
+        total = total + weight * classification(head, targets)[0]
+    return total, num_samples
+
+
+def segmentation(logits: Tensor, masks: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
+    """Return the summed cross-entropy in nats and the number of pixels that count.
+
+    ``logits`` are [B, C, H, W]; ``masks`` [B, H, W] class indices, those equal to ``ignore_index``
+    not counted. With C = 1 the masks are 0 or 1, and the logit is that of 1.
+    """
+    expected = [logits.shape[0], *logits.shape[2:]]
+    if logits.ndim != 4 or list(masks.shape) != expected:
+        raise ModelError(
+            f"segmentation: shapes do not match, expected logits [B, C, H, W] and masks [B, H, W], "
+            f"got {list(logits.shape)} and {list(masks.shape)}; give one class for each pixel"
+        )
+    if logits.shape[1] == 1:
+        # Two classes, of which class 0 has logit 0.
+        logits = F.pad(logits, (0, 0, 0, 0, 1, 0))
+    return token_cross_entropy(logits.movedim(1, -1), masks, ignore_index)
+
+
 def bert_pretraining(
     outputs: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor], ignore_index: int = -100
 ) -> tuple[Tensor, Tensor]:
@@ -95,7 +129,9 @@ _LOSSES: Final[Mapping[str, LossFunction]] = MappingProxyType(
     {
         "bert_pretraining": bert_pretraining,
         "classification": classification,
+        "classification_with_auxiliary": classification_with_auxiliary,
         "mean_squared_error": mean_squared_error,
+        "segmentation": segmentation,
         "token_cross_entropy": token_cross_entropy,
     }
 )

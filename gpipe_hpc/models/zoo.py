@@ -8,11 +8,16 @@ from typing import Any, Final
 
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models.alexnet import build_alexnet
+from gpipe_hpc.models.amoebanet import build_amoebanet_d
 from gpipe_hpc.models.bert import build_bert
+from gpipe_hpc.models.googlenet import build_googlenet
 from gpipe_hpc.models.gpt import build_gpt
 from gpipe_hpc.models.layers import LayerSpec
 from gpipe_hpc.models.mlp import build_mlp
+from gpipe_hpc.models.resnet import build_resnet, build_small_resnet
+from gpipe_hpc.models.resnet_v2 import build_resnet_v2
 from gpipe_hpc.models.transformer import build_transformer
+from gpipe_hpc.models.unet import build_unet
 from gpipe_hpc.models.vgg import build_vgg
 
 
@@ -25,12 +30,15 @@ def _gpt2(name: str, **sizes: Any) -> dict[str, Callable[..., list[LayerSpec]]]:
 _MODELS: Final[Mapping[str, Callable[..., list[LayerSpec]]]] = MappingProxyType(
     {
         "alexnet": build_alexnet,
+        "amoebanet_d": build_amoebanet_d,
+        "amoebanet_d_tiny": partial(build_amoebanet_d, num_layers=3, num_filters=16),
         "bert48": partial(
             build_bert, vocab_size=30522, block_size=512, num_layers=48, num_heads=16, width=1024
         ),
         "gpt": partial(
             build_gpt, vocab_size=256, block_size=128, num_layers=4, num_heads=4, width=128
         ),
+        "googlenet": build_googlenet,
         **_gpt2("gpt2", num_layers=12, num_heads=12, width=768),
         **_gpt2("gpt2_medium", num_layers=24, num_heads=16, width=1024),
         **_gpt2("gpt2_large", num_layers=36, num_heads=20, width=1280),
@@ -40,7 +48,15 @@ _MODELS: Final[Mapping[str, Callable[..., list[LayerSpec]]]] = MappingProxyType(
             build_gpt, vocab_size=50257, block_size=1024, num_layers=64, num_heads=20, width=1280
         ),
         "mlp": partial(build_mlp, widths=(64, 256, 256, 10)),
+        "resnet50": partial(build_resnet, num_blocks=(3, 4, 6, 3)),
+        "resnet101": partial(build_resnet, num_blocks=(3, 4, 23, 3)),
+        "resnet152": partial(build_resnet, num_blocks=(3, 8, 36, 3)),
+        "resnet110_v2": partial(build_resnet_v2, depth=110),
+        "resnet1001_v2": partial(build_resnet_v2, depth=1001),
+        "resnet_small": build_small_resnet,
         "transformer_l": partial(build_transformer, num_layers=24),
+        "unet": build_unet,
+        "unet_tiny": partial(build_unet, num_convs=1, base_channels=8, depth=2),
         "vgg16": partial(build_vgg, num_convs=(2, 2, 3, 3, 3)),
         "vgg19": partial(build_vgg, num_convs=(2, 2, 4, 4, 4)),
     }
