@@ -6,13 +6,9 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Final
 
-from gpipe_hpc.config.schema import (
-    Config,
-    PythonSourceConfig,
-    SGDConfig,
-    TextConfig,
-)
-from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.config.data_checks import DATA_CHOICES, DATA_RANGES, check_data
+from gpipe_hpc.config.refusal import refuse
+from gpipe_hpc.config.schema import Config, SGDConfig
 from gpipe_hpc.schedule import schedule_names
 
 _INF: Final = math.inf
@@ -39,21 +35,13 @@ _RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
         "optimizer.alpha": (0, 1),
         "lr.warmup_steps": (0, _INF),
         "lr.min_ratio": (0, 1),
-        "data.seq_len": (1, _INF),
-        "data.vocab_size": (1, 2**31),
-        "data.validation_percent": (0, 99),
-        "data.num_samples": (1, _INF),
-        "data.num_validation_samples": (0, _INF),
-        "data.channels": (1, _INF),
-        "data.height": (1, _INF),
-        "data.width": (1, _INF),
-        "data.num_classes": (2, _INF),
         "checkpoint.every": (0, _INF),
         "checkpoint.keep": (1, _INF),
         "trace.steps": (0, _INF),
         "draw.width": (1, 100_000),
         "plan.flops_per_s": (1, _INF),
         "plan.memory_bytes": (1, _INF),
+        **DATA_RANGES,
     }
 )
 
@@ -65,8 +53,8 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "train.device": ("auto", "cpu", "cuda"),
         "comm.backend": ("auto", "gloo", "nccl"),
         "lr.decay": ("cosine", "constant"),
-        "data.dtype": ("uint8", "uint16", "uint32"),
         "draw.format": ("text", "svg", "png", "html", "trace", "table"),
+        **DATA_CHOICES,
     }
 )
 _PARTITIONS: Final = ("time", "parameters", "uniform")
@@ -86,7 +74,7 @@ def check_config(config: Config, world_size: int) -> list[str]:
     mesh = Mesh.fit(world_size, config.pipeline.stages, config.pipeline.replicas)
     _check_partition(config.pipeline.partition, mesh.stages)
     _check_optimizer(config)
-    _check_data(config)
+    check_data(config.data)
     _check_model(config)
     return list(_doubts(config))
 
@@ -113,10 +101,6 @@ def check_planning(config: Config, num_stages: int) -> None:
     _check_model(config)
 
 
-def _refuse(setting: str, expected: str, got: object, remedy: str) -> ConfigError:
-    return ConfigError(f"config: bad {setting}, expected {expected}, got {got!r}; {remedy}")
-
-
 def _value(config: Config, setting: str) -> Any:
     try:
         return attrgetter(setting)(config)
@@ -130,20 +114,20 @@ def _check_ranges(config: Config) -> None:
         if value is None or (least <= value <= most and math.isfinite(value)):
             continue
         expected = f"at least {least}" if most == _INF else f"{least} to {most}"
-        raise _refuse(setting, expected, value, f"set {setting} within it")
+        raise refuse(setting, expected, value, f"set {setting} within it")
     # Open at zero: no time to wait and no norm at all would stop every run.
     for setting in ("comm.timeout_s", "train.clip_norm"):
         value = _value(config, setting)
         if value is not None and not (value > 0 and math.isfinite(value)):
             off = ", or null for none" if setting == "train.clip_norm" else ""
-            raise _refuse(setting, "more than 0", value, f"set {setting} above it{off}")
+            raise refuse(setting, "more than 0", value, f"set {setting} above it{off}")
 
 
 def _check_choices(config: Config) -> None:
     for setting, choices in _CHOICES.items():
         value = _value(config, setting)
         if value is not None and value not in choices:
-            raise _refuse(setting, f"one of {', '.join(choices)}", value, "choose one of them")
+            raise refuse(setting, f"one of {', '.join(choices)}", value, "choose one of them")
 
 
 def _check_draw(config: Config) -> None:
@@ -152,7 +136,7 @@ def _check_draw(config: Config) -> None:
         numbers = cost if isinstance(cost, list) else [cost]
         optional = name == "backward" and cost is None
         if not optional and not (numbers and all(map(_is_time, numbers))):
-            raise _refuse(
+            raise refuse(
                 f"draw.costs.{name}",
                 "a time of 0 or more, or a list of one for each stage",
                 cost,
@@ -161,7 +145,7 @@ def _check_draw(config: Config) -> None:
     for name in config.draw.compare:
         if name not in schedule_names():
             known = ", ".join(schedule_names())
-            raise _refuse("draw.compare", f"names out of {known}", name, "choose among them")
+            raise refuse("draw.compare", f"names out of {known}", name, "choose among them")
 
 
 def _is_time(number: object) -> bool:
@@ -175,11 +159,11 @@ def _check_partition(partition: object, num_stages: int) -> None:
         return
     expected = f"{', '.join(_PARTITIONS)} or the number of layers of each stage"
     if not isinstance(partition, list) or not all(type(count) is int for count in partition):
-        raise _refuse(
+        raise refuse(
             "pipeline.partition", expected, partition, "write it as pipeline.partition=[5,6]"
         )
     if not partition or len(partition) % num_stages or min(partition) < 0 or not any(partition):
-        raise _refuse(
+        raise refuse(
             "pipeline.partition",
             f"{num_stages} (or, with several stages a rank, a multiple) layer counts from 0 up",
             partition,
@@ -190,44 +174,28 @@ def _check_partition(partition: object, num_stages: int) -> None:
 def _check_optimizer(config: Config) -> None:
     betas = _value(config, "optimizer.betas")
     if betas is not None and not (len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
-        raise _refuse("optimizer.betas", "two numbers, 0 <= beta < 1", betas, "as [0.9,0.95]")
+        raise refuse("optimizer.betas", "two numbers, 0 <= beta < 1", betas, "as [0.9,0.95]")
     sgd = config.optimizer
     if isinstance(sgd, SGDConfig) and sgd.nesterov and not sgd.momentum:
-        raise _refuse("optimizer.nesterov", "false without momentum", True, "set momentum above 0")
-
-
-def _check_data(config: Config) -> None:
-    data = config.data
-    if isinstance(data, PythonSourceConfig) and data.vocab_size < 256:
-        raise _refuse(
-            "data.vocab_size", "256 or more for bytes", data.vocab_size, "leave it at 256"
-        )
-    if not isinstance(data, TextConfig):
-        return
-    if not data.paths:
-        raise _refuse("data.paths", "files or patterns", [], "as data.paths=[corpus/*.txt]")
-    if not 0 <= data.validation_fraction < 1:
-        raise _refuse(
-            "data.validation_fraction", "0 <= fraction < 1", data.validation_fraction, "lower it"
-        )
+        raise refuse("optimizer.nesterov", "false without momentum", True, "set momentum above 0")
 
 
 def _check_model(config: Config) -> None:
     model = config.model
     if not isinstance(model.get("_target_"), str):
-        raise _refuse(
+        raise refuse(
             "model",
             "a _target_",
             model.get("_target_"),
             "choose a model=... of conf/model, or model._target_=my.module.build",
         )
     if config.loss and not isinstance(config.loss.get("_target_"), str):
-        raise _refuse("loss", "a _target_", config.loss, "as loss._target_=my.module.loss_fn")
+        raise refuse("loss", "a _target_", config.loss, "as loss._target_=my.module.loss_fn")
     # Only where model and data both speak of tokens: a user's own model names what it likes.
     for setting, wanted in (("vocab_size", "vocab_size"), ("block_size", "seq_len")):
         size, needed = model.get(setting), _value(config, f"data.{wanted}")
         if type(size) is int and needed is not None and size < needed:
-            raise _refuse(
+            raise refuse(
                 f"model.{setting}",
                 f"at least data.{wanted}={needed}",
                 size,

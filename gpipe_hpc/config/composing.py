@@ -11,16 +11,27 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
-from gpipe_hpc.config.schema import (
-    AdamWConfig,
-    Config,
+from gpipe_hpc.config.data import (
+    Cifar100Config,
+    CifarConfig,
+    DigitsConfig,
+    FashionMnistConfig,
+    IdxConfig,
+    ImageFolderConfig,
+    ImageShardsConfig,
+    JsonLinesConfig,
     PythonSourceConfig,
-    RMSPropConfig,
-    SGDConfig,
     SyntheticImagesConfig,
     SyntheticTokensConfig,
     SyntheticVectorsConfig,
     TextConfig,
+    TokensConfig,
+)
+from gpipe_hpc.config.schema import (
+    AdamWConfig,
+    Config,
+    RMSPropConfig,
+    SGDConfig,
 )
 from gpipe_hpc.errors import ConfigError
 
@@ -34,6 +45,15 @@ _SCHEMAS: Final = (
     ("synthetic_tokens", SyntheticTokensConfig),
     ("synthetic_vectors", SyntheticVectorsConfig),
     ("synthetic_images", SyntheticImagesConfig),
+    ("tokens", TokensConfig),
+    ("jsonl", JsonLinesConfig),
+    ("digits", DigitsConfig),
+    ("idx", IdxConfig),
+    ("fashion_mnist", FashionMnistConfig),
+    ("cifar10", CifarConfig),
+    ("cifar100", Cifar100Config),
+    ("image_folder", ImageFolderConfig),
+    ("image_shards", ImageShardsConfig),
 )
 _CONF_MARK: Final = "# gpipe_hpc:"
 

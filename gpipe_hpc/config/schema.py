@@ -8,6 +8,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from gpipe_hpc.config.data import DataConfig
+
 
 @dataclass
 class PipelineConfig:
@@ -81,68 +83,6 @@ class LrConfig:
     warmup_steps: int = 0
     decay: str = "cosine"
     min_ratio: float = 0.1
-
-
-@dataclass
-class DataConfig:
-    """What a run reads; one subclass for each kind."""
-
-
-@dataclass
-class PythonSourceConfig(DataConfig):
-    """The Python files of a folder, bytes as tokens."""
-
-    root: str | None = None
-    seq_len: int = 128
-    vocab_size: int = 256
-    validation_percent: int = 10
-
-
-@dataclass
-class TextConfig(DataConfig):
-    """Files of bytes or of token numbers."""
-
-    paths: list[str] = field(default_factory=list)
-    validation_paths: list[str] = field(default_factory=list)
-    validation_fraction: float = 0.05
-    dtype: str = "uint8"
-    seq_len: int = 128
-    vocab_size: int = 256
-
-
-@dataclass
-class SyntheticTokensConfig(DataConfig):
-    """Token sequences made from the sample's number."""
-
-    num_samples: int = 4096
-    num_validation_samples: int = 256
-    seq_len: int = 128
-    vocab_size: int = 256
-    seed: int = 0
-
-
-@dataclass
-class SyntheticVectorsConfig(DataConfig):
-    """Vectors and their classes, made from the sample's number."""
-
-    num_samples: int = 4096
-    num_validation_samples: int = 256
-    width: int = 64
-    num_classes: int = 10
-    seed: int = 0
-
-
-@dataclass
-class SyntheticImagesConfig(DataConfig):
-    """Images and their classes, made from the sample's number."""
-
-    num_samples: int = 4096
-    num_validation_samples: int = 256
-    channels: int = 3
-    height: int = 224
-    width: int = 224
-    num_classes: int = 1000
-    seed: int = 0
 
 
 @dataclass
