@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpipe_hpc.comm.threads import run_on_threads
-    from gpipe_hpc.engine.loss import StepResult
-    from gpipe_hpc.models import LayerSpec
+    from gpipe_hpc.engine.results import StepResult
+    from gpipe_hpc.models import LayerSpec, add_loss, add_metric
     from gpipe_hpc.pipeline import Pipeline
 
-__all__ = ["LayerSpec", "Pipeline", "StepResult", "run_on_threads"]
+__all__ = ["LayerSpec", "Pipeline", "StepResult", "add_loss", "add_metric", "run_on_threads"]
 __version__ = "0.1.0"
 
 
@@ -20,7 +20,9 @@ def __getattr__(name: str) -> Any:
     homes = {
         "LayerSpec": "gpipe_hpc.models",
         "Pipeline": "gpipe_hpc.pipeline",
-        "StepResult": "gpipe_hpc.engine.loss",
+        "StepResult": "gpipe_hpc.engine.results",
+        "add_loss": "gpipe_hpc.models",
+        "add_metric": "gpipe_hpc.models",
         "run_on_threads": "gpipe_hpc.comm.threads",
     }
     if name not in homes:

@@ -23,10 +23,11 @@ from gpipe_hpc.engine.assembly import (
     stage_spans,
 )
 from gpipe_hpc.engine.feed import Feed, random_keys
-from gpipe_hpc.engine.loss import LossFunction, StepResult
+from gpipe_hpc.engine.loss import LossFunction
 from gpipe_hpc.engine.microbatches import share_of
 from gpipe_hpc.engine.norms import clip_by_global_norm
 from gpipe_hpc.engine.precision import casting
+from gpipe_hpc.engine.results import StepResult
 from gpipe_hpc.engine.steps import Site, Steps
 from gpipe_hpc.engine.tables import Tables, make_tables, table_asked_for
 from gpipe_hpc.engine.tied import join_ties

@@ -11,9 +11,19 @@ from torch import nn
 
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.world import World
+from gpipe_hpc.engine.routes import StageRoutes, stage_routes
 from gpipe_hpc.engine.stage import Stage
 from gpipe_hpc.errors import ConfigError
-from gpipe_hpc.models import Layer, Tie, build_layer, find_ties, parameter_at, replace_parameter
+from gpipe_hpc.models import (
+    Layer,
+    Tie,
+    build_layer,
+    find_skips,
+    find_ties,
+    parameter_at,
+    replace_parameter,
+    skip_names,
+)
 
 
 class ParameterInfo(NamedTuple):
@@ -40,6 +50,7 @@ def build_stages(
     """
     spans = stage_spans(counts)
     ties = find_ties(layers)
+    routes = routes_of(layers, counts)
     held = [i for stage in indices for i in spans[stage]]
     # Built layers may share whole modules with layers of other ranks, and ranks may be threads
     # of one process: whoever does not hold the first place works on a copy.
@@ -57,7 +68,15 @@ def build_stages(
     for tie in ties:
         _share(tie, modules)
     return {
-        index: Stage(index, {i: modules[i] for i in spans[index]}, world.device, ties, precision)
+        index: Stage(
+            index,
+            {i: modules[i] for i in spans[index]},
+            world.device,
+            routes[index],
+            names=dict(enumerate(map(skip_names, layers))),
+            ties=ties,
+            precision=precision,
+        )
         for index in indices
     }
 
@@ -70,6 +89,12 @@ def _taken(layers: Sequence[Layer], held: Sequence[int], rank: int, everybody: G
     ahead = zip(everybody.ranks, claims, strict=True)
     taken = {each for r, (where, ids) in ahead if r < rank and where == process for each in ids}
     return {i for i, each in built.items() if each in taken}
+
+
+def routes_of(layers: Sequence[Layer], counts: Sequence[int]) -> list[StageRoutes]:
+    """Return what enters and leaves each stage of a cut; ModelError for skips that cannot be."""
+    stage_of_layer = [stage for stage, span in enumerate(stage_spans(counts)) for _ in span]
+    return stage_routes(find_skips(layers), stage_of_layer, len(counts))
 
 
 def stage_spans(counts: Sequence[int]) -> list[range]:

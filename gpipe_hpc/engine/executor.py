@@ -1,5 +1,6 @@
 """Run a rank's list of actions: a table of binders makes each action a call, once."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -12,24 +13,34 @@ from gpipe_hpc.comm.world import World
 from gpipe_hpc.engine.feed import Feed
 from gpipe_hpc.engine.loss import LossTerm, loss_term
 from gpipe_hpc.engine.recorder import Recorder
+from gpipe_hpc.engine.routes import BATCH
+from gpipe_hpc.engine.segment import Noted
 from gpipe_hpc.engine.stage import Stage
 from gpipe_hpc.engine.wiring import Wiring
-from gpipe_hpc.engine.work import Gradients, Keep, Recipe, StageWork, Start
+from gpipe_hpc.engine.work import Keep, Part, Recipe, StageWork, Start
 from gpipe_hpc.errors import ActionError, DataError
-from gpipe_hpc.schedule import Action, Op, Schedule, arrival, channel_of
+from gpipe_hpc.models import Reports, reporting
+from gpipe_hpc.schedule import Action, Channel, Op, Schedule, channel_of
 
 Place = tuple[int, int]
 """A stage and a micro-batch."""
+
+Hop = tuple[int, int, int]
+"""From a stage to a stage, and a micro-batch."""
 
 Call = Callable[[], None]
 
 
 @dataclass
 class Outcome:
-    """What a run left on this rank, by micro-batch of this replica."""
+    """What a run left on this rank, by micro-batch of this replica.
+
+    `noted`: what layers reported, the loss function as the layer behind the last.
+    """
 
     losses: dict[int, LossTerm] = field(default_factory=dict)
     outputs: dict[int, Nest] = field(default_factory=dict)
+    noted: dict[int, list[Noted]] = field(default_factory=lambda: defaultdict(list))
 
 
 class Executor:
@@ -54,15 +65,11 @@ class Executor:
         self._world = world
         self._num_layers = num_layers
         self.recorder = Recorder(world.device)
-        self._outputs: dict[Place, Message] = {}
-        self._gradients: dict[Place, Message] = {}
+        # Made and not yet taken by the next stage or a SEND: outputs upwards, gradients downwards.
+        self._made: dict[Hop, Message] = {}
         self._feed = _no_feed()
         self._outcome = Outcome()
-        last = schedule.num_stages - 1
-        self._works = {
-            index: StageWork(stage, self._finish if index == last else None)
-            for index, stage in stages.items()
-        }
+        self._works = {index: StageWork(stage, self) for index, stage in stages.items()}
         binders: dict[Op, Callable[[Action], Call]] = {
             Op.F: self._bind_forward,
             Op.R: self._bind_recompute,
@@ -104,7 +111,7 @@ class Executor:
         self._world.activity = "between steps"
         self.recorder.end_step()
         num_left = sum(work.num_kept for work in self._works.values())
-        num_left += len(self._outputs) + len(self._gradients)
+        num_left += len(self._made)
         assert num_left == 0, f"rank {self._world.rank}: {num_left} stored values never used"
         # The batch and the outputs belong to the caller alone from here on.
         outcome, self._feed, self._outcome = self._outcome, _no_feed(), Outcome()
@@ -127,18 +134,26 @@ class Executor:
 
     def _bind_forward(self, action: Action) -> Call:
         place = stage, microbatch = _place(action)
-        work, take = self._works[stage], self._bind_input(stage, microbatch)
-        is_last = stage == self._schedule.num_stages - 1
-        recipe = self._recipe(place)
+        work, recipe = self._works[stage], self._recipe(place)
+        routes = self._stages[stage].routes
+        takes = [self._bind_take(edge.stage, stage, microbatch) for edge in routes.sources]
+        hops = [(stage, edge.stage, microbatch) for edge in routes.destinations]
 
         def forward() -> None:
-            message = take()
+            messages = [take() for take in takes]
+            num_samples = messages[0].num_samples
             start = self.recorder.mark()
-            output = work.forward(microbatch, message, self._feed.keys(microbatch), recipe)
-            if message.num_samples:
+            outputs = work.forward(
+                microbatch,
+                [message.nest for message in messages],
+                num_samples,
+                self._feed.keys(microbatch),
+                recipe,
+            )
+            if num_samples:
                 self.recorder.add(action, start)
-            if not is_last:
-                self._outputs[place] = Message(output, message.num_samples)
+            for hop, output in zip(hops, outputs, strict=True):
+                self._made[hop] = Message(output, num_samples)
 
         return forward
 
@@ -172,52 +187,49 @@ class Executor:
         return recompute
 
     def _bind_backward(self, action: Action) -> Call:
-        place = stage, microbatch = _place(action)
-        work, take = self._works[stage], self._bind_gradients(stage, microbatch)
+        stage, microbatch = _place(action)
+        work, routes = self._works[stage], self._stages[stage].routes
+        takes = [self._bind_take(edge.stage, stage, microbatch) for edge in routes.destinations]
+        hops = [(stage, edge.stage, microbatch) for edge in routes.sources if edge.stage != BATCH]
 
         def backward() -> None:
-            gradients = take()
+            gradients = [gradient for take in takes for gradient in take().nest or ()]
+            num_samples = work.num_samples(microbatch)
             start = self.recorder.mark()
-            message = work.backward(microbatch, gradients)
-            if message.num_samples:
+            parts = work.backward(microbatch, gradients)
+            if num_samples:
                 self.recorder.add(action, start)
-            if stage > 0:
-                self._gradients[place] = message
+            for hop, part in zip(hops, parts, strict=False):
+                self._made[hop] = Message(part, num_samples)
 
         return backward
 
-    def _bind_input(self, stage: int, microbatch: int) -> Callable[[], Message]:
-        if stage == 0:
+    def _bind_take(self, source: int, stage: int, microbatch: int) -> Callable[[], Message]:
+        """Return how a stage gets what another one made for it: an output, or gradients."""
+        if source == BATCH:
             return lambda: self._first_input(microbatch)
-        channel = self._channel(arrival(Action(Op.F, stage, microbatch)))
-        if channel is None:
-            return lambda: _handed_over(self._outputs.pop((stage - 1, microbatch)))
-        return lambda: self._wiring.transport.wait(channel, self._feed.lane, microbatch)
-
-    def _bind_gradients(self, stage: int, microbatch: int) -> Callable[[], Gradients]:
-        if stage == self._schedule.num_stages - 1:
-            return lambda: ()
-        channel = self._channel(arrival(Action(Op.B, stage, microbatch)))
-        if channel is None:
-            return lambda: self._gradients.pop((stage + 1, microbatch)).nest or ()
-        transport = self._wiring.transport
-        return lambda: transport.wait(channel, self._feed.lane, microbatch).nest or ()
+        route = self._schedule.placement.route_of[microbatch]
+        channel = self._wiring.channels.get(Channel(source, stage, route))
+        if channel is not None:
+            return lambda: self._wiring.transport.wait(channel, self._feed.lane, microbatch)
+        hop = (source, stage, microbatch)
+        if source > stage:
+            return lambda: self._made.pop(hop)
+        return lambda: _handed_over(self._made.pop(hop))
 
     def _bind_send(self, action: Action) -> Call:
-        place = _place(action)
-        store = self._outputs if action.op is Op.SEND_F else self._gradients
+        microbatch = _place(action)[1]
         channel, transport = self._channel(action), self._wiring.transport
-        assert channel is not None, f"{action} sends to its own rank"
+        hop = (channel.channel.source, channel.channel.destination, microbatch)
 
         def send() -> None:
-            nest, num_samples = store.pop(place)
-            transport.send(channel, self._feed.lane, place[1], nest, num_samples)
+            nest, num_samples = self._made.pop(hop)
+            transport.send(channel, self._feed.lane, microbatch, nest, num_samples)
 
         return send
 
     def _bind_receive(self, action: Action) -> Call:
         channel, transport = self._channel(action), self._wiring.transport
-        assert channel is not None, f"{action} receives from its own rank"
         microbatch = _place(action)[1]
         return lambda: transport.post(channel, self._feed.lane, microbatch)
 
@@ -226,8 +238,8 @@ class Executor:
         group = self._wiring.reductions[action.stage]
         return lambda: gradients.start_reduction(group)
 
-    def _channel(self, transfer: Action) -> PlacedChannel | None:
-        return self._wiring.channels.get(channel_of(transfer, self._schedule.placement))
+    def _channel(self, transfer: Action) -> PlacedChannel:
+        return self._wiring.channels[channel_of(transfer, self._schedule.placement)]
 
     def _first_input(self, microbatch: int) -> Message:
         feed = self._feed
@@ -241,12 +253,18 @@ class Executor:
 
         return map_tensors(moved, nest)
 
-    def _finish(self, microbatch: int, output: Nest, num_samples: int, again: bool) -> Start | None:
-        """Take the loss, or the output, at the end of the last stage."""
-        feed = self._feed
+    def note(self, part: Part, noted: list[Noted]) -> list[Start]:
+        """Take what layers of one micro-batch reported; return the losses, for backward."""
+        if not part.again:
+            self._outcome.noted[part.microbatch] += [each.without_graph() for each in noted]
+        return [self._start(total) for each in noted for total in each.reports.losses.values()]
+
+    def finish(self, part: Part, output: Nest) -> list[Start]:
+        """Take the loss, or the output, at the end of the last stage; return the loss."""
+        feed, (microbatch, num_samples, again) = self._feed, part
         if feed.loss_fn is None:
             self._outcome.outputs[microbatch] = output
-            return None
+            return []
         samples = num_samples if feed.target_samples is None else feed.target_samples[microbatch]
         if samples != num_samples:
             raise DataError(
@@ -255,15 +273,15 @@ class Executor:
             )
         target = None if feed.targets is None else self._on_device(feed.targets[microbatch])
         stage = self._stages[self._schedule.num_stages - 1]
-        with stage.keyed(feed.keys(microbatch)(self._num_layers)):
+        with stage.keyed(feed.keys(microbatch)(self._num_layers)), reporting(Reports()) as reports:
             term = loss_term(feed.loss_fn, output, target, num_samples)
         if not again:
-            weight = term.weight
-            weight = weight.detach() if isinstance(weight, torch.Tensor) else weight
-            self._outcome.losses[microbatch] = LossTerm(term.total.detach(), weight)
-        if feed.seed is None:
-            return None
-        return Start(term.total, feed.seed.to(term.total.dtype))
+            self._outcome.losses[microbatch] = term.without_graph()
+        return [self._start(term.total), *self.note(part, [Noted(self._num_layers, reports)])]
+
+    def _start(self, total: torch.Tensor) -> Start:
+        seed = self._feed.seed
+        return Start(total, torch.ones_like(total) if seed is None else seed.to(total.dtype))
 
 
 def _no_feed() -> Feed:

@@ -1,25 +1,25 @@
-"""One stage: its layers, run with keyed randomness, and never writing into what it was given."""
+"""One stage: its layers, their parameters and buffers by global name, and what leaves it."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 
 import torch
 from torch import nn
 
-from gpipe_hpc.comm.nests import Nest, flatten, tensors_of, unflatten
 from gpipe_hpc.engine.gradients import StageGradients
-from gpipe_hpc.errors import ModelError
-from gpipe_hpc.models import GENERATOR_LOCK, Tie, global_name, named_layer_parameters
-
-LayerKey = Callable[[int], int]
-"""Gives the random key of a layer (by its global index) for the micro-batch at hand."""
+from gpipe_hpc.engine.keyed import Keyed
+from gpipe_hpc.engine.routes import StageRoutes
+from gpipe_hpc.engine.segment import Segment
+from gpipe_hpc.models import SkipNames, Tie, global_name, named_layer_parameters
 
 
 class Stage:
     """Contiguous layers placed together.
 
     `layers` maps the global index of each layer to its module, ascending. `precision`: that of
-    its forwards, see `casting`.
+    its forwards, see `casting`. `names`: what each layer stashes and pops. `recomputed`: the
+    layers whose graph an ``R`` makes, where the table has one; None for all.
     """
 
     def __init__(
@@ -27,8 +27,12 @@ class Stage:
         index: int,
         layers: Mapping[int, nn.Module],
         device: torch.device,
+        routes: StageRoutes,
+        *,
+        names: Mapping[int, SkipNames] | None = None,
         ties: Sequence[Tie] = (),
         precision: str = "float32",
+        recomputed: frozenset[int] | None = None,
     ) -> None:
         self.precision = precision
         self.index = index
@@ -44,10 +48,12 @@ class Stage:
         self.tied = {name: named[name] for name in set(self._aliases.values())}
         own = {name: p for name, p in named.items() if name not in self.tied}
         self.gradients = StageGradients(own)
-        self._generators = generators_of(device)
-        # By training mode (dropout writes in place in one only): whether the layers were seen
-        # to leave the stage's input alone.
-        self._leaves_input_alone: dict[bool, bool] = {}
+        self.routes = routes
+        self.recomputed = recomputed
+        self.keyed = Keyed(device)
+        self._names = dict(names or {})
+        self.whole = self._segment(self.layers)
+        self._segments = {False: ((self.whole, False),), True: self._cut_segments()}
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Return this stage's parameters by global name, each once.
@@ -77,77 +83,22 @@ class Stage:
                     named[global_name(index, name)] = buffer
         return named
 
-    @property
-    def is_trained(self) -> bool:
-        """Say whether any parameter of the stage requires a gradient."""
-        return any(p.requires_grad for layer in self.layers.values() for p in layer.parameters())
+    def segments(self, recomputes: bool) -> tuple[tuple[Segment, bool], ...]:
+        """Return the layers in runs, each with whether an ``R`` makes its graph.
 
-    @property
-    def _mode(self) -> bool:
-        return any(layer.training for layer in self.layers.values())
-
-    def run(self, boundary: Nest, key: LayerKey) -> Nest:
-        """Run the layers on a boundary, each under its own random key.
-
-        The boundary stays as it is: it may be needed for recomputation, and its storage may
-        belong to the user or to another rank.
+        One run where nothing is recomputed, or everything is.
         """
-        nest, copies = self._protect(boundary)
-        watched = [] if copies else tensors_of(boundary)
-        versions = [tensor._version for tensor in watched]
-        for index, layer in self.layers.items():
-            with self.keyed(key(index)):
-                nest = layer(nest)
-        if copies:
-            self._leaves_input_alone[self._mode] = all(copy._version == 0 for copy in copies)
-        elif versions != [tensor._version for tensor in watched]:
-            raise ModelError(
-                f"stage {self.index} (layers {min(self.layers)} to {max(self.layers)}): a layer "
-                f"wrote in place into the stage's input in this micro-batch, but not in the "
-                f"first; use inplace=False there, or write in place always"
-            )
-        return nest
+        return self._segments[recomputes]
 
-    @contextmanager
-    def keyed(self, seed: int) -> Iterator[None]:
-        """Draw from generators seeded with `seed` within the block, and nobody else with us.
+    def _cut_segments(self) -> tuple[tuple[Segment, bool], ...]:
+        if self.recomputed is None:
+            return ((self.whole, True),)
+        runs = groupby(self.layers, key=self.recomputed.__contains__)
+        return tuple((self._segment(list(indices)), again) for again, indices in runs)
 
-        Afterwards they are as they were: the user's own, whom they also serve, sees no change.
-        """
-        with GENERATOR_LOCK:
-            # 1 us. Not once a step: ranks that are threads would save one another's seeds.
-            states = [generator.get_state() for generator in self._generators]
-            for generator in self._generators:
-                generator.manual_seed(seed)
-            try:
-                yield
-            finally:
-                for generator, state in zip(self._generators, states, strict=True):
-                    generator.set_state(state)
-
-    def _protect(self, boundary: Nest) -> tuple[Nest, list[torch.Tensor]]:
-        """Copy the boundary's tensors where layers write into them; the first run finds out.
-
-        Its containers are made anew always: a layer may put other values into a dict or list.
-        """
-        leaves, tree = flatten(boundary)
-        if self._leaves_input_alone.get(self._mode):
-            return unflatten(leaves, tree), []
-        copied = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        copies = [leaf for leaf in copied if isinstance(leaf, torch.Tensor)]
-        return unflatten(copied, tree), copies
-
-
-def generators_of(device: torch.device) -> list[torch.Generator]:
-    """Return the generators that `torch.manual_seed` seeds and a layer on `device` may draw from.
-
-    Seeding them directly takes 2 us instead of 65.
-    """
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generators.append(torch.cuda.default_generators[index])
-    return generators
+    def _segment(self, indices: Iterable[int]) -> Segment:
+        layers = {index: self.layers[index] for index in indices}
+        return Segment(self.index, layers, self._names, self.keyed)
 
 
 @contextmanager

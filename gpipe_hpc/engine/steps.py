@@ -11,10 +11,11 @@ from gpipe_hpc.comm.world import World
 from gpipe_hpc.engine.executor import Executor, Outcome
 from gpipe_hpc.engine.feed import Feed
 from gpipe_hpc.engine.gradients import unite_flags
-from gpipe_hpc.engine.loss import StepLoss, backward_seed, final_divisor
+from gpipe_hpc.engine.loss import backward_seed, final_divisor
 from gpipe_hpc.engine.microbatches import join
 from gpipe_hpc.engine.outputs import broadcast_nest
 from gpipe_hpc.engine.recorder import Recorder
+from gpipe_hpc.engine.results import Exchange, StepLoss
 from gpipe_hpc.engine.stage import Stage, training_modes
 from gpipe_hpc.engine.tables import Tables
 from gpipe_hpc.engine.tied import TiedParameter
@@ -74,6 +75,7 @@ class Steps:
             for table in tables
         )
         num_global = self._placement.num_microbatches * site.mesh.replicas
+        self._exchange = Exchange(num_global, site.everybody, site.world.device)
         # The loss weight of the last step; backward is seeded near its inverse.
         self.weight = torch.tensor(float(num_global), dtype=torch.float64, device=site.world.device)
 
@@ -89,7 +91,7 @@ class Steps:
             stage.gradients.clear()
         for tied in self._tied:
             tied.clear()
-        loss = self._exchange(self._trainer.run(feed))
+        loss = self._put_together(self._trainer.run(feed))
         for tied in self._tied:
             tied.start_reduction()
         divisor = final_divisor(loss.weight, seed)
@@ -105,7 +107,7 @@ class Steps:
     def evaluate(self, feed: Feed) -> StepLoss:
         """Return the loss of a global batch, in evaluation mode."""
         with training_modes(self._stages.values(), False):
-            return self._exchange(self._evaluator.run(feed))
+            return self._put_together(self._evaluator.run(feed))
 
     def predict(self, feed: Feed) -> Nest:
         """Return the outputs of this replica's micro-batches put together, on each of its ranks."""
@@ -118,7 +120,9 @@ class Steps:
             everywhere |= broadcast_nest(outputs, site.pipeline, root, site.world)
         return join([everywhere[m] for m in sorted(everywhere)])
 
-    def _exchange(self, outcome: Outcome) -> StepLoss:
-        site, count = self._site, self._placement.num_microbatches
-        own = {site.replica * count + m: term for m, term in outcome.losses.items()}
-        return StepLoss.exchange(own, count * site.mesh.replicas, site.everybody, site.world.device)
+    def _put_together(self, outcome: Outcome) -> StepLoss:
+        first = self._site.replica * self._placement.num_microbatches
+        return self._exchange(
+            {first + m: term for m, term in outcome.losses.items()},
+            {first + m: noted for m, noted in outcome.noted.items()},
+        )

@@ -1,18 +1,20 @@
 """What a stage does with one micro-batch, and what it keeps of it between its actions."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from enum import Enum
-from typing import NamedTuple
+from itertools import accumulate, pairwise
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gpipe_hpc.comm.nests import Nest, map_tensors, tensors_of
-from gpipe_hpc.comm.transport import Message
+from gpipe_hpc.engine.keyed import LayerKey
 from gpipe_hpc.engine.precision import casting
+from gpipe_hpc.engine.routes import State
+from gpipe_hpc.engine.segment import Noted, Segment
 from gpipe_hpc.engine.splitting import Deferred, deferring
-from gpipe_hpc.engine.stage import LayerKey, Stage
+from gpipe_hpc.engine.stage import Stage
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -21,7 +23,7 @@ class Keep(Enum):
     """What a forward leaves behind for the backward."""
 
     NOTHING = "nothing"  # evaluation
-    INPUT = "input"  # the boundary alone: an R will make the rest
+    INPUT = "input"  # of layers that are recomputed the input alone: an R will make the rest
     GRAPH = "graph"  # everything autograd saved
 
 
@@ -33,37 +35,55 @@ class Recipe(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Where backward begins on the last stage: a scalar and its gradient."""
+    """Where backward begins: a loss, a scalar, and its gradient."""
 
     total: torch.Tensor
     gradient: torch.Tensor
 
 
-Finish = Callable[[int, Nest, int, bool], Start | None]
-"""Takes (micro-batch, output, samples, is this a recomputation) at the end of the last stage."""
+class Part(NamedTuple):
+    """Which micro-batch is run, of how many samples, and whether for the second time."""
+
+    microbatch: int
+    num_samples: int
+    again: bool
+
+
+class Listener(Protocol):
+    """Takes what comes of a stage's layers besides their output."""
+
+    def finish(self, part: Part, output: Nest) -> list[Start]:
+        """Take the output of the last stage's layers; return where backward begins."""
+
+    def note(self, part: Part, noted: list[Noted]) -> list[Start]:
+        """Take what layers reported; return the losses among it, for backward."""
+
+
+class _KeptSegment(NamedTuple):
+    segment: Segment
+    state: State | None  # what R starts from; None where nothing will be recomputed
+    leaves: list[torch.Tensor]  # the input's tensors that require a gradient
+    edges: list[GradientEdge | None]  # where backward enters, one for each gradient to come
+    starts: list[tuple[GradientEdge, torch.Tensor]]  # losses of its layers
 
 
 class _Kept(NamedTuple):
-    boundary: Nest  # None once nothing will be recomputed from it
-    leaves: list[torch.Tensor]  # the boundary's tensors that require a gradient
-    edges: list[GradientEdge | None]  # where backward enters, one for each gradient to come
-    start: torch.Tensor | None  # the gradient of the loss, on the last stage
+    segments: list[_KeptSegment]
+    num_leaves: list[int]  # the gradients that each source is given back
     num_samples: int
     deferred: Deferred | None  # where I leaves the weight gradients for W
 
 
-_EMPTY = _Kept(None, [], [], None, 0, None)
-
-
 class StageWork:
-    """Run F, R, B, I and W of one stage. `finish` is called at the end of the last stage's layers.
+    """Run F, R, B, I and W of one stage.
 
     An empty micro-batch (no samples) calls no layer and adds nothing.
     """
 
-    def __init__(self, stage: Stage, finish: Finish | None) -> None:
+    def __init__(self, stage: Stage, listener: Listener) -> None:
         self.stage = stage
-        self._finish = finish
+        self._listener = listener
+        self._is_last = not stage.routes.destinations
         self._kept: dict[int, _Kept] = {}
         self._deferred: dict[int, Deferred] = {}
 
@@ -72,68 +92,91 @@ class StageWork:
         """Return how many micro-batches something is kept of."""
         return len(self._kept) + len(self._deferred)
 
-    def forward(self, microbatch: int, message: Message, key: LayerKey, recipe: Recipe) -> Nest:
-        """Run the layers; return the output, whose requires_grad says what B will be given."""
-        boundary, num_samples = message
-        keep = recipe.keep
+    def forward(
+        self,
+        microbatch: int,
+        parts: Sequence[Nest],
+        num_samples: int,
+        key: LayerKey,
+        recipe: Recipe,
+    ) -> list[Nest]:
+        """Run the layers on one part from each source; return one for each destination.
+
+        An output's requires_grad says what B will be given.
+        """
+        part = Part(microbatch, num_samples, again=False)
         if num_samples == 0:
-            if keep is not Keep.NOTHING:
-                self._kept[microbatch] = _EMPTY
-            return None
-        leaves = _differentiable(boundary)
+            if recipe.keep is not Keep.NOTHING:
+                self._kept[microbatch] = _Kept([], [0 for _ in parts], 0, None)
+            return [None for _ in self.stage.routes.destinations]
+        state = self.stage.routes.gather(parts)
+        if recipe.keep is Keep.NOTHING:
+            state, _ = self._run(self.stage.whole, state, key, part, is_end=True)
+            return self.stage.routes.scatter(state)
         deferred = Deferred() if recipe.splits else None
-        with torch.set_grad_enabled(keep is Keep.GRAPH), deferring(deferred), self._casting():
-            output = self.stage.run(boundary, key)
-            start = self._end(microbatch, output, num_samples, again=False)
-        if keep is Keep.NOTHING:
-            return output
-        edges: list[GradientEdge | None] = []
-        if keep is Keep.INPUT:
-            # No graph tells yet which outputs depend on a parameter: take it that all may.
-            output = _mark(output, bool(leaves) or self.stage.is_trained)
-        else:
-            edges = self._edges(output, start)
-            boundary = None
-        gradient = None if start is None else start.gradient
-        self._kept[microbatch] = _Kept(boundary, leaves, edges, gradient, num_samples, deferred)
-        return output
+        kept: list[_KeptSegment] = []
+        segments = self.stage.segments(recipe.keep is Keep.INPUT)
+        for number, (segment, recomputes) in enumerate(segments):
+            is_end = number == len(segments) - 1
+            given = state = _cut_off(state) if kept else state
+            leaves = _differentiable(given)
+            if recomputes:
+                state, _ = self._run(segment, given, key, part, is_end)
+                # No graph tells yet which outputs depend on a parameter: take it that all may.
+                state = _mark(state, bool(leaves) or segment.is_trained)
+                kept.append(_KeptSegment(segment, given, leaves, [], []))
+            else:
+                state, starts = self._run(segment, given, key, part, is_end, deferred, grad=True)
+                edges = [_edge(tensor) for tensor in _differentiable(self._left(state, is_end))]
+                kept.append(_KeptSegment(segment, None, leaves, edges, starts))
+        num_leaves = [len(_differentiable(each)) for each in parts]
+        self._kept[microbatch] = _Kept(kept, num_leaves, num_samples, deferred)
+        return self.stage.routes.scatter(state)
 
     def recompute(self, microbatch: int, key: LayerKey) -> bool:
-        """Run the layers again, this time for the graph; False if there was nothing to do."""
+        """Run layers again, this time for the graph; False if there was nothing to do."""
         kept = self._kept[microbatch]
-        if kept.num_samples == 0:
-            return False
-        with torch.enable_grad(), deferring(kept.deferred), self._casting():
-            output = self.stage.run(kept.boundary, key)
-            start = self._end(microbatch, output, kept.num_samples, again=True)
-        if start is None:
-            marked = bool(kept.leaves) or self.stage.is_trained
-            edges = [_edge(t) for t in tensors_of(output) if marked and _may_require(t)]
-        else:
-            edges = self._edges(output, start)
-        self._kept[microbatch] = kept._replace(boundary=None, edges=edges)
-        return True
+        part = Part(microbatch, kept.num_samples, again=True)
+        has_run = False
+        for number, (segment, given, leaves, *_) in enumerate(kept.segments):
+            if given is None:
+                continue
+            is_end = number == len(kept.segments) - 1
+            state, starts = self._run(segment, given, key, part, is_end, kept.deferred, grad=True)
+            marked = bool(leaves) or segment.is_trained
+            left = tensors_of(self._left(state, is_end))
+            edges = [_edge(tensor) for tensor in left if marked and _may_require(tensor)]
+            kept.segments[number] = _KeptSegment(segment, None, leaves, edges, starts)
+            has_run = True
+        return has_run
 
-    def backward(self, microbatch: int, gradients: Gradients) -> Message:
-        """Run B or I: accumulate parameter gradients; return those of the boundary's leaves.
+    def backward(self, microbatch: int, gradients: Gradients) -> list[Gradients]:
+        """Run B or I: accumulate parameter gradients; return for each source those of its leaves.
 
         After a forward that splits, most parameter gradients are left to `weights`.
-        `gradients`: one for each output that required a gradient; ignored on the last stage.
+        `gradients`: one for each output that required a gradient.
         """
         kept = self._kept.pop(microbatch)
-        if kept.start is not None:
-            gradients = [kept.start]
-        pairs = [
-            (edge, gradient)
-            for edge, gradient in zip(kept.edges, gradients, strict=True)
-            if edge is not None and gradient is not None
-        ]
-        if pairs:
-            edges, given = zip(*pairs, strict=True)
-            torch.autograd.backward(edges, given)
+        while kept.segments:
+            segment = kept.segments.pop()
+            pairs = [
+                (edge, gradient)
+                for edge, gradient in zip(segment.edges, gradients, strict=True)
+                if edge is not None and gradient is not None
+            ]
+            pairs += segment.starts
+            if pairs:
+                edges, given = zip(*pairs, strict=True)
+                torch.autograd.backward(edges, given)
+            gradients = [leaf.grad for leaf in segment.leaves]
         if kept.deferred:
             self._deferred[microbatch] = kept.deferred
-        return Message(tuple(leaf.grad for leaf in kept.leaves), kept.num_samples)
+        ends = accumulate(kept.num_leaves, initial=0)
+        return [tuple(gradients[first:last]) for first, last in pairwise(ends)]
+
+    def num_samples(self, microbatch: int) -> int:
+        """Return the size of a micro-batch whose forward has run and whose backward has not."""
+        return self._kept[microbatch].num_samples
 
     def weights(self, microbatch: int) -> bool:
         """Run W; False if there was nothing left to do."""
@@ -142,22 +185,34 @@ class StageWork:
             deferred.run()
         return deferred is not None
 
-    def _casting(self) -> AbstractContextManager[object]:
-        return casting(self.stage.precision, self.stage.device)
+    def _run(
+        self,
+        segment: Segment,
+        state: State,
+        key: LayerKey,
+        part: Part,
+        is_end: bool,
+        deferred: Deferred | None = None,
+        grad: bool = False,
+    ) -> tuple[State, list[tuple[GradientEdge, torch.Tensor]]]:
+        """Run a segment, and what follows the end of the last stage."""
+        stage = self.stage
+        casts = casting(stage.precision, stage.device)
+        with torch.set_grad_enabled(grad), deferring(deferred), casts:
+            state, noted = segment.run(state, key)
+            starts = self._listener.note(part, noted) if noted else []
+            if is_end and self._is_last:
+                starts = [*starts, *self._listener.finish(part, state.nest)]
+        with_graph = [start for start in starts if start.total.requires_grad]
+        return state, [(get_gradient_edge(total), gradient) for total, gradient in with_graph]
 
-    def _end(self, microbatch: int, output: Nest, num_samples: int, again: bool) -> Start | None:
-        if self._finish is None:
-            return None
-        return self._finish(microbatch, output, num_samples, again)
-
-    def _edges(self, output: Nest, start: Start | None) -> list[GradientEdge | None]:
-        # An edge instead of the tensor: the output's own memory is free once it has left.
-        if start is not None:
-            return [_edge(start.total)]
-        return [_edge(tensor) for tensor in _differentiable(output)]
+    def _left(self, state: State, is_end: bool) -> Nest:
+        """Return what of a segment's output gradients come back for, in their order."""
+        return self.stage.routes.scatter(state) if is_end else state
 
 
 def _edge(tensor: torch.Tensor) -> GradientEdge | None:
+    # An edge instead of the tensor: the output's own memory is free once it has left.
     return get_gradient_edge(tensor) if tensor.requires_grad else None
 
 
@@ -171,3 +226,8 @@ def _may_require(tensor: torch.Tensor) -> bool:
 
 def _mark(output: Nest, value: bool) -> Nest:
     return map_tensors(lambda t: t.detach().requires_grad_(value) if _may_require(t) else t, output)
+
+
+def _cut_off(state: State) -> Nest:
+    """Return a segment's output as the next one of the stage gets it: new leaves."""
+    return map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), state)

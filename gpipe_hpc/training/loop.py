@@ -15,7 +15,7 @@ from gpipe_hpc.comm.group import broadcast_object
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config, config_yaml
-from gpipe_hpc.engine.loss import StepResult
+from gpipe_hpc.engine.results import StepResult
 from gpipe_hpc.errors import NonFiniteError
 from gpipe_hpc.schedule import simulate
 from gpipe_hpc.training.logs import rank_log

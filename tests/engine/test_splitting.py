@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gpipe_hpc.comm.transport import Message
+from gpipe_hpc.engine.routes import Edge, StageRoutes
 from gpipe_hpc.engine.stage import Stage
 from gpipe_hpc.engine.work import Keep, Recipe, StageWork
 from gpipe_hpc.models import build_layer, build_model
 
 CPU = torch.device("cpu")
+MIDDLE = StageRoutes((Edge(-1),), (Edge(1),))
 
 
 class Apply(nn.Module):
@@ -186,18 +187,18 @@ def key(layer):
 
 def run_stage(layer, boundary, *, splits, recomputes=False, context=nullcontext, num_steps=2):
     """Run one micro-batch after the other through a layer, and return what the last left."""
-    stage = Stage(0, {0: layer}, CPU)
+    stage = Stage(0, {0: layer}, CPU, MIDDLE)
     work = StageWork(stage, None)
     keep = Keep.INPUT if recomputes else Keep.GRAPH
     for microbatch in range(num_steps):  # the first copies, to see whether layers write in place
         boundary = boundary.detach().requires_grad_(boundary.dtype != torch.int64)
         stage.gradients.clear()
         with context():
-            output = work.forward(microbatch, Message(boundary, 2), key, Recipe(keep, splits))
+            (output,) = work.forward(microbatch, [boundary], 2, key, Recipe(keep, splits))
             if recomputes:
                 assert work.recompute(microbatch, key)
         ramp = torch.linspace(0.1, 1, output.numel()).view(output.shape).to(output.dtype)
-        message = work.backward(microbatch, [ramp] if output.requires_grad else [])
+        (given,) = work.backward(microbatch, [ramp] if output.requires_grad else [])
         parameters = list(stage.named_parameters().values())
         after_i = [
             p.grad and p.grad.clone() if p.grad is None else p.grad.clone() for p in parameters
@@ -205,7 +206,7 @@ def run_stage(layer, boundary, *, splits, recomputes=False, context=nullcontext,
         has_weights = work.weights(microbatch) if splits else False
         assert work.num_kept == 0
     gradients = [p.grad for p in parameters]
-    return Step(output.detach(), message.nest, after_i, gradients, has_weights)
+    return Step(output.detach(), given, after_i, gradients, has_weights)
 
 
 def same(left, right):
@@ -303,11 +304,11 @@ def test_frozen_input_and_what_is_no_tensor():
     """A stage that begins with data: nothing to send back, all gradients in W."""
     layer = Apply(lambda s, nest: F.linear(nest["x"], s.w) * nest["scale"], w=(3, 4))
     for splits in (False, True):
-        work = StageWork(Stage(0, {0: layer}, CPU), None)
+        work = StageWork(Stage(0, {0: layer}, CPU, MIDDLE), None)
         work.stage.gradients.clear()
         nest = {"x": torch.ones(2, 4), "scale": 2, "none": None}
-        output = work.forward(0, Message(nest, 2), key, Recipe(Keep.GRAPH, splits))
-        assert work.backward(0, [torch.ones_like(output)]).nest == ()
+        (output,) = work.forward(0, [nest], 2, key, Recipe(Keep.GRAPH, splits))
+        assert work.backward(0, [torch.ones_like(output)]) == [()]
         assert layer.w.grad.eq(0 if splits else 4).all()
         assert work.weights(0) is splits
         assert layer.w.grad.eq(4).all()

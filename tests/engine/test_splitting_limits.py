@@ -10,10 +10,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
-from gpipe_hpc.comm.transport import Message
+from gpipe_hpc.engine.routes import Edge, StageRoutes
 from gpipe_hpc.engine.stage import Stage
 from gpipe_hpc.engine.work import Keep, Recipe, StageWork
 from gpipe_hpc.errors import ActionError, ModelError
+
+MIDDLE = StageRoutes((Edge(-1),), (Edge(1),))
 
 
 class Apply(nn.Module):
@@ -34,7 +36,7 @@ def key(layer):
 
 
 def work_of(layer):
-    work = StageWork(Stage(0, {0: layer}, torch.device("cpu")), None)
+    work = StageWork(Stage(0, {0: layer}, torch.device("cpu"), MIDDLE), None)
     work.stage.gradients.clear()
     return work
 
@@ -43,7 +45,7 @@ def gradients(layer, *, splits, keep=Keep.GRAPH):
     """Return the gradients after I, or B, and after W."""
     work = work_of(layer)
     boundary = torch.linspace(-1, 1, 20).view(5, 4).requires_grad_()
-    output = work.forward(0, Message(boundary, 5), key, Recipe(keep, splits))
+    (output,) = work.forward(0, [boundary], 5, key, Recipe(keep, splits))
     if keep is Keep.INPUT:
         work.recompute(0, key)
     work.backward(0, [torch.ones_like(output)])
@@ -72,7 +74,7 @@ def test_hooks_of_parameters_are_called_once_and_never_with_none():
     for splits in (False, True):
         calls.clear()
         work = work_of(layer)
-        work.forward(0, Message(torch.ones(5, 4), 5), key, Recipe(Keep.GRAPH, splits))
+        work.forward(0, [torch.ones(5, 4)], 5, key, Recipe(Keep.GRAPH, splits))
         work.backward(0, [torch.ones(5, 3)])
         assert len(calls) == (0 if splits else 2)
         work.weights(0)
@@ -174,7 +176,7 @@ def test_i_releases_all_but_what_w_needs_and_w_the_rest():
         with torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: Saved(tensor, census), lambda saved: saved.tensor
         ):
-            output = work.forward(0, Message(boundary, 16), key, Recipe(Keep.GRAPH, splits=True))
+            (output,) = work.forward(0, [boundary], 16, key, Recipe(Keep.GRAPH, splits=True))
         gradient = torch.randn_like(output)
         del output, boundary
         # The linear layers keep their inputs, tanh and sigmoid their outputs.
@@ -200,7 +202,7 @@ def test_two_hundred_steps_without_the_garbage_collector_do_not_grow():
     try:
         for step in range(221):
             work, boundary = work_of(layer), torch.randn(512, 256, requires_grad=True)
-            output = work.forward(0, Message(boundary, 512), key, Recipe(Keep.GRAPH, splits=True))
+            (output,) = work.forward(0, [boundary], 512, key, Recipe(Keep.GRAPH, splits=True))
             work.backward(0, [torch.ones_like(output)])
             work.weights(0)
             if step in (20, 220):

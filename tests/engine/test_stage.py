@@ -4,10 +4,12 @@ import pytest
 import torch
 from torch import nn
 
+from gpipe_hpc.engine.routes import Edge, StageRoutes, State
 from gpipe_hpc.engine.stage import Stage, training_modes
 from gpipe_hpc.errors import ModelError
 
 CPU = torch.device("cpu")
+MIDDLE = StageRoutes((Edge(-1),), (Edge(1),))
 
 
 class Apply(nn.Module):
@@ -22,7 +24,12 @@ class Apply(nn.Module):
 
 
 def stage_of(*layers, first=0):
-    return Stage(0, {first + i: layer for i, layer in enumerate(layers)}, CPU)
+    return Stage(0, {first + i: layer for i, layer in enumerate(layers)}, CPU, MIDDLE)
+
+
+def run(stage, boundary, key):
+    """Run all layers; return their output."""
+    return stage.whole.run(State(boundary, {}), key)[0].nest
 
 
 def no_key(layer):
@@ -33,7 +40,7 @@ def test_in_place_layer_leaves_every_boundary_alone():
     stage = stage_of(nn.ReLU(inplace=True))
     for _ in range(3):
         boundary = torch.tensor([-1.0, 2.0])
-        assert stage.run(boundary, no_key).tolist() == [0.0, 2.0]
+        assert run(stage, boundary, no_key).tolist() == [0.0, 2.0]
         assert boundary.tolist() == [-1.0, 2.0]
 
 
@@ -41,7 +48,7 @@ def test_in_place_layer_may_start_from_a_leaf_that_requires_grad():
     stage = stage_of(nn.ReLU(inplace=True))
     for _ in range(2):
         boundary = torch.tensor([-1.0, 2.0], requires_grad=True)
-        stage.run(boundary, no_key).sum().backward()
+        run(stage, boundary, no_key).sum().backward()
         assert boundary.grad.tolist() == [0.0, 1.0]
 
 
@@ -56,7 +63,7 @@ def test_layer_may_put_other_values_into_the_dict_it_was_given():
     stage = stage_of(Apply(double))
     for _ in range(3):
         boundary = {"x": torch.ones(2)}
-        assert stage.run(boundary, no_key)["x"].tolist() == [2.0, 2.0]
+        assert run(stage, boundary, no_key)["x"].tolist() == [2.0, 2.0]
         assert boundary.keys() == {"x"} and boundary["x"].tolist() == [1.0, 1.0]
 
 
@@ -65,15 +72,15 @@ def test_boundary_is_copied_only_until_layers_are_known_to_leave_it_alone():
     stage = stage_of(Apply(lambda x: seen.append(x) or x + 1))
     boundary = torch.ones(2)
     for _ in range(3):
-        stage.run(boundary, no_key)
+        run(stage, boundary, no_key)
     assert [x is boundary for x in seen] == [False, True, True]
 
 
 def test_layer_that_begins_to_write_later_is_refused():
     stage = stage_of(Apply(lambda x: x.add_(1) if x[0] > 0 else x + 1), first=4)
-    stage.run(torch.tensor([-1.0]), no_key)
+    run(stage, torch.tensor([-1.0]), no_key)
     with pytest.raises(ModelError, match=r"layers 4 to 4.*wrote in place.*inplace=False"):
-        stage.run(torch.tensor([1.0]), no_key)
+        run(stage, torch.tensor([1.0]), no_key)
 
 
 def test_training_and_evaluation_are_told_apart():
@@ -81,8 +88,8 @@ def test_training_and_evaluation_are_told_apart():
     stage = stage_of(nn.Dropout(0.5, inplace=True))
     boundary = torch.ones(64)
     with training_modes([stage], False):
-        stage.run(boundary, no_key)
-    stage.run(boundary, no_key)
+        run(stage, boundary, no_key)
+    run(stage, boundary, no_key)
     assert boundary.tolist() == [1.0] * 64
 
 
@@ -92,7 +99,7 @@ def test_each_layer_draws_under_its_own_key():
     for key in (100, 101):
         torch.manual_seed(key)
         expected += torch.rand(()).item()
-    out = stage.run(torch.zeros((), dtype=torch.float64), lambda layer: 100 + layer)
+    out = run(stage, torch.zeros((), dtype=torch.float64), lambda layer: 100 + layer)
     assert out.item() == pytest.approx(expected, abs=1e-7)
 
 

@@ -66,7 +66,8 @@ def keeps_one_order(table):
     for rank, row in enumerate(table.ranks):
         for action in row:
             if action.op.value.startswith(("SEND", "RECV")):
-                peer = table.placement.rank_of(*counterpart(action)[1:])
+                other = counterpart(action)
+            peer = table.placement.rank_of(other.stage, other.microbatch)
                 if action.op.value.startswith("SEND"):
                     sent[rank, peer].append(action)
                 else:

@@ -1,0 +1,47 @@
+"""Random generators that are seeded for the run of one layer."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from gpipe_hpc.models import GENERATOR_LOCK
+
+LayerKey = Callable[[int], int]
+"""Gives the random key of a layer (by its global index) for the micro-batch at hand."""
+
+
+class Keyed:
+    """Seed the generators that layers on a device may draw from."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._generators = generators_of(device)
+
+    @contextmanager
+    def __call__(self, seed: int) -> Iterator[None]:
+        """Draw from generators seeded with `seed` within the block, and nobody else with us.
+
+        Afterwards they are as they were: the user's own, whom they also serve, sees no change.
+        """
+        with GENERATOR_LOCK:
+            # 1 us. Not once a step: ranks that are threads would save one another's seeds.
+            states = [generator.get_state() for generator in self._generators]
+            for generator in self._generators:
+                generator.manual_seed(seed)
+            try:
+                yield
+            finally:
+                for generator, state in zip(self._generators, states, strict=True):
+                    generator.set_state(state)
+
+
+def generators_of(device: torch.device) -> list[torch.Generator]:
+    """Return the generators that `torch.manual_seed` seeds and a layer on `device` may draw from.
+
+    Seeding them directly takes 2 us instead of 65.
+    """
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generators.append(torch.cuda.default_generators[index])
+    return generators

@@ -1,0 +1,196 @@
+"""The loss of a step: summed over micro-batches and replicas, divided once by the weight.
+
+And what layers reported besides: further losses, which are part of it, and metrics.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, NamedTuple
+
+import torch
+
+from gpipe_hpc.comm.group import Group
+from gpipe_hpc.engine.loss import LossTerm
+from gpipe_hpc.engine.segment import Noted
+
+MAIN: Final = "main"
+"""The part of the loss that the loss function gave."""
+
+
+class Row(NamedTuple):
+    """What one layer reports under one name: a loss, or a metric with its weight."""
+
+    layer: int
+    name: str
+    is_loss: bool
+
+
+Found = Mapping[Row, Mapping[int, Sequence[torch.Tensor | float]]]
+"""By row, then by global micro-batch: a loss's sum, or a metric's sum and weight."""
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """The loss of a global batch; the same on every rank.
+
+    `terms` is float64[rows, replicas x micro-batches] in global order: sums of the main loss, its
+    weights, and what `rows` name. Reading a property waits for the device; nothing before does.
+    """
+
+    terms: torch.Tensor
+    rows: tuple[Row, ...] = ()
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Return the global weight, float64[] on the device."""
+        # cumsum adds from left to right: the global order, whatever the layout.
+        return self.terms[1].cumsum(0)[-1]
+
+    @cached_property
+    def sums(self) -> dict[str, float]:
+        """Return the sum of each part of the loss over the global batch, the main one first."""
+        parts = {MAIN: self._totals[0]}
+        for row, at in self._places():
+            if row.is_loss:
+                parts[row.name] = parts.get(row.name, 0.0) + self._totals[at]
+        return parts
+
+    @cached_property
+    def metrics(self) -> dict[str, tuple[float, float]]:
+        """Return the sum and the weight of each metric over the global batch."""
+        metrics: dict[str, tuple[float, float]] = {}
+        for row, at in self._places():
+            if not row.is_loss:
+                total, weight = metrics.get(row.name, (0.0, 0.0))
+                metrics[row.name] = (total + self._totals[at], weight + self._totals[at + 1])
+        return metrics
+
+    @cached_property
+    def value(self) -> float:
+        """Return the loss over the global batch: sum / weight, 0 if the weight is 0."""
+        weight = self._totals[1]
+        return sum(self.sums.values()) / weight if weight != 0 else 0.0
+
+    @cached_property
+    def microbatch_losses(self) -> list[float]:
+        """Return the loss of each global micro-batch; NaN shows whose is NaN."""
+        sums = self.terms[0]
+        for row, at in self._places():
+            sums = sums + self.terms[at] if row.is_loss else sums
+        pairs = zip(sums.tolist(), self.terms[1].tolist(), strict=True)
+        return [s / w if w != 0 else s for s, w in pairs]
+
+    @cached_property
+    def _totals(self) -> list[float]:
+        totals: list[float] = self.terms.cumsum(1)[:, -1].tolist()
+        return totals
+
+    def _places(self) -> list[tuple[Row, int]]:
+        return list(zip(self.rows, _positions(self.rows), strict=True))
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step or an evaluation gave; the same on every rank."""
+
+    _loss: StepLoss
+
+    @property
+    def loss(self) -> float:
+        """Return the loss over the global batch: all parts summed, divided once by the weight."""
+        return self._loss.value
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """Return the parts of the loss: `main`, and what layers added by `add_loss`, by name."""
+        weight = self.weight
+        return {n: s / weight if weight != 0 else 0.0 for n, s in self._loss.sums.items()}
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Return the mean of each metric over the global batch, by name."""
+        return {name: s / w for name, (s, w) in self._loss.metrics.items() if w != 0}
+
+    @property
+    def metric_sums(self) -> dict[str, tuple[float, float]]:
+        """Return the sum and the weight of each metric, to be added up over several batches."""
+        return dict(self._loss.metrics)
+
+    @property
+    def weight(self) -> float:
+        """Return what the sum was divided by: samples, or tokens not ignored."""
+        return float(self._loss.weight)
+
+    @property
+    def microbatch_losses(self) -> list[float]:
+        """Return the loss of each global micro-batch."""
+        return self._loss.microbatch_losses
+
+
+class Exchange:
+    """Put together what the ranks know of the losses of a step.
+
+    Each place has one contributor and zeros from everybody else, so the sums are exact. Which
+    rows there are, all ranks agree on when one has a row that is new.
+    """
+
+    def __init__(self, num_global: int, group: Group, device: torch.device) -> None:
+        self._num_global = num_global
+        self._group = group
+        self._device = device
+        self._rows: tuple[Row, ...] = ()
+
+    def __call__(
+        self, own: Mapping[int, LossTerm], noted: Mapping[int, Sequence[Noted]]
+    ) -> StepLoss:
+        """Return the loss of the step; `own` and `noted` are by global micro-batch."""
+        found = _found(noted)
+        terms, is_new = self._sum(own, found)
+        if is_new:
+            everybody = self._group.all_gather_object(sorted(found))
+            self._rows = tuple(sorted({*self._rows, *(row for rows in everybody for row in rows)}))
+            terms, _ = self._sum(own, found)
+        return StepLoss(terms, self._rows)
+
+    def _sum(self, own: Mapping[int, LossTerm], found: Found) -> tuple[torch.Tensor, bool]:
+        """Return the terms of all ranks, and whether some rank has rows that are new."""
+        places = dict(zip(self._rows, _positions(self._rows), strict=True))
+        num_terms = _num_terms(self._rows) * self._num_global
+        flat = torch.zeros(num_terms + 1, dtype=torch.float64, device=self._device)
+        terms, num_new = flat[:-1].view(-1, self._num_global), flat[-1:]
+        num_new.fill_(sum(row not in places for row in found))
+        for index, term in own.items():
+            terms[0, index] = term.total
+            terms[1, index] = term.weight
+        for row, by_microbatch in found.items():
+            for index, numbers in by_microbatch.items() if row in places else ():
+                for offset, number in enumerate(numbers):
+                    terms[places[row] + offset, index] = number
+        self._group.all_reduce(flat)
+        if self._device.type != "cpu":
+            # The device is not waited for within a step: this one number travels on the host.
+            num_new = torch.tensor([sum(row not in places for row in found)])
+            self._group.all_reduce(num_new)
+        return terms, int(num_new) > 0
+
+
+def _found(noted: Mapping[int, Sequence[Noted]]) -> Found:
+    """Sort what layers reported by row."""
+    found: dict[Row, dict[int, tuple[torch.Tensor | float, ...]]] = {}
+    for index, layers in noted.items():
+        for layer, reports in layers:
+            for name, total in reports.losses.items():
+                found.setdefault(Row(layer, name, True), {})[index] = (total,)
+            for name, pair in reports.metrics.items():
+                found.setdefault(Row(layer, name, False), {})[index] = pair
+    return found
+
+
+def _positions(rows: Sequence[Row]) -> list[int]:
+    """Return where the numbers of each row begin, behind the main loss and its weight."""
+    return [2 + sum(2 - row.is_loss for row in rows[:at]) for at in range(len(rows))]
+
+
+def _num_terms(rows: Sequence[Row]) -> int:
+    return 2 + sum(2 - row.is_loss for row in rows)

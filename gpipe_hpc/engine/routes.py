@@ -1,0 +1,86 @@
+"""What enters and leaves a stage: the boundary to its neighbours, and skips straight to others."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gpipe_hpc.comm.nests import Nest
+from gpipe_hpc.models import Skip
+
+BATCH = -1
+"""The source of stage 0: the batch itself."""
+
+
+class State(NamedTuple):
+    """What stands between two layers: the nest on its way, and what is stashed for later ones."""
+
+    nest: Nest
+    stashed: dict[str, Nest]
+
+
+class Edge(NamedTuple):
+    """What comes from one stage, or goes to one: skips by name. A neighbour brings the nest too."""
+
+    stage: int
+    names: tuple[str, ...] = ()
+
+
+class StageRoutes(NamedTuple):
+    """The edges of one stage, that to its neighbour first; the last stage has no destination."""
+
+    sources: tuple[Edge, ...]
+    destinations: tuple[Edge, ...]
+
+    def gather(self, parts: Sequence[Nest]) -> State:
+        """Put together what came, one part for each source."""
+        (first, *others), stashed = zip(self.sources, parts, strict=True), dict[str, Nest]()
+        edge, nest = first
+        if edge.names:
+            nest, *values = nest
+            stashed.update(zip(edge.names, values, strict=True))
+        for edge, part in others:
+            stashed.update(zip(edge.names, part, strict=True))
+        return State(nest, stashed)
+
+    def scatter(self, state: State) -> list[Nest]:
+        """Take apart what leaves, one part for each destination: no stash is carried through."""
+        nest, stashed = state
+        parts = [tuple(stashed[name] for name in edge.names) for edge in self.destinations]
+        if parts:
+            parts[0] = (nest, *parts[0]) if parts[0] else nest
+        return parts
+
+
+def stage_routes(
+    skips: Sequence[Skip], stage_of_layer: Sequence[int], num: int
+) -> list[StageRoutes]:
+    """Return the edges of each of `num` stages; a skip to the next one rides with the boundary."""
+    crossing: dict[tuple[int, int], tuple[str, ...]] = {}
+    for skip in skips:
+        ends = stage_of_layer[skip.source], stage_of_layer[skip.destination]
+        if ends[0] != ends[1]:
+            crossing[ends] = (*crossing.get(ends, ()), skip.name)
+    return [
+        StageRoutes(
+            _edges(stage - 1, {s: n for (s, d), n in crossing.items() if d == stage}),
+            _edges(stage + 1, {d: n for (s, d), n in crossing.items() if s == stage})
+            if stage < num - 1
+            else (),
+        )
+        for stage in range(num)
+    ]
+
+
+def skip_pairs(routes: Sequence[StageRoutes]) -> tuple[tuple[int, int], ...]:
+    """Return the (source, destination) stages of all skips that need a way of their own."""
+    return tuple(
+        sorted(
+            (stage, edge.stage)
+            for stage, each in enumerate(routes)
+            for edge in each.destinations[1:]
+        )
+    )
+
+
+def _edges(neighbour: int, names: dict[int, tuple[str, ...]]) -> tuple[Edge, ...]:
+    near = Edge(neighbour, names.pop(neighbour, ()))
+    return (near, *(Edge(stage, names[stage]) for stage in sorted(names)))

@@ -1,0 +1,99 @@
+"""Layers of a stage that are run, and recomputed, together."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from gpipe_hpc.comm.nests import Nest, flatten, tensors_of, unflatten
+from gpipe_hpc.engine.keyed import Keyed, LayerKey
+from gpipe_hpc.engine.routes import State
+from gpipe_hpc.errors import ModelError
+from gpipe_hpc.models import Reports, SkipNames, reporting, run_layer
+
+
+class Noted(NamedTuple):
+    """What one layer, by its global index, reported of one micro-batch."""
+
+    layer: int
+    reports: Reports
+
+    def without_graph(self) -> "Noted":
+        """Return the same numbers, held by no graph."""
+        losses = {name: total.detach() for name, total in self.reports.losses.items()}
+        return Noted(self.layer, replace(self.reports, losses=losses))
+
+
+class Segment:
+    """Consecutive layers of one stage, by global index.
+
+    They run under random keys of their own, and never write into what they were given.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        layers: Mapping[int, nn.Module],
+        names: Mapping[int, SkipNames],
+        keyed: Keyed,
+    ) -> None:
+        self.layers = dict(layers)
+        self._stage = stage
+        self._names = {index: names.get(index, SkipNames()) for index in layers}
+        self._keyed = keyed
+        # By training mode (dropout writes in place in one only): whether the layers were seen
+        # to leave the input alone.
+        self._leaves_input_alone: dict[bool, bool] = {}
+
+    @property
+    def is_trained(self) -> bool:
+        """Say whether any parameter requires a gradient."""
+        return any(p.requires_grad for layer in self.layers.values() for p in layer.parameters())
+
+    def run(self, state: State, key: LayerKey) -> tuple[State, list[Noted]]:
+        """Run the layers; return what they make of `state`, and what they reported.
+
+        `state` stays as it is: it may be needed for recomputation, and its storage may belong to
+        the user or to another rank.
+        """
+        (nest, stashed), copies = self._protect(state)
+        watched = [] if copies else tensors_of(state)
+        versions = [tensor._version for tensor in watched]
+        noted: list[Noted] = []
+        for index, layer in self.layers.items():
+            with self._keyed(key(index)), reporting(Reports()) as reports:
+                nest = run_layer(layer, self._names[index], nest, stashed, f"layers.{index}")
+            if reports.losses or reports.metrics or reports.statistics:
+                noted.append(Noted(index, reports))
+        if copies:
+            self._leaves_input_alone[self._mode] = all(copy._version == 0 for copy in copies)
+        elif versions != [tensor._version for tensor in watched]:
+            raise ModelError(
+                f"stage {self._stage} (layers {min(self.layers)} to {max(self.layers)}): a layer "
+                f"wrote in place into the stage's input in this micro-batch, but not in the "
+                f"first; use inplace=False there, or write in place always"
+            )
+        return State(nest, stashed), noted
+
+    @property
+    def _mode(self) -> bool:
+        return any(layer.training for layer in self.layers.values())
+
+    def _protect(self, state: State) -> tuple[State, list[torch.Tensor]]:
+        """Copy the input's tensors where layers write into them; the first run finds out.
+
+        Its containers are made anew always: a layer may put other values into a dict or list.
+        """
+        leaves, tree = flatten(state)
+        if self._leaves_input_alone.get(self._mode):
+            return _state(unflatten(leaves, tree)), []
+        copied = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        copies = [leaf for leaf in copied if isinstance(leaf, torch.Tensor)]
+        return _state(unflatten(copied, tree)), copies
+
+
+def _state(nest: Nest) -> State:
+    assert isinstance(nest, State), f"expected a State, got {type(nest).__name__}"
+    return nest
