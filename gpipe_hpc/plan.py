@@ -16,14 +16,12 @@ from gpipe_hpc.config import (
     AdamWConfig,
     Config,
     DataConfig,
+    ImageDataConfig,
     OptimizerConfig,
-    PythonSourceConfig,
     RMSPropConfig,
     SGDConfig,
-    SyntheticImagesConfig,
-    SyntheticTokensConfig,
     SyntheticVectorsConfig,
-    TextConfig,
+    TokenDataConfig,
     bind_target,
     build_target,
     conf_dir,
@@ -33,10 +31,12 @@ from gpipe_hpc.config import (
 from gpipe_hpc.config.checks import check_planning
 from gpipe_hpc.errors import ConfigError, GpipeError
 from gpipe_hpc.models import Layer, loss_function, normalise_layers
-from gpipe_hpc.planning.counted import META, ModelCount, count_model
-from gpipe_hpc.planning.forecast import count_stages, flop_costs, forecast
+from gpipe_hpc.planning.counted import ModelCount, count_model
+from gpipe_hpc.planning.forecast import flop_costs, forecast
 from gpipe_hpc.planning.partition import by_hand, minimax, uniform
 from gpipe_hpc.planning.report import Assumptions, bytes_text, owned_parameters, report
+from gpipe_hpc.planning.stages import count_stages
+from gpipe_hpc.planning.trial import META
 from gpipe_hpc.schedule import Schedule, build, check, lower
 
 DEFAULT_STAGES: Final = 4
@@ -150,18 +150,17 @@ def microbatch(data: DataConfig, num_samples: int) -> Sample:
     floats = partial(torch.empty, dtype=torch.float32, device=META)
     whole = partial(torch.empty, dtype=torch.int64, device=META)
     match data:
-        case PythonSourceConfig() | TextConfig() | SyntheticTokensConfig():
+        case TokenDataConfig():
             tokens = whole(num_samples, data.seq_len)
             return Sample(tokens, tokens, "token_cross_entropy")
         case SyntheticVectorsConfig():
             return Sample(floats(num_samples, data.width), whole(num_samples), "classification")
-        case SyntheticImagesConfig():
+        case ImageDataConfig():
             images = floats(num_samples, data.channels, data.height, data.width)
             return Sample(images, whole(num_samples), "classification")
     raise ConfigError(
-        f"data: its shapes are unknown, expected data=python_source, text, synthetic, "
-        f"synthetic_vectors or synthetic_images, got {type(data).__name__}; plan with "
-        f"synthetic data of the same shapes"
+        f"data: its shapes are unknown, expected one of conf/data, got {type(data).__name__}; plan "
+        f"with synthetic data of the same shapes"
     )
 
 

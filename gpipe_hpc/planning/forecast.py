@@ -1,33 +1,25 @@
 """From counted layers, a cut and a schedule to what each rank holds, sends and waits for."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from gpipe_hpc.planning.counted import Crossing, LayerCount, ModelCount
-from gpipe_hpc.planning.partition import stage_layers
-from gpipe_hpc.schedule import Costs, Memory, Op, Schedule, Timeline, peak_memory, simulate
+from gpipe_hpc.planning.counted import ModelCount
+from gpipe_hpc.planning.stages import StageCount, count_stages
+from gpipe_hpc.schedule import (
+    Action,
+    Costs,
+    Memory,
+    Op,
+    Placement,
+    Schedule,
+    Timeline,
+    peak_memory,
+    simulate,
+)
 
-
-@dataclass(frozen=True)
-class StageCount:
-    """What one stage costs for one micro-batch.
-
-    `activation_bytes` lives from a forward that keeps everything to its backward; what two layers
-    of the stage both keep counts once. The loss belongs to the last stage.
-    """
-
-    layers: range
-    forward_flops: int
-    backward_flops: int
-    input_flops: int
-    activation_bytes: int
-    input: Crossing
-    output: Crossing
-
-    @property
-    def boundary_bytes(self) -> int:
-        """Return what lives of a micro-batch that will be recomputed: the input alone."""
-        return sum(self.input.tensors)
+Recomputed = Sequence[Collection[int]]
+"""For each stage the layers, by their index, that its R runs again."""
 
 
 @dataclass(frozen=True)
@@ -60,24 +52,29 @@ class Forecast:
 
 
 def forecast(
-    model: ModelCount, counts: Sequence[int], schedule: Schedule, optimizer_states: int
+    model: ModelCount,
+    counts: Sequence[int],
+    schedule: Schedule,
+    optimizer_states: int,
+    recomputed: Recomputed | None = None,
 ) -> Forecast:
     """Forecast one step of a model cut into stages of `counts` layers under a lowered schedule.
 
-    `optimizer_states` is how many numbers the optimizer keeps for each trained parameter.
-    Transfers and the reduction over replicas take no time.
+    `optimizer_states` is how many numbers the optimizer keeps for each trained parameter;
+    `recomputed` what an R runs again, all layers of its stage if None. Transfers and the reduction
+    over replicas take no time.
     """
     stages = count_stages(model, counts)
-    memory = Memory(
-        forward=[stage.activation_bytes for stage in stages],
-        boundary=[stage.boundary_bytes for stage in stages],
-    )
-    peaks = peak_memory(schedule, memory)
-    timeline = simulate(schedule, flop_costs(stages))
+    peaks = peak_memory(schedule, activation_memory(stages, recomputed))
+    timeline = simulate(schedule, flop_costs(stages, recomputed))
     return Forecast(
         stages=stages,
         ranks=tuple(
-            _rank(model, stages, schedule, rank, round(peak), optimizer_states)
+            RankForecast(
+                *rank_states(model, stages, schedule.placement, rank, optimizer_states),
+                activation_bytes=round(peak),
+                sent_bytes=sum(sent_bytes(action, stages) for action in schedule.ranks[rank]),
+            )
             for rank, peak in enumerate(peaks)
         ),
         timeline=timeline,
@@ -85,82 +82,76 @@ def forecast(
     )
 
 
-def count_stages(model: ModelCount, counts: Sequence[int]) -> tuple[StageCount, ...]:
-    """Return the costs of each stage of a cut into `counts` layers."""
-    stages: list[StageCount] = []
-    boundary = model.inputs
-    for index, span in enumerate(stage_layers(counts)):
-        parts = [model.layers[i] for i in span]
-        output = parts[-1].output if parts else boundary
-        if model.loss is not None and index == len(counts) - 1:
-            parts.append(model.loss)
-        stages.append(
-            StageCount(
-                layers=span,
-                forward_flops=sum(part.forward_flops for part in parts),
-                backward_flops=sum(part.backward_flops for part in parts),
-                input_flops=sum(part.input_flops for part in parts),
-                activation_bytes=_activation_bytes(parts, boundary),
-                input=boundary,
-                output=output,
-            )
-        )
-        boundary = output
-    return tuple(stages)
+def activation_memory(stages: Sequence[StageCount], recomputed: Recomputed | None = None) -> Memory:
+    """Return what each stage keeps of a micro-batch, ahead of an R and without one."""
+    if recomputed is None:
+        kept = [stage.boundary_bytes for stage in stages]
+    else:
+        kept = [stage.kept_bytes(own) for stage, own in zip(stages, recomputed, strict=True)]
+    return Memory(forward=[stage.activation_bytes for stage in stages], boundary=kept)
 
 
-def flop_costs(stages: Sequence[StageCount]) -> Costs:
-    """Return the FLOPs of each op of a stage as its time."""
+def flop_costs(stages: Sequence[StageCount], recomputed: Recomputed | None = None) -> Costs:
+    """Return the FLOPs of each op of a stage as its time, and the bytes of each transfer."""
     forward = [stage.forward_flops for stage in stages]
+    again = forward
+    if recomputed is not None:
+        again = [stage.recompute_flops(own) for stage, own in zip(stages, recomputed, strict=True)]
     return Costs(
         forward=forward,
         backward=[stage.backward_flops for stage in stages],
         input_gradient=[stage.input_flops for stage in stages],
         weight_gradient=[stage.backward_flops - stage.input_flops for stage in stages],
-        recompute=forward,
+        recompute=again,
+        boundary_bytes=[sum(stage.output.tensors) for stage in stages],
+        skip_bytes={
+            (source, destination): sum(carried.tensors)
+            for source, stage in enumerate(stages)
+            for destination, carried in stage.sent.items()
+        },
     )
 
 
-def _activation_bytes(parts: Sequence[LayerCount], boundary: Crossing) -> int:
-    """Follow each storage from layer to layer, and add up those that any layer keeps."""
-    sizes = list(boundary.tensors)
-    storages = list(range(len(sizes)))  # that of each tensor on its way
-    # A stage holds on to the tensors whose gradients it will send back.
-    kept = {i for i, nbytes in zip(storages, boundary.gradients, strict=True) if nbytes}
-    inside = 0
-    for part in parts:
-        made = part.kept.sizes[len(storages) :]
-        slots = [*storages, *range(len(sizes), len(sizes) + len(made))]
-        sizes += made
-        kept |= {slots[slot] for slot in part.kept.slots}
-        inside += part.kept.inside
-        storages = [slots[slot] for slot in part.kept.outputs]
-    return inside + sum(sizes[i] for i in kept)
+def sent_bytes(action: Action, stages: Sequence[StageCount]) -> int:
+    """Return the bytes of tensors that an action sends to another rank: 0 if it sends nothing."""
+    stage, peer = stages[action.stage], action.peer
+    if action.op is Op.SEND_F:
+        return sum((stage.output if peer is None else stage.sent[peer]).tensors)
+    if action.op is Op.SEND_B:
+        return sum((stage.input if peer is None else stage.received[peer]).gradients)
+    return 0
 
 
-def _rank(
+class RankStates(NamedTuple):
+    """What a rank holds all the time, in bytes, and the stages that it is for."""
+
+    stages: tuple[int, ...]
+    parameters: int
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Return the sum of weights, gradients and optimizer."""
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+
+
+def rank_states(
     model: ModelCount,
     stages: Sequence[StageCount],
-    schedule: Schedule,
+    placement: Placement,
     rank: int,
-    activation_bytes: int,
     optimizer_states: int,
-) -> RankForecast:
-    held = schedule.placement.stages_of(rank)
+) -> RankStates:
+    """Return what a rank holds all the time; weights tied among its stages once."""
+    held = placement.stages_of(rank)
     weights = model.weights(i for stage in held for i in stages[stage].layers)
     trained = sum(weight.nbytes for weight in weights if weight.is_trained)
-    sent = 0
-    for op, stage, _ in schedule.ranks[rank]:
-        if op is Op.SEND_F:
-            sent += sum(stages[stage].output.tensors)
-        elif op is Op.SEND_B:
-            sent += sum(stages[stage].input.gradients)
-    return RankForecast(
+    return RankStates(
         stages=held,
         parameters=sum(weight.num_elements for weight in weights),
         weight_bytes=sum(weight.nbytes for weight in weights),
         gradient_bytes=trained,
         optimizer_bytes=optimizer_states * trained,
-        activation_bytes=activation_bytes,
-        sent_bytes=sent,
     )

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from gpipe_hpc.models import Layer
-from gpipe_hpc.planning.counted import LayerCount, ModelCount
-from gpipe_hpc.planning.forecast import Forecast, RankForecast, count_stages
+from gpipe_hpc.planning.counted import ModelCount
+from gpipe_hpc.planning.forecast import Forecast, RankForecast
+from gpipe_hpc.planning.stages import count_stages
 from gpipe_hpc.planning.table import cut_table
+from gpipe_hpc.planning.trial import LayerCount
 from gpipe_hpc.schedule import Schedule
 
 _LONGEST_GROUP: Final = 32

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import LayerSpec, build_gpt, build_mlp, build_model, token_cross_entropy
 from gpipe_hpc.planning.counted import count_model
-from gpipe_hpc.planning.forecast import count_stages
+from gpipe_hpc.planning.stages import count_stages
 
 
 def vectors(*shape: int) -> Tensor:

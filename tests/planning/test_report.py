@@ -6,7 +6,7 @@ from torch import nn
 
 from gpipe_hpc.models import LayerSpec, build_mlp, build_model
 from gpipe_hpc.planning.counted import count_model
-from gpipe_hpc.planning.forecast import count_stages, flop_costs, forecast
+from gpipe_hpc.planning.forecast import flop_costs, forecast
 from gpipe_hpc.planning.report import (
     Assumptions,
     Group,
@@ -19,6 +19,7 @@ from gpipe_hpc.planning.report import (
     stage_table,
     step_text,
 )
+from gpipe_hpc.planning.stages import count_stages
 from gpipe_hpc.schedule import build, lower
 
 WIDTH, SAMPLES = 16, 3

@@ -1,0 +1,139 @@
+"""From counted layers and a cut to what each stage costs, keeps and exchanges."""
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from gpipe_hpc.models import Skip
+from gpipe_hpc.planning.counted import ModelCount
+from gpipe_hpc.planning.partition import stage_layers
+from gpipe_hpc.planning.storages import Follower, StageStorages
+from gpipe_hpc.planning.trial import Crossing
+
+
+@dataclass(frozen=True)
+class StageCount:
+    """What one stage costs for one micro-batch.
+
+    `forward_costs` are the FLOPs of each layer's forward; the loss belongs to the last layer.
+    `input` and `output` cross the boundaries to the neighbours, what they stashed for each other
+    included; `received` comes straight from stages further ahead, `sent` goes to those further on.
+    """
+
+    layers: range
+    forward_costs: tuple[int, ...]
+    backward_flops: int
+    input_flops: int
+    storages: StageStorages
+    input: Crossing
+    output: Crossing
+    received: Mapping[int, Crossing]
+    sent: Mapping[int, Crossing]
+
+    @property
+    def forward_flops(self) -> int:
+        """Return the FLOPs of the forward."""
+        return sum(self.forward_costs)
+
+    @property
+    def activation_bytes(self) -> int:
+        """Return what lives from a forward that keeps everything to its backward.
+
+        What two layers of the stage both keep counts once.
+        """
+        return self.storages.all_bytes
+
+    @property
+    def boundary_bytes(self) -> int:
+        """Return what lives of a micro-batch that will be recomputed: what the stage was given."""
+        given = [self.input, *self.received.values()]
+        return sum(nbytes for each in given for nbytes in each.tensors)
+
+    def kept_bytes(self, recomputed: Collection[int]) -> int:
+        """Return what lives from F to R if these layers, by their index, are recomputed."""
+        return self.storages.kept_bytes(self._positions(recomputed))
+
+    def recompute_flops(self, recomputed: Collection[int]) -> int:
+        """Return the FLOPs of running these layers, by their index, again."""
+        return sum(self.forward_costs[i] for i in self._positions(recomputed))
+
+    def _positions(self, recomputed: Collection[int]) -> frozenset[int]:
+        return frozenset(index - self.layers.start for index in recomputed if index in self.layers)
+
+
+def count_stages(model: ModelCount, counts: Sequence[int]) -> tuple[StageCount, ...]:
+    """Return the costs of each stage of a cut into `counts` layers."""
+    spans = stage_layers(counts)
+    routes = skip_routes(model, counts)
+    outputs = [_behind(model, span.stop) for span in spans]
+    stages: list[StageCount] = []
+    for index, span in enumerate(spans):
+        is_last = index == len(spans) - 1
+        incoming = {s: skips for (s, d), skips in routes.items() if d == index}
+        outgoing = {d: skips for (s, d), skips in routes.items() if s == index}
+        plain = outputs[index - 1] if index else model.inputs
+        parts = [model.layers[i] for i in span]
+        costs = [part.forward_flops for part in parts]
+        if model.loss is not None and is_last:
+            parts.append(model.loss)
+            costs[-1:] = [sum(costs[-1:]) + model.loss.forward_flops]
+        stages.append(
+            StageCount(
+                layers=span,
+                forward_costs=tuple(costs),
+                backward_flops=sum(part.backward_flops for part in parts),
+                input_flops=sum(part.input_flops for part in parts),
+                storages=_storages(model, span, plain, incoming, is_last),
+                input=_joined(model, plain, incoming.pop(index - 1, ())),
+                output=_joined(model, outputs[index], outgoing.pop(index + 1, ())),
+                received={s: _joined(model, NOTHING, skips) for s, skips in incoming.items()},
+                sent={d: _joined(model, NOTHING, skips) for d, skips in outgoing.items()},
+            )
+        )
+    return tuple(stages)
+
+
+NOTHING: Final = Crossing((), ())
+
+
+def skip_routes(model: ModelCount, counts: Sequence[int]) -> dict[tuple[int, int], list[Skip]]:
+    """Return the skips between each two stages, (source, destination), in order of their layers."""
+    stage_of = [stage for stage, span in enumerate(stage_layers(counts)) for _ in span]
+    routes: dict[tuple[int, int], list[Skip]] = defaultdict(list)
+    for skip in model.skips:
+        route = stage_of[skip.source], stage_of[skip.destination]
+        if route[0] != route[1]:
+            routes[route].append(skip)
+    return dict(sorted(routes.items()))
+
+
+def long_skips(model: ModelCount, counts: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Return the pairs of stages that exchange skips past others: `Schedule.skips`."""
+    return tuple(route for route in skip_routes(model, counts) if route[1] > route[0] + 1)
+
+
+def _behind(model: ModelCount, num_layers: int) -> Crossing:
+    return model.layers[num_layers - 1].output if num_layers else model.inputs
+
+
+def _joined(model: ModelCount, plain: Crossing, skips: Sequence[Skip]) -> Crossing:
+    return plain.joined(map(model.carried, skips))
+
+
+def _storages(
+    model: ModelCount,
+    span: range,
+    boundary: Crossing,
+    incoming: Mapping[int, Sequence[Skip]],
+    is_last: bool,
+) -> StageStorages:
+    follower = Follower(boundary)
+    for skips in incoming.values():
+        for skip in skips:
+            follower.receive(skip.name, model.carried(skip))
+    for index in span:
+        follower.run(model.layers[index], model.names[index])
+    if model.loss is not None and is_last:
+        follower.run_loss(model.loss)
+    return follower.result()

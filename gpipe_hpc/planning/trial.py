@@ -1,0 +1,336 @@
+"""One layer run on the meta device, to count what it costs: shapes alone, no values.
+
+FLOPs are those of matrix products, convolutions and attention, 2 for a multiplication with its
+addition; what is done element by element costs bandwidth, not FLOPs. Activation bytes are those of
+the storages that autograd keeps in eager mode, parameters and buffers left out.
+"""
+
+import copy
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from gpipe_hpc.comm.nests import flatten, map_tensors, tensors_of
+from gpipe_hpc.engine.precision import casting
+from gpipe_hpc.errors import ModelError
+from gpipe_hpc.models import Layer, LayerSpec, SkipNames, build_layer, run_layer
+from gpipe_hpc.planning.attention import FLOP_FORMULAS, FusedKernels
+
+META: Final = torch.device("meta")
+CPU: Final = torch.device("cpu")
+
+
+class Weight(NamedTuple):
+    """A parameter of a layer, by its name within."""
+
+    name: str
+    num_elements: int
+    nbytes: int
+    is_trained: bool
+
+
+class Crossing(NamedTuple):
+    """What a boundary carries for one micro-batch, tensor by tensor, in bytes.
+
+    `gradients`: those of the tensors that a gradient comes back for, 0 for the others.
+    """
+
+    tensors: tuple[int, ...]
+    gradients: tuple[int, ...]
+
+    def joined(self, others: Iterable["Crossing"]) -> "Crossing":
+        """Return this and what crosses along with it."""
+        every = [self, *others]
+        return Crossing(
+            tuple(nbytes for each in every for nbytes in each.tensors),
+            tuple(nbytes for each in every for nbytes in each.gradients),
+        )
+
+
+class Kept(NamedTuple):
+    """Which storages of a layer live on until its backward.
+
+    Slots number storages: first one for each tensor of the input and of what is popped, then the
+    new ones of the output and of what is stashed. `outputs` has the slot of each tensor of the
+    output, `stashes` of each stash, `sizes` the bytes of every slot, `slots` those that are kept;
+    `inside` is the bytes of all else that is.
+    """
+
+    inside: int
+    slots: frozenset[int]
+    sizes: tuple[int, ...]
+    outputs: tuple[int, ...]
+    stashes: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class LayerCount:
+    """What one layer costs for one micro-batch, alone.
+
+    `input_flops` is the part of `backward_flops` that the gradient of the input takes. `stashed`
+    is what the layer stashes, one for each of its names.
+    """
+
+    name: str
+    weights: tuple[Weight, ...]
+    forward_flops: int
+    backward_flops: int
+    input_flops: int
+    kept: Kept
+    output: Crossing
+    stashed: tuple[Crossing, ...] = ()
+
+    @property
+    def parameters(self) -> int:
+        """Return the number of parameters of the layer, tied ones too."""
+        return sum(weight.num_elements for weight in self.weights)
+
+    @property
+    def flops(self) -> int:
+        """Return the FLOPs of forward plus backward."""
+        return self.forward_flops + self.backward_flops
+
+    @property
+    def activation_bytes(self) -> int:
+        """Return what the forward keeps for the backward, of input and output too."""
+        return self.kept.inside + sum(self.kept.sizes[slot] for slot in self.kept.slots)
+
+    @property
+    def output_bytes(self) -> int:
+        """Return what would cross a boundary behind the layer, skips left out."""
+        return sum(self.output.tensors)
+
+
+class Given(NamedTuple):
+    """What a layer is run on: a nest, and one for each name that it pops."""
+
+    value: Any
+    popped: tuple[Any, ...] = ()
+
+
+class Result(NamedTuple):
+    """What a layer costs, and what it gives to layers behind it: shapes without values."""
+
+    cost: LayerCount
+    output: Any
+    stashed: tuple[Any, ...]
+
+
+class Loss(nn.Module):
+    """The loss as one more layer: what it keeps lives with the last stage."""
+
+    def __init__(self, loss_fn: Callable[[Any, Any], Any], targets: Any) -> None:
+        super().__init__()
+        self.loss_fn: Callable[[Any, Any], Any] = (
+            meta_copy(loss_fn, "loss") if isinstance(loss_fn, nn.Module) else loss_fn
+        )
+        self.targets = targets
+
+    def forward(self, output: Any) -> Any:
+        """Return what backward starts from."""
+        value = self.loss_fn(output, self.targets)
+        return value[0] if isinstance(value, tuple) else value
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One layer on the meta device and the micro-batch it is counted for."""
+
+    where: str
+    module: nn.Module
+    names: SkipNames
+    given: Given
+    device_type: str
+    precision: str = "float32"
+
+    def count(self, name: str) -> Result:
+        """Return the layer's cost, and what it gives."""
+        with _counting_device(self.precision, self.module) as placed:
+            leaves = map_tensors(lambda t: placed(fresh(t)), tuple(self.given))
+            # Clones, for a layer may work in place: on a leaf that is forbidden.
+            given = Given(*map_tensors(torch.clone, leaves))
+            given_tensors = tensors_of(tuple(given))
+            try:
+                results, saved, flops = self._run(given, _trained(leaves))
+            except Exception as error:
+                raise self._failed(error) from error
+        for own in (*self.module.parameters(), *self.module.buffers()):
+            saved.pop(_storage(own), None)
+        forward, of_input, backward = flops
+        count = LayerCount(
+            name=name,
+            weights=tuple(
+                Weight(name, p.numel(), p.nbytes, p.requires_grad)
+                for name, p in self.module.named_parameters()
+            ),
+            forward_flops=forward,
+            backward_flops=backward,
+            input_flops=of_input,
+            kept=_kept(saved, given_tensors, results),
+            output=crossing(results[0]),
+            stashed=tuple(map(crossing, results[1:])),
+        )
+        return Result(count, forgotten(results[0]), tuple(map(forgotten, results[1:])))
+
+    def _run(
+        self, given: Given, wanted: list[Tensor]
+    ) -> tuple[list[Any], dict[int, int], tuple[int, int, int]]:
+        """Return output and stashes, the bytes of saved storages, and the FLOPs of F, I and B."""
+        saved: dict[int, Tensor] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            saved[_storage(tensor)] = tensor  # held, so that no other storage takes its place
+            return tensor
+
+        counter = FlopCounterMode(display=False, custom_mapping=dict(FLOP_FORMULAS))
+        stashed = dict(zip(self.names.pops, given.popped, strict=True))
+        with counter, FusedKernels(self.device_type):
+            hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+            with hooks, casting(self.precision, CPU):
+                output = run_layer(self.module, self.names, given.value, stashed, self.where)
+            results = [output, *(stashed[name] for name in self.names.stashes)]
+            forward = counter.get_total_flops()
+            ends = _trained(results)
+            seeds = [torch.ones_like(end) for end in ends]
+            if ends and wanted:
+                torch.autograd.grad(ends, wanted, seeds, retain_graph=True, allow_unused=True)
+            of_input = counter.get_total_flops() - forward
+            if ends:
+                torch.autograd.backward(ends, seeds)
+            backward = counter.get_total_flops() - forward - of_input
+        sizes = {key: tensor.untyped_storage().nbytes() for key, tensor in saved.items()}
+        return results, sizes, (forward, of_input, backward)
+
+    def _failed(self, error: Exception) -> ModelError:
+        shown = str(error).strip().splitlines() or [""]
+        return ModelError(
+            f"{self.where}: cannot be counted, expected it to run on the meta device, where "
+            f"tensors have shapes but no values, on {_describe(self.given)}, got "
+            f"{type(error).__name__}: {shown[0]}; make the layer take what the one before it "
+            f"gives, without reading values of tensors"
+        )
+
+
+@contextmanager
+def _counting_device(precision: str, module: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Return how tensors are made to look for a trial; autocast passes meta tensors by.
+
+    Under a reduced precision they, and the parameters, claim to be on the CPU.
+    """
+    if precision == "float32":
+        yield lambda tensor: tensor
+        return
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def placed(tensor: Tensor) -> Tensor:
+        fake: Tensor = FakeTensor(mode, tensor.detach(), CPU)
+        return fake.requires_grad_(tensor.requires_grad)
+
+    parameters: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for name, own in part.named_parameters(recurse=False, remove_duplicate=False):
+            fake = nn.Parameter(placed(own), own.requires_grad)
+            part._parameters[name] = parameters.setdefault(id(own), fake)
+        for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
+            part._buffers[name] = placed(buffer)
+    with mode:
+        yield placed
+
+
+def meta_layer(layer: Layer, index: int) -> nn.Module:
+    """Return a layer on the meta device; one that comes built is copied, without its values."""
+    if isinstance(layer, LayerSpec):
+        try:
+            return build_layer(layer, index=index, seed=0, device=META)
+        except ModelError:
+            # Some factories read values of tensors. One real layer is still far from the model,
+            # and a true fault is raised again.
+            layer = build_layer(layer, index=index, seed=0)
+    return meta_copy(layer, f"layers.{index}")
+
+
+def meta_copy(module: nn.Module, where: str) -> nn.Module:
+    """Return a copy of a module without its values; raise `ModelError` if it cannot be copied."""
+    memo: dict[int, Any] = {id(buffer): buffer.to(META) for buffer in module.buffers()}
+    for parameter in module.parameters():
+        empty = nn.Parameter(torch.empty_like(parameter, device=META), parameter.requires_grad)
+        memo[id(parameter)] = empty
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        raise ModelError(
+            f"{where}: cannot be counted, expected a module that copy.deepcopy copies, got "
+            f"{type(error).__name__}: {error}; give a LayerSpec"
+        ) from error
+
+
+def _kept(saved: Mapping[int, int], inputs: list[Tensor], results: list[Any]) -> Kept:
+    """Number the storages of inputs and results, and tell which of them live on."""
+    slot_of: dict[int, int] = {}
+    sizes: list[int] = []
+    for tensor in inputs:
+        slot_of[_storage(tensor)] = len(sizes)
+        sizes.append(tensor.untyped_storage().nbytes())
+    for tensor in tensors_of(results):
+        if slot_of.setdefault(_storage(tensor), len(sizes)) == len(sizes):
+            sizes.append(tensor.untyped_storage().nbytes())
+    slots = [tuple(slot_of[_storage(tensor)] for tensor in tensors_of(each)) for each in results]
+    return Kept(
+        inside=sum(nbytes for key, nbytes in saved.items() if key not in slot_of),
+        slots=frozenset(slot_of[key] for key in saved if key in slot_of),
+        sizes=tuple(sizes),
+        outputs=slots[0],
+        stashes=tuple(slots[1:]),
+    )
+
+
+def crossing(nest: Any) -> Crossing:
+    """Return the bytes of a nest's tensors and of their gradients."""
+    tensors = tensors_of(nest)
+    return Crossing(
+        tuple(tensor.nbytes for tensor in tensors),
+        tuple(tensor.nbytes * tensor.requires_grad for tensor in tensors),
+    )
+
+
+def structure(nest: Any) -> Hashable:
+    """Return what decides the cost of running on a nest: its structure, not its numbers."""
+    leaves, tree = flatten(nest)
+    described = tuple(
+        (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad)
+        if isinstance(leaf, Tensor)
+        else (type(leaf), repr(leaf))
+        for leaf in leaves
+    )
+    return tree, described
+
+
+def forgotten(nest: Any) -> Any:
+    """Return a nest of the same structure, each tensor a leaf without values."""
+    return map_tensors(fresh, nest)
+
+
+def fresh(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same shape in a storage of its own, a leaf of its own graph."""
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+    return empty.requires_grad_(tensor.requires_grad)
+
+
+def _describe(nest: Any) -> str:
+    shown = (f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors_of(nest))
+    return ", ".join(shown) or "no tensors"
+
+
+def _storage(tensor: Tensor) -> int:
+    # On the meta device no storage has an address; its object has one.
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _trained(nest: Any) -> list[Tensor]:
+    return [tensor for tensor in tensors_of(nest) if tensor.requires_grad]
