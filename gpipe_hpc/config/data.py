@@ -174,7 +174,7 @@ class CodedImagesConfig(PixelDataConfig):
 
     resize: int = field(default=256, kw_only=True)
     min_area: float = field(default=0.08, kw_only=True)
-    max_pixels: int = field(default=2**27, kw_only=True)
+    max_pixels: int = field(default=2**26, kw_only=True)
     corrupt: str = field(default="stop", kw_only=True)
     max_corrupt: int = field(default=100, kw_only=True)
 
