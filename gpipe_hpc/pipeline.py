@@ -20,6 +20,7 @@ from gpipe_hpc.engine.assembly import (
     check_agreement,
     equalise_copies,
     gather_parameters,
+    routes_of,
     stage_spans,
 )
 from gpipe_hpc.engine.feed import Feed, random_keys
@@ -28,6 +29,7 @@ from gpipe_hpc.engine.microbatches import share_of
 from gpipe_hpc.engine.norms import clip_by_global_norm
 from gpipe_hpc.engine.precision import casting
 from gpipe_hpc.engine.results import StepResult
+from gpipe_hpc.engine.routes import skip_pairs
 from gpipe_hpc.engine.steps import Site, Steps
 from gpipe_hpc.engine.tables import Tables, make_tables, table_asked_for
 from gpipe_hpc.engine.tied import join_ties
@@ -98,7 +100,8 @@ class Pipeline:
             measured = self.partition.stage_costs()
             if schedule == "auto" and "costs" not in options and measured is not None:
                 table = asked(options=options | {"costs": measured})
-            tables = make_tables(table, recompute)
+            routes = routes_of(model, self.partition.counts)
+            tables = make_tables(table, recompute, skip_pairs(routes))
             self.schedule = tables.training
             self._build(model, tables)
 
@@ -145,7 +148,7 @@ class Pipeline:
             costs=self.partition.costs,
             measure=self.partition.measure,
         )
-        wiring = wire(world, mesh, placement)
+        wiring = wire(world, mesh, self.schedule)
         equalise_copies(self.stages, wiring.reductions)
         spans = stage_spans(self.partition.counts)
         stage_of_layer = [stage for stage, span in enumerate(spans) for _ in span]

@@ -1,6 +1,7 @@
 """From what a user asked for to the tables that are run."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from gpipe_hpc.errors import ConfigError, ScheduleError
@@ -46,11 +47,18 @@ def table_asked_for(
     return schedule
 
 
-def make_tables(table: Schedule, recompute: str) -> Tables:
+def make_tables(table: Schedule, recompute: str, skips: tuple[tuple[int, int], ...] = ()) -> Tables:
     """Lower and check the tables that a bare or lowered one asks for.
 
-    `recompute` applies to a bare one without R. Raises ScheduleError.
+    `recompute` applies to a bare one without R. `skips`: the pairs of stages between which the
+    model's skips go. Raises ScheduleError.
     """
+    if table.is_lowered and table.skips != skips:
+        raise ScheduleError(
+            f"schedule {table.name!r}: a lowered table has its transfers, expected those of the "
+            f"skips between stages {_pairs(skips)}, got {_pairs(table.skips)}; give the bare table"
+        )
+    table = replace(table, skips=skips)
     has_recompute = any(action.op is Op.R for row in table.ranks for action in row)
     if not (table.is_lowered or has_recompute):
         table = add_recompute(table, recompute)
@@ -59,3 +67,7 @@ def make_tables(table: Schedule, recompute: str) -> Tables:
     evaluation = lower(forward_only(table))
     check(evaluation)
     return Tables(training, evaluation)
+
+
+def _pairs(skips: tuple[tuple[int, int], ...]) -> str:
+    return ", ".join(f"{source} to {destination}" for source, destination in skips) or "none"

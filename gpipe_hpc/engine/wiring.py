@@ -7,7 +7,7 @@ from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.transport import PlacedChannel, Transport
 from gpipe_hpc.comm.world import World
-from gpipe_hpc.schedule import Channel, Placement
+from gpipe_hpc.schedule import Channel, Placement, Schedule
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,12 @@ class Wiring:
     reductions: Mapping[int, Group]
 
 
-def wire(world: World, mesh: Mesh, placement: Placement) -> Wiring:
+def wire(world: World, mesh: Mesh, schedule: Schedule) -> Wiring:
     """Open all channels and reduction groups; the same call on every rank."""
     replica = mesh.replica_of(world.rank)
-    placed = {r: _placed_channels(mesh, placement, r) for r in range(mesh.replicas)}
+    placed = {r: _placed_channels(mesh, schedule, r) for r in range(mesh.replicas)}
     transport = world.transport([c for channels in placed.values() for c in channels.values()])
-    return Wiring(transport, placed[replica], _reductions(world, mesh, placement))
+    return Wiring(transport, placed[replica], _reductions(world, mesh, schedule.placement))
 
 
 def _reductions(world: World, mesh: Mesh, placement: Placement) -> dict[int, Group]:
@@ -48,16 +48,15 @@ def _reductions(world: World, mesh: Mesh, placement: Placement) -> dict[int, Gro
     return groups
 
 
-def _placed_channels(
-    mesh: Mesh, placement: Placement, replica: int
-) -> dict[Channel, PlacedChannel]:
+def _placed_channels(mesh: Mesh, schedule: Schedule, replica: int) -> dict[Channel, PlacedChannel]:
     """Return the channels between different ranks of one replica, numbered in one order."""
+    neighbours = [(stage, stage + 1) for stage in range(schedule.num_stages - 1)]
     channels: dict[Channel, PlacedChannel] = {}
-    for route, ranks in enumerate(placement.routes):
-        for stage in range(placement.num_stages - 1):
-            if ranks[stage] == ranks[stage + 1]:
+    for route, ranks in enumerate(schedule.placement.routes):
+        for pair in (*neighbours, *schedule.skips):
+            if ranks[pair[0]] == ranks[pair[1]]:
                 continue
-            for source, destination in ((stage, stage + 1), (stage + 1, stage)):
+            for source, destination in (pair, pair[::-1]):
                 channels[Channel(source, destination, route)] = PlacedChannel(
                     Channel(source, destination, route),
                     mesh.world_rank(replica, ranks[source]),

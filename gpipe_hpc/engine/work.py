@@ -200,6 +200,9 @@ class StageWork:
         casts = casting(stage.precision, stage.device)
         with torch.set_grad_enabled(grad), deferring(deferred), casts:
             state, noted = segment.run(state, key)
+            if not part.again:
+                pairs = [pair for each in noted for pair in each.reports.statistics]
+                stage.statistics.note(part.microbatch, pairs)
             starts = self._listener.note(part, noted) if noted else []
             if is_end and self._is_last:
                 starts = [*starts, *self._listener.finish(part, state.nest)]

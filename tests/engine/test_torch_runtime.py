@@ -67,7 +67,7 @@ def keeps_one_order(table):
         for action in row:
             if action.op.value.startswith(("SEND", "RECV")):
                 other = counterpart(action)
-            peer = table.placement.rank_of(other.stage, other.microbatch)
+                peer = table.placement.rank_of(other.stage, other.microbatch)
                 if action.op.value.startswith("SEND"):
                     sent[rank, peer].append(action)
                 else:

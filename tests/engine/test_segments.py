@@ -1,0 +1,123 @@
+"""A stage of which some layers are recomputed: the same bits, and only those layers run again."""
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_hpc.engine.routes import Edge, StageRoutes
+from gpipe_hpc.engine.stage import Stage
+from gpipe_hpc.engine.work import Keep, Recipe, StageWork, Start
+from gpipe_hpc.models import SkipNames, add_loss
+
+CPU = torch.device("cpu")
+FIRST, NUM_LAYERS, WIDTH = 3, 5, 4
+ROUTES = StageRoutes(
+    (Edge(0, ("near",)), Edge(-1, ("far",))), (Edge(2, ("next",)), Edge(4, ("out", "more")))
+)
+# Popped from other stages, stashed for other stages, and one skip within the stage.
+NAMES = {
+    3: SkipNames(stashes=("inner",)),
+    4: SkipNames(pops=("far",), stashes=("next",)),
+    5: SkipNames(stashes=("more", "out")),
+    7: SkipNames(pops=("inner", "near")),
+}
+
+
+class Layer(nn.Module):
+    def __init__(self, index, calls):
+        super().__init__()
+        self.index, self.calls = index, calls
+        self.names = NAMES.get(index, SkipNames())
+        self.linear = nn.Linear(WIDTH * (1 + len(self.names.pops)), WIDTH)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x, *popped):
+        self.calls[self.index] += 1
+        y = x + self.dropout(torch.tanh(self.linear(torch.cat([x, *popped], -1))))
+        add_loss("own", y.square().sum())
+        stashed = [y * (2 + k) for k in range(len(self.names.stashes))]
+        return (y, *stashed) if stashed else y
+
+
+class Listener:
+    """Take the losses that layers report, as the executor does."""
+
+    def __init__(self):
+        self.losses = []
+
+    def note(self, part, noted):
+        totals = [total for each in noted for total in each.reports.losses.values()]
+        if not part.again:
+            self.losses += [total.item() for total in totals]
+        return [Start(total, torch.tensor(0.5)) for total in totals]
+
+
+def run(recomputed, splits):
+    """Run one micro-batch; return all it gave, how often each layer ran, and the losses."""
+    torch.manual_seed(0)
+    calls = Counter()
+    layers = {i: Layer(i, calls) for i in range(FIRST, FIRST + NUM_LAYERS)}
+    stage = Stage(1, layers, CPU, ROUTES, names=NAMES, recomputed=recomputed)
+    listener = Listener()
+    work = StageWork(stage, listener)
+    stage.gradients.clear()
+    inputs = [torch.randn(2, WIDTH, requires_grad=True) for _ in range(3)]
+    keep = Keep.GRAPH if recomputed == frozenset() else Keep.INPUT
+    parts = [(inputs[0], inputs[1]), (inputs[2],)]
+    outputs = work.forward(0, parts, 2, lambda layer: layer, Recipe(keep, splits))
+    has_run = work.recompute(0, lambda layer: layer) if keep is Keep.INPUT else False
+    assert has_run == bool(recomputed is None or recomputed)
+    flat = [tensor for part in outputs for tensor in part]
+    gradients = work.backward(0, [torch.full_like(t, 0.1 * (i + 1)) for i, t in enumerate(flat)])
+    if splits:
+        work.weights(0)
+    assert work.num_kept == 0
+    given = [gradient for part in gradients for gradient in part]
+    weights = [p.grad for p in stage.named_parameters().values()]
+    return [t.detach() for t in flat], given, weights, listener.losses, calls
+
+
+SUBSETS = [
+    frozenset(subset)
+    for size in range(NUM_LAYERS + 1)
+    for subset in itertools.combinations(range(FIRST, FIRST + NUM_LAYERS), size)
+]
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_any_layers_may_be_recomputed(splits):
+    *expected, _ = run(frozenset(), splits)
+    for recomputed in (None, *SUBSETS):
+        outputs, given, weights, losses, calls = run(recomputed, splits)
+        assert [len(outputs), len(given), len(weights)] == [4, 3, 2 * NUM_LAYERS]
+        for mine, theirs in zip((outputs, given, weights), expected, strict=False):
+            assert all(map(torch.equal, mine, theirs)), recomputed
+        assert losses == expected[3]
+        again = recomputed if recomputed is not None else set(calls)
+        assert calls == {i: 1 + (i in again) for i in calls}
+
+
+def test_recomputed_layers_keep_their_input_alone():
+    """Counted by the tensors that autograd saves: those of kept layers only, until R."""
+    saved = []
+
+    def count(recomputed):
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            stage = Stage(
+                0,
+                {i: nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for i in range(3)},
+                CPU,
+                StageRoutes((Edge(-1),), (Edge(1),)),
+                recomputed=recomputed,
+            )
+            work = StageWork(stage, Listener())
+            x = torch.ones(2, 4, requires_grad=True)
+            work.forward(0, [x], 2, lambda layer: 0, Recipe(Keep.INPUT))
+        return len(saved)
+
+    whole = count(frozenset())
+    assert [count(frozenset(range(n))) for n in (1, 2, 3)] == [whole * k // 3 for k in (2, 1, 0)]
