@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -81,9 +82,13 @@ class Executor:
             Op.RECV_F: self._bind_receive,
             Op.RECV_B: self._bind_receive,
             Op.REDUCE_GRAD: self._bind_reduce,
+            Op.OFFLOAD: self._bind_offload,
+            Op.FETCH: self._bind_fetch,
         }
         self._actions = schedule.ranks[rank]
         self._all = frozenset(self._actions)
+        self._stage_of = {layer: stage for stage in stages.values() for layer in stage.layers}
+        self._last_forwards = {a.stage: a for a in self._actions if a.op is Op.F}
         self._program = [(action, binders[action.op](action)) for action in self._actions]
 
     def run(self, feed: Feed) -> Outcome:
@@ -139,6 +144,10 @@ class Executor:
         takes = [self._bind_take(edge.stage, stage, microbatch) for edge in routes.sources]
         hops = [(stage, edge.stage, microbatch) for edge in routes.destinations]
 
+        # In training alone: an evaluation changes no statistics.
+        ends_step = recipe.keep is not Keep.NOTHING and action == self._last_forwards[stage]
+        statistics, copies = self._stages[stage].statistics, self._wiring.reductions[stage]
+
         def forward() -> None:
             messages = [take() for take in takes]
             num_samples = messages[0].num_samples
@@ -154,6 +163,8 @@ class Executor:
                 self.recorder.add(action, start)
             for hop, output in zip(hops, outputs, strict=True):
                 self._made[hop] = Message(output, num_samples)
+            if ends_step:
+                statistics.start_reduction(copies)
 
         return forward
 
@@ -162,7 +173,7 @@ class Executor:
         if not splits and Action(Op.B, *place) not in self._all:
             return Recipe(Keep.NOTHING)
         keep = Keep.INPUT if Action(Op.R, *place) in self._all else Keep.GRAPH
-        return Recipe(keep, splits)
+        return Recipe(keep, splits, offloads=Action(Op.OFFLOAD, *place) in self._all)
 
     def _bind_weights(self, action: Action) -> Call:
         stage, microbatch = _place(action)
@@ -185,6 +196,14 @@ class Executor:
                 self.recorder.add(action, start)
 
         return recompute
+
+    def _bind_offload(self, action: Action) -> Call:
+        stage, microbatch = _place(action)
+        return partial(self._works[stage].offload, microbatch)
+
+    def _bind_fetch(self, action: Action) -> Call:
+        stage, microbatch = _place(action)
+        return partial(self._works[stage].fetch, microbatch)
 
     def _bind_backward(self, action: Action) -> Call:
         stage, microbatch = _place(action)
@@ -234,9 +253,13 @@ class Executor:
         return lambda: transport.post(channel, self._feed.lane, microbatch)
 
     def _bind_reduce(self, action: Action) -> Call:
-        gradients = self._stages[action.stage].gradients
-        group = self._wiring.reductions[action.stage]
-        return lambda: gradients.start_reduction(group)
+        stage, group = self._stages[action.stage], self._wiring.reductions[action.stage]
+
+        def reduce() -> None:
+            stage.statistics.start_reduction(group)  # if no forward of the stage came here
+            stage.gradients.start_reduction(group)
+
+        return reduce
 
     def _channel(self, transfer: Action) -> PlacedChannel:
         return self._wiring.channels[channel_of(transfer, self._schedule.placement)]
@@ -257,6 +280,9 @@ class Executor:
         """Take what layers of one micro-batch reported; return the losses, for backward."""
         if not part.again:
             self._outcome.noted[part.microbatch] += [each.without_graph() for each in noted]
+            for layer, reports in noted:
+                if reports.statistics:
+                    self._stage_of[layer].statistics.note(part.microbatch, reports.statistics)
         return [self._start(total) for each in noted for total in each.reports.losses.values()]
 
     def finish(self, part: Part, output: Nest) -> list[Start]:

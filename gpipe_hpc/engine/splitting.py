@@ -64,9 +64,13 @@ _SPLIT: Final = frozenset(
 
 
 class Deferred:
-    """The weight gradients of one micro-batch of a stage that wait for `W`."""
+    """The weight gradients of one micro-batch of a stage that wait for `W`.
 
-    def __init__(self) -> None:
+    `hold` is told of the inputs of each call, which its graph keeps as they are.
+    """
+
+    def __init__(self, hold: Callable[[Iterable[torch.Tensor]], None] | None = None) -> None:
+        self.hold = hold
         self.is_in_forward = False
         self._edges: list[GradientEdge] = []
         self._gradients: list[torch.Tensor] = []
@@ -176,6 +180,8 @@ def _split_call(
         **{name: apart(value) for name, value in keywords.items()},
     )
     call = _Call(output, leaves, parameters, weight, deferred)
+    if deferred.hold is not None:
+        deferred.hold(leaves)
     # Something must make the node part of the graph. No parameter: its hooks would be called.
     anchors = inputs or [torch.empty(0, requires_grad=True)]
     join: Any = _Joint.apply

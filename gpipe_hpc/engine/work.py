@@ -1,15 +1,17 @@
 """What a stage does with one micro-batch, and what it keeps of it between its actions."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from enum import Enum
 from itertools import accumulate, pairwise
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gpipe_hpc.comm.nests import Nest, map_tensors, tensors_of
 from gpipe_hpc.engine.keyed import LayerKey
+from gpipe_hpc.engine.offload import HostCopy
 from gpipe_hpc.engine.precision import casting
 from gpipe_hpc.engine.routes import State
 from gpipe_hpc.engine.segment import Noted, Segment
@@ -32,6 +34,7 @@ class Recipe(NamedTuple):
 
     keep: Keep
     splits: bool = False  # the backward comes as I and W
+    offloads: bool = False  # what is kept goes to the host until FETCH
 
 
 class Start(NamedTuple):
@@ -71,7 +74,8 @@ class _Kept(NamedTuple):
     segments: list[_KeptSegment]
     num_leaves: list[int]  # the gradients that each source is given back
     num_samples: int
-    deferred: Deferred | None  # where I leaves the weight gradients for W
+    deferred: Deferred | None = None  # where I leaves the weight gradients for W
+    host: HostCopy | None = None  # where it goes between OFFLOAD and FETCH
 
 
 class StageWork:
@@ -86,6 +90,7 @@ class StageWork:
         self._is_last = not stage.routes.destinations
         self._kept: dict[int, _Kept] = {}
         self._deferred: dict[int, Deferred] = {}
+        self._stream: torch.cuda.Stream | None = None  # of copies to the host, once there are any
 
     @property
     def num_kept(self) -> int:
@@ -107,13 +112,14 @@ class StageWork:
         part = Part(microbatch, num_samples, again=False)
         if num_samples == 0:
             if recipe.keep is not Keep.NOTHING:
-                self._kept[microbatch] = _Kept([], [0 for _ in parts], 0, None)
+                self._kept[microbatch] = _Kept([], [0 for _ in parts], 0)
             return [None for _ in self.stage.routes.destinations]
         state = self.stage.routes.gather(parts)
         if recipe.keep is Keep.NOTHING:
             state, _ = self._run(self.stage.whole, state, key, part, is_end=True)
             return self.stage.routes.scatter(state)
-        deferred = Deferred() if recipe.splits else None
+        host = self._host_copy() if recipe.offloads else None
+        deferred = Deferred(None if host is None else host.hold) if recipe.splits else None
         kept: list[_KeptSegment] = []
         segments = self.stage.segments(recipe.keep is Keep.INPUT)
         for number, (segment, recomputes) in enumerate(segments):
@@ -126,11 +132,14 @@ class StageWork:
                 state = _mark(state, bool(leaves) or segment.is_trained)
                 kept.append(_KeptSegment(segment, given, leaves, [], []))
             else:
-                state, starts = self._run(segment, given, key, part, is_end, deferred, grad=True)
+                with host.collecting() if host else nullcontext():
+                    state, starts = self._graph(segment, given, key, part, is_end, deferred)
                 edges = [_edge(tensor) for tensor in _differentiable(self._left(state, is_end))]
                 kept.append(_KeptSegment(segment, None, leaves, edges, starts))
+            if host is not None:
+                host.hold(tensors_of(given) if recomputes else leaves)
         num_leaves = [len(_differentiable(each)) for each in parts]
-        self._kept[microbatch] = _Kept(kept, num_leaves, num_samples, deferred)
+        self._kept[microbatch] = _Kept(kept, num_leaves, num_samples, deferred, host)
         return self.stage.routes.scatter(state)
 
     def recompute(self, microbatch: int, key: LayerKey) -> bool:
@@ -138,11 +147,13 @@ class StageWork:
         kept = self._kept[microbatch]
         part = Part(microbatch, kept.num_samples, again=True)
         has_run = False
+        if kept.host is not None:
+            kept.host.wait()
         for number, (segment, given, leaves, *_) in enumerate(kept.segments):
             if given is None:
                 continue
             is_end = number == len(kept.segments) - 1
-            state, starts = self._run(segment, given, key, part, is_end, kept.deferred, grad=True)
+            state, starts = self._graph(segment, given, key, part, is_end, kept.deferred)
             marked = bool(leaves) or segment.is_trained
             left = tensors_of(self._left(state, is_end))
             edges = [_edge(tensor) for tensor in left if marked and _may_require(tensor)]
@@ -157,6 +168,8 @@ class StageWork:
         `gradients`: one for each output that required a gradient.
         """
         kept = self._kept.pop(microbatch)
+        if kept.host is not None:
+            kept.host.wait()
         while kept.segments:
             segment = kept.segments.pop()
             pairs = [
@@ -174,6 +187,18 @@ class StageWork:
         ends = accumulate(kept.num_leaves, initial=0)
         return [tuple(gradients[first:last]) for first, last in pairwise(ends)]
 
+    def offload(self, microbatch: int) -> None:
+        """Start moving what is kept of a micro-batch to the host."""
+        host = self._kept[microbatch].host
+        if host is not None:
+            host.offload()
+
+    def fetch(self, microbatch: int) -> None:
+        """Start moving it back."""
+        host = self._kept[microbatch].host
+        if host is not None:
+            host.fetch(self.stage.device)
+
     def num_samples(self, microbatch: int) -> int:
         """Return the size of a micro-batch whose forward has run and whose backward has not."""
         return self._kept[microbatch].num_samples
@@ -186,28 +211,45 @@ class StageWork:
         return deferred is not None
 
     def _run(
+        self, segment: Segment, state: State, key: LayerKey, part: Part, is_end: bool
+    ) -> tuple[State, list[Start]]:
+        """Run a segment, and what follows the end of the last stage."""
+        with torch.set_grad_enabled(False), casting(self.stage.precision, self.stage.device):
+            return self._layers(segment, state, key, part, is_end)
+
+    def _graph(
         self,
         segment: Segment,
         state: State,
         key: LayerKey,
         part: Part,
         is_end: bool,
-        deferred: Deferred | None = None,
-        grad: bool = False,
+        deferred: Deferred | None,
     ) -> tuple[State, list[tuple[GradientEdge, torch.Tensor]]]:
-        """Run a segment, and what follows the end of the last stage."""
+        """Run a segment for its backward; return where it begins besides the output."""
+        casts = casting(self.stage.precision, self.stage.device)
+        with torch.enable_grad(), deferring(deferred), casts:
+            state, starts = self._layers(segment, state, key, part, is_end)
+        trained = [start for start in starts if start.total.requires_grad]
+        return state, [(get_gradient_edge(total), gradient) for total, gradient in trained]
+
+    def _layers(
+        self, segment: Segment, state: State, key: LayerKey, part: Part, is_end: bool
+    ) -> tuple[State, list[Start]]:
+        state, noted = segment.run(state, key)
+        starts = self._listener.note(part, noted) if noted else []
+        if is_end and self._is_last:
+            starts = [*starts, *self._listener.finish(part, state.nest)]
+        return state, starts
+
+    def _host_copy(self) -> HostCopy:
         stage = self.stage
-        casts = casting(stage.precision, stage.device)
-        with torch.set_grad_enabled(grad), deferring(deferred), casts:
-            state, noted = segment.run(state, key)
-            if not part.again:
-                pairs = [pair for each in noted for pair in each.reports.statistics]
-                stage.statistics.note(part.microbatch, pairs)
-            starts = self._listener.note(part, noted) if noted else []
-            if is_end and self._is_last:
-                starts = [*starts, *self._listener.finish(part, state.nest)]
-        with_graph = [start for start in starts if start.total.requires_grad]
-        return state, [(get_gradient_edge(total), gradient) for total, gradient in with_graph]
+        modules = stage.layers.values()
+        lasting = [t for m in modules for t in (*m.parameters(), *m.buffers())]
+        if stage.device.type == "cuda" and self._stream is None:
+            stream: Any = torch.cuda.Stream
+            self._stream = stream(stage.device)
+        return HostCopy(lasting, self._stream)
 
     def _left(self, state: State, is_end: bool) -> Nest:
         """Return what of a segment's output gradients come back for, in their order."""

@@ -18,6 +18,13 @@ CPU = torch.device("cpu")
 MIDDLE = StageRoutes((Edge(-1),), (Edge(1),))
 
 
+class Nobody:
+    """Take no notice of what layers report."""
+
+    def note(self, part, noted):
+        return []
+
+
 class Apply(nn.Module):
     """Turn a function of (layer, input) into a layer with parameters of the given shapes."""
 
@@ -188,7 +195,7 @@ def key(layer):
 def run_stage(layer, boundary, *, splits, recomputes=False, context=nullcontext, num_steps=2):
     """Run one micro-batch after the other through a layer, and return what the last left."""
     stage = Stage(0, {0: layer}, CPU, MIDDLE)
-    work = StageWork(stage, None)
+    work = StageWork(stage, Nobody())
     keep = Keep.INPUT if recomputes else Keep.GRAPH
     for microbatch in range(num_steps):  # the first copies, to see whether layers write in place
         boundary = boundary.detach().requires_grad_(boundary.dtype != torch.int64)
@@ -304,7 +311,7 @@ def test_frozen_input_and_what_is_no_tensor():
     """A stage that begins with data: nothing to send back, all gradients in W."""
     layer = Apply(lambda s, nest: F.linear(nest["x"], s.w) * nest["scale"], w=(3, 4))
     for splits in (False, True):
-        work = StageWork(Stage(0, {0: layer}, CPU, MIDDLE), None)
+        work = StageWork(Stage(0, {0: layer}, CPU, MIDDLE), Nobody())
         work.stage.gradients.clear()
         nest = {"x": torch.ones(2, 4), "scale": 2, "none": None}
         (output,) = work.forward(0, [nest], 2, key, Recipe(Keep.GRAPH, splits))

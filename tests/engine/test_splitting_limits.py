@@ -18,6 +18,13 @@ from gpipe_hpc.errors import ActionError, ModelError
 MIDDLE = StageRoutes((Edge(-1),), (Edge(1),))
 
 
+class Nobody:
+    """Take no notice of what layers report."""
+
+    def note(self, part, noted):
+        return []
+
+
 class Apply(nn.Module):
     """Turn a function of (layer, input) into a layer that has other layers."""
 
@@ -36,7 +43,7 @@ def key(layer):
 
 
 def work_of(layer):
-    work = StageWork(Stage(0, {0: layer}, torch.device("cpu"), MIDDLE), None)
+    work = StageWork(Stage(0, {0: layer}, torch.device("cpu"), MIDDLE), Nobody())
     work.stage.gradients.clear()
     return work
 

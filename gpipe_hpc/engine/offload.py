@@ -1,0 +1,137 @@
+"""Keep the activations of a micro-batch in host memory between its forward and its backward."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+
+@dataclass(eq=False)
+class _Memory:
+    """One storage that tensors of the micro-batch view: on the device, or on the host."""
+
+    device: torch.UntypedStorage | None
+    host: torch.Tensor | None = None
+
+
+class _View(NamedTuple):
+    """A tensor as autograd saved it, without its memory."""
+
+    memory: _Memory
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    def tensor(self) -> torch.Tensor:
+        """Return the tensor; its memory is on the device."""
+        storage = self.memory.device
+        assert storage is not None, "a tensor is used between OFFLOAD and FETCH"
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.size, self.stride)
+
+
+class HostCopy:
+    """What one micro-batch of a stage keeps, to be moved to the host and back as a whole.
+
+    `lasting`: parameters and buffers, which stay. On CUDA the copies run on `stream`, from and to
+    pinned memory, and the compute stream waits for nothing but a fetch that it needs.
+    """
+
+    def __init__(self, lasting: Iterable[torch.Tensor], stream: "torch.cuda.Stream | None") -> None:
+        self._lasting = {tensor.untyped_storage().data_ptr() for tensor in lasting}
+        self._stream = stream
+        self._memories: dict[int, _Memory] = {}
+        self._held: list[tuple[ReferenceType[torch.Tensor], _View]] = []
+        self._is_here: torch.cuda.Event | None = None
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Take hold of all that autograd saves within the block."""
+        with saved_tensors_hooks(self._pack, _unpack):
+            yield
+
+    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Take hold of tensors that are kept as they are: inputs, which gradients come for."""
+        for tensor in tensors:
+            view = self._pack(tensor)
+            if isinstance(view, _View):
+                self._held.append((ref(tensor), view))
+
+    def offload(self) -> None:
+        """Start moving everything to the host, and let go of the device's memory."""
+        for tensor, _ in self._living():
+            # The tensor stays, as a place for its gradient; only its memory goes.
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        with self._copying():
+            for memory in self._memories.values():
+                assert memory.device is not None, "offloaded twice"
+                source = _bytes_of(memory.device)
+                memory.host = torch.empty(
+                    source.numel(), dtype=torch.uint8, pin_memory=self._stream is not None
+                )
+                memory.host.copy_(source, non_blocking=True)
+                if self._stream is not None:
+                    source.record_stream(self._stream)
+                memory.device = None
+
+    def fetch(self, device: torch.device) -> None:
+        """Start moving everything back."""
+        with self._copying():
+            for memory in self._memories.values():
+                assert memory.host is not None, "fetched without having been offloaded"
+                arriving = torch.empty(memory.host.numel(), dtype=torch.uint8, device=device)
+                arriving.copy_(memory.host, non_blocking=True)
+                memory.device, memory.host = arriving.untyped_storage(), None
+            if self._stream is not None:
+                self._is_here = self._stream.record_event()
+        for tensor, view in self._living():
+            tensor.data = view.tensor()
+
+    def wait(self) -> None:
+        """Let the compute stream wait for the last fetch."""
+        if self._is_here is not None:
+            current = torch.cuda.current_stream()
+            current.wait_event(self._is_here)
+            for memory in self._memories.values():
+                if memory.device is not None:
+                    _bytes_of(memory.device).record_stream(current)
+
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        """Return a view that outlives the tensor, or the tensor itself where that cannot be."""
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            return tensor
+        storage = tensor.untyped_storage()
+        pointer = storage.data_ptr()
+        if pointer == 0 or pointer in self._lasting or tensor.is_conj() or tensor.is_neg():
+            return tensor
+        # A storage that is held here keeps its address to itself.
+        memory = self._memories.setdefault(pointer, _Memory(storage))
+        offset = int(tensor.storage_offset())
+        return _View(memory, tensor.dtype, offset, tensor.shape, tensor.stride())
+
+    def _living(self) -> list[tuple[torch.Tensor, _View]]:
+        found = ((reference(), view) for reference, view in self._held)
+        return [(tensor, view) for tensor, view in found if tensor is not None]
+
+
+def _unpack(packed: Any) -> torch.Tensor:
+    tensor: torch.Tensor = packed.tensor() if isinstance(packed, _View) else packed
+    return tensor
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
