@@ -7,6 +7,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -62,8 +63,8 @@ def run_training(
     with rank_log(run_folder, world.rank, [mesh.stage_rank_of(world.rank)]):
         for doubt in doubts if world.rank == 0 else ():
             log.warning(doubt)
-        session = open_session(config, world, run_folder, restarted)
-        return _Loop(session, stop).run()
+        with closing(open_session(config, world, run_folder, restarted)) as session:
+            return _Loop(session, stop).run()
 
 
 class _Loop:
@@ -119,6 +120,8 @@ class _Loop:
                     "peak_memory_bytes": _peak_memory_bytes(pipe.world.device),
                     "position": self._session.position,
                 }
+                if self._session.tally.limit:
+                    scalars["corrupt_samples"] = self._session.tally.count
                 metrics.write(done, scalars)
                 progress.update(done, scalars)
             if first + 1 < done <= first + 1 + self._config.trace.steps:
@@ -138,10 +141,8 @@ class _Loop:
 
     def _step(self) -> tuple[StepResult, float, float | None]:
         session, pipe, config = self._session, self._pipe, self._config
-        with together(pipe.world, f"reading step {pipe.steps_done}"):
-            indices, position = session.sampler.batch(session.position)
-            inputs, targets = session.read(session.source.train, indices)
-        result = pipe.step(inputs, targets)
+        batch = session.next_batch()
+        result = pipe.step(batch.inputs, batch.targets)
         self._refuse_non_finite(result)
         norm = None
         if config.train.clip_norm is not None:
@@ -154,8 +155,8 @@ class _Loop:
         lr = lr_at(pipe.steps_done - 1, config)
         set_lr(session.optimizer, lr)
         session.optimizer.step()
-        session.position = position
-        self._num_samples = len(indices)
+        session.position = batch.position
+        self._num_samples = batch.num_samples
         return result, lr, norm
 
     def _refuse_non_finite(self, result: StepResult) -> None:
@@ -210,7 +211,8 @@ class _Loop:
                 plan.makespan,
                 100 * plan.bubble,
             )
-        baseline = self._session.source.baseline()
+        source = self._session.source
+        baseline = source and source.baseline()
         if baseline is not None:
             log.info("loss of always guessing from frequencies: %.4f nats", baseline)
 
@@ -223,6 +225,10 @@ class _Loop:
                 seconds,
                 100 * bubbles,
             )
+
+        tally = self._session.tally
+        if tally.count and self._leads:
+            log.warning("%d corrupt samples were found and passed over", tally.count)
 
     def _leave(self, stopped: bool) -> int:
         if not stopped:

@@ -1,8 +1,9 @@
 """From the settings to what the loop works with: data, pipeline, optimizer, resumed state."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from gpipe_hpc.checkpoint import read_facts
 from gpipe_hpc.comm.group import broadcast_object
+from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config, TrainConfig, bind_target, build_target
 from gpipe_hpc.engine.assembly import check_agreement
@@ -17,7 +19,20 @@ from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import loss_function
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planning import Partition
-from gpipe_hpc.training.data import Dataset, DataSource, ShuffledSampler, open_data
+from gpipe_hpc.training.batches import Batch, Batches
+from gpipe_hpc.training.data import (
+    BatchReader,
+    CorruptTally,
+    DataFacts,
+    Dataset,
+    DataSource,
+    PlannedBatch,
+    Request,
+    ShuffledSampler,
+    open_data,
+    sequential_batches,
+    tolerance,
+)
 from gpipe_hpc.training.optimizer import build_optimizer
 from gpipe_hpc.training.run_folder import Checkpoints
 
@@ -31,25 +46,50 @@ class Session:
     config: Config
     pipe: Pipeline
     optimizer: torch.optim.Optimizer
-    source: DataSource
+    source: DataSource | None  # None where this rank's stages need neither inputs nor targets
+    facts: DataFacts
     sampler: ShuffledSampler
     checkpoints: Checkpoints
     run_folder: Path
+    tally: CorruptTally
     position: int = 0  # samples consumed since the start of the run
+    _batches: Batches | None = None
 
-    def read(
-        self, dataset: Dataset, indices: Sequence[int]
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Read this replica's share of a global batch: what this rank's stages need of it."""
-        own = indices[self.pipe.share(len(indices))]
-        inputs = dataset.read_inputs(own) if self.pipe.needs_inputs else None
-        targets = dataset.read_targets(own) if self.pipe.needs_targets else None
-        return inputs, targets
+    def next_batch(self) -> Batch:
+        """Return this rank's part of the next global batch to train on; `position` stays."""
+        if self._batches is None:
+            num_left = max(0, last_step(self.config.train) - self.pipe.steps_done)
+            plan = islice(self.sampler.batches(self.position), num_left)
+            dataset = None if self.source is None else self.source.train
+            self._batches = self._read(dataset, plan, "training samples")
+        return next(self._batches)
+
+    def validation_batches(self) -> Batches:
+        """Return this rank's part of every global batch to validate on; close it after use."""
+        train = self.config.train
+        batches = sequential_batches(
+            self.facts.num_validation_samples, train.batch_size, train.validate_batches
+        )
+        plan = (PlannedBatch(indices, epoch=0, position=0) for indices in batches)
+        dataset = None if self.source is None else self.source.validation
+        return self._read(dataset, plan, "validation samples")
+
+    def close(self) -> None:
+        """End the processes that read ahead."""
+        if self._batches is not None:
+            self._batches.close()
+
+    def _read(self, dataset: Dataset | None, plan: Iterable[PlannedBatch], what: str) -> Batches:
+        config = self.config
+        return Batches(
+            self.pipe, dataset, plan, config.data, self.tally, config.comm.timeout_s, what
+        )
 
     def save(self) -> Path:
         """Write a checkpoint of this step, and drop the oldest."""
         path = self.checkpoints.path(self.pipe.steps_done)
-        self.pipe.save(path, self.optimizer, {"position": self.position})
+        extra = {"position": self.position, "corrupt": self.tally.names}
+        self.pipe.save(path, self.optimizer, extra)
         with together(self.pipe.world, "removing old checkpoints"):
             if self.pipe.world.rank == 0:
                 self.checkpoints.prune()
@@ -66,13 +106,12 @@ def open_session(config: Config, world: World, run_folder: Path, restarted: bool
     with together(world, "opening the run"):
         found = _resume(config, checkpoints, restarted) if world.rank == 0 else None
         resumed: Path | None = broadcast_object(everybody, found, root=0)
-        source = open_data(config.data)
-        check_agreement(everybody, {"data": (source.train.digest(), source.validation.digest())})
+        # Elsewhere only if needed: on a cluster, a thousand ranks would list the same folders.
+        source = open_data(config.data, config.train.seed) if world.rank == 0 else None
+        facts: DataFacts = broadcast_object(everybody, source and DataFacts.of(source), root=0)
         layers = build_target("model", config.model)
-        loss_fn = bind_target("loss", config.loss) if config.loss else loss_function(source.loss)
-        sampler = ShuffledSampler(
-            source.train.num_samples, config.train.batch_size, config.train.seed
-        )
+        loss_fn = bind_target("loss", config.loss) if config.loss else loss_function(facts.loss)
+        sampler = ShuffledSampler(facts.num_samples, config.train.batch_size, config.train.seed)
     pipe = Pipeline(
         layers,
         loss_fn,
@@ -89,11 +128,21 @@ def open_session(config: Config, world: World, run_folder: Path, restarted: bool
         world=world,
     )
     optimizer = build_optimizer(pipe.named_parameters(), config.optimizer)
-    session = Session(config, pipe, optimizer, source, sampler, checkpoints, run_folder)
+    with together(world, "opening the data"):
+        if source is None and (pipe.needs_inputs or pipe.needs_targets):
+            source = open_data(config.data, config.train.seed)
+        own = facts if source is None else DataFacts.of(source)
+        check_agreement(everybody, {"data": own.digests})
+    tally = CorruptTally(tolerance(config.data))
+    session = Session(
+        config, pipe, optimizer, source, facts, sampler, checkpoints, run_folder, tally
+    )
     if resumed is not None:
         extra = pipe.load(resumed, optimizer)
         session.position = int(extra["position"])
+        session.tally = CorruptTally(tally.limit, extra.get("corrupt", ()))
         log.info("resumed from %s: %d steps done", resumed, pipe.steps_done)
+    session.tally.add(facts.corrupt, says=world.rank == 0)
     return session
 
 
@@ -122,10 +171,10 @@ def _partition(config: Config, resumed: Path | None) -> Any:
 
 
 def _example(
-    config: Config, world: World, source: DataSource, sampler: ShuffledSampler
-) -> tuple[torch.Tensor, torch.Tensor] | None:
+    config: Config, world: World, source: DataSource | None, sampler: ShuffledSampler
+) -> tuple[Nest, Nest] | None:
     """Read one micro-batch to measure layers on; rank 0 alone does so."""
-    if config.pipeline.partition != "time" or world.rank != 0:
+    if config.pipeline.partition != "time" or source is None:
         return None
     indices, _ = sampler.batch(0)
     pieces = config.pipeline.replicas * config.pipeline.microbatches * config.train.accumulation
@@ -133,4 +182,6 @@ def _example(
     with together(world, "reading an example"):
         if not own:
             raise ConfigError("data: expected at least one sample to train on, got none")
-        return source.train.read_inputs(own), source.train.read_targets(own)
+        reader = BatchReader(source.train, True, True, tolerance(config.data))
+        reading = reader.read(Request(own, epoch=0))
+        return reading.inputs, reading.targets

@@ -1,7 +1,7 @@
 """The validation loss, through the pipeline, over every sample."""
 
-from gpipe_hpc.comm.world import together
-from gpipe_hpc.training.data import sequential_batches
+from contextlib import closing
+
 from gpipe_hpc.training.session import Session
 
 
@@ -10,14 +10,10 @@ def validate(session: Session) -> float | None:
 
     Batches are weighted as the loss says (by samples, or by tokens not ignored).
     """
-    dataset, train = session.source.validation, session.config.train
     total = weight = 0.0
-    for indices in sequential_batches(
-        dataset.num_samples, train.batch_size, train.validate_batches
-    ):
-        with together(session.pipe.world, "reading validation samples"):
-            inputs, targets = session.read(dataset, indices)
-        result = session.pipe.evaluate(inputs, targets)
-        total += result.loss * result.weight
-        weight += result.weight
+    with closing(session.validation_batches()) as batches:
+        for batch in batches:
+            result = session.pipe.evaluate(batch.inputs, batch.targets)
+            total += result.loss * result.weight
+            weight += result.weight
     return total / weight if weight else None

@@ -9,8 +9,15 @@ from gpipe_hpc.config import (
     TextConfig,
 )
 from gpipe_hpc.errors import ConfigError
-from gpipe_hpc.training.data.dataset import Dataset, DataSource
-from gpipe_hpc.training.data.sampler import ShuffledSampler, sequential_batches
+from gpipe_hpc.training.data.corruption import CorruptTally, tolerance
+from gpipe_hpc.training.data.dataset import (
+    CorruptSampleError,
+    DataFacts,
+    Dataset,
+    DataSource,
+)
+from gpipe_hpc.training.data.reading import BatchReader, Readers, Reading, Request
+from gpipe_hpc.training.data.sampler import PlannedBatch, ShuffledSampler, sequential_batches
 from gpipe_hpc.training.data.synthetic import (
     open_synthetic_images,
     open_synthetic_tokens,
@@ -19,19 +26,29 @@ from gpipe_hpc.training.data.synthetic import (
 from gpipe_hpc.training.data.text import open_python_source, open_text
 
 __all__ = [
+    "BatchReader",
+    "CorruptSampleError",
+    "CorruptTally",
+    "DataFacts",
     "DataSource",
     "Dataset",
+    "PlannedBatch",
+    "Readers",
+    "Reading",
+    "Request",
     "ShuffledSampler",
     "open_data",
     "sequential_batches",
+    "tolerance",
 ]
 
 
-def open_data(config: DataConfig) -> DataSource:
+def open_data(config: DataConfig, seed: int = 0) -> DataSource:
     """Return the training and validation sets that the settings describe.
 
-    Looks at names and sizes only; the first read opens files. Raises DataError where there is
-    nothing to train on.
+    Looks at names, sizes, headers, and what an index needs; the first read opens the rest. `seed`
+    is that of the run: images are varied by it. Raises DataError where there is nothing to train
+    on, or more is corrupt than the settings bear.
     """
     match config:
         case PythonSourceConfig():

@@ -2,11 +2,11 @@
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +14,27 @@ import torch
 from torch import Tensor
 
 from gpipe_hpc.errors import DataError
+from gpipe_hpc.training.data.paths import unreadable
 
 Tokens = npt.NDArray[Any]
+Counts = npt.NDArray[np.int64]
+
+
+class TokenText(Protocol):
+    """A long text of tokens, of which any part can be read."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the length of the text."""
+        ...
+
+    def read(self, start: int, stop: int) -> Tokens:
+        """Return tokens `start` to `stop`; raise DataError where they cannot be read."""
+        ...
+
+    def digest(self) -> str:
+        """Return a short text that is equal where the tokens are."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -55,14 +74,6 @@ class Corpus:
             start, position = end, position + 1
         return np.concatenate(parts) if parts else np.empty(0, self.dtype)
 
-    def counts(self, vocab_size: int, limit: int) -> npt.NDArray[np.int64]:
-        """Return how often each token occurs among the first `limit` tokens."""
-        total = np.zeros(vocab_size, np.int64)
-        stop = min(limit, self.num_tokens)
-        for start in range(0, stop, _BLOCK):
-            total += np.bincount(self.read(start, min(stop, start + _BLOCK)), minlength=vocab_size)
-        return total
-
     def digest(self) -> str:
         """Return a short text of names and lengths; reads no file."""
         listing = "\n".join(f"{each.name} {each.start} {each.stop}" for each in self.segments)
@@ -74,10 +85,7 @@ class Corpus:
             try:
                 whole = np.memmap(segment.path, self.dtype, mode="r")
             except (OSError, ValueError) as error:
-                raise DataError(
-                    f"data: {segment.path} cannot be read, expected a readable file, got {error}; "
-                    f"correct its permissions or leave it out"
-                ) from error
+                raise unreadable(segment.path, error) from error
             if len(whole) < segment.stop:
                 raise DataError(
                     f"data: {segment.path} has changed, expected at least {segment.stop} tokens, "
@@ -87,13 +95,10 @@ class Corpus:
         return self._maps[position]
 
 
-_BLOCK = 1 << 22  # tokens counted at a time
-
-
 class TokenWindows:
     """Sample i: tokens from i x seq_len on; the targets are the inputs one token later."""
 
-    def __init__(self, corpus: Corpus, seq_len: int, vocab_size: int) -> None:
+    def __init__(self, corpus: TokenText, seq_len: int, vocab_size: int) -> None:
         self.corpus = corpus
         self.seq_len = seq_len
         self.vocab_size = vocab_size
@@ -103,7 +108,7 @@ class TokenWindows:
         """Return the windows that fit; fewer than seq_len tokens at the very end stay unused."""
         return max(0, (self.corpus.num_tokens - 1) // self.seq_len)
 
-    def read_inputs(self, indices: Sequence[int]) -> Tensor:
+    def read_inputs(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
         """Return int64 tokens, [len(indices), seq_len]."""
         return self._read(indices, shift=0)
 
@@ -135,6 +140,7 @@ class TextSource:
     train: TokenWindows
     validation: TokenWindows
     loss: str = "token_cross_entropy"
+    corrupt: Mapping[str, str] = field(default_factory=dict)
 
     def baseline(self) -> float | None:
         """Return the cost of guessing each validation token from how often it is in training.
@@ -147,13 +153,31 @@ class TextSource:
 
 
 def unigram_entropy(
-    train: Corpus, validation: Corpus, vocab_size: int, limit: int = 1 << 26
+    train: TokenText, validation: TokenText, vocab_size: int, limit: int = 1 << 26
 ) -> float:
     """Return the cross-entropy, in nats, of validation tokens under training frequencies.
 
     Each token counts once more than seen, so that none is impossible. Looks at the first `limit`
     tokens of each.
     """
-    seen = train.counts(vocab_size, limit) + 1
-    wanted = validation.counts(vocab_size, limit)
-    return float(-(wanted * np.log(seen / seen.sum())).sum() / wanted.sum())
+    return frequency_cost(
+        count_tokens(train, vocab_size, limit), count_tokens(validation, vocab_size, limit)
+    )
+
+
+def frequency_cost(seen: Counts, wanted: Counts) -> float:
+    """Return the cross-entropy, in nats, of guessing `wanted` from how often each was `seen`."""
+    likely = seen + 1
+    return float(-(wanted * np.log(likely / likely.sum())).sum() / wanted.sum())
+
+
+def count_tokens(text: TokenText, vocab_size: int, limit: int) -> Counts:
+    """Return how often each token occurs among the first `limit` tokens."""
+    total = np.zeros(vocab_size, np.int64)
+    stop = min(limit, text.num_tokens)
+    for start in range(0, stop, _BLOCK):
+        total += np.bincount(text.read(start, min(stop, start + _BLOCK)), minlength=vocab_size)
+    return total
+
+
+_BLOCK = 1 << 22  # tokens counted at a time

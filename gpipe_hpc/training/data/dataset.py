@@ -1,17 +1,27 @@
 """What the training loop asks of data: numbered samples, inputs and targets read apart."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
+
+from gpipe_hpc.errors import DataError
+
+
+class CorruptSampleError(DataError):
+    """A sample whose bytes cannot be decoded; `sample` names file and sample."""
+
+    def __init__(self, sample: str, message: str) -> None:
+        super().__init__(message)
+        self.sample = sample
 
 
 class Dataset(Protocol):
     """Samples numbered from 0.
 
     Inputs and targets are read apart, since the first stage needs only the ones and the last only
-    the others. Nothing is opened before the first read; `num_samples` and `digest` look at names
-    and sizes alone, so any rank may ask.
+    the others. A sample depends on its number and, where it is varied in training, on the epoch:
+    not on what it is read together with, nor on who reads it. Any read may be in another process.
     """
 
     @property
@@ -19,8 +29,12 @@ class Dataset(Protocol):
         """Return how many samples an epoch has."""
         ...
 
-    def read_inputs(self, indices: Sequence[int]) -> Tensor:
-        """Return the inputs of these samples, stacked along dimension 0, in this order."""
+    def read_inputs(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
+        """Return the inputs of these samples, stacked along dimension 0, in this order.
+
+        Raises CorruptSampleError for one that cannot be decoded, DataError for a file that cannot
+        be read.
+        """
         ...
 
     def read_targets(self, indices: Sequence[int]) -> Tensor:
@@ -46,6 +60,11 @@ class DataSource(Protocol):
         ...
 
     @property
+    def corrupt(self) -> Mapping[str, str]:
+        """Return what was found corrupt on opening, and left out: its name, and what is wrong."""
+        ...
+
+    @property
     def loss(self) -> str:
         """Return the name of the loss that fits, for `gpipe_hpc.models.loss_function`."""
         ...
@@ -56,3 +75,20 @@ class DataSource(Protocol):
         Reads the data.
         """
         ...
+
+
+class DataFacts(NamedTuple):
+    """What every rank knows of the data, also one that opens none."""
+
+    num_samples: int
+    num_validation_samples: int
+    digests: tuple[str, str]
+    loss: str
+    corrupt: Mapping[str, str]
+
+    @classmethod
+    def of(cls, source: DataSource) -> "DataFacts":
+        """Return the facts of opened data."""
+        train, validation = source.train, source.validation
+        digests = (train.digest(), validation.digest())
+        return cls(train.num_samples, validation.num_samples, digests, source.loss, source.corrupt)

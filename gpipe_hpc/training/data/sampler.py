@@ -6,7 +6,7 @@ no state depends on replicas or stages, so a run resumes exactly on another layo
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,14 @@ _NUM_ROUNDS: Final = 12  # with fewer, pairs of places are not evenly spread in 
 _STREAM: Final = 4  # apart from the streams of synthetic samples
 
 
+class PlannedBatch(NamedTuple):
+    """The samples of a global batch, their epoch, and the position after them."""
+
+    indices: list[int]
+    epoch: int
+    position: int
+
+
 @dataclass(frozen=True)
 class ShuffledSampler:
     """Each epoch in an order of its own, keyed by (seed, epoch); every sample once an epoch."""
@@ -23,6 +31,13 @@ class ShuffledSampler:
     num_samples: int
     batch_size: int
     seed: int
+
+    def batches(self, position: int) -> Iterator["PlannedBatch"]:
+        """Yield global batches from a position on, without end."""
+        while True:
+            indices, after = self.batch(position)
+            yield PlannedBatch(indices, position // self.num_samples, after)
+            position = after
 
     def batch(self, position: int) -> tuple[list[int], int]:
         """Return the global batch at a position and the position after it.

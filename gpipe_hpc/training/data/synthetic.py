@@ -1,7 +1,7 @@
 """Samples computed from their number alone: no file, the same on every machine."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -30,6 +30,7 @@ class SyntheticSource:
     train: Dataset
     validation: Dataset
     loss: str
+    corrupt: Mapping[str, str] = field(default_factory=dict)
 
     def baseline(self) -> float | None:
         """Return None: what a guess costs says nothing about made-up data."""
@@ -44,7 +45,7 @@ class CountingTokens:
     stream: int
     config: SyntheticTokensConfig
 
-    def read_inputs(self, indices: Sequence[int]) -> Tensor:
+    def read_inputs(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
         """Return int64 tokens, [len(indices), seq_len]."""
         return self._read(indices, shift=0)
 
@@ -74,7 +75,7 @@ class ClassifiedVectors:
     stream: int
     config: SyntheticVectorsConfig
 
-    def read_inputs(self, indices: Sequence[int]) -> Tensor:
+    def read_inputs(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
         """Return float32 vectors, [len(indices), width]."""
         return torch.from_numpy(self._vectors(indices).astype(np.float32))
 
@@ -108,7 +109,7 @@ class ClassifiedImages:
     stream: int
     config: SyntheticImagesConfig
 
-    def read_inputs(self, indices: Sequence[int]) -> Tensor:
+    def read_inputs(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
         """Return float32 images, [len(indices), channels, height, width]."""
         config = self.config
         shape = (config.channels, config.height, config.width)

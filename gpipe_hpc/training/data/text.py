@@ -1,7 +1,5 @@
 """Text from files: the Python standard library of this machine, or whatever paths are given."""
 
-import glob
-import hashlib
 import os
 import sysconfig
 from collections.abc import Iterable, Sequence
@@ -10,9 +8,11 @@ from typing import Final
 
 import numpy as np
 
-from gpipe_hpc.config import PythonSourceConfig, TextConfig
+from gpipe_hpc.config import PythonSourceConfig, TextConfig, TokensConfig
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.training.data.corpus import Corpus, Segment, TextSource, TokenWindows
+from gpipe_hpc.training.data.hashing import percentile
+from gpipe_hpc.training.data.paths import expand, unreadable
 
 # Tests would be more than half of the text; installed packages are not the same on all machines.
 _LEFT_OUT: Final = frozenset(
@@ -32,7 +32,7 @@ def open_python_source(config: PythonSourceConfig) -> TextSource:
     validation: list[Segment] = []
     for name in files:
         segment = _whole_file(root / name, name, itemsize=1)
-        part = validation if _bucket(name) < config.validation_percent else train
+        part = validation if percentile(name.encode()) < config.validation_percent else train
         part.append(segment)
     return _source(train, validation, "uint8", config.seq_len, config.vocab_size, str(root))
 
@@ -40,13 +40,17 @@ def open_python_source(config: PythonSourceConfig) -> TextSource:
 def open_text(config: TextConfig) -> TextSource:
     """Return the given files, in order of their names, as one text.
 
-    Validation is `validation_paths`, or else the end of each file. Raises DataError for a pattern
-    without files, a file that is missing, unreadable or empty, and one that ends inside a token.
+    Validation is `validation_paths`, or else the end of each file. Folders are taken where tokens
+    were asked for. Raises DataError for a pattern without files, a file that is missing, unreadable
+    or empty, and one that ends inside a token.
     """
+    suffix = ".bin" if isinstance(config, TokensConfig) else None
     itemsize = np.dtype(config.dtype).itemsize
-    train = [_given_file(path, itemsize) for path in _expand(config.paths)]
+    train = [_given_file(path, itemsize) for path in expand(config.paths, suffix)]
     if config.validation_paths:
-        validation = [_given_file(path, itemsize) for path in _expand(config.validation_paths)]
+        validation = [
+            _given_file(path, itemsize) for path in expand(config.validation_paths, suffix)
+        ]
     else:
         train, validation = _split_ends(train, config.validation_fraction)
     what = ", ".join(config.paths)
@@ -63,24 +67,6 @@ def _python_files(root: Path) -> Iterable[str]:
                 yield path.relative_to(root).as_posix()
 
 
-def _bucket(name: str) -> int:
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 100
-
-
-def _expand(patterns: Sequence[str]) -> list[Path]:
-    paths: list[Path] = []
-    for pattern in patterns:
-        found = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
-        files = [Path(each) for each in found if not os.path.isdir(each)]
-        if not files:
-            raise DataError(
-                f"data: no such file, expected files at {pattern!r}, got none in {Path.cwd()}; "
-                f"correct data.paths or data.validation_paths"
-            )
-        paths.extend(files)
-    return paths
-
-
 def _given_file(path: Path, itemsize: int) -> Segment:
     segment = _whole_file(path, str(path), itemsize)
     if not segment.stop:
@@ -94,10 +80,7 @@ def _whole_file(path: Path, name: str, itemsize: int) -> Segment:
         if not os.access(path, os.R_OK):
             raise PermissionError(f"no permission to read {path}")
     except OSError as error:
-        raise DataError(
-            f"data: {path} cannot be read, expected a readable file, got {error}; correct "
-            f"its permissions or leave it out"
-        ) from error
+        raise unreadable(path, error) from error
     if num_bytes % itemsize:
         raise DataError(
             f"data: {path} ends inside a token, expected a multiple of {itemsize} bytes, got "

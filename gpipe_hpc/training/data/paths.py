@@ -1,0 +1,50 @@
+"""Files that settings name: paths, patterns and folders."""
+
+import glob
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from gpipe_hpc.errors import DataError
+
+
+def expand(patterns: Sequence[str], folder_suffix: str | None = None) -> list[Path]:
+    """Return the files that paths and patterns name, each pattern's in order of their names.
+
+    `folder_suffix`: a folder stands for its files that end so; None takes no folders. Raises
+    DataError for a pattern without files.
+    """
+    paths: list[Path] = []
+    for pattern in patterns:
+        found = [Path(each) for each in glob.glob(os.path.expanduser(pattern), recursive=True)]
+        files = [each for each in found if not each.is_dir()]
+        if folder_suffix is not None:
+            folders = (each for each in found if each.is_dir())
+            files += [file for each in folders for file in each.glob(f"*{folder_suffix}")]
+        if not files:
+            inside = f" or {folder_suffix} files in a folder" if folder_suffix else ""
+            raise DataError(
+                f"data: no such file, expected files{inside} at {pattern!r}, got none in "
+                f"{Path.cwd()}; correct data.paths or data.validation_paths"
+            )
+        paths.extend(sorted(files))
+    return paths
+
+
+def folder(setting: str, path: str | Path, remedy: str = "correct it") -> Path:
+    """Return a folder that is there; raise DataError that names the setting and what to do."""
+    found = Path(path).expanduser()
+    if not found.is_dir():
+        raise DataError(
+            f"data: {setting} is no folder, expected one with the data, got {str(found)!r} in "
+            f"{Path.cwd()}; {remedy}"
+        )
+    return found
+
+
+def unreadable(path: Path, error: Exception) -> DataError:
+    """Return the error for a file that the system does not let us read."""
+    return DataError(
+        f"data: {path} cannot be read, expected a readable file, got {error}; correct its "
+        f"permissions or leave it out"
+    )
