@@ -1,6 +1,6 @@
 """Random generators that are seeded for the run of one layer."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,6 +16,7 @@ class Keyed:
 
     def __init__(self, device: torch.device) -> None:
         self._generators = generators_of(device)
+        self._outside: list[torch.Tensor] | None = None  # the states to go back to; None: not in
 
     @contextmanager
     def __call__(self, seed: int) -> Iterator[None]:
@@ -28,11 +29,35 @@ class Keyed:
             states = [generator.get_state() for generator in self._generators]
             for generator in self._generators:
                 generator.manual_seed(seed)
+            before, self._outside = self._outside, states
             try:
                 yield
             finally:
-                for generator, state in zip(self._generators, states, strict=True):
-                    generator.set_state(state)
+                self._outside = before
+                self._set(states)
+
+    @contextmanager
+    def let_go(self) -> Iterator[None]:
+        """Let others draw within the block, amid a block of our own: we wait for them there.
+
+        Elsewhere it changes nothing.
+        """
+        outside = self._outside
+        if outside is None:
+            yield
+            return
+        states = [generator.get_state() for generator in self._generators]
+        self._set(outside)
+        GENERATOR_LOCK.release()
+        try:
+            yield
+        finally:
+            GENERATOR_LOCK.acquire()
+            self._set(states)
+
+    def _set(self, states: Sequence[torch.Tensor]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
 
 
 def generators_of(device: torch.device) -> list[torch.Generator]:

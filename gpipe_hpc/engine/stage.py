@@ -11,7 +11,15 @@ from gpipe_hpc.engine.gradients import StageGradients
 from gpipe_hpc.engine.keyed import Keyed
 from gpipe_hpc.engine.routes import StageRoutes
 from gpipe_hpc.engine.segment import Segment
-from gpipe_hpc.models import SkipNames, Tie, global_name, named_layer_parameters
+from gpipe_hpc.engine.statistics import StageStatistics
+from gpipe_hpc.models import (
+    Conversion,
+    SkipNames,
+    Tie,
+    convert_batchnorm,
+    global_name,
+    named_layer_parameters,
+)
 
 
 class Stage:
@@ -48,6 +56,9 @@ class Stage:
         self.tied = {name: named[name] for name in set(self._aliases.values())}
         own = {name: p for name, p in named.items() if name not in self.tied}
         self.gradients = StageGradients(own)
+        converted = [convert_batchnorm(m, f"layers.{i}") for i, m in self.layers.items()]
+        self.batchnorm = Conversion.of(converted)
+        self.statistics = StageStatistics(self.layers.values())
         self.routes = routes
         self.recomputed = recomputed
         self.keyed = Keyed(device)

@@ -1,6 +1,7 @@
 """Running statistics of a stage's BatchNorm layers: pooled over a whole step, updated once."""
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,8 +24,7 @@ class StageStatistics:
             for part in modules.values()
             if isinstance(part, PooledBatchNorm) and part.running_mean is not None
         ]
-        self._noted: dict[int, list[tuple[Any, Any]]] = {}
-        self._sums: list[torch.Tensor] = []
+        self._noted: dict[int, list[tuple[Any, Any]]] = defaultdict(list)
         self._flat: torch.Tensor | None = None
         self._pending: Pending | None = None
 
@@ -34,23 +34,24 @@ class StageStatistics:
 
     def clear(self) -> None:
         """Begin a step."""
-        self._noted = {}
+        self._noted.clear()
         self._flat = self._pending = None
 
-    def note(self, microbatch: int, statistics: Sequence[tuple[Any, Any]]) -> None:
+    def note(self, microbatch: int, statistics: Iterable[tuple[Any, Any]]) -> None:
         """Keep what the forward of a micro-batch reported: pairs (layer, Moments)."""
-        if statistics:
-            self._noted[microbatch] = list(statistics)
+        self._noted[microbatch] += statistics
 
     def start_reduction(self, group: Group) -> None:
-        """Start summing over all copies of the stage; its last forward of the step is done."""
-        if not self._modules:
+        """Start summing over all copies of the stage: its last forward of the step is done.
+
+        Only the first call in a step counts.
+        """
+        if not self._modules or self._flat is not None:
             return
         moments: dict[int, list[Moments]] = {}
         for _, noted in sorted(self._noted.items(), key=lambda item: item[0]):
             for layer, each in noted:
                 moments.setdefault(id(layer), []).append(each)
-        self._noted = {}
         self._flat = torch.cat([_sums(m, moments.get(id(m), [])) for m in self._modules])
         if group.size > 1:
             self._pending = group.start_all_reduce(self._flat)

@@ -89,6 +89,7 @@ class Steps:
         feed.seed = seed = backward_seed(self.weight)
         for stage in self._stages.values():
             stage.gradients.clear()
+            stage.statistics.clear()
         for tied in self._tied:
             tied.clear()
         loss = self._put_together(self._trainer.run(feed))
@@ -99,6 +100,7 @@ class Steps:
             copies = self._wiring.reductions[stage.index]
             used = unite_flags(stage.gradients.used_flags(), copies)
             stage.gradients.finish(divisor, used)
+            stage.statistics.finish()
         for tied in self._tied:
             tied.finish(divisor)
         self.weight = loss.weight

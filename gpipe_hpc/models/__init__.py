@@ -3,6 +3,7 @@
 from gpipe_hpc.models.alexnet import build_alexnet
 from gpipe_hpc.models.amoebanet import build_amoebanet_d
 from gpipe_hpc.models.batchnorm import (
+    Conversion,
     Moments,
     PooledBatchNorm,
     convert_batchnorm,
@@ -53,6 +54,7 @@ from gpipe_hpc.models.zoo import build_model, model_names
 
 __all__ = [
     "GENERATOR_LOCK",
+    "Conversion",
     "Layer",
     "LayerSpec",
     "Moments",

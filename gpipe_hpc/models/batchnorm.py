@@ -4,7 +4,7 @@ Within a pipeline these layers leave their running statistics alone and report w
 (`Moments`); whoever runs them pools all micro-batches of a step. Outside of one they are torch's.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -94,10 +94,16 @@ _OURS: Final[Mapping[type[nn.Module], type[nn.Module]]] = MappingProxyType(
 
 
 class Conversion(NamedTuple):
-    """What `convert_batchnorm` did, by dotted name: converted, and left as it was."""
+    """What `convert_batchnorm` found, by dotted name: those that are ours now, and those left."""
 
     converted: tuple[str, ...]
     left: tuple[str, ...]
+
+    @classmethod
+    def of(cls, parts: Iterable["Conversion"]) -> "Conversion":
+        """Return several as one."""
+        converted, left = zip(*parts, strict=True) if (parts := tuple(parts)) else ((), ())
+        return cls(sum(converted, ()), sum(left, ()))
 
 
 def convert_batchnorm(module: nn.Module, where: str = "") -> Conversion:
@@ -120,9 +126,9 @@ def convert_batchnorm(module: nn.Module, where: str = "") -> Conversion:
         if ours is not None:
             # The class alone differs: whoever holds the object keeps it.
             part.__class__ = ours
-            converted.append(full)
         if isinstance(part, PooledBatchNorm):
             part.place = full
+            converted.append(full)
         elif isinstance(part, _NormBase) and part.track_running_stats:
             left.append(f"{full} ({type(part).__name__})")
     return Conversion(tuple(converted), tuple(left))
