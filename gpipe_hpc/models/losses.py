@@ -3,12 +3,12 @@
 A loss returns the mean over the micro-batch's samples, or a pair (sum, weight) of 0-dim tensors.
 The pipeline adds sums and weights over the whole global batch and divides once, so with a pair
 micro-batches may carry unequal weights (ignored tokens, uneven batches) and the result is still
-that of the whole batch. Weights here are int64 counts: exact at any size.
+that of the whole batch. Metrics, as a third value, are summed likewise. Weights here are int64 counts: exact at any size.
 """
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from gpipe_hpc.errors import ModelError
 
-LossFunction = Callable[..., tuple[Tensor, Tensor]]
+LossFunction = Callable[..., tuple[Any, ...]]
+Metrics = dict[str, tuple[Tensor, Tensor]]
 
 
 def token_cross_entropy(
@@ -40,28 +41,30 @@ def token_cross_entropy(
     return total, (flat != ignore_index).sum()
 
 
-def classification(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the summed cross-entropy in nats and the number of samples.
+def classification(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Metrics]:
+    """Return the summed cross-entropy in nats, the number of samples, and the accuracy.
 
     ``logits`` are [B, C]; ``targets`` [B] class indices, those equal to -100 ignored.
     """
-    return token_cross_entropy(logits, targets)
+    total, num_samples = token_cross_entropy(logits, targets)
+    num_right = (logits.detach().argmax(-1) == targets).sum()
+    return total, num_samples, {"accuracy": (num_right, num_samples)}
 
 
 def classification_with_auxiliary(
     outputs: Tensor | tuple[Tensor, ...], targets: Tensor, weight: float = 0.3
-) -> tuple[Tensor, Tensor]:
-    """Return the summed loss of a classifier with auxiliary heads, and the number of samples.
+) -> tuple[Tensor, Tensor, Metrics]:
+    """Return the summed loss of a classifier with auxiliary heads, the samples, the accuracy.
 
     ``outputs`` are the logits [B, C], alone or ahead of those of each head, whose cross-entropy
     counts ``weight``: 0.3 as in Szegedy et al., Going deeper with convolutions, 2015. Targets are
     those of `classification`.
     """
     logits, *heads = (outputs,) if isinstance(outputs, Tensor) else outputs
-    total, num_samples = classification(logits, targets)
+    total, num_samples, metrics = classification(logits, targets)
     for head in heads:
-        total = total + weight * classification(head, targets)[0]
-    return total, num_samples
+        total = total + weight * token_cross_entropy(head, targets)[0]
+    return total, num_samples, metrics
 
 
 def segmentation(logits: Tensor, masks: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:

@@ -55,11 +55,14 @@ def test_half_precision_is_summed_in_float32(dtype: torch.dtype):
     assert total.item() == pytest.approx(exact.item(), rel=1e-6)
 
 
-def test_classification_counts_samples():
-    logits, targets = torch.randn(5, 3), torch.tensor([0, 1, 2, 0, 1])
-    total, weight = classification(logits, targets)
-    assert weight == 5
-    torch.testing.assert_close(total / 5, F.cross_entropy(logits, targets))
+def test_classification_counts_samples_and_those_it_gets_right():
+    logits, targets = torch.randn(5, 3), torch.tensor([0, 1, 2, 0, -100])
+    logits[0, 0] = logits[2, 2] = logits[4, 1] = logits[1, 0] = 9.0
+    logits[3, 2] = 9.0
+    total, weight, metrics = classification(logits, targets)
+    assert weight == 4
+    assert metrics == {"accuracy": (2, 4)}
+    torch.testing.assert_close(total / 4, F.cross_entropy(logits, targets))
 
 
 def bert_batch(num_samples: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:

@@ -92,7 +92,7 @@ def plain(case: Case) -> list[Step]:
             for index, layer in enumerate(layers):
                 torch.manual_seed(microbatch_key(SEED, step, m, index))
                 x = layer(x)
-            total, count = case.loss_fn(x, y)
+            total, count = case.loss_fn(x, y)[:2]
             total.backward()
             loss, weight = loss + total.item(), weight + int(count)
         gradients = {n: None if p.grad is None else p.grad / weight for n, p in named.items()}
