@@ -34,9 +34,10 @@ from gpipe_hpc.models import Layer, loss_function, normalise_layers
 from gpipe_hpc.planning.counted import ModelCount, count_model
 from gpipe_hpc.planning.forecast import flop_costs, forecast
 from gpipe_hpc.planning.partition import by_hand, minimax, uniform
-from gpipe_hpc.planning.report import Assumptions, bytes_text, owned_parameters, report
+from gpipe_hpc.planning.report import Assumptions, owned_parameters, report
 from gpipe_hpc.planning.stages import count_stages
 from gpipe_hpc.planning.trial import META
+from gpipe_hpc.planning.units import bytes_text
 from gpipe_hpc.schedule import Schedule, build, check, lower
 
 DEFAULT_STAGES: Final = 4

@@ -1,5 +1,6 @@
 """What layers cost, and how they are cut into stages."""
 
+from gpipe_hpc.planning.budget import Budget, choose_recompute, fit_recompute
 from gpipe_hpc.planning.choice import POLICIES, Example, Partition, choose_partition
 from gpipe_hpc.planning.costs import LayerCost, measure_layers
 from gpipe_hpc.planning.partition import by_hand, by_parameters, minimax, stage_layers, uniform
@@ -7,6 +8,7 @@ from gpipe_hpc.planning.table import check_conservation, cut_table
 
 __all__ = [
     "POLICIES",
+    "Budget",
     "Example",
     "LayerCost",
     "Partition",
@@ -14,7 +16,9 @@ __all__ = [
     "by_parameters",
     "check_conservation",
     "choose_partition",
+    "choose_recompute",
     "cut_table",
+    "fit_recompute",
     "measure_layers",
     "minimax",
     "stage_layers",

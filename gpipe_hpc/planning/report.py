@@ -10,6 +10,7 @@ from gpipe_hpc.planning.forecast import Forecast, RankForecast
 from gpipe_hpc.planning.stages import count_stages
 from gpipe_hpc.planning.table import cut_table
 from gpipe_hpc.planning.trial import LayerCount
+from gpipe_hpc.planning.units import bytes_text, flops_text
 from gpipe_hpc.schedule import Schedule
 
 _LONGEST_GROUP: Final = 32
@@ -192,26 +193,6 @@ def _repeats(names: Sequence[int], start: int, period: int) -> int:
     while end < len(names) and names[end] == names[end - period]:
         end += 1
     return max(1, (end - start) // period)
-
-
-def bytes_text(nbytes: float) -> str:
-    """Return bytes with a unit of 1024: ``1.50 GiB``."""
-    return _scaled(nbytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
-
-
-def flops_text(flops: float) -> str:
-    """Return FLOPs with a unit of 1000: ``1.50 TFLOP``."""
-    return _scaled(flops, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
-
-
-def _scaled(amount: float, base: int, units: Sequence[str]) -> str:
-    step = 0
-    while amount >= base and step < len(units) - 1:
-        amount /= base
-        step += 1
-    if step == 0:
-        return f"{round(amount)} {units[0]}"
-    return f"{amount:.{2 if amount < 10 else 1 if amount < 100 else 0}f} {units[step]}"
 
 
 def _aligned(rows: Sequence[Sequence[str]], left: set[int]) -> str:

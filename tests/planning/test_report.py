@@ -10,8 +10,6 @@ from gpipe_hpc.planning.forecast import flop_costs, forecast
 from gpipe_hpc.planning.report import (
     Assumptions,
     Group,
-    bytes_text,
-    flops_text,
     folded,
     layer_table,
     owned_parameters,
@@ -20,6 +18,7 @@ from gpipe_hpc.planning.report import (
     step_text,
 )
 from gpipe_hpc.planning.stages import count_stages
+from gpipe_hpc.planning.units import bytes_text, flops_text
 from gpipe_hpc.schedule import build, lower
 
 WIDTH, SAMPLES = 16, 3
