@@ -30,6 +30,7 @@ from gpipe_hpc.engine.norms import clip_by_global_norm
 from gpipe_hpc.engine.precision import casting
 from gpipe_hpc.engine.results import StepResult
 from gpipe_hpc.engine.routes import skip_pairs
+from gpipe_hpc.engine.statistics import gather_batchnorm, say_batchnorm
 from gpipe_hpc.engine.steps import Site, Steps
 from gpipe_hpc.engine.tables import Tables, make_tables, table_asked_for
 from gpipe_hpc.engine.tied import join_ties
@@ -56,6 +57,7 @@ class Pipeline:
     measured layers where the partition is by `time`. `recompute`: always, except_last or never.
     `partition`: parameters, uniform, time (needs `example=(inputs, targets)` of one micro-batch),
     or the number of layers of each stage. `precision`: float32, or bfloat16 by autocast.
+    `normalise_over_replicas`: BatchNorm normalises a micro-batch of all replicas as one.
     `world`: where the ranks are; None joins the process group there is, or starts one from the
     launcher's environment.
 
@@ -78,6 +80,7 @@ class Pipeline:
         example: tuple[Nest, Nest] | None = None,
         seed: int = 0,
         precision: str = "float32",
+        normalise_over_replicas: bool = False,
         device: str = "auto",
         timeout_s: float = DEFAULT_TIMEOUT_S,
         world: World | None = None,
@@ -103,7 +106,7 @@ class Pipeline:
             routes = routes_of(model, self.partition.counts)
             tables = make_tables(table, recompute, skip_pairs(routes))
             self.schedule = tables.training
-            self._build(model, tables)
+            self._build(model, tables, normalise_over_replicas)
 
     def _cut(
         self,
@@ -124,7 +127,7 @@ class Pipeline:
         cut: Partition = broadcast_object(self.everybody, chosen, root=0)
         return cut
 
-    def _build(self, model: list[Layer], tables: Tables) -> None:
+    def _build(self, model: list[Layer], tables: Tables, normalises_together: bool) -> None:
         world, mesh, placement = self.world, self.mesh, self.schedule.placement
         held = placement.stages_of(self.stage_rank)
         check_agreement(
@@ -134,6 +137,7 @@ class Pipeline:
                 "micro-batches": self.num_microbatches,
                 "number of layers": self.num_layers,
                 "seed": self.seed,
+                "normalise_over_replicas": normalises_together,
             },
         )
         self.stages = build_stages(
@@ -148,7 +152,13 @@ class Pipeline:
             costs=self.partition.costs,
             measure=self.partition.measure,
         )
-        wiring = wire(world, mesh, self.schedule)
+        self.batchnorm = gather_batchnorm(
+            {index: stage.batchnorm for index, stage in self.stages.items()}, self._site.pipeline
+        )
+        if world.rank == 0:
+            say_batchnorm(self.batchnorm)
+        normalises_together &= bool(self.batchnorm.converted)
+        wiring = wire(world, mesh, self.schedule, normalises_together=normalises_together)
         equalise_copies(self.stages, wiring.reductions)
         spans = stage_spans(self.partition.counts)
         stage_of_layer = [stage for stage, span in enumerate(spans) for _ in span]

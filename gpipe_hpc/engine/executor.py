@@ -70,7 +70,7 @@ class Executor:
         self._made: dict[Hop, Message] = {}
         self._feed = _no_feed()
         self._outcome = Outcome()
-        self._works = {index: StageWork(stage, self) for index, stage in stages.items()}
+        self._works = {i: StageWork(stage, self, wiring.peers) for i, stage in stages.items()}
         binders: dict[Op, Callable[[Action], Call]] = {
             Op.F: self._bind_forward,
             Op.R: self._bind_recompute,

@@ -1,14 +1,18 @@
 """Running statistics of a stage's BatchNorm layers: pooled over a whole step, updated once."""
 
+import logging
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from gpipe_hpc.comm.group import Group, Pending
-from gpipe_hpc.models import Moments, PooledBatchNorm, pooled, shifted_sums
+from gpipe_hpc.models import Conversion, Moments, PooledBatchNorm, pooled, shifted_sums
+
+log = logging.getLogger("gpipe_hpc.pipeline")
+_MAX_SHOWN: Final = 12
 
 
 class StageStatistics:
@@ -65,6 +69,31 @@ class StageStatistics:
             for module, sums in zip(self._modules, torch.split(self._flat, sizes), strict=True):
                 _update(module, sums)
         self.clear()
+
+
+def gather_batchnorm(own: Mapping[int, Conversion], pipeline: Group) -> Conversion:
+    """Return the BatchNorm layers of all stages, in order; `own`: those of a rank's, by stage."""
+    everybody = pipeline.all_gather_object(dict(own))
+    by_stage = {index: found for part in everybody for index, found in part.items()}
+    return Conversion.of(by_stage[index] for index in sorted(by_stage))
+
+
+def say_batchnorm(found: Conversion) -> None:
+    """Log which layers' statistics are pooled, and warn of those whose are not."""
+    if found.converted:
+        log.info("BatchNorm over micro-batches: %s", _shortened(found.converted))
+    if found.left:
+        log.warning(
+            "%s: left as they are, expected nn.BatchNorm1d, 2d or 3d itself, got classes whose "
+            "running statistics take every micro-batch, and its recomputation, for a batch; use "
+            "those, or track_running_stats=False",
+            _shortened(found.left),
+        )
+
+
+def _shortened(names: tuple[str, ...]) -> str:
+    shown = ", ".join(names[:_MAX_SHOWN])
+    return shown if len(names) <= _MAX_SHOWN else f"{shown}, ... ({len(names)} in all)"
 
 
 def _sums(layer: PooledBatchNorm, moments: list[Moments]) -> torch.Tensor:

@@ -20,6 +20,7 @@ from gpipe_hpc.engine.stage import Stage, training_modes
 from gpipe_hpc.engine.tables import Tables
 from gpipe_hpc.engine.tied import TiedParameter
 from gpipe_hpc.engine.wiring import Wiring
+from gpipe_hpc.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class Steps:
 
     def train(self, feed: Feed) -> StepLoss:
         """Run forward, backward and reduction; replace the gradients of all parameters."""
+        self._refuse_empty(feed)
         feed.seed = seed = backward_seed(self.weight)
         for stage in self._stages.values():
             stage.gradients.clear()
@@ -121,6 +123,17 @@ class Steps:
             root = site.mesh.world_rank(site.replica, holder)
             everywhere |= broadcast_nest(outputs, site.pipeline, root, site.world)
         return join([everywhere[m] for m in sorted(everywhere)])
+
+    def _refuse_empty(self, feed: Feed) -> None:
+        """Raise DataError where replicas would wait in vain to normalise a micro-batch."""
+        if self._wiring.peers is None or feed.num_samples is None or all(feed.num_samples):
+            return
+        raise DataError(
+            f"replica {self._site.replica}: expected samples in every micro-batch, as BatchNorm "
+            f"normalises each over all replicas, got none in micro-batch "
+            f"{feed.num_samples.index(0)}; use larger batches, fewer micro-batches, or "
+            f"normalise_over_replicas=False"
+        )
 
     def _put_together(self, outcome: Outcome) -> StepLoss:
         first = self._site.replica * self._placement.num_microbatches

@@ -12,19 +12,34 @@ from gpipe_hpc.schedule import Channel, Placement, Schedule
 
 @dataclass(frozen=True)
 class Wiring:
-    """How a rank is connected: its channels, and the group that reduces each of its stages."""
+    """How a rank is connected: its channels, and the group that reduces each of its stages.
+
+    `peers`: the ranks that normalise each micro-batch with this one, None for itself alone.
+    """
 
     transport: Transport
     channels: Mapping[Channel, PlacedChannel]
     reductions: Mapping[int, Group]
+    peers: Group | None = None
 
 
-def wire(world: World, mesh: Mesh, schedule: Schedule) -> Wiring:
-    """Open all channels and reduction groups; the same call on every rank."""
+def wire(
+    world: World, mesh: Mesh, schedule: Schedule, *, normalises_together: bool = False
+) -> Wiring:
+    """Open all channels and reduction groups; the same call on every rank.
+
+    `normalises_together`: BatchNorm layers normalise a micro-batch over all replicas.
+    """
     replica = mesh.replica_of(world.rank)
     placed = {r: _placed_channels(mesh, schedule, r) for r in range(mesh.replicas)}
     transport = world.transport([c for channels in placed.values() for c in channels.values()])
-    return Wiring(transport, placed[replica], _reductions(world, mesh, schedule.placement))
+    reductions = _reductions(world, mesh, schedule.placement)
+    peers = None
+    if normalises_together and mesh.replicas > 1:
+        # Its own: what a backward sums must not wait for gradients under way. All replicas run
+        # one table, so a rank's peers are those at its position.
+        peers = world.group([mesh.replica_ranks(k) for k in range(mesh.stages)])
+    return Wiring(transport, placed[replica], reductions, peers)
 
 
 def _reductions(world: World, mesh: Mesh, placement: Placement) -> dict[int, Group]:

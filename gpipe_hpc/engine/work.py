@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.nests import Nest, map_tensors, tensors_of
 from gpipe_hpc.engine.keyed import LayerKey
 from gpipe_hpc.engine.offload import HostCopy
@@ -17,6 +18,7 @@ from gpipe_hpc.engine.routes import State
 from gpipe_hpc.engine.segment import Noted, Segment
 from gpipe_hpc.engine.splitting import Deferred, deferring
 from gpipe_hpc.engine.stage import Stage
+from gpipe_hpc.models import normalising_together
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -81,12 +83,14 @@ class _Kept(NamedTuple):
 class StageWork:
     """Run F, R, B, I and W of one stage.
 
-    An empty micro-batch (no samples) calls no layer and adds nothing.
+    An empty micro-batch (no samples) calls no layer and adds nothing. `peers`: the ranks that
+    BatchNorm layers normalise a micro-batch with; None for this one alone.
     """
 
-    def __init__(self, stage: Stage, listener: Listener) -> None:
+    def __init__(self, stage: Stage, listener: Listener, peers: Group | None = None) -> None:
         self.stage = stage
         self._listener = listener
+        self._peers = peers
         self._is_last = not stage.routes.destinations
         self._kept: dict[int, _Kept] = {}
         self._deferred: dict[int, Deferred] = {}
@@ -236,11 +240,17 @@ class StageWork:
     def _layers(
         self, segment: Segment, state: State, key: LayerKey, part: Part, is_end: bool
     ) -> tuple[State, list[Start]]:
-        state, noted = segment.run(state, key)
+        with nullcontext() if self._peers is None else normalising_together(self._sum_over_peers):
+            state, noted = segment.run(state, key)
         starts = self._listener.note(part, noted) if noted else []
         if is_end and self._is_last:
             starts = [*starts, *self._listener.finish(part, state.nest)]
         return state, starts
+
+    def _sum_over_peers(self, tensor: torch.Tensor) -> None:
+        assert self._peers is not None, "bound only where there are peers"
+        with self.stage.keyed.let_go():
+            self._peers.all_reduce(tensor)
 
     def _host_copy(self) -> HostCopy:
         stage = self.stage
