@@ -3,7 +3,8 @@
 A loss returns the mean over the micro-batch's samples, or a pair (sum, weight) of 0-dim tensors.
 The pipeline adds sums and weights over the whole global batch and divides once, so with a pair
 micro-batches may carry unequal weights (ignored tokens, uneven batches) and the result is still
-that of the whole batch. Metrics, as a third value, are summed likewise. Weights here are int64 counts: exact at any size.
+that of the whole batch. Metrics, as a third value, are summed likewise. Weights here are int64
+counts: exact at any size.
 """
 
 from collections.abc import Callable, Mapping
@@ -67,8 +68,10 @@ def classification_with_auxiliary(
     return total, num_samples, metrics
 
 
-def segmentation(logits: Tensor, masks: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
-    """Return the summed cross-entropy in nats and the number of pixels that count.
+def segmentation(
+    logits: Tensor, masks: Tensor, ignore_index: int = -100
+) -> tuple[Tensor, Tensor, Metrics]:
+    """Return the summed cross-entropy in nats, the number of pixels that count, the accuracy.
 
     ``logits`` are [B, C, H, W]; ``masks`` [B, H, W] class indices, those equal to ``ignore_index``
     not counted. With C = 1 the masks are 0 or 1, and the logit is that of 1.
@@ -82,7 +85,9 @@ def segmentation(logits: Tensor, masks: Tensor, ignore_index: int = -100) -> tup
     if logits.shape[1] == 1:
         # Two classes, of which class 0 has logit 0.
         logits = F.pad(logits, (0, 0, 0, 0, 1, 0))
-    return token_cross_entropy(logits.movedim(1, -1), masks, ignore_index)
+    total, num_pixels = token_cross_entropy(logits.movedim(1, -1), masks, ignore_index)
+    num_right = (logits.detach().argmax(1) == masks).sum()
+    return total, num_pixels, {"accuracy": (num_right, num_pixels)}
 
 
 def bert_pretraining(

@@ -6,8 +6,10 @@ from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import (
     bert_pretraining,
     classification,
+    classification_with_auxiliary,
     loss_function,
     mean_squared_error,
+    segmentation,
     token_cross_entropy,
 )
 
@@ -65,6 +67,40 @@ def test_classification_counts_samples_and_those_it_gets_right():
     torch.testing.assert_close(total / 4, F.cross_entropy(logits, targets))
 
 
+def test_auxiliary_heads_count_less():
+    generator = torch.Generator().manual_seed(0)
+    logits, *heads = torch.randn(3, 6, 5, generator=generator)
+    targets = torch.tensor([0, 3, 4, -100, 1, 2])
+    total, weight, metrics = classification_with_auxiliary((logits, *heads), targets)
+    main, first, second = (F.cross_entropy(each, targets) for each in (logits, *heads))
+    torch.testing.assert_close(total / weight, main + 0.3 * first + 0.3 * second)
+    assert metrics == classification(logits, targets)[2]
+    # As the model evaluates: without heads.
+    alone, weight, _ = classification_with_auxiliary(logits, targets)
+    torch.testing.assert_close(alone / weight, main)
+
+
+def test_segmentation_counts_pixels():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 3, 4, 5, generator=generator)
+    masks = torch.randint(3, (2, 4, 5), generator=generator)
+    masks[0, 0] = -100
+    total, weight, metrics = segmentation(logits, masks)
+    assert weight == 35
+    torch.testing.assert_close(total / weight, F.cross_entropy(logits, masks))
+    assert metrics == {"accuracy": ((logits.argmax(1) == masks).sum(), 35)}
+
+
+def test_segmentation_into_yes_and_no_takes_one_logit():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 1, 4, 5, generator=generator)
+    masks = torch.randint(2, (2, 4, 5), generator=generator)
+    total, weight, metrics = segmentation(logits, masks)
+    wanted = F.binary_cross_entropy_with_logits(logits[:, 0], masks.float())
+    torch.testing.assert_close(total / weight, wanted)
+    assert metrics == {"accuracy": (((logits[:, 0] > 0) == masks).sum(), 40)}
+
+
 def bert_batch(num_samples: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     generator = torch.Generator().manual_seed(0)
     outputs = torch.randn(num_samples, 8, 7, generator=generator), torch.randn(num_samples, 2)
@@ -109,6 +145,8 @@ def test_shapes_that_do_not_match_are_refused():
     outputs, targets = bert_batch(2)
     with pytest.raises(ModelError, match=r"bert_pretraining.*\[2, 8\] and \[2\], got \[2, 8\] and"):
         bert_pretraining(outputs, (targets[0], targets[1][:1]))
+    with pytest.raises(ModelError, match=r"segmentation.*\[2, 3, 4, 5\] and \[2, 4\]; give one"):
+        segmentation(torch.zeros(2, 3, 4, 5), torch.zeros(2, 4, dtype=torch.long))
     with pytest.raises(ModelError, match=r"mean_squared_error.*\[4, 1\], got \[4\]"):
         mean_squared_error(torch.zeros(4, 1), torch.zeros(4))
 
