@@ -1,0 +1,343 @@
+"""BatchNorm in a pipeline: normalised by micro-batch, its statistics those of the whole step.
+
+The reference is a plain loop over torch's own layers that runs one micro-batch after the other;
+it keeps what each BatchNorm was given and updates its buffers once a step from all of it.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from gpipe_hpc import Pipeline, run_on_threads
+from gpipe_hpc.errors import ActionError, DataError
+
+STEPS = 5
+RATE = 0.01
+
+
+class Block(nn.Module):
+    """Two normalised convolutions with a shortcut, which works in place."""
+
+    def __init__(self, momentum=0.1):
+        super().__init__()
+        self.first = nn.Conv2d(4, 4, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(4, momentum=momentum)
+        self.again = nn.BatchNorm2d(4, momentum=momentum, affine=False)
+
+    def forward(self, x):
+        return torch.relu_(self.again(x + torch.relu(self.norm(self.first(x)))))
+
+
+def model():
+    """Return layers; eps is large where two values are normalised, which magnifies rounding."""
+    torch.manual_seed(1)
+    layers = [
+        nn.BatchNorm2d(2),
+        nn.Conv2d(2, 4, 3, padding=1),
+        Block(),
+        Block(momentum=None),
+        nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 6)),
+        nn.BatchNorm1d(6, track_running_stats=False, eps=0.5),
+        nn.Sequential(nn.ReLU(), nn.Linear(6, 5), nn.BatchNorm1d(5, momentum=0.3, eps=0.5)),
+        nn.Linear(5, 3),
+    ]
+    return [layer.double() for layer in layers]
+
+
+def batches(samples):
+    generator = torch.Generator().manual_seed(0)
+    make = {"generator": generator, "dtype": torch.float64}
+    return [
+        (torch.randn(samples, 2, 4, 4, **make) * 3 + 1, torch.randn(samples, 3, **make))
+        for _ in range(STEPS)
+    ]
+
+
+def loss_fn(output, target):
+    return (output - target).square().sum(), float(len(target))
+
+
+def buffers_of(pipe):
+    return {n: b for s in pipe.stages.values() for n, b in s.named_buffers().items()}
+
+
+def norms_of(layers):
+    return [m for m in nn.ModuleList(layers).modules() if isinstance(m, _BatchNorm)]
+
+
+def train_plain(samples, cut):
+    """Train in one process; `cut` makes micro-batches. Return its numbers and the model."""
+    layers = model()
+    norms = [norm for norm in norms_of(layers) if norm.track_running_stats]
+    given = {norm: [] for norm in norms}
+    for norm in norms:
+        norm.register_forward_pre_hook(lambda m, args: given[m].append(args[0].detach().clone()))
+    whole = nn.Sequential(*layers)
+    losses, gradients = [], []
+    for inputs, targets in batches(samples):
+        before = {norm: copy.deepcopy(norm.state_dict()) for norm in norms}
+        whole.zero_grad()
+        total = 0.0
+        for x, y in zip(cut(inputs), cut(targets), strict=True):
+            loss, _ = loss_fn(whole(x), y)
+            (loss / samples).backward()
+            total += loss.item() / samples
+        for norm in norms:
+            values = torch.cat(given[norm]).transpose(0, 1).flatten(1)
+            given[norm].clear()
+            norm.load_state_dict(before[norm])
+            norm.num_batches_tracked += 1
+            share = norm.momentum or 1 / norm.num_batches_tracked.item()
+            norm.running_mean.lerp_(values.mean(1), share)
+            norm.running_var.lerp_(values.var(1), share)
+        losses.append(total)
+        gradients.append({n: p.grad.clone() for n, p in whole.named_parameters()})
+        with torch.no_grad():
+            for parameter in whole.parameters():
+                parameter -= RATE * parameter.grad
+    return losses, gradients, whole
+
+
+def train(samples, ranks, replicas=1, **options):
+    """Train a pipeline on threads; return the numbers of each step and the last state, by name."""
+    made = model()  # here, as torch's generator is the process's
+
+    def body(world):
+        layers = copy.deepcopy(made)
+        pipe = Pipeline(layers, loss_fn, stages=ranks, replicas=replicas, world=world, **options)
+        losses, gradients = [], []
+        for inputs, targets in batches(samples):
+            part = pipe.share(samples)
+            losses.append(pipe.step(inputs[part], targets[part]).loss)
+            gradients.append({n: p.grad.clone() for n, p in pipe.named_parameters()})
+            with torch.no_grad():
+                for parameter in pipe.parameters():
+                    parameter -= RATE * parameter.grad
+        inputs, targets = batches(samples)[0]
+        part = pipe.share(samples)
+        # Without running statistics, a micro-batch of one sample cannot be evaluated.
+        evaluates = samples >= 2 * pipe.num_global_microbatches
+        evaluated = pipe.evaluate(inputs[part], targets[part]).loss if evaluates else None
+        return losses, gradients, buffers_of(pipe), evaluated
+
+    return run_on_threads(ranks * replicas, body)
+
+
+def check(samples, results, num_pieces, cut=None):
+    def pieces_of(batch):
+        return batch.tensor_split(num_pieces)
+
+    losses, gradients, whole = train_plain(samples, cut or pieces_of)
+    near = {"rtol": 1e-10, "atol": 1e-11}
+    found = {}
+    for our_losses, ours, buffers, _ in results:
+        assert our_losses == pytest.approx(losses, rel=1e-12)
+        for step, named in enumerate(ours):
+            for name, gradient in named.items():
+                expected = gradients[step][name.removeprefix("layers.")]
+                assert torch.allclose(gradient, expected, **near), (step, name)
+        for name, buffer in buffers.items():
+            assert torch.equal(found.setdefault(name, buffer), buffer), f"copies of {name} differ"
+    expected = {f"layers.{name}": buffer for name, buffer in whole.named_buffers()}
+    assert found.keys() == expected.keys() and len(found) == 21 - 3
+    for name, buffer in expected.items():
+        assert torch.allclose(found[name], buffer, rtol=1e-12, atol=1e-12), name
+    if results[0][-1] is not None:
+        inputs, targets = batches(samples)[0]
+        whole.eval()  # by micro-batch: one layer has no running statistics
+        pieces = zip(pieces_of(inputs), pieces_of(targets), strict=True)
+        total = sum(loss_fn(whole(x), y)[0].item() for x, y in pieces)
+        expected = [total / samples] * len(results)
+        assert [evaluated for *_, evaluated in results] == pytest.approx(expected, rel=1e-12)
+
+
+LAYOUTS = [
+    # samples, ranks, replicas, micro-batches, schedule, recompute
+    (5, 2, 1, 1, "gpipe", "except_last"),
+    (11, 4, 1, 3, "gpipe", "always"),
+    (8, 3, 1, 4, "gpipe", "never"),
+    (9, 2, 1, 4, "one_f_one_b", "except_last"),
+    (8, 4, 1, 4, "zb_h1", "never"),
+    (9, 4, 1, 4, "zb_h1", "always"),
+    (13, 2, 2, 3, "gpipe", "always"),
+    (17, 2, 2, 4, "chimera", "except_last"),
+    (8, 4, 1, 4, "chimera", "always"),
+    (8, 2, 1, 4, "interleaved", "never"),
+    (9, 2, 1, 4, "zb_v", "always"),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout)))
+def test_equals_the_plain_loop(layout):
+    samples, ranks, replicas, microbatches, schedule, recompute = layout
+    results = train(
+        samples,
+        ranks,
+        replicas,
+        microbatches=microbatches,
+        schedule=schedule,
+        recompute=recompute,
+    )
+    check(samples, results, replicas * microbatches)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        (11, 2, 2, 3, "gpipe", "always"),
+        (7, 1, 3, 2, "gpipe", "never"),
+        (13, 2, 2, 4, "zb_h1", "always"),
+        (17, 2, 2, 4, "chimera", "except_last"),
+        (9, 4, 1, 4, "gpipe", "never"),
+    ],
+    ids=lambda layout: "-".join(map(str, layout)),
+)
+def test_normalises_over_replicas(layout):
+    samples, ranks, replicas, microbatches, schedule, recompute = layout
+    results = train(
+        samples,
+        ranks,
+        replicas,
+        microbatches=microbatches,
+        schedule=schedule,
+        recompute=recompute,
+        normalise_over_replicas=True,
+    )
+
+    def together(batch):
+        pieces = batch.tensor_split(replicas * microbatches)
+        return [torch.cat(pieces[m::microbatches]) for m in range(microbatches)]
+
+    check(samples, results, replicas * microbatches, together)
+
+
+def test_an_empty_microbatch_is_refused_by_number():
+    with pytest.raises(DataError, match=r"replica 1: .* got none in micro-batch 2; use larger"):
+        train(5, 1, 2, microbatches=3, normalise_over_replicas=True)
+
+
+def test_without_batchnorm_empty_microbatches_are_welcome():
+    layers = [nn.Flatten(), nn.Linear(32, 3)]
+
+    def body(world):
+        pipe = Pipeline(
+            copy.deepcopy(layers),
+            nn.functional.mse_loss,
+            replicas=2,
+            microbatches=2,
+            normalise_over_replicas=True,
+            world=world,
+        )
+        part = pipe.share(3)
+        return pipe.step(torch.ones(3, 2, 4, 4)[part], torch.ones(3, 3)[part]).weight
+
+    assert run_on_threads(2, body) == [3.0, 3.0]
+
+
+def test_one_value_per_channel_is_refused_by_name():
+    expected = (
+        r"rank 1, stage 1, micro-batch 2.*ModelError: layers\.5 \(BatchNorm1d\): expected at least "
+        r"2 values per channel to normalise, got a micro-batch of shape \(1, 6\); use larger"
+    )
+    with pytest.raises(ActionError, match=expected):
+        train(5, 2, microbatches=3, partition=[4, 4])
+
+
+def test_what_is_converted_is_known_on_every_rank_and_logged_once(caplog):
+    class Own(nn.BatchNorm2d):
+        pass
+
+    layers = [nn.BatchNorm2d(2), Own(2), nn.Sequential(nn.Flatten(), nn.BatchNorm1d(8))]
+
+    def body(world):
+        pipe = Pipeline(copy.deepcopy(layers), nn.functional.mse_loss, world=world)
+        return pipe.batchnorm
+
+    with caplog.at_level("INFO", logger="gpipe_hpc"):
+        found = run_on_threads(3, body)
+    assert found == [(("layers.0", "layers.2.1"), ("layers.1 (Own)",))] * 3
+    told = [r.getMessage() for r in caplog.records if r.name == "gpipe_hpc.pipeline"]
+    assert len(told) == 2
+    assert told[0] == "BatchNorm over micro-batches: layers.0, layers.2.1"
+    assert told[1].startswith("layers.1 (Own): left as they are")
+
+
+def test_a_checkpoint_keeps_the_statistics(tmp_path):
+    made = model()
+    inputs, targets = batches(8)[0]
+
+    def body(world):
+        pipe = Pipeline(copy.deepcopy(made), loss_fn, microbatches=2, world=world)
+        pipe.step(inputs, targets)
+        pipe.save(tmp_path / "kept")
+        return buffers_of(pipe)
+
+    def resumed(world):
+        pipe = Pipeline(model(), loss_fn, microbatches=4, world=world)
+        pipe.load(tmp_path / "kept")
+        return buffers_of(pipe)
+
+    saved = {name: buffer for rank in run_on_threads(2, body) for name, buffer in rank.items()}
+    (loaded,) = run_on_threads(1, resumed)
+    assert loaded.keys() == saved.keys()
+    assert all(torch.equal(loaded[name], buffer) for name, buffer in saved.items())
+    assert loaded["layers.3.norm.num_batches_tracked"] == 1
+
+
+def test_a_frozen_layer_keeps_its_statistics():
+    made = model()
+    made[2].norm.eval()
+    inputs, targets = batches(8)[0]
+
+    def body(world):
+        pipe = Pipeline(copy.deepcopy(made), loss_fn, microbatches=2, world=world)
+        pipe.step(inputs, targets)
+        return buffers_of(pipe)
+
+    ranks = run_on_threads(2, body)
+    buffers = {name: buffer for rank in ranks for name, buffer in rank.items()}
+    assert torch.equal(buffers["layers.2.norm.running_mean"], torch.zeros(4))
+    assert buffers["layers.2.norm.num_batches_tracked"] == 0
+    assert buffers["layers.2.again.num_batches_tracked"] == 1
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_under_autocast(recompute):
+    """The plain loop under autocast, by micro-batch; one layer, so that pooling is its only use."""
+    layers = [nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Sequential(nn.Flatten(), nn.Linear(16, 3))]
+    inputs, targets = (each.float() for each in batches(6)[0])
+    plain = nn.Sequential(*copy.deepcopy(layers))
+    losses, convolved = [], []
+    for x, y in zip(inputs.split(2), targets.split(2), strict=True):
+        with torch.autocast("cpu", torch.bfloat16):
+            convolved.append(plain[0](x).detach().float())
+            losses.append(loss_fn(plain(x), y)[0])
+        losses[-1].backward()
+    whole = torch.cat(convolved)
+
+    def body(world):
+        pipe = Pipeline(
+            copy.deepcopy(layers),
+            loss_fn,
+            microbatches=3,
+            recompute=recompute,
+            precision="bfloat16",
+            world=world,
+            partition=[2, 1],
+        )
+        result = pipe.step(inputs, targets)
+        gradients = {n: p.grad for n, p in pipe.named_parameters()}
+        return result.loss, gradients, buffers_of(pipe)
+
+    (loss, gradients, buffers), (_, others, _) = run_on_threads(2, body)
+    assert loss == pytest.approx(sum(losses).item() / 6, rel=1e-6)
+    for name, parameter in plain.named_parameters():
+        ours = (gradients | others)[f"layers.{name}"]
+        assert torch.allclose(ours, parameter.grad / 6, rtol=1e-5, atol=1e-6), name
+    mean = 0.1 * whole.mean((0, 2, 3))
+    assert torch.allclose(buffers["layers.1.running_mean"], mean, rtol=1e-4, atol=1e-6)
+    variance = 0.9 + 0.1 * whole.var((0, 2, 3))
+    assert torch.allclose(buffers["layers.1.running_var"], variance, rtol=1e-4)
