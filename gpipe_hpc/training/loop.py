@@ -108,20 +108,7 @@ class _Loop:
             busy_s, stopped = self._agree()
             if metrics is not None and progress is not None:
                 step_time_s = time.perf_counter() - began_s
-                bubble = 1.0 - busy_s / (pipe.world.size * self._pipeline_s)
-                self._measured.append((self._pipeline_s, bubble))
-                scalars = {
-                    "loss": result.loss,
-                    "lr": lr,
-                    "grad_norm": norm,
-                    "step_time_s": step_time_s,
-                    "samples_per_s": self._num_samples / step_time_s,
-                    "bubble": bubble,
-                    "peak_memory_bytes": _peak_memory_bytes(pipe.world.device),
-                    "position": self._session.position,
-                }
-                if self._session.tally.limit:
-                    scalars["corrupt_samples"] = self._session.tally.count
+                scalars = self._scalars(result, lr, norm, step_time_s, busy_s)
                 metrics.write(done, scalars)
                 progress.update(done, scalars)
             if first + 1 < done <= first + 1 + self._config.trace.steps:
@@ -138,6 +125,34 @@ class _Loop:
         if not stopped and self._validated != pipe.steps_done:
             self._validate(metrics, progress)
         return self._leave(stopped)
+
+    def _scalars(
+        self,
+        result: StepResult,
+        lr: float,
+        norm: float | None,
+        step_time_s: float,
+        busy_s: float,
+    ) -> dict[str, float | None]:
+        """Return what a line of metrics.jsonl says of a step; notes its time and bubble."""
+        pipe = self._pipe
+        bubble = 1.0 - busy_s / (pipe.world.size * self._pipeline_s)
+        self._measured.append((self._pipeline_s, bubble))
+        scalars = {
+            "loss": result.loss,
+            "lr": lr,
+            "grad_norm": norm,
+            "step_time_s": step_time_s,
+            "samples_per_s": self._num_samples / step_time_s,
+            "bubble": bubble,
+            "peak_memory_bytes": _peak_memory_bytes(pipe.world.device),
+            "position": self._session.position,
+        }
+        if self._session.tally.limit:
+            scalars["corrupt_samples"] = self._session.tally.count
+        if len(result.losses) > 1:
+            scalars |= {f"losses/{name}": value for name, value in result.losses.items()}
+        return scalars | {f"metrics/{name}": value for name, value in result.metrics.items()}
 
     def _step(self) -> tuple[StepResult, float, float | None]:
         session, pipe, config = self._session, self._pipe, self._config
@@ -194,11 +209,13 @@ class _Loop:
 
     def _validate(self, metrics: Metrics | None, progress: Progress | None) -> None:
         self._validated = self._pipe.steps_done
-        loss = validate(self._session)
-        if loss is None or metrics is None or progress is None:
+        found = validate(self._session)
+        if found is None or metrics is None or progress is None:
             return
-        metrics.write(self._pipe.steps_done, {"validation_loss": loss})
-        progress.say(f"step {self._pipe.steps_done}: validation loss {loss:.4f}")
+        scalars = {f"validation_{name}": value for name, value in found.metrics.items()}
+        metrics.write(self._pipe.steps_done, {"validation_loss": found.loss} | scalars)
+        words = "".join(f", {name} {value:.4f}" for name, value in found.metrics.items())
+        progress.say(f"step {self._pipe.steps_done}: validation loss {found.loss:.4f}{words}")
 
     def _say_expectations(self) -> None:
         pipe = self._pipe
