@@ -22,6 +22,7 @@ from gpipe_hpc.schedule.dependencies import (
     counterpart,
     dependencies,
     provides,
+    skip_of,
 )
 from gpipe_hpc.schedule.draw_svg import draw_svg
 from gpipe_hpc.schedule.draw_text import draw_text
@@ -32,7 +33,7 @@ from gpipe_hpc.schedule.one_f_one_b import one_f_one_b
 from gpipe_hpc.schedule.recompute import add_recompute
 from gpipe_hpc.schedule.registry import build, schedule_names
 from gpipe_hpc.schedule.simulator import simulate
-from gpipe_hpc.schedule.table import Placement, Schedule, digest
+from gpipe_hpc.schedule.table import Placement, Schedule, Skip, digest
 from gpipe_hpc.schedule.text_form import from_text, to_text
 from gpipe_hpc.schedule.timeline import Event, Timeline
 
@@ -51,6 +52,7 @@ __all__ = [
     "Placement",
     "Schedule",
     "ScheduleError",
+    "Skip",
     "Standing",
     "Timeline",
     "add_recompute",
@@ -82,5 +84,6 @@ __all__ = [
     "search",
     "search_gains",
     "simulate",
+    "skip_of",
     "to_text",
 ]

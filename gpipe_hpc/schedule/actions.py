@@ -33,7 +33,7 @@ RECEIVES: Final = frozenset({Op.RECV_F, Op.RECV_B})
 BACKWARDS: Final = frozenset({Op.B, Op.I, Op.W})
 
 _PATTERN: Final = re.compile(
-    r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|OFFLOAD|FETCH|F|B|I|W|R)(\d*)"
+    r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|OFFLOAD|FETCH|F|B|I|W|R)(\d*)(?:@(\d+))?"
 )
 
 
@@ -43,14 +43,21 @@ class Action(NamedTuple):
     ``SEND_F(s, m)`` sends the output of stage s, ``RECV_F(s, m)`` posts the buffer for its input,
     ``SEND_B(s, m)`` sends the gradient of its input, ``RECV_B(s, m)`` posts the buffer for the
     gradient of its output. ``microbatch`` is None for ``REDUCE_GRAD`` alone.
+
+    `peer` is the stage at the other end of a transfer over a long skip, None for the neighbour:
+    ``SEND_F(s, m, d)`` sends what stage s stashed for stage d, ``RECV_F(d, m, s)`` posts for it;
+    ``SEND_B(d, m, s)`` sends its gradient back, ``RECV_B(s, m, d)`` posts for that.
     """
 
     op: Op
     stage: int
     microbatch: int | None = None
+    peer: int | None = None
 
     def __str__(self) -> str:
-        """Return the text form: stage, op, micro-batch, as in ``2F0`` or ``1SEND_F3``."""
+        """Return the text form: ``2F0``, ``1SEND_F3``, over a skip ``1SEND_F3@4``."""
+        if self.peer is not None:
+            return f"{self.stage}{self.op.value}{self.microbatch}@{self.peer}"
         if self.microbatch is None:
             return f"{self.stage}{self.op.value}"
         return f"{self.stage}{self.op.value}{self.microbatch}"
@@ -62,11 +69,15 @@ def parse_action(text: str) -> Action:
     if match is None:
         raise ScheduleError(
             f"action: not readable, expected <stage><op><micro-batch> such as 2F0 or 1SEND_F3, "
-            f"got {text!r}; ops are {', '.join(op.value for op in Op)}"
+            f"over a skip 1SEND_F3@4, got {text!r}; ops are {', '.join(op.value for op in Op)}"
         )
-    stage, name, microbatch = match.groups()
+    stage, name, microbatch, peer = match.groups()
     op = Op(name)
     if (op is Op.REDUCE_GRAD) == bool(microbatch):
         needed = "no micro-batch" if op is Op.REDUCE_GRAD else "a micro-batch"
         raise ScheduleError(f"action: {op} takes {needed}, got {text!r}")
-    return Action(op, int(stage), int(microbatch) if microbatch else None)
+    if peer and op not in SENDS and op not in RECEIVES:
+        raise ScheduleError(f"action: {op} has no other end, expected no @{peer}, got {text!r}")
+    return Action(
+        op, int(stage), int(microbatch) if microbatch else None, int(peer) if peer else None
+    )

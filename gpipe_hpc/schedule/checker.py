@@ -11,8 +11,10 @@ from gpipe_hpc.schedule.occupancy import peak_activations, peak_receives
 from gpipe_hpc.schedule.precedence import (
     NOWHERE,
     Precedence,
+    action_of,
     build_precedence,
     execution_order,
+    kind_of,
 )
 from gpipe_hpc.schedule.table import Schedule
 
@@ -48,12 +50,12 @@ def _check_complete(graph: Precedence) -> None:
     nothing = [NOWHERE] * schedule.num_microbatches
     for stage in range(schedule.num_stages):
         for op in (Op.F, Op.I, Op.W) if _has_backward(graph) else (Op.F,):
-            column = graph.makers.get((op, stage), nothing)
+            column = graph.makers.get((op, stage, None), nothing)
             if NOWHERE in column:
                 _refuse_missing(schedule, Action(op, stage, column.index(NOWHERE)))
-    for (op, stage), column in graph.makers.items():
+    for (op, stage, _), column in graph.makers.items():
         if op is Op.R:
-            backwards = graph.makers.get((Op.I, stage), nothing)
+            backwards = graph.makers.get((Op.I, stage, None), nothing)
             for node, backward in zip(column, backwards, strict=True):
                 if node != NOWHERE and backward == NOWHERE:
                     graph.refuse(
@@ -72,7 +74,7 @@ def _refuse_missing(schedule: Schedule, what: Action) -> NoReturn:
 
 
 def _has_backward(graph: Precedence) -> bool:
-    return any(op in BACKWARDS for op, _ in graph.makers)
+    return any(kind[0] in BACKWARDS for kind in graph.makers)
 
 
 def _check_own_order(graph: Precedence) -> None:
@@ -91,11 +93,10 @@ def _check_own_order(graph: Precedence) -> None:
 def _check_transfers(graph: Precedence) -> None:
     """Sends and receives come in pairs, only between ranks, in one order on each channel."""
     nowhere = [NOWHERE] * graph.schedule.num_microbatches
-    for (op, stage), halves in graph.makers.items():
-        if op not in SENDS and op not in RECEIVES:
+    for kind, halves in graph.makers.items():
+        if kind[0] not in SENDS and kind[0] not in RECEIVES:
             continue
-        other = counterpart(Action(op, stage))
-        partners = graph.makers.get((other.op, other.stage), nowhere)
+        partners = graph.makers.get(kind_of(counterpart(action_of(kind))), nowhere)
         for node, partner in zip(halves, partners, strict=True):
             if node == NOWHERE:
                 continue
@@ -104,14 +105,14 @@ def _check_transfers(graph: Precedence) -> None:
                 graph.refuse(node, f"has no partner, expected {missing}, got none; add it")
             if graph.ranks[partner] == graph.ranks[node]:
                 graph.refuse(node, "moves a value within its rank, expected no transfer; drop it")
-    for (op, stage), sends in graph.makers.items():
-        if op in SENDS:
-            other = counterpart(Action(op, stage))
-            _check_channels(graph, sends, graph.makers.get((other.op, other.stage), nowhere))
+    for kind, sends in graph.makers.items():
+        if kind[0] in SENDS:
+            posts = graph.makers.get(kind_of(counterpart(action_of(kind))), nowhere)
+            _check_channels(graph, sends, posts)
 
 
 def _check_channels(graph: Precedence, sends: list[int], posts: list[int]) -> None:
-    """Refuse receives of one op and stage that are posted in another order than sent."""
+    """Refuse receives of one kind that are posted in another order than sent."""
     route_of = graph.schedule.placement.route_of
     sent = sorted((node, route_of[index]) for index, node in enumerate(sends) if node != NOWHERE)
     posted = sorted((node, route_of[index]) for index, node in enumerate(posts) if node != NOWHERE)

@@ -60,7 +60,7 @@ def _process(pid: int, timeline: Timeline) -> Iterator[TraceEvent]:
 
 
 def _slice(pid: int, event: Event, timeline: Timeline, flow: DataFlow) -> TraceEvent:
-    op, stage, microbatch = event.action
+    op, stage, microbatch, _ = event.action
     wait = flow.waited_for(event)
     return {
         "ph": "X",

@@ -1,15 +1,17 @@
 """Pass: place sends and receives.
 
-A ``SEND`` stands right after the action that makes its value. A ``RECV`` posts a buffer one compute
-action ahead of its consumer, so that the transfer overlaps that compute. Where ranks would then
-block one another, were every ``SEND`` to wait until its ``RECV`` is posted, a post moves up.
+A ``SEND`` stands right after the action that makes its value, those over skips last. A ``RECV``
+posts a buffer one compute action ahead of its consumer, so that the transfer overlaps that compute.
+Where ranks would then block one another, were every ``SEND`` to wait until its ``RECV`` is posted,
+a post moves up.
 """
 
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from gpipe_hpc.schedule.actions import Action
+from gpipe_hpc.schedule.actions import Action, Op
 from gpipe_hpc.schedule.dependencies import arrival, counterpart
 from gpipe_hpc.schedule.occupancy import peak_receives
 from gpipe_hpc.schedule.precedence import build_precedence, execution_order
@@ -36,12 +38,12 @@ class _Transfer(NamedTuple):
 class _Entry(NamedTuple):
     """One entry of a rank's list without receives: a compute action, or a ``SEND``.
 
-    `awaits` is the transfer that a compute action needs, or that a ``SEND`` starts; -1 for none.
+    `awaits` are the transfers that a compute action needs, or the one that a ``SEND`` starts.
     """
 
     action: Action
     sends: bool
-    awaits: int
+    awaits: Sequence[int]
 
 
 class _Traffic(NamedTuple):
@@ -56,22 +58,35 @@ def _traffic(schedule: Schedule) -> _Traffic:
     graph = build_precedence(schedule)
     execution_order(graph, graph.waits)
     transfers: list[_Transfer] = []
-    awaits = [-1] * len(graph.actions)
+    awaits: dict[int, list[int]] = defaultdict(list)
     made: dict[int, list[int]] = defaultdict(list)
     ranks = graph.ranks
+    # The output of a forward that is one block with a backward leaves at that one's end.
+    forward_of = {backward: forward for forward, backward in schedule.overlaps}
     for node, waits in enumerate(graph.waits):
         for maker in waits:
             if ranks[maker] != ranks[node]:
-                post = arrival(graph.actions[node])
-                awaits[node] = len(transfers)
+                user, source = graph.actions[node], graph.actions[maker]
+                if forward_of and user.op is Op.F:
+                    source = forward_of.get(source, source)
+                post = arrival(user, source.stage)
+                awaits[node].append(len(transfers))
                 made[maker].append(len(transfers))
                 transfers.append(_Transfer(counterpart(post), post, ranks[maker], ranks[node]))
     rows: list[list[_Entry]] = [[] for _ in schedule.ranks]
     for node, action in enumerate(graph.actions):
         row = rows[ranks[node]]
-        row.append(_Entry(action, False, awaits[node]))
-        row.extend(_Entry(transfers[number].send, True, number) for number in made.get(node, ()))
+        row.append(_Entry(action, False, awaits.get(node, ())))
+        own = made.get(node, ())
+        if len(own) > 1:
+            own = sorted(own, key=lambda number: _distance(transfers[number].send))
+        row.extend(_Entry(transfers[number].send, True, (number,)) for number in own)
     return _Traffic(transfers, rows)
+
+
+def _distance(send: Action) -> int:
+    """Return how far a skip leads, 0 for none: what the nearest stage gets, it needs first."""
+    return 0 if send.peer is None else abs(send.peer - send.stage)
 
 
 def _due(schedule: Schedule, traffic: _Traffic) -> dict[int, int]:
@@ -80,17 +95,16 @@ def _due(schedule: Schedule, traffic: _Traffic) -> dict[int, int]:
     Posts of one channel are due in the order of its sends, whatever the order of their consumers.
     """
     route_of = schedule.placement.route_of
-    channels: dict[tuple[str, int, int], list[int]] = defaultdict(list)
+    channels: dict[tuple[Op, int, int | None, int], list[int]] = defaultdict(list)
     slots = [0] * len(traffic.transfers)
     for row in traffic.rows:
         previous = 0
-        for index, (action, sends, number) in enumerate(row):
+        for index, ((op, stage, microbatch, peer), sends, numbers) in enumerate(row):
             if sends:
-                assert action.microbatch is not None, f"{action} has no micro-batch"
-                route = route_of[action.microbatch]
-                channels[action.op, action.stage, route].append(number)
+                assert microbatch is not None, f"{op} of stage {stage} has no micro-batch"
+                channels[op, stage, peer, route_of[microbatch]].extend(numbers)
                 continue
-            if number >= 0:
+            for number in numbers:
                 slots[number] = previous
             previous = index
     due: dict[int, int] = {}
@@ -144,13 +158,16 @@ class _Rendezvous:
         for index in range(self.position[rank], len(row)):
             for number in posts.pop(index, ()):
                 self._post(number)
-            action, sends, number = row[index]
-            if number >= 0 and not (self.posted if sends else self.sent)[number]:
-                self.position[rank] = index
-                self.asleep[rank] = number
-                return
+            action, sends, numbers = row[index]
+            reached = self.posted if sends else self.sent
+            for number in numbers:
+                if not reached[number]:
+                    self.position[rank] = index
+                    self.asleep[rank] = number
+                    return
             placed.append(action)
             if sends:
+                number = numbers[0]
                 self.sent[number] = 1
                 self._wake(self.traffic.transfers[number].receiver, number)
         self.position[rank] = len(row)

@@ -7,6 +7,7 @@ from typing import Final
 
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.actions import Op
+from gpipe_hpc.schedule.table import Skip
 
 Cost = float | Sequence[float]
 
@@ -34,7 +35,9 @@ class Costs:
     Without `backward`, ``B`` costs `input_gradient` plus `weight_gradient`. A transfer over the
     boundary behind stage s, in either direction, takes ``send[s]`` plus the link's latency plus
     ``boundary_bytes[s]`` over its bandwidth; `links` names those between two ranks, (source,
-    destination), that differ from `link`. `reduction` is one ``REDUCE_GRAD``. None: not given.
+    destination), that differ from `link`. A transfer over a skip takes the link's latency plus its
+    `skip_bytes`, by (source stage, destination stage), over the bandwidth; those not named have
+    none. `reduction` is one ``REDUCE_GRAD``. None: not given.
     """
 
     forward: Cost | None = None
@@ -44,6 +47,7 @@ class Costs:
     recompute: Cost | None = None
     send: Cost = 0.0
     boundary_bytes: Cost = 0.0
+    skip_bytes: Mapping[Skip, float] = field(default_factory=dict)
     link: Link = Link()
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     reduction: Cost = 0.0
@@ -63,20 +67,28 @@ class Costs:
         """Return the cost of reducing the gradients of each stage."""
         return per_stage("reduction", self.reduction, num_stages)
 
-    def transfer_times(self, num_stages: int) -> Callable[[int, tuple[int, int]], float]:
-        """Return the cost of a transfer as a function of its boundary and (source, destination)."""
+    def transfer_times(self, num_stages: int) -> Callable[[int | Skip, tuple[int, int]], float]:
+        """Return the cost of a transfer as a function of the way it goes and of its two ranks.
+
+        A way is a boundary, by the stage ahead of it, or a skip; ranks are (source, destination).
+        """
         fixed = per_stage("send", self.send, num_stages)
         sizes = per_stage("boundary_bytes", self.boundary_bytes, num_stages)
+        skips = list(self.skip_bytes)
+        amounts = per_stage("skip_bytes", list(self.skip_bytes.values()), len(skips))
+        skip_sizes = dict(zip(skips, amounts, strict=True))
 
-        def time(boundary: int, ranks: tuple[int, int]) -> float:
+        def time(way: int | Skip, ranks: tuple[int, int]) -> float:
             link = self.links.get(ranks, self.link)
-            return fixed[boundary] + link.latency + sizes[boundary] / link.bandwidth
+            if isinstance(way, tuple):
+                return link.latency + skip_sizes.get(way, 0.0) / link.bandwidth
+            return fixed[way] + link.latency + sizes[way] / link.bandwidth
 
         return time
 
     def without_transfers(self) -> "Costs":
         """Return the same costs with transfers that take no time."""
-        return replace(self, send=0.0, boundary_bytes=0.0, link=Link(), links={})
+        return replace(self, send=0.0, boundary_bytes=0.0, skip_bytes={}, link=Link(), links={})
 
 
 _FIELD_OF: Final = {

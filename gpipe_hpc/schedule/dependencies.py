@@ -3,11 +3,12 @@
 The only place that states it. Lowering, checker and simulator read it from here.
 """
 
+from collections.abc import Collection
 from typing import Final, NamedTuple
 
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.actions import RECEIVES, SENDS, Action, Op
-from gpipe_hpc.schedule.table import Placement
+from gpipe_hpc.schedule.table import Placement, Skip
 
 # The ops that may need what another stage made.
 CONSUMERS: Final = frozenset({Op.F, Op.B, Op.I})
@@ -20,22 +21,28 @@ _COUNTERPART: Final = {
 }
 
 
-def dependencies(action: Action, num_stages: int, num_microbatches: int) -> tuple[Action, ...]:
+def dependencies(
+    action: Action, num_stages: int, num_microbatches: int, skips: Collection[Skip] = ()
+) -> tuple[Action, ...]:
     """Return the actions whose results an action needs, those of its own stage first.
 
     A need for ``I`` or ``W`` is also met by ``B``, which is the two in one (see `provides`). A need
     for ``R`` binds where the table has that ``R``. In a lowered table a value made on another rank
-    comes through the ``RECV`` that `arrival` names. ``REDUCE_GRAD`` needs every ``W`` of its stage;
-    each rank that holds the stage waits for those it runs itself.
+    comes through the ``RECV`` that `arrival` names. The destination of a skip needs the forward of
+    its source, the source the gradient of its destination. ``REDUCE_GRAD`` needs every ``W`` of its
+    stage; each rank that holds the stage waits for those it runs itself.
     """
-    op, stage, microbatch = action
+    op, stage, microbatch, _ = action
     match op:
         case Op.F:
-            return (Action(Op.F, stage - 1, microbatch),) if stage > 0 else ()
+            before = [stage - 1] if stage > 0 else []
+            before += [source for source, destination in skips if destination == stage]
+            return tuple(Action(Op.F, other, microbatch) for other in before)
         case Op.B | Op.I:
             own = (Action(Op.F, stage, microbatch), Action(Op.R, stage, microbatch))
-            last = stage == num_stages - 1
-            return own if last else (*own, Action(Op.I, stage + 1, microbatch))
+            behind = [stage + 1] if stage < num_stages - 1 else []
+            behind += [destination for source, destination in skips if source == stage]
+            return (*own, *(Action(Op.I, other, microbatch) for other in behind))
         case Op.W:
             return (Action(Op.I, stage, microbatch),)
         case Op.R | Op.SEND_F:
@@ -64,14 +71,31 @@ def counterpart(action: Action) -> Action:
     """Return the other half of a transfer: of a ``SEND`` its ``RECV``, and the reverse."""
     assert action.op in SENDS or action.op in RECEIVES, f"{action} is no half of a transfer"
     op, step = _COUNTERPART[action.op]
+    if action.peer is not None:
+        return Action(op, action.peer, action.microbatch, action.stage)
     return Action(op, action.stage + step, action.microbatch)
 
 
-def arrival(action: Action) -> Action:
-    """Return the ``RECV`` by which an action gets what another stage on another rank made."""
+def skip_of(transfer: Action) -> Skip | None:
+    """Return the skip that a transfer goes over, forward or back; None if it is a neighbour's."""
+    if transfer.peer is None:
+        return None
+    if transfer.op in (Op.SEND_F, Op.RECV_B):
+        return transfer.stage, transfer.peer
+    return transfer.peer, transfer.stage
+
+
+def arrival(action: Action, source: int | None = None) -> Action:
+    """Return the ``RECV`` by which an action gets what another stage on another rank made.
+
+    `source` is that stage: the neighbour if None, else one that a skip leads from.
+    """
     assert action.op in CONSUMERS, f"{action} needs nothing of another stage"
-    op = Op.RECV_F if action.op is Op.F else Op.RECV_B
-    return Action(op, action.stage, action.microbatch)
+    op, neighbour = (
+        (Op.RECV_F, action.stage - 1) if action.op is Op.F else (Op.RECV_B, action.stage + 1)
+    )
+    peer = None if source == neighbour else source
+    return Action(op, action.stage, action.microbatch, peer)
 
 
 class Channel(NamedTuple):

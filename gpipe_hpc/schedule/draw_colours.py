@@ -64,7 +64,7 @@ class Tints:
         ways: dict[int, dict[int, int]] = {}
         for rank, row in enumerate(timeline.events):
             for event in row:
-                op, stage, microbatch = event.action
+                op, stage, microbatch, _ = event.action
                 if op in COMPUTE and microbatch is not None:
                     ways.setdefault(microbatch, {})[stage] = rank
         numbers: dict[tuple[tuple[int, int], ...], int] = {}

@@ -22,7 +22,7 @@ def schedule_of(timeline: Timeline) -> Schedule:
     ways: dict[int, dict[int, int]] = defaultdict(dict)
     for rank, row in enumerate(timeline.events):
         for event in row:
-            op, stage, microbatch = event.action
+            op, stage, microbatch, _ = event.action
             if op in COMPUTE and microbatch is not None:
                 ways[microbatch][stage] = rank
     first = ways[min(ways)] if ways else {}
@@ -37,7 +37,9 @@ def schedule_of(timeline: Timeline) -> Schedule:
         tuple(event.action for event in row if event.action.op in COMPUTE)
         for row in timeline.events
     )
-    return Schedule(timeline.name, Placement(tuple(numbers), tuple(route_of)), rows)
+    return Schedule(
+        timeline.name, Placement(tuple(numbers), tuple(route_of)), rows, skips=timeline.skips
+    )
 
 
 def mean_costs(timeline: Timeline) -> Costs:

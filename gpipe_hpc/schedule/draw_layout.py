@@ -161,7 +161,7 @@ def _boxes(timeline: Timeline, tints: Tints, clock: Clock) -> list[tuple[Box, ..
         free_at = timeline.start_s
         boxes: list[Box] = []
         for event in row:
-            op, stage, microbatch = event.action
+            op, stage, microbatch, _ = event.action
             if op not in COMPUTE:
                 continue
             boxes.append(

@@ -68,8 +68,8 @@ class DataFlow:
     def _needs(self, event: Event) -> Iterator[Event]:
         if event.action.op not in COMPUTE:
             return
-        num_stages, num_microbatches = self._timeline.num_stages, self._timeline.num_microbatches
-        for need in dependencies(event.action, num_stages, num_microbatches):
+        of = self._timeline
+        for need in dependencies(event.action, of.num_stages, of.num_microbatches, of.skips):
             maker = self._makers.get(need)
             if maker is not None:
                 yield maker
@@ -77,7 +77,7 @@ class DataFlow:
     def _sender(self, event: Event, maker: Event) -> Event | None:
         if maker.rank == event.rank or event.action.op not in CONSUMERS:
             return None
-        send = self._makers.get(counterpart(arrival(event.action)))
+        send = self._makers.get(counterpart(arrival(event.action, maker.action.stage)))
         assert send is None or send.action.op in SENDS
         return send
 
@@ -108,7 +108,7 @@ def memory_curve(row: tuple[Event, ...]) -> list[Step]:
             steps.append(Step(time_s, live))
 
     for event in row:
-        op, stage, microbatch = event.action
+        op, stage, microbatch, _ = event.action
         if op is Op.F:
             change(event.start_s, 1)
             if (stage, microbatch) not in freed:

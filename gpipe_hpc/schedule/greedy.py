@@ -97,7 +97,7 @@ class _State:
         return self.live[rank] + self.spare[stage, rank] < self.rules.limits[rank]
 
     def _start(self, action: Action, rank: int, now: float) -> None:
-        op, stage, microbatch = action
+        op, stage, microbatch, _ = action
         assert microbatch is not None, f"{action} has no micro-batch"
         heapq.heappop(self.queues[rank][op, stage])
         self.rows[rank].append(action)
@@ -124,7 +124,7 @@ class _State:
             self._offer(action, later)
 
     def _offer(self, action: Action, when: float) -> None:
-        op, stage, microbatch = action
+        op, stage, microbatch, _ = action
         assert microbatch is not None, f"{action} has no micro-batch"
         rank = self.placement.rank_of(stage, microbatch)
         heapq.heappush(self.queues[rank].setdefault((op, stage), []), (microbatch, when))

@@ -67,7 +67,7 @@ def critical_pairs(timeline: Timeline) -> Iterator[tuple[int, int]]:
 
 def _makers(action: Action) -> list[Action]:
     """Return which actions of the neighbouring stage make what an action needs of it."""
-    op, stage, microbatch = action
+    op, stage, microbatch, _ = action
     if op is Op.F:
         return [Action(op, stage - 1, microbatch)]
     if op in (Op.B, Op.I):

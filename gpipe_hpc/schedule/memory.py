@@ -79,7 +79,7 @@ class _Keeper:
         freed = stages_of[Op.B] | stages_of[Op.W]
         held: dict[tuple[int, int | None], float] = {}
         total = 0.0
-        for op, stage, microbatch in actions:
+        for op, stage, microbatch, _ in actions:
             key = (stage, microbatch)
             added = 0.0
             if op is Op.F:

@@ -34,15 +34,18 @@ def peak_activations(actions: Sequence[Action]) -> Peak:
 def peak_receives(actions: Sequence[Action]) -> Peak:
     """Return the most receive buffers posted at once on a rank, given its actions in order.
 
-    One counts from its ``RECV`` to the end of the action that consumes it.
+    One counts from its ``RECV`` to the end of the action that consumes it, together with those of
+    the skips that lead to it.
     """
-    posted: set[Action] = set()
-    peak = Peak(0, 0)
+    posted: dict[Action, int] = {}
+    live, peak = 0, Peak(0, 0)
     for position, action in enumerate(actions):
         if action.op in RECEIVES:
-            posted.add(action)
-            if len(posted) > peak.size:
-                peak = Peak(len(posted), position)
+            usual = action if action.peer is None else action._replace(peer=None)
+            posted[usual] = posted.get(usual, 0) + 1
+            live += 1
+            if live > peak.size:
+                peak = Peak(live, position)
         elif action.op in CONSUMERS:
-            posted.discard(arrival(action))
+            live -= posted.pop(arrival(action), 0)
     return peak

@@ -17,14 +17,15 @@ from gpipe_hpc.schedule.dependencies import (
     counterpart,
     dependencies,
     provides,
+    skip_of,
 )
 from gpipe_hpc.schedule.table import Schedule
 
 Waits = list[tuple[int, ...]]
 
-# Data flow is the same for all micro-batches, so it is looked up by op and stage, a column of nodes
-# for each: the node that meets a need of a micro-batch, or NOWHERE.
-Kind = tuple[Op, int]
+# Data flow is the same for all micro-batches, so it is looked up by op, stage and peer, a column of
+# nodes for each: the node that meets a need of a micro-batch, or NOWHERE.
+Kind = tuple[Op, int, int | None]
 Column = list[int]
 NOWHERE: Final = -1
 
@@ -33,9 +34,9 @@ NOWHERE: Final = -1
 class Precedence:
     """A table as a graph; nodes are numbered rank by rank, in table order.
 
-    ``makers[op, stage][microbatch]`` is the node that meets a need; ``waits[node]`` are the nodes
-    that an action waits for. A wait for another rank's node is a wait for a transfer: that node is
-    the ``SEND`` in a lowered table, the value's maker in a bare one.
+    ``makers[op, stage, peer][microbatch]`` is the node that meets a need; ``waits[node]`` are the
+    nodes that an action waits for. A wait for another rank's node is a wait for a transfer: that
+    node is the ``SEND`` in a lowered table, the value's maker in a bare one.
     """
 
     schedule: Schedule
@@ -56,7 +57,7 @@ class Precedence:
 
     def find(self, need: Action) -> int | None:
         """Return the node that meets a need, None where there is none."""
-        column = self.makers.get((need.op, need.stage))
+        column = self.makers.get(kind_of(need))
         if column is None or need.microbatch is None or column[need.microbatch] == NOWHERE:
             return None
         return column[need.microbatch]
@@ -75,13 +76,24 @@ class Precedence:
         Every transfer must be whole.
         """
         waits = list(self.waits)
-        for (op, stage), sends in self.makers.items():
-            if op in SENDS:
-                post = counterpart(Action(op, stage))
-                for send, partner in zip(sends, self.makers[post.op, post.stage], strict=True):
+        for kind, sends in self.makers.items():
+            if kind[0] in SENDS:
+                posts = self.makers[kind_of(counterpart(action_of(kind)))]
+                for send, partner in zip(sends, posts, strict=True):
                     if send != NOWHERE:
                         waits[send] = (*waits[send], partner)
         return waits
+
+
+def kind_of(action: Action) -> Kind:
+    """Return what an action has in common with those of other micro-batches."""
+    return action.op, action.stage, action.peer
+
+
+def action_of(kind: Kind) -> Action:
+    """Return an action of a kind, of no micro-batch."""
+    op, stage, peer = kind
+    return Action(op, stage, None, peer)
 
 
 def build_precedence(schedule: Schedule) -> Precedence:
@@ -107,8 +119,8 @@ def _index(graph: Precedence) -> None:
     met: dict[Kind, list[tuple[Op, Column]]] = {}
     reductions: dict[tuple[int, int], int] = {}
     for node, (action, rank) in enumerate(zip(graph.actions, graph.ranks, strict=True)):
-        op, stage, microbatch = action
-        columns = met.get((op, stage))
+        op, stage, microbatch, peer = action
+        columns = met.get((op, stage, peer))
         if (
             columns is None
             or microbatch is None
@@ -121,8 +133,8 @@ def _index(graph: Precedence) -> None:
                 if first != node:
                     _refuse_twice(graph, node, first, action)
                 continue
-            columns = met[op, stage] = [
-                (need.op, makers.setdefault((need.op, need.stage), [NOWHERE] * num_microbatches))
+            columns = met[op, stage, peer] = [
+                (need.op, makers.setdefault(kind_of(need), [NOWHERE] * num_microbatches))
                 for need in provides(action)
             ]
         for need, column in columns:
@@ -134,11 +146,13 @@ def _index(graph: Precedence) -> None:
 def _check_entry(graph: Precedence, node: int) -> None:
     """Refuse one action that names no stage or micro-batch of the table, or is on a wrong rank."""
     placement, rank = graph.schedule.placement, graph.ranks[node]
-    op, stage, microbatch = graph.actions[node]
+    op, stage, microbatch, peer = graph.actions[node]
     if op in (Op.OFFLOAD, Op.FETCH):
         graph.refuse(node, f"no data flow is stated for {op}; take it out")
     if not 0 <= stage < placement.num_stages:
         graph.refuse(node, f"no such stage, expected 0 to {placement.num_stages - 1}, got {stage}")
+    if peer is not None:
+        _check_peer(graph, node)
     if op is Op.REDUCE_GRAD:
         if microbatch is not None:
             graph.refuse(node, f"expected no micro-batch, got {microbatch}")
@@ -153,16 +167,29 @@ def _check_entry(graph: Precedence, node: int) -> None:
         graph.refuse(node, f"wrong rank, expected rank {expected}, got rank {rank}; move it there")
 
 
+def _check_peer(graph: Precedence, node: int) -> None:
+    """Refuse a peer of an action that is no transfer over a skip of the table."""
+    action, skips = graph.actions[node], graph.schedule.skips
+    if action.op not in SENDS and action.op not in RECEIVES:
+        graph.refuse(node, f"is no transfer, expected no peer, got {action.peer}")
+    if skip_of(action) not in skips:
+        known = ", ".join(f"{source} to {destination}" for source, destination in skips)
+        graph.refuse(
+            node,
+            f"goes over no skip of the table, expected one of {known or 'none'}, got "
+            f"{' to '.join(map(str, skip_of(action) or ()))}; drop it, or name the skip",
+        )
+
+
 def _refuse_twice(graph: Precedence, node: int, first: int, need: Action) -> NoReturn:
     where = graph.where(first)
     graph.refuse(node, f"{need} is done twice, expected once, got it at {where} already; drop one")
 
 
 class _Need(NamedTuple):
-    """What the actions of one op and stage need: who makes it, and how it comes from elsewhere."""
+    """What the actions of a kind need: who makes it, and how it comes from elsewhere."""
 
-    op: Op
-    stage: int
+    action: Action
     makers: Column | None
     posts: Column | None
     sends: Column | None
@@ -174,28 +201,28 @@ def _resolve(graph: Precedence) -> None:
     ranks, append = graph.ranks, graph.waits.append
     leaves_with = _overlaps(graph)
     for node, action in enumerate(graph.actions):
-        op, stage, microbatch = action
+        op, stage, microbatch, peer = action
         if microbatch is None:
             append(_own_weights(graph, node))
             continue
-        kinds = needs.get((op, stage))
+        kinds = needs.get((op, stage, peer))
         if kinds is None:
-            kinds = needs[op, stage] = _needs(graph, action)
+            kinds = needs[op, stage, peer] = _needs(graph, action)
         waits: list[int] = []
         rank = ranks[node]
         for need in kinds:
             maker = need.makers[microbatch] if need.makers is not None else NOWHERE
             if maker == NOWHERE:
-                if need.op is Op.R:
+                if need.action.op is Op.R:
                     continue  # nothing is recomputed here
-                maker = graph.provide(node, Action(need.op, need.stage, microbatch))
+                maker = graph.provide(node, need.action._replace(microbatch=microbatch))
             if op in RECEIVES:
                 continue  # it posts a buffer; its consumer waits
             if need.posts is not None and ranks[maker] != rank:
                 waits.append(need.posts[microbatch])
                 maker = need.sends[microbatch] if need.sends is not None else NOWHERE
                 if waits[-1] == NOWHERE or maker == NOWHERE:
-                    _refuse_untransferred(graph, node)
+                    _refuse_untransferred(graph, node, need.action.stage)
             elif leaves_with and ranks[maker] != rank:
                 maker = leaves_with.get(maker, maker)
             waits.append(maker)
@@ -224,30 +251,29 @@ def _overlaps(graph: Precedence) -> dict[int, int]:
     return found
 
 
-def _refuse_untransferred(graph: Precedence, node: int) -> NoReturn:
-    """Raise for a value of another rank whose transfer is not whole."""
-    post = arrival(graph.actions[node])
+def _refuse_untransferred(graph: Precedence, node: int, source: int) -> NoReturn:
+    """Raise for a value of another rank's stage whose transfer is not whole."""
+    post = arrival(graph.actions[node], source)
     graph.provide(node, post)
     graph.provide(node, counterpart(post))
     raise AssertionError(f"{post} and its partner are in the table")
 
 
 def _needs(graph: Precedence, action: Action) -> list[_Need]:
-    """Return the needs that all micro-batches of an action's op and stage share."""
+    """Return the needs that the actions of a kind share."""
     schedule = graph.schedule
     column = graph.makers.get
-    posts: Column | None = None
-    sends: Column | None = None
-    if schedule.is_lowered and action.op in CONSUMERS:
-        nowhere = [NOWHERE] * schedule.num_microbatches
-        post = arrival(action)
-        send = counterpart(post)
-        posts = column((post.op, post.stage), nowhere)
-        sends = column((send.op, send.stage), nowhere)
-    return [
-        _Need(need.op, need.stage, column((need.op, need.stage)), posts, sends)
-        for need in dependencies(action, schedule.num_stages, 1)
-    ]
+    nowhere = [NOWHERE] * schedule.num_microbatches
+    found: list[_Need] = []
+    for need in dependencies(action, schedule.num_stages, 1, schedule.skips):
+        posts: Column | None = None
+        sends: Column | None = None
+        if schedule.is_lowered and action.op in CONSUMERS and need.stage != action.stage:
+            post = arrival(action, need.stage)
+            posts = column(kind_of(post), nowhere)
+            sends = column(kind_of(counterpart(post)), nowhere)
+        found.append(_Need(need, column(kind_of(need)), posts, sends))
+    return found
 
 
 def _own_weights(graph: Precedence, node: int) -> tuple[int, ...]:

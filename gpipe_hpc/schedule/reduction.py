@@ -36,7 +36,7 @@ def _turns(schedule: Schedule) -> dict[int, int]:
     free_at = [0] * schedule.num_ranks
     latest: dict[int, int] = dict.fromkeys(shared, 0)
     for node in execution_order(graph, graph.waits):
-        op, stage, _ = graph.actions[node]
+        op, stage, _, _ = graph.actions[node]
         rank = graph.ranks[node]
         free_at[rank] = max([free_at[rank], *(done[wait] for wait in graph.waits[node])])
         free_at[rank] += op in COMPUTE

@@ -5,14 +5,21 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from gpipe_hpc.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Op
+from gpipe_hpc.schedule.actions import COMPUTE, RECEIVES, SENDS, Op
 from gpipe_hpc.schedule.collectives import reduction_order
 from gpipe_hpc.schedule.costs import Costs
-from gpipe_hpc.schedule.dependencies import counterpart, dependencies, provides
+from gpipe_hpc.schedule.dependencies import counterpart, dependencies, provides, skip_of
 from gpipe_hpc.schedule.garbage import collector_paused
 from gpipe_hpc.schedule.lowering import lower
-from gpipe_hpc.schedule.precedence import Kind, Precedence, build_precedence, execution_order
-from gpipe_hpc.schedule.table import Schedule
+from gpipe_hpc.schedule.precedence import (
+    Kind,
+    Precedence,
+    action_of,
+    build_precedence,
+    execution_order,
+    kind_of,
+)
+from gpipe_hpc.schedule.table import Schedule, Skip
 from gpipe_hpc.schedule.timeline import Event, Timeline
 
 
@@ -25,7 +32,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     another one after the other. Reductions overlap compute, on each rank one at a time; that of a
     mirrored stage starts when all its holders are ready. Time is linear in the number of actions.
     """
-    if schedule.overlaps and not schedule.is_lowered:
+    if (schedule.overlaps or schedule.skips) and not schedule.is_lowered:
         return _compute_of(simulate(lower(schedule), costs))
     graph = build_precedence(schedule)
     clock = _Clock(graph, costs)
@@ -45,9 +52,9 @@ class _Step(NamedTuple):
 
     duration: float
     computes: bool
-    # The stage whose action needs the value, -1 for none; and the boundary that it crosses.
+    # The stage whose action needs the value, -1 for none; and the boundary or skip it goes over.
     destination: int
-    boundary: int
+    way: int | Skip
 
 
 class _Clock:
@@ -69,8 +76,8 @@ class _Clock:
         starts, ends, arrivals, steps = self.starts, self.ends, self.arrivals, self.steps
         free_at = [0.0] * self.graph.schedule.num_ranks
         for node in order:
-            op, stage, _ = actions[node]
-            duration, computes, destination, boundary = steps[op, stage]
+            op, stage, _, peer = actions[node]
+            duration, computes, destination, way = steps[op, stage, peer]
             rank = ranks[node]
             start = free_at[rank]
             for wait in waits[node]:
@@ -81,9 +88,9 @@ class _Clock:
             if computes:
                 free_at[rank] = end
             if destination >= 0:
-                self._transfer(node, destination, boundary)
+                self._transfer(node, destination, way)
 
-    def _transfer(self, node: int, destination: int, boundary: int) -> None:
+    def _transfer(self, node: int, destination: int, way: int | Skip) -> None:
         """Move a value once it is made and the link is free; not within a rank."""
         graph = self.graph
         rank, action = graph.ranks[node], graph.actions[node]
@@ -92,7 +99,7 @@ class _Clock:
         if link[0] == link[1]:
             return
         begin = max(self.ends[node], self.link_free_at.get(link, 0.0))
-        end = begin + self.transfer_time(boundary, link)
+        end = begin + self.transfer_time(way, link)
         self.link_free_at[link] = self.arrivals[node] = end
         if action.op in SENDS:
             self.starts[node], self.ends[node] = begin, end
@@ -112,10 +119,10 @@ class _Clock:
     def timeline(self) -> Timeline:
         """Return the events; a ``RECV`` ends when its value is there."""
         graph, schedule = self.graph, self.graph.schedule
-        for (op, stage), column in graph.makers.items():
-            if op in RECEIVES:
-                send = counterpart(Action(op, stage))
-                for post, node in zip(column, graph.makers[send.op, send.stage], strict=True):
+        for kind, column in graph.makers.items():
+            if kind[0] in RECEIVES:
+                sends = graph.makers[kind_of(counterpart(action_of(kind)))]
+                for post, node in zip(column, sends, strict=True):
                     if post >= 0:
                         self.ends[post] = max(self.starts[post], self.arrivals[node])
         events = list(map(Event, graph.ranks, graph.actions, self.starts, self.ends))
@@ -125,25 +132,27 @@ class _Clock:
             num_stages=schedule.num_stages,
             num_microbatches=schedule.num_microbatches,
             name=schedule.name,
+            skips=schedule.skips,
         )
 
 
 def _steps(graph: Precedence, costs: Costs) -> dict[Kind, _Step]:
     """Return what to do for each op and stage of a table."""
     num_stages = graph.schedule.num_stages
-    kinds = {(action.op, action.stage) for action in graph.actions}
+    kinds = {kind_of(action) for action in graph.actions}
     durations = {
-        op: costs.of_compute(op, num_stages) for op in sorted({op for op, _ in kinds} & COMPUTE)
+        op: costs.of_compute(op, num_stages) for op in sorted({kind[0] for kind in kinds} & COMPUTE)
     }
     destinations = _destinations(graph, kinds)
     steps: dict[Kind, _Step] = {}
-    for op, stage in kinds:
-        destination = destinations.get((op, stage), -1)
-        steps[op, stage] = _Step(
+    for kind in kinds:
+        op, stage, _ = kind
+        destination = destinations.get(kind, -1)
+        steps[kind] = _Step(
             duration=durations[op][stage] if op in durations else 0.0,
             computes=op in durations,
             destination=destination,
-            boundary=min(stage, destination),
+            way=skip_of(action_of(kind)) or min(stage, destination),
         )
     return steps
 
@@ -151,16 +160,17 @@ def _steps(graph: Precedence, costs: Costs) -> dict[Kind, _Step]:
 def _destinations(graph: Precedence, kinds: set[Kind]) -> dict[Kind, int]:
     """Return where values go: of ``SEND``s, or in a bare table of the ops that make them."""
     if graph.schedule.is_lowered:
-        return {kind: counterpart(Action(*kind)).stage for kind in kinds if kind[0] in SENDS}
+        return {kind: counterpart(action_of(kind)).stage for kind in kinds if kind[0] in SENDS}
+    assert not graph.schedule.skips, "a value with several destinations is timed in a lowered table"
     takers: dict[Kind, int] = {}
-    for op, stage in kinds:
-        if op is not Op.REDUCE_GRAD:
-            for need in dependencies(Action(op, stage, 0), graph.schedule.num_stages, 1):
-                if need.stage != stage:
-                    takers[need.op, need.stage] = stage
+    for kind in kinds:
+        if kind[0] is not Op.REDUCE_GRAD:
+            for need in dependencies(action_of(kind), graph.schedule.num_stages, 1):
+                if need.stage != kind[1]:
+                    takers[kind_of(need)] = kind[1]
     return {
-        (op, stage): takers[need.op, need.stage]
-        for op, stage in kinds
-        for need in provides(Action(op, stage))
-        if (need.op, need.stage) in takers
+        kind: takers[kind_of(need)]
+        for kind in kinds
+        for need in provides(action_of(kind))
+        if kind_of(need) in takers
     }

@@ -9,6 +9,8 @@ from gpipe_hpc.schedule.actions import COMPUTE, Action
 
 # A forward and the backward of another stage that the same rank runs along with it.
 Overlap = tuple[Action, Action]
+# A long skip: the stage that stashes tensors, and the later one that pops them.
+Skip = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,9 @@ class Schedule:
     once; ``max_receives[rank]`` the receive buffers posted and not yet consumed. None: undeclared.
     `overlaps` names pairs of an ``F`` and the ``B`` right behind it on its rank that are one block:
     the output of the ``F`` leaves when both are done. Lowering turns that into an order of sends.
+    `skips` are the pairs of stages between which tensors go directly, past those in between: sorted
+    pairs (source, destination), the destination two stages on or more. What goes to the next stage
+    travels with the boundary.
     """
 
     name: str
@@ -87,6 +92,23 @@ class Schedule:
     max_activations: tuple[int, ...] | None = None
     max_receives: tuple[int, ...] | None = None
     overlaps: tuple[Overlap, ...] = ()
+    skips: tuple[Skip, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse skips between stages that are not there or too near, and skips out of order."""
+        last = self.num_stages - 1
+        for source, destination in self.skips:
+            if not (source >= 0 and source + 2 <= destination <= last):
+                raise ScheduleError(
+                    f"schedule {self.name!r}: no such skip, expected stages of 0 to {last}, the "
+                    f"second two on or more, got ({source}, {destination}); leave out what goes to "
+                    "the next stage or stays within one"
+                )
+        if list(self.skips) != sorted(set(self.skips)):
+            raise ScheduleError(
+                f"schedule {self.name!r}: skips, expected each pair of stages once and in order, "
+                f"got {self.skips}; sort them"
+            )
 
     @property
     def num_ranks(self) -> int:
@@ -112,7 +134,7 @@ class Schedule:
 
 
 def digest(schedule: Schedule) -> str:
-    """Return a hash of all that a run depends on: placement, actions, bounds; not of the name.
+    """Return a hash of all that a run depends on: placement, actions, bounds, skips; not the name.
 
     The same in every process, so ranks may compare it before the first step.
     """
@@ -122,6 +144,8 @@ def digest(schedule: Schedule) -> str:
     sha.update(
         ";".join(f"{forward} {backward}" for forward, backward in schedule.overlaps).encode()
     )
+    if schedule.skips:
+        sha.update(f"\nskips {schedule.skips}".encode())
     for actions in schedule.ranks:
         sha.update(("\n" + ",".join(map(str, actions))).encode())
     return sha.hexdigest()

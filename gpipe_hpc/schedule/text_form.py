@@ -1,26 +1,34 @@
 """The text form of a table: a line of comma-separated actions for each rank.
 
 The format that torch.distributed.pipelining dumps and loads; empty cells are bubbles there. An F
-and a B that are one block share a cell, as in ``(0F4;7B1)OVERLAP_F_B``.
+and a B that are one block share a cell, as in ``(0F4;7B1)OVERLAP_F_B``. A table with long skips has
+a last line that names them by their stages, as in ``skips,0>4,1>3``.
 """
 
 import csv
 import io
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Op, parse_action
-from gpipe_hpc.schedule.table import Placement, Schedule
+from gpipe_hpc.schedule.table import Placement, Schedule, Skip
 
 _OVERLAP: Final = "OVERLAP_F_B"
+_SKIPS: Final = "skips"
+_SKIP: Final = re.compile(r"(\d+)\s*>\s*(\d+)")
 
 
 def to_text(schedule: Schedule) -> str:
     """Return a table as text, one line a rank."""
     partner_of = dict(schedule.overlaps)
-    return "".join(",".join(_cells_of(row, partner_of)) + "\n" for row in schedule.ranks)
+    lines = [",".join(_cells_of(row, partner_of)) for row in schedule.ranks]
+    if schedule.skips:
+        named = (f"{source}>{destination}" for source, destination in schedule.skips)
+        lines.append(",".join([_SKIPS, *named]))
+    return "".join(line + "\n" for line in lines)
 
 
 def _cells_of(row: Sequence[Action], partner_of: Mapping[Action, Action]) -> Iterator[str]:
@@ -43,7 +51,9 @@ def from_text(text: str, name: str = "file") -> Schedule:
     No bounds are declared. Reductions in a table without transfers, as torch dumps them, are left
     to lowering. Raises `ScheduleError` naming line and cell, both counted from 1.
     """
-    cells = _read(text, name)
+    lines = list(csv.reader(io.StringIO(text)))
+    skips = _take_skips(lines, name)
+    cells = _read(lines, name)
     if not cells:
         raise ScheduleError(f"schedule {name!r}: no action in the text, expected one at least")
     placement = _placement(cells, name)
@@ -57,7 +67,7 @@ def from_text(text: str, name: str = "file") -> Schedule:
         if cell.in_block:
             blocks.setdefault((cell.line, cell.column), []).append(cell.action)
     overlaps = tuple((block[0], block[-1]) for block in blocks.values())
-    schedule = Schedule(name, placement, tuple(map(tuple, rows)), overlaps=overlaps)
+    schedule = Schedule(name, placement, tuple(map(tuple, rows)), overlaps=overlaps, skips=skips)
     return replace(schedule, overlaps=()) if schedule.is_lowered else schedule
 
 
@@ -71,9 +81,28 @@ class _Cell(NamedTuple):
         return f"line {self.line + 1}, cell {self.column + 1}"
 
 
-def _read(text: str, name: str) -> list[_Cell]:
+def _take_skips(lines: list[list[str]], name: str) -> tuple[Skip, ...]:
+    """Take the line of skips off the end of a table, if it has one."""
+    while lines and not any(map(str.strip, lines[-1])):
+        lines.pop()  # blank lines at the end are no ranks
+    if not lines or lines[-1][0].strip() != _SKIPS:
+        return ()
+    skips: list[Skip] = []
+    for column, entry in enumerate(lines.pop()[1:], 2):
+        match = _SKIP.fullmatch(entry.strip())
+        if match:
+            skips.append((int(match[1]), int(match[2])))
+        elif entry.strip():
+            raise ScheduleError(
+                f"schedule {name!r}, line {len(lines) + 1}, cell {column}: not a skip, expected "
+                f"its stages such as 0>4, got {entry!r}"
+            )
+    return tuple(sorted(skips))
+
+
+def _read(lines: list[list[str]], name: str) -> list[_Cell]:
     cells: list[_Cell] = []
-    for line, row in enumerate(csv.reader(io.StringIO(text))):
+    for line, row in enumerate(lines):
         for column, entry in enumerate(row):
             if not entry.strip():
                 continue  # a bubble: time is a result of running a table, no part of it
@@ -110,7 +139,7 @@ def _lacks_transfers(cells: list[_Cell], placement: Placement) -> bool:
 def _with_idle_holders(placement: Placement, cells: list[_Cell]) -> Placement:
     """Add a route for each rank that reduces a stage of which it runs no micro-batch."""
     first, idle = placement.routes[0], []
-    for line, _, (op, stage, _), _ in cells:
+    for line, _, (op, stage, _, _), _ in cells:
         if op is Op.REDUCE_GRAD and stage < len(first) and line not in placement.holders(stage):
             idle.append((*first[:stage], line, *first[stage + 1 :]))
     return replace(placement, routes=placement.routes + tuple(idle))
@@ -120,7 +149,7 @@ def _placement(cells: list[_Cell], name: str) -> Placement:
     """Return where each micro-batch runs; micro-batches that go one way share a route."""
     places: dict[tuple[int, int], _Cell] = {}
     for cell in cells:
-        op, stage, microbatch = cell.action
+        op, stage, microbatch, _ = cell.action
         if op not in COMPUTE or microbatch is None:
             continue
         first = places.setdefault((stage, microbatch), cell)

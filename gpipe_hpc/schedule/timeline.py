@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from gpipe_hpc.schedule.actions import COMPUTE, Action
 from gpipe_hpc.schedule.occupancy import peak_activations
+from gpipe_hpc.schedule.table import Skip
 
 
 class Event(NamedTuple):
@@ -34,6 +35,7 @@ class Timeline:
     num_stages: int
     num_microbatches: int
     name: str = ""
+    skips: tuple[Skip, ...] = ()
 
     @property
     def num_ranks(self) -> int:

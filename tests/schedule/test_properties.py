@@ -35,7 +35,7 @@ COMPUTE = {Op.F, Op.B, Op.I, Op.W, Op.R}
 
 def compute_needs(action, num_stages, backward_of):
     """Return what a compute action needs; `backward_of` says whether a pair runs B or I and W."""
-    op, stage, microbatch = action
+    op, stage, microbatch, _ = action
     if op is Op.F:
         return [Action(Op.F, stage - 1, microbatch)] if stage else []
     if op is Op.R:
@@ -96,7 +96,7 @@ def replay(schedule):
         return placement.rank_of(action.stage, action.microbatch)
 
     def can_run(rank, action):
-        op, stage, microbatch = action
+        op, stage, microbatch, _ = action
         if op is Op.REDUCE_GRAD or op in (Op.RECV_F, Op.RECV_B):
             return True
         if op is Op.SEND_F:
