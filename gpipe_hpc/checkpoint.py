@@ -88,7 +88,7 @@ def load(pipe: "Pipeline", path: Path, optimizer: torch.optim.Optimizer | None) 
         state_dict_loader.load(targets, storage_reader=reader, no_dist=True)
     if optimizer is not None:
         _set_optimizer(pipe, optimizer, states)
-    pipe.restore_position(facts["steps_done"], facts["loss_weight"])
+    pipe.restore_position(facts["steps_done"], facts["loss_weight"], facts.get("loss_scale"))
     extra: dict[str, Any] = facts["extra"]
     return extra
 
@@ -153,6 +153,7 @@ def _write_facts(
         "format": 1,
         "steps_done": pipe.steps_done,
         "loss_weight": pipe.loss_weight,
+        "loss_scale": None if pipe.loss_scale is None else pipe.loss_scale.state(),
         "parameters": {info.name: info.num_elements for info in pipe.all_parameters},
         "num_layers": pipe.num_layers,
         "stages": pipe.mesh.stages,

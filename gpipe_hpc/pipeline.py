@@ -25,9 +25,10 @@ from gpipe_hpc.engine.assembly import (
 )
 from gpipe_hpc.engine.feed import Feed, random_keys
 from gpipe_hpc.engine.loss import LossFunction
+from gpipe_hpc.engine.loss_scale import LossScale
 from gpipe_hpc.engine.microbatches import share_of
 from gpipe_hpc.engine.norms import clip_by_global_norm
-from gpipe_hpc.engine.precision import casting
+from gpipe_hpc.engine.precision import casting, scaling
 from gpipe_hpc.engine.results import StepResult
 from gpipe_hpc.engine.routes import skip_pairs
 from gpipe_hpc.engine.statistics import gather_batchnorm, say_batchnorm
@@ -56,7 +57,8 @@ class Pipeline:
     `schedule`: a name with `schedule_options`, or a Schedule; `auto` searches an order for the
     measured layers where the partition is by `time`. `recompute`: always, except_last or never.
     `partition`: parameters, uniform, time (needs `example=(inputs, targets)` of one micro-batch),
-    or the number of layers of each stage. `precision`: float32, or bfloat16 by autocast.
+    or the number of layers of each stage. `precision`: float32, or bfloat16 or float16 by
+    autocast, the latter with a loss scale.
     `normalise_over_replicas`: BatchNorm normalises a micro-batch of all replicas as one.
     `world`: where the ranks are; None joins the process group there is, or starts one from the
     launcher's environment.
@@ -137,6 +139,7 @@ class Pipeline:
                 "micro-batches": self.num_microbatches,
                 "number of layers": self.num_layers,
                 "seed": self.seed,
+                "precision": self.precision,
                 "normalise_over_replicas": normalises_together,
             },
         )
@@ -163,7 +166,9 @@ class Pipeline:
         spans = stage_spans(self.partition.counts)
         stage_of_layer = [stage for stage, span in enumerate(spans) for _ in span]
         tied = join_ties(find_ties(model), self.stages, stage_of_layer, placement, mesh, world)
-        self._steps = Steps(self._site, tables, self.stages, wiring, tied, self.num_layers)
+        self._steps = Steps(
+            self._site, tables, self.stages, wiring, tied, self.num_layers, scaling(self.precision)
+        )
         self.needs_inputs = 0 in held
         self.needs_targets = self.schedule.num_stages - 1 in held
 
@@ -211,18 +216,20 @@ class Pipeline:
 
         `inputs` are used by ranks with `needs_inputs`, `targets` by those with `needs_targets`;
         elsewhere None will do. Replaces `.grad` of every parameter: the gradient of the global
-        loss, None where no replica used the parameter.
+        loss, None where no replica used the parameter. Where gradients overflowed float16 all are
+        None and the result's `is_skipped` is True; such a step counts, so the batch is passed
+        over and the learning rate goes on.
         """
         with together(self.world, f"step {self.steps_done}"):
-            loss = self._steps.train(self._feed("training", inputs, targets, self.loss_fn))
+            result = self._steps.train(self._feed("training", inputs, targets, self.loss_fn))
         self.steps_done += 1
-        return StepResult(loss)
+        return result
 
     def evaluate(self, inputs: Nest = None, targets: Nest = None) -> StepResult:
         """Return the loss of a global batch in evaluation mode, over all replicas."""
         with together(self.world, "evaluation"):
             feed = self._feed("evaluation", inputs, targets, self.loss_fn)
-            return StepResult(self._steps.evaluate(feed))
+            return self._steps.evaluate(feed)
 
     def predict(self, inputs: Nest = None) -> Nest:
         """Return the model's outputs for this replica's inputs, in order, on each of its ranks.
@@ -283,10 +290,19 @@ class Pipeline:
         """Return the global loss weight of the last step; the next backward starts near 1 / it."""
         return float(self._steps.weight)
 
-    def restore_position(self, steps_done: int, loss_weight: float) -> None:
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """Return the loss scale of float16, the same on every rank; None for other precisions."""
+        return self._steps.loss_scale
+
+    def restore_position(
+        self, steps_done: int, loss_weight: float, loss_scale: Mapping[str, float] | None = None
+    ) -> None:
         """Continue after `steps_done` steps, as a checkpoint says."""
         self.steps_done = steps_done
         self._steps.weight.fill_(loss_weight)
+        if loss_scale is not None and self._steps.loss_scale is not None:
+            self._steps.loss_scale.restore(loss_scale)
 
     def _counts(self, stage: int) -> bool:
         """Say whether this rank speaks for a stage: the first of those that hold a copy of it."""

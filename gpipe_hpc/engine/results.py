@@ -92,9 +92,15 @@ class StepLoss:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step or an evaluation gave; the same on every rank."""
+    """What a step or an evaluation gave; the same on every rank.
+
+    `is_skipped`: gradients overflowed float16 on some rank, so there are none on any.
+    `loss_scale`: what backward was scaled by.
+    """
 
     _loss: StepLoss
+    is_skipped: bool = False
+    loss_scale: float = 1.0
 
     @property
     def loss(self) -> float:

@@ -12,10 +12,11 @@ from gpipe_hpc.engine.executor import Executor, Outcome
 from gpipe_hpc.engine.feed import Feed
 from gpipe_hpc.engine.gradients import unite_flags
 from gpipe_hpc.engine.loss import backward_seed, final_divisor
+from gpipe_hpc.engine.loss_scale import LossScale, any_overflow
 from gpipe_hpc.engine.microbatches import join
 from gpipe_hpc.engine.outputs import broadcast_nest
 from gpipe_hpc.engine.recorder import Recorder
-from gpipe_hpc.engine.results import Exchange, StepLoss
+from gpipe_hpc.engine.results import Exchange, StepLoss, StepResult
 from gpipe_hpc.engine.stage import Stage, training_modes
 from gpipe_hpc.engine.tables import Tables
 from gpipe_hpc.engine.tied import TiedParameter
@@ -65,7 +66,9 @@ class Steps:
         wiring: Wiring,
         tied: list[TiedParameter],
         num_layers: int,
+        loss_scale: LossScale | None = None,
     ) -> None:
+        self.loss_scale = loss_scale
         self._site = site
         self._placement = tables.training.placement
         self._stages = stages
@@ -85,10 +88,11 @@ class Steps:
         """Return what was recorded of the last training step."""
         return self._trainer.recorder
 
-    def train(self, feed: Feed) -> StepLoss:
+    def train(self, feed: Feed) -> StepResult:
         """Run forward, backward and reduction; replace the gradients of all parameters."""
         self._refuse_empty(feed)
-        feed.seed = seed = backward_seed(self.weight)
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        feed.seed = seed = backward_seed(self.weight) * scale
         for stage in self._stages.values():
             stage.gradients.clear()
             stage.statistics.clear()
@@ -102,16 +106,30 @@ class Steps:
             copies = self._wiring.reductions[stage.index]
             used = unite_flags(stage.gradients.used_flags(), copies)
             stage.gradients.finish(divisor, used)
-            stage.statistics.finish()
         for tied in self._tied:
             tied.finish(divisor)
         self.weight = loss.weight
-        return loss
+        is_skipped = self.loss_scale is not None and self._drop_overflow(self.loss_scale)
+        for stage in self._stages.values():
+            stage.statistics.finish(is_kept=not is_skipped)
+        return StepResult(loss, is_skipped, scale)
 
-    def evaluate(self, feed: Feed) -> StepLoss:
+    def _drop_overflow(self, scale: LossScale) -> bool:
+        """Set all gradients to None, on every rank, if one of any rank is not finite."""
+        site = self._site
+        parameters = [p for s in self._stages.values() for p in s.named_parameters().values()]
+        present = [p.grad for p in parameters if p.grad is not None]
+        overflowed = any_overflow(present, site.everybody, site.world.device)
+        if overflowed:
+            for parameter in parameters:
+                parameter.grad = None
+        scale.update(overflowed=overflowed)
+        return overflowed
+
+    def evaluate(self, feed: Feed) -> StepResult:
         """Return the loss of a global batch, in evaluation mode."""
         with training_modes(self._stages.values(), False):
-            return self._put_together(self._evaluator.run(feed))
+            return StepResult(self._put_together(self._evaluator.run(feed)))
 
     def predict(self, feed: Feed) -> Nest:
         """Return the outputs of this replica's micro-batches put together, on each of its ranks."""
