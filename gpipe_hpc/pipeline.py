@@ -1,7 +1,6 @@
 """`Pipeline`: a model cut into stages on ranks, trained as if it were in one piece."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc import checkpoint
-from gpipe_hpc.comm.group import Group, broadcast_object
+from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.start import DEFAULT_TIMEOUT_S, start_world
@@ -20,7 +19,6 @@ from gpipe_hpc.engine.assembly import (
     check_agreement,
     equalise_copies,
     gather_parameters,
-    routes_of,
     stage_spans,
 )
 from gpipe_hpc.engine.feed import Feed, random_keys
@@ -28,23 +26,17 @@ from gpipe_hpc.engine.loss import LossFunction
 from gpipe_hpc.engine.loss_scale import LossScale
 from gpipe_hpc.engine.microbatches import share_of
 from gpipe_hpc.engine.norms import clip_by_global_norm
-from gpipe_hpc.engine.precision import casting, scaling
+from gpipe_hpc.engine.precision import scaling
 from gpipe_hpc.engine.results import StepResult
-from gpipe_hpc.engine.routes import skip_pairs
 from gpipe_hpc.engine.statistics import gather_batchnorm, say_batchnorm
 from gpipe_hpc.engine.steps import Site, Steps
-from gpipe_hpc.engine.tables import Tables, make_tables, table_asked_for
+from gpipe_hpc.engine.tables import Tables
 from gpipe_hpc.engine.tied import join_ties
 from gpipe_hpc.engine.wiring import wire
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.models import Layer, find_ties, normalise_layers, parameter_sizes
-from gpipe_hpc.planning import (
-    Example,
-    Partition,
-    check_conservation,
-    choose_partition,
-    cut_table,
-)
+from gpipe_hpc.planning import Partition, check_conservation, cut_table
+from gpipe_hpc.planning.layout import Wishes, lay_out
 from gpipe_hpc.schedule import Event, Schedule, Timeline, digest
 
 
@@ -55,7 +47,10 @@ class Pipeline:
     own. `loss_fn(output, target)` returns the mean over the micro-batch's samples or a pair
     (sum, weight). `stages`: ranks of one pipeline, None for world size / replicas.
     `schedule`: a name with `schedule_options`, or a Schedule; `auto` searches an order for the
-    measured layers where the partition is by `time`. `recompute`: always, except_last or never.
+    measured layers where the partition is by `time`. `recompute`: always, except_last, never, or
+    budget: the least with which no rank needs more than `memory_bytes` for weights, gradients,
+    `optimizer_states` numbers a parameter, and activations (needs an example too). `offload`:
+    kept activations wait on the host where their backward is not near.
     `partition`: parameters, uniform, time (needs `example=(inputs, targets)` of one micro-batch),
     or the number of layers of each stage. `precision`: float32, or bfloat16 or float16 by
     autocast, the latter with a loss scale.
@@ -78,6 +73,9 @@ class Pipeline:
         schedule: str | Schedule = "gpipe",
         schedule_options: Mapping[str, Any] | None = None,
         recompute: str = "except_last",
+        memory_bytes: float | None = None,
+        optimizer_states: int = 2,
+        offload: bool = False,
         partition: str | Sequence[int] | Partition = "parameters",
         example: tuple[Nest, Nest] | None = None,
         seed: int = 0,
@@ -96,38 +94,23 @@ class Pipeline:
             self.num_layers = len(model)
             self.steps_done = 0
             self._site = Site.of(self.world, self.mesh)
-            asked = partial(
-                table_asked_for, schedule, ranks=self.mesh.stages, microbatches=microbatches
+            wishes = Wishes(
+                loss_fn,
+                microbatches,
+                schedule,
+                schedule_options or {},
+                recompute,
+                memory_bytes,
+                optimizer_states,
+                offload,
+                partition,
+                example,
+                precision,
+                seed,
             )
-            options = dict(schedule_options or {})
-            table = asked(options=options)
-            self.partition = self._cut(partition, model, table.num_stages, example)
-            measured = self.partition.stage_costs()
-            if schedule == "auto" and "costs" not in options and measured is not None:
-                table = asked(options=options | {"costs": measured})
-            routes = routes_of(model, self.partition.counts)
-            tables = make_tables(table, recompute, skip_pairs(routes))
+            self.partition, tables, self.recomputed = lay_out(model, wishes, self._site)
             self.schedule = tables.training
             self._build(model, tables, normalise_over_replicas)
-
-    def _cut(
-        self,
-        policy: str | Sequence[int] | Partition,
-        model: list[Layer],
-        num_stages: int,
-        given: tuple[Nest, Nest] | None,
-    ) -> Partition:
-        """Choose the cut on rank 0, which alone measures, and take it over everywhere."""
-
-        def example() -> Example | None:
-            return given and Example(*given, self.loss_fn, self.seed, self.world.device)
-
-        chosen = None
-        if self.world.rank == 0:
-            with casting(self.precision, self.world.device):
-                chosen = choose_partition(policy, model, num_stages, example)
-        cut: Partition = broadcast_object(self.everybody, chosen, root=0)
-        return cut
 
     def _build(self, model: list[Layer], tables: Tables, normalises_together: bool) -> None:
         world, mesh, placement = self.world, self.mesh, self.schedule.placement
@@ -144,7 +127,14 @@ class Pipeline:
             },
         )
         self.stages = build_stages(
-            model, self.partition.counts, held, self.seed, world, self.everybody, self.precision
+            model,
+            self.partition.counts,
+            held,
+            self.seed,
+            world,
+            self.everybody,
+            self.precision,
+            self.recomputed,
         )
         self.all_parameters = gather_parameters(self.stages, self._site.pipeline)
         check_conservation(parameter_sizes(model), by_stage(self.all_parameters))
@@ -256,9 +246,9 @@ class Pipeline:
         """Return when the actions of the last step ran on each rank of this replica, in seconds."""
         recorded = self._steps.recorder.events(self.stage_rank)
         rows: list[tuple[Event, ...]] = self._site.pipeline.all_gather_object(recorded)
-        return Timeline(
-            tuple(rows), self.schedule.num_stages, self.num_microbatches, self.schedule.name
-        )
+        table = self.schedule
+        size = table.num_stages, table.num_microbatches
+        return Timeline(tuple(rows), *size, table.name, table.skips)
 
     def last_step_seconds(self) -> tuple[float, float]:
         """Return the seconds this rank computed in the last step, and those the step took."""

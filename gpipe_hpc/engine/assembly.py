@@ -42,8 +42,11 @@ def build_stages(
     world: World,
     everybody: Group,
     precision: str = "float32",
+    recomputed: Sequence[frozenset[int]] | None = None,
 ) -> dict[int, Stage]:
     """Build the stages `indices` of a model cut into stages of `counts` layers; nothing else.
+
+    `recomputed`: the layers of each stage that an ``R`` runs again; None for all.
 
     The same call on every rank. Layers that come built are trained themselves, except on ranks
     that find the same object trained by a rank ahead of them: those work on copies.
@@ -76,6 +79,7 @@ def build_stages(
             names=dict(enumerate(map(skip_names, layers))),
             ties=ties,
             precision=precision,
+            recomputed=None if recomputed is None else recomputed[index],
         )
         for index in indices
     }

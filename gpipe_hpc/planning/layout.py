@@ -1,0 +1,111 @@
+"""Decide how a model is laid out: cut, table and recomputation, the same on every rank."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from gpipe_hpc.comm.group import broadcast_object
+from gpipe_hpc.comm.nests import Nest
+from gpipe_hpc.engine.assembly import routes_of
+from gpipe_hpc.engine.loss import LossFunction
+from gpipe_hpc.engine.precision import casting
+from gpipe_hpc.engine.routes import skip_pairs
+from gpipe_hpc.engine.steps import Site
+from gpipe_hpc.engine.tables import Tables, make_tables, table_asked_for
+from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.models import Layer
+from gpipe_hpc.planning.budget import Budget, fit_recompute
+from gpipe_hpc.planning.choice import Example, Partition, choose_partition
+from gpipe_hpc.schedule import Schedule
+
+log = logging.getLogger("gpipe_hpc.pipeline")
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a user asked for; see `Pipeline`."""
+
+    loss_fn: LossFunction
+    microbatches: int
+    schedule: str | Schedule
+    options: Mapping[str, Any] = field(default_factory=dict)
+    recompute: str = "except_last"
+    memory_bytes: float | None = None
+    optimizer_states: int = 2
+    offload: bool = False
+    partition: str | Sequence[int] | Partition = "parameters"
+    example: tuple[Nest, Nest] | None = None
+    precision: str = "float32"
+    seed: int = 0
+
+
+class Layout(NamedTuple):
+    """What was decided; `recomputed`: the layers that each stage recomputes, None for all."""
+
+    partition: Partition
+    tables: Tables
+    recomputed: tuple[frozenset[int], ...] | None
+
+
+def lay_out(layers: Sequence[Layer], wishes: Wishes, site: Site) -> Layout:
+    """Decide on rank 0, which alone measures and needs an example, what all ranks then have.
+
+    Raises ConfigError, ModelError, PartitionError or ScheduleError for what cannot work.
+    """
+    ranks = site.mesh.stages
+
+    def asked(options: Mapping[str, Any]) -> Schedule:
+        return table_asked_for(
+            wishes.schedule, ranks=ranks, microbatches=wishes.microbatches, options=options
+        )
+
+    table = asked(wishes.options)
+    chosen = _cut(layers, wishes, table.num_stages, site) if site.world.rank == 0 else None
+    partition: Partition = broadcast_object(site.everybody, chosen, root=0)
+    measured = partition.stage_costs()
+    if wishes.schedule == "auto" and "costs" not in wishes.options and measured is not None:
+        table = asked({**wishes.options, "costs": measured})
+    recomputed = None
+    if wishes.recompute == "budget":
+        fitted = _fit(layers, wishes, partition, table, site) if site.world.rank == 0 else None
+        budget: Budget = broadcast_object(site.everybody, fitted, root=0)
+        recomputed, table = budget.recomputed, budget.schedule
+    skips = skip_pairs(routes_of(layers, partition.counts))
+    return Layout(partition, make_tables(table, wishes.recompute, skips), recomputed)
+
+
+def _example(wishes: Wishes, site: Site) -> Example | None:
+    given = wishes.example
+    return given and Example(*given, wishes.loss_fn, wishes.seed, site.world.device)
+
+
+def _cut(layers: Sequence[Layer], wishes: Wishes, num_stages: int, site: Site) -> Partition:
+    with casting(wishes.precision, site.world.device):
+        return choose_partition(
+            wishes.partition, layers, num_stages, lambda: _example(wishes, site)
+        )
+
+
+def _fit(
+    layers: Sequence[Layer], wishes: Wishes, partition: Partition, table: Schedule, site: Site
+) -> Budget:
+    example = _example(wishes, site)
+    if example is None or wishes.memory_bytes is None:
+        raise ConfigError(
+            f"recompute: 'budget' counts layers on one micro-batch and fits them into memory, "
+            f"expected example=(inputs, targets) and memory_bytes, got "
+            f"{'no' if example is None else 'an'} example and memory_bytes="
+            f"{wishes.memory_bytes}; pass both"
+        )
+    budget = fit_recompute(
+        layers,
+        partition,
+        table,
+        example,
+        limit_bytes=wishes.memory_bytes,
+        optimizer_states=wishes.optimizer_states,
+        precision=wishes.precision,
+    )
+    log.info("%s", budget.text)
+    return budget
