@@ -17,6 +17,7 @@ def write_trace(timeline: Timeline, run_folder: Path, step: int) -> Path:
         "name": timeline.name,
         "num_stages": timeline.num_stages,
         "num_microbatches": timeline.num_microbatches,
+        "skips": timeline.skips,
         "ranks": [
             [[str(e.action), e.start_s - timeline.start_s, e.end_s - timeline.start_s] for e in row]
             for row in timeline.events
@@ -34,7 +35,9 @@ def read_trace(path: Path) -> Timeline:
             tuple(Event(rank, parse_action(text), start, end) for text, start, end in row)
             for rank, row in enumerate(content["ranks"])
         )
-        return Timeline(rows, content["num_stages"], content["num_microbatches"], content["name"])
+        size = content["num_stages"], content["num_microbatches"]
+        skips = tuple((source, destination) for source, destination in content.get("skips", ()))
+        return Timeline(rows, *size, content["name"], skips)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"trace {path}: expected a timeline written by gpipe_hpc, got {error}; run with "
