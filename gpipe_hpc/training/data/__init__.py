@@ -1,7 +1,13 @@
 """Data: what a run reads, and in which order."""
 
 from gpipe_hpc.config import (
+    CifarConfig,
     DataConfig,
+    DigitsConfig,
+    IdxConfig,
+    ImageFolderConfig,
+    ImageShardsConfig,
+    JsonLinesConfig,
     PythonSourceConfig,
     SyntheticImagesConfig,
     SyntheticTokensConfig,
@@ -16,6 +22,14 @@ from gpipe_hpc.training.data.dataset import (
     Dataset,
     DataSource,
 )
+from gpipe_hpc.training.data.images import (
+    open_cifar,
+    open_digits,
+    open_idx,
+    open_image_folder,
+    open_image_shards,
+)
+from gpipe_hpc.training.data.jsonl import open_jsonl
 from gpipe_hpc.training.data.reading import BatchReader, Readers, Reading, Request
 from gpipe_hpc.training.data.sampler import PlannedBatch, ShuffledSampler, sequential_batches
 from gpipe_hpc.training.data.synthetic import (
@@ -61,7 +75,24 @@ def open_data(config: DataConfig, seed: int = 0) -> DataSource:
             return open_synthetic_vectors(config)
         case SyntheticImagesConfig():
             return open_synthetic_images(config)
+        case JsonLinesConfig():
+            return open_jsonl(config)
+    return _open_images(config, seed)
+
+
+def _open_images(config: DataConfig, seed: int) -> DataSource:
+    match config:
+        case DigitsConfig():
+            return open_digits(config, seed)
+        case IdxConfig():
+            return open_idx(config, seed)
+        case CifarConfig():
+            return open_cifar(config, seed)
+        case ImageFolderConfig():
+            return open_image_folder(config, seed)
+        case ImageShardsConfig():
+            return open_image_shards(config, seed)
     raise ConfigError(
-        f"data: unknown kind, expected one of conf/data, got {type(config).__name__}; choose data="
-        f"python_source, text, synthetic, synthetic_vectors or synthetic_images"
+        f"data: unknown kind, expected one of conf/data, got {type(config).__name__}; choose a "
+        f"data=... of conf/data"
     )

@@ -1,0 +1,103 @@
+"""CIFAR-10 and CIFAR-100 in their binary version: records of labels and 3 x 32 x 32 pixels."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from gpipe_hpc.config import Cifar100Config, CifarConfig
+from gpipe_hpc.errors import DataError
+from gpipe_hpc.training.data.images.augmentation import Pixels
+from gpipe_hpc.training.data.images.source import Classes, ImageSource, checked_classes
+from gpipe_hpc.training.data.images.stored import stored_source
+from gpipe_hpc.training.data.paths import folder, unreadable
+
+_SHAPE: Final = (3, 32, 32)
+_NUM_PIXELS: Final = 3 * 32 * 32
+_TRAIN_10: Final = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
+
+
+@dataclass
+class CifarStore:
+    """Files of records: `num_labels` labels, of which `label` counts, then the pixels."""
+
+    paths: tuple[Path, ...]
+    num_labels: int
+    label: int
+    num_classes: int
+    _ends: tuple[int, ...] = field(init=False)
+    _records: dict[int, npt.NDArray[np.uint8]] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._ends = tuple(accumulate(map(self._num_records, self.paths)))
+
+    @property
+    def num_images(self) -> int:
+        """Return how many there are."""
+        return self._ends[-1]
+
+    def pixels(self, indices: Sequence[int]) -> Pixels:
+        """Return these images, [images, 3, 32, 32]."""
+        images = np.empty((len(indices), _NUM_PIXELS), np.uint8)
+        for image, index in zip(images, indices, strict=True):
+            file = bisect_right(self._ends, index)
+            record = index - (self._ends[file - 1] if file else 0)
+            image[:] = self._file(file)[record, self.num_labels :]
+        return images.reshape(-1, *_SHAPE)
+
+    def classes(self) -> Classes:
+        """Return the classes of all images; DataError where one is none."""
+        parts = []
+        for number, path in enumerate(self.paths):
+            labels = self._file(number)[:, self.label].astype(np.int64)
+            parts.append(checked_classes(labels, self.num_classes, str(path)))
+        return np.concatenate(parts)
+
+    def digest(self) -> str:
+        """Return a short text that is equal where the images are."""
+        return f"{[path.name for path in self.paths]}/{self._ends}/{self.label}"
+
+    def _num_records(self, path: Path) -> int:
+        try:
+            num_bytes = path.stat().st_size
+        except OSError as error:
+            raise unreadable(path, error) from error
+        size = self.num_labels + _NUM_PIXELS
+        if not num_bytes or num_bytes % size:
+            raise DataError(
+                f"data: {path} has no whole number of records, expected a multiple of {size} "
+                f"bytes, got {num_bytes}; fetch it anew (the binary version, not the pickled one)"
+            )
+        return num_bytes // size
+
+    def _file(self, number: int) -> npt.NDArray[np.uint8]:
+        if number not in self._records:
+            first = self._ends[number - 1] if number else 0
+            shape = (self._ends[number] - first, self.num_labels + _NUM_PIXELS)
+            try:
+                self._records[number] = np.memmap(
+                    self.paths[number], np.uint8, mode="r", shape=shape
+                )
+            except (OSError, ValueError) as error:
+                raise unreadable(self.paths[number], error) from error
+        return self._records[number]
+
+
+def open_cifar(config: CifarConfig, seed: int = 0) -> ImageSource:
+    """Return the files of CIFAR-10 or CIFAR-100; DataError where they are missing or cut short."""
+    where = folder("data.path", config.path or "")
+
+    def store(*names: str) -> CifarStore:
+        paths = tuple(where / name for name in names)
+        if isinstance(config, Cifar100Config):
+            return CifarStore(paths, 2, int(config.label == "fine"), config.num_classes)
+        return CifarStore(paths, 1, 0, config.num_classes)
+
+    if isinstance(config, Cifar100Config):
+        return stored_source(config, store("train.bin"), store("test.bin"), seed)
+    return stored_source(config, store(*_TRAIN_10), store("test_batch.bin"), seed)

@@ -1,0 +1,179 @@
+"""JPEG and PNG images, decoded when they are read, cut and scaled to one size."""
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+from torch import Tensor
+
+from gpipe_hpc.config import CodedImagesConfig
+from gpipe_hpc.errors import DataError
+from gpipe_hpc.training.data.dataset import CorruptSampleError
+from gpipe_hpc.training.data.hashing import percentile
+from gpipe_hpc.training.data.images.augmentation import (
+    CentreCrop,
+    Crop,
+    Pixels,
+    RandomResizedCrop,
+    cut,
+    uniform,
+)
+from gpipe_hpc.training.data.images.source import (
+    Classes,
+    ImageSource,
+    Normalisation,
+    as_numbers,
+)
+from gpipe_hpc.training.data.names import Names
+
+# No other: each decoder is code that strangers' bytes run through.
+_FORMATS: Final = ("JPEG", "PNG")
+SUFFIXES: Final = (".jpg", ".jpeg", ".png")
+
+
+class CodedStore(Protocol):
+    """Where coded images and their classes are."""
+
+    @property
+    def names(self) -> Names:
+        """Return the name of each image within the store; validation is told apart by it."""
+        ...
+
+    @property
+    def labels(self) -> Classes:
+        """Return the class of each image."""
+        ...
+
+    def where(self, index: int) -> str:
+        """Return the file of an image and its name in it, for a message."""
+        ...
+
+    def coded(self, index: int, max_bytes: int) -> bytes:
+        """Return the bytes of an image.
+
+        Raises CorruptSampleError if they are more than `max_bytes`, DataError if they cannot be
+        read.
+        """
+        ...
+
+    def pick(self, kept: npt.NDArray[np.bool_]) -> "CodedStore":
+        """Return a store of those images that are marked."""
+        ...
+
+    def digest(self) -> str:
+        """Return a short text that is equal where the images are."""
+        ...
+
+
+@dataclass(frozen=True)
+class CodedImages:
+    """Sample: an image decoded, cut by `crop`, scaled and normalised; and its class."""
+
+    store: CodedStore
+    size: tuple[int, int, int]  # channels, height, width
+    crop: Crop
+    normalisation: Normalisation
+    max_pixels: int
+    seed: int
+
+    @property
+    def num_samples(self) -> int:
+        """Return the number of images."""
+        return len(self.store.labels)
+
+    def read_inputs(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
+        """Return float32 images, [len(indices), channels, height, width].
+
+        Raises CorruptSampleError for one that cannot be decoded.
+        """
+        pixels: Pixels = np.empty((len(indices), *self.size), np.uint8)
+        draws = uniform(self.seed, epoch, as_numbers(indices), self.crop.num_draws)
+        for image, index, drawn in zip(pixels, indices, draws, strict=True):
+            image[:] = self._read_one(index, drawn)
+        return self.normalisation.apply(pixels)
+
+    def read_targets(self, indices: Sequence[int]) -> Tensor:
+        """Return int64 classes, [len(indices)]."""
+        return torch.from_numpy(self.store.labels[list(indices)])
+
+    def classes(self) -> Classes:
+        """Return the classes of all samples."""
+        return self.store.labels
+
+    def digest(self) -> str:
+        """Return a short text that is equal where the samples are."""
+        return f"{self.store.digest()}/{self.size}/{self.crop}/{self.normalisation}/{self.seed}"
+
+    def _read_one(self, index: int, draws: npt.NDArray[np.float64]) -> Pixels:
+        # No more than the pixels themselves would take, and room for what else a file says.
+        coded = self.store.coded(index, 4 * self.max_pixels + 2**20)
+        num_channels, height, width = self.size
+        try:
+            image = decode(coded, num_channels, self.max_pixels)
+        except MemoryError:
+            raise
+        except Exception as error:  # decoders raise all kinds of errors on bytes that are wrong
+            raise corrupt(self.store.where(index), f"{type(error).__name__}: {error}") from error
+        box = self.crop.box(image.width, image.height, draws)
+        part = np.asarray(cut(image, box, height, width, self.crop.flips(draws)))
+        return part.reshape(height, width, num_channels).transpose(2, 0, 1)
+
+
+def decode(coded: bytes, num_channels: int, max_pixels: int) -> Image.Image:
+    """Return an image in colour (3) or grey (1); raise ValueError before decoding a huge one."""
+    with Image.open(io.BytesIO(coded), formats=_FORMATS) as image:
+        if image.width * image.height > max_pixels:
+            raise ValueError(
+                f"{image.width}x{image.height} pixels, more than data.max_pixels={max_pixels}"
+            )
+        return image.convert("RGB" if num_channels == 3 else "L")
+
+
+def corrupt(where: str, got: str) -> CorruptSampleError:
+    """Return the error for an image that cannot be decoded."""
+    return CorruptSampleError(
+        where,
+        f"data: {where} is corrupt, expected a JPEG or PNG image, got {got}; replace it, or pass "
+        f"over such with data.corrupt=skip",
+    )
+
+
+def coded_source(
+    config: CodedImagesConfig,
+    train: CodedStore,
+    validation: CodedStore,
+    seed: int,
+    left_out: Mapping[str, str],
+) -> ImageSource:
+    """Return both sets as the settings want them; DataError for none, or for too many classes."""
+    if not len(train.labels):
+        raise DataError("data: no images, expected at least one to train on, got 0; check paths")
+    size = (config.channels, config.height, config.width)
+    centre = CentreCrop(config.height, config.width, config.resize)
+    crop = centre if config.augment == "none" else RandomResizedCrop(config.min_area)
+    normalisation = Normalisation.of(config)
+
+    def images(store: CodedStore, how: Crop) -> CodedImages:
+        return CodedImages(store, size, how, normalisation, config.max_pixels, seed)
+
+    return ImageSource(
+        images(train, crop),
+        images(validation, centre),
+        config.num_classes,
+        corrupt=dict(left_out),
+    )
+
+
+def split(store: CodedStore, percent: int) -> tuple[CodedStore, CodedStore]:
+    """Return images to train on and `percent` of them to validate on, by a hash of their names."""
+    held = np.fromiter(
+        (percentile(name.encode("utf-8", "surrogateescape")) < percent for name in store.names),
+        np.bool_,
+        len(store.labels),
+    )
+    return store.pick(~held), store.pick(held)
