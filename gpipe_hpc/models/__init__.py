@@ -9,6 +9,7 @@ from gpipe_hpc.models.batchnorm import (
     convert_batchnorm,
     normalising_together,
     pooled,
+    refuse_single_values,
     shifted_sums,
 )
 from gpipe_hpc.models.bert import build_bert
@@ -104,6 +105,7 @@ __all__ = [
     "parameter_at",
     "parameter_sizes",
     "pooled",
+    "refuse_single_values",
     "replace_parameter",
     "reporting",
     "run_layer",

@@ -134,6 +134,16 @@ def convert_batchnorm(module: nn.Module, where: str = "") -> Conversion:
     return Conversion(tuple(converted), tuple(left))
 
 
+def refuse_single_values(layer: PooledBatchNorm, input: Tensor) -> None:
+    """Raise ModelError if a micro-batch has one value a channel, or none: nothing to normalise."""
+    if input.numel() < 2 * input.shape[1]:
+        raise ModelError(
+            f"{layer.place or 'layer'} ({type(layer).__name__}): expected at least 2 values per "
+            f"channel to normalise, got a micro-batch of shape {tuple(input.shape)}; use larger "
+            f"batches, fewer micro-batches or replicas, or normalise_over_replicas=True"
+        )
+
+
 def _forward(layer: PooledBatchNorm, input: Tensor, plain: Callable[[Tensor], Tensor]) -> Tensor:
     reports = current_reports()
     if reports is None or not (layer.training or layer.running_mean is None):
@@ -144,29 +154,26 @@ def _forward(layer: PooledBatchNorm, input: Tensor, plain: Callable[[Tensor], Te
         output, moments = _normalised_together(layer, input, sum_over)
     else:
         output, moments = _normalised_alone(layer, input)
-    if layer.training and layer.running_mean is not None:
+    if layer.training and moments is not None:
         reports.statistics.append((layer, moments))
     return output
 
 
-def _normalised_alone(layer: PooledBatchNorm, input: Tensor) -> tuple[Tensor, Moments]:
+def _normalised_alone(layer: PooledBatchNorm, input: Tensor) -> tuple[Tensor, Moments | None]:
+    refuse_single_values(layer, input)
+    weight, bias, eps = layer.weight, layer.bias, layer.eps
+    if layer.running_mean is None:
+        return F.batch_norm(input, None, None, weight, bias, True, 0.0, eps), None
     count = input.numel() // input.shape[1]
-    if count < 2:
-        raise ModelError(
-            f"{layer.place or 'layer'} ({type(layer).__name__}): expected at least 2 values per "
-            f"channel to normalise, got a micro-batch of shape {tuple(input.shape)}; use "
-            f"larger batches, fewer micro-batches or replicas, or normalise_over_replicas=True"
-        )
     # One kernel normalises and measures: with momentum 1 nothing of the old statistics is kept.
-    like = input if layer.running_mean is None else layer.running_mean
-    mean, variance = like.new_zeros(input.shape[1]), like.new_zeros(input.shape[1])
-    output = F.batch_norm(input, mean, variance, layer.weight, layer.bias, True, 1.0, layer.eps)
+    mean, variance = (layer.running_mean.new_zeros(input.shape[1]) for _ in range(2))
+    output = F.batch_norm(input, mean, variance, weight, bias, True, 1.0, eps)
     return output, Moments(count, mean, variance.double() * (count - 1))
 
 
 def _normalised_together(
     layer: PooledBatchNorm, input: Tensor, sum_over: SumOver
-) -> tuple[Tensor, Moments]:
+) -> tuple[Tensor, Moments | None]:
     """Normalise by the mean and variance of all that call this together."""
     with torch.no_grad():
         dims = _reduced(input)
@@ -181,7 +188,7 @@ def _normalised_together(
         scale = torch.rsqrt(squares / count + layer.eps)
     function: Any = _Normalise.apply
     output = function(input, layer.weight, layer.bias, mean, scale, count, sum_over)
-    return output, own
+    return output, None if layer.running_mean is None else own
 
 
 def shifted_sums(moments: list[Moments], shift: Tensor | None) -> Tensor:
