@@ -5,14 +5,16 @@ so many micro-batches of which the kept part lives, and so many of which everyth
 that hold a stage in common are solved together, all others one by one.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Final, NamedTuple
 
 from gpipe_hpc.errors import PartitionError
 from gpipe_hpc.models import Layer
 from gpipe_hpc.planning.choice import Example, Partition
-from gpipe_hpc.planning.choices import Choices, stage_choices
+from gpipe_hpc.planning.choices import Choices, Weights, stage_choices
 from gpipe_hpc.planning.counted import ModelCount, count_model
 from gpipe_hpc.planning.forecast import rank_states
 from gpipe_hpc.planning.selection import Limit, select
@@ -82,20 +84,20 @@ def choose_recompute(
     """
     stages = count_stages(model, counts)
     table = add_recompute(schedule, "except_last")
-    choices = _choices_of(stages, _layer_costs(model, stages, seconds))
     limits = _limits(model, stages, table, limit_bytes, optimizer_states)
-    _check_feasible(limits, choices, limit_bytes)
+    choices = _choices_of(stages, _layer_costs(model, stages, seconds), limits)
     runs = [0] * len(stages)
     for row in table.ranks:
         for action in row:
             runs[action.stage] += action.op is Op.R
     chosen: list[frozenset[int]] = [frozenset()] * len(stages)
     for group in _groups(table.placement):
-        picked = select(
-            {stage: choices[stage] for stage in group},
-            {stage: runs[stage] for stage in group},
-            [limit for limit in limits if set(limit.kept) & set(group)],
-        )
+        own = [limit for limit in limits if set(limit.kept) & set(group)]
+        if not own:
+            continue
+        picked = select({s: choices[s] for s in group}, {s: runs[s] for s in group}, own)
+        if picked is None:
+            raise _nothing_fits(limits, choices, limit_bytes)
         for stage, choice in picked.items():
             places = choices[stage].recomputed(choice)
             chosen[stage] = frozenset(stages[stage].layers[place] for place in places)
@@ -128,13 +130,16 @@ def _layer_costs(
     ]
 
 
-def _choices_of(stages: Sequence[StageCount], costs: Sequence[tuple[int, ...]]) -> list[Choices]:
+def _choices_of(
+    stages: Sequence[StageCount], costs: Sequence[tuple[int, ...]], limits: Sequence[Limit]
+) -> list[Choices]:
     """Return the choices of each stage; equal stages are solved once."""
-    known: dict[tuple[StageStorages, tuple[int, ...]], Choices] = {}
+    known: dict[tuple[StageStorages, tuple[int, ...], frozenset[Weights]], Choices] = {}
     found: list[Choices] = []
-    for stage, own in zip(stages, costs, strict=True):
+    for index, (stage, own) in enumerate(zip(stages, costs, strict=True)):
         # A stage without layers has nothing to recompute, and holds on to what it is given.
-        key = (stage.storages if stage.layers else _solid(stage)), own
+        storages = stage.storages if stage.layers else _solid(stage)
+        key = storages, own, _weights(limits, index)
         if key not in known:
             known[key] = stage_choices(*key)
         found.append(known[key])
@@ -143,6 +148,17 @@ def _choices_of(stages: Sequence[StageCount], costs: Sequence[tuple[int, ...]]) 
 
 def _solid(stage: StageCount) -> StageStorages:
     return StageStorages((stage.activation_bytes,), frozenset({0}), ())
+
+
+def _weights(limits: Sequence[Limit], stage: int) -> frozenset[Weights]:
+    """Return in which ratios what a stage keeps, and what lives behind R, ever count."""
+    found: set[Weights] = set()
+    for limit in limits:
+        pair = limit.kept.get(stage, 0), limit.full.get(stage, 0)
+        if any(pair):
+            divisor = math.gcd(*pair)
+            found.add((pair[0] // divisor, pair[1] // divisor))
+    return frozenset(found or {(1, 0)})
 
 
 def _limits(
@@ -157,44 +173,48 @@ def _limits(
     for rank, row in enumerate(table.ranks):
         states = rank_states(model, stages, table.placement, rank, optimizer_states)
         for moment in _moments(row):
-            full = sum(moment.full[s] * stages[s].activation_bytes for s in moment.full)
-            limits.append(Limit(rank, moment.kept, limit_bytes - states.total_bytes - full))
+            whole = sum(n * stages[s].activation_bytes for s, n in moment.whole.items())
+            room = limit_bytes - states.total_bytes - whole
+            limits.append(Limit(rank, moment.kept, moment.full, room))
     return limits
 
 
 class _Moment(NamedTuple):
     """How many micro-batches of each stage live on a rank at some time."""
 
-    kept: Mapping[int, int]  # of which only what a recomputation needs
-    full: Mapping[int, int]  # of which everything
+    full: dict[int, int]  # recomputed
+    whole: dict[int, int]  # never to be
+    kept: dict[int, int]  # still to be
 
     def covers(self, other: "_Moment") -> bool:
         """Say whether at least as much lives as at another time, whatever is kept."""
-        return all(self._at_least(other, stage) for stage in other.kept)
-
-    def _at_least(self, other: "_Moment", stage: int) -> bool:
-        more_full = self.full[stage] - other.full[stage]
-        return more_full >= 0 and more_full + self.kept[stage] - other.kept[stage] >= 0
+        return all(
+            more >= 0
+            for stage in self.full
+            for more in accumulate(
+                mine[stage] - theirs[stage] for mine, theirs in zip(self, other, strict=True)
+            )
+        )
 
 
 def _moments(row: Sequence[Action]) -> list[_Moment]:
     """Return the times of a rank's list at which it may hold most."""
     again = {(a.stage, a.microbatch) for a in row if a.op is Op.R}
-    zero = dict.fromkeys(sorted({a.stage for a in row}), 0)
-    kept, full = dict(zero), dict(zero)
-    seen: dict[tuple[tuple[int, ...], tuple[int, ...]], _Moment] = {}
+    stages = sorted({a.stage for a in row})
+    now = _Moment(*(dict.fromkeys(stages, 0) for _ in range(3)))
+    seen: dict[tuple[int, ...], _Moment] = {}
     for action in row:
-        stage = action.stage
+        stage, place = action.stage, (action.stage, action.microbatch)
         if action.op is Op.F:
-            (kept if (stage, action.microbatch) in again else full)[stage] += 1
+            (now.kept if place in again else now.whole)[stage] += 1
         elif action.op is Op.R:
-            kept[stage] -= 1
-            full[stage] += 1
+            now.kept[stage] -= 1
+            now.full[stage] += 1
         elif action.op in (Op.B, Op.W):
-            full[stage] -= 1
+            (now.full if place in again else now.whole)[stage] -= 1
         if action.op in (Op.F, Op.R):
-            key = tuple(kept.values()), tuple(full.values())
-            seen.setdefault(key, _Moment(dict(kept), dict(full)))
+            key = tuple(n for part in now for n in part.values())
+            seen.setdefault(key, _Moment(*map(dict, now)))
     found: list[_Moment] = []
     for moment in seen.values():
         if not any(other.covers(moment) for other in found):
@@ -213,23 +233,23 @@ def _groups(placement: Placement) -> list[list[int]]:
     return [sorted(group) for group in groups if group]
 
 
-def _check_feasible(
+def _nothing_fits(
     limits: Sequence[Limit], choices: Sequence[Choices], limit_bytes: float
-) -> None:
+) -> PartitionError:
+    """Return the error that says what each rank lacks with the least that it can do with."""
     lacking: dict[int, float] = {}
     for limit in limits:
-        least = sum(n * int(choices[s].kept_bytes[0]) for s, n in limit.kept.items())
-        if least > limit.room:
-            lacking[limit.rank] = max(least - limit.room, lacking.get(limit.rank, 0.0))
-    if lacking:
-        shown = ", ".join(f"{bytes_text(lacking[r])} on rank {r}" for r in sorted(lacking)[:4])
-        more = f" and on {len(lacking) - 4} ranks more" if len(lacking) > 4 else ""
-        raise PartitionError(
-            f"recompute: nothing fits, expected weights, gradients, optimizer and activations of "
-            f"at most {bytes_text(limit_bytes)} a rank, got more by {shown}{more}, with all the "
-            f"recomputation that helps; use more stages, more micro-batches of fewer samples, a "
-            f"schedule that keeps fewer of them (one_f_one_b), or raise pipeline.memory_bytes"
-        )
+        least = sum(int(limit.used(stage, choices[stage]).min()) for stage in limit.kept)
+        lacking[limit.rank] = max(least - limit.room, lacking.get(limit.rank, 0.0))
+    short = [rank for rank in sorted(lacking) if lacking[rank] > 0]
+    shown = ", ".join(f"{bytes_text(lacking[rank])} on rank {rank}" for rank in short[:4])
+    more = f" and on {len(short) - 4} ranks more" if len(short) > 4 else ""
+    return PartitionError(
+        f"recompute: nothing fits, expected weights, gradients, optimizer and activations of at "
+        f"most {bytes_text(limit_bytes)} a rank, got too much by {shown or 'a little'}{more} with "
+        f"all recomputation that helps; use more stages, more micro-batches of fewer samples, a "
+        f"schedule that keeps fewer of them (one_f_one_b), or raise pipeline.memory_bytes"
+    )
 
 
 def _text(
@@ -245,7 +265,7 @@ def _text(
             cost = f"{sum(seconds[i] for i in own):.3g} s"
         else:
             cost = flops_text(stage.recompute_flops(own))
-        kept, whole = stage.kept_bytes(own), stage.activation_bytes
+        kept, whole = stage.lives(own).kept, stage.activation_bytes
         lines.append(
             f"stage {index}: {len(own)} of {len(stage.layers)} layers ({ranges_text(own)}), keeps "
             f"{bytes_text(kept)} of {bytes_text(whole)} a micro-batch for {cost} again"

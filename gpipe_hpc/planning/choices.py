@@ -1,22 +1,25 @@
 """All that is worth choosing between recomputing and keeping the layers of one stage.
 
 Dynamic programming over the layers of a stage, in order: each is kept or run again. Of a front of
-pairs (bytes that live of a micro-batch, cost of running again) only those stay that no other beats
-in both. Two fronts may be compared where the rest of the stage cannot tell them apart: the last
-layer was treated alike, and so was each storage that a later layer may keep as well.
+choices only those stay that no other beats in memory and cost. Two fronts may be compared where
+the rest of the stage cannot tell them apart: the last layer was treated alike, and so was each
+storage that a later layer may keep as well.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from gpipe_hpc.planning.storages import OUTSIDE, StageStorages
+from gpipe_hpc.planning.storages import Lives, StageStorages
 
 Integers = npt.NDArray[np.int64]
 Indices = npt.NDArray[np.signedinteger[Any]]
+
+Weights = tuple[int, int]
+"""How many micro-batches live that are still to be recomputed, and that are already."""
 
 MAX_CHOICES: Final = 4096
 """Longest front. Of a longer one some choices are left out, evenly by bytes, its ends never."""
@@ -24,12 +27,10 @@ MAX_CHOICES: Final = 4096
 
 @dataclass(frozen=True)
 class Choices:
-    """What a stage may keep of a micro-batch, ascending, and the least cost for which.
-
-    The first is the least that it can keep, the last costs nothing.
-    """
+    """What a stage may keep of a micro-batch, what then lives behind R, and the least cost."""
 
     kept_bytes: Integers
+    full_bytes: Integers
     costs: Integers
     _ends: "_Origins"
     _trail: "tuple[tuple[_Origins, ...], ...]"
@@ -46,14 +47,20 @@ class Choices:
         return frozenset(found)
 
 
-def stage_choices(storages: StageStorages, costs: Sequence[int]) -> Choices:
+def stage_choices(
+    storages: StageStorages, costs: Sequence[int], weights: Collection[Weights]
+) -> Choices:
     """Return the choices of a stage; `costs` are those of running each layer again, integers.
 
+    A choice is left out if another costs as little and needs no more under each of the weights.
     Exact, but where a front outgrows `MAX_CHOICES`.
     """
     steps = _Steps(storages)
-    states = [_State(False, frozenset(), frozenset())]
-    fronts = [_Front(_column(steps.held_bytes), _column(0), _Origins(_column(0), _column(0)))]
+    states: list[_State] = [_State(None, frozenset(), frozenset())]
+    zero = np.zeros(1, dtype=np.int64)
+    origins = _Origins(zero.astype(np.int32), zero.astype(np.int32))
+    held = zero + storages.nbytes(storages.held)
+    fronts = [_Front(held, held, zero, origins)]
     trail: list[tuple[_Origins, ...]] = []
     for position, cost in enumerate(costs):
         grown: dict[_State, list[_Front]] = {}
@@ -64,95 +71,100 @@ def stage_choices(storages: StageStorages, costs: Sequence[int]) -> Choices:
                 grown.setdefault(after, []).append(longer)
         states = list(grown)
         longest = max(2, MAX_CHOICES // len(states))
-        fronts = [_merged(parts, longest, after.again) for after, parts in grown.items()]
+        fronts = [_merged(p, weights, longest, after.again) for after, p in grown.items()]
         trail.append(tuple(front.origins for front in fronts))
-    ends = [front.extended(number, 0, 0) for number, front in enumerate(fronts)]
-    merged = _merged(ends, MAX_CHOICES)
-    return Choices(merged.kept_bytes, merged.costs, merged.origins, tuple(trail))
+    ends = [front.extended(number, Lives(0, 0), 0) for number, front in enumerate(fronts)]
+    merged = _merged(ends, weights, MAX_CHOICES)
+    return Choices(*merged, tuple(trail))
 
 
 class _State(NamedTuple):
     """What the rest of a stage needs to know of the layers so far.
 
     Whether the last one is recomputed, which storages live that a later layer may keep too, and
-    which stashes still to be popped were made within the segment that goes on.
+    which were made within the run that is recomputed, but not saved there yet.
     """
 
-    again: bool
+    again: bool | None
     counted: frozenset[int]
-    sources: frozenset[int]
+    made: frozenset[int]
 
 
 class _Origins(NamedTuple):
-    """Where each pair of a front came from: the number of a state, and the place in its front."""
+    """Where each choice of a front came from: the number of a state, and the place in its front."""
 
     states: Indices
     parents: Indices
-    again: bool = False
+    again: bool | None = None
 
 
 class _Front(NamedTuple):
-    """Pairs of bytes and cost, none beating another."""
+    """Choices for the layers so far, none beating another."""
 
     kept_bytes: Integers
+    full_bytes: Integers
     costs: Integers
     origins: _Origins
 
-    def extended(self, state: int, nbytes: int, cost: int) -> "_Front":
+    def extended(self, state: int, added: Lives, cost: int) -> "_Front":
         """Return this front with all amounts raised, and itself, by its number, as the origin."""
         places = np.arange(len(self.costs), dtype=np.int32)
         origins = _Origins(np.full_like(places, state), places)
-        return _Front(self.kept_bytes + nbytes, self.costs + cost, origins)
+        kept, full = self.kept_bytes + added.kept, self.full_bytes + added.full
+        return _Front(kept, full, self.costs + cost, origins)
 
 
 class _Steps:
     """What one layer more adds to what lives, and what is still open behind it."""
 
     def __init__(self, storages: StageStorages) -> None:
-        self.held_bytes = sum(storages.sizes[number] for number in storages.held)
         self._storages = storages
-        # The last layer that a storage may live for, and that pops what a layer stashed.
         self._last_use: dict[int, int] = {}
-        self._last_pop: dict[int, int] = {}
         for position, layer in enumerate(storages.layers):
-            used = layer.kept.union(layer.value, *(storages for _, storages in layer.popped))
-            self._last_use.update(dict.fromkeys(used - storages.held, position))
-            self._last_pop.update({source: position for source, _ in layer.popped})
-        self._last_pop.pop(OUTSIDE, None)
+            used = (layer.kept | layer.given) - storages.held
+            self._last_use.update(dict.fromkeys(used, position))
 
-    def take(self, state: _State, position: int, again: bool) -> tuple[_State, int]:
+    def take(self, state: _State, position: int, again: bool) -> tuple[_State, Lives]:
         """Return the state behind a layer, and the bytes that it makes live."""
-        layer = self._storages.layers[position]
-        nbytes = 0
-        sources: frozenset[int] = frozenset()
+        storages = self._storages
+        layer = storages.layers[position]
+        needed = frozenset() if again else layer.kept
+        made = state.made
+        if again is not state.again:
+            needed |= layer.given if again else layer.leaves
+            made = frozenset()
+        anew = 0
         if again:
-            goes_on = state.again
-            inside = state.sources if goes_on else frozenset()
-            needed = frozenset() if goes_on else layer.value
-            needed = needed.union(*(own for source, own in layer.popped if source not in inside))
-            sources = frozenset(
-                source for source in inside | {position} if self._last_pop.get(source, 0) > position
-            )
-        else:
-            nbytes, needed = layer.inside, layer.kept
-        new = needed - state.counted - self._storages.held
-        nbytes += sum(self._storages.sizes[number] for number in new)
-        counted = frozenset(n for n in state.counted | new if self._last_use[n] > position)
-        return _State(again, counted, sources), nbytes
+            made |= layer.made
+            anew = layer.inside + storages.nbytes(layer.kept & made)
+            made -= layer.kept
+        new = needed - state.counted - storages.held
+        kept = storages.nbytes(new) + (0 if again else layer.inside)
+        after = _State(again, self._open(state.counted | new, position), self._open(made, position))
+        return after, Lives(kept, kept + anew)
+
+    def _open(self, storages: frozenset[int], position: int) -> frozenset[int]:
+        return frozenset(n for n in storages if self._last_use.get(n, -1) > position)
 
 
-def _column(number: int) -> Any:
-    return np.array([number], dtype=np.int64)
-
-
-def _merged(fronts: Sequence[_Front], longest: int, again: bool = False) -> _Front:
-    """Return what no other pair beats, thinned out to `longest` pairs."""
+def _merged(
+    fronts: Sequence[_Front],
+    weights: Collection[Weights],
+    longest: int,
+    again: bool | None = None,
+) -> _Front:
+    """Return what no other choice beats, thinned out to `longest` choices for each weight."""
     kept = np.concatenate([front.kept_bytes for front in fronts])
+    full = np.concatenate([front.full_bytes for front in fronts])
     costs = np.concatenate([front.costs for front in fronts])
-    order = thinned(undominated(kept, costs), longest)
-    states = np.concatenate([front.origins.states for front in fronts])
-    parents = np.concatenate([front.origins.parents for front in fronts])
-    return _Front(kept[order], costs[order], _Origins(states[order], parents[order], again))
+    orders = [
+        thinned(undominated(kept * of_kept + full * of_full, costs), longest)
+        for of_kept, of_full in weights
+    ]
+    order = orders[0] if len(orders) == 1 else np.unique(np.concatenate(orders))
+    states = np.concatenate([front.origins.states for front in fronts])[order]
+    parents = np.concatenate([front.origins.parents for front in fronts])[order]
+    return _Front(kept[order], full[order], costs[order], _Origins(states, parents, again))
 
 
 def undominated(amounts: Integers, costs: Integers) -> Indices:

@@ -85,10 +85,13 @@ def forecast(
 def activation_memory(stages: Sequence[StageCount], recomputed: Recomputed | None = None) -> Memory:
     """Return what each stage keeps of a micro-batch, ahead of an R and without one."""
     if recomputed is None:
-        kept = [stage.boundary_bytes for stage in stages]
-    else:
-        kept = [stage.kept_bytes(own) for stage, own in zip(stages, recomputed, strict=True)]
-    return Memory(forward=[stage.activation_bytes for stage in stages], boundary=kept)
+        recomputed = [stage.layers for stage in stages]
+    lives = [stage.lives(own) for stage, own in zip(stages, recomputed, strict=True)]
+    return Memory(
+        forward=[stage.activation_bytes for stage in stages],
+        boundary=[each.kept for each in lives],
+        recompute=[each.full - each.kept for each in lives],
+    )
 
 
 def flop_costs(stages: Sequence[StageCount], recomputed: Recomputed | None = None) -> Costs:

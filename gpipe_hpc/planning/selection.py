@@ -14,39 +14,50 @@ _MAX_PICKS: Final = 512  # of a stage among several
 
 
 class Limit(NamedTuple):
-    """At one time of a rank: sum over stages of `kept` x what the stage keeps, within `room`."""
+    """At one time of a rank: what its stages keep, and leave behind R, within `room` bytes.
+
+    By stage: the micro-batches that are still to be recomputed, and that are already.
+    """
 
     rank: int
     kept: Mapping[int, int]
+    full: Mapping[int, int]
     room: float
+
+    def used(self, stage: int, choices: Choices) -> Integers:
+        """Return the bytes that each choice of a stage uses of the room."""
+        kept, full = self.kept.get(stage, 0), self.full.get(stage, 0)
+        return choices.kept_bytes * kept + choices.full_bytes * full
 
 
 def select(
     choices: Mapping[int, Choices], runs: Mapping[int, int], limits: Sequence[Limit]
-) -> dict[int, int]:
+) -> dict[int, int] | None:
     """Return the number of the choice of each stage: the cheapest selection within all limits.
 
-    A stage's cost counts as often as it is run again. One selection at least must be within.
+    A stage's cost counts as often as it is run again. None: no selection is within the limits.
     """
     stages = list(choices)
-    factors = np.array([[limit.kept.get(s, 0) for s in stages] for limit in limits], dtype=np.int64)
-    factors = factors.reshape(len(limits), len(stages))
-    least = [int(choices[stage].kept_bytes[0]) for stage in stages]
+    uses = {
+        stage: np.stack([limit.used(stage, choices[stage]) for limit in limits], axis=1)
+        for stage in stages
+    }
     room = np.array([limit.room for limit in limits])
     used = np.zeros((1, len(limits)), dtype=np.int64)
     costs = np.zeros(1, dtype=np.int64)
     trail: list[tuple[Indices, Indices]] = []
-    for place, stage in enumerate(stages):
+    rest = sum(uses[stage].min(axis=0) for stage in stages)
+    for stage in stages:
         own = choices[stage]
         picks = np.arange(len(own.costs))
         if len(stages) > 1:
-            picks = thinned(picks, _MAX_PICKS)
-        used = used[:, None, :] + own.kept_bytes[picks][None, :, None] * factors[:, place]
-        costs = (costs[:, None] + runs[stage] * own.costs[picks][None, :]).ravel()
-        used = used.reshape(len(costs), len(limits))
-        rest = factors[:, place + 1 :] @ np.array(least[place + 1 :], dtype=np.int64)
+            picks = thinned(np.argsort(own.kept_bytes, kind="stable"), _MAX_PICKS)
+        rest = rest - uses[stage].min(axis=0)
+        used = (used[:, None, :] + uses[stage][picks]).reshape(-1, len(limits))
+        costs = (costs[:, None] + runs[stage] * own.costs[picks]).ravel()
         places = np.flatnonzero((used + rest <= room).all(axis=1))
-        assert len(places), "nothing is within the limits, though the least was found to be"
+        if not len(places):
+            return None
         if stage == stages[-1]:
             places = places[[costs[places].argmin()]]
         else:

@@ -8,7 +8,7 @@ from typing import Final
 from gpipe_hpc.models import Skip
 from gpipe_hpc.planning.counted import ModelCount
 from gpipe_hpc.planning.partition import stage_layers
-from gpipe_hpc.planning.storages import Follower, StageStorages
+from gpipe_hpc.planning.storages import Follower, Lives, StageStorages
 from gpipe_hpc.planning.trial import Crossing
 
 
@@ -44,15 +44,9 @@ class StageCount:
         """
         return self.storages.all_bytes
 
-    @property
-    def boundary_bytes(self) -> int:
-        """Return what lives of a micro-batch that will be recomputed: what the stage was given."""
-        given = [self.input, *self.received.values()]
-        return sum(nbytes for each in given for nbytes in each.tensors)
-
-    def kept_bytes(self, recomputed: Collection[int]) -> int:
-        """Return what lives from F to R if these layers, by their index, are recomputed."""
-        return self.storages.kept_bytes(self._positions(recomputed))
+    def lives(self, recomputed: Collection[int]) -> Lives:
+        """Return what lives of a micro-batch if these layers, by their index, are recomputed."""
+        return self.storages.lives(self._positions(recomputed))
 
     def recompute_flops(self, recomputed: Collection[int]) -> int:
         """Return the FLOPs of running these layers, by their index, again."""

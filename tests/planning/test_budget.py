@@ -8,12 +8,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
+from gpipe_hpc.engine.routes import stage_routes
+from gpipe_hpc.engine.stage import Stage
+from gpipe_hpc.engine.work import Keep, Recipe, StageWork, Start
 from gpipe_hpc.errors import PartitionError
-from gpipe_hpc.models import LayerSpec, build_layer, run_layer, skip_names
+from gpipe_hpc.models import LayerSpec, build_layer, find_skips, run_layer, skip_names
 from gpipe_hpc.planning.budget import choose_recompute
 from gpipe_hpc.planning.counted import count_model
 from gpipe_hpc.planning.forecast import forecast
+from gpipe_hpc.planning.partition import stage_layers
 from gpipe_hpc.planning.stages import count_stages, long_skips
 from gpipe_hpc.schedule import Op, build, lower
 
@@ -40,7 +47,7 @@ class Pop(nn.Module):
         return x * self.linear(stashed)
 
 
-class Keep(nn.Module):
+class StashInput(nn.Module):
     """Stashes what it is given."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,7 +79,7 @@ PLAIN = [
 SKIPPING = [
     LayerSpec(Stash, 24).stashing("a"),
     LayerSpec(nn.ReLU),
-    LayerSpec(Keep).stashing("b"),
+    LayerSpec(StashInput).stashing("b"),
     LayerSpec(Wide, 16),
     LayerSpec(Add).popping("b"),
     LayerSpec(nn.Linear, WIDTH, WIDTH),
@@ -86,7 +93,7 @@ def models(draw):
     layers = draw(st.lists(st.sampled_from(PLAIN), min_size=2, max_size=5))
     for name, (source, destination) in {
         "a": (LayerSpec(Stash, 24), LayerSpec(Pop, 24)),
-        "b": (LayerSpec(Keep), LayerSpec(Add)),
+        "b": (LayerSpec(StashInput), LayerSpec(Add)),
     }.items():
         if draw(st.booleans()):
             first = draw(st.integers(0, len(layers)))
@@ -104,90 +111,109 @@ def subsets(items):
     return chain.from_iterable(combinations(items, n) for n in range(len(items) + 1))
 
 
-class Ledger:
-    """The storages that a run leaves behind, parameters left out."""
+class Births(TorchDispatchMode):
+    """Note the storage of every tensor that is made, and which of them live on."""
 
-    def __init__(self, modules) -> None:
-        self.own = {p.untyped_storage().data_ptr() for m in modules for p in m.parameters()}
-        self.kept: dict[int, Tensor] = {}
+    def __init__(self, parameters) -> None:
+        super().__init__()
+        self.own = {p.untyped_storage()._cdata for p in parameters}
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def note(self, *tensors: Tensor) -> None:
-        for tensor in tensors:
-            if (place := tensor.untyped_storage().data_ptr()) not in self.own:
-                self.kept[place] = tensor
+    def note(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.own:
+            self.made.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
 
-    def nbytes(self) -> int:
-        return sum(tensor.untyped_storage().nbytes() for tensor in self.kept.values())
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        tree_map_only(Tensor, self.note, result)
+        return result
 
-
-def run_stage(modules, layers, span, recomputed, value, stashed, ledger):
-    """Run a stage as its F does: segments without a graph, each noting what it starts from."""
-    ledger.note(value, *(t for n in incoming(layers, span) for t in [stashed[n]]))
-
-    def keep(tensor: Tensor) -> Tensor:
-        ledger.note(tensor)
-        return tensor
-
-    own: set[str] = set()  # what the segment stashed itself
-    for index in span:
-        names = skip_names(layers[index])
-        again = index in recomputed
-        if again and (index == span.start or index - 1 not in recomputed):
-            ledger.note(value)
-            own = set()
-        if again:
-            ledger.note(*(stashed[name] for name in names.pops if name not in own))
-            own |= set(names.stashes)
-        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-        with torch.set_grad_enabled(not again), hooks:
-            value = run_layer(modules[index], names, value, stashed, str(index))
-        if again:
-            value = value.detach().requires_grad_()
-            for name in names.stashes:
-                stashed[name] = stashed[name].detach().requires_grad_()
-    return value
+    def alive(self) -> int:
+        return sum(nbytes for storage, nbytes in self.made.values() if not storage.expired())
 
 
-def incoming(layers, span):
-    stashes = {name for i in span for name in skip_names(layers[i]).stashes}
-    return [n for i in span for n in skip_names(layers[i]).pops if n not in stashes]
+class Listener:
+    """End the last stage with a sum, which keeps nothing."""
+
+    def __init__(self) -> None:
+        self.gradient = torch.tensor(1.0)
+
+    def note(self, part, noted):
+        return []
+
+    def finish(self, part, output):
+        return [Start(output.sum(), self.gradient)]
 
 
-def cut_off(stashed):
-    return {name: tensor.detach().clone().requires_grad_() for name, tensor in stashed.items()}
+def parts_of(layers, first, routes):
+    """Return what a stage is given by each source, in storages of its own."""
+    value, stashed = torch.rand(SAMPLES, WIDTH, requires_grad=True), {}
+    for index, layer in enumerate(layers[:first]):
+        module = build_layer(layer, index=index, seed=0)
+        value = run_layer(module, skip_names(layer), value, stashed, str(index))
+
+    def own(tensor: Tensor) -> Tensor:
+        return tensor.detach().clone().requires_grad_()
+
+    named = [tuple(own(stashed[name]) for name in edge.names) for edge in routes.sources]
+    return [(own(value), *named[0]) if named[0] else own(value), *named[1:]]
 
 
-def kept_by_a_run(layers, span, recomputed) -> int:
-    modules = [build_layer(layer, index=i, seed=0) for i, layer in enumerate(layers)]
-    stashed: dict[str, Tensor] = {}
-    value = torch.rand(SAMPLES, WIDTH, requires_grad=True)
-    if span.start:
-        value = run_stage(modules, layers, range(span.start), (), value, stashed, Ledger(modules))
-    value, stashed = value.detach().clone().requires_grad_(), cut_off(stashed)
-    ledger = Ledger(modules)
-    output = run_stage(modules, layers, span, recomputed, value, stashed, ledger)
-    assert output is not None
-    return ledger.nbytes()
+def kept_by_the_engine(layers, counts, index, recomputed) -> tuple[int, int]:
+    """Return the bytes that live between F and R, and between R and B."""
+    span = stage_layers(counts)[index]
+    stage_of_layer = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    routes = stage_routes(find_skips(layers), stage_of_layer, len(counts))[index]
+    stage = Stage(
+        index,
+        {i: build_layer(layers[i], index=i, seed=0) for i in span},
+        torch.device("cpu"),
+        routes,
+        names={i: skip_names(layers[i]) for i in span},
+        recomputed=frozenset(recomputed),
+    )
+    work = StageWork(stage, Listener())
+    recipe = Recipe(Keep.INPUT)
+    # The first time copies inputs, to see whether layers write into them.
+    work.forward(0, parts_of(layers, span.start, routes), SAMPLES, lambda _: 0, recipe)
+    parts = parts_of(layers, span.start, routes)
+    with Births(stage.named_parameters().values()) as births:
+        for part in parts:
+            tree_map_only(Tensor, births.note, part)
+        work.forward(1, parts, SAMPLES, lambda _: 0, recipe)
+        del part, parts
+        kept = births.alive()
+        work.recompute(1, lambda _: 0)
+        return kept, births.alive()
 
 
-@pytest.mark.parametrize("span", [range(7), range(3), range(2, 5), range(3, 7), range(1, 6)])
-def test_what_a_stage_keeps_is_what_a_run_keeps(span):
-    model = count_model(SKIPPING, meta_inputs())
-    counts = [span.start, len(span), len(SKIPPING) - span.stop]
-    stage = count_stages(model, counts)[1]
-    for recomputed in subsets(span):
-        assert stage.kept_bytes(recomputed) == kept_by_a_run(SKIPPING, span, recomputed)
+def check_kept(layers, counts, index, recomputed):
+    stage = count_stages(count_model(layers, meta_inputs()), counts)[index]
+    assert stage.lives(recomputed) == kept_by_the_engine(layers, counts, index, recomputed)
+
+
+@pytest.mark.parametrize(
+    "counts, index", [([7], 0), ([3, 4], 0), ([2, 3, 2], 1), ([3, 4], 1), ([1, 1, 3, 1, 1], 2)]
+)
+def test_a_stage_keeps_what_it_is_said_to(counts, index):
+    for recomputed in subsets(stage_layers(counts)[index]):
+        check_kept(SKIPPING, counts, index, recomputed)
 
 
 @given(models(), st.data())
 @settings(max_examples=25, deadline=None)
-def test_what_any_stage_keeps_is_what_a_run_keeps(layers, data):
-    first = data.draw(st.integers(0, len(layers) - 1))
-    span = range(first, data.draw(st.integers(first + 1, len(layers))))
-    recomputed = data.draw(st.sets(st.sampled_from(span)))
-    model = count_model(layers, meta_inputs())
-    stage = count_stages(model, [first, len(span), len(layers) - span.stop])[1]
-    assert stage.kept_bytes(recomputed) == kept_by_a_run(layers, span, recomputed)
+def test_any_stage_keeps_what_it_is_said_to(layers, data):
+    counts, index = draw_counts(data, layers, 3), data.draw(st.integers(0, 2))
+    span = stage_layers(counts)[index]
+    recomputed = data.draw(st.sets(st.sampled_from(span))) if span else ()
+    if span:
+        check_kept(layers, counts, index, recomputed)
+
+
+def draw_counts(data, layers, num_stages):
+    ends = sorted(data.draw(st.integers(0, len(layers))) for _ in range(num_stages - 1))
+    return [last - first for first, last in pairwise([0, *ends, len(layers)])]
 
 
 SCHEDULES = [
@@ -230,9 +256,7 @@ def price(model, layers) -> int:
 @settings(max_examples=25, deadline=None)
 def test_the_choice_is_the_cheapest_of_all_that_fit(layers, schedule, data):
     name, ranks, num_stages = schedule
-    ends = sorted(data.draw(st.integers(0, len(layers))) for _ in range(num_stages - 1))
-    edges = [0, *ends, len(layers)]
-    counts = [b - a for a, b in pairwise(edges)]
+    counts = draw_counts(data, layers, num_stages)
     model = count_model(layers, meta_inputs())
     ways = list(everything(model, counts, name, ranks))
     most = [max(totals) for totals, _, _ in ways]

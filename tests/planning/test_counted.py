@@ -71,7 +71,7 @@ def test_an_mlp_keeps_its_inputs_and_activations_once():
     first, second = count_stages(model, [2, 3])
     assert first.activation_bytes == 4 * 5 * (8 + 32)
     assert second.activation_bytes == 4 * 5 * (32 + 16)
-    assert second.boundary_bytes == 4 * 5 * 32 == sum(first.output.gradients)
+    assert second.lives(second.layers).kept == 4 * 5 * 32 == sum(first.output.gradients)
 
 
 def test_a_stage_holds_on_to_its_input_and_passes_on_what_it_has_no_layers_for():
