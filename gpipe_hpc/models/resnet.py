@@ -87,7 +87,7 @@ def build_small_resnet(
     num_blocks: Sequence[int] = (1, 1, 1),
     num_classes: int = 10,
     in_channels: int = 1,
-    width: int = 16,
+    width: int = 32,
 ) -> list[LayerSpec]:
     """Return a ResNet of basic blocks for small images, 8 to 32 pixels a side.
 
