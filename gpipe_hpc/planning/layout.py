@@ -13,11 +13,11 @@ from gpipe_hpc.engine.precision import casting
 from gpipe_hpc.engine.routes import skip_pairs
 from gpipe_hpc.engine.steps import Site
 from gpipe_hpc.engine.tables import Tables, make_tables, table_asked_for
-from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.errors import ConfigError, ScheduleError
 from gpipe_hpc.models import Layer
 from gpipe_hpc.planning.budget import Budget, fit_recompute
 from gpipe_hpc.planning.choice import Example, Partition, choose_partition
-from gpipe_hpc.schedule import Schedule
+from gpipe_hpc.schedule import Op, Schedule
 
 log = logging.getLogger("gpipe_hpc.pipeline")
 
@@ -66,13 +66,13 @@ def lay_out(layers: Sequence[Layer], wishes: Wishes, site: Site) -> Layout:
     measured = partition.stage_costs()
     if wishes.schedule == "auto" and "costs" not in wishes.options and measured is not None:
         table = asked({**wishes.options, "costs": measured})
-    recomputed = None
-    if wishes.recompute == "budget":
+    recomputed, mode = None, wishes.recompute
+    if mode == "budget":
         fitted = _fit(layers, wishes, partition, table, site) if site.world.rank == 0 else None
         budget: Budget = broadcast_object(site.everybody, fitted, root=0)
-        recomputed, table = budget.recomputed, budget.schedule
+        recomputed, table, mode = budget.recomputed, budget.schedule, "never"
     skips = skip_pairs(routes_of(layers, partition.counts))
-    return Layout(partition, make_tables(table, wishes.recompute, skips), recomputed)
+    return Layout(partition, make_tables(table, mode, skips), recomputed)
 
 
 def _example(wishes: Wishes, site: Site) -> Example | None:
@@ -90,6 +90,11 @@ def _cut(layers: Sequence[Layer], wishes: Wishes, num_stages: int, site: Site) -
 def _fit(
     layers: Sequence[Layer], wishes: Wishes, partition: Partition, table: Schedule, site: Site
 ) -> Budget:
+    if table.is_lowered or any(action.op is Op.R for row in table.ranks for action in row):
+        raise ScheduleError(
+            f"schedule {table.name!r}: recompute 'budget' places recomputation itself, expected a "
+            f"bare table without R, got one with it or a lowered one; leave its R out"
+        )
     example = _example(wishes, site)
     if example is None or wishes.memory_bytes is None:
         raise ConfigError(
