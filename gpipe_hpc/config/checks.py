@@ -49,7 +49,7 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "pipeline.schedule": schedule_names(),
         "pipeline.recompute": ("always", "except_last", "never"),
-        "train.precision": ("float32", "bfloat16"),
+        "train.precision": ("float32", "bfloat16", "float16"),
         "train.device": ("auto", "cpu", "cuda"),
         "comm.backend": ("auto", "gloo", "nccl"),
         "lr.decay": ("cosine", "constant"),

@@ -150,6 +150,9 @@ class _Loop:
         }
         if self._session.tally.limit:
             scalars["corrupt_samples"] = self._session.tally.count
+        if pipe.loss_scale is not None:
+            scalars["loss_scale"] = result.loss_scale
+            scalars["skipped_steps"] = pipe.loss_scale.num_skipped
         if len(result.losses) > 1:
             scalars |= {f"losses/{name}": value for name, value in result.losses.items()}
         return scalars | {f"metrics/{name}": value for name, value in result.metrics.items()}
@@ -159,6 +162,14 @@ class _Loop:
         batch = session.next_batch()
         result = pipe.step(batch.inputs, batch.targets)
         self._refuse_non_finite(result)
+        if result.is_skipped and self._leads and pipe.loss_scale is not None:
+            log.warning(
+                "step %d: skipped, as gradients overflowed float16 at a loss scale of %g; it is "
+                "%g now",
+                pipe.steps_done,
+                result.loss_scale,
+                pipe.loss_scale.value,
+            )
         norm = None
         if config.train.clip_norm is not None:
             norm = float(pipe.clip_grad_norm_(config.train.clip_norm))

@@ -1,7 +1,7 @@
 """From the settings to what the loop works with: data, pipeline, optimizer, resumed state."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,10 +15,11 @@ from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config, TrainConfig, bind_target, build_target
 from gpipe_hpc.engine.assembly import check_agreement
-from gpipe_hpc.errors import ConfigError
-from gpipe_hpc.models import loss_function
+from gpipe_hpc.errors import ConfigError, ModelError
+from gpipe_hpc.models import Layer, loss_function, normalise_layers
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planning import Partition
+from gpipe_hpc.planning.batchnorm import check_batchnorm
 from gpipe_hpc.training.batches import Batch, Batches
 from gpipe_hpc.training.data import (
     BatchReader,
@@ -112,6 +113,7 @@ def open_session(config: Config, world: World, run_folder: Path, restarted: bool
         layers = build_target("model", config.model)
         loss_fn = bind_target("loss", config.loss) if config.loss else loss_function(facts.loss)
         sampler = ShuffledSampler(facts.num_samples, config.train.batch_size, config.train.seed)
+        _check_batchnorm(config, source, layers)
     pipe = Pipeline(
         layers,
         loss_fn,
@@ -125,6 +127,7 @@ def open_session(config: Config, world: World, run_folder: Path, restarted: bool
         example=_example(config, world, source, sampler),
         seed=config.train.seed,
         precision=config.train.precision,
+        normalise_over_replicas=config.pipeline.normalise_over_replicas,
         world=world,
     )
     optimizer = build_optimizer(pipe.named_parameters(), config.optimizer)
@@ -180,8 +183,33 @@ def _example(
     pieces = config.pipeline.replicas * config.pipeline.microbatches * config.train.accumulation
     own = indices[: max(1, -(-len(indices) // pieces))]
     with together(world, "reading an example"):
-        if not own:
-            raise ConfigError("data: expected at least one sample to train on, got none")
-        reader = BatchReader(source.train, True, True, tolerance(config.data))
-        reading = reader.read(Request(own, epoch=0))
-        return reading.inputs, reading.targets
+        return _read(config, source, own)
+
+
+def _check_batchnorm(config: Config, source: DataSource | None, layers: Sequence[Layer]) -> None:
+    """Refuse, on rank 0, micro-batches that BatchNorm layers cannot normalise."""
+    replicas = config.pipeline.replicas
+    if source is None or not source.train.num_samples:
+        return
+    if config.pipeline.normalise_over_replicas and replicas > 1:
+        return
+    total, batch = source.train.num_samples, min(config.train.batch_size, source.train.num_samples)
+    # The last batch of an epoch may be smaller, if the run comes that far.
+    ends = last_step(config.train) * batch > total - total % batch
+    smallest = total % batch if ends and total % batch else batch
+    pieces = replicas * config.pipeline.microbatches * config.train.accumulation
+    indices = list(range(max(1, smallest // pieces)))
+    try:
+        check_batchnorm(normalise_layers(layers), lambda: _read(config, source, indices)[0])
+    except ModelError as error:
+        raise ModelError(
+            f"{error} (the smallest batch of the run has {smallest} samples)"
+        ) from None
+
+
+def _read(config: Config, source: DataSource, indices: list[int]) -> tuple[Nest, Nest]:
+    if not indices:
+        raise ConfigError("data: expected at least one sample to train on, got none")
+    reader = BatchReader(source.train, True, True, tolerance(config.data))
+    reading = reader.read(Request(indices, epoch=0))
+    return reading.inputs, reading.targets
