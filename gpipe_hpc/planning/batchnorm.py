@@ -12,7 +12,6 @@ from gpipe_hpc.models import (
     Layer,
     PooledBatchNorm,
     convert_batchnorm,
-    layer_name,
     refuse_single_values,
     run_layers,
 )
@@ -30,7 +29,7 @@ def check_batchnorm(layers: Sequence[Layer], smallest: Callable[[], Any]) -> Non
     except ModelError:
         return  # who builds the layer in earnest tells of it
     for index, module in modules.items():
-        convert_batchnorm(module, f"layers.{index} ({layer_name(layers[index])})")
+        convert_batchnorm(module, f"layers.{index}")
     parts = [part for module in modules.values() for part in module.modules()]
     norms = [part for part in parts if isinstance(part, PooledBatchNorm)]
     refusals: list[ModelError] = []
