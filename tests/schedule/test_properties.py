@@ -33,19 +33,27 @@ QUICK = settings(max_examples=120, deadline=None, suppress_health_check=[HealthC
 COMPUTE = {Op.F, Op.B, Op.I, Op.W, Op.R}
 
 
-def compute_needs(action, num_stages, backward_of):
+def compute_needs(action, num_stages, backward_of, skips):
     """Return what a compute action needs; `backward_of` says whether a pair runs B or I and W."""
     op, stage, microbatch, _ = action
     if op is Op.F:
-        return [Action(Op.F, stage - 1, microbatch)] if stage else []
+        into = [stage - 1] * (stage > 0) + [source for source, to in skips if to == stage]
+        return [Action(Op.F, source, microbatch) for source in into]
     if op is Op.R:
         return [Action(Op.F, stage, microbatch)]
     if op is Op.W:
         return [Action(Op.I, stage, microbatch)]
     needs = [Action(Op.F, stage, microbatch)]
-    if stage < num_stages - 1:
-        needs.append(Action(backward_of[stage + 1, microbatch], stage + 1, microbatch))
-    return needs
+    out_of = [stage + 1] * (stage < num_stages - 1) + [
+        to for source, to in skips if source == stage
+    ]
+    return needs + [Action(backward_of[to, microbatch], to, microbatch) for to in out_of]
+
+
+def skips_of(num_stages):
+    """Draw any skips between so many stages."""
+    pairs = [(s, d) for s in range(num_stages) for d in range(s + 2, num_stages)]
+    return st.sets(st.sampled_from(pairs)).map(sorted).map(tuple) if pairs else st.just(())
 
 
 @st.composite
@@ -59,6 +67,7 @@ def tables(draw):
     routes = draw(st.lists(route, min_size=1, max_size=2, unique=True))
     route_of = [draw(st.integers(0, len(routes) - 1)) for _ in range(num_microbatches)]
     placement = Placement(tuple(routes), tuple(route_of))
+    skips = draw(skips_of(num_stages))
     backward_of = {}
     todo = []
     for stage in range(num_stages):
@@ -73,7 +82,7 @@ def tables(draw):
         ready = [
             action
             for action in todo
-            if all(need in done for need in compute_needs(action, num_stages, backward_of))
+            if all(need in done for need in compute_needs(action, num_stages, backward_of, skips))
         ]
         action = random.choice(ready)
         todo.remove(action)
@@ -82,7 +91,7 @@ def tables(draw):
         if action.op in (Op.B, Op.I) and random.random() < 0.3:
             row.append(action._replace(op=Op.R))
         row.append(action)
-    return Schedule("random", placement, tuple(map(tuple, rows)))
+    return Schedule("random", placement, tuple(map(tuple, rows)), skips=skips)
 
 
 def replay(schedule):
@@ -96,23 +105,25 @@ def replay(schedule):
         return placement.rank_of(action.stage, action.microbatch)
 
     def can_run(rank, action):
-        op, stage, microbatch, _ = action
+        op, stage, microbatch, peer = action
+        back = None if peer is None else stage
         if op is Op.REDUCE_GRAD or op in (Op.RECV_F, Op.RECV_B):
             return True
         if op is Op.SEND_F:
-            post = Action(Op.RECV_F, stage + 1, microbatch)
+            post = Action(Op.RECV_F, stage + 1 if peer is None else peer, microbatch, back)
             return Action(Op.F, stage, microbatch) in done and post in done
         if op is Op.SEND_B:
-            post = Action(Op.RECV_B, stage - 1, microbatch)
+            post = Action(Op.RECV_B, stage - 1 if peer is None else peer, microbatch, back)
             return (
                 Action(backward_of[stage, microbatch], stage, microbatch) in done and post in done
             )
-        for need in compute_needs(action, num_stages, backward_of):
+        for need in compute_needs(action, num_stages, backward_of, schedule.skips):
             if need not in done:
                 return False
             if place(need) != rank:
                 send = Op.SEND_F if op is Op.F else Op.SEND_B
-                if Action(send, need.stage, microbatch) not in done:
+                to = None if abs(need.stage - stage) == 1 else stage
+                if Action(send, need.stage, microbatch, to) not in done:
                     return False
         return True
 
@@ -124,11 +135,12 @@ def replay(schedule):
                 action = row[position[rank]]
                 done.add(action)
                 if action.op not in COMPUTE and action.op is not Op.REDUCE_GRAD:
-                    direction, stage = action.op[-1], action.stage
-                    if action.op in (Op.SEND_F, Op.SEND_B):
-                        stage += 1 if direction == "F" else -1
-                    side = sent_on if action.op.startswith("SEND") else posted_on
-                    channel = (direction, stage, placement.route_of[action.microbatch])
+                    direction, sends = action.op[-1], action.op in (Op.SEND_F, Op.SEND_B)
+                    step = 1 if (direction == "F") == sends else -1
+                    other = action.stage + step if action.peer is None else action.peer
+                    ends = (action.stage, other) if sends else (other, action.stage)
+                    side = sent_on if sends else posted_on
+                    channel = (direction, ends, placement.route_of[action.microbatch])
                     side.setdefault(channel, []).append(action.microbatch)
                 position[rank] += 1
                 moved = True
@@ -168,7 +180,7 @@ def test_text_keeps_any_table(bare):
     assume(len(set(bare.placement.route_of)) == len(bare.placement.routes))
     for schedule in (bare, lower(bare)):
         read = from_text(to_text(schedule))
-        assert read.ranks == schedule.ranks
+        assert (read.ranks, read.skips) == (schedule.ranks, schedule.skips)
         check(read)
 
 
@@ -182,7 +194,10 @@ def mutants(draw):
         microbatches=st.integers(2, 5),
         recompute=st.sampled_from(["never", "always", "except_last"]),
     )
-    schedule = draw(st.one_of(tables(), named))
+    skipping = named.flatmap(
+        lambda bare: skips_of(bare.num_stages).map(lambda skips: replace(bare, skips=skips))
+    )
+    schedule = draw(st.one_of(tables(), named, skipping))
     if draw(st.booleans()):
         schedule = lower(schedule)
     rank = draw(st.sampled_from([r for r, row in enumerate(schedule.ranks) if row]))
