@@ -6,6 +6,7 @@ import torch
 from gpipe_hpc.config import (
     DataConfig,
     SyntheticImagesConfig,
+    SyntheticMasksConfig,
     SyntheticTokensConfig,
     SyntheticVectorsConfig,
 )
@@ -17,8 +18,11 @@ VECTORS = SyntheticVectorsConfig(num_samples=400, num_validation_samples=7, widt
 IMAGES = SyntheticImagesConfig(
     num_samples=400, num_validation_samples=7, channels=2, height=4, width=5, num_classes=3
 )
+MASKS = SyntheticMasksConfig(
+    num_samples=200, num_validation_samples=7, channels=2, height=12, width=9, num_classes=3
+)
 EVERY_KIND = pytest.mark.parametrize(
-    "config", [TOKENS, VECTORS, IMAGES], ids=["tokens", "vectors", "images"]
+    "config", [TOKENS, VECTORS, IMAGES, MASKS], ids=["tokens", "vectors", "images", "masks"]
 )
 
 
@@ -88,6 +92,32 @@ def test_images_are_a_picture_of_their_class_and_noise():
     assert abs(noise.var() - 1 / 12) < 0.01
     distances = (validation.read_inputs(range(7))[:, None] - means).square().sum((2, 3, 4))
     assert torch.equal(distances.argmin(1), validation.read_targets(range(7)))
+
+
+def test_masks_are_rectangles_of_one_class():
+    data = open_data(MASKS).train
+    masks = data.read_targets(range(200))
+    assert masks.dtype == torch.int64 and masks.shape == (200, 12, 9)
+    for mask in masks:
+        rows, columns = (mask.amax(d) > 0 for d in (1, 0))
+        assert 3 <= rows.sum() <= 9 and 2 <= columns.sum() <= 6
+        inside = mask[rows][:, columns]
+        assert (inside == inside[0, 0]).all() and inside[0, 0] in (1, 2)
+        for line in (rows, columns):
+            assert line.diff().sum() <= 2, "one piece"
+    assert (masks > 0).any(0).all(), "anywhere in the image"
+    assert (masks.amax((1, 2)) == 1).float().mean() == pytest.approx(0.5, abs=0.15)
+
+
+def test_masked_images_are_as_bright_as_their_classes():
+    data = open_data(MASKS).train
+    images, masks = data.read_inputs(range(200)), data.read_targets(range(200))
+    assert images.dtype == torch.float32 and images.shape == (200, 2, 12, 9)
+    assert images.min() >= -1 and images.max() < 1
+    for number, level in enumerate([-0.5, 0.0, 0.5]):
+        pixels = images.movedim(1, -1)[masks == number]
+        assert pixels.mean() == pytest.approx(level, abs=0.02)
+        assert pixels.var() == pytest.approx(1 / 12, abs=0.01)
 
 
 def test_unknown_kind_is_refused():

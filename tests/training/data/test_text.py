@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpipe_hpc.config import PythonSourceConfig, TextConfig
+from gpipe_hpc.config import PythonSourceConfig, TextConfig, TokensConfig
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.training.data import open_data
 from gpipe_hpc.training.data.corpus import Corpus, Segment, unigram_entropy
@@ -190,3 +190,18 @@ def test_baseline_without_validation_is_none(tmp_path):
     write(tmp_path / "a", bytes(100))
     config = TextConfig([f"{tmp_path}/a"], validation_fraction=0.0, seq_len=10)
     assert open_data(config).baseline() is None
+
+
+def test_folders_of_token_files(tmp_path):
+    tokens = np.arange(2000, 2040, dtype="<u2")
+    write(tmp_path / "tokens" / "b.bin", tokens[20:].tobytes())
+    write(tmp_path / "tokens" / "a.bin", tokens[:20].tobytes())
+    write(tmp_path / "tokens" / "notes.txt", b"odd")
+    config = TokensConfig([f"{tmp_path}/tokens"], validation_fraction=0.0, seq_len=13)
+    data = open_data(config).train
+    assert data.num_samples == 3
+    assert data.read_inputs([0, 2]).tolist() == [[*range(2000, 2013)], [*range(2026, 2039)]]
+    with pytest.raises(DataError, match=r"expected files or \.bin files in a folder at"):
+        open_data(TokensConfig([f"{tmp_path}"]))
+    with pytest.raises(DataError, match="expected files at"):
+        open_data(TextConfig([f"{tmp_path}"]))
