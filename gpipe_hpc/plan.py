@@ -5,6 +5,7 @@ Nothing is read, allocated or measured: models of any size are counted in second
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -13,13 +14,10 @@ import torch
 from omegaconf import DictConfig
 
 from gpipe_hpc.config import (
-    AdamWConfig,
     Config,
     DataConfig,
     ImageDataConfig,
-    OptimizerConfig,
-    RMSPropConfig,
-    SGDConfig,
+    SyntheticMasksConfig,
     SyntheticVectorsConfig,
     TokenDataConfig,
     bind_target,
@@ -29,16 +27,18 @@ from gpipe_hpc.config import (
     register_schemas,
 )
 from gpipe_hpc.config.checks import check_planning
-from gpipe_hpc.errors import ConfigError, GpipeError
+from gpipe_hpc.errors import ConfigError, GpipeError, PartitionError
 from gpipe_hpc.models import Layer, loss_function, normalise_layers
+from gpipe_hpc.planning.budget import choose_recompute
 from gpipe_hpc.planning.counted import ModelCount, count_model
 from gpipe_hpc.planning.forecast import flop_costs, forecast
 from gpipe_hpc.planning.partition import by_hand, minimax, uniform
-from gpipe_hpc.planning.report import Assumptions, owned_parameters, report
-from gpipe_hpc.planning.stages import count_stages
+from gpipe_hpc.planning.report import Assumptions, Sections, owned_parameters, report
+from gpipe_hpc.planning.stages import count_stages, long_skips
 from gpipe_hpc.planning.trial import META
 from gpipe_hpc.planning.units import bytes_text
-from gpipe_hpc.schedule import Schedule, build, check, lower
+from gpipe_hpc.schedule import Schedule, add_recompute, build, check, lower
+from gpipe_hpc.training.optimizer import states_per_parameter
 
 DEFAULT_STAGES: Final = 4
 FAILED_EXIT_CODE: Final = 1
@@ -65,7 +65,7 @@ def main() -> None:
     """Compose the settings from Hydra's command line, plan, and exit.
 
     Exit codes: 0 done, 1 failed, 2 settings that cannot work, 3 a rank needs more memory than
-    plan.memory_bytes.
+    pipeline.memory_bytes.
     """
     register_schemas()
     hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(_task)()
@@ -95,27 +95,66 @@ def make_plan(config: Config) -> Plan:
         bind_target("loss", config.loss) if config.loss else loss_function(sample.loss)
     )
     model = count_model(
-        layers, sample.inputs, sample.targets, loss_fn, device_type=_device_type(config)
+        layers,
+        sample.inputs,
+        sample.targets,
+        loss_fn,
+        device_type=_device_type(config),
+        precision=config.train.precision,
     )
+    bare, counts, cut_by = _table(config, num_ranks, model)
+    states = states_per_parameter(config.optimizer)
+    recomputation = _recomputation(config, model, counts, bare, states)
+    schedule = recomputation.table if bare.is_lowered else lower(recomputation.table)
+    check(schedule)
+    assumptions = Assumptions(config.plan.flops_per_s, config.pipeline.memory_bytes)
+    found = forecast(model, counts, schedule, states, recomputation.layers)
+    sections = Sections(
+        heading=_heading(config, layers, model, schedule, sample),
+        cut_by=cut_by,
+        recomputed=recomputation.text,
+    )
+    text = report(layers, model, counts, schedule, found, assumptions, sections)
+    return Plan(text, all(map(assumptions.fits, found.ranks)))
+
+
+def _table(config: Config, num_ranks: int, model: ModelCount) -> tuple[Schedule, list[int], str]:
+    """Return the bare table, the layers of each stage, and how they were chosen."""
+    pipeline = config.pipeline
     table = partial(
         build,
-        config.pipeline.schedule,
+        pipeline.schedule,
         ranks=num_ranks,
-        microbatches=config.pipeline.microbatches * config.train.accumulation,
-        recompute=config.pipeline.recompute,
+        microbatches=pipeline.microbatches * config.train.accumulation,
+        recompute="never" if pipeline.recompute == "budget" else pipeline.recompute,
     )
-    options = config.pipeline.options
-    bare = table(**options)
-    counts, cut_by = cut(config.pipeline.partition, model, bare.num_stages)
-    if config.pipeline.schedule == "auto" and "costs" not in options:
-        bare = table(**options, costs=flop_costs(count_stages(model, counts)))
-    schedule = bare if bare.is_lowered else lower(bare)
-    check(schedule)
-    assumptions = Assumptions(config.plan.flops_per_s, config.plan.memory_bytes)
-    found = forecast(model, counts, schedule, states_per_parameter(config.optimizer))
-    heading = _heading(config, layers, model, schedule, sample)
-    text = report(layers, model, counts, schedule, found, assumptions, heading, cut_by)
-    return Plan(text, all(map(assumptions.fits, found.ranks)))
+    bare = table(**pipeline.options)
+    counts, cut_by = cut(pipeline.partition, model, bare.num_stages)
+    if pipeline.schedule == "auto" and "costs" not in pipeline.options:
+        bare = table(**pipeline.options, costs=flop_costs(count_stages(model, counts)))
+    return replace(bare, skips=long_skips(model, counts)), counts, cut_by
+
+
+class Recomputation(NamedTuple):
+    """A table with its R, the layers that they run again (None for all), and what to say of it."""
+
+    table: Schedule
+    layers: tuple[frozenset[int], ...] | None = None
+    text: str = ""
+
+
+def _recomputation(
+    config: Config, model: ModelCount, counts: Sequence[int], bare: Schedule, states: int
+) -> Recomputation:
+    limit = config.pipeline.memory_bytes
+    if config.pipeline.recompute != "budget" or limit is None:
+        return Recomputation(bare)
+    try:
+        budget = choose_recompute(model, counts, bare, limit, states)
+    except PartitionError as error:
+        # The plan shows how far from fitting the run is that needs least.
+        return Recomputation(add_recompute(bare, "except_last"), None, str(error))
+    return Recomputation(budget.schedule, budget.recomputed, budget.text)
 
 
 def cut(partition: Any, model: ModelCount, num_stages: int) -> tuple[list[int], str]:
@@ -156,27 +195,15 @@ def microbatch(data: DataConfig, num_samples: int) -> Sample:
             return Sample(tokens, tokens, "token_cross_entropy")
         case SyntheticVectorsConfig():
             return Sample(floats(num_samples, data.width), whole(num_samples), "classification")
+        case SyntheticMasksConfig():
+            images = floats(num_samples, data.channels, data.height, data.width)
+            return Sample(images, whole(num_samples, data.height, data.width), "segmentation")
         case ImageDataConfig():
             images = floats(num_samples, data.channels, data.height, data.width)
             return Sample(images, whole(num_samples), "classification")
     raise ConfigError(
         f"data: its shapes are unknown, expected one of conf/data, got {type(data).__name__}; plan "
         f"with synthetic data of the same shapes"
-    )
-
-
-def states_per_parameter(config: OptimizerConfig) -> int:
-    """Return how many numbers the optimizer keeps for each parameter."""
-    match config:
-        case AdamWConfig():
-            return 2
-        case SGDConfig():
-            return int(config.momentum > 0)
-        case RMSPropConfig():
-            return 1 + int(config.momentum > 0) + int(config.centered)
-    raise ConfigError(
-        f"optimizer: unknown kind, expected one of conf/optimizer, got {type(config).__name__}; "
-        f"choose optimizer=adamw, sgd or rmsprop"
     )
 
 
@@ -199,13 +226,9 @@ def _heading(
         f"{len(layers)} layers, {model.parameters:,} parameters",
         f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, "
         f"{config.pipeline.replicas} replica(s); micro-batch {dtype}[{shape}] "
-        f"({bytes_text(sum(model.inputs.tensors))}), recompute {config.pipeline.recompute}, "
-        f"attention as on {_device_type(config)}",
+        f"({bytes_text(sum(model.inputs.tensors))}), {config.train.precision}, "
+        f"recompute {config.pipeline.recompute}, kernels as on {_device_type(config)}",
     ]
-    if config.train.precision != "float32":
-        lines.append(
-            f"counted in float32: what train.precision={config.train.precision} saves is not"
-        )
     return "\n".join(lines)
 
 

@@ -20,12 +20,12 @@ from gpipe_hpc.config import (
 )
 from gpipe_hpc.errors import ConfigError, ModelError, PartitionError
 from gpipe_hpc.models import build_model, token_cross_entropy
-from gpipe_hpc.plan import make_plan, microbatch, samples_per_microbatch, states_per_parameter
+from gpipe_hpc.plan import make_plan, microbatch, samples_per_microbatch
 from gpipe_hpc.planning.counted import count_model
 from gpipe_hpc.planning.forecast import forecast
 from gpipe_hpc.schedule import build, lower
 from gpipe_hpc.training.data import open_data
-from gpipe_hpc.training.optimizer import build_optimizer
+from gpipe_hpc.training.optimizer import build_optimizer, states_per_parameter
 
 TOKENS = ["data=synthetic", "data.seq_len=64", "data.vocab_size=50257"]
 MLP = ["model=mlp", "data=synthetic_vectors", "pipeline.stages=2"]
@@ -66,14 +66,14 @@ def test_schedules_with_several_stages_a_rank(schedule):
 
 
 def test_memory_decides():
-    small = planned(*MLP, "plan.memory_bytes=100000")
+    small = planned(*MLP, "pipeline.memory_bytes=100000")
     assert not small.fits and "too much on rank 0" in small.text
-    assert planned(*MLP, "plan.memory_bytes=1e9").fits
+    assert planned(*MLP, "pipeline.memory_bytes=1e9").fits
     assert planned(*MLP).fits
 
 
 @pytest.mark.parametrize(
-    "setting", ["plan.memory_bytes=0", "plan.flops_per_s=-1", "plan.flops_per_s=inf"]
+    "setting", ["pipeline.memory_bytes=0", "plan.flops_per_s=-1", "plan.flops_per_s=inf"]
 )
 def test_settings_out_of_range_are_refused(setting):
     with pytest.raises(ConfigError, match=setting.split("=")[0]):
@@ -249,7 +249,7 @@ def test_exit_codes():
         )
         return done.returncode, done.stdout, done.stderr
 
-    done, out, err = code("plan.memory_bytes=1e5")
+    done, out, err = code("pipeline.memory_bytes=1e5")
     assert done == 3 and "too much on rank" in out and not err
     done, out, err = code("pipeline.partition=[9]")
     assert done == 2 and not out and err.startswith("gpipe_hpc: config: bad pipeline.partition")

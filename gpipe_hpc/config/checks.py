@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from gpipe_hpc.config.data_checks import DATA_CHOICES, DATA_RANGES, check_data
 from gpipe_hpc.config.refusal import refuse
-from gpipe_hpc.config.schema import Config, SGDConfig
+from gpipe_hpc.config.schema import Config, PipelineConfig, SGDConfig
 from gpipe_hpc.schedule import schedule_names
 
 _INF: Final = math.inf
@@ -40,7 +40,7 @@ _RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
         "trace.steps": (0, _INF),
         "draw.width": (1, 100_000),
         "plan.flops_per_s": (1, _INF),
-        "plan.memory_bytes": (1, _INF),
+        "pipeline.memory_bytes": (1, _INF),
         **DATA_RANGES,
     }
 )
@@ -48,7 +48,7 @@ _RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
 _CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "pipeline.schedule": schedule_names(),
-        "pipeline.recompute": ("always", "except_last", "never"),
+        "pipeline.recompute": ("always", "except_last", "never", "budget"),
         "train.precision": ("float32", "bfloat16", "float16"),
         "train.device": ("auto", "cpu", "cuda"),
         "comm.backend": ("auto", "gloo", "nccl"),
@@ -73,6 +73,7 @@ def check_config(config: Config, world_size: int) -> list[str]:
     _check_draw(config)
     mesh = Mesh.fit(world_size, config.pipeline.stages, config.pipeline.replicas)
     _check_partition(config.pipeline.partition, mesh.stages)
+    _check_budget(config.pipeline)
     _check_optimizer(config)
     check_data(config.data)
     _check_model(config)
@@ -97,6 +98,7 @@ def check_planning(config: Config, num_stages: int) -> None:
     _check_ranges(config)
     _check_choices(config)
     _check_partition(config.pipeline.partition, num_stages)
+    _check_budget(config.pipeline)
     _check_optimizer(config)
     _check_model(config)
 
@@ -152,6 +154,16 @@ def _is_time(number: object) -> bool:
     if isinstance(number, bool) or not isinstance(number, int | float):
         return False
     return 0 <= number < _INF
+
+
+def _check_budget(pipeline: PipelineConfig) -> None:
+    if pipeline.recompute == "budget" and pipeline.memory_bytes is None:
+        raise refuse(
+            "pipeline.memory_bytes",
+            "the bytes that a rank may use, for pipeline.recompute=budget",
+            None,
+            "set it, as pipeline.memory_bytes=16e9, or choose another pipeline.recompute",
+        )
 
 
 def _check_partition(partition: object, num_stages: int) -> None:

@@ -21,6 +21,7 @@ class PipelineConfig:
     schedule: str = "gpipe"
     options: dict[str, Any] = field(default_factory=dict)
     recompute: str = "except_last"
+    memory_bytes: float | None = None
     partition: Any = "time"
     normalise_over_replicas: bool = False
 
@@ -150,7 +151,6 @@ class PlanConfig:
     """What ``python -m gpipe_hpc.plan`` plans for."""
 
     flops_per_s: float | None = None
-    memory_bytes: float | None = None
 
 
 @dataclass

@@ -7,13 +7,14 @@ from typing import Final, NamedTuple
 from gpipe_hpc.models import Layer
 from gpipe_hpc.planning.counted import ModelCount
 from gpipe_hpc.planning.forecast import Forecast, RankForecast
-from gpipe_hpc.planning.stages import count_stages
+from gpipe_hpc.planning.stages import count_stages, skip_routes
 from gpipe_hpc.planning.table import cut_table
 from gpipe_hpc.planning.trial import LayerCount
 from gpipe_hpc.planning.units import bytes_text, flops_text
 from gpipe_hpc.schedule import Schedule
 
 _LONGEST_GROUP: Final = 32
+_MAX_SKIPS: Final = 24  # lines of a table
 _NOTES: Final = (
     "Counted, not measured: FLOPs of matrix products, convolutions and attention; activations that "
     "autograd keeps; no gradients in flight, receive buffers or workspaces; transfers take no time."
@@ -150,6 +151,14 @@ def step_text(found: Forecast, schedule: Schedule, assumptions: Assumptions) -> 
     return "\n".join(lines)
 
 
+class Sections(NamedTuple):
+    """What the plan says in words: of what, who chose the cut, what a budget of memory chose."""
+
+    heading: str
+    cut_by: str
+    recomputed: str = ""
+
+
 def report(
     layers: Sequence[Layer],
     model: ModelCount,
@@ -157,21 +166,44 @@ def report(
     schedule: Schedule,
     found: Forecast,
     assumptions: Assumptions,
-    heading: str,
-    cut_by: str,
+    sections: Sections,
 ) -> str:
-    """Return the whole plan as text. `heading` says what is planned, `cut_by` who chose the cut."""
-    cut = stage_table(layers, model, counts, schedule)
-    return "\n\n".join(
-        [
-            heading,
-            f"Layers, for one micro-batch:\n{layer_table(model)}",
-            f"Cut {cut_by}:\n{cut}",
-            f"Ranks, at their fullest:\n{rank_table(found.ranks, assumptions)}",
-            step_text(found, schedule, assumptions),
-            _NOTES,
-        ]
+    """Return the whole plan as text."""
+    parts = [
+        sections.heading,
+        f"Layers, for one micro-batch:\n{layer_table(model)}",
+        f"Cut {sections.cut_by}:\n{stage_table(layers, model, counts, schedule)}",
+        skip_table(model, counts),
+        f"Recomputed, to stay within the memory:\n{sections.recomputed}",
+        f"Ranks, at their fullest:\n{rank_table(found.ranks, assumptions)}",
+        step_text(found, schedule, assumptions),
+        _NOTES,
+    ]
+    if not sections.recomputed:
+        del parts[4]
+    return "\n\n".join(filter(None, parts))
+
+
+def skip_table(model: ModelCount, counts: Sequence[int]) -> str:
+    """Return the skips that leave their stage, and how many do not; nothing without skips."""
+    if not model.skips:
+        return ""
+    routes = skip_routes(model, counts)
+    crossing = [(route, skip) for route, skips in routes.items() for skip in skips]
+    within = len(model.skips) - len(crossing)
+    straight = sum(destination > source + 1 for (source, destination), _ in crossing)
+    title = (
+        f"Skips, for one micro-batch: {len(model.skips)}, of which {within} within a stage, "
+        f"{len(crossing) - straight} with the boundary to the next, {straight} straight on:"
     )
+    rows = [["skip", "layers", "stages", "bytes"]]
+    for (source, destination), skip in crossing[:_MAX_SKIPS]:
+        nbytes = bytes_text(sum(model.carried(skip).tensors))
+        layers, stages = f"{skip.source} to {skip.destination}", f"{source} to {destination}"
+        rows.append([skip.name, layers, stages, nbytes])
+    more = len(crossing) - _MAX_SKIPS
+    lines = [title, _aligned(rows, left={0})] if crossing else [title.rstrip(":")]
+    return "\n".join([*lines, *([f"and {more} more"] if more > 0 else [])])
 
 
 def folded(items: Sequence[Hashable]) -> Iterator[Group]:

@@ -13,15 +13,26 @@ def flops_text(flops: float) -> str:
     return _scaled(flops, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
 
 
-def ranges_text(numbers: Iterable[int]) -> str:
-    """Return whole numbers with neighbours folded: ``1-4, 7``."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ", ".join("-".join(map(str, run)) for run in runs)
+def ranges_text(numbers: Iterable[int], most: int = 12) -> str:
+    """Return whole numbers with even runs folded: ``1-4, 7-15 by 2``; at most so many runs."""
+    left = sorted(numbers)
+    runs: list[str] = []
+    while left and len(runs) < most:
+        step = left[1] - left[0] if len(left) > 1 else 1
+        length = 1
+        while length < len(left) and left[length] - left[length - 1] == step:
+            length += 1
+        if step > 1 and length < 3:
+            length = 1
+        runs.append(_run_text(left[:length], step))
+        left = left[length:]
+    return ", ".join([*runs, *([f"{len(left)} more"] if left else [])])
+
+
+def _run_text(run: Sequence[int], step: int) -> str:
+    if len(run) == 1:
+        return str(run[0])
+    return f"{run[0]}-{run[-1]}" + (f" by {step}" if step > 1 else "")
 
 
 def _scaled(amount: float, base: int, units: Sequence[str]) -> str:

@@ -52,3 +52,18 @@ def build_optimizer(
         f"optimizer: unknown kind, expected one of conf/optimizer, got {type(config).__name__}; "
         f"choose optimizer=adamw, sgd or rmsprop"
     )
+
+
+def states_per_parameter(config: OptimizerConfig) -> int:
+    """Return how many numbers the optimizer keeps for each parameter."""
+    match config:
+        case AdamWConfig():
+            return 2
+        case SGDConfig():
+            return int(config.momentum > 0)
+        case RMSPropConfig():
+            return 1 + int(config.momentum > 0) + int(config.centered)
+    raise ConfigError(
+        f"optimizer: unknown kind, expected one of conf/optimizer, got {type(config).__name__}; "
+        f"choose optimizer=adamw, sgd or rmsprop"
+    )
