@@ -104,6 +104,18 @@ class SyntheticImagesConfig(ImageDataConfig):
 
 
 @dataclass
+class SyntheticMasksConfig(ImageDataConfig):
+    """Images and the class of each pixel, made from the sample's number."""
+
+    num_samples: int = 4096
+    num_validation_samples: int = 256
+    height: int = field(default=64, kw_only=True)
+    width: int = field(default=64, kw_only=True)
+    num_classes: int = field(default=2, kw_only=True)
+    seed: int = 0
+
+
+@dataclass
 class PixelDataConfig(ImageDataConfig):
     """Real images: how they are varied in training, and brought to mean 0 and deviation 1."""
 

@@ -10,6 +10,7 @@ from gpipe_hpc.config import (
     JsonLinesConfig,
     PythonSourceConfig,
     SyntheticImagesConfig,
+    SyntheticMasksConfig,
     SyntheticTokensConfig,
     SyntheticVectorsConfig,
     TextConfig,
@@ -34,6 +35,7 @@ from gpipe_hpc.training.data.reading import BatchReader, Readers, Reading, Reque
 from gpipe_hpc.training.data.sampler import PlannedBatch, ShuffledSampler, sequential_batches
 from gpipe_hpc.training.data.synthetic import (
     open_synthetic_images,
+    open_synthetic_masks,
     open_synthetic_tokens,
     open_synthetic_vectors,
 )
@@ -75,6 +77,8 @@ def open_data(config: DataConfig, seed: int = 0) -> DataSource:
             return open_synthetic_vectors(config)
         case SyntheticImagesConfig():
             return open_synthetic_images(config)
+        case SyntheticMasksConfig():
+            return open_synthetic_masks(config)
         case JsonLinesConfig():
             return open_jsonl(config)
     return _open_images(config, seed)

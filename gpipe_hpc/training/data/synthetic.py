@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gpipe_hpc.config import (
     SyntheticImagesConfig,
+    SyntheticMasksConfig,
     SyntheticTokensConfig,
     SyntheticVectorsConfig,
 )
@@ -140,6 +141,48 @@ class ClassifiedImages:
         return _uniform(hash_words(self.config.seed, stream, numbers[:, None], places))
 
 
+@dataclass(frozen=True)
+class MaskedImages:
+    """Sample: a rectangle of one class on a ground of class 0, under as much noise, in [-1, 1).
+
+    The higher the class, the brighter its pixels; sides are a quarter to three quarters of the
+    image's.
+    """
+
+    num_samples: int
+    stream: int
+    config: SyntheticMasksConfig
+
+    def read_inputs(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
+        """Return float32 images, [len(indices), channels, height, width]."""
+        config = self.config
+        shape = (len(indices), config.channels, config.height, config.width)
+        # From 5 up: the words below are those of the rectangle.
+        places = np.arange(5, 5 + config.channels * config.height * config.width, dtype=np.uint64)
+        noise = _uniform(self._words(indices, places)).reshape(shape)
+        level = 2.0 * self._masks(indices) / (config.num_classes - 1) - 1.0
+        return torch.from_numpy((0.5 * (noise + level[:, None])).astype(np.float32))
+
+    def read_targets(self, indices: Sequence[int]) -> Tensor:
+        """Return int64 classes of the pixels, [len(indices), height, width]."""
+        return torch.from_numpy(self._masks(indices))
+
+    def digest(self) -> str:
+        """Return a short text that is equal where the samples are."""
+        return f"{self.num_samples}/{self.stream}/{self.config}"
+
+    def _masks(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
+        words = self._words(indices, np.arange(5, dtype=np.uint64))
+        rows = _interval(words[:, 0], words[:, 1], self.config.height)
+        columns = _interval(words[:, 2], words[:, 3], self.config.width)
+        classes = 1 + _remainder(words[:, 4], self.config.num_classes - 1)
+        return np.where(rows[:, :, None] & columns[:, None, :], classes[:, None, None], 0)
+
+    def _words(self, indices: Sequence[int], places: Words) -> Words:
+        numbers = np.asarray(indices, np.uint64)
+        return hash_words(self.config.seed, self.stream, numbers[:, None], places)
+
+
 def open_synthetic_tokens(config: SyntheticTokensConfig) -> SyntheticSource:
     """Return token sequences that a model learns by finding each one's stride."""
     return SyntheticSource(
@@ -165,6 +208,25 @@ def open_synthetic_images(config: SyntheticImagesConfig) -> SyntheticSource:
         ClassifiedImages(config.num_validation_samples, _VALIDATION, config),
         "classification",
     )
+
+
+def open_synthetic_masks(config: SyntheticMasksConfig) -> SyntheticSource:
+    """Return images and masks: a rectangle to be found in each."""
+    return SyntheticSource(
+        MaskedImages(config.num_samples, _TRAIN, config),
+        MaskedImages(config.num_validation_samples, _VALIDATION, config),
+        "segmentation",
+    )
+
+
+def _interval(length: Words, start: Words, side: int) -> npt.NDArray[np.bool_]:
+    """Return which of `side` pixels are within an interval drawn from two words, a row each."""
+    lengths = side // 4 + _remainder(length, side // 2 + 1)
+    free = (side + 1 - np.maximum(lengths, 1)).astype(np.uint64)
+    starts = (start % free).astype(np.int64)
+    places = np.arange(side)
+    inside = (places >= starts[:, None]) & (places < (starts + np.maximum(lengths, 1))[:, None])
+    return np.asarray(inside)
 
 
 def _remainder(words: Words, modulus: int) -> npt.NDArray[np.int64]:
