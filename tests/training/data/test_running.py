@@ -1,0 +1,327 @@
+"""Whole runs on small real files: every kind of data, resumption, corrupt samples, who reads."""
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gpipe_hpc import run_on_threads
+from gpipe_hpc.config import Config, check_config, compose_config
+from gpipe_hpc.errors import DataError
+from gpipe_hpc.training import session as session_module
+from gpipe_hpc.training.data import ShuffledSampler, open_data
+from gpipe_hpc.training.loop import run_training
+from gpipe_hpc.training.signals import StopRequest
+
+COMMON = (
+    "pipeline.partition=uniform",
+    "train.batch_size=6",
+    "train.validate_every=0",
+    "train.steps=2",
+    "checkpoint.every=0",
+    "lr.warmup_steps=0",
+    "optimizer.lr=0.01",
+)
+CONVOLUTIONS = (
+    "model=vgg16",
+    "model.num_convs=[1,1]",
+    "model.width=2",
+    "model.hidden=4",
+    "model.dropout=0",
+)
+TOKENS = ("model=gpt", "model.num_layers=1", "model.width=8", "model.num_heads=2", "data.seq_len=8")
+CODED = (
+    *("data.height=8", "data.width=8", "data.resize=10", "data.num_classes=3", "data.workers=1"),
+    *CONVOLUTIONS,
+)
+TEXTS = [f"document number {number}" for number in range(30)]
+
+
+def prepare(files, kind: str, root: Path) -> tuple[str, ...]:
+    """Write small files of a kind; return the settings for them, and of a model that fits."""
+    match kind:
+        case "idx" | "fashion_mnist":
+            files.write_idx(root, packed=kind == "fashion_mnist")
+            return (f"data.path={root}", "data.height=8", "data.width=8", *CONVOLUTIONS)
+        case "cifar10" | "cifar100":
+            getattr(files, f"write_{kind}")(root)
+            return (f"data.path={root}", *CONVOLUTIONS)
+        case "digits":
+            return CONVOLUTIONS
+        case "image_folder":
+            return (f"data.path={files.write_folder(root)}", *CODED)
+        case "image_shards":
+            files.write_shards(root, 2, 20)
+            return (f"data.paths=[{root}]", "data.validation_percent=20", *CODED)
+        case "jsonl":
+            files.write_jsonl(root / "a.jsonl", TEXTS)
+            return (f"data.paths=[{root}/*]", "data.validation_percent=20", *TOKENS)
+        case "tokens":
+            (root / "a.bin").write_bytes((np.arange(900, dtype="<u2") % 97).tobytes())
+            return (f"data.paths=[{root}]", "data.vocab_size=97", *TOKENS)
+        case "text":
+            (root / "a.txt").write_text("some text " * 100)
+            return (f"data.paths=[{root}/a.txt]", *TOKENS)
+        case "python_source":
+            for number in range(9):
+                (root / f"{number}.py").write_text(f"number = {number}\n" * 30)
+            return (f"data.root={root}", "data.validation_percent=40", *TOKENS)
+        case "synthetic":
+            return TOKENS
+        case "synthetic_vectors":
+            return ("model=mlp",)
+        case "synthetic_masks":
+            return ("model=unet_tiny", "data.height=16", "data.width=16")
+        case "synthetic_images":
+            return ("data.height=8", "data.width=8", "data.num_classes=3", *CONVOLUTIONS)
+    pytest.fail(f"no small files are written here for data={kind}")
+
+
+def train(config: Config, num_ranks: int = 1) -> None:
+    check_config(config, num_ranks)
+    codes = run_on_threads(num_ranks, lambda world: run_training(config, world, StopRequest()))
+    assert codes == [0] * num_ranks
+
+
+def lines(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in lines(run) if "loss" in line]
+
+
+CONF = Path(__file__).resolve().parents[3] / "conf" / "data"
+
+
+@pytest.mark.parametrize("kind", sorted(path.stem for path in CONF.glob("*.yaml")))
+def test_every_kind_trains_two_steps_and_validates(files, tmp_path, kind):
+    (tmp_path / "data").mkdir()
+    settings = prepare(files, kind, tmp_path / "data")
+    config = compose_config([f"data={kind}", *COMMON, *settings, f"run.dir={tmp_path}/run"])
+    train(config, 2)
+    first, second, last = lines(tmp_path / "run")
+    assert first["loss"] > 0 and second["loss"] > 0 and first["loss"] != second["loss"]
+    assert last["validation_loss"] > 0
+    assert ("corrupt_samples" in first) is False
+
+
+class Read:
+    """Which images each rank was given to train on, by step; image i is filled with i."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.by_step: dict[int, dict[int, list[int]]] = {}
+        original = session_module.Session.next_batch
+
+        def next_batch(session):
+            batch = original(session)
+            if batch.inputs is not None:
+                images = (batch.inputs.mean((1, 2, 3)) * 255).round().int().tolist()
+                step = self.by_step.setdefault(session.pipe.steps_done, {})
+                step[session.pipe.replica] = images
+            return batch
+
+        monkeypatch.setattr(session_module.Session, "next_batch", next_batch)
+
+    def samples(self, *steps: int) -> list[int]:
+        """Return the samples of these steps, replica after replica."""
+        taken = (self.by_step[step] for step in steps)
+        return [index for step in taken for replica in sorted(step) for index in step[replica]]
+
+
+@pytest.fixture
+def numbered(files, tmp_path: Path) -> Callable[..., Config]:
+    """Return a function that composes a run on 20 images of which each shows its number."""
+    files.write_idx(tmp_path / "data", 20, 6)
+
+    def compose(run: str, *settings: str) -> Config:
+        plain = (f"data.path={tmp_path}/data", "data.height=8", "data.width=8", "data.mean=[0]")
+        return compose_config(
+            [
+                *("data=idx", *COMMON, *CONVOLUTIONS, *plain, "data.std=[1]", "train.steps=9"),
+                *(f"run.dir={tmp_path}/{run}", *settings),
+            ]
+        )
+
+    return compose
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_run_resumes_in_mid_epoch_with_other_replicas(numbered, tmp_path, monkeypatch, workers):
+    """Steps of 6, 6, 6, 2 make an epoch; the first run ends after 2, having read ahead."""
+    reader = f"data.workers={workers}"
+    whole = Read(monkeypatch)
+    train(numbered("whole"))
+    parts = Read(monkeypatch)
+    train(numbered("parts", reader, "train.stop_at=2"))
+    train(numbered("parts", reader, "train.stop_at=5", "pipeline.replicas=2"), 2)
+    train(numbered("parts", reader, "pipeline.stages=2"), 2)
+    assert sorted(parts.samples(0, 1, 2, 3)) == list(range(20))
+    assert sorted(parts.samples(4, 5, 6, 7)) == list(range(20))
+    assert parts.samples(*range(9)) == whole.samples(*range(9))
+    assert parts.samples(*range(4)) == ShuffledSampler(20, 20, seed=0).batch(0)[0]
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+    assert [line["position"] for line in lines(tmp_path / "parts") if "position" in line] == [
+        *(6, 12, 18, 20, 26, 32, 38, 40, 46)
+    ]
+
+
+def test_augmented_images_do_not_depend_on_layout_or_readers(files, tmp_path):
+    """Of one batch in one piece, in four, read ahead by two processes: the same to the bit."""
+    files.write_cifar10(tmp_path / "data")
+    common = ("data=cifar10", *COMMON, *CONVOLUTIONS, f"data.path={tmp_path}/data")
+    layouts = {
+        "one": ((), 1),
+        "stages": (("pipeline.stages=2",), 2),
+        "readers": (("data.workers=2", "data.prefetch=1"), 1),
+        "grid": (("pipeline.stages=2", "pipeline.replicas=2", "pipeline.microbatches=4"), 4),
+    }
+    for name, (settings, num_ranks) in layouts.items():
+        layout = (*settings, "train.steps=5", f"run.dir={tmp_path}/{name}")
+        train(compose_config([*common, "train.batch_size=8", *layout]), num_ranks)
+    expected = losses(tmp_path / "one")
+    assert len(set(expected)) == 5
+    for name in ("stages", "readers"):
+        assert losses(tmp_path / name) == expected
+    assert losses(tmp_path / "grid") == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.fixture
+def damaged(files, tmp_path: Path) -> Callable[..., Config]:
+    """Return a function that composes a run on 12 images of which three are damaged."""
+    root = files.write_folder(tmp_path / "data")
+    for name in ("train/n00/001.png", "train/n02/002.JPEG", "train/n02/003.png"):
+        (root / name).write_bytes(b"\x89PNG but no more")
+
+    def compose(run: str, *settings: str) -> Config:
+        return compose_config(
+            [
+                *("data=image_folder", *COMMON, *CODED, f"data.path={root}", "train.batch_size=5"),
+                *("train.steps=6", f"run.dir={tmp_path}/{run}", *settings),
+            ]
+        )
+
+    return compose
+
+
+def test_corrupt_images_are_replaced_alike_on_every_layout(damaged, tmp_path, caplog):
+    """Who reads images tells who reads classes: a wrong class would show in the loss."""
+    skip = ("data.corrupt=skip", "train.validate_every=3")
+    layouts = {
+        "one": (("data.workers=0",), 1),
+        "stages": (("pipeline.stages=3",), 3),
+        "grid": (("pipeline.stages=2", "pipeline.replicas=2", "data.workers=0"), 4),
+        "chimera": (("pipeline.schedule=chimera", "data.workers=0"), 2),
+    }
+    for name, (settings, num_ranks) in layouts.items():
+        train(damaged(name, *skip, *settings), num_ranks)
+    expected = losses(tmp_path / "one")
+    for name in layouts:
+        assert losses(tmp_path / name) == pytest.approx(expected, rel=1e-5), name
+        counts = [x["corrupt_samples"] for x in lines(tmp_path / name) if "loss" in x]
+        assert counts[0] <= counts[1] <= counts[2] == counts[-1] == 3
+    assert "3 corrupt samples were found and passed over" in caplog.text
+    assert "corrupt sample 3 of at most 100: data: " in caplog.text
+
+
+def test_target_of_a_replaced_image_is_that_of_its_substitute(damaged):
+    """The same run on data where the substitutes stand in place of the damaged images."""
+    config = damaged("unused", "data.corrupt=skip")
+    data = open_data(config.data).train
+    names = list(data.store.names)
+    # By number: 1 -> 2, 10 -> 0 and 11 -> 0, as 10 is followed by 11, and 11 by 0.
+    assert [names[i] for i in (1, 10, 11)] == ["n00/001.png", "n02/002.JPEG", "n02/003.png"]
+    seen = []
+
+    def body(world):
+        session = session_module.open_session(config, world, Path(config.run.dir), False)
+        for _ in range(3):
+            planned = session.sampler.batch(session.position)
+            batch = session.next_batch()
+            seen.append((world.rank, planned[0], batch.targets))
+            session.position = planned[1]
+        session.close()
+
+    run_on_threads(2, body)
+    substitutes = {1: 2, 10: 0, 11: 0}
+    checked = 0
+    for rank, indices, targets in seen:
+        if rank == 0:
+            assert targets is None
+            continue
+        used = [substitutes.get(index, index) for index in indices]
+        assert targets.tolist() == [index // 4 for index in used]
+        checked += used != indices
+    assert checked
+
+
+def test_count_of_corrupt_images_is_kept_over_a_resumption(damaged, tmp_path):
+    train(damaged("run", "data.corrupt=skip", "train.stop_at=3"))
+    before = lines(tmp_path / "run")[2]["corrupt_samples"]
+    assert before == 3
+    train(damaged("run", "data.corrupt=skip"), 2)
+    assert [x["corrupt_samples"] for x in lines(tmp_path / "run") if x["step"] > 3 and "loss" in x]
+    assert lines(tmp_path / "run")[-2]["corrupt_samples"] == 3
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_corrupt_image_stops_the_run_and_is_named(damaged, workers):
+    with pytest.raises(DataError, match=r"data: .*/n0\d/00\d\.\w+ is corrupt, expected a JPEG or"):
+        train(damaged("run", f"data.workers={workers}"), 2)
+
+
+def test_more_corrupt_images_than_borne_stop_the_run(damaged):
+    with pytest.raises(DataError, match=r"expected at most 2, got one more: data: .* is corrupt"):
+        train(damaged("run", "data.corrupt=skip", "data.max_corrupt=2", "data.workers=0"), 2)
+
+
+def test_only_ranks_that_use_a_thing_read_it(files, tmp_path, monkeypatch):
+    """The first rank decodes images, the last looks at classes, the middle one opens nothing."""
+    calls: list[tuple[str, str]] = []
+
+    def note(what: str) -> None:
+        calls.append((threading.current_thread().name, what))
+
+    class Watched:
+        def __init__(self, dataset):
+            self.dataset = dataset
+
+        def __getattr__(self, name):
+            if name.startswith("read_"):
+                note(name)
+            return getattr(self.dataset, name)
+
+    def opened(*arguments):
+        note("open")
+        source = open_data(*arguments)
+        return type(source)(Watched(source.train), Watched(source.validation), source.num_classes)
+
+    monkeypatch.setattr(session_module, "open_data", opened)
+    root = files.write_folder(tmp_path / "data")
+    settings = (*CODED, "data.workers=0", f"data.path={root}", "pipeline.stages=3")
+    train(compose_config(["data=image_folder", *COMMON, *settings, f"run.dir={tmp_path}/run"]), 3)
+    assert set(calls) == {
+        ("rank0", "open"),
+        ("rank0", "read_inputs"),
+        ("rank2", "open"),
+        ("rank2", "read_targets"),
+    }
+
+
+def test_ranks_that_see_other_files_do_not_start(files, tmp_path, monkeypatch):
+    """Machines whose copies of the data differ would train on other samples than they say."""
+    root = files.write_folder(tmp_path / "data")
+    original = session_module.open_data
+
+    def opened(config, seed):
+        if threading.current_thread().name == "rank1":
+            config.path = str(files.write_folder(tmp_path / "other", per_class=5))
+        return original(config, seed)
+
+    monkeypatch.setattr(session_module, "open_data", opened)
+    settings = (*CODED, f"data.path={root}", f"run.dir={tmp_path}/run")
+    with pytest.raises(ValueError, match="expected the same data on every rank"):
+        train(compose_config(["data=image_folder", *COMMON, *settings]), 2)
