@@ -5,21 +5,26 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from gpipe_hpc.comm.nests import flatten, map_tensors, tensors_of
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import (
     Layer,
     LayerSpec,
+    SkipNames,
     build_layer,
+    find_skips,
     init_key,
     layer_name,
+    run_layer,
     seeded_generators,
+    skip_names,
 )
+from gpipe_hpc.planning.trial import Given, structure
 
 Result = TypeVar("Result")
 LossFunction = Callable[[Any, Any], Any]
@@ -70,36 +75,58 @@ def measure_layers(
     target = torch.device(device)
     value = _to(example_inputs, target)
     goal = _to(example_targets, target)
-    known: list[tuple[LayerSpec, object, tuple[LayerCost, Any]]] = []
+    find_skips(layers)  # refuses what cannot be popped
+    stashed: dict[str, Any] = {}
+    known: list[_Known] = []
     costs: list[LayerCost] = []
     for index, layer in enumerate(layers):
+        names = skip_names(layer)
+        given = Given(value, tuple(stashed.pop(name) for name in names.pops))
         loss = _loss_of(loss_fn, goal) if index == len(layers) - 1 else None
-        signature = None if loss else _signature(value)
-        found = _known(known, layer, signature)
+        signature = None if loss else (structure(given), len(names.stashes))
+        found = _found(known, layer, signature)
         if found is None:
             # In a function of its own, so that the layer is gone before the next one is built.
-            found = _measured(layer, index, value, loss, seed, target, repetitions, warmup)
+            found = _measured(layer, index, given, loss, seed, target, repetitions, warmup)
             if isinstance(layer, LayerSpec):
-                known.append((layer, signature, found))
-        cost, value = found
-        costs.append(cost)
+                known.append(_Known(layer, signature, found))
+        value = found.output
+        stashed.update(zip(names.stashes, found.stashed, strict=True))
+        costs.append(found.cost)
     return costs
+
+
+class _Measured(NamedTuple):
+    """What a layer costs, and what it gives to layers behind it."""
+
+    cost: LayerCost
+    output: Any
+    stashed: tuple[Any, ...]
+
+
+class _Known(NamedTuple):
+    """A layer that was measured, and on what."""
+
+    spec: LayerSpec
+    signature: object
+    found: _Measured
 
 
 def _measured(
     layer: Layer,
     index: int,
-    value: Any,
+    given: Given,
     loss: Callable[[Any], Tensor] | None,
     seed: int,
     device: torch.device,
     repetitions: int,
     warmup: int,
-) -> tuple[LayerCost, Any]:
+) -> _Measured:
     with seeded_generators(init_key(seed, index)):
         module = build_layer(_private(layer, index), index=index, seed=seed, device=device)
         where = f"layers.{index} ({layer_name(layer)})"
-        return _Trial(where, module, value, loss, device).measure(repetitions, warmup)
+        trial = _Trial(where, module, skip_names(layer), given, loss, device)
+        return trial.measure(repetitions, warmup)
 
 
 @dataclass(frozen=True)
@@ -108,39 +135,43 @@ class _Trial:
 
     where: str
     module: nn.Module
-    value: Any
+    names: SkipNames
+    given: Given
     loss: Callable[[Any], Tensor] | None
     device: torch.device
 
-    def measure(self, repetitions: int, warmup: int) -> tuple[LayerCost, Any]:
-        """Return the layer's cost and a detached output for the layer behind it."""
+    def measure(self, repetitions: int, warmup: int) -> _Measured:
+        """Return the layer's cost, and detached what it gives to layers behind it."""
         kept: dict[int, int] = {}
         with torch.autograd.graph.saved_tensors_hooks(self._keeper(kept), _identity):
-            output, _, _ = self._pass()
+            results, _, _ = self._pass()
         times = [self._pass()[1:] for _ in range(warmup + repetitions)][warmup:]
         forward_s, backward_s = (statistics.median(column) for column in zip(*times, strict=True))
+        output, *stashed = results
         cost = LayerCost(
             forward_s=forward_s,
             backward_s=backward_s,
             parameters=sum(p.numel() for p in self.module.parameters()),
             activation_bytes=sum(kept.values()),
-            output_bytes=sum(t.nbytes for t in pytree.tree_leaves(output) if _is_tensor(t)),
+            output_bytes=sum(tensor.nbytes for tensor in tensors_of(output)),
         )
-        return cost, output
+        return _Measured(cost, output, tuple(stashed))
 
-    def _pass(self) -> tuple[Any, float, float]:
-        """Run one forward and backward; return the output and the seconds of both."""
+    def _pass(self) -> tuple[list[Any], float, float]:
+        """Run one forward and backward; return output and stashes, and the seconds of both."""
         # Clones, for a layer may work in place: on a leaf that is forbidden, and the next
         # repetition needs the input unchanged. Parameter gradients stay, so that repetitions
         # accumulate into them as micro-batches do.
-        inputs = pytree.tree_map(_fresh, self.value)
-        outputs: list[Any] = []
+        given = map_tensors(lambda tensor: _detached(tensor).clone(), tuple(self.given))
+        results: list[Any] = []
 
         def forward() -> list[Tensor]:
-            output = self.module(inputs)
-            outputs.append(output)
-            ends = [output] if self.loss is None else [self.loss(output)]
-            return [t for t in pytree.tree_leaves(ends) if _is_tensor(t) and t.requires_grad]
+            value, popped = given
+            stashed = dict(zip(self.names.pops, popped, strict=True))
+            output = run_layer(self.module, self.names, value, stashed, self.where)
+            results.extend([output, *(stashed[name] for name in self.names.stashes)])
+            ends = results if self.loss is None else [self.loss(output)]
+            return [tensor for tensor in tensors_of(ends) if tensor.requires_grad]
 
         try:
             ends, forward_s = _timed(forward, self.device)
@@ -149,10 +180,10 @@ class _Trial:
         except Exception as error:
             raise ModelError(
                 f"{self.where}: failed on the example micro-batch, expected it to run on "
-                f"{_describe(self.value)}, got {type(error).__name__}: {error}; make the layer "
+                f"{_describe(self.given)}, got {type(error).__name__}: {error}; make the layer "
                 f"take what the layer before it (or the data) gives"
             ) from error
-        return pytree.tree_map(_detached, outputs[0]), forward_s, backward_s if ends else 0.0
+        return map_tensors(_detached, results), forward_s, backward_s if ends else 0.0
 
     def _keeper(self, kept: dict[int, int]) -> Callable[[Tensor], Tensor]:
         """Return a hook that notes the storage of each saved tensor, by address, in ``kept``."""
@@ -216,9 +247,7 @@ def _private(layer: Layer, index: int) -> Layer:
         ) from error
 
 
-def _known(
-    known: list[tuple[LayerSpec, object, tuple[LayerCost, Any]]], layer: Layer, signature: object
-) -> tuple[LayerCost, Any] | None:
+def _found(known: list[_Known], layer: Layer, signature: object) -> _Measured | None:
     if signature is None or not isinstance(layer, LayerSpec):
         return None
     for spec, seen, found in known:
@@ -227,44 +256,23 @@ def _known(
     return None
 
 
-def _signature(value: Any) -> object:
-    """Return what decides the cost of running on ``value``: its structure, not its numbers."""
-    leaves, structure = pytree.tree_flatten(value)
-    described = [
-        (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad)
-        if isinstance(leaf, Tensor)
-        else (type(leaf), repr(leaf))
-        for leaf in leaves
-    ]
-    return structure, described
-
-
-def _describe(value: Any) -> str:
-    leaves = pytree.tree_leaves(value)
+def _describe(given: Given) -> str:
     return ", ".join(
         f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
         if isinstance(leaf, Tensor)
         else type(leaf).__name__
-        for leaf in leaves
+        for leaf in flatten(tuple(given))[0]
     )
-
-
-def _is_tensor(leaf: object) -> bool:
-    return isinstance(leaf, Tensor)
 
 
 def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _detached(leaf: Any) -> Any:
+def _detached(tensor: Tensor) -> Tensor:
     """Cut a tensor from its graph; it remembers whether a gradient will be asked of it."""
-    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _fresh(leaf: Any) -> Any:
-    return _detached(leaf).clone() if isinstance(leaf, Tensor) else leaf
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    return pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, value)
+def _to(nest: Any, device: torch.device) -> Any:
+    return map_tensors(lambda tensor: tensor.to(device), nest)

@@ -239,6 +239,8 @@ def _counting_device(precision: str, module: nn.Module) -> Iterator[Callable[[Te
             part._parameters[name] = parameters.setdefault(id(own), fake)
         for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
             part._buffers[name] = placed(buffer)
+    if isinstance(module, Loss):
+        module.targets = map_tensors(placed, module.targets)
     with mode:
         yield placed
 

@@ -164,3 +164,30 @@ def test_a_module_that_cannot_be_copied_is_refused():
 
     with pytest.raises(ModelError, match=r"layers\.0: cannot be measured.*LayerSpec"):
         measure_layers([Stubborn()], torch.ones(2), **FAST)
+
+
+def test_skips_are_measured_where_they_are_made_and_used():
+    class Stash(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x[:, :2].exp(), x
+
+    class Pop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor, stashed: Tensor) -> Tensor:
+            assert x.shape == (3, 2) and stashed.shape == (3, 4) and stashed.requires_grad
+            return x + self.linear(stashed)
+
+    layers = [
+        LayerSpec(nn.Linear, 4, 4),
+        LayerSpec(Stash).stashing("a"),
+        LayerSpec(nn.ReLU),
+        LayerSpec(Pop).popping("a"),
+    ]
+    costs = measure_layers(layers, torch.ones(3, 4), **FAST)
+    assert costs[1].output_bytes == 3 * 2 * 4
+    assert costs[3].parameters == 10 and costs[3].backward_s > 0
+    with pytest.raises(ModelError, match="stashes 'a'.*got none"):
+        measure_layers(layers[:3], torch.ones(3, 4), **FAST)
