@@ -58,7 +58,8 @@ class Batches:
             self._readers = Readers(
                 reader,
                 (Request(each.indices[self._share(each)], each.epoch) for each in ahead),
-                settings.workers,
+                # Targets alone are quickly read: no process of their own for them.
+                settings.workers if pipe.needs_inputs else 0,
                 settings.prefetch,
                 timeout_s,
             )

@@ -7,7 +7,9 @@ process group.
 """
 
 import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
@@ -114,7 +116,8 @@ class Readers:
         try:
             reading = next(self._readings)
         except RuntimeError as error:
-            raise self._explained(error) from error
+            # Raised below, without the loader's traceback, which would keep its workers alive.
+            reading = self._explained(error)
         if isinstance(reading, DataError):
             raise reading
         return reading
@@ -169,6 +172,17 @@ def _as_it_is(value: T) -> T:
 
 
 def _prepare_worker(number: int) -> None:
-    """Leave signals to the process that trains: it finishes its step, and needs its readers."""
-    for each in (signal.SIGINT, *STOP_SIGNALS):
-        signal.signal(each, signal.SIG_IGN)
+    """Leave signals from elsewhere to the process that trains, and end when that one says so.
+
+    Schedulers and terminals signal every process of a job, while the trainer finishes its step,
+    for which it needs its readers.
+    """
+    trainer = os.getppid()
+
+    def await_end() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer:
+            pass
+        os._exit(0)
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, *STOP_SIGNALS})
+    threading.Thread(target=await_end, name="await-end", daemon=True).start()
