@@ -1,43 +1,76 @@
 """The settings of the zoo: each YAML gives the named model, and trains on the data made for it."""
 
 import pytest
-import torch
+from omegaconf import OmegaConf
 
 from gpipe_hpc import Pipeline, run_on_threads
-from gpipe_hpc.config import build_target, check_config, compose_config
+from gpipe_hpc.config import Config, build_target, check_config, compose_config, conf_dir
 from gpipe_hpc.errors import ConfigError
-from gpipe_hpc.models import build_model, loss_function
+from gpipe_hpc.models import build_model, find_skips, loss_function
 from gpipe_hpc.training.data import open_data
+from gpipe_hpc.training.optimizer import build_optimizer
 
 IMAGES = ("data=synthetic_images",)
-SMALL_IMAGES = ("data.height=64", "data.width=63", "data.num_classes=5", "model.width=2")
+SMALL_IMAGES = ("data.height=64", "data.width=63", "data.num_classes=5")
+EVEN_IMAGES = ("data.height=64", "data.width=64", "data.num_classes=5")
 TOKENS = ("data=synthetic", "data.seq_len=8", "data.vocab_size=11")
 SMALL_TOKENS = (
     *("model.vocab_size=11", "model.block_size=8", "model.num_layers=1", "model.num_heads=2"),
     "model.width=8",
 )
+MASKS = ("data=synthetic_masks",)
+SMALL_UNET = ("model.num_convs=1", "model.base_channels=2")
+VGG = (IMAGES, (*SMALL_IMAGES, "model.width=2", "model.hidden=8"))
+AMOEBANET = (IMAGES, (*EVEN_IMAGES, "model.num_layers=3", "model.num_filters=8"))
+RESNET = (IMAGES, (*SMALL_IMAGES, "model.num_blocks=[1,1]", "model.width=2"))
+RESNET_V2 = (IMAGES, (*SMALL_IMAGES, "model.depth=11", "model.width=2"))
+GPT2_SIZES = ("gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl")
+GPT2 = (*GPT2_SIZES, *(f"{name}_untied" for name in GPT2_SIZES), "gpt2_64")
+# Of each YAML: the data made for it, and the settings that make it small.
 ZOO = {
-    "alexnet": (IMAGES, (*SMALL_IMAGES, "model.hidden=8")),
+    "alexnet": VGG,
+    "amoebanet_d": AMOEBANET,
+    "amoebanet_d_tiny": AMOEBANET,
     "bert48": (TOKENS, SMALL_TOKENS),
-    "gpt2_64": (TOKENS, SMALL_TOKENS),
+    "googlenet": (IMAGES, (*SMALL_IMAGES, "model.width=8")),
+    "gpt": (TOKENS, SMALL_TOKENS),
+    **dict.fromkeys(GPT2, (TOKENS, SMALL_TOKENS)),
+    "mlp": (("data=synthetic_vectors",), ("model.widths=[64,6,10]",)),
+    **dict.fromkeys(("resnet50", "resnet101", "resnet152", "resnet_small"), RESNET),
+    **dict.fromkeys(("resnet110_v2", "resnet1001_v2"), RESNET_V2),
     "transformer_l": (TOKENS, (*SMALL_TOKENS, "model.hidden=8")),
-    "vgg16": (IMAGES, (*SMALL_IMAGES, "model.hidden=8")),
-    "vgg19": (IMAGES, (*SMALL_IMAGES, "model.hidden=8")),
+    "unet": (MASKS, SMALL_UNET),
+    "unet_tiny": (MASKS, (*SMALL_UNET, "data.height=9", "data.width=12")),
+    "vgg16": VGG,
+    "vgg19": VGG,
 }
+# Not of the zoo: the models of a library.
+FOREIGN = {"huggingface"}
+
+
+def names(group: str) -> set[str]:
+    return {path.stem for path in (conf_dir() / group).glob("*.yaml")}
+
+
+def test_all_models_are_here():
+    assert names("model") == ZOO.keys() | FOREIGN
 
 
 @pytest.mark.parametrize("name", ZOO)
 def test_yaml_is_the_named_model(name: str):
+    """But for dropout, and for sizes that are those of the data."""
     data, _ = ZOO[name]
     config = compose_config([f"model={name}", *data])
-    named = build_model(name, dropout=config.model["dropout"])
-    assert build_target("model", config.model) == named
+    written = OmegaConf.to_container(OmegaConf.load(conf_dir() / "model" / f"{name}.yaml"))
+    free = [k for k, value in written.items() if k == "dropout" or "${data." in str(value)]
+    named = build_model(name, **{key: config.model[key] for key in free})
+    described = build_target("model", config.model)
+    assert described == named
+    assert find_skips(described) == find_skips(named)
 
 
-@pytest.mark.parametrize("name", ZOO)
-def test_small_one_trains_two_steps(name: str):
-    data, small = ZOO[name]
-    config = compose_config([f"model={name}", *data, *small, "data.seed=1"])
+def losses_of_two_steps(config: Config) -> list[float]:
+    """Train on four samples, cut in time as a run is, on two ranks in threads."""
     check_config(config, 2)
     source = open_data(config.data)
     inputs, targets = source.train.read_inputs(range(4)), source.train.read_targets(range(4))
@@ -51,7 +84,7 @@ def test_small_one_trains_two_steps(name: str):
             example=(inputs[:2], targets[:2]),
             world=world,
         )
-        optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+        optimizer = build_optimizer(pipe.named_parameters(), config.optimizer)
         losses = []
         for _ in range(2):
             losses.append(pipe.step(inputs, targets).loss)
@@ -60,7 +93,23 @@ def test_small_one_trains_two_steps(name: str):
 
     first, second = run_on_threads(2, body)
     assert first == second
-    assert 0 < first[1] != first[0] > 0
+    return first
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_small_one_trains_two_steps(name: str):
+    data, small = ZOO[name]
+    settings = [f"model={name}", *data, *small, "data.seed=1", "optimizer.lr=0.01"]
+    first, second = losses_of_two_steps(compose_config(settings))
+    assert 0 < second != first > 0
+
+
+@pytest.mark.parametrize("name", sorted(names("optimizer")))
+def test_every_optimizer_trains_two_steps(name: str):
+    data, small = ZOO["mlp"]
+    config = compose_config([f"optimizer={name}", "model=mlp", *data, *small])
+    first, second = losses_of_two_steps(config)
+    assert 0 < second < first
 
 
 @pytest.mark.parametrize("setting", ["channels=0", "height=0", "width=0", "num_classes=1"])
