@@ -36,7 +36,7 @@ ROWS = [
     {"config"},
     {"pipeline", "checkpoint"},
     {"training"},
-    {"train", "plan", "bench", "draw"},
+    {"train", "plan", "bench", "draw", "export"},
     {"__init__"},
 ]
 ONE_IN_TWO_FILES = {"pipeline", "checkpoint"}

@@ -1,0 +1,159 @@
+"""A model without values, of which every layer is a copy of a part, filled on its rank."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_hpc.errors import ModelError
+from gpipe_hpc.models.huggingface.configs import CONFIG_FILE, empty_model
+from gpipe_hpc.models.huggingface.library import transformers, transformers_part
+from gpipe_hpc.models.huggingface.structure import Structure, find_structure
+from gpipe_hpc.models.huggingface.weights import WeightFolder
+from gpipe_hpc.models.randomness import GENERATOR_LOCK
+
+_INITIALISED = "_is_hf_initialized"
+
+
+class Blueprint:
+    """A model of transformers on the meta device, its structure, and where its weights are.
+
+    One object serves all layers of a model; it is picklable, without the model itself.
+    """
+
+    def __init__(
+        self, config: Any, attention: str | None, dtype: str, weights: WeightFolder | None = None
+    ) -> None:
+        self._made_of = (config, attention, dtype)
+        self.model = _quiet(empty_model(config, attention, dtype))
+        self.kind = type(self.model).__name__
+        self.structure = self._find_structure()
+        self.weights = weights
+
+    def _find_structure(self) -> Structure:
+        try:
+            return find_structure(self.model)
+        except ModelError:
+            # Kernels of experts are there for bfloat16 alone where tensors have no values.
+            config, attention, _ = self._made_of
+            with suppress(ModelError):
+                return find_structure(_quiet(empty_model(config, attention, "bfloat16")))
+            raise
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what the model is made of."""
+        return Blueprint, (*self._made_of, self.weights)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Blueprint":
+        """Return this one: nobody changes it."""
+        return self
+
+    def __repr__(self) -> str:
+        return f"<{self.kind}>"
+
+    def ties(self) -> dict[str, str]:
+        """Return, for each name of a tied parameter, the first of its names."""
+        first: dict[int, str] = {}
+        names: dict[str, str] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            names[name] = first.setdefault(id(parameter), name)
+        shared = {label for name, label in names.items() if name != label}
+        return {name: label for name, label in names.items() if label in shared}
+
+    def copied(self, module: nn.Module, instead: Mapping[int, nn.Module] | None = None) -> Any:
+        """Return a copy of a part; `instead`: what stands in for modules, by their id."""
+        config = self.model.config
+        # deepcopy takes what it finds in its memo for copies already made.
+        return copy.deepcopy(module, {id(config): config, **(instead or {})})
+
+    def fill(self, layer: nn.Module, part: nn.Module) -> None:
+        """Give `part` of a layer its values: those of the folder, or transformers' own start.
+
+        Draws from torch's generator, as its caller seeded it. On the meta device nothing happens.
+        """
+        for module in part.modules():
+            module.__dict__.pop(_INITIALISED, None)
+        if torch.empty(0).is_meta:
+            return
+        layer.to_empty(device="cpu")
+        with torch.no_grad(), GENERATOR_LOCK, _default_dtype(self.model.dtype):
+            loaded = self._load(layer) if self.weights is not None else []
+            with transformers_part("initialization").guard_torch_init_functions():
+                self._initialise(part, self.model)
+            for tensor in loaded:
+                del tensor.__dict__[_INITIALISED]
+        for module in part.modules():
+            module.__dict__.pop(_INITIALISED, None)
+
+    def _load(self, layer: nn.Module) -> list[Tensor]:
+        assert self.weights is not None
+        ties = self.ties()
+        loaded = []
+        for name, tensor in layer.state_dict(keep_vars=True).items():
+            names = [name, *(other for other in ties if ties[other] == ties.get(name))]
+            found = [each for each in dict.fromkeys(names) if each in self.weights]
+            if not found:
+                continue
+            values = self.weights.read(found[0])
+            for other in found[1:]:
+                if not torch.equal(values, self.weights.read(other)):
+                    raise ModelError(
+                        f"huggingface: {found[0]} and {other} differ, expected one tensor, as the "
+                        f"config ties them, got two; set tie_word_embeddings to false"
+                    )
+            tensor.copy_(values)
+            setattr(tensor, _INITIALISED, True)
+            loaded.append(tensor)
+        return loaded
+
+    def _initialise(self, module: nn.Module, responsible: Any) -> None:
+        """Let the model that a module belongs to set what is not loaded, as transformers does."""
+        if isinstance(module, transformers().PreTrainedModel):
+            responsible = module
+        for child in module.children():
+            self._initialise(child, responsible)
+        responsible._initialize_weights(module)
+
+    def stored_names(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors, given by the model's names, under the names that files have."""
+        loading = transformers_part("core_model_loading")
+        ignored = self.model._keys_to_ignore_on_save or ()
+        kept = {name: tensor for name, tensor in tensors.items() if name not in ignored}
+        stored: dict[str, Tensor] = loading.revert_weight_conversion(self.model, kept)
+        return stored
+
+    def companion_files(self, dtype: torch.dtype) -> dict[str, str]:
+        """Return config.json for weights of `dtype`, and what generation starts from."""
+        config = copy.deepcopy(self.model.config)
+        config.architectures = [self.kind]
+        config.dtype = str(dtype).removeprefix("torch.")
+        files = {CONFIG_FILE: config.to_json_string()}
+        if self.model.can_generate():
+            files["generation_config.json"] = self.model.generation_config.to_json_string()
+        return files
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Compute constants in the dtype in which transformers computes them at construction."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _quiet(model: Any) -> Any:
+    """Return the model without a warning that it reads values of tokens for, at every forward."""
+    for module in model.modules():
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+            module.warn_if_padding_and_no_attention_mask = _say_nothing
+    return model
+
+
+def _say_nothing(*args: Any, **kwargs: Any) -> None:
+    return None

@@ -1,0 +1,75 @@
+"""`huggingface_layers`: a model of transformers as layers."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gpipe_hpc.models.huggingface.blueprint import Blueprint
+from gpipe_hpc.models.huggingface.configs import read_config
+from gpipe_hpc.models.huggingface.modules import (
+    BlockIndex,
+    HuggingFaceBlock,
+    HuggingFaceEmbedding,
+    HuggingFaceHead,
+    HuggingFaceNorm,
+)
+from gpipe_hpc.models.huggingface.weights import open_weights
+from gpipe_hpc.models.layers import LayerSpec
+
+Source = str | Path | Mapping[str, Any] | Any
+"""A folder, a config.json, a dictionary as in one, or a config object of transformers."""
+
+
+def huggingface_layers(
+    path: Source,
+    *,
+    attention: str | None = None,
+    dtype: str = "float32",
+    fresh: Sequence[str] = (),
+) -> list[LayerSpec]:
+    """Return a causal language model or an image classifier: embedding, blocks, norm, head.
+
+    ``path``: a local folder with config.json and safetensors weights, which are taken over; or a
+    config alone (config.json, dictionary, config object): weights start as transformers starts
+    them. A rank builds its own layers and reads its own tensors, and nothing is downloaded or
+    unpickled. ``attention``: eager or sdpa; None as transformers prefers. ``dtype``: of the
+    weights. ``fresh``: patterns (``classifier.*``) of tensors that start anew.
+
+    Parameters have the model's own names behind their layer: ``layers.<i>.lm_head.weight``. The
+    layers compute what the model does with ``use_cache=False``; the output is its logits.
+
+    Raises `ModelError` for a folder or model that cannot be used, `ConfigError` for settings.
+    """
+    config = read_config(path)
+    blueprint = Blueprint(config, attention, dtype)
+    if isinstance(path, str | Path) and Path(path).is_dir():
+        blueprint.weights = open_weights(Path(path).resolve(), blueprint.model, fresh)
+    parts = blueprint.structure
+    layers = [
+        (f"{parts.core}.", LayerSpec(HuggingFaceEmbedding, blueprint)),
+        *(
+            (f"{parts.blocks}.{i}.", LayerSpec(HuggingFaceBlock, blueprint, _index(blueprint, i)))
+            for i in range(parts.num_blocks)
+        ),
+        *((f"{path}.", LayerSpec(HuggingFaceNorm, blueprint, path)) for path in parts.closing),
+        ("", LayerSpec(HuggingFaceHead, blueprint)),
+    ]
+    ties = _by_layer(blueprint.ties(), [prefix for prefix, _ in layers])
+    return [layer.tied(ties[prefix]) if ties[prefix] else layer for prefix, layer in layers]
+
+
+def _index(blueprint: Blueprint, index: int) -> BlockIndex:
+    """Return which block it is; blocks of one make and one kind of attention cost the same."""
+    block = blueprint.model.get_submodule(f"{blueprint.structure.blocks}.{index}")
+    kinds = getattr(blueprint.model.config, "layer_types", None) or ()
+    kind = kinds[index] if index < len(kinds) else ""
+    return BlockIndex(index, f"{kind} {block}")
+
+
+def _by_layer(ties: Mapping[str, str], prefixes: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Sort tied names into layers: each belongs to the layer with the longest fitting prefix."""
+    sorted_in: dict[str, dict[str, str]] = {prefix: {} for prefix in prefixes}
+    for name, label in ties.items():
+        fitting = [prefix for prefix in prefixes if name.startswith(prefix)]
+        sorted_in[max(fitting, key=len)][name] = label
+    return sorted_in

@@ -1,0 +1,86 @@
+"""How a model calls its blocks: what goes in beside the hidden states, and what comes out."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_hpc.comm.nests import Tree, flatten, unflatten
+from gpipe_hpc.errors import ModelError
+
+HIDDEN: Final = "hidden_states"
+_PLAIN: Final = (Tensor, type(None), bool, int, float, str, torch.dtype, torch.Size)
+
+
+class Call(NamedTuple):
+    """Arguments of one call of a block, without its hidden states."""
+
+    hidden: Tensor
+    leaves: list[Any]
+    form: "Form"
+
+    @classmethod
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> "Call":
+        """Take the hidden states out of the arguments; raise `ModelError` if there are none."""
+        by_name = not args
+        rest = {name: value for name, value in kwargs.items() if not by_name or name != HIDDEN}
+        hidden = kwargs.get(HIDDEN) if by_name else args[0]
+        if not isinstance(hidden, Tensor):
+            raise unknown(where, "is not called with hidden states first", type(hidden).__name__)
+        leaves, tree = flatten((list(args[1:]), rest))
+        for leaf in leaves:
+            if not isinstance(leaf, _PLAIN):
+                raise unknown(where, "is called with an object of its own", type(leaf).__name__)
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                raise unknown(where, "is called with further trained activations", "a tensor")
+        return cls(hidden, leaves, Form(tree, by_name))
+
+
+class Form(NamedTuple):
+    """The shape of a call: the containers of its arguments, and how hidden states are given."""
+
+    tree: Tree
+    by_name: bool
+
+    def call(self, block: nn.Module, hidden: Tensor, leaves: Sequence[Any]) -> Any:
+        """Call a block with these leaves."""
+        args, kwargs = unflatten(leaves, self.tree)
+        if self.by_name:
+            return block(*args, **{HIDDEN: hidden}, **kwargs)
+        return block(hidden, *args, **kwargs)
+
+
+def bound(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name, keywords beyond the signature included."""
+    signature = inspect.signature(function)
+    named = dict(signature.bind(*args, **kwargs).arguments)
+    for parameter in signature.parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            named |= named.pop(parameter.name, {})
+    return named
+
+
+def same_values(one: Tensor, other: object) -> bool:
+    """Say whether a tensor is another, or a view of all of it in the same order."""
+    if one is other:
+        return True
+    if not isinstance(other, Tensor) or other._base is None:
+        return False
+    root = one if one._base is None else one._base
+    return (
+        other._base is root
+        and other.shape == one.shape
+        and other.stride() == one.stride()
+        and other.storage_offset() == one.storage_offset()
+    )
+
+
+def unknown(where: str, what: str, got: str) -> ModelError:
+    """Return the refusal of a model that works in a way nobody taught us."""
+    return ModelError(
+        f"huggingface: {where} {what}, expected a model of blocks in a row, each called with the "
+        f"hidden states and tensors that need no gradient, got {got}; this model cannot be cut "
+        f"into layers: write it as a sequence of layers"
+    )

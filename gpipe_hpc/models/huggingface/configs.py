@@ -1,0 +1,126 @@
+"""From what a user gives (folder, file, dictionary, config object) to a config and its model."""
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from gpipe_hpc.errors import ConfigError, ModelError
+from gpipe_hpc.models.huggingface.library import transformers
+from gpipe_hpc.models.randomness import GENERATOR_LOCK
+
+CONFIG_FILE: Final = "config.json"
+ATTENTIONS: Final = ("eager", "sdpa")
+_DTYPES: Final = ("float64", "float32", "bfloat16", "float16")
+# With these a model's forward returns more than the last hidden state and the logits.
+_EXTRAS: Final = (
+    "output_hidden_states",
+    "output_attentions",
+    "output_router_logits",
+    "add_cross_attention",
+    "is_encoder_decoder",
+    "quantization_config",
+)
+
+
+def read_config(source: Any) -> Any:
+    """Return the config object of a folder or a config.json, of a dictionary, or a copy of one.
+
+    Nothing is downloaded, and no code that comes with a model is run. Raises `ModelError`.
+    """
+    if isinstance(source, transformers().PreTrainedConfig):
+        return copy.deepcopy(source)
+    if isinstance(source, str | Path):
+        source = _read_json(Path(source))
+    if not isinstance(source, Mapping):
+        raise ModelError(
+            f"huggingface: expected a folder, a {CONFIG_FILE}, a dictionary as in one or a config "
+            f"object of transformers, got {type(source).__name__}; set model.path=/folder"
+        )
+    known = transformers().CONFIG_MAPPING
+    kind = source.get("model_type")
+    if kind not in known:
+        raise ModelError(
+            f"huggingface: unknown model_type, expected one that transformers "
+            f"{transformers().__version__} knows, got {kind!r}; code that comes with a model is "
+            f"not run: use a newer transformers, or correct it"
+        )
+    try:
+        return known[kind].from_dict(dict(source))
+    except Exception as error:
+        raise ModelError(
+            f"huggingface: transformers refuses the config, expected one of a {kind}, got "
+            f"{type(error).__name__}: {error}; correct it"
+        ) from error
+
+
+def _read_json(path: Path) -> Any:
+    if not path.exists():
+        raise ModelError(
+            f"huggingface: expected a local folder or its {CONFIG_FILE}, got {str(path)!r}, which "
+            f"is not there; nothing is downloaded: for a model of the hub run "
+            f"`hf download NAME --local-dir FOLDER` first, and give FOLDER"
+        )
+    file = path / CONFIG_FILE if path.is_dir() else path
+    try:
+        return json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"huggingface: expected a {CONFIG_FILE} at {file}, got {type(error).__name__}: "
+            f"{error}; give a folder written by save_pretrained"
+        ) from error
+
+
+def empty_model(config: Any, attention: str | None, dtype: str) -> Any:
+    """Return the model of a config on the meta device: its modules, without any number in them.
+
+    A causal language model or an image classifier, as the config says; raises `ModelError` for
+    what is neither, and `ConfigError` for an unknown attention or dtype.
+    """
+    if attention is not None and attention not in ATTENTIONS:
+        raise ConfigError(
+            f"huggingface: bad attention, expected {', '.join(ATTENTIONS)} or null for what "
+            f"transformers prefers, got {attention!r}; choose one of them"
+        )
+    if dtype not in _DTYPES:
+        raise ConfigError(
+            f"huggingface: bad dtype, expected one of {', '.join(_DTYPES)}, got {dtype!r}; train "
+            f"in 16 bits by train.precision, with weights in float32"
+        )
+    extras = [name for name in _EXTRAS if getattr(config, name, None)]
+    if extras:
+        raise ModelError(
+            f"huggingface: cannot be cut into layers with {extras[0]}, expected it unset, got "
+            f"{getattr(config, extras[0])!r}; remove it from the config"
+        )
+    auto = _task(config)
+    options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
+    # transformers sets torch's default dtype meanwhile, and replaces its initialisers.
+    with GENERATOR_LOCK, torch.device("meta"):
+        try:
+            return auto.from_config(config, dtype=getattr(torch, dtype), **options)
+        except Exception as error:
+            raise ModelError(
+                f"huggingface: transformers cannot make a {config.model_type} of the config, got "
+                f"{type(error).__name__}: {error}; correct the config"
+            ) from error
+
+
+def _task(config: Any) -> Any:
+    """Return the auto class that makes the model: the one its config names."""
+    library = transformers()
+    named = getattr(config, "architectures", None)
+    for auto in (library.AutoModelForCausalLM, library.AutoModelForImageClassification):
+        mapping = auto._model_mapping
+        if type(config) not in mapping:
+            continue
+        made = mapping[type(config)]
+        if not named or getattr(made, "__name__", None) in named:
+            return auto
+    raise ModelError(
+        f"huggingface: expected a causal language model or an image classifier, got a "
+        f"{config.model_type} with architectures {named}; models of other tasks are not cut"
+    )

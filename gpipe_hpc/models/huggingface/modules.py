@@ -1,0 +1,250 @@
+"""The layers a model becomes: each runs a part of the model's own code, with the model's names.
+
+Between them travel the hidden states and what the core calls its blocks with (masks, positions,
+rotary angles), each tensor once: `Boundary`.
+"""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_hpc.errors import ModelError
+from gpipe_hpc.models.huggingface.blueprint import Blueprint
+from gpipe_hpc.models.huggingface.calls import Call
+from gpipe_hpc.models.huggingface.structure import LAST
+from gpipe_hpc.models.huggingface.valueless import SayYes
+
+_TENSOR_INPUTS: Final = frozenset(
+    {"input_ids", "attention_mask", "position_ids", "token_type_ids", "pixel_values"}
+)
+
+
+class Boundary(NamedTuple):
+    """What goes from layer to layer ahead of the last block.
+
+    Block i is called with ``[values[k] for k in slots[kinds[i]]]``: most models have one kind of
+    call, those with sliding windows two.
+    """
+
+    hidden: Tensor
+    values: tuple[Any, ...]
+    slots: tuple[tuple[int, ...], ...]
+    kinds: bytes
+
+
+class HuggingFaceLayer(nn.Module):
+    """A part of a model; its parameters have the names they have in the model."""
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        super().__init__()
+        self.blueprint = blueprint
+
+    def exported(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors of this layer, given by name, under the names files have."""
+        return self.blueprint.stored_names(tensors)
+
+    def companion_files(self, dtype: torch.dtype) -> dict[str, str]:
+        """Return the text files that go with exported weights, by name."""
+        return self.blueprint.companion_files(dtype)
+
+    def _place(self, path: str, module: nn.Module) -> None:
+        """Put a module where the model has it, so that its parameters keep their names."""
+        owner: nn.Module = self
+        *folders, leaf = path.split(".")
+        for folder in folders:
+            if folder not in owner._modules:
+                owner.add_module(folder, nn.Module())
+            owner = owner.get_submodule(folder)
+        owner.add_module(leaf, module)
+
+
+class HuggingFaceEmbedding(HuggingFaceLayer):
+    """From inputs to the first block: the core's own forward, with listeners for blocks.
+
+    Takes token ids [B, S] or images [B, C, H, W], or a dictionary with these and an
+    attention_mask [B, S] (1 for tokens, 0 for padding) or position_ids [B, S].
+    """
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        super().__init__(blueprint)
+        parts = blueprint.structure
+        self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        model = blueprint.model
+        blocks = model.get_submodule(parts.blocks)
+        listeners = nn.ModuleList(
+            _Listener(block, self._calls, parts.num_returned) for block in blocks.children()
+        )
+        instead: dict[int, nn.Module] = {id(blocks): listeners}
+        instead |= {id(model.get_submodule(path)): nn.Identity() for path in parts.closing}
+        core = blueprint.copied(model.get_submodule(parts.core), instead)
+        self._place(parts.core, core)
+        blueprint.fill(self, core)
+
+    def forward(self, inputs: Any) -> Boundary:
+        """Embed a micro-batch and work out what each block is to be called with."""
+        parts, calls = self.blueprint.structure, self._calls
+        arguments = parts.inputs | self._named(inputs)
+        try:
+            with SayYes() if arguments[parts.main_input].is_meta else nullcontext():
+                self.get_submodule(parts.core)(**arguments)
+            found = [Call.of(args, kwargs, "embedding") for args, kwargs in calls]
+        finally:
+            calls.clear()  # or what a micro-batch made would live till the next
+        if tuple(call.form for call in found) != parts.forms:
+            raise ModelError(
+                f"huggingface: {self.blueprint.kind} calls its blocks otherwise than without "
+                f"values, expected {parts.num_blocks} calls of the same form, got {len(found)}; "
+                f"give other inputs, or write the model as a sequence of layers"
+            )
+        return _boundary(found)
+
+    def _named(self, inputs: Any) -> dict[str, Any]:
+        parts = self.blueprint.structure
+        if isinstance(inputs, Tensor):
+            return {parts.main_input: inputs}
+        known = sorted(_TENSOR_INPUTS & parts.inputs.keys())
+        if not isinstance(inputs, Mapping) or not inputs.keys() <= set(known):
+            got = sorted(inputs) if isinstance(inputs, Mapping) else type(inputs).__name__
+            raise ModelError(
+                f"huggingface: bad inputs, expected a tensor {parts.main_input} or a dictionary "
+                f"with some of {', '.join(known)}, got {got}; give labels as targets"
+            )
+        return dict(inputs)
+
+
+class _Listener(nn.Module):
+    """Stands in for a block: notes what it is called with and returns the hidden states."""
+
+    def __init__(self, block: nn.Module, calls: list[Any], num_returned: int) -> None:
+        super().__init__()
+        self._block = (block,)  # in a tuple: no submodule, its parameters are another layer's
+        self._calls = calls
+        self._num_returned = num_returned
+
+    def __getattr__(self, name: str) -> Any:
+        """Answer as the block would: some models ask one for its kind of attention."""
+        return getattr(self.__dict__["_block"][0], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Note a call."""
+        self._calls.append((args, kwargs))
+        hidden = Call.of(args, kwargs, "block").hidden
+        nothing = (None,) * (self._num_returned - 1)
+        return (hidden, *nothing) if self._num_returned else hidden
+
+
+def _boundary(calls: list[Call]) -> Boundary:
+    """Collect what the blocks are called with: each value once."""
+    slot_of: dict[Any, int] = {}
+    values: list[Any] = []
+    slots: dict[tuple[int, ...], int] = {}
+    kinds = bytearray()
+    for call in calls:
+        row = []
+        for leaf in call.leaves:
+            key = id(leaf) if isinstance(leaf, Tensor) else (type(leaf), leaf)
+            if key not in slot_of:
+                slot_of[key] = len(values)
+                values.append(leaf)
+            row.append(slot_of[key])
+        kinds.append(slots.setdefault(tuple(row), len(slots)))
+    return Boundary(calls[0].hidden, tuple(values), tuple(slots), bytes(kinds))
+
+
+class HuggingFaceBlock(HuggingFaceLayer):
+    """Block `index` of the model; the last one returns hidden states alone."""
+
+    def __init__(self, blueprint: Blueprint, index: "BlockIndex") -> None:
+        super().__init__(blueprint)
+        parts = blueprint.structure
+        self.index = index.value
+        self._path = f"{parts.blocks}.{self.index}"
+        block = blueprint.copied(blueprint.model.get_submodule(self._path))
+        self._place(self._path, block)
+        blueprint.fill(self, block)
+
+    def forward(self, boundary: Boundary) -> Any:
+        """Run the block on the hidden states."""
+        hidden, values, slots, kinds = boundary
+        parts = self.blueprint.structure
+        # Recomputation marks every boundary as in need of a gradient: these are not.
+        values = tuple(v.detach() if isinstance(v, Tensor) else v for v in values)
+        leaves = [values[slot] for slot in slots[kinds[self.index]]]
+        output = parts.forms[self.index].call(self.get_submodule(self._path), hidden, leaves)
+        hidden = output[0] if parts.num_returned else output
+        if self.index == parts.num_blocks - 1:
+            return hidden
+        return Boundary(hidden, values, slots, kinds)
+
+
+class BlockIndex(NamedTuple):
+    """Which block; equal to others that cost the same to run: compared by kind alone."""
+
+    value: int
+    kind: str
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BlockIndex) and self.kind == other.kind
+
+    def __hash__(self) -> int:
+        return hash(self.kind)
+
+    def __repr__(self) -> str:
+        return str(self.value)
+
+
+class HuggingFaceNorm(HuggingFaceLayer):
+    """A module behind the blocks, mostly the last norm: [B, S, H] -> [B, S, H]."""
+
+    def __init__(self, blueprint: Blueprint, path: str) -> None:
+        super().__init__(blueprint)
+        self._path = path
+        module = blueprint.copied(blueprint.model.get_submodule(path))
+        self._place(path, module)
+        blueprint.fill(self, module)
+
+    def forward(self, hidden: Tensor) -> Any:
+        """Run the module."""
+        return self.get_submodule(self._path)(hidden)
+
+
+class HuggingFaceHead(HuggingFaceLayer):
+    """From hidden states to logits: the model's own forward around what its core returned."""
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        super().__init__(blueprint)
+        model = blueprint.model
+        core = model.get_submodule(blueprint.structure.core)
+        given = _Given(blueprint.structure.returned)
+        whole = blueprint.copied(model, {id(core): given})
+        # What the model has is ours, and under its own names: it is no submodule of this layer.
+        self._parameters, self._buffers = whole._parameters, whole._buffers
+        self._modules = whole._modules
+        self._whole, self._given = (whole,), (given,)
+        blueprint.fill(self, whole)
+
+    def forward(self, hidden: Tensor) -> Any:
+        """Compute logits: [B, S, V] of tokens, [B, classes] of images."""
+        (whole,), (given,) = self._whole, self._given
+        whole.training = self.training
+        given.hidden = hidden
+        try:
+            return whole(**{self.blueprint.structure.main_input: None}).logits
+        finally:
+            given.hidden = None
+
+
+class _Given(nn.Module):
+    """Stands in for the core: returns what the layers ahead have computed."""
+
+    def __init__(self, returned: type) -> None:
+        super().__init__()
+        self.returned = returned
+        self.hidden: Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the hidden states as the core returns them."""
+        return self.returned(**{LAST: self.hidden})

@@ -1,0 +1,178 @@
+"""A folder of safetensors weights, read lazily: each rank takes the tensors that are its own."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from torch import Tensor
+
+from gpipe_hpc.errors import ModelError
+from gpipe_hpc.models.huggingface.library import safetensors, transformers_part
+
+WEIGHTS_FILE: Final = "model.safetensors"
+INDEX_FILE: Final = "model.safetensors.index.json"
+_PICKLED: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_SHOWN: Final = 3  # names in a message
+
+Shape = tuple[int, ...]
+
+
+class Stored(NamedTuple):
+    """Where a tensor is: the file, and what it is called there."""
+
+    file: Path
+    name: str
+
+
+class WeightFolder:
+    """The tensors of a folder, by the model's own names. Opening reads headers only."""
+
+    def __init__(self, folder: Path, places: Mapping[str, Stored]) -> None:
+        self.folder = folder
+        self._places = dict(places)
+
+    def __contains__(self, name: object) -> bool:
+        """Say whether the folder has a tensor of the model."""
+        return name in self._places
+
+    def read(self, name: str) -> Tensor:
+        """Return one tensor, on the CPU; nothing else of its file is read."""
+        place = self._places[name]
+        try:
+            with safetensors().safe_open(place.file, framework="pt", device="cpu") as file:
+                tensor: Tensor = file.get_tensor(place.name)
+                return tensor
+        except (OSError, safetensors().SafetensorError) as error:
+            raise _unreadable(place.file, error) from error
+
+
+def open_weights(folder: Path, model: Any, fresh: Iterable[str] = ()) -> WeightFolder:
+    """Open the weights of `model`, on the meta device; `fresh`: patterns of names not taken over.
+
+    Raises `ModelError` for files that are missing, pickled or damaged, and for tensors that the
+    model has and the folder lacks, that the model lacks, or that have another shape.
+    """
+    stored = {name: place for file in _files(folder) for name, place in _header(file).items()}
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    patterns = tuple(fresh)
+    places: dict[str, Stored] = {}
+    for name, (original, (place, shape)) in _renamed(model, stored).items():
+        if _matches(name, patterns):
+            continue
+        if name not in expected:
+            if not _ignored(model, "_keys_to_ignore_on_load_unexpected", name):
+                _refuse(folder, "has a tensor that the model lacks", "none", [original])
+            continue
+        if shape != expected[name]:
+            raise ModelError(
+                f"huggingface: {folder} does not fit the config, expected {name} of shape "
+                f"{list(expected[name])}, got {list(shape)}; correct the config, or let it start "
+                f"anew by fresh=[{name}]"
+            )
+        places[name] = place
+    tied = _tied_names(model)
+    missing = [
+        name
+        for name in expected
+        if not any(same in places for same in tied.get(name, (name,)))
+        and not _matches(name, patterns)
+        and not _ignored(model, "_keys_to_ignore_on_load_missing", name)
+    ]
+    if missing:
+        _refuse(folder, "lacks tensors of the model", f"all {len(expected)}", missing)
+    return WeightFolder(folder, places)
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the weight files of a folder: those of the index, or the single one."""
+    index = folder / INDEX_FILE
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise _unreadable(index, error) from error
+    else:
+        names = [WEIGHTS_FILE]
+    files = [folder / Path(str(name)).name for name in names]
+    missing = [file.name for file in files if not file.is_file()]
+    if not missing:
+        return files
+    pickled = sorted(p.name for pattern in _PICKLED for p in folder.glob(pattern))
+    if pickled and not index.exists():
+        raise ModelError(
+            f"huggingface: {folder} has pickled weights alone, expected {WEIGHTS_FILE}, got "
+            f"{pickled[0]}; nothing is unpickled: convert it where you trust it, by "
+            f"from_pretrained(...).save_pretrained(FOLDER)"
+        )
+    raise ModelError(
+        f"huggingface: {folder} lacks a file, expected {missing[0]}, got none of that name; "
+        f"download the folder again, or give its config.json to start from new weights"
+    )
+
+
+def _header(file: Path) -> dict[str, tuple[Stored, Shape]]:
+    try:
+        with safetensors().safe_open(file, framework="pt", device="cpu") as opened:
+            names: list[str] = list(opened.keys())
+            shapes = [tuple(opened.get_slice(name).get_shape()) for name in names]
+    except (OSError, safetensors().SafetensorError) as error:
+        raise _unreadable(file, error) from error
+    return {name: (Stored(file, name), shape) for name, shape in zip(names, shapes, strict=True)}
+
+
+def _renamed(
+    model: Any, stored: Mapping[str, tuple[Stored, Shape]]
+) -> dict[str, tuple[str, tuple[Stored, Shape]]]:
+    """Key what is stored by the model's names: files may have older ones, or lack the prefix."""
+    loading = transformers_part("core_model_loading")
+    mapping = transformers_part("conversion_mapping").get_model_conversion_mapping(model)
+    renamings = [each for each in mapping if isinstance(each, loading.WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, loading.WeightConverter)]
+    meta = model.state_dict()
+    found = {}
+    for original, entry in stored.items():
+        name, converter = loading.rename_source_key(
+            original, renamings, converters, model.base_model_prefix, meta
+        )
+        if converter is not None:
+            raise ModelError(
+                f"huggingface: {original} is not stored as the model has it, expected tensors to "
+                f"rename at most, got one that transformers merges or splits; convert the folder "
+                f"by from_pretrained(...).save_pretrained(FOLDER, save_original_format=False)"
+            )
+        found[name] = (original, entry)
+    return found
+
+
+def _tied_names(model: Any) -> dict[str, tuple[str, ...]]:
+    """Return, for each name of a tied parameter, all of its names."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name: tuple(group) for group in names.values() for name in group}
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _ignored(model: Any, what: str, name: str) -> bool:
+    return any(re.search(pattern, name) for pattern in getattr(model, what, None) or ())
+
+
+def _refuse(folder: Path, what: str, expected: str, names: list[str]) -> None:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    raise ModelError(
+        f"huggingface: {folder} {what}, expected {expected}, got {', '.join(names[:_SHOWN])}"
+        f"{more}; correct the config or the folder"
+    )
+
+
+def _unreadable(file: Path, error: Exception) -> ModelError:
+    return ModelError(
+        f"huggingface: {file} cannot be read, expected a whole file, got {type(error).__name__}: "
+        f"{error}; download or export it again"
+    )
