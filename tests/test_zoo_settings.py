@@ -44,6 +44,9 @@ ZOO = {
     "vgg16": VGG,
     "vgg19": VGG,
 }
+# One of each family trains in every run of the tests, the others in those of the slow ones.
+QUICK = ("alexnet", "amoebanet_d_tiny", "bert48", "googlenet", "gpt", "mlp", "resnet50")
+QUICK += ("resnet110_v2", "resnet_small", "transformer_l", "unet_tiny", "vgg16")
 # Not of the zoo: the models of a library.
 FOREIGN = {"huggingface"}
 
@@ -96,7 +99,10 @@ def losses_of_two_steps(config: Config) -> list[float]:
     return first
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in ZOO],
+)
 def test_small_one_trains_two_steps(name: str):
     data, small = ZOO[name]
     settings = [f"model={name}", *data, *small, "data.seed=1", "optimizer.lr=0.01"]
