@@ -29,6 +29,7 @@ from gpipe_hpc.schedule.draw_text import draw_text
 from gpipe_hpc.schedule.gpipe import gpipe
 from gpipe_hpc.schedule.lowering import forward_only, lower
 from gpipe_hpc.schedule.memory import Held, Memory, memory_over_time, peak_memory
+from gpipe_hpc.schedule.offload import add_offload
 from gpipe_hpc.schedule.one_f_one_b import one_f_one_b
 from gpipe_hpc.schedule.recompute import add_recompute
 from gpipe_hpc.schedule.registry import build, schedule_names
@@ -55,6 +56,7 @@ __all__ = [
     "Skip",
     "Standing",
     "Timeline",
+    "add_offload",
     "add_recompute",
     "arrival",
     "build",

@@ -30,6 +30,7 @@ class Op(StrEnum):
 COMPUTE: Final = frozenset({Op.F, Op.B, Op.I, Op.W, Op.R})
 SENDS: Final = frozenset({Op.SEND_F, Op.SEND_B})
 RECEIVES: Final = frozenset({Op.RECV_F, Op.RECV_B})
+COPIES: Final = frozenset({Op.OFFLOAD, Op.FETCH})
 BACKWARDS: Final = frozenset({Op.B, Op.I, Op.W})
 
 _PATTERN: Final = re.compile(
@@ -47,6 +48,9 @@ class Action(NamedTuple):
     `peer` is the stage at the other end of a transfer over a long skip, None for the neighbour:
     ``SEND_F(s, m, d)`` sends what stage s stashed for stage d, ``RECV_F(d, m, s)`` posts for it;
     ``SEND_B(d, m, s)`` sends its gradient back, ``RECV_B(s, m, d)`` posts for that.
+
+    ``OFFLOAD(s, m)`` copies what the forward keeps to the host's memory and frees it on the device,
+    ``FETCH(s, m)`` brings it back; both run beside compute.
     """
 
     op: Op

@@ -21,10 +21,10 @@ class BubbleCauses(NamedTuple):
 def explain_bubble(schedule: Schedule, costs: Costs) -> BubbleCauses:
     """Split the bubble of a simulated table by what would take the idle time away.
 
-    Transfers: idle time that is gone when they take no time. Imbalance: what is then still idle
-    even if the busiest rank never waits. Fill and drain: the rest of the time that ranks wait for
-    one another. Reduction tail: from the end of all compute to that of the last reduction. No part
-    is negative, as less to wait for never makes a table of fixed order slower.
+    Transfers: idle time that is gone when they, and copies, take no time. Imbalance: what is then
+    still idle even if the busiest rank never waits. Fill and drain: the rest of the time that ranks
+    wait for one another. Reduction tail: from the end of all compute to that of the last reduction.
+    No part is negative, as less to wait for never makes a table of fixed order slower.
     """
     timeline = simulate(schedule, costs)
     total = timeline.num_ranks * timeline.makespan
@@ -33,12 +33,12 @@ def explain_bubble(schedule: Schedule, costs: Costs) -> BubbleCauses:
     busy = timeline.busy
     with_transfers = _end_of_compute(timeline)
     without = _end_of_compute(simulate(schedule, costs.without_transfers()))
-    shares = timeline.num_ranks / total
+    num_ranks = timeline.num_ranks
     return BubbleCauses(
-        fill_and_drain=(without - max(busy)) * shares,
-        imbalance=max(busy) * shares - sum(busy) / total,
-        transfers=(with_transfers - without) * shares,
-        reduction_tail=(timeline.makespan - with_transfers) * shares,
+        fill_and_drain=(without - max(busy)) * num_ranks / total,
+        imbalance=(max(busy) * num_ranks - sum(busy)) / total,
+        transfers=(with_transfers - without) * num_ranks / total,
+        reduction_tail=(timeline.makespan - with_transfers) * num_ranks / total,
     )
 
 

@@ -61,6 +61,21 @@ def _check_complete(graph: Precedence) -> None:
                     graph.refuse(
                         node, "recomputes for a backward that is not in the table; drop it"
                     )
+        elif op is Op.OFFLOAD:
+            fetches = graph.makers.get((Op.FETCH, stage, None), nothing)
+            for node, fetch in zip(column, fetches, strict=True):
+                if node != NOWHERE and fetch == NOWHERE:
+                    missing = graph.actions[node]._replace(op=Op.FETCH)
+                    graph.refuse(
+                        node,
+                        f"is not brought back, expected {missing} ahead of its backward, got none; "
+                        "add it",
+                    )
+        elif op is Op.FETCH:
+            backwards = graph.makers.get((Op.I, stage, None), nothing)
+            for node, backward in zip(column, backwards, strict=True):
+                if node != NOWHERE and backward == NOWHERE:
+                    graph.refuse(node, "fetches for a backward that is not in the table; drop it")
 
 
 def _refuse_missing(schedule: Schedule, what: Action) -> NoReturn:

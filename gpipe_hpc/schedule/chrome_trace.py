@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from gpipe_hpc.schedule.actions import COMPUTE
+from gpipe_hpc.schedule.actions import COMPUTE, COPIES
 from gpipe_hpc.schedule.draw_colours import HUES
 from gpipe_hpc.schedule.draw_waits import DataFlow, Transfer, memory_curve
 from gpipe_hpc.schedule.timeline import Event, Timeline
@@ -23,7 +23,8 @@ def chrome_trace(timelines: Sequence[Timeline]) -> str:
     """Return JSON in which each timeline is a process and each of its ranks a thread.
 
     A unit of the timeline's time becomes a second. Recorded transfers show as arrows from maker to
-    user and, with their times, as a track for each pair of ranks; live activations as counters.
+    user and, with their times, as a track for each pair of ranks, copies to the host and back as
+    one for each rank; live activations as counters.
     """
     events = [
         event
@@ -45,6 +46,8 @@ def _process(pid: int, timeline: Timeline) -> Iterator[TraceEvent]:
         for event in row:
             if event.action.op in COMPUTE:
                 yield _slice(pid, event, timeline, flow)
+            elif event.action.op in COPIES:
+                yield from _span(pid, event, timeline, "copy", f"copies of rank {rank}")
         for time_s, live in memory_curve(row):
             yield {
                 "ph": "C",
@@ -96,19 +99,23 @@ def _transfer(
         "ts": _us(user.start_s, timeline),
     }
     # Transfers over one link follow one another, so one track each suffices.
-    link = f"rank {send.rank} to {user.rank}"
+    yield from _span(pid, send, timeline, "transfer", f"rank {send.rank} to {user.rank}")
+
+
+def _span(pid: int, event: Event, timeline: Timeline, kind: str, link: str) -> Iterator[TraceEvent]:
+    """Yield begin and end of what runs beside compute, on a track of its link; not if no time."""
     track = {
-        "cat": "transfer",
-        "name": str(send.action),
+        "cat": kind,
+        "name": str(event.action),
         "pid": pid,
-        "tid": _FIRST_TID + send.rank,
+        "tid": _FIRST_TID + event.rank,
         "id2": {"local": link},
         "args": {"link": link},
     }
-    if send.end_s <= send.start_s:
+    if event.end_s <= event.start_s:
         return
-    yield {**track, "ph": "b", "ts": _us(send.start_s, timeline)}
-    yield {**track, "ph": "e", "ts": _us(send.end_s, timeline)}
+    yield {**track, "ph": "b", "ts": _us(event.start_s, timeline)}
+    yield {**track, "ph": "e", "ts": _us(event.end_s, timeline)}
 
 
 def _us(time_s: float, timeline: Timeline) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from gpipe_hpc.schedule.actions import Action, Op
+from gpipe_hpc.schedule.actions import COMPUTE, Action, Op
 from gpipe_hpc.schedule.dependencies import arrival, counterpart
 from gpipe_hpc.schedule.occupancy import peak_receives
 from gpipe_hpc.schedule.precedence import build_precedence, execution_order
@@ -106,7 +106,8 @@ def _due(schedule: Schedule, traffic: _Traffic) -> dict[int, int]:
                 continue
             for number in numbers:
                 slots[number] = previous
-            previous = index
+            if op in COMPUTE:
+                previous = index
     due: dict[int, int] = {}
     for numbers in channels.values():
         latest = len(traffic.rows[traffic.transfers[numbers[0]].receiver])

@@ -37,7 +37,8 @@ class Costs:
     ``boundary_bytes[s]`` over its bandwidth; `links` names those between two ranks, (source,
     destination), that differ from `link`. A transfer over a skip takes the link's latency plus its
     `skip_bytes`, by (source stage, destination stage), over the bandwidth; those not named have
-    none. `reduction` is one ``REDUCE_GRAD``. None: not given.
+    none. `reduction` is one ``REDUCE_GRAD``, `offload` and `fetch` are copies to the host and back,
+    which run beside compute. None: not given.
     """
 
     forward: Cost | None = None
@@ -51,9 +52,11 @@ class Costs:
     link: Link = Link()
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     reduction: Cost = 0.0
+    offload: Cost = 0.0
+    fetch: Cost = 0.0
 
     def of_compute(self, op: Op, num_stages: int) -> list[float]:
-        """Return the cost of a compute op on each stage; refuse an op without one."""
+        """Return the cost of a compute op, or a copy, on each stage; refuse an op without one."""
         if op is Op.B and self.backward is None:
             inputs, weights = (self.of_compute(part, num_stages) for part in (Op.I, Op.W))
             return [first + second for first, second in zip(inputs, weights, strict=True)]
@@ -87,8 +90,9 @@ class Costs:
         return time
 
     def without_transfers(self) -> "Costs":
-        """Return the same costs with transfers that take no time."""
-        return replace(self, send=0.0, boundary_bytes=0.0, skip_bytes={}, link=Link(), links={})
+        """Return the same costs with transfers and copies that take no time."""
+        free = replace(self, send=0.0, boundary_bytes=0.0, skip_bytes={}, link=Link(), links={})
+        return replace(free, offload=0.0, fetch=0.0)
 
 
 _FIELD_OF: Final = {
@@ -97,6 +101,8 @@ _FIELD_OF: Final = {
     Op.I: "input_gradient",
     Op.W: "weight_gradient",
     Op.R: "recompute",
+    Op.OFFLOAD: "offload",
+    Op.FETCH: "fetch",
 }
 
 

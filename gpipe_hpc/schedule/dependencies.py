@@ -6,12 +6,13 @@ The only place that states it. Lowering, checker and simulator read it from here
 from collections.abc import Collection
 from typing import Final, NamedTuple
 
-from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.actions import RECEIVES, SENDS, Action, Op
 from gpipe_hpc.schedule.table import Placement, Skip
 
 # The ops that may need what another stage made.
 CONSUMERS: Final = frozenset({Op.F, Op.B, Op.I})
+# What is needed only where the table has it.
+OPTIONAL: Final = frozenset({Op.R, Op.FETCH})
 
 _COUNTERPART: Final = {
     Op.SEND_F: (Op.RECV_F, 1),
@@ -27,10 +28,10 @@ def dependencies(
     """Return the actions whose results an action needs, those of its own stage first.
 
     A need for ``I`` or ``W`` is also met by ``B``, which is the two in one (see `provides`). A need
-    for ``R`` binds where the table has that ``R``. In a lowered table a value made on another rank
-    comes through the ``RECV`` that `arrival` names. The destination of a skip needs the forward of
-    its source, the source the gradient of its destination. ``REDUCE_GRAD`` needs every ``W`` of its
-    stage; each rank that holds the stage waits for those it runs itself.
+    for ``R`` or ``FETCH`` binds where the table has that action. In a lowered table a value made on
+    another rank comes through the ``RECV`` that `arrival` names. The destination of a skip needs
+    the forward of its source, the source the gradient of its destination. ``REDUCE_GRAD`` needs
+    every ``W`` of its stage; each rank that holds the stage waits for those it runs itself.
     """
     op, stage, microbatch, _ = action
     match op:
@@ -39,13 +40,17 @@ def dependencies(
             before += [source for source, destination in skips if destination == stage]
             return tuple(Action(Op.F, other, microbatch) for other in before)
         case Op.B | Op.I:
-            own = (Action(Op.F, stage, microbatch), Action(Op.R, stage, microbatch))
+            own = (Action(kind, stage, microbatch) for kind in (Op.F, Op.FETCH, Op.R))
             behind = [stage + 1] if stage < num_stages - 1 else []
             behind += [destination for source, destination in skips if source == stage]
             return (*own, *(Action(Op.I, other, microbatch) for other in behind))
         case Op.W:
             return (Action(Op.I, stage, microbatch),)
-        case Op.R | Op.SEND_F:
+        case Op.R:
+            return Action(Op.F, stage, microbatch), Action(Op.FETCH, stage, microbatch)
+        case Op.FETCH:
+            return (Action(Op.OFFLOAD, stage, microbatch),)
+        case Op.SEND_F | Op.OFFLOAD:
             return (Action(Op.F, stage, microbatch),)
         case Op.SEND_B:
             return (Action(Op.I, stage, microbatch),)
@@ -53,8 +58,6 @@ def dependencies(
             return (counterpart(action),)
         case Op.REDUCE_GRAD:
             return tuple(Action(Op.W, stage, index) for index in range(num_microbatches))
-        case Op.OFFLOAD | Op.FETCH:
-            raise ScheduleError(f"action {action}: no data flow is stated for {op}; take it out")
 
 
 def provides(action: Action) -> tuple[Action, ...]:

@@ -193,7 +193,8 @@ def _add_strips(
     scene: Scene, timeline: Timeline, row_height: float, span: float
 ) -> tuple[Strip, ...]:
     """Add the memory curve of every rank, all to one scale; none where nothing is kept."""
-    full = max(timeline.peak_activations, default=0)
+    curves = [memory_curve(row) for row in timeline.events]
+    full = max((step.live for curve in curves for step in curve), default=0)
     if not full:
         return ()
     words = "live activations (micro-batches of one stage)"
@@ -203,10 +204,8 @@ def _add_strips(
     pitch = height + (4.0 if height >= 12 else 1.0 if height >= 5 else 0.0)
     factor = scene.clock.factor
     strips: list[Strip] = []
-    for rank, row in enumerate(timeline.events):
-        steps = tuple(
-            Step((step.time_s - timeline.start_s) * factor, step.live) for step in memory_curve(row)
-        )
+    for rank, curve in enumerate(curves):
+        steps = tuple(Step((step.time_s - timeline.start_s) * factor, step.live) for step in curve)
         strips.append(Strip(rank, scene.height, height, full, span, steps))
         peak = f"peak {timeline.peak_activations[rank]}"
         _label(scene, rank, scene.height, height, pitch, peak)

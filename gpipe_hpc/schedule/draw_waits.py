@@ -1,6 +1,7 @@
 """What an event waited for, read off the data flow and the times of a timeline."""
 
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import NamedTuple
 
 from gpipe_hpc.schedule.actions import COMPUTE, SENDS, Action, Op
@@ -23,7 +24,7 @@ class Transfer(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A dependency: who made the value and, of another rank's, its ``SEND`` where recorded."""
+    """A dependency: who made the value and, if recorded, the ``SEND`` or ``FETCH`` it came by."""
 
     maker: Event
     send: Event | None
@@ -50,10 +51,17 @@ class DataFlow:
         """Return the last of an event's dependencies to finish; None if it has none."""
         last: Wait | None = None
         for maker in self._needs(event):
-            wait = Wait(maker, self._sender(event, maker))
+            wait = self._wait(event, maker)
             if last is None or wait.over_s >= last.over_s:
                 last = wait
         return last
+
+    def _wait(self, event: Event, maker: Event) -> Wait:
+        """Return the wait for what `maker` made; of what was fetched, its forward made it."""
+        if maker.action.op is Op.FETCH:
+            forward = self._makers.get(maker.action._replace(op=Op.F))
+            return Wait(maker, None) if forward is None else Wait(forward, maker)
+        return Wait(maker, self._sender(event, maker))
 
     def transfers(self) -> Iterator[Transfer]:
         """Yield the transfers whose ``SEND`` was recorded, by their user."""
@@ -93,26 +101,26 @@ def memory_curve(row: tuple[Event, ...]) -> list[Step]:
     """Return how many micro-batches of one stage a rank keeps over time.
 
     One counts from the start of its ``F`` to the end of its ``B`` or ``W``, without either to the
-    end of its ``F``. In the order of the table, whose peak is `Timeline.peak_activations`.
+    end of its ``F``, and not from the end of its ``OFFLOAD`` to the start of its ``FETCH``. Without
+    those, which run beside compute, the peak is `Timeline.peak_activations`.
     """
     freed = {(e.action.stage, e.action.microbatch) for e in row if e.action.op in (Op.B, Op.W)}
+    changes: list[tuple[float, int]] = []
+    for event in row:
+        op, stage, microbatch, _ = event.action
+        if op in (Op.F, Op.FETCH):
+            changes.append((event.start_s, 1))
+            if (stage, microbatch) not in freed:
+                changes.append((event.end_s, -1))
+        elif op in (Op.B, Op.W, Op.OFFLOAD):
+            changes.append((event.end_s, -1))
+    changes.sort(key=itemgetter(0))
     steps: list[Step] = []
     live = 0
-
-    def change(time_s: float, by: int) -> None:
-        nonlocal live
+    for time_s, by in changes:
         live += by
         if steps and steps[-1].time_s == time_s:
             steps.pop()
         if not steps or steps[-1].live != live:
             steps.append(Step(time_s, live))
-
-    for event in row:
-        op, stage, microbatch, _ = event.action
-        if op is Op.F:
-            change(event.start_s, 1)
-            if (stage, microbatch) not in freed:
-                change(event.end_s, -1)
-        elif op in (Op.B, Op.W):
-            change(event.end_s, -1)
     return steps

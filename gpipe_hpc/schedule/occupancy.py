@@ -17,16 +17,17 @@ class Peak(NamedTuple):
 def peak_activations(actions: Sequence[Action]) -> Peak:
     """Return the most stage micro-batches kept at once on a rank, given its actions in order.
 
-    One counts from its ``F`` to the end of its ``B`` or ``W``; without either it is not kept.
+    One counts from its ``F`` to the end of its ``B`` or ``W``, but not from ``OFFLOAD`` to
+    ``FETCH``; without a backward it is not kept.
     """
     freed = {(a.stage, a.microbatch) for a in actions if a.op in (Op.B, Op.W)}
     live, peak = 0, Peak(0, 0)
     for position, action in enumerate(actions):
-        if action.op is Op.F:
+        if action.op in (Op.F, Op.FETCH):
             if live + 1 > peak.size:
                 peak = Peak(live + 1, position)
             live += (action.stage, action.microbatch) in freed
-        elif action.op in (Op.B, Op.W):
+        elif action.op in (Op.B, Op.W, Op.OFFLOAD):
             live -= 1
     return peak
 

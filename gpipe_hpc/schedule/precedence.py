@@ -13,6 +13,7 @@ from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.actions import RECEIVES, SENDS, Action, Op
 from gpipe_hpc.schedule.dependencies import (
     CONSUMERS,
+    OPTIONAL,
     arrival,
     counterpart,
     dependencies,
@@ -147,8 +148,6 @@ def _check_entry(graph: Precedence, node: int) -> None:
     """Refuse one action that names no stage or micro-batch of the table, or is on a wrong rank."""
     placement, rank = graph.schedule.placement, graph.ranks[node]
     op, stage, microbatch, peer = graph.actions[node]
-    if op in (Op.OFFLOAD, Op.FETCH):
-        graph.refuse(node, f"no data flow is stated for {op}; take it out")
     if not 0 <= stage < placement.num_stages:
         graph.refuse(node, f"no such stage, expected 0 to {placement.num_stages - 1}, got {stage}")
     if peer is not None:
@@ -213,8 +212,8 @@ def _resolve(graph: Precedence) -> None:
         for need in kinds:
             maker = need.makers[microbatch] if need.makers is not None else NOWHERE
             if maker == NOWHERE:
-                if need.action.op is Op.R:
-                    continue  # nothing is recomputed here
+                if need.action.op in OPTIONAL:
+                    continue  # nothing is recomputed or fetched here
                 maker = graph.provide(node, need.action._replace(microbatch=microbatch))
             if op in RECEIVES:
                 continue  # it posts a buffer; its consumer waits
@@ -266,13 +265,16 @@ def _needs(graph: Precedence, action: Action) -> list[_Need]:
     nowhere = [NOWHERE] * schedule.num_microbatches
     found: list[_Need] = []
     for need in dependencies(action, schedule.num_stages, 1, schedule.skips):
+        makers = column(kind_of(need))
+        if makers is None and need.op in OPTIONAL:
+            continue
         posts: Column | None = None
         sends: Column | None = None
         if schedule.is_lowered and action.op in CONSUMERS and need.stage != action.stage:
             post = arrival(action, need.stage)
             posts = column(kind_of(post), nowhere)
             sends = column(kind_of(counterpart(post)), nowhere)
-        found.append(_Need(need, column(kind_of(need)), posts, sends))
+        found.append(_Need(need, makers, posts, sends))
     return found
 
 

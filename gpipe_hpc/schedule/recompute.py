@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Final
 
 from gpipe_hpc.errors import ScheduleError
-from gpipe_hpc.schedule.actions import Action, Op
+from gpipe_hpc.schedule.actions import COMPUTE, Action, Op
 from gpipe_hpc.schedule.table import Schedule
 
 # (the rank's action before a backward or None, the backward, the last stage) -> does its forward
@@ -59,5 +59,6 @@ def _rank(actions: tuple[Action, ...], spares: Spares, last_stage: int) -> tuple
         if action.op in (Op.B, Op.I) and not spares(previous, action, last_stage):
             placed.append(Action(Op.R, action.stage, action.microbatch))
         placed.append(action)
-        previous = action
+        if action.op in COMPUTE:
+            previous = action
     return tuple(placed)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from gpipe_hpc.schedule.actions import COMPUTE, RECEIVES, SENDS, Op
+from gpipe_hpc.schedule.actions import COMPUTE, COPIES, RECEIVES, SENDS, Op
 from gpipe_hpc.schedule.collectives import reduction_order
 from gpipe_hpc.schedule.costs import Costs
 from gpipe_hpc.schedule.dependencies import counterpart, dependencies, provides, skip_of
@@ -30,7 +30,9 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     A rank runs its actions in order, each once what it needs is there. Sends are buffered and take
     no time of the rank: a transfer runs from the end of what made the value, those from one rank to
     another one after the other. Reductions overlap compute, on each rank one at a time; that of a
-    mirrored stage starts when all its holders are ready. Time is linear in the number of actions.
+    mirrored stage starts when all its holders are ready. ``OFFLOAD`` and ``FETCH`` are copies: on
+    each rank one at a time, in its order, beside compute; who uses what is fetched waits for it.
+    Time is linear in the number of actions.
     """
     if (schedule.overlaps or schedule.skips) and not schedule.is_lowered:
         return _compute_of(simulate(lower(schedule), costs))
@@ -43,7 +45,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
 def _compute_of(timeline: Timeline) -> Timeline:
     """Return a timeline without communication."""
-    rows = (tuple(each for each in row if each.action.op in COMPUTE) for row in timeline.events)
+    bare = COMPUTE | COPIES
+    rows = (tuple(each for each in row if each.action.op in bare) for row in timeline.events)
     return replace(timeline, events=tuple(rows))
 
 
@@ -69,11 +72,15 @@ class _Clock:
         self.ends = [0.0] * len(graph.actions)
         self.arrivals = [0.0] * len(graph.actions)
         self.link_free_at: dict[tuple[int, int], float] = {}
+        # When each copy is done, and each rank free for another.
+        self.copied_at: dict[int, float] = {}
+        self.copier_free_at = [0.0] * graph.schedule.num_ranks
 
     def run(self, order: Iterable[int]) -> None:
         """Give all nodes their times, in an order that respects their waits."""
         actions, ranks, waits = self.graph.actions, self.graph.ranks, self.graph.waits
         starts, ends, arrivals, steps = self.starts, self.ends, self.arrivals, self.steps
+        copied_at = self.copied_at
         free_at = [0.0] * self.graph.schedule.num_ranks
         for node in order:
             op, stage, _, peer = actions[node]
@@ -81,14 +88,27 @@ class _Clock:
             rank = ranks[node]
             start = free_at[rank]
             for wait in waits[node]:
-                if ranks[wait] != rank and arrivals[wait] > start:
-                    start = arrivals[wait]
+                if ranks[wait] != rank:
+                    if arrivals[wait] > start:
+                        start = arrivals[wait]
+                elif copied_at and wait in copied_at:
+                    start = max(start, copied_at[wait])
             starts[node] = start
             ends[node] = end = start + duration
             if computes:
                 free_at[rank] = end
+            elif op in COPIES:
+                self._copy(node, duration)
             if destination >= 0:
                 self._transfer(node, destination, way)
+
+    def _copy(self, node: int, duration: float) -> None:
+        """Copy once the rank comes to it and its copy before is done."""
+        rank = self.graph.ranks[node]
+        begin = max(self.starts[node], self.copier_free_at[rank])
+        end = begin + duration
+        self.starts[node], self.ends[node] = begin, end
+        self.copied_at[node] = self.copier_free_at[rank] = end
 
     def _transfer(self, node: int, destination: int, way: int | Skip) -> None:
         """Move a value once it is made and the link is free; not within a rank."""
@@ -141,7 +161,8 @@ def _steps(graph: Precedence, costs: Costs) -> dict[Kind, _Step]:
     num_stages = graph.schedule.num_stages
     kinds = {kind_of(action) for action in graph.actions}
     durations = {
-        op: costs.of_compute(op, num_stages) for op in sorted({kind[0] for kind in kinds} & COMPUTE)
+        op: costs.of_compute(op, num_stages)
+        for op in sorted({kind[0] for kind in kinds} & (COMPUTE | COPIES))
     }
     destinations = _destinations(graph, kinds)
     steps: dict[Kind, _Step] = {}
@@ -150,7 +171,7 @@ def _steps(graph: Precedence, costs: Costs) -> dict[Kind, _Step]:
         destination = destinations.get(kind, -1)
         steps[kind] = _Step(
             duration=durations[op][stage] if op in durations else 0.0,
-            computes=op in durations,
+            computes=op in COMPUTE,
             destination=destination,
             way=skip_of(action_of(kind)) or min(stage, destination),
         )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from gpipe_hpc.errors import ScheduleError
-from gpipe_hpc.schedule.actions import COMPUTE, Action
+from gpipe_hpc.schedule.actions import COMPUTE, COPIES, Action
 
 # A forward and the backward of another stage that the same rank runs along with it.
 Overlap = tuple[Action, Action]
@@ -130,7 +130,8 @@ class Schedule:
         """Return whether communication and reduction are part of the table."""
         if self.max_receives is not None:
             return True
-        return any(action.op not in COMPUTE for actions in self.ranks for action in actions)
+        bare = COMPUTE | COPIES
+        return any(action.op not in bare for actions in self.ranks for action in actions)
 
 
 def digest(schedule: Schedule) -> str:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from gpipe_hpc.errors import ScheduleError
-from gpipe_hpc.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Op, parse_action
+from gpipe_hpc.schedule.actions import COMPUTE, COPIES, RECEIVES, SENDS, Action, Op, parse_action
 from gpipe_hpc.schedule.table import Placement, Schedule, Skip
 
 _OVERLAP: Final = "OVERLAP_F_B"
@@ -117,13 +117,14 @@ def _read(lines: list[list[str]], name: str) -> list[_Cell]:
 
 
 def _parse(entry: str) -> list[Action]:
-    """Read one cell: an action, or a block of an F and a B, between them an R at most."""
+    """Read one cell: an action, or a block of an F and a B, between them R and copies at most."""
     if not entry.startswith("("):
         return [parse_action(entry)]
     inner, _, op = entry[1:].partition(")")
     block = [parse_action(part) for part in inner.split(";")] if op == _OVERLAP else []
-    ops = [action.op for action in block if action.op is not Op.R]
-    if ops != [Op.F, Op.B] or block[0].op is Op.R or block[-1].op is Op.R:
+    between = {*COPIES, Op.R}
+    ops = [action.op for action in block if action.op not in between]
+    if ops != [Op.F, Op.B] or block[0].op in between or block[-1].op in between:
         raise ScheduleError(
             f"action: not a block, expected one such as (0F4;7B1){_OVERLAP}, got {entry!r}"
         )

@@ -3,13 +3,13 @@ import pytest
 from gpipe_hpc.schedule import (
     Channel,
     Placement,
-    ScheduleError,
     arrival,
     channel_of,
     counterpart,
     dependencies,
     parse_action,
     provides,
+    skip_of,
 )
 
 
@@ -18,11 +18,13 @@ from gpipe_hpc.schedule import (
     [
         ("0F1", []),
         ("1F1", ["0F1"]),
-        ("1B1", ["1F1", "1R1", "2I1"]),
-        ("1I1", ["1F1", "1R1", "2I1"]),
-        ("2B1", ["2F1", "2R1"]),
+        ("1B1", ["1F1", "1FETCH1", "1R1", "2I1"]),
+        ("1I1", ["1F1", "1FETCH1", "1R1", "2I1"]),
+        ("2B1", ["2F1", "2FETCH1", "2R1"]),
         ("1W1", ["1I1"]),
-        ("1R1", ["1F1"]),
+        ("1R1", ["1F1", "1FETCH1"]),
+        ("1OFFLOAD1", ["1F1"]),
+        ("1FETCH1", ["1OFFLOAD1"]),
         ("1SEND_F1", ["1F1"]),
         ("1RECV_F1", ["0SEND_F1"]),
         ("1SEND_B1", ["1I1"]),
@@ -59,6 +61,36 @@ def test_both_halves_of_a_transfer_are_on_one_channel_of_the_micro_batchs_route(
         assert channel_of(parse_action(text), placement) == Channel(2, 1, route=0)
 
 
-def test_ops_without_data_flow_are_refused():
-    with pytest.raises(ScheduleError, match="0OFFLOAD1"):
-        dependencies(parse_action("0OFFLOAD1"), 1, 2)
+@pytest.mark.parametrize(
+    ("action", "needs"),
+    [
+        ("0F1", []),
+        ("3F1", ["2F1", "0F1", "1F1"]),
+        ("2F1", ["1F1", "0F1"]),
+        ("0B1", ["0F1", "0FETCH1", "0R1", "1I1", "2I1", "3I1"]),
+        ("1I1", ["1F1", "1FETCH1", "1R1", "2I1", "3I1"]),
+        ("0SEND_F1@3", ["0F1"]),
+        ("3RECV_F1@0", ["0SEND_F1@3"]),
+        ("3SEND_B1@0", ["3I1"]),
+        ("0RECV_B1@3", ["3SEND_B1@0"]),
+    ],
+)
+def test_data_flow_over_skips(action, needs):
+    skips = ((0, 2), (0, 3), (1, 3))
+    found = dependencies(parse_action(action), 4, 2, skips)
+    assert [str(need) for need in found] == needs
+
+
+def test_a_skip_has_channels_and_arrivals_of_its_own():
+    placement = Placement(((0, 1, 2, 3), (3, 2, 1, 0)), (0, 1))
+    for text in ("0SEND_F1@3", "3RECV_F1@0"):
+        assert channel_of(parse_action(text), placement) == Channel(0, 3, route=1)
+        assert skip_of(parse_action(text)) == (0, 3)
+    for text in ("3SEND_B0@0", "0RECV_B0@3"):
+        assert channel_of(parse_action(text), placement) == Channel(3, 0, route=0)
+        assert skip_of(parse_action(text)) == (0, 3)
+    assert skip_of(parse_action("0SEND_F1")) is None
+    assert str(arrival(parse_action("3F1"), 0)) == "3RECV_F1@0"
+    assert str(arrival(parse_action("3F1"), 2)) == "3RECV_F1"
+    assert str(arrival(parse_action("0I1"), 3)) == "0RECV_B1@3"
+    assert str(arrival(parse_action("0I1"), 1)) == "0RECV_B1"
