@@ -1,6 +1,6 @@
 """Pass: place recomputation, an R ahead of the backward that needs it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
@@ -36,10 +36,11 @@ RECOMPUTE_MODES: Final = MappingProxyType(
 )
 
 
-def add_recompute(schedule: Schedule, mode: str) -> Schedule:
+def add_recompute(schedule: Schedule, mode: str, stages: Collection[int] | None = None) -> Schedule:
     """Put ``R`` right before every ``B`` or ``I`` whose forward the mode does not spare.
 
     There it runs ahead of the wait for the gradient and so fills the bubble (GPipe, section 2.3).
+    `stages` are those that have anything to recompute, None for all; the others get no ``R``.
     """
     if mode not in RECOMPUTE_MODES:
         raise ScheduleError(
@@ -48,15 +49,24 @@ def add_recompute(schedule: Schedule, mode: str) -> Schedule:
         )
     spares: Spares = RECOMPUTE_MODES[mode]
     last = schedule.num_stages - 1
-    rows = tuple(_rank(actions, spares, last) for actions in schedule.ranks)
+    recomputed = frozenset(range(last + 1) if stages is None else stages)
+    if not recomputed <= frozenset(range(last + 1)):
+        raise ScheduleError(
+            f"schedule {schedule.name!r}: stages to recompute, expected some of 0 to {last}, "
+            f"got {sorted(recomputed)}"
+        )
+    rows = tuple(_rank(actions, spares, last, recomputed) for actions in schedule.ranks)
     return replace(schedule, ranks=rows)
 
 
-def _rank(actions: tuple[Action, ...], spares: Spares, last_stage: int) -> tuple[Action, ...]:
+def _rank(
+    actions: tuple[Action, ...], spares: Spares, last_stage: int, stages: Collection[int]
+) -> tuple[Action, ...]:
     placed: list[Action] = []
     previous: Action | None = None
     for action in actions:
-        if action.op in (Op.B, Op.I) and not spares(previous, action, last_stage):
+        asks = action.op in (Op.B, Op.I) and action.stage in stages
+        if asks and not spares(previous, action, last_stage):
             placed.append(Action(Op.R, action.stage, action.microbatch))
         placed.append(action)
         if action.op in COMPUTE:
