@@ -34,7 +34,7 @@ from gpipe_hpc.training.data import (
     sequential_batches,
     tolerance,
 )
-from gpipe_hpc.training.optimizer import build_optimizer
+from gpipe_hpc.training.optimizer import build_optimizer, states_per_parameter
 from gpipe_hpc.training.run_folder import Checkpoints
 
 log = logging.getLogger("gpipe_hpc.train")
@@ -123,6 +123,8 @@ def open_session(config: Config, world: World, run_folder: Path, restarted: bool
         schedule=config.pipeline.schedule,
         schedule_options=config.pipeline.options,
         recompute=config.pipeline.recompute,
+        memory_bytes=config.pipeline.memory_bytes,
+        optimizer_states=states_per_parameter(config.optimizer),
         partition=_partition(config, resumed),
         example=_example(config, world, source, sampler),
         seed=config.train.seed,
@@ -176,8 +178,9 @@ def _partition(config: Config, resumed: Path | None) -> Any:
 def _example(
     config: Config, world: World, source: DataSource | None, sampler: ShuffledSampler
 ) -> tuple[Nest, Nest] | None:
-    """Read one micro-batch to measure layers on; rank 0 alone does so."""
-    if config.pipeline.partition != "time" or source is None:
+    """Read one micro-batch to measure or count layers on; rank 0 alone does so."""
+    is_needed = config.pipeline.partition == "time" or config.pipeline.recompute == "budget"
+    if source is None or not is_needed:
         return None
     indices, _ = sampler.batch(0)
     pieces = config.pipeline.replicas * config.pipeline.microbatches * config.train.accumulation
