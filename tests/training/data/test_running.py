@@ -3,10 +3,12 @@
 import json
 import threading
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from gpipe_hpc import run_on_threads
 from gpipe_hpc.config import Config, check_config, compose_config
@@ -20,6 +22,7 @@ COMMON = (
     "pipeline.partition=uniform",
     "train.batch_size=6",
     "train.validate_every=0",
+    "train.validate_batches=1",
     "train.steps=2",
     "checkpoint.every=0",
     "lr.warmup_steps=0",
@@ -97,7 +100,13 @@ def losses(run: Path) -> list[float]:
 CONF = Path(__file__).resolve().parents[3] / "conf" / "data"
 
 
-@pytest.mark.parametrize("kind", sorted(path.stem for path in CONF.glob("*.yaml")))
+KINDS = sorted(path.stem for path in CONF.glob("*.yaml"))
+# Their formats have tests of their own, or a fast one here stands for them.
+LATER = ("cifar100", "fashion_mnist", "synthetic", "synthetic_vectors", "text", "python_source")
+MARKS = dict.fromkeys(LATER, pytest.mark.slow)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=MARKS.get(kind, ())) for kind in KINDS])
 def test_every_kind_trains_two_steps_and_validates(files, tmp_path, kind):
     (tmp_path / "data").mkdir()
     settings = prepare(files, kind, tmp_path / "data")
@@ -132,24 +141,27 @@ class Read:
         return [index for step in taken for replica in sorted(step) for index in step[replica]]
 
 
+def changed(config: Config, *settings: str) -> Config:
+    """Return a copy with some settings changed; composing anew takes longer than such a run."""
+    copy = deepcopy(config)
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        section, _, field = name.partition(".")
+        vars(getattr(copy, section))[field] = yaml.safe_load(value)
+    return copy
+
+
 @pytest.fixture
 def numbered(files, tmp_path: Path) -> Callable[..., Config]:
-    """Return a function that composes a run on 20 images of which each shows its number."""
+    """Return a function that gives a run on 20 images of which each shows its number."""
     files.write_idx(tmp_path / "data", 20, 6)
-
-    def compose(run: str, *settings: str) -> Config:
-        plain = (f"data.path={tmp_path}/data", "data.height=8", "data.width=8", "data.mean=[0]")
-        return compose_config(
-            [
-                *("data=idx", *COMMON, *CONVOLUTIONS, *plain, "data.std=[1]", "train.steps=9"),
-                *(f"run.dir={tmp_path}/{run}", *settings),
-            ]
-        )
-
-    return compose
+    size = ("data.height=8", "data.width=8", "data.mean=[0]", "data.std=[1]", "train.steps=9")
+    where = f"data.path={tmp_path}/data"
+    config = compose_config(["data=idx", *COMMON, *CONVOLUTIONS, *size, where])
+    return lambda run, *settings: changed(config, f"run.dir={tmp_path}/{run}", *settings)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_run_resumes_in_mid_epoch_with_other_replicas(numbered, tmp_path, monkeypatch, workers):
     """Steps of 6, 6, 6, 2 make an epoch; the first run ends after 2, having read ahead."""
     reader = f"data.workers={workers}"
@@ -169,6 +181,7 @@ def test_run_resumes_in_mid_epoch_with_other_replicas(numbered, tmp_path, monkey
     ]
 
 
+@pytest.mark.slow
 def test_augmented_images_do_not_depend_on_layout_or_readers(files, tmp_path):
     """Of one batch in one piece, in four, read ahead by two processes: the same to the bit."""
     files.write_cifar10(tmp_path / "data")
@@ -191,30 +204,24 @@ def test_augmented_images_do_not_depend_on_layout_or_readers(files, tmp_path):
 
 @pytest.fixture
 def damaged(files, tmp_path: Path) -> Callable[..., Config]:
-    """Return a function that composes a run on 12 images of which three are damaged."""
+    """Return a function that gives a run on 12 images of which three are damaged."""
     root = files.write_folder(tmp_path / "data")
     for name in ("train/n00/001.png", "train/n02/002.JPEG", "train/n02/003.png"):
         (root / name).write_bytes(b"\x89PNG but no more")
-
-    def compose(run: str, *settings: str) -> Config:
-        return compose_config(
-            [
-                *("data=image_folder", *COMMON, *CODED, f"data.path={root}", "train.batch_size=5"),
-                *("train.steps=6", f"run.dir={tmp_path}/{run}", *settings),
-            ]
-        )
-
-    return compose
+    size = (f"data.path={root}", "data.workers=0", "train.batch_size=5", "train.steps=6")
+    config = compose_config(["data=image_folder", *COMMON, *CODED, *size])
+    return lambda run, *settings: changed(config, f"run.dir={tmp_path}/{run}", *settings)
 
 
+@pytest.mark.slow
 def test_corrupt_images_are_replaced_alike_on_every_layout(damaged, tmp_path, caplog):
     """Who reads images tells who reads classes: a wrong class would show in the loss."""
     skip = ("data.corrupt=skip", "train.validate_every=3")
     layouts = {
-        "one": (("data.workers=0",), 1),
-        "stages": (("pipeline.stages=3",), 3),
-        "grid": (("pipeline.stages=2", "pipeline.replicas=2", "data.workers=0"), 4),
-        "chimera": (("pipeline.schedule=chimera", "data.workers=0"), 2),
+        "one": ((), 1),
+        "stages": (("pipeline.stages=3", "data.workers=1"), 3),
+        "grid": (("pipeline.stages=2", "pipeline.replicas=2"), 4),
+        "chimera": (("pipeline.schedule=chimera",), 2),
     }
     for name, (settings, num_ranks) in layouts.items():
         train(damaged(name, *skip, *settings), num_ranks)
@@ -229,7 +236,7 @@ def test_corrupt_images_are_replaced_alike_on_every_layout(damaged, tmp_path, ca
 
 def test_target_of_a_replaced_image_is_that_of_its_substitute(damaged):
     """The same run on data where the substitutes stand in place of the damaged images."""
-    config = damaged("unused", "data.corrupt=skip")
+    config = damaged("run", "data.corrupt=skip")
     data = open_data(config.data).train
     names = list(data.store.names)
     # By number: 1 -> 2, 10 -> 0 and 11 -> 0, as 10 is followed by 11, and 11 by 0.
@@ -258,6 +265,7 @@ def test_target_of_a_replaced_image_is_that_of_its_substitute(damaged):
     assert checked
 
 
+@pytest.mark.slow
 def test_count_of_corrupt_images_is_kept_over_a_resumption(damaged, tmp_path):
     train(damaged("run", "data.corrupt=skip", "train.stop_at=3"))
     before = lines(tmp_path / "run")[2]["corrupt_samples"]
@@ -275,7 +283,7 @@ def test_corrupt_image_stops_the_run_and_is_named(damaged, workers):
 
 def test_more_corrupt_images_than_borne_stop_the_run(damaged):
     with pytest.raises(DataError, match=r"expected at most 2, got one more: data: .* is corrupt"):
-        train(damaged("run", "data.corrupt=skip", "data.max_corrupt=2", "data.workers=0"), 2)
+        train(damaged("run", "data.corrupt=skip", "data.max_corrupt=2"), 2)
 
 
 def test_only_ranks_that_use_a_thing_read_it(files, tmp_path, monkeypatch):

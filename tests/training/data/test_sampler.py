@@ -5,7 +5,7 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpipe_hpc.training.data import ShuffledSampler, sequential_batches
@@ -24,6 +24,7 @@ def epoch(sampler: ShuffledSampler, number: int = 0) -> list[list[int]]:
     return batches
 
 
+@settings(deadline=None)
 @given(st.integers(1, 300), st.integers(1, 70), st.integers(0, 2**64 - 1), st.integers(0, 5))
 def test_every_sample_once_an_epoch(num_samples, batch_size, seed, number):
     batches = epoch(ShuffledSampler(num_samples, batch_size, seed), number)
