@@ -81,12 +81,23 @@ class Blueprint:
         layer.to_empty(device="cpu")
         with torch.no_grad(), GENERATOR_LOCK, _default_dtype(self.model.dtype):
             loaded = self._load(layer) if self.weights is not None else []
+            unset = _poisoned(layer)
             with transformers_part("initialization").guard_torch_init_functions():
                 self._initialise(part, self.model)
             for tensor in loaded:
                 del tensor.__dict__[_INITIALISED]
+            self._check_set(unset)
         for module in part.modules():
             module.__dict__.pop(_INITIALISED, None)
+
+    def _check_set(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if torch.isnan(tensor).any():
+                raise ModelError(
+                    f"huggingface: transformers {transformers().__version__} does not initialise "
+                    f"{name} of a {self.kind} made without weights, expected all numbers set, got "
+                    f"some not; use another version, or a folder that has it"
+                )
 
     def _load(self, layer: nn.Module) -> list[Tensor]:
         assert self.weights is not None
@@ -134,6 +145,15 @@ class Blueprint:
         if self.model.can_generate():
             files["generation_config.json"] = self.model.generation_config.to_json_string()
         return files
+
+
+def _poisoned(layer: nn.Module) -> dict[str, Tensor]:
+    """Fill the numbers that are not loaded with NaN, so that none can stay unset unnoticed."""
+    named = [*layer.named_parameters(), *layer.named_buffers()]
+    unset = {n: t for n, t in named if t.is_floating_point() and not hasattr(t, _INITIALISED)}
+    for tensor in unset.values():
+        tensor.fill_(torch.nan)
+    return unset
 
 
 @contextmanager

@@ -63,7 +63,9 @@ def _index(blueprint: Blueprint, index: int) -> BlockIndex:
     block = blueprint.model.get_submodule(f"{blueprint.structure.blocks}.{index}")
     kinds = getattr(blueprint.model.config, "layer_types", None) or ()
     kind = kinds[index] if index < len(kinds) else ""
-    return BlockIndex(index, f"{kind} {block}")
+    # The last one returns less.
+    is_last = index == blueprint.structure.num_blocks - 1
+    return BlockIndex(index, f"{kind} {block} {is_last}")
 
 
 def _by_layer(ties: Mapping[str, str], prefixes: Sequence[str]) -> dict[str, dict[str, str]]:

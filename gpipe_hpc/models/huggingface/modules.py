@@ -6,6 +6,7 @@ rotary angles), each tensor once: `Boundary`.
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -180,17 +181,12 @@ class HuggingFaceBlock(HuggingFaceLayer):
         return Boundary(hidden, values, slots, kinds)
 
 
-class BlockIndex(NamedTuple):
-    """Which block; equal to others that cost the same to run: compared by kind alone."""
+@dataclass(frozen=True)
+class BlockIndex:
+    """Which block; equal to that of a block that costs the same to run, for those who measure."""
 
-    value: int
+    value: int = field(compare=False)
     kind: str
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, BlockIndex) and self.kind == other.kind
-
-    def __hash__(self) -> int:
-        return hash(self.kind)
 
     def __repr__(self) -> str:
         return str(self.value)

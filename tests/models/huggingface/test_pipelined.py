@@ -110,4 +110,6 @@ def test_weights_and_dropout_do_not_depend_on_the_cut(configs: Any, batch_of: An
     ]
     assert runs[0][0] == runs[1][0]
     for name, gradient in runs[0][2].items():
-        assert torch.equal(gradient, runs[1][2][name]), name
+        tied = name == "transformer.wte.weight"  # summed over stages, in another order
+        tolerance = 1e-6 if tied else 0.0
+        torch.testing.assert_close(gradient, runs[1][2][name], rtol=0.0, atol=tolerance, msg=name)
