@@ -1,5 +1,6 @@
 """`Pipeline`: a model cut into stages on ranks, trained as if it were in one piece."""
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from gpipe_hpc.engine.assembly import (
     gather_parameters,
     stage_spans,
 )
+from gpipe_hpc.engine.compiling import chosen_backend
 from gpipe_hpc.engine.feed import Feed, random_keys
 from gpipe_hpc.engine.loss import LossFunction
 from gpipe_hpc.engine.loss_scale import LossScale
@@ -37,7 +39,9 @@ from gpipe_hpc.errors import DataError
 from gpipe_hpc.models import Layer, find_ties, normalise_layers, parameter_sizes
 from gpipe_hpc.planning import Partition, check_conservation, cut_table
 from gpipe_hpc.planning.layout import Wishes, lay_out
-from gpipe_hpc.schedule import Event, Schedule, Timeline, digest
+from gpipe_hpc.schedule import Event, Op, Schedule, Timeline, digest
+
+log = logging.getLogger("gpipe_hpc.pipeline")
 
 
 class Pipeline:
@@ -55,6 +59,7 @@ class Pipeline:
     or the number of layers of each stage. `precision`: float32, or bfloat16 or float16 by
     autocast, the latter with a loss scale.
     `normalise_over_replicas`: BatchNorm normalises a micro-batch of all replicas as one.
+    `compile`: torch.compile each layer, True or the name of a backend.
     `world`: where the ranks are; None joins the process group there is, or starts one from the
     launcher's environment.
 
@@ -81,6 +86,7 @@ class Pipeline:
         seed: int = 0,
         precision: str = "float32",
         normalise_over_replicas: bool = False,
+        compile: bool | str = False,
         device: str = "auto",
         timeout_s: float = DEFAULT_TIMEOUT_S,
         world: World | None = None,
@@ -90,8 +96,7 @@ class Pipeline:
             model = normalise_layers(layers)
             self.mesh = Mesh.fit(self.world.size, stages, replicas)
             self.seed, self.precision = seed, precision
-            self.loss_fn = loss_fn
-            self.num_layers = len(model)
+            self.loss_fn, self.num_layers = loss_fn, len(model)
             self.steps_done = 0
             self._site = Site.of(self.world, self.mesh)
             wishes = Wishes(
@@ -111,6 +116,20 @@ class Pipeline:
             self.partition, tables, self.recomputed = lay_out(model, wishes, self._site)
             self.schedule = tables.training
             self._build(model, tables, normalise_over_replicas)
+            self._compile(compile)
+
+    def _compile(self, wish: bool | str) -> None:
+        backend = chosen_backend(wish, self.world.device)
+        if backend is None:
+            return
+        for stage in self.stages.values():
+            stage.compile(backend)
+        if self.world.rank == 0 and any(a.op is Op.W for row in self.schedule.ranks for a in row):
+            log.warning(
+                "compile: compiled layers make weight gradients together with those of inputs, so "
+                "W of schedule %r has nothing to do; a schedule whose backward is B is as fast",
+                self.schedule.name,
+            )
 
     def _build(self, model: list[Layer], tables: Tables, normalises_together: bool) -> None:
         world, mesh, placement = self.world, self.mesh, self.schedule.placement

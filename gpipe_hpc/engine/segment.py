@@ -1,8 +1,8 @@
 """Layers of a stage that are run, and recomputed, together."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,7 +29,8 @@ class Noted(NamedTuple):
 class Segment:
     """Consecutive layers of one stage, by global index.
 
-    They run under random keys of their own, and never write into what they were given.
+    They run under random keys of their own, and never write into what they were given. `calls`:
+    what to call in place of a layer.
     """
 
     def __init__(
@@ -38,7 +39,9 @@ class Segment:
         layers: Mapping[int, nn.Module],
         names: Mapping[int, SkipNames],
         keyed: Keyed,
+        calls: Mapping[int, Callable[..., Any]],
     ) -> None:
+        self._calls = calls
         self.layers = dict(layers)
         self._stage = stage
         self._names = {index: names.get(index, SkipNames()) for index in layers}
@@ -63,8 +66,9 @@ class Segment:
         versions = [tensor._version for tensor in watched]
         noted: list[Noted] = []
         for index, layer in self.layers.items():
+            call = self._calls.get(index, layer)
             with self._keyed(key(index)), reporting(Reports()) as reports:
-                nest = run_layer(layer, self._names[index], nest, stashed, f"layers.{index}")
+                nest = run_layer(call, self._names[index], nest, stashed, f"layers.{index}")
             if reports.losses or reports.metrics or reports.statistics:
                 noted.append(Noted(index, reports))
         if copies:

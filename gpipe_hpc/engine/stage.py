@@ -1,12 +1,14 @@
 """One stage: its layers, their parameters and buffers by global name, and what leaves it."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import nn
 
+from gpipe_hpc.engine.compiling import compile_layers
 from gpipe_hpc.engine.gradients import StageGradients
 from gpipe_hpc.engine.keyed import Keyed
 from gpipe_hpc.engine.routes import StageRoutes
@@ -63,6 +65,7 @@ class Stage:
         self.recomputed = recomputed
         self.keyed = Keyed(device)
         self._names = dict(names or {})
+        self._calls: dict[int, Callable[..., Any]] = {}
         self.whole = self._segment(self.layers)
         self._segments = {False: ((self.whole, False),), True: self._cut_segments()}
 
@@ -94,6 +97,15 @@ class Stage:
                     named[global_name(index, name)] = buffer
         return named
 
+    @property
+    def is_compiled(self) -> bool:
+        """Say whether the layers run compiled."""
+        return bool(self._calls)
+
+    def compile(self, backend: str) -> None:
+        """Let the layers run compiled from now on."""
+        self._calls.update(compile_layers(self.layers, backend))
+
     def segments(self, recomputes: bool) -> tuple[tuple[Segment, bool], ...]:
         """Return the layers in runs, each with whether an ``R`` makes its graph.
 
@@ -109,7 +121,7 @@ class Stage:
 
     def _segment(self, indices: Iterable[int]) -> Segment:
         layers = {index: self.layers[index] for index in indices}
-        return Segment(self.index, layers, self._names, self.keyed)
+        return Segment(self.index, layers, self._names, self.keyed, self._calls)
 
 
 @contextmanager

@@ -1,10 +1,10 @@
 """What a stage does with one micro-batch, and what it keeps of it between its actions."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from enum import Enum
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -18,7 +18,7 @@ from gpipe_hpc.engine.routes import State
 from gpipe_hpc.engine.segment import Noted, Segment
 from gpipe_hpc.engine.splitting import Deferred, deferring
 from gpipe_hpc.engine.stage import Stage
-from gpipe_hpc.models import normalising_together
+from gpipe_hpc.models import SumOver, normalising_together
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -123,7 +123,8 @@ class StageWork:
             state, _ = self._run(self.stage.whole, state, key, part, is_end=True)
             return self.stage.routes.scatter(state)
         host = self._host_copy() if recipe.offloads else None
-        deferred = Deferred(None if host is None else host.hold) if recipe.splits else None
+        splits = recipe.splits and not self.stage.is_compiled
+        deferred = Deferred(None if host is None else host.hold) if splits else None
         kept: list[_KeptSegment] = []
         segments = self.stage.segments(recipe.keep is Keep.INPUT)
         for number, (segment, recomputes) in enumerate(segments):
@@ -240,12 +241,19 @@ class StageWork:
     def _layers(
         self, segment: Segment, state: State, key: LayerKey, part: Part, is_end: bool
     ) -> tuple[State, list[Start]]:
-        with nullcontext() if self._peers is None else normalising_together(self._sum_over_peers):
+        with nullcontext() if self._peers is None else normalising_together(self._summing()):
             state, noted = segment.run(state, key)
         starts = self._listener.note(part, noted) if noted else []
         if is_end and self._is_last:
             starts = [*starts, *self._listener.finish(part, state.nest)]
         return state, starts
+
+    def _summing(self) -> SumOver:
+        """Return how BatchNorm sums over peers; a compiler must not trace a collective."""
+        if not self.stage.is_compiled:
+            return self._sum_over_peers
+        untraced: Callable[[Any], Any] = torch.compiler.disable
+        return cast(SumOver, untraced(self._sum_over_peers))
 
     def _sum_over_peers(self, tensor: torch.Tensor) -> None:
         assert self._peers is not None, "bound only where there are peers"

@@ -4,7 +4,7 @@ Declared by `LayerSpec.stashing` and `LayerSpec.popping`; a module that comes bu
 by attributes `stashes` and `pops`, tuples of names. A name belongs to one stash and one pop.
 """
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -73,7 +73,11 @@ def find_skips(layers: Sequence[Layer]) -> tuple[Skip, ...]:
 
 
 def run_layer(
-    module: nn.Module, names: SkipNames, nest: Any, stashed: MutableMapping[str, Any], where: str
+    module: Callable[..., Any],
+    names: SkipNames,
+    nest: Any,
+    stashed: MutableMapping[str, Any],
+    where: str,
 ) -> Any:
     """Run one layer: its pops leave `stashed`, its stashes come into it; return its output.
 

@@ -1,0 +1,201 @@
+"""Compiled layers: what uncompiled ones give, in every layout.
+
+Fast tests use torch's `aot_eager`, which traces forward and backward but makes no machine code.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_hpc import Pipeline, run_on_threads
+from gpipe_hpc.engine.compiling import chosen_backend, compile_layers
+from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.models import LayerSpec, add_loss
+
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.inner = nn.Linear(width, width)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x):
+        return x + self.drop(torch.relu(self.inner(self.norm(x))))
+
+
+class Noisy(nn.Module):
+    """Reports, stashes, draws and works in place."""
+
+    def forward(self, x):
+        add_loss("size", x.square().sum() * 1e-2)
+        y = nn.functional.dropout(x, 0.2)
+        return y.mul_(2.0), x + 1
+
+
+class Joined(nn.Module):
+    def forward(self, x, kept):
+        return x + kept
+
+
+MODEL = [
+    LayerSpec(nn.Linear, 6, 8),
+    LayerSpec(Block, 8),
+    LayerSpec(Noisy).stashing("kept"),
+    LayerSpec(Block, 8),
+    LayerSpec(nn.BatchNorm1d, 8),
+    LayerSpec(Joined).popping("kept"),
+    LayerSpec(Block, 8),
+    LayerSpec(nn.Linear, 8, 3),
+]
+
+
+def loss_fn(output, target):
+    return (output - target).float().square().sum(), float(len(target))
+
+
+def batches(samples):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(s, 6, generator=generator), torch.randn(s, 3, generator=generator))
+        for s in samples
+    ]
+
+
+def train(compile, *, layers=MODEL, ranks=2, samples=(8, 11, 7), **options):
+    """Return losses, gradients and buffers of each step, and the loss of an evaluation."""
+
+    def body(world):
+        pipe = Pipeline(
+            copy.deepcopy(layers), loss_fn, stages=ranks, compile=compile, world=world, **options
+        )
+        seen = []
+        for inputs, targets in batches(samples):
+            part = pipe.share(len(inputs))
+            losses = pipe.step(inputs[part], targets[part]).losses
+            gradients = {n: p.grad.clone() for n, p in pipe.named_parameters()}
+            seen.append((losses, gradients))
+        inputs, targets = batches(samples)[0]
+        part = pipe.share(len(inputs))
+        evaluated = pipe.evaluate(inputs[part], targets[part]).loss
+        buffers = {n: b for s in pipe.stages.values() for n, b in s.named_buffers().items()}
+        return seen, buffers, evaluated
+
+    return run_on_threads(ranks * options.get("replicas", 1), body)
+
+
+def check(ours, expected, rtol=1e-5, atol=1e-6):
+    for (steps, buffers, loss), (plain_steps, plain_buffers, plain_loss) in zip(
+        ours, expected, strict=True
+    ):
+        for (losses, gradients), (plain_losses, plain_gradients) in zip(
+            steps, plain_steps, strict=True
+        ):
+            assert losses == pytest.approx(plain_losses, rel=rtol)
+            assert gradients.keys() == plain_gradients.keys()
+            for name, gradient in gradients.items():
+                assert torch.allclose(gradient, plain_gradients[name], rtol, atol), name
+        assert buffers.keys() == plain_buffers.keys()
+        for name, buffer in buffers.items():
+            assert torch.allclose(buffer, plain_buffers[name], rtol, atol), name
+        assert loss == pytest.approx(plain_loss, rel=rtol)
+
+
+OPTIONS = [
+    {"microbatches": 3, "recompute": "always", "schedule": "zb_h1"},
+    *(
+        pytest.param(options, marks=pytest.mark.slow)
+        for options in (
+            {"microbatches": 3, "recompute": "never"},
+            {"microbatches": 2, "replicas": 2, "normalise_over_replicas": True},
+            {"microbatches": 3, "recompute": "always", "precision": "bfloat16"},
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())))
+def test_equals_the_uncompiled(options):
+    near = (2e-2, 2e-2) if "precision" in options else (1e-5, 1e-6)
+    check(train("aot_eager", **options), train(False, **options), *near)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_equals_the_uncompiled_as_machine_code(recompute):
+    options = {"microbatches": 3, "recompute": recompute}
+    check(train(True, **options), train(False, **options), 1e-4, 1e-5)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_masks_are_those_of_the_uncompiled_with_and_without_a_graph(backend):
+    layer = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.ReLU(), nn.Dropout(0.3))
+    call = compile_layers({0: layer}, backend)[0]
+    value = torch.randn(64, 8)
+
+    def run(each, graph):
+        torch.default_generator.manual_seed(5)
+        with torch.set_grad_enabled(graph):
+            return each(value).detach()
+
+    expected = run(layer, True)
+    for graph in (False, True, False):
+        assert torch.equal(run(call, graph) == 0, expected == 0)
+        assert torch.allclose(run(call, graph), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_sizes_and_layers_do_not_compile_without_end():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    same = {i: nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for i in range(12)}
+    others = {12 + i: nn.Sequential(nn.Linear(8 + i, 9 + i), nn.ReLU()) for i in range(4)}
+    calls = compile_layers(same | others, "eager")
+
+    def num_graphs(sizes):
+        for size in sizes:
+            for graph in (True, False):
+                value = torch.zeros(size, 8)
+                with torch.set_grad_enabled(graph):
+                    for call in calls.values():
+                        value = call(value)
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    first = num_graphs([4, 5])
+    # Five kinds of layers, with and without a graph, sizes fixed and free, inputs of the first.
+    assert first <= 5 * 2 * 2 + 2
+    assert num_graphs([6, 7, 8, 9, 30]) == first
+
+
+def test_names_and_modules_stay():
+    def body(world):
+        pipe = Pipeline(copy.deepcopy(MODEL), loss_fn, compile="eager", world=world)
+        return [n for n, _ in pipe.named_parameters()], [
+            type(layer) for s in pipe.stages.values() for layer in s.layers.values()
+        ]
+
+    ((names, kinds),) = run_on_threads(1, body)
+    assert names[:3] == ["layers.0.weight", "layers.0.bias", "layers.1.norm.weight"]
+    assert kinds[1] is Block
+
+
+def test_what_cannot_work_is_refused(monkeypatch):
+    assert chosen_backend(False, CPU) is None
+    with pytest.raises(ConfigError, match=r"compile: unknown backend, .*inductor.* got 'fast'"):
+        chosen_backend("fast", CPU)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(ConfigError, match=r"expected a C\+\+ compiler, got none of g\+\+"):
+        chosen_backend(True, CPU)
+    assert chosen_backend("aot_eager", CPU) == "aot_eager"
+
+
+def test_a_split_backward_warns(caplog):
+    layers = [LayerSpec(nn.Linear, 6, 4), LayerSpec(nn.Linear, 4, 3)]
+    with caplog.at_level("WARNING", logger="gpipe_hpc"):
+        train("eager", layers=layers, schedule="zb_h1", microbatches=2, samples=(4,))
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1 and "W of schedule 'zb_h1' has nothing to do" in told[0]
