@@ -1,6 +1,7 @@
 """The command that plans: its report, its refusals, and its numbers against a run."""
 
 import os
+import re
 import subprocess
 import sys
 import weakref
@@ -76,6 +77,51 @@ def test_memory_decides():
     assert not small.fits and "too much on rank 0" in small.text
     assert planned(*MLP, "pipeline.memory_bytes=1e9").fits
     assert planned(*MLP).fits
+
+
+def test_a_budget_recomputes_the_least_that_fits():
+    def text(recompute, *more):
+        return planned(
+            "data=synthetic", "pipeline.stages=2", f"pipeline.recompute={recompute}", *more
+        )
+
+    never, always = text("never"), text("always")
+    assert "Recomputed" not in never.text
+    limits = [f"pipeline.memory_bytes={amount}" for amount in ("1e6", "26e6", "1e9")]
+    none, some, ample = (text("budget", limit) for limit in limits)
+    assert "stage 0: nothing\nstage 1: nothing" in ample.text and ample.fits
+    assert some.fits and not text("never", limits[1]).fits
+    assert re.search(
+        r"stage 0: \d of 5 layers \(.*\), keeps .* a micro-batch for .* again", some.text
+    )
+    flops = [step_flops(each.text) for each in (never, some, always)]
+    assert flops[0] < flops[1] < flops[2] and step_flops(ample.text) == flops[0]
+    assert not none.fits and "recompute: nothing fits, expected" in none.text
+    assert step_flops(none.text) >= flops[2] - 1
+
+
+def step_flops(text):
+    return float(re.search(r"([\d.]+) GFLOP a step", text)[1])
+
+
+def test_a_budget_needs_a_limit():
+    for refuse in (planned, lambda *overrides: check_config(compose_config(list(overrides)), 1)):
+        with pytest.raises(ConfigError, match=r"pipeline\.memory_bytes.*recompute=budget"):
+            refuse("data=synthetic", "pipeline.stages=1", "pipeline.recompute=budget")
+
+
+def test_skips_are_shown():
+    text = planned("model=unet", "data=synthetic_masks", "model.base_channels=4").text
+    assert re.search(r"Skips, for one micro-batch: 5, of which \d within a stage, \d with", text)
+    assert re.search(r"level0 +\d+ to \d+ +\d to 3 +256 KiB", text)
+
+
+def test_precision_is_counted():
+    def activations(precision):
+        text = planned("data=synthetic", f"train.precision={precision}").text
+        return text.split("all ")[1].split("MiB")[0].split()[-1]
+
+    assert float(activations("bfloat16")) < 0.8 * float(activations("float32"))
 
 
 @pytest.mark.parametrize(

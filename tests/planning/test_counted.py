@@ -130,6 +130,38 @@ def test_a_gpt_is_counted_to_keep_what_it_keeps(dropout):
     sized(saved_bytes(real, torch.randint(256, (3, 16))), layers, tokens(3, 16))
 
 
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["gpt", "vision"])
+def test_activations_under_autocast_are_those_it_keeps(name, precision):
+    """Copies of weights in the lower precision among them: each forward makes its own."""
+    if name == "gpt":
+        layers = build_model("gpt", width=32, num_layers=2, block_size=16)
+        given = torch.randint(256, (3, 16))
+    else:
+        kinds = [LayerSpec(nn.Conv2d, 3, 8, 3), LayerSpec(nn.BatchNorm2d, 8), LayerSpec(nn.ReLU)]
+        layers = [*kinds, LayerSpec(nn.Flatten), LayerSpec(nn.Linear, 8 * 36, 10)]
+        given = torch.rand(3, 3, 8, 8)
+    real = nn.Sequential(*(layer.build() for layer in layers))
+    with torch.autocast("cpu", getattr(torch, precision)):
+        kept = saved_bytes(real, given)
+    example = torch.empty_like(given, device="meta")
+    model = count_model(layers, example, precision=precision)
+    counted = count_stages(model, [len(layers)])[0].activation_bytes
+    # Two numbers a channel of BatchNorm are kept in float32, and counted in the lower precision.
+    assert kept - counted == (8 * 2 * 2 if name == "vision" else 0)
+    assert kept != count_stages(count_model(layers, example), [len(layers)])[0].activation_bytes
+
+
+def test_a_loss_module_with_weights_is_counted_and_left_alone():
+    weights = torch.rand(4)
+    loss_fn = nn.CrossEntropyLoss(weight=weights)
+    for precision in ("float32", "bfloat16"):
+        layers = [LayerSpec(nn.Linear, 8, 4)]
+        model = count_model(layers, vectors(3, 8), tokens(3), loss_fn, precision=precision)
+        assert model.loss is not None and model.loss.activation_bytes >= 3 * 4 * 4
+    assert loss_fn.weight is weights
+
+
 def test_fused_attention_keeps_no_scores():
     def inside(device_type: str, dropout: float) -> int:
         layers = build_gpt(256, 512, 1, 2, 8, dropout)
