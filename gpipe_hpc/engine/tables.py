@@ -8,6 +8,7 @@ from gpipe_hpc.errors import ConfigError, ScheduleError
 from gpipe_hpc.schedule import (
     Op,
     Schedule,
+    add_offload,
     add_recompute,
     build,
     check,
@@ -47,11 +48,16 @@ def table_asked_for(
     return schedule
 
 
-def make_tables(table: Schedule, recompute: str, skips: tuple[tuple[int, int], ...] = ()) -> Tables:
+def make_tables(
+    table: Schedule,
+    recompute: str,
+    skips: tuple[tuple[int, int], ...] = (),
+    offload: bool = False,
+) -> Tables:
     """Lower and check the tables that a bare or lowered one asks for.
 
-    `recompute` applies to a bare one without R. `skips`: the pairs of stages between which the
-    model's skips go. Raises ScheduleError.
+    `recompute` applies to a bare one without R, `offload` to a bare one without OFFLOAD. `skips`:
+    the pairs of stages between which the model's skips go. Raises ScheduleError.
     """
     if table.is_lowered and table.skips != skips:
         raise ScheduleError(
@@ -62,6 +68,8 @@ def make_tables(table: Schedule, recompute: str, skips: tuple[tuple[int, int], .
     has_recompute = any(action.op is Op.R for row in table.ranks for action in row)
     if not (table.is_lowered or has_recompute):
         table = add_recompute(table, recompute)
+    if offload and not any(action.op is Op.OFFLOAD for row in table.ranks for action in row):
+        table = add_offload(table)
     training = table if table.is_lowered else lower(table)
     check(training)
     evaluation = lower(forward_only(table))

@@ -72,7 +72,7 @@ def lay_out(layers: Sequence[Layer], wishes: Wishes, site: Site) -> Layout:
         budget: Budget = broadcast_object(site.everybody, fitted, root=0)
         recomputed, table, mode = budget.recomputed, budget.schedule, "never"
     skips = skip_pairs(routes_of(layers, partition.counts))
-    return Layout(partition, make_tables(table, mode, skips), recomputed)
+    return Layout(partition, make_tables(table, mode, skips, wishes.offload), recomputed)
 
 
 def _example(wishes: Wishes, site: Site) -> Example | None:
