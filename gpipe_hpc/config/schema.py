@@ -36,6 +36,7 @@ class TrainConfig:
     accumulation: int = 1
     seed: int = 0
     precision: str = "float32"
+    compile: Any = False
     clip_norm: float | None = 1.0
     validate_every: int = 0
     validate_batches: int | None = None

@@ -15,6 +15,7 @@ from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config, TrainConfig, bind_target, build_target
 from gpipe_hpc.engine.assembly import check_agreement
+from gpipe_hpc.engine.loss import LossFunction
 from gpipe_hpc.errors import ConfigError, ModelError
 from gpipe_hpc.models import Layer, loss_function, normalise_layers
 from gpipe_hpc.pipeline import Pipeline
@@ -114,24 +115,8 @@ def open_session(config: Config, world: World, run_folder: Path, restarted: bool
         loss_fn = bind_target("loss", config.loss) if config.loss else loss_function(facts.loss)
         sampler = ShuffledSampler(facts.num_samples, config.train.batch_size, config.train.seed)
         _check_batchnorm(config, source, layers)
-    pipe = Pipeline(
-        layers,
-        loss_fn,
-        stages=config.pipeline.stages,
-        replicas=config.pipeline.replicas,
-        microbatches=config.pipeline.microbatches * config.train.accumulation,
-        schedule=config.pipeline.schedule,
-        schedule_options=config.pipeline.options,
-        recompute=config.pipeline.recompute,
-        memory_bytes=config.pipeline.memory_bytes,
-        optimizer_states=states_per_parameter(config.optimizer),
-        partition=_partition(config, resumed),
-        example=_example(config, world, source, sampler),
-        seed=config.train.seed,
-        precision=config.train.precision,
-        normalise_over_replicas=config.pipeline.normalise_over_replicas,
-        world=world,
-    )
+    example = _example(config, world, source, sampler)
+    pipe = _pipeline(config, world, layers, loss_fn, resumed, example)
     optimizer = build_optimizer(pipe.named_parameters(), config.optimizer)
     with together(world, "opening the data"):
         if source is None and (pipe.needs_inputs or pipe.needs_targets):
@@ -149,6 +134,35 @@ def open_session(config: Config, world: World, run_folder: Path, restarted: bool
         log.info("resumed from %s: %d steps done", resumed, pipe.steps_done)
     session.tally.add(facts.corrupt, says=world.rank == 0)
     return session
+
+
+def _pipeline(
+    config: Config,
+    world: World,
+    layers: Sequence[Layer],
+    loss_fn: LossFunction,
+    resumed: Path | None,
+    example: tuple[Nest, Nest] | None,
+) -> Pipeline:
+    return Pipeline(
+        layers,
+        loss_fn,
+        stages=config.pipeline.stages,
+        replicas=config.pipeline.replicas,
+        microbatches=config.pipeline.microbatches * config.train.accumulation,
+        schedule=config.pipeline.schedule,
+        schedule_options=config.pipeline.options,
+        recompute=config.pipeline.recompute,
+        memory_bytes=config.pipeline.memory_bytes,
+        optimizer_states=states_per_parameter(config.optimizer),
+        partition=_partition(config, resumed),
+        example=example,
+        seed=config.train.seed,
+        precision=config.train.precision,
+        normalise_over_replicas=config.pipeline.normalise_over_replicas,
+        compile=config.train.compile,
+        world=world,
+    )
 
 
 def _resume(config: Config, checkpoints: Checkpoints, restarted: bool) -> Path | None:
