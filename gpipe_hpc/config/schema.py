@@ -22,6 +22,7 @@ class PipelineConfig:
     options: dict[str, Any] = field(default_factory=dict)
     recompute: str = "except_last"
     memory_bytes: float | None = None
+    offload: bool = False
     partition: Any = "time"
     normalise_over_replicas: bool = False
 

@@ -155,6 +155,7 @@ def _pipeline(
         recompute=config.pipeline.recompute,
         memory_bytes=config.pipeline.memory_bytes,
         optimizer_states=states_per_parameter(config.optimizer),
+        offload=config.pipeline.offload,
         partition=_partition(config, resumed),
         example=example,
         seed=config.train.seed,
