@@ -16,11 +16,11 @@ from gpipe_hpc.engine.routes import stage_routes
 from gpipe_hpc.engine.stage import Stage
 from gpipe_hpc.engine.work import Keep, Recipe, StageWork, Start
 from gpipe_hpc.errors import PartitionError
-from gpipe_hpc.models import LayerSpec, build_layer, find_skips, run_layer, skip_names
+from gpipe_hpc.models import LayerSpec, build_layer, build_model, find_skips, run_layer, skip_names
 from gpipe_hpc.planning.budget import choose_recompute
 from gpipe_hpc.planning.counted import count_model
 from gpipe_hpc.planning.forecast import forecast
-from gpipe_hpc.planning.partition import stage_layers
+from gpipe_hpc.planning.partition import minimax, stage_layers
 from gpipe_hpc.planning.stages import count_stages, long_skips
 from gpipe_hpc.schedule import Op, build, lower
 
@@ -278,3 +278,20 @@ def test_the_choice_is_the_cheapest_of_all_that_fit(layers, schedule, data):
     assert cost == min(fitting)
     fits = forecast(model, counts, lower(found.schedule), 1, found.recomputed)
     assert max(rank.total_bytes for rank in fits.ranks) <= limit
+
+
+@pytest.mark.timeout(30)
+def test_two_thousand_layers_with_skips_are_fitted_in_seconds():
+    layers = build_model("unet", num_convs=48, base_channels=160)
+    assert len(layers) == 2133
+    model = count_model(layers, torch.empty(8, 3, 192, 192, device="meta"))
+    assert model.parameters == 15_822_206_000
+    counts = minimax([layer.flops for layer in model.layers], 8)
+    bare = with_skips(build("one_f_one_b", ranks=8, microbatches=16), model, counts)
+    never = forecast(model, counts, lower(bare), 0)
+    limit = 0.6 * max(rank.total_bytes for rank in never.ranks)
+    found = choose_recompute(model, counts, bare, limit, 0)
+    fits = forecast(model, counts, lower(found.schedule), 0, found.recomputed)
+    assert max(rank.total_bytes for rank in never.ranks) > limit
+    assert max(rank.total_bytes for rank in fits.ranks) <= limit
+    assert 0 < sum(map(len, found.recomputed)) < len(layers) / 2
