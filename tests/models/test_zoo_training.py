@@ -64,6 +64,9 @@ SHORT = {"num_convs": (1, 2)}  # two groups, where a test goes over every layer
 CUT_CASES = {
     "vgg": Case("vgg16", IMAGE_SIZES | SHORT, classification, 8),
     **{name: case for name, case in CASES.items() if not name.startswith("vgg")},
+    "resnet_small": Case(
+        "resnet_small", {**SMALL, "num_blocks": [1, 1], "width": 4}, classification, 8
+    ),
 }
 
 
