@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models.huggingface.configs import CONFIG_FILE, empty_model
 from gpipe_hpc.models.huggingface.library import transformers, transformers_part
+from gpipe_hpc.models.huggingface.stand_ins import StandIn
 from gpipe_hpc.models.huggingface.structure import Structure, find_structure
 from gpipe_hpc.models.huggingface.weights import WeightFolder
 from gpipe_hpc.models.randomness import GENERATOR_LOCK
@@ -69,11 +70,13 @@ class Blueprint:
         # deepcopy takes what it finds in its memo for copies already made.
         return copy.deepcopy(module, {id(config): config, **(instead or {})})
 
-    def fill(self, layer: nn.Module, part: nn.Module) -> None:
-        """Give `part` of a layer its values: those of the folder, or transformers' own start.
+    def fill(self, layer: nn.Module, path: str, part: nn.Module | None = None) -> None:
+        """Give a layer its values: those of the folder, or transformers' own start.
 
+        `path`: where the model has the layer's part, and the layer too, unless it is `part`.
         Draws from torch's generator, as its caller seeded it. On the meta device nothing happens.
         """
+        part = layer.get_submodule(path) if part is None else part
         for module in part.modules():
             module.__dict__.pop(_INITIALISED, None)
         if torch.empty(0).is_meta:
@@ -83,7 +86,7 @@ class Blueprint:
             loaded = self._load(layer) if self.weights is not None else []
             unset = _poisoned(layer)
             with transformers_part("initialization").guard_torch_init_functions():
-                self._initialise(part, self.model)
+                self._initialise(part, self._whole_around(path, part))
             for tensor in loaded:
                 del tensor.__dict__[_INITIALISED]
             self._check_set(unset)
@@ -120,13 +123,34 @@ class Blueprint:
             loaded.append(tensor)
         return loaded
 
-    def _initialise(self, module: nn.Module, responsible: Any) -> None:
-        """Let the model that a module belongs to set what is not loaded, as transformers does."""
-        if isinstance(module, transformers().PreTrainedModel):
-            responsible = module
-        for child in module.children():
-            self._initialise(child, responsible)
-        responsible._initialize_weights(module)
+    def _whole_around(self, path: str, part: nn.Module) -> Any:
+        """Return the model without values but for one part; what others hold is left out."""
+        if not path:
+            return part
+        model = self.model
+        blocks = model.get_submodule(self.structure.blocks).children()
+        instead: dict[int, nn.Module] = {id(block): StandIn(block) for block in blocks}
+        whole = self.copied(model, instead | {id(model.get_submodule(path)): part})
+        for module in whole.modules():
+            module.__dict__.pop(_INITIALISED, None)
+        return whole
+
+    def _initialise(self, part: nn.Module, whole: Any) -> None:
+        """Let the models that a part belongs to set what is not loaded, as transformers does.
+
+        Children come first; a model may go over the parameters of all its parts once more.
+        """
+
+        def go(module: nn.Module, responsible: Any, within: bool) -> None:
+            within = within or module is part
+            if isinstance(module, transformers().PreTrainedModel):
+                responsible = module
+            for child in module.children():
+                go(child, responsible, within)
+            if within or module is responsible:
+                responsible._initialize_weights(module)
+
+        go(whole, whole, False)
 
     def stored_names(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors, given by the model's names, under the names that files have."""

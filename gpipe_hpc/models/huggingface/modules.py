@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models.huggingface.blueprint import Blueprint
 from gpipe_hpc.models.huggingface.calls import Call
-from gpipe_hpc.models.huggingface.structure import LAST
+from gpipe_hpc.models.huggingface.stand_ins import Given, Listener
 from gpipe_hpc.models.huggingface.valueless import SayYes
 
 _TENSOR_INPUTS: Final = frozenset(
@@ -76,13 +76,13 @@ class HuggingFaceEmbedding(HuggingFaceLayer):
         model = blueprint.model
         blocks = model.get_submodule(parts.blocks)
         listeners = nn.ModuleList(
-            _Listener(block, self._calls, parts.num_returned) for block in blocks.children()
+            Listener(block, self._calls, parts.num_returned) for block in blocks.children()
         )
         instead: dict[int, nn.Module] = {id(blocks): listeners}
         instead |= {id(model.get_submodule(path)): nn.Identity() for path in parts.closing}
         core = blueprint.copied(model.get_submodule(parts.core), instead)
         self._place(parts.core, core)
-        blueprint.fill(self, core)
+        blueprint.fill(self, parts.core)
 
     def forward(self, inputs: Any) -> Boundary:
         """Embed a micro-batch and work out what each block is to be called with."""
@@ -116,27 +116,6 @@ class HuggingFaceEmbedding(HuggingFaceLayer):
         return dict(inputs)
 
 
-class _Listener(nn.Module):
-    """Stands in for a block: notes what it is called with and returns the hidden states."""
-
-    def __init__(self, block: nn.Module, calls: list[Any], num_returned: int) -> None:
-        super().__init__()
-        self._block = (block,)  # in a tuple: no submodule, its parameters are another layer's
-        self._calls = calls
-        self._num_returned = num_returned
-
-    def __getattr__(self, name: str) -> Any:
-        """Answer as the block would: some models ask one for its kind of attention."""
-        return getattr(self.__dict__["_block"][0], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Note a call."""
-        self._calls.append((args, kwargs))
-        hidden = Call.of(args, kwargs, "block").hidden
-        nothing = (None,) * (self._num_returned - 1)
-        return (hidden, *nothing) if self._num_returned else hidden
-
-
 def _boundary(calls: list[Call]) -> Boundary:
     """Collect what the blocks are called with: each value once."""
     slot_of: dict[Any, int] = {}
@@ -165,7 +144,7 @@ class HuggingFaceBlock(HuggingFaceLayer):
         self._path = f"{parts.blocks}.{self.index}"
         block = blueprint.copied(blueprint.model.get_submodule(self._path))
         self._place(self._path, block)
-        blueprint.fill(self, block)
+        blueprint.fill(self, self._path)
 
     def forward(self, boundary: Boundary) -> Any:
         """Run the block on the hidden states."""
@@ -200,7 +179,7 @@ class HuggingFaceNorm(HuggingFaceLayer):
         self._path = path
         module = blueprint.copied(blueprint.model.get_submodule(path))
         self._place(path, module)
-        blueprint.fill(self, module)
+        blueprint.fill(self, path)
 
     def forward(self, hidden: Tensor) -> Any:
         """Run the module."""
@@ -214,13 +193,13 @@ class HuggingFaceHead(HuggingFaceLayer):
         super().__init__(blueprint)
         model = blueprint.model
         core = model.get_submodule(blueprint.structure.core)
-        given = _Given(blueprint.structure.returned)
+        given = Given(blueprint.structure.returned)
         whole = blueprint.copied(model, {id(core): given})
         # What the model has is ours, and under its own names: it is no submodule of this layer.
         self._parameters, self._buffers = whole._parameters, whole._buffers
         self._modules = whole._modules
         self._whole, self._given = (whole,), (given,)
-        blueprint.fill(self, whole)
+        blueprint.fill(self, "", whole)
 
     def forward(self, hidden: Tensor) -> Any:
         """Compute logits: [B, S, V] of tokens, [B, classes] of images."""
@@ -231,16 +210,3 @@ class HuggingFaceHead(HuggingFaceLayer):
             return whole(**{self.blueprint.structure.main_input: None}).logits
         finally:
             given.hidden = None
-
-
-class _Given(nn.Module):
-    """Stands in for the core: returns what the layers ahead have computed."""
-
-    def __init__(self, returned: type) -> None:
-        super().__init__()
-        self.returned = returned
-        self.hidden: Tensor | None = None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the hidden states as the core returns them."""
-        return self.returned(**{LAST: self.hidden})
