@@ -110,11 +110,11 @@ def test_gradients_are_those_of_the_plain_model(plain, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["always", "except_last", "never"])
+@pytest.mark.parametrize("recompute", ["except_last", "never"])
 @pytest.mark.parametrize("name", NAMES)
 def test_with_replicas_and_few_ranks(plain, name, recompute):
-    for ranks, replicas in ((4, 1), (2, 1), (2, 2)):
-        for num in (1, 2, 4, 6, 10):
+    for ranks, replicas in ((4, 1), (2, 2)):
+        for num in (1, 4, 10):
             try:
                 build(name, ranks=ranks, microbatches=num, **options_of(name))
             except ScheduleError:
