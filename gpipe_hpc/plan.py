@@ -27,7 +27,7 @@ from gpipe_hpc.config import (
     register_schemas,
 )
 from gpipe_hpc.config.checks import check_planning
-from gpipe_hpc.errors import ConfigError, GpipeError, PartitionError
+from gpipe_hpc.errors import ConfigError, GpipeError, PartitionError, ScheduleError
 from gpipe_hpc.models import Layer, loss_function, normalise_layers
 from gpipe_hpc.planning.budget import choose_recompute
 from gpipe_hpc.planning.counted import ModelCount, count_model
@@ -37,7 +37,7 @@ from gpipe_hpc.planning.report import Assumptions, Sections, owned_parameters, r
 from gpipe_hpc.planning.stages import count_stages, long_skips
 from gpipe_hpc.planning.trial import META
 from gpipe_hpc.planning.units import bytes_text
-from gpipe_hpc.schedule import Schedule, add_recompute, build, check, lower
+from gpipe_hpc.schedule import Schedule, add_offload, add_recompute, build, check, lower
 from gpipe_hpc.training.optimizer import states_per_parameter
 
 DEFAULT_STAGES: Final = 4
@@ -105,7 +105,7 @@ def make_plan(config: Config) -> Plan:
     bare, counts, cut_by = _table(config, num_ranks, model)
     states = states_per_parameter(config.optimizer)
     recomputation = _recomputation(config, model, counts, bare, states)
-    schedule = recomputation.table if bare.is_lowered else lower(recomputation.table)
+    schedule = _lowered(recomputation.table, config.pipeline.offload)
     check(schedule)
     assumptions = Assumptions(config.plan.flops_per_s, config.pipeline.memory_bytes)
     found = forecast(model, counts, schedule, states, recomputation.layers)
@@ -132,7 +132,15 @@ def _table(config: Config, num_ranks: int, model: ModelCount) -> tuple[Schedule,
     counts, cut_by = cut(pipeline.partition, model, bare.num_stages)
     if pipeline.schedule == "auto" and "costs" not in pipeline.options:
         bare = table(**pipeline.options, costs=flop_costs(count_stages(model, counts)))
-    return replace(bare, skips=long_skips(model, counts)), counts, cut_by
+    if not bare.is_lowered:
+        bare = replace(bare, skips=long_skips(model, counts))
+    return bare, counts, cut_by
+
+
+def _lowered(table: Schedule, offloads: bool) -> Schedule:
+    if table.is_lowered:
+        return table
+    return lower(add_offload(table) if offloads else table)
 
 
 class Recomputation(NamedTuple):
@@ -149,6 +157,11 @@ def _recomputation(
     limit = config.pipeline.memory_bytes
     if config.pipeline.recompute != "budget" or limit is None:
         return Recomputation(bare)
+    if bare.is_lowered:
+        raise ScheduleError(
+            f"schedule {bare.name!r}: recompute=budget places recomputation itself, expected a "
+            f"bare table, got a lowered one; leave its communication out"
+        )
     try:
         budget = choose_recompute(model, counts, bare, limit, states)
     except PartitionError as error:
@@ -227,7 +240,8 @@ def _heading(
         f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, "
         f"{config.pipeline.replicas} replica(s); micro-batch {dtype}[{shape}] "
         f"({bytes_text(sum(model.inputs.tensors))}), {config.train.precision}, "
-        f"recompute {config.pipeline.recompute}, kernels as on {_device_type(config)}",
+        f"recompute {config.pipeline.recompute}, "
+        f"{'offload, ' * config.pipeline.offload}kernels as on {_device_type(config)}",
     ]
     return "\n".join(lines)
 

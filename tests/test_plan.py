@@ -104,6 +104,20 @@ def step_flops(text):
     return float(re.search(r"([\d.]+) GFLOP a step", text)[1])
 
 
+def test_offload_leaves_little_on_the_device():
+    def most(offload):
+        text = planned(
+            "data=synthetic", "pipeline.recompute=never", f"pipeline.offload={offload}"
+        ).text
+        return max(float(line.split()[-6]) for line in rank_lines(text))
+
+    assert most("true") < 0.7 * most("false")
+
+
+def rank_lines(text):
+    return text.split("sent a step\n")[1].split("\n\n")[0].splitlines()
+
+
 def test_a_budget_needs_a_limit():
     for refuse in (planned, lambda *overrides: check_config(compose_config(list(overrides)), 1)):
         with pytest.raises(ConfigError, match=r"pipeline\.memory_bytes.*recompute=budget"):
