@@ -101,8 +101,8 @@ def train_plain(samples, cut):
     return losses, gradients, whole
 
 
-def train(samples, ranks, replicas=1, **options):
-    """Train a pipeline on threads; return the numbers of each step and the last state, by name."""
+def train(samples, ranks, replicas=1, run=run_on_threads, **options):
+    """Train a pipeline; return, of each rank, the numbers of each step and the last state."""
     made = model()  # here, as torch's generator is the process's
 
     def body(world):
@@ -123,7 +123,7 @@ def train(samples, ranks, replicas=1, **options):
         evaluated = pipe.evaluate(inputs[part], targets[part]).loss if evaluates else None
         return losses, gradients, buffers_of(pipe), evaluated
 
-    return run_on_threads(ranks * replicas, body)
+    return run(ranks * replicas, body)
 
 
 def check(samples, results, num_pieces, cut=None):
@@ -212,6 +212,21 @@ def test_normalises_over_replicas(layout):
         return [torch.cat(pieces[m::microbatches]) for m in range(microbatches)]
 
     check(samples, results, replicas * microbatches, together)
+
+
+@pytest.mark.slow
+def test_normalises_over_processes(processes, tmp_path):
+    def run(size, body):
+        return processes(size, lambda rank: body(None), tmp_path)
+
+    options = {"microbatches": 2, "recompute": "always", "normalise_over_replicas": True}
+    results = train(9, 1, 2, run, **options)
+
+    def together(batch):
+        pieces = batch.tensor_split(4)
+        return [torch.cat(pieces[m::2]) for m in range(2)]
+
+    check(9, results, 4, together)
 
 
 def test_an_empty_microbatch_is_refused_by_number():
