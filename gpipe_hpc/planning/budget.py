@@ -7,7 +7,7 @@ that hold a stage in common are solved together, all others one by one.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final, NamedTuple
 
@@ -102,13 +102,8 @@ def choose_recompute(
             places = choices[stage].recomputed(choice)
             chosen[stage] = frozenset(stages[stage].layers[place] for place in places)
     text = _text(stages, chosen, seconds)
-    return Budget(tuple(chosen), _without_idle(table, chosen), text)
-
-
-def _without_idle(table: Schedule, chosen: Sequence[frozenset[int]]) -> Schedule:
-    """Return the table without the R of stages that recompute nothing."""
-    rows = (tuple(a for a in row if a.op is not Op.R or chosen[a.stage]) for row in table.ranks)
-    return replace(table, ranks=tuple(rows))
+    busy = {stage for stage, own in enumerate(chosen) if own}
+    return Budget(tuple(chosen), add_recompute(schedule, "except_last", busy), text)
 
 
 def _layer_costs(
