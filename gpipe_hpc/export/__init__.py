@@ -1,0 +1,10 @@
+"""Export trained weights to safetensors, the format that others read.
+
+A model of transformers is stored under its own names with its config.json, so that
+`from_pretrained` reads the folder; any other model under `layers.<index>.<name>`.
+"""
+
+from gpipe_hpc.export.checkpoints import export_checkpoint
+from gpipe_hpc.export.ranks import export_safetensors
+
+__all__ = ["export_checkpoint", "export_safetensors"]

@@ -1,0 +1,90 @@
+"""Export what ranks hold, each its own: no rank ever holds more."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from gpipe_hpc.comm.world import together
+from gpipe_hpc.export.files import SHARD_BYTES, ExportFolder, Shard, companion_files, in_files
+from gpipe_hpc.models import global_name
+from gpipe_hpc.models.huggingface.library import safetensors
+
+if TYPE_CHECKING:
+    from gpipe_hpc.pipeline import Pipeline
+
+
+def export_safetensors(
+    pipe: "Pipeline", folder: str | Path, shard_bytes: int = SHARD_BYTES
+) -> Path:
+    """Write all parameters and kept buffers to a new folder; every rank calls it.
+
+    Each stage writes its own files, of at most `shard_bytes` if its tensors allow; the first rank
+    writes the index. The folder appears whole, by one rename, or not at all. Tied parameters
+    are stored once. Raises CheckpointError if the folder exists or cannot be written, and
+    ConfigError where safetensors is not installed.
+    """
+    target = ExportFolder(folder)
+    with together(pipe.world, f"export to {target.path}"):
+        safetensors()
+        if pipe.world.rank == 0:
+            target.prepare()
+        shards = {s: _shards(tensors, shard_bytes) for s, tensors in _own_tensors(pipe).items()}
+        numbers: dict[int, int] = {}
+        for counts in pipe.everybody.all_gather_object({s: len(x) for s, x in shards.items()}):
+            numbers |= counts
+        layers = [layer for stage in pipe.stages.values() for layer in stage.layers.values()]
+        own = _write(shards, numbers, target), companion_files(layers)
+        gathered = pipe.everybody.all_gather_object(own)
+        if pipe.world.rank == 0:
+            sizes = {file: part for each, _ in gathered for file, part in each.items()}
+            target.finish(sizes, {n: text for _, each in gathered for n, text in each.items()})
+        pipe.everybody.all_gather_object("exported")
+    return target.path
+
+
+def _own_tensors(pipe: "Pipeline") -> dict[int, Shard]:
+    """Return what this rank is to write of each stage, by the names in files."""
+    found: dict[int, Shard] = {}
+    for index, stage in pipe.stages.items():
+        # One of those that hold a copy of the stage writes it.
+        if pipe.replica or pipe.schedule.placement.holders(index)[0] != pipe.stage_rank:
+            continue
+        named: dict[str, Tensor] = {
+            name: parameter.detach()
+            for name, parameter in stage.named_parameters().items()
+            if stage.owns(name)
+        }
+        named |= stage.named_buffers()
+        found[index] = {}
+        for layer, module in stage.layers.items():
+            prefix = global_name(layer, "")
+            own = {n.removeprefix(prefix): t for n, t in named.items() if n.startswith(prefix)}
+            found[index] |= in_files(layer, module, own)
+    return found
+
+
+def _shards(tensors: Shard, shard_bytes: int) -> list[Shard]:
+    """Cut the tensors of a stage into files."""
+    shards: list[Shard] = []
+    room = 0
+    for name, tensor in tensors.items():
+        if not shards or tensor.nbytes > room:
+            shards.append({})
+            room = shard_bytes
+        shards[-1][name] = tensor
+        room -= tensor.nbytes
+    return shards
+
+
+def _write(
+    shards: Mapping[int, list[Shard]], numbers: Mapping[int, int], target: ExportFolder
+) -> dict[str, dict[str, int]]:
+    """Write this rank's files; return the bytes of each tensor in each."""
+    total = sum(numbers.values())
+    written = []
+    for stage, files in shards.items():
+        ahead = sum(count for other, count in numbers.items() if other < stage)
+        written += [target.write(s, number, total) for number, s in enumerate(files, ahead + 1)]
+    return dict(written)
