@@ -1,0 +1,78 @@
+"""A checkpoint exported by one process is what its ranks would have exported."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.errors import CheckpointError
+from gpipe_hpc.export import export_checkpoint, export_safetensors
+from gpipe_hpc.models import build_model, token_cross_entropy
+from gpipe_hpc.models.huggingface import huggingface_layers
+
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 13,
+    "n_positions": 16,
+    "n_embd": 8,
+    "n_layer": 2,
+    "n_head": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+SIZES = {"vocab_size": 13, "block_size": 8, "num_layers": 1, "num_heads": 2, "width": 8}
+
+
+@pytest.fixture(autouse=True)
+def libraries() -> None:
+    pytest.importorskip("safetensors", reason="safetensors is not installed")
+    pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
+
+
+@pytest.mark.parametrize("shard_bytes", [10**9, 1000], ids=["one_file", "many_files"])
+@pytest.mark.parametrize("is_theirs", [True, False], ids=["transformers", "zoo"])
+def test_checkpoint_gives_what_its_ranks_give(is_theirs: bool, shard_bytes: int, tmp_path: Path):
+    layers = huggingface_layers(GPT2) if is_theirs else build_model("gpt2", **SIZES)
+    tokens = torch.arange(12).reshape(2, 6)
+
+    def body(world: Any) -> None:
+        pipe = Pipeline(layers, token_cross_entropy, world=world)
+        optimizer = torch.optim.AdamW(pipe.parameters())
+        pipe.step(tokens, tokens)
+        optimizer.step()
+        pipe.save(tmp_path / "checkpoint", optimizer)
+        export_safetensors(pipe, tmp_path / "ranks")
+
+    run_on_threads(2, body)
+    folder = export_checkpoint(tmp_path / "checkpoint", layers, tmp_path / "one", shard_bytes)
+    expected, found = stored(tmp_path / "ranks"), stored(folder)
+    num_files = len(list(folder.glob("*.safetensors")))
+    assert num_files == 1 if shard_bytes > 1000 else 3 <= num_files <= len(layers)
+    assert (folder / "model.safetensors.index.json").exists() == (shard_bytes == 1000)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+    others = {path.name for path in folder.glob("*config.json")}
+    assert others == {path.name for path in (tmp_path / "ranks").glob("*config.json")}
+
+
+def test_another_model_is_refused_by_name(tmp_path: Path):
+    pipe = Pipeline([LayerSpec(nn.Linear, 4, 4)], token_cross_entropy)
+    pipe.save(tmp_path / "checkpoint")
+    other = [LayerSpec(nn.Linear, 4, 5)]
+    with pytest.raises(CheckpointError, match=r"layers\.0\.weight of shape \[5, 4\], got \[4, 4\]"):
+        export_checkpoint(tmp_path / "checkpoint", other, tmp_path / "exported")
+    more = [LayerSpec(nn.Linear, 4, 4), LayerSpec(nn.Linear, 4, 4)]
+    with pytest.raises(CheckpointError, match=r"layers\.1\.weight of shape \[4, 4\], got none"):
+        export_checkpoint(tmp_path / "checkpoint", more, tmp_path / "exported")
+    with pytest.raises(CheckpointError, match="nowhere"):
+        export_checkpoint(tmp_path / "nowhere", other, tmp_path / "exported")
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
