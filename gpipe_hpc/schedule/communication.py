@@ -58,7 +58,7 @@ def _traffic(schedule: Schedule) -> _Traffic:
     graph = build_precedence(schedule)
     execution_order(graph, graph.waits)
     transfers: list[_Transfer] = []
-    awaits: dict[int, list[int]] = defaultdict(list)
+    awaits: list[tuple[int, ...]] = [()] * len(graph.actions)
     made: dict[int, list[int]] = defaultdict(list)
     ranks = graph.ranks
     # The output of a forward that is one block with a backward leaves at that one's end.
@@ -70,13 +70,13 @@ def _traffic(schedule: Schedule) -> _Traffic:
                 if forward_of and user.op is Op.F:
                     source = forward_of.get(source, source)
                 post = arrival(user, source.stage)
-                awaits[node].append(len(transfers))
+                awaits[node] = (*awaits[node], len(transfers))
                 made[maker].append(len(transfers))
                 transfers.append(_Transfer(counterpart(post), post, ranks[maker], ranks[node]))
     rows: list[list[_Entry]] = [[] for _ in schedule.ranks]
     for node, action in enumerate(graph.actions):
         row = rows[ranks[node]]
-        row.append(_Entry(action, False, awaits.get(node, ())))
+        row.append(_Entry(action, False, awaits[node]))
         own = made.get(node, ())
         if len(own) > 1:
             own = sorted(own, key=lambda number: _distance(transfers[number].send))

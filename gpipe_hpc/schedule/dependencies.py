@@ -4,6 +4,7 @@ The only place that states it. Lowering, checker and simulator read it from here
 """
 
 from collections.abc import Collection
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from gpipe_hpc.schedule.actions import RECEIVES, SENDS, Action, Op
@@ -11,6 +12,8 @@ from gpipe_hpc.schedule.table import Placement, Skip
 
 # The ops that may need what another stage made.
 CONSUMERS: Final = frozenset({Op.F, Op.B, Op.I})
+# By which op that comes from another rank.
+ARRIVES_BY: Final = MappingProxyType({Op.F: Op.RECV_F, Op.B: Op.RECV_B, Op.I: Op.RECV_B})
 # What is needed only where the table has it.
 OPTIONAL: Final = frozenset({Op.R, Op.FETCH})
 
@@ -94,11 +97,9 @@ def arrival(action: Action, source: int | None = None) -> Action:
     `source` is that stage: the neighbour if None, else one that a skip leads from.
     """
     assert action.op in CONSUMERS, f"{action} needs nothing of another stage"
-    op, neighbour = (
-        (Op.RECV_F, action.stage - 1) if action.op is Op.F else (Op.RECV_B, action.stage + 1)
-    )
-    peer = None if source == neighbour else source
-    return Action(op, action.stage, action.microbatch, peer)
+    op, stage, microbatch, _ = action
+    neighbour = stage - 1 if op is Op.F else stage + 1
+    return Action(ARRIVES_BY[op], stage, microbatch, None if source == neighbour else source)
 
 
 class Channel(NamedTuple):

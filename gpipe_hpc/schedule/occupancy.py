@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gpipe_hpc.schedule.actions import RECEIVES, Action, Op
-from gpipe_hpc.schedule.dependencies import CONSUMERS, arrival
+from gpipe_hpc.schedule.dependencies import ARRIVES_BY
 
 
 class Peak(NamedTuple):
@@ -38,15 +38,15 @@ def peak_receives(actions: Sequence[Action]) -> Peak:
     One counts from its ``RECV`` to the end of the action that consumes it, together with those of
     the skips that lead to it.
     """
-    posted: dict[Action, int] = {}
+    posted: dict[tuple[Op, int, int | None], int] = {}
     live, peak = 0, Peak(0, 0)
-    for position, action in enumerate(actions):
-        if action.op in RECEIVES:
-            usual = action if action.peer is None else action._replace(peer=None)
-            posted[usual] = posted.get(usual, 0) + 1
+    for position, (op, stage, microbatch, _) in enumerate(actions):
+        if op in RECEIVES:
+            place = op, stage, microbatch
+            posted[place] = posted.get(place, 0) + 1
             live += 1
             if live > peak.size:
                 peak = Peak(live, position)
-        elif action.op in CONSUMERS:
-            live -= posted.pop(arrival(action), 0)
+        elif op in ARRIVES_BY:
+            live -= posted.pop((ARRIVES_BY[op], stage, microbatch), 0)
     return peak
