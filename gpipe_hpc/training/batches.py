@@ -58,7 +58,7 @@ class Batches:
             self._readers = Readers(
                 reader,
                 (Request(each.indices[self._share(each)], each.epoch) for each in ahead),
-                # Targets alone are quickly read: no process of their own for them.
+                # Targets alone are quickly read: no thread of their own for them.
                 settings.workers if pipe.needs_inputs else 0,
                 settings.prefetch,
                 timeout_s,
@@ -83,7 +83,7 @@ class Batches:
         return Batch(len(planned.indices), planned.position, inputs, targets)
 
     def close(self) -> None:
-        """End the processes that read ahead."""
+        """End the threads that read ahead."""
         if self._readers is not None:
             self._readers.close()
 

@@ -77,7 +77,7 @@ class Session:
         return self._read(dataset, plan, "validation samples")
 
     def close(self) -> None:
-        """End the processes that read ahead."""
+        """End the threads that read ahead."""
         if self._batches is not None:
             self._batches.close()
 

@@ -21,7 +21,7 @@ class Dataset(Protocol):
 
     Inputs and targets are read apart, since the first stage needs only the ones and the last only
     the others. A sample depends on its number and, where it is varied in training, on the epoch:
-    not on what it is read together with, nor on who reads it. Any read may be in another process.
+    not on what it is read together with, nor on who reads it. Several threads may read at once.
     """
 
     @property

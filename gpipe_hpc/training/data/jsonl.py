@@ -1,6 +1,7 @@
 """JSON lines: documents, the bytes of their text as tokens, one after the other."""
 
 import json
+import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -48,6 +49,7 @@ class Documents:
     separator: int
     _kept: OrderedDict[int, Tokens] = field(default_factory=OrderedDict, init=False, repr=False)
     _kept_bytes: int = field(default=0, init=False, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     @classmethod
     def of(
@@ -81,14 +83,17 @@ class Documents:
         return f"{names.digest(self.spans)}/{names.digest(self.ends)}/{self.separator}"
 
     def _document(self, number: int) -> Tokens:
-        if number in self._kept:
-            self._kept.move_to_end(number)
-            return self._kept[number]
+        with self._lock:
+            if number in self._kept:
+                self._kept.move_to_end(number)
+                return self._kept[number]
         tokens = self._decode(number)
-        self._kept[number] = tokens
-        self._kept_bytes += tokens.nbytes
-        while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
-            self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
+        with self._lock:
+            if number not in self._kept:
+                self._kept[number] = tokens
+                self._kept_bytes += tokens.nbytes
+            while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
+                self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
         return tokens
 
     def _decode(self, number: int) -> Tokens:

@@ -12,8 +12,7 @@ import numpy.typing as npt
 class Names:
     """Texts one after the other in one buffer.
 
-    A list of as many objects takes several times the memory, and readers that are forked would
-    copy it page by page, only because looking at an object counts a reference in it.
+    A list of as many objects takes several times the memory.
     """
 
     def __init__(self, names: Iterable[str]) -> None:

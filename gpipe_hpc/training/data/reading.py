@@ -1,30 +1,27 @@
-"""Reading batches one after the other: in this process when asked, or ahead in others.
+"""Reading batches one after the other: by the thread that trains when it asks, or ahead by others.
 
-The others are torch's DataLoader's: it hands out requests in turn, keeps their order, and its
-workers end with this process, however it ends. They are forked: an index of millions of samples
-is inherited, not copied, and what they do (files, Pillow, numpy) touches no device and no
-process group.
+Threads, since what takes time releases the interpreter: files, decoding, scaling, arithmetic on
+arrays. An index of millions of samples is shared, nothing travels between processes, and there is
+no process to start, to signal or to leave behind. (Forking one that already computes on several
+threads can lock up the child for good.)
 """
 
-import multiprocessing
-import os
-import signal
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from queue import SimpleQueue
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
-from torch.utils.data import Dataset as MapDataset
 
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.training.data.corruption import beyond
 from gpipe_hpc.training.data.dataset import CorruptSampleError, Dataset
-from gpipe_hpc.training.signals import STOP_SIGNALS
 
-T = TypeVar("T")
+_CLOSING_S: Final = 5.0
 
 
 class Request(NamedTuple):
@@ -92,12 +89,19 @@ class _Sample:
     corrupt: Mapping[str, str]
 
 
+class Task(NamedTuple):
+    """A request on its way, and where its reading will be."""
+
+    request: Request
+    reading: "Future[Reading]"
+
+
 @dataclass
 class Readers:
-    """The readings of requests, in their order; `num_workers` processes read ahead, or none.
+    """The readings of requests, in their order; `num_workers` threads read ahead, or none.
 
-    Each keeps up to `prefetch` batches ready. Raises DataError where nothing comes within
-    `timeout_s` seconds, or a worker ends. `close` ends them all.
+    They keep up to `prefetch` batches each in work or ready. Raises DataError where one is not
+    there within `timeout_s` seconds. `close` ends them all.
     """
 
     reader: BatchReader
@@ -105,84 +109,66 @@ class Readers:
     num_workers: int = 0
     prefetch: int = 2
     timeout_s: float = 600.0
-    _readings: Iterator[Reading | DataError] | None = field(default=None, init=False)
+    _left: Iterator[Request] = field(init=False, repr=False)
+    _ahead: "deque[Future[Reading]]" = field(default_factory=deque, init=False, repr=False)
+    _tasks: "SimpleQueue[Task | None]" = field(default_factory=SimpleQueue, init=False, repr=False)
+    _threads: list[threading.Thread] = field(default_factory=list, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._left = iter(self.requests)
 
     def __iter__(self) -> Iterator[Reading]:
         return self
 
     def __next__(self) -> Reading:
-        if self._readings is None:
-            self._readings = self._start()
+        if not self.num_workers:
+            return self.reader.read(next(self._left))
+        self._read_ahead()
+        if not self._ahead:
+            raise StopIteration
+        if not self._threads:
+            self._start()
+        reading = self._ahead.popleft()
         try:
-            reading = next(self._readings)
-        except RuntimeError as error:
-            # Raised below, without the loader's traceback, which would keep its workers alive.
-            reading = self._explained(error)
-        if isinstance(reading, DataError):
-            raise reading
-        return reading
+            return reading.result(self.timeout_s)
+        except TimeoutError as error:
+            raise DataError(
+                f"data: reading ahead takes too long, expected a batch within comm.timeout_s="
+                f"{self.timeout_s:g} s, got none; look at the file system"
+            ) from error
 
     def close(self) -> None:
-        """End the processes that read ahead; what they had read is dropped."""
-        # The loader's iterator ends its workers when nobody holds it any more.
-        self._readings = iter(())
+        """End the threads that read ahead; what they had read is dropped."""
+        self._left = iter(())
+        while self._ahead:
+            self._ahead.pop().cancel()
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            # Not forever: one that waits for a file system must not hold up the rest.
+            thread.join(_CLOSING_S)
+        self._threads.clear()
 
-    def _start(self) -> Iterator[Reading | DataError]:
-        if not self.num_workers:
-            return map(self.reader.read, self.requests)
-        loader: DataLoader[Reading | DataError] = DataLoader(
-            _Requested(self.reader),
-            batch_size=None,
-            sampler=self.requests,
-            num_workers=self.num_workers,
-            prefetch_factor=self.prefetch,
-            collate_fn=_as_it_is,
-            timeout=self.timeout_s,
-            worker_init_fn=_prepare_worker,
-            multiprocessing_context=multiprocessing.get_context("fork"),
-            # Its own: the process's generator belongs to the layers.
-            generator=torch.Generator(),
-        )
-        return iter(loader)
+    def _start(self) -> None:
+        for number in range(self.num_workers):
+            thread = threading.Thread(target=self._work, name=f"reader{number}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
-    def _explained(self, error: RuntimeError) -> DataError:
-        return DataError(
-            f"data: reading ahead failed, expected a batch within {self.timeout_s:g} s from "
-            f"{self.num_workers} processes, got {type(error).__name__}: {error}; read with "
-            f"data.workers=0 to see more, or give the node more memory"
-        )
+    def _read_ahead(self) -> None:
+        while len(self._ahead) < self.num_workers * self.prefetch:
+            request = next(self._left, None)
+            if request is None:
+                return
+            reading: Future[Reading] = Future()
+            self._ahead.append(reading)
+            self._tasks.put(Task(request, reading))
 
-
-@dataclass(frozen=True)
-class _Requested(MapDataset[Reading | DataError]):
-    """What the loader takes for its data set: a request is an index."""
-
-    reader: BatchReader
-
-    def __getitem__(self, request: Request) -> Reading | DataError:
-        try:
-            return self.reader.read(request)
-        except DataError as error:
-            # As a value, and without what cannot travel: the loader would wrap it in a traceback.
-            return DataError(str(error))
-
-
-def _as_it_is(value: T) -> T:
-    return value
-
-
-def _prepare_worker(number: int) -> None:
-    """Leave signals from elsewhere to the process that trains, and end when that one says so.
-
-    Schedulers and terminals signal every process of a job, while the trainer finishes its step,
-    for which it needs its readers.
-    """
-    trainer = os.getppid()
-
-    def await_end() -> None:
-        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer:
-            pass
-        os._exit(0)
-
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, *STOP_SIGNALS})
-    threading.Thread(target=await_end, name="await-end", daemon=True).start()
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            if not task.reading.set_running_or_notify_cancel():
+                continue
+            try:
+                task.reading.set_result(self.reader.read(task.request))
+            except BaseException as error:
+                task.reading.set_exception(error)

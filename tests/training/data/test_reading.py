@@ -1,11 +1,8 @@
-"""Reading ahead: the same batches in the same order, errors that arrive, processes that end."""
+"""Reading ahead: the same batches in the same order, errors that arrive, threads that end."""
 
-import os
-import signal
-import subprocess
+import threading
 import time
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -48,22 +45,23 @@ class Numbers:
 
 
 @dataclass(frozen=True)
-class Pids(Numbers):
-    """Samples are the number of the process that reads them."""
+class Meeting(Numbers):
+    """The first two reads wait for each other."""
+
+    barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(2, timeout=30))
 
     def read_inputs(self, indices, epoch=0):
-        return torch.tensor([os.getpid()] * len(indices))
+        if epoch < 2:
+            self.barrier.wait()
+        return super().read_inputs(indices, epoch)
 
 
 def readers(dataset: Numbers, workers: int, tolerance: int = 0, **options) -> Readers:
     return Readers(BatchReader(dataset, True, True, tolerance), REQUESTS, workers, **options)
 
 
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
-    except FileNotFoundError:
-        return True
+def reading_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("reader")]
 
 
 def test_reading_ahead_changes_nothing():
@@ -122,70 +120,57 @@ def test_empty_share_is_read_like_any_other(files, tmp_path):
     assert len(reading.inputs) == len(reading.targets) == 0
 
 
-def test_processes_are_others_and_end_when_closed(until):
-    reading = readers(Pids(), 2, prefetch=1)
-    pids = {int(next(reading).inputs[0]) for _ in range(4)}
-    assert len(pids) == 2 and os.getpid() not in pids
+def test_several_read_at_once_and_end_when_closed():
+    reading = readers(Meeting(), 2, prefetch=1)
+    assert [next(reading).inputs[0].item() for _ in range(2)] == pytest.approx([0, 1.01])
+    assert len(reading_threads()) == 2
     reading.close()
-    until(lambda: all(map(gone, pids)), 10, "the readers ended")
+    assert reading_threads() == []
 
 
-def test_processes_end_when_dropped(until):
-    reading = readers(Pids(), 1)
-    pid = int(next(reading).inputs[0])
-    del reading
-    until(lambda: gone(pid), 10, "the reader ended")
+def test_no_more_is_read_ahead_than_asked_for(until):
+    read = []
 
+    class Noted(Numbers):
+        def read_inputs(self, indices, epoch=0):
+            read.append(epoch)
+            return super().read_inputs(indices, epoch)
 
-def test_process_that_is_killed_is_reported(until):
-    reading = readers(Pids(), 1, prefetch=1)
-    os.kill(int(next(reading).inputs[0]), signal.SIGKILL)
-    with pytest.raises(DataError, match=r"reading ahead failed.*(signal|unexp).*data\.workers=0"):
-        for _ in range(8):
-            next(reading)
-    reading.close()
-
-
-def test_signals_to_stop_are_for_who_trains(until):
-    """Slurm signals every process of a job: a step under way still needs its batches."""
-    reading = readers(Pids(), 1, prefetch=1)
-    pid = int(next(reading).inputs[0])
-    for number in ("TERM", "USR1", "INT"):
-        subprocess.run(["kill", f"-{number}", str(pid)], check=True)
-    assert [int(each.inputs[0]) for each in reading] == [pid] * 7
-    reading.close()
-    reading = readers(Pids(), 1)
-    pid = int(next(reading).inputs[0])
-    os.kill(pid, signal.SIGTERM)  # from who trains: it leaves in a hurry
-    until(lambda: gone(pid), 10, "the reader ended")
+    reading = readers(Noted(), 1, prefetch=3)
+    next(reading)
+    until(lambda: len(read) == 3, 10, "three batches were read")
+    time.sleep(0.05)
+    assert read == [0, 1, 2]
+    next(reading)
+    until(lambda: len(read) == 4, 10, "one more was read")
     reading.close()
 
 
-def test_reader_that_hangs_is_reported():
-    reading = readers(Numbers(slow_s=1), 1, timeout_s=0.3)
-    with pytest.raises(
-        DataError, match=r"expected a batch within 0\.3 s from 1 processes.*timed out"
-    ):
+def test_error_that_nobody_foresaw_arrives_too():
+    reading = readers(Numbers(num_samples=None, corrupt=(0,)), 1, tolerance=1)
+    with pytest.raises(TypeError):
         next(reading)
     reading.close()
 
 
-def test_start_of_readers_draws_no_random_number():
-    """The process's generator is that of the layers."""
-    torch.manual_seed(3)
-    expected = torch.rand(4)
-    torch.manual_seed(3)
-    reading = readers(Numbers(), 1)
+def test_what_was_read_ahead_is_dropped_when_closed():
+    reading = readers(Numbers(slow_s=0.05), 1, prefetch=8)
     next(reading)
-    assert torch.equal(torch.rand(4), expected)
+    reading.close()
+    assert list(reading) == [] and reading_threads() == []
+
+
+def test_reader_that_hangs_is_reported():
+    reading = readers(Numbers(slow_s=1), 1, timeout_s=0.3)
+    with pytest.raises(DataError, match=r"expected a batch within comm\.timeout_s=0\.3 s"):
+        next(reading)
     reading.close()
 
 
 def test_nothing_starts_before_the_first_batch():
-    reading = readers(Pids(), 2)
-    assert reading._readings is None
+    reading = readers(Numbers(), 2)
+    assert reading_threads() == []
     reading.close()
-    assert list(reading) == []
 
 
 def test_each_corrupt_sample_counts_once(caplog):

@@ -1,6 +1,8 @@
 """Whole runs on small real files: every kind of data, resumption, corrupt samples, who reads."""
 
 import json
+import re
+import signal
 import threading
 from collections.abc import Callable
 from copy import deepcopy
@@ -87,6 +89,7 @@ def train(config: Config, num_ranks: int = 1) -> None:
     check_config(config, num_ranks)
     codes = run_on_threads(num_ranks, lambda world: run_training(config, world, StopRequest()))
     assert codes == [0] * num_ranks
+    assert not [each.name for each in threading.enumerate() if each.name.startswith("reader")]
 
 
 def lines(run: Path) -> list[dict[str, float]]:
@@ -279,6 +282,7 @@ def test_count_of_corrupt_images_is_kept_over_a_resumption(damaged, tmp_path):
 def test_corrupt_image_stops_the_run_and_is_named(damaged, workers):
     with pytest.raises(DataError, match=r"data: .*/n0\d/00\d\.\w+ is corrupt, expected a JPEG or"):
         train(damaged("run", f"data.workers={workers}"), 2)
+    assert not [each.name for each in threading.enumerate() if each.name.startswith("reader")]
 
 
 def test_more_corrupt_images_than_borne_stop_the_run(damaged):
@@ -333,3 +337,13 @@ def test_ranks_that_see_other_files_do_not_start(files, tmp_path, monkeypatch):
     settings = (*CODED, f"data.path={root}", f"run.dir={tmp_path}/run")
     with pytest.raises(ValueError, match="expected the same data on every rank"):
         train(compose_config(["data=image_folder", *COMMON, *settings]), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, -2)])
+def test_run_that_reads_ahead_leaves_at_once_when_told_to(start, tiny, until, number, code):
+    command = start(*tiny, "train.steps=100000", "run.dir=run", "data.workers=2")
+    until(lambda: re.search(r"step +\d+/100000", command.output), 60, "steps were done")
+    command.signal(number)
+    command.wait(20)
+    assert (command.code == 75) == (code == 75)
