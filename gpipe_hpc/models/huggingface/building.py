@@ -1,10 +1,12 @@
 """`huggingface_layers`: a model of transformers as layers."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gpipe_hpc.models.huggingface.blueprint import Blueprint
+from gpipe_hpc.models.huggingface.calls import unknown
 from gpipe_hpc.models.huggingface.configs import read_config
 from gpipe_hpc.models.huggingface.modules import (
     BlockIndex,
@@ -13,6 +15,7 @@ from gpipe_hpc.models.huggingface.modules import (
     HuggingFaceHead,
     HuggingFaceNorm,
 )
+from gpipe_hpc.models.huggingface.structure import example_inputs, run_on_meta
 from gpipe_hpc.models.huggingface.weights import open_weights
 from gpipe_hpc.models.layers import LayerSpec
 
@@ -42,6 +45,7 @@ def huggingface_layers(
     """
     config = read_config(path)
     blueprint = Blueprint(config, attention, dtype)
+    run_on_meta(blueprint.kind, partial(_check_ends, blueprint))
     if isinstance(path, str | Path) and Path(path).is_dir():
         blueprint.weights = open_weights(Path(path).resolve(), blueprint.model, fresh)
     parts = blueprint.structure
@@ -56,6 +60,20 @@ def huggingface_layers(
     ]
     ties = _by_layer(blueprint.ties(), [prefix for prefix, _ in layers])
     return [layer.tied(ties[prefix]) if ties[prefix] else layer for prefix, layer in layers]
+
+
+def _check_ends(blueprint: Blueprint) -> None:
+    """Run all but the blocks without values, as layers; raise ModelError if logits differ."""
+    parts = blueprint.structure
+    inputs = example_inputs(blueprint.model)
+    hidden = HuggingFaceEmbedding(blueprint)(inputs).hidden
+    for path in parts.closing:
+        hidden = HuggingFaceNorm(blueprint, path)(hidden)
+    logits = tuple(HuggingFaceHead(blueprint)(hidden).shape)
+    if logits != parts.logits:
+        raise unknown(
+            blueprint.kind, f"gives logits {parts.logits} as a whole", f"{logits} as layers"
+        )
 
 
 def _index(blueprint: Blueprint, index: int) -> BlockIndex:

@@ -193,7 +193,7 @@ class HuggingFaceHead(HuggingFaceLayer):
         super().__init__(blueprint)
         model = blueprint.model
         core = model.get_submodule(blueprint.structure.core)
-        given = Given(blueprint.structure.returned)
+        given = Given(core, blueprint.structure.returned)
         whole = blueprint.copied(model, {id(core): given})
         # What the model has is ours, and under its own names: it is no submodule of this layer.
         self._parameters, self._buffers = whole._parameters, whole._buffers

@@ -9,15 +9,15 @@ from gpipe_hpc.models.huggingface.structure import LAST
 
 
 class StandIn(nn.Module):
-    """Stands where a block is that another layer holds."""
+    """Stands where a module is that other layers hold."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._block = (block,)  # in a tuple: no submodule, its parameters are another layer's
+        self._module = (module,)  # in a tuple: no submodule, its parameters are another layer's
 
     def __getattr__(self, name: str) -> Any:
-        """Answer as the block would: some models ask one for its kind of attention."""
-        return getattr(self.__dict__["_block"][0], name)
+        """Answer as the module would: some models ask a block for its kind of attention."""
+        return getattr(self.__dict__["_module"][0], name)
 
 
 class Listener(StandIn):
@@ -36,11 +36,11 @@ class Listener(StandIn):
         return (hidden, *nothing) if self._num_returned else hidden
 
 
-class Given(nn.Module):
+class Given(StandIn):
     """Stands where the core is: returns what the layers ahead have computed."""
 
-    def __init__(self, returned: type) -> None:
-        super().__init__()
+    def __init__(self, core: nn.Module, returned: type) -> None:
+        super().__init__(core)
         self.returned = returned
         self.hidden: Tensor | None = None
 

@@ -35,6 +35,7 @@ class Structure(NamedTuple):
     forms: tuple[Form, ...]  # of each block's call
     num_returned: int  # values in the tuple that a block returns, 0 for a tensor
     returned: type  # what the core returns
+    logits: tuple[int, ...]  # their shape for the inputs of `example_inputs`
 
     @property
     def num_blocks(self) -> int:
@@ -89,7 +90,7 @@ def _structure_under(model: nn.Module, core: str, blocks: str, kind: str) -> Str
     trace = _Trace()
     inputs = example_inputs(model)
     with _traced(model, core, blocks, trace):
-        run_on_meta(model, kind, partial(model, **inputs, **_no_cache(model)))
+        output = run_on_meta(kind, partial(model, **inputs, **_no_cache(model)))
     if len(trace.core_calls) != 1:
         raise unknown(kind, f"calls {core} {len(trace.core_calls)} times", "no single way through")
     called = trace.core_calls[0]
@@ -105,6 +106,7 @@ def _structure_under(model: nn.Module, core: str, blocks: str, kind: str) -> Str
         forms=tuple(Call.of(step.args, step.kwargs, kind).form for step in ran),
         num_returned=len(ran[0].output) if isinstance(ran[0].output, tuple) else 0,
         returned=type(called.output),
+        logits=tuple(output.logits.shape),
     )
 
 
@@ -141,7 +143,7 @@ def example_inputs(model: Any) -> dict[str, Tensor]:
     return {name: torch.zeros(shape, dtype=model.dtype, device="meta")}
 
 
-def run_on_meta(model: nn.Module, kind: str, function: Any) -> Any:
+def run_on_meta(kind: str, function: Any) -> Any:
     """Call a function on the meta device; raise `ModelError` where that cannot be done."""
     try:
         with torch.device("meta"), torch.enable_grad(), SayYes():
