@@ -19,22 +19,27 @@ class Keyed:
         self._outside: list[torch.Tensor] | None = None  # the states to go back to; None: not in
 
     @contextmanager
-    def __call__(self, seed: int) -> Iterator[None]:
-        """Draw from generators seeded with `seed` within the block, and nobody else with us.
+    def alone(self) -> Iterator[Callable[[int], None]]:
+        """Draw alone within the block, after calls of what it yields: seed the generators anew.
 
         Afterwards they are as they were: the user's own, whom they also serve, sees no change.
         """
         with GENERATOR_LOCK:
             # 1 us. Not once a step: ranks that are threads would save one another's seeds.
             states = [generator.get_state() for generator in self._generators]
-            for generator in self._generators:
-                generator.manual_seed(seed)
             before, self._outside = self._outside, states
             try:
-                yield
+                yield self._seed
             finally:
                 self._outside = before
                 self._set(states)
+
+    @contextmanager
+    def __call__(self, seed: int) -> Iterator[None]:
+        """Draw from generators seeded with `seed` within the block, and nobody else with us."""
+        with self.alone() as seeded:
+            seeded(seed)
+            yield
 
     @contextmanager
     def let_go(self) -> Iterator[None]:
@@ -54,6 +59,10 @@ class Keyed:
         finally:
             GENERATOR_LOCK.acquire()
             self._set(states)
+
+    def _seed(self, seed: int) -> None:
+        for generator in self._generators:
+            generator.manual_seed(seed)
 
     def _set(self, states: Sequence[torch.Tensor]) -> None:
         for generator, state in zip(self._generators, states, strict=True):

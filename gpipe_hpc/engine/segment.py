@@ -62,15 +62,17 @@ class Segment:
         the user or to another rank.
         """
         (nest, stashed), copies = self._protect(state)
-        watched = [] if copies else tensors_of(state)
+        watched = [] if copies else tensors_of(state.nest)
+        watched += [] if copies or not state.stashed else tensors_of(state.stashed)
         versions = [tensor._version for tensor in watched]
         noted: list[Noted] = []
-        for index, layer in self.layers.items():
-            call = self._calls.get(index, layer)
-            with self._keyed(key(index)), reporting(Reports()) as reports:
+        with self._keyed.alone() as seed, reporting(Reports()) as reports:
+            for index, layer in self.layers.items():
+                seed(key(index))
+                call = self._calls.get(index, layer)
                 nest = run_layer(call, self._names[index], nest, stashed, f"layers.{index}")
-            if reports.losses or reports.metrics or reports.statistics:
-                noted.append(Noted(index, reports))
+                if reports:
+                    noted.append(Noted(index, reports.take()))
         if copies:
             self._leaves_input_alone[self._mode] = all(copy._version == 0 for copy in copies)
         elif versions != [tensor._version for tensor in watched]:
@@ -90,8 +92,11 @@ class Segment:
 
         Its containers are made anew always: a layer may put other values into a dict or list.
         """
+        is_known = self._leaves_input_alone.get(self._mode)
+        if is_known and isinstance(state.nest, torch.Tensor) and not state.stashed:
+            return State(state.nest, {}), []
         leaves, tree = flatten(state)
-        if self._leaves_input_alone.get(self._mode):
+        if is_known:
             return _state(unflatten(leaves, tree)), []
         copied = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         copies = [leaf for leaf in copied if isinstance(leaf, torch.Tensor)]

@@ -29,6 +29,16 @@ class Reports:
     metrics: dict[str, tuple[Number, Number]] = field(default_factory=dict)
     statistics: list[tuple[Any, Any]] = field(default_factory=list)
 
+    def __bool__(self) -> bool:
+        """Say whether anything was reported."""
+        return bool(self.losses or self.metrics or self.statistics)
+
+    def take(self) -> "Reports":
+        """Return what was reported since the last call, and begin anew."""
+        taken = Reports(self.losses, self.metrics, self.statistics)
+        self.losses, self.metrics, self.statistics = {}, {}, []
+        return taken
+
 
 # Bound for the run of one micro-batch, in the thread that runs it.
 _CURRENT: Final[ContextVar[Reports | None]] = ContextVar("gpipe_hpc_reports", default=None)
