@@ -8,10 +8,11 @@ STAMP := .venv/.installed
 # One thread a process: two ranks on two cores would only take turns with more.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help .venv train test test-slow test-all check format clean
+.PHONY: help .venv train bench test test-slow test-all check format clean
 
 help:
 	@echo "make train      train a GPT on Python source through two stages (ARGS='train.steps=50 ...')"
+	@echo "make bench      beside torch's own pipelining, against the figures kept (five minutes)"
 	@echo "make test       the fast tests"
 	@echo "make test-all   those and the slow ones: kills, many processes, the wheel"
 	@echo "make check      formatting, lint, types, fitness of the code"
@@ -28,6 +29,9 @@ $(STAMP): requirements.lock pyproject.toml
 
 train: $(STAMP)
 	$(BIN)/torchrun --standalone --nproc_per_node $(PROCESSES) -m gpipe_hpc.train $(ARGS)
+
+bench: $(STAMP)
+	$(BIN)/python -m gpipe_hpc.bench $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -m "not slow" $(ARGS)

@@ -33,6 +33,7 @@ from gpipe_hpc.config.data import (
 )
 from gpipe_hpc.config.schema import (
     AdamWConfig,
+    BenchConfig,
     CheckpointConfig,
     CommConfig,
     Config,
@@ -52,6 +53,7 @@ from gpipe_hpc.config.targets import bind_target, build_target
 
 __all__ = [
     "AdamWConfig",
+    "BenchConfig",
     "CheckpointConfig",
     "Cifar100Config",
     "CifarConfig",

@@ -156,6 +156,17 @@ class PlanConfig:
 
 
 @dataclass
+class BenchConfig:
+    """What ``python -m gpipe_hpc.bench`` measures, and what it compares with."""
+
+    workloads: list[str] = field(default_factory=lambda: ["A", "B", "C", "T"])
+    budget_s: float = 270.0
+    size: str = "full"
+    kept: str = "experiments/peers/figures.json"
+    out: str | None = None
+
+
+@dataclass
 class Config:
     """All settings of a run."""
 
@@ -172,3 +183,4 @@ class Config:
     trace: TraceConfig = field(default_factory=TraceConfig)
     draw: DrawConfig = field(default_factory=DrawConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+    bench: BenchConfig = field(default_factory=BenchConfig)

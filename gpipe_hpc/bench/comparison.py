@@ -1,0 +1,66 @@
+"""What moved since the figures that are kept. Loads no torch."""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from gpipe_hpc.bench.figures import Figures, Row
+
+# Between two runs even the same program moves by this much.
+_LEAST = 0.02
+
+
+class Move(NamedTuple):
+    """A cell's step time over the floor of its block, now and as kept, and what both may spread."""
+
+    block: str
+    name: str
+    now: float
+    kept: float
+    spread: float
+
+    @property
+    def is_beyond(self) -> bool:
+        """Say whether it moved by more than the spread."""
+        return abs(self.now / self.kept - 1.0) > self.spread
+
+    def __str__(self) -> str:
+        return (
+            f"{self.block}: {self.name}: {self.now:.3f} of the floor, kept {self.kept:.3f}: "
+            f"{self.now / self.kept - 1.0:+.1%}, spread {self.spread:.1%}"
+        )
+
+
+def moves(now: Figures, kept: Figures) -> Iterator[Move]:
+    """Yield the cells that both have, each as a ratio to the floor measured in the same run."""
+    for block, rows in now.blocks.items():
+        floors = [_floor(figures, block) for figures in (now, kept)]
+        if None in floors:
+            continue
+        for row in rows:
+            before = kept.find(block, row.name)
+            if row.contestant == "floor" or row.median_s is None or before is None:
+                continue
+            ratios, spreads = [], []
+            for each, floor in zip((row, before), floors, strict=True):
+                assert floor is not None and floor.median_s and each.median_s, "checked above"
+                ratios.append(each.median_s / floor.median_s)
+                spreads.append(math.hypot(each.spread, floor.spread))
+            yield Move(block, row.name, ratios[0], ratios[1], max(_LEAST, sum(spreads)))
+
+
+def _floor(figures: Figures, block: str) -> Row | None:
+    return figures.find(block, "floor local")
+
+
+def report(now: Figures, kept: Figures) -> str:
+    """Return what moved beyond the spread, or that nothing did."""
+    compared = list(moves(now, kept))
+    if not compared:
+        return "nothing to compare: the figures that are kept have none of these cells"
+    beyond = [move for move in compared if move.is_beyond]
+    where = f"kept: {kept.date}, {kept.machine}"
+    if not beyond:
+        return f"{len(compared)} cells, none moved beyond the spread ({where})"
+    lines = [f"{len(beyond)} of {len(compared)} cells moved beyond the spread ({where}):"]
+    return "\n".join([*lines, *(f"  {move}" for move in beyond)])

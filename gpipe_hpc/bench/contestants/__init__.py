@@ -1,0 +1,1 @@
+"""Who takes part: ours, the floor, plain PyTorch and what torch itself has to offer."""

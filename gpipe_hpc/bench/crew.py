@@ -1,0 +1,158 @@
+"""The processes of one contestant, seen from the one that conducts. Loads no torch."""
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from gpipe_hpc.bench.cells import Contestant
+from gpipe_hpc.errors import GpipeError
+
+# How long a contestant may take to start, and to answer.
+START_S: Final = 120.0
+ANSWER_S: Final = 120.0
+
+# The same for all. Freed memory stays with the process, so that a step causes no page faults.
+ALLOCATOR: Final = {"MALLOC_MMAP_THRESHOLD_": "33554432", "MALLOC_TRIM_THRESHOLD_": "4294967296"}
+_ROOT: Final = Path(__file__).resolve().parent.parent.parent
+
+
+class CrewError(GpipeError):
+    """A contestant that failed, ended or did not answer; says how."""
+
+
+class Crew:
+    """Processes that wait to be asked."""
+
+    def __init__(self, contestant: Contestant, size: str, logs: Path, paths: tuple[str, ...] = ()):
+        """Start them; `paths` are added to where Python looks for modules.
+
+        Raises CrewError if one cannot start.
+        """
+        self.contestant = contestant
+        self.logs = logs
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._streams: list[socket.socket] = []
+        self._rests: list[bytes] = []
+        logs.mkdir(parents=True, exist_ok=True)
+        port = _free_port()
+        for rank in range(contestant.num_ranks):
+            self._start(rank, port, size, paths)
+        try:
+            self.version = str(self._collect(START_S)[0]["version"])
+        except CrewError:
+            self.close()
+            raise
+
+    def _start(self, rank: int, port: int, size: str, paths: tuple[str, ...]) -> None:
+        ours, theirs = socket.socketpair()
+        contestant = self.contestant
+        places = [str(_ROOT), *paths, *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {
+            **os.environ,
+            **ALLOCATOR,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(contestant.num_ranks),
+            "LOCAL_WORLD_SIZE": str(contestant.num_ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": str(contestant.num_threads),
+            "PYTHONPATH": os.pathsep.join(places),
+        }
+        with (self.logs / f"{contestant.name.replace(' ', '_')}-{rank}.log").open("ab") as log:
+            self._processes.append(
+                subprocess.Popen(
+                    [
+                        contestant.python or sys.executable,
+                        *("-m", "gpipe_hpc.bench.worker"),
+                        *(str(theirs.fileno()), contestant.entrant, size),
+                    ],
+                    env=environment,
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            )
+        theirs.close()
+        self._streams.append(ours)
+        self._rests.append(b"")
+
+    def ask(self, request: dict[str, Any], timeout_s: float = ANSWER_S) -> list[dict[str, Any]]:
+        """Ask all ranks the same; return their answers by rank.
+
+        Raises CrewError if one fails or is late; then the crew is of no use any more.
+        """
+        line = (json.dumps(request) + "\n").encode()
+        try:
+            for stream in self._streams:
+                stream.sendall(line)
+        except OSError as error:
+            raise CrewError(self._report(f"has ended ({error})")) from error
+        return self._collect(timeout_s)
+
+    def run(self, cell: str, num_steps: int) -> list[dict[str, Any]]:
+        """Run steps from one moment on; adds the seconds since then to each rank's answer."""
+        at_s = time.monotonic() + 0.003
+        answers = self.ask({"do": "run", "cell": cell, "steps": num_steps, "at_s": at_s})
+        for answer in answers:
+            answer["wall_s"] = answer["end_s"] - at_s
+        return answers
+
+    def _collect(self, timeout_s: float) -> list[dict[str, Any]]:
+        deadline = time.monotonic() + timeout_s
+        answers: dict[int, dict[str, Any]] = {}
+        while len(answers) < len(self._streams):
+            waiting = [rank for rank in range(len(self._streams)) if rank not in answers]
+            left_s = max(deadline - time.monotonic(), 0.0)
+            ready = select.select([self._streams[rank] for rank in waiting], [], [], left_s)[0]
+            if not ready:
+                raise CrewError(self._report(f"ranks {waiting} gave no answer in {timeout_s:g} s"))
+            for rank in waiting:
+                if self._streams[rank] in ready and self._read(rank):
+                    line, _, self._rests[rank] = self._rests[rank].partition(b"\n")
+                    answers[rank] = json.loads(line)
+                    if "failed" in answers[rank]:
+                        raise CrewError(self._report(f"rank {rank}: {answers[rank]['failed']}"))
+        return [answers[rank] for rank in range(len(self._streams))]
+
+    def _read(self, rank: int) -> bool:
+        """Take what has come from a rank; say whether a line is complete."""
+        try:
+            data = self._streams[rank].recv(1 << 20)
+        except OSError:
+            data = b""
+        if not data:
+            raise CrewError(self._report(f"rank {rank} has ended"))
+        self._rests[rank] += data
+        return b"\n" in self._rests[rank]
+
+    def _report(self, what: str) -> str:
+        return f"{self.contestant.name}: {what}; its logs are in {self.logs}"
+
+    def close(self) -> None:
+        """End the processes."""
+        for stream in self._streams:
+            stream.close()
+        for process in self._processes:
+            try:
+                process.wait(timeout=3.0)
+            except subprocess.TimeoutExpired:
+                # Its own session: whatever it has started goes with it.
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port

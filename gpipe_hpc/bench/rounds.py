@@ -1,0 +1,210 @@
+"""Ask all contestants in turn, so that they share the machine's noise. Loads no torch."""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from gpipe_hpc.bench.cells import Block, Cell, Contestant
+from gpipe_hpc.bench.crew import Crew, CrewError
+from gpipe_hpc.bench.probes import is_disturbed, machine_busy_s, usage
+
+# A visit lasts at least this long: the clock of processor time ticks every 0.01 s.
+_VISIT_S: Final = 0.25
+_MOST_STEPS: Final = 100
+# Gradients differ from plain ones by rounding alone.
+TOLERANCES: Final = {"float32": 1e-3, "bfloat16": 0.1}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One visit: mean seconds of a step, processor seconds of all ranks a step, disturbed or not.
+
+    `foreign_s` is what others worked meanwhile.
+    """
+
+    step_s: float
+    cpu_s: float
+    foreign_s: float
+    num_preempted: int
+    is_disturbed: bool
+
+
+@dataclass
+class Measured:
+    """What is known of a cell."""
+
+    cell: Cell
+    samples: list[Sample] = field(default_factory=list)
+    peak_bytes: list[int] = field(default_factory=list)
+    gradient_error: float | None = None
+    num_steps: int = 1
+    failed: str = ""
+    notes: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def clean(self) -> list[Sample]:
+        """Return the undisturbed visits."""
+        return [sample for sample in self.samples if not sample.is_disturbed]
+
+    def choose_steps(self, step_s: float) -> None:
+        """Make visits as long as they must be, by how long a step takes."""
+        wanted = math.ceil(_VISIT_S / max(step_s, 1e-4))
+        # An early step may have been slow: the number only grows.
+        self.num_steps = min(_MOST_STEPS, max(self.num_steps, wanted))
+
+    def is_due(self, round_number: int, num_rounds: int) -> bool:
+        """Say whether it is behind its share of undisturbed visits, spread over the rounds."""
+        wanted = self.cell.wanted
+        if self.failed or len(self.clean) >= wanted:
+            return False
+        return len(self.clean) * num_rounds <= wanted * round_number
+
+
+class Conductor:
+    """The crews of all contestants, started once, and the loop that asks them in turn."""
+
+    def __init__(
+        self,
+        contestants: Sequence[Contestant],
+        folder: Path,
+        *,
+        size: str = "full",
+        paths: tuple[str, ...] = (),
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self.contestants = {each.name: each for each in contestants}
+        self.folder, self.size, self.paths, self.say = folder, size, paths, say
+        self.crews: dict[str, Crew] = {}
+        self.absent: dict[str, str] = {}
+        self.versions: dict[str, str] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in self.contestants:
+            self._start(name)
+
+    def _start(self, name: str) -> None:
+        try:
+            crew = Crew(self.contestants[name], self.size, self.folder / "logs", self.paths)
+        except CrewError as error:
+            self.absent[name] = str(error)
+            self.say(f"  left out: {error}")
+            return
+        self.crews[name] = crew
+        self.versions[name] = crew.version
+
+    def restart(self, name: str) -> None:
+        """End the processes of a contestant and start them anew, without any cell."""
+        crew = self.crews.pop(name, None)
+        if crew is not None:
+            crew.close()
+        self._start(name)
+
+    def measure(self, block: Block, deadline_s: float, num_rounds: int = 10) -> list[Measured]:
+        """Open the block's cells, visit them in turn until the deadline, and close them."""
+        reference = self._reference(block.workload)
+        measured = [Measured(cell) for cell in block.cells]
+        for each in measured:
+            self._open(each, measured, reference)
+        self._visit(measured, deadline_s, num_rounds)
+        for name in list(self.crews):
+            names = [each.cell.name for each in measured if each.cell.contestant == name]
+            try:
+                self.crews[name].ask({"do": "close", "cells": names})
+            except CrewError:
+                self.restart(name)
+        return measured
+
+    def _reference(self, workload: str) -> str:
+        path = self.folder / f"plain_{workload}_{self.size}.pt"
+        if not path.exists():
+            any_crew = next(c for c in self.crews.values() if c.contestant.python is None)
+            any_crew.ask({"do": "reference", "workload": workload, "path": str(path)})
+        return str(path)
+
+    def _open(self, each: Measured, block: Sequence[Measured], reference: str) -> None:
+        """Open a cell; if that fails, its contestant starts anew and reopens its others."""
+        name = each.cell.contestant
+        if name not in self.crews:
+            each.failed = self.absent.get(name, "takes no part in this run")
+            return
+        try:
+            request = {"do": "open", "cell": each.cell.to_json(), "reference": reference}
+            answers = self.crews[name].ask(request)
+        except CrewError as error:
+            each.failed = str(error)
+            self.say(f"  failed: {each.cell.name}: {error}")
+            self.restart(name)
+            for other in block:
+                if other.cell.contestant == name and other.notes and not other.failed:
+                    self._open(other, [], reference)
+            return
+        each.notes = answers
+        each.peak_bytes = [answer["peak_bytes"] for answer in answers]
+        each.gradient_error, each.failed = check_gradients(each.cell, answers)
+        each.choose_steps(max(answer["step_s"] for answer in answers))
+
+    def _visit(self, measured: Sequence[Measured], deadline_s: float, num_rounds: int) -> None:
+        # Others may disturb two of three rounds before the block gives up.
+        for number in range(3 * num_rounds):
+            due = [each for each in measured if each.is_due(number, num_rounds)]
+            # Nobody always follows the same one.
+            start = number % max(len(due), 1)
+            for each in due[start:] + due[:start]:
+                # Once round, whatever it takes: else opening them was for nothing.
+                if number > 0 and time.monotonic() > deadline_s:
+                    return
+                try:
+                    each.samples.append(self._sample(each))
+                except CrewError as error:
+                    self._lose(each, measured, str(error))
+
+    def _lose(self, each: Measured, measured: Sequence[Measured], reason: str) -> None:
+        """Give up what a crew has open when it fails in the middle."""
+        self.say(f"  failed: {each.cell.name}: {reason}")
+        each.failed = reason
+        for other in measured:
+            if other.cell.contestant == each.cell.contestant and not other.failed:
+                other.failed = f"ended with {each.cell.name}: {reason}"
+        self.restart(each.cell.contestant)
+
+    def _sample(self, each: Measured) -> Sample:
+        begin_s, busy_s, own = time.monotonic(), machine_busy_s(), usage()
+        answers = self.crews[each.cell.contestant].run(each.cell.name, each.num_steps)
+        wall_s = time.monotonic() - begin_s
+        cpu_s = sum(answer["cpu_s"] for answer in answers)
+        foreign_s = machine_busy_s() - busy_s - cpu_s - (usage().cpu_s - own.cpu_s)
+        num_steps = each.num_steps
+        step_s = max(answer["wall_s"] for answer in answers) / num_steps
+        each.choose_steps(step_s)
+        return Sample(
+            step_s=step_s,
+            cpu_s=cpu_s / num_steps,
+            foreign_s=max(foreign_s, 0.0),
+            num_preempted=sum(answer["num_preempted"] for answer in answers),
+            is_disturbed=is_disturbed(wall_s, foreign_s),
+        )
+
+    def close(self) -> None:
+        """End all processes."""
+        for crew in self.crews.values():
+            crew.close()
+        self.crews.clear()
+
+
+def check_gradients(cell: Cell, answers: Sequence[Mapping[str, Any]]) -> tuple[float | None, str]:
+    """Return the relative error of all ranks' gradients together, and what is wrong with them."""
+    if any(answer["names"] is None for answer in answers):
+        return None, ""
+    names = {name for answer in answers for name in answer["names"]}
+    num_plain = answers[0]["num_plain"]
+    if len(names) != num_plain:
+        return None, f"wrong gradients: of {len(names)} parameters, plain ones are {num_plain}"
+    norm = sum(answer["norm"] for answer in answers)
+    error = math.sqrt(sum(answer["error"] for answer in answers) / norm)
+    tolerance = TOLERANCES["bfloat16" if cell.workload == "A16" else "float32"]
+    # Also what is not a number is wrong.
+    if not error <= tolerance:
+        return error, f"wrong gradients: they differ from plain ones by {error:.1e} of their norm"
+    return error, ""

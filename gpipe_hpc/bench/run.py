@@ -1,0 +1,62 @@
+"""Run blocks one after the other and keep what each gave. Loads no torch."""
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+
+from gpipe_hpc.bench.cells import Block
+from gpipe_hpc.bench.figures import Figures, rows_of
+from gpipe_hpc.bench.probes import machine
+from gpipe_hpc.bench.rounds import Conductor, Measured
+from gpipe_hpc.bench.table import block_lines
+
+# Seconds of a step, roughly: only to share out the time there is.
+_GUESS_S = {"A": 1.1, "A16": 0.6, "B": 0.4, "C": 1.2, "T": 0.25}
+
+
+def cost_s(block: Block) -> float:
+    """Return about how long a block takes when nothing disturbs: two steps to open a cell."""
+    step_s = _GUESS_S.get(block.workload, 1.0)
+    return sum(step_s * (2 + cell.wanted) + 0.5 for cell in block.cells)
+
+
+def new_figures() -> Figures:
+    """Return figures of this machine, today, without any block."""
+    return Figures(machine=machine(), date=datetime.now(UTC).date().isoformat())
+
+
+def run_blocks(
+    conductor: Conductor,
+    blocks: Sequence[Block],
+    figures: Figures,
+    *,
+    budget_s: float,
+    done: Callable[[Figures], None],
+    say: Callable[[str], None] = print,
+) -> None:
+    """Measure each block within its share of the time; `done` is called after each.
+
+    A block that needs less leaves the rest to those behind it.
+    """
+    end_s = time.monotonic() + budget_s
+    figures.versions |= conductor.versions
+    for number, block in enumerate(blocks):
+        begin_s = time.monotonic()
+        left = sum(cost_s(each) for each in blocks[number:])
+        share_s = (end_s - begin_s) * cost_s(block) / left
+        if share_s < 1.0:
+            say(f"no time is left for {len(blocks) - number} blocks, from {block.name} on")
+            return
+        measured = conductor.measure(block, begin_s + share_s)
+        figures.blocks[block.name] = rows_of(block, measured)
+        done(figures)
+        say(f"\n{block.name}: {time.monotonic() - begin_s:.0f} s, {disturbance(measured)}")
+        for line in block_lines(figures.blocks[block.name]):
+            say(line)
+
+
+def disturbance(measured: Sequence[Measured]) -> str:
+    """Say how many visits others disturbed."""
+    visits = [sample for each in measured for sample in each.samples]
+    num_disturbed = sum(sample.is_disturbed for sample in visits)
+    return f"{num_disturbed} of {len(visits)} visits disturbed"
