@@ -319,7 +319,9 @@ class Pipeline:
 
     def _feed(self, lane: str, inputs: Nest, targets: Nest, loss_fn: LossFunction | None) -> Feed:
         count = self.num_microbatches
-        keys = random_keys(self.seed, self.steps_done, self.replica * count)
+        own = range(self.replica * count, (self.replica + 1) * count)
+        held = [index for stage in self.stages.values() for index in stage.layers]
+        keys = random_keys(self.seed, self.steps_done, own, [*held, self.num_layers])
         feed = Feed(lane=lane, keys=keys, loss_fn=loss_fn)
         if self.needs_inputs:
             if inputs is None:

@@ -9,7 +9,7 @@ from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.engine.keyed import LayerKey
 from gpipe_hpc.engine.loss import LossFunction
 from gpipe_hpc.engine.microbatches import cut, num_samples_of, share_of
-from gpipe_hpc.models import layer_key, microbatch_prefix
+from gpipe_hpc.models import microbatch_keys
 
 
 @dataclass
@@ -36,14 +36,12 @@ class Feed:
         self.target_samples = _sizes(targets, num_microbatches, "targets")
 
 
-def random_keys(seed: int, step: int, first_microbatch: int) -> Callable[[int], LayerKey]:
-    """Return the published keys of a step; `first_microbatch` is the replica's first, globally."""
-
-    def of_microbatch(microbatch: int) -> LayerKey:
-        prefix = microbatch_prefix(seed, step, first_microbatch + microbatch)
-        return lambda layer: layer_key(prefix, layer)
-
-    return of_microbatch
+def random_keys(
+    seed: int, step: int, microbatches: range, layers: Sequence[int]
+) -> Callable[[int], LayerKey]:
+    """Return the published keys of a step: of `layers`, for `microbatches` of the global batch."""
+    keys = microbatch_keys(seed, step, microbatches, layers)
+    return lambda microbatch: keys[microbatch].__getitem__
 
 
 def _sizes(batch: Nest, num_microbatches: int, what: str) -> list[int]:

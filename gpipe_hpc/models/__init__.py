@@ -35,6 +35,7 @@ from gpipe_hpc.models.randomness import (
     init_key,
     layer_key,
     microbatch_key,
+    microbatch_keys,
     microbatch_prefix,
     mix64,
 )
@@ -98,6 +99,7 @@ __all__ = [
     "loss_function",
     "mean_squared_error",
     "microbatch_key",
+    "microbatch_keys",
     "microbatch_prefix",
     "mix64",
     "model_names",

@@ -28,7 +28,13 @@ with the low 32 of them.
 """
 
 import threading
+from collections.abc import Sequence
 from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+Words = npt.NDArray[np.uint64]
 
 _MASK: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15
@@ -76,3 +82,24 @@ def microbatch_key(seed: int, step: int, microbatch: int, layer: int) -> int:
     """Return the seed of layer ``layer``'s forward on one global micro-batch (0 <= key < 2**63)."""
     assert layer >= 0, f"layer index {layer} is negative"
     return layer_key(microbatch_prefix(seed, step, microbatch), layer)
+
+
+def microbatch_keys(
+    seed: int, step: int, microbatches: range, layers: Sequence[int]
+) -> list[dict[int, int]]:
+    """Return `microbatch_key` of some layers for each of some micro-batches, by layer; all at once.
+
+    A key by itself takes some microseconds, a thousand of them here little more.
+    """
+    prefixes = [microbatch_prefix(seed, step, m) for m in microbatches]
+    states = np.array(prefixes, dtype=np.uint64)[:, None]
+    words = np.array([_GOLDEN * (layer + 1) & _MASK for layer in layers], dtype=np.uint64)
+    keys = _mix64(states + words) & np.uint64(_MASK >> 1)
+    return [dict(zip(layers, row, strict=True)) for row in keys.tolist()]
+
+
+def _mix64(z: Words) -> Words:
+    """Do what `mix64` does, in numpy, whose unsigned products wrap around."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))

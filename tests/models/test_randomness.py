@@ -9,6 +9,7 @@ from gpipe_hpc.models import (
     init_key,
     layer_key,
     microbatch_key,
+    microbatch_keys,
     microbatch_prefix,
     mix64,
     randomness,
@@ -61,6 +62,13 @@ def test_known_values_never_change():
 def test_prefix_gives_the_same_key(seed: int, step: int, microbatch: int, layer: int):
     prefix = microbatch_prefix(seed, step, microbatch)
     assert layer_key(prefix, layer) == microbatch_key(seed, step, microbatch, layer)
+
+
+@given(small, small, small, st.lists(small, unique=True, max_size=4))
+def test_all_keys_at_once_are_the_same(seed: int, step: int, first: int, layers: list[int]):
+    microbatches = range(first, first + 3)
+    expected = [{i: microbatch_key(seed, step, m, i) for i in layers} for m in microbatches]
+    assert microbatch_keys(seed, step, microbatches, layers) == expected
 
 
 def test_low_halves_are_distinct_and_even():
