@@ -17,6 +17,7 @@ from gpipe_hpc.schedule.gpipe import gpipe
 from gpipe_hpc.schedule.greedy import Priority, Rules, list_schedule
 from gpipe_hpc.schedule.hanayo import hanayo
 from gpipe_hpc.schedule.interleaved import interleaved
+from gpipe_hpc.schedule.join import join_backwards
 from gpipe_hpc.schedule.local_search import improve
 from gpipe_hpc.schedule.looped_bfs import looped_bfs
 from gpipe_hpc.schedule.memory import Memory, peak_memory
@@ -109,8 +110,8 @@ def search(
 
     `limit` bounds what a rank holds, in stage micro-batches or in the unit of `memory`. Named
     schedules and list schedules of several rules are starting points; the best few are improved by
-    up to `trials` swaps. Backwards are split only if the costs of both parts are given, and only
-    where that saves time. Refuses a limit that nothing fits.
+    up to `trials` swaps, and as many attempts to join halves of backwards: these are split only if
+    the costs of both are given, and only where that saves time. Refuses a limit that nothing fits.
     """
     room = _Room(placement, memory or Memory(), limit)
     may_split = costs.input_gradient is not None and costs.weight_gradient is not None
@@ -123,9 +124,14 @@ def search(
         )
     # A forward that does not wait for its partner to send its output is never slower.
     apart = [(time, replace(schedule, overlaps=())) for time, schedule in named]
-    started = sorted(apart + listed, key=_speed_then_memory)
+    started = sorted(apart + listed, key=_speed_then_memory)[:_NUM_IMPROVED]
+    if may_split:
+        # What costs nothing yet may be worth its price in few places.
+        free = _free_splits(costs, placement.num_stages)
+        timed = ((simulate(each, free).makespan, each) for _, each in apart + listed)
+        started += sorted(timed, key=_speed_then_memory)[:_NUM_IMPROVED]
     best = min(
-        (_finish(schedule, costs, room, trials) for _, schedule in started[:_NUM_IMPROVED]),
+        (_finish(schedule, costs, room, trials) for _, schedule in started),
         key=lambda schedule: simulate(schedule, costs).makespan,
     )
     bounds = tuple(peak_activations(row).size for row in best.ranks)
@@ -140,6 +146,20 @@ def search(
 
 
 _NUM_IMPROVED: Final = 3
+
+
+def _free_splits(costs: Costs, num_stages: int) -> Costs:
+    """Return costs under which the halves of a backward take no longer than the whole."""
+    whole_s, inputs, weights = (costs.of_compute(op, num_stages) for op in (Op.B, Op.I, Op.W))
+    shares = [
+        min(1.0, b / (i + w)) if i + w else 1.0
+        for b, i, w in zip(whole_s, inputs, weights, strict=True)
+    ]
+    return replace(
+        costs,
+        input_gradient=[i * share for i, share in zip(inputs, shares, strict=True)],
+        weight_gradient=[w * share for w, share in zip(weights, shares, strict=True)],
+    )
 
 
 def _speed_then_memory(timed: tuple[float, Schedule]) -> tuple[float, int]:
@@ -284,29 +304,6 @@ def _oldest_first(order: tuple[Op, ...]) -> Priority:
 
 
 def _finish(schedule: Schedule, costs: Costs, room: _Room, trials: int) -> Schedule:
-    """Improve a table by swaps, then join ``I`` and ``W`` where that does not slow it down."""
+    """Improve a table by swaps, and join ``I`` and ``W`` where that does not slow it down."""
     improved = improve(schedule, costs, room.fits, trials)
-    makespan = simulate(improved, costs).makespan
-    joined = tuple(_join(row) for row in improved.ranks)
-    for rows in (
-        joined,
-        *(
-            (*improved.ranks[:rank], row, *improved.ranks[rank + 1 :])
-            for rank, row in enumerate(joined)
-        ),
-    ):
-        candidate = replace(improved, ranks=rows)
-        if candidate.ranks != improved.ranks and simulate(candidate, costs).makespan <= makespan:
-            return candidate
-    return improved
-
-
-def _join(row: tuple[Action, ...]) -> tuple[Action, ...]:
-    """Write ``I`` and a ``W`` right behind it as one ``B``."""
-    joined: list[Action] = []
-    for action in row:
-        if joined and action.op is Op.W and joined[-1] == action._replace(op=Op.I):
-            joined[-1] = action._replace(op=Op.B)
-        else:
-            joined.append(action)
-    return tuple(joined)
+    return join_backwards(improved, costs, room.fits, trials)
