@@ -9,7 +9,8 @@ from gpipe_hpc.schedule import simulate
 
 INPUTS = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 # Three stages of one layer, the middle one three times as slow.
-MEASURED = Partition((1, 1, 1), (3.0, 9.0, 3.0), "time", ((1.0, 2.0), (3.0, 6.0), (1.0, 2.0)))
+SLOW, FAST = (3.0, 6.0, 3.0, 3.0), (1.0, 2.0, 1.0, 1.0)  # F, B, and of a split B its I and W
+MEASURED = Partition((1, 1, 1), (3.0, 9.0, 3.0), "time", (FAST, SLOW, FAST))
 
 
 def trained(schedule, partition, **options):

@@ -58,7 +58,7 @@ def fit_recompute(
         device_type=example.device.type,
         precision=precision,
     )
-    seconds = [forward for forward, _ in partition.seconds]
+    seconds = [forward for forward, *_ in partition.seconds]
     return choose_recompute(
         model, partition.counts, schedule, limit_bytes, optimizer_states, seconds
     )

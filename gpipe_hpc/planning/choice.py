@@ -20,24 +20,22 @@ class Partition(NamedTuple):
     counts: tuple[int, ...]  # layers of each stage
     costs: tuple[float, ...]  # one number a layer
     measure: str  # the unit of the costs
-    seconds: tuple[tuple[float, float], ...] = ()  # forward and backward a layer, where measured
+    # Where measured, of each layer: forward, backward, and the two halves of a split backward.
+    seconds: tuple[tuple[float, float, float, float], ...] = ()
 
     def stage_costs(self) -> Costs | None:
-        """Return the measured seconds of each op of a stage; None if nothing was measured.
-
-        Of a backward that is split, I and W are taken for half each: they are not measured apart.
-        """
+        """Return the measured seconds of each op of a stage; None if nothing was measured."""
         if not self.seconds:
             return None
         spans = [[self.seconds[i] for i in span] for span in stage_layers(self.counts)]
-        forward = [sum(f for f, _ in span) for span in spans]
-        backward = [sum(b for _, b in span) for span in spans]
-        half = [seconds / 2 for seconds in backward]
+        forward, backward, inputs, weights = (
+            [sum(layer[part] for layer in span) for span in spans] for part in range(4)
+        )
         return Costs(
             forward=forward,
             backward=backward,
-            input_gradient=half,
-            weight_gradient=half,
+            input_gradient=inputs,
+            weight_gradient=weights,
             recompute=forward,
         )
 
@@ -95,5 +93,5 @@ def choose_partition(
         layers, given.inputs, given.targets, given.loss_fn, seed=given.seed, device=given.device
     )
     costs = [cost.total_s for cost in measured]
-    seconds = tuple((cost.forward_s, cost.backward_s) for cost in measured)
+    seconds = tuple((c.forward_s, c.backward_s, c.input_s, c.weight_s) for c in measured)
     return Partition(tuple(minimax(costs, num_stages)), tuple(costs), "time", seconds)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_hpc.comm.nests import flatten, map_tensors, tensors_of
+from gpipe_hpc.engine.splitting import Deferred, deferring
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import (
     Layer,
@@ -34,13 +35,16 @@ LossFunction = Callable[[Any, Any], Any]
 class LayerCost:
     """What one layer costs for one micro-batch.
 
-    ``forward_s`` and ``backward_s`` are seconds without recomputation. ``activation_bytes`` is
-    what the forward keeps for the backward (its input where it needs that; parameters and buffers
-    are not counted), ``output_bytes`` what crosses a boundary behind this layer.
+    ``forward_s`` and ``backward_s`` are seconds without recomputation, ``input_s`` and ``weight_s``
+    those of a backward that is split in two. ``activation_bytes`` is what the forward keeps for the
+    backward (its input where it needs that; parameters and buffers are not counted),
+    ``output_bytes`` what crosses a boundary behind this layer.
     """
 
     forward_s: float
     backward_s: float
+    input_s: float
+    weight_s: float
     parameters: int
     activation_bytes: int
     output_bytes: int = 0
@@ -144,21 +148,32 @@ class _Trial:
         """Return the layer's cost, and detached what it gives to layers behind it."""
         kept: dict[int, int] = {}
         with torch.autograd.graph.saved_tensors_hooks(self._keeper(kept), _identity):
-            results, _, _ = self._pass()
-        times = [self._pass()[1:] for _ in range(warmup + repetitions)][warmup:]
-        forward_s, backward_s = (statistics.median(column) for column in zip(*times, strict=True))
+            results, _ = self._pass(None)
+        forward_s, backward_s = self._medians(repetitions, warmup, lambda: None)
+        _, input_s, weight_s = self._medians(repetitions, 1, Deferred)
         output, *stashed = results
         cost = LayerCost(
             forward_s=forward_s,
             backward_s=backward_s,
+            input_s=input_s,
+            weight_s=weight_s,
             parameters=sum(p.numel() for p in self.module.parameters()),
             activation_bytes=sum(kept.values()),
             output_bytes=sum(tensor.nbytes for tensor in tensors_of(output)),
         )
         return _Measured(cost, output, tuple(stashed))
 
-    def _pass(self) -> tuple[list[Any], float, float]:
-        """Run one forward and backward; return output and stashes, and the seconds of both."""
+    def _medians(
+        self, repetitions: int, warmup: int, deferred: Callable[[], Deferred | None]
+    ) -> list[float]:
+        times = [self._pass(deferred())[1] for _ in range(warmup + repetitions)][warmup:]
+        return [statistics.median(column) for column in zip(*times, strict=True)]
+
+    def _pass(self, deferred: Deferred | None) -> tuple[list[Any], tuple[float, ...]]:
+        """Run one forward and backward; return output and stashes, and the seconds of its parts.
+
+        The parts are forward and backward, or, where weight gradients are deferred, three.
+        """
         # Clones, for a layer may work in place: on a leaf that is forbidden, and the next
         # repetition needs the input unchanged. Parameter gradients stay, so that repetitions
         # accumulate into them as micro-batches do.
@@ -174,16 +189,20 @@ class _Trial:
             return [tensor for tensor in tensors_of(ends) if tensor.requires_grad]
 
         try:
-            ends, forward_s = _timed(forward, self.device)
+            with deferring(deferred):
+                ends, forward_s = _timed(forward, self.device)
             seeds = [torch.ones_like(end) for end in ends]
             _, backward_s = _timed(lambda: _backward(ends, seeds), self.device)
+            seconds = [forward_s, backward_s if ends else 0.0]
+            if deferred is not None:
+                seconds.append(_timed(deferred.run, self.device)[1])
         except Exception as error:
             raise ModelError(
                 f"{self.where}: failed on the example micro-batch, expected it to run on "
                 f"{_describe(self.given)}, got {type(error).__name__}: {error}; make the layer "
                 f"take what the layer before it (or the data) gives"
             ) from error
-        return map_tensors(_detached, results), forward_s, backward_s if ends else 0.0
+        return map_tensors(_detached, results), tuple(seconds)
 
     def _keeper(self, kept: dict[int, int]) -> Callable[[Tensor], Tensor]:
         """Return a hook that notes the storage of each saved tensor, by address, in ``kept``."""

@@ -56,8 +56,35 @@ def test_one_layer_lives_at_a_time():
     log: list[str] = []
     layers = [LayerSpec(Spy, log), LayerSpec(Spy, log), LayerSpec(nn.ReLU), LayerSpec(Spy, [])]
     measure_layers(layers[:3], torch.ones(2, 4), repetitions=2, warmup=1)
-    # The input of the first layer asks for no gradient, the second's does: two measurements.
-    assert log == ["made", *["run"] * 4, "dropped"] * 2
+    # The input of the first layer asks for no gradient, the second's does: two measurements, of
+    # what it keeps, of its backward and of that in halves.
+    assert log == ["made", *["run"] * 7, "dropped"] * 2
+
+
+def test_the_halves_of_a_backward_are_measured_apart():
+    class Waits(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            time.sleep(0.02)
+            return gradient
+
+    class Layer(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(Waits.apply(x))
+
+    first, second, plain = measure_layers(
+        [LayerSpec(Layer, 4, 4), LayerSpec(Layer, 4, 4), LayerSpec(nn.Tanh)],
+        torch.ones(2, 4),
+        **FAST,
+    )
+    assert first.input_s < 0.02 <= second.input_s
+    assert second.backward_s >= 0.02
+    assert 0 < second.weight_s < 0.02
+    assert plain.weight_s < plain.input_s
 
 
 def test_equal_specs_on_equal_inputs_are_run_once():
