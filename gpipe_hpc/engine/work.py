@@ -143,6 +143,9 @@ class StageWork:
                 kept.append(_KeptSegment(segment, None, leaves, edges, starts))
             if host is not None:
                 host.hold(tensors_of(given) if recomputes else leaves)
+        if host is not None:
+            # An input that is passed on stays where it is for whoever gets it.
+            state = _cut_off(state)
         num_leaves = [len(_differentiable(each)) for each in parts]
         self._kept[microbatch] = _Kept(kept, num_leaves, num_samples, deferred, host)
         return self.stage.routes.scatter(state)

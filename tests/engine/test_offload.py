@@ -148,3 +148,32 @@ def test_parameters_and_buffers_stay():
     host.fetch(torch.device("cpu"))
     output.sum().backward()
     assert norm.weight.grad is not None
+
+
+class PassingOn(nn.Module):
+    """Leave a part of the input as it came, the mask, and the other too where there is no layer."""
+
+    def __init__(self, has_layer):
+        super().__init__()
+        self.linear = nn.Linear(4, 4) if has_layer else None
+
+    def forward(self, pair):
+        x, mask = pair
+        return (x if self.linear is None else self.linear(x) * mask[:, None]), mask
+
+
+def passed_on(world, **settings):
+    layers = [LayerSpec(PassingOn, i % 2 == 0) for i in range(4)]
+    pipe = Pipeline(layers, lambda y, t: (y[0] - t).square().mean(), world=world, **settings)
+    x = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
+    return pipe.step((x, torch.arange(9)), -x).loss
+
+
+@pytest.mark.parametrize("recompute", ["always", "never"])
+def test_what_a_stage_passes_on_untouched_stays_with_its_next_user(recompute):
+    settings = {"schedule": "zb_v", "microbatches": 4, "recompute": recompute}
+    plain, moved = (
+        run_on_threads(2, partial(passed_on, offload=offload, **settings))
+        for offload in (False, True)
+    )
+    assert plain == moved
