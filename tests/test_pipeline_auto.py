@@ -1,11 +1,14 @@
 """`schedule="auto"`: the order is searched for what the layers at hand cost."""
 
+import pytest
 import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.planning import Partition
-from gpipe_hpc.schedule import simulate
+from gpipe_hpc.schedule import Costs, simulate
+from gpipe_hpc.schedule.occupancy import peak_activations
 
 INPUTS = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 # Three stages of one layer, the middle one three times as slow.
@@ -13,11 +16,11 @@ SLOW, FAST = (3.0, 6.0, 3.0, 3.0), (1.0, 2.0, 1.0, 1.0)  # F, B, and of a split 
 MEASURED = Partition((1, 1, 1), (3.0, 9.0, 3.0), "time", (FAST, SLOW, FAST))
 
 
-def trained(schedule, partition, **options):
-    """Return, of three ranks, the tables and rank 0's loss and gradient."""
+def trained(schedule, partition, ranks=3, num_layers=3, **options):
+    """Return of each rank its table, the loss and its gradients."""
 
     def body(world):
-        layers = [LayerSpec(nn.Linear, 4, 4) for _ in range(3)]
+        layers = [LayerSpec(nn.Linear, 4, 4) for _ in range(num_layers)]
         pipe = Pipeline(
             layers,
             nn.functional.mse_loss,
@@ -29,9 +32,9 @@ def trained(schedule, partition, **options):
             world=world,
         )
         result = pipe.step(INPUTS, INPUTS)
-        return pipe.schedule, result.loss, [p.grad for p in pipe.parameters()]
+        return pipe.schedule, result.loss, dict(pipe.named_parameters())
 
-    return run_on_threads(3, body)
+    return run_on_threads(ranks, body)
 
 
 def test_the_search_sees_the_measured_costs():
@@ -47,7 +50,8 @@ def test_the_search_sees_the_measured_costs():
     assert for_measured[0][0].ranks != for_equal[0][0].ranks
     for one, other in zip(for_measured, best_named, strict=True):
         assert one[1] == other[1]
-        torch.testing.assert_close(one[2], other[2])
+        for name, parameter in one[2].items():
+            torch.testing.assert_close(parameter.grad, other[2][name].grad)
 
 
 def test_costs_that_are_given_win_over_measured_ones():
@@ -55,3 +59,32 @@ def test_costs_that_are_given_win_over_measured_ones():
     assert (
         trained("auto", MEASURED, costs=given)[0][0].ranks == trained("auto", [1, 1, 1])[0][0].ranks
     )
+
+
+def test_the_best_placement_is_chosen_for_measured_layers():
+    """With two stages on a rank, laid out in a V, the second rank starts sooner."""
+    measured = Partition((4, 4), (3.0,) * 8, "time", (FAST,) * 8)
+    best = trained("auto", measured, ranks=2, num_layers=8, placement="best")
+    plain = trained("gpipe", [4, 4], ranks=2, num_layers=8)
+    table = best[0][0]
+    assert table.placement.routes == ((0, 1, 1, 0),)
+    assert (
+        simulate(table, Costs(forward=2, backward=4, input_gradient=2, weight_gradient=2)).bubble
+        < 0.05
+    )
+    expected = {name: p.grad for _, _, own in plain for name, p in own.items()}
+    found = {name: p.grad for _, _, own in best for name, p in own.items()}
+    assert best[0][1] == plain[0][1]
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_limit_counts_whole_shares_on_any_placement():
+    measured = Partition((4, 4), (3.0,) * 8, "time", (FAST,) * 8)
+    table = trained("auto", measured, ranks=2, num_layers=8, placement="best", limit=2)[0][0]
+    each = table.num_stages // 2
+    assert max(peak_activations(row).size for row in table.ranks) <= 2 * each
+
+
+def test_the_best_placement_needs_measured_layers():
+    with pytest.raises(ConfigError, match=r"placement 'best'.*expected partition 'time'"):
+        trained("auto", "parameters", ranks=2, num_layers=8, placement="best")

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.comm.group import broadcast_object
 from gpipe_hpc.comm.nests import Nest
@@ -17,7 +17,8 @@ from gpipe_hpc.errors import ConfigError, ScheduleError
 from gpipe_hpc.models import Layer
 from gpipe_hpc.planning.budget import Budget, fit_recompute
 from gpipe_hpc.planning.choice import Example, Partition, choose_partition
-from gpipe_hpc.schedule import Op, Schedule
+from gpipe_hpc.planning.partition import minimax
+from gpipe_hpc.schedule import Op, Schedule, build, simulate
 
 log = logging.getLogger("gpipe_hpc.pipeline")
 
@@ -53,19 +54,7 @@ def lay_out(layers: Sequence[Layer], wishes: Wishes, site: Site) -> Layout:
 
     Raises ConfigError, ModelError, PartitionError or ScheduleError for what cannot work.
     """
-    ranks = site.mesh.stages
-
-    def asked(options: Mapping[str, Any]) -> Schedule:
-        return table_asked_for(
-            wishes.schedule, ranks=ranks, microbatches=wishes.microbatches, options=options
-        )
-
-    table = asked(wishes.options)
-    chosen = _cut(layers, wishes, table.num_stages, site) if site.world.rank == 0 else None
-    partition: Partition = broadcast_object(site.everybody, chosen, root=0)
-    measured = partition.stage_costs()
-    if wishes.schedule == "auto" and "costs" not in wishes.options and measured is not None:
-        table = asked({**wishes.options, "costs": measured})
+    partition, table = _cut_and_order(layers, wishes, site)
     recomputed, mode = None, wishes.recompute
     if mode == "budget":
         fitted = _fit(layers, wishes, partition, table, site) if site.world.rank == 0 else None
@@ -73,6 +62,70 @@ def lay_out(layers: Sequence[Layer], wishes: Wishes, site: Site) -> Layout:
         recomputed, table, mode = budget.recomputed, budget.schedule, "never"
     skips = skip_pairs(routes_of(layers, partition.counts))
     return Layout(partition, make_tables(table, mode, skips, wishes.offload), recomputed)
+
+
+def _cut_and_order(
+    layers: Sequence[Layer], wishes: Wishes, site: Site
+) -> tuple[Partition, Schedule]:
+    ranks, leads = site.mesh.stages, site.world.rank == 0
+    if wishes.schedule == "auto" and wishes.options.get("placement") == "best":
+        found = _best_placement(layers, wishes, site) if leads else None
+        best: tuple[Partition, Schedule] = broadcast_object(site.everybody, found, root=0)
+        return best
+
+    def asked(options: Mapping[str, Any]) -> Schedule:
+        return table_asked_for(
+            wishes.schedule, ranks=ranks, microbatches=wishes.microbatches, options=options
+        )
+
+    table = asked(wishes.options)
+    chosen = _cut(layers, wishes, table.num_stages, site) if leads else None
+    partition: Partition = broadcast_object(site.everybody, chosen, root=0)
+    measured = partition.stage_costs()
+    if wishes.schedule == "auto" and "costs" not in wishes.options and measured is not None:
+        table = asked({**wishes.options, "costs": measured})
+    return partition, table
+
+
+# What `placement=best` tries: a name of `auto`, and the stages of a rank.
+_PLACEMENTS: Final = (("one_each", 1), ("wave", 2), ("looped", 2))
+_WORTH_MORE_STAGES: Final = 0.99  # of the time with fewer
+
+
+def _best_placement(
+    layers: Sequence[Layer], wishes: Wishes, site: Site
+) -> tuple[Partition, Schedule]:
+    """Search an order on several placements, for measured layers; return the fastest, simulated."""
+    ranks = site.mesh.stages
+    given = wishes.partition
+    if not (isinstance(given, Partition) and given.seconds):
+        given = _cut(layers, wishes, ranks, site)
+    measured = given
+    if not measured.seconds:
+        raise ConfigError(
+            "schedule 'auto': placement 'best' compares placements for measured layers, expected "
+            "partition 'time', got another; choose it, or a placement by name"
+        )
+    best: tuple[float, Partition, Schedule] | None = None
+    for placement, each in _PLACEMENTS:
+        if ranks * each > len(layers):
+            continue
+        partition = measured._replace(counts=tuple(minimax(measured.costs, ranks * each)))
+        costs = partition.stage_costs()
+        assert costs is not None, "the layers were measured"
+        options = {**wishes.options, "placement": placement, "stages_per_rank": each}
+        limit = options.get("limit")
+        if limit is not None:  # in micro-batches of a rank's whole share, whatever its stages
+            options["limit"] = (
+                [x * each for x in limit] if isinstance(limit, list) else limit * each
+            )
+        table = build("auto", ranks=ranks, microbatches=wishes.microbatches, costs=costs, **options)
+        seconds = simulate(table, costs).makespan
+        log.info("auto: %s with %d stages a rank, %.3f s a step", placement, each, seconds)
+        if best is None or seconds < best[0] * _WORTH_MORE_STAGES:
+            best = seconds, partition, table
+    assert best is not None, "one stage a rank is among them"
+    return best[1:]
 
 
 def _example(wishes: Wishes, site: Site) -> Example | None:

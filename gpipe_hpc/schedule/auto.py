@@ -94,7 +94,7 @@ def place(kind: str, ranks: int, microbatches: int, stages_per_rank: int = 2) ->
         return mirrored(ranks, 2, [index % 2 for index in range(microbatches)])
     raise ScheduleError(
         "schedule 'auto': expected placement one_each, looped, mirrored, or wave with an even "
-        f"stages_per_rank, got {kind!r} with {stages_per_rank}"
+        f"stages_per_rank (or, for measured layers, best), got {kind!r} with {stages_per_rank}"
     )
 
 
