@@ -1,6 +1,6 @@
 """What is measured: cells, the blocks they stand in, and who runs them. Loads no torch."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
@@ -46,6 +46,11 @@ class Cell:
         again = "" if self.recompute == "never" else f" recompute={self.recompute}"
         return f"{self.contestant} {self.variant}{again}"
 
+    @property
+    def key(self) -> str:
+        """Return what tells it from all others."""
+        return f"{self.workload} M={self.microbatches} {self.name}"
+
     def to_json(self) -> dict[str, Any]:
         """Return what goes over the wire."""
         return asdict(self)
@@ -65,7 +70,7 @@ class Block:
         """Return its key in the figures."""
         return f"{self.workload} M={self.microbatches} {self.part}"
 
-    def of(self, contestants: Sequence[str]) -> "Block":
+    def of(self, contestants: Collection[str]) -> "Block":
         """Return it with the cells of these contestants alone."""
         kept = tuple(cell for cell in self.cells if cell.contestant in contestants)
         return replace(self, cells=kept)

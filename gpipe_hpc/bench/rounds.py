@@ -109,9 +109,9 @@ class Conductor:
             self._open(each, measured, reference)
         self._visit(measured, deadline_s, num_rounds)
         for name in list(self.crews):
-            names = [each.cell.name for each in measured if each.cell.contestant == name]
+            keys = [each.cell.key for each in measured if each.cell.contestant == name]
             try:
-                self.crews[name].ask({"do": "close", "cells": names})
+                self.crews[name].ask({"do": "close", "cells": keys})
             except CrewError:
                 self.restart(name)
         return measured
@@ -171,7 +171,7 @@ class Conductor:
 
     def _sample(self, each: Measured) -> Sample:
         begin_s, busy_s, own = time.monotonic(), machine_busy_s(), usage()
-        answers = self.crews[each.cell.contestant].run(each.cell.name, each.num_steps)
+        answers = self.crews[each.cell.contestant].run(each.cell.key, each.num_steps)
         wall_s = time.monotonic() - begin_s
         cpu_s = sum(answer["cpu_s"] for answer in answers)
         foreign_s = machine_busy_s() - busy_s - cpu_s - (usage().cpu_s - own.cpu_s)

@@ -78,7 +78,7 @@ class Worker:
         forget_peak()
         before = memory()
         entrant = self.entrant(make_workload(cell.workload, self.size), cell)
-        self.cells[cell.name] = entrant
+        self.cells[cell.key] = entrant
         entrant.step()
         difference = _difference(entrant.gradients(), reference)
         forget_peak()

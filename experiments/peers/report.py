@@ -1,0 +1,91 @@
+"""The README's table and the plots, from the figures."""
+
+from pathlib import Path
+
+from claims import best, block, judge, table
+from grid import MICROBATCHES
+
+from gpipe_hpc.bench.figures import Figures, Row
+from gpipe_hpc.bench.plot import Panel, draw_panels
+from gpipe_hpc.bench.table import markdown
+
+_TITLES = {
+    "A": "A: GPT",
+    "B": "B: convolutions",
+    "C": "C: wide layers",
+    "A16": "A in bfloat16",
+    "T": "T: tiny layers",
+}
+_LINES = (
+    ("ours, best schedule", "ours", None),
+    ("ours, GPipe", "ours", "gpipe"),
+    ("ours, 1F1B", "ours", "one_f_one_b"),
+    ("torch, best schedule", "torch", None),
+    ("torch, GPipe", "torch", "GPipe"),
+    ("torch, 1F1B", "torch", "1F1B"),
+    ("DeepSpeed, 1F1B", "deepspeed", None),
+    ("DDP", "ddp", None),
+)
+
+
+def write(figures: Figures, folder: Path) -> str:
+    """Write README tables and both plots; return the claims' table."""
+    claims = table(judge(figures))
+    (folder / "peers.svg").write_text(peers_plot(figures), "utf-8")
+    if figures.extras.get("growth"):
+        (folder / "growth.svg").write_text(growth_plot(figures), "utf-8")
+    readme = folder / "README.md"
+    if readme.exists():
+        text = readme.read_text("utf-8")
+        text = insert(text, "claims", claims)
+        text = insert(text, "table", markdown(figures))
+        readme.write_text(text, "utf-8")
+    return claims
+
+
+def insert(text: str, name: str, new: str) -> str:
+    """Replace what stands between a pair of marks."""
+    begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
+    head, _, rest = text.partition(begin)
+    _, mark, tail = rest.partition(end)
+    return f"{head}{begin}\n{new}\n{mark}{tail}" if mark else text
+
+
+def _row(figures: Figures, where: str, contestant: str, variant: str | None) -> Row | None:
+    if variant is None:
+        return best(figures, where, contestant)
+    return figures.find(where, f"{contestant} {variant}")
+
+
+def peers_plot(figures: Figures) -> str:
+    """Draw step times over the floor of the same block; of T milliseconds a micro-batch."""
+    panels = []
+    for workload, title in _TITLES.items():
+        series: dict[str, list[tuple[float, float]]] = {}
+        for name, contestant, variant in _LINES:
+            for count in MICROBATCHES:
+                where = block(workload, count)
+                row = _row(figures, where, contestant, variant)
+                floor = figures.find(where, "floor local")
+                if row is None or floor is None or not row.median_s or not floor.median_s:
+                    continue
+                share = row.median_s / floor.median_s
+                value = 1e3 * row.median_s / count if workload == "T" else share
+                series.setdefault(name, []).append((count, value))
+        unit = "ms a micro-batch" if workload == "T" else "step time / floor"
+        panels.append(Panel(title, series, unit))
+    return draw_panels(panels, title="Step times of two ranks: 1 = nothing sent, nobody waits")
+
+
+def growth_plot(figures: Figures) -> str:
+    """Draw step times over micro-batches for each number of ranks, and the fit."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    for point in figures.extras["growth"]:
+        count = point["microbatches"]
+        ranks = f"{point['ranks']:g} rank{'' if point['ranks'] == 1 else 's'}"
+        series.setdefault(f"{ranks}, measured", []).append((count, 1e3 * point["step_s"]))
+        if "fit_s" in point:
+            fit = series.setdefault(f"{ranks}, limit of work + actions", [])
+            fit.append((count, 1e3 * point["fit_s"]))
+    panel = Panel("Model T, 1F1B", dict(sorted(series.items())), "ms a step", is_log=True)
+    return draw_panels([panel], title="Growth with ranks and micro-batches")
