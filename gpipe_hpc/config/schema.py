@@ -43,6 +43,7 @@ class TrainConfig:
     validate_batches: int | None = None
     log_every: int = 10
     device: str = "auto"
+    keep_freed_memory: bool = True
     num_threads: int | None = None
 
 

@@ -6,6 +6,7 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
+from gpipe_hpc.comm.allocator import keep_freed_memory
 from gpipe_hpc.comm.launcher import detect_launch
 from gpipe_hpc.comm.start import start_world
 from gpipe_hpc.config import check_config, conf_dir, load_config, register_schemas
@@ -37,6 +38,8 @@ def _train(composed: DictConfig, stop: StopRequest) -> int:
     try:
         config = load_config(composed)
         doubts = check_config(config, detect_launch().world_size)
+        if config.train.keep_freed_memory:
+            keep_freed_memory()
         world = start_world(
             device=config.train.device,
             backend=config.comm.backend,
