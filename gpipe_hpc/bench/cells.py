@@ -4,8 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-from gpipe_hpc.errors import ScheduleError
-from gpipe_hpc.schedule import build, schedule_names
+from gpipe_hpc.schedule import schedule_names
 
 RANKS: Final = 2
 
@@ -103,15 +102,6 @@ CONTESTANTS: Final = (
 )
 
 
-def fits(name: str, microbatches: int) -> bool:
-    """Say whether a schedule of ours has a table for this many micro-batches on the ranks."""
-    try:
-        build(name, ranks=RANKS, microbatches=microbatches)
-    except ScheduleError:
-        return False
-    return True
-
-
 def named_schedules() -> list[str]:
     """Return the schedules of ours that need no file."""
     return [name for name in schedule_names() if name != "file"]
@@ -125,12 +115,8 @@ def floor_cell(workload: str, microbatches: int) -> Cell:
 def our_cells(
     workload: str, microbatches: int, names: Sequence[str], *, wanted: int = MAIN, again: int = 0
 ) -> list[Cell]:
-    """Return ours with these schedules, as far as they fit; `again`: steps of recomputing ones."""
-    cells = [
-        Cell("ours", workload, name, microbatches, wanted=wanted)
-        for name in names
-        if fits(name, microbatches)
-    ]
+    """Return ours with these schedules; `again`: steps of recomputing ones, 0 for none of them."""
+    cells = [Cell("ours", workload, name, microbatches, wanted=wanted) for name in names]
     if again:
         cells += [replace(cell, recompute="except_last", wanted=again) for cell in cells]
     return cells

@@ -1,0 +1,340 @@
+"""The benchmark's own arithmetic and protocol; nothing here measures time."""
+
+import json
+import math
+import socket
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gpipe_hpc.bench.__main__ import bench
+from gpipe_hpc.bench.cells import (
+    CONTESTANTS,
+    Block,
+    Cell,
+    Contestant,
+    floor_cell,
+    named_schedules,
+    our_cells,
+    short_blocks,
+    torch_cells,
+)
+from gpipe_hpc.bench.comparison import moves, report
+from gpipe_hpc.bench.crew import Crew, CrewError
+from gpipe_hpc.bench.figures import Figures, Row, load_figures, quartiles, rows_of
+from gpipe_hpc.bench.limits import LayerTimes, limit_of
+from gpipe_hpc.bench.plot import Panel, draw_panels
+from gpipe_hpc.bench.probes import forget_peak, is_disturbed, machine_busy_s, memory
+from gpipe_hpc.bench.rounds import Conductor, Measured, Sample, check_gradients
+from gpipe_hpc.bench.run import cost_s, run_blocks
+from gpipe_hpc.bench.table import markdown
+from gpipe_hpc.bench.worker import Worker
+from gpipe_hpc.bench.workloads import make_workload, plain_gradients
+from gpipe_hpc.config import BenchConfig
+from gpipe_hpc.errors import ConfigError, DataError
+from gpipe_hpc.schedule import build, schedule_names
+
+
+def row(contestant, variant, median_s, *, spread=0.0, recompute="never"):
+    near = (median_s * (1 - spread / 2), median_s * (1 + spread / 2))
+    return Row(contestant, variant, recompute, 10, 10, median_s, near, 1.0, (5_000_000,))
+
+
+def figures(floor_s, ours_s, *, spread=0.0):
+    rows = [row("floor", "local", floor_s), row("ours", "gpipe", ours_s, spread=spread)]
+    return Figures("2 cores", "2026-01-01", {"ours": "2.13"}, {"A M=4 core": rows})
+
+
+def sample(step_s, *, is_disturbed=False):
+    return Sample(step_s, 2 * step_s, 0.0, 0, is_disturbed)
+
+
+# What is measured
+
+
+def test_every_schedule_is_a_cell_somewhere():
+    cells = our_cells("A", 8, named_schedules(), again=2)
+    assert {cell.variant for cell in cells} == set(schedule_names()) - {"file"}
+    assert {cell.recompute for cell in cells} == {"never", "except_last"}
+
+
+def test_torch_is_not_asked_what_it_refuses():
+    assert [cell.variant for cell in torch_cells("A", 1, again=False)] == ["GPipe"]
+
+
+def test_keys_of_cells_differ():
+    cells = [cell for block in short_blocks() for cell in block.cells]
+    assert len({cell.key for cell in cells}) == len(cells)
+
+
+def test_a_block_keeps_the_contestants_it_is_told():
+    block = short_blocks()[0].of(["ours"])
+    assert {cell.contestant for cell in block.cells} == {"ours"}
+
+
+@pytest.mark.parametrize("name", ["A", "A16", "B", "C", "T"])
+def test_cuts_hold_all_layers_once(name):
+    workload = make_workload(name, "tiny")
+    for num_stages in (1, 2, 4, 8):
+        spans = workload.spans(num_stages)
+        assert [index for span in spans for index in span] == list(range(len(workload.layers)))
+    inputs, targets = workload.batch()
+    assert len(inputs) == len(targets) == workload.batch_size
+    assert torch.equal(inputs, workload.batch()[0])
+
+
+# Limits
+
+
+def test_limit_is_the_floor_and_the_fill_and_drain():
+    times = LayerTimes((1.0,) * 4, (2.0,) * 4, (1.0,) * 4)
+    limit = limit_of(build("gpipe", ranks=2, microbatches=4), [2, 2], times, 1.2, [2, 2])
+    # Four micro-batches of 6 on a rank, one more of each stage's to fill and drain.
+    assert limit.step_s == pytest.approx(1.2 * 30 / 24)
+    assert limit.bubble == pytest.approx(0.2)
+
+
+def test_limit_counts_imbalance_once():
+    times = LayerTimes((1.0, 3.0), (2.0, 6.0), (1.0, 3.0))
+    one = limit_of(build("gpipe", ranks=2, microbatches=64), [1, 1], times, 1.0, [1, 1])
+    assert one.step_s == pytest.approx(1.0, rel=0.02)
+
+
+def test_layer_times_of_ranks_are_put_together():
+    times = LayerTimes.of([{"1": [2, 3, 4]}, {"0": [1, 2, 1]}])
+    assert times.forward == (1, 2) and times.backward == (2, 3)
+    # An input's half that came out above the whole is the whole.
+    assert times.input_half == (1, 3)
+
+
+# Figures
+
+
+def test_disturbed_visits_do_not_count():
+    cell = Cell("ours", "A", "gpipe", 2)
+    each = Measured(cell, [sample(1.0), sample(3.0), sample(0.5, is_disturbed=True)], [7, 8])
+    each.notes = [{"counts": [4, 4]}]
+    (found,) = rows_of(Block("A", 2, "core", (cell,)), [each])
+    assert (found.median_s, found.num_clean, found.num_visits) == (2.0, 2, 3)
+    assert found.peak_bytes == (7, 8)
+
+
+def test_without_an_undisturbed_visit_the_least_is_marked():
+    cell = Cell("plain", "A", "whole batch", 2)
+    each = Measured(cell, [sample(1.0, is_disturbed=True), sample(3.0, is_disturbed=True)])
+    figures = Figures(blocks={"A M=2 core": rows_of(Block("A", 2, "core", (cell,)), [each])})
+    assert "| ~1000 |" in markdown(figures)
+
+
+def test_visits_are_due_in_proportion():
+    each = Measured(Cell("ours", "A", "gpipe", 2, wanted=2))
+    due = []
+    for number in range(10):
+        if each.is_due(number, 10):
+            due.append(number)
+            each.samples.append(sample(1.0))
+    assert due == [0, 5]
+    assert not each.is_due(10, 10)
+
+
+def test_foreign_time_disturbs():
+    assert is_disturbed(1.0, 0.2)
+    assert not is_disturbed(1.0, 0.05)
+    assert not is_disturbed(0.1, 0.02)  # the clock's two ticks
+
+
+def test_quartiles_of_few_values_are_their_range():
+    assert quartiles([1.0, 2.0, 9.0]) == (1.0, 9.0)
+    assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == (2.0, 4.0)
+
+
+def test_figures_survive_their_file(tmp_path):
+    kept = figures(1.0, 1.5)
+    kept.save(tmp_path / "figures.json")
+    assert load_figures(tmp_path / "figures.json") == kept
+    assert not list(tmp_path.glob("*.new"))
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"blocks": {"A": [{"nonsense": 1}]}}'])
+def test_a_file_of_something_else_is_refused(tmp_path, text):
+    path = tmp_path / "figures.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match="no figures of a benchmark"):
+        load_figures(path)
+
+
+def test_a_failed_cell_is_shown_as_such():
+    failed = Row("deepspeed", "1F1B", "never", failed="it | broke; its logs are in x")
+    text = markdown(Figures(blocks={"A M=4 core": [failed]}))
+    assert "(it / broke)" in text
+
+
+# Comparison
+
+
+def test_only_what_moved_beyond_the_spread_is_told():
+    kept = figures(1.0, 1.5)
+    assert "none moved" in report(figures(2.0, 3.01), kept)  # the whole machine is slower
+    assert "ours gpipe: 1.800" in report(figures(1.0, 1.8), kept)
+    assert "none moved" in report(figures(1.0, 1.8, spread=0.3), kept)
+    (move,) = moves(figures(1.0, 1.2), kept)
+    assert move.now / move.kept == pytest.approx(0.8) and move.is_beyond
+
+
+def test_nothing_in_common_is_told():
+    other = replace(figures(1.0, 1.5), blocks={})
+    assert "nothing to compare" in report(figures(1.0, 1.5), other)
+
+
+# Gradients
+
+
+def answers(**changes):
+    fields = {"names": ["a", "b"], "num_plain": 2, "error": 0.0, "norm": 4.0}
+    return [fields | changes]
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({}, ""),
+        ({"error": 4e-8}, ""),
+        ({"error": 4.0}, "differ from plain ones by 1.0e+00"),
+        ({"error": math.nan}, "differ from plain ones"),
+        ({"names": ["a"]}, "of 1 parameters, plain ones are 2"),
+        ({"names": None}, ""),
+    ],
+)
+def test_gradients_are_held_against_plain_ones(changes, wrong):
+    found = check_gradients(Cell("ours", "A", "gpipe", 2), answers(**changes))[1]
+    assert wrong in found and bool(wrong) == bool(found)
+
+
+class Wrong:
+    """Plain gradients, twice as large."""
+
+    factor = 2.0
+
+    def __init__(self, workload, cell):
+        self.workload, self.cell = workload, cell
+
+    def step(self):
+        pass
+
+    def gradients(self):
+        return [(name, self.factor * g) for name, g in plain_gradients(self.workload).items()]
+
+    def notes(self):
+        return {"counts": [4, 4]}
+
+    def close(self):
+        pass
+
+
+class Right(Wrong):
+    factor = 1.0
+
+
+@pytest.mark.parametrize(("entrant", "error"), [(Right, 0.0), (Wrong, 1.0)])
+def test_a_worker_measures_how_wrong_gradients_are(tmp_path, entrant, error):
+    worker = Worker(entrant, "tiny")
+    path = tmp_path / "plain.pt"
+    worker.answer({"do": "reference", "workload": "T", "path": str(path)})
+    cell = Cell("somebody", "T", "way", 2)
+    answer = worker.answer({"do": "open", "cell": cell.to_json(), "reference": str(path)})
+    json.dumps(answer)
+    found, wrong = check_gradients(cell, [answer])
+    assert found == pytest.approx(error, abs=1e-6)
+    assert bool(wrong) == (entrant is Wrong)
+    ran = worker.answer({"do": "run", "cell": cell.key, "at_s": 0.0, "steps": 3})
+    assert ran["cpu_s"] >= 0
+    worker.answer({"do": "close", "cells": [cell.key]})
+    assert not worker.cells
+
+
+# What Linux says
+
+
+def test_peak_is_of_what_was_held_and_forgotten():
+    forget_peak()
+    before = memory().now_bytes
+    block = bytearray(64 << 20)
+    del block
+    assert memory().peak_bytes - before > 60 << 20
+    forget_peak()
+    assert memory().peak_bytes - before < 30 << 20
+
+
+def test_the_machine_worked():
+    assert machine_busy_s() > 0
+
+
+# Pictures
+
+
+def test_plot_is_well_formed_and_names_its_series():
+    panel = Panel("A & B", {"ours": [(1, 1.5), (16, 1.0)], "limit <1>": [(4, 1.0)]}, "ms")
+    empty = Panel("none", {}, "ms")
+    root = ET.fromstring(draw_panels([panel, empty, replace(panel, is_log=True)], title="t"))
+    texts = [each.text for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "A & B" in texts and texts.count("limit <1>") == 1
+
+
+# Processes
+
+
+def test_a_crew_that_cannot_start_says_why(tmp_path):
+    with pytest.raises(CrewError, match="ModuleNotFoundError"):
+        Crew(Contestant("nobody", "no_such_module:Nobody", 1), "tiny", tmp_path)
+
+
+def test_settings_that_measure_nothing_are_refused():
+    with pytest.raises(ConfigError, match="nothing to measure"):
+        bench(BenchConfig(workloads=["X"]))
+
+
+@pytest.mark.slow
+def test_contestants_run_side_by_side(tmp_path):
+    """The whole way on the smallest model: start, check, turns, figures, a peer that breaks."""
+    broken = Contestant("broken", "gpipe_hpc.bench.contestants.plain:Plain", 1, python="/bin/false")
+    chosen = [each for each in CONTESTANTS if each.name in ("floor", "ours", "torch", "ddp")]
+    said = []
+    conductor = Conductor([*chosen, broken], tmp_path, size="tiny", say=said.append)
+    cells = (
+        floor_cell("B", 4),
+        *our_cells("B", 4, ("gpipe", "zb_h1")),
+        *torch_cells("B", 4, again=False)[:2],
+        Cell("ddp", "B", "whole batch", 4),
+        Cell("broken", "B", "whole batch", 4),
+    )
+    found = Figures()
+    try:
+        block = Block("B", 4, "core", tuple(replace(cell, wanted=1) for cell in cells))
+        assert cost_s(block) > 0
+        run_blocks(
+            conductor, [block], found, budget_s=20, done=lambda figures: None, say=said.append
+        )
+    finally:
+        conductor.close()
+    rows = {row.name: row for row in found.blocks["B M=4 core"]}
+    assert "has ended" in rows.pop("broken whole batch").failed
+    assert all(row.median_s for row in rows.values()), said
+    assert all(row.gradient_error < 1e-5 for name, row in rows.items() if name != "floor local")
+    assert rows["ours gpipe"].limit_s > rows["floor local"].median_s
+    assert rows["torch GPipe"].bubble == pytest.approx(rows["ours gpipe"].bubble, abs=0.2)
+    assert set(found.versions) == {"floor", "ours", "torch", "ddp"}
+
+
+def test_a_rank_that_ends_is_reported(tmp_path):
+    contestant = Contestant("plain", "gpipe_hpc.bench.contestants.plain:Plain", 1)
+    crew = Crew(contestant, "tiny", tmp_path)
+    try:
+        with pytest.raises(CrewError, match="unknown request"):
+            crew.ask({"do": "something else"})
+        crew._streams[0].shutdown(socket.SHUT_WR)
+        with pytest.raises(CrewError, match="has ended"):
+            crew.ask({"do": "close", "cells": []})
+    finally:
+        crew.close()
