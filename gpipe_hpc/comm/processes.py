@@ -98,7 +98,7 @@ class ProcessWorld:
         self._shared: weakref.WeakSet[SharedTransport] = weakref.WeakSet()
         self._groups: _Groups = []
         # A group of our own for point-to-point: its tags cannot meet the user's.
-        self._base = self._new_group(tuple(range(self.size)))
+        self._base = self._form(tuple(range(self.size)))
         # Not by way of `self`: the watching thread must not keep the world alive.
         this = weakref.ref(self)
         self._board = FailureBoard(
@@ -184,6 +184,11 @@ class ProcessWorld:
             shared.close()
 
     def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        # Forming waits on the store for all ranks, which no failure ends: meet where one does.
+        TorchGroup(self._base, tuple(range(self.size))).all_reduce(torch.zeros(1))
+        return self._form(ranks)
+
+    def _form(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         formed: dist.ProcessGroup = dist.new_group(
             list(ranks), timeout=self._timeout, backend=self._backend
         )

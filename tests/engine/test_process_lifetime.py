@@ -11,7 +11,8 @@ from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline
 from gpipe_hpc.comm.start import start_world
-from gpipe_hpc.errors import ActionError, PeerError, ScheduleError
+from gpipe_hpc.comm.world import together
+from gpipe_hpc.errors import ActionError, DataError, PeerError, ScheduleError
 
 INPUTS, TARGETS = torch.arange(16.0).reshape(4, 4), torch.tensor([0, 1, 2, 0])
 
@@ -72,3 +73,18 @@ def test_after_a_failed_step_a_new_pipeline_runs(processes, tmp_path):
 
     first, second = processes(2, body, tmp_path)
     assert first == second
+
+
+def test_a_rank_that_fails_ahead_of_its_pipeline_stops_the_others(processes, tmp_path):
+    """They waited in the store for its part in their groups, until all of the timeout was over."""
+
+    def body(rank):
+        if rank == 0:
+            with pytest.raises(DataError), together(start_world(), "opening the run"):
+                raise DataError("data: gone")
+        else:
+            with pytest.raises(PeerError, match="rank 0: data: gone"):
+                build()
+        return True
+
+    assert processes(2, body, tmp_path) == [True, True]
