@@ -8,7 +8,7 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from gpipe_hpc.config import CodedImagesConfig
@@ -33,6 +33,7 @@ from gpipe_hpc.training.data.names import Names
 
 # No other: each decoder is code that strangers' bytes run through.
 _FORMATS: Final = ("JPEG", "PNG")
+_DEEP: Final = ("I;16", "I")  # grey of 16 bits, by a newer or older Pillow
 SUFFIXES: Final = (".jpg", ".jpeg", ".png")
 
 
@@ -117,6 +118,8 @@ class CodedImages:
             image = decode(coded, num_channels, self.max_pixels)
         except MemoryError:
             raise
+        except UnidentifiedImageError as error:  # its text has an address
+            raise corrupt(self.store.where(index), f"{len(coded)} other bytes") from error
         except Exception as error:  # decoders raise all kinds of errors on bytes that are wrong
             raise corrupt(self.store.where(index), f"{type(error).__name__}: {error}") from error
         box = self.crop.box(image.width, image.height, draws)
@@ -131,7 +134,11 @@ def decode(coded: bytes, num_channels: int, max_pixels: int) -> Image.Image:
             raise ValueError(
                 f"{image.width}x{image.height} pixels, more than data.max_pixels={max_pixels}"
             )
-        return image.convert("RGB" if num_channels == 3 else "L")
+        whole: Image.Image = image
+        if image.mode in _DEEP:
+            # Converted as they are, all but the darkest would be white.
+            whole = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        return whole.convert("RGB" if num_channels == 3 else "L")
 
 
 def corrupt(where: str, got: str) -> CorruptSampleError:
