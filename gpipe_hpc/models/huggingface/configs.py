@@ -29,10 +29,16 @@ _EXTRAS: Final = (
 def read_config(source: Any) -> Any:
     """Return the config object of a folder or a config.json, of a dictionary, or a copy of one.
 
-    Nothing is downloaded, and no code that comes with a model is run. Raises `ModelError`.
+    Nothing is downloaded, and no code that comes with a model is run. Raises `ModelError`, and
+    `ConfigError` for None.
     """
     if isinstance(source, transformers().PreTrainedConfig):
         return copy.deepcopy(source)
+    if source is None:
+        raise ConfigError(
+            f"huggingface: no model, expected path to be a folder of transformers or its "
+            f"{CONFIG_FILE}, got null; set model.path=/folder"
+        )
     if isinstance(source, str | Path):
         source = _read_json(Path(source))
     if not isinstance(source, Mapping):

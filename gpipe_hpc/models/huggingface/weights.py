@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
-from gpipe_hpc.errors import ModelError
+from gpipe_hpc.errors import ConfigError, ModelError
 from gpipe_hpc.models.huggingface.library import safetensors, transformers_part
 
 WEIGHTS_FILE: Final = "model.safetensors"
@@ -53,11 +53,13 @@ def open_weights(folder: Path, model: Any, fresh: Iterable[str] = ()) -> WeightF
     """Open the weights of `model`, on the meta device; `fresh`: patterns of names not taken over.
 
     Raises `ModelError` for files that are missing, pickled or damaged, and for tensors that the
-    model has and the folder lacks, that the model lacks, or that have another shape.
+    model has and the folder lacks, that the model lacks, or that have another shape;
+    `ConfigError` for a pattern that fits no tensor of the model.
     """
     stored = {name: place for file in _files(folder) for name, place in _header(file).items()}
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     patterns = tuple(fresh)
+    _check_patterns(patterns, expected)
     places: dict[str, Stored] = {}
     for name, (original, (place, shape)) in _renamed(model, stored).items():
         if _matches(name, patterns):
@@ -153,6 +155,16 @@ def _tied_names(model: Any) -> dict[str, tuple[str, ...]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return {name: tuple(group) for group in names.values() for name in group}
+
+
+def _check_patterns(patterns: tuple[str, ...], names: Iterable[str]) -> None:
+    known = list(names)
+    idle = [each for each in patterns if not any(_matches(name, (each,)) for name in known)]
+    if idle:
+        raise ConfigError(
+            f"huggingface: a pattern of fresh fits nothing, expected names of the model's "
+            f"tensors, as {known[-1]}, got {idle[0]!r}; correct or remove it"
+        )
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:

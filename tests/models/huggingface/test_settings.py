@@ -10,7 +10,7 @@ import torch
 
 from gpipe_hpc import Pipeline, run_on_threads
 from gpipe_hpc.config import build_target, compose_config
-from gpipe_hpc.errors import ModelError
+from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import loss_function
 from gpipe_hpc.plan import make_plan
 from gpipe_hpc.training.data import open_data
@@ -61,7 +61,7 @@ def test_it_is_planned_without_values(config_file: Path):
 
 def test_missing_path_names_the_setting(library: Any):
     config = compose_config(["model=huggingface", *DATA])
-    with pytest.raises(ModelError, match=r"got NoneType; set model\.path=/folder"):
+    with pytest.raises(ConfigError, match=r"got null; set model\.path=/folder"):
         build_target("model", config.model)
 
 
