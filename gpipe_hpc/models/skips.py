@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from gpipe_hpc.comm.nests import tensors_of
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models.layers import Layer, layer_name
 
@@ -82,9 +83,19 @@ def run_layer(
     """Run one layer: its pops leave `stashed`, its stashes come into it; return its output.
 
     Raises `ModelError` if a layer that stashes does not return a tuple of one value more than it
-    has names.
+    has names, and if a layer writes in place into what waits for a later one.
     """
-    output = module(nest, *(stashed.pop(name) for name in names.pops))
+    popped = [stashed.pop(name) for name in names.pops]
+    before = _versions(stashed)
+    output = module(nest, *popped)
+    if before != (after := _versions(stashed)):
+        changed = ", ".join(name for name in after if after[name] != before[name])
+        # Where a cut lies between the two layers they share no memory: other numbers.
+        raise ModelError(
+            f"{where}: wrote in place into what an earlier layer stashed as {changed}, expected "
+            f"that to stay as it was, got it changed; stash a copy (x.clone()), or use "
+            f"inplace=False there"
+        )
     if not names.stashes:
         return output
     if not isinstance(output, tuple) or len(output) != 1 + len(names.stashes):
@@ -118,6 +129,10 @@ def _declared(layer: Layer, what: str, where: str) -> tuple[str, ...]:
             f"{what} = ('name',), or call the attribute otherwise"
         )
     return tuple(map(str, names))
+
+
+def _versions(stashed: Mapping[str, Any]) -> dict[str, list[int]]:
+    return {name: [t._version for t in tensors_of(nest)] for name, nest in stashed.items()}
 
 
 def _where(layers: Sequence[Layer], index: int) -> str:

@@ -10,7 +10,7 @@ from torch import nn
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.comm.memory_transport import MemoryTransport
 from gpipe_hpc.comm.nests import tensors_of
-from gpipe_hpc.errors import ModelError, ScheduleError
+from gpipe_hpc.errors import ActionError, ModelError, ScheduleError
 from gpipe_hpc.models import build_layer
 from gpipe_hpc.schedule import build, lower, schedule_names
 
@@ -199,6 +199,22 @@ def test_stashes_and_pops_that_do_not_fit_are_refused_at_build_time(model, messa
     ]
     with pytest.raises(ModelError, match=message):
         Pipeline(specs, loss_fn)
+
+
+def test_writing_in_place_into_what_waits_is_refused():
+    class StashesItsOutput(Block):
+        def forward(self, x):
+            y = super().forward(x)
+            return y, y
+
+    # In one process the stash would change with it, with a cut in between it would not.
+    model = [
+        LayerSpec(StashesItsOutput, 0, 0).stashing("a"),
+        LayerSpec(nn.ReLU, inplace=True),
+        LayerSpec(Block, 1, 0).popping("a"),
+    ]
+    with pytest.raises(ActionError, match=r"layers\.1: wrote in place into .* stashed as a, "):
+        Pipeline(model, loss_fn).step(*BATCH)
 
 
 def test_built_modules_declare_skips_by_attributes():
