@@ -21,6 +21,7 @@ from gpipe_hpc.models import (
     find_skips,
     find_ties,
     parameter_at,
+    refuse_shared_statistics,
     replace_parameter,
     skip_names,
 )
@@ -52,6 +53,7 @@ def build_stages(
     that find the same object trained by a rank ahead of them: those work on copies.
     """
     spans = stage_spans(counts)
+    refuse_shared_statistics(layers)
     ties = find_ties(layers)
     routes = routes_of(layers, counts)
     held = [i for stage in indices for i in spans[stage]]

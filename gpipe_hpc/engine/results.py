@@ -6,16 +6,15 @@ And what layers reported besides: further losses, which are part of it, and metr
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, NamedTuple
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.engine.loss import LossTerm
 from gpipe_hpc.engine.segment import Noted
-
-MAIN: Final = "main"
-"""The part of the loss that the loss function gave."""
+from gpipe_hpc.models import MAIN_LOSS
 
 
 class Row(NamedTuple):
@@ -50,7 +49,7 @@ class StepLoss:
     @cached_property
     def sums(self) -> dict[str, float]:
         """Return the sum of each part of the loss over the global batch, the main one first."""
-        parts = {MAIN: self._totals[0]}
+        parts = {MAIN_LOSS: self._totals[0]}
         for row, at in self._places():
             if row.is_loss:
                 parts[row.name] = parts.get(row.name, 0.0) + self._totals[at]
@@ -195,7 +194,7 @@ def _found(noted: Mapping[int, Sequence[Noted]]) -> Found:
 
 def _positions(rows: Sequence[Row]) -> list[int]:
     """Return where the numbers of each row begin, behind the main loss and its weight."""
-    return [2 + sum(2 - row.is_loss for row in rows[:at]) for at in range(len(rows))]
+    return list(accumulate((2 - row.is_loss for row in rows[:-1]), initial=2)) if rows else []
 
 
 def _num_terms(rows: Sequence[Row]) -> int:

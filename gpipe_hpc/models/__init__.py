@@ -10,6 +10,7 @@ from gpipe_hpc.models.batchnorm import (
     convert_batchnorm,
     normalising_together,
     pooled,
+    refuse_shared_statistics,
     refuse_single_values,
     shifted_sums,
 )
@@ -40,6 +41,7 @@ from gpipe_hpc.models.randomness import (
     mix64,
 )
 from gpipe_hpc.models.reports import (
+    MAIN_LOSS,
     Reports,
     add_loss,
     add_metric,
@@ -57,6 +59,7 @@ from gpipe_hpc.models.zoo import build_model, model_names
 
 __all__ = [
     "GENERATOR_LOCK",
+    "MAIN_LOSS",
     "Conversion",
     "Layer",
     "LayerSpec",
@@ -109,6 +112,7 @@ __all__ = [
     "parameter_at",
     "parameter_sizes",
     "pooled",
+    "refuse_shared_statistics",
     "refuse_single_values",
     "replace_parameter",
     "reporting",

@@ -4,7 +4,7 @@ Within a pipeline these layers leave their running statistics alone and report w
 (`Moments`); whoever runs them pools all micro-batches of a step. Outside of one they are torch's.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from gpipe_hpc.errors import ModelError
+from gpipe_hpc.models.layers import Layer
 from gpipe_hpc.models.reports import current_reports
 
 SumOver = Callable[[Tensor], None]
@@ -132,6 +133,26 @@ def convert_batchnorm(module: nn.Module, where: str = "") -> Conversion:
         elif isinstance(part, _NormBase) and part.track_running_stats:
             left.append(f"{full} ({type(part).__name__})")
     return Conversion(tuple(converted), tuple(left))
+
+
+def refuse_shared_statistics(layers: Sequence[Layer]) -> None:
+    """Raise ModelError if layers that come built share a module whose statistics are updated.
+
+    Layers may be placed apart, where each would have statistics of its own: other ones than here.
+    """
+    places: dict[int, int] = {}
+    for index, layer in enumerate(layers):
+        for name, part in layer.named_modules() if isinstance(layer, nn.Module) else ():
+            if not (isinstance(part, _NormBase) and part.track_running_stats and part.training):
+                continue
+            first = places.setdefault(id(part), index)
+            if first != index:
+                where = ".".join(filter(None, (f"layers.{index}", name)))
+                raise ModelError(
+                    f"{where} ({type(part).__name__}): expected running statistics of its own, got "
+                    f"those of layers.{first}, which is the same module; give each layer a module "
+                    f"of its own (weights may be tied), or track_running_stats=False"
+                )
 
 
 def refuse_single_values(layer: PooledBatchNorm, input: Tensor) -> None:

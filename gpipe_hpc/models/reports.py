@@ -14,6 +14,9 @@ from torch import Tensor
 
 from gpipe_hpc.errors import ModelError
 
+MAIN_LOSS: Final = "main"
+"""The part of the loss that the loss function gives."""
+
 Number = Tensor | float
 
 
@@ -51,6 +54,16 @@ def add_loss(name: str, total: Tensor) -> None:
     samples like a loss that is one, multiply it by the number of samples. Losses of one name
     are summed; each is also reported by its name.
     """
+    if name == MAIN_LOSS:
+        raise ModelError(
+            f"add_loss({name!r}): expected another name, as this is that of the loss function's "
+            f"part, got it; call the loss otherwise"
+        )
+    if not isinstance(total, Tensor):
+        raise ModelError(
+            f"add_loss({name!r}): expected a tensor of one number, got {type(total).__name__}; "
+            f"give the tensor that was computed, or nothing where there is none"
+        )
     _check("add_loss", name, total)
     reports = _CURRENT.get()
     if reports is not None:

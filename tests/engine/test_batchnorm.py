@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe_hpc import Pipeline, run_on_threads
-from gpipe_hpc.errors import ActionError, DataError
+from gpipe_hpc.errors import ActionError, DataError, ModelError
+from gpipe_hpc.models import classification
 
 STEPS = 5
 RATE = 0.01
@@ -356,3 +357,12 @@ def test_under_autocast(recompute):
     assert torch.allclose(buffers["layers.1.running_mean"], mean, rtol=1e-4, atol=1e-6)
     variance = 0.9 + 0.1 * whole.var((0, 2, 3))
     assert torch.allclose(buffers["layers.1.running_var"], variance, rtol=1e-4)
+
+
+def test_statistics_that_layers_share_are_refused_unless_they_are_frozen():
+    norm = nn.BatchNorm1d(4)
+    model = nn.Sequential(norm, nn.Linear(4, 4), norm)
+    with pytest.raises(ModelError, match=r"layers\.2 \(BatchNorm1d\): .* those of layers\.0, "):
+        Pipeline(model, classification)
+    norm.eval()
+    Pipeline(model, classification)
