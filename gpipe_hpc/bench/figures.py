@@ -138,6 +138,12 @@ def median_step(each: Measured) -> float:
     return min(sample.step_s for sample in each.samples)
 
 
+def median_ranks(each: Measured) -> list[float]:
+    """Return each rank's median of undisturbed visits, of the shortest visit if there is none."""
+    visits = each.clean or [min(each.samples, key=lambda sample: sample.step_s)]
+    return [statistics.median(times) for times in zip(*(v.ranks_s for v in visits), strict=True)]
+
+
 def quartiles(steps: Sequence[float]) -> tuple[float, float]:
     """Return the first and third quartile; of few values their range."""
     if len(steps) < 4:
@@ -153,7 +159,7 @@ def _limit(each: Measured, floor: Measured | None) -> Limit | None:
         return None
     times = LayerTimes.of([note["layers"] for note in floor.notes])
     floor_counts = floor.notes[0]["counts"]
-    return limit_of(schedule, each.notes[0]["counts"], times, median_step(floor), floor_counts)
+    return limit_of(schedule, each.notes[0]["counts"], times, median_ranks(floor), floor_counts)
 
 
 def table_of(cell: Cell, notes: Sequence[Mapping[str, Any]]) -> Schedule | None:

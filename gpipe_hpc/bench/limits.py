@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
-from gpipe_hpc.schedule import Costs, Op, Schedule, simulate
+from gpipe_hpc.schedule import Costs, Schedule, simulate
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,26 @@ class LayerTimes:
         halves = [min(half, whole) for half, whole in zip(inputs, backward, strict=True)]
         return cls(tuple(forward), tuple(backward), tuple(halves))
 
+    def scaled(
+        self, ranks_s: Sequence[float], counts: Sequence[int], num_microbatches: int
+    ) -> "LayerTimes":
+        """Return the times that add up to what each rank's whole stage takes for its micro-batches.
+
+        Timed one by one layers cost more, and while one rank was timed others may have disturbed.
+        """
+        factors: list[float] = []
+        for rank_s, span in zip(ranks_s, _spans(counts), strict=True):
+            apart_s = num_microbatches * (sum(self.forward[span]) + sum(self.backward[span]))
+            factors += [rank_s / apart_s] * (span.stop - span.start)
+        forward, backward, inputs = (
+            tuple(seconds * factor for seconds, factor in zip(times, factors, strict=True))
+            for times in (self.forward, self.backward, self.input_half)
+        )
+        return LayerTimes(forward, backward, inputs)
+
     def costs(self, counts: Sequence[int]) -> Costs:
         """Return the costs of stages of these many layers."""
-        spans, first = [], 0
-        for count in counts:
-            spans.append(slice(first, first + count))
-            first += count
+        spans = _spans(counts)
         forward, backward, inputs = (
             [sum(times[span]) for span in spans]
             for times in (self.forward, self.backward, self.input_half)
@@ -51,22 +66,23 @@ class Limit:
     bubble: float
 
 
+def _spans(counts: Sequence[int]) -> list[slice]:
+    ends = [0, *accumulate(counts)]
+    return [slice(*pair) for pair in pairwise(ends)]
+
+
 def limit_of(
     schedule: Schedule,
     counts: Sequence[int],
     times: LayerTimes,
-    floor_s: float,
+    ranks_s: Sequence[float],
     floor_counts: Sequence[int],
 ) -> Limit:
-    """Return the floor times what the schedule adds to it, simulated with the layers' times.
+    """Return the floor with what the schedule adds to it, simulated without transfers.
 
-    Simulated without transfers, both; so what layers cost less when they are not timed one by one
-    cancels out, and imbalance of either cut counts.
+    `times` of each layer are scaled to add up to `ranks_s`, each rank's time in the floor, whose
+    cut is `floor_counts`.
     """
-    simulated = simulate(schedule, times.costs(counts))
-    costs = times.costs(floor_counts)
-    stages = range(len(floor_counts))
-    forward = costs.of_compute(Op.F, len(stages))
-    backward = costs.of_compute(Op.B, len(stages))
-    busiest = max(forward[s] + backward[s] for s in stages) * schedule.num_microbatches
-    return Limit(floor_s * simulated.makespan / busiest, simulated.bubble)
+    scaled = times.scaled(ranks_s, floor_counts, schedule.num_microbatches)
+    timeline = simulate(schedule, scaled.costs(counts))
+    return Limit(timeline.makespan, timeline.bubble)
