@@ -120,5 +120,7 @@ def test_bad_settings_are_refused(configs: Any):
         huggingface_layers(configs["llama"], attention="flash")
     with pytest.raises(ConfigError, match=r"bad dtype.*'int8'"):
         huggingface_layers(configs["llama"], dtype="int8")
-    with pytest.raises(ModelError, match=r"got NoneType; set model\.path"):
+    with pytest.raises(ConfigError, match=r"got null; set model\.path"):
         huggingface_layers(None)
+    with pytest.raises(ModelError, match=r"got int; set model\.path"):
+        huggingface_layers(5)
