@@ -177,18 +177,23 @@ def group_options() -> list[str]:
     return sorted(f"{path.parent.name}={path.stem}" for path in (ROOT / "conf").glob("*/*.yaml"))
 
 
+# Tried first, since most options go with one of them.
+LIKELY = ("model=gpt", "model=vgg16", "model=mlp", "data=synthetic", "data=synthetic_images")
+
+
 @pytest.mark.parametrize("option", group_options())
 def test_every_yaml_composes(option):
     """Each kind of data fits some model; each other option some kind of data."""
     partners = "model=" if option.startswith("data=") else "data="
-    candidates = [each for each in group_options() if each.startswith(partners)]
+    others = [each for each in group_options() if each.startswith(partners)]
     refusals = []
-    for partner in candidates:
+    for partner in sorted(others, key=lambda each: each not in LIKELY):
         try:
             compose_config([option, partner])
+            return
         except ConfigError as error:
             refusals.append(str(error))
-    assert len(refusals) < len(candidates), refusals
+    pytest.fail(f"nothing goes with {option}: {refusals}")
 
 
 def undocumented(schema: object, written: object, path: str = "") -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from gpipe_hpc.config.composing import conf_dir
-from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.errors import ConfigError, ModelError
 
 
 def build_target(section: str, settings: Mapping[str, Any]) -> Any:
@@ -17,9 +17,14 @@ def build_target(section: str, settings: Mapping[str, Any]) -> Any:
 
     With a target of one's own (``model._target_=my.module.build``) the keywords of the presets in
     ``conf/<section>/`` are passed only where the target takes them; any other keyword that it does
-    not take is refused with ConfigError. What the target itself raises is raised.
+    not take is refused with ConfigError. A ModelError of the target is one, too;
+    whatever else it raises is raised.
     """
-    return bind_target(section, settings)()
+    try:
+        return bind_target(section, settings)()
+    except ModelError as error:
+        # Sizes that cannot be are settings that cannot be.
+        raise ConfigError(f"config: {section}: {error}") from error
 
 
 def bind_target(section: str, settings: Mapping[str, Any]) -> Callable[..., Any]:

@@ -111,8 +111,8 @@ class Executor:
         except (ConnectionError, TimeoutError) as error:
             raise type(error)(f"{self._position(index)}: {error}") from error
         except Exception as error:
-            kind = type(error).__name__
-            raise ActionError(f"{self._position(index)}: {kind}: {error}") from error
+            what = ": ".join([*getattr(error, "__notes__", ())[:1], type(error).__name__])
+            raise ActionError(f"{self._position(index)}: {what}: {error}") from error
         self._world.activity = "between steps"
         self.recorder.end_step()
         num_left = sum(work.num_kept for work in self._works.values())

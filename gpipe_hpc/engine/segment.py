@@ -70,7 +70,11 @@ class Segment:
             for index, layer in self.layers.items():
                 seed(key(index))
                 call = self._calls.get(index, layer)
-                nest = run_layer(call, self._names[index], nest, stashed, f"layers.{index}")
+                try:
+                    nest = run_layer(call, self._names[index], nest, stashed, f"layers.{index}")
+                except Exception as error:
+                    error.add_note(f"layers.{index} ({type(layer).__name__})")
+                    raise
                 if reports:
                     noted.append(Noted(index, reports.take()))
         if copies:

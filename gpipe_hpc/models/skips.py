@@ -7,7 +7,7 @@ by attributes `stashes` and `pops`, tuples of names. A name belongs to one stash
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from gpipe_hpc.comm.nests import tensors_of
 from gpipe_hpc.errors import ModelError
@@ -87,7 +87,10 @@ def run_layer(
     """
     popped = [stashed.pop(name) for name in names.pops]
     before = _versions(stashed)
+    given = [(t, t._version) for t in tensors_of((nest, popped))] if popped else []
     output = module(nest, *popped)
+    if any(tensor._version != version for tensor, version in given):
+        _refuse_shared(nest, popped, [t for t, version in given if t._version != version], where)
     if before != (after := _versions(stashed)):
         changed = ", ".join(name for name in after if after[name] != before[name])
         # Where a cut lies between the two layers they share no memory: other numbers.
@@ -129,6 +132,16 @@ def _declared(layer: Layer, what: str, where: str) -> tuple[str, ...]:
             f"{what} = ('name',), or call the attribute otherwise"
         )
     return tuple(map(str, names))
+
+
+def _refuse_shared(nest: Any, popped: Any, written: Sequence[Tensor], where: str) -> None:
+    """Refuse a write in place into memory that a layer's input and what it pops have in common."""
+    memories = [{t.untyped_storage().data_ptr() for t in tensors_of(x)} for x in (nest, popped)]
+    if any(t.untyped_storage().data_ptr() in memories[0] & memories[1] for t in written):
+        raise ModelError(
+            f"{where}: wrote in place into its input, which is also what it pops, expected the two "
+            f"to stay apart, as they are where a cut lies between; use a copy (x.clone())"
+        )
 
 
 def _versions(stashed: Mapping[str, Any]) -> dict[str, list[int]]:

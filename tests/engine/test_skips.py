@@ -229,3 +229,22 @@ def test_built_modules_declare_skips_by_attributes():
     assert pipe.step(x, target).loss == pytest.approx(expected.item(), abs=1e-12)
     for p, g in zip(pipe.parameters(), gradients, strict=True):
         assert (p.grad - g).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("writes_popped", [True, False])
+def test_a_layer_that_overwrites_what_it_also_pops_is_named(writes_popped):
+    """Cut between the two layers, it wrote into a copy: the loss depended on the cut."""
+
+    class Both(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y, y
+
+    class Overwrites(nn.Identity):
+        def forward(self, x, popped):
+            (popped if writes_popped else x).mul_(2)
+            return x + popped
+
+    model = [LayerSpec(Both, WIDTH, WIDTH).stashing("a"), LayerSpec(Overwrites).popping("a")]
+    with pytest.raises(Exception, match=r"layers\.1.*wrote in place into its input, which is also"):
+        Pipeline(model, lambda y, t: y.sum()).step(*(x.float() for x in BATCH))
