@@ -2,6 +2,7 @@
 PYTHON ?= python3
 PROCESSES ?= 2
 ARGS ?=
+WORKERS ?= auto
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -34,7 +35,7 @@ bench: $(STAMP)
 	$(BIN)/python -m gpipe_hpc.bench $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -q -m "not slow" -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow $(ARGS)
