@@ -238,7 +238,7 @@ def test_layer_that_raises_is_named_on_every_rank(schedule, failing, where):
 
     errors = failures(3, body)
     place = f"rank {failing}, stage {failing}, micro-batch 1, action {failing}{where}1"
-    words = "in the backward" if where == "B" else "in the forward"
+    words = "in the backward" if where == "B" else f"layers.{failing} (Failing): ZeroDivisionError"
     assert_all_report(errors, failing, ActionError, place, "ZeroDivisionError", words)
     assert f"-> {failing}{where}1 <-" in str(errors[failing])
 
