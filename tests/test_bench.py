@@ -191,6 +191,15 @@ def test_only_what_moved_beyond_the_spread_is_told():
     assert move.now / move.kept == pytest.approx(0.8) and move.is_beyond
 
 
+def test_the_short_form_is_held_against_the_full_one():
+    kept = figures(1.0, 1.5)
+    now = figures(1.0, 1.2)
+    now.blocks = {"A M=4 short": now.blocks["A M=4 core"]}
+    assert [move.block for move in moves(now, kept)] == ["A M=4 short"]
+    now.blocks = {"A M=8 short": now.blocks["A M=4 short"]}
+    assert not list(moves(now, kept))
+
+
 def test_nothing_in_common_is_told():
     other = replace(figures(1.0, 1.5), blocks={})
     assert "nothing to compare" in report(figures(1.0, 1.5), other)
@@ -322,7 +331,7 @@ def test_contestants_run_side_by_side(tmp_path):
         block = Block("B", 4, "core", tuple(replace(cell, wanted=1) for cell in cells))
         assert cost_s(block) > 0
         run_blocks(
-            conductor, [block], found, budget_s=20, done=lambda figures: None, say=said.append
+            conductor, [block], found, budget_s=60, done=lambda figures: None, say=said.append
         )
     finally:
         conductor.close()

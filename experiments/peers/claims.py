@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from gpipe_hpc.bench.cells import MAIN, OURS_OF_TORCH
+from gpipe_hpc.bench.cells import FULL, MAIN, OURS_OF_TORCH
 from gpipe_hpc.bench.figures import Figures, Row
 
 MODELS = ("A", "B", "C")
@@ -36,7 +36,7 @@ class Ratio(NamedTuple):
 
 
 def block(workload: str, microbatches: int) -> str:
-    return f"{workload} M={microbatches} core"
+    return f"{workload} M={microbatches} {FULL}"
 
 
 def ratio(top: Row | None, bottom: Row | None, name: str) -> Ratio | None:

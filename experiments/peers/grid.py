@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from gpipe_hpc.bench.cells import (
     CONTESTANTS,
+    FULL,
     MAIN,
     OTHER,
     OUR_MAIN,
@@ -82,7 +83,7 @@ def core(workload: str, microbatches: int) -> Block:
         *unpiped_cells(workload, microbatches),
         *peer_cells(workload, microbatches),
     ]
-    return Block(workload, microbatches, "core", tuple(cells))
+    return Block(workload, microbatches, FULL, tuple(cells))
 
 
 def others(workload: str, microbatches: int) -> Block:

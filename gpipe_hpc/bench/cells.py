@@ -8,6 +8,9 @@ from gpipe_hpc.schedule import schedule_names
 
 RANKS: Final = 2
 
+# The part of the full form that has all cells of the short one.
+FULL: Final = "core"
+
 # How many undisturbed steps a cell waits for: those that claims rest on, others, rare ones.
 MAIN: Final = 10
 OTHER: Final = 4

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from gpipe_hpc.bench.cells import FULL
 from gpipe_hpc.bench.figures import Figures, Row
 
 # Between two runs even the same program moves by this much.
@@ -34,11 +35,12 @@ class Move(NamedTuple):
 def moves(now: Figures, kept: Figures) -> Iterator[Move]:
     """Yield the cells that both have, each as a ratio to the floor measured in the same run."""
     for block, rows in now.blocks.items():
-        floors = [_floor(figures, block) for figures in (now, kept)]
+        there = _counterpart(block, kept)
+        floors = [_floor(now, block), _floor(kept, there)]
         if None in floors:
             continue
         for row in rows:
-            before = kept.find(block, row.name)
+            before = kept.find(there, row.name)
             if row.contestant == "floor" or row.median_s is None or before is None:
                 continue
             ratios, spreads = [], []
@@ -47,6 +49,13 @@ def moves(now: Figures, kept: Figures) -> Iterator[Move]:
                 ratios.append(each.median_s / floor.median_s)
                 spreads.append(math.hypot(each.spread, floor.spread))
             yield Move(block, row.name, ratios[0], ratios[1], max(_LEAST, sum(spreads)))
+
+
+def _counterpart(block: str, kept: Figures) -> str:
+    """Return the kept block of the same workload and micro-batches: that of the full form."""
+    if block in kept.blocks:
+        return block
+    return f"{block.rsplit(' ', 1)[0]} {FULL}"
 
 
 def _floor(figures: Figures, block: str) -> Row | None:
