@@ -292,11 +292,14 @@ def test_the_machine_worked():
 
 
 def test_plot_is_well_formed_and_names_its_series():
-    panel = Panel("A & B", {"ours": [(1, 1.5), (16, 1.0)], "limit <1>": [(4, 1.0)]}, "ms")
+    series = {"ours": [(1, 1.5), (16, 1.0)], "limit <1>": [(4, 1.0)]}
+    panel = Panel("A & B", series, "ms", dashed={"ours": [(1, 2.0), (16, 0.5)]})
     empty = Panel("none", {}, "ms")
     root = ET.fromstring(draw_panels([panel, empty, replace(panel, is_log=True)], title="t"))
     texts = [each.text for each in root.iter("{http://www.w3.org/2000/svg}text")]
     assert "A & B" in texts and texts.count("limit <1>") == 1
+    lines = root.iter("{http://www.w3.org/2000/svg}path")
+    assert sum(each.get("stroke-dasharray") is not None for each in lines) == 2
 
 
 # Processes

@@ -79,13 +79,13 @@ def peers_plot(figures: Figures) -> str:
 
 def growth_plot(figures: Figures) -> str:
     """Draw step times over micro-batches for each number of ranks, and the fit."""
-    series: dict[str, list[tuple[float, float]]] = {}
+    measured: dict[str, list[tuple[float, float]]] = {}
+    fitted: dict[str, list[tuple[float, float]]] = {}
     for point in figures.extras["growth"]:
         count = point["microbatches"]
-        ranks = f"{point['ranks']:g} rank{'' if point['ranks'] == 1 else 's'}"
-        series.setdefault(f"{ranks}, measured", []).append((count, 1e3 * point["step_s"]))
+        name = f"{point['ranks']:g} rank{'' if point['ranks'] == 1 else 's'}"
+        measured.setdefault(name, []).append((count, 1e3 * point["step_s"]))
         if "fit_s" in point:
-            fit = series.setdefault(f"{ranks}, limit of work + actions", [])
-            fit.append((count, 1e3 * point["fit_s"]))
-    panel = Panel("Model T, 1F1B", dict(sorted(series.items())), "ms a step", is_log=True)
-    return draw_panels([panel], title="Growth with ranks and micro-batches")
+            fitted.setdefault(name, []).append((count, 1e3 * point["fit_s"]))
+    panel = Panel("Model T, 1F1B", measured, "ms a step", is_log=True, dashed=fitted)
+    return draw_panels([panel], title="Growth; dashed: work + actions")

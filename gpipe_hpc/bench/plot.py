@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 from xml.sax.saxutils import escape
 
@@ -24,21 +24,20 @@ _LEFT: Final = 52.0
 _TOP: Final = 34.0
 _GAP: Final = 26.0
 _PER_ROW: Final = 3
-_DASHED: Final = "limit"
 
 Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One diagram: series by name; x is logarithmic, y as told. Dashed: names with 'limit'."""
+    """One diagram: series by name; x is logarithmic, y as told. `dashed` lines go with series."""
 
     title: str
     series: Mapping[str, Points]
     y_label: str
     x_label: str = "micro-batches"
     is_log: bool = False
-    y_most: float = math.inf
+    dashed: Mapping[str, Points] = field(default_factory=dict)
 
 
 def draw_panels(panels: Sequence[Panel], *, title: str = "") -> str:
@@ -65,7 +64,7 @@ def draw_panels(panels: Sequence[Panel], *, title: str = "") -> str:
     for number, name in enumerate(names):
         row, column = divmod(number, num_columns)
         x, y = _GAP + 210.0 * column, legend_y + 18.0 * row
-        lines.append(_line([(x, y), (x + 22, y)], colours[name], name))
+        lines.append(_line([(x, y), (x + 22, y)], colours[name]))
         lines.append(_text(x + 28, y + 4, name, 12))
     return "\n".join([*lines, "</svg>"]) + "\n"
 
@@ -102,14 +101,15 @@ class _Scale:
 
 
 def _panel(panel: Panel, colours: Mapping[str, str]) -> Iterator[str]:
-    points = [point for series in panel.series.values() for point in series]
+    every = [*panel.series.values(), *panel.dashed.values()]
+    points = [point for series in every for point in series]
     yield _text(_LEFT, 20, panel.title, 13, weight="bold")
     if not points:
         return
     bottom = _HEIGHT - 30
     xs = sorted({x for x, _ in points})
     x_at = _Scale(xs, _LEFT + 10, _WIDTH - 6, is_log=True)
-    ys = [min(y, panel.y_most) for _, y in points]
+    ys = [y for _, y in points]
     if not panel.is_log:
         ys = [*ys, min(ys) - 0.06 * (max(ys) - min(ys))]
     y_at = _Scale(ys, bottom, _TOP, panel.is_log)
@@ -123,9 +123,12 @@ def _panel(panel: Panel, colours: Mapping[str, str]) -> Iterator[str]:
     yield f'<path d="M{_LEFT:g} {_TOP:g}V{bottom:g}H{_WIDTH:g}" stroke="#888888" fill="none"/>'
     yield _text(_WIDTH, _HEIGHT - 1, panel.x_label, 11, anchor="end")
     yield _text(_WIDTH, 20, panel.y_label, 11, anchor="end")
+    for name, series in panel.dashed.items():
+        placed = [(x_at(x), y_at(y)) for x, y in sorted(series)]
+        yield _line(placed, colours[name], ' stroke-dasharray="5 3"')
     for name, series in panel.series.items():
-        placed = [(x_at(x), y_at(min(y, panel.y_most))) for x, y in sorted(series)]
-        yield _line(placed, colours[name], name)
+        placed = [(x_at(x), y_at(y)) for x, y in sorted(series)]
+        yield _line(placed, colours[name])
         for (x, y), (_, value) in zip(placed, sorted(series), strict=True):
             yield (
                 f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" fill="{colours[name]}">'
@@ -133,10 +136,9 @@ def _panel(panel: Panel, colours: Mapping[str, str]) -> Iterator[str]:
             )
 
 
-def _line(points: Points, colour: str, name: str) -> str:
+def _line(points: Points, colour: str, more: str = "") -> str:
     path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-    dashes = ' stroke-dasharray="5 3"' if _DASHED in name else ""
-    return f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="1.8"{dashes}/>'
+    return f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="1.8"{more}/>'
 
 
 def _text(
