@@ -51,9 +51,6 @@ def sample(step_s, *, is_disturbed=False):
     return Sample((step_s, 0.9 * step_s), 2 * step_s, 0.0, 0, is_disturbed)
 
 
-# What is measured
-
-
 def test_every_schedule_is_a_cell_somewhere():
     cells = our_cells("A", 8, named_schedules(), again=2)
     assert {cell.variant for cell in cells} == set(schedule_names()) - {"file"}
@@ -85,9 +82,6 @@ def test_cuts_hold_all_layers_once(name):
     assert torch.equal(inputs, workload.batch()[0])
 
 
-# Limits
-
-
 def test_limit_is_the_floor_and_the_fill_and_drain():
     times = LayerTimes((1.0,) * 4, (2.0,) * 4, (1.0,) * 4)
     limit = limit_of(build("gpipe", ranks=2, microbatches=4), [2, 2], times, [1.2, 1.2], [2, 2])
@@ -115,9 +109,6 @@ def test_layer_times_of_ranks_are_put_together():
     assert times.forward == (1, 2) and times.backward == (2, 3)
     # An input's half that came out above the whole is the whole.
     assert times.input_half == (1, 3)
-
-
-# Figures
 
 
 def test_disturbed_visits_do_not_count():
@@ -179,9 +170,6 @@ def test_a_failed_cell_is_shown_as_such():
     assert "(it / broke)" in text
 
 
-# Comparison
-
-
 def test_only_what_moved_beyond_the_spread_is_told():
     kept = figures(1.0, 1.5)
     assert "none moved" in report(figures(2.0, 3.01), kept)  # the whole machine is slower
@@ -203,9 +191,6 @@ def test_the_short_form_is_held_against_the_full_one():
 def test_nothing_in_common_is_told():
     other = replace(figures(1.0, 1.5), blocks={})
     assert "nothing to compare" in report(figures(1.0, 1.5), other)
-
-
-# Gradients
 
 
 def answers(**changes):
@@ -271,9 +256,6 @@ def test_a_worker_measures_how_wrong_gradients_are(tmp_path, entrant, error):
     assert not worker.cells
 
 
-# What Linux says
-
-
 def test_peak_is_of_what_was_held_and_forgotten():
     forget_peak()
     before = memory().now_bytes
@@ -288,9 +270,6 @@ def test_the_machine_worked():
     assert machine_busy_s() > 0
 
 
-# Pictures
-
-
 def test_plot_is_well_formed_and_names_its_series():
     series = {"ours": [(1, 1.5), (16, 1.0)], "limit <1>": [(4, 1.0)]}
     panel = Panel("A & B", series, "ms", dashed={"ours": [(1, 2.0), (16, 0.5)]})
@@ -300,9 +279,6 @@ def test_plot_is_well_formed_and_names_its_series():
     assert "A & B" in texts and texts.count("limit <1>") == 1
     lines = root.iter("{http://www.w3.org/2000/svg}path")
     assert sum(each.get("stroke-dasharray") is not None for each in lines) == 2
-
-
-# Processes
 
 
 def test_a_crew_that_cannot_start_says_why(tmp_path):
