@@ -227,6 +227,13 @@ def test_keyword_that_own_model_does_not_take_is_refused(own_module):
         build_target("model", model)
 
 
+def test_a_keyword_of_another_preset_is_refused():
+    """`depth` is U-Net's; a GPT with it once trained as if nothing had been said."""
+    model = compose_config(["model=gpt", "model.depth=3"]).model
+    with pytest.raises(ConfigError, match=r"does not take depth, expected some of vocab_size"):
+        build_target("model", model)
+
+
 def test_own_loss_keeps_its_keywords(own_module):
     loss = bind_target("loss", {"_target_": f"{own_module}.loss", "beta": 2})
     assert loss("a", "b") == ("a", "b", 2)

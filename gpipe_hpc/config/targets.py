@@ -34,8 +34,8 @@ def bind_target(section: str, settings: Mapping[str, Any]) -> Callable[..., Any]
     parameters = inspect.signature(target).parameters
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
         return partial(target, **keywords)
-    preset = _preset_keywords(section)
-    unknown = [name for name in keywords if name not in parameters and name not in preset]
+    passed_over = _preset_keywords(section, settings["_target_"])
+    unknown = [name for name in keywords if name not in parameters and name not in passed_over]
     if unknown:
         raise ConfigError(
             f"config: {section}._target_={settings['_target_']} does not take {unknown[0]}, "
@@ -45,8 +45,11 @@ def bind_target(section: str, settings: Mapping[str, Any]) -> Callable[..., Any]
     return partial(target, **{name: keywords[name] for name in keywords if name in parameters})
 
 
-def _preset_keywords(section: str) -> set[str]:
-    presets = (OmegaConf.load(path) for path in (conf_dir() / section).glob("*.yaml"))
+def _preset_keywords(section: str, target: str) -> set[str]:
+    """Return what presets may have left behind where another target stands in for theirs."""
+    presets = [OmegaConf.load(path) for path in (conf_dir() / section).glob("*.yaml")]
+    if target in [preset["_target_"] for preset in presets]:
+        return set()
     return {str(name) for preset in presets for name in preset}
 
 
