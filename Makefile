@@ -38,7 +38,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -q -m "not slow" -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -q -m slow $(ARGS)
+	$(BIN)/python -m pytest -q -m slow -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-all: test test-slow
 
@@ -46,7 +46,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_fitness.py
+	$(BIN)/python -m pytest -q -n $(WORKERS) tests/test_fitness.py
 
 format: $(STAMP)
 	$(BIN)/ruff format .

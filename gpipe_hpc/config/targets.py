@@ -47,7 +47,7 @@ def bind_target(section: str, settings: Mapping[str, Any]) -> Callable[..., Any]
 
 def _preset_keywords(section: str, target: str) -> set[str]:
     """Return what presets may have left behind where another target stands in for theirs."""
-    presets = [OmegaConf.load(path) for path in (conf_dir() / section).glob("*.yaml")]
+    presets: list[Any] = [OmegaConf.load(path) for path in (conf_dir() / section).glob("*.yaml")]
     if target in [preset["_target_"] for preset in presets]:
         return set()
     return {str(name) for preset in presets for name in preset}
