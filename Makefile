@@ -35,10 +35,10 @@ bench: $(STAMP)
 	$(BIN)/python -m gpipe_hpc.bench $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -m "not slow" -n $(WORKERS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -q -m "not slow" -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -q -m slow -n $(WORKERS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -q -m slow -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
 
 test-all: test test-slow
 
@@ -46,7 +46,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -n $(WORKERS) tests/test_fitness.py
+	$(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses 8 tests/test_fitness.py
 
 format: $(STAMP)
 	$(BIN)/ruff format .
