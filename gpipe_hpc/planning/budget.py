@@ -6,12 +6,12 @@ that hold a stage in common are solved together, all others one by one.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final, NamedTuple
 
-from gpipe_hpc.errors import PartitionError
+from gpipe_hpc.errors import ConfigError, PartitionError
 from gpipe_hpc.models import Layer
 from gpipe_hpc.planning.choice import Example, Partition
 from gpipe_hpc.planning.choices import Choices, Weights, stage_choices
@@ -80,8 +80,14 @@ def choose_recompute(
     each byte that a layer gives, so that what has no FLOPs is not for nothing. It is exact for the
     memory that `forecast` foresees, but for a stage or rank with thousands of choices.
 
-    Raises PartitionError, naming the ranks and what they lack, where nothing fits.
+    Raises PartitionError, naming the ranks and what they lack, where nothing fits; ConfigError for
+    a limit that is none.
     """
+    if not (math.isfinite(limit_bytes) and limit_bytes > 0):
+        raise ConfigError(
+            f"recompute: memory_bytes is what each rank may fill, expected a finite number above "
+            f"0, got {limit_bytes}; set pipeline.memory_bytes to the bytes of a device, as 16e9"
+        )
     stages = count_stages(model, counts)
     table = add_recompute(schedule, "except_last")
     limits = _limits(model, stages, table, limit_bytes, optimizer_states)
@@ -95,9 +101,11 @@ def choose_recompute(
         own = [limit for limit in limits if set(limit.kept) & set(group)]
         if not own:
             continue
-        picked = select({s: choices[s] for s in group}, {s: runs[s] for s in group}, own)
+        shared, times = {s: choices[s] for s in group}, {s: runs[s] for s in group}
+        picked = select(shared, times, own)
         if picked is None:
-            raise _nothing_fits(limits, choices, limit_bytes)
+            lacking = _lacking(limits, choices) or _lacking_together(shared, times, own)
+            raise _nothing_fits(lacking, limit_bytes)
         for stage, choice in picked.items():
             places = choices[stage].recomputed(choice)
             chosen[stage] = frozenset(stages[stage].layers[place] for place in places)
@@ -228,20 +236,42 @@ def _groups(placement: Placement) -> list[list[int]]:
     return [sorted(group) for group in groups if group]
 
 
-def _nothing_fits(
-    limits: Sequence[Limit], choices: Sequence[Choices], limit_bytes: float
-) -> PartitionError:
-    """Return the error that says what each rank lacks with the least that it can do with."""
+def _lacking(limits: Sequence[Limit], choices: Sequence[Choices]) -> list[str]:
+    """Return what each rank lacks at one time, even with the least that it can do with then."""
     lacking: dict[int, float] = {}
     for limit in limits:
         least = sum(int(limit.used(stage, choices[stage]).min()) for stage in limit.kept)
         lacking[limit.rank] = max(least - limit.room, lacking.get(limit.rank, 0.0))
     short = [rank for rank in sorted(lacking) if lacking[rank] > 0]
-    shown = ", ".join(f"{bytes_text(lacking[rank])} on rank {rank}" for rank in short[:4])
-    more = f" and on {len(short) - 4} ranks more" if len(short) > 4 else ""
+    more = [f"more on {len(short) - 4} further ranks"] if len(short) > 4 else []
+    return [f"{bytes_text(math.ceil(lacking[r]))} on rank {r}" for r in short[:4]] + more
+
+
+def _lacking_together(
+    choices: Mapping[int, Choices], runs: Mapping[int, int], limits: Sequence[Limit]
+) -> list[str]:
+    """Return what is lacking where each limit can be met, but not all with the same choice."""
+
+    def fits(extra: int) -> bool:
+        wider = [limit._replace(room=limit.room + extra) for limit in limits]
+        return select(choices, runs, wider) is not None
+
+    enough = 1
+    while not fits(enough):
+        enough *= 2
+    too_little = enough // 2
+    while enough - too_little > max(1, enough // 1000):
+        middle = (enough + too_little) // 2
+        too_little, enough = (too_little, middle) if fits(middle) else (middle, enough)
+    ranks = sorted({limit.rank for limit in limits})
+    where = f"rank {ranks[0]}" if len(ranks) == 1 else f"one of ranks {ranges_text(ranks)}"
+    return [f"{bytes_text(enough)} on {where}"]
+
+
+def _nothing_fits(lacking: Sequence[str], limit_bytes: float) -> PartitionError:
     return PartitionError(
         f"recompute: nothing fits, expected weights, gradients, optimizer and activations of at "
-        f"most {bytes_text(limit_bytes)} a rank, got too much by {shown or 'a little'}{more} with "
+        f"most {bytes_text(limit_bytes)} a rank, got too much by {', '.join(lacking)} with "
         f"all recomputation that helps; use more stages, more micro-batches of fewer samples, a "
         f"schedule that keeps fewer of them (one_f_one_b), or raise pipeline.memory_bytes"
     )

@@ -6,6 +6,7 @@ the rest of the stage cannot tell them apart: the last layer was treated alike, 
 storage that a later layer may keep as well.
 """
 
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -22,7 +23,8 @@ Weights = tuple[int, int]
 """How many micro-batches live that are still to be recomputed, and that are already."""
 
 MAX_CHOICES: Final = 4096
-"""Longest front. Of a longer one some choices are left out, evenly by bytes, its ends never."""
+"""Longest front under one weight. Of a longer one some choices are left out, evenly by bytes, its
+ends never."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,10 @@ def stage_choices(
 ) -> Choices:
     """Return the choices of a stage; `costs` are those of running each layer again, integers.
 
-    A choice is left out if another costs as little and needs no more under each of the weights.
+    A choice is left out if one other costs as little and needs no more under all of the weights.
     Exact, but where a front outgrows `MAX_CHOICES`.
     """
+    weights = _extremes(weights)
     steps = _Steps(storages)
     states: list[_State] = [_State(None, frozenset(), frozenset())]
     zero = np.zeros(1, dtype=np.int64)
@@ -147,6 +150,15 @@ class _Steps:
         return frozenset(n for n in storages if self._last_use.get(n, -1) > position)
 
 
+def _extremes(weights: Collection[Weights]) -> tuple[Weights, ...]:
+    """Return the two weights, or the only one, of which each weight is a sum: they decide."""
+
+    def share(weight: Weights) -> float:
+        return weight[1] / sum(weight)
+
+    return tuple({min(weights, key=share), max(weights, key=share)})
+
+
 def _merged(
     fronts: Sequence[_Front],
     weights: Collection[Weights],
@@ -157,14 +169,48 @@ def _merged(
     kept = np.concatenate([front.kept_bytes for front in fronts])
     full = np.concatenate([front.full_bytes for front in fronts])
     costs = np.concatenate([front.costs for front in fronts])
-    orders = [
-        thinned(undominated(kept * of_kept + full * of_full, costs), longest)
-        for of_kept, of_full in weights
-    ]
-    order = orders[0] if len(orders) == 1 else np.unique(np.concatenate(orders))
+    amounts = [kept * of_kept + full * of_full for of_kept, of_full in weights]
+    order = _best(amounts, costs, longest)
     states = np.concatenate([front.origins.states for front in fronts])[order]
     parents = np.concatenate([front.origins.parents for front in fronts])[order]
     return _Front(kept[order], full[order], costs[order], _Origins(states, parents, again))
+
+
+def _best(amounts: Sequence[Integers], costs: Integers, longest: int) -> Indices:
+    if len(amounts) == 1:
+        return thinned(undominated(amounts[0], costs), longest)
+    first, second = amounts
+    order = undominated_by_one(first, second, costs)
+    if len(order) <= longest:
+        return order
+    # What is best under either of the weights, or under both together, matters most.
+    sums = (first, second, first + second)
+    fronts = [thinned(undominated(each, costs), longest) for each in sums]
+    return np.unique(np.concatenate(fronts))
+
+
+def undominated_by_one(first: Integers, second: Integers, costs: Integers) -> Indices:
+    """Return the places of the triples that no other single one beats in all, by ascending cost.
+
+    To lose to one triple in `first` and to another in `second` is not to be beaten.
+    """
+    order = np.lexsort((second, first, costs))
+    # Of the cheaper ones a staircase: the further along in `first`, the less in `second`.
+    ends: list[int] = []
+    steps: list[int] = []
+    places: list[int] = []
+    triples = zip(order.tolist(), first[order].tolist(), second[order].tolist(), strict=True)
+    for place, x, y in triples:
+        at = bisect_right(ends, x)
+        if at and steps[at - 1] <= y:
+            continue
+        at -= bool(at) and ends[at - 1] == x
+        behind = at
+        while behind < len(steps) and steps[behind] >= y:
+            behind += 1
+        ends[at:behind], steps[at:behind] = [x], [y]
+        places.append(place)
+    return np.array(places, dtype=np.int64)
 
 
 def undominated(amounts: Integers, costs: Integers) -> Indices:

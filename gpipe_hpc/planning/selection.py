@@ -10,7 +10,7 @@ from gpipe_hpc.planning.choices import Choices, Indices, Integers, thinned, undo
 MAX_SELECTIONS: Final = 2048
 """Most partial selections that are followed; all of them, where there are no more."""
 
-_MAX_PICKS: Final = 512  # of a stage among several
+_MAX_PICKS: Final = 512  # of a stage among several, of those that fit at all
 
 
 class Limit(NamedTuple):
@@ -46,13 +46,16 @@ def select(
     used = np.zeros((1, len(limits)), dtype=np.int64)
     costs = np.zeros(1, dtype=np.int64)
     trail: list[tuple[Indices, Indices]] = []
-    rest = sum(uses[stage].min(axis=0) for stage in stages)
+    least = {stage: uses[stage].min(axis=0) for stage in stages}
+    rest = whole = np.stack(list(least.values())).sum(axis=0)
     for stage in stages:
         own = choices[stage]
-        picks = np.arange(len(own.costs))
+        others = whole - least[stage]
+        picks = np.flatnonzero((uses[stage] + others <= room).all(axis=1))
         if len(stages) > 1:
-            picks = thinned(np.argsort(own.kept_bytes, kind="stable"), _MAX_PICKS)
-        rest = rest - uses[stage].min(axis=0)
+            picks = picks[np.argsort(own.kept_bytes[picks], kind="stable")]
+            picks = thinned(picks, _MAX_PICKS)
+        rest = rest - least[stage]
         used = (used[:, None, :] + uses[stage][picks]).reshape(-1, len(limits))
         costs = (costs[:, None] + runs[stage] * own.costs[picks]).ravel()
         places = np.flatnonzero((used + rest <= room).all(axis=1))
