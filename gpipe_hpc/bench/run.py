@@ -40,7 +40,7 @@ def run_blocks(
     A block that needs less leaves the rest to those behind it.
     """
     end_s = time.monotonic() + budget_s
-    figures.versions |= conductor.versions
+    figures.versions |= {name: f"torch {text}" for name, text in conductor.versions.items()}
     for number, block in enumerate(blocks):
         begin_s = time.monotonic()
         left = sum(cost_s(each) for each in blocks[number:])
@@ -50,10 +50,19 @@ def run_blocks(
             return
         measured = conductor.measure(block, begin_s + share_s)
         figures.blocks[block.name] = rows_of(block, measured)
+        figures.versions |= peer_versions(measured)
         done(figures)
         say(f"\n{block.name}: {time.monotonic() - begin_s:.0f} s, {disturbance(measured)}")
         for line in block_lines(figures.blocks[block.name]):
             say(line)
+
+
+def peer_versions(measured: Sequence[Measured]) -> dict[str, str]:
+    """Return the versions of those who are not torch itself."""
+    noted = (
+        (each.cell.contestant, each.notes[0].get("version")) for each in measured if each.notes
+    )
+    return {name: str(version) for name, version in noted if version is not None}
 
 
 def disturbance(measured: Sequence[Measured]) -> str:
