@@ -20,8 +20,9 @@ _HEAD = (
 
 def markdown(figures: Figures) -> str:
     """Return all blocks, each as a table; the fastest first within a contestant."""
-    versions = ", ".join(f"{name} {version}" for name, version in sorted(figures.versions.items()))
-    lines = [f"{figures.machine}; {versions}; {figures.date}."]
+    of_torch = sorted({each for each in figures.versions.values() if each.startswith("torch ")})
+    others = (f"{n} {v}" for n, v in sorted(figures.versions.items()) if v not in of_torch)
+    lines = [f"{figures.machine}; {', '.join([*of_torch, *others])}; {figures.date}."]
     for name, rows in figures.blocks.items():
         lines += ["", f"**{name}**", "", *block_lines(rows)]
     return "\n".join(lines) + "\n"
