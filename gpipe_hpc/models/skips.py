@@ -85,6 +85,8 @@ def run_layer(
     Raises `ModelError` if a layer that stashes does not return a tuple of one value more than it
     has names, and if a layer writes in place into what waits for a later one.
     """
+    if not (stashed or names.stashes or names.pops):
+        return module(nest)
     popped = [stashed.pop(name) for name in names.pops]
     before = _versions(stashed)
     given = [(t, t._version) for t in tensors_of((nest, popped))] if popped else []
