@@ -3,6 +3,7 @@
 Imports no torch: a signal that comes while torch still loads must find its handler.
 """
 
+import os
 import signal
 import threading
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 REQUEUE_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again
+INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT  # as shells say it
 
 
 class StopRequest:
@@ -31,3 +33,21 @@ class StopRequest:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = self.signal or signal.Signals(number)
+
+
+def end_when_interrupted(grace_s: float = 10.0) -> None:
+    """Let Ctrl-C end this process for certain: by KeyboardInterrupt, or `grace_s` seconds later.
+
+    The exception may come between two instructions that take a lock and promise to release it,
+    and whoever then cleans up waits for that lock forever. No effect outside the main thread.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        timer = threading.Timer(grace_s, os._exit, [INTERRUPTED_EXIT_CODE])
+        timer.daemon = True
+        timer.start()
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, interrupt)
