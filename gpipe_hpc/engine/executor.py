@@ -13,6 +13,7 @@ from gpipe_hpc.comm.wire import assemble, disassemble
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.engine.feed import Feed
 from gpipe_hpc.engine.loss import LossTerm, loss_term
+from gpipe_hpc.engine.precision import keeping_casts
 from gpipe_hpc.engine.recorder import Recorder
 from gpipe_hpc.engine.routes import BATCH
 from gpipe_hpc.engine.segment import Noted
@@ -65,6 +66,7 @@ class Executor:
         self._wiring = wiring
         self._world = world
         self._num_layers = num_layers
+        self._precision = next((stage.precision for stage in stages.values()), "float32")
         self.recorder = Recorder(world.device)
         # Made and not yet taken by the next stage or a SEND: outputs upwards, gradients downwards.
         self._made: dict[Hop, Message] = {}
@@ -101,7 +103,7 @@ class Executor:
         index = 0
         try:
             # Under the caller's inference mode, writes in place could not be told.
-            with torch.inference_mode(False):
+            with torch.inference_mode(False), keeping_casts(self._precision, self._world.device):
                 while index < len(self._program):
                     self._world.activity, call = self._program[index]
                     call()

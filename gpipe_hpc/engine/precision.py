@@ -1,6 +1,7 @@
 """In which precision layers compute: autocast over float32 weights and gradient sums."""
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from types import MappingProxyType
 from typing import Final
 
@@ -28,6 +29,34 @@ def casting(precision: str, device: torch.device) -> AbstractContextManager[obje
         )
     dtype = PRECISIONS[precision]
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+
+
+def keeping_casts(precision: str, device: torch.device) -> AbstractContextManager[object]:
+    """Return a block within which all `casting` blocks share their casts of parameters.
+
+    For one step: a weight is cast once for all micro-batches, not once for each, and their graphs
+    hold one copy of it. Parameters must not change within the block.
+    """
+    if PRECISIONS[precision] is None or not _casts_keep_their_graph():
+        return nullcontext()
+    # torch forgets casts at the end of the outermost block, also of one that casts nothing.
+    return torch.autocast(device.type, enabled=False)
+
+
+@cache
+def _casts_keep_their_graph() -> bool:
+    """Say whether a cast first made without a graph serves a forward with one.
+
+    Older versions of torch hand out the same detached cast: the weight would get no gradient.
+    """
+    weight = torch.ones(1, 1, requires_grad=True)
+    x = torch.ones(1, 1)
+    casts = torch.autocast("cpu", torch.bfloat16)
+    with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
+        with torch.no_grad(), casts:
+            torch.mm(x, weight)
+        with torch.enable_grad(), casts:
+            return torch.mm(x, weight).requires_grad
 
 
 def scaling(precision: str) -> LossScale | None:
