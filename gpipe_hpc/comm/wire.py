@@ -7,6 +7,7 @@ tensors themselves. The word says which structure follows, so both ends know wha
 import io
 import pickle
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -71,7 +72,7 @@ EMPTY = Structure(flatten(())[1], ())
 def disassemble(nest: Nest) -> tuple[Structure, list[torch.Tensor]]:
     """Split a nest into its structure and its tensors, detached, in leaf order."""
     if isinstance(nest, torch.Tensor):
-        return Structure(LEAF, (_meta(nest),)), [nest.detach()]
+        return _single(nest.shape, nest.dtype, nest.requires_grad), [nest.detach()]
     leaves, tree = flatten(nest)
     tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
     described = tuple(
@@ -82,6 +83,8 @@ def disassemble(nest: Nest) -> tuple[Structure, list[torch.Tensor]]:
 
 def assemble(structure: Structure, tensors: list[torch.Tensor]) -> Nest:
     """Rebuild a nest; each tensor is a leaf that requires grad where the sender's did."""
+    if structure.tree.kind is None and structure.metas:  # one tensor alone
+        return tensors[0].detach().requires_grad_(structure.metas[0].requires_grad)
     arrived = iter(tensors)
     leaves = [
         next(arrived).detach().requires_grad_(leaf.requires_grad)
@@ -116,6 +119,12 @@ def _pickled(value: object) -> bytes:
 
 def _meta(tensor: torch.Tensor) -> TensorMeta:
     return TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
+@lru_cache(maxsize=MAX_STRUCTURES)
+def _single(shape: torch.Size, dtype: torch.dtype, requires_grad: bool) -> Structure:
+    """Return the structure of a tensor alone, made once: most messages are one."""
+    return Structure(LEAF, (TensorMeta(tuple(shape), dtype, requires_grad),))
 
 
 class Catalogue:
