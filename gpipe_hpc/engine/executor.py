@@ -72,6 +72,7 @@ class Executor:
         self._made: dict[Hop, Message] = {}
         self._feed = _no_feed()
         self._outcome = Outcome()
+        self._seeds: dict[torch.dtype, torch.Tensor] = {}  # where backward starts, by dtype
         self._works = {i: StageWork(stage, self, wiring.peers) for i, stage in stages.items()}
         binders: dict[Op, Callable[[Action], Call]] = {
             Op.F: self._bind_forward,
@@ -98,7 +99,7 @@ class Executor:
 
         Raises ActionError if an action failed, ConnectionError or TimeoutError if a wait did.
         """
-        self._feed, self._outcome = feed, Outcome()
+        self._feed, self._outcome, self._seeds = feed, Outcome(), {}
         self.recorder.start_step()
         index = 0
         try:
@@ -301,15 +302,22 @@ class Executor:
             )
         target = None if feed.targets is None else self._on_device(feed.targets[microbatch])
         stage = self._stages[self._schedule.num_stages - 1]
-        with stage.keyed(feed.keys(microbatch)(self._num_layers)), reporting(Reports()) as reports:
+        with stage.keyed.alone() as draw, reporting(Reports()) as reports:
+            draw(feed.keys(microbatch)(self._num_layers))
             term = loss_term(feed.loss_fn, output, target, num_samples)
         if not again:
             self._outcome.losses[microbatch] = term.without_graph()
-        return [self._start(term.total), *self.note(part, [Noted(self._num_layers, reports)])]
+        starts = [self._start(term.total)]
+        if reports:
+            starts += self.note(part, [Noted(self._num_layers, reports)])
+        return starts
 
     def _start(self, total: torch.Tensor) -> Start:
-        seed = self._feed.seed
-        return Start(total, torch.ones_like(total) if seed is None else seed.to(total.dtype))
+        if self._feed.seed is None:
+            return Start(total, torch.ones_like(total))
+        if total.dtype not in self._seeds:
+            self._seeds[total.dtype] = self._feed.seed.to(total.dtype)
+        return Start(total, self._seeds[total.dtype])
 
 
 def _no_feed() -> Feed:

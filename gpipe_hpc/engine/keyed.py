@@ -18,28 +18,12 @@ class Keyed:
         self._generators = generators_of(device)
         self._outside: list[torch.Tensor] | None = None  # the states to go back to; None: not in
 
-    @contextmanager
-    def alone(self) -> Iterator[Callable[[int], None]]:
+    def alone(self) -> "_Alone":
         """Draw alone within the block, after calls of what it yields: seed the generators anew.
 
         Afterwards they are as they were: the user's own, whom they also serve, sees no change.
         """
-        with GENERATOR_LOCK:
-            # 1 us. Not once a step: ranks that are threads would save one another's seeds.
-            states = [generator.get_state() for generator in self._generators]
-            before, self._outside = self._outside, states
-            try:
-                yield self._seed
-            finally:
-                self._outside = before
-                self._set(states)
-
-    @contextmanager
-    def __call__(self, seed: int) -> Iterator[None]:
-        """Draw from generators seeded with `seed` within the block, and nobody else with us."""
-        with self.alone() as seeded:
-            seeded(seed)
-            yield
+        return _Alone(self)
 
     @contextmanager
     def let_go(self) -> Iterator[None]:
@@ -67,6 +51,30 @@ class Keyed:
     def _set(self, states: Sequence[torch.Tensor]) -> None:
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
+
+
+class _Alone:
+    """The block of `Keyed.alone`. A class: as a generator it takes twice as long to enter."""
+
+    __slots__ = ("_before", "_keyed", "_states")
+
+    def __init__(self, keyed: Keyed) -> None:
+        self._keyed = keyed
+
+    def __enter__(self) -> Callable[[int], None]:
+        GENERATOR_LOCK.acquire()
+        keyed = self._keyed
+        # 2 us. Not once a step: ranks that are threads would save one another's seeds.
+        self._states = [generator.get_state() for generator in keyed._generators]
+        self._before, keyed._outside = keyed._outside, self._states
+        return keyed._seed
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self._keyed._outside = self._before
+            self._keyed._set(self._states)
+        finally:
+            GENERATOR_LOCK.release()
 
 
 def generators_of(device: torch.device) -> list[torch.Generator]:

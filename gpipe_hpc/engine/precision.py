@@ -14,13 +14,17 @@ PRECISIONS: Final = MappingProxyType(
     {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 )
 
+_AS_IT_IS: Final = nullcontext()
 
-def casting(precision: str, device: torch.device) -> AbstractContextManager[object]:
+
+def casting(
+    precision: str, device: torch.device, *, shared: bool = True
+) -> AbstractContextManager[object]:
     """Return a block within which forwards compute in `precision`.
 
     bfloat16, float16: torch's autocast. Weights stay as they are, and so do the sums of their
     gradients; boundaries have whatever dtype the layers give. float32: everything as the layers
-    have it.
+    have it. `shared`: whether casts of parameters may be those of other such blocks.
     """
     if precision not in PRECISIONS:
         raise ConfigError(
@@ -28,7 +32,9 @@ def casting(precision: str, device: torch.device) -> AbstractContextManager[obje
             f"choose one of them"
         )
     dtype = PRECISIONS[precision]
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+    if dtype is None:
+        return _AS_IT_IS
+    return torch.autocast(device.type, dtype, cache_enabled=shared)
 
 
 def keeping_casts(precision: str, device: torch.device) -> AbstractContextManager[object]:

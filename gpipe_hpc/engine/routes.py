@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gpipe_hpc.comm.nests import Nest
+import torch
+
+from gpipe_hpc.comm.nests import Nest, tensors_of
 from gpipe_hpc.models import Skip
 
 BATCH = -1
@@ -15,6 +17,11 @@ class State(NamedTuple):
 
     nest: Nest
     stashed: dict[str, Nest]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all tensors in it."""
+        nest, stashed = self
+        return tensors_of(nest) + (tensors_of(stashed) if stashed else [])
 
 
 class Edge(NamedTuple):
@@ -32,6 +39,8 @@ class StageRoutes(NamedTuple):
 
     def gather(self, parts: Sequence[Nest]) -> State:
         """Put together what came, one part for each source."""
+        if len(parts) == 1 and not self.sources[0].names:
+            return State(parts[0], {})
         (first, *others), stashed = zip(self.sources, parts, strict=True), dict[str, Nest]()
         edge, nest = first
         if edge.names:
@@ -44,6 +53,8 @@ class StageRoutes(NamedTuple):
     def scatter(self, state: State) -> list[Nest]:
         """Take apart what leaves, one part for each destination: no stash is carried through."""
         nest, stashed = state
+        if len(self.destinations) == 1 and not self.destinations[0].names:
+            return [nest]
         parts = [tuple(stashed[name] for name in edge.names) for edge in self.destinations]
         if parts:
             parts[0] = (nest, *parts[0]) if parts[0] else nest

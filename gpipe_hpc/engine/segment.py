@@ -1,17 +1,21 @@
 """Layers of a stage that are run, and recomputed, together."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 
-from gpipe_hpc.comm.nests import Nest, flatten, tensors_of, unflatten
+from gpipe_hpc.comm.nests import Nest, flatten, unflatten
 from gpipe_hpc.engine.keyed import Keyed, LayerKey
 from gpipe_hpc.engine.routes import State
+from gpipe_hpc.engine.splitting import Deferred, deferring
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import Reports, SkipNames, reporting, run_layer
+
+_NOTHING: Final = nullcontext()
 
 
 class Noted(NamedTuple):
@@ -45,6 +49,7 @@ class Segment:
         self.layers = dict(layers)
         self._stage = stage
         self._names = {index: names.get(index, SkipNames()) for index in layers}
+        self._places = {index: f"layers.{index}" for index in layers}
         self._keyed = keyed
         # By training mode (dropout writes in place in one only): whether the layers were seen
         # to leave the input alone.
@@ -55,23 +60,26 @@ class Segment:
         """Say whether any parameter requires a gradient."""
         return any(p.requires_grad for layer in self.layers.values() for p in layer.parameters())
 
-    def run(self, state: State, key: LayerKey) -> tuple[State, list[Noted]]:
+    def run(
+        self, state: State, key: LayerKey, deferred: Deferred | None = None
+    ) -> tuple[State, list[Noted]]:
         """Run the layers; return what they make of `state`, and what they reported.
 
         `state` stays as it is: it may be needed for recomputation, and its storage may belong to
         the user or to another rank.
         """
         (nest, stashed), copies = self._protect(state)
-        watched = [] if copies else tensors_of(state.nest)
-        watched += [] if copies or not state.stashed else tensors_of(state.stashed)
+        watched = [] if copies else state.tensors()
         versions = [tensor._version for tensor in watched]
         noted: list[Noted] = []
-        with self._keyed.alone() as seed, reporting(Reports()) as reports:
+        splits = _NOTHING if deferred is None else deferring(deferred)
+        with self._keyed.alone() as seed, reporting(Reports()) as reports, splits:
             for index, layer in self.layers.items():
                 seed(key(index))
                 call = self._calls.get(index, layer)
+                names = self._names[index]
                 try:
-                    nest = run_layer(call, self._names[index], nest, stashed, f"layers.{index}")
+                    nest = run_layer(call, names, nest, stashed, self._places[index])
                 except Exception as error:
                     error.add_note(f"layers.{index} ({type(layer).__name__})")
                     raise

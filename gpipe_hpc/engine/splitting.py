@@ -1,14 +1,15 @@
 """Split a backward in two: `I`, the gradients of inputs, now; `W`, those of weights, later.
 
 While a forward runs under `DeferWeights`, each call of a function that takes a parameter (linear,
-convolution, embedding, norm, matrix product) becomes a graph of its own: its output is cut off
+convolution, embedding, matrix product) becomes a graph of its own: its output is cut off
 and joined to the outer graph by one node. The outer backward asks that node for the gradient of
 the inputs alone and notes the gradient of the output; `W` is then one call of autograd over all
 the small graphs, whose roots are known. Nobody walks a graph in Python.
 
-Parameters used in any other way get their gradient in `I`: their `W` is empty. So it is within
-functions that torch wraps whole (`F.multi_head_attention_forward`), in compiled layers, under
-functorch's transforms and in what `torch.utils.checkpoint` runs again.
+Parameters used in any other way get their gradient in `I`: their `W` is empty. So it is in norms,
+whose kernels make all gradients in one pass over the activations, within functions that torch
+wraps whole (`F.multi_head_attention_forward`), in compiled layers, under functorch's transforms
+and in what `torch.utils.checkpoint` runs again.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,10 +19,11 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
+from gpipe_hpc.engine.backward import accumulate_gradients, differentiate, edge_of
 from gpipe_hpc.errors import ModelError
 
 Function = Callable[..., Any]
@@ -41,11 +43,6 @@ _SPLIT: Final = frozenset(
         torch.conv3d,
         F.embedding,
         F.embedding_bag,
-        F.layer_norm,
-        F.group_norm,
-        F.rms_norm,
-        F.batch_norm,
-        F.instance_norm,
         torch.matmul,
         torch.mm,
         torch.bmm,
@@ -92,14 +89,13 @@ class Deferred:
             )
         self._edges.append(edge)
         self._gradients.append(gradient)
-        self._parameters.update((id(p), p) for p in parameters)
+        for parameter in parameters:
+            self._parameters[id(parameter)] = parameter
 
     def run(self) -> None:
         """Accumulate all weight gradients, and release what they were kept for."""
         if self._edges:
-            torch.autograd.backward(
-                self._edges, self._gradients, inputs=list(self._parameters.values())
-            )
+            accumulate_gradients(self._edges, self._gradients, list(self._parameters.values()))
         self._edges, self._gradients, self._parameters = [], [], {}
 
 
@@ -118,14 +114,10 @@ class DeferWeights(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run one torch function; split it if it is of the kind and takes a parameter."""
-        keywords = dict(kwargs or {})
+        keywords = kwargs or {}
         if func not in _SPLIT or not _may_split():
             return func(*args, **keywords)
-        parameters = [
-            p
-            for p in (*args, *keywords.values())
-            if isinstance(p, nn.Parameter) and p.requires_grad
-        ]
+        parameters = [p for p in (*args, *keywords.values()) if _is_trained(p)]
         if not parameters:
             return func(*args, **keywords)
         return _split_call(func, args, keywords, parameters, self._deferred)
@@ -159,7 +151,7 @@ def _is_checkpointed() -> bool:
 def _split_call(
     func: Function,
     args: Sequence[Any],
-    keywords: dict[str, Any],
+    keywords: Mapping[str, Any],
     parameters: list[nn.Parameter],
     deferred: Deferred,
 ) -> Any:
@@ -172,13 +164,15 @@ def _split_call(
     def apart(value: Any) -> Any:
         if not _is_input(value):
             return value
-        leaves.append(value.detach().requires_grad_(weight is None))
-        return leaves[-1]
+        leaf = value.detach()
+        leaves.append(leaf if weight is not None else leaf.requires_grad_())
+        return leaf
 
-    output = func(
-        *(apart(value) for value in args),
-        **{name: apart(value) for name, value in keywords.items()},
-    )
+    apart_args = [apart(value) for value in args]
+    if keywords:
+        output = func(*apart_args, **{name: apart(value) for name, value in keywords.items()})
+    else:
+        output = func(*apart_args)
     call = _Call(output, leaves, parameters, weight, deferred)
     if deferred.hold is not None:
         deferred.hold(leaves)
@@ -188,22 +182,38 @@ def _split_call(
     return join(call, *anchors)
 
 
+def _is_trained(value: Any) -> bool:
+    # Of the class itself: torch's own check of a Parameter looks at far more.
+    return (
+        isinstance(value, torch.Tensor)
+        and value.requires_grad
+        and (type(value) is nn.Parameter or isinstance(value, nn.Parameter))
+    )
+
+
 def _is_input(value: Any) -> bool:
-    if isinstance(value, nn.Parameter) or not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or not value.requires_grad:
         return False
-    return value.requires_grad
+    return value.grad_fn is not None or not isinstance(value, nn.Parameter)
 
 
 def _linear_weight(
     input: Any, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """Return the matrix that makes the input's gradient, if the input alone is to have one."""
+    """Return the matrix that makes the input's gradient, if the input alone is to have one.
+
+    Not where autocast makes another one of it, which the call's own graph keeps.
+    """
     is_plain = _is_input(input) and isinstance(weight, nn.Parameter) and weight.dim() == 2
-    return weight if is_plain else None
+    if not is_plain or torch.is_autocast_enabled(weight.device.type):
+        return None
+    return weight.detach()
 
 
 class _Call:
     """A function call with a graph of its own."""
+
+    __slots__ = ("deferred", "edge", "leaves", "output", "parameters", "weight")
 
     def __init__(
         self,
@@ -214,7 +224,7 @@ class _Call:
         deferred: Deferred,
     ) -> None:
         self.output: torch.Tensor | None = output
-        self.edge = get_gradient_edge(output)
+        self.edge = edge_of(output)
         self.leaves = leaves
         self.parameters = parameters
         self.weight = weight
@@ -226,11 +236,9 @@ class _Call:
         if not self.leaves:
             return (None,)
         if self.weight is not None:
-            product = gradient.matmul(self.weight.detach().conj().to(gradient.dtype))
-            return (product.to(self.leaves[0].dtype),)
-        return torch.autograd.grad(
-            (self.edge,), self.leaves, (gradient,), retain_graph=True, allow_unused=True
-        )
+            weight = self.weight.conj() if self.weight.is_complex() else self.weight
+            return (gradient.matmul(weight),)
+        return differentiate((self.edge,), (gradient,), self.leaves)
 
 
 class _Joint(torch.autograd.Function):

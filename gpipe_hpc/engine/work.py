@@ -7,16 +7,17 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.nests import Nest, map_tensors, tensors_of
+from gpipe_hpc.engine.backward import accumulate_gradients, edge_of
 from gpipe_hpc.engine.keyed import LayerKey
 from gpipe_hpc.engine.offload import HostCopy
 from gpipe_hpc.engine.precision import casting
 from gpipe_hpc.engine.routes import State
 from gpipe_hpc.engine.segment import Noted, Segment
-from gpipe_hpc.engine.splitting import Deferred, deferring
+from gpipe_hpc.engine.splitting import Deferred
 from gpipe_hpc.engine.stage import Stage
 from gpipe_hpc.models import SumOver, normalising_together
 
@@ -130,7 +131,7 @@ class StageWork:
         for number, (segment, recomputes) in enumerate(segments):
             is_end = number == len(segments) - 1
             given = state = _cut_off(state) if kept else state
-            leaves = _differentiable(given)
+            leaves = [tensor for tensor in given.tensors() if tensor.requires_grad]
             if recomputes:
                 state, _ = self._run(segment, given, key, part, is_end)
                 # No graph tells yet which outputs depend on a parameter: take it that all may.
@@ -138,7 +139,7 @@ class StageWork:
                 kept.append(_KeptSegment(segment, given, leaves, [], []))
             else:
                 with host.collecting() if host else nullcontext():
-                    state, starts = self._graph(segment, given, key, part, is_end, deferred)
+                    state, starts = self._graph(segment, given, key, part, is_end, deferred, host)
                 edges = [_edge(tensor) for tensor in _differentiable(self._left(state, is_end))]
                 kept.append(_KeptSegment(segment, None, leaves, edges, starts))
             if host is not None:
@@ -161,7 +162,7 @@ class StageWork:
             if given is None:
                 continue
             is_end = number == len(kept.segments) - 1
-            state, starts = self._graph(segment, given, key, part, is_end, kept.deferred)
+            state, starts = self._graph(segment, given, key, part, is_end, kept.deferred, kept.host)
             marked = bool(leaves) or segment.is_trained
             left = tensors_of(self._left(state, is_end))
             edges = [_edge(tensor) for tensor in left if marked and _may_require(tensor)]
@@ -180,18 +181,21 @@ class StageWork:
             kept.host.wait()
         while kept.segments:
             segment = kept.segments.pop()
-            pairs = [
-                (edge, gradient)
-                for edge, gradient in zip(segment.edges, gradients, strict=True)
-                if edge is not None and gradient is not None
-            ]
-            pairs += segment.starts
-            if pairs:
-                edges, given = zip(*pairs, strict=True)
-                torch.autograd.backward(edges, given)
+            edges, given = [], []
+            for edge, gradient in zip(segment.edges, gradients, strict=True):
+                if edge is not None and gradient is not None:
+                    edges.append(edge)
+                    given.append(gradient)
+            for edge, gradient in segment.starts:
+                edges.append(edge)
+                given.append(gradient)
+            if edges:
+                accumulate_gradients(edges, given)
             gradients = [leaf.grad for leaf in segment.leaves]
         if kept.deferred:
             self._deferred[microbatch] = kept.deferred
+        if len(kept.num_leaves) == 1:
+            return [tuple(gradients)]
         ends = accumulate(kept.num_leaves, initial=0)
         return [tuple(gradients[first:last]) for first, last in pairwise(ends)]
 
@@ -223,7 +227,7 @@ class StageWork:
     ) -> tuple[State, list[Start]]:
         """Run a segment, and what follows the end of the last stage."""
         with torch.set_grad_enabled(False), casting(self.stage.precision, self.stage.device):
-            return self._layers(segment, state, key, part, is_end)
+            return self._layers(segment, state, key, part, is_end, None)
 
     def _graph(
         self,
@@ -233,19 +237,30 @@ class StageWork:
         part: Part,
         is_end: bool,
         deferred: Deferred | None,
+        host: HostCopy | None,
     ) -> tuple[State, list[tuple[GradientEdge, torch.Tensor]]]:
         """Run a segment for its backward; return where it begins besides the output."""
-        casts = casting(self.stage.precision, self.stage.device)
-        with torch.enable_grad(), deferring(deferred), casts:
-            state, starts = self._layers(segment, state, key, part, is_end)
+        # A graph that moves to the host may hold no cast that others use as well.
+        casts = casting(self.stage.precision, self.stage.device, shared=host is None)
+        with torch.enable_grad(), casts:
+            state, starts = self._layers(segment, state, key, part, is_end, deferred)
         trained = [start for start in starts if start.total.requires_grad]
-        return state, [(get_gradient_edge(total), gradient) for total, gradient in trained]
+        return state, [(edge_of(total), gradient) for total, gradient in trained]
 
     def _layers(
-        self, segment: Segment, state: State, key: LayerKey, part: Part, is_end: bool
+        self,
+        segment: Segment,
+        state: State,
+        key: LayerKey,
+        part: Part,
+        is_end: bool,
+        deferred: Deferred | None,
     ) -> tuple[State, list[Start]]:
-        with nullcontext() if self._peers is None else normalising_together(self._summing()):
-            state, noted = segment.run(state, key)
+        if self._peers is None:
+            state, noted = segment.run(state, key, deferred)
+        else:
+            with normalising_together(self._summing()):
+                state, noted = segment.run(state, key, deferred)
         starts = self._listener.note(part, noted) if noted else []
         if is_end and self._is_last:
             starts = [*starts, *self._listener.finish(part, state.nest)]
@@ -279,7 +294,7 @@ class StageWork:
 
 def _edge(tensor: torch.Tensor) -> GradientEdge | None:
     # An edge instead of the tensor: the output's own memory is free once it has left.
-    return get_gradient_edge(tensor) if tensor.requires_grad else None
+    return edge_of(tensor) if tensor.requires_grad else None
 
 
 def _differentiable(nest: Nest) -> list[torch.Tensor]:

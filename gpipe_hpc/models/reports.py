@@ -4,8 +4,6 @@ A layer calls `add_loss` or `add_metric` in its forward; whoever runs it with `r
 was reported, on the rank and for the micro-batch at hand. Without, reports go nowhere.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -85,14 +83,22 @@ def add_metric(name: str, total: Number, weight: Number = 1.0) -> None:
         reports.metrics[name] = (before[0] + _plain(total), before[1] + _plain(weight))
 
 
-@contextmanager
-def reporting(reports: Reports) -> Iterator[Reports]:
+class reporting:
     """Collect what is reported within the block, on this thread."""
-    token = _CURRENT.set(reports)
-    try:
-        yield reports
-    finally:
-        _CURRENT.reset(token)
+
+    __slots__ = ("_reports", "_token")
+
+    def __init__(self, reports: Reports) -> None:
+        self._reports = reports
+
+    def __enter__(self) -> Reports:
+        """Return what reports go to from now on."""
+        self._token = _CURRENT.set(self._reports)
+        return self._reports
+
+    def __exit__(self, *error: object) -> None:
+        """Let them go where they went before."""
+        _CURRENT.reset(self._token)
 
 
 def current_reports() -> Reports | None:

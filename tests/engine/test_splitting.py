@@ -147,23 +147,21 @@ ALL = [  # layers whose every weight gradient is left to W
     ("embedding with padding", partial(nn.Embedding, 9, 4, padding_idx=2), tokens),
     ("embedding with a largest norm", partial(nn.Embedding, 9, 4, max_norm=1.0), tokens),
     ("embedding_bag", partial(nn.EmbeddingBag, 9, 4), tokens),
-    ("layer_norm", partial(nn.LayerNorm, 4), X3),
-    ("rms_norm", partial(nn.RMSNorm, 4), X3),
-    ("group_norm", partial(nn.GroupNorm, 2, 4), vectors(2, 4, 6)),
-    ("batch_norm", partial(nn.BatchNorm2d, 4), vectors(3, 4, 2, 2)),
-    ("instance_norm", partial(nn.InstanceNorm1d, 4, affine=True), vectors(2, 4, 6)),
     ("matmul with a bare parameter", partial(Apply, lambda s, x: x @ s.w, w=(4, 4)), X3),
     ("matmul of a bare parameter", partial(Apply, lambda s, x: s.w @ x, w=(5, 5)), X3),
     ("addmm", partial(Apply, lambda s, x: torch.addmm(s.b, x, s.w), b=3, w=(4, 3)), X2),
     ("einsum", partial(Apply, lambda s, x: torch.einsum("bsi,hij->bhsj", x, s.w), w=(2, 4, 3)), X3),
     ("tensordot", partial(Apply, lambda s, x: torch.tensordot(x, s.w, 1), w=(4, 2, 2)), X3),
-    ("gpt attention", partial(gpt, 1), vectors(2, 3, 4)),
-    ("gpt mlp", partial(gpt, 2), vectors(2, 3, 4)),
     ("gpt head", partial(gpt, 4), vectors(2, 3, 4)),
     ("a parameter used three times", Shared, X3),
     ("a parameter tied within a stage", Tied, tokens),
 ]  # fmt: skip
-NONE = [  # layers that cannot be split: W is empty
+NONE = [  # layers that are not split: W is empty
+    ("layer_norm", partial(nn.LayerNorm, 4), X3),
+    ("rms_norm", partial(nn.RMSNorm, 4), X3),
+    ("group_norm", partial(nn.GroupNorm, 2, 4), vectors(2, 4, 6)),
+    ("batch_norm", partial(nn.BatchNorm2d, 4), vectors(3, 4, 2, 2)),
+    ("instance_norm", partial(nn.InstanceNorm1d, 4, affine=True), vectors(2, 4, 6)),
     ("multi-head attention", partial(Attention, 4, 2, batch_first=True), X3),
     ("an unknown function", partial(Apply, lambda s, x: _Scale.apply(x, s.w), w=4), X3),
     ("an elementwise product", partial(Apply, lambda s, x: x * s.w, w=4), X3),
@@ -172,6 +170,8 @@ NONE = [  # layers that cannot be split: W is empty
     ("nothing to train", lambda: frozen(nn.Linear(4, 3), "weight", "bias"), X3),
 ]  # fmt: skip
 SOME = [  # layers with parameters of both kinds
+    ("gpt attention", partial(gpt, 1), vectors(2, 3, 4)),
+    ("gpt mlp", partial(gpt, 2), vectors(2, 3, 4)),
     ("gpt embedding", partial(gpt, 0), tokens),
     ("a weight that is computed", normed, X3),
 ]  # fmt: skip

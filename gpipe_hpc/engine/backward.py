@@ -1,0 +1,47 @@
+"""Calls of autograd's engine with gradients that are known to fit."""
+
+from collections.abc import Sequence
+
+import torch
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+
+Edges = Sequence[GradientEdge]
+Tensors = Sequence[torch.Tensor]
+
+
+def edge_of(tensor: torch.Tensor) -> GradientEdge:
+    """Return where the gradient of `tensor`, which requires one, enters its graph."""
+    node = tensor.grad_fn
+    return get_gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr)
+
+
+def accumulate_gradients(edges: Edges, gradients: Tensors, inputs: Tensors = ()) -> None:
+    """Do what `torch.autograd.backward` does, without its checks of shapes in Python.
+
+    They take as long as the backward of a small layer; the engine checks shapes again itself.
+    """
+    _engine_run_backward(
+        tuple(edges),
+        tuple(gradients),
+        False,  # keep_graph
+        False,  # create_graph
+        tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def differentiate(
+    edges: Edges, gradients: Tensors, inputs: Tensors
+) -> tuple[torch.Tensor | None, ...]:
+    """Do what `torch.autograd.grad` does, likewise; the graph stays, unused inputs get None."""
+    found: tuple[torch.Tensor | None, ...] = _engine_run_backward(
+        tuple(edges),
+        tuple(gradients),
+        True,
+        False,
+        tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
+    return found
