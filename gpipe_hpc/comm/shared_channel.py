@@ -17,7 +17,8 @@ from gpipe_hpc.comm.wire import EMPTY, Catalogue, Structure, assemble, disassemb
 
 _HOST: Final = torch.device("cpu")
 _WORD: Final = struct.Struct("=7q")
-_RELEASE: Final = struct.Struct("=q")
+_DESCRIPTOR: Final = struct.Struct("=i")
+_ROOM_FOR_DESCRIPTOR: Final = socket.CMSG_SPACE(_DESCRIPTOR.size)
 _NONE: Final = -1
 # The last: the user's processes have as many descriptors under way as they may have open.
 _FULL: Final = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.ETOOMANYREFS})
@@ -54,6 +55,8 @@ class SharedSender:
         self._impatient = _impatient(connection)
         self._catalogue = Catalogue()
         self._pool = SlotPool()
+        # The structure of the last message, and what it needs in memory without a header.
+        self._sized: tuple[Structure, int] = (EMPTY, 0)
         self._waiting: deque[_Outgoing] = deque()
         # The first of those, if it lies in its slot already: its word, and a descriptor to pass.
         self._ready: tuple[bytes, int | None] | None = None
@@ -101,16 +104,14 @@ class SharedSender:
 
     def _write(self, message: _Outgoing) -> tuple[bytes, int | None]:
         """Copy a message into a slot; return its word and the slot's descriptor if it is new."""
-        structure = message.structure
-        number, header = self._catalogue.identify(structure)
-        self._collect_released()
+        number, header = self._catalogue.identify(message.structure)
+        structure = self._catalogue[number]  # the one object that all equal ones share
         index, retired, descriptor = _NONE, None, None
-        size = message_bytes(len(header), structure.metas)
-        if size:
+        if size := self._size_of(header, structure):
             slot, descriptor, retired = self._pool.take(size)
-            slot.write(header, message.tensors)
+            slot.write(header, structure.metas, message.tensors)
             index = slot.index
-        word = _Word(
+        word = _WORD.pack(
             self._serial,
             message.microbatch,
             number,
@@ -120,20 +121,14 @@ class SharedSender:
             _NONE if retired is None else retired,
         )
         self._serial += 1
-        return _WORD.pack(*word), descriptor
+        return word, descriptor
 
-    def _collect_released(self) -> None:
-        """Take back the slots that the receiver has released, without waiting."""
-        try:
-            data = self._impatient.recv(4096 * _RELEASE.size)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            raise _lost(error, self.channel.destination_rank) from error
-        if len(data) % _RELEASE.size:
-            data += receive_exactly(self.connection, -len(data) % _RELEASE.size)
-        for (index,) in _RELEASE.iter_unpack(data):
-            self._pool.give_back(index)
+    def _size_of(self, header: bytes, structure: Structure) -> int:
+        if header:
+            return message_bytes(len(header), structure.metas)
+        if structure is not self._sized[0]:
+            self._sized = (structure, message_bytes(0, structure.metas))
+        return self._sized[1]
 
 
 class SharedReceiver:
@@ -146,11 +141,9 @@ class SharedReceiver:
         self._impatient = _impatient(connection)
         self._catalogue = Catalogue()
         self._slots: dict[int, Slot] = {}
-        self._released: deque[int] = deque()
 
     def receive(self, microbatch: int) -> Message:
         """Return the next message of the channel, waiting until it is here."""
-        self._tell_released()
         try:
             word, descriptor = self._next_word()
         except OSError as error:
@@ -166,6 +159,11 @@ class SharedReceiver:
         if descriptor is not None:
             self._slots[word.slot] = Slot.attach(word.slot, descriptor)
         slot = self._slots.get(word.slot)
+        if slot is None and word.slot != _NONE:
+            raise ConnectionError(
+                f"{self.channel}: message {word.serial} lies in memory whose descriptor was not "
+                f"handed over; too many open files? (ulimit -n)"
+            )
         if word.header_bytes:
             assert slot is not None, f"{self.channel}: a header without a slot"
             self._catalogue.learn(Structure.from_bytes(slot.read_header(word.header_bytes)))
@@ -173,8 +171,7 @@ class SharedReceiver:
         if slot is None:
             tensors = [meta.allocate(_HOST) for meta in structure.metas]  # without elements
         else:
-            index = slot.index
-            tensors = slot.tensors(word.header_bytes, structure.metas, lambda: self._release(index))
+            tensors = slot.tensors(word.header_bytes, structure.metas)
         if word.num_samples == 0:
             return Message(None, 0)
         return Message(assemble(structure, tensors), word.num_samples)
@@ -185,29 +182,16 @@ class SharedReceiver:
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def _next_word(self) -> tuple[_Word, int | None]:
-        data, descriptors, _, _ = socket.recv_fds(self.connection, _WORD.size, 1)
+        try:
+            data, ancillary, _, _ = self._impatient.recvmsg(_WORD.size, _ROOM_FOR_DESCRIPTOR)
+        except BlockingIOError:
+            data, ancillary, _, _ = self.connection.recvmsg(_WORD.size, _ROOM_FOR_DESCRIPTOR)
         if not data:
             raise ConnectionResetError("end of file")
-        data += receive_exactly(self.connection, _WORD.size - len(data))
-        return _Word(*_WORD.unpack(data)), descriptors[0] if descriptors else None
-
-    def _release(self, index: int) -> None:
-        # Called whenever the last tensor dies: on any thread, also while the process ends.
-        self._released.append(index)
-        self._tell_released()
-
-    def _tell_released(self) -> None:
-        """Tell the sender, without ever waiting for it: it reads only when it sends."""
-        while self._released:
-            try:
-                index = self._released.popleft()
-            except IndexError:  # another thread was faster
-                return
-            try:
-                self._impatient.send(_RELEASE.pack(index))
-            except OSError:  # full: told with the next message; or gone: nobody asks any more
-                self._released.appendleft(index)
-                return
+        if len(data) < _WORD.size:
+            data += receive_exactly(self.connection, _WORD.size - len(data))
+        descriptor = _DESCRIPTOR.unpack(ancillary[0][2])[0] if ancillary else None
+        return _Word._make(_WORD.unpack(data)), descriptor
 
 
 def _impatient(connection: socket.socket) -> socket.socket:

@@ -2,8 +2,8 @@
 
 The sender copies a boundary into a slot of shared memory, once; the receiver's stage uses it
 there. A word of fixed size goes over a Unix socket: it wakes the receiver, keeps the order of the
-channel, and its end of file tells at once when the other process has died. The same socket
-carries back the numbers of slots that the receiver uses no more.
+channel, and its end of file tells at once when the other process has died. A slot that the
+receiver uses no more says so itself.
 
 A socket takes some hundred words. Beyond them a message waits in its process: a send never blocks,
 and whoever waits for a message moves on meanwhile what it has to send itself.
@@ -38,12 +38,16 @@ class SharedTransport:
     ) -> None:
         self._senders = {sender.channel: sender for sender in senders}
         self._receivers = {receiver.channel: receiver for receiver in receivers}
+        self._behind: list[SharedSender] = []  # with messages that have not left
 
     def send(
         self, channel: PlacedChannel, lane: str, microbatch: int, nest: Nest, num_samples: int
     ) -> None:
         """Copy into shared memory and announce; kept only while the socket is full."""
-        self._senders[channel].send(microbatch, nest, num_samples)
+        sender = self._senders[channel]
+        sender.send(microbatch, nest, num_samples)
+        if sender.num_waiting and sender not in self._behind:
+            self._behind.append(sender)
 
     def post(self, channel: PlacedChannel, lane: str, microbatch: int) -> None:
         """Do nothing: the sender brings the memory."""
@@ -51,7 +55,8 @@ class SharedTransport:
     def wait(self, channel: PlacedChannel, lane: str, microbatch: int) -> Message:
         """Return the next message of the channel, whose tensors lie in shared memory."""
         receiver = self._receivers[channel]
-        self._send_until(receiver.connection)
+        if self._behind:
+            self._send_until(receiver.connection)
         return receiver.receive(microbatch)
 
     def finish(self) -> None:
@@ -68,7 +73,8 @@ class SharedTransport:
     def _send_until(self, arriving: socket.socket | None) -> None:
         """Send what waits; return when all has left, or when `arriving` has something."""
         num_left, since = -1, 0.0
-        while waiting := [sender for sender in self._senders.values() if not sender.flush()]:
+        while waiting := [sender for sender in self._behind if not sender.flush()]:
+            self._behind = waiting
             now, count = time.monotonic(), sum(sender.num_waiting for sender in waiting)
             if count != num_left:
                 num_left, since = count, now
@@ -85,6 +91,7 @@ class SharedTransport:
             if arriving is not None and arriving.fileno() in dict(happened):
                 return
             time.sleep(_LOOK_AGAIN_S)  # room in the socket is no room for a descriptor
+        self._behind = []
 
 
 def host_identity() -> str:

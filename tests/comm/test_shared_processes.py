@@ -3,8 +3,10 @@
 import contextlib
 import json
 import os
+import random
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -85,6 +87,63 @@ def test_two_hundred_steps_grow_neither_memory_nor_descriptors(tmp_path):
     for memory, descriptors, more_memory, more_descriptors in fork_two(tmp_path, body):
         assert more_memory - memory < 30e6
         assert more_descriptors == descriptors
+
+
+def nest_of(number, draw):
+    """Return a message whose every element is its number."""
+    shapes = [(), (3,), (33, 31), (1000,), (0, 2), (300, 301)]
+    made = [
+        torch.full(draw.choice(shapes), float(number), requires_grad=draw.random() < 0.5)
+        for _ in range(draw.choice((1, 1, 1, 3)))
+    ]
+    return made[0] if len(made) == 1 else {"several": made}
+
+
+def holds(number, nest, draw):
+    """Return a check, to be made later, that the message has not been written over."""
+    tensors = [nest] if isinstance(nest, torch.Tensor) else nest["several"]
+    kept = draw.choice(tensors)
+    how = draw.randrange(3)
+    if how == 0:
+        return lambda: bool((kept == number).all())
+    if how == 1:
+        view = kept.detach().view(-1)[1:]
+        return lambda: bool((view == number).all())
+    weight = torch.ones(kept.shape, requires_grad=True)
+    total = (weight * kept).sum()  # autograd alone keeps the message
+    return lambda: bool((torch.autograd.grad(total, weight)[0] == number).all())
+
+
+def test_nothing_is_written_over_while_anything_of_it_is_held(tmp_path):
+    """Both ways at once; sizes change; each message is held for a time of its own."""
+
+    def body(rank, transport, world):
+        mine, theirs = (FORWARD, BACKWARD)[:: 1 - 2 * rank]
+        draw, held, num_wrong, most = random.Random(rank), [], 0, 0
+        with ThreadPoolExecutor(1) as other:
+            for start in range(0, 2000, 20):
+                for number in range(start, start + 20):
+                    transport.send(mine, "training", number, nest_of(number, draw), 1)
+                for number in range(start, start + 20):
+                    nest = transport.wait(theirs, "training", number).nest
+                    held.append(holds(number, nest, draw))
+                    del nest
+                    most = max(most, len(held))
+                    while len(held) > draw.randrange(60):
+                        check = held.pop(draw.randrange(len(held)))
+                        num_wrong += not check()
+                        if draw.random() < 0.3:
+                            other.submit(id, check)  # dies on another thread
+                        del check
+                transport.finish()
+            num_wrong += sum(not check() for check in held)
+        slots = transport._routes[mine]._senders[mine]._pool._num_made
+        return [num_wrong, most, slots]
+
+    answers = fork_two(tmp_path, body)
+    for num_wrong, most, num_slots in answers:
+        assert num_wrong == 0 and most > 20
+        assert num_slots < 1000, "hardly any was used again: the test shows nothing"
 
 
 def test_a_killed_process_is_noticed_at_once(tmp_path):
