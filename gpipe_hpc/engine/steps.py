@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gpipe_hpc.comm.group import Group
+from gpipe_hpc.comm.group import Group, Pending
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.world import World
@@ -98,7 +98,7 @@ class Steps:
             stage.statistics.clear()
         for tied in self._tied:
             tied.clear()
-        loss = self._put_together(self._trainer.run(feed))
+        loss = self._run(self._trainer, feed)
         for tied in self._tied:
             tied.start_reduction()
         divisor = final_divisor(loss.weight, seed)
@@ -129,7 +129,7 @@ class Steps:
     def evaluate(self, feed: Feed) -> StepResult:
         """Return the loss of a global batch, in evaluation mode."""
         with training_modes(self._stages.values(), False):
-            return StepResult(self._put_together(self._evaluator.run(feed)))
+            return StepResult(self._run(self._evaluator, feed))
 
     def predict(self, feed: Feed) -> Nest:
         """Return the outputs of this replica's micro-batches put together, on each of its ranks."""
@@ -153,9 +153,19 @@ class Steps:
             f"normalise_over_replicas=False"
         )
 
-    def _put_together(self, outcome: Outcome) -> StepLoss:
+    def _run(self, executor: Executor, feed: Feed) -> StepLoss:
+        """Run a table and return the loss, which all ranks know."""
+        started: list[Pending] = []
+        # On a device its numbers come with the backwards: one kernel at a time.
+        is_early = self._site.world.device.type == "cpu"
+        outcome = executor.run(
+            feed, (lambda known: started.append(self._start(known))) if is_early else None
+        )
+        return self._exchange.finish(started[0] if started else self._start(outcome))
+
+    def _start(self, outcome: Outcome) -> Pending:
         first = self._site.replica * self._placement.num_microbatches
-        return self._exchange(
+        return self._exchange.start(
             {first + m: term for m, term in outcome.losses.items()},
             {first + m: noted for m, noted in outcome.noted.items()},
         )
