@@ -32,10 +32,10 @@ from gpipe_hpc.models import Layer, loss_function, normalise_layers
 from gpipe_hpc.planning.budget import choose_recompute
 from gpipe_hpc.planning.counted import ModelCount, count_model
 from gpipe_hpc.planning.forecast import flop_costs, forecast
+from gpipe_hpc.planning.meta import META
 from gpipe_hpc.planning.partition import by_hand, minimax, uniform
 from gpipe_hpc.planning.report import Assumptions, Sections, owned_parameters, report
 from gpipe_hpc.planning.stages import count_stages, long_skips
-from gpipe_hpc.planning.trial import META
 from gpipe_hpc.planning.units import bytes_text
 from gpipe_hpc.schedule import Schedule, add_offload, add_recompute, build, check, lower
 from gpipe_hpc.training.optimizer import states_per_parameter
@@ -101,6 +101,7 @@ def make_plan(config: Config) -> Plan:
         loss_fn,
         device_type=_device_type(config),
         precision=config.train.precision,
+        shares_casts=not config.pipeline.offload,
     )
     bare, counts, cut_by = _table(config, num_ranks, model)
     states = states_per_parameter(config.optimizer)

@@ -261,9 +261,9 @@ def live_bytes(layers, loss_fn, counts, ranks, schedule, microbatches, recompute
         for stage in pipe.stages.values():
             run = stage.whole.run
 
-            def noted(state, key, run=run):
+            def noted(state, *rest, run=run):
                 live.inputs += map(weakref.ref, tensors_of(state))
-                return run(state, key)
+                return run(state, *rest)
 
             stage.whole.run = noted
         hooks = torch.autograd.graph.saved_tensors_hooks(

@@ -44,6 +44,7 @@ def fit_recompute(
     limit_bytes: float,
     optimizer_states: int,
     precision: str = "float32",
+    shares_casts: bool = True,
 ) -> Budget:
     """Choose for a pipeline: see `choose_recompute`. Of the example, shapes and loss count.
 
@@ -57,6 +58,7 @@ def fit_recompute(
         example.loss_fn,
         device_type=example.device.type,
         precision=precision,
+        shares_casts=shares_casts,
     )
     seconds = [forward for forward, *_ in partition.seconds]
     return choose_recompute(

@@ -15,6 +15,7 @@ from gpipe_hpc.models import (
     layer_name,
     skip_names,
 )
+from gpipe_hpc.planning.meta import meta_layer
 from gpipe_hpc.planning.trial import (
     Crossing,
     Given,
@@ -25,7 +26,6 @@ from gpipe_hpc.planning.trial import (
     Weight,
     crossing,
     forgotten,
-    meta_layer,
     structure,
 )
 
@@ -47,11 +47,13 @@ class ModelCount:
     def weights(self, layers: Iterable[int]) -> list[Weight]:
         """Return the parameters of some layers, those tied among them once."""
         tied = {place: tie.name for tie in self.ties for place in tie.places}
-        found = {
-            tied.get((index, weight.name), (index, weight.name)): weight
-            for index in layers
-            for weight in self.layers[index].weights
-        }
+        found: dict[Hashable, Weight] = {}
+        for index in layers:
+            for weight in self.layers[index].weights:
+                key = tied.get((index, weight.name), (index, weight.name))
+                # Not every layer that shares a weight needs it cast.
+                cast_bytes = max(weight.cast_bytes, found.get(key, weight).cast_bytes)
+                found[key] = weight._replace(cast_bytes=cast_bytes)
         return list(found.values())
 
     @property
@@ -73,13 +75,15 @@ def count_model(
     *,
     device_type: str = "cpu",
     precision: str = "float32",
+    shares_casts: bool = True,
 ) -> ModelCount:
     """Count every layer, and the loss, for a micro-batch of the structure of `inputs`.
 
     `inputs` and `targets` are nests of tensors, best on the meta device: only their shapes count.
     One layer at a time is built, without allocating; equal specs on inputs of equal structure are
     counted once. `device_type`, cpu or cuda, says which kernels to expect, `precision` in which
-    one forwards compute. Modules that come built stay as they are. Raises `ModelError`, naming the
+    one forwards compute, `shares_casts` whether a weight is cast once a step: not where graphs
+    move to the host. Modules that come built stay as they are. Raises `ModelError`, naming the
     layer, for one that does not run so.
     """
     skips = find_skips(layers)
@@ -97,7 +101,7 @@ def count_model(
         if result is None:
             where = f"layers.{index} ({layer_name(layer)})"
             module = meta_layer(layer, index)
-            trial = Trial(where, module, own, given, device_type, precision)
+            trial = Trial(where, module, own, given, device_type, precision, shares_casts)
             result = trial.count(layer_name(layer))
             if isinstance(layer, LayerSpec):
                 alike.append((layer, result))
@@ -107,6 +111,7 @@ def count_model(
     loss = None
     if loss_fn is not None:
         ending = Loss(loss_fn, forgotten(targets))
-        trial = Trial("loss", ending, SkipNames(), Given(value), device_type, precision)
+        given = Given(value)
+        trial = Trial("loss", ending, SkipNames(), given, device_type, precision, shares_casts)
         loss = trial.count("loss").cost
     return ModelCount(first, tuple(counts), loss, tuple(find_ties(layers)), names, skips)

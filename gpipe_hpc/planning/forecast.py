@@ -24,11 +24,15 @@ Recomputed = Sequence[Collection[int]]
 
 @dataclass(frozen=True)
 class RankForecast:
-    """What one rank holds at its fullest, and sends to other ranks in a step; bytes."""
+    """What one rank holds at its fullest, and sends to other ranks in a step; bytes.
+
+    `cast_bytes`: copies of weights in a lower precision, made once a step.
+    """
 
     stages: tuple[int, ...]
     parameters: int
     weight_bytes: int
+    cast_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
     activation_bytes: int
@@ -36,9 +40,9 @@ class RankForecast:
 
     @property
     def total_bytes(self) -> int:
-        """Return the sum of weights, gradients, optimizer and activations."""
-        states = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
-        return states + self.activation_bytes
+        """Return the sum of weights, their casts, gradients, optimizer and activations."""
+        weights = self.weight_bytes + self.cast_bytes
+        return weights + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
 
 
 @dataclass(frozen=True)
@@ -126,18 +130,23 @@ def sent_bytes(action: Action, stages: Sequence[StageCount]) -> int:
 
 
 class RankStates(NamedTuple):
-    """What a rank holds all the time, in bytes, and the stages that it is for."""
+    """What a rank holds all the time, in bytes, and the stages that it is for.
+
+    `cast_bytes`: only within a step, but for all of its micro-batches.
+    """
 
     stages: tuple[int, ...]
     parameters: int
     weight_bytes: int
+    cast_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
 
     @property
     def total_bytes(self) -> int:
-        """Return the sum of weights, gradients and optimizer."""
-        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+        """Return the sum of weights, their casts, gradients and optimizer."""
+        weights = self.weight_bytes + self.cast_bytes
+        return weights + self.gradient_bytes + self.optimizer_bytes
 
 
 def rank_states(
@@ -155,6 +164,7 @@ def rank_states(
         stages=held,
         parameters=sum(weight.num_elements for weight in weights),
         weight_bytes=sum(weight.nbytes for weight in weights),
+        cast_bytes=sum(weight.cast_bytes for weight in weights),
         gradient_bytes=trained,
         optimizer_bytes=optimizer_states * trained,
     )

@@ -164,6 +164,7 @@ def _fit(
         limit_bytes=wishes.memory_bytes,
         optimizer_states=wishes.optimizer_states,
         precision=wishes.precision,
+        shares_casts=not wishes.offload,
     )
     log.info("%s", budget.text)
     return budget

@@ -107,12 +107,17 @@ def owned_parameters(model: ModelCount) -> list[int]:
 
 
 def rank_table(ranks: Sequence[RankForecast], assumptions: Assumptions) -> str:
-    """Return what each rank holds at its fullest and sends; whether it fits, if that is asked."""
-    head = ["rank", "stages", "parameters", "weights", "gradients", "optimizer", "activations"]
-    rows = [[*head, "sum", "sent a step", "fits"]]
+    """Return what each rank holds at its fullest and sends.
+
+    Casts of weights where there are any; whether it fits, if that is asked.
+    """
+    casts = any(rank.cast_bytes for rank in ranks)
+    head = ["rank", "stages", "parameters", "weights", *["casts"] * casts, "gradients"]
+    rows = [[*head, "optimizer", "activations", "sum", "sent a step", "fits"]]
     for index, rank in enumerate(ranks):
         parts = (
             rank.weight_bytes,
+            *[rank.cast_bytes] * casts,
             rank.gradient_bytes,
             rank.optimizer_bytes,
             rank.activation_bytes,

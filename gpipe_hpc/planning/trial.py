@@ -2,12 +2,12 @@
 
 FLOPs are those of matrix products, convolutions and attention, 2 for a multiplication with its
 addition; what is done element by element costs bandwidth, not FLOPs. Activation bytes are those of
-the storages that autograd keeps in eager mode, parameters and buffers left out.
+the storages that autograd keeps in eager mode, parameters and buffers left out, and what autocast
+keeps of them for a whole step.
 """
 
-import copy
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -17,22 +17,27 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_hpc.comm.nests import flatten, map_tensors, tensors_of
-from gpipe_hpc.engine.precision import casting
+from gpipe_hpc.engine.precision import casting, keeping_casts
 from gpipe_hpc.errors import ModelError
-from gpipe_hpc.models import Layer, LayerSpec, SkipNames, build_layer, run_layer
+from gpipe_hpc.models import SkipNames, run_layer
 from gpipe_hpc.planning.attention import FLOP_FORMULAS, FusedKernels
+from gpipe_hpc.planning.casts import WeightCasts, storage_key
+from gpipe_hpc.planning.meta import META, meta_copy
 
-META: Final = torch.device("meta")
 CPU: Final = torch.device("cpu")
 
 
 class Weight(NamedTuple):
-    """A parameter of a layer, by its name within."""
+    """A parameter of a layer, by its name within.
+
+    `cast_bytes`: of its copy in a lower precision that all micro-batches of a step share.
+    """
 
     name: str
     num_elements: int
     nbytes: int
     is_trained: bool
+    cast_bytes: int = 0
 
 
 class Crossing(NamedTuple):
@@ -71,7 +76,7 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerCount:
-    """What one layer costs for one micro-batch, alone.
+    """What one layer costs for one micro-batch, alone; `weights` and their casts for all of them.
 
     `input_flops` is the part of `backward_flops` that the gradient of the input takes. `stashed`
     is what the layer stashes, one for each of its names.
@@ -140,7 +145,10 @@ class Loss(nn.Module):
 
 @dataclass(frozen=True)
 class Trial:
-    """One layer on the meta device and the micro-batch it is counted for."""
+    """One layer on the meta device and the micro-batch it is counted for.
+
+    `shares_casts`: whether all micro-batches of a step use one copy of a weight in `precision`.
+    """
 
     where: str
     module: nn.Module
@@ -148,25 +156,35 @@ class Trial:
     given: Given
     device_type: str
     precision: str = "float32"
+    shares_casts: bool = True
 
     def count(self, name: str) -> Result:
         """Return the layer's cost, and what it gives."""
         with _counting_device(self.precision, self.module) as placed:
             leaves = map_tensors(lambda t: placed(fresh(t)), tuple(self.given))
             # Clones, for a layer may work in place: on a leaf that is forbidden.
-            given = Given(*map_tensors(torch.clone, leaves))
+            first, given = (Given(*map_tensors(torch.clone, leaves)) for _ in range(2))
             given_tensors = tensors_of(tuple(given))
+            lasting, anew = (WeightCasts(self.module.parameters()) for _ in range(2))
             try:
-                results, saved, flops = self._run(given, _trained(leaves))
+                with self._like_a_step(), FusedKernels(self.device_type):
+                    if self.precision != "float32" and self.shares_casts:
+                        with lasting:
+                            self._forward(first)
+                    with anew:
+                        results, saved, flops = self._run(given, _trained(leaves))
             except Exception as error:
                 raise self._failed(error) from error
-        for own in (*self.module.parameters(), *self.module.buffers()):
-            saved.pop(_storage(own), None)
+        cast_bytes = lasting.kept_bytes(anew)
+        for own in map(storage_key, (*self.module.parameters(), *self.module.buffers())):
+            saved.pop(own, None)
+        for cast in lasting.storages:
+            saved.pop(cast, None)
         forward, of_input, backward = flops
         count = LayerCount(
             name=name,
             weights=tuple(
-                Weight(name, p.numel(), p.nbytes, p.requires_grad)
+                Weight(name, p.numel(), p.nbytes, p.requires_grad, cast_bytes[storage_key(p)])
                 for name, p in self.module.named_parameters()
             ),
             forward_flops=forward,
@@ -178,6 +196,16 @@ class Trial:
         )
         return Result(count, forgotten(results[0]), tuple(map(forgotten, results[1:])))
 
+    def _like_a_step(self) -> AbstractContextManager[object]:
+        return keeping_casts(self.precision, CPU) if self.shares_casts else nullcontext()
+
+    def _forward(self, given: Given) -> list[Any]:
+        """Return output and stashes."""
+        stashed = dict(zip(self.names.pops, given.popped, strict=True))
+        with casting(self.precision, CPU, shared=self.shares_casts):
+            output = run_layer(self.module, self.names, given.value, stashed, self.where)
+        return [output, *(stashed[name] for name in self.names.stashes)]
+
     def _run(
         self, given: Given, wanted: list[Tensor]
     ) -> tuple[list[Any], dict[int, int], tuple[int, int, int]]:
@@ -185,16 +213,13 @@ class Trial:
         saved: dict[int, Tensor] = {}
 
         def keep(tensor: Tensor) -> Tensor:
-            saved[_storage(tensor)] = tensor  # held, so that no other storage takes its place
+            saved[storage_key(tensor)] = tensor  # held, so that no other storage takes its place
             return tensor
 
         counter = FlopCounterMode(display=False, custom_mapping=dict(FLOP_FORMULAS))
-        stashed = dict(zip(self.names.pops, given.popped, strict=True))
-        with counter, FusedKernels(self.device_type):
-            hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-            with hooks, casting(self.precision, CPU):
-                output = run_layer(self.module, self.names, given.value, stashed, self.where)
-            results = [output, *(stashed[name] for name in self.names.stashes)]
+        with counter:
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                results = self._forward(given)
             forward = counter.get_total_flops()
             ends = _trained(results)
             seeds = [torch.ones_like(end) for end in ends]
@@ -245,44 +270,17 @@ def _counting_device(precision: str, module: nn.Module) -> Iterator[Callable[[Te
         yield placed
 
 
-def meta_layer(layer: Layer, index: int) -> nn.Module:
-    """Return a layer on the meta device; one that comes built is copied, without its values."""
-    if isinstance(layer, LayerSpec):
-        try:
-            return build_layer(layer, index=index, seed=0, device=META)
-        except ModelError:
-            # Some factories read values of tensors. One real layer is still far from the model,
-            # and a true fault is raised again.
-            layer = build_layer(layer, index=index, seed=0)
-    return meta_copy(layer, f"layers.{index}")
-
-
-def meta_copy(module: nn.Module, where: str) -> nn.Module:
-    """Return a copy of a module without its values; raise `ModelError` if it cannot be copied."""
-    memo: dict[int, Any] = {id(buffer): buffer.to(META) for buffer in module.buffers()}
-    for parameter in module.parameters():
-        empty = nn.Parameter(torch.empty_like(parameter, device=META), parameter.requires_grad)
-        memo[id(parameter)] = empty
-    try:
-        return copy.deepcopy(module, memo)
-    except Exception as error:
-        raise ModelError(
-            f"{where}: cannot be counted, expected a module that copy.deepcopy copies, got "
-            f"{type(error).__name__}: {error}; give a LayerSpec"
-        ) from error
-
-
 def _kept(saved: Mapping[int, int], inputs: list[Tensor], results: list[Any]) -> Kept:
     """Number the storages of inputs and results, and tell which of them live on."""
     slot_of: dict[int, int] = {}
     sizes: list[int] = []
     for tensor in inputs:
-        slot_of[_storage(tensor)] = len(sizes)
+        slot_of[storage_key(tensor)] = len(sizes)
         sizes.append(tensor.untyped_storage().nbytes())
     for tensor in tensors_of(results):
-        if slot_of.setdefault(_storage(tensor), len(sizes)) == len(sizes):
+        if slot_of.setdefault(storage_key(tensor), len(sizes)) == len(sizes):
             sizes.append(tensor.untyped_storage().nbytes())
-    slots = [tuple(slot_of[_storage(tensor)] for tensor in tensors_of(each)) for each in results]
+    slots = [tuple(slot_of[storage_key(tensor)] for tensor in tensors_of(each)) for each in results]
     return Kept(
         inside=sum(nbytes for key, nbytes in saved.items() if key not in slot_of),
         slots=frozenset(slot_of[key] for key in saved if key in slot_of),
@@ -327,11 +325,6 @@ def fresh(tensor: Tensor) -> Tensor:
 def _describe(nest: Any) -> str:
     shown = (f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors_of(nest))
     return ", ".join(shown) or "no tensors"
-
-
-def _storage(tensor: Tensor) -> int:
-    # On the meta device no storage has an address; its object has one.
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _trained(nest: Any) -> list[Tensor]:

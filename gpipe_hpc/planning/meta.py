@@ -1,0 +1,39 @@
+"""Modules on the meta device: shapes without values."""
+
+import copy
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from gpipe_hpc.errors import ModelError
+from gpipe_hpc.models import Layer, LayerSpec, build_layer
+
+META: Final = torch.device("meta")
+
+
+def meta_layer(layer: Layer, index: int) -> nn.Module:
+    """Return a layer on the meta device; one that comes built is copied, without its values."""
+    if isinstance(layer, LayerSpec):
+        try:
+            return build_layer(layer, index=index, seed=0, device=META)
+        except ModelError:
+            # Some factories read values of tensors. One real layer is still far from the model,
+            # and a true fault is raised again.
+            layer = build_layer(layer, index=index, seed=0)
+    return meta_copy(layer, f"layers.{index}")
+
+
+def meta_copy(module: nn.Module, where: str) -> nn.Module:
+    """Return a copy of a module without its values; raise `ModelError` if it cannot be copied."""
+    memo: dict[int, Any] = {id(buffer): buffer.to(META) for buffer in module.buffers()}
+    for parameter in module.parameters():
+        empty = nn.Parameter(torch.empty_like(parameter, device=META), parameter.requires_grad)
+        memo[id(parameter)] = empty
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:
+        raise ModelError(
+            f"{where}: cannot be counted, expected a module that copy.deepcopy copies, got "
+            f"{type(error).__name__}: {error}; give a LayerSpec"
+        ) from error
