@@ -5,7 +5,6 @@ import errno
 import os
 import socket
 import struct
-import time
 from collections import deque
 from typing import Final, NamedTuple
 
@@ -133,22 +132,15 @@ class SharedSender:
 
 
 class SharedReceiver:
-    """The receiving end of a channel.
+    """The receiving end of a channel."""
 
-    `spin_s`: how long it looks for a message before it sleeps. To fall asleep and be woken costs
-    both ends more than a look, but a look takes a core that another rank might need.
-    """
-
-    def __init__(
-        self, channel: PlacedChannel, connection: socket.socket, spin_s: float = 0.0
-    ) -> None:
+    def __init__(self, channel: PlacedChannel, connection: socket.socket) -> None:
         self.connection = connection
         self.channel = channel
         self._serial = 0
         self._impatient = _impatient(connection)
         self._catalogue = Catalogue()
         self._slots: dict[int, Slot] = {}
-        self._spin_s = spin_s
 
     def receive(self, microbatch: int) -> Message:
         """Return the next message of the channel, waiting until it is here."""
@@ -190,26 +182,16 @@ class SharedReceiver:
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def _next_word(self) -> tuple[_Word, int | None]:
-        data, ancillary = self._next_bytes()
+        try:
+            data, ancillary, _, _ = self._impatient.recvmsg(_WORD.size, _ROOM_FOR_DESCRIPTOR)
+        except BlockingIOError:
+            data, ancillary, _, _ = self.connection.recvmsg(_WORD.size, _ROOM_FOR_DESCRIPTOR)
         if not data:
             raise ConnectionResetError("end of file")
         if len(data) < _WORD.size:
             data += receive_exactly(self.connection, _WORD.size - len(data))
         descriptor = _DESCRIPTOR.unpack(ancillary[0][2])[0] if ancillary else None
         return _Word._make(_WORD.unpack(data)), descriptor
-
-    def _next_bytes(self) -> tuple[bytes, list[tuple[int, int, bytes]]]:
-        """Return what comes next and what comes with it, once it is here."""
-        until = 0.0
-        while True:
-            try:
-                return self._impatient.recvmsg(_WORD.size, _ROOM_FOR_DESCRIPTOR)[:2]
-            except BlockingIOError:
-                now = time.perf_counter()
-            until = until or now + self._spin_s
-            if now >= until:
-                return self.connection.recvmsg(_WORD.size, _ROOM_FOR_DESCRIPTOR)[:2]
-            os.sched_yield()
 
 
 def _impatient(connection: socket.socket) -> socket.socket:

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.nests import Nest
@@ -26,7 +26,6 @@ from gpipe_hpc.comm.shared_channel import SharedReceiver, SharedSender, receive_
 from gpipe_hpc.comm.transport import Message, PlacedChannel
 
 _HELLO: Final = struct.Struct("=3q")
-_SPIN_S: Final = 100e-6  # as long as falling asleep and waking up take in a virtual machine
 _LOOK_AGAIN_S: Final = 0.001
 _MAX_FOLDER_LENGTH: Final = 80  # of 108 that the address of a Unix socket may have
 
@@ -105,24 +104,6 @@ def host_identity() -> str:
         return ""
 
 
-class _Seat(NamedTuple):
-    """Where a rank is."""
-
-    address: str
-    host: str
-    cores: frozenset[int]
-
-    @classmethod
-    def own(cls, address: str) -> "_Seat":
-        """Return this process's."""
-        return cls(address, host_identity(), frozenset(os.sched_getaffinity(0)))
-
-    def has_a_core(self, seats: Sequence["_Seat"]) -> bool:
-        """Return whether the ranks that may run on its cores are no more than those."""
-        rivals = [seat for seat in seats if seat.host == self.host and seat.cores & self.cores]
-        return len(rivals) <= len(self.cores)
-
-
 def open_shared_transport(
     channels: Sequence[PlacedChannel], rank: int, everybody: Group, timeout_s: float
 ) -> SharedTransport:
@@ -135,13 +116,12 @@ def open_shared_transport(
             listener.bind(str(folder / "s"))
             listener.listen(len(incoming) + 1)
             listener.settimeout(timeout_s)
-            seats = everybody.all_gather_object(_Seat.own(str(folder / "s")))
+            addresses = everybody.all_gather_object(str(folder / "s"))
             senders = [
-                _connect(c, seats[everybody.ranks.index(c.destination_rank)].address, timeout_s)
+                _connect(c, addresses[everybody.ranks.index(c.destination_rank)], timeout_s)
                 for c in outgoing
             ]
-            spin_s = _SPIN_S if seats[everybody.ranks.index(rank)].has_a_core(seats) else 0.0
-            receivers = _accept(incoming, listener, timeout_s, spin_s)
+            receivers = _accept(incoming, listener, timeout_s)
         everybody.all_gather_object("connected")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -164,7 +144,7 @@ def _connect(channel: PlacedChannel, address: str, timeout_s: float) -> SharedSe
 
 
 def _accept(
-    channels: Sequence[PlacedChannel], listener: socket.socket, timeout_s: float, spin_s: float
+    channels: Sequence[PlacedChannel], listener: socket.socket, timeout_s: float
 ) -> list[SharedReceiver]:
     by_hello = {(c.source_rank, c.destination_rank, c.tag): c for c in channels}
     receivers = []
@@ -172,6 +152,5 @@ def _accept(
         connection, _ = listener.accept()
         connection.settimeout(timeout_s)
         hello = _HELLO.unpack(receive_exactly(connection, _HELLO.size))
-        channel = by_hello[hello[0], hello[1], hello[2]]
-        receivers.append(SharedReceiver(channel, connection, spin_s))
+        receivers.append(SharedReceiver(by_hello[hello[0], hello[1], hello[2]], connection))
     return receivers

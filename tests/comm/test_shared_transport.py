@@ -329,52 +329,5 @@ def test_it_opens_under_any_temporary_folder_and_leaves_nothing_there(
     assert set(Path("/tmp").glob("gpipe_hpc_*")) <= others
 
 
-@pytest.mark.parametrize(("spin_s", "sleeps"), [(10.0, 0), (0.0, 1)])
-def test_a_receiver_looks_for_a_while_before_it_sleeps(spin_s, sleeps):
-    source, destination = socket.socketpair()
-    for connection in (source, destination):
-        connection.settimeout(10)
-    sender = SharedSender(FORWARD, source)
-    receiver = SharedReceiver(FORWARD, destination, spin_s)
-    slept = []
-
-    class Watched:
-        def recvmsg(self, *arguments):
-            slept.append(arguments)
-            return destination.recvmsg(*arguments)
-
-    receiver.connection = Watched()
-    threading.Timer(0.05, sender.send, (0, torch.ones(3), 1)).start()
-    assert receiver.receive(0).nest.sum() == 3
-    assert len(slept) == sleeps
-
-
-@pytest.mark.parametrize(
-    ("cores", "spinning"),
-    [
-        ([{0, 1}, {0, 1}], [True, True]),
-        ([{0}, {1}], [True, True]),
-        ([{0}, {0}], [False, False]),
-        ([{0}, {0, 1}], [False, True]),
-    ],
-    ids=str,
-)
-def test_only_ranks_with_a_core_each_look_for_messages(cores, spinning, monkeypatch):
-    """Where more ranks than cores share a host, looking would keep others from their work."""
-
-    def body(world):
-        everybody = world.group([(0, 1)])
-        transport = open_shared_transport([FORWARD, BACKWARD], world.rank, everybody, 10.0)
-        everybody.all_gather_object("opened")
-        (receiver,) = transport._receivers.values()
-        return receiver._spin_s > 0
-
-    def thread_rank():
-        return int(threading.current_thread().name.removeprefix("rank"))
-
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores[thread_rank()])
-    assert run_on_threads(2, body) == spinning
-
-
 def test_processes_of_one_host_have_one_identity():
     assert host_identity() == host_identity() != ""
