@@ -117,6 +117,8 @@ class DeferWeights(TorchFunctionMode):
         keywords = kwargs or {}
         if func not in _SPLIT or not _may_split():
             return func(*args, **keywords)
+        if func is F.linear and not keywords and _is_plain_linear(*args):
+            return _split_linear(*args, deferred=self._deferred)
         parameters = [p for p in (*args, *keywords.values()) if _is_trained(p)]
         if not parameters:
             return func(*args, **keywords)
@@ -157,27 +159,56 @@ def _split_call(
 ) -> Any:
     """Run `func` on cut-off inputs and join its output to the graph of the real ones."""
     inputs = [value for value in (*args, *keywords.values()) if _is_input(value)]
-    # A linear map's input gradient needs nothing that its own graph keeps.
-    weight = _linear_weight(*args, **keywords) if func is F.linear and len(inputs) == 1 else None
     leaves: list[torch.Tensor] = []
 
     def apart(value: Any) -> Any:
         if not _is_input(value):
             return value
-        leaf = value.detach()
-        leaves.append(leaf if weight is not None else leaf.requires_grad_())
-        return leaf
+        leaves.append(value.detach().requires_grad_())
+        return leaves[-1]
 
-    apart_args = [apart(value) for value in args]
-    if keywords:
-        output = func(*apart_args, **{name: apart(value) for name, value in keywords.items()})
-    else:
-        output = func(*apart_args)
-    call = _Call(output, leaves, parameters, weight, deferred)
-    if deferred.hold is not None:
-        deferred.hold(leaves)
+    output = func(
+        *(apart(value) for value in args),
+        **{name: apart(value) for name, value in keywords.items()},
+    )
     # Something must make the node part of the graph. No parameter: its hooks would be called.
     anchors = inputs or [torch.empty(0, requires_grad=True)]
+    return _joined(_Call(output, leaves, parameters, None, deferred), anchors)
+
+
+def _split_linear(
+    input: torch.Tensor,
+    weight: nn.Parameter,
+    bias: nn.Parameter | None = None,
+    *,
+    deferred: Deferred,
+) -> Any:
+    """Do what `_split_call` does for the commonest call: its input gradient is one product."""
+    leaf = input.detach()
+    output = F.linear(leaf, weight, bias)
+    parameters = [p for p in (weight, bias) if p is not None and p.requires_grad]
+    return _joined(_Call(output, [leaf], parameters, weight.detach(), deferred), [input])
+
+
+def _is_plain_linear(input: Any, weight: Any, bias: Any = None) -> bool:
+    """Say whether the input's gradient is asked for and takes nothing but the weight itself.
+
+    Not under autocast, which makes another weight of it that the call's own graph keeps.
+    """
+    return (
+        type(weight) is nn.Parameter
+        and weight.dim() == 2
+        and (bias is None or type(bias) is nn.Parameter)
+        and (weight.requires_grad or (bias is not None and bias.requires_grad))
+        and _is_input(input)
+        and not torch.is_autocast_enabled(weight.device.type)
+    )
+
+
+def _joined(call: "_Call", anchors: Sequence[torch.Tensor]) -> Any:
+    """Return a call's output as part of the graph of `anchors`."""
+    if call.deferred.hold is not None:
+        call.deferred.hold(call.leaves)
     join: Any = _Joint.apply
     return join(call, *anchors)
 
@@ -195,19 +226,6 @@ def _is_input(value: Any) -> bool:
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
         return False
     return value.grad_fn is not None or not isinstance(value, nn.Parameter)
-
-
-def _linear_weight(
-    input: Any, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor | None:
-    """Return the matrix that makes the input's gradient, if the input alone is to have one.
-
-    Not where autocast makes another one of it, which the call's own graph keeps.
-    """
-    is_plain = _is_input(input) and isinstance(weight, nn.Parameter) and weight.dim() == 2
-    if not is_plain or torch.is_autocast_enabled(weight.device.type):
-        return None
-    return weight.detach()
 
 
 class _Call:
