@@ -45,7 +45,9 @@ def keeping_casts(precision: str, device: torch.device) -> AbstractContextManage
     """
     if PRECISIONS[precision] is None or not _casts_keep_their_graph():
         return nullcontext()
-    # torch forgets casts at the end of the outermost block, also of one that casts nothing.
+    # torch forgets casts at the end of the outermost block, also of one that casts nothing. There
+    # may be one around many steps, with casts of weights that have changed since.
+    torch.clear_autocast_cache()
     return torch.autocast(device.type, enabled=False)
 
 

@@ -165,7 +165,9 @@ def _split_call(
         if not _is_input(value):
             return value
         leaves.append(value.detach().requires_grad_())
-        return leaves[-1]
+        # Autocast remembers casts of leaves for the whole step; only those of weights shall stay.
+        is_cast = torch.is_autocast_enabled(value.device.type)
+        return leaves[-1].view_as(leaves[-1]) if is_cast else leaves[-1]
 
     output = func(
         *(apart(value) for value in args),

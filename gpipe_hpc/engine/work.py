@@ -133,7 +133,9 @@ class StageWork:
             given = state = _cut_off(state) if kept else state
             leaves = [tensor for tensor in given.tensors() if tensor.requires_grad]
             if recomputes:
-                state, _ = self._run(segment, given, key, part, is_end)
+                state, _ = self._run(
+                    segment, given, key, part, is_end=is_end, shares_casts=host is None
+                )
                 # No graph tells yet which outputs depend on a parameter: take it that all may.
                 state = _mark(state, bool(leaves) or segment.is_trained)
                 kept.append(_KeptSegment(segment, given, leaves, [], []))
@@ -223,10 +225,18 @@ class StageWork:
         return deferred is not None
 
     def _run(
-        self, segment: Segment, state: State, key: LayerKey, part: Part, is_end: bool
+        self,
+        segment: Segment,
+        state: State,
+        key: LayerKey,
+        part: Part,
+        *,
+        is_end: bool,
+        shares_casts: bool = True,
     ) -> tuple[State, list[Start]]:
         """Run a segment, and what follows the end of the last stage."""
-        with torch.set_grad_enabled(False), casting(self.stage.precision, self.stage.device):
+        casts = casting(self.stage.precision, self.stage.device, shared=shares_casts)
+        with torch.no_grad(), casts:
             return self._layers(segment, state, key, part, is_end, None)
 
     def _graph(
@@ -256,6 +266,9 @@ class StageWork:
         is_end: bool,
         deferred: Deferred | None,
     ) -> tuple[State, list[Start]]:
+        if self.stage.precision != "float32":
+            # Autocast remembers casts of leaves until the step ends; only those of weights shall.
+            state = _no_leaves(state)
         if self._peers is None:
             state, noted = segment.run(state, key, deferred)
         else:
@@ -307,6 +320,11 @@ def _may_require(tensor: torch.Tensor) -> bool:
 
 def _mark(output: Nest, value: bool) -> Nest:
     return map_tensors(lambda t: t.detach().requires_grad_(value) if _may_require(t) else t, output)
+
+
+def _no_leaves(state: State) -> State:
+    viewed = map_tensors(lambda t: t.view_as(t) if t.requires_grad and t.is_leaf else t, state)
+    return cast(State, viewed)
 
 
 def _cut_off(state: State) -> Nest:

@@ -195,7 +195,6 @@ class Living(TorchDispatchMode):
 
 
 @lasting
-@pytest.mark.xfail(strict=True, reason="the engine gives layers leaves, which autocast remembers")
 @pytest.mark.parametrize("schedule", ["interleaved", "zb_v"])
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("kind, sizes", [(nn.Linear, (8, 8)), (nn.Conv1d, (8, 8, 3, 1, 1))])
