@@ -25,8 +25,17 @@ class LossTerm(NamedTuple):
     def without_graph(self) -> "LossTerm":
         """Return the same numbers, held by no graph."""
         weight = self.weight
-        weight = weight.detach() if isinstance(weight, torch.Tensor) else weight
-        return LossTerm(self.total.detach(), weight)
+        weight = alone(weight) if isinstance(weight, torch.Tensor) else weight
+        return LossTerm(alone(self.total), weight)
+
+
+def alone(number: torch.Tensor) -> torch.Tensor:
+    """Return a number without its graph, in memory of its own.
+
+    `F.mse_loss` returns one that holds as much as the whole output; until the step ends that
+    would be as much for each micro-batch.
+    """
+    return number.detach().clone()
 
 
 def loss_term(function: LossFunction, output: Nest, target: Nest, num_samples: int) -> LossTerm:

@@ -10,12 +10,17 @@ from torch import nn
 
 from gpipe_hpc.comm.nests import Nest, flatten, unflatten
 from gpipe_hpc.engine.keyed import Keyed, LayerKey
+from gpipe_hpc.engine.loss import alone
 from gpipe_hpc.engine.routes import State
 from gpipe_hpc.engine.splitting import Deferred, deferring
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import Reports, SkipNames, reporting, run_layer
 
 _NOTHING: Final = nullcontext()
+
+
+def _alone(number: torch.Tensor | float) -> torch.Tensor | float:
+    return alone(number) if isinstance(number, torch.Tensor) else number
 
 
 class Noted(NamedTuple):
@@ -26,8 +31,9 @@ class Noted(NamedTuple):
 
     def without_graph(self) -> "Noted":
         """Return the same numbers, held by no graph."""
-        losses = {name: total.detach() for name, total in self.reports.losses.items()}
-        return Noted(self.layer, replace(self.reports, losses=losses))
+        losses = {name: alone(total) for name, total in self.reports.losses.items()}
+        metrics = {name: (_alone(s), _alone(w)) for name, (s, w) in self.reports.metrics.items()}
+        return Noted(self.layer, replace(self.reports, losses=losses, metrics=metrics))
 
 
 class Segment:

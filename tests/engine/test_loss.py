@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from gpipe_hpc.comm.group import SoloGroup
 from gpipe_hpc.engine.loss import LossTerm, backward_seed, final_divisor, loss_term
 from gpipe_hpc.engine.results import Exchange
+from gpipe_hpc.engine.segment import Noted
 from gpipe_hpc.errors import ModelError
+from gpipe_hpc.models import Reports
 
 CPU = torch.device("cpu")
 
@@ -77,3 +79,16 @@ def test_microbatch_losses_show_which_one_is_not_finite():
 
 def test_no_weight_no_loss():
     assert step_loss((0.0, 0.0), (0.0, 0.0)).value == 0.0
+
+
+def test_what_is_kept_of_a_loss_is_one_number():
+    """`F.mse_loss` returns a number in memory as large as the output."""
+    output = torch.zeros(64, 64, requires_grad=True)
+    total = torch.nn.functional.mse_loss(output, torch.ones(64, 64), reduction="sum")
+    kept = LossTerm(total, total.detach()).without_graph()
+    noted = Noted(0, Reports({"extra": total}, {"metric": (total.detach(), 1.0)})).without_graph()
+    (added, weight) = noted.reports.metrics["metric"]
+    for number in (kept.total, kept.weight, noted.reports.losses["extra"], added):
+        assert number.item() == 4096 and number.grad_fn is None
+        assert number.untyped_storage().nbytes() == number.element_size()
+    assert weight == 1.0
