@@ -92,15 +92,10 @@ class Executor:
         self._all = frozenset(self._actions)
         self._stage_of = {layer: stage for stage in stages.values() for layer in stage.layers}
         self._last_forwards = {a.stage: a for a in self._actions if a.op is Op.F}
-        self._last_forward = max(
-            (i for i, action in enumerate(self._actions) if action.op is Op.F), default=-1
-        )
         self._program = [(action, binders[action.op](action)) for action in self._actions]
 
-    def run(self, feed: Feed, forwards_done: Callable[[Outcome], None] | None = None) -> Outcome:
+    def run(self, feed: Feed) -> Outcome:
         """Run the whole list on `feed`; leaves torch's random generators as they were.
-
-        `forwards_done` is called behind the last forward with what is known then: all losses.
 
         Raises ActionError if an action failed, ConnectionError or TimeoutError if a wait did.
         """
@@ -113,8 +108,6 @@ class Executor:
                 while index < len(self._program):
                     self._world.activity, call = self._program[index]
                     call()
-                    if index == self._last_forward and forwards_done is not None:
-                        forwards_done(self._outcome)
                     index += 1
             self._world.activity = "waiting until all it sent has left"
             self._wiring.transport.finish()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gpipe_hpc.comm.group import Group, Pending
+from gpipe_hpc.comm.group import Group
 from gpipe_hpc.engine.loss import LossTerm
 from gpipe_hpc.engine.segment import Noted
 from gpipe_hpc.models import MAIN_LOSS
@@ -145,44 +145,41 @@ class Exchange:
         self._group = group
         self._device = device
         self._rows: tuple[Row, ...] = ()
-        # Of the step at hand: what this rank knows, and what is being summed.
-        self._own: dict[int, LossTerm] = {}
-        self._found: Found = {}
-        self._num_new = 0
-        self._flat = torch.empty(0)
 
-    def start(self, own: Mapping[int, LossTerm], noted: Mapping[int, Sequence[Noted]]) -> Pending:
-        """Begin: the forwards of the step are done. `own` and `noted` are by global micro-batch."""
-        self._found = _found(noted)
-        self._own = dict(own)
-        return self._start()
-
-    def finish(self, pending: Pending) -> StepLoss:
-        """Return the loss of the step that `start` has begun, once it is known."""
-        terms, is_new = self._sums(pending)
+    def __call__(
+        self, own: Mapping[int, LossTerm], noted: Mapping[int, Sequence[Noted]]
+    ) -> StepLoss:
+        """Return the loss of the step; `own` and `noted` are by global micro-batch."""
+        found = _found(noted)
+        terms, is_new = self._sum(own, found)
         if is_new:
-            everybody = self._group.all_gather_object(sorted(self._found))
+            everybody = self._group.all_gather_object(sorted(found))
             self._rows = tuple(sorted({*self._rows, *(row for rows in everybody for row in rows)}))
-            terms, _ = self._sums(self._start())
+            terms, _ = self._sum(own, found)
         return StepLoss(terms, self._rows)
 
-    def _start(self) -> Pending:
-        """Start summing this rank's terms, and how many of its rows are new."""
+    def _sum(self, own: Mapping[int, LossTerm], found: Found) -> tuple[torch.Tensor, bool]:
+        """Return the terms of all ranks, and whether some rank has rows that are new."""
         places = dict(zip(self._rows, _positions(self._rows), strict=True))
         num_terms = _num_terms(self._rows) * self._num_global
-        self._num_new = sum(row not in places for row in self._found)
-        entries: dict[int, torch.Tensor | float] = {num_terms: float(self._num_new)}
-        for index, term in self._own.items():
+        num_own_new = sum(row not in places for row in found)
+        entries: dict[int, torch.Tensor | float] = {num_terms: float(num_own_new)}
+        for index, term in own.items():
             entries[index] = term.total
             entries[self._num_global + index] = term.weight
-        for row, by_microbatch in self._found.items():
+        for row, by_microbatch in found.items():
             for index, numbers in by_microbatch.items() if row in places else ():
                 for offset, number in enumerate(numbers):
                     entries[(places[row] + offset) * self._num_global + index] = number
-        self._flat = torch.zeros(num_terms + 1, dtype=torch.float64, device=self._device)
-        positions = torch.tensor(list(entries), device=self._device)
-        self._flat[positions] = self._numbers(entries.values())
-        return self._group.start_all_reduce(self._flat)
+        flat = torch.zeros(num_terms + 1, dtype=torch.float64, device=self._device)
+        flat[torch.tensor(list(entries), device=self._device)] = self._numbers(entries.values())
+        self._group.all_reduce(flat)
+        num_new = flat[-1:]
+        if self._device.type != "cpu":
+            # The device is not waited for within a step: this one number travels on the host.
+            num_new = torch.tensor([num_own_new])
+            self._group.all_reduce(num_new)
+        return flat[:-1].view(-1, self._num_global), int(num_new) > 0
 
     def _numbers(self, values: Iterable[torch.Tensor | float]) -> torch.Tensor:
         """Return numbers as one tensor; a device is not waited for."""
@@ -190,16 +187,6 @@ class Exchange:
         if self._device.type == "cpu":
             return torch.tensor([float(value) for value in values], **how)
         return torch.stack([torch.as_tensor(value, **how) for value in values])
-
-    def _sums(self, pending: Pending) -> tuple[torch.Tensor, bool]:
-        """Return the terms of all ranks, and whether some rank has rows that are new."""
-        pending.wait()
-        num_new = self._flat[-1:]
-        if self._device.type != "cpu":
-            # The device is not waited for within a step: this one number travels on the host.
-            num_new = torch.tensor([self._num_new])
-            self._group.all_reduce(num_new)
-        return self._flat[:-1].view(-1, self._num_global), int(num_new) > 0
 
 
 def _found(noted: Mapping[int, Sequence[Noted]]) -> Found:

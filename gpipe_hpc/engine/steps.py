@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-from gpipe_hpc.comm.group import Group, Pending
+from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.world import World
-from gpipe_hpc.engine.executor import Executor, Outcome
+from gpipe_hpc.engine.executor import Executor
 from gpipe_hpc.engine.feed import Feed
 from gpipe_hpc.engine.gradients import unite_flags
 from gpipe_hpc.engine.loss import backward_seed, final_divisor
@@ -154,18 +154,13 @@ class Steps:
         )
 
     def _run(self, executor: Executor, feed: Feed) -> StepLoss:
-        """Run a table and return the loss, which all ranks know."""
-        started: list[Pending] = []
-        # On a device its numbers come with the backwards: one kernel at a time.
-        is_early = self._site.world.device.type == "cpu"
-        outcome = executor.run(
-            feed, (lambda known: started.append(self._start(known))) if is_early else None
-        )
-        return self._exchange.finish(started[0] if started else self._start(outcome))
+        """Run a table and return the loss, which all ranks know.
 
-    def _start(self, outcome: Outcome) -> Pending:
+        All ranks wait here for all others: none goes on behind a step that failed on one.
+        """
+        outcome = executor.run(feed)
         first = self._site.replica * self._placement.num_microbatches
-        return self._exchange.start(
+        return self._exchange(
             {first + m: term for m, term in outcome.losses.items()},
             {first + m: noted for m, noted in outcome.noted.items()},
         )
