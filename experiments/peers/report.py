@@ -7,7 +7,7 @@ from grid import MICROBATCHES
 
 from gpipe_hpc.bench.figures import Figures, Row
 from gpipe_hpc.bench.plot import Panel, draw_panels
-from gpipe_hpc.bench.table import markdown
+from gpipe_hpc.bench.table import markdown, milliseconds
 
 _TITLES = {
     "A": "A: GPT",
@@ -26,6 +26,14 @@ _LINES = (
     ("DeepSpeed, 1F1B", "deepspeed", None),
     ("DDP", "ddp", None),
 )
+_SHORT = (
+    ("ours", ("ours", False)),
+    ("torch", ("torch", False)),
+    ("DeepSpeed", ("deepspeed", False)),
+    ("DDP", ("ddp", False)),
+    ("ours, recomputing", ("ours", True)),
+    ("torch, recomputing", ("torch", True)),
+)
 
 
 def write(figures: Figures, folder: Path) -> str:
@@ -41,6 +49,43 @@ def write(figures: Figures, folder: Path) -> str:
         text = insert(text, "table", markdown(figures))
         readme.write_text(text, "utf-8")
     return claims
+
+
+def write_front_page(figures: Figures, readme: Path) -> None:
+    """Write the short table into the project's README."""
+    text = insert(readme.read_text("utf-8"), "peers", short_table(figures))
+    readme.write_text(text, "utf-8")
+
+
+def short_table(figures: Figures) -> str:
+    """Return a line for each block that claims rest on: the best of each, over the floor."""
+    lines = [
+        f"{figures.machine}; {figures.date}.",
+        "",
+        "| model | M | floor ms | " + " | ".join(name for name, _ in _SHORT) + " |",
+        "|---|---:|---:|" + "---:|" * len(_SHORT),
+    ]
+    for workload, title in _TITLES.items():
+        for count in MICROBATCHES:
+            where = block(workload, count)
+            floor = figures.find(where, "floor local")
+            if floor is None or not floor.median_s:
+                continue
+            cells = [
+                _short_cell(best(figures, where, who, recompute=again), floor.median_s)
+                for _, (who, again) in _SHORT
+            ]
+            floor_ms = milliseconds(floor.median_s)
+            lines.append(f"| {title} | {count} | {floor_ms} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _short_cell(row: Row | None, floor_s: float) -> str:
+    if row is None or not row.median_s:
+        return ""
+    half = 50 * row.spread * row.median_s / floor_s
+    peak = f", {max(row.peak_bytes) / 1e6:.0f} MB" if row.peak_bytes else ""
+    return f"{row.variant} {row.median_s / floor_s:.2f} ±{half / 100:.2f}{peak}"
 
 
 def insert(text: str, name: str, new: str) -> str:

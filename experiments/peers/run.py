@@ -79,6 +79,8 @@ def main() -> None:
     def keep(figures: Figures) -> None:
         figures.save(kept)
         report.write(figures, args.to)
+        if args.to == HERE:
+            report.write_front_page(figures, HERE.parent.parent / "README.md")
 
     if "startup" in parts and "startup" not in figures.extras:
         figures.extras["startup"] = startup.measure()
