@@ -42,7 +42,7 @@ class _Place(NamedTuple):
     def over(self, memory: _Memory) -> torch.Tensor:
         """Return the tensor there."""
         if not self.num_elements:
-            return torch.empty(self.shape, dtype=self.dtype)
+            return torch.empty(self.shape, dtype=self.dtype, device="cpu")
         shape, dtype, count, offset = self
         # Its one shape from the start, so no view of another tensor; costs less than one, too.
         return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).resize_(shape)
@@ -104,7 +104,9 @@ class Slot:
         if header:
             memoryview(self.memory).cast("B")[: len(header)] = header
         if self._lay_out(len(header), metas):
-            self._tensors = [place.over(self.memory) for place in self._places]
+            # They outlast the inference mode that an evaluation may stand in.
+            with torch.inference_mode(False):
+                self._tensors = [place.over(self.memory) for place in self._places]
         for destination, tensor in zip(self._tensors, tensors, strict=True):
             destination.copy_(tensor)
 

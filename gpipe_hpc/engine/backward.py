@@ -1,6 +1,7 @@
 """Calls of autograd's engine with gradients that are known to fit."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
@@ -11,14 +12,21 @@ Tensors = Sequence[torch.Tensor]
 
 def edge_of(tensor: torch.Tensor) -> GradientEdge:
     """Return where the gradient of `tensor`, which requires one, enters its graph."""
-    node = tensor.grad_fn
-    return get_gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr)
+    node: Any = tensor.grad_fn
+    if node is None:
+        return get_gradient_edge(tensor)
+    if isinstance(node, torch._C._FunctionBase):
+        # In older versions the node of an `autograd.Function` does not keep its graph alive.
+        with torch.enable_grad():
+            return edge_of(tensor.view_as(tensor))
+    return GradientEdge(node, tensor.output_nr)
 
 
 def accumulate_gradients(edges: Edges, gradients: Tensors, inputs: Tensors = ()) -> None:
     """Do what `torch.autograd.backward` does, without its checks of shapes in Python.
 
-    They take as long as the backward of a small layer; the engine checks shapes again itself.
+    They take as long as the backward of a small layer. The engine itself refuses shapes that
+    cannot be broadcast; what comes here are gradients that autograd made for the same tensors.
     """
     _engine_run_backward(
         tuple(edges),

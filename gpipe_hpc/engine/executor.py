@@ -101,6 +101,8 @@ class Executor:
         """
         self._feed, self._outcome, self._seeds = feed, Outcome(), {}
         self.recorder.start_step()
+        for work in self._works.values():
+            work.begin()
         index = 0
         try:
             # Under the caller's inference mode, writes in place could not be told.
@@ -317,7 +319,8 @@ class Executor:
             return Start(total, torch.ones_like(total))
         if total.dtype not in self._seeds:
             self._seeds[total.dtype] = self._feed.seed.to(total.dtype)
-        return Start(total, self._seeds[total.dtype])
+        # A copy: a loss of the user's may write into what its backward is given.
+        return Start(total, self._seeds[total.dtype].clone())
 
 
 def _no_feed() -> Feed:

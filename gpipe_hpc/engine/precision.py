@@ -1,14 +1,16 @@
 """In which precision layers compute: autocast over float32 weights and gradient sums."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from types import MappingProxyType
 from typing import Final
 
 import torch
+from torch import nn
 
 from gpipe_hpc.engine.loss_scale import LossScale
-from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.errors import ConfigError, ModelError
 
 PRECISIONS: Final = MappingProxyType(
     {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -37,18 +39,72 @@ def casting(
     return torch.autocast(device.type, dtype, cache_enabled=shared)
 
 
-def keeping_casts(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """Return a block within which all `casting` blocks share their casts of parameters.
+@contextmanager
+def keeping_casts(precision: str, device: torch.device) -> Iterator[None]:
+    """Let all `casting` blocks within share their casts of parameters: for one step.
 
-    For one step: a weight is cast once for all micro-batches, not once for each, and their graphs
-    hold one copy of it. Parameters must not change within the block.
+    A weight is then cast once for all micro-batches, not once for each, and their graphs hold one
+    copy of it. Autocast keeps the cast of every leaf, also of those that a reentrant
+    `torch.utils.checkpoint` makes of its inputs: those live until the step ends.
     """
     if PRECISIONS[precision] is None or not _casts_keep_their_graph():
-        return nullcontext()
-    # torch forgets casts at the end of the outermost block, also of one that casts nothing. There
-    # may be one around many steps, with casts of weights that have changed since.
+        yield
+        return
+    # torch forgets casts at the end of the outermost block, also of one that casts nothing. The
+    # user may have one around many steps, with casts of weights that have changed since.
     torch.clear_autocast_cache()
-    return torch.autocast(device.type, enabled=False)
+    with torch.autocast(device.type, enabled=False):
+        yield
+        torch.clear_autocast_cache()
+
+
+class StageCasts:
+    """The `casting` blocks of one stage: no forward computes with casts of what has changed."""
+
+    def __init__(
+        self, precision: str, device: torch.device, parameters: Iterable[nn.Parameter]
+    ) -> None:
+        self._precision, self._device = precision, device
+        self._parameters = [] if precision == "float32" else list(parameters)
+        self._last = self._versions()
+        self._known: dict[Hashable, bool] = {}  # whether this place changes its own weights
+
+    def begin(self) -> None:
+        """Begin a step: no cast is kept yet."""
+        self._last = self._versions()
+
+    def block(self, place: Hashable, *, shared: bool = True) -> AbstractContextManager[object]:
+        """Return the block for a run of the layers at a place, as `casting` does.
+
+        Raises ModelError if they change a parameter that they left alone in their first run.
+        """
+        if self._precision == "float32":
+            return _AS_IT_IS
+        return self._watched(place, shared=shared)
+
+    @contextmanager
+    def _watched(self, place: Hashable, *, shared: bool) -> Iterator[None]:
+        before = self._versions()
+        if before != self._last:  # by a hook amid the backwards
+            torch.clear_autocast_cache()
+        changes = self._known.get(place, False)
+        with casting(self._precision, self._device, shared=shared and not changes):
+            yield
+        self._last = self._versions()
+        if self._last == before:
+            self._known.setdefault(place, False)
+            return
+        if shared and self._known.get(place) is False:
+            raise ModelError(
+                f"a layer changed a parameter in its forward in this micro-batch, expected that "
+                f"in the first one or never, as {self._precision} casts weights once for all; "
+                f"change it in every forward or outside of them, or use precision float32"
+            )
+        self._known[place] = True
+        torch.clear_autocast_cache()
+
+    def _versions(self) -> list[int]:
+        return [parameter._version for parameter in self._parameters]
 
 
 @cache

@@ -3,11 +3,11 @@
 And what layers reported besides: further losses, which are part of it, and metrics.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -171,8 +171,7 @@ class Exchange:
             for index, numbers in by_microbatch.items() if row in places else ():
                 for offset, number in enumerate(numbers):
                     entries[(places[row] + offset) * self._num_global + index] = number
-        flat = torch.zeros(num_terms + 1, dtype=torch.float64, device=self._device)
-        flat[torch.tensor(list(entries), device=self._device)] = self._numbers(entries.values())
+        flat = self._flat(entries, num_terms + 1)
         self._group.all_reduce(flat)
         num_new = flat[-1:]
         if self._device.type != "cpu":
@@ -181,12 +180,21 @@ class Exchange:
             self._group.all_reduce(num_new)
         return flat[:-1].view(-1, self._num_global), int(num_new) > 0
 
-    def _numbers(self, values: Iterable[torch.Tensor | float]) -> torch.Tensor:
-        """Return numbers as one tensor; a device is not waited for."""
-        how: dict[str, Any] = {"dtype": torch.float64, "device": self._device}
-        if self._device.type == "cpu":
-            return torch.tensor([float(value) for value in values], **how)
-        return torch.stack([torch.as_tensor(value, **how) for value in values])
+    def _flat(self, entries: Mapping[int, torch.Tensor | float], size: int) -> torch.Tensor:
+        """Return float64[size] with these entries, else zeros; a device is not waited for."""
+        on_device = {}
+        row = [0.0] * size
+        for index, number in entries.items():
+            if isinstance(number, torch.Tensor) and number.device.type != "cpu":
+                on_device[index] = number
+            else:
+                row[index] = float(number)
+        is_pinned = self._device.type == "cuda"
+        host = torch.tensor(row, dtype=torch.float64, pin_memory=is_pinned)
+        flat = host.to(self._device, non_blocking=True)
+        for index, number in on_device.items():
+            flat[index] = number
+        return flat
 
 
 def _found(noted: Mapping[int, Sequence[Noted]]) -> Found:

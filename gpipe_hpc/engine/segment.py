@@ -12,7 +12,7 @@ from gpipe_hpc.comm.nests import Nest, flatten, unflatten
 from gpipe_hpc.engine.keyed import Keyed, LayerKey
 from gpipe_hpc.engine.loss import alone
 from gpipe_hpc.engine.routes import State
-from gpipe_hpc.engine.splitting import Deferred, deferring
+from gpipe_hpc.engine.splitting import Deferred, DeferWeights
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import Reports, SkipNames, reporting, run_layer
 
@@ -78,7 +78,7 @@ class Segment:
         watched = [] if copies else state.tensors()
         versions = [tensor._version for tensor in watched]
         noted: list[Noted] = []
-        splits = _NOTHING if deferred is None else deferring(deferred)
+        splits = _NOTHING if deferred is None else DeferWeights(deferred)
         with self._keyed.alone() as seed, reporting(Reports()) as reports, splits:
             for index, layer in self.layers.items():
                 seed(key(index))
@@ -100,6 +100,11 @@ class Segment:
                 f"first; use inplace=False there, or write in place always"
             )
         return State(nest, stashed), noted
+
+    @property
+    def place(self) -> tuple[int, bool]:
+        """Return what tells its runs from those of others: its first layer, and the mode."""
+        return min(self.layers, default=-1), self._mode
 
     @property
     def _mode(self) -> bool:

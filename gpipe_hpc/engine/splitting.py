@@ -73,6 +73,15 @@ class Deferred:
         self._gradients: list[torch.Tensor] = []
         self._parameters: dict[int, nn.Parameter] = {}
 
+    @contextmanager
+    def in_forward(self) -> Iterator[None]:
+        """Return a block within which nobody but a layer or the loss could call `add`."""
+        self.is_in_forward = True
+        try:
+            yield
+        finally:
+            self.is_in_forward = False
+
     def __len__(self) -> int:
         """Return how many function calls wait."""
         return len(self._edges)
@@ -83,9 +92,9 @@ class Deferred:
         """Note the gradient of a call's output; ModelError if a layer asked for it, not `I`."""
         if self.is_in_forward or torch.is_grad_enabled():
             raise ModelError(
-                "split backward: a layer differentiates its own computation within its forward, "
-                "expected that only in the backward; use torch.func.grad or torch.func.vjp there, "
-                "or a schedule whose backward is B"
+                "split backward: a layer, or the loss, differentiates what was computed within "
+                "its forward, expected that only in the backward; use torch.func.grad or "
+                "torch.func.vjp there, or a schedule whose backward is B"
             )
         self._edges.append(edge)
         self._gradients.append(gradient)
@@ -123,18 +132,6 @@ class DeferWeights(TorchFunctionMode):
         if not parameters:
             return func(*args, **keywords)
         return _split_call(func, args, keywords, parameters, self._deferred)
-
-
-@contextmanager
-def deferring(deferred: Deferred | None) -> Iterator[None]:
-    """Return a block whose forwards leave weight gradients to `deferred`; None: a plain block."""
-    if deferred is None:
-        yield
-        return
-    deferred.is_in_forward = True
-    with DeferWeights(deferred):
-        yield
-    deferred.is_in_forward = False
 
 
 def _may_split() -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from enum import Enum
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Final, NamedTuple, Protocol, cast
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -14,7 +14,7 @@ from gpipe_hpc.comm.nests import Nest, map_tensors, tensors_of
 from gpipe_hpc.engine.backward import accumulate_gradients, edge_of
 from gpipe_hpc.engine.keyed import LayerKey
 from gpipe_hpc.engine.offload import HostCopy
-from gpipe_hpc.engine.precision import casting
+from gpipe_hpc.engine.precision import StageCasts
 from gpipe_hpc.engine.routes import State
 from gpipe_hpc.engine.segment import Noted, Segment
 from gpipe_hpc.engine.splitting import Deferred
@@ -22,6 +22,7 @@ from gpipe_hpc.engine.stage import Stage
 from gpipe_hpc.models import SumOver, normalising_together
 
 Gradients = Sequence[torch.Tensor | None]
+_NOTHING: Final = nullcontext()
 
 
 class Keep(Enum):
@@ -93,9 +94,15 @@ class StageWork:
         self._listener = listener
         self._peers = peers
         self._is_last = not stage.routes.destinations
+        parameters = (p for layer in stage.layers.values() for p in layer.parameters())
+        self._casts = StageCasts(stage.precision, stage.device, parameters)
         self._kept: dict[int, _Kept] = {}
         self._deferred: dict[int, Deferred] = {}
         self._stream: torch.cuda.Stream | None = None  # of copies to the host, once there are any
+
+    def begin(self) -> None:
+        """Begin a step, or an evaluation."""
+        self._casts.begin()
 
     @property
     def num_kept(self) -> int:
@@ -235,8 +242,7 @@ class StageWork:
         shares_casts: bool = True,
     ) -> tuple[State, list[Start]]:
         """Run a segment, and what follows the end of the last stage."""
-        casts = casting(self.stage.precision, self.stage.device, shared=shares_casts)
-        with torch.no_grad(), casts:
+        with torch.no_grad(), self._casts.block(segment.place, shared=shares_casts):
             return self._layers(segment, state, key, part, is_end, None)
 
     def _graph(
@@ -251,8 +257,9 @@ class StageWork:
     ) -> tuple[State, list[tuple[GradientEdge, torch.Tensor]]]:
         """Run a segment for its backward; return where it begins besides the output."""
         # A graph that moves to the host may hold no cast that others use as well.
-        casts = casting(self.stage.precision, self.stage.device, shared=host is None)
-        with torch.enable_grad(), casts:
+        casts = self._casts.block(segment.place, shared=host is None)
+        in_forward = _NOTHING if deferred is None else deferred.in_forward()
+        with torch.enable_grad(), in_forward, casts:
             state, starts = self._layers(segment, state, key, part, is_end, deferred)
         trained = [start for start in starts if start.total.requires_grad]
         return state, [(edge_of(total), gradient) for total, gradient in trained]

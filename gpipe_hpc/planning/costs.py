@@ -4,6 +4,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_hpc.comm.nests import flatten, map_tensors, tensors_of
-from gpipe_hpc.engine.splitting import Deferred, deferring
+from gpipe_hpc.engine.splitting import Deferred, DeferWeights
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import (
     Layer,
@@ -189,7 +190,10 @@ class _Trial:
             return [tensor for tensor in tensors_of(ends) if tensor.requires_grad]
 
         try:
-            with deferring(deferred):
+            with ExitStack() as blocks:
+                if deferred is not None:
+                    blocks.enter_context(deferred.in_forward())
+                    blocks.enter_context(DeferWeights(deferred))
                 ends, forward_s = _timed(forward, self.device)
             seeds = [torch.ones_like(end) for end in ends]
             _, backward_s = _timed(lambda: _backward(ends, seeds), self.device)

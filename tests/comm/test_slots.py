@@ -93,6 +93,15 @@ def test_a_slot_follows_every_change_of_structure():
             assert len(got) == len(several[which]) and all(map(torch.equal, got, several[which]))
 
 
+def test_a_slot_first_written_in_inference_mode_is_written_again_outside():
+    sent = [torch.ones(3)]
+    source, destination = pair(message_bytes(0, metas_of(sent)))
+    with torch.inference_mode():
+        source.write(b"", metas_of(sent), [torch.ones(3)])
+    source.write(b"", metas_of(sent), [torch.full((3,), 2.0)])
+    assert destination.tensors(0, metas_of(sent))[0].tolist() == [2.0] * 3
+
+
 def test_what_arrives_is_no_view_of_another_tensor():
     """A view may be refused where a tensor is changed in place."""
     source, destination = pair(1000)

@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_map_only
 
 from gpipe_hpc import Pipeline
 from gpipe_hpc.engine import precision as engine_precision
+from gpipe_hpc.errors import ActionError
 from gpipe_hpc.models import LayerSpec, build_gpt, build_layer, token_cross_entropy
 
 SPECS = build_gpt(vocab_size=13, block_size=8, num_layers=2, num_heads=2, width=16)
@@ -223,3 +224,59 @@ def test_casts_of_activations_do_not_last(schedule, recompute, kind, sizes):
         pipe.step(*data)
     # A loss is 4 bytes a micro-batch; of a boundary, one cast were 128 at the least.
     assert max(held) < max(held[:4]) + 256
+
+
+class Shrinking(nn.Linear):
+    """A layer that changes its own weight, from some forward on."""
+
+    def __init__(self, width: int, first: int) -> None:
+        super().__init__(width, width)
+        self.num_left = first
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.num_left <= 0:
+            with torch.no_grad():
+                self.weight.mul_(0.5)
+        self.num_left -= 1
+        return super().forward(x)
+
+
+def plain_losses(layer: nn.Module, x: Tensor, microbatches: int) -> list[float]:
+    losses = []
+    for part in x.tensor_split(microbatches):
+        with torch.autocast("cpu", torch.bfloat16):
+            losses.append(layer(part).float().square().mean().item())
+    return losses
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_a_layer_that_changes_its_weight_computes_with_what_it_has_become(recompute):
+    torch.manual_seed(0)
+    first, second = Shrinking(8, 0), Shrinking(8, 0)
+    second.load_state_dict(first.state_dict())
+    x = torch.randn(8, 8)
+    pipe = Pipeline(
+        [first],
+        lambda y, _: y.float().square().mean(),
+        microbatches=4,
+        schedule="gpipe",
+        recompute=recompute,
+        precision="bfloat16",
+    )
+    losses = pipe.step(x, x).microbatch_losses
+    assert losses == pytest.approx(plain_losses(second, x, 4), rel=1e-6)
+
+
+@lasting
+def test_a_layer_that_begins_to_change_its_weight_is_refused():
+    x = torch.randn(8, 8)
+    pipe = Pipeline(
+        [Shrinking(8, 1)],
+        lambda y, _: y.float().square().mean(),
+        microbatches=4,
+        schedule="gpipe",
+        recompute="never",
+        precision="bfloat16",
+    )
+    with pytest.raises(ActionError, match="changed a parameter in its forward"):
+        pipe.step(x, x)

@@ -147,6 +147,28 @@ def test_a_refusal_names_the_action():
         run_on_threads(2, body)
 
 
+def test_a_loss_that_differentiates_layers_is_refused():
+    """It, too, would leave gradients of its own to W."""
+
+    class Pair(nn.Linear):
+        def forward(self, x):
+            x = x.detach().requires_grad_()
+            return super().forward(x), x
+
+    def loss(output, target):
+        y, x = output
+        slope = torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
+        return (y - target).square().mean() + slope.square().mean()
+
+    def body(world):
+        settings = {"microbatches": 2, "recompute": "never", "world": world}
+        pipe = Pipeline([nn.Linear(4, 4), Pair(4, 4)], loss, schedule="zb_h1", **settings)
+        pipe.step(torch.randn(4, 4), torch.randn(4, 4))
+
+    with pytest.raises(ActionError, match="or the loss, differentiates"):
+        run_on_threads(2, body)
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_layers_work(backend):
     inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 4))
