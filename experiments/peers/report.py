@@ -34,6 +34,8 @@ _SHORT = (
     ("ours, recomputing", ("ours", True)),
     ("torch, recomputing", ("torch", True)),
 )
+# With fewer undisturbed steps than these a median has no spread.
+_FEW = 3
 
 
 def write(figures: Figures, folder: Path) -> str:
@@ -81,11 +83,16 @@ def short_table(figures: Figures) -> str:
 
 
 def _short_cell(row: Row | None, floor_s: float) -> str:
+    """Return schedule, time over the floor, and peak memory; ~ where few steps were undisturbed."""
     if row is None or not row.median_s:
         return ""
-    half = 50 * row.spread * row.median_s / floor_s
+    value = f"{row.median_s / floor_s:.2f}"
+    if row.num_clean >= _FEW:
+        value += f" ±{row.spread * row.median_s / floor_s / 2:.2f}"
+    else:
+        value = f"~{value}"
     peak = f", {max(row.peak_bytes) / 1e6:.0f} MB" if row.peak_bytes else ""
-    return f"{row.variant} {row.median_s / floor_s:.2f} ±{half / 100:.2f}{peak}"
+    return f"{row.variant} {value}{peak}"
 
 
 def insert(text: str, name: str, new: str) -> str:
