@@ -64,9 +64,9 @@ def bounded(number: int, what: str, ratios: list[Ratio], bound: float) -> Claim:
     few = sum(each.num_clean < MAIN for each in ratios)
     if few:
         notes.append(f"{few} with fewer than {MAIN} undisturbed steps")
-    return Claim(
-        number, what, f"<= {bound:g}", f"worst {worst}", num_kept == len(ratios), "; ".join(notes)
-    )
+    # Kept by too few steps is not yet reached.
+    reached = (None if few else True) if num_kept == len(ratios) else False
+    return Claim(number, what, f"<= {bound:g}", f"worst {worst}", reached, "; ".join(notes))
 
 
 def judge(figures: Figures) -> list[Claim]:
