@@ -1,0 +1,99 @@
+"""`recompute="budget"`: what does not fit is run again, and nothing else; gradients stay."""
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.errors import GpipeError
+from gpipe_hpc.schedule import Op
+
+WIDTH, SAMPLES, MICROBATCHES = 8, 64, 4
+INPUTS = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(0))
+PIECE = SAMPLES // MICROBATCHES
+
+
+class Block(nn.Module):
+    """A layer that keeps far more than it takes, and counts its runs."""
+
+    def __init__(self, inner: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, inner), nn.Tanh(), nn.Linear(inner, WIDTH))
+        self.num_runs = 0
+
+    def forward(self, x):
+        self.num_runs += 1
+        return self.layers(x)
+
+
+SIZES = (16, 32, 64, 64, 32, 16)
+
+
+def trained(recompute, schedule="one_f_one_b", **settings):
+    """Return of each rank the runs that recomputed layers should have, all runs, the gradients."""
+
+    def body(world):
+        pipe = Pipeline(
+            [LayerSpec(Block, inner) for inner in SIZES],
+            nn.functional.mse_loss,
+            microbatches=MICROBATCHES,
+            schedule=schedule,
+            partition=[3, 3],
+            recompute=recompute,
+            optimizer_states=0,
+            example=(INPUTS[:PIECE], INPUTS[:PIECE]),
+            world=world,
+            **settings,
+        )
+        blocks = {i: layer for stage in pipe.stages.values() for i, layer in stage.layers.items()}
+        for block in blocks.values():
+            block.num_runs = 0
+        pipe.step(INPUTS, INPUTS)
+        runs = {i: block.num_runs for i, block in blocks.items()}
+        # Where a backward follows its forward at once there is no R, whatever it would run.
+        num_again = [0] * len(pipe.stages) * world.size
+        for row in pipe.schedule.ranks:
+            for action in row:
+                num_again[action.stage] += action.op is Op.R
+        expected = {
+            i: MICROBATCHES + number * (i in layers)
+            for layers, number in zip(pipe.recomputed or [(), ()], num_again, strict=True)
+            for i in layers
+        }
+        return expected, runs, {n: p.grad for n, p in pipe.named_parameters()}
+
+    return run_on_threads(2, body)
+
+
+def again(ranks):
+    """Return the layers that a step ran again; they and no others should have been."""
+    expected = {i: number for i, number in ranks[0][0].items() if number > MICROBATCHES}
+    runs = {i: number for _, each, _ in ranks for i, number in each.items()}
+    assert {i: number for i, number in runs.items() if number != MICROBATCHES} == expected
+    return set(expected)
+
+
+def assert_same_gradients(left, right):
+    for (_, _, ours), (_, _, theirs) in zip(left, right, strict=True):
+        assert ours.keys() == theirs.keys() and ours
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "limits"),
+    [("gpipe", (1e6, 50e3, 35e3, 30e3)), ("one_f_one_b", (1e6, 32e3, 30e3))],
+)
+def test_the_less_memory_the_more_layers_run_again(schedule, limits):
+    plain = trained("never", schedule)
+    assert again(plain) == set()
+    found = []
+    for memory_bytes in limits:
+        ranks = trained("budget", schedule, memory_bytes=memory_bytes)
+        assert_same_gradients(ranks, plain)
+        found.append(len(again(ranks)))
+    assert found[0] == 0 and found == sorted(set(found)), found
+
+
+def test_too_little_memory_is_refused_with_what_it_takes():
+    with pytest.raises(GpipeError, match=r"nothing fits, expected weights, gradients"):
+        trained("budget", memory_bytes=1e3)

@@ -1,0 +1,48 @@
+"""Every setting of the pipeline reaches the `Pipeline` that trains."""
+
+import pytest
+
+from gpipe_hpc import Pipeline
+from gpipe_hpc.config import compose_config
+from gpipe_hpc.training import session
+
+# What each keyword of `Pipeline` is when these settings are given, none of which is a default.
+GIVEN = {
+    "pipeline.stages=3": ("stages", 3),
+    "pipeline.replicas=2": ("replicas", 2),
+    "pipeline.microbatches=5": ("microbatches", 5 * 7),
+    "train.accumulation=7": ("microbatches", 5 * 7),
+    "pipeline.schedule=zb_h1": ("schedule", "zb_h1"),
+    "+pipeline.options.limit=6": ("schedule_options", {"limit": 6}),
+    "pipeline.recompute=budget": ("recompute", "budget"),
+    "pipeline.memory_bytes=3e9": ("memory_bytes", 3e9),
+    "optimizer=sgd": ("optimizer_states", 1),
+    "pipeline.offload=true": ("offload", True),
+    "pipeline.partition=uniform": ("partition", "uniform"),
+    "train.seed=11": ("seed", 11),
+    "train.precision=bfloat16": ("precision", "bfloat16"),
+    "pipeline.normalise_over_replicas=true": ("normalise_over_replicas", True),
+    "train.compile=true": ("compile", True),
+}
+ELSEWHERE = {"layers", "loss_fn", "example", "device", "timeout_s", "world"}
+
+
+@pytest.fixture(scope="module")
+def keywords():
+    """Return what `Pipeline` is called with."""
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "Pipeline", lambda *_, **keywords: found.update(keywords))
+        session._pipeline(compose_config(list(GIVEN)), "world", [], None, None, None)
+    return found
+
+
+@pytest.mark.parametrize("setting", GIVEN)
+def test_a_setting_reaches_the_pipeline(setting, keywords):
+    keyword, value = GIVEN[setting]
+    assert keywords[keyword] == value
+
+
+def test_no_keyword_is_left_out():
+    known = set(Pipeline.__init__.__annotations__) - {"return"}
+    assert known - ELSEWHERE == {keyword for keyword, _ in GIVEN.values()}
