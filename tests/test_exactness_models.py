@@ -216,7 +216,18 @@ def train(world, case, **settings):
 
 
 def largest_difference(mine, theirs):
-    return max(((mine[name] - theirs[name]).abs().max().item() for name in mine), default=0.0)
+    """Return it relative to the largest number of its tensor, where that is above 1.
+
+    Gradients here reach 58: the last bits of their sums differ between processors.
+    """
+    return max(
+        (
+            (mine[name] - theirs[name]).abs().max().item()
+            / max(1.0, theirs[name].abs().max().item())
+            for name in mine
+        ),
+        default=0.0,
+    )
 
 
 def check(plain, name, schedule, recompute):

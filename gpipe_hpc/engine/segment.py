@@ -55,6 +55,7 @@ class Segment:
         self.layers = dict(layers)
         self._stage = stage
         self._names = {index: names.get(index, SkipNames()) for index in layers}
+        self._indices = tuple(layers)
         self._places = {index: f"layers.{index}" for index in layers}
         self._keyed = keyed
         # By training mode (dropout writes in place in one only): whether the layers were seen
@@ -102,9 +103,9 @@ class Segment:
         return State(nest, stashed), noted
 
     @property
-    def place(self) -> tuple[int, bool]:
-        """Return what tells its runs from those of others: its first layer, and the mode."""
-        return min(self.layers, default=-1), self._mode
+    def place(self) -> tuple[tuple[int, ...], bool]:
+        """Return what tells its runs from those of others: its layers, and the mode."""
+        return self._indices, self._mode
 
     @property
     def _mode(self) -> bool:
