@@ -280,3 +280,33 @@ def test_a_layer_that_begins_to_change_its_weight_is_refused():
     )
     with pytest.raises(ActionError, match="changed a parameter in its forward"):
         pipe.step(x, x)
+
+
+def test_a_weight_that_a_hook_changes_amid_the_backwards_is_cast_anew():
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    for layer in layers:
+
+        def halve(gradient: Tensor, weight: nn.Parameter = layer.weight) -> None:
+            with torch.no_grad():
+                weight.mul_(0.5)
+
+        layer.weight.register_hook(halve)
+    x, (ours, plain) = torch.randn(8, 8), layers
+    expected = []
+    for part in x.tensor_split(4):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = plain(part).float().square().mean()
+        expected.append(loss.item())
+        loss.backward()
+    pipe = Pipeline(
+        [ours],
+        lambda y, _: y.float().square().mean(),
+        microbatches=4,
+        schedule="one_f_one_b",
+        recompute="never",
+        precision="bfloat16",
+    )
+    assert pipe.step(x, x).microbatch_losses == pytest.approx(expected, rel=1e-6)
+    assert torch.equal(ours.weight, plain.weight) and expected[3] < expected[0] / 2
