@@ -87,8 +87,7 @@ class StageCasts:
         before = self._versions()
         if before != self._last:  # by a hook amid the backwards
             torch.clear_autocast_cache()
-        changes = self._known.get(place, False)
-        with casting(self._precision, self._device, shared=shared and not changes):
+        with casting(self._precision, self._device, shared=shared):
             yield
         self._last = self._versions()
         if self._last == before:

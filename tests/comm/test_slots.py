@@ -94,12 +94,12 @@ def test_a_slot_follows_every_change_of_structure():
 
 
 def test_a_slot_first_written_in_inference_mode_is_written_again_outside():
-    sent = [torch.ones(3)]
-    source, destination = pair(message_bytes(0, metas_of(sent)))
+    metas = metas_of([torch.ones(3)])
+    source, destination = pair(message_bytes(0, metas))
     with torch.inference_mode():
-        source.write(b"", metas_of(sent), [torch.ones(3)])
-    source.write(b"", metas_of(sent), [torch.full((3,), 2.0)])
-    assert destination.tensors(0, metas_of(sent))[0].tolist() == [2.0] * 3
+        source.write(b"", metas, [torch.ones(3)])
+    source.write(b"", metas, [torch.full((3,), 2.0)])
+    assert destination.tensors(0, metas)[0].tolist() == [2.0] * 3
 
 
 def test_what_arrives_is_no_view_of_another_tensor():

@@ -11,6 +11,7 @@ from gpipe_hpc import Pipeline
 from gpipe_hpc.engine import precision as engine_precision
 from gpipe_hpc.errors import ActionError
 from gpipe_hpc.models import LayerSpec, build_gpt, build_layer, token_cross_entropy
+from gpipe_hpc.schedule import Op
 
 SPECS = build_gpt(vocab_size=13, block_size=8, num_layers=2, num_heads=2, width=16)
 SEED = 2
@@ -310,3 +311,37 @@ def test_a_weight_that_a_hook_changes_amid_the_backwards_is_cast_anew():
     )
     assert pipe.step(x, x).microbatch_losses == pytest.approx(expected, rel=1e-6)
     assert torch.equal(ours.weight, plain.weight) and expected[3] < expected[0] / 2
+
+
+@lasting
+def test_two_stages_of_a_rank_share_no_less_after_the_weights_have_changed():
+    pipe = pipeline(4, "interleaved", "always", partition=[3, 4])
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    pipe.step(*batch())
+    optimizer.step()
+    assert num_casts(lambda: pipe.step(*batch())) == CAST_WEIGHTS
+
+
+@lasting
+@pytest.mark.parametrize(("recompute", "runs"), [("never", 1), ("always", 2)])
+def test_what_moves_to_the_host_has_casts_of_its_own(recompute, runs):
+    pipe = pipeline(4, recompute=recompute, offload=True)
+    moved = sum(action.op is Op.OFFLOAD for action in pipe.schedule.ranks[0])
+    assert 0 < moved < 4
+    assert num_casts(lambda: pipe.step(*batch())) == CAST_WEIGHTS * (runs * moved + 1)
+
+
+def test_casts_that_the_user_made_before_the_weights_changed_are_not_used():
+    layers = [nn.Linear(8, 8), nn.Linear(8, 8)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    x, losses = torch.randn(8, 8), []
+    for layer, around in zip(layers, (True, False), strict=True):
+        pipe = Pipeline(
+            [layer], lambda y, _: y.float().square().mean(), precision="bfloat16", recompute="never"
+        )
+        with torch.autocast("cpu", torch.bfloat16, enabled=around):
+            layer(x)
+            with torch.no_grad():
+                layer.weight.mul_(0.5)
+            losses.append(pipe.step(x, x).loss)
+    assert losses[0] == losses[1]
