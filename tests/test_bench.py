@@ -193,6 +193,17 @@ def test_nothing_in_common_is_told():
     assert "nothing to compare" in report(figures(1.0, 1.5), other)
 
 
+@pytest.mark.parametrize("contestant", ["ours", "floor"])
+def test_what_was_measured_too_rarely_is_not_compared(contestant):
+    kept = figures(1.0, 1.5)
+    for rows in kept.blocks.values():
+        rows[:] = [
+            replace(row, num_clean=2) if row.contestant == contestant else row for row in rows
+        ]
+    assert not list(moves(figures(1.0, 3.0), kept))
+    assert not list(moves(kept, figures(1.0, 3.0)))
+
+
 def answers(**changes):
     fields = {"names": ["a", "b"], "num_plain": 2, "error": 0.0, "norm": 4.0}
     return [fields | changes]

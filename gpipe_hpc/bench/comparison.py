@@ -9,6 +9,8 @@ from gpipe_hpc.bench.figures import Figures, Row
 
 # Between two runs even the same program moves by this much.
 _LEAST = 0.02
+# With fewer undisturbed steps than these a median has no spread to go beyond.
+_FEWEST = 3
 
 
 class Move(NamedTuple):
@@ -33,16 +35,20 @@ class Move(NamedTuple):
 
 
 def moves(now: Figures, kept: Figures) -> Iterator[Move]:
-    """Yield the cells that both have, each as a ratio to the floor measured in the same run."""
+    """Yield the cells that both have, each as a ratio to the floor measured in the same run.
+
+    Those that have too few undisturbed steps, here or there, are left out.
+    """
     for block, rows in now.blocks.items():
         there = _counterpart(block, kept)
         floors = [_floor(now, block), _floor(kept, there)]
-        if None in floors:
+        if not all(map(_is_sound, floors)):
             continue
         for row in rows:
             before = kept.find(there, row.name)
-            if row.contestant == "floor" or row.median_s is None or before is None:
+            if row.contestant == "floor" or not (_is_sound(row) and _is_sound(before)):
                 continue
+            assert before is not None, "a sound row is there"
             ratios, spreads = [], []
             for each, floor in zip((row, before), floors, strict=True):
                 assert floor is not None and floor.median_s and each.median_s, "checked above"
@@ -58,6 +64,10 @@ def _counterpart(block: str, kept: Figures) -> str:
     return f"{block.rsplit(' ', 1)[0]} {FULL}"
 
 
+def _is_sound(row: Row | None) -> bool:
+    return row is not None and row.median_s is not None and row.num_clean >= _FEWEST
+
+
 def _floor(figures: Figures, block: str) -> Row | None:
     return figures.find(block, "floor local")
 
@@ -66,7 +76,10 @@ def report(now: Figures, kept: Figures) -> str:
     """Return what moved beyond the spread, or that nothing did."""
     compared = list(moves(now, kept))
     if not compared:
-        return "nothing to compare: the figures that are kept have none of these cells"
+        return (
+            f"nothing to compare: no cell has {_FEWEST} undisturbed steps both here and in the "
+            f"figures that are kept"
+        )
     beyond = [move for move in compared if move.is_beyond]
     where = f"kept: {kept.date}, {kept.machine}"
     if not beyond:
