@@ -2,9 +2,12 @@
 
 import json
 import math
+import os
 import socket
+import time
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -252,7 +255,7 @@ class Right(Wrong):
 
 @pytest.mark.parametrize(("entrant", "error"), [(Right, 0.0), (Wrong, 1.0)])
 def test_a_worker_measures_how_wrong_gradients_are(tmp_path, entrant, error):
-    worker = Worker(entrant, "tiny")
+    worker = Worker({"somebody": entrant}, "tiny")
     path = tmp_path / "plain.pt"
     worker.answer({"do": "reference", "workload": "T", "path": str(path)})
     cell = Cell("somebody", "T", "way", 2)
@@ -292,9 +295,27 @@ def test_plot_is_well_formed_and_names_its_series():
     assert sum(each.get("stroke-dasharray") is not None for each in lines) == 2
 
 
+def test_who_cannot_be_loaded_is_absent_and_says_why(tmp_path):
+    plain = Contestant("plain", "gpipe_hpc.bench.contestants.plain:Plain", 1)
+    nobody = Contestant("nobody", "no_such_module:Nobody", 1)
+    crew = Crew([plain, nobody], "tiny", tmp_path)
+    try:
+        assert list(crew.absent) == ["nobody"] and "ModuleNotFoundError" in crew.absent["nobody"]
+    finally:
+        crew.close()
+
+
 def test_a_crew_that_cannot_start_says_why(tmp_path):
-    with pytest.raises(CrewError, match="ModuleNotFoundError"):
-        Crew(Contestant("nobody", "no_such_module:Nobody", 1), "tiny", tmp_path)
+    with pytest.raises(CrewError, match="has ended"):
+        Crew([Contestant("nobody", "m:Nobody", 1, python="/bin/false")], "tiny", tmp_path)
+
+
+def test_equal_processes_are_shared():
+    crews = {each.name: each.crew for each in CONTESTANTS}
+    assert len({crews[name] for name in ("floor", "ours", "torch", "ddp")}) == 1
+    assert len({crews[name] for name in ("ours", "plain", "plain 2 threads")}) == 3
+    other = Contestant("other", "m:Other", python="python")
+    assert other.crew not in {*crews.values(), replace(other, name="another").crew}
 
 
 def test_settings_that_measure_nothing_are_refused():
@@ -336,7 +357,7 @@ def test_contestants_run_side_by_side(tmp_path):
 
 def test_a_rank_that_ends_is_reported(tmp_path):
     contestant = Contestant("plain", "gpipe_hpc.bench.contestants.plain:Plain", 1)
-    crew = Crew(contestant, "tiny", tmp_path)
+    crew = Crew([contestant], "tiny", tmp_path)
     try:
         with pytest.raises(CrewError, match="unknown request"):
             crew.ask({"do": "something else"})
@@ -345,3 +366,28 @@ def test_a_rank_that_ends_is_reported(tmp_path):
             crew.ask({"do": "close", "cells": []})
     finally:
         crew.close()
+
+
+class Ends(Right):
+    """Takes its process with it in the first step after the check."""
+
+    num_steps = 0
+
+    def step(self):
+        self.num_steps += 1
+        if self.num_steps > 2:
+            os._exit(1)
+
+
+def test_who_ends_a_process_leaves_the_others_what_they_have(tmp_path):
+    """Both stand in one process; one of them ends it in the middle of the block."""
+    here = str(Path(__file__).parent)
+    both = [Contestant(name, f"test_bench:{name}", 1) for name in ("Right", "Ends")]
+    conductor = Conductor(both, tmp_path, size="tiny", paths=(here,), say=lambda text: None)
+    try:
+        cells = tuple(Cell(name, "T", "way", 2, wanted=3) for name in ("Right", "Ends"))
+        right, ends = conductor.measure(Block("T", 2, "core", cells), time.monotonic() + 60.0)
+    finally:
+        conductor.close()
+    assert "has ended" in ends.failed
+    assert not right.failed and len(right.samples) >= 3

@@ -80,7 +80,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Contestant:
-    """How the processes of a contestant are started: ``module:Class``, and in which environment.
+    """What a contestant is, ``module:Class``, and what processes it needs.
 
     `python` is an interpreter of its own, for a peer with an environment of its own.
     """
@@ -90,6 +90,15 @@ class Contestant:
     num_ranks: int = RANKS
     num_threads: int = 1
     python: str | None = None
+
+    @property
+    def crew(self) -> str:
+        """Return what names its processes; contestants that need the same ones share them.
+
+        Two pairs of equal processes differ by some percent: where their memory came to lie.
+        """
+        elsewhere = "" if self.python is None else f"-{self.name}"
+        return f"{self.num_ranks}x{self.num_threads}{elsewhere}"
 
 
 _HERE: Final = "gpipe_hpc.bench.contestants"

@@ -1,4 +1,4 @@
-"""The processes of one contestant, seen from the one that conducts. Loads no torch."""
+"""Processes that contestants share, seen from the one that conducts. Loads no torch."""
 
 import json
 import os
@@ -8,13 +8,14 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from gpipe_hpc.bench.cells import Contestant
 from gpipe_hpc.errors import GpipeError
 
-# How long a contestant may take to start, and to answer.
+# How long processes may take to start, and to answer.
 START_S: Final = 120.0
 ANSWER_S: Final = 120.0
 
@@ -29,35 +30,50 @@ _ROOT: Final = Path(__file__).resolve().parent.parent.parent
 
 
 class CrewError(GpipeError):
-    """A contestant that failed, ended or did not answer; says how."""
+    """Processes that failed, ended or did not answer; says how."""
 
 
 class Crew:
-    """Processes that wait to be asked."""
+    """Processes that wait to be asked for a step of one of their contestants."""
 
-    def __init__(self, contestant: Contestant, size: str, logs: Path, paths: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        contestants: Sequence[Contestant],
+        size: str,
+        logs: Path,
+        paths: tuple[str, ...] = (),
+    ) -> None:
         """Start them; `paths` are added to where Python looks for modules.
 
-        Raises CrewError if one cannot start.
+        `absent` says which of the contestants cannot be loaded, and why. Raises CrewError if a
+        process cannot start.
         """
-        self.contestant = contestant
+        self.contestants = {each.name: each for each in contestants}
+        self.name = contestants[0].crew
         self.logs = logs
         self._processes: list[subprocess.Popen[bytes]] = []
         self._streams: list[socket.socket] = []
         self._rests: list[bytes] = []
         logs.mkdir(parents=True, exist_ok=True)
         port = _free_port()
-        for rank in range(contestant.num_ranks):
+        for rank in range(contestants[0].num_ranks):
             self._start(rank, port, size, paths)
         try:
-            self.version = str(self._collect(START_S)[0]["version"])
+            answers = self._collect(START_S)
         except CrewError:
             self.close()
             raise
+        self.version = str(answers[0]["version"])
+        self.absent = {
+            name: self._report(f"{name}: {reason}")
+            for answer in answers
+            for name, reason in answer["absent"].items()
+        }
 
     def _start(self, rank: int, port: int, size: str, paths: tuple[str, ...]) -> None:
         ours, theirs = socket.socketpair()
-        contestant = self.contestant
+        entrants = {each.name: each.entrant for each in self.contestants.values()}
+        contestant = next(iter(self.contestants.values()))
         places = [str(_ROOT), *paths, *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {
             **os.environ,
@@ -72,13 +88,13 @@ class Crew:
             "OMP_NUM_THREADS": str(contestant.num_threads),
             "PYTHONPATH": os.pathsep.join(places),
         }
-        with (self.logs / f"{contestant.name.replace(' ', '_')}-{rank}.log").open("ab") as log:
+        with (self.logs / f"{self.name}-{rank}.log").open("ab") as log:
             self._processes.append(
                 subprocess.Popen(
                     [
                         contestant.python or sys.executable,
                         *("-m", "gpipe_hpc.bench.worker"),
-                        *(str(theirs.fileno()), contestant.entrant, size),
+                        *(str(theirs.fileno()), json.dumps(entrants), size),
                     ],
                     env=environment,
                     pass_fds=[theirs.fileno()],
@@ -142,7 +158,7 @@ class Crew:
         return b"\n" in self._rests[rank]
 
     def _report(self, what: str) -> str:
-        return f"{self.contestant.name}: {what}; its logs are in {self.logs}"
+        return f"processes {self.name}: {what}; logs are in {self.logs}"
 
     def close(self) -> None:
         """End the processes."""

@@ -71,7 +71,10 @@ class Measured:
 
 
 class Conductor:
-    """The crews of all contestants, started once, and the loop that asks them in turn."""
+    """The crews of all contestants, started once, and the loop that asks them in turn.
+
+    `crews` by the name of the processes, `absent` and `versions` by that of the contestant.
+    """
 
     def __init__(
         self,
@@ -88,25 +91,33 @@ class Conductor:
         self.absent: dict[str, str] = {}
         self.versions: dict[str, str] = {}
         folder.mkdir(parents=True, exist_ok=True)
-        for name in self.contestants:
+        for name in dict.fromkeys(each.crew for each in contestants):
             self._start(name)
 
     def _start(self, name: str) -> None:
+        members = [each for each in self.contestants.values() if each.crew == name]
         try:
-            crew = Crew(self.contestants[name], self.size, self.folder / "logs", self.paths)
+            crew = Crew(members, self.size, self.folder / "logs", self.paths)
         except CrewError as error:
-            self.absent[name] = str(error)
-            self.say(f"  left out: {error}")
-            return
-        self.crews[name] = crew
-        self.versions[name] = crew.version
+            absent = {each.name: str(error) for each in members}
+        else:
+            self.crews[name] = crew
+            absent = crew.absent
+            self.versions |= {each.name: crew.version for each in members}
+        for contestant, reason in absent.items():
+            self.versions.pop(contestant, None)
+            self.say(f"  left out: {contestant}: {reason}")
+        self.absent |= absent
 
     def restart(self, name: str) -> None:
-        """End the processes of a contestant and start them anew, without any cell."""
+        """End processes and start them anew, without any cell."""
         crew = self.crews.pop(name, None)
         if crew is not None:
             crew.close()
         self._start(name)
+
+    def _crew_of(self, cell: Cell) -> str:
+        return self.contestants[cell.contestant].crew
 
     def measure(self, block: Block, deadline_s: float, num_rounds: int = 10) -> list[Measured]:
         """Open the block's cells, visit them in turn until the deadline, and close them."""
@@ -118,9 +129,9 @@ class Conductor:
                 self._open(each, measured, reference)
             else:
                 each.failed = "no time was left for it"
-        self._visit(measured, deadline_s, num_rounds)
+        self._visit(measured, deadline_s, num_rounds, reference)
+        keys = [each.cell.key for each in measured]
         for name in list(self.crews):
-            keys = [each.cell.key for each in measured if each.cell.contestant == name]
             try:
                 self.crews[name].ask({"do": "close", "cells": keys})
             except CrewError:
@@ -130,33 +141,32 @@ class Conductor:
     def _reference(self, workload: str) -> str:
         path = self.folder / f"plain_{workload}_{self.size}.pt"
         if not path.exists():
-            any_crew = next(c for c in self.crews.values() if c.contestant.python is None)
+            own = {each.crew for each in self.contestants.values() if each.python is None}
+            any_crew = next(crew for name, crew in self.crews.items() if name in own)
             any_crew.ask({"do": "reference", "workload": workload, "path": str(path)})
         return str(path)
 
-    def _open(self, each: Measured, block: Sequence[Measured], reference: str) -> None:
-        """Open a cell; if that fails, its contestant starts anew and reopens its others."""
+    def _open(self, each: Measured, block: Sequence[Measured], reference: str) -> bool:
+        """Open a cell, check it, and say whether its processes still have the block's others."""
         name = each.cell.contestant
-        if name not in self.crews:
+        if name in self.absent or name not in self.contestants:
             each.failed = self.absent.get(name, "takes no part in this run")
-            return
+            return True
         try:
             request = {"do": "open", "cell": each.cell.to_json(), "reference": reference}
-            answers = self.crews[name].ask(request)
+            answers = self.crews[self._crew_of(each.cell)].ask(request)
         except CrewError as error:
-            each.failed = str(error)
-            self.say(f"  failed: {each.cell.name}: {error}")
-            self.restart(name)
-            for other in block:
-                if other.cell.contestant == name and other.notes and not other.failed:
-                    self._open(other, [], reference)
-            return
+            self._lose(each, block, reference, str(error))
+            return False
         each.notes = answers
         each.peak_bytes = [answer["peak_bytes"] for answer in answers]
         each.gradient_error, each.failed = check_gradients(each.cell, answers)
         each.choose_steps(max(answer["step_s"] for answer in answers))
+        return True
 
-    def _visit(self, measured: Sequence[Measured], deadline_s: float, num_rounds: int) -> None:
+    def _visit(
+        self, measured: Sequence[Measured], deadline_s: float, num_rounds: int, reference: str
+    ) -> None:
         # Others may disturb two of three rounds before the block gives up.
         for number in range(3 * num_rounds):
             due = [each for each in measured if each.is_due(number, num_rounds)]
@@ -166,23 +176,28 @@ class Conductor:
                 # Once round, whatever it takes: else opening them was for nothing.
                 if number > 0 and time.monotonic() > deadline_s:
                     return
+                if each.failed:
+                    continue
                 try:
                     each.samples.append(self._sample(each))
                 except CrewError as error:
-                    self._lose(each, measured, str(error))
+                    self._lose(each, measured, reference, str(error))
 
-    def _lose(self, each: Measured, measured: Sequence[Measured], reason: str) -> None:
-        """Give up what a crew has open when it fails in the middle."""
+    def _lose(self, each: Measured, block: Sequence[Measured], reference: str, reason: str) -> None:
+        """Give up a cell that failed; start its processes anew and open their other cells again."""
         self.say(f"  failed: {each.cell.name}: {reason}")
         each.failed = reason
-        for other in measured:
-            if other.cell.contestant == each.cell.contestant and not other.failed:
-                other.failed = f"ended with {each.cell.name}: {reason}"
-        self.restart(each.cell.contestant)
+        name = self._crew_of(each.cell)
+        self.restart(name)
+        opened = [other for other in block if other.notes and not other.failed]
+        for other in opened:
+            # Where one fails again, its loss has opened the rest.
+            if self._crew_of(other.cell) == name and not self._open(other, block, reference):
+                return
 
     def _sample(self, each: Measured) -> Sample:
         begin_s, busy_s, own = time.monotonic(), machine_busy_s(), usage()
-        answers = self.crews[each.cell.contestant].run(each.cell.key, each.num_steps)
+        answers = self.crews[self._crew_of(each.cell)].run(each.cell.key, each.num_steps)
         wall_s = time.monotonic() - begin_s
         cpu_s = sum(answer["cpu_s"] for answer in answers)
         foreign_s = machine_busy_s() - busy_s - cpu_s - (usage().cpu_s - own.cpu_s)

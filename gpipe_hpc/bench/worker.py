@@ -1,4 +1,4 @@
-"""A process of a contestant: waits, and does what it is asked over a socket.
+"""A process that contestants share: waits, and does what it is asked over a socket.
 
 Messages are JSON, one a line. ``open`` builds a cell, checks its gradients and measures its
 memory; ``run`` times steps from a given moment of the system's clock; ``close`` drops all cells.
@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,11 +53,11 @@ class Entrant(Protocol):
 class Worker:
     """The cells that are open in this process."""
 
-    def __init__(self, entrant: type[Entrant], size: str) -> None:
-        self.entrant = entrant
+    def __init__(self, entrants: Mapping[str, type[Entrant]], size: str) -> None:
+        self.entrants = entrants
         self.size = size
         self.cells: dict[str, Entrant] = {}
-        self.is_warm = False
+        self.warm: set[str] = set()
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Do one request."""
@@ -73,11 +73,12 @@ class Worker:
         raise AssertionError(f"unknown request {request}")
 
     def _open(self, cell: Cell, reference: str) -> dict[str, Any]:
-        if not self.is_warm:
+        if cell.contestant not in self.warm:
             self._warm(cell)
         forget_peak()
         before = memory()
-        entrant = self.entrant(make_workload(cell.workload, self.size), cell)
+        make = self.entrants[cell.contestant]
+        entrant = make(make_workload(cell.workload, self.size), cell)
         self.cells[cell.key] = entrant
         entrant.step()
         difference = _difference(entrant.gradients(), reference)
@@ -89,13 +90,13 @@ class Worker:
         return {"peak_bytes": peak_bytes, "step_s": step_s, **difference, **entrant.notes()}
 
     def _warm(self, cell: Cell) -> None:
-        """Do once what the first cell of a process would pay for: libraries, process groups."""
+        """Do once what the first cell of a contestant would pay for: libraries, process groups."""
         cell = replace(cell, workload="T")
-        entrant = self.entrant(make_workload("T", "tiny"), cell)
+        entrant = self.entrants[cell.contestant](make_workload("T", "tiny"), cell)
         for _ in range(3):
             entrant.step()
         entrant.close()
-        self.is_warm = True
+        self.warm.add(cell.contestant)
 
     def _run(self, entrant: Entrant, at_s: float, num_steps: int) -> dict[str, Any]:
         wait_until(at_s)
@@ -147,18 +148,27 @@ def _difference(gradients: Iterable[tuple[str, Tensor]] | None, reference: str) 
     return {"names": names, "num_plain": len(plain), "error": error, "norm": norm}
 
 
+def _load(addresses: Mapping[str, str]) -> tuple[dict[str, type[Entrant]], dict[str, str]]:
+    """Return the classes of contestants by name, and why others cannot be loaded."""
+    entrants, absent = {}, {}
+    for contestant, address in addresses.items():
+        module, name = address.split(":")
+        try:
+            entrants[contestant] = getattr(importlib.import_module(module), name)
+        except Exception as error:
+            traceback.print_exc()
+            absent[contestant] = f"{type(error).__name__}: {error}"
+    return entrants, absent
+
+
 def main() -> None:
     """Serve the socket that was handed down until it closes."""
-    descriptor, address, size = sys.argv[1:]
+    descriptor, addresses, size = sys.argv[1:]
     stream = socket.socket(fileno=int(descriptor)).makefile("rw", encoding="utf-8", newline="\n")
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    module, name = address.split(":")
-    try:
-        worker = Worker(getattr(importlib.import_module(module), name), size)
-        answer: dict[str, Any] = {"version": torch.__version__}
-    except Exception as error:
-        traceback.print_exc()
-        answer = {"failed": f"{type(error).__name__}: {error}"}
+    entrants, absent = _load(json.loads(addresses))
+    worker = Worker(entrants, size)
+    answer: dict[str, Any] = {"version": torch.__version__, "absent": absent}
     while True:
         stream.write(json.dumps(answer) + "\n")
         stream.flush()
