@@ -60,6 +60,8 @@ class Pipeline:
     autocast, the latter with a loss scale.
     `normalise_over_replicas`: BatchNorm normalises a micro-batch of all replicas as one.
     `compile`: torch.compile each layer, True or the name of a backend.
+    `fuse_accumulation`: large linear layers add their weight gradients to `.grad` within the
+    product that makes them (not under autocast); the last bits may differ from two steps.
     `world`: where the ranks are; None joins the process group there is, or starts one from the
     launcher's environment.
 
@@ -87,6 +89,7 @@ class Pipeline:
         precision: str = "float32",
         normalise_over_replicas: bool = False,
         compile: bool | str = False,
+        fuse_accumulation: bool = False,
         device: str = "auto",
         timeout_s: float = DEFAULT_TIMEOUT_S,
         world: World | None = None,
@@ -95,9 +98,8 @@ class Pipeline:
         with together(self.world, "start"):
             model = normalise_layers(layers)
             self.mesh = Mesh.fit(self.world.size, stages, replicas)
-            self.seed, self.precision = seed, precision
+            self.seed, self.precision, self.steps_done = seed, precision, 0
             self.loss_fn, self.num_layers = loss_fn, len(model)
-            self.steps_done = 0
             self._site = Site.of(self.world, self.mesh)
             wishes = Wishes(
                 loss_fn,
@@ -116,9 +118,13 @@ class Pipeline:
             self.partition, tables, self.recomputed = lay_out(model, wishes, self._site)
             self.schedule = tables.training
             self._build(model, tables, normalise_over_replicas)
-            self._compile(compile)
+            self._speed_up(compile, fuse_accumulation)
 
-    def _compile(self, wish: bool | str) -> None:
+    def _speed_up(self, wish: bool | str, fuses_accumulation: bool) -> None:
+        """Do what changes how layers run, not what they compute."""
+        if fuses_accumulation:
+            for stage in self.stages.values():
+                stage.fuse_accumulation()
         backend = chosen_backend(wish, self.world.device)
         if backend is None:
             return

@@ -12,7 +12,7 @@ from gpipe_hpc.bench.rounds import Conductor, Measured
 from gpipe_hpc.bench.table import block_lines
 
 # Seconds of a step, roughly: only to share out the time there is.
-_GUESS_S: Final = {"A": 1.1, "A16": 0.6, "B": 0.4, "C": 1.2, "T": 0.25}
+_GUESS_S: Final = {"A": 1.3, "A16": 0.8, "B": 0.8, "C": 1.3, "T": 0.25}
 
 
 def cost_s(block: Block) -> float:

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from gpipe_hpc.engine.backward import accumulate_gradients, differentiate, edge_of
+from gpipe_hpc.engine.fusing import LinearCall, may_fuse
 from gpipe_hpc.errors import ModelError
 
 Function = Callable[..., Any]
@@ -63,12 +64,21 @@ _SPLIT: Final = frozenset(
 class Deferred:
     """The weight gradients of one micro-batch of a stage that wait for `W`.
 
-    `hold` is told of the inputs of each call, which its graph keeps as they are.
+    `hold` is told of the inputs of each call, which its graph keeps as they are. `fuses`: large
+    linear layers add to `.grad` as `fusing` says. `splits`: whether there is a `W`; without it
+    those add at once, and autograd does all else.
     """
 
-    def __init__(self, hold: Callable[[Iterable[torch.Tensor]], None] | None = None) -> None:
-        self.hold = hold
+    def __init__(
+        self,
+        hold: Callable[[Iterable[torch.Tensor]], None] | None = None,
+        *,
+        fuses: bool = False,
+        splits: bool = True,
+    ) -> None:
+        self.hold, self.fuses, self.splits = hold, fuses, splits
         self.is_in_forward = False
+        self._linears: list[tuple[LinearCall, torch.Tensor]] = []
         self._edges: list[GradientEdge] = []
         self._gradients: list[torch.Tensor] = []
         self._parameters: dict[int, nn.Parameter] = {}
@@ -84,28 +94,42 @@ class Deferred:
 
     def __len__(self) -> int:
         """Return how many function calls wait."""
-        return len(self._edges)
+        return len(self._edges) + len(self._linears)
 
     def add(
         self, edge: GradientEdge, gradient: torch.Tensor, parameters: Iterable[nn.Parameter]
     ) -> None:
         """Note the gradient of a call's output; ModelError if a layer asked for it, not `I`."""
-        if self.is_in_forward or torch.is_grad_enabled():
-            raise ModelError(
-                "split backward: a layer, or the loss, differentiates what was computed within "
-                "its forward, expected that only in the backward; use torch.func.grad or "
-                "torch.func.vjp there, or a schedule whose backward is B"
-            )
+        self._refuse_others()
         self._edges.append(edge)
         self._gradients.append(gradient)
         for parameter in parameters:
             self._parameters[id(parameter)] = parameter
 
+    def add_linear(self, call: LinearCall, gradient: torch.Tensor) -> None:
+        """Note the gradient of a linear layer's output, or add up those of its parameters now."""
+        self._refuse_others()
+        if self.splits:
+            self._linears.append((call, gradient))
+        else:
+            call.accumulate(gradient)
+
+    def _refuse_others(self) -> None:
+        if self.is_in_forward or torch.is_grad_enabled():
+            raise ModelError(
+                "split backward, or fuse_accumulation: a layer, or the loss, differentiates what "
+                "was computed within its forward, expected that only in the backward; use "
+                "torch.func.grad or torch.func.vjp there, or a schedule whose backward is B, "
+                "without fuse_accumulation"
+            )
+
     def run(self) -> None:
         """Accumulate all weight gradients, and release what they were kept for."""
         if self._edges:
             accumulate_gradients(self._edges, self._gradients, list(self._parameters.values()))
-        self._edges, self._gradients, self._parameters = [], [], {}
+        for call, gradient in self._linears:
+            call.accumulate(gradient)
+        self._edges, self._gradients, self._parameters, self._linears = [], [], {}, []
 
 
 class DeferWeights(TorchFunctionMode):
@@ -124,14 +148,19 @@ class DeferWeights(TorchFunctionMode):
     ) -> Any:
         """Run one torch function; split it if it is of the kind and takes a parameter."""
         keywords = kwargs or {}
-        if func not in _SPLIT or not _may_split():
+        deferred, is_linear = self._deferred, func is F.linear and not keywords
+        if not (is_linear if not deferred.splits else func in _SPLIT) or not _may_split():
             return func(*args, **keywords)
-        if func is F.linear and not keywords and _is_plain_linear(*args):
-            return _split_linear(*args, deferred=self._deferred)
+        if is_linear and deferred.fuses and _is_fusable(*args, splits=deferred.splits):
+            return _fused_linear(*args, deferred=deferred)
+        if not deferred.splits:
+            return func(*args, **keywords)
+        if is_linear and _is_plain_linear(*args):
+            return _split_linear(*args, deferred=deferred)
         parameters = [p for p in (*args, *keywords.values()) if _is_trained(p)]
         if not parameters:
             return func(*args, **keywords)
-        return _split_call(func, args, keywords, parameters, self._deferred)
+        return _split_call(func, args, keywords, parameters, deferred)
 
 
 def _may_split() -> bool:
@@ -172,7 +201,7 @@ def _split_call(
     )
     # Something must make the node part of the graph. No parameter: its hooks would be called.
     anchors = inputs or [torch.empty(0, requires_grad=True)]
-    return _joined(_Call(output, leaves, parameters, None, deferred), anchors)
+    return _joined(_Call(output, leaves, parameters, None, deferred), leaves, deferred, anchors)
 
 
 def _split_linear(
@@ -186,7 +215,32 @@ def _split_linear(
     leaf = input.detach()
     output = F.linear(leaf, weight, bias)
     parameters = [p for p in (weight, bias) if p is not None and p.requires_grad]
-    return _joined(_Call(output, [leaf], parameters, weight.detach(), deferred), [input])
+    call = _Call(output, [leaf], parameters, weight.detach(), deferred)
+    return _joined(call, [leaf], deferred, [input])
+
+
+def _fused_linear(
+    input: torch.Tensor,
+    weight: nn.Parameter,
+    bias: nn.Parameter | None = None,
+    *,
+    deferred: Deferred,
+) -> Any:
+    """Run a linear layer without a graph of its own: its gradients are known."""
+    call = LinearCall(input, weight, bias, deferred.add_linear)
+    anchor = input if input.requires_grad else torch.empty(0, requires_grad=True)
+    return _joined(call, [call.input], deferred, [anchor])
+
+
+def _is_fusable(input: Any, weight: Any, bias: Any = None, *, splits: bool) -> bool:
+    return (
+        type(weight) is nn.Parameter
+        and weight.dim() == 2
+        and (bias is None or type(bias) is nn.Parameter)
+        and isinstance(input, torch.Tensor)
+        and may_fuse(weight, bias, splits=splits)
+        and not torch.is_autocast_enabled(weight.device.type)
+    )
 
 
 def _is_plain_linear(input: Any, weight: Any, bias: Any = None) -> bool:
@@ -204,10 +258,15 @@ def _is_plain_linear(input: Any, weight: Any, bias: Any = None) -> bool:
     )
 
 
-def _joined(call: "_Call", anchors: Sequence[torch.Tensor]) -> Any:
-    """Return a call's output as part of the graph of `anchors`."""
-    if call.deferred.hold is not None:
-        call.deferred.hold(call.leaves)
+def _joined(
+    call: "_Call | LinearCall",
+    held: list[torch.Tensor],
+    deferred: Deferred,
+    anchors: Sequence[torch.Tensor],
+) -> Any:
+    """Return a call's output as part of the graph of `anchors`; it keeps `held` for that."""
+    if deferred.hold is not None:
+        deferred.hold(held)
     join: Any = _Joint.apply
     return join(call, *anchors)
 
@@ -262,7 +321,7 @@ class _Joint(torch.autograd.Function):
     """The node that stands for a call in the outer graph."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *anchors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, call: _Call | LinearCall, *anchors: torch.Tensor) -> torch.Tensor:
         ctx.call = call
         assert call.output is not None, "a call is joined once"
         output, call.output = call.output.detach(), None
@@ -270,5 +329,5 @@ class _Joint(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        call: _Call = ctx.call
+        call: _Call | LinearCall = ctx.call
         return (None, *call.input_gradients(gradients[0]))

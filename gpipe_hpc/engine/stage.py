@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc.engine.compiling import compile_layers
+from gpipe_hpc.engine.fusing import SMALLEST_WEIGHT, largest_weight
 from gpipe_hpc.engine.gradients import StageGradients
 from gpipe_hpc.engine.keyed import Keyed
 from gpipe_hpc.engine.routes import StageRoutes
@@ -64,6 +65,7 @@ class Stage:
         self.routes = routes
         self.recomputed = recomputed
         self.keyed = Keyed(device)
+        self._largest_fused = 0
         self._names = dict(names or {})
         self._calls: dict[int, Callable[..., Any]] = {}
         self.whole = self._segment(self.layers)
@@ -105,6 +107,14 @@ class Stage:
     def compile(self, backend: str) -> None:
         """Let the layers run compiled from now on."""
         self._calls.update(compile_layers(self.layers, backend))
+
+    def fuse_accumulation(self) -> None:
+        """Let large linear layers add their gradients up within the product, see `fusing`."""
+        self._largest_fused = largest_weight(self.layers.values())
+
+    def fuses_accumulation(self, splits: bool) -> bool:
+        """Say whether any does, in a backward that is split or whole."""
+        return self._largest_fused >= SMALLEST_WEIGHT[splits]
 
     def segments(self, recomputes: bool) -> tuple[tuple[Segment, bool], ...]:
         """Return the layers in runs, each with whether an ``R`` makes its graph.

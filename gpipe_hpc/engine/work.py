@@ -78,7 +78,7 @@ class _Kept(NamedTuple):
     segments: list[_KeptSegment]
     num_leaves: list[int]  # the gradients that each source is given back
     num_samples: int
-    deferred: Deferred | None = None  # where I leaves the weight gradients for W
+    deferred: Deferred | None = None  # what takes weight gradients in place of autograd
     host: HostCopy | None = None  # where it goes between OFFLOAD and FETCH
 
 
@@ -131,8 +131,7 @@ class StageWork:
             state, _ = self._run(self.stage.whole, state, key, part, is_end=True)
             return self.stage.routes.scatter(state)
         host = self._host_copy() if recipe.offloads else None
-        splits = recipe.splits and not self.stage.is_compiled
-        deferred = Deferred(None if host is None else host.hold) if splits else None
+        deferred = self._defers(recipe.splits, host)
         kept: list[_KeptSegment] = []
         segments = self.stage.segments(recipe.keep is Keep.INPUT)
         for number, (segment, recomputes) in enumerate(segments):
@@ -159,6 +158,13 @@ class StageWork:
         num_leaves = [len(_differentiable(each)) for each in parts]
         self._kept[microbatch] = _Kept(kept, num_leaves, num_samples, deferred, host)
         return self.stage.routes.scatter(state)
+
+    def _defers(self, splits: bool, host: HostCopy | None) -> Deferred | None:
+        """Return what takes weight gradients in place of autograd, if anything does."""
+        fuses = self.stage.fuses_accumulation(splits)
+        if self.stage.is_compiled or not (splits or fuses):
+            return None
+        return Deferred(None if host is None else host.hold, fuses=fuses, splits=splits)
 
     def recompute(self, microbatch: int, key: LayerKey) -> bool:
         """Run layers again, this time for the graph; False if there was nothing to do."""

@@ -162,6 +162,7 @@ def _pipeline(
         precision=config.train.precision,
         normalise_over_replicas=config.pipeline.normalise_over_replicas,
         compile=config.train.compile,
+        fuse_accumulation=config.train.fuse_accumulation,
         world=world,
     )
 

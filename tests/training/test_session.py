@@ -23,6 +23,7 @@ GIVEN = {
     "train.precision=bfloat16": ("precision", "bfloat16"),
     "pipeline.normalise_over_replicas=true": ("normalise_over_replicas", True),
     "train.compile=true": ("compile", True),
+    "train.fuse_accumulation=true": ("fuse_accumulation", True),
 }
 ELSEWHERE = {"layers", "loss_fn", "example", "device", "timeout_s", "world"}
 

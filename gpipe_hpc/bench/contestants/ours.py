@@ -13,7 +13,10 @@ from gpipe_hpc.schedule import build, to_text
 
 
 class Ours:
-    """A pipeline; `auto` is searched for the measured layers, and cut by them."""
+    """A pipeline; `auto` is searched for the measured layers, and cut by them.
+
+    Gradients are added up within products: without that they are those of torch to the bit.
+    """
 
     def __init__(self, workload: Workload, cell: Cell) -> None:
         self.inputs, self.targets = workload.batch()
@@ -31,6 +34,7 @@ class Ours:
             partition="time" if searches else workload.counts(table.num_stages),
             example=(self.inputs[:size], self.targets[:size]) if searches else None,
             precision=workload.precision,
+            fuse_accumulation=True,
             seed=SEED,
             device="cpu",
         )
