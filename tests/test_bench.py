@@ -4,6 +4,8 @@ import json
 import math
 import os
 import socket
+import subprocess
+import sys
 import time
 import xml.etree.ElementTree as ET
 from dataclasses import replace
@@ -38,6 +40,8 @@ from gpipe_hpc.bench.workloads import make_workload, plain_gradients
 from gpipe_hpc.config import BenchConfig
 from gpipe_hpc.errors import ConfigError, DataError
 from gpipe_hpc.schedule import build, schedule_names
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def row(contestant, variant, median_s, *, spread=0.0, recompute="never"):
@@ -353,6 +357,53 @@ def test_contestants_run_side_by_side(tmp_path):
     assert rows["ours gpipe"].limit_s > rows["floor local"].median_s
     assert rows["torch GPipe"].bubble == pytest.approx(rows["ours gpipe"].bubble, abs=0.2)
     assert set(found.versions) == {"floor", "ours", "torch", "ddp"}
+
+
+def state_of(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_processes_are_stopped_while_they_wait(tmp_path):
+    crew = Crew(
+        [Contestant("plain", "gpipe_hpc.bench.contestants.plain:Plain", 1)], "tiny", tmp_path
+    )
+    try:
+        crew.ask({"do": "close", "cells": []})
+        pid = crew._processes[0].pid
+        deadline_s = time.monotonic() + 10.0
+        while state_of(pid) != "T" and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert state_of(pid) == "T"
+        crew.ask({"do": "close", "cells": []})
+    finally:
+        crew.close()
+    assert crew._processes[0].returncode == 0
+
+
+CONDUCTOR = """
+import sys, pathlib
+from gpipe_hpc.bench.cells import CONTESTANTS
+from gpipe_hpc.bench.crew import Crew
+plain = next(each for each in CONTESTANTS if each.name == "plain")
+crew = Crew([plain], "tiny", pathlib.Path(sys.argv[1]))
+crew.ask({"do": "close", "cells": []})
+print(crew._processes[0].pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_stopped_processes_end_with_who_conducts_them(tmp_path):
+    command = [sys.executable, "-c", CONDUCTOR, str(tmp_path)]
+    conductor = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    pid = int(conductor.stdout.readline())
+    conductor.kill()
+    conductor.communicate()
+    deadline_s = time.monotonic() + 10.0
+    while Path(f"/proc/{pid}").exists() and state_of(pid) != "Z" and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not Path(f"/proc/{pid}").exists() or state_of(pid) == "Z"
 
 
 def test_a_rank_that_ends_is_reported(tmp_path):

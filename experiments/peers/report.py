@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from claims import best, block, judge, table
+from claims import FEWEST, best, block, judge, table
 from grid import MICROBATCHES
 
 from gpipe_hpc.bench.figures import Figures, Row
@@ -34,8 +34,6 @@ _SHORT = (
     ("ours, recomputing", ("ours", True)),
     ("torch, recomputing", ("torch", True)),
 )
-# With fewer undisturbed steps than these a median has no spread.
-_FEW = 3
 
 
 def write(figures: Figures, folder: Path) -> str:
@@ -87,7 +85,7 @@ def _short_cell(row: Row | None, floor_s: float) -> str:
     if row is None or not row.median_s:
         return ""
     value = f"{row.median_s / floor_s:.2f}"
-    if row.num_clean >= _FEW:
+    if row.num_clean >= FEWEST:
         value += f" ±{row.spread * row.median_s / floor_s / 2:.2f}"
     else:
         value = f"~{value}"

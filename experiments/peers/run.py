@@ -26,7 +26,7 @@ OUT = HERE / "out"
 # Shares of the time for the blocks that claims rest on, and seconds for the small parts.
 FIRST_SHARE = 0.9
 STARTUP_S = 60.0
-GROWTH_S = 120.0
+GROWTH_S = 180.0
 
 
 def parsed() -> argparse.Namespace:
@@ -94,7 +94,8 @@ def main() -> None:
     conductor.absent |= absent
     named = {*(each.name for each in who), *absent}
     try:
-        for part, blocks, share in (("first", first, FIRST_SHARE), ("rest", rest, 1.0)):
+        first_share = FIRST_SHARE if "rest" in parts else 1.0
+        for part, blocks, share in (("first", first, first_share), ("rest", rest, 1.0)):
             if part in parts:
                 todo = [each.of(named) for each in chosen(blocks, args.blocks, figures)]
                 left_s = share * (end_s - time.monotonic())

@@ -1,5 +1,6 @@
 """Processes that contestants share, seen from the one that conducts. Loads no torch."""
 
+import contextlib
 import json
 import os
 import select
@@ -34,7 +35,11 @@ class CrewError(GpipeError):
 
 
 class Crew:
-    """Processes that wait to be asked for a step of one of their contestants."""
+    """Processes that wait to be asked for a step of one of their contestants.
+
+    They are stopped while they wait: each Gloo group has a thread that wakes up 100 times a
+    second, and peers have dozens of groups.
+    """
 
     def __init__(
         self,
@@ -114,16 +119,19 @@ class Crew:
         Raises CrewError if one fails or is late; then the crew is of no use any more.
         """
         line = (json.dumps(request) + "\n").encode()
+        self._signal(signal.SIGCONT)
         try:
             for stream in self._streams:
                 stream.sendall(line)
         except OSError as error:
             raise CrewError(self._report(f"has ended ({error})")) from error
-        return self._collect(timeout_s)
+        answers = self._collect(timeout_s)
+        self._signal(signal.SIGSTOP)
+        return answers
 
     def run(self, cell: str, num_steps: int) -> list[dict[str, Any]]:
         """Run steps from one moment on; adds the seconds since then to each rank's answer."""
-        at_s = time.monotonic() + 0.003
+        at_s = time.monotonic() + 0.005
         answers = self.ask({"do": "run", "cell": cell, "steps": num_steps, "at_s": at_s})
         for answer in answers:
             answer["wall_s"] = answer["end_s"] - at_s
@@ -160,16 +168,22 @@ class Crew:
     def _report(self, what: str) -> str:
         return f"processes {self.name}: {what}; logs are in {self.logs}"
 
+    def _signal(self, number: int) -> None:
+        for process in self._processes:
+            # Its own session: whatever it has started stops and goes on with it.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+
     def close(self) -> None:
         """End the processes."""
+        self._signal(signal.SIGCONT)
         for stream in self._streams:
             stream.close()
         for process in self._processes:
             try:
                 process.wait(timeout=3.0)
             except subprocess.TimeoutExpired:
-                # Its own session: whatever it has started goes with it.
-                os.killpg(process.pid, signal.SIGKILL)
+                self._signal(signal.SIGKILL)
                 process.wait()
 
 

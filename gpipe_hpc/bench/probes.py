@@ -5,11 +5,20 @@ import gc
 import os
 import platform
 import resource
+import signal
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 _KIB = 1024
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process when its parent ends: it may be stopped by then."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Usage(NamedTuple):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gpipe_hpc.bench.cells import Cell
-from gpipe_hpc.bench.probes import forget_peak, memory, usage
+from gpipe_hpc.bench.probes import end_with_parent, forget_peak, memory, usage
 from gpipe_hpc.bench.workloads import Workload, make_workload, plain_gradients
 
 # How long ahead of the moment a process stops sleeping and watches the clock.
@@ -163,6 +163,7 @@ def _load(addresses: Mapping[str, str]) -> tuple[dict[str, type[Entrant]], dict[
 
 def main() -> None:
     """Serve the socket that was handed down until it closes."""
+    end_with_parent()
     descriptor, addresses, size = sys.argv[1:]
     stream = socket.socket(fileno=int(descriptor)).makefile("rw", encoding="utf-8", newline="\n")
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

@@ -128,7 +128,7 @@ class ProcessWorld:
 
     def transport(self, channels: Sequence[PlacedChannel]) -> Transport:
         """Open the channels: in shared memory where both ends see it, else over torch."""
-        everybody = self.group([tuple(range(self.size))])
+        everybody = TorchGroup(self._base, tuple(range(self.size)))
         hosts = everybody.all_gather_object(host_identity() if self._shares_memory else "")
         here = [c for c in channels if _one_host(hosts, c) and self.device.type == "cpu"]
         apart = [c for c in channels if c not in here]

@@ -35,14 +35,16 @@ class Site:
 
     @classmethod
     def of(cls, world: World, mesh: Mesh) -> "Site":
-        """Form the groups; the same call on every rank."""
+        """Form the groups; the same call on every rank.
+
+        One pipeline of all ranks needs one group: each is a thread that wakes up 100 times a
+        second (Gloo), or buffers of its own (NCCL).
+        """
         everybody = world.group([tuple(range(world.size))])
-        return cls(
-            world,
-            mesh,
-            everybody,
-            world.group([mesh.pipeline_ranks(r) for r in range(mesh.replicas)]),
-        )
+        if mesh.replicas == 1:
+            return cls(world, mesh, everybody, everybody)
+        pipelines = [mesh.pipeline_ranks(r) for r in range(mesh.replicas)]
+        return cls(world, mesh, everybody, world.group(pipelines))
 
     @property
     def replica(self) -> int:

@@ -1,5 +1,7 @@
 """Linear layers that add to `.grad` within the product: the same gradients, and no less care."""
 
+import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -199,8 +201,28 @@ def test_a_layer_that_differentiates_itself_is_refused(splits):
         run_layer(Apply(differentiate_within), torch.randn(5, 4), splits=splits)
 
 
-def trained(world, **settings):
-    layers = build_model("gpt", **SIZES, dropout=0.1)
+@pytest.mark.parametrize("splits", [False, True])
+def test_nothing_stays_behind_without_the_collector(splits, monkeypatch):
+    refs = []
+    accumulate = fusing.LinearCall.accumulate
+
+    def noted(call, gradient):
+        refs.extend((weakref.ref(call.input), weakref.ref(gradient)))
+        accumulate(call, gradient)
+
+    monkeypatch.setattr(fusing.LinearCall, "accumulate", noted)
+    layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    gc.collect()
+    gc.disable()
+    try:
+        run_layer(layer, torch.randn(5, 4), splits=splits)
+        assert len(refs) == 12 and not any(ref() is not None for ref in refs)
+    finally:
+        gc.enable()
+
+
+def trained(world, *, tied=False, **settings):
+    layers = build_model("gpt", **SIZES, dropout=0.1, tied=tied)
     pipe = Pipeline(
         layers, token_cross_entropy, seed=4, partition="uniform", world=world, **settings
     )
@@ -208,6 +230,18 @@ def trained(world, **settings):
     part = pipe.share(len(inputs))
     losses = [pipe.step(inputs[part], targets[part]).loss for _ in range(2)]
     return losses, {name: p.grad.clone() for name, p in pipe.named_parameters()}
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_tied_weights(stages, calls):
+    settings = {"stages": stages, "microbatches": 4, "tied": True}
+    plain, fused = (
+        run_on_threads(stages, partial(trained, fuse_accumulation=fuses, **settings))
+        for fuses in (False, True)
+    )
+    assert calls
+    for left, right in zip(plain, fused, strict=True):
+        torch.testing.assert_close(left[1], right[1], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])
