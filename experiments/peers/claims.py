@@ -251,7 +251,7 @@ def _startup(figures: Figures) -> Iterator[Claim]:
 
 
 def _growth(figures: Figures) -> Iterator[Claim]:
-    what = "growth over K and M: furthest from work + actions"
+    what = "growth over K and M: furthest from work + messages"
     points = [point for point in figures.extras.get("growth", []) if "fit_s" in point]
     if not points:
         yield Claim(8, what, "within 25 %", "not measured", None)
@@ -262,7 +262,7 @@ def _growth(figures: Figures) -> Iterator[Claim]:
     )
     worst, where = errors[-1]
     middle = statistics.median(error for error, _ in errors)
-    note = f"{1e6 * where['action_s']:.1f} us an action, {1e6 * where['rank_s']:.0f} us a rank"
+    note = f"{1e6 * where['message_s']:.0f} us a message, {1e6 * where['rank_s']:.0f} us a rank"
     value = f"{worst:.0%} (K={where['ranks']:g}, M={where['microbatches']:g}), median {middle:.0%}"
     yield Claim(8, what, "within 25 %", value, worst <= 0.25, note)
 

@@ -138,4 +138,4 @@ def growth_plot(figures: Figures) -> str:
         if "fit_s" in point:
             fitted.setdefault(name, []).append((count, 1e3 * point["fit_s"]))
     panel = Panel("Model T, 1F1B", measured, "ms a step", is_log=True, dashed=fitted)
-    return draw_panels([panel], title="Growth; dashed: work + actions")
+    return draw_panels([panel], title="Growth; dashed: work + messages")

@@ -63,14 +63,19 @@ class LinearCall:
     def input_gradients(self, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradient of the input, and leave those of the parameters."""
         self._check()
+        given = gradient.matmul(self._weight.detach()) if self._is_asked else None
         self._leave(self, gradient)
-        return (gradient.matmul(self._weight.detach()) if self._is_asked else None,)
+        return (given,)
 
     def accumulate(self, gradient: torch.Tensor) -> None:
-        """Add the parameters' gradients to their `.grad`; `gradient` is that of the output."""
+        """Add the parameters' gradients to their `.grad`; `gradient` is that of the output.
+
+        Once: the input is let go, as the graph that holds this call lives until the last layer.
+        """
         self._check()
         rows = gradient.reshape(-1, gradient.shape[-1])
         inputs = self.input.reshape(-1, self.input.shape[-1])
+        self.input = inputs.new_empty(0)
         with torch.no_grad():
             if self._weight.grad is None:
                 self._weight.grad = rows.t().mm(inputs)
