@@ -61,7 +61,8 @@ class Pipeline:
     `normalise_over_replicas`: BatchNorm normalises a micro-batch of all replicas as one.
     `compile`: torch.compile each layer, True or the name of a backend.
     `fuse_accumulation`: large linear layers add their weight gradients to `.grad` within the
-    product that makes them (not under autocast); the last bits may differ from two steps.
+    product that makes them (not under autocast, nor compiled); the last bits may differ from two
+    steps. A backward hook must not differentiate such a layer anew.
     `world`: where the ranks are; None joins the process group there is, or starts one from the
     launcher's environment.
 

@@ -131,6 +131,7 @@ class Crew:
 
     def run(self, cell: str, num_steps: int) -> list[dict[str, Any]]:
         """Run steps from one moment on; adds the seconds since then to each rank's answer."""
+        self._signal(signal.SIGCONT)
         at_s = time.monotonic() + 0.005
         answers = self.ask({"do": "run", "cell": cell, "steps": num_steps, "at_s": at_s})
         for answer in answers:

@@ -7,6 +7,7 @@ the last bits differ from those of two steps.
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -19,17 +20,29 @@ from gpipe_hpc.errors import ModelError
 # the backward is split, as Python then makes a call of each layer anyway.
 SMALLEST_WEIGHT: Final = {True: 1 << 16, False: 1 << 19}
 
+_NOTHING: Final = nullcontext()
 _FLOATS: Final = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 
 
 def largest_weight(modules: Iterable[nn.Module]) -> int:
     """Return the elements of the largest weight of a linear layer; 0 where there is none."""
     linears = (m for module in modules for m in module.modules() if isinstance(m, nn.Linear))
-    return max((m.weight.numel() for m in linears), default=0)
+    # Not `m.weight`, which a parametrization would compute.
+    weights = (m._parameters.get("weight") for m in linears)
+    return max((w.numel() for w in weights if type(w) is nn.Parameter), default=0)
 
 
-def may_fuse(weight: nn.Parameter, bias: nn.Parameter | None, *, splits: bool) -> bool:
-    """Say whether nobody but `.grad` is told of the gradients of a large matrix."""
+def may_fuse(
+    input: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, *, splits: bool
+) -> bool:
+    """Say whether nobody but `.grad` is told of the gradients of a large matrix.
+
+    Hooks of a parameter's AccumulateGrad node are not seen.
+    """
+    if type(input) not in (torch.Tensor, nn.Parameter) or input.is_nested:
+        return False
+    if input.layout is not torch.strided or (bias is not None and bias.shape != weight.shape[:1]):
+        return False
     if weight.numel() < SMALLEST_WEIGHT[splits] or weight.dtype not in _FLOATS:
         return False
     return weight.requires_grad and not any(
@@ -44,7 +57,10 @@ class LinearCall:
     `leave` is given the call and the gradient of its output, when the backward comes by.
     """
 
-    __slots__ = ("_bias", "_is_asked", "_leave", "_versions", "_weight", "input", "output")
+    __slots__ = (
+        *("_bias", "_held", "_is_asked", "_is_done", "_leave", "_versions", "_weight"),
+        *("input", "output"),
+    )
 
     def __init__(
         self,
@@ -56,14 +72,20 @@ class LinearCall:
         self.input = input.detach()
         self._is_asked = input.requires_grad
         self._weight, self._bias, self._leave = weight, bias, leave
+        # What the forward works with: `.data` of the parameter may be another one by and by.
+        self._held = weight.detach()
+        self._is_done = False
         with torch.no_grad():
             self.output: torch.Tensor | None = F.linear(self.input, weight, bias)
-        self._versions = (self.input._version, weight._version)
+        self._versions = self._now()
 
     def input_gradients(self, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradient of the input, and leave those of the parameters."""
         self._check()
-        given = gradient.matmul(self._weight.detach()) if self._is_asked else None
+        given = None
+        if self._is_asked:
+            with self._as_written():
+                given = gradient.matmul(self._held)
         self._leave(self, gradient)
         return (given,)
 
@@ -73,10 +95,11 @@ class LinearCall:
         Once: the input is let go, as the graph that holds this call lives until the last layer.
         """
         self._check()
+        self._is_done = True
         rows = gradient.reshape(-1, gradient.shape[-1])
         inputs = self.input.reshape(-1, self.input.shape[-1])
         self.input = inputs.new_empty(0)
-        with torch.no_grad():
+        with torch.no_grad(), self._as_written():
             if self._weight.grad is None:
                 self._weight.grad = rows.t().mm(inputs)
             else:
@@ -88,9 +111,25 @@ class LinearCall:
                 else:
                     self._bias.grad.add_(total)
 
+    def _as_written(self) -> AbstractContextManager[Any]:
+        """Return a block without the autocast of whoever runs the backward."""
+        kind = self._held.device.type
+        if not torch.is_autocast_enabled(kind):
+            return _NOTHING
+        return torch.autocast(kind, enabled=False)
+
+    def _now(self) -> tuple[int, int]:
+        """Return the versions of what the gradients are made of."""
+        return self.input._version, self._held._version if self._is_asked else 0
+
     def _check(self) -> None:
-        if self._versions != (self.input._version, self._weight._version):
-            shape: Any = tuple(self._weight.shape)
+        shape = tuple(self._held.shape)
+        if self._is_done:
+            raise ModelError(
+                f"fuse_accumulation: the backward of one call of a linear layer {shape} ran twice, "
+                f"expected once; train without fuse_accumulation"
+            )
+        if self._versions != self._now():
             raise ModelError(
                 f"fuse_accumulation: the input or the weight {shape} of a linear layer was "
                 f"modified in place between its forward and its backward, expected as it was; "

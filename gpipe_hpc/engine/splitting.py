@@ -238,7 +238,7 @@ def _is_fusable(input: Any, weight: Any, bias: Any = None, *, splits: bool) -> b
         and weight.dim() == 2
         and (bias is None or type(bias) is nn.Parameter)
         and isinstance(input, torch.Tensor)
-        and may_fuse(weight, bias, splits=splits)
+        and may_fuse(input, weight, bias, splits=splits)
         and not torch.is_autocast_enabled(weight.device.type)
     )
 
@@ -322,12 +322,15 @@ class _Joint(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call | LinearCall, *anchors: torch.Tensor) -> torch.Tensor:
-        ctx.call = call
+        ctx.call, ctx.num_anchors = call, len(anchors)
+        ctx.set_materialize_grads(False)
         assert call.output is not None, "a call is joined once"
         output, call.output = call.output.detach(), None
         return output
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         call: _Call | LinearCall = ctx.call
+        if gradients[0] is None:  # nothing behind it has a gradient: nor have its parameters
+            return (None,) * (1 + ctx.num_anchors)
         return (None, *call.input_gradients(gradients[0]))

@@ -176,6 +176,114 @@ def test_autocast_is_left_to_autograd(calls):
     assert not calls and layer.weight.grad.any()
 
 
+def with_noise(layer, x):
+    """Run with other weights for a moment, as weight noise and binarised nets do."""
+    kept = layer.linear.weight.data
+    layer.linear.weight.data = kept + 1
+    y = layer.linear(x)
+    layer.linear.weight.data = kept
+    return y
+
+
+def with_wide_bias(layer, x):
+    return F.linear(x, layer.linear.weight, layer.bias)
+
+
+class Wide(Apply):
+    def __init__(self):
+        super().__init__(with_wide_bias)
+        self.bias = nn.Parameter(torch.randn(5, 4))
+
+
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+class InFloat32(Apply):
+    """Leaves the autocast of whoever calls it."""
+
+    def __init__(self):
+        super().__init__(lambda s, x: s.linear(x))
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Apply(with_noise),
+        Wide,
+        lambda: Apply(lambda s, x: s.linear(x) + _Nothing.apply(s.linear(x))),
+    ],
+    ids=["weights swapped", "wide bias", "no gradient behind one call"],
+)
+def test_what_models_do_with_linear_layers(make, splits):
+    boundary = torch.randn(5, 4)
+    found = []
+    for fuses in (False, True):
+        torch.manual_seed(0)
+        found.append(run_layer(make(), boundary, splits=splits, fuses=fuses)[:2])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_nothing_behind_a_layer_leaves_its_parameters_unused(splits):
+    layer = Apply(lambda s, x: x + _Nothing.apply(s.linear(x)))
+    *_, buckets = run_layer(layer, torch.randn(5, 4), splits=splits)
+    assert buckets[0].used() == [False, False]
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_layer_that_leaves_autocast_is_not_cast_in_its_backward(splits, calls):
+    boundary = torch.randn(5, 4)
+    found = []
+    for is_around in (False, True):
+        torch.manual_seed(0)
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_around):
+            found.append(run_layer(InFloat32(), boundary, splits=splits)[:2])
+    assert len(calls) == 6
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-6)
+
+
+def test_asking_for_it_leaves_parametrizations_alone():
+    layer = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+    before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    make_work(layer)
+    assert before and all(torch.equal(before[n], b) for n, b in layer.named_buffers())
+
+
+def test_weights_may_be_clamped_where_the_input_needs_no_gradient(calls):
+    def clamped(layer, x):
+        with torch.no_grad():
+            layer.linear.weight.clamp_(-1, 1)
+        return layer.linear(x)
+
+    work = make_work(Apply(clamped))
+    for number in range(2):
+        (output,) = work.forward(number, [torch.randn(5, 4)], 5, key, Recipe(Keep.GRAPH, False))
+    for number in range(2):
+        work.backward(number, [torch.ones_like(output)])
+    assert len(calls) == 2
+
+
+def test_a_call_that_is_differentiated_twice_is_refused():
+    call = fusing.LinearCall(
+        torch.randn(5, 4), nn.Parameter(torch.randn(3, 4)), None, fusing.LinearCall.accumulate
+    )
+    call.input_gradients(torch.ones(5, 3))
+    with pytest.raises(ModelError, match="ran twice"):
+        call.input_gradients(torch.ones(5, 3))
+
+
 def write_into_input(layer, x):
     given = x * 1
     y = layer.linear(given)
