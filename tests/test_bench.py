@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gpipe_hpc.bench import rounds
 from gpipe_hpc.bench.__main__ import bench
 from gpipe_hpc.bench.cells import (
     CONTESTANTS,
@@ -430,8 +431,18 @@ class Ends(Right):
             os._exit(1)
 
 
-def test_who_ends_a_process_leaves_the_others_what_they_have(tmp_path):
-    """Both stand in one process; one of them ends it in the middle of the block."""
+@pytest.mark.parametrize("num_refused", [0, 2])
+def test_who_ends_a_process_leaves_the_others_what_they_have(tmp_path, monkeypatch, num_refused):
+    """Both stand in one process; one ends it amid the block, and it may not start at once."""
+    starts = []
+
+    def start(*args):
+        starts.append(args)
+        if 1 < len(starts) <= 1 + num_refused:
+            raise CrewError("the port is taken")
+        return Crew(*args)
+
+    monkeypatch.setattr(rounds, "Crew", start)
     here = str(Path(__file__).parent)
     both = [Contestant(name, f"test_bench:{name}", 1) for name in ("Right", "Ends")]
     conductor = Conductor(both, tmp_path, size="tiny", paths=(here,), say=lambda text: None)
@@ -441,4 +452,6 @@ def test_who_ends_a_process_leaves_the_others_what_they_have(tmp_path):
     finally:
         conductor.close()
     assert "has ended" in ends.failed
+    assert len(starts) == 2 + num_refused
     assert not right.failed and len(right.samples) >= 3
+    assert not conductor.absent

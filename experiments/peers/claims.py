@@ -10,8 +10,6 @@ from gpipe_hpc.bench.figures import Figures, Row
 
 MODELS = ("A", "B", "C")
 FEWER = (1, 2, 4, 8)
-# With fewer undisturbed steps than these a median has no spread.
-FEWEST = 3
 
 
 class Claim(NamedTuple):
@@ -139,7 +137,7 @@ def best(
         and (row.recompute != "never") == recompute
         and max(row.peak_bytes or (math.inf,)) <= most_bytes
     ]
-    sound = [row for row in rows if row.num_clean >= FEWEST]
+    sound = [row for row in rows if row.is_sound]
     return min(sound or rows, key=lambda row: row.median_s or math.inf, default=None)
 
 

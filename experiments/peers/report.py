@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from claims import FEWEST, best, block, judge, table
+from claims import best, block, judge, table
 from grid import MICROBATCHES
 
 from gpipe_hpc.bench.figures import Figures, Row
@@ -85,7 +85,7 @@ def _short_cell(row: Row | None, floor_s: float) -> str:
     if row is None or not row.median_s:
         return ""
     value = f"{row.median_s / floor_s:.2f}"
-    if row.num_clean >= FEWEST:
+    if row.is_sound:
         value += f" ±{row.spread * row.median_s / floor_s / 2:.2f}"
     else:
         value = f"~{value}"

@@ -95,7 +95,7 @@ class Contestant:
     def crew(self) -> str:
         """Return what names its processes; contestants that need the same ones share them.
 
-        Two pairs of equal processes differ by some percent: where their memory came to lie.
+        Two pairs of equal processes differ by some percent, which is more than some claims.
         """
         elsewhere = "" if self.python is None else f"-{self.name}"
         return f"{self.num_ranks}x{self.num_threads}{elsewhere}"

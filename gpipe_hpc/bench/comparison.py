@@ -5,12 +5,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from gpipe_hpc.bench.cells import FULL
-from gpipe_hpc.bench.figures import Figures, Row
+from gpipe_hpc.bench.figures import FEWEST, Figures, Row
 
 # Between two runs even the same program moves by this much.
 _LEAST = 0.02
-# With fewer undisturbed steps than these a median has no spread to go beyond.
-_FEWEST = 3
 
 
 class Move(NamedTuple):
@@ -42,13 +40,12 @@ def moves(now: Figures, kept: Figures) -> Iterator[Move]:
     for block, rows in now.blocks.items():
         there = _counterpart(block, kept)
         floors = [_floor(now, block), _floor(kept, there)]
-        if not all(map(_is_sound, floors)):
+        if not all(floor and floor.is_sound for floor in floors):
             continue
         for row in rows:
             before = kept.find(there, row.name)
-            if row.contestant == "floor" or not (_is_sound(row) and _is_sound(before)):
+            if row.contestant == "floor" or not row.is_sound or not (before and before.is_sound):
                 continue
-            assert before is not None, "a sound row is there"
             ratios, spreads = [], []
             for each, floor in zip((row, before), floors, strict=True):
                 assert floor is not None and floor.median_s and each.median_s, "checked above"
@@ -64,10 +61,6 @@ def _counterpart(block: str, kept: Figures) -> str:
     return f"{block.rsplit(' ', 1)[0]} {FULL}"
 
 
-def _is_sound(row: Row | None) -> bool:
-    return row is not None and row.median_s is not None and row.num_clean >= _FEWEST
-
-
 def _floor(figures: Figures, block: str) -> Row | None:
     return figures.find(block, "floor local")
 
@@ -77,7 +70,7 @@ def report(now: Figures, kept: Figures) -> str:
     compared = list(moves(now, kept))
     if not compared:
         return (
-            f"nothing to compare: no cell has {_FEWEST} undisturbed steps both here and in the "
+            f"nothing to compare: no cell has {FEWEST} undisturbed steps both here and in the "
             f"figures that are kept"
         )
     beyond = [move for move in compared if move.is_beyond]

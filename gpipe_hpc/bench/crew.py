@@ -74,6 +74,7 @@ class Crew:
             for answer in answers
             for name, reason in answer["absent"].items()
         }
+        self._signal(signal.SIGSTOP)
 
     def _start(self, rank: int, port: int, size: str, paths: tuple[str, ...]) -> None:
         ours, theirs = socket.socketpair()

@@ -6,13 +6,16 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from gpipe_hpc.bench.cells import OURS_OF_TORCH, RANKS, Block, Cell
 from gpipe_hpc.bench.limits import LayerTimes, Limit, limit_of
 from gpipe_hpc.bench.rounds import Measured
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.schedule import Schedule, add_recompute, build, from_text
+
+# With fewer undisturbed steps than these a median has no spread.
+FEWEST: Final = 3
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,11 @@ class Row:
         """Return what tells it from the others of its block."""
         again = "" if self.recompute == "never" else f" recompute={self.recompute}"
         return f"{self.contestant} {self.variant}{again}"
+
+    @property
+    def is_sound(self) -> bool:
+        """Say whether there are steps enough for a median that has a spread."""
+        return self.median_s is not None and self.num_clean >= FEWEST
 
     @property
     def spread(self) -> float:

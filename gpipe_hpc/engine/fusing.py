@@ -32,23 +32,25 @@ def largest_weight(modules: Iterable[nn.Module]) -> int:
     return max((w.numel() for w in weights if type(w) is nn.Parameter), default=0)
 
 
-def may_fuse(
-    input: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, *, splits: bool
-) -> bool:
-    """Say whether nobody but `.grad` is told of the gradients of a large matrix.
+def may_fuse(input: Any, weight: Any, bias: Any = None, *, splits: bool) -> bool:
+    """Say whether a call is one of a large matrix whose gradients nobody but `.grad` is told of.
 
-    Hooks of a parameter's AccumulateGrad node are not seen.
+    Not under autocast, which makes another weight of it. Hooks of a parameter's AccumulateGrad
+    node are not seen.
     """
-    if type(input) not in (torch.Tensor, nn.Parameter) or input.is_nested:
-        return False
-    if input.layout is not torch.strided or (bias is not None and bias.shape != weight.shape[:1]):
+    parameters = [weight] if bias is None else [weight, bias]
+    if any(type(each) is not nn.Parameter for each in parameters) or weight.dim() != 2:
         return False
     if weight.numel() < SMALLEST_WEIGHT[splits] or weight.dtype not in _FLOATS:
         return False
-    return weight.requires_grad and not any(
-        each is not None and (each._backward_hooks or each._post_accumulate_grad_hooks)
-        for each in (weight, bias)
-    )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return False
+    if type(input) not in (torch.Tensor, nn.Parameter) or input.is_nested:
+        return False
+    if input.layout is not torch.strided or torch.is_autocast_enabled(weight.device.type):
+        return False
+    has_hooks = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
+    return bool(weight.requires_grad) and not has_hooks
 
 
 class LinearCall:

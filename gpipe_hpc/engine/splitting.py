@@ -151,7 +151,7 @@ class DeferWeights(TorchFunctionMode):
         deferred, is_linear = self._deferred, func is F.linear and not keywords
         if not (is_linear if not deferred.splits else func in _SPLIT) or not _may_split():
             return func(*args, **keywords)
-        if is_linear and deferred.fuses and _is_fusable(*args, splits=deferred.splits):
+        if is_linear and deferred.fuses and may_fuse(*args, splits=deferred.splits):
             return _fused_linear(*args, deferred=deferred)
         if not deferred.splits:
             return func(*args, **keywords)
@@ -230,17 +230,6 @@ def _fused_linear(
     call = LinearCall(input, weight, bias, deferred.add_linear)
     anchor = input if input.requires_grad else torch.empty(0, requires_grad=True)
     return _joined(call, [call.input], deferred, [anchor])
-
-
-def _is_fusable(input: Any, weight: Any, bias: Any = None, *, splits: bool) -> bool:
-    return (
-        type(weight) is nn.Parameter
-        and weight.dim() == 2
-        and (bias is None or type(bias) is nn.Parameter)
-        and isinstance(input, torch.Tensor)
-        and may_fuse(input, weight, bias, splits=splits)
-        and not torch.is_autocast_enabled(weight.device.type)
-    )
 
 
 def _is_plain_linear(input: Any, weight: Any, bias: Any = None) -> bool:

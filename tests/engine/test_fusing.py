@@ -152,6 +152,21 @@ def test_what_is_not_fused_is_left_to_autograd(layer, calls):
 
 
 @pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("kind", ["sparse", "nested"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+def test_inputs_without_rows_are_left_to_autograd(kind, splits, calls):
+    def made(layer, x):
+        if kind == "sparse":
+            return layer.linear(x.detach().to_sparse())
+        parts = torch.nested.nested_tensor([x[:2], x[2:]], layout=torch.jagged)
+        return layer.linear(parts).values()
+
+    layer = Apply(made)
+    run_layer(layer, torch.randn(5, 4), splits=splits)
+    assert not calls and layer.linear.weight.grad.any()
+
+
+@pytest.mark.parametrize("splits", [False, True])
 def test_small_weights_are_not_fused(monkeypatch, calls, splits):
     monkeypatch.setitem(fusing.SMALLEST_WEIGHT, splits, 13)
     run_layer(nn.Linear(4, 3), torch.randn(5, 4), splits=splits)

@@ -13,10 +13,7 @@ from gpipe_hpc.schedule import build, to_text
 
 
 class Ours:
-    """A pipeline; `auto` is searched for the measured layers, and cut by them.
-
-    Gradients are added up within products: without that they are those of torch to the bit.
-    """
+    """A pipeline; `auto` is searched for the measured layers, and cut by them."""
 
     def __init__(self, workload: Workload, cell: Cell) -> None:
         self.inputs, self.targets = workload.batch()
