@@ -10,7 +10,8 @@ import numpy as np
 from gpipe_hpc.bench.cells import Block, Cell, Contestant
 from gpipe_hpc.bench.figures import median_step
 from gpipe_hpc.bench.rounds import Conductor, Measured
-from gpipe_hpc.schedule import Op, from_text
+from gpipe_hpc.schedule import from_text
+from gpipe_hpc.schedule.actions import SENDS
 
 RANKS = (1, 2, 4, 8)
 MICROBATCHES = tuple(2**power for power in range(9))
@@ -59,7 +60,7 @@ def _point(ranks: int, each: Measured) -> dict[str, float]:
         "step_s": median_step(each),
         "num_clean": len(each.clean),
         "num_actions": sum(len(row) for row in table.ranks),
-        "num_messages": sum(action.op is Op.SEND for row in table.ranks for action in row),
+        "num_messages": sum(action.op in SENDS for row in table.ranks for action in row),
     }
 
 
