@@ -97,8 +97,11 @@ class ProcessWorld:
         self._shares_memory = shares_memory
         self._shared: weakref.WeakSet[SharedTransport] = weakref.WeakSet()
         self._groups: _Groups = []
-        # A group of our own for point-to-point: its tags cannot meet the user's.
-        self._base = self._form(tuple(range(self.size)))
+        # A group of our own for point-to-point: its tags cannot meet the user's. Collectives of
+        # the same group never meet tags (Gloo numbers them apart; NCCL's channels have others).
+        everybody = tuple(range(self.size))
+        self._base = self._form(everybody)
+        self.everybody: Group = TorchGroup(self._base, everybody)
         # Not by way of `self`: the watching thread must not keep the world alive.
         this = weakref.ref(self)
         self._board = FailureBoard(
@@ -128,14 +131,13 @@ class ProcessWorld:
 
     def transport(self, channels: Sequence[PlacedChannel]) -> Transport:
         """Open the channels: in shared memory where both ends see it, else over torch."""
-        everybody = TorchGroup(self._base, tuple(range(self.size)))
-        hosts = everybody.all_gather_object(host_identity() if self._shares_memory else "")
+        hosts = self.everybody.all_gather_object(host_identity() if self._shares_memory else "")
         here = [c for c in channels if _one_host(hosts, c) and self.device.type == "cpu"]
         apart = [c for c in channels if c not in here]
         routes: dict[PlacedChannel, Transport] = {}
         if here:
             seconds = self._timeout.total_seconds()
-            shared = open_shared_transport(here, self.rank, everybody, seconds)
+            shared = open_shared_transport(here, self.rank, self.everybody, seconds)
             self._shared.add(shared)
             routes |= dict.fromkeys(here, shared)
         if apart:
@@ -185,7 +187,7 @@ class ProcessWorld:
 
     def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         # Forming waits on the store for all ranks, which no failure ends: meet where one does.
-        TorchGroup(self._base, tuple(range(self.size))).all_reduce(torch.zeros(1))
+        self.everybody.all_reduce(torch.zeros(1))
         return self._form(ranks)
 
     def _form(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:

@@ -139,6 +139,7 @@ class ThreadWorld:
         self.device = torch.device(device)
         self.activity: object = "starting"
         self._num_groups: dict[tuple[int, ...], int] = {}
+        self.everybody = self.group([tuple(range(self.size))])
 
     def group(self, members: Sequence[Sequence[int]]) -> Group:
         """Return the group of `members` that holds this rank."""

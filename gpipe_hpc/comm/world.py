@@ -17,6 +17,12 @@ class World(Protocol):
     rank: int
     size: int
     device: torch.device
+    everybody: Group
+    """All ranks, for what starts and ends a run: the main thread's, in one order everywhere.
+
+    Costs no group of its own. What steps do belongs to groups of their own, as it may be under
+    way when something else begins.
+    """
     activity: object
     """What this rank is doing (an action, or a text); shown when another rank waits in vain."""
 

@@ -47,7 +47,6 @@ def run_training(
     0 when the run is finished or reached train.stop_at, REQUEUE_EXIT_CODE when a signal asked
     it to stop early. Raises GpipeError on every rank if one fails.
     """
-    everybody = world.group([tuple(range(world.size))])
     with together(world, "preparing the run folder"):
         chosen = None
         restarted = False
@@ -56,7 +55,7 @@ def run_training(
             restarted = is_restart(chosen)
             prepare_run_folder(chosen)
             (chosen / "config.yaml").write_text(config_yaml(config))
-        run_folder: Path = broadcast_object(everybody, chosen, root=0)
+        run_folder: Path = broadcast_object(world.everybody, chosen, root=0)
     if config.train.num_threads is not None:
         torch.set_num_threads(config.train.num_threads)
     mesh = Mesh.fit(world.size, config.pipeline.stages, config.pipeline.replicas)

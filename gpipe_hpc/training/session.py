@@ -103,7 +103,7 @@ def open_session(config: Config, world: World, run_folder: Path, restarted: bool
 
     `restarted`: goes on from what it saved itself, whatever checkpoint.resume says.
     """
-    everybody = world.group([tuple(range(world.size))])
+    everybody = world.everybody
     checkpoints = Checkpoints(run_folder, config.checkpoint.keep)
     with together(world, "opening the run"):
         found = _resume(config, checkpoints, restarted) if world.rank == 0 else None

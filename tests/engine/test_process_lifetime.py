@@ -12,7 +12,10 @@ from torch import nn
 from gpipe_hpc import LayerSpec, Pipeline
 from gpipe_hpc.comm.start import start_world
 from gpipe_hpc.comm.world import together
+from gpipe_hpc.config import compose_config
 from gpipe_hpc.errors import ActionError, DataError, PeerError, ScheduleError
+from gpipe_hpc.training.loop import run_training
+from gpipe_hpc.training.signals import StopRequest
 
 INPUTS, TARGETS = torch.arange(16.0).reshape(4, 4), torch.tensor([0, 1, 2, 0])
 
@@ -45,6 +48,23 @@ def test_a_dropped_pipeline_leaves_nothing_open(processes, tmp_path, until, shar
         return True
 
     assert processes(2, body, tmp_path) == [True, True]
+
+
+def test_a_training_run_has_the_groups_of_its_pipeline(processes, tmp_path):
+    """The trainer formed two more of all ranks, each three threads that wake up all the time."""
+    settings = ("train.steps=1", "train.validate_every=0", "pipeline.partition=parameters")
+    data = ("model=mlp", "data=synthetic_vectors", "pipeline.microbatches=2")
+    config = compose_config([*data, *settings, f"run.dir={tmp_path}/run"])
+
+    def body(rank):
+        world = start_world()
+        groups = torch.distributed.distributed_c10d._world.pg_map
+        before = len(groups)
+        assert run_training(config, world, StopRequest()) == 0
+        return before, len(groups)
+
+    # The user's, the world's, then the pipeline's.
+    assert processes(2, body, tmp_path) == [(2, 3), (2, 3)]
 
 
 def test_after_a_refused_pipeline_another_one_runs(processes, tmp_path):
