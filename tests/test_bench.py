@@ -275,6 +275,28 @@ def test_a_worker_measures_how_wrong_gradients_are(tmp_path, entrant, error):
     assert not worker.cells
 
 
+def test_one_rank_writes_the_reference_and_it_appears_whole(tmp_path, monkeypatch):
+    """All ranks wrote one file at once; and one left half by an early end was taken for whole."""
+    path = tmp_path / "plain.pt"
+    request = {"do": "reference", "workload": "T", "path": str(path)}
+    Worker({}, "tiny", rank=1).answer(request)
+    assert not list(tmp_path.iterdir())
+    save = torch.save
+
+    def end_amid_writing(values, place):
+        Path(place).write_bytes(b"half")
+        raise OSError("no space is left")
+
+    monkeypatch.setattr(torch, "save", end_amid_writing)
+    with pytest.raises(OSError, match="no space"):
+        Worker({}, "tiny").answer(request)
+    assert not path.exists()
+    monkeypatch.setattr(torch, "save", save)
+    Worker({}, "tiny").answer(request)
+    assert list(tmp_path.iterdir()) == [path]
+    assert torch.load(path).keys() == plain_gradients(make_workload("T", "tiny")).keys()
+
+
 def test_peak_is_of_what_was_held_and_forgotten():
     forget_peak()
     before = memory().now_bytes

@@ -53,9 +53,10 @@ class Entrant(Protocol):
 class Worker:
     """The cells that are open in this process."""
 
-    def __init__(self, entrants: Mapping[str, type[Entrant]], size: str) -> None:
+    def __init__(self, entrants: Mapping[str, type[Entrant]], size: str, rank: int = 0) -> None:
         self.entrants = entrants
         self.size = size
+        self.rank = rank
         self.cells: dict[str, Entrant] = {}
         self.warm: set[str] = set()
 
@@ -121,7 +122,11 @@ class Worker:
         return {}
 
     def _write_reference(self, workload: str, path: Path) -> dict[str, Any]:
-        torch.save(plain_gradients(make_workload(workload, self.size)), path)
+        # One rank for all; whoever finds the file finds it whole, also after an end amid writing.
+        if self.rank == 0:
+            partial = path.with_name(f"{path.name}.partial")
+            torch.save(plain_gradients(make_workload(workload, self.size)), partial)
+            partial.replace(path)
         return {}
 
 
@@ -168,7 +173,7 @@ def main() -> None:
     stream = socket.socket(fileno=int(descriptor)).makefile("rw", encoding="utf-8", newline="\n")
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     entrants, absent = _load(json.loads(addresses))
-    worker = Worker(entrants, size)
+    worker = Worker(entrants, size, int(os.environ["RANK"]))
     answer: dict[str, Any] = {"version": torch.__version__, "absent": absent}
     while True:
         stream.write(json.dumps(answer) + "\n")
