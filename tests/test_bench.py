@@ -477,3 +477,69 @@ def test_who_ends_a_process_leaves_the_others_what_they_have(tmp_path, monkeypat
     assert len(starts) == 2 + num_refused
     assert not right.failed and len(right.samples) >= 3
     assert not conductor.absent
+
+
+class Hangs(Right):
+    """Hangs when a second process opens it."""
+
+    def __init__(self, workload, cell):
+        super().__init__(workload, cell)
+        marks = Path(os.environ["MARKS"])
+        (marks / str(os.getpid())).touch()
+        if len(list(marks.iterdir())) > 1:
+            time.sleep(600.0)
+
+
+def test_who_hangs_when_opened_again_is_ended_and_the_others_go_on(tmp_path, monkeypatch):
+    """It was waited for as long as for any answer, 120 s, once for each such cell."""
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    monkeypatch.setenv("MARKS", str(marks))
+    monkeypatch.setattr(rounds, "_REOPEN_S", 2.0)
+    here = str(Path(__file__).parent)
+    names = ("Right", "Hangs", "Ends")
+    crew = [Contestant(name, f"test_bench:{name}", 1) for name in names]
+    conductor = Conductor(crew, tmp_path, size="tiny", paths=(here,), say=lambda text: None)
+    begin_s = time.monotonic()
+    try:
+        cells = tuple(Cell(name, "T", "way", 2, wanted=3) for name in names)
+        right, hangs, ends = conductor.measure(Block("T", 2, "core", cells), begin_s + 60.0)
+        alive = [pid for pid in map(int, os.listdir(marks)) if Path(f"/proc/{pid}").exists()]
+    finally:
+        conductor.close()
+    assert "has ended" in ends.failed
+    assert "gave no answer in" in hangs.failed
+    assert not right.failed and len(right.samples) >= 3
+    assert len(list(marks.iterdir())) == 2 and not alive
+    assert time.monotonic() - begin_s < 90.0
+
+
+@pytest.mark.parametrize(("is_late", "reopened"), [(False, ["seen", "new"]), (True, ["new"])])
+def test_past_the_deadline_only_what_was_not_seen_is_opened_again(
+    tmp_path, monkeypatch, is_late, reopened
+):
+    class Answering:
+        version, absent = "1", {}
+
+        def __init__(self, *args):
+            self.opened = []
+
+        def ask(self, request, timeout_s=0.0):
+            self.opened.append(request["cell"]["variant"])
+            return [{"peak_bytes": 1, "step_s": 1.0, "names": None}]
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(rounds, "Crew", Answering)
+    conductor = Conductor([Contestant("one", "m:One", 1)], tmp_path)
+    lost, seen, new = (
+        Measured(Cell("one", "T", way, 2), notes=[{}]) for way in ("lost", "seen", "new")
+    )
+    seen.samples.append(sample(1.0))
+    deadline_s = time.monotonic() + (-1.0 if is_late else 60.0)
+    course = rounds._Course([lost, seen, new], "plain.pt", deadline_s)
+    conductor._lose(lost, course, "has ended")
+    (crew,) = conductor.crews.values()
+    assert crew.opened == reopened
+    assert lost.failed and not seen.failed and not new.failed

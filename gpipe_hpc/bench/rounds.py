@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gpipe_hpc.bench.cells import Block, Cell, Contestant
-from gpipe_hpc.bench.crew import Crew, CrewError
+from gpipe_hpc.bench.crew import ANSWER_S, Crew, CrewError
 from gpipe_hpc.bench.probes import is_disturbed, machine_busy_s, usage
 
 # A visit lasts at least this long: the clock of processor time ticks every 0.01 s.
@@ -18,6 +18,9 @@ _MOST_STEPS: Final = 100
 _STARTS: Final = 3
 # Of a block's time for building and checking its cells; those that come later are left out.
 _OPENING_SHARE: Final = 0.7
+# A cell that is opened again may take this much more, and this many times as long, as at first.
+_REOPEN_S: Final = 20.0
+_REOPEN_FACTOR: Final = 5.0
 # Gradients differ from plain ones by rounding alone.
 TOLERANCES: Final = {"float32": 1e-3, "bfloat16": 0.1}
 
@@ -50,8 +53,16 @@ class Measured:
     peak_bytes: list[int] = field(default_factory=list)
     gradient_error: float | None = None
     num_steps: int = 1
+    opened_s: float | None = None
     failed: str = ""
     notes: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def patience_s(self) -> float:
+        """Return how long it may take to open: known, once it was open."""
+        if self.opened_s is None:
+            return ANSWER_S
+        return min(ANSWER_S, _REOPEN_S + _REOPEN_FACTOR * self.opened_s)
 
     @property
     def clean(self) -> list[Sample]:
@@ -70,6 +81,15 @@ class Measured:
         if self.failed or len(self.clean) >= wanted:
             return False
         return len(self.clean) * num_rounds <= wanted * round_number
+
+
+@dataclass(frozen=True)
+class _Course:
+    """A block under way: its cells, plain gradients to compare with, when it should end."""
+
+    measured: Sequence[Measured]
+    reference: str
+    deadline_s: float
 
 
 class Conductor:
@@ -129,15 +149,15 @@ class Conductor:
 
     def measure(self, block: Block, deadline_s: float, num_rounds: int = 10) -> list[Measured]:
         """Open the block's cells, visit them in turn until the deadline, and close them."""
-        reference = self._reference(block.workload)
         measured = [Measured(cell) for cell in block.cells]
+        course = _Course(measured, self._reference(block.workload), deadline_s)
         open_until_s = time.monotonic() + _OPENING_SHARE * (deadline_s - time.monotonic())
         for each in measured:
             if time.monotonic() < open_until_s:
-                self._open(each, measured, reference)
+                self._open(each, course)
             else:
                 each.failed = "no time was left for it"
-        self._visit(measured, deadline_s, num_rounds, reference)
+        self._visit(course, num_rounds)
         keys = [each.cell.key for each in measured]
         for name in list(self.crews):
             try:
@@ -156,53 +176,61 @@ class Conductor:
             any_crew.ask({"do": "reference", "workload": workload, "path": str(path)})
         return str(path)
 
-    def _open(self, each: Measured, block: Sequence[Measured], reference: str) -> bool:
+    def _open(self, each: Measured, course: _Course) -> bool:
         """Open a cell, check it, and say whether its processes still have the block's others."""
         name = each.cell.contestant
         if name in self.absent or name not in self.contestants:
             each.failed = self.absent.get(name, "takes no part in this run")
             return True
+        begin_s = time.monotonic()
         try:
-            request = {"do": "open", "cell": each.cell.to_json(), "reference": reference}
-            answers = self.crews[self._crew_of(each.cell)].ask(request)
+            request = {"do": "open", "cell": each.cell.to_json(), "reference": course.reference}
+            answers = self.crews[self._crew_of(each.cell)].ask(request, each.patience_s)
         except CrewError as error:
-            self._lose(each, block, reference, str(error))
+            self._lose(each, course, str(error))
             return False
+        if each.opened_s is None:
+            each.opened_s = time.monotonic() - begin_s
         each.notes = answers
         each.peak_bytes = [answer["peak_bytes"] for answer in answers]
         each.gradient_error, each.failed = check_gradients(each.cell, answers)
         each.choose_steps(max(answer["step_s"] for answer in answers))
         return True
 
-    def _visit(
-        self, measured: Sequence[Measured], deadline_s: float, num_rounds: int, reference: str
-    ) -> None:
+    def _visit(self, course: _Course, num_rounds: int) -> None:
         # Others may disturb two of three rounds before the block gives up.
         for number in range(3 * num_rounds):
-            due = [each for each in measured if each.is_due(number, num_rounds)]
+            due = [each for each in course.measured if each.is_due(number, num_rounds)]
             # Nobody always follows the same one.
             start = number % max(len(due), 1)
             for each in due[start:] + due[:start]:
                 # Once round, whatever it takes: else opening them was for nothing.
-                if number > 0 and time.monotonic() > deadline_s:
+                if number > 0 and time.monotonic() > course.deadline_s:
                     return
                 if each.failed:
                     continue
                 try:
                     each.samples.append(self._sample(each))
                 except CrewError as error:
-                    self._lose(each, measured, reference, str(error))
+                    self._lose(each, course, str(error))
 
-    def _lose(self, each: Measured, block: Sequence[Measured], reference: str, reason: str) -> None:
-        """Give up a cell that failed; start its processes anew and open their other cells again."""
+    def _lose(self, each: Measured, course: _Course, reason: str) -> None:
+        """Give up a cell that failed; start its processes anew and open their other cells again.
+
+        Past the deadline only those not yet visited: nobody comes to the others any more.
+        """
         self.say(f"  failed: {each.cell.name}: {reason}")
         each.failed = reason
         name = self._crew_of(each.cell)
         self.restart(name)
-        opened = [other for other in block if other.notes and not other.failed]
+        opened = [other for other in course.measured if other.notes and not other.failed]
         for other in opened:
+            if self._crew_of(other.cell) != name:
+                continue
+            if other.samples and time.monotonic() > course.deadline_s:
+                continue
             # Where one fails again, its loss has opened the rest.
-            if self._crew_of(other.cell) == name and not self._open(other, block, reference):
+            if not self._open(other, course):
                 return
 
     def _sample(self, each: Measured) -> Sample:
