@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -403,30 +404,55 @@ def test_processes_are_stopped_while_they_wait(tmp_path):
     assert crew._processes[0].returncode == 0
 
 
+# One that has started another process, which knows nothing of who conducts.
+PARENT = """
+import subprocess
+Parent, child = object, subprocess.Popen(["sleep", "600"])
+print(child.pid, flush=True)
+"""
+
 CONDUCTOR = """
 import sys, pathlib
-from gpipe_hpc.bench.cells import CONTESTANTS
+from gpipe_hpc.bench.cells import Contestant
 from gpipe_hpc.bench.crew import Crew
-plain = next(each for each in CONTESTANTS if each.name == "plain")
-crew = Crew([plain], "tiny", pathlib.Path(sys.argv[1]))
+folder = pathlib.Path(sys.argv[1])
+crew = Crew([Contestant("one", "parent:Parent", 1)], "tiny", folder, (str(folder),))
 crew.ask({"do": "close", "cells": []})
-print(crew._processes[0].pid, flush=True)
+(log,) = folder.glob("*.log")
+print(crew._processes[0].pid, log.read_text(), end="", flush=True)
+if sys.argv[2] == "closes":
+    crew.close()
 sys.stdin.read()
 """
 
 
-def test_stopped_processes_end_with_who_conducts_them(tmp_path):
-    command = [sys.executable, "-c", CONDUCTOR, str(tmp_path)]
+def has_ended(pid):
+    try:
+        return state_of(pid) == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@pytest.mark.parametrize("end", ["closes", "is killed"])
+def test_processes_and_their_children_end_with_who_conducts_them(tmp_path, until, end):
+    """The kernel kills the first of them alone: children stayed stopped for good."""
+    (tmp_path / "parent.py").write_text(PARENT)
+    command = [sys.executable, "-c", CONDUCTOR, str(tmp_path), end]
     conductor = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
-    pid = int(conductor.stdout.readline())
-    conductor.kill()
-    conductor.communicate()
-    deadline_s = time.monotonic() + 10.0
-    while Path(f"/proc/{pid}").exists() and state_of(pid) != "Z" and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    assert not Path(f"/proc/{pid}").exists() or state_of(pid) == "Z"
+    pids = [int(word) for word in conductor.stdout.readline().split()]
+    try:
+        assert len(pids) == 2
+        if end == "is killed":
+            conductor.kill()
+        until(lambda: all(map(has_ended, pids)), 10, f"processes {pids} ended")
+    finally:
+        conductor.kill()
+        conductor.communicate()
+        for pid in pids:
+            if not has_ended(pid):
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_a_rank_that_ends_is_reported(tmp_path):

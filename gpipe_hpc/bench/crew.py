@@ -27,6 +27,8 @@ ALLOCATOR: Final = {
     "MALLOC_TRIM_THRESHOLD_": "4294967296",
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
+# Waits for the end of who holds its input, however that comes, then kills the groups named.
+_GUARD: Final = 'read -r _; for group do kill -s KILL -- "-$group"; done'
 _ROOT: Final = Path(__file__).resolve().parent.parent.parent
 
 
@@ -63,6 +65,7 @@ class Crew:
         port = _free_port()
         for rank in range(contestants[0].num_ranks):
             self._start(rank, port, size, paths)
+        self._guard = self._start_guard()
         try:
             answers = self._collect(START_S)
         except CrewError:
@@ -113,6 +116,20 @@ class Crew:
         theirs.close()
         self._streams.append(ours)
         self._rests.append(b"")
+
+    def _start_guard(self) -> subprocess.Popen[bytes]:
+        """Start what ends the groups if this process is killed.
+
+        The kernel ends their first processes then; what those have started would stay stopped.
+        """
+        groups = [str(process.pid) for process in self._processes]
+        return subprocess.Popen(
+            ["/bin/sh", "-c", _GUARD, "guard", *groups],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     def ask(self, request: dict[str, Any], timeout_s: float = ANSWER_S) -> list[dict[str, Any]]:
         """Ask all ranks the same; return their answers by rank.
@@ -177,7 +194,7 @@ class Crew:
                 os.killpg(process.pid, number)
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes, and what is left of those they have started."""
         self._signal(signal.SIGCONT)
         for stream in self._streams:
             stream.close()
@@ -187,6 +204,7 @@ class Crew:
             except subprocess.TimeoutExpired:
                 self._signal(signal.SIGKILL)
                 process.wait()
+        self._guard.communicate()
 
 
 def _free_port() -> int:
