@@ -1,4 +1,4 @@
-"""Gradients: flat buckets that a stage owns, and their reduction over replicas."""
+"""Gradients: flat buckets where replicas are summed over, autograd's own tensors where not."""
 
 from collections.abc import Iterable, Mapping
 
@@ -62,21 +62,62 @@ class Bucket:
             parameter.grad = view if is_used else None
 
 
+class Unreduced:
+    """The gradients of parameters of one dtype that no other rank adds to.
+
+    They are what autograd makes, so that none takes memory before the first backward has it:
+    a schedule that keeps all micro-batches holds the most just before that.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+
+    def clear(self) -> None:
+        """Let go of the last step's gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def used(self) -> list[bool]:
+        """Say of each parameter whether a micro-batch has used it."""
+        return [parameter.grad is not None for parameter in self.parameters]
+
+    def start_reduction(self, group: Group) -> None:
+        """Check that there is nothing to sum; a sparse gradient becomes dense, as in a bucket."""
+        assert group.size == 1, f"the stage's gradients are summed over {group.size} ranks"
+        for parameter in self.parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
+
+    def finish(self, divisor: torch.Tensor, used: list[bool]) -> None:
+        """Divide the gradients."""
+        present = [
+            p.grad for p, u in zip(self.parameters, used, strict=True) if u and p.grad is not None
+        ]
+        if present:
+            torch._foreach_div_(present, divisor)
+
+
 class StageGradients:
-    """The buckets of one stage: one for each dtype and device of its trainable parameters."""
+    """The gradients of one stage, by dtype and device of its trainable parameters."""
 
     def __init__(self, named_parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = list(named_parameters.values())
         self._trained: list[bool] = []
-        self.buckets: list[Bucket] = []
+        self.buckets: list[Bucket] | list[Unreduced] = []
         self._used: list[list[bool]] = []
 
-    def clear(self) -> None:
-        """Begin a step; buckets are made anew if parameters were frozen or unfrozen."""
+    def clear(self, group: Group) -> None:
+        """Begin a step whose gradients are summed over `group`.
+
+        Buckets are made anew if parameters were frozen or unfrozen.
+        """
         trained = [p.requires_grad for p in self._parameters]
         if trained != self._trained:
             self._trained = trained
-            self.buckets = _group(p for p in self._parameters if p.requires_grad)
+            kinds = _by_kind(p for p in self._parameters if p.requires_grad)
+            self.buckets = (
+                [Bucket(k) for k in kinds] if group.size > 1 else [Unreduced(k) for k in kinds]
+            )
         for parameter in self._parameters:
             if not parameter.requires_grad:
                 parameter.grad = None
@@ -102,11 +143,11 @@ class StageGradients:
             start = stop
 
 
-def _group(parameters: Iterable[nn.Parameter]) -> list[Bucket]:
+def _by_kind(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter in parameters:
         by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-    return [Bucket(members) for members in by_kind.values()]
+    return list(by_kind.values())
 
 
 def unite_flags(flags: list[bool], group: Group) -> list[bool]:

@@ -96,7 +96,7 @@ class Steps:
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         feed.seed = seed = backward_seed(self.weight) * scale
         for stage in self._stages.values():
-            stage.gradients.clear()
+            stage.gradients.clear(self._wiring.reductions[stage.index])
             stage.statistics.clear()
         for tied in self._tied:
             tied.clear()

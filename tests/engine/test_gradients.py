@@ -1,4 +1,4 @@
-"""Gradient buckets and the global norm."""
+"""Gradients of a stage and the global norm."""
 
 import pytest
 import torch
@@ -17,29 +17,67 @@ def parameters(*shapes, dtype=torch.float32):
     return {str(i): nn.Parameter(torch.ones(shape, dtype=dtype)) for i, shape in enumerate(shapes)}
 
 
+def on_two_ranks(body):
+    """Run with the group of two ranks; return what both get."""
+    return run_on_threads(2, lambda world: body(world.group([(0, 1)]), world.rank))
+
+
 def finish(gradients, group=SOLO):
     gradients.start_reduction(group)
     gradients.finish(ONE, unite_flags(gradients.used_flags(), group))
 
 
-def test_gradients_of_one_dtype_lie_in_one_buffer():
+def test_gradients_that_are_summed_over_ranks_lie_in_one_buffer_for_each_dtype():
+    def body(group, rank):
+        named = parameters((2, 3), (4,))
+        gradients = StageGradients(named)
+        gradients.clear(group)
+        for parameter in named.values():
+            for _ in range(2):
+                (parameter.square() * (rank + 1)).sum().backward()
+        finish(gradients, group)
+        return [p.grad for p in named.values()]
+
+    for first, second in on_two_ranks(body):
+        assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+        assert first.shape == (2, 3) and torch.equal(first, torch.full((2, 3), 12.0))
+        assert torch.equal(second, torch.full((4,), 12.0))
+
+
+def test_gradients_that_nobody_else_adds_to_take_no_memory_before_the_first_backward():
+    # A schedule that keeps all micro-batches holds the most just before it.
     named = parameters((2, 3), (4,))
     gradients = StageGradients(named)
-    gradients.clear()
-    for parameter in named.values():
+    for _ in range(2):
+        gradients.clear(SOLO)
+        assert [p.grad for p in named.values()] == [None, None]
+        for parameter in named.values():
+            for _ in range(2):
+                parameter.square().sum().backward()
+        finish(gradients)
+        assert [p.grad.unique().item() for p in named.values()] == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_sparse_gradient_becomes_dense(num_ranks):
+    def body(world):
+        table = nn.Embedding(4, 2, sparse=True)
+        gradients = StageGradients(dict(table.named_parameters()))
+        group = world.group([tuple(range(num_ranks))])
+        gradients.clear(group)
         for _ in range(2):
-            parameter.square().sum().backward()
-    finish(gradients)
-    first, second = (p.grad for p in named.values())
-    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
-    assert first.shape == (2, 3) and torch.equal(first, torch.full((2, 3), 4.0))
-    assert torch.equal(second, torch.full((4,), 4.0))
+            table(torch.tensor([1, 1, 3])).sum().backward()
+        finish(gradients, group)
+        return table.weight.grad.tolist()
+
+    expected = [[0.0] * 2, [4.0 * num_ranks] * 2, [0.0] * 2, [2.0 * num_ranks] * 2]
+    assert run_on_threads(num_ranks, body) == [expected] * num_ranks
 
 
 def test_each_dtype_has_a_bucket():
     named = parameters((2,)) | {"double": nn.Parameter(torch.ones(3, dtype=torch.float64))}
     gradients = StageGradients(named)
-    gradients.clear()
+    gradients.clear(SOLO)
     assert [len(bucket.parameters) for bucket in gradients.buckets] == [1, 1]
     named["double"].sum().backward()
     finish(gradients)
@@ -49,7 +87,7 @@ def test_each_dtype_has_a_bucket():
 def test_zero_gradient_is_used_and_no_gradient_is_none():
     named = parameters((2,), (2,))
     gradients = StageGradients(named)
-    gradients.clear()
+    gradients.clear(SOLO)
     (named["0"] * 0).sum().backward()
     finish(gradients)
     assert named["0"].grad.tolist() == [0.0, 0.0] and named["1"].grad is None
@@ -58,7 +96,7 @@ def test_zero_gradient_is_used_and_no_gradient_is_none():
 def test_gradient_that_a_hook_replaced_is_kept():
     named = parameters((2,))
     gradients = StageGradients(named)
-    gradients.clear()
+    gradients.clear(SOLO)
     named["0"].grad = torch.full((2,), 5.0)
     finish(gradients)
     assert named["0"].grad.tolist() == [5.0, 5.0]
@@ -69,7 +107,7 @@ def test_used_on_any_replica_is_used_on_all():
         group = world.group([(0, 1)])
         named = parameters((2,), (2,), (2,))
         gradients = StageGradients(named)
-        gradients.clear()
+        gradients.clear(group)
         named[str(world.rank)].sum().backward()
         finish(gradients, group)
         return [None if p.grad is None else p.grad.tolist() for p in named.values()]

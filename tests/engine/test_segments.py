@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from gpipe_hpc.comm.group import SoloGroup
 from gpipe_hpc.engine.routes import Edge, StageRoutes
 from gpipe_hpc.engine.stage import Stage
 from gpipe_hpc.engine.work import Keep, Recipe, StageWork, Start
@@ -63,7 +64,7 @@ def run(recomputed, splits):
     stage = Stage(1, layers, CPU, ROUTES, names=NAMES, recomputed=recomputed)
     listener = Listener()
     work = StageWork(stage, listener)
-    stage.gradients.clear()
+    stage.gradients.clear(SoloGroup(0))
     inputs = [torch.randn(2, WIDTH, requires_grad=True) for _ in range(3)]
     keep = Keep.GRAPH if recomputed == frozenset() else Keep.INPUT
     parts = [(inputs[0], inputs[1]), (inputs[2],)]
