@@ -281,3 +281,10 @@ def test_python_of_the_readme_names_what_exists():
                 module = __import__(node.module, fromlist=["_"])
                 for alias in node.names:
                     assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
+
+
+def test_prose_of_the_readme_is_wrapped():
+    """Two edits had made lines of 190 columns."""
+    text = re.sub(r"^```.*?^```", "", (ROOT / "README.md").read_text("utf-8"), flags=re.S | re.M)
+    prose = [line for line in text.splitlines() if not line.startswith(("|", "<!--"))]
+    assert not [line for line in prose if len(line) > 125]
