@@ -206,15 +206,23 @@ def _memory(figures: Figures) -> Iterator[Claim]:
         rival = figures.find(where, f"torch {theirs}")
         return _sizes(ours, rival, f"{model} M={count} {theirs}")
 
-    every = [
-        of(theirs, model, count)
-        for theirs in OURS_OF_TORCH
-        for model in MODELS
-        for count in (*FEWER, 16)
-    ]
-    yield bounded(5, "peak memory, ours / torch, same schedule", found(every), 1.0)
-    gpipe = found(of("GPipe", model, 16) for model in MODELS)
-    yield bounded(5, "peak memory, GPipe without recomputation, M = 16", gpipe, 0.8)
+    def tensors(theirs: str, model: str, count: int) -> Ratio | None:
+        weighed = figures.extras.get("tensors", {}).get(block(model, count), {})
+        ours = weighed.get(f"ours {OURS_OF_TORCH[theirs]}")
+        rival = weighed.get(f"torch {theirs}")
+        name = f"{model} M={count} {theirs}"
+        return Ratio(max(ours) / max(rival), 0.0, name, MAIN) if ours and rival else None
+
+    for what, measure in (("peak memory", of), ("peak of tensors", tensors)):
+        every = [
+            measure(theirs, model, count)
+            for theirs in OURS_OF_TORCH
+            for model in MODELS
+            for count in (*FEWER, 16)
+        ]
+        yield bounded(5, f"{what}, ours / torch, same schedule", found(every), 1.0)
+        gpipe = found(measure("GPipe", model, 16) for model in MODELS)
+        yield bounded(5, f"{what}, GPipe without recomputation, M = 16", gpipe, 0.8)
 
 
 def _bfloat16(figures: Figures) -> Iterator[Claim]:

@@ -8,6 +8,7 @@ that is killed leaves what it has; `--resume` goes on behind it.
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import grid
@@ -25,6 +26,7 @@ HERE = Path(__file__).resolve().parent
 OUT = HERE / "out"
 # Shares of the time for the blocks that claims rest on, and seconds for the small parts.
 FIRST_SHARE = 0.9
+WEIGHED = ("A", "B", "C")
 STARTUP_S = 60.0
 GROWTH_S = 180.0
 
@@ -37,8 +39,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--to", type=Path, default=HERE, help="folder of figures, README and plots")
     parser.add_argument(
         "--parts",
-        default="startup,growth,first,rest",
-        help="of startup, growth, first (blocks that claims rest on), rest (all others)",
+        default="startup,growth,memory,first,rest",
+        help="of startup, growth, memory (of tensors alone), first (blocks that claims rest on), "
+        "rest (all others)",
     )
     parser.add_argument("--blocks", default="", help="only these, as A:4,C:16")
     parser.add_argument("--without", default="", help="contestants to leave out: deepspeed,...")
@@ -68,6 +71,19 @@ def contestants(without: list[str]) -> tuple[list[Contestant], dict[str, str]]:
     return [each for each in grid.contestants(python) if each.name not in without], absent
 
 
+def weigh(
+    conductor: Conductor, blocks: list[Block], figures: Figures, keep: Callable[[Figures], None]
+) -> None:
+    """Weigh the tensors of the cells that share processes with ours, where not done yet."""
+    crew = conductor.contestants["ours"].crew
+    names = {each.name for each in conductor.contestants.values() if each.crew == crew}
+    weighed = figures.extras.setdefault("tensors", {})
+    for block in blocks:
+        if block.workload in WEIGHED and block.name not in weighed:
+            weighed[block.name] = conductor.weigh(block.of(names))
+            keep(figures)
+
+
 def main() -> None:
     args = parsed()
     parts = args.parts.split(",")
@@ -94,6 +110,8 @@ def main() -> None:
     conductor.absent |= absent
     named = {*(each.name for each in who), *absent}
     try:
+        if "memory" in parts:
+            weigh(conductor, first, figures, keep)
         first_share = FIRST_SHARE if "rest" in parts else 1.0
         for part, blocks, share in (("first", first, first_share), ("rest", rest, 1.0)):
             if part in parts:

@@ -52,25 +52,30 @@ def is_disturbed(wall_s: float, foreign_s: float) -> bool:
 
 
 class Memory(NamedTuple):
-    """Memory of a process that belongs to it: without the pages of files it has mapped."""
+    """Memory of a process that belongs to it: without the pages of files it has mapped.
+
+    `shared_bytes` is what another process touches too; half of it is in the other figures.
+    """
 
     now_bytes: int
     peak_bytes: int
+    shared_bytes: int
 
 
 def memory() -> Memory:
     """Return what is resident now, and the most since `forget_peak`.
 
-    Shared memory counts in each process that touches it. Pages of mapped files (libraries) are
-    taken off: they come in when first used, whoever runs first.
+    Shared memory counts half: here always two ranks touch it. Pages of mapped files (libraries)
+    are taken off: they come in when first used, whoever runs first.
     """
     status = {}
     for line in Path("/proc/self/status").read_text("utf-8").splitlines():
         name, _, value = line.partition(":")
         if value.endswith("kB"):
             status[name] = int(value.split()[0]) * _KIB
-    files = status["RssFile"]
-    return Memory(status["VmRSS"] - files, status["VmHWM"] - files)
+    shared = status["RssShmem"]
+    others = status["RssFile"] + shared // 2
+    return Memory(status["VmRSS"] - others, status["VmHWM"] - others, shared)
 
 
 def forget_peak() -> None:

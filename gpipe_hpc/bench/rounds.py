@@ -166,6 +166,25 @@ class Conductor:
                 self.restart(name)
         return measured
 
+    def weigh(self, block: Block) -> dict[str, list[int]]:
+        """Return what the tensors of each cell take at their peak, in bytes of each rank.
+
+        Cells that fail are not in it.
+        """
+        weighed = {}
+        for cell in block.cells:
+            if cell.contestant in self.absent or cell.contestant not in self.contestants:
+                continue
+            name = self._crew_of(cell)
+            try:
+                answers = self.crews[name].ask({"do": "weigh", "cell": cell.to_json()})
+            except CrewError as error:
+                self.say(f"  failed: {cell.name}: {error}")
+                self.restart(name)
+            else:
+                weighed[cell.name] = [answer["tensor_bytes"] for answer in answers]
+        return weighed
+
     def _reference(self, workload: str) -> str:
         path = self.folder / f"plain_{workload}_{self.size}.pt"
         if not path.exists():

@@ -1,6 +1,6 @@
 """Figures as a table in Markdown. Loads no torch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from gpipe_hpc.bench.figures import Figures, Row
 
@@ -15,6 +15,7 @@ _HEAD = (
     "/ floor",
     "CPU s",
     "peak MB",
+    "tensors MB",
 )
 
 
@@ -24,20 +25,24 @@ def markdown(figures: Figures) -> str:
     others = (f"{n} {v}" for n, v in sorted(figures.versions.items()) if v not in of_torch)
     lines = [f"{figures.machine}; {', '.join([*of_torch, *others])}; {figures.date}."]
     for name, rows in figures.blocks.items():
-        lines += ["", f"**{name}**", "", *block_lines(rows)]
+        weighed = figures.extras.get("tensors", {}).get(name, {})
+        lines += ["", f"**{name}**", "", *block_lines(rows, weighed)]
     return "\n".join(lines) + "\n"
 
 
-def block_lines(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the lines of one block's table."""
+def block_lines(
+    rows: Sequence[Row], weighed: Mapping[str, Sequence[int]] | None = None
+) -> Iterator[str]:
+    """Yield the lines of one block's table; `weighed`: bytes of each row's tensors, by its name."""
     floor = next((row.median_s for row in rows if row.contestant == "floor"), None)
     yield f"| {' | '.join(_HEAD)} |"
     yield "|" + "---|" * 3 + "---:|" * (len(_HEAD) - 3)
     for row in rows:
-        yield f"| {' | '.join(_cells(row, floor))} |"
+        tensors = (weighed or {}).get(row.name, ())
+        yield f"| {' | '.join(_cells(row, floor, tensors))} |"
 
 
-def _cells(row: Row, floor_s: float | None) -> list[str]:
+def _cells(row: Row, floor_s: float | None, tensors: Sequence[int]) -> list[str]:
     named = [row.contestant, row.variant, row.recompute]
     if row.median_s is None:
         short = row.failed.split("; its logs")[0].replace("|", "/").replace("\n", " ")
@@ -51,6 +56,7 @@ def _cells(row: Row, floor_s: float | None) -> list[str]:
         f"{row.median_s / floor_s:.3f}" if floor_s else "",
         f"{row.cpu_s:.3g}" if row.cpu_s is not None else "",
         " / ".join(f"{each / 1e6:.0f}" for each in row.peak_bytes),
+        " / ".join(f"{each / 1e6:.0f}" for each in tensors),
     ]
 
 

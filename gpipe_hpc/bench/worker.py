@@ -1,7 +1,8 @@
 """A process that contestants share: waits, and does what it is asked over a socket.
 
 Messages are JSON, one a line. ``open`` builds a cell, checks its gradients and measures its
-memory; ``run`` times steps from a given moment of the system's clock; ``close`` drops all cells.
+memory; ``run`` times steps from a given moment of the system's clock; ``close`` drops all cells;
+``weigh`` builds a cell for itself and says what its tensors take.
 """
 
 import gc
@@ -22,10 +23,13 @@ from torch import Tensor
 
 from gpipe_hpc.bench.cells import Cell
 from gpipe_hpc.bench.probes import end_with_parent, forget_peak, memory, usage
+from gpipe_hpc.bench.weighing import weigh
 from gpipe_hpc.bench.workloads import Workload, make_workload, plain_gradients
 
 # How long ahead of the moment a process stops sleeping and watches the clock.
 _WATCH_S = 0.001
+# The first may hold less: what a peer keeps from step to step is not there yet.
+_STEPS_WEIGHED = 2
 
 
 class Entrant(Protocol):
@@ -69,6 +73,8 @@ class Worker:
                 return self._run(self.cells[request["cell"]], request["at_s"], request["steps"])
             case "close":
                 return self._close(request["cells"])
+            case "weigh":
+                return self._weigh(Cell(**request["cell"]))
             case "reference":
                 return self._write_reference(request["workload"], Path(request["path"]))
         raise AssertionError(f"unknown request {request}")
@@ -98,6 +104,25 @@ class Worker:
             entrant.step()
         entrant.close()
         self.warm.add(cell.contestant)
+
+    def _weigh(self, cell: Cell) -> dict[str, Any]:
+        """Return the peak of tensors in two steps, with half of the memory that ranks share."""
+        if cell.contestant not in self.warm:
+            self._warm(cell)
+        workload = make_workload(cell.workload, self.size)
+
+        def run() -> Entrant:
+            entrant = self.entrants[cell.contestant](workload, cell)
+            for _ in range(_STEPS_WEIGHED):
+                entrant.step()
+            return entrant
+
+        before = memory()
+        entrant, num_bytes = weigh(run)
+        shared_bytes = memory().shared_bytes - before.shared_bytes
+        entrant.close()
+        gc.collect()
+        return {"tensor_bytes": num_bytes + shared_bytes // 2}
 
     def _run(self, entrant: Entrant, at_s: float, num_steps: int) -> dict[str, Any]:
         wait_until(at_s)

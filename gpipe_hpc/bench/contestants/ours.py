@@ -16,9 +16,9 @@ class Ours:
     """A pipeline; `auto` is searched for the measured layers, and cut by them."""
 
     def __init__(self, workload: Workload, cell: Cell) -> None:
-        self.inputs, self.targets = workload.batch()
+        inputs, targets = workload.batch()
         ranks = int(os.environ["WORLD_SIZE"])
-        size = len(self.inputs) // cell.microbatches
+        size = len(inputs) // cell.microbatches
         searches = cell.variant == "auto"
         table = build(cell.variant, ranks=ranks, microbatches=cell.microbatches)
         self.pipe = Pipeline(
@@ -29,12 +29,14 @@ class Ours:
             schedule=cell.variant,
             recompute=cell.recompute,
             partition="time" if searches else workload.counts(table.num_stages),
-            example=(self.inputs[:size], self.targets[:size]) if searches else None,
+            example=(inputs[:size], targets[:size]) if searches else None,
             precision=workload.precision,
             fuse_accumulation=True,
             seed=SEED,
             device="cpu",
         )
+        self.inputs = inputs if self.pipe.needs_inputs else None
+        self.targets = targets if self.pipe.needs_targets else None
         self.optimizer = sgd(self.pipe.parameters())
 
     def step(self) -> None:
