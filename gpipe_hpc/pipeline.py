@@ -35,7 +35,7 @@ from gpipe_hpc.engine.steps import Site, Steps
 from gpipe_hpc.engine.tables import Tables
 from gpipe_hpc.engine.tied import join_ties
 from gpipe_hpc.engine.wiring import wire
-from gpipe_hpc.errors import DataError
+from gpipe_hpc.errors import ConfigError, DataError
 from gpipe_hpc.models import Layer, find_ties, normalise_layers, parameter_sizes
 from gpipe_hpc.planning import Partition, check_conservation, cut_table
 from gpipe_hpc.planning.layout import Wishes, lay_out
@@ -62,7 +62,7 @@ class Pipeline:
     `compile`: torch.compile each layer, True or the name of a backend.
     `fuse_accumulation`: large linear layers add their weight gradients to `.grad` within the
     product that makes them (not under autocast, nor compiled); the last bits may differ from two
-    steps. A backward hook must not differentiate such a layer anew.
+    steps. Hooks of a weight are called, but not those of its AccumulateGrad node.
     `world`: where the ranks are; None joins the process group there is, or starts one from the
     launcher's environment.
 
@@ -236,7 +236,8 @@ class Pipeline:
         None and the result's `is_skipped` is True; such a step counts, so the batch is passed
         over and the learning rate goes on.
         """
-        with together(self.world, f"step {self.steps_done}"):
+        # As under no_grad: what a step does is not for the caller's inference mode to say.
+        with together(self.world, f"step {self.steps_done}"), torch.inference_mode(False):
             result = self._steps.train(self._feed("training", inputs, targets, self.loss_fn))
         self.steps_done += 1
         return result
@@ -257,7 +258,12 @@ class Pipeline:
             return self._steps.predict(self._feed("prediction", inputs, None, None))
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Clip gradients by the norm over all stages; return that norm, the same on every rank."""
+        """Clip gradients by the norm over all stages; return that norm, the same on every rank.
+
+        Raises ConfigError if `max_norm` is negative, which would turn the gradients round.
+        """
+        if not max_norm >= 0:
+            raise ConfigError(f"clip_grad_norm_: expected max_norm of 0 or more, got {max_norm}")
         with together(self.world, "clipping"):
             return clip_by_global_norm(
                 dict(self.named_parameters()),
@@ -308,7 +314,7 @@ class Pipeline:
 
     @property
     def loss_scale(self) -> LossScale | None:
-        """Return the loss scale of float16, the same on every rank; None for other precisions."""
+        """Return what scales the loss in float16, its `value` the same on every rank; else None."""
         return self._steps.loss_scale
 
     def restore_position(

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.errors import ActionError, ConfigError
 from gpipe_hpc.schedule import build, lower
 
 WIDTH = 4
@@ -211,6 +212,44 @@ def test_evaluation_and_prediction_under_the_users_inference_mode():
         return torch.equal(inside[1], pipe.predict(inputs))
 
     assert run_on_threads(2, body) == [True, True]
+
+
+def test_step_under_the_users_inference_mode_is_the_same_step():
+    inputs, targets = batch()
+
+    def body(world):
+        pipe = Pipeline(linears(4), mean_square, microbatches=2, replicas=2, world=world)
+        part = pipe.share(len(inputs))
+        pipe.step(inputs[part], targets[part])
+        expected = [p.grad.clone() for p in pipe.parameters()]
+        with torch.inference_mode():
+            pipe.step(inputs[part].clone(), targets[part].clone())
+        return [torch.equal(p.grad, g) for p, g in zip(pipe.parameters(), expected, strict=True)]
+
+    assert all(all(same) for same in run_on_threads(2, body))
+
+
+def test_loss_without_a_graph_is_refused_as_it_would_train_nothing():
+    inputs, targets = batch()
+    pipe = Pipeline(linears(2), lambda o, t: mean_square(o, t).detach(), microbatches=2)
+    with pytest.raises(ActionError, match=r"0F0.*loss_fn: expected a loss that autograd"):
+        pipe.step(inputs, targets)
+    pipe.evaluate(inputs, targets)
+
+
+def test_clipping_to_a_negative_norm_is_refused():
+    pipe = Pipeline(linears(2), mean_square, microbatches=2)
+    pipe.step(*batch())
+    with pytest.raises(ConfigError, match=r"clip_grad_norm_: expected max_norm of 0 or more"):
+        pipe.clip_grad_norm_(-1.0)
+
+
+def test_loss_without_a_graph_is_right_where_there_is_nothing_to_train():
+    inputs, targets = batch()
+    frozen = [nn.Linear(WIDTH, WIDTH).requires_grad_(False) for _ in range(2)]
+    assert Pipeline(frozen, mean_square, microbatches=2).step(inputs, targets).loss > 0
+    nothing = Pipeline(linears(2), lambda o, t: (torch.zeros(()), 0.0), microbatches=2)
+    assert nothing.step(inputs, targets).loss == 0
 
 
 def test_predictions_come_in_input_order_on_every_rank_of_the_replica():

@@ -12,7 +12,7 @@ from gpipe_hpc.comm.transport import Message, PlacedChannel
 from gpipe_hpc.comm.wire import assemble, disassemble
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.engine.feed import Feed
-from gpipe_hpc.engine.loss import LossTerm, loss_term
+from gpipe_hpc.engine.loss import LossTerm, check_graph, loss_term
 from gpipe_hpc.engine.precision import keeping_casts
 from gpipe_hpc.engine.recorder import Recorder
 from gpipe_hpc.engine.routes import BATCH
@@ -307,6 +307,7 @@ class Executor:
         with stage.keyed.alone() as draw, reporting(Reports()) as reports:
             draw(feed.keys(microbatch)(self._num_layers))
             term = loss_term(feed.loss_fn, output, target, num_samples)
+            check_graph(term, output)
         if not again:
             self._outcome.losses[microbatch] = term.without_graph()
         starts = [self._start(term.total)]

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gpipe_hpc.comm.nests import Nest
+from gpipe_hpc.comm.nests import Nest, tensors_of
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import add_metric
 
@@ -59,6 +59,23 @@ def loss_term(function: LossFunction, output: Nest, target: Nest, num_samples: i
             f"(sum, weight) of scalars, got {shape}; reduce the loss to one number"
         )
     return LossTerm(term.total.reshape(()), term.weight)
+
+
+def check_graph(term: LossTerm, output: Nest) -> None:
+    """Raise ModelError if a loss has lost the graph of an output that has one.
+
+    A loss of 0 may be a constant: of a micro-batch with nothing to learn from.
+    """
+    total = term.total
+    if total.requires_grad or not any(each.requires_grad for each in tensors_of(output)):
+        return
+    value = float(total)
+    if value != 0:
+        raise ModelError(
+            f"loss_fn: expected a loss that autograd can follow to the model's output, got "
+            f"{value:.6g} without a graph, so that nothing would be trained; take detach(), "
+            f"item(), torch.tensor(...) or no_grad() out of it"
+        )
 
 
 def backward_seed(weight: torch.Tensor) -> torch.Tensor:
