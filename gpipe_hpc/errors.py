@@ -29,6 +29,10 @@ class DataError(GpipeError):
     """Data that is missing, unreadable or does not match what the model and schedule expect."""
 
 
+class MissingDataError(DataError, ConfigError):
+    """A setting that names files or a folder of data where there are none."""
+
+
 class CheckpointError(GpipeError):
     """A checkpoint that is missing, incomplete or of another model."""
 

@@ -9,9 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-import hydra
 import torch
-from omegaconf import DictConfig
 
 from gpipe_hpc.config import (
     Config,
@@ -22,11 +20,9 @@ from gpipe_hpc.config import (
     TokenDataConfig,
     bind_target,
     build_target,
-    conf_dir,
-    load_config,
-    register_schemas,
 )
 from gpipe_hpc.config.checks import check_planning
+from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs, say_error
 from gpipe_hpc.errors import ConfigError, GpipeError, PartitionError, ScheduleError
 from gpipe_hpc.models import Layer, loss_function, normalise_layers
 from gpipe_hpc.planning.budget import choose_recompute
@@ -41,8 +37,6 @@ from gpipe_hpc.schedule import Schedule, add_offload, add_recompute, build, chec
 from gpipe_hpc.training.optimizer import states_per_parameter
 
 DEFAULT_STAGES: Final = 4
-FAILED_EXIT_CODE: Final = 1
-BAD_CONFIG_EXIT_CODE: Final = 2
 TOO_LARGE_EXIT_CODE: Final = 3
 
 
@@ -65,21 +59,18 @@ def main() -> None:
     """Compose the settings from Hydra's command line, plan, and exit.
 
     Exit codes: 0 done, 1 failed, 2 settings that cannot work, 3 a rank needs more memory than
-    pipeline.memory_bytes.
+    pipeline.memory_bytes. Of a sweep (-m) the first that is not 0.
     """
-    register_schemas()
-    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(_task)()
+    sys.exit(run_jobs(_task))
 
 
-def _task(composed: DictConfig) -> None:
+def _task(job: Job) -> int:
     try:
-        found = make_plan(load_config(composed))
+        found = make_plan(job.config)
     except GpipeError as error:
-        print(f"gpipe_hpc: {error}", file=sys.stderr, flush=True)
-        bad = isinstance(error, ConfigError)
-        sys.exit(BAD_CONFIG_EXIT_CODE if bad else FAILED_EXIT_CODE)
+        return say_error(error)
     print(found.text)
-    sys.exit(0 if found.fits else TOO_LARGE_EXIT_CODE)
+    return DONE_EXIT_CODE if found.fits else TOO_LARGE_EXIT_CODE
 
 
 def make_plan(config: Config) -> Plan:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from gpipe_hpc.bench import rounds
-from gpipe_hpc.bench.__main__ import bench
+from gpipe_hpc.bench.__main__ import bench, find_kept
 from gpipe_hpc.bench.cells import (
     CONTESTANTS,
     Block,
@@ -349,6 +349,19 @@ def test_equal_processes_are_shared():
 def test_settings_that_measure_nothing_are_refused():
     with pytest.raises(ConfigError, match="nothing to measure"):
         bench(BenchConfig(workloads=["X"]))
+    with pytest.raises(
+        ConfigError, match=r"bad bench\.size, expected one of full, tiny, got 'huge'"
+    ):
+        bench(BenchConfig(size="huge"))
+
+
+def test_figures_are_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kept = find_kept(BenchConfig().kept)
+    assert kept is not None and kept.name == "figures.json"
+    (tmp_path / "own.json").touch()
+    assert find_kept("own.json") == Path("own.json")
+    assert find_kept("nowhere.json") is None
 
 
 @pytest.mark.slow

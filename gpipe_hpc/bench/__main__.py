@@ -3,30 +3,38 @@
 import sys
 import tempfile
 from pathlib import Path
-
-import hydra
-from omegaconf import DictConfig
+from typing import Final
 
 from gpipe_hpc.bench.cells import CONTESTANTS, Cell, short_blocks
 from gpipe_hpc.bench.comparison import report
 from gpipe_hpc.bench.figures import load_figures
 from gpipe_hpc.bench.rounds import Conductor
 from gpipe_hpc.bench.run import new_figures, run_blocks
-from gpipe_hpc.config import BenchConfig, conf_dir, load_config, register_schemas
+from gpipe_hpc.config import BenchConfig
+from gpipe_hpc.config.checks import BENCH_SIZES
+from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs, say_error
+from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.errors import ConfigError, GpipeError
+
+# Of a checkout: where a relative bench.kept is, whatever the working directory.
+_CHECKOUT: Final = Path(__file__).resolve().parents[2]
 
 
 def main() -> None:
-    """Compose the settings from Hydra's command line and measure."""
-    register_schemas()
-    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(_task)()
+    """Compose the settings from Hydra's command line, measure, and exit.
+
+    Exit codes: 0 done, 1 failed, 2 settings that cannot work. Of a sweep (-m) the first that is
+    not 0.
+    """
+    sys.exit(run_jobs(_task, unshared="bench.out"))
 
 
-def _task(composed: DictConfig) -> None:
+def _task(job: Job) -> int:
     try:
-        bench(load_config(composed).bench)
+        bench(job.config.bench)
     except (GpipeError, OSError) as error:
-        sys.exit(f"gpipe_hpc: {error}")
+        return say_error(error)
+    return DONE_EXIT_CODE
 
 
 def bench(config: BenchConfig) -> None:
@@ -37,6 +45,10 @@ def bench(config: BenchConfig) -> None:
             f"bench: nothing to measure, expected workloads of A, B, C, T and a budget_s above 0, "
             f"got {list(config.workloads)} and {config.budget_s}; correct bench.workloads or "
             f"bench.budget_s"
+        )
+    if config.size not in BENCH_SIZES:
+        raise refuse(
+            "bench.size", f"one of {', '.join(BENCH_SIZES)}", config.size, "choose one of them"
         )
     cells: list[Cell] = [cell for block in blocks for cell in block.cells]
     named = {cell.contestant for cell in cells}
@@ -53,11 +65,16 @@ def bench(config: BenchConfig) -> None:
             conductor.close()
     if config.out:
         figures.save(Path(config.out))
-    kept = Path(config.kept)
-    if not kept.exists():
-        print(f"\nno figures to compare with: {kept} is not there")
+    kept = find_kept(config.kept)
+    if kept is None:
+        print(f"\nno figures to compare with: {config.kept} is not there")
         return
     print("\n" + report(figures, load_figures(kept)))
+
+
+def find_kept(path: str, checkout: Path = _CHECKOUT) -> Path | None:
+    """Return a file from the working directory, or else the checkout's; None if neither is."""
+    return next((each for each in (Path(path), checkout / path) if each.exists()), None)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,8 @@ _RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
     }
 )
 
+BENCH_SIZES: Final = ("full", "tiny")
+
 _CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "pipeline.schedule": schedule_names(),

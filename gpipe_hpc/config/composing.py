@@ -59,6 +59,15 @@ _SCHEMAS: Final = (
 )
 _CONF_MARK: Final = "# gpipe_hpc:"
 
+# What presets of conf/model are trained on that refer to settings of data, by their builder.
+_DATA_FOR: Final = (
+    ("build_mlp", "synthetic_vectors"),
+    ("build_gpt", "python_source"),
+    ("build_small_resnet", "digits"),
+    ("build_unet", "synthetic_masks"),
+    ("", "synthetic_images"),
+)
+
 
 # Keywords of somebody's function: any key is welcome, without Hydra's leading plus.
 _OPEN: Final = ("model", "loss", "pipeline.options")
@@ -103,9 +112,8 @@ def load_config(composed: DictConfig) -> Config:
     except InterpolationKeyError as error:
         raise ConfigError(
             f"config: {error.full_key} refers to a setting that this combination lacks, got: "
-            f"{str(error).splitlines()[0]}; choose groups that fit each other (model=mlp goes with "
-            f"data=synthetic_vectors, model=vgg16 with data=synthetic_images) or set "
-            f"{error.full_key} by hand"
+            f"{str(error).splitlines()[0]}; choose groups that fit each other "
+            f"({_fitting_groups(composed)}) or set {error.full_key} by hand"
         ) from None
     except OmegaConfBaseException as error:
         raise ConfigError(f"config: {error}") from None
@@ -128,6 +136,22 @@ def _forget_misfits(composed: DictConfig) -> None:
     for key, value in model.items():
         if (key, value) in written and _refers_to_nothing(composed.model, key):
             del composed.model[key]
+
+
+def _fitting_groups(composed: DictConfig) -> str:
+    """Say which data the preset goes with that the model was made from."""
+    model = _raw(composed.model)
+    alike: dict[str, int] = {}
+    for path in sorted((conf_dir() / "model").glob("*.yaml")):
+        preset = _raw(OmegaConf.load(path))
+        if preset["_target_"] == model.get("_target_"):
+            # Overrides aside, it is the one with which most settings agree.
+            alike[path.stem] = sum(item in model.items() for item in preset.items())
+    if not alike:
+        return "model=mlp goes with data=synthetic_vectors, model=vgg16 with data=synthetic_images"
+    builder = str(model["_target_"]).rpartition(".")[2]
+    data = next(data for name, data in _DATA_FOR if builder.startswith(name))
+    return f"model={max(alike, key=alike.__getitem__)} goes with data={data}"
 
 
 def _raw(section: Any) -> dict[Any, Any]:

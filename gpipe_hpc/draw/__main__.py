@@ -2,26 +2,26 @@
 
 import sys
 
-import hydra
-from omegaconf import DictConfig
-
-from gpipe_hpc.config import conf_dir, load_config, register_schemas
+from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs, say_error
 from gpipe_hpc.draw.pictures import draw, put
 from gpipe_hpc.errors import GpipeError
 
 
 def main() -> None:
-    """Compose the settings from Hydra's command line and draw."""
-    register_schemas()
-    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(_task)()
+    """Compose the settings from Hydra's command line, draw, and exit.
+
+    Exit codes: 0 done, 1 failed, 2 settings that cannot work. Of a sweep (-m) the first that is
+    not 0.
+    """
+    sys.exit(run_jobs(_task, unshared="draw.out"))
 
 
-def _task(composed: DictConfig) -> None:
+def _task(job: Job) -> int:
     try:
-        config = load_config(composed)
-        put(draw(config), config.draw.out)
+        put(draw(job.config), job.config.draw.out)
     except (GpipeError, OSError) as error:
-        sys.exit(f"gpipe_hpc: {error}")
+        return say_error(error)
+    return DONE_EXIT_CODE
 
 
 if __name__ == "__main__":

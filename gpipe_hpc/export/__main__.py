@@ -7,11 +7,11 @@ Takes the newest checkpoint, or the one of `checkpoint.resume`, and writes
 import sys
 from pathlib import Path
 
-import hydra
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gpipe_hpc.config import Config, build_target, conf_dir, load_config, register_schemas
+from gpipe_hpc.config import Config, build_target
+from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs, say_error
 from gpipe_hpc.errors import ConfigError, GpipeError
 from gpipe_hpc.export.checkpoints import export_checkpoint
 from gpipe_hpc.models import normalise_layers
@@ -19,16 +19,20 @@ from gpipe_hpc.training.run_folder import Checkpoints
 
 
 def main() -> None:
-    """Compose the settings from Hydra's command line and export."""
-    register_schemas()
-    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(_task)()
+    """Compose the settings from Hydra's command line, export, and exit.
+
+    Exit codes: 0 done, 1 failed, 2 settings that cannot work. Of a sweep (-m) the first that is
+    not 0.
+    """
+    sys.exit(run_jobs(_task))
 
 
-def _task(composed: DictConfig) -> None:
+def _task(job: Job) -> int:
     try:
-        print(f"exported {export_run(load_config(composed))}")
+        print(f"exported {export_run(job.config)}")
     except GpipeError as error:
-        sys.exit(f"gpipe_hpc: {error}")
+        return say_error(error)
+    return DONE_EXIT_CODE
 
 
 def export_run(config: Config) -> Path:

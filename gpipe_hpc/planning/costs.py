@@ -87,7 +87,7 @@ def measure_layers(
     for index, layer in enumerate(layers):
         names = skip_names(layer)
         given = Given(value, tuple(stashed.pop(name) for name in names.pops))
-        loss = _loss_of(loss_fn, goal) if index == len(layers) - 1 else None
+        loss = _Loss(loss_fn, goal) if loss_fn and index == len(layers) - 1 else None
         signature = None if loss else (structure(given), len(names.stashes))
         found = _found(known, layer, signature)
         if found is None:
@@ -121,7 +121,7 @@ def _measured(
     layer: Layer,
     index: int,
     given: Given,
-    loss: Callable[[Any], Tensor] | None,
+    loss: "_Loss | None",
     seed: int,
     device: torch.device,
     repetitions: int,
@@ -142,7 +142,7 @@ class _Trial:
     module: nn.Module
     names: SkipNames
     given: Given
-    loss: Callable[[Any], Tensor] | None
+    loss: "_Loss | None"
     device: torch.device
 
     def measure(self, repetitions: int, warmup: int) -> _Measured:
@@ -186,7 +186,7 @@ class _Trial:
             stashed = dict(zip(self.names.pops, popped, strict=True))
             output = run_layer(self.module, self.names, value, stashed, self.where)
             results.extend([output, *(stashed[name] for name in self.names.stashes)])
-            ends = results if self.loss is None else [self.loss(output)]
+            ends = results if self.loss is None else [self.loss.of(output, self.where)]
             return [tensor for tensor in tensors_of(ends) if tensor.requires_grad]
 
         try:
@@ -200,11 +200,13 @@ class _Trial:
             seconds = [forward_s, backward_s if ends else 0.0]
             if deferred is not None:
                 seconds.append(_timed(deferred.run, self.device)[1])
+        except _LossError:
+            raise
         except Exception as error:
             raise ModelError(
                 f"{self.where}: failed on the example micro-batch, expected it to run on "
-                f"{_describe(self.given)}, got {type(error).__name__}: {error}; make the layer "
-                f"take what the layer before it (or the data) gives"
+                f"{_describe(tuple(self.given))}, got {type(error).__name__}: {error}; make the "
+                f"layer take what the layer before it (or the data) gives"
             ) from error
         return map_tensors(_detached, results), tuple(seconds)
 
@@ -244,17 +246,29 @@ def _timed(work: Callable[[], Result], device: torch.device) -> tuple[Result, fl
         return result, float(begin_event.elapsed_time(end_event)) / 1e3
 
 
-def _loss_of(loss_fn: LossFunction | None, targets: Any) -> Callable[[Any], Tensor] | None:
-    """Return the loss as a function of the output that gives one tensor."""
-    if loss_fn is None:
-        return None
+class _LossError(ModelError):
+    """The loss failed, not the layer before it."""
 
-    def loss(output: Any) -> Tensor:
-        value = loss_fn(output, targets)
+
+class _Loss(NamedTuple):
+    """The loss, and the targets of the example."""
+
+    function: LossFunction
+    targets: Any
+
+    def of(self, output: Any, where: str) -> Tensor:
+        """Return the one tensor that the backward starts from; `where` names the last layer."""
+        try:
+            value = self.function(output, self.targets)
+        except Exception as error:
+            raise _LossError(
+                f"loss: failed on the output of {where} and the example's targets, expected it to "
+                f"take output {_describe(output)} and targets {_describe(self.targets)}, got "
+                f"{type(error).__name__}: {error}; correct the loss, or choose model, data and "
+                f"loss that fit each other (as many outputs as the targets have classes)"
+            ) from error
         total: Tensor = value[0] if isinstance(value, tuple) else value
         return total
-
-    return loss
 
 
 def _private(layer: Layer, index: int) -> Layer:
@@ -279,12 +293,12 @@ def _found(known: list[_Known], layer: Layer, signature: object) -> _Measured | 
     return None
 
 
-def _describe(given: Given) -> str:
+def _describe(nest: Any) -> str:
     return ", ".join(
         f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
         if isinstance(leaf, Tensor)
         else type(leaf).__name__
-        for leaf in flatten(tuple(given))[0]
+        for leaf in flatten(nest)[0]
     )
 
 

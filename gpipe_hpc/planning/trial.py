@@ -234,6 +234,14 @@ class Trial:
 
     def _failed(self, error: Exception) -> ModelError:
         shown = str(error).strip().splitlines() or [""]
+        if isinstance(self.module, Loss):
+            return ModelError(
+                f"loss: cannot be counted, expected it to run on the meta device, where tensors "
+                f"have shapes but no values, on the last layer's output "
+                f"{_describe(self.given.value)} and targets {_describe(self.module.targets)}, got "
+                f"{type(error).__name__}: {shown[0]}; correct the loss, without reading values "
+                f"of tensors, or choose model and data that fit it"
+            )
         return ModelError(
             f"{self.where}: cannot be counted, expected it to run on the meta device, where "
             f"tensors have shapes but no values, on {_describe(self.given)}, got "

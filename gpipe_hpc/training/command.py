@@ -3,40 +3,65 @@
 import logging
 import sys
 
-import hydra
-from omegaconf import DictConfig
+import torch
 
 from gpipe_hpc.comm.allocator import keep_freed_memory
 from gpipe_hpc.comm.launcher import detect_launch
 from gpipe_hpc.comm.start import start_world
-from gpipe_hpc.config import check_config, conf_dir, load_config, register_schemas
+from gpipe_hpc.config import Config, check_config
+from gpipe_hpc.config.commands import Job, exit_code_of, run_jobs, say_error
 from gpipe_hpc.errors import ConfigError, GpipeError
 from gpipe_hpc.training.loop import run_training
-from gpipe_hpc.training.signals import StopRequest
+from gpipe_hpc.training.run_folder import default_run_folder
+from gpipe_hpc.training.signals import REQUEUE_EXIT_CODE, StopRequest
 
 log = logging.getLogger("gpipe_hpc.train")
-BAD_CONFIG_EXIT_CODE = 2
-FAILED_EXIT_CODE = 1
 
 
 def run_command(stop: StopRequest) -> None:
     """Compose the settings from the command line, train, and exit.
 
     Exit codes: 0 done, 1 failed, 2 settings that cannot work, 75 stopped by a signal (run it
-    again to go on).
+    again to go on). Of a sweep (-m) the first that is not 0.
     """
-    register_schemas()
 
-    def task(composed: DictConfig) -> None:
-        sys.exit(_train(composed, stop))
+    def task(job: Job) -> int:
+        if job.number is None:
+            return _train(job.config, stop)
+        return _train_of_sweep(job, stop)
 
-    decorate = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
-    decorate(task)()
+    sys.exit(run_jobs(task, unshared="run.dir"))
 
 
-def _train(composed: DictConfig, stop: StopRequest) -> int:
+def _train_of_sweep(job: Job, stop: StopRequest) -> int:
+    """Train one job of several in this process, each in a folder of its own."""
+    if stop.came:
+        print("gpipe_hpc: stopped by a signal before this job", file=sys.stderr, flush=True)
+        return REQUEUE_EXIT_CODE
+    if job.config.run.dir is None:
+        job.config.run.dir = str(default_run_folder() / str(job.number))
+    num_threads = torch.get_num_threads()
     try:
-        config = load_config(composed)
+        _refuse_launcher()
+        return _train(job.config, stop)
+    except GpipeError as error:
+        return say_error(error)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _refuse_launcher() -> None:
+    # The ranks' connections are those of one run: its backend, its time-outs, its failures.
+    size = detect_launch().world_size
+    if size > 1:
+        raise ConfigError(
+            f"launch: a sweep (-m) runs in one process, expected no launcher of several, got "
+            f"{size} processes; launch each job by itself, without -m"
+        )
+
+
+def _train(config: Config, stop: StopRequest) -> int:
+    try:
         doubts = check_config(config, detect_launch().world_size)
         if config.train.keep_freed_memory:
             keep_freed_memory()
@@ -49,9 +74,8 @@ def _train(composed: DictConfig, stop: StopRequest) -> int:
         )
         return run_training(config, world, stop, doubts)
     except ConfigError as error:
-        print(f"gpipe_hpc: {error}", file=sys.stderr, flush=True)
-        return BAD_CONFIG_EXIT_CODE
+        return say_error(error)
     except GpipeError as error:
         print(f"gpipe_hpc: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         log.debug("where it happened", exc_info=True)
-        return FAILED_EXIT_CODE
+        return exit_code_of(error)

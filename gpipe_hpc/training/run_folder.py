@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gpipe_hpc.checkpoint import PARTIAL_SUFFIX, read_facts
-from gpipe_hpc.errors import CheckpointError, ConfigError
+from gpipe_hpc.errors import ConfigError
 
 REQUEUE_FILE = "REQUEUE"
 _PREFIX = "step_"
@@ -110,7 +110,8 @@ class Checkpoints:
         """Return what `checkpoint.resume` asks for: auto, never, or a path.
 
         A path may be a checkpoint or a run folder, whose newest is taken. A restart goes on from
-        what it saved itself, if anything. CheckpointError if there is none.
+        what it saved itself, if anything. ConfigError if nothing is there, CheckpointError if it
+        is no checkpoint.
         """
         own = self.newest()
         if resume == "auto" or (is_restart and own is not None):
@@ -122,7 +123,7 @@ class Checkpoints:
         if newest is not None:
             return newest
         if not path.is_dir():
-            raise CheckpointError(
+            raise ConfigError(
                 f"config: bad checkpoint.resume, expected a checkpoint or a run folder, got "
                 f"{path}, which is not there; use auto, never or the path of one"
             )

@@ -2,6 +2,7 @@ import time
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_hpc.errors import ModelError
@@ -182,6 +183,23 @@ def test_a_layer_that_does_not_fit_is_named():
     layers = [LayerSpec(nn.Linear, 4, 8), LayerSpec(nn.Linear, 4, 8)]
     with pytest.raises(ModelError, match=r"layers\.1 \(Linear\).*float32\[2, 8\].*RuntimeError"):
         measure_layers(layers, torch.ones(2, 4), **FAST)
+
+
+def test_a_loss_that_fails_is_not_blamed_on_the_last_layer():
+    """Its error was told as the last layer's, with the remedy for a layer."""
+
+    def broken(output, targets):
+        raise KeyError("no such key")
+
+    layers, inputs = [nn.Linear(4, 3)], torch.zeros(2, 4)
+    classes = torch.tensor([0, 3])
+    for loss, said in ((broken, "KeyError: 'no such key'"), (F.cross_entropy, "Target 3 is out")):
+        with pytest.raises(ModelError, match=said) as refusal:
+            measure_layers(layers, inputs, classes, loss)
+        text = str(refusal.value)
+        assert text.startswith("loss: failed on the output of layers.0 (Linear)")
+        assert "output float32[2, 3] and targets int64[2]" in text and "correct the loss" in text
+        assert "make the layer" not in text
 
 
 def test_a_module_that_cannot_be_copied_is_refused():

@@ -5,14 +5,14 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpipe_hpc.errors import DataError
+from gpipe_hpc.errors import DataError, MissingDataError
 
 
 def expand(patterns: Sequence[str], folder_suffix: str | None = None) -> list[Path]:
     """Return the files that paths and patterns name, each pattern's in order of their names.
 
     `folder_suffix`: a folder stands for its files that end so; None takes no folders. Raises
-    DataError for a pattern without files.
+    MissingDataError for a pattern without files.
     """
     paths: list[Path] = []
     for pattern in patterns:
@@ -23,7 +23,7 @@ def expand(patterns: Sequence[str], folder_suffix: str | None = None) -> list[Pa
             files += [file for each in folders for file in each.glob(f"*{folder_suffix}")]
         if not files:
             inside = f" or {folder_suffix} files in a folder" if folder_suffix else ""
-            raise DataError(
+            raise MissingDataError(
                 f"data: no such file, expected files{inside} at {pattern!r}, got none in "
                 f"{Path.cwd()}; correct data.paths or data.validation_paths"
             )
@@ -32,10 +32,10 @@ def expand(patterns: Sequence[str], folder_suffix: str | None = None) -> list[Pa
 
 
 def folder(setting: str, path: str | Path, remedy: str = "correct it") -> Path:
-    """Return a folder that is there; raise DataError that names the setting and what to do."""
+    """Return a folder that is there; raise MissingDataError that names setting and remedy."""
     found = Path(path).expanduser()
     if not found.is_dir():
-        raise DataError(
+        raise MissingDataError(
             f"data: {setting} is no folder, expected one with the data, got {str(found)!r} in "
             f"{Path.cwd()}; {remedy}"
         )

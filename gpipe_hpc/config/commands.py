@@ -1,0 +1,145 @@
+"""From the command line to exit codes: the one job it describes, or each of a sweep in turn."""
+
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from gpipe_hpc.config.composing import conf_dir, load_config, register_schemas
+from gpipe_hpc.config.refusal import refuse
+from gpipe_hpc.config.schema import Config
+from gpipe_hpc.errors import ConfigError, GpipeError, ScheduleError
+
+DONE_EXIT_CODE: Final = 0
+FAILED_EXIT_CODE: Final = 1
+BAD_CONFIG_EXIT_CODE: Final = 2
+
+
+class Job(NamedTuple):
+    """The settings of one run; `number` counts the jobs of a sweep from 1, None for one alone.
+
+    `words` are the overrides that it was composed from.
+    """
+
+    config: Config
+    number: int | None
+    words: tuple[str, ...]
+
+
+Task = Callable[[Job], int]
+
+
+def run_jobs(task: Task, unshared: str | None = None) -> int:
+    """Run `task` on what Hydra's command line says; return the exit code of the process.
+
+    With ``-m`` (--multirun) all jobs are composed first and then run in turn in this process, also
+    those behind one that fails; the code is the first that is not 0. `unshared` names a setting,
+    a path or null, that no two jobs may have alike: they would write over one another.
+    """
+    try:
+        jobs = _composed_jobs()
+        _refuse_shared(jobs, unshared)
+    except GpipeError as error:
+        return say_error(error)
+    if len(jobs) == 1:
+        return task(jobs[0]._replace(number=None))
+    return _run_in_turn(task, jobs)
+
+
+def exit_code_of(error: Exception) -> int:
+    """Return 2 for settings that cannot work, which a schedule that does not fit is too, else 1."""
+    bad = isinstance(error, ConfigError | ScheduleError)
+    return BAD_CONFIG_EXIT_CODE if bad else FAILED_EXIT_CODE
+
+
+def say_error(error: Exception) -> int:
+    """Print an error to standard error; return its exit code."""
+    print(f"gpipe_hpc: {error}", file=sys.stderr, flush=True)
+    return exit_code_of(error)
+
+
+def _composed_jobs() -> list[Job]:
+    jobs: list[Job] = []
+    wrong: list[ConfigError] = []
+
+    def collect(composed: DictConfig) -> None:
+        told = HydraConfig.get().overrides.task
+        try:
+            jobs.append(Job(load_config(composed), len(jobs) + 1, tuple(told)))
+        except ConfigError as error:
+            wrong.append(error)
+
+    register_schemas()
+    # Hydra writes multirun.yaml for every sweep; conf/config.yaml sends it here.
+    with tempfile.TemporaryDirectory(prefix="gpipe_hpc_") as scratch:
+        OmegaConf.register_new_resolver("gpipe_hpc.scratch", lambda: scratch, replace=True)
+        try:
+            hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(
+                collect
+            )()
+        except SystemExit as leaving:
+            # Nothing but composing has run: 1 is Hydra's code for what it could not compose.
+            if leaving.code == FAILED_EXIT_CODE:
+                sys.exit(BAD_CONFIG_EXIT_CODE)
+            raise
+    if wrong:
+        raise wrong[0]
+    if not jobs and {"-m", "--multirun"} & set(sys.argv[1:]):
+        raise ConfigError(
+            "config: bad hydra/launcher, expected Hydra's own, which composes all jobs of a sweep "
+            "in this process, got one that gave none back; leave it out, or start a run for each"
+        )
+    return jobs
+
+
+def _refuse_shared(jobs: Sequence[Job], setting: str | None) -> None:
+    if setting is None:
+        return
+    seen: set[Path] = set()
+    for job in jobs:
+        path = attrgetter(setting)(job.config)
+        if path is None:
+            continue
+        whole = Path(path).absolute()
+        if whole in seen:
+            raise refuse(
+                setting,
+                f"another for each of the {len(jobs)} jobs of a sweep",
+                path,
+                f"make it depend on what differs, as '{setting}=runs/${{optimizer.lr}}'",
+            )
+        seen.add(whole)
+
+
+def _run_in_turn(task: Task, jobs: Sequence[Job]) -> int:
+    failed: list[tuple[Job, int]] = []
+    for job in jobs:
+        print(f"gpipe_hpc: {_heading(job, jobs)}", file=sys.stderr, flush=True)
+        try:
+            code = task(job)
+        except Exception:
+            # The jobs behind it run all the same.
+            traceback.print_exc()
+            code = FAILED_EXIT_CODE
+        sys.stdout.flush()
+        if code != DONE_EXIT_CODE:
+            failed.append((job, code))
+    for job, code in failed:
+        print(
+            f"gpipe_hpc: {_heading(job, jobs)} ended with exit code {code}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return failed[0][1] if failed else DONE_EXIT_CODE
+
+
+def _heading(job: Job, jobs: Sequence[Job]) -> str:
+    own = [word for word in job.words if not all(word in each.words for each in jobs)]
+    return f"job {job.number} of {len(jobs)} ({' '.join(own)})"

@@ -1,0 +1,165 @@
+"""From the command line to the exit code, and sweeps (-m) of the commands."""
+
+import json
+import sys
+
+import pytest
+
+from gpipe_hpc.config import commands, compose_config, conf_dir
+from gpipe_hpc.config.commands import exit_code_of, run_jobs
+from gpipe_hpc.draw.__main__ import main as draw
+from gpipe_hpc.errors import ConfigError, DataError, ScheduleError
+from gpipe_hpc.training import command
+from gpipe_hpc.training.command import run_command
+from gpipe_hpc.training.signals import StopRequest
+
+
+@pytest.fixture
+def say(monkeypatch, tmp_path):
+    """Return a function that sets the command line; the working directory is an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *words: monkeypatch.setattr(sys, "argv", ["prog", *words])
+
+
+def exit_code(main, *arguments):
+    with pytest.raises(SystemExit) as left:
+        main(*arguments)
+    return left.value.code
+
+
+def test_one_job_has_no_number(say):
+    say("pipeline.stages=3")
+    seen = []
+    assert run_jobs(lambda job: seen.append(job) or 7) == 7
+    assert [(job.config.pipeline.stages, job.number) for job in seen] == [(3, None)]
+
+
+def test_a_sweep_runs_every_job_and_leaves_nothing_behind(say, tmp_path):
+    say("-m", "pipeline.stages=1,2", "train.steps=5")
+    seen = []
+    assert run_jobs(lambda job: seen.append(job) or 0) == 0
+    assert [(job.config.pipeline.stages, job.number) for job in seen] == [(1, 1), (2, 2)]
+    assert all(job.config.train.steps == 5 for job in seen)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_job_that_fails_is_told_and_the_others_run(say, capsys):
+    def task(job):
+        if job.config.pipeline.stages == 2:
+            raise ValueError("broken")
+        return {1: 0, 3: 3, 4: 0}[job.config.pipeline.stages]
+
+    say("-m", "pipeline.stages=1,2,3,4", "train.steps=5")
+    assert run_jobs(task) == 1
+    told = capsys.readouterr().err
+    assert "job 4 of 4 (pipeline.stages=4)" in told and "ValueError: broken" in told
+    assert "job 2 of 4 (pipeline.stages=2) ended with exit code 1" in told
+    assert "job 3 of 4 (pipeline.stages=3) ended with exit code 3" in told
+
+
+def test_jobs_that_would_write_over_one_another_are_refused_before_any_runs(say, capsys):
+    say("-m", "optimizer.lr=1,2", "run.dir=one")
+    assert run_jobs(pytest.fail, unshared="run.dir") == 2
+    assert "bad run.dir, expected another for each of the 2 jobs" in capsys.readouterr().err
+    say("-m", "optimizer.lr=1,2", "run.dir=in_${optimizer.lr}")
+    assert run_jobs(lambda job: 0, unshared="run.dir") == 0
+
+
+@pytest.mark.parametrize("words", [["train.step=1"], ["-m", "train.steps=1,x"], ["model=none"]])
+def test_what_cannot_be_composed_ends_with_code_2(say, words):
+    say(*words)
+    assert exit_code(run_jobs, pytest.fail) == 2
+
+
+def test_a_sweep_of_which_one_job_cannot_work_is_refused_whole(say):
+    say("-m", "data=python_source,synthetic_vectors")
+    assert run_jobs(pytest.fail) == 2
+
+
+def test_a_launcher_that_takes_jobs_elsewhere_is_refused(say, monkeypatch, capsys):
+    monkeypatch.setattr(commands.hydra, "main", lambda **_: lambda task: lambda: None)
+    say("-m", "pipeline.stages=1,2")
+    assert run_jobs(pytest.fail) == 2
+    assert "bad hydra/launcher" in capsys.readouterr().err
+
+
+def test_settings_that_cannot_work_end_with_code_2_other_errors_with_1():
+    assert exit_code_of(ConfigError("a")) == exit_code_of(ScheduleError("b")) == 2
+    assert exit_code_of(DataError("c")) == exit_code_of(OSError("d")) == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["pipeline.options.foo=1"],
+        ["pipeline.schedule=chimera"],
+        ["data=text", "data.paths=[nowhere/*]"],
+        ["data=idx", "data.path=nowhere", "model=mlp"],
+        ["checkpoint.resume=nowhere"],
+    ],
+)
+def test_training_that_cannot_begin_ends_with_code_2(say, tiny, words):
+    say(*tiny, "run.dir=run", "train.keep_freed_memory=false", *words)
+    assert exit_code(run_command, StopRequest()) == 2
+
+
+def test_drawing_what_cannot_be_drawn_ends_with_code_2(say):
+    say("draw.format=pdf")
+    assert exit_code(draw) == 2
+    say("-m", "draw.format=text,svg", "draw.out=one")
+    assert exit_code(draw) == 2
+
+
+def test_a_signal_ends_a_sweep_and_jobs_without_folders_get_their_own(say, monkeypatch):
+    stop, folders = StopRequest(), []
+
+    def train(config, world, stop, doubts):
+        folders.append(config.run.dir)
+        if len(folders) == 2:
+            stop.signal = 15
+        return 75 if stop.came else 0
+
+    monkeypatch.setattr(command, "run_training", train)
+    say("-m", "optimizer.lr=1,2,3", "train.keep_freed_memory=false")
+    assert exit_code(run_command, stop) == 75
+    assert len(folders) == 2 and folders[0].startswith("runs/")
+    assert [folder.rpartition("/")[2] for folder in folders] == ["1", "2"]
+
+
+def losses(run):
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def test_jobs_of_a_sweep_train_as_they_do_alone(start, tiny, tmp_path):
+    settings = (*tiny, "train.steps=2", "model.dropout=0.1", "lr.warmup_steps=0")
+    swept = start("-m", *settings, "optimizer.lr=1e-3,1e-2", "run.dir=of/${optimizer.lr}")
+    alone = start(*settings, "optimizer.lr=1e-2", "run.dir=alone")
+    assert swept.wait(60).code == alone.wait(60).code == 0, swept.output
+    assert losses(tmp_path / "of" / "0.01") == losses(tmp_path / "alone")
+    assert losses(tmp_path / "of" / "0.001") != losses(tmp_path / "alone")
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"of", "alone"}
+
+
+def test_a_sweep_under_a_launcher_is_refused(start_ranks, tiny):
+    """Job 2 would take over the connections of job 1, whatever its own settings say of them."""
+    ranks = start_ranks(2, "-m", *tiny, "optimizer.lr=1,2").wait(60)
+    assert ranks.codes == [2, 2]
+    assert all("expected no launcher of several, got 2 processes" in x for x in ranks.outputs)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((conf_dir() / "model").glob("*.yaml")), ids=lambda p: p.stem
+)
+def test_a_model_without_fitting_data_is_told_what_goes_with_it(path):
+    """model=resnet_small was told what goes with an MLP and a VGG."""
+    text = path.read_text("utf-8")
+    other = "synthetic" if "data.num_classes" in text else "synthetic_vectors"
+    if "${data." not in text:
+        return
+    with pytest.raises(ConfigError, match=f"model={path.stem} goes with data=") as refusal:
+        compose_config([f"model={path.stem}", f"data={other}", "train.steps=1"])
+    named = str(refusal.value).partition("goes with data=")[2].partition(")")[0]
+    compose_config([f"model={path.stem}", f"data={named}"])
+    if path.stem == "resnet_small":
+        assert named == "digits"
