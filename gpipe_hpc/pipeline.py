@@ -296,14 +296,15 @@ class Pipeline:
         optimizer: torch.optim.Optimizer | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> Path:
-        """Write a checkpoint that any layout can load; it appears whole or not at all."""
+        """Write a checkpoint that any layout can load: whole, or CheckpointError; `extra`: JSON."""
         with together(self.world, f"saving {path}"):
             return checkpoint.save(self, Path(path), optimizer, dict(extra or {}))
 
     def load(
         self, path: str | Path, optimizer: torch.optim.Optimizer | None = None
     ) -> dict[str, Any]:
-        """Load a checkpoint, of any layout; return the `extra` it was saved with."""
+        """Load a checkpoint, of any layout, and its groups' options; return its `extra`.
+        CheckpointError if it is damaged, or of another model, kind of optimizer or grouping."""
         with together(self.world, f"loading {path}"):
             return checkpoint.load(self, Path(path), optimizer)
 

@@ -126,8 +126,9 @@ def test_a_full_disk_is_named_by_all(start_ranks, tiny, tmp_path):
     for code, output in zip(ranks.codes, ranks.outputs, strict=True):
         assert code not in (0, None)
         assert "no space left on rank 1" in output and "Traceback" not in output, output
+        assert " MB free and the checkpoint takes about " in output, output
     names = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
-    assert sorted(names) == ["step_00000003", "step_00000006.partial"]
+    assert names == ["step_00000003"], "what was cut short takes no room"
 
 
 def test_torchrun_passes_a_signal_on_and_the_run_goes_on_later(

@@ -1,6 +1,7 @@
 """Optimizers from the settings: weight decay on matrices alone, and ranks without parameters."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,6 +53,15 @@ def build_optimizer(
         f"optimizer: unknown kind, expected one of conf/optimizer, got {type(config).__name__}; "
         f"choose optimizer=adamw, sgd or rmsprop"
     )
+
+
+@contextmanager
+def own_options(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Keep the groups' options over a load: a run is resumed with the settings it is given."""
+    given = [dict(group) for group in optimizer.param_groups]
+    yield
+    for group, options in zip(optimizer.param_groups, given, strict=True):
+        group.update(options)
 
 
 def states_per_parameter(config: OptimizerConfig) -> int:

@@ -35,7 +35,7 @@ from gpipe_hpc.training.data import (
     sequential_batches,
     tolerance,
 )
-from gpipe_hpc.training.optimizer import build_optimizer, states_per_parameter
+from gpipe_hpc.training.optimizer import build_optimizer, own_options, states_per_parameter
 from gpipe_hpc.training.run_folder import Checkpoints
 
 log = logging.getLogger("gpipe_hpc.train")
@@ -128,7 +128,8 @@ def open_session(config: Config, world: World, run_folder: Path, restarted: bool
         config, pipe, optimizer, source, facts, sampler, checkpoints, run_folder, tally
     )
     if resumed is not None:
-        extra = pipe.load(resumed, optimizer)
+        with own_options(optimizer):
+            extra = pipe.load(resumed, optimizer)
         session.position = int(extra["position"])
         session.tally = CorruptTally(tally.limit, extra.get("corrupt", ()))
         log.info("resumed from %s: %d steps done", resumed, pipe.steps_done)

@@ -1,0 +1,175 @@
+"""The options of an optimizer's parameter groups, as a checkpoint keeps them: by parameter.
+
+A group is a list of one rank's parameters, and another cut makes other lists. So the checkpoint
+says of each option set, which occurs once, which parameters had it; a group takes what its
+parameters had.
+"""
+
+import json
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from gpipe_hpc.errors import CheckpointError
+
+# Not kept: lists of this rank, and how this machine is to compute.
+_OWN: Final = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+# Switched on, these need state from the first step on.
+_NEED_STATE: Final = ("amsgrad", "centered", "momentum")
+
+Entry = dict[str, Any]
+"""kind (class name), options, state (its keys), parameters (global names); fit for JSON."""
+
+
+def describe_groups(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer
+) -> list[Entry]:
+    """Return an entry for each of this rank's groups that has parameters."""
+    names = {parameter: name for name, parameter in named_parameters}
+    entries = []
+    for group in optimizer.param_groups:
+        own = [parameter for parameter in group["params"] if parameter in names]
+        keys = {key for parameter in own for key in optimizer.state.get(parameter, {})}
+        entry = {
+            "kind": type(optimizer).__name__,
+            "options": _options(group),
+            "state": sorted(keys),
+            "parameters": [names[parameter] for parameter in own],
+        }
+        entries += [entry] if own else []
+    return entries
+
+
+def merge_groups(parts: Iterable[Iterable[Entry]]) -> list[Entry]:
+    """Return the entries of all ranks, each kind with the same options once."""
+    merged: dict[str, Entry] = {}
+    for entry in (each for part in parts for each in part):
+        key = json.dumps([entry["kind"], entry["options"]], sort_keys=True)
+        first = merged.setdefault(key, entry | {"state": [], "parameters": []})
+        for what in ("state", "parameters"):
+            first[what] = sorted({*first[what], *entry[what]})
+    return list(merged.values())
+
+
+def stored_options(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    optimizer: torch.optim.Optimizer,
+    entries: Sequence[Entry],
+    path: Path,
+) -> list[dict[str, Any]]:
+    """Return, for each group of the optimizer, the options that its parameters had at saving.
+
+    A group of parameters that the checkpoint does not know gets none; one without parameters
+    gets what all entries agree in. Raises CheckpointError if the checkpoint is of another kind
+    of optimizer, or if parameters of one group had different options.
+    """
+    by_name = {name: entry for entry in entries for name in entry["parameters"]}
+    of = {parameter: (n, by_name[n]) for n, parameter in named_parameters if n in by_name}
+    found = []
+    for group in optimizer.param_groups:
+        known = [of[parameter] for parameter in group["params"] if parameter in of]
+        _check_kind(optimizer, [e for _, e in known] or entries, path)
+        options = _the_one(known, path) if group["params"] else _agreed(entries)
+        for _, entry in known:
+            _check_state(group, entry, path)
+        found.append({k: _restored(v, group.get(k)) for k, v in options.items()})
+    return found
+
+
+def _check_kind(optimizer: torch.optim.Optimizer, entries: Sequence[Entry], path: Path) -> None:
+    ours, theirs = type(optimizer).__name__, sorted({entry["kind"] for entry in entries})
+    if theirs and ours not in theirs:
+        keys = sorted({key for entry in entries for key in entry["state"]})
+        raise CheckpointError(
+            f"checkpoint {path}: expected the optimizer it was saved with, {', '.join(theirs)} "
+            f"(its state: {', '.join(keys) or 'none'}), got {ours}; go on with that one (on the "
+            f"command line optimizer={theirs[0].lower()}), or load the weights alone: pipe.load "
+            f"without an optimizer"
+        )
+
+
+def _check_state(group: Mapping[str, Any], entry: Entry, path: Path) -> None:
+    options = entry["options"]
+    for key in _NEED_STATE if entry["state"] else ():
+        if group.get(key) and not options.get(key, True):
+            raise CheckpointError(
+                f"checkpoint {path}: expected {entry['kind']} with {key}={options[key]}, as it was "
+                f"saved, got {key}={group[key]}, whose state is not there; go on with "
+                f"{key}={options[key]}, or load the weights alone: pipe.load without an optimizer"
+            )
+
+
+def _the_one(known: Sequence[tuple[str, Entry]], path: Path) -> dict[str, Any]:
+    """Return the options that all of a group's parameters had."""
+    if not known:
+        return {}
+    first, options = known[0][0], known[0][1]["options"]
+    for name, entry in known[1:]:
+        other = entry["options"]
+        for key in sorted(options.keys() | other.keys()) if other != options else ():
+            if options.get(key) != other.get(key):
+                raise CheckpointError(
+                    f"checkpoint {path}: expected the parameters of a group to have had the same "
+                    f"options, got {key}={options.get(key)} of {first} and {key}={other.get(key)} "
+                    f"of {name}; make the groups as they were, or load without the optimizer"
+                )
+    return dict(options)
+
+
+def _agreed(entries: Sequence[Entry]) -> dict[str, Any]:
+    first = entries[0]["options"] if entries else {}
+    others = [entry["options"] for entry in entries[1:]]
+    return {k: v for k, v in first.items() if all(k in o and o[k] == v for o in others)}
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    options = {}
+    for key, value in group.items():
+        if key in _OWN:
+            continue
+        try:
+            options[key] = _written(value)
+        except TypeError:
+            continue  # a function, say: it is made anew with the optimizer
+    return options
+
+
+def _written(value: Any) -> Any:
+    """Return an option as JSON can hold it; TypeError if it cannot."""
+    match value:
+        case None | bool() | str():
+            return value
+        case torch.Tensor():
+            return {"tensor": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
+        case numbers.Integral():
+            return int(value)
+        case numbers.Real():
+            return float(value)
+        case tuple():
+            return {"tuple": [_written(each) for each in value]}
+        case list():
+            return [_written(each) for each in value]
+    raise TypeError(type(value).__name__)
+
+
+def _restored(written: Any, own: Any) -> Any:
+    """Return an option's stored value, as a tensor or a number like the group's `own`."""
+    match written:
+        case {"tuple": parts}:
+            owns = own if isinstance(own, (tuple, list)) else ()
+            owns = owns if len(owns) == len(parts) else [None] * len(parts)
+            return tuple(_restored(part, each) for part, each in zip(parts, owns, strict=True))
+        case {"tensor": content, "dtype": dtype}:
+            value = torch.tensor(content, dtype=getattr(torch, dtype))
+            if isinstance(own, numbers.Real) and value.numel() == 1:
+                return value.item()
+            return value if not isinstance(own, torch.Tensor) else value.to(own)
+        case list():
+            return [_restored(part, None) for part in written]
+        case bool() | None | str():
+            return written
+    return torch.full_like(own, written) if isinstance(own, torch.Tensor) else written
