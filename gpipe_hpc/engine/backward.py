@@ -40,14 +40,14 @@ def accumulate_gradients(edges: Edges, gradients: Tensors, inputs: Tensors = ())
 
 
 def differentiate(
-    edges: Edges, gradients: Tensors, inputs: Tensors
+    edges: Edges, gradients: Tensors, inputs: Tensors, *, create_graph: bool = False
 ) -> tuple[torch.Tensor | None, ...]:
     """Do what `torch.autograd.grad` does, likewise; the graph stays, unused inputs get None."""
     found: tuple[torch.Tensor | None, ...] = _engine_run_backward(
         tuple(edges),
         tuple(gradients),
-        True,
-        False,
+        True,  # keep_graph
+        create_graph,
         tuple(inputs),
         allow_unreachable=True,
         accumulate_grad=False,

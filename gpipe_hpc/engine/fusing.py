@@ -6,7 +6,7 @@ product. Here the product adds to `.grad` itself. Where it sums in blocks (beyon
 the last bits differ from those of two steps.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from gpipe_hpc.engine.backward import accumulate_gradients, edge_of
+from gpipe_hpc.engine.joints import gradient_with_graph
 from gpipe_hpc.errors import ModelError
 
 # Elements below which the pass that is saved is shorter than the Python that saves it; by whether
@@ -38,19 +40,22 @@ def may_fuse(input: Any, weight: Any, bias: Any = None, *, splits: bool) -> bool
     Not under autocast, which makes another weight of it. Hooks of a parameter's AccumulateGrad
     node are not seen.
     """
-    parameters = [weight] if bias is None else [weight, bias]
-    if any(type(each) is not nn.Parameter for each in parameters) or weight.dim() != 2:
+    if type(weight) is not nn.Parameter or weight.numel() < SMALLEST_WEIGHT[splits]:
         return False
-    if weight.numel() < SMALLEST_WEIGHT[splits] or weight.dtype not in _FLOATS:
+    if weight.dim() != 2 or weight.dtype not in _FLOATS or not weight.requires_grad:
         return False
-    if bias is not None and bias.shape != weight.shape[:1]:
+    if bias is not None and (type(bias) is not nn.Parameter or bias.shape != weight.shape[:1]):
         return False
     if type(input) not in (torch.Tensor, nn.Parameter) or input.is_nested:
         return False
     if input.layout is not torch.strided or torch.is_autocast_enabled(weight.device.type):
         return False
-    has_hooks = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
-    return bool(weight.requires_grad) and not has_hooks
+    return not (has_hooks(weight) or (bias is not None and has_hooks(bias)))
+
+
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Say whether somebody is to be told of a parameter's gradient, other than by its node."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 class LinearCall:
@@ -81,15 +86,24 @@ class LinearCall:
             self.output: torch.Tensor | None = F.linear(self.input, weight, bias)
         self._versions = self._now()
 
-    def input_gradients(self, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradient of the input, and leave those of the parameters."""
-        self._check()
-        given = None
-        if self._is_asked:
-            with self._as_written():
-                given = gradient.matmul(self._held)
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Return the weight, and the bias if there is one."""
+        return (self._weight,) if self._bias is None else (self._weight, self._bias)
+
+    def leave(self, gradient: torch.Tensor) -> None:
+        """Leave the gradients of the parameters; `gradient` is that of the output."""
         self._leave(self, gradient)
-        return (given,)
+
+    def input_gradients(self, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradient of the input, if it has one."""
+        if not self._is_asked:
+            return ()
+        self._check()
+        with self._as_written():
+            if torch.is_grad_enabled():
+                return (gradient_with_graph(gradient, self._weight, self._held),)
+            return (gradient.matmul(self._held),)
 
     def accumulate(self, gradient: torch.Tensor) -> None:
         """Add the parameters' gradients to their `.grad`; `gradient` is that of the output.
@@ -101,17 +115,22 @@ class LinearCall:
         rows = gradient.reshape(-1, gradient.shape[-1])
         inputs = self.input.reshape(-1, self.input.shape[-1])
         self.input = inputs.new_empty(0)
+        weight, bias = self._weight, self._bias
         with torch.no_grad(), self._as_written():
-            if self._weight.grad is None:
-                self._weight.grad = rows.t().mm(inputs)
+            if has_hooks(weight):  # given since the forward
+                accumulate_gradients([edge_of(weight)], [rows.t().mm(inputs)])
+            elif weight.grad is None:
+                weight.grad = rows.t().mm(inputs)
             else:
-                self._weight.grad.addmm_(rows.t(), inputs)
-            if self._bias is not None and self._bias.requires_grad:
-                total = rows.sum(0)
-                if self._bias.grad is None:
-                    self._bias.grad = total
-                else:
-                    self._bias.grad.add_(total)
+                weight.grad.addmm_(rows.t(), inputs)
+            if bias is None or not bias.requires_grad:
+                return
+            if has_hooks(bias):
+                accumulate_gradients([edge_of(bias)], [rows.sum(0)])
+            elif bias.grad is None:
+                bias.grad = rows.sum(0)
+            else:
+                bias.grad.add_(rows.sum(0))
 
     def _as_written(self) -> AbstractContextManager[Any]:
         """Return a block without the autocast of whoever runs the backward."""

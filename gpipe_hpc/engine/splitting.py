@@ -8,8 +8,9 @@ the small graphs, whose roots are known. Nobody walks a graph in Python.
 
 Parameters used in any other way get their gradient in `I`: their `W` is empty. So it is in norms,
 whose kernels make all gradients in one pass over the activations, within functions that torch
-wraps whole (`F.multi_head_attention_forward`), in compiled layers, under functorch's transforms
-and in what `torch.utils.checkpoint` runs again.
+wraps whole (`F.multi_head_attention_forward`), in compiled layers, under functorch's transforms,
+in the forward of an `autograd.Function` and in what `torch.utils.checkpoint` runs again. A layer
+may differentiate itself, in its forward or in a hook: see `joints`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +25,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from gpipe_hpc.engine.backward import accumulate_gradients, differentiate, edge_of
-from gpipe_hpc.engine.fusing import LinearCall, may_fuse
+from gpipe_hpc.engine.fusing import LinearCall, has_hooks, may_fuse
+from gpipe_hpc.engine.joints import (
+    STARTS,
+    can_join,
+    check_asked,
+    gradient_with_graph,
+    join,
+    runs_itself,
+)
 from gpipe_hpc.errors import ModelError
 
 Function = Callable[..., Any]
@@ -59,6 +68,8 @@ _SPLIT: Final = frozenset(
         torch.Tensor.addmm,
     }
 )
+# By whether the backward is split: what is looked at.
+_SEEN: Final = {True: _SPLIT | STARTS, False: STARTS | {F.linear}}
 
 
 class Deferred:
@@ -76,7 +87,8 @@ class Deferred:
         fuses: bool = False,
         splits: bool = True,
     ) -> None:
-        self.hold, self.fuses, self.splits = hold, fuses, splits
+        can = can_join()
+        self.hold, self.fuses, self.splits = hold, fuses and can, splits and can
         self.is_in_forward = False
         self._linears: list[tuple[LinearCall, torch.Tensor]] = []
         self._edges: list[GradientEdge] = []
@@ -99,29 +111,29 @@ class Deferred:
     def add(
         self, edge: GradientEdge, gradient: torch.Tensor, parameters: Iterable[nn.Parameter]
     ) -> None:
-        """Note the gradient of a call's output; ModelError if a layer asked for it, not `I`."""
-        self._refuse_others()
+        """Note the gradient of a call's output; ModelError if that cannot wait for `W`."""
+        if self.is_in_forward or torch.is_grad_enabled():
+            raise _refusal()
         self._edges.append(edge)
         self._gradients.append(gradient)
         for parameter in parameters:
             self._parameters[id(parameter)] = parameter
+            if has_hooks(parameter) and runs_itself(parameter):
+                raise ModelError(
+                    f"split backward: a parameter {tuple(parameter.shape)} with a hook is used by "
+                    f"a function that leaves its gradient to W, and by another that does not; "
+                    f"the hook would be called for each part, expected once; use a schedule whose "
+                    f"backward is B, or take the hook off"
+                )
 
     def add_linear(self, call: LinearCall, gradient: torch.Tensor) -> None:
         """Note the gradient of a linear layer's output, or add up those of its parameters now."""
-        self._refuse_others()
+        if self.is_in_forward or torch.is_grad_enabled():
+            raise _refusal()
         if self.splits:
             self._linears.append((call, gradient))
         else:
             call.accumulate(gradient)
-
-    def _refuse_others(self) -> None:
-        if self.is_in_forward or torch.is_grad_enabled():
-            raise ModelError(
-                "split backward, or fuse_accumulation: a layer, or the loss, differentiates what "
-                "was computed within its forward, expected that only in the backward; use "
-                "torch.func.grad or torch.func.vjp there, or a schedule whose backward is B, "
-                "without fuse_accumulation"
-            )
 
     def run(self) -> None:
         """Accumulate all weight gradients, and release what they were kept for."""
@@ -130,6 +142,15 @@ class Deferred:
         for call, gradient in self._linears:
             call.accumulate(gradient)
         self._edges, self._gradients, self._parameters, self._linears = [], [], {}, []
+
+
+def _refusal() -> ModelError:
+    return ModelError(
+        "split backward, or fuse_accumulation: a layer, or the loss, calls backward() on what was "
+        "computed within its forward, or with create_graph, expected neither; use "
+        "torch.autograd.grad, torch.func.grad or torch.func.vjp there, or a schedule whose "
+        "backward is B, without fuse_accumulation"
+    )
 
 
 class DeferWeights(TorchFunctionMode):
@@ -147,16 +168,22 @@ class DeferWeights(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run one torch function; split it if it is of the kind and takes a parameter."""
-        keywords = kwargs or {}
-        deferred, is_linear = self._deferred, func is F.linear and not keywords
-        if not (is_linear if not deferred.splits else func in _SPLIT) or not _may_split():
+        keywords, deferred = kwargs or {}, self._deferred
+        if func not in _SEEN[deferred.splits]:
             return func(*args, **keywords)
-        if is_linear and deferred.fuses and may_fuse(*args, splits=deferred.splits):
-            return _fused_linear(*args, deferred=deferred)
+        if func is not F.linear and func in STARTS:
+            if not torch.compiler.is_compiling():
+                check_asked(func, args, keywords)
+            return func(*args, **keywords)
+        if not _may_split():
+            return func(*args, **keywords)
+        if func is F.linear and not keywords:
+            if deferred.fuses and may_fuse(*args, splits=deferred.splits):
+                return _fused_linear(*args, deferred=deferred)
+            if deferred.splits and _is_plain_linear(*args):
+                return _split_linear(*args, deferred=deferred)
         if not deferred.splits:
             return func(*args, **keywords)
-        if is_linear and _is_plain_linear(*args):
-            return _split_linear(*args, deferred=deferred)
         parameters = [p for p in (*args, *keywords.values()) if _is_trained(p)]
         if not parameters:
             return func(*args, **keywords)
@@ -166,6 +193,9 @@ class DeferWeights(TorchFunctionMode):
 def _may_split() -> bool:
     """Say whether what runs now is an ordinary forward: once, eager, with a graph."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    if not torch._C._is_fwd_grad_enabled():
+        # Within an `autograd.Function`, whose backward may ask for the gradients of parameters.
         return False
     return not (torch._C._are_functorch_transforms_active() or _is_checkpointed())
 
@@ -199,9 +229,9 @@ def _split_call(
         *(apart(value) for value in args),
         **{name: apart(value) for name, value in keywords.items()},
     )
-    # Something must make the node part of the graph. No parameter: its hooks would be called.
-    anchors = inputs or [torch.empty(0, requires_grad=True)]
-    return _joined(_Call(output, leaves, parameters, None, deferred), leaves, deferred, anchors)
+    if deferred.hold is not None:
+        deferred.hold(leaves)
+    return join(_Call(output, leaves, parameters, None, None, deferred), inputs)
 
 
 def _split_linear(
@@ -215,8 +245,9 @@ def _split_linear(
     leaf = input.detach()
     output = F.linear(leaf, weight, bias)
     parameters = [p for p in (weight, bias) if p is not None and p.requires_grad]
-    call = _Call(output, [leaf], parameters, weight.detach(), deferred)
-    return _joined(call, [leaf], deferred, [input])
+    if deferred.hold is not None:
+        deferred.hold([leaf])
+    return join(_Call(output, [leaf], parameters, weight, weight.detach(), deferred), [input])
 
 
 def _fused_linear(
@@ -228,8 +259,9 @@ def _fused_linear(
 ) -> Any:
     """Run a linear layer without a graph of its own: its gradients are known."""
     call = LinearCall(input, weight, bias, deferred.add_linear)
-    anchor = input if input.requires_grad else torch.empty(0, requires_grad=True)
-    return _joined(call, [call.input], deferred, [anchor])
+    if deferred.hold is not None:
+        deferred.hold([call.input])
+    return join(call, [input] if input.requires_grad else [])
 
 
 def _is_plain_linear(input: Any, weight: Any, bias: Any = None) -> bool:
@@ -245,19 +277,6 @@ def _is_plain_linear(input: Any, weight: Any, bias: Any = None) -> bool:
         and _is_input(input)
         and not torch.is_autocast_enabled(weight.device.type)
     )
-
-
-def _joined(
-    call: "_Call | LinearCall",
-    held: list[torch.Tensor],
-    deferred: Deferred,
-    anchors: Sequence[torch.Tensor],
-) -> Any:
-    """Return a call's output as part of the graph of `anchors`; it keeps `held` for that."""
-    if deferred.hold is not None:
-        deferred.hold(held)
-    join: Any = _Joint.apply
-    return join(call, *anchors)
 
 
 def _is_trained(value: Any) -> bool:
@@ -276,16 +295,17 @@ def _is_input(value: Any) -> bool:
 
 
 class _Call:
-    """A function call with a graph of its own."""
+    """A function call with a graph of its own; for a linear layer with what the forward held."""
 
-    __slots__ = ("deferred", "edge", "leaves", "output", "parameters", "weight")
+    __slots__ = ("deferred", "edge", "held", "leaves", "output", "parameters", "weight")
 
     def __init__(
         self,
         output: torch.Tensor,
         leaves: list[torch.Tensor],
         parameters: list[nn.Parameter],
-        weight: torch.Tensor | None,
+        weight: nn.Parameter | None,
+        held: torch.Tensor | None,
         deferred: Deferred,
     ) -> None:
         self.output: torch.Tensor | None = output
@@ -293,33 +313,32 @@ class _Call:
         self.leaves = leaves
         self.parameters = parameters
         self.weight = weight
+        self.held = held
         self.deferred = deferred
 
-    def input_gradients(self, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of the inputs, and leave those of the weights to `W`."""
+    def leave(self, gradient: torch.Tensor) -> None:
+        """Leave the gradients of the weights to `W`."""
         self.deferred.add(self.edge, gradient, self.parameters)
+
+    def input_gradients(self, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of the inputs."""
         if not self.leaves:
-            return (None,)
-        if self.weight is not None:
-            weight = self.weight.conj() if self.weight.is_complex() else self.weight
-            return (gradient.matmul(weight),)
+            return ()
+        if torch.is_grad_enabled():
+            return self._with_graph(gradient)
+        if self.held is not None:
+            held = self.held.conj() if self.held.is_complex() else self.held
+            return (gradient.matmul(held),)
         return differentiate((self.edge,), (gradient,), self.leaves)
 
-
-class _Joint(torch.autograd.Function):
-    """The node that stands for a call in the outer graph."""
-
-    @staticmethod
-    def forward(ctx: Any, call: _Call | LinearCall, *anchors: torch.Tensor) -> torch.Tensor:
-        ctx.call, ctx.num_anchors = call, len(anchors)
-        ctx.set_materialize_grads(False)
-        assert call.output is not None, "a call is joined once"
-        output, call.output = call.output.detach(), None
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        call: _Call | LinearCall = ctx.call
-        if gradients[0] is None:  # nothing behind it has a gradient: nor have its parameters
-            return (None,) * (1 + ctx.num_anchors)
-        return (None, *call.input_gradients(gradients[0]))
+    def _with_graph(self, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return them for `create_graph`: functions of `gradient` and of the parameters."""
+        if self.weight is not None and self.held is not None:
+            return (gradient_with_graph(gradient, self.weight, self.held),)
+        if len(self.leaves) > 1:  # they may be functions of one another, whose graph is not here
+            raise ModelError(
+                "split backward: a layer differentiates with create_graph=True what a torch "
+                "function made of a parameter and several inputs, expected of one input; use "
+                "torch.func.grad there, or a schedule whose backward is B"
+            )
+        return differentiate((self.edge,), (gradient,), self.leaves, create_graph=True)

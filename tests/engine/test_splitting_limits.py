@@ -1,5 +1,6 @@
 """Split backward: what it keeps until W, and layers that no other test has thought of."""
 
+import copy
 import gc
 import weakref
 from pathlib import Path
@@ -10,10 +11,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.comm.group import SoloGroup
 from gpipe_hpc.engine.routes import Edge, StageRoutes
 from gpipe_hpc.engine.stage import Stage
 from gpipe_hpc.engine.work import Keep, Recipe, StageWork
-from gpipe_hpc.errors import ActionError, ModelError
+from gpipe_hpc.errors import ActionError
 
 MIDDLE = StageRoutes((Edge(-1),), (Edge(1),))
 
@@ -44,19 +46,19 @@ def key(layer):
 
 def work_of(layer):
     work = StageWork(Stage(0, {0: layer}, torch.device("cpu"), MIDDLE), Nobody())
-    work.stage.gradients.clear()
+    work.stage.gradients.clear(SoloGroup(0))
     return work
 
 
 def gradients(layer, *, splits, keep=Keep.GRAPH):
-    """Return the gradients after I, or B, and after W."""
+    """Return whether each parameter has none after I, or B, and all gradients after W."""
     work = work_of(layer)
     boundary = torch.linspace(-1, 1, 20).view(5, 4).requires_grad_()
     (output,) = work.forward(0, [boundary], 5, key, Recipe(keep, splits))
     if keep is Keep.INPUT:
         work.recompute(0, key)
     work.backward(0, [torch.ones_like(output)])
-    early = [p.grad.clone() for p in layer.parameters()]
+    early = [p.grad is None for p in layer.parameters()]
     if splits:
         work.weights(0)
     return early, [boundary.grad, *(p.grad.clone() for p in layer.parameters())]
@@ -65,10 +67,10 @@ def gradients(layer, *, splits, keep=Keep.GRAPH):
 def left_to_w(layer):
     """Say for each parameter whether its gradient waits for W; all of them equal those of B."""
     _, whole = gradients(layer, splits=False)
-    early, split = gradients(layer, splits=True)
+    waits, split = gradients(layer, splits=True)
     assert all(map(torch.equal, whole, split))
     assert all(gradient.any() for gradient in split)
-    return [not gradient.any() for gradient in early]
+    return waits
 
 
 def test_hooks_of_parameters_are_called_once_and_never_with_none():
@@ -117,8 +119,8 @@ def test_functorch_transforms_are_not_split(function):
 
 @pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("keep", [Keep.GRAPH, Keep.INPUT])
-def test_a_layer_that_differentiates_in_its_forward_is_refused(create_graph, keep):
-    """It once got wrong weight gradients in silence."""
+def test_a_layer_may_differentiate_in_its_forward(create_graph, keep):
+    """It once got wrong weight gradients in silence, and then an error."""
 
     def slope(layer, x):
         how = {"create_graph": create_graph, "retain_graph": True}
@@ -128,27 +130,31 @@ def test_a_layer_that_differentiates_in_its_forward_is_refused(create_graph, kee
             return y + torch.autograd.grad(y, x, **how)[0]
 
     layer = Apply(slope, linear=nn.Linear(4, 3))
-    gradients(layer, splits=False, keep=keep)
-    with pytest.raises(ModelError, match=r"within its forward.*torch\.func.*a schedule whose"):
-        gradients(layer, splits=True, keep=keep)
+    _, whole = gradients(layer, splits=False, keep=keep)
+    waits, split = gradients(layer, splits=True, keep=keep)
+    torch.testing.assert_close(split, whole)
+    assert all(waits) is not create_graph
 
 
 def test_a_refusal_names_the_action():
     def body(world):
-        layer = Apply(
-            lambda s, x: torch.autograd.grad(s.linear(x).sum(), x)[0], linear=nn.Linear(4, 4)
-        )
-        pipe = Pipeline(
-            [nn.Linear(4, 4), layer], mean_square, microbatches=2, schedule="zb_h1", world=world
-        )
+        def descend(layer, x):
+            y = layer.linear(x)
+            y.sum().backward(retain_graph=True)
+            return y
+
+        layer = Apply(descend, linear=nn.Linear(4, 4))
+        settings = {"microbatches": 2, "schedule": "zb_h1", "recompute": "never"}
+        pipe = Pipeline([nn.Linear(4, 4), layer], mean_square, world=world, **settings)
         pipe.step(torch.randn(4, 4), torch.randn(4, 4))
 
     with pytest.raises(ActionError, match=r"stage 1, micro-batch 0, action 1F0.*in its forward"):
         run_on_threads(2, body)
 
 
-def test_a_loss_that_differentiates_layers_is_refused():
-    """It, too, would leave gradients of its own to W."""
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_loss_may_differentiate_layers(create_graph):
+    """What it asked for was once left to W as well, and then refused."""
 
     class Pair(nn.Linear):
         def forward(self, x):
@@ -157,16 +163,23 @@ def test_a_loss_that_differentiates_layers_is_refused():
 
     def loss(output, target):
         y, x = output
-        slope = torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
+        how = {"create_graph": create_graph, "retain_graph": True}
+        slope = torch.autograd.grad(y.square().sum(), x, **how)[0]
         return (y - target).square().mean() + slope.square().mean()
+
+    layers = [nn.Linear(4, 4), Pair(4, 4)]
+    inputs, targets = torch.randn(2, 4, 4)
 
     def body(world):
         settings = {"microbatches": 2, "recompute": "never", "world": world}
-        pipe = Pipeline([nn.Linear(4, 4), Pair(4, 4)], loss, schedule="zb_h1", **settings)
-        pipe.step(torch.randn(4, 4), torch.randn(4, 4))
+        pipe = Pipeline(copy.deepcopy(layers), loss, schedule="zb_h1", **settings)
+        pipe.step(inputs, targets)
+        return {name: p.grad for name, p in pipe.named_parameters()}
 
-    with pytest.raises(ActionError, match="or the loss, differentiates"):
-        run_on_threads(2, body)
+    _, found = run_on_threads(2, body)
+    loss(layers[1](layers[0](inputs)), targets).backward()
+    expected = {f"layers.1.{name}": p.grad for name, p in layers[1].named_parameters()}
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

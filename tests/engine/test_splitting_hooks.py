@@ -1,0 +1,155 @@
+"""Hooks of parameters whose gradients wait for `W`, or are added up by the product: called once."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_hpc import Pipeline, run_on_threads
+from gpipe_hpc.comm.group import SoloGroup
+from gpipe_hpc.engine import fusing
+from gpipe_hpc.engine.routes import Edge, StageRoutes
+from gpipe_hpc.engine.stage import Stage
+from gpipe_hpc.engine.work import Keep, Recipe, StageWork
+from gpipe_hpc.errors import ModelError
+
+MIDDLE = StageRoutes((Edge(-1),), (Edge(1),))
+WAYS = {"split": (True, False), "fused": (False, True), "split, fused": (True, True)}
+each_way = pytest.mark.parametrize(("splits", "fuses"), WAYS.values(), ids=list(WAYS))
+BOUNDARY = torch.linspace(-1, 1, 20).view(5, 4)
+
+
+@pytest.fixture(autouse=True)
+def _every_weight_is_large(monkeypatch):
+    for splits in (True, False):
+        monkeypatch.setitem(fusing.SMALLEST_WEIGHT, splits, 1)
+
+
+class Nobody:
+    """Take no notice of what layers report."""
+
+    def note(self, part, noted):
+        return []
+
+
+class Scaled(nn.Linear):
+    """Use the weight in a way that is not split as well."""
+
+    def forward(self, x):
+        return super().forward(x) * self.weight.sum()
+
+
+def key(layer):
+    return 17
+
+
+def run(layer, splits, fuses, between=lambda: None):
+    """Run one micro-batch; call `between` after the forward. Return the parameters' gradients."""
+    stage = Stage(0, {0: layer}, torch.device("cpu"), MIDDLE)
+    if fuses:
+        stage.fuse_accumulation()
+    stage.gradients.clear(SoloGroup(0))
+    work = StageWork(stage, Nobody())
+    given = BOUNDARY.clone().requires_grad_()
+    (output,) = work.forward(0, [given], 5, key, Recipe(Keep.GRAPH, splits))
+    between()
+    work.backward(0, [torch.ones_like(output)])
+    if splits:
+        work.weights(0)
+    return [p.grad for p in layer.parameters()]
+
+
+def note_and_double(seen, gradient):
+    seen.append(gradient.clone())
+    return gradient * 2
+
+
+def hook_each(layer, seen):
+    """Note and double each gradient, and note what it comes to."""
+    for parameter in layer.parameters():
+        parameter.register_hook(partial(note_and_double, seen))
+        parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+
+
+def by_autograd(layer):
+    layer.zero_grad()
+    layer(BOUNDARY.clone().requires_grad_()).sum().backward()
+    return [p.grad.clone() for p in layer.parameters()]
+
+
+@each_way
+@pytest.mark.parametrize("when", ["before", "after the forward"])
+def test_hooks_see_the_gradient_once(when, splits, fuses):
+    layer, seen = nn.Linear(4, 3), []
+    weight, bias = by_autograd(layer)
+    layer.zero_grad()
+    hooks = partial(hook_each, layer, seen)
+    if when == "before":
+        hooks()
+        found = run(layer, splits, fuses)
+    else:
+        found = run(layer, splits, fuses, between=hooks)
+    torch.testing.assert_close(found, [weight * 2, bias * 2])
+    by_size = sorted(seen, key=torch.Tensor.numel)
+    torch.testing.assert_close(by_size, [bias, bias * 2, weight, weight * 2])
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1", "zb_v"])
+def test_hooks_may_come_after_the_pipeline_is_built(schedule, fuses):
+    def body(world):
+        layers = [nn.Linear(4, 4) for _ in range(4)]
+        settings = {"schedule": schedule, "microbatches": 3, "fuse_accumulation": fuses}
+        pipe = Pipeline(layers, nn.functional.mse_loss, stages=2, world=world, **settings)
+        inputs = torch.ones(6, 4)
+        pipe.step(inputs, inputs)
+        before = {name: p.grad.clone() for name, p in pipe.named_parameters()}
+        calls = {name: [] for name in before}
+        for name, parameter in pipe.named_parameters():
+            parameter.register_hook(partial(note_and_double, calls[name]))
+        pipe.step(inputs, inputs)
+        for name, parameter in pipe.named_parameters():
+            assert len(calls[name]) == 3
+            torch.testing.assert_close(parameter.grad, before[name] * 2)
+
+    run_on_threads(2, body)
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+def test_hooks_of_several_parameters_are_called_once(fuses):
+    layer, seen = nn.Linear(4, 3), []
+    expected = by_autograd(layer)
+    torch.autograd.graph.register_multi_grad_hook(tuple(layer.parameters()), seen.append)
+    run(layer, True, fuses)
+    assert len(seen) == 1
+    torch.testing.assert_close(seen[0], expected)
+
+
+def test_hooks_of_a_parameters_node_are_called_once_by_w():
+    layer, seen = nn.Linear(4, 3), []
+    weight, _ = by_autograd(layer)
+    layer.zero_grad()
+    node = layer.weight.expand_as(layer.weight).grad_fn.next_functions[0][0]
+    node.register_prehook(lambda gradients: seen.append(gradients[0].clone()))
+    node.register_hook(lambda *_: seen.append(layer.weight.grad.clone()))
+    run(layer, True, False, between=lambda: seen.append(None))
+    assert seen[0] is None
+    torch.testing.assert_close(seen[1:], [weight, weight])
+
+
+@each_way
+def test_a_hook_that_would_see_parts_of_a_gradient_is_refused(splits, fuses):
+    """The one part came in I, the other in W, and a hook that clips saw neither sum."""
+    layer, seen = Scaled(4, 3, bias=False), []
+    (expected,) = by_autograd(layer)
+    layer.zero_grad()
+    torch.testing.assert_close(run(layer, splits, fuses), [expected])
+    layer.weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    layer.zero_grad()
+    if splits:
+        with pytest.raises(ModelError, match=r"\(3, 4\) with a hook is used .* called for each"):
+            run(layer, splits, fuses)
+    else:
+        torch.testing.assert_close(run(layer, splits, fuses), [expected])
+        torch.testing.assert_close(seen, [expected])
