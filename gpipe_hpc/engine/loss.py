@@ -67,7 +67,9 @@ def check_graph(term: LossTerm, output: Nest) -> None:
     A loss of 0 may be a constant: of a micro-batch with nothing to learn from.
     """
     total = term.total
-    if total.requires_grad or not any(each.requires_grad for each in tensors_of(output)):
+    if total.requires_grad or not torch.is_grad_enabled():  # none is wanted of what runs again
+        return
+    if not any(each.requires_grad for each in tensors_of(output)):
         return
     value = float(total)
     if value != 0:
