@@ -173,3 +173,46 @@ def test_clipping_gives_the_global_norm_on_every_rank():
         assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
         for left, right in zip(after, before, strict=True):
             torch.testing.assert_close(left, right * (0.01 / expected))
+
+
+class Shift(nn.Module):
+    """Adds two vectors, through views: autograd gives both the same memory as their gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.first = nn.Parameter(torch.zeros(WIDTH))
+        self.second = nn.Parameter(torch.zeros(2, 2))
+
+    def forward(self, x):
+        shift = self.first.view(2, 2) + self.second.view(2, 2)
+        return self.linear(x + shift.view(1, WIDTH))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
+@pytest.mark.parametrize("microbatches", [4, 8])
+def test_gradients_that_autograd_gives_the_same_memory_add_up_each_for_itself(
+    schedule, microbatches
+):
+    """Plain accumulation gets this wrong: what is added to one comes to the other, too.
+
+    With one sample a micro-batch it is also the memory of what goes to the stage before.
+    """
+    inputs, targets = batch(8)
+    torch.manual_seed(0)
+    layers = [Shift().double() for _ in range(2)]
+    whole = nn.Sequential(*layers)
+    loss = mean_square(whole(inputs.double()), targets.double())
+    expected = torch.autograd.grad(loss, list(whole.parameters()))
+
+    def body(world):
+        pipe = Pipeline(
+            layers, mean_square, microbatches=microbatches, schedule=schedule, world=world
+        )
+        for _ in range(2):
+            pipe.step(inputs.double(), targets.double())
+        return {name: p.grad for name, p in pipe.named_parameters()}
+
+    got = {name: g for rank in run_on_threads(2, body) for name, g in rank.items()}
+    for (name, _), gradient in zip(whole.named_parameters(), expected, strict=True):
+        torch.testing.assert_close(got[f"layers.{name}"], gradient, rtol=1e-10, atol=1e-12)

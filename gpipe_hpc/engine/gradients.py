@@ -35,6 +35,9 @@ class Bucket:
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.grad = view
 
+    def own(self) -> None:
+        """Do nothing: the memory is the bucket's."""
+
     def used(self) -> list[bool]:
         """Say of each parameter whether a micro-batch of this replica has used it."""
         return [
@@ -65,34 +68,48 @@ class Bucket:
 class Unreduced:
     """The gradients of parameters of one dtype that no other rank adds to.
 
-    They are what autograd makes, so that none takes memory before the first backward has it:
-    a schedule that keeps all micro-batches holds the most just before that.
+    None takes memory before the first backward has made it: a schedule that keeps all
+    micro-batches holds the most just before that.
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
+        self._without: list[nn.Parameter] = []
 
     def clear(self) -> None:
         """Let go of the last step's gradients."""
         for parameter in self.parameters:
             parameter.grad = None
+        self._without = self.parameters
+
+    def own(self) -> None:
+        """Copy gradients that have just come.
+
+        Autograd may take what a backward function returns as it is. Its memory may also be that of
+        another parameter's gradient, or of one that is on its way to another stage: of a sum
+        of two views both get the same. The next micro-batch adds in place.
+        """
+        come = [parameter for parameter in self._without if parameter.grad is not None]
+        if not come:
+            return
+        self._without = [parameter for parameter in self._without if parameter.grad is None]
+        for parameter in come:
+            assert parameter.grad is not None, "only these were chosen"
+            is_sparse = parameter.grad.is_sparse  # a bucket's are dense, too
+            parameter.grad = parameter.grad.to_dense() if is_sparse else parameter.grad.clone()
 
     def used(self) -> list[bool]:
         """Say of each parameter whether a micro-batch has used it."""
         return [parameter.grad is not None for parameter in self.parameters]
 
     def start_reduction(self, group: Group) -> None:
-        """Check that there is nothing to sum; a sparse gradient becomes dense, as in a bucket."""
+        """Check that there is nothing to sum."""
         assert group.size == 1, f"the stage's gradients are summed over {group.size} ranks"
-        for parameter in self.parameters:
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.to_dense()
 
     def finish(self, divisor: torch.Tensor, used: list[bool]) -> None:
         """Divide the gradients."""
-        present = [
-            p.grad for p, u in zip(self.parameters, used, strict=True) if u and p.grad is not None
-        ]
+        pairs = zip(self.parameters, used, strict=True)
+        present = [p.grad for p, is_used in pairs if is_used and p.grad is not None]
         if present:
             torch._foreach_div_(present, divisor)
 
@@ -123,6 +140,11 @@ class StageGradients:
                 parameter.grad = None
         for bucket in self.buckets:
             bucket.clear()
+
+    def own(self) -> None:
+        """Make gradients that a call of autograd has just made this stage's own."""
+        for bucket in self.buckets:
+            bucket.own()
 
     def start_reduction(self, group: Group) -> None:
         """Start the reduction of every bucket; the stage's last contribution has come."""

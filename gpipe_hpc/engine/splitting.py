@@ -137,10 +137,11 @@ class Deferred:
 
     def run(self) -> None:
         """Accumulate all weight gradients, and release what they were kept for."""
-        if self._edges:
-            accumulate_gradients(self._edges, self._gradients, list(self._parameters.values()))
+        # These first: they add in place, and what autograd brings may be shared until it is owned.
         for call, gradient in self._linears:
             call.accumulate(gradient)
+        if self._edges:
+            accumulate_gradients(self._edges, self._gradients, list(self._parameters.values()))
         self._edges, self._gradients, self._parameters, self._linears = [], [], {}, []
 
 

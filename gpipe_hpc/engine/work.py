@@ -206,6 +206,7 @@ class StageWork:
                 given.append(gradient)
             if edges:
                 accumulate_gradients(edges, given)
+                self.stage.gradients.own()
             gradients = [leaf.grad for leaf in segment.leaves]
         if kept.deferred:
             self._deferred[microbatch] = kept.deferred
@@ -235,6 +236,7 @@ class StageWork:
         deferred = self._deferred.pop(microbatch, None)
         if deferred is not None:
             deferred.run()
+            self.stage.gradients.own()
         return deferred is not None
 
     def _run(
