@@ -216,3 +216,51 @@ def test_gradients_that_autograd_gives_the_same_memory_add_up_each_for_itself(
     got = {name: g for rank in run_on_threads(2, body) for name, g in rank.items()}
     for (name, _), gradient in zip(whole.named_parameters(), expected, strict=True):
         torch.testing.assert_close(got[f"layers.{name}"], gradient, rtol=1e-10, atol=1e-12)
+
+
+class TwiceUsed(nn.Module):
+    """Uses the weight of a large linear layer a second time, in a sum with another parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(1024, 512, bias=False)
+        self.other = nn.Parameter(torch.zeros(512 * 1024))
+
+    def forward(self, x):
+        total = (self.linear.weight.view(-1) + self.other.view(-1)).view(512, 1024)
+        return self.linear(x) + x @ total.t()
+
+
+class Lookup(nn.Module):
+    """Uses the weight of a large linear layer a second time, where its gradient is sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(512, 1024, bias=False)
+
+    def forward(self, x):
+        rows = torch.arange(len(x))
+        return self.linear(x) + F.embedding(rows, self.linear.weight, sparse=True).repeat(1, 2)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("layer_of", [TwiceUsed, Lookup])
+def test_a_fused_weight_that_autograd_brings_a_gradient_of_too_adds_up(layer_of, microbatches):
+    """Meanwhile it may lie in another's memory, or be sparse; the product adds in place."""
+    torch.manual_seed(0)
+    layer = layer_of().double()
+    inputs = torch.randn(6, layer.linear.in_features, dtype=torch.float64)
+    targets = torch.randn(6, layer.linear.out_features, dtype=torch.float64)
+    expected = {}
+    for first in range(0, 6, 6 // microbatches):
+        part = slice(first, first + 6 // microbatches)
+        loss = mean_square(layer(inputs[part]), targets[part]) / microbatches
+        for name, parameter in layer.named_parameters():
+            (gradient,) = torch.autograd.grad(loss, parameter, retain_graph=True)
+            dense = gradient.to_dense() if gradient.is_sparse else gradient
+            expected[name] = expected.get(name, 0) + dense
+    pipe = Pipeline([layer], mean_square, microbatches=microbatches, fuse_accumulation=True)
+    pipe.step(inputs, targets)
+    for name, gradient in expected.items():
+        got = layer.get_parameter(name).grad
+        torch.testing.assert_close(got, gradient, rtol=1e-10, atol=1e-12)

@@ -77,7 +77,8 @@ class Deferred:
 
     `hold` is told of the inputs of each call, which its graph keeps as they are. `fuses`: large
     linear layers add to `.grad` as `fusing` says. `splits`: whether there is a `W`; without it
-    those add at once, and autograd does all else.
+    those add at once, and autograd does all else; `own` is called before, as what autograd has
+    brought meanwhile may lie in memory of others.
     """
 
     def __init__(
@@ -86,10 +87,12 @@ class Deferred:
         *,
         fuses: bool = False,
         splits: bool = True,
+        own: Callable[[], None] | None = None,
     ) -> None:
         can = can_join()
         self.hold, self.fuses, self.splits = hold, fuses and can, splits and can
         self.is_in_forward = False
+        self._own = own
         self._linears: list[tuple[LinearCall, torch.Tensor]] = []
         self._edges: list[GradientEdge] = []
         self._gradients: list[torch.Tensor] = []
@@ -132,8 +135,10 @@ class Deferred:
             raise _refusal()
         if self.splits:
             self._linears.append((call, gradient))
-        else:
-            call.accumulate(gradient)
+            return
+        if self._own is not None:
+            self._own()
+        call.accumulate(gradient)
 
     def run(self) -> None:
         """Accumulate all weight gradients, and release what they were kept for."""

@@ -164,7 +164,8 @@ class StageWork:
         fuses = self.stage.fuses_accumulation(splits)
         if self.stage.is_compiled or not (splits or fuses):
             return None
-        return Deferred(None if host is None else host.hold, fuses=fuses, splits=splits)
+        hold = None if host is None else host.hold
+        return Deferred(hold, fuses=fuses, splits=splits, own=self.stage.gradients.own)
 
     def recompute(self, microbatch: int, key: LayerKey) -> bool:
         """Run layers again, this time for the graph; False if there was nothing to do."""
