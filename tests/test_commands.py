@@ -1,6 +1,7 @@
 """From the command line to the exit code, and sweeps (-m) of the commands."""
 
 import json
+import os
 import sys
 
 import pytest
@@ -69,6 +70,33 @@ def test_jobs_that_would_write_over_one_another_are_refused_before_any_runs(say,
 def test_what_cannot_be_composed_ends_with_code_2(say, words):
     say(*words)
     assert exit_code(run_jobs, pytest.fail) == 2
+
+
+def test_jobs_have_the_environment_that_hydra_is_told_to_set(say, monkeypatch):
+    monkeypatch.setenv("GPIPE_HPC_KEPT", "before")
+    monkeypatch.delenv("GPIPE_HPC_NEW", raising=False)
+    for words, names in ([[], [1]], [["-m", "train.steps=1,2"], [1, 2]]):
+        say(*words, "+hydra.job.env_set.GPIPE_HPC_KEPT=x", "+hydra.job.env_set.GPIPE_HPC_NEW=7")
+        seen = []
+
+        def task(job, seen=seen):
+            seen.append((os.environ["GPIPE_HPC_KEPT"], os.environ["GPIPE_HPC_NEW"]))
+            return 0
+
+        assert run_jobs(task) == 0
+        assert seen == [("x", "7")] * len(names)
+        assert os.environ["GPIPE_HPC_KEPT"] == "before" and "GPIPE_HPC_NEW" not in os.environ
+
+
+def test_what_hydra_would_do_around_a_job_is_refused(say, capsys):
+    say("hydra.job.chdir=true")
+    assert run_jobs(pytest.fail) == 2
+    assert "bad hydra.job.chdir, expected false" in capsys.readouterr().err
+
+
+def test_two_spellings_of_one_folder_are_one(say):
+    say("-m", "run.dir=runs/a,runs/../runs/a")
+    assert run_jobs(pytest.fail, unshared="run.dir") == 2
 
 
 def test_a_sweep_of_which_one_job_cannot_work_is_refused_whole(say):
@@ -148,15 +176,13 @@ def test_a_sweep_under_a_launcher_is_refused(start_ranks, tiny):
     assert all("expected no launcher of several, got 2 processes" in x for x in ranks.outputs)
 
 
-@pytest.mark.parametrize(
-    "path", sorted((conf_dir() / "model").glob("*.yaml")), ids=lambda p: p.stem
-)
+REFERRING = [p for p in sorted(conf_dir().glob("model/*.yaml")) if "${data." in p.read_text()]
+
+
+@pytest.mark.parametrize("path", REFERRING, ids=lambda p: p.stem)
 def test_a_model_without_fitting_data_is_told_what_goes_with_it(path):
     """model=resnet_small was told what goes with an MLP and a VGG."""
-    text = path.read_text("utf-8")
-    other = "synthetic" if "data.num_classes" in text else "synthetic_vectors"
-    if "${data." not in text:
-        return
+    other = "synthetic" if "data.num_classes" in path.read_text() else "synthetic_vectors"
     with pytest.raises(ConfigError, match=f"model={path.stem} goes with data=") as refusal:
         compose_config([f"model={path.stem}", f"data={other}", "train.steps=1"])
     named = str(refusal.value).partition("goes with data=")[2].partition(")")[0]

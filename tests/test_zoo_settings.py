@@ -126,5 +126,7 @@ def test_impossible_images_are_refused(setting: str):
 
 
 def test_image_model_without_images_says_which_data():
-    with pytest.raises(ConfigError, match=r"data\.num_classes.*model=vgg16 goes with data=synthetic_images"):
+    with pytest.raises(
+        ConfigError, match=r"data\.num_classes.*model=vgg16 goes with data=synthetic_images"
+    ):
         compose_config(["model=vgg16"])

@@ -8,7 +8,7 @@ that is killed leaves what it has; `--resume` goes on behind it.
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import grid
@@ -48,13 +48,13 @@ def parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def chosen(blocks: list[Block], wanted: str, figures: Figures) -> list[Block]:
+def chosen(blocks: list[Block], wanted: str, there: Collection[str]) -> list[Block]:
     """Return the blocks that were asked for and are not there yet."""
     pairs = [pair.split(":") for pair in wanted.split(",") if pair]
     return [
         block
         for block in blocks
-        if block.name not in figures.blocks
+        if block.name not in there
         and (not pairs or [block.workload, str(block.microbatches)] in pairs)
     ]
 
@@ -72,16 +72,22 @@ def contestants(without: list[str]) -> tuple[list[Contestant], dict[str, str]]:
 
 
 def weigh(
-    conductor: Conductor, blocks: list[Block], figures: Figures, keep: Callable[[Figures], None]
+    conductor: Conductor,
+    blocks: list[Block],
+    wanted: str,
+    figures: Figures,
+    keep: Callable[[Figures], None],
 ) -> None:
     """Weigh the tensors of the cells that share processes with ours, where not done yet."""
     crew = conductor.contestants["ours"].crew
     names = {each.name for each in conductor.contestants.values() if each.crew == crew}
     weighed = figures.extras.setdefault("tensors", {})
-    for block in blocks:
-        if block.workload in WEIGHED and block.name not in weighed:
-            weighed[block.name] = conductor.weigh(block.of(names))
-            keep(figures)
+    for block in chosen(blocks, wanted, weighed):
+        if block.workload in WEIGHED:
+            found = conductor.weigh(block.of(names))
+            if found:
+                weighed[block.name] = found
+                keep(figures)
 
 
 def main() -> None:
@@ -111,11 +117,12 @@ def main() -> None:
     named = {*(each.name for each in who), *absent}
     try:
         if "memory" in parts:
-            weigh(conductor, first, figures, keep)
+            weigh(conductor, first, args.blocks, figures, keep)
         first_share = FIRST_SHARE if "rest" in parts else 1.0
         for part, blocks, share in (("first", first, first_share), ("rest", rest, 1.0)):
             if part in parts:
-                todo = [each.of(named) for each in chosen(blocks, args.blocks, figures)]
+                asked = chosen(blocks, args.blocks, figures.blocks)
+                todo = [each.of(named) for each in asked]
                 left_s = share * (end_s - time.monotonic())
                 run_blocks(conductor, todo, figures, budget_s=left_s, done=keep)
     finally:

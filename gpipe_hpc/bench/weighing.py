@@ -17,13 +17,10 @@ def weigh(run: Callable[[], Made]) -> tuple[Made, int]:
     with profile(profile_memory=True) as trace:
         made = run()
     assert trace.kineto_results is not None, "the profiler has ended, so it has results"
-    changes = sorted(
-        (event.start_ns(), event.nbytes())
-        for event in trace.kineto_results.events()
-        if event.name() == "[memory]"
-    )
+    changes = [event for event in trace.kineto_results.events() if event.name() == "[memory]"]
     held = most = 0
-    for _, num_bytes in changes:
-        held += num_bytes
+    # Those of one moment stay in their order.
+    for event in sorted(changes, key=lambda event: event.start_ns()):
+        held += event.nbytes()
         most = max(most, held)
     return made, most

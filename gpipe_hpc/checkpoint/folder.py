@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -21,12 +21,16 @@ if TYPE_CHECKING:
 
 FACTS: Final = "gpipe_hpc.json"
 PARTIAL_SUFFIX: Final = ".partial"
+_NEEDED: Final = frozenset({"parameters", "values", "steps_done", "loss_weight", "extra"})
 
 
 def read_facts(path: Path) -> dict[str, Any]:
     """Return what a checkpoint says of itself; CheckpointError if there is none at `path`."""
     try:
-        facts: dict[str, Any] = json.loads((path / FACTS).read_text())
+        facts = json.loads((path / FACTS).read_text())
+        lacking = _NEEDED - facts.keys() if isinstance(facts, dict) else _NEEDED
+        if lacking:
+            raise ValueError(f"no {', '.join(sorted(lacking))} in {FACTS}")
     except (OSError, ValueError) as error:
         older = _newest_older(path)
         remedy = "look under run.dir/checkpoints" if older is None else other_checkpoint(path)
@@ -34,7 +38,7 @@ def read_facts(path: Path) -> dict[str, Any]:
             f"checkpoint {path}: expected a folder written by gpipe_hpc, got "
             f"{error if path.exists() else 'no such folder'}; {remedy}"
         ) from error
-    return facts
+    return cast(dict[str, Any], facts)
 
 
 def read_metadata(path: Path) -> Metadata:
@@ -62,6 +66,8 @@ def _newest_older(path: Path) -> Path | None:
     older: list[tuple[int, Path]] = []
     # Of the same name but for its number: not one cut short or put away.
     name = re.sub(r"\d+", "*", path.name)
+    if not name:
+        return None
     for folder in path.parent.glob(name):
         if folder == path or re.sub(r"\d+", "*", folder.name) != name:
             continue

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -26,6 +27,8 @@ from gpipe_hpc.errors import CheckpointError
 
 if TYPE_CHECKING:
     from gpipe_hpc.pipeline import Pipeline
+
+log = logging.getLogger("gpipe_hpc.checkpoint")
 
 
 def save(
@@ -95,13 +98,18 @@ def _finish(path: Path, partial: Path, facts: Mapping[str, Any], needed_bytes: i
             file.flush()
             os.fsync(file.fileno())
         os.rename(partial, path)
-        _sync_folder(path.parent)
-    except OSError as error:
-        room = room_at(partial, needed_bytes)
+    except (OSError, TypeError, ValueError) as error:
+        remedy = room_at(partial, needed_bytes)
+        if not isinstance(error, OSError):
+            remedy = "use an optimizer whose state is of tensors and what JSON can hold"
         shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(
-            f"checkpoint {path}: expected it to be written, got {error}; {room}"
+            f"checkpoint {path}: expected it to be written, got {error}; {remedy}"
         ) from error
+    try:
+        _sync_folder(path.parent)
+    except OSError as error:
+        log.warning("checkpoint %s: whole, but may be lost with a power cut: %s", path, error)
 
 
 def _optimizer_state(pipe: "Pipeline", optimizer: torch.optim.Optimizer) -> dict[str, Any]:

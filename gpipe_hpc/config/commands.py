@@ -1,12 +1,14 @@
 """From the command line to exit codes: the one job it describes, or each of a sweep in turn."""
 
+import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -25,12 +27,14 @@ BAD_CONFIG_EXIT_CODE: Final = 2
 class Job(NamedTuple):
     """The settings of one run; `number` counts the jobs of a sweep from 1, None for one alone.
 
-    `words` are the overrides that it was composed from.
+    `words` are the overrides that it was composed from, `environment` what ``hydra.job.env_set``
+    says.
     """
 
     config: Config
     number: int | None
     words: tuple[str, ...]
+    environment: Mapping[str, str]
 
 
 Task = Callable[[Job], int]
@@ -49,7 +53,8 @@ def run_jobs(task: Task, unshared: str | None = None) -> int:
     except GpipeError as error:
         return say_error(error)
     if len(jobs) == 1:
-        return task(jobs[0]._replace(number=None))
+        with _environment(jobs[0].environment):
+            return task(jobs[0]._replace(number=None))
     return _run_in_turn(task, jobs)
 
 
@@ -70,9 +75,12 @@ def _composed_jobs() -> list[Job]:
     wrong: list[ConfigError] = []
 
     def collect(composed: DictConfig) -> None:
-        told = HydraConfig.get().overrides.task
+        told = HydraConfig.get()
+        environment = {str(name): str(value) for name, value in told.job.env_set.items()}
         try:
-            jobs.append(Job(load_config(composed), len(jobs) + 1, tuple(told)))
+            _refuse_of_hydra(told)
+            config, words = load_config(composed), tuple(told.overrides.task)
+            jobs.append(Job(config, len(jobs) + 1, words, environment))
         except ConfigError as error:
             wrong.append(error)
 
@@ -99,6 +107,31 @@ def _composed_jobs() -> list[Job]:
     return jobs
 
 
+def _refuse_of_hydra(told: Any) -> None:
+    """Raise ConfigError for what Hydra does around a job, or with its result: it runs later."""
+    if told.job.chdir:
+        raise refuse("hydra.job.chdir", "false", True, "a run writes under run.dir alone")
+    sweeper = told.runtime.choices.get("hydra/sweeper")
+    if sweeper not in (None, "basic"):
+        remedy = "let it start a command for each of its trials"
+        raise refuse("hydra/sweeper", "basic, as jobs return nothing to it", sweeper, remedy)
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Return a block with these variables in the environment."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 def _refuse_shared(jobs: Sequence[Job], setting: str | None) -> None:
     if setting is None:
         return
@@ -107,7 +140,7 @@ def _refuse_shared(jobs: Sequence[Job], setting: str | None) -> None:
         path = attrgetter(setting)(job.config)
         if path is None:
             continue
-        whole = Path(path).absolute()
+        whole = Path(path).resolve()
         if whole in seen:
             raise refuse(
                 setting,
@@ -123,7 +156,8 @@ def _run_in_turn(task: Task, jobs: Sequence[Job]) -> int:
     for job in jobs:
         print(f"gpipe_hpc: {_heading(job, jobs)}", file=sys.stderr, flush=True)
         try:
-            code = task(job)
+            with _environment(job.environment):
+                code = task(job)
         except Exception:
             # The jobs behind it run all the same.
             traceback.print_exc()

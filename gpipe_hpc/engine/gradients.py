@@ -1,4 +1,4 @@
-"""Gradients: flat buckets where replicas are summed over, autograd's own tensors where not."""
+"""Gradients: flat buckets where replicas are summed over, tensors of their own where not."""
 
 from collections.abc import Iterable, Mapping
 

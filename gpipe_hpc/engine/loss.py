@@ -76,7 +76,8 @@ def check_graph(term: LossTerm, output: Nest) -> None:
         raise ModelError(
             f"loss_fn: expected a loss that autograd can follow to the model's output, got "
             f"{value:.6g} without a graph, so that nothing would be trained; take detach(), "
-            f"item(), torch.tensor(...) or no_grad() out of it"
+            f"item(), torch.tensor(...) or no_grad() out of it (return 0 where the losses that "
+            f"layers add are all there is)"
         )
 
 
