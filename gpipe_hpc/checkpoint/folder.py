@@ -1,6 +1,7 @@
 """What is in a checkpoint's folder, and what goes wrong when it is written or read."""
 
 import json
+import os
 import re
 import shutil
 import warnings
@@ -101,6 +102,15 @@ def room_at(folder: Path, needed_bytes: int) -> str:
         f"its file system has {free_bytes / 1e6:,.3f} MB free and the checkpoint takes about "
         f"{needed_bytes / 1e6:,.3f} MB; look at the disk, or use another folder"
     )
+
+
+def sync(path: Path) -> None:
+    """Make a file, or a rename within a folder, last over a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 @contextmanager

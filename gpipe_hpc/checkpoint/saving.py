@@ -20,6 +20,7 @@ from gpipe_hpc.checkpoint.folder import (
     model_tensors,
     named,
     room_at,
+    sync,
 )
 from gpipe_hpc.checkpoint.options import describe_groups, merge_groups
 from gpipe_hpc.comm.group import broadcast_object
@@ -107,7 +108,7 @@ def _finish(path: Path, partial: Path, facts: Mapping[str, Any], needed_bytes: i
             f"checkpoint {path}: expected it to be written, got {error}; {remedy}"
         ) from error
     try:
-        _sync_folder(path.parent)
+        sync(path.parent)
     except OSError as error:
         log.warning("checkpoint %s: whole, but may be lost with a power cut: %s", path, error)
 
@@ -193,12 +194,3 @@ def _facts(
         "optimizer": groups,
         "extra": dict(extra),
     }
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename within `folder` last over a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

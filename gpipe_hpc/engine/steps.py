@@ -38,7 +38,8 @@ class Site:
         """Form the groups; the same call on every rank.
 
         One pipeline of all ranks needs one group: each is a thread that wakes up 100 times a
-        second (Gloo), or buffers of its own (NCCL).
+        second (Gloo), or buffers of its own (NCCL). The world's own group is not used: boundaries
+        travel on its connections, which the sums of a step would have to share.
         """
         everybody = world.group([tuple(range(world.size))])
         if mesh.replicas == 1:

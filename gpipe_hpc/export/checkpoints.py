@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from gpipe_hpc.checkpoint import read_facts
+from gpipe_hpc.checkpoint import read_facts, read_metadata
 from gpipe_hpc.errors import CheckpointError
 from gpipe_hpc.export.files import SHARD_BYTES, ExportFolder, Shard, companion_files, in_files
 from gpipe_hpc.models import Layer, build_layer, find_ties, global_name
@@ -52,7 +52,7 @@ def export_checkpoint(
 
 def _tensors_of(source: Path, layers: Sequence[Layer], modules: Sequence[nn.Module]) -> list[Shard]:
     """Return each layer's tensors in the checkpoint, without values, by the names in it."""
-    stored = FileSystemReader(source).read_metadata().state_dict_metadata
+    stored = read_metadata(source).state_dict_metadata
     repeated = {place for tie in find_ties(layers) for place in tie.places[1:]}
     found: list[Shard] = []
     for index, module in enumerate(modules):

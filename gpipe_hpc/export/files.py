@@ -10,7 +10,7 @@ from typing import Final, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from gpipe_hpc.checkpoint import PARTIAL_SUFFIX
+from gpipe_hpc.checkpoint import PARTIAL_SUFFIX, sync
 from gpipe_hpc.errors import CheckpointError
 from gpipe_hpc.models import global_name
 from gpipe_hpc.models.huggingface.library import safetensors, safetensors_torch
@@ -60,7 +60,7 @@ class ExportFolder:
         values = {name: tensor.detach().cpu().contiguous() for name, tensor in shard.items()}
         try:
             safetensors_torch().save_file(values, file, metadata={"format": "pt"})
-            _sync(file)
+            sync(file)
         except (OSError, safetensors().SafetensorError) as error:
             raise _unwritten(file, error) from error
         return file.name, {name: tensor.nbytes for name, tensor in values.items()}
@@ -77,9 +77,9 @@ class ExportFolder:
         try:
             for name, text in texts.items():
                 (self.partial / name).write_text(text, "utf-8")
-                _sync(self.partial / name)
+                sync(self.partial / name)
             os.rename(self.partial, self.path)
-            _sync(self.path.parent)
+            sync(self.path.parent)
         except OSError as error:
             raise _unwritten(self.path, error) from error
 
@@ -98,15 +98,6 @@ def companion_files(layers: Iterable[nn.Module]) -> dict[str, str]:
         if dtypes and isinstance(layer, Exporting):
             return layer.companion_files(dtypes[0])
     return {}
-
-
-def _sync(path: Path) -> None:
-    """Make a file, or a rename within a folder, last over a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _unwritten(path: Path, error: Exception) -> CheckpointError:

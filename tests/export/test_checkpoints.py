@@ -76,3 +76,13 @@ def test_another_model_is_refused_by_name(tmp_path: Path):
     with pytest.raises(CheckpointError, match="nowhere"):
         export_checkpoint(tmp_path / "nowhere", other, tmp_path / "exported")
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_a_checkpoint_cut_short_is_named_and_nothing_is_made(tmp_path: Path):
+    layers = [LayerSpec(nn.Linear, 4, 4)]
+    Pipeline(layers, token_cross_entropy).save(tmp_path / "checkpoint")
+    listed = tmp_path / "checkpoint" / ".metadata"
+    listed.write_bytes(listed.read_bytes()[:50])
+    with pytest.raises(CheckpointError, match=r"expected to read .*\.metadata"):
+        export_checkpoint(tmp_path / "checkpoint", layers, tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
