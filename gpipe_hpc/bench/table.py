@@ -33,13 +33,17 @@ def markdown(figures: Figures) -> str:
 def block_lines(
     rows: Sequence[Row], weighed: Mapping[str, Sequence[int]] | None = None
 ) -> Iterator[str]:
-    """Yield the lines of one block's table; `weighed`: bytes of each row's tensors, by its name."""
+    """Yield the lines of one block's table.
+
+    `weighed`: bytes of each row's tensors, by its name; without any there is no column for them.
+    """
     floor = next((row.median_s for row in rows if row.contestant == "floor"), None)
-    yield f"| {' | '.join(_HEAD)} |"
-    yield "|" + "---|" * 3 + "---:|" * (len(_HEAD) - 3)
+    num_columns = len(_HEAD) if weighed else len(_HEAD) - 1
+    yield f"| {' | '.join(_HEAD[:num_columns])} |"
+    yield "|" + "---|" * 3 + "---:|" * (num_columns - 3)
     for row in rows:
         tensors = (weighed or {}).get(row.name, ())
-        yield f"| {' | '.join(_cells(row, floor, tensors))} |"
+        yield f"| {' | '.join(_cells(row, floor, tensors)[:num_columns])} |"
 
 
 def _cells(row: Row, floor_s: float | None, tensors: Sequence[int]) -> list[str]:
