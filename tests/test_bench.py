@@ -122,7 +122,8 @@ def test_layer_times_of_ranks_are_put_together():
 
 def test_disturbed_visits_do_not_count():
     cell = Cell("ours", "A", "gpipe", 2)
-    each = Measured(cell, [sample(1.0), sample(3.0), sample(0.5, is_disturbed=True)], [7, 8])
+    each = Measured(cell, [sample(1.0), sample(3.0), sample(0.5, is_disturbed=True)])
+    each.peaks = [[6, 8], [8, 8]]
     each.notes = [{"counts": [4, 4]}]
     (found,) = rows_of(Block("A", 2, "core", (cell,)), [each])
     assert (found.median_s, found.num_clean, found.num_visits) == (2.0, 2, 3)
@@ -573,7 +574,7 @@ def test_past_the_deadline_only_what_was_not_seen_is_opened_again(
     monkeypatch.setattr(rounds, "Crew", Answering)
     conductor = Conductor([Contestant("one", "m:One", 1)], tmp_path)
     lost, seen, new = (
-        Measured(Cell("one", "T", way, 2), notes=[{}]) for way in ("lost", "seen", "new")
+        Measured(Cell("one", "T", way, 2), is_open=True) for way in ("lost", "seen", "new")
     )
     seen.samples.append(sample(1.0))
     deadline_s = time.monotonic() + (-1.0 if is_late else 60.0)
@@ -582,3 +583,57 @@ def test_past_the_deadline_only_what_was_not_seen_is_opened_again(
     (crew,) = conductor.crews.values()
     assert crew.opened == reopened
     assert lost.failed and not seen.failed and not new.failed
+
+
+class Sitting:
+    """A crew that does nothing, and notes what it is asked."""
+
+    version, absent = "1", {}
+
+    def __init__(self, *args):
+        self.asked = []
+
+    def ask(self, request, timeout_s=0.0):
+        if request["do"] == "open":
+            self.asked.append(f"open {request['cell']['variant']}")
+            return [{"peak_bytes": 100 * len(self.asked), "step_s": 1.0, "names": None}]
+        self.asked.append(request["do"])
+        return [{}]
+
+    def run(self, key, num_steps):
+        self.asked.append(f"run {key.split()[-1]}")
+        return [{"wall_s": 1.0, "cpu_s": 0.0, "num_preempted": 0}]
+
+    def close(self):
+        pass
+
+
+def test_cells_are_opened_anew_in_each_sitting_the_last_first(tmp_path, monkeypatch):
+    """Where a cell's memory lay decided for all of its steps."""
+    monkeypatch.setattr(rounds, "Crew", Sitting)
+    monkeypatch.setattr(rounds, "is_disturbed", lambda wall_s, foreign_s: False)
+    conductor = Conductor([Contestant("one", "m:One", 1)], tmp_path)
+    cells = tuple(Cell("one", "T", way, 2, wanted=wanted) for way, wanted in (("a", 3), ("b", 2)))
+    block = Block("T", 2, "core", cells)
+    first, second = conductor.measure(block, time.monotonic() + 60.0, 4, num_sittings=2)
+    (crew,) = conductor.crews.values()
+    begin, middle = crew.asked.index("open a"), crew.asked.index("close")
+    assert sorted(crew.asked[begin + 2 : middle]) == ["run a", "run a", "run b"]
+    assert crew.asked[middle + 1 : middle + 3] == ["open b", "open a"]
+    assert sorted(crew.asked[middle + 3 :]) == ["close", "run a", "run b"]
+    assert (len(first.clean), len(second.clean)) == (3, 2)
+    assert first.peak_bytes == (sum(first.peaks[0] + first.peaks[1]) / 2,)
+
+
+def test_no_sitting_is_given_more_than_its_share_of_the_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(rounds, "Crew", Sitting)
+    conductor = Conductor([Contestant("one", "m:One", 1)], tmp_path)
+    shares = []
+
+    def sit(course, num_rounds):
+        shares.append(course.deadline_s - time.monotonic())
+
+    monkeypatch.setattr(conductor, "_sit", sit)
+    block = Block("T", 2, "core", (Cell("one", "T", "a", 2),))
+    conductor.measure(block, time.monotonic() + 60.0, num_sittings=3)
+    assert shares == pytest.approx([20.0, 30.0, 60.0], abs=1.0)

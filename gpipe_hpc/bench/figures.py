@@ -132,7 +132,7 @@ def _figures_of(each: Measured, floor: Measured | None) -> Row:
         median_s=median_step(each),
         quartiles_s=quartiles(steps) if steps else None,
         cpu_s=statistics.median(sample.cpu_s for sample in counted),
-        peak_bytes=tuple(each.peak_bytes),
+        peak_bytes=each.peak_bytes,
         gradient_error=each.gradient_error,
         limit_s=limit.step_s if limit else None,
         bubble=limit.bubble if limit else None,

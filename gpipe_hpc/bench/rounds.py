@@ -1,6 +1,7 @@
 """Ask all contestants in turn, so that they share the machine's noise. Loads no torch."""
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,16 +47,27 @@ class Sample:
 
 @dataclass
 class Measured:
-    """What is known of a cell."""
+    """What is known of a cell.
+
+    `peaks`: bytes of each rank, of each time it was opened. `sitting`: undisturbed visits before
+    this sitting, and those wanted at its end.
+    """
 
     cell: Cell
     samples: list[Sample] = field(default_factory=list)
-    peak_bytes: list[int] = field(default_factory=list)
+    peaks: list[list[int]] = field(default_factory=list)
     gradient_error: float | None = None
     num_steps: int = 1
     opened_s: float | None = None
+    is_open: bool = False
     failed: str = ""
     notes: list[dict[str, Any]] = field(default_factory=list)
+    sitting: tuple[int, int] | None = None
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """Return the mean peak of each rank: where holes of the heap lie is up to chance."""
+        return tuple(round(statistics.fmean(ranks)) for ranks in zip(*self.peaks, strict=True))
 
     @property
     def patience_s(self) -> float:
@@ -77,10 +89,15 @@ class Measured:
 
     def is_due(self, round_number: int, num_rounds: int) -> bool:
         """Say whether it is behind its share of undisturbed visits, spread over the rounds."""
-        wanted = self.cell.wanted
-        if self.failed or len(self.clean) >= wanted:
+        before, goal = self.sitting or (0, self.cell.wanted)
+        num_clean, wanted = len(self.clean) - before, goal - before
+        if self.failed or num_clean >= wanted:
             return False
-        return len(self.clean) * num_rounds <= wanted * round_number
+        return num_clean * num_rounds <= wanted * round_number
+
+    def sit_down(self, number: int, num_sittings: int) -> None:
+        """Begin a sitting: want that share of the undisturbed visits by its end."""
+        self.sitting = len(self.clean), math.ceil(self.cell.wanted * (number + 1) / num_sittings)
 
 
 @dataclass(frozen=True)
@@ -147,24 +164,41 @@ class Conductor:
     def _crew_of(self, cell: Cell) -> str:
         return self.contestants[cell.contestant].crew
 
-    def measure(self, block: Block, deadline_s: float, num_rounds: int = 10) -> list[Measured]:
-        """Open the block's cells, visit them in turn until the deadline, and close them."""
+    def measure(
+        self, block: Block, deadline_s: float, num_rounds: int = 10, *, num_sittings: int = 1
+    ) -> list[Measured]:
+        """Open the block's cells, visit them in turn until the deadline, and close them.
+
+        In several sittings, as where a cell's memory comes to lie makes it faster or slower for as
+        long as it is open.
+        """
         measured = [Measured(cell) for cell in block.cells]
-        course = _Course(measured, self._reference(block.workload), deadline_s)
-        open_until_s = time.monotonic() + _OPENING_SHARE * (deadline_s - time.monotonic())
-        for each in measured:
-            if time.monotonic() < open_until_s:
+        reference = self._reference(block.workload)
+        for number in range(num_sittings):
+            now_s = time.monotonic()
+            until_s = now_s + (deadline_s - now_s) / (num_sittings - number)
+            # Who is opened last finds the heap as others left it: in turn that is somebody else.
+            order = measured[:: -1 if number % 2 else 1]
+            for each in order:
+                each.sit_down(number, num_sittings)
+            self._sit(_Course(order, reference, until_s), math.ceil(num_rounds / num_sittings))
+        return measured
+
+    def _sit(self, course: _Course, num_rounds: int) -> None:
+        """Open cells, visit them in turn until the deadline, and close them."""
+        open_until_s = time.monotonic() + _OPENING_SHARE * (course.deadline_s - time.monotonic())
+        for each in course.measured:
+            if time.monotonic() < open_until_s and not each.failed:
                 self._open(each, course)
-            else:
-                each.failed = "no time was left for it"
         self._visit(course, num_rounds)
-        keys = [each.cell.key for each in measured]
+        for each in course.measured:
+            each.is_open = False
+        keys = [each.cell.key for each in course.measured]
         for name in list(self.crews):
             try:
                 self.crews[name].ask({"do": "close", "cells": keys})
             except CrewError:
                 self.restart(name)
-        return measured
 
     def weigh(self, block: Block) -> dict[str, list[int]]:
         """Return what the tensors of each cell take at their peak, in bytes of each rank.
@@ -210,8 +244,8 @@ class Conductor:
             return False
         if each.opened_s is None:
             each.opened_s = time.monotonic() - begin_s
-        each.notes = answers
-        each.peak_bytes = [answer["peak_bytes"] for answer in answers]
+        each.notes, each.is_open = answers, True
+        each.peaks.append([answer["peak_bytes"] for answer in answers])
         each.gradient_error, each.failed = check_gradients(each.cell, answers)
         each.choose_steps(max(answer["step_s"] for answer in answers))
         return True
@@ -219,7 +253,9 @@ class Conductor:
     def _visit(self, course: _Course, num_rounds: int) -> None:
         # Others may disturb two of three rounds before the block gives up.
         for number in range(3 * num_rounds):
-            due = [each for each in course.measured if each.is_due(number, num_rounds)]
+            due = [
+                each for each in course.measured if each.is_open and each.is_due(number, num_rounds)
+            ]
             # Nobody always follows the same one.
             start = number % max(len(due), 1)
             for each in due[start:] + due[:start]:
@@ -242,7 +278,7 @@ class Conductor:
         each.failed = reason
         name = self._crew_of(each.cell)
         self.restart(name)
-        opened = [other for other in course.measured if other.notes and not other.failed]
+        opened = [other for other in course.measured if other.is_open and not other.failed]
         for other in opened:
             if self._crew_of(other.cell) != name:
                 continue

@@ -15,10 +15,10 @@ from gpipe_hpc.bench.table import block_lines
 _GUESS_S: Final = {"A": 1.3, "A16": 0.8, "B": 0.8, "C": 1.3, "T": 0.25}
 
 
-def cost_s(block: Block) -> float:
+def cost_s(block: Block, num_sittings: int = 1) -> float:
     """Return about how long a block takes when nothing disturbs: two steps to open a cell."""
     step_s = _GUESS_S.get(block.workload, 1.0)
-    return sum(step_s * (2 + cell.wanted) + 0.5 for cell in block.cells)
+    return sum(step_s * cell.wanted + num_sittings * (2 * step_s + 0.5) for cell in block.cells)
 
 
 def new_figures() -> Figures:
@@ -33,6 +33,7 @@ def run_blocks(
     *,
     budget_s: float,
     done: Callable[[Figures], None],
+    num_sittings: int = 1,
     say: Callable[[str], None] = print,
 ) -> None:
     """Measure each block within its share of the time; `done` is called after each.
@@ -43,12 +44,12 @@ def run_blocks(
     figures.versions |= {name: f"torch {text}" for name, text in conductor.versions.items()}
     for number, block in enumerate(blocks):
         begin_s = time.monotonic()
-        left = sum(cost_s(each) for each in blocks[number:])
-        share_s = (end_s - begin_s) * cost_s(block) / left
+        left = sum(cost_s(each, num_sittings) for each in blocks[number:])
+        share_s = (end_s - begin_s) * cost_s(block, num_sittings) / left
         if share_s < 1.0:
             say(f"no time is left for {len(blocks) - number} blocks, from {block.name} on")
             return
-        measured = conductor.measure(block, begin_s + share_s)
+        measured = conductor.measure(block, begin_s + share_s, num_sittings=num_sittings)
         figures.blocks[block.name] = rows_of(block, measured)
         figures.versions |= peer_versions(measured)
         done(figures)
