@@ -41,7 +41,7 @@ from gpipe_hpc.bench.worker import Worker
 from gpipe_hpc.bench.workloads import make_workload, plain_gradients
 from gpipe_hpc.config import BenchConfig
 from gpipe_hpc.errors import ConfigError, DataError
-from gpipe_hpc.schedule import build, schedule_names
+from gpipe_hpc.schedule import build, schedule_names, to_text
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -118,6 +118,24 @@ def test_layer_times_of_ranks_are_put_together():
     assert times.forward == (1, 2) and times.backward == (2, 3)
     # An input's half that came out above the whole is the whole.
     assert times.input_half == (1, 3)
+
+
+def test_no_limit_lies_below_the_floor():
+    """In turn one rank is late: each alone takes 1 s in the median, a step of both takes 2 s."""
+    ranks = [(1.0, 2.0), (2.0, 1.0), (1.0, 1.0), (1.0, 2.0), (2.0, 1.0)]
+    samples = [Sample(each, sum(each), 0.0, 0, False) for each in ranks]
+    layers = {str(index): [1.0, 2.0, 1.0] for index in range(4)}
+    halves = [dict(list(layers.items())[:2]), dict(list(layers.items())[2:])]
+    floor = Measured(floor_cell("A", 4), samples)
+    floor.notes = [{"counts": [2, 2], "layers": half} for half in halves]
+    ours = Measured(Cell("ours", "A", "gpipe", 4), samples)
+    table = build("gpipe", ranks=2, microbatches=4)
+    ours.notes = [{"counts": [2, 2], "table": to_text(table)}] * 2
+    block = Block("A", 4, "core", (floor.cell, ours.cell))
+    below, found = rows_of(block, [floor, ours])
+    assert below.median_s == 2.0
+    assert found.limit_s == pytest.approx(2.0 * 5 / 4)
+    assert found.bubble == pytest.approx(1 - 4 / 5)
 
 
 def test_disturbed_visits_do_not_count():

@@ -5,7 +5,6 @@ from dataclasses import replace
 from gpipe_hpc.bench.cells import (
     CONTESTANTS,
     FULL,
-    MAIN,
     OTHER,
     OUR_MAIN,
     RARE,
@@ -66,11 +65,7 @@ def peer_cells(workload: str, microbatches: int) -> list[Cell]:
 def core(workload: str, microbatches: int) -> Block:
     """Return the block that claims rest on: our main schedules, and all peers."""
     ours = our_cells(workload, microbatches, OUR_MAIN)
-    again = [
-        replace(cell, recompute="except_last", wanted=MAIN if cell.variant == "gpipe" else OTHER)
-        for cell in ours
-        if cell.variant in _AGAIN
-    ]
+    again = [replace(cell, recompute="except_last") for cell in ours if cell.variant in _AGAIN]
     theirs = [
         replace(cell, wanted=OTHER) if cell.variant == _SLOW else cell
         for cell in torch_cells(workload, microbatches)

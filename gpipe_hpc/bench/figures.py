@@ -152,6 +152,16 @@ def median_ranks(each: Measured) -> list[float]:
     return [statistics.median(times) for times in zip(*(v.ranks_s for v in visits), strict=True)]
 
 
+def floor_ranks(floor: Measured) -> list[float]:
+    """Return what each rank of the floor takes, the slower one as long as the floor's step.
+
+    A step is the later of the ranks' times, and noise makes its median longer than theirs: limits
+    from those alone lay below the floor, which nobody can reach.
+    """
+    ranks_s = median_ranks(floor)
+    return [rank_s * median_step(floor) / max(ranks_s) for rank_s in ranks_s]
+
+
 def quartiles(steps: Sequence[float]) -> tuple[float, float]:
     """Return the first and third quartile; of few values their range."""
     if len(steps) < 4:
@@ -167,7 +177,7 @@ def _limit(each: Measured, floor: Measured | None) -> Limit | None:
         return None
     times = LayerTimes.of([note["layers"] for note in floor.notes])
     floor_counts = floor.notes[0]["counts"]
-    return limit_of(schedule, each.notes[0]["counts"], times, median_ranks(floor), floor_counts)
+    return limit_of(schedule, each.notes[0]["counts"], times, floor_ranks(floor), floor_counts)
 
 
 def table_of(cell: Cell, notes: Sequence[Mapping[str, Any]]) -> Schedule | None:
