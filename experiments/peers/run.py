@@ -27,7 +27,6 @@ OUT = HERE / "out"
 # Shares of the time for the blocks that claims rest on, and seconds for the small parts.
 FIRST_SHARE = 0.7
 WEIGHED = ("A", "B", "C")
-STARTUP_S = 60.0
 GROWTH_S = 180.0
 
 

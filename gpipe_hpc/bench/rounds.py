@@ -178,7 +178,7 @@ class Conductor:
             now_s = time.monotonic()
             until_s = now_s + (deadline_s - now_s) / (num_sittings - number)
             # Who is opened last finds the heap as others left it: in turn that is somebody else.
-            order = measured[:: -1 if number % 2 else 1]
+            order = measured[::-1] if number % 2 else measured
             for each in order:
                 each.sit_down(number, num_sittings)
             self._sit(_Course(order, reference, until_s), math.ceil(num_rounds / num_sittings))

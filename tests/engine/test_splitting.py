@@ -224,6 +224,7 @@ def same(left, right):
 def assert_equal(whole, split):
     """Equal to the bit: the output, the gradients of the input and of every parameter."""
     assert same(whole.output, split.output)
+    assert len(whole.input_gradients) == len(split.input_gradients)
     assert all(map(same, whole.input_gradients, split.input_gradients))
     assert len(whole.gradients) == len(split.gradients)
     assert all(map(same, whole.gradients, split.gradients))
@@ -275,7 +276,7 @@ def test_each_parameter_has_its_gradient_in_i_or_in_w(make, make_input):
     [c for c in ALL if c[0].startswith(("linear of 3", "gpt", "conv2d", "layer", "embed"))], SOME
 )
 def test_recomputation(make, make_input):
-    both(make, make_input, recomputes=True)
+    assert both(make, make_input, recomputes=True).has_weights
 
 
 @pytest.mark.parametrize("recomputes", [False, True])

@@ -16,6 +16,7 @@ from gpipe_hpc import Pipeline, run_on_threads
 from gpipe_hpc.comm.group import SoloGroup
 from gpipe_hpc.engine import fusing, joints
 from gpipe_hpc.engine.routes import Edge, StageRoutes
+from gpipe_hpc.engine.splitting import Deferred
 from gpipe_hpc.engine.stage import Stage
 from gpipe_hpc.engine.work import Keep, Recipe, StageWork
 from gpipe_hpc.errors import ModelError
@@ -483,6 +484,8 @@ def test_slopes_of_a_weight_that_was_swapped_are_refused(splits, fuses):
 @pytest.mark.parametrize("function", [equilibrium, force])
 def test_a_torch_that_cannot_tell_gets_whole_backwards(function, monkeypatch):
     monkeypatch.setattr(joints, "_will_execute", None)
+    deferred = Deferred(fuses=True, splits=True)
+    assert not deferred.splits and not deferred.fuses
     for splits, fuses in WAYS.values():
         compare(partial(Apply, function), splits, fuses)
 
