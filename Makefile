@@ -47,6 +47,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses 8 tests/test_fitness.py
+	@$(BIN)/python tests/longest.py
 
 format: $(STAMP)
 	$(BIN)/ruff format .
