@@ -32,8 +32,8 @@ from gpipe_hpc.training.data import (
     Request,
     ShuffledSampler,
     open_data,
-    sequential_batches,
     tolerance,
+    validation_batches,
 )
 from gpipe_hpc.training.optimizer import build_optimizer, own_options, states_per_parameter
 from gpipe_hpc.training.run_folder import Checkpoints
@@ -69,7 +69,7 @@ class Session:
     def validation_batches(self) -> Batches:
         """Return this rank's part of every global batch to validate on; close it after use."""
         train = self.config.train
-        batches = sequential_batches(
+        batches = validation_batches(
             self.facts.num_validation_samples, train.batch_size, train.validate_batches
         )
         plan = (PlannedBatch(indices, epoch=0, position=0) for indices in batches)

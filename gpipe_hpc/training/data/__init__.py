@@ -32,7 +32,7 @@ from gpipe_hpc.training.data.images import (
 )
 from gpipe_hpc.training.data.jsonl import open_jsonl
 from gpipe_hpc.training.data.reading import BatchReader, Readers, Reading, Request
-from gpipe_hpc.training.data.sampler import PlannedBatch, ShuffledSampler, sequential_batches
+from gpipe_hpc.training.data.sampler import PlannedBatch, ShuffledSampler, validation_batches
 from gpipe_hpc.training.data.synthetic import (
     open_synthetic_images,
     open_synthetic_masks,
@@ -54,8 +54,8 @@ __all__ = [
     "Request",
     "ShuffledSampler",
     "open_data",
-    "sequential_batches",
     "tolerance",
+    "validation_batches",
 ]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -37,8 +37,7 @@ class TokenText(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """Tokens ``start`` to ``stop`` of a file; ``name`` is its path where all ranks agree on one."""
 
     path: Path

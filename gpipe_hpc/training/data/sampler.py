@@ -14,6 +14,7 @@ from gpipe_hpc.training.data.hashing import Words, absorb, hash_words
 
 _NUM_ROUNDS: Final = 12  # with fewer, pairs of places are not evenly spread in small sets
 _STREAM: Final = 4  # apart from the streams of synthetic samples
+_VALIDATION_KEY: Final = (2**64 - 1, 2**64 - 1)  # no run's (seed, epoch)
 
 
 class PlannedBatch(NamedTuple):
@@ -52,15 +53,24 @@ class ShuffledSampler:
         return [int(index) for index in order], position + size
 
 
-def sequential_batches(
+def validation_batches(
     num_samples: int, batch_size: int, max_batches: int | None = None
 ) -> Iterator[list[int]]:
-    """Yield all samples in order, for validation; the last batch may be smaller."""
-    num_batches = -(-num_samples // batch_size)
-    if max_batches is not None:
-        num_batches = min(num_batches, max_batches)
-    for first in range(0, num_batches * batch_size, batch_size):
-        yield list(range(first, min(first + batch_size, num_samples)))
+    """Yield batches of all samples, or of so many that `max_batches` hold; the last may be smaller.
+
+    Which samples: the first ones of a permutation that depends on `num_samples` alone, not on the
+    seed of a run, so that files that are sorted (by class, by source) do not bias the loss, every
+    validation of every run sees the same samples, and more batches hold those of fewer. They are
+    read in ascending order, which files and caches like best; a sum over them knows no order.
+    """
+    num_read = num_samples if max_batches is None else min(num_samples, batch_size * max_batches)
+    if num_read < num_samples:
+        places = np.arange(num_read, dtype=np.uint64)
+        indices = np.sort(permute(places, num_samples, _VALIDATION_KEY)).tolist()
+    else:
+        indices = range(num_samples)
+    for first in range(0, num_read, batch_size):
+        yield [int(index) for index in indices[first : first + batch_size]]
 
 
 def permute(places: Words, size: int, key: tuple[int, int]) -> Words:

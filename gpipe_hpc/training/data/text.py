@@ -3,6 +3,7 @@
 import os
 import sysconfig
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +19,9 @@ from gpipe_hpc.training.data.paths import expand, unreadable
 _LEFT_OUT: Final = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 )
+
+_MOST_PARTS: Final = 64  # of a file, each of which gives its end for validation
+_WINDOWS_HELD: Final = 16  # at least, in each end: few of them span two
 
 
 def open_python_source(config: PythonSourceConfig) -> TextSource:
@@ -40,7 +44,8 @@ def open_python_source(config: PythonSourceConfig) -> TextSource:
 def open_text(config: TextConfig) -> TextSource:
     """Return the given files, in order of their names, as one text.
 
-    Validation is `validation_paths`, or else the end of each file. Folders are taken where tokens
+    Validation is `validation_paths`, or else a share of each file: the ends of equal parts of it,
+    as many as leave each end with some windows. Folders are taken where tokens
     were asked for. Raises DataError for a pattern without files, a file that is missing, unreadable
     or empty, and one that ends inside a token.
     """
@@ -52,7 +57,7 @@ def open_text(config: TextConfig) -> TextSource:
             _given_file(path, itemsize) for path in expand(config.validation_paths, suffix)
         ]
     else:
-        train, validation = _split_ends(train, config.validation_fraction)
+        train, validation = _split_ends(train, config.validation_fraction, config.seq_len)
     what = ", ".join(config.paths)
     return _source(train, validation, config.dtype, config.seq_len, config.vocab_size, what)
 
@@ -90,13 +95,18 @@ def _whole_file(path: Path, name: str, itemsize: int) -> Segment:
 
 
 def _split_ends(
-    segments: Sequence[Segment], fraction: float
+    segments: Sequence[Segment], fraction: float, seq_len: int
 ) -> tuple[list[Segment], list[Segment]]:
+    """Hold back the ends of equal parts of each file: its own end may be unlike the rest."""
     train, validation = [], []
     for each in segments:
-        middle = each.stop - round(each.stop * fraction)
-        train.append(Segment(each.path, each.name, 0, middle))
-        validation.append(Segment(each.path, each.name, middle, each.stop))
+        num_parts = round(each.stop * fraction) // (_WINDOWS_HELD * seq_len)
+        num_parts = max(1, min(_MOST_PARTS, num_parts))
+        edges = [each.stop * part // num_parts for part in range(num_parts + 1)]
+        for start, stop in pairwise(edges):
+            middle = stop - round((stop - start) * fraction)
+            train.append(each._replace(start=start, stop=middle))
+            validation.append(each._replace(start=middle, stop=stop))
     return train, validation
 
 

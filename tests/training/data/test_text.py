@@ -59,6 +59,23 @@ def test_end_of_each_file_is_for_validation(tmp_path):
     assert set(all_inputs(source.validation)) == set(b"xy")
 
 
+def test_validation_comes_from_all_over_a_long_file(tmp_path):
+    """The end of a file alone was held back: in one sorted by source, the last source."""
+    text = np.repeat(np.arange(200, dtype=np.uint8), 100)
+    write(tmp_path / "a", text.tobytes())
+    source = open_data(TextConfig([f"{tmp_path}/a"], validation_fraction=0.05, seq_len=5))
+    held, kept = set(all_inputs(source.validation)), set(all_inputs(source.train))
+    sizes = [part.corpus.num_tokens for part in (source.train, source.validation)]
+    assert sum(sizes) == 20_000 and abs(sizes[1] - 1_000) <= 12  # rounded in each part
+    assert len(held) >= 10 and max(held) - min(held) > 150
+    assert len(kept) == 200
+    # Each token is on one side: windows are cut after the split.
+    segments = [*source.train.corpus.segments, *source.validation.corpus.segments]
+    places = sorted((each.start, each.stop) for each in segments)
+    assert [start for start, _ in places] == [0, *(stop for _, stop in places[:-1])]
+    assert places[-1][1] == 20_000
+
+
 def test_validation_files_of_their_own(tmp_path):
     train, held = write(tmp_path / "a", b"a" * 100), write(tmp_path / "v", b"v" * 30)
     source = open_data(TextConfig([str(train)], [str(held)], seq_len=9))
