@@ -52,9 +52,15 @@ class FusedKernels(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        fits = query.ndim == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]
-        if fits and attn_mask is None and (dropout_p == 0 or self._fuses_dropout):
-            fused: Tensor = _FUSED(query, key, value, 0.0, is_causal, scale=scale)[0]
+        query, key, value = map(_cast, (query, key, value))
+        attn_mask = attn_mask if attn_mask is None else _cast(attn_mask)
+        if self._fuses(query, key, value, attn_mask, dropout_p, enable_gqa):
+            if attn_mask is not None and attn_mask.dtype == torch.bool:
+                # As torch does: each call makes numbers of it anew, and keeps them.
+                attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+            fused: Tensor = _FUSED(
+                query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
+            )[0]
             return fused
         return F.scaled_dot_product_attention(
             query,
@@ -66,6 +72,49 @@ class FusedKernels(TorchFunctionMode):
             scale=scale,
             enable_gqa=enable_gqa,
         )
+
+    def _fuses(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        dropout: float,
+        enable_gqa: bool,
+    ) -> bool:
+        """Say whether the device has a fused kernel for a call, as torch chooses on CPUs.
+
+        Source: `use_flash_attention_cpp` of torch 2.13 (sdp_utils_cpp.cpp). On GPUs heads in
+        groups are for the flash kernel alone, which takes 16 bits and no mask.
+        """
+        on_cpu = not self._fuses_dropout
+        if query.ndim != 4 or key.ndim != 4 or value.ndim != 4 or (dropout > 0 and on_cpu):
+            return False
+        if mask is not None and (mask.ndim not in (2, 4) or mask.requires_grad):
+            return False
+        if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
+            return False
+        if query.shape[1] != key.shape[1] or key.shape[1] != value.shape[1]:
+            groups = enable_gqa and key.shape[1] == value.shape[1]
+            if not groups or query.shape[1] % key.shape[1]:
+                return False
+            if not (on_cpu or (mask is None and query.dtype.itemsize == 2)):
+                return False
+        several = (query, key, value)
+        return (
+            query.shape[0] == key.shape[0] == value.shape[0]
+            and all(each.shape[-2] > 0 for each in several)
+            and all(each.stride(-1) == 1 for each in several)
+        )
+
+
+def _cast(tensor: Tensor) -> Tensor:
+    """Cast as autocast casts what attention is given; it does not know the kernel itself."""
+    kind = tensor.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return tensor
+    casts = tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.to(torch.get_autocast_dtype(kind)) if casts else tensor
 
 
 def _drop(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

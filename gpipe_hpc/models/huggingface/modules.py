@@ -5,7 +5,6 @@ rotary angles), each tensor once: `Boundary`.
 """
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -16,7 +15,7 @@ from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models.huggingface.blueprint import Blueprint
 from gpipe_hpc.models.huggingface.calls import Call
 from gpipe_hpc.models.huggingface.stand_ins import Given, Listener
-from gpipe_hpc.models.huggingface.valueless import SayYes
+from gpipe_hpc.models.huggingface.valueless import run_as_with_values
 
 _TENSOR_INPUTS: Final = frozenset(
     {"input_ids", "attention_mask", "position_ids", "token_type_ids", "pixel_values"}
@@ -89,7 +88,7 @@ class HuggingFaceEmbedding(HuggingFaceLayer):
         parts, calls = self.blueprint.structure, self._calls
         arguments = parts.inputs | self._named(inputs)
         try:
-            with SayYes() if arguments[parts.main_input].is_meta else nullcontext():
+            with run_as_with_values(arguments[parts.main_input]):
                 self.get_submodule(parts.core)(**arguments)
             found = [Call.of(args, kwargs, "embedding") for args, kwargs in calls]
         finally:
