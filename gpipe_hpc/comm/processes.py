@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import secrets
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -17,12 +18,14 @@ from gpipe_hpc.comm.outbox import Outbox
 from gpipe_hpc.comm.payload import DirectPayload, Lane, Payload, StagedPayload
 from gpipe_hpc.comm.process_transport import Link, ProcessTransport
 from gpipe_hpc.comm.routed_transport import RoutedTransport
+from gpipe_hpc.comm.secret import SECRET_VARIABLE, Secret, secret_for_all
 from gpipe_hpc.comm.shared_transport import (
     SharedTransport,
     host_identity,
     open_shared_transport,
 )
 from gpipe_hpc.comm.transport import PlacedChannel, Transport
+from gpipe_hpc.errors import LaunchError
 
 _BREAK_TAG = 2**30
 _LATE_TAG = 2**28
@@ -80,15 +83,23 @@ class _Collective:
 class ProcessWorld:
     """This process among all ranks of the default process group.
 
-    Its own groups, connections and threads go with it, or with `close`.
+    `job_secret`: what all ranks know and others do not, if they have one. Its own groups,
+    connections and threads go with it, or with `close`.
     """
 
     def __init__(
-        self, device: torch.device, timeout_s: float, *, shares_memory: bool = True
+        self,
+        device: torch.device,
+        timeout_s: float,
+        *,
+        shares_memory: bool = True,
+        job_secret: Secret | None = None,
     ) -> None:
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.device = device
+        keys = _private_keys(self.rank)
+        self.secret = secret_for_all(job_secret, _number_of_world(keys, self.rank))
         self.activity: object = "starting"
         self._timeout = timedelta(seconds=timeout_s)
         uses_nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config())
@@ -105,7 +116,7 @@ class ProcessWorld:
         # Not by way of `self`: the watching thread must not keep the world alive.
         this = weakref.ref(self)
         self._board = FailureBoard(
-            _private_keys(self.rank),
+            keys,
             self.rank,
             self.size,
             activity=lambda: _activity(this()),
@@ -117,6 +128,20 @@ class ProcessWorld:
         self._release.atexit = False
         # Runs before the default group is left, which was there first.
         atexit.register(self._release)
+        self._refuse_strangers()
+
+    def _refuse_strangers(self) -> None:
+        """Let each rank prove the secret over the group; all raise LaunchError if one cannot."""
+        proof = self.secret.prove(f"rank {self.rank}")
+        proofs = self.everybody.all_gather_object(proof)
+        wrong = [r for r, p in enumerate(proofs) if not self.secret.proves(p, f"rank {r}")]
+        if wrong:
+            self.close()
+            raise LaunchError(
+                f"launch: the ranks do not share a secret, expected the one that rank "
+                f"{self.rank} has from {self.secret.source}, got another or none on "
+                f"{rank_names(wrong)}; give all ranks one {SECRET_VARIABLE}"
+            )
 
     def group(self, members: Sequence[Sequence[int]]) -> Group:
         """Form the groups `members` and return the one this rank is in."""
@@ -225,6 +250,13 @@ def _private_keys(rank: int) -> Store:
     """
     store = PrefixStore("gpipe_hpc", dist.distributed_c10d._get_default_store())
     return PrefixStore(f"world{store.add(f'worlds/{rank}', 1)}", store)
+
+
+def _number_of_world(keys: Store, rank: int) -> bytes:
+    """Return the random number that rank 0 draws for this world."""
+    if rank == 0:
+        keys.set("number", secrets.token_hex(32))
+    return keys.get("number")
 
 
 def _activity(world: ProcessWorld | None) -> str:

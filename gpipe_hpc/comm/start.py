@@ -9,6 +9,7 @@ import torch.distributed as dist
 from gpipe_hpc.comm.launcher import detect_launch
 from gpipe_hpc.comm.processes import ProcessWorld, leave_default_group
 from gpipe_hpc.comm.rendezvous import rendezvous
+from gpipe_hpc.comm.secret import job_secret
 from gpipe_hpc.comm.threads import ThreadHub, ThreadWorld
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.errors import ConfigError
@@ -23,6 +24,7 @@ def start_world(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     loopback: bool | None = None,
     shares_memory: bool = True,
+    secret_file: str | None = None,
 ) -> World:
     """Return the world of this process.
 
@@ -33,15 +35,19 @@ def start_world(
     `device`: auto | cpu | cuda. `backend`: auto | gloo | nccl. `timeout_s`: how long a rank
     waits for another before it gives up and says so. `loopback`: listen on this machine alone;
     None means when all ranks are on it. `shares_memory`: ranks of one host with CPU tensors hand
-    boundaries over in shared memory.
+    boundaries over in shared memory. `secret_file`: where the job's secret lies; None for
+    GPIPE_HPC_SECRET, else this user's own where all ranks are on one machine, else none.
     """
     if dist.is_initialized():
         chosen = _device(device, local_rank=None)
-        return ProcessWorld(chosen, timeout_s, shares_memory=shares_memory)
+        # Whether its ranks are on one machine is not known here, so no secret is made for them.
+        secret = job_secret(one_machine=False, secret_file=secret_file)
+        return ProcessWorld(chosen, timeout_s, shares_memory=shares_memory, job_secret=secret)
     launch = detect_launch()
     chosen = _device(device, launch.local_rank)
     if launch.world_size == 1:
         return ThreadWorld(ThreadHub(1, timeout_s), 0, chosen)
+    secret = job_secret(launch.one_machine, secret_file)
     store = rendezvous(launch, timeout_s, loopback)
     dist.init_process_group(
         _backend(backend, chosen),
@@ -51,7 +57,7 @@ def start_world(
         timeout=timedelta(seconds=timeout_s),
     )
     atexit.register(leave_default_group)
-    return ProcessWorld(chosen, timeout_s, shares_memory=shares_memory)
+    return ProcessWorld(chosen, timeout_s, shares_memory=shares_memory, job_secret=secret)
 
 
 def _device(name: str, local_rank: int | None) -> torch.device:

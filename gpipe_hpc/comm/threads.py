@@ -3,6 +3,7 @@
 The same engine runs on them as on processes; only this file and the in-memory transport know.
 """
 
+import secrets
 import threading
 import time
 from collections import deque
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from gpipe_hpc.comm.group import Group, Pending, SoloGroup, rank_names
 from gpipe_hpc.comm.memory_transport import MemoryTransport
+from gpipe_hpc.comm.secret import Secret
 from gpipe_hpc.comm.transport import Message, PlacedChannel, Transport
 from gpipe_hpc.errors import LaunchError, PeerError
 
@@ -42,6 +44,7 @@ class ThreadHub:
         self.timeout_s = timeout_s
         self.changed = threading.Condition()
         self.report: str | None = None
+        self.secret = Secret(secrets.token_bytes(32), "this process")
         self.queues: dict[PlacedChannel, deque[tuple[int, Message]]] = {}
         self._exchanges: dict[ExchangeKey, _Exchange] = {}
 
@@ -137,6 +140,7 @@ class ThreadWorld:
         self.rank = rank
         self.size = hub.size
         self.device = torch.device(device)
+        self.secret = hub.secret
         self.activity: object = "starting"
         self._num_groups: dict[tuple[int, ...], int] = {}
         self.everybody = self.group([tuple(range(self.size))])

@@ -108,6 +108,7 @@ class CommConfig:
     timeout_s: float = 600.0
     loopback: bool | None = None
     shared_memory: bool = True
+    secret_file: str | None = None
 
 
 @dataclass

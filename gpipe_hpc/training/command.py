@@ -71,6 +71,7 @@ def _train(config: Config, stop: StopRequest) -> int:
             timeout_s=config.comm.timeout_s,
             loopback=config.comm.loopback,
             shares_memory=config.comm.shared_memory,
+            secret_file=config.comm.secret_file,
         )
         return run_training(config, world, stop, doubts)
     except ConfigError as error:
