@@ -5,9 +5,11 @@ of references behind that only the garbage collector frees, dozens in a step. Co
 registered with torch's pytree are walked by it.
 """
 
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +20,11 @@ Nest = Any
 
 
 class Tree(NamedTuple):
-    """The containers of a nest without its leaves; hashable and picklable."""
+    """The containers of a nest without its leaves; hashable and picklable.
+
+    Trees are equal if nobody can tell what is built with them apart: keys that Python takes for
+    equal (1, True and 1.0; 0.0 and -0.0) make different ones, except strings they are `Key`s.
+    """
 
     kind: Any  # None for a leaf, a container's type, or a Registered
     keys: tuple[Any, ...] | None
@@ -28,11 +34,57 @@ class Tree(NamedTuple):
 LEAF = Tree(None, None, ())
 
 
-@dataclass(frozen=True)
+class Key:
+    """A dict's key that is no plain string: equal to those alone that pickle to the same bytes."""
+
+    __slots__ = ("_bytes", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self._bytes = b""  # made when it is compared: most trees never are
+
+    def __eq__(self, other: object) -> bool:
+        """Compare by type and value to the bit; NaN equals itself."""
+        return isinstance(other, Key) and self._exact() == other._exact()
+
+    def __hash__(self) -> int:
+        """Hash as compared."""
+        return hash(self._exact())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the value."""
+        return Key, (self.value,)
+
+    def __repr__(self) -> str:
+        """Return the value's."""
+        return repr(self.value)
+
+    def _exact(self) -> bytes:
+        self._bytes = self._bytes or _exactly(self.value)
+        return self._bytes
+
+
+@dataclass(frozen=True, eq=False)
 class Registered:
-    """The containers of a nest that torch's pytree walks."""
+    """The containers of a nest that torch's pytree walks.
+
+    Equal to those alone that pickle to the same bytes: what the walk takes for equal may hold
+    keys or flags that are not the same.
+    """
 
     spec: pytree.TreeSpec
+
+    def __eq__(self, other: object) -> bool:
+        """Compare what is sent of them."""
+        return isinstance(other, Registered) and self._exact == other._exact
+
+    def __hash__(self) -> int:
+        """Hash as compared."""
+        return hash(self._exact)
+
+    @cached_property
+    def _exact(self) -> bytes:
+        return _exactly(self)
 
     @classmethod
     def of(cls, nest: Nest) -> "Registered":
@@ -42,6 +94,14 @@ class Registered:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the containers themselves with numbers for leaves: a TreeSpec warns."""
         return Registered.of, (self.spec.unflatten(range(self.spec.num_leaves)),)
+
+
+def _exactly(value: object) -> bytes:
+    """Return what tells a value from all others; its address if it cannot be sent anyway."""
+    try:
+        return pickle.dumps(value)
+    except Exception:  # whatever a class of the user's raises
+        return str(id(value)).encode()
 
 
 def flatten(nest: Nest) -> tuple[list[Any], Tree]:
@@ -75,7 +135,8 @@ def _walk(nest: Nest, leaves: list[Any]) -> Tree:
     if kind is tuple or kind is list or (issubclass(kind, tuple) and hasattr(kind, "_fields")):
         return Tree(kind, None, tuple([_walk(child, leaves) for child in nest]))
     if kind is dict or kind is OrderedDict:
-        return Tree(kind, tuple(nest), tuple([_walk(child, leaves) for child in nest.values()]))
+        keys = tuple([key if type(key) is str else Key(key) for key in nest])
+        return Tree(kind, keys, tuple([_walk(child, leaves) for child in nest.values()]))
     # A torch.Size is registered, but comes back as a tuple: better a value.
     if isinstance(nest, torch.Tensor | torch.Size) or pytree.tree_is_leaf(nest):
         leaves.append(nest)
@@ -93,5 +154,6 @@ def _build(tree: Tree, leaves: Iterator[Any]) -> Nest:
         return spec.unflatten([next(leaves) for _ in range(spec.num_leaves)])
     children = [_build(child, leaves) for child in tree.children]
     if tree.keys is not None:
-        return tree.kind(zip(tree.keys, children, strict=True))
+        keys = [key.value if isinstance(key, Key) else key for key in tree.keys]
+        return tree.kind(zip(keys, children, strict=True))
     return tree.kind(*children) if hasattr(tree.kind, "_fields") else tree.kind(children)

@@ -22,7 +22,6 @@ from gpipe_hpc.comm.wire import (
     WORD_LENGTH,
     Catalogue,
     Slot,
-    Structure,
     TensorMeta,
     Word,
     assemble,
@@ -143,7 +142,7 @@ class ProcessTransport:
             header = self._payload.receive_word(
                 link.late, link.peer, word.header_bytes, torch.uint8
             ).wait()
-            link.catalogue.learn(Structure.from_bytes(header.numpy().tobytes()))
+            link.catalogue.learn(header.numpy().tobytes())
         structure = link.catalogue[word.structure]
         if word.structure != posted.expected:
             late = [self._payload.receive(link.late, link.peer, m) for m in structure.metas]

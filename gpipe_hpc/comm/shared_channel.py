@@ -166,7 +166,7 @@ class SharedReceiver:
             )
         if word.header_bytes:
             assert slot is not None, f"{self.channel}: a header without a slot"
-            self._catalogue.learn(Structure.from_bytes(slot.read_header(word.header_bytes)))
+            self._catalogue.learn(slot.read_header(word.header_bytes))
         structure = self._catalogue[word.structure]
         if slot is None:
             tensors = [meta.allocate(_HOST) for meta in structure.metas]  # without elements

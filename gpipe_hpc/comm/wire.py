@@ -17,6 +17,8 @@ from gpipe_hpc.errors import ModelError
 
 WORD_LENGTH = 5
 MAX_STRUCTURES = 256  # that a channel remembers
+MAX_STRUCTURE_BYTES = 4 * 2**20  # of memory for them; the newest may be larger by itself
+_LEAF_BYTES = 300  # about what a leaf takes besides its value
 
 
 class Word(NamedTuple):
@@ -70,11 +72,16 @@ EMPTY = Structure(flatten(())[1], ())
 
 
 def disassemble(nest: Nest) -> tuple[Structure, list[torch.Tensor]]:
-    """Split a nest into its structure and its tensors, detached, in leaf order."""
+    """Split a nest into its structure and its tensors, detached, in leaf order.
+
+    Their memory holds their elements: conjugation, for one, may be a mark that the tensor has.
+    Raises ModelError for what is no plain array: sparse, nested and quantized tensors.
+    """
     if isinstance(nest, torch.Tensor):
-        return _single(nest.shape, nest.dtype, nest.requires_grad), [nest.detach()]
+        elements = _elements(nest)
+        return _single(nest.shape, nest.dtype, nest.requires_grad), [elements]
     leaves, tree = flatten(nest)
-    tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    tensors = [_elements(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
     described = tuple(
         _meta(leaf) if isinstance(leaf, torch.Tensor) else _pickled(leaf) for leaf in leaves
     )
@@ -93,6 +100,22 @@ def assemble(structure: Structure, tensors: list[torch.Tensor]) -> Nest:
         for leaf in structure.leaves
     ]
     return unflatten(leaves, structure.tree)
+
+
+def _elements(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, detached, whose memory holds what its elements are."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        kind = "nested" if tensor.is_nested else tensor.dtype if tensor.is_quantized else None
+        raise ModelError(
+            f"boundary: expected plain (dense, strided) tensors between stages, got one that is "
+            f"{kind or tensor.layout}; let the layer return what it is made of (indices and "
+            f"values, or offsets), or put both layers into one stage"
+        )
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        return tensor.resolve_conj().resolve_neg()
+    # Zeros that autograd makes of nothing have no memory at all.
+    return tensor.clone() if tensor._is_zerotensor() else tensor
 
 
 class _ValuePickler(pickle.Pickler):
@@ -131,13 +154,19 @@ class Catalogue:
     """The structures that one end of a channel knows, by number.
 
     Both ends number new structures in the order of the messages that bring them, and forget the
-    oldest in the same order: values that change with every message must not fill the memory.
+    oldest in the same order: values that change with every message must not fill the memory,
+    neither by their number nor by their size. The newest stays, however large.
     """
 
-    def __init__(self, capacity: int = MAX_STRUCTURES) -> None:
+    def __init__(
+        self, capacity: int = MAX_STRUCTURES, capacity_bytes: int = MAX_STRUCTURE_BYTES
+    ) -> None:
         self._capacity = capacity
+        self._capacity_bytes = capacity_bytes
         self._numbers: dict[Structure, int] = {}
         self._structures: dict[int, Structure] = {0: EMPTY}
+        self._sizes: dict[int, int] = {}  # bytes of each, the oldest first
+        self._size_bytes = 0
         self._next = 1
 
     def identify(self, structure: Structure) -> tuple[int, bytes]:
@@ -147,17 +176,28 @@ class Catalogue:
         known = self._numbers.get(structure)
         if known is not None:
             return known, b""
-        return self.learn(structure), structure.to_bytes()
+        header = structure.to_bytes()
+        return self._add(structure, len(header)), header
 
-    def learn(self, structure: Structure) -> int:
+    def learn(self, header: bytes) -> int:
+        """Number the structure that a header brings."""
+        return self._add(Structure.from_bytes(header), len(header))
+
+    def _add(self, structure: Structure, header_bytes: int) -> int:
         """Number a new structure and forget the oldest."""
         number = self._next
         self._next += 1
         self._numbers[structure] = number
         self._structures[number] = structure
-        if len(self._numbers) > self._capacity:
-            oldest = next(iter(self._numbers))
-            del self._structures[self._numbers.pop(oldest)]
+        # Of what both ends know, so that they forget alike.
+        self._sizes[number] = header_bytes + _LEAF_BYTES * len(structure.leaves)
+        self._size_bytes += self._sizes[number]
+        while len(self._sizes) > 1 and (
+            len(self._sizes) > self._capacity or self._size_bytes > self._capacity_bytes
+        ):
+            oldest = next(iter(self._sizes))
+            self._size_bytes -= self._sizes.pop(oldest)
+            self._numbers.pop(self._structures.pop(oldest), None)
         return number
 
     def __getitem__(self, number: int) -> Structure:

@@ -1,13 +1,26 @@
 """What travels: structures, and when receives may be posted ahead."""
 
+import ctypes
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
+from enum import IntEnum
+from fractions import Fraction
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_hpc.comm.wire import EMPTY, Catalogue, Slot, Structure, TensorMeta, assemble, disassemble
+from gpipe_hpc.comm.wire import (
+    EMPTY,
+    MAX_STRUCTURE_BYTES,
+    Catalogue,
+    Slot,
+    Structure,
+    TensorMeta,
+    assemble,
+    disassemble,
+)
 from gpipe_hpc.errors import ModelError
 
 
@@ -96,6 +109,37 @@ class Box:
     inside: object
 
 
+Flag = IntEnum("Flag", {"ON": 1})
+CONFUSED = [1, True, 1.0, 1 + 0j, Fraction(1), Flag.ON, 0, 0.0, -0.0, (1, 2), (True, 2)]
+CONTAINERS = [
+    lambda key: {key: torch.ones(2)},
+    lambda key: OrderedDict({key: torch.ones(2)}),
+    lambda key: defaultdict(list, {key: torch.ones(2)}),
+    lambda key: ({"a": [{key: 0}]}, torch.ones(2)),
+    lambda key: (key, torch.ones(2)),
+]
+
+
+@pytest.mark.parametrize("make", CONTAINERS, ids=range(len(CONTAINERS)))
+def test_keys_and_values_that_python_takes_for_equal_are_told_apart(make):
+    """`{1: x}` after `{True: x}` arrived as `{True: x}`."""
+    sender, receiver = Catalogue(), Catalogue()
+    for key in CONFUSED * 2:
+        structure, tensors = disassemble(make(key))
+        number, header = sender.identify(structure)
+        if header:
+            assert receiver.learn(header) == number
+        got = assemble(receiver[number], tensors)
+        assert repr(got) == repr(make(key))
+    assert len(sender._structures) == 1 + len(CONFUSED)
+
+
+def test_a_nan_for_a_key_is_known_again():
+    catalogue = Catalogue()
+    headers = [catalogue.identify(disassemble({float("nan"): 1})[0])[1] for _ in range(3)]
+    assert headers[0] and headers[1:] == [b"", b""]
+
+
 def test_values_of_any_class_travel_but_hide_no_tensors():
     """A dataclass of tensors once went through as a value, and its gradient was lost."""
     assert through_the_wire((Box("text"), Box([1])))[0] == Box("text")
@@ -147,12 +191,77 @@ def test_values_that_change_with_every_message_do_not_fill_the_memory():
         structure, _ = disassemble((value, torch.ones(2)))
         number, header = sender.identify(structure)
         assert header, "each value is new"
-        assert receiver.learn(Structure.from_bytes(header)) == number
+        assert receiver.learn(header) == number
         assert receiver[number] == structure
     assert len(sender._structures) == len(receiver._structures) == 1 + 3
     assert sender.identify(disassemble((19, torch.ones(2)))[0]) == (number, b"")
     assert sender.identify(disassemble((0, torch.ones(2)))[0])[1], "forgotten, so sent again"
     assert sender.identify(EMPTY) == (0, b"") and sender[0] is EMPTY
+
+
+@pytest.mark.parametrize(("size", "num_kept"), [(300_000, 13), (10_000_000, 1)])
+def test_large_values_that_change_do_not_fill_the_memory(size, num_kept):
+    """256 structures of any size were kept: 205 MB of values of 800 kB."""
+    sender, receiver = Catalogue(), Catalogue()
+    for value in range(40):
+        structure, _ = disassemble((bytes([value]) * size, torch.ones(2)))
+        number, header = sender.identify(structure)
+        assert receiver.learn(header) == number
+        assert receiver[number] == sender[number] == structure
+        assert sender.identify(structure) == (number, b"")
+    for end in (sender, receiver):
+        kept = [s for s in end._structures.values() if s is not EMPTY]
+        assert len(kept) == num_kept
+        held = sum(len(leaf) for s in kept for leaf in s.leaves if isinstance(leaf, bytes))
+        assert held < max(MAX_STRUCTURE_BYTES, size + 100)
+
+
+def test_many_small_leaves_count_with_the_memory_that_they_take():
+    """A list of numbers takes a hundred times its header in Python's objects."""
+    catalogue = Catalogue()
+    for value in range(20):
+        catalogue.identify(disassemble([value] * 5000)[0])
+    assert len(catalogue._structures) - 1 == MAX_STRUCTURE_BYTES // (300 * 5000)
+
+
+LAZY = {
+    "conjugated": lambda: torch.tensor([1 + 2j, 3 - 1j]).conj(),
+    "negative": lambda: torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
+    "both": lambda: torch.view_as_real(torch.tensor([1 + 2j]).conj().resolve_conj()).neg(),
+    "conjugated transpose": lambda: torch.ones(2, 3, dtype=torch.complex128).mul(2j).mH,
+    "expanded": lambda: torch.arange(3.0).expand(2, 3),
+    "zeros without memory": lambda: torch._efficientzerotensor((2, 3)),
+}
+
+
+@pytest.mark.parametrize("make", LAZY.values(), ids=LAZY)
+def test_what_is_sent_holds_its_elements(make):
+    """isend refused a conjugated tensor, and zeros without memory crashed the process."""
+    tensor = make()
+    for nest in (tensor, {"a": tensor}):
+        _, (sent,) = disassemble(nest)
+        assert not (sent.is_conj() or sent.is_neg() or sent._is_zerotensor())
+        assert torch.equal(sent, tensor.clone())
+        there = sent.contiguous()
+        copy = torch.empty(there.shape, dtype=there.dtype)
+        ctypes.memmove(copy.data_ptr(), there.data_ptr(), there.nbytes)
+        assert torch.equal(copy, tensor.clone().resolve_conj().resolve_neg())
+
+
+@pytest.mark.parametrize(
+    ("tensor", "kind"),
+    [
+        (torch.eye(2).to_sparse(), "sparse_coo"),
+        (torch.eye(2).to_sparse_csr(), "sparse_csr"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
+    ],
+    ids=["coo", "csr", "nested"],
+)
+def test_a_tensor_that_is_no_plain_array_is_refused_by_name(tensor, kind):
+    """A transport could not send it and said so in torch's words, or on threads not at all."""
+    for nest in (tensor, (tensor,)):
+        with pytest.raises(ModelError, match=rf"boundary: expected plain.*got.*{kind}"):
+            disassemble(nest)
 
 
 def test_a_slot_knows_what_it_expects_also_once_the_catalogue_has_forgotten_it():

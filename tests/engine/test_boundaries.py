@@ -1,0 +1,105 @@
+"""What crosses between stages arrives as it was made, whatever made it and whatever carries it."""
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_hpc import LayerSpec, Pipeline
+from gpipe_hpc.comm.start import start_world
+from gpipe_hpc.comm.transport import PlacedChannel
+from gpipe_hpc.schedule import Channel
+
+WIDTH = 4
+both_ways = pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "gloo"])
+
+
+def mean_square(output, target):
+    return (output - target).square().sum(), float(len(target))
+
+
+def batches(num_steps, size=8):
+    generator = torch.Generator().manual_seed(3)
+    shape = (size, WIDTH)
+    return [
+        tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+        for _ in range(num_steps)
+    ]
+
+
+class Lazy(nn.Module):
+    """Return a conjugated and a negative view, and zeros; their gradients are such views, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.complex128)
+
+    def forward(self, x):
+        z = self.linear(torch.complex(x, x + 1)).conj()
+        return {"z": z, "minus": z.imag, "nothing": torch._efficientzerotensor((2, 3))}
+
+
+class Real(nn.Module):
+    def forward(self, nest):
+        z = nest["z"].conj()
+        return z.real * 2 + z.imag + nest["minus"] + nest["nothing"].sum()
+
+
+@both_ways
+def test_lazy_views_cross_between_processes(plain, processes, shares_memory, tmp_path):
+    """isend refused what is conjugated; the bit of a negative view was lost; both are dtypes."""
+    linear = nn.Linear, (WIDTH, WIDTH, True, None, torch.float64)
+    recipes = [plain.Recipe(Lazy, ()), plain.Recipe(Real, ()), plain.Recipe(*linear)]
+    data = batches(2)
+    expected = plain.train(recipes, mean_square, data, seed=5, microbatches=2, order=reversed_range)
+
+    def body(rank):
+        pipe = Pipeline(
+            [LayerSpec(factory, *args) for factory, args in recipes],
+            mean_square,
+            stages=2,
+            partition=[1, 2],
+            microbatches=2,
+            seed=5,
+            world=start_world(shares_memory=shares_memory),
+        )
+        return plain.train_rank(pipe, data)
+
+    assert plain.unite(processes(2, body, tmp_path), 2).distance(expected) < 1e-12
+
+
+def reversed_range(count):
+    return range(count)[::-1]
+
+
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool),
+    *(torch.complex128, torch.complex64, torch.complex32, torch.uint8, torch.int8),
+    *(torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+    *(torch.float8_e8m0fnu,),
+]
+
+
+@both_ways
+def test_every_dtype_crosses_between_processes(processes, shares_memory, tmp_path):
+    """Posted ahead and late, by its bits."""
+    there = PlacedChannel(Channel(0, 1, 0), source_rank=0, destination_rank=1, tag=0)
+    bits = torch.arange(32, dtype=torch.uint8).clamp(max=1)  # of bools, these are the values
+
+    def body(rank):
+        world = start_world(shares_memory=shares_memory)
+        transport = world.transport([there])
+        arrived = []
+        for _ in range(3):
+            if rank == 1:
+                transport.post(there, "training", 0)
+                nest = transport.wait(there, "training", 0).nest
+                arrived += [[str(t.dtype), t.view(torch.uint8).tolist()] for t in nest]
+            else:
+                nest = [bits.view(dtype) for dtype in DTYPES]
+                transport.send(there, "training", 0, nest, 1)
+            transport.finish()
+        return arrived
+
+    _, arrived = processes(2, body, tmp_path)
+    assert arrived == [[str(dtype), bits.tolist()] for dtype in DTYPES] * 3
