@@ -37,6 +37,10 @@ class CheckpointError(GpipeError):
     """A checkpoint that is missing, incomplete or of another model."""
 
 
+class RunFolderError(GpipeError):
+    """A run folder that another run holds, or that a run cannot go on in as it is asked to."""
+
+
 class LaunchError(GpipeError, RuntimeError):
     """The ranks could not be brought together; names who is missing."""
 

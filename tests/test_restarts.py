@@ -93,12 +93,16 @@ def test_a_checkpoint_cut_short_is_never_loaded(
     kept = tmp_path / "run" / "checkpoints"
     ranks = start_ranks(2, *mine, "model.slow=true", "run.dir=run", env=env)
     partial = kept / "step_00000006.partial"
-    until(lambda: partial.exists() and len(list(partial.iterdir())) == 2, 60, "all have written")
+    until(
+        lambda: partial.exists() and len(list(partial.glob("*.distcp"))) == 2,
+        60,
+        "all have written",
+    )
     for command in ranks.commands:
         command.signal(signal.SIGKILL)
     ranks.wait()
     assert sorted(p.name for p in kept.iterdir()) == ["step_00000003", "step_00000006.partial"]
-    assert "3 steps done" in train(2, *mine, "run.dir=run", env=env)
+    assert "3 steps done" in train(2, *mine, "run.dir=run", "checkpoint.resume=run", env=env)
     assert sorted(p.name for p in kept.iterdir()) == ["step_00000006", "step_00000009"]
     train(2, *mine, "run.dir=whole", env=env)
     same_end(tmp_path / "whole", tmp_path / "run")
@@ -110,7 +114,11 @@ def test_a_rank_killed_while_saving_is_named_by_the_others(start_ranks, tiny, tm
     env = {"PYTHONPATH": str(tmp_path)}
     ranks = start_ranks(3, *tiny, *slow, env=env)
     partial = tmp_path / "run" / "checkpoints" / "step_00000006.partial"
-    until(lambda: partial.exists() and len(list(partial.iterdir())) == 3, 60, "all have written")
+    until(
+        lambda: partial.exists() and len(list(partial.glob("*.distcp"))) == 3,
+        60,
+        "all have written",
+    )
     ranks.commands[1].signal(signal.SIGKILL)
     ranks.wait(20)
     for rank in (0, 2):

@@ -32,7 +32,8 @@ def test_one_process_trains_and_says_so(train, tiny, tmp_path):
     kept = {"step", "loss", "lr", "grad_norm", "step_time_s", "samples_per_s", "bubble"}
     assert kept <= lines(run)[0].keys()
     names = {path.name for path in run.iterdir()}
-    assert names == {"config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "logs"}
+    files = {"config.yaml", "run.json", "metrics.jsonl"}
+    assert names == files | {"tensorboard", "checkpoints", "logs"}
     assert "schedule: gpipe" in (run / "config.yaml").read_text()
 
 
@@ -152,18 +153,99 @@ def test_going_back_within_a_run(train, tiny, tmp_path, same_end):
 
 
 @SLOW
-@pytest.mark.parametrize("cause", ["REQUEUE", "TORCHELASTIC_RESTART_COUNT"])
-def test_a_restart_goes_on_from_its_own_steps(train, tiny, tmp_path, cause):
+def test_a_launchers_restart_goes_on_from_its_own_steps(train, tiny):
     """A run that began from another's checkpoint began there anew after every requeue."""
     train(1, *tiny, "train.steps=2", "run.dir=first")
     settings = (*tiny, "train.steps=6", "checkpoint.resume=first", "run.dir=run")
     assert "2 steps done" in train(1, *settings, "train.stop_at=4")
-    env = {}
-    if cause == "REQUEUE":
-        (tmp_path / "run" / "REQUEUE").write_text("4\n")
-    else:
-        env = {cause: "1"}
-    assert "4 steps done" in train(1, *settings, env=env)
+    restarted = {"TORCHELASTIC_RESTART_COUNT": "1"}
+    assert "4 steps done" in train(1, *settings, env=restarted)
+
+
+@SLOW
+@pytest.mark.parametrize("resume", ["never", "first"])
+def test_an_explicit_resume_wins_over_a_requeue_mark(train, tiny, tmp_path, resume):
+    """It was ignored where REQUEUE lay, and the run went on from its own newest."""
+    train(1, *tiny, "train.steps=2", "run.dir=first")
+    settings = (*tiny, "train.steps=6", "run.dir=run")
+    train(1, *settings, "train.stop_at=4")
+    (tmp_path / "run" / "REQUEUE").write_text("4\n")
+    output = train(1, *settings, f"checkpoint.resume={resume}")
+    assert "4 steps done" not in output and "auto would go on" in output
+    assert ("2 steps done" in output) == (resume == "first")
+    assert not (tmp_path / "run" / "REQUEUE").exists()
+
+
+def test_another_command_in_the_folder_of_a_run_is_refused_with_the_difference(
+    start, train, tiny, tmp_path
+):
+    """A second run in one Slurm allocation trained nothing, and overwrote config.yaml."""
+    job = {"SLURM_JOB_ID": "4711"}
+    train(1, *tiny, "train.steps=3", env=job)
+    run = tmp_path / "runs" / "slurm_4711"
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    second = (*tiny, "train.steps=3", "optimizer.lr=0.5", "model.width=32")
+    for count in ("0", "1"):
+        refused = start(*second, env=job | {"SLURM_RESTART_COUNT": count}).wait()
+        assert refused.code == 2, refused.output
+        assert "optimizer.lr: was 0.001, is 0.5" in refused.output
+        assert "model.width: was 16, is 32" in refused.output
+        assert "checkpoint.resume=never" in refused.output and "Traceback" not in refused.output
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    train(1, *second, env=job | {"SLURM_STEP_ID": "1"})
+    assert len(losses(tmp_path / "runs" / "slurm_4711_1")) == 3
+    said = train(1, *tiny, "train.steps=3", env=job)
+    assert "nothing to train" in said and "has 3 steps done" in said
+
+
+@SLOW
+def test_a_run_goes_on_with_changed_settings_when_told_and_keeps_the_earlier_ones(
+    train, tiny, tmp_path
+):
+    settings = (*tiny, "train.steps=6", "run.dir=run")
+    train(1, *settings, "train.stop_at=2")
+    run = tmp_path / "run"
+    train(1, *settings, "optimizer.lr=0.5", "train.stop_at=4", "checkpoint.resume=run")
+    assert "lr: 0.001" in (run / "config_1.yaml").read_text()
+    assert "lr: 0.5" in (run / "config.yaml").read_text()
+    (run / "REQUEUE").write_text("4\n")
+    said = train(1, *settings, "optimizer.lr=0.25")
+    assert "going on with another setting, optimizer.lr: was 0.5, is 0.25" in said
+    assert "lr: 0.5" in (run / "config_2.yaml").read_text()
+    assert [line["step"] for line in lines(run) if "loss" in line] == [*range(1, 7)]
+
+
+@SLOW
+def test_a_second_run_in_the_same_folder_is_refused_before_it_writes(start, tiny, tmp_path, until):
+    """It erased lines of the first one's metrics, and died at its checkpoint."""
+    run = tmp_path / "run"
+    first = start(*tiny, "train.steps=5000", "run.dir=run")
+    until(lambda: (run / "metrics.jsonl").exists() and len(lines(run)) > 2, 30, "it trains")
+    second = start(*tiny, "train.steps=9", "run.dir=run").wait()
+    assert second.code == 1 and f"got one of process {first.pid} on " in second.output
+    assert "Traceback" not in second.output
+    assert "steps: 5000" in (run / "config.yaml").read_text()
+    first.signal(signal.SIGTERM)
+    assert first.wait().code == STOPPED, first.output
+    steps = [line["step"] for line in lines(run)]
+    assert steps == [*range(1, len(steps) + 1)]
+    assert not (run / "LOCK").exists()
+
+
+@SLOW
+def test_the_lock_of_a_killed_run_is_taken_over(start, train, tiny, tmp_path, until):
+    run = tmp_path / "run"
+    settings = (*tiny, "train.steps=5000", "checkpoint.every=2", "run.dir=run")
+    first = start(*settings)
+    until(lambda: (run / "checkpoints" / "step_00000002").exists(), 30, "it saves")
+    first.signal(signal.SIGKILL)
+    first.wait()
+    assert (run / "LOCK").exists()
+    (newest, *_) = sorted((run / "checkpoints").glob("step_????????"), reverse=True)
+    done = int(newest.name.removeprefix("step_"))
+    said = train(1, *settings, f"train.stop_at={done + 1}")
+    assert "took over the lock of process" in said and f"{done} steps done" in said
+    assert sorted(path.name for path in run.glob("LOCK*")) == []
 
 
 @SLOW

@@ -42,6 +42,15 @@ def read_facts(path: Path) -> dict[str, Any]:
     return cast(dict[str, Any], facts)
 
 
+def read_owner(path: Path, key: str) -> str | None:
+    """Return what a checkpoint, whole or cut short, says in `extra` of who writes it, or None."""
+    try:
+        owner = json.loads((path / FACTS).read_text())["extra"][key]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return owner if isinstance(owner, str) else None
+
+
 def read_metadata(path: Path) -> Metadata:
     """Return which tensors a checkpoint holds; CheckpointError if it cannot be read."""
     try:

@@ -4,10 +4,11 @@ import contextlib
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.distributed.checkpoint import state_dict_saver
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from gpipe_hpc.pipeline import Pipeline
 
 log = logging.getLogger("gpipe_hpc.checkpoint")
+
+_OURS: Final = re.compile(rf"__\d+_\d+\.distcp|\.metadata(\.tmp)?|{re.escape(FACTS)}").fullmatch
 
 
 def save(
@@ -83,13 +86,29 @@ def _prepare(path: Path, partial: Path, extra: Mapping[str, Any]) -> None:
     try:
         if path.exists():
             raise CheckpointError(f"checkpoint {path}: expected a new name, got an existing one")
-        shutil.rmtree(partial, ignore_errors=True)
+        _clear(partial)
         partial.mkdir(parents=True)
+        # First of all, so that what a kill cuts short says whose it is.
+        (partial / FACTS).write_text(json.dumps({"extra": dict(extra)}))
     except OSError as error:
         raise CheckpointError(
             f"checkpoint {path}: expected to make a folder there, got {error}; choose a path that "
             f"can be written"
         ) from error
+
+
+def _clear(partial: Path) -> None:
+    """Remove what a kill left of an earlier save; CheckpointError if it is something else."""
+    if not os.path.lexists(partial):
+        return
+    is_folder = partial.is_dir() and not partial.is_symlink()
+    strange = [p.name for p in partial.iterdir() if not _OURS(p.name)] if is_folder else ["a file"]
+    if strange:
+        raise CheckpointError(
+            f"checkpoint {partial}: expected at most what an earlier save left, got "
+            f"{strange[0]}; move it away, or choose another path"
+        )
+    shutil.rmtree(partial)
 
 
 def _finish(path: Path, partial: Path, facts: Mapping[str, Any], needed_bytes: int) -> None:

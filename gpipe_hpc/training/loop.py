@@ -7,28 +7,24 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import closing
-from pathlib import Path
+from contextlib import ExitStack, closing
 
 import torch
 
 from gpipe_hpc.comm.group import broadcast_object
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.world import World, together
-from gpipe_hpc.config import Config, config_yaml
+from gpipe_hpc.config import Config
 from gpipe_hpc.engine.results import StepResult
 from gpipe_hpc.errors import NonFiniteError
 from gpipe_hpc.schedule import simulate
 from gpipe_hpc.training.logs import rank_log
 from gpipe_hpc.training.lr import lr_at, set_lr
 from gpipe_hpc.training.metrics import Metrics, open_metrics
+from gpipe_hpc.training.opening import begin, lock_folder
 from gpipe_hpc.training.progress import Progress
-from gpipe_hpc.training.run_folder import (
-    REQUEUE_FILE,
-    default_run_folder,
-    is_restart,
-    prepare_run_folder,
-)
+from gpipe_hpc.training.run_folder import REQUEUE_FILE
+from gpipe_hpc.training.run_identity import Run
 from gpipe_hpc.training.session import Session, last_step, open_session
 from gpipe_hpc.training.signals import REQUEUE_EXIT_CODE, StopRequest
 from gpipe_hpc.training.trace import write_trace
@@ -47,23 +43,19 @@ def run_training(
     0 when the run is finished or reached train.stop_at, REQUEUE_EXIT_CODE when a signal asked
     it to stop early. Raises GpipeError on every rank if one fails.
     """
-    with together(world, "preparing the run folder"):
-        chosen = None
-        restarted = False
-        if world.rank == 0:
-            chosen = Path(config.run.dir or default_run_folder()).absolute()
-            restarted = is_restart(chosen)
-            prepare_run_folder(chosen)
-            (chosen / "config.yaml").write_text(config_yaml(config))
-        run_folder: Path = broadcast_object(world.everybody, chosen, root=0)
-    if config.train.num_threads is not None:
-        torch.set_num_threads(config.train.num_threads)
-    mesh = Mesh.fit(world.size, config.pipeline.stages, config.pipeline.replicas)
-    with rank_log(run_folder, world.rank, [mesh.stage_rank_of(world.rank)]):
-        for doubt in doubts if world.rank == 0 else ():
+    with ExitStack() as stack:
+        with together(world, "preparing the run folder"):
+            lock = stack.enter_context(lock_folder(config)) if world.rank == 0 else None
+            begun = None if lock is None else begin(config, lock)
+            run: Run = broadcast_object(world.everybody, begun, root=0)
+        if config.train.num_threads is not None:
+            torch.set_num_threads(config.train.num_threads)
+        mesh = Mesh.fit(world.size, config.pipeline.stages, config.pipeline.replicas)
+        stack.enter_context(rank_log(run.folder, world.rank, [mesh.stage_rank_of(world.rank)]))
+        for doubt in [*doubts, *run.notes] if world.rank == 0 else ():
             log.warning(doubt)
-        with closing(open_session(config, world, run_folder, restarted)) as session:
-            return _Loop(session, stop).run()
+        session = stack.enter_context(closing(open_session(config, world, run, lock)))
+        return _Loop(session, stop).run()
 
 
 class _Loop:
@@ -208,6 +200,8 @@ class _Loop:
         busy_s, wall_s = pipe.last_step_seconds()
         shared = torch.tensor([busy_s, wall_s, float(self._stop.came)], dtype=torch.float64)
         with together(pipe.world, "the step's edge"):
+            if self._session.lock is not None:
+                self._session.lock.check()
             pipe.everybody.all_reduce(shared)
         busy_s, wall_s, num_stops = shared.tolist()
         self._pipeline_s = wall_s / pipe.world.size

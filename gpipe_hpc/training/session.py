@@ -36,7 +36,9 @@ from gpipe_hpc.training.data import (
     validation_batches,
 )
 from gpipe_hpc.training.optimizer import build_optimizer, own_options, states_per_parameter
-from gpipe_hpc.training.run_folder import Checkpoints
+from gpipe_hpc.training.run_folder import OWNER, Checkpoints
+from gpipe_hpc.training.run_identity import Run
+from gpipe_hpc.training.run_lock import RunLock
 
 log = logging.getLogger("gpipe_hpc.train")
 
@@ -54,6 +56,8 @@ class Session:
     checkpoints: Checkpoints
     run_folder: Path
     tally: CorruptTally
+    run_name: str  # what its checkpoints say
+    lock: RunLock | None  # of the run folder, on rank 0
     position: int = 0  # samples consumed since the start of the run
     _batches: Batches | None = None
 
@@ -90,7 +94,10 @@ class Session:
     def save(self) -> Path:
         """Write a checkpoint of this step, and drop the oldest."""
         path = self.checkpoints.path(self.pipe.steps_done)
-        extra = {"position": self.position, "corrupt": self.tally.names}
+        with together(self.pipe.world, "saving"):
+            if self.lock is not None:
+                self.lock.check(looks=True)
+        extra = {"position": self.position, "corrupt": self.tally.names, OWNER: self.run_name}
         self.pipe.save(path, self.optimizer, extra)
         with together(self.pipe.world, "removing old checkpoints"):
             if self.pipe.world.rank == 0:
@@ -98,15 +105,15 @@ class Session:
         return path
 
 
-def open_session(config: Config, world: World, run_folder: Path, restarted: bool) -> Session:
+def open_session(config: Config, world: World, run: Run, lock: RunLock | None) -> Session:
     """Build the run on this rank and, where there is a checkpoint to resume, take it over.
 
-    `restarted`: goes on from what it saved itself, whatever checkpoint.resume says.
+    `lock`: of the run folder, on rank 0.
     """
     everybody = world.everybody
-    checkpoints = Checkpoints(run_folder, config.checkpoint.keep)
+    checkpoints = Checkpoints(run.folder, config.checkpoint.keep)
     with together(world, "opening the run"):
-        found = _resume(config, checkpoints, restarted) if world.rank == 0 else None
+        found = _resume(config, checkpoints, run.is_repeated) if world.rank == 0 else None
         resumed: Path | None = broadcast_object(everybody, found, root=0)
         # Elsewhere only if needed: on a cluster, a thousand ranks would list the same folders.
         source = open_data(config.data, config.train.seed) if world.rank == 0 else None
@@ -125,7 +132,17 @@ def open_session(config: Config, world: World, run_folder: Path, restarted: bool
         check_agreement(everybody, {"data": own.digests})
     tally = CorruptTally(tolerance(config.data))
     session = Session(
-        config, pipe, optimizer, source, facts, sampler, checkpoints, run_folder, tally
+        config,
+        pipe,
+        optimizer,
+        source,
+        facts,
+        sampler,
+        checkpoints,
+        run.folder,
+        tally,
+        run.name,
+        lock,
     )
     if resumed is not None:
         with own_options(optimizer):
@@ -172,7 +189,16 @@ def _resume(config: Config, checkpoints: Checkpoints, restarted: bool) -> Path |
     """Return the checkpoint to start from; a run that will train puts away those past it."""
     found = checkpoints.resume_from(config.checkpoint.resume, restarted)
     done = 0 if found is None else read_facts(found)["steps_done"]
-    if last_step(config.train) > done:
+    if last_step(config.train) <= done:
+        if found is not None and config.train.steps:
+            log.warning(
+                "nothing to train: %s has %d steps done, train.steps or train.stop_at asks for %d;"
+                " raise it, or start over with checkpoint.resume=never",
+                found,
+                done,
+                last_step(config.train),
+            )
+    else:
         for path in checkpoints.set_aside(found):
             log.warning("starting from step %d: what an earlier run saved is now %s", done, path)
     return found

@@ -1,0 +1,47 @@
+"""Which run a folder belongs to: a random name in `run.json`, which its checkpoints repeat.
+
+So a run knows its own checkpoints from others of the same form, and touches no others.
+"""
+
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+RUN_FILE: Final = "run.json"
+
+
+class Run(NamedTuple):
+    """A start of a run in its folder, as all ranks know it."""
+
+    folder: Path
+    name: str
+    is_repeated: bool  # a launcher started the same command again
+    notes: tuple[str, ...] = ()  # warnings, for the log
+
+
+def read_run(run_folder: Path) -> dict[str, Any]:
+    """Return what `run.json` says; empty where there is none, or none that can be read."""
+    try:
+        told = json.loads((run_folder / RUN_FILE).read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return told if isinstance(told, dict) and isinstance(told.get("id"), str) else {}
+
+
+def run_id(run_folder: Path) -> str | None:
+    """Return the random name of the run whose folder it is; None where no run has begun."""
+    return read_run(run_folder).get("id")
+
+
+def write_run(run_folder: Path, about: Mapping[str, Any]) -> str:
+    """Keep `about` in `run.json`; return the run's name, given once."""
+    told = {"id": run_id(run_folder) or uuid.uuid4().hex, **about}
+    path = run_folder / RUN_FILE
+    aside = path.with_name(path.name + ".part")
+    aside.write_text(json.dumps(told, indent=1) + "\n", "utf-8")
+    os.replace(aside, path)
+    name: str = told["id"]
+    return name
