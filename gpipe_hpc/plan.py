@@ -33,6 +33,7 @@ from gpipe_hpc.planning.partition import by_hand, minimax, uniform
 from gpipe_hpc.planning.report import Assumptions, Sections, owned_parameters, report
 from gpipe_hpc.planning.stages import count_stages, long_skips
 from gpipe_hpc.planning.units import bytes_text
+from gpipe_hpc.planning.vocabulary import check_vocabulary
 from gpipe_hpc.schedule import Schedule, add_offload, add_recompute, build, check, lower
 from gpipe_hpc.training.optimizer import states_per_parameter
 
@@ -81,6 +82,8 @@ def make_plan(config: Config) -> Plan:
     num_ranks = config.pipeline.stages or DEFAULT_STAGES
     check_planning(config, num_ranks)
     layers = normalise_layers(build_target("model", config.model))
+    if isinstance(config.data, TokenDataConfig):
+        check_vocabulary(layers, config.data.vocab_size)
     sample = microbatch(config.data, samples_per_microbatch(config))
     loss_fn: Callable[[Any, Any], Any] = (
         bind_target("loss", config.loss) if config.loss else loss_function(sample.loss)

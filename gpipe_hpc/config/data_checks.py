@@ -46,7 +46,7 @@ DATA_RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
 
 DATA_CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
-        "data.dtype": ("uint8", "uint16", "uint32"),
+        "data.dtype": ("uint8", "uint16", "int16", "uint32", "int32", "int64"),
         "data.label": ("fine", "coarse"),
         "data.corrupt": ("stop", "skip"),
     }

@@ -13,7 +13,7 @@ from gpipe_hpc.checkpoint import read_facts
 from gpipe_hpc.comm.group import broadcast_object
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.world import World, together
-from gpipe_hpc.config import Config, TrainConfig, bind_target, build_target
+from gpipe_hpc.config import Config, TokenDataConfig, TrainConfig, bind_target, build_target
 from gpipe_hpc.engine.assembly import check_agreement
 from gpipe_hpc.engine.loss import LossFunction
 from gpipe_hpc.errors import ConfigError, ModelError
@@ -21,6 +21,7 @@ from gpipe_hpc.models import Layer, loss_function, normalise_layers
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planning import Partition
 from gpipe_hpc.planning.batchnorm import check_batchnorm
+from gpipe_hpc.planning.vocabulary import check_vocabulary
 from gpipe_hpc.training.batches import Batch, Batches
 from gpipe_hpc.training.data import (
     BatchReader,
@@ -121,6 +122,8 @@ def open_session(config: Config, world: World, run: Run, lock: RunLock | None) -
         layers = build_target("model", config.model)
         loss_fn = bind_target("loss", config.loss) if config.loss else loss_function(facts.loss)
         sampler = ShuffledSampler(facts.num_samples, config.train.batch_size, config.train.seed)
+        if isinstance(config.data, TokenDataConfig):
+            check_vocabulary(normalise_layers(layers), config.data.vocab_size)
         _check_batchnorm(config, source, layers)
     example = _example(config, world, source, sampler)
     pipe = _pipeline(config, world, layers, loss_fn, resumed, example)

@@ -5,8 +5,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +13,8 @@ import torch
 from torch import Tensor
 
 from gpipe_hpc.errors import DataError
-from gpipe_hpc.training.data.paths import unreadable
+from gpipe_hpc.training.data.mapped import MappedFiles
+from gpipe_hpc.training.data.token_files import TokenFile
 
 Tokens = npt.NDArray[Any]
 Counts = npt.NDArray[np.int64]
@@ -38,23 +38,31 @@ class TokenText(Protocol):
 
 
 class Segment(NamedTuple):
-    """Tokens ``start`` to ``stop`` of a file; ``name`` is its path where all ranks agree on one."""
+    """Tokens ``start`` to ``stop`` of a file."""
 
-    path: Path
-    name: str
+    file: TokenFile
     start: int
     stop: int
 
+    @property
+    def name(self) -> str:
+        """Return the file's name, the same on all machines."""
+        return self.file.name
+
 
 class Corpus:
-    """Segments read as one text; each file is mapped at its first use and never copied whole."""
+    """Segments read as one text; files are mapped when they are used and never copied whole.
 
-    def __init__(self, segments: Sequence[Segment], dtype: str = "uint8") -> None:
+    `vocab_size`: tokens are smaller; `maps`: shared with other corpora of the same files.
+    """
+
+    def __init__(
+        self, segments: Sequence[Segment], vocab_size: int = 256, maps: MappedFiles | None = None
+    ) -> None:
         self.segments = tuple(each for each in segments if each.stop > each.start)
-        self.dtype = np.dtype(dtype).newbyteorder("<")
-        lengths = (each.stop - each.start for each in self.segments)
-        self._ends = tuple(accumulate(lengths))
-        self._maps: dict[int, Tokens] = {}
+        self.vocab_size = vocab_size
+        self._maps = MappedFiles() if maps is None else maps
+        self._ends = tuple(accumulate(each.stop - each.start for each in self.segments))
 
     @property
     def num_tokens(self) -> int:
@@ -62,36 +70,39 @@ class Corpus:
         return self._ends[-1] if self._ends else 0
 
     def read(self, start: int, stop: int) -> Tokens:
-        """Return tokens `start` to `stop`, which may span files; raise DataError if unreadable."""
+        """Return tokens `start` to `stop`, which may span files.
+
+        Raises DataError for a file that cannot be read, and for a token beyond the vocabulary.
+        """
         assert 0 <= start <= stop <= self.num_tokens, f"[{start}, {stop}) of {self.num_tokens}"
         parts = []
         position = bisect_right(self._ends, start)
         while start < stop:
             offset = self._ends[position - 1] if position else 0
             end = min(stop, self._ends[position])
-            parts.append(self._segment(position)[start - offset : end - offset])
+            parts.append(self._part(self.segments[position], start - offset, end - offset))
             start, position = end, position + 1
-        return np.concatenate(parts) if parts else np.empty(0, self.dtype)
+        return np.concatenate(parts) if parts else np.empty(0, np.uint8)
 
     def digest(self) -> str:
         """Return a short text of names and lengths; reads no file."""
         listing = "\n".join(f"{each.name} {each.start} {each.stop}" for each in self.segments)
         return hashlib.sha256(listing.encode()).hexdigest()[:16]
 
-    def _segment(self, position: int) -> Tokens:
-        if position not in self._maps:
-            segment = self.segments[position]
-            try:
-                whole = np.memmap(segment.path, self.dtype, mode="r")
-            except (OSError, ValueError) as error:
-                raise unreadable(segment.path, error) from error
-            if len(whole) < segment.stop:
-                raise DataError(
-                    f"data: {segment.path} has changed, expected at least {segment.stop} tokens, "
-                    f"got {len(whole)}; keep data files as they are while a run reads them"
-                )
-            self._maps[position] = whole[segment.start : segment.stop]
-        return self._maps[position]
+    def _part(self, segment: Segment, start: int, stop: int) -> Tokens:
+        first = segment.start + start
+        tokens = self._maps.tokens(segment.file)[first : segment.start + stop]
+        info = np.iinfo(tokens.dtype)
+        is_beyond = info.max >= self.vocab_size and int(tokens.max()) >= self.vocab_size
+        if is_beyond or (info.min < 0 and int(tokens.min()) < 0):
+            place = int(np.argmax((tokens < 0) | (tokens >= self.vocab_size)))
+            raise DataError(
+                f"data: {segment.file.path} has a token beyond the vocabulary at position "
+                f"{first + place}, expected 0 or more and less than data.vocab_size="
+                f"{self.vocab_size}, got {int(tokens[place])} ({segment.file.kind}); raise "
+                f"data.vocab_size and the model's, or correct data.dtype"
+            )
+        return tokens
 
 
 class TokenWindows:
@@ -124,11 +135,6 @@ class TokenWindows:
         for row, index in zip(rows, indices, strict=True):
             start = index * self.seq_len + shift
             row[:] = self.corpus.read(start, start + self.seq_len)
-        if rows.size and int(rows.max()) >= self.vocab_size:
-            raise DataError(
-                f"data: token too large, expected less than data.vocab_size={self.vocab_size}, got "
-                f"{int(rows.max())}; raise data.vocab_size or check data.dtype"
-            )
         return torch.from_numpy(rows)
 
 
@@ -156,8 +162,8 @@ def unigram_entropy(
 ) -> float:
     """Return the cross-entropy, in nats, of validation tokens under training frequencies.
 
-    Each token counts once more than seen, so that none is impossible. Looks at the first `limit`
-    tokens of each.
+    Each token counts once more than seen, so that none is impossible. Looks at `limit` tokens of
+    each at most, from all over it.
     """
     return frequency_cost(
         count_tokens(train, vocab_size, limit), count_tokens(validation, vocab_size, limit)
@@ -171,12 +177,16 @@ def frequency_cost(seen: Counts, wanted: Counts) -> float:
 
 
 def count_tokens(text: TokenText, vocab_size: int, limit: int) -> Counts:
-    """Return how often each token occurs among the first `limit` tokens."""
+    """Return how often each token occurs in a text, or in `limit` tokens from all over it."""
     total = np.zeros(vocab_size, np.int64)
-    stop = min(limit, text.num_tokens)
-    for start in range(0, stop, _BLOCK):
-        total += np.bincount(text.read(start, min(stop, start + _BLOCK)), minlength=vocab_size)
+    wanted = min(limit, text.num_tokens)
+    # As many blocks as are wanted, each at the start of an equal part of the text.
+    num_blocks = -(-wanted // _BLOCK)
+    for block in range(num_blocks):
+        start = text.num_tokens * block // num_blocks
+        length = wanted * (block + 1) // num_blocks - wanted * block // num_blocks
+        total += np.bincount(text.read(start, start + length), minlength=vocab_size)
     return total
 
 
-_BLOCK = 1 << 22  # tokens counted at a time
+_BLOCK: Final = 1 << 20  # tokens counted at a time

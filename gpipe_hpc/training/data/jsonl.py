@@ -131,10 +131,10 @@ def open_jsonl(config: JsonLinesConfig) -> TextSource:
     corrupt than data.corrupt bears, and without text to train on.
     """
     tally = CorruptTally(tolerance(config))
-    paths = expand(config.paths, ".jsonl")
+    paths = expand(config.paths, (".jsonl",))
     lines, wrong = _index(paths, config.key, tally)
     if config.validation_paths:
-        held_paths = expand(config.validation_paths, ".jsonl")
+        held_paths = expand(config.validation_paths, (".jsonl",))
         held, more = _index(held_paths, config.key, tally)
         wrong |= more
     else:

@@ -3,23 +3,30 @@
 import os
 import sysconfig
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
-
-import numpy as np
 
 from gpipe_hpc.config import PythonSourceConfig, TextConfig, TokensConfig
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.training.data.corpus import Corpus, Segment, TextSource, TokenWindows
 from gpipe_hpc.training.data.hashing import percentile
-from gpipe_hpc.training.data.paths import expand, unreadable
+from gpipe_hpc.training.data.mapped import MappedFiles
+from gpipe_hpc.training.data.paths import expand
+from gpipe_hpc.training.data.token_files import (
+    TokenFile,
+    open_token_file,
+    whole_file,
+    without_indices,
+)
 
 # Tests would be more than half of the text; installed packages are not the same on all machines.
 _LEFT_OUT: Final = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 )
 
+_NUM_OPENED: Final = 16  # files at a time
 _MOST_PARTS: Final = 64  # of a file, each of which gives its end for validation
 _WINDOWS_HELD: Final = 16  # at least, in each end: few of them span two
 
@@ -35,31 +42,26 @@ def open_python_source(config: PythonSourceConfig) -> TextSource:
     train: list[Segment] = []
     validation: list[Segment] = []
     for name in files:
-        segment = _whole_file(root / name, name, itemsize=1)
+        segment = _all_of(whole_file(root / name, name))
         part = validation if percentile(name.encode()) < config.validation_percent else train
         part.append(segment)
-    return _source(train, validation, "uint8", config.seq_len, config.vocab_size, str(root))
+    return _source(train, validation, config.seq_len, config.vocab_size, str(root))
 
 
 def open_text(config: TextConfig) -> TextSource:
     """Return the given files, in order of their names, as one text.
 
     Validation is `validation_paths`, or else a share of each file: the ends of equal parts of it,
-    as many as leave each end with some windows. Folders are taken where tokens
-    were asked for. Raises DataError for a pattern without files, a file that is missing, unreadable
-    or empty, and one that ends inside a token.
+    as many as leave each end with some windows. Folders are taken where tokens were asked for.
+    Raises DataError for a pattern without files, and for a file that is no file of such tokens.
     """
-    suffix = ".bin" if isinstance(config, TokensConfig) else None
-    itemsize = np.dtype(config.dtype).itemsize
-    train = [_given_file(path, itemsize) for path in expand(config.paths, suffix)]
+    train = _given_files(config.paths, config)
     if config.validation_paths:
-        validation = [
-            _given_file(path, itemsize) for path in expand(config.validation_paths, suffix)
-        ]
+        validation = _given_files(config.validation_paths, config)
     else:
         train, validation = _split_ends(train, config.validation_fraction, config.seq_len)
     what = ", ".join(config.paths)
-    return _source(train, validation, config.dtype, config.seq_len, config.vocab_size, what)
+    return _source(train, validation, config.seq_len, config.vocab_size, what)
 
 
 def _python_files(root: Path) -> Iterable[str]:
@@ -72,26 +74,27 @@ def _python_files(root: Path) -> Iterable[str]:
                 yield path.relative_to(root).as_posix()
 
 
-def _given_file(path: Path, itemsize: int) -> Segment:
-    segment = _whole_file(path, str(path), itemsize)
-    if not segment.stop:
-        raise DataError(f"data: {path} is empty, expected tokens, got 0 bytes; leave it out")
-    return segment
+def _given_files(patterns: Sequence[str], config: TextConfig) -> list[Segment]:
+    if isinstance(config, TokensConfig):
+        patterns = [_data_of(pattern) for pattern in patterns]
+        paths = without_indices(expand(patterns, (".bin", ".npy")))
+    else:
+        paths = expand(patterns)
+    # Each is opened once, to look at its header: side by side where opening one takes a while.
+    with ThreadPoolExecutor(_NUM_OPENED) as pool:
+        files = pool.map(lambda path: open_token_file(path, path.name, config.dtype), paths)
+        return [_all_of(file) for file in files]
 
 
-def _whole_file(path: Path, name: str, itemsize: int) -> Segment:
-    try:
-        num_bytes = path.stat().st_size
-        if not os.access(path, os.R_OK):
-            raise PermissionError(f"no permission to read {path}")
-    except OSError as error:
-        raise unreadable(path, error) from error
-    if num_bytes % itemsize:
-        raise DataError(
-            f"data: {path} ends inside a token, expected a multiple of {itemsize} bytes, got "
-            f"{num_bytes}; check data.dtype"
-        )
-    return Segment(path, name, 0, num_bytes // itemsize)
+def _data_of(pattern: str) -> str:
+    """Return the data file where a pair of Megatron-LM is given without its ending."""
+    data = Path(pattern + ".bin").expanduser()
+    named = Path(pattern).expanduser()
+    return str(data) if data.is_file() and not named.exists() else pattern
+
+
+def _all_of(file: TokenFile) -> Segment:
+    return Segment(file, 0, file.num_tokens)
 
 
 def _split_ends(
@@ -113,14 +116,14 @@ def _split_ends(
 def _source(
     train: Sequence[Segment],
     validation: Sequence[Segment],
-    dtype: str,
     seq_len: int,
     vocab_size: int,
     what: str,
 ) -> TextSource:
+    maps = MappedFiles()
     source = TextSource(
-        TokenWindows(Corpus(train, dtype), seq_len, vocab_size),
-        TokenWindows(Corpus(validation, dtype), seq_len, vocab_size),
+        TokenWindows(Corpus(train, vocab_size, maps), seq_len, vocab_size),
+        TokenWindows(Corpus(validation, vocab_size, maps), seq_len, vocab_size),
     )
     if not source.train.num_samples:
         raise DataError(

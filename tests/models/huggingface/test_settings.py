@@ -14,6 +14,8 @@ from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import loss_function
 from gpipe_hpc.plan import make_plan
 from gpipe_hpc.training.data import open_data
+from gpipe_hpc.training.loop import run_training
+from gpipe_hpc.training.signals import StopRequest
 
 DATA = ("data=synthetic", "data.seq_len=6", "data.vocab_size=13")
 
@@ -57,6 +59,17 @@ def test_it_is_planned_without_values(config_file: Path):
     text = make_plan(config).text
     assert "4,560 parameters" in text
     assert "HuggingFaceBlock" in text
+
+
+def test_larger_vocabulary_of_data_is_refused(config_file: Path, tmp_path: Path):
+    """The model's stands in its own config: it was compared with nothing, and a step crashed."""
+    settings = ["model=huggingface", f"model.path={config_file}", *DATA, "data.vocab_size=1000"]
+    config = compose_config([*settings, f"run.dir={tmp_path}/run"])
+    message = r"bad data\.vocab_size, expected at most \d\d, .* has embeddings for, got 1000"
+    with pytest.raises(ConfigError, match=message):
+        make_plan(config)
+    with pytest.raises(ConfigError, match=message):
+        run_on_threads(2, lambda world: run_training(config, world, StopRequest()))
 
 
 def test_missing_path_names_the_setting(library: Any):

@@ -110,9 +110,9 @@ def open_image_shards(config: ImageShardsConfig, seed: int = 0) -> ImageSource:
     range, and where more is corrupt than data.corrupt bears.
     """
     tally = CorruptTally(tolerance(config))
-    store, wrong = _store(expand(config.paths, ".tar"), config, tally)
+    store, wrong = _store(expand(config.paths, (".tar",)), config, tally)
     if config.validation_paths:
-        held, more = _store(expand(config.validation_paths, ".tar"), config, tally)
+        held, more = _store(expand(config.validation_paths, (".tar",)), config, tally)
         return coded_source(config, store, held, seed, wrong | more)
     train, validation = split(store, config.validation_percent)
     return coded_source(config, train, validation, seed, wrong)
