@@ -174,6 +174,7 @@ def start_ranks(start: Start, free_port: Callable[[], int]) -> Callable[..., Ran
         *overrides: str,
         ranks: Sequence[int] | None = None,
         env: Mapping[str, str] | None = None,
+        module: str = "gpipe_hpc.train",
     ) -> Ranks:
         port = free_port()
         places = [
@@ -187,7 +188,9 @@ def start_ranks(start: Start, free_port: Callable[[], int]) -> Callable[..., Ran
             }
             for rank in (range(world_size) if ranks is None else ranks)
         ]
-        return Ranks([start(*overrides, env=place | dict(env or {})) for place in places])
+        return Ranks(
+            [start(*overrides, env=place | dict(env or {}), module=module) for place in places]
+        )
 
     return start_all
 

@@ -48,6 +48,7 @@ from gpipe_hpc.config.schema import (
     SGDConfig,
     TraceConfig,
     TrainConfig,
+    VerifyConfig,
 )
 from gpipe_hpc.config.targets import bind_target, build_target
 
@@ -89,6 +90,7 @@ __all__ = [
     "TokensConfig",
     "TraceConfig",
     "TrainConfig",
+    "VerifyConfig",
     "bind_target",
     "build_target",
     "check_config",

@@ -40,6 +40,7 @@ _RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
         "trace.steps": (0, _INF),
         "draw.width": (1, 100_000),
         "plan.flops_per_s": (1, _INF),
+        "verify.steps": (1, _INF),
         "pipeline.memory_bytes": (1, _INF),
         **DATA_RANGES,
     }

@@ -159,6 +159,13 @@ class PlanConfig:
 
 
 @dataclass
+class VerifyConfig:
+    """What ``python -m gpipe_hpc.verify`` compares."""
+
+    steps: int = 3
+
+
+@dataclass
 class BenchConfig:
     """What ``python -m gpipe_hpc.bench`` measures, and what it compares with."""
 
@@ -186,4 +193,5 @@ class Config:
     trace: TraceConfig = field(default_factory=TraceConfig)
     draw: DrawConfig = field(default_factory=DrawConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+    verify: VerifyConfig = field(default_factory=VerifyConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)

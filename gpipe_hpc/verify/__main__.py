@@ -1,0 +1,34 @@
+"""The entry point of `python -m gpipe_hpc.verify`."""
+
+import sys
+
+from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, exit_code_of, run_jobs
+from gpipe_hpc.errors import GpipeError
+from gpipe_hpc.verify.run import verify
+
+DIFFERENT_EXIT_CODE = 3
+
+
+def main() -> None:
+    """Compose the settings from the command line, compare the layout with plain training, exit.
+
+    Exit codes: 0 the same training, 1 failed, 2 settings that cannot work, 3 another training.
+    Of a sweep (-m) the first that is not 0.
+    """
+    sys.exit(run_jobs(_task))
+
+
+def _task(job: Job) -> int:
+    try:
+        report = verify(job.config)
+    except GpipeError as error:
+        print(f"gpipe_hpc: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return exit_code_of(error)
+    if report is None:
+        return DONE_EXIT_CODE
+    print(report)
+    return DONE_EXIT_CODE if report.is_same else DIFFERENT_EXIT_CODE
+
+
+if __name__ == "__main__":
+    main()

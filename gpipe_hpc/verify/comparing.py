@@ -1,0 +1,114 @@
+"""How two trainings compare: to the bit, within what an order of sums explains, or not at all."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+
+class Verdict(IntEnum):
+    """How near two numbers are."""
+
+    EXACT = 0
+    ROUNDING = 1
+    DIFFERENT = 2
+
+
+@dataclass
+class Compared:
+    """One line of the report: how many tensors were compared, and which is the farthest off."""
+
+    what: str
+    count: int = 0
+    verdict: Verdict = Verdict.EXACT
+    distance: float = 0.0  # relative: largest difference over largest magnitude
+    where: str = ""  # the first of the worst verdict
+    num_off: int = 0
+
+    def add(self, name: str, ours: Tensor | None, theirs: Tensor | None, bound: float) -> None:
+        """Compare one tensor. `bound`: the largest difference that rounding explains."""
+        self.count += 1
+        verdict, distance = compare(ours, theirs, bound)
+        self.num_off += verdict is not Verdict.EXACT
+        if verdict > self.verdict:
+            self.verdict, self.where, self.distance = verdict, name, distance
+        elif verdict is self.verdict:
+            self.distance = max(self.distance, distance)
+
+    def __str__(self) -> str:
+        """Return the line's words."""
+        if not self.count:
+            return "none"
+        if self.verdict is Verdict.EXACT:
+            return f"equal to the bit ({self.count})"
+        off = f"{self.num_off} of {self.count}, by at most {self.distance:.1e} of their size"
+        if self.verdict is Verdict.ROUNDING:
+            return f"equal but for rounding ({off})"
+        return f"DIFFERENT ({off}; first {self.where})"
+
+
+def compare(ours: Tensor | None, theirs: Tensor | None, bound: float) -> tuple[Verdict, float]:
+    """Return how near two tensors are, and their largest difference over their magnitude."""
+    if ours is None or theirs is None:
+        return (Verdict.EXACT, 0.0) if ours is theirs else (Verdict.DIFFERENT, float("inf"))
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return Verdict.DIFFERENT, float("inf")
+    if _equal(ours, theirs):
+        return Verdict.EXACT, 0.0
+    if not (ours.is_floating_point() or ours.is_complex()):
+        return Verdict.DIFFERENT, float("inf")
+    wide = torch.complex128 if ours.is_complex() else torch.float64
+    difference = float((ours.to(wide) - theirs.to(wide)).abs().max())
+    size = float(theirs.to(wide).abs().max())
+    distance = difference / size if size else float("inf")
+    # A comparison with NaN is False: not rounding.
+    return (Verdict.ROUNDING if difference <= bound else Verdict.DIFFERENT), distance
+
+
+def _equal(ours: Tensor, theirs: Tensor) -> bool:
+    if torch.equal(ours, theirs):
+        return True
+    return ours.is_floating_point() and bool(torch.isclose(ours, theirs, 0, 0, True).all())
+
+
+@dataclass
+class Report:
+    """What was compared, line by line, over all steps."""
+
+    heading: str
+    lines: dict[str, Compared] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    first: str = ""  # where the first difference is
+
+    def line(self, what: str) -> Compared:
+        """Return the line of a name, new ones behind those there are."""
+        return self.lines.setdefault(what, Compared(what))
+
+    @property
+    def is_same(self) -> bool:
+        """Say whether nothing differed by more than rounding."""
+        return all(each.verdict is not Verdict.DIFFERENT for each in self.lines.values())
+
+    def __str__(self) -> str:
+        """Return the report as text."""
+        width = max((len(what) for what in self.lines), default=0)
+        rows = [f"  {what:<{width}}  {each}" for what, each in self.lines.items()]
+        verdict = "the same training" if self.is_same else f"NOT the same training: {self.first}"
+        return "\n".join([self.heading, *rows, *self.notes, verdict])
+
+
+def add_all(
+    line: Compared,
+    ours: Mapping[str, Tensor | None],
+    theirs: Mapping[str, Tensor | None],
+    bounds: Mapping[str, float],
+    names: Iterable[str] | None = None,
+) -> None:
+    """Compare tensors by name; a name that only one side has is a difference."""
+    for name in names if names is not None else ours:
+        if name not in theirs:
+            line.add(name, ours[name], None, 0.0)
+        else:
+            line.add(name, ours[name], theirs[name], bounds.get(name, 0.0))

@@ -1,0 +1,262 @@
+"""Who holds each step of a layout against the plain training, on rank 0."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from gpipe_hpc.comm.nests import Nest, flatten, map_tensors, unflatten
+from gpipe_hpc.config import Config, bind_target, build_target
+from gpipe_hpc.models import LayerSpec, layer_name, loss_function, normalise_layers
+from gpipe_hpc.training.lr import set_lr
+from gpipe_hpc.training.optimizer import build_optimizer
+from gpipe_hpc.training.session import Session
+from gpipe_hpc.verify.comparing import Report, Verdict, add_all
+from gpipe_hpc.verify.plain import AUTOCAST, Layout, PlainStep, PlainTraining
+from gpipe_hpc.verify.watching import Kind, Observations
+
+Facts = dict[str, Any]
+"""What a rank says of a step, see `run_step`."""
+
+_SLACK: Final = 16  # in units of the last place of the largest sum
+_OTHER_KERNELS: Final = 4096  # the same, where layers run other kernels than the plain ones
+
+
+class Judge:
+    """The plain training beside a layout's, and the report on both."""
+
+    def __init__(self, config: Config, session: Session, start: Sequence[Facts]) -> None:
+        pipe = session.pipe
+        self._config = config
+        self._mesh = pipe.mesh
+        layers = normalise_layers(build_target("model", config.model))
+        self.layer_names = [layer_name(layer) for layer in layers]
+        loss_fn = (
+            bind_target("loss", config.loss) if config.loss else loss_function(session.facts.loss)
+        )
+        self._plain = PlainTraining(
+            layers,
+            loss_fn,
+            Layout(pipe.schedule, tuple(pipe.partition.counts), pipe.mesh.replicas),
+            seed=config.train.seed,
+            precision=config.train.precision,
+            buffers="average",
+            device=pipe.world.device,
+        )
+        self._optimizer = build_optimizer(self._plain.parameters.items(), config.optimizer)
+        self.report = Report(_heading(config, pipe))
+        self.observed = Observations()
+        self._pieces: list[tuple[Nest, Nest, int]] = []
+        self._order_effect = 0.0
+        self._begin(start, all(isinstance(layer, LayerSpec) for layer in layers))
+
+    def _begin(self, start: Sequence[Facts], is_described: bool) -> None:
+        """Take over the weights that the layout starts from; those of specs must be ours."""
+        weights = _merged(start, "weights")
+        if is_described:
+            line = self.report.line("initial weights")
+            own = {name: p.detach() for name, p in self._plain.parameters.items()}
+            add_all(line, weights, own, {})
+        self._plain.take_over(weights, _merged(start, "buffers"))
+
+    @property
+    def first_line(self) -> str:
+        """Return the first line of the report that differs."""
+        differing = (
+            w for w, each in self.report.lines.items() if each.verdict is Verdict.DIFFERENT
+        )
+        return next(differing, "")
+
+    @property
+    def first_name(self) -> str:
+        """Return the name of the first tensor that differs in that line."""
+        return self.report.lines[self.first_line].where if self.first_line else ""
+
+    def step(self, facts: Sequence[Facts]) -> bool:
+        """Run the same step plainly and compare; say whether the two are the same so far."""
+        first = facts[0]
+        self._pieces = self._cut(facts)
+        self.observed = Observations()
+        plain = self._plain.train(
+            self._pieces,
+            _seed(first["loss_weight"]) * first["loss_scale"],
+            watcher=lambda layer, g, nest: self.observed.watch(Kind.OUTPUT, layer, g, nest),
+        )
+        self._compare_losses(facts, plain)
+        self._compare_gradients(facts, plain)
+        self._compare_update(facts)
+        return self.report.is_same
+
+    def end(
+        self, loss: float, states: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
+    ) -> None:
+        """Compare an evaluation, and what a checkpoint brought back."""
+        plain = self._plain.evaluate(self._pieces)
+        self._number("loss of an evaluation", loss, plain)
+        line = self.report.line("what a checkpoint brings back")
+        for rank, (saved, loaded) in enumerate(states):
+            for name in saved:
+                line.add(f"{name} (rank {rank})", *_as_tensors(loaded.get(name), saved[name]), 0.0)
+        if self._order_effect:
+            self.report.notes.append(
+                f"The order in which the table sums micro-batches is part of this comparison; the "
+                f"sum from the first to the last differs from it by at most "
+                f"{self._order_effect:.1e} of a gradient's size."
+            )
+        if not self.report.is_same:
+            self.report.first = f"first seen in {self.first_line} ({self.first_name})"
+
+    def _cut(self, facts: Sequence[Facts]) -> list[tuple[Nest, Nest, int]]:
+        """Return the global micro-batches: what ranks were given, cut by `torch.tensor_split`."""
+        count = self._plain.layout.num_microbatches * self._mesh.replicas
+        inputs = _split(_joined(self._by_replica(facts, "inputs")), count)
+        targets = _split(_joined(self._by_replica(facts, "targets")), count)
+        sizes = [_num_samples(piece) for piece in inputs]
+        return list(zip(inputs, targets, sizes, strict=True))
+
+    def _by_replica(self, facts: Sequence[Facts], what: str) -> list[Nest]:
+        given = []
+        for replica in range(self._mesh.replicas):
+            ranks = self._mesh.pipeline_ranks(replica)
+            given.append(next(facts[r][what] for r in ranks if facts[r][what] is not None))
+        return given
+
+    def _compare_losses(self, facts: Sequence[Facts], plain: PlainStep) -> None:
+        for each in facts:
+            self._number("loss", each["loss"], plain.loss)
+        line = self.report.line("loss of each micro-batch")
+        pairs = zip(facts[0]["microbatch_losses"], plain.microbatch_losses, strict=True)
+        for g, (ours, theirs) in enumerate(pairs):
+            line.add(f"micro-batch {g}", _number(ours), _number(theirs), self._slack * abs(theirs))
+
+    def _compare_gradients(self, facts: Sequence[Facts], plain: PlainStep) -> None:
+        bounds = {n: self._slack * float(m.max()) for n, m in plain.magnitudes.items() if m.numel()}
+        line = self.report.line("gradients")
+        theirs = dict.fromkeys(plain.gradients) if plain.is_skipped else plain.gradients
+        for each in facts:
+            add_all(line, each["gradients"], theirs, bounds)
+        for name, gradient in plain.gradients.items():
+            if gradient is not None and gradient.numel():
+                apart = (gradient - plain.in_order[name]).abs().max()
+                size = gradient.abs().max()
+                if size > 0:
+                    self._order_effect = max(self._order_effect, float(apart / size))
+
+    def _compare_update(self, facts: Sequence[Facts]) -> None:
+        """Clip and update with the layout's own gradients: each step is judged by itself."""
+        own = _merged(facts, "gradients")
+        parameters = self._plain.parameters
+        for name, parameter in parameters.items():
+            given = own[name]
+            parameter.grad = None if given is None else given.to(parameter.device, copy=True)
+        clip = self._config.train.clip_norm
+        if clip is not None:
+            norm = torch.nn.utils.clip_grad_norm_(list(parameters.values()), clip)
+            self._number("gradient norm", facts[0]["norm"], float(norm))
+            line = self.report.line("gradients after clipping")
+            clipped = {n: p.grad for n, p in parameters.items()}
+            bounds = {n: self._bound(g) for n, g in clipped.items() if g is not None}
+            for each in facts:
+                add_all(line, each["clipped"], clipped, bounds)
+        set_lr(self._optimizer, facts[0]["lr"])
+        self._optimizer.step()
+        line = self.report.line("weights after the optimizer")
+        weights = {name: p.detach().cpu() for name, p in parameters.items()}
+        for each in facts:
+            add_all(line, each["weights"], weights, {n: self._bound(w) for n, w in weights.items()})
+        line = self.report.line("buffers")
+        for rank, each in enumerate(facts):
+            strand = self._mesh.replica_of(rank), self._mesh.stage_rank_of(rank)
+            buffers = {n: b.cpu() for n, b in self._plain.named_buffers(strand).items()}
+            bounds = {n: 4 * self._bound(b) for n, b in buffers.items()}
+            add_all(line, each["buffers"], buffers, bounds)
+
+    def _number(self, what: str, ours: float, theirs: float) -> None:
+        bound = self._slack * abs(theirs)
+        self.report.line(what).add(what, _number(ours), _number(theirs), bound)
+
+    @property
+    def _slack(self) -> float:
+        """Return the largest rounding, relative to the magnitudes that were summed."""
+        # Gradients are added up in the dtype of the weights, whatever forwards compute in.
+        kinds = {p.dtype for p in self._plain.parameters.values()} or {torch.float32}
+        eps = max(torch.finfo(dtype).eps for dtype in kinds)
+        train = self._config.train
+        if train.compile or train.fuse_accumulation:
+            kernels = AUTOCAST.get(train.precision)
+            return _OTHER_KERNELS * eps if kernels is None else 4 * torch.finfo(kernels).eps
+        return _SLACK * eps
+
+    def _bound(self, tensor: Tensor) -> float:
+        if not tensor.numel() or not tensor.is_floating_point():
+            return 0.0
+        return self._slack * float(tensor.detach().abs().max())
+
+
+def _heading(config: Config, pipe: Any) -> str:
+    total = sum(info.num_elements for info in pipe.all_parameters)
+    return (
+        f"verify: {pipe.num_layers} layers, {total:,} parameters; {pipe.schedule.name}, "
+        f"{pipe.mesh.stages} ranks a pipeline, {pipe.schedule.num_stages} stages, "
+        f"{pipe.mesh.replicas} replica(s), {pipe.num_microbatches} micro-batches, recompute "
+        f"{config.pipeline.recompute}, {config.train.precision}; against one plain process:"
+    )
+
+
+def _merged(facts: Sequence[Facts], what: str) -> dict[str, Any]:
+    """Return what ranks have, by name; that of the first rank where several have it."""
+    merged: dict[str, Any] = {}
+    for each in facts:
+        merged = each[what] | merged
+    return merged
+
+
+def _seed(weight: float) -> Tensor:
+    """Return the power of two below 1 / weight that backward starts from, float64[]."""
+    number = torch.tensor(weight if weight > 0 else 1.0, dtype=torch.float64)
+    return torch.ldexp(torch.ones_like(number), -torch.frexp(number).exponent)
+
+
+def _joined(nests: Sequence[Nest]) -> Nest:
+    flat = [flatten(nest) for nest in nests]
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    joined = [
+        torch.cat(list(column)) if isinstance(column[0], Tensor) and column[0].dim() else column[0]
+        for column in columns
+    ]
+    return unflatten(joined, flat[0][1])
+
+
+def _split(nest: Nest, count: int) -> list[Nest]:
+    def piece(number: int) -> Any:
+        return map_tensors(lambda t: t.tensor_split(count)[number] if t.dim() else t, nest)
+
+    return [piece(number) for number in range(count)]
+
+
+def _num_samples(nest: Nest) -> int:
+    leaves = [leaf for leaf in flatten(nest)[0] if isinstance(leaf, Tensor) and leaf.dim()]
+    return len(leaves[0])
+
+
+def _number(value: float | None) -> Tensor:
+    return torch.tensor(float("nan") if value is None else value, dtype=torch.float64)
+
+
+def _as_tensors(ours: Any, theirs: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Return two values as tensors to compare; values that are none compare as 1 and 0 or 1."""
+    if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
+        return ours, theirs
+    return torch.tensor(int(_alike(ours, theirs))), torch.tensor(1)
+
+
+def _alike(ours: Any, theirs: Any) -> bool:
+    mine, tree = flatten(ours)
+    others, other_tree = flatten(theirs)
+    if tree != other_tree:
+        return False
+    return all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
+        for a, b in zip(mine, others, strict=True)
+    )

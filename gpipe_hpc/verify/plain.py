@@ -1,0 +1,417 @@
+"""The plain training that a layout is held against: layer by layer, micro-batch by micro-batch.
+
+It knows of a layout only what decides about the order of sums and about state: which copy of a
+layer runs which micro-batch, and in which order a rank adds up gradients. Nothing of the engine
+runs here. Legend: r a replica, k a rank of the pipeline, m a micro-batch of one replica, M their
+number, g = r M + m its index in the global batch; a strand (r, k) is one rank.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_hpc.comm.nests import Nest, map_tensors
+from gpipe_hpc.models import (
+    Layer,
+    LayerSpec,
+    Reports,
+    build_layer,
+    find_ties,
+    global_name,
+    microbatch_key,
+    named_layer_parameters,
+    replace_parameter,
+    reporting,
+    run_layer,
+    skip_names,
+)
+from gpipe_hpc.schedule import Op, Schedule
+from gpipe_hpc.verify.statistics import PlainStatistics
+
+Strand = tuple[int, int]
+"""A replica and a rank of its pipeline."""
+
+Watcher = Callable[[int, int, Nest], None]
+"""Takes a layer's index, the index of the global micro-batch, and the layer's output."""
+
+AUTOCAST: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What of a layout decides about sums and state: the table, the cut, the replicas."""
+
+    schedule: Schedule
+    counts: tuple[int, ...]
+    replicas: int
+
+    @property
+    def num_microbatches(self) -> int:
+        """Return the micro-batches of one replica's step."""
+        return self.schedule.num_microbatches
+
+    @property
+    def stage_of(self) -> list[int]:
+        """Return the stage of each layer."""
+        return [stage for stage, count in enumerate(self.counts) for _ in range(count)]
+
+    def strand(self, stage: int, microbatch: int) -> Strand:
+        """Return who runs a stage for a global micro-batch."""
+        replica, own = divmod(microbatch, self.num_microbatches)
+        return replica, self.schedule.placement.rank_of(stage, own)
+
+    def strands(self, stage: int) -> list[Strand]:
+        """Return all copies of a stage, by world rank."""
+        holders = self.schedule.placement.holders(stage)
+        return [(replica, rank) for replica in range(self.replicas) for rank in holders]
+
+    def order(self, stage: int, strand: Strand) -> list[int]:
+        """Return the global micro-batches in the order in which a copy adds up gradients."""
+        replica, rank = strand
+        row = self.schedule.ranks[rank]
+        split = {a.microbatch for a in row if a.op is Op.W and a.stage == stage}
+        found = [
+            a.microbatch
+            for a in row
+            if a.stage == stage
+            and a.microbatch is not None
+            and (a.op is Op.W or (a.op is Op.B and a.microbatch not in split))
+        ]
+        return [replica * self.num_microbatches + m for m in found]
+
+
+@dataclass
+class Sum:
+    """A parameter's gradients on one rank, added up in the order of the table."""
+
+    order: Sequence[int]
+    total: Tensor | None = None
+    _next: int = 0
+    _waiting: dict[int, Tensor | None] = field(default_factory=dict)
+
+    def add(self, microbatch: int, gradient: Tensor | None) -> None:
+        """Take a micro-batch's gradient; it is added once those ahead of it in the table are."""
+        self._waiting[microbatch] = gradient
+        while self._next < len(self.order) and self.order[self._next] in self._waiting:
+            ready = self._waiting.pop(self.order[self._next])
+            self._next += 1
+            if ready is not None:
+                self.total = ready.clone() if self.total is None else self.total.add_(ready)
+
+
+@dataclass
+class PlainStep:
+    """What a plain step gave. Gradients are those before clipping, None where there is none.
+
+    `in_order`: gradients added up from the first micro-batch to the last, as most people would;
+    `magnitudes`: sums of absolute values, which bound what an order of sums can change.
+    """
+
+    loss: float
+    microbatch_losses: list[float]
+    gradients: dict[str, Tensor | None]
+    in_order: dict[str, Tensor]
+    magnitudes: dict[str, Tensor]
+    is_skipped: bool
+
+
+class PlainTraining:
+    """One plain process with the model, and a copy of what layers keep for each rank that has it.
+
+    Parameters are one for all. `layers` are described or built; built ones are copied.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        loss_fn: Callable[[Any, Any], Any],
+        layout: Layout,
+        *,
+        seed: int,
+        precision: str,
+        buffers: str,
+        device: torch.device,
+    ) -> None:
+        self.layout, self.seed, self.steps_done = layout, seed, 0
+        self._layers, self._loss_fn = layers, loss_fn
+        self._precision, self._device, self._policy = precision, device, buffers
+        self._stage_of = layout.stage_of
+        self._copies: list[dict[Strand, nn.Module]] = [
+            self._build(index, stage) for index, stage in enumerate(self._stage_of)
+        ]
+        self._tie()
+        self.parameters = self._named_parameters()
+        self._stage_of_parameter = self._stages_of_parameters()
+        self._statistics = PlainStatistics(self._copies)
+
+    def _build(self, index: int, stage: int) -> dict[Strand, nn.Module]:
+        """Build a layer once for each rank that holds it; parameters are the first one's."""
+        layer = self._layers[index]
+        copies: dict[Strand, nn.Module] = {}
+        first: nn.Module | None = None
+        for strand in self.layout.strands(stage):
+            source = layer if isinstance(layer, LayerSpec) else copy.deepcopy(layer)
+            module = build_layer(source, index=index, seed=self.seed, device=self._device)
+            if first is None:
+                first = module
+            for name, parameter in first.named_parameters():
+                replace_parameter(module, name, parameter)
+            copies[strand] = module
+        return copies
+
+    def _tie(self) -> None:
+        for tie in find_ties(self._layers):
+            layer, name = tie.places[0]
+            first = dict(self._any(layer).named_parameters(remove_duplicate=False))[name]
+            for index, other in tie.places[1:]:
+                for module in self._copies[index].values():
+                    replace_parameter(module, other, first)
+
+    def _any(self, layer: int) -> nn.Module:
+        return next(iter(self._copies[layer].values()))
+
+    def _named_parameters(self) -> dict[str, nn.Parameter]:
+        named: dict[str, nn.Parameter] = {}
+        seen: set[int] = set()
+        for index in range(len(self._layers)):
+            for name, parameter in named_layer_parameters(index, self._any(index)):
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    named[name] = parameter
+        return named
+
+    def _stages_of_parameters(self) -> dict[str, int]:
+        return {name: self._stage_of[int(name.split(".")[1])] for name in self.parameters}
+
+    def named_buffers(self, strand: Strand) -> dict[str, Tensor]:
+        """Return the buffers of the layers that a rank holds, by global name."""
+        return {
+            global_name(index, name): buffer
+            for index, copies in enumerate(self._copies)
+            if strand in copies
+            for name, buffer in copies[strand].named_buffers()
+        }
+
+    def take_over(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        """Start from these values, by global name: those that a pipeline starts from."""
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(parameters[name])
+            for strand in {strand for copies in self._copies for strand in copies}:
+                for name, buffer in self.named_buffers(strand).items():
+                    buffer.copy_(buffers[name])
+
+    def train(
+        self,
+        pieces: Sequence[tuple[Nest, Nest, int]],
+        scale: Tensor,
+        loss_scale: float = 1.0,
+        watcher: Watcher | None = None,
+    ) -> PlainStep:
+        """Run forward and backward of every global micro-batch; leave gradients in `.grad`.
+
+        `pieces`: (inputs, targets, samples) of each global micro-batch. `scale`: what backward
+        starts from, a power of two, and is divided by again.
+        """
+        self._statistics.begin()
+        terms: list[_Terms] = []
+        sums: dict[str, dict[Strand, Sum]] = self._sums()
+        in_order: dict[str, Tensor] = {}
+        magnitudes: dict[str, Tensor] = {}
+        for g, (inputs, targets, size) in enumerate(pieces):
+            for parameter in self.parameters.values():
+                parameter.grad = None
+            if size:
+                terms.append(self._forward(g, inputs, targets, size, watcher))
+                terms[-1].backward(scale)
+                terms[-1].roots.clear()
+            else:
+                terms.append(_Terms())
+            for name, parameter in self.parameters.items():
+                gradient = _dense(parameter.grad)
+                strand = self.layout.strand(self._stage_of_parameter[name], g)
+                sums[name][strand].add(g, gradient)
+                if gradient is not None:
+                    _accumulate(in_order, name, gradient)
+                    _accumulate(magnitudes, name, gradient.abs())
+        weight = sum(each.weight for each in terms)
+        divisor = scale * weight if weight > 0 else torch.full_like(scale, torch.inf)
+        gradients = {name: _united(by_strand) for name, by_strand in sums.items()}
+        for found in (gradients, in_order, magnitudes):
+            for each in found.values():
+                if each is not None:
+                    each.div_(divisor)
+        is_skipped = self._overflowed(gradients)
+        for name, parameter in self.parameters.items():
+            given = gradients[name]
+            parameter.grad = None if is_skipped or given is None else given.clone()
+        self._statistics.finish(is_kept=not is_skipped)
+        self._unite_buffers()
+        self.steps_done += 1
+        return PlainStep(
+            *_loss(terms, weight), gradients, in_order, magnitudes, is_skipped=is_skipped
+        )
+
+    def evaluate(self, pieces: Sequence[tuple[Nest, Nest, int]]) -> float:
+        """Return the loss of a global batch in evaluation mode."""
+        terms: list[_Terms] = []
+        with self._evaluating(), torch.no_grad():
+            for g, (inputs, targets, size) in enumerate(pieces):
+                terms.append(self._forward(g, inputs, targets, size, None) if size else _Terms())
+        return _loss(terms, sum(each.weight for each in terms))[0]
+
+    def _forward(
+        self, g: int, inputs: Nest, targets: Nest, size: int, watcher: Watcher | None
+    ) -> "_Terms":
+        nest: Any = map_tensors(torch.clone, inputs)  # the first layer may write into its input
+        stashed: dict[str, Any] = {}
+        with self._casting(), reporting(Reports()) as reports, self._statistics.collecting(g):
+            for index, copies in enumerate(self._copies):
+                module = copies[self.layout.strand(self._stage_of[index], g)]
+                self._draw(g, index)
+                names = skip_names(self._layers[index], f"layers.{index}")
+                nest = run_layer(module, names, nest, stashed, f"layers.{index}")
+                if watcher is not None:
+                    watcher(index, g, nest)
+            # As the statistics that layers of ours report stay theirs alone.
+            further = dict(reports.take().losses)
+            self._draw(g, len(self._layers))
+            value = self._loss_fn(nest, targets)
+            further |= reports.take().losses
+        return _Terms.of(value, size, further)
+
+    def _draw(self, g: int, layer: int) -> None:
+        """Seed what layers draw from, by the published formula."""
+        seed_generators(microbatch_key(self.seed, self.steps_done, g, layer), self._device)
+
+    def _casting(self) -> Any:
+        dtype = AUTOCAST.get(self._precision)
+        return nullcontext() if dtype is None else torch.autocast(self._device.type, dtype)
+
+    def _sums(self) -> dict[str, dict[Strand, Sum]]:
+        orders = {
+            (stage, strand): self.layout.order(stage, strand)
+            for stage in set(self._stage_of)
+            for strand in self.layout.strands(stage)
+        }
+        return {
+            name: {strand: Sum(orders[stage, strand]) for strand in self.layout.strands(stage)}
+            for name, stage in self._stage_of_parameter.items()
+        }
+
+    def _overflowed(self, gradients: Mapping[str, Tensor | None]) -> bool:
+        if self._precision != "float16":
+            return False
+        return not all(bool(g.isfinite().all()) for g in gradients.values() if g is not None)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        modules = [m for copies in self._copies for each in copies.values() for m in each.modules()]
+        before = [module.training for module in modules]
+        for module in modules:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module, was in zip(modules, before, strict=True):
+                module.training = was
+
+    def _unite_buffers(self) -> None:
+        """Put together what the copies of a layer made of its buffers in this step."""
+        for index, copies in enumerate(self._copies):
+            if len(copies) > 1:
+                pooled = self._statistics.pooled_buffers(index)
+                unite(list(copies.values()), self._policy, pooled)
+
+
+@dataclass
+class _Terms:
+    """What one micro-batch adds to the loss: where backward begins, their values, the weight."""
+
+    roots: list[Tensor] = field(default_factory=list)
+    main: float = 0.0
+    further: dict[str, float] = field(default_factory=dict)
+    weight: float = 0.0
+
+    @classmethod
+    def of(cls, value: Any, size: int, further: Mapping[str, Tensor]) -> "_Terms":
+        """Read what a loss function returned: a mean, or a pair of sum and weight."""
+        pair = value[:2] if isinstance(value, tuple) else (value.reshape(()) * size, float(size))
+        roots = [pair[0].reshape(()), *further.values()]
+        values = {name: float(total.detach()) for name, total in further.items()}
+        return cls(roots, float(pair[0].detach()), values, float(pair[1]))
+
+    def backward(self, scale: Tensor) -> None:
+        """Run backward from all losses at once, starting from `scale`."""
+        roots = [root for root in self.roots if root.requires_grad]
+        if roots:
+            torch.autograd.backward(roots, [scale.to(root.dtype) for root in roots])
+
+
+def seed_generators(key: int, device: torch.device) -> None:
+    """Seed what a layer may draw from with its published key."""
+    torch.default_generator.manual_seed(key)
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[index].manual_seed(key)
+
+
+def unite(copies: Sequence[nn.Module], policy: str, left_out: frozenset[str]) -> None:
+    """Make the buffers of copies of one layer one, as `pipeline.buffers` says."""
+    if policy == "each":
+        return
+    named = [dict(each.named_buffers()) for each in copies]
+    for name, first in named[0].items():
+        if name in left_out:
+            continue
+        held = [each[name] for each in named]
+        if all(torch.equal(first, other) for other in held[1:]):
+            continue
+        mean = torch.stack([each.double() for each in held]).mean(0)
+        united = (
+            mean.to(first.dtype) if policy == "average" and first.is_floating_point() else first
+        )
+        for each in held:
+            each.copy_(united)
+
+
+def _loss(terms: Sequence[_Terms], weight: float) -> tuple[float, list[float]]:
+    """Return the loss, and that of each micro-batch: sums over the weight, in global order."""
+    main = sum(each.main for each in terms)
+    further: dict[str, float] = {}
+    for each in terms:
+        for name, value in each.further.items():
+            further[name] = further.get(name, 0.0) + value
+    total = main + sum(further.values())
+    sums = [(each.main + sum(each.further.values()), each.weight) for each in terms]
+    return (
+        total / weight if weight else 0.0,
+        [value / own if own else value for value, own in sums],
+    )
+
+
+def _united(by_strand: Mapping[Strand, Sum]) -> Tensor | None:
+    """Add up what ranks have, by world rank."""
+    totals = [each.total for _, each in sorted(by_strand.items()) if each.total is not None]
+    if not totals:
+        return None
+    united = totals[0].clone()
+    for each in totals[1:]:
+        united += each
+    return united
+
+
+def _accumulate(sums: dict[str, Tensor], name: str, gradient: Tensor) -> None:
+    if name in sums:
+        sums[name] += gradient
+    else:
+        sums[name] = gradient.clone()
+
+
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient

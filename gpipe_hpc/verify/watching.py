@@ -1,0 +1,120 @@
+"""What layers make of each micro-batch, kept as hashes: to find the first place that differs."""
+
+import hashlib
+from collections.abc import Callable
+from enum import IntEnum
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_hpc.comm.nests import Nest, tensors_of
+from gpipe_hpc.pipeline import Pipeline
+from gpipe_hpc.schedule import Action, Op
+
+
+class Kind(IntEnum):
+    """What was seen, in the order in which a difference spreads."""
+
+    OUTPUT = 0
+    OUTPUT_AGAIN = 1
+    GRADIENT = 2
+
+
+WORDS = {
+    Kind.OUTPUT: "its output",
+    Kind.OUTPUT_AGAIN: "its output when it was recomputed (R)",
+    Kind.GRADIENT: "the gradient of its output",
+}
+
+
+class Place(NamedTuple):
+    """Where something was seen: `tensor` counts those of one output."""
+
+    kind: Kind
+    microbatch: int
+    layer: int
+    tensor: int
+
+
+class Seen(NamedTuple):
+    """A tensor as it was: a hash of its bits, and its size for messages."""
+
+    digest: str
+    norm: float
+    shape: tuple[int, ...]
+
+
+class Observations:
+    """What was seen in one step. `scale`: what gradients are divided by, a power of two."""
+
+    def __init__(self) -> None:
+        self.seen: dict[Place, Seen] = {}
+
+    def watch(self, kind: Kind, layer: int, microbatch: int, output: Nest) -> None:
+        """Take note of a layer's output now, and of its gradients when they come."""
+        for number, tensor in enumerate(tensors_of(output)):
+            self.seen[Place(kind, microbatch, layer, number)] = _seen(tensor)
+            if tensor.requires_grad:
+                place = Place(Kind.GRADIENT, microbatch, layer, number)
+                register: Any = tensor.register_hook  # torch has left it without types
+                register(partial(self._note, place))
+
+    def _note(self, place: Place, gradient: Tensor) -> None:
+        self.seen[place] = _seen(gradient)
+
+
+def watch_pipeline(pipe: Pipeline) -> Observations:
+    """Watch every layer of a rank from now on; the world's activity says which micro-batch."""
+    found = Observations()
+    first = pipe.replica * pipe.num_microbatches
+    for stage in pipe.stages.values():
+        for index, layer in stage.layers.items():
+            layer.register_forward_hook(_hook(pipe, found, index, first))
+    return found
+
+
+def _hook(
+    pipe: Pipeline, found: Observations, layer: int, first: int
+) -> Callable[[nn.Module, Any, Any], None]:
+    def note(module: nn.Module, given: Any, output: Any) -> None:
+        action = pipe.world.activity
+        if isinstance(action, Action) and action.microbatch is not None:
+            kind = Kind.OUTPUT_AGAIN if action.op is Op.R else Kind.OUTPUT
+            if action.op in (Op.F, Op.R):
+                found.watch(kind, layer, first + action.microbatch, output)
+
+    return note
+
+
+def first_difference(ours: Observations, plain: Observations) -> tuple[Place, Seen, Seen] | None:
+    """Return the first place that differs, and what was seen there; None if none does.
+
+    Forwards come first, by micro-batch and layer; then recomputations, each against the plain
+    forward; then gradients, from the last layer to the first.
+    """
+    differing = []
+    for place, seen in ours.seen.items():
+        kind = Kind.OUTPUT if place.kind is Kind.OUTPUT_AGAIN else place.kind
+        theirs = plain.seen.get(place._replace(kind=kind))
+        if theirs is not None and theirs.digest != seen.digest:
+            differing.append((place, seen, theirs))
+    return min(differing, key=lambda each: _rank_of(each[0]), default=None)
+
+
+def _rank_of(place: Place) -> tuple[int, ...]:
+    layer = -place.layer if place.kind is Kind.GRADIENT else place.layer
+    return place.kind, place.microbatch, layer, place.tensor
+
+
+def _seen(tensor: Tensor) -> Seen:
+    # Adding 0 makes one of 0.0 and -0.0, which are equal.
+    own = tensor.detach()
+    own = (own.to_dense() if own.is_sparse else own).cpu().resolve_conj().resolve_neg()
+    own = (
+        (own + 0).contiguous() if own.is_floating_point() or own.is_complex() else own.contiguous()
+    )
+    raw = own.reshape(-1).view(torch.uint8) if own.numel() else own.new_empty(0, dtype=torch.uint8)
+    norm = float(own.to(torch.complex128).abs().square().sum().sqrt())
+    return Seen(hashlib.blake2b(raw.numpy().tobytes()).hexdigest(), norm, tuple(own.shape))

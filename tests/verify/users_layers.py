@@ -1,0 +1,109 @@
+"""A model of a user's own, by `model._target_`: layers that change state in their forward."""
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from gpipe_hpc import LayerSpec
+
+
+class Averaged(nn.Module):
+    """Subtract a moving average of the inputs, kept in a buffer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.5).add_(x.detach().mean(0), alpha=0.5)
+        return torch.tanh(self.linear(x - self.mean))
+
+
+class Counting(nn.Module):
+    """Scale by the number of calls, kept where nobody can see it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return torch.tanh(self.linear(x) * (1 + 0.1 * self.count))
+
+
+class InnerNorm(nn.Module):
+    """BatchNorm under the layer's own activation checkpointing."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+class Dropped(nn.Module):
+    """Dropout, which draws from torch's generator."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.dropout(torch.relu(self.linear(x)), 0.3, self.training)
+
+
+class Remembering(nn.Module):
+    """Keep a number outside of parameters and buffers, as extra state."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.seen = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen = 7
+        return torch.relu(self.linear(x))
+
+
+class Plain(nn.Module):
+    """Nothing special."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.linear(x))
+
+
+def spectral(width: int) -> nn.Module:
+    """Return a linear layer whose forward moves the vectors of its power iteration."""
+    return nn.utils.parametrizations.spectral_norm(nn.Linear(width, width))
+
+
+KINDS = {
+    "averaged": Averaged,
+    "counting": Counting,
+    "inner_norm": InnerNorm,
+    "dropped": Dropped,
+    "remembering": Remembering,
+    "plain": Plain,
+    "spectral": spectral,
+}
+
+
+def build(kind: str = "plain", width: int = 16, depth: int = 4) -> list[LayerSpec]:
+    """Return `depth` layers of a kind between two linear ones."""
+    inner = [LayerSpec(KINDS[kind], width) for _ in range(depth)]
+    return [LayerSpec(nn.Linear, 16, width), *inner, LayerSpec(nn.Linear, width, 4)]
