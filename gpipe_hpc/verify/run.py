@@ -21,6 +21,7 @@ from gpipe_hpc.config import Config, build_target, check_config
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import count_parameters, normalise_layers
 from gpipe_hpc.training.lr import lr_at, set_lr
+from gpipe_hpc.training.run_identity import Run
 from gpipe_hpc.training.session import Session, last_step, open_session
 from gpipe_hpc.verify.comparing import Report
 from gpipe_hpc.verify.judging import Facts, Judge
@@ -58,6 +59,7 @@ def verify(config: Config) -> Report | None:
             timeout_s=config.comm.timeout_s,
             loopback=config.comm.loopback,
             shares_memory=config.comm.shared_memory,
+            secret_file=config.comm.secret_file,
         )
         return _verify_rank(settings, world)
     stages = settings.pipeline.stages
@@ -142,7 +144,7 @@ def _scratch(world: World) -> Iterator[Path]:
 def _compare(config: Config, world: World, folder: Path) -> tuple[Judge | None, int | None]:
     """Run the steps; return who judged, and the step that differed, if one did."""
     num_steps = min(last_step(config.train), config.verify.steps)
-    with closing(open_session(config, world, folder, restarted=False)) as session:
+    with closing(open_session(config, world, _unrecorded(folder), None)) as session:
         start = world.everybody.all_gather_object(_start_facts(session))
         judge = Judge(config, session, start) if world.rank == 0 else None
         facts: Facts = {}
@@ -156,13 +158,18 @@ def _compare(config: Config, world: World, folder: Path) -> tuple[Judge | None, 
         loss = session.pipe.evaluate(facts["own_inputs"], facts["own_targets"]).loss
         path = session.pipe.save(folder / "checkpoint", session.optimizer)
         saved = checkpoint_state(session)
-    with closing(open_session(config, world, folder, restarted=False)) as fresh:
+    with closing(open_session(config, world, _unrecorded(folder), None)) as fresh:
         fresh.pipe.load(path, fresh.optimizer)
         loaded = checkpoint_state(fresh)
     states = world.everybody.all_gather_object((saved, loaded))
     if judge is not None:
         judge.end(loss, states)
     return judge, None
+
+
+def _unrecorded(folder: Path) -> Run:
+    """Return a run that nobody will go on with."""
+    return Run(folder, "verify", is_repeated=False, notes=())
 
 
 def _start_facts(session: Session) -> Facts:
@@ -243,7 +250,7 @@ def checkpoint_state(session: Session) -> dict[str, Any]:
 
 def _locate(config: Config, world: World, folder: Path, step: int, judge: Judge | None) -> str:
     """Run again up to the step that differed, watching layers; return the first difference."""
-    with closing(open_session(config, world, folder, restarted=False)) as session:
+    with closing(open_session(config, world, _unrecorded(folder), None)) as session:
         for _ in range(step):
             run_step(session)
         own = watch_pipeline(session.pipe)
