@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable
 from enum import IntEnum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ class Kind(IntEnum):
     GRADIENT = 2
 
 
-WORDS = {
+WORDS: Final = {
     Kind.OUTPUT: "its output",
     Kind.OUTPUT_AGAIN: "its output when it was recomputed (R)",
     Kind.GRADIENT: "the gradient of its output",
