@@ -54,6 +54,7 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "pipeline.recompute": ("always", "except_last", "never", "budget"),
         "train.precision": ("float32", "bfloat16", "float16"),
         "train.device": ("auto", "cpu", "cuda"),
+        "checkpoint.data": ("same", "new", "any"),
         "comm.backend": ("auto", "gloo", "nccl"),
         "lr.decay": ("cosine", "constant"),
         "draw.format": ("text", "svg", "png", "html", "trace", "table"),

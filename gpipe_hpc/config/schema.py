@@ -98,6 +98,7 @@ class CheckpointConfig:
     every: int = 0
     keep: int = 2
     resume: str = "auto"
+    data: str = "same"
 
 
 @dataclass

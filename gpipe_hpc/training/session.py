@@ -29,14 +29,17 @@ from gpipe_hpc.training.data import (
     DataFacts,
     Dataset,
     DataSource,
+    Identity,
     PlannedBatch,
     Request,
     ShuffledSampler,
+    identify,
     open_data,
     tolerance,
     validation_batches,
 )
 from gpipe_hpc.training.optimizer import build_optimizer, own_options, states_per_parameter
+from gpipe_hpc.training.position import IDENTITY, check_data, goes_on
 from gpipe_hpc.training.run_folder import OWNER, Checkpoints
 from gpipe_hpc.training.run_identity import Run
 from gpipe_hpc.training.run_lock import RunLock
@@ -53,6 +56,7 @@ class Session:
     optimizer: torch.optim.Optimizer
     source: DataSource | None  # None where this rank's stages need neither inputs nor targets
     facts: DataFacts
+    identity: Identity
     sampler: ShuffledSampler
     checkpoints: Checkpoints
     run_folder: Path
@@ -98,7 +102,12 @@ class Session:
         with together(self.pipe.world, "saving"):
             if self.lock is not None:
                 self.lock.check(looks=True)
-        extra = {"position": self.position, "corrupt": self.tally.names, OWNER: self.run_name}
+        extra = {
+            "position": self.position,
+            "corrupt": self.tally.names,
+            IDENTITY: self.identity,
+            OWNER: self.run_name,
+        }
         self.pipe.save(path, self.optimizer, extra)
         with together(self.pipe.world, "removing old checkpoints"):
             if self.pipe.world.rank == 0:
@@ -119,6 +128,8 @@ def open_session(config: Config, world: World, run: Run, lock: RunLock | None) -
         # Elsewhere only if needed: on a cluster, a thousand ranks would list the same folders.
         source = open_data(config.data, config.train.seed) if world.rank == 0 else None
         facts: DataFacts = broadcast_object(everybody, source and DataFacts.of(source), root=0)
+        own_identity = source and _identity(config, source, resumed)
+        identity: Identity = broadcast_object(everybody, own_identity, root=0)
         layers = build_target("model", config.model)
         loss_fn = bind_target("loss", config.loss) if config.loss else loss_function(facts.loss)
         sampler = ShuffledSampler(facts.num_samples, config.train.batch_size, config.train.seed)
@@ -140,6 +151,7 @@ def open_session(config: Config, world: World, run: Run, lock: RunLock | None) -
         optimizer,
         source,
         facts,
+        identity,
         sampler,
         checkpoints,
         run.folder,
@@ -150,8 +162,9 @@ def open_session(config: Config, world: World, run: Run, lock: RunLock | None) -
     if resumed is not None:
         with own_options(optimizer):
             extra = pipe.load(resumed, optimizer)
-        session.position = int(extra["position"])
-        session.tally = CorruptTally(tally.limit, extra.get("corrupt", ()))
+        if goes_on(extra, identity, config.checkpoint.data):
+            session.position = int(extra["position"])
+            session.tally = CorruptTally(tally.limit, extra.get("corrupt", ()))
         log.info("resumed from %s: %d steps done", resumed, pipe.steps_done)
     session.tally.add(facts.corrupt, says=world.rank == 0)
     return session
@@ -205,6 +218,16 @@ def _resume(config: Config, checkpoints: Checkpoints, restarted: bool) -> Path |
         for path in checkpoints.set_aside(found):
             log.warning("starting from step %d: what an earlier run saved is now %s", done, path)
     return found
+
+
+def _identity(config: Config, source: DataSource, resumed: Path | None) -> Identity:
+    """Return what the data are, on rank 0; refuse to go on with others in silence."""
+    identity = identify(source, config.data, config.train)
+    if resumed is not None:
+        facts = read_facts(resumed)
+        if last_step(config.train) > facts["steps_done"]:
+            check_data(resumed, facts["extra"], identity, config.checkpoint.data)
+    return identity
 
 
 def last_step(train: TrainConfig) -> int:

@@ -23,6 +23,7 @@ from gpipe_hpc.training.data.dataset import (
     Dataset,
     DataSource,
 )
+from gpipe_hpc.training.data.identity import Identity, differences, identify
 from gpipe_hpc.training.data.images import (
     open_cifar,
     open_digits,
@@ -48,11 +49,14 @@ __all__ = [
     "DataFacts",
     "DataSource",
     "Dataset",
+    "Identity",
     "PlannedBatch",
     "Readers",
     "Reading",
     "Request",
     "ShuffledSampler",
+    "differences",
+    "identify",
     "open_data",
     "tolerance",
     "validation_batches",

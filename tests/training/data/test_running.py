@@ -14,10 +14,11 @@ import yaml
 
 from gpipe_hpc import run_on_threads
 from gpipe_hpc.config import Config, check_config, compose_config
-from gpipe_hpc.errors import DataError
+from gpipe_hpc.errors import CheckpointError, DataError
 from gpipe_hpc.training import session as session_module
 from gpipe_hpc.training.data import ShuffledSampler, open_data
 from gpipe_hpc.training.loop import run_training
+from gpipe_hpc.training.run_identity import Run
 from gpipe_hpc.training.signals import StopRequest
 
 COMMON = (
@@ -184,6 +185,36 @@ def test_run_resumes_in_mid_epoch_with_other_replicas(numbered, tmp_path, monkey
     ]
 
 
+@pytest.mark.parametrize("change", ["train.batch_size=5", "train.seed=1"])
+def test_other_order_than_the_checkpoints_is_refused_or_begun_anew(
+    numbered, tmp_path, monkeypatch, change
+):
+    """It was accepted in silence: some samples came twice in an epoch and others never."""
+    train(numbered("first", "train.stop_at=2"))
+    resume = f"checkpoint.resume={tmp_path}/first"
+    with pytest.raises(CheckpointError, match=f"{change.replace('=', ': was [06], is ')}.*=new"):
+        train(numbered("refused", change, resume))
+    anew = numbered("anew", change, resume, "checkpoint.data=new", "train.stop_at=4")
+    read = Read(monkeypatch)
+    train(anew)
+    sampler = ShuffledSampler(20, anew.train.batch_size, anew.train.seed)
+    expected = sampler.batch(0)[0] + sampler.batch(sampler.batch(0)[1])[0]
+    assert read.samples(2, 3) == expected
+    # Started again by the same command, it goes on with what it began anew.
+    again = changed(anew, "checkpoint.resume=auto", "train.stop_at=5")
+    train(again)
+    assert lines(tmp_path / "anew")[-2]["position"] == 3 * sampler.batch_size
+    train(numbered("any", change, resume, "checkpoint.data=any", "train.stop_at=3"))
+    assert lines(tmp_path / "any")[0]["position"] == 12 + sampler.batch_size
+
+
+def test_validation_alone_takes_other_data(numbered, tmp_path):
+    train(numbered("first", "train.stop_at=2"))
+    resume = f"checkpoint.resume={tmp_path}/first"
+    train(numbered("alone", "train.steps=0", "train.batch_size=3", resume))
+    assert "validation_loss" in lines(tmp_path / "alone")[-1]
+
+
 @pytest.mark.slow
 def test_augmented_images_do_not_depend_on_layout_or_readers(files, tmp_path):
     """Of one batch in one piece, in four, read ahead by two processes: the same to the bit."""
@@ -247,7 +278,8 @@ def test_target_of_a_replaced_image_is_that_of_its_substitute(damaged):
     seen = []
 
     def body(world):
-        session = session_module.open_session(config, world, Path(config.run.dir), False)
+        run = Run(Path(config.run.dir), "name", False)
+        session = session_module.open_session(config, world, run, None)
         for _ in range(3):
             planned = session.sampler.batch(session.position)
             batch = session.next_batch()

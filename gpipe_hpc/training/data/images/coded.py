@@ -106,13 +106,21 @@ class CodedImages:
         """Return the classes of all samples."""
         return self.store.labels
 
+    def stored(self, index: int) -> bytes:
+        """Return a sample as it is stored: decoders of two machines may differ."""
+        return self.store.coded(index, self._most_bytes) + b"%d" % self.store.labels[index]
+
     def digest(self) -> str:
         """Return a short text that is equal where the samples are."""
         return f"{self.store.digest()}/{self.size}/{self.crop}/{self.normalisation}/{self.seed}"
 
-    def _read_one(self, index: int, draws: npt.NDArray[np.float64]) -> Pixels:
+    @property
+    def _most_bytes(self) -> int:
         # No more than the pixels themselves would take, and room for what else a file says.
-        coded = self.store.coded(index, 4 * self.max_pixels + 2**20)
+        return 4 * self.max_pixels + 2**20
+
+    def _read_one(self, index: int, draws: npt.NDArray[np.float64]) -> Pixels:
+        coded = self.store.coded(index, self._most_bytes)
         num_channels, height, width = self.size
         try:
             image = decode(coded, num_channels, self.max_pixels)

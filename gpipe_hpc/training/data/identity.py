@@ -1,0 +1,103 @@
+"""Which samples a run takes in which order: what a checkpoint says of it beside the position.
+
+A position counts samples since the start of a run. It means the same samples only while the data,
+the seed and the batch size are what they were. Files are told apart by their names, sizes and some
+of their samples, not by folders or dates: a copy on another machine is the same data.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, Protocol, runtime_checkable
+
+import numpy as np
+
+from gpipe_hpc.config import DataConfig, TrainConfig
+from gpipe_hpc.training.data.dataset import CorruptSampleError, Dataset, DataSource
+
+Identity = Mapping[str, Any]
+"""What JSON can hold."""
+
+_ORDER: Final = 1  # raised where the sampler gives another order
+_NUM_LOOKED_AT: Final = 16  # samples, from the first to the last
+# Changing these changes neither samples nor order; where files are is told by what they hold.
+_NO_MATTER: Final = frozenset(
+    {"workers", "prefetch", "path", "paths", "root", "validation_paths", "num_validation_samples"}
+)
+
+
+@runtime_checkable
+class Stored(Protocol):
+    """A dataset whose samples are made from stored bytes in ways that may differ by machine."""
+
+    def stored(self, index: int) -> bytes:
+        """Return the bytes that sample `index` is made from, inputs and target."""
+        ...
+
+
+def identify(source: DataSource, data: DataConfig, train: TrainConfig) -> Identity:
+    """Return what decides about the samples of a run and their order; reads some samples.
+
+    Raises DataError where one cannot be read.
+    """
+    dataset = source.train
+    settings = {k: v for k, v in vars(data).items() if k not in _NO_MATTER}
+    return {
+        "order": _ORDER,
+        "train.seed": train.seed,
+        "train.batch_size": train.batch_size,
+        "samples": dataset.num_samples,
+        "digest": hashlib.sha256(dataset.digest().encode()).hexdigest()[:16],
+        "content": _content(dataset),
+        "validation": hashlib.sha256(source.validation.digest().encode()).hexdigest()[:16],
+        "kind": type(data).__name__,
+        "settings": {f"data.{name}": value for name, value in settings.items()},
+    }
+
+
+def differences(was: Identity, now: Identity) -> list[str]:
+    """Return what makes the samples of a run, or their order, other ones; empty where nothing.
+
+    Settings and their two values where they explain it, else that the files are others.
+    """
+    order = ("train.seed", "train.batch_size")
+    found = [_change(name, was, now) for name in order if was.get(name) != now.get(name)]
+    keys = ("order", "samples", "digest", "content")
+    if all(was.get(key) == now.get(key) for key in keys):
+        return found
+    if was.get("kind") != now.get("kind"):
+        return [*found, _change("kind", was, now)]
+    before, after = was.get("settings", {}), now["settings"]
+    settings = [_change(k, before, after) for k in after if before.get(k, after[k]) != after[k]]
+    if was.get("samples") != now.get("samples"):
+        settings.append(_change("samples", was, now))
+    # A seed alone may have changed the digest: images are varied by it.
+    if not settings and (was.get("content") != now.get("content") or not found):
+        settings.append("the content of the data")
+    return found + settings
+
+
+def _change(name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    return f"{name}: was {was.get(name)}, is {now.get(name)}"
+
+
+def _content(dataset: Dataset) -> str:
+    """Return a hash of a few samples from all over the data."""
+    hashed = hashlib.sha256()
+    places = np.linspace(0, max(0, dataset.num_samples - 1), _NUM_LOOKED_AT)
+    for index in dict.fromkeys(places.round().astype(np.int64).tolist()):
+        if dataset.num_samples:
+            for part in _sample(dataset, index):
+                hashed.update(part)
+    return hashed.hexdigest()[:16]
+
+
+def _sample(dataset: Dataset, index: int) -> Iterator[bytes]:
+    try:
+        if isinstance(dataset, Stored):
+            yield dataset.stored(index)
+            return
+        for tensor in (dataset.read_inputs([index]), dataset.read_targets([index])):
+            yield f"{tensor.dtype}{list(tensor.shape)}".encode()
+            yield tensor.contiguous().numpy().tobytes()
+    except CorruptSampleError:
+        yield b"corrupt"
