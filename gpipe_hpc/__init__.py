@@ -7,12 +7,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gpipe_hpc.comm.pickling import register_boundary_type
     from gpipe_hpc.comm.threads import run_on_threads
     from gpipe_hpc.engine.results import StepResult
     from gpipe_hpc.models import LayerSpec, add_loss, add_metric
     from gpipe_hpc.pipeline import Pipeline
 
-__all__ = ["LayerSpec", "Pipeline", "StepResult", "add_loss", "add_metric", "run_on_threads"]
+__all__ = [
+    "LayerSpec",
+    "Pipeline",
+    "StepResult",
+    "add_loss",
+    "add_metric",
+    "register_boundary_type",
+    "run_on_threads",
+]
 __version__ = "0.1.0"
 
 
@@ -23,6 +32,7 @@ def __getattr__(name: str) -> Any:
         "StepResult": "gpipe_hpc.engine.results",
         "add_loss": "gpipe_hpc.models",
         "add_metric": "gpipe_hpc.models",
+        "register_boundary_type": "gpipe_hpc.comm.pickling",
         "run_on_threads": "gpipe_hpc.comm.threads",
     }
     if name not in homes:

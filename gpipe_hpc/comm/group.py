@@ -39,7 +39,10 @@ class Group(Protocol):
         """Fill `tensor` with world rank `root`'s."""
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return every rank's picklable value, in rank order."""
+        """Return every rank's value, in rank order.
+
+        Plain values, tensors and records alone; others raise DataError, by type, on who sends.
+        """
 
 
 class Done:
@@ -73,7 +76,7 @@ class SoloGroup:
 
 
 def broadcast_object(group: Group, value: Any, root: int) -> Any:
-    """Return world rank `root`'s picklable value on every rank of the group."""
+    """Return world rank `root`'s value on every rank of the group."""
     own = root in group.ranks and value is not None
     gathered = group.all_gather_object(value if own else None)
     return gathered[group.ranks.index(root)]

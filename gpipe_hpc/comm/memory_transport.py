@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.transport import Message, PlacedChannel
-from gpipe_hpc.comm.wire import assemble, disassemble
+from gpipe_hpc.comm.wire import Catalogue, assemble, disassemble
 
 if TYPE_CHECKING:
     from gpipe_hpc.comm.threads import ThreadHub
@@ -22,6 +22,7 @@ class MemoryTransport:
     def __init__(self, hub: "ThreadHub", channels: Sequence[PlacedChannel]) -> None:
         self._hub = hub
         self._num_posted = 0
+        self._catalogues = {channel: Catalogue() for channel in channels}
         with hub.changed:
             for channel in channels:
                 hub.queues.setdefault(channel, deque())
@@ -31,6 +32,8 @@ class MemoryTransport:
     ) -> None:
         """Append to the channel's queue."""
         structure, tensors = disassemble(nest)
+        # What no process could send is refused here, too.
+        self._catalogues[channel].identify(structure)
         with self._hub.changed:
             # Rebuilt here, so that both ends see the same new leaves as over a network.
             message = Message(assemble(structure, tensors), num_samples)

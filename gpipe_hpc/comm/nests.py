@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from gpipe_hpc.comm.pickling import rebuilds, register_boundary_type
+
 Nest = Any
 """A nest of tuples, lists and dicts whose leaves are tensors, None or picklable values."""
 
@@ -34,6 +36,7 @@ class Tree(NamedTuple):
 LEAF = Tree(None, None, ())
 
 
+@register_boundary_type
 class Key:
     """A dict's key that is no plain string: equal to those alone that pickle to the same bytes."""
 
@@ -64,6 +67,7 @@ class Key:
         return self._bytes
 
 
+@register_boundary_type
 @dataclass(frozen=True, eq=False)
 class Registered:
     """The containers of a nest that torch's pytree walks.
@@ -86,14 +90,14 @@ class Registered:
     def _exact(self) -> bytes:
         return _exactly(self)
 
-    @classmethod
-    def of(cls, nest: Nest) -> "Registered":
-        """Describe a nest."""
-        return cls(pytree.tree_structure(nest))
-
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the containers themselves with numbers for leaves: a TreeSpec warns."""
-        return Registered.of, (self.spec.unflatten(range(self.spec.num_leaves)),)
+        return _registered, (self.spec.unflatten(range(self.spec.num_leaves)),)
+
+
+@rebuilds
+def _registered(nest: Nest) -> Registered:
+    return Registered(pytree.tree_structure(nest))
 
 
 def _exactly(value: object) -> bytes:

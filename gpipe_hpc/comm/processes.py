@@ -16,6 +16,7 @@ from gpipe_hpc.comm.failure import FailureBoard, lost
 from gpipe_hpc.comm.group import Group, Pending, SoloGroup, rank_names
 from gpipe_hpc.comm.outbox import Outbox
 from gpipe_hpc.comm.payload import DirectPayload, Lane, Payload, StagedPayload
+from gpipe_hpc.comm.pickling import dumps, loads
 from gpipe_hpc.comm.process_transport import Link, ProcessTransport
 from gpipe_hpc.comm.routed_transport import RoutedTransport
 from gpipe_hpc.comm.secret import SECRET_VARIABLE, Secret, secret_for_all
@@ -58,13 +59,28 @@ class TorchGroup:
         _Collective(work, self.ranks).wait()
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return every rank's value, pickled and in rank order."""
-        values: list[Any] = [None] * self.size
+        """Return every rank's value in rank order; read as `gpipe_hpc.comm.pickling` allows."""
+        what = f"a collective of {rank_names(self.ranks)}"
+        own = torch.frombuffer(bytearray(dumps(value, what)), dtype=torch.uint8)
         try:
-            dist.all_gather_object(values, value, group=self.torch_group)
+            parts = self._gather(own)
         except RuntimeError as error:
-            raise lost(error, f"a collective of {rank_names(self.ranks)}") from error
-        return values
+            raise lost(error, what) from error
+        sources = zip(self.ranks, parts, strict=True)
+        return [loads(part.numpy().data, f"{what}, from rank {r}") for r, part in sources]
+
+    def _gather(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """Return every rank's bytes, of any number."""
+        sizes = torch.empty(self.size, 1, dtype=torch.int64)
+        size = torch.tensor([own.numel()])
+        dist.all_gather(list(sizes), size, group=self.torch_group)
+        counts = sizes.flatten().tolist()
+        # All send the same number of bytes; what is behind a rank's own means nothing.
+        padded = torch.zeros(max(counts), dtype=torch.uint8)
+        padded[: own.numel()] = own
+        gathered = torch.empty(self.size, max(counts), dtype=torch.uint8)
+        dist.all_gather(list(gathered), padded, group=self.torch_group)
+        return [part[:count] for part, count in zip(gathered, counts, strict=True)]
 
 
 class _Collective:

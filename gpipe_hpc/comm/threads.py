@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from gpipe_hpc.comm.group import Group, Pending, SoloGroup, rank_names
 from gpipe_hpc.comm.memory_transport import MemoryTransport
+from gpipe_hpc.comm.pickling import check_travels
 from gpipe_hpc.comm.secret import Secret
 from gpipe_hpc.comm.transport import Message, PlacedChannel, Transport
 from gpipe_hpc.errors import LaunchError, PeerError
@@ -128,7 +129,8 @@ class ThreadGroup:
         tensor.copy_(parts[self.ranks.index(root)])
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return every rank's value (the object itself, not a copy)."""
+        """Return every rank's value: the object itself, if it could travel between processes."""
+        check_travels(value, f"a collective of {rank_names(self.ranks)}")
         return self._hub.collect(self._next_key(value))
 
 

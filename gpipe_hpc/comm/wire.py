@@ -4,21 +4,24 @@ A message is a fixed-size word, a header only when its structure is new to the c
 tensors themselves. The word says which structure follows, so both ends know what to post.
 """
 
-import io
 import pickle
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from gpipe_hpc.comm.nests import LEAF, Nest, Tree, flatten, unflatten
+from gpipe_hpc.comm.pickling import dumps, loads
 from gpipe_hpc.errors import ModelError
 
 WORD_LENGTH = 5
 MAX_STRUCTURES = 256  # that a channel remembers
 MAX_STRUCTURE_BYTES = 4 * 2**20  # of memory for them; the newest may be larger by itself
 _LEAF_BYTES = 300  # about what a leaf takes besides its value
+# Values that are made without any class, and how long they may be to be kept.
+_ATOMS = frozenset({type(None), bool, int, float, str})
+_SHORT_BYTES = 64
 
 
 class Word(NamedTuple):
@@ -60,12 +63,12 @@ class Structure:
 
     def to_bytes(self) -> bytes:
         """Serialise for a header."""
-        return pickle.dumps((self.tree, self.leaves))
+        return dumps((self.tree, self.leaves), "boundary")
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Structure":
         """Read a header back."""
-        return cls(*pickle.loads(data))
+        return cls(*loads(data, "boundary"))
 
 
 EMPTY = Structure(flatten(())[1], ())
@@ -96,7 +99,7 @@ def assemble(structure: Structure, tensors: list[torch.Tensor]) -> Nest:
     leaves = [
         next(arrived).detach().requires_grad_(leaf.requires_grad)
         if isinstance(leaf, TensorMeta)
-        else pickle.loads(leaf)
+        else _value_of(leaf)
         for leaf in structure.leaves
     ]
     return unflatten(leaves, structure.tree)
@@ -118,26 +121,31 @@ def _elements(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if tensor._is_zerotensor() else tensor
 
 
-class _ValuePickler(pickle.Pickler):
-    """Pickle a value; a tensor within it would lose its gradient in silence."""
-
-    def persistent_id(self, obj: object) -> None:
-        """Refuse tensors."""
-        if isinstance(obj, torch.Tensor):
-            raise ModelError("a tensor")
-
-
 def _pickled(value: object) -> bytes:
-    stream = io.BytesIO()
-    try:
-        _ValuePickler(stream).dump(value)
-    except ModelError as error:
-        raise ModelError(
-            f"boundary: expected tensors in tuples, lists and dicts, got one hidden in a "
-            f"{type(value).__name__}, where autograd cannot follow it to the next stage; let the "
-            f"layer return a dict, or register the class with torch.utils._pytree"
-        ) from error
-    return stream.getvalue()
+    if type(value) in _ATOMS:
+        return pickle.dumps(value)
+    return dumps(
+        value,
+        "boundary",
+        hides=f"boundary: expected tensors in tuples, lists and dicts, got one hidden in a "
+        f"{type(value).__name__}, where autograd cannot follow it to the next stage; let the "
+        f"layer return a dict, or register the class with torch.utils._pytree",
+    )
+
+
+def _value_of(leaf: bytes) -> Any:
+    if len(leaf) <= _SHORT_BYTES:
+        found = _atom(leaf)
+        if found is not None:
+            return found[0]
+    return loads(leaf, "boundary")
+
+
+@lru_cache(maxsize=MAX_STRUCTURES)
+def _atom(leaf: bytes) -> tuple[Any] | None:
+    """Return the value of a leaf if all messages may share it."""
+    value = loads(leaf, "boundary")
+    return (value,) if type(value) in _ATOMS else None
 
 
 def _meta(tensor: torch.Tensor) -> TensorMeta:

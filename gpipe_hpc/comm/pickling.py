@@ -1,0 +1,353 @@
+"""Values that ranks send each other, read back without running what a stranger wrote into them.
+
+Python's pickle calls whatever function a message names. Here a message may name nothing but
+
+- plain Python: numbers, texts, bytes, dates, paths, and tuples, lists, dicts and sets of such;
+- tensors, dtypes, devices and sizes of torch, NumPy's arrays and numbers;
+- records: enums, named tuples and dataclasses that do no more than keep their fields;
+- containers that are registered with torch.utils._pytree, and classes that
+  `register_boundary_type` let through.
+
+Classes must be loaded already: nothing is imported for a message. The same rules hold for who
+sends, so a value that could not be read is refused where it was made, by the name of its type.
+"""
+
+import collections
+import datetime
+import decimal
+import fractions
+import io
+import pathlib
+import pickle
+import sys
+import uuid
+from collections.abc import Callable, Mapping
+from enum import Enum
+from functools import lru_cache
+from types import FunctionType, MappingProxyType, ModuleType
+from typing import Any, Final, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch.utils import _pytree as pytree
+
+from gpipe_hpc.errors import ConfigError, DataError, ModelError
+from gpipe_hpc.schedule import Placement, Schedule
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., object])
+
+_MARK: Final = "__gpipe_hpc_travels__"
+
+_PLAIN: Final[Mapping[tuple[str, str], type]] = MappingProxyType(
+    {
+        (kind.__module__, kind.__qualname__): kind
+        for kind in (
+            *(bool, int, float, complex, str, bytes, bytearray, range, slice),
+            *(tuple, list, dict, set, frozenset),
+            *(collections.OrderedDict, collections.defaultdict, collections.deque),
+            collections.Counter,
+            *(datetime.datetime, datetime.date, datetime.time, datetime.timedelta),
+            *(datetime.timezone, decimal.Decimal, fractions.Fraction, uuid.UUID),
+            *(pathlib.PosixPath, pathlib.PurePosixPath),
+            *(torch.Size, torch.device),
+        )
+    }
+)
+_PLAIN_KINDS: Final = frozenset(_PLAIN.values())
+# Records of ours that check their fields when they are made, and do no more.
+_OURS: Final = (Schedule, Placement)
+_PLAIN_VALUES: Final = MappingProxyType({("builtins", "Ellipsis"): ...})
+_TORCH_KINDS: Final = (torch.dtype, torch.layout, torch.memory_format)
+
+# By which the making, changing or ending of an object may run somebody's code.
+_HOOKS: Final = (
+    *("__new__", "__init__", "__post_init__", "__del__", "__setattr__", "__getattribute__"),
+    *("__getattr__", "__setstate__", "__reduce__", "__reduce_ex__"),
+)
+_BARE_BASES: Final = ("builtins", "typing", "abc", "enum")
+
+
+def register_boundary_type(cls: type[T]) -> type[T]:
+    """Let objects of a class travel between ranks; call it on every rank, or use it as decorator.
+
+    A layer may then return them as values within its output (a tensor inside would lose its
+    gradient and stays refused; for containers of tensors register with torch.utils._pytree).
+    Named tuples, plain dataclasses and enums need it not. Whoever can send to a rank may make
+    such an object with any content, so its ``__init__``, ``__setstate__`` and the like must be
+    harmless.
+
+    Raises ConfigError for a class that takes no mark (one written in C), or is not at the top
+    of its module.
+    """
+    if "<locals>" in cls.__qualname__:
+        raise ConfigError(
+            f"register_boundary_type: expected a class at the top of its module, got "
+            f"{_name(cls)}, which other ranks cannot find; move it there"
+        )
+    _mark(cls)
+    return cls
+
+
+def rebuilds(function: F) -> F:
+    """Let messages call a function of our own, which makes a value of plain parts."""
+    _mark(function)
+    return function
+
+
+def _mark(thing: Any) -> None:
+    try:
+        setattr(thing, _MARK, True)
+    except (TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"register_boundary_type: expected a class written in Python, got {_name(thing)} "
+            f"({error}); let the layer return its parts"
+        ) from None
+
+
+def dumps(value: object, what: str, *, hides: str = "") -> bytes:
+    """Return a value as bytes for other ranks; ``what`` names it in messages.
+
+    ``hides``: why there may be no tensor within it; empty if there may.
+
+    Raises DataError, naming the type, for a value that other ranks would refuse, and ModelError
+    for a tensor that must not be there.
+    """
+    stream = io.BytesIO()
+    _send(_Sender(stream, hides), value, what)
+    return stream.getvalue()
+
+
+def check_travels(value: object, what: str) -> None:
+    """Raise what `dumps` would, for ranks that hand the value itself on; copies no tensors."""
+    _send(_Checker(io.BytesIO(), ""), value, what)
+
+
+def _send(sender: "_Sender", value: object, what: str) -> None:
+    try:
+        sender.dump(value)
+    except _Refused as refused:
+        raise DataError(
+            f"{what}: expected tensors and plain values (numbers, texts, tuples, lists, dicts, "
+            f"named tuples, dataclasses), got {refused}, which other ranks do not unpickle; send "
+            f"its parts, or on every rank gpipe_hpc.register_boundary_type(its class)"
+        ) from None
+    except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
+        raise DataError(
+            f"{what}: expected values that can be pickled, got {_name(type(value))}: {error}; "
+            f"send its parts"
+        ) from error
+
+
+def loads(data: bytes | memoryview, what: str) -> Any:
+    """Return the value of bytes that came from another rank, running nothing they name.
+
+    Raises DataError for anything that `dumps` does not make.
+    """
+    try:
+        return _Receiver(io.BytesIO(data)).load()
+    except _Refused as refused:
+        raise DataError(
+            f"{what}: expected tensors, plain values and classes that are allowed on this rank, "
+            f"got {refused}; call gpipe_hpc.register_boundary_type for it on every rank; if it "
+            f"is none of yours, somebody else sends to this port"
+        ) from None
+    except Exception as error:  # a forged message may raise anything
+        raise DataError(
+            f"{what}: expected a message of another rank, got damaged bytes "
+            f"({type(error).__name__}: {error}); something else sends to this port, or the "
+            f"ranks run unequal versions"
+        ) from error
+
+
+class _Refused(Exception):
+    """A type or name that must not travel."""
+
+
+class _Sender(pickle.Pickler):
+    """Pickle what `_Receiver` will take."""
+
+    def __init__(self, stream: io.BytesIO, hides: str) -> None:
+        super().__init__(stream, protocol=5)
+        self._hides = hides
+
+    def reducer_override(self, value: Any) -> Any:
+        """Refuse, describe by plain parts, or leave to pickle; not asked about plainest values."""
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            if self._hides:
+                raise ModelError(self._hides)
+            return self.describe_tensor(value)
+        if kind is np.ndarray:
+            return _describe_array(value)
+        if isinstance(value, np.generic):
+            return _array_item, _describe_array(np.asarray(value))[1]
+        if isinstance(value, _TORCH_KINDS):
+            return _Described(_of_torch, (str(value).removeprefix("torch."),))
+        if isinstance(value, np.dtype):
+            return _Described(_dtype, (_describe_dtype(value),))
+        if isinstance(value, type):
+            if not _may_travel(value):
+                raise _Refused(f"the class {_name(value)}")
+        elif isinstance(value, FunctionType):
+            if not _is_marked(value):
+                raise _Refused(f"the function {_name(value)}")
+        elif value is not ... and not _may_travel(kind):
+            raise _Refused(f"a value of class {_name(kind)}")
+        return NotImplemented
+
+    def describe_tensor(self, tensor: torch.Tensor) -> Any:
+        """Return how to make a tensor again."""
+        return _describe_tensor(tensor)
+
+
+class _Checker(_Sender):
+    """Look through a value for what others would refuse."""
+
+    def describe_tensor(self, tensor: torch.Tensor) -> Any:
+        """Look at the tensor without its elements."""
+        _refuse_unlike(tensor)
+        return _Described(_tensor, ())
+
+
+class _Receiver(pickle.Unpickler):
+    """Unpickle plain values, records and what was let through."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what a message names, if it may name it."""
+        plain = _PLAIN.get((module, name)) or _PLAIN_VALUES.get((module, name))
+        if plain is not None:
+            return plain
+        found = _look_up(module, name)
+        # By its own name: what a module has imported is not its own.
+        if (getattr(found, "__module__", None), getattr(found, "__qualname__", None)) == (
+            module,
+            name,
+        ) and (_may_travel(found) if isinstance(found, type) else _is_marked(found)):
+            return found
+        raise _Refused(f"{module}.{name}")
+
+
+def _look_up(module: str, name: str) -> Any:
+    """Return what stands under a name in a module that is loaded; None if nothing does."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        if not isinstance(found, type | ModuleType):
+            return None
+        found = vars(found).get(part)
+    return found
+
+
+def _may_travel(kind: type) -> bool:
+    return (
+        kind in _PLAIN_KINDS
+        or _is_marked(kind)
+        or _is_record(kind)
+        or kind in _OURS
+        # Torch's own inner containers have no business in a model's outputs.
+        or (kind in pytree.SUPPORTED_NODES and not kind.__module__.startswith("torch._"))
+    )
+
+
+def _is_marked(thing: object) -> bool:
+    # Its own mark: what is derived from a class may do other things.
+    return isinstance(thing, type | FunctionType) and _MARK in vars(thing)
+
+
+@lru_cache(maxsize=1024)
+def _is_record(kind: type) -> bool:
+    """Say whether objects of a class are made without running any code of its author's."""
+    if "<locals>" in kind.__qualname__:
+        return False
+    if issubclass(kind, Enum):
+        return bool(kind.__members__)
+    named_tuple = issubclass(kind, tuple) and hasattr(kind, "_fields")
+    if not (named_tuple or "__dataclass_fields__" in vars(kind)):
+        return False
+    bases = [base for base in kind.__mro__ if base.__module__ not in _BARE_BASES]
+    hooks = [vars(base)[name] for base in bases for name in _HOOKS if name in vars(base)]
+    return all(map(_is_generated, hooks))
+
+
+def _is_generated(hook: object) -> bool:
+    """Say whether `dataclasses` or `collections` made a method, rather than the class's author."""
+    code = getattr(hook, "__code__", getattr(getattr(hook, "__func__", None), "__code__", None))
+    made = code is not None and code.co_filename == "<string>"
+    return made or getattr(hook, "__module__", "") == "dataclasses"
+
+
+def _name(thing: Any) -> str:
+    return f"{thing.__module__}.{thing.__qualname__}"
+
+
+class _Described(NamedTuple):
+    """A call that makes a value again."""
+
+    function: Callable[..., object]
+    parts: tuple[object, ...]
+
+
+def _refuse_unlike(tensor: torch.Tensor) -> None:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        raise _Refused(f"a tensor of class {_name(type(tensor))}")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        raise _Refused("a tensor that is sparse, quantized or nested")
+
+
+def _describe_tensor(tensor: torch.Tensor) -> _Described:
+    _refuse_unlike(tensor)
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    raw = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    return _Described(_tensor, (tensor.dtype, tuple(tensor.shape), raw, tensor.requires_grad))
+
+
+@rebuilds
+def _of_torch(name: str) -> Any:
+    """Return a dtype, a layout or a memory format."""
+    found = vars(torch).get(name)
+    if not isinstance(found, _TORCH_KINDS):
+        raise _Refused(f"torch.{name}")
+    return found
+
+
+@rebuilds
+def _tensor(
+    dtype: torch.dtype, shape: tuple[int, ...], raw: bytes, requires_grad: bool
+) -> torch.Tensor:
+    """Return a tensor in host memory."""
+    if not raw:
+        return torch.empty(shape, dtype=dtype).requires_grad_(requires_grad)
+    return (
+        torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape).requires_grad_(requires_grad)
+    )
+
+
+def _describe_array(array: np.ndarray[Any, Any]) -> _Described:
+    return _Described(_array, (_describe_dtype(array.dtype), array.shape, array.tobytes()))
+
+
+def _describe_dtype(dtype: np.dtype[Any]) -> object:
+    if dtype.hasobject:
+        raise _Refused("a NumPy array of Python objects")
+    return dtype.str if dtype.names is None else dtype.descr
+
+
+@rebuilds
+def _array(dtype: Any, shape: tuple[int, ...], raw: bytes) -> np.ndarray[Any, Any]:
+    """Return a NumPy array."""
+    return np.frombuffer(bytearray(raw), dtype=_dtype(dtype)).reshape(shape)
+
+
+@rebuilds
+def _array_item(dtype: Any, shape: tuple[int, ...], raw: bytes) -> Any:
+    """Return a NumPy number."""
+    return _array(dtype, shape, raw)[()]
+
+
+@rebuilds
+def _dtype(description: Any) -> np.dtype[Any]:
+    """Return a NumPy dtype."""
+    dtype: np.dtype[Any] = np.dtype(description)
+    if dtype.hasobject:  # its elements would be addresses
+        raise _Refused("a NumPy array of Python objects")
+    return dtype
