@@ -1,12 +1,13 @@
 """Measure what each layer costs on the device and micro-batch at hand."""
 
 import copy
-import statistics
-import time
-from collections.abc import Callable, Sequence
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +27,17 @@ from gpipe_hpc.models import (
     seeded_generators,
     skip_names,
 )
+from gpipe_hpc.planning.clock import Clock
 from gpipe_hpc.planning.trial import Given, structure
 
-Result = TypeVar("Result")
+log = logging.getLogger("gpipe_hpc.pipeline")
+
 LossFunction = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer costs for one micro-batch.
+    """What one layer costs for one micro-batch; seconds are the least that were measured.
 
     ``forward_s`` and ``backward_s`` are seconds without recomputation, ``input_s`` and ``weight_s``
     those of a backward that is split in two. ``activation_bytes`` is what the forward keeps for the
@@ -64,74 +67,212 @@ def measure_layers(
     *,
     seed: int = 0,
     device: torch.device | str = "cpu",
-    repetitions: int = 5,
-    warmup: int = 2,
+    repetitions: int = 2,
+    warmup: int = 1,
+    rounds: int = 3,
+    budget_s: float = 10.0,
+    clock: Clock | None = None,
 ) -> list[LayerCost]:
-    """Return the cost of every layer, each run alone on one micro-batch; medians over repetitions.
+    """Return the cost of every layer, each run alone on one micro-batch: the least of its times.
 
-    One layer at a time is built (`build_layer` with ``seed``) and dropped again. Equal specs whose
-    inputs have equal structure are measured once. Without ``loss_fn`` the last layer's backward
-    starts from ones; with it the loss counts for the last layer. ``example_inputs`` is any nest of
-    tensors. Modules that come built are copied, so neither their buffers nor their gradients
-    change, and torch's random state is left as it was. Purely local: no communication.
+    All layers are measured in turn, then all again, so that other work on the machine disturbs
+    none more than another. After `rounds` rounds that agree it is done. Else there are as many
+    more, and those layers go on whose best times did not come again in another round, until they
+    do or `budget_s` seconds have passed since the start. What is uncertain even then is told in
+    the log.
+
+    One layer at a time is built (`build_layer` with ``seed``) and dropped again; its inputs stay
+    from round to round. Equal specs whose inputs have equal structure are measured once. Without
+    ``loss_fn`` the last layer's backward starts from ones; with it the loss counts for the last
+    layer. ``example_inputs`` is any nest of tensors. Modules that come built are copied, so neither
+    their buffers nor their gradients change, and torch's random state is left as it was. Purely
+    local: no communication.
 
     Raises `ModelError`, naming the layer, when it does not run on what the layer before gives.
     """
     target = torch.device(device)
-    value = _to(example_inputs, target)
+    bench = _Bench(seed, target, repetitions, warmup, clock or Clock())
+    began = bench.clock.now()
     goal = _to(example_targets, target)
+    subjects = _first_round(layers, _to(example_inputs, target), goal, loss_fn, bench)
+    distinct = list({id(subject): subject for subject in subjects}.values())
+    always = (rounds - 1) * len(distinct)
+    for turn, subject in enumerate(_turns(subjects, distinct, rounds)):
+        spent_s = bench.clock.now() - began
+        if turn >= always and spent_s >= budget_s:
+            _tell(subjects, _uncertain(subjects, distinct), spent_s)
+            break
+        bench.run(subject)
+    return [subject.cost() for subject in subjects]
+
+
+def _turns(
+    subjects: Sequence["_Subject"], distinct: Sequence["_Subject"], rounds: int
+) -> Iterator["_Subject"]:
+    """Give what is to be measured next, after the first round; `subjects`: of every layer."""
+    for _ in range(rounds - 1):
+        yield from distinct
+    slack_s = _slack_s(subjects)
+    if any(subject.spread(slack_s, last=True) for subject in distinct):
+        # Something disturbs. A layer that it disturbed in all rounds alike does not show it.
+        for _ in range(rounds):
+            yield from distinct
+    while uncertain := _uncertain(subjects, distinct):
+        yield from uncertain
+
+
+def _first_round(
+    layers: Sequence[Layer],
+    value: Any,
+    targets: Any,
+    loss_fn: LossFunction | None,
+    bench: "_Bench",
+) -> list["_Subject"]:
+    """Run every layer on what the one before gives; return for each what was measured for it."""
     find_skips(layers)  # refuses what cannot be popped
     stashed: dict[str, Any] = {}
     known: list[_Known] = []
-    costs: list[LayerCost] = []
+    subjects: list[_Subject] = []
     for index, layer in enumerate(layers):
         names = skip_names(layer)
         given = Given(value, tuple(stashed.pop(name) for name in names.pops))
-        loss = _Loss(loss_fn, goal) if loss_fn and index == len(layers) - 1 else None
+        loss = _Loss(loss_fn, targets) if loss_fn and index == len(layers) - 1 else None
         signature = None if loss else (structure(given), len(names.stashes))
         found = _found(known, layer, signature)
         if found is None:
-            # In a function of its own, so that the layer is gone before the next one is built.
-            found = _measured(layer, index, given, loss, seed, target, repetitions, warmup)
+            subject = _Subject(layer, index, given, loss)
+            found = _Known(layer, signature, subject, bench.run(subject))
             if isinstance(layer, LayerSpec):
-                known.append(_Known(layer, signature, found))
-        value = found.output
-        stashed.update(zip(names.stashes, found.stashed, strict=True))
-        costs.append(found.cost)
-    return costs
+                known.append(found)
+        value, *behind = found.results
+        stashed.update(zip(names.stashes, behind, strict=True))
+        subjects.append(found.subject)
+    return subjects
 
 
-class _Measured(NamedTuple):
-    """What a layer costs, and what it gives to layers behind it."""
+class _Seconds(NamedTuple):
+    """Of forward, backward, and the two halves of a split backward."""
 
-    cost: LayerCost
-    output: Any
-    stashed: tuple[Any, ...]
+    forward: float
+    backward: float
+    of_input: float
+    of_weight: float
+
+
+class _Sizes(NamedTuple):
+    """See `LayerCost`."""
+
+    parameters: int
+    activation_bytes: int
+    output_bytes: int
+
+
+_UNKNOWN: Final = _Sizes(0, 0, 0)
+
+
+@dataclass(eq=False)
+class _Subject:
+    """A layer, what it is run on, and the least times of each round."""
+
+    layer: Layer
+    index: int
+    given: Given
+    loss: "_Loss | None"
+    rounds: list[_Seconds] = field(default_factory=list)
+    sizes: _Sizes = _UNKNOWN
+
+    @property
+    def best(self) -> _Seconds:
+        """Return the least seconds of each part."""
+        return _Seconds(*map(min, zip(*self.rounds, strict=True)))
+
+    def cost(self) -> LayerCost:
+        """Return the result."""
+        return LayerCost(*self.best, *self.sizes)
+
+    def spread(self, slack_s: float, last: bool = False) -> float:
+        """Return by how much of a best time the next best round missed it, or the worst one.
+
+        What lies within the tolerance, or `slack_s`, is 0.
+        """
+        worst = 0.0
+        for times in zip(*self.rounds, strict=True):
+            best, *others = sorted(times)
+            missed = others[-1 if last else 0] - best if others else 0.0
+            if missed > max(_TOLERANCE * best, slack_s):
+                worst = max(worst, missed / best if best else math.inf)
+        return worst
+
+
+_TOLERANCE: Final = 0.05  # of a time: it came again
+_NEGLIGIBLE: Final = 0.005  # of the time of all layers
+_NEGLIGIBLE_S: Final = 20e-6
+_SHOWN: Final = 8  # layers in a message
+
+
+def _slack_s(subjects: Sequence[_Subject]) -> float:
+    whole = sum(subject.best.forward + subject.best.backward for subject in subjects)
+    return max(_NEGLIGIBLE_S, _NEGLIGIBLE * whole)
+
+
+def _uncertain(subjects: Sequence[_Subject], distinct: Sequence[_Subject]) -> list[_Subject]:
+    """Return those whose best times were not seen in two rounds; `subjects`: of every layer."""
+    slack_s = _slack_s(subjects)
+    return [subject for subject in distinct if subject.spread(slack_s) > 0]
+
+
+def _tell(subjects: Sequence[_Subject], uncertain: Sequence[_Subject], spent_s: float) -> None:
+    if not uncertain:
+        return
+    slack_s = _slack_s(subjects)
+    ids = {id(subject) for subject in uncertain}
+    indices = [index for index, subject in enumerate(subjects) if id(subject) in ids]
+    more = f" and {len(indices) - _SHOWN} more" if len(indices) > _SHOWN else ""
+    log.warning(
+        "partition: the times of layers %s%s were measured for %.0f s, expected the best to come "
+        "again within %.0f %%, got none nearer than %.0f %%; other work keeps this machine busy, "
+        "and the cut may not be the best: measure on a quiet one, or give the cut by hand",
+        ", ".join(map(str, indices[:_SHOWN])),
+        more,
+        spent_s,
+        100 * _TOLERANCE,
+        100 * max(subject.spread(slack_s) for subject in uncertain),
+    )
 
 
 class _Known(NamedTuple):
-    """A layer that was measured, and on what."""
+    """A layer, on what it was measured, and what it gives to layers behind it."""
 
-    spec: LayerSpec
+    spec: Layer
     signature: object
-    found: _Measured
+    subject: _Subject
+    results: list[Any]
 
 
-def _measured(
-    layer: Layer,
-    index: int,
-    given: Given,
-    loss: "_Loss | None",
-    seed: int,
-    device: torch.device,
-    repetitions: int,
-    warmup: int,
-) -> _Measured:
-    with seeded_generators(init_key(seed, index)):
-        module = build_layer(_private(layer, index), index=index, seed=seed, device=device)
-        where = f"layers.{index} ({layer_name(layer)})"
-        trial = _Trial(where, module, skip_names(layer), given, loss, device)
-        return trial.measure(repetitions, warmup)
+class _Bench(NamedTuple):
+    """How layers are measured."""
+
+    seed: int
+    device: torch.device
+    repetitions: int
+    warmup: int
+    clock: Clock
+
+    def run(self, subject: _Subject) -> list[Any]:
+        """Measure a layer for a round; return its output and stashes in the first, detached."""
+        # In a function of its own, so that the layer is gone before the next one is built.
+        layer, index = subject.layer, subject.index
+        with seeded_generators(init_key(self.seed, index)):
+            private = _private(layer, index)
+            module = build_layer(private, index=index, seed=self.seed, device=self.device)
+            where = f"layers.{index} ({layer_name(layer)})"
+            names = skip_names(layer)
+            trial = _Trial(where, module, names, subject.given, subject.loss, self)
+            results: list[Any] = []
+            if not subject.rounds:
+                results, subject.sizes = trial.sized()
+            subject.rounds.append(trial.seconds())
+        return results
 
 
 @dataclass(frozen=True)
@@ -143,32 +284,27 @@ class _Trial:
     names: SkipNames
     given: Given
     loss: "_Loss | None"
-    device: torch.device
+    bench: _Bench
 
-    def measure(self, repetitions: int, warmup: int) -> _Measured:
-        """Return the layer's cost, and detached what it gives to layers behind it."""
+    def sized(self) -> tuple[list[Any], _Sizes]:
+        """Return output and stashes, detached, and the layer's sizes."""
         kept: dict[int, int] = {}
         with torch.autograd.graph.saved_tensors_hooks(self._keeper(kept), _identity):
             results, _ = self._pass(None)
-        forward_s, backward_s = self._medians(repetitions, warmup, lambda: None)
-        _, input_s, weight_s = self._medians(repetitions, 1, Deferred)
-        output, *stashed = results
-        cost = LayerCost(
-            forward_s=forward_s,
-            backward_s=backward_s,
-            input_s=input_s,
-            weight_s=weight_s,
-            parameters=sum(p.numel() for p in self.module.parameters()),
-            activation_bytes=sum(kept.values()),
-            output_bytes=sum(tensor.nbytes for tensor in tensors_of(output)),
-        )
-        return _Measured(cost, output, tuple(stashed))
+        parameters = sum(p.numel() for p in self.module.parameters())
+        output_bytes = sum(tensor.nbytes for tensor in tensors_of(results[0]))
+        return results, _Sizes(parameters, sum(kept.values()), output_bytes)
 
-    def _medians(
-        self, repetitions: int, warmup: int, deferred: Callable[[], Deferred | None]
-    ) -> list[float]:
-        times = [self._pass(deferred())[1] for _ in range(warmup + repetitions)][warmup:]
-        return [statistics.median(column) for column in zip(*times, strict=True)]
+    def seconds(self) -> _Seconds:
+        """Return the least seconds of each part."""
+        forward, backward = self._least(lambda: None)
+        _, of_input, of_weight = self._least(Deferred)
+        return _Seconds(forward, backward, of_input, of_weight)
+
+    def _least(self, deferred: Callable[[], Deferred | None]) -> list[float]:
+        warmup, wanted = self.bench.warmup, self.bench.repetitions
+        times = [self._pass(deferred())[1] for _ in range(warmup + wanted)][warmup:]
+        return [min(column) for column in zip(*times, strict=True)]
 
     def _pass(self, deferred: Deferred | None) -> tuple[list[Any], tuple[float, ...]]:
         """Run one forward and backward; return output and stashes, and the seconds of its parts.
@@ -179,6 +315,7 @@ class _Trial:
         # repetition needs the input unchanged. Parameter gradients stay, so that repetitions
         # accumulate into them as micro-batches do.
         given = map_tensors(lambda tensor: _detached(tensor).clone(), tuple(self.given))
+        timed = partial(self.bench.clock.timed, device=self.bench.device)
         results: list[Any] = []
 
         def forward() -> list[Tensor]:
@@ -194,12 +331,12 @@ class _Trial:
                 if deferred is not None:
                     blocks.enter_context(deferred.in_forward())
                     blocks.enter_context(DeferWeights(deferred))
-                ends, forward_s = _timed(forward, self.device)
+                ends, forward_s = timed(forward)
             seeds = [torch.ones_like(end) for end in ends]
-            _, backward_s = _timed(lambda: _backward(ends, seeds), self.device)
+            _, backward_s = timed(lambda: _backward(ends, seeds))
             seconds = [forward_s, backward_s if ends else 0.0]
             if deferred is not None:
-                seconds.append(_timed(deferred.run, self.device)[1])
+                seconds.append(timed(deferred.run)[1])
         except _LossError:
             raise
         except Exception as error:
@@ -227,23 +364,6 @@ class _Trial:
 def _backward(ends: list[Tensor], seeds: list[Tensor]) -> None:
     if ends:
         torch.autograd.backward(ends, seeds)
-
-
-def _timed(work: Callable[[], Result], device: torch.device) -> tuple[Result, float]:
-    """Run ``work`` and return its result and the seconds the device needed for it."""
-    if device.type != "cuda":
-        begin = time.perf_counter()
-        result = work()
-        return result, time.perf_counter() - begin
-    with torch.cuda.device(device):
-        begin_event = torch.Event(device, enable_timing=True)
-        end_event = torch.Event(device, enable_timing=True)
-        torch.cuda.synchronize()
-        begin_event.record()
-        result = work()
-        end_event.record()
-        end_event.synchronize()
-        return result, float(begin_event.elapsed_time(end_event)) / 1e3
 
 
 class _LossError(ModelError):
@@ -284,12 +404,12 @@ def _private(layer: Layer, index: int) -> Layer:
         ) from error
 
 
-def _found(known: list[_Known], layer: Layer, signature: object) -> _Measured | None:
+def _found(known: list[_Known], layer: Layer, signature: object) -> _Known | None:
     if signature is None or not isinstance(layer, LayerSpec):
         return None
-    for spec, seen, found in known:
-        if seen == signature and spec == layer:
-            return found
+    for each in known:
+        if each.signature == signature and each.spec == layer:
+            return each
     return None
 
 
