@@ -77,9 +77,9 @@ def measure_layers(
 
     All layers are measured in turn, then all again, so that other work on the machine disturbs
     none more than another. After `rounds` rounds that agree it is done. Else there are as many
-    more, and those layers go on whose best times did not come again in another round, until they
-    do or `budget_s` seconds have passed since the start. What is uncertain even then is told in
-    the log.
+    more, and at most ten for layers whose best times did not come again in another round, until
+    they do or `budget_s` seconds have passed since the start. What is uncertain even then is told
+    in the log.
 
     One layer at a time is built (`build_layer` with ``seed``) and dropped again; its inputs stay
     from round to round. Equal specs whose inputs have equal structure are measured once. Without
@@ -98,11 +98,10 @@ def measure_layers(
     distinct = list({id(subject): subject for subject in subjects}.values())
     always = (rounds - 1) * len(distinct)
     for turn, subject in enumerate(_turns(subjects, distinct, rounds)):
-        spent_s = bench.clock.now() - began
-        if turn >= always and spent_s >= budget_s:
-            _tell(subjects, _uncertain(subjects, distinct), spent_s)
+        if turn >= always and bench.clock.now() - began >= budget_s:
             break
         bench.run(subject)
+    _tell(subjects, _uncertain(subjects, distinct), bench.clock.now() - began)
     return [subject.cost() for subject in subjects]
 
 
@@ -117,8 +116,8 @@ def _turns(
         # Something disturbs. A layer that it disturbed in all rounds alike does not show it.
         for _ in range(rounds):
             yield from distinct
-    while uncertain := _uncertain(subjects, distinct):
-        yield from uncertain
+    for _ in range(_MOST_ROUNDS):
+        yield from _uncertain(subjects, distinct)
 
 
 def _first_round(
@@ -207,6 +206,7 @@ class _Subject:
 _TOLERANCE: Final = 0.05  # of a time: it came again
 _NEGLIGIBLE: Final = 0.005  # of the time of all layers
 _NEGLIGIBLE_S: Final = 20e-6
+_MOST_ROUNDS: Final = 10  # more for layers that stay uncertain
 _SHOWN: Final = 8  # layers in a message
 
 
