@@ -62,11 +62,6 @@ class Segment:
         # to leave the input alone.
         self._leaves_input_alone: dict[bool, bool] = {}
 
-    @property
-    def is_trained(self) -> bool:
-        """Say whether any parameter requires a gradient."""
-        return any(p.requires_grad for layer in self.layers.values() for p in layer.parameters())
-
     def run(
         self, state: State, key: LayerKey, deferred: Deferred | None = None
     ) -> tuple[State, list[Noted]]:

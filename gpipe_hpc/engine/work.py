@@ -15,6 +15,7 @@ from gpipe_hpc.engine.backward import accumulate_gradients, edge_of
 from gpipe_hpc.engine.keyed import LayerKey
 from gpipe_hpc.engine.offload import HostCopy
 from gpipe_hpc.engine.precision import StageCasts
+from gpipe_hpc.engine.promises import Promises, may_require
 from gpipe_hpc.engine.routes import State
 from gpipe_hpc.engine.segment import Noted, Segment
 from gpipe_hpc.engine.splitting import Deferred
@@ -72,6 +73,7 @@ class _KeptSegment(NamedTuple):
     leaves: list[torch.Tensor]  # the input's tensors that require a gradient
     edges: list[GradientEdge | None]  # where backward enters, one for each gradient to come
     starts: list[tuple[GradientEdge, torch.Tensor]]  # losses of its layers
+    promised: tuple[bool, ...] = ()  # of an R's outputs: which a gradient comes for
 
 
 class _Kept(NamedTuple):
@@ -94,8 +96,10 @@ class StageWork:
         self._listener = listener
         self._peers = peers
         self._is_last = not stage.routes.destinations
-        parameters = (p for layer in stage.layers.values() for p in layer.parameters())
+        parameters = [p for layer in stage.layers.values() for p in layer.parameters()]
+        self._parameters = parameters
         self._casts = StageCasts(stage.precision, stage.device, parameters)
+        self._promises = Promises()
         self._kept: dict[int, _Kept] = {}
         self._deferred: dict[int, Deferred] = {}
         self._stream: torch.cuda.Stream | None = None  # of copies to the host, once there are any
@@ -103,6 +107,7 @@ class StageWork:
     def begin(self) -> None:
         """Begin a step, or an evaluation."""
         self._casts.begin()
+        self._promises.begin(self._parameters)
 
     @property
     def num_kept(self) -> int:
@@ -139,12 +144,10 @@ class StageWork:
             given = state = _cut_off(state) if kept else state
             leaves = [tensor for tensor in given.tensors() if tensor.requires_grad]
             if recomputes:
-                state, _ = self._run(
-                    segment, given, key, part, is_end=is_end, shares_casts=host is None
-                )
-                # No graph tells yet which outputs depend on a parameter: take it that all may.
-                state = _mark(state, bool(leaves) or segment.is_trained)
-                kept.append(_KeptSegment(segment, given, leaves, [], []))
+                state = self._promising(segment, given, key, part, is_end, host is None)
+                left = tensors_of(self._left(state, is_end))
+                promised = tuple([tensor.requires_grad for tensor in left])
+                kept.append(_KeptSegment(segment, given, leaves, [], [], promised))
             else:
                 with host.collecting() if host else nullcontext():
                     state, starts = self._graph(segment, given, key, part, is_end, deferred, host)
@@ -174,14 +177,13 @@ class StageWork:
         has_run = False
         if kept.host is not None:
             kept.host.wait()
-        for number, (segment, given, leaves, *_) in enumerate(kept.segments):
+        for number, (segment, given, leaves, *_, promised) in enumerate(kept.segments):
             if given is None:
                 continue
             is_end = number == len(kept.segments) - 1
             state, starts = self._graph(segment, given, key, part, is_end, kept.deferred, kept.host)
-            marked = bool(leaves) or segment.is_trained
-            left = tensors_of(self._left(state, is_end))
-            edges = [_edge(tensor) for tensor in left if marked and _may_require(tensor)]
+            left = self._promises.keep(segment, promised, tensors_of(self._left(state, is_end)))
+            edges = [None if tensor is None else edge_of(tensor) for tensor in left]
             kept.segments[number] = _KeptSegment(segment, None, leaves, edges, starts)
             has_run = True
         return has_run
@@ -249,10 +251,34 @@ class StageWork:
         *,
         is_end: bool,
         shares_casts: bool = True,
+        has_graph: bool = False,
     ) -> tuple[State, list[Start]]:
         """Run a segment, and what follows the end of the last stage."""
-        with torch.no_grad(), self._casts.block(segment.place, shared=shares_casts):
+        casts = self._casts.block(segment.place, shared=shares_casts)
+        with torch.set_grad_enabled(has_graph), casts:
             return self._layers(segment, state, key, part, is_end, None)
+
+    def _promising(
+        self,
+        segment: Segment,
+        given: State,
+        key: LayerKey,
+        part: Part,
+        is_end: bool,
+        shares_casts: bool,
+    ) -> State:
+        """Run a segment that will be recomputed; its outputs say which gradients shall come."""
+        has_graph = self._promises.needs_graph(segment, given)
+        state, _ = self._run(
+            segment,
+            given,
+            key,
+            part,
+            is_end=is_end,
+            shares_casts=shares_casts,
+            has_graph=has_graph,
+        )
+        return _marked(state, self._promises.flags(segment, given, state, has_graph))
 
     def _graph(
         self,
@@ -330,12 +356,15 @@ def _differentiable(nest: Nest) -> list[torch.Tensor]:
     return [tensor for tensor in tensors_of(nest) if tensor.requires_grad]
 
 
-def _may_require(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+def _marked(state: State, flags: Sequence[bool]) -> State:
+    """Return the tensors of a state as leaves without a graph that require a gradient or not."""
+    values = iter(flags)
 
+    def marked(tensor: torch.Tensor) -> torch.Tensor:
+        value = next(values)
+        return tensor.detach().requires_grad_(value) if may_require(tensor) else tensor
 
-def _mark(output: Nest, value: bool) -> Nest:
-    return map_tensors(lambda t: t.detach().requires_grad_(value) if _may_require(t) else t, output)
+    return cast(State, map_tensors(marked, state))
 
 
 def _no_leaves(state: State) -> State:

@@ -1,0 +1,252 @@
+"""A boundary requires a gradient where it would in one piece, whatever is recomputed."""
+
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.comm.memory_transport import MemoryTransport
+from gpipe_hpc.errors import ActionError
+
+WIDTH = 4
+RECOMPUTE = ["always", "except_last", "never"]
+
+
+def mean_square(output, target):
+    x = output["x"] if isinstance(output, dict) else output
+    return (x - target).square().sum(), float(len(target))
+
+
+def batches(num_steps, size=8):
+    generator = torch.Generator().manual_seed(3)
+    shape = (size, WIDTH)
+    return [
+        tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+        for _ in range(num_steps)
+    ]
+
+
+class Enter(nn.Module):
+    """Give what needs a gradient, a mask made of the batch, and a copy that was detached."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x))
+        return {"x": y, "mask": (x > 0).double(), "detached": y.detach() * 2, "frozen": x[:, :1]}
+
+
+class Asks(nn.Module):
+    """Compute something else with what requires a gradient than with what does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, nest):
+        x = self.linear(nest["x"])
+        for number, name in enumerate(("mask", "detached", "frozen")):
+            x = x + nest[name] * (3.0 if nest[name].requires_grad else 0.5 + number)
+        return nest | {"x": x, "detached": nest["detached"] + 1}
+
+
+def recipes(plain):
+    return [plain.Recipe(Enter, ()), *[plain.Recipe(Asks, ())] * 3]
+
+
+def pipeline(recipes, world=None, **settings):
+    specs = [LayerSpec(factory, *args) for factory, args in recipes]
+    return Pipeline(specs, mean_square, seed=5, world=world, **settings)
+
+
+def backwards(count):
+    return range(count)[::-1]
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b", "zb_h1"])
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_a_layer_that_asks_is_told_the_same_as_in_one_piece(plain, recompute, schedule, stages):
+    """Recomputed, every float of a boundary said that it required a gradient."""
+    data = batches(2)
+    expected = plain.train(recipes(plain), mean_square, data, seed=5, microbatches=4)
+
+    def body(world):
+        settings = {"recompute": recompute, "schedule": schedule, "microbatches": 4}
+        pipe = pipeline(recipes(plain), world, stages=stages, **settings)
+        return plain.train_rank(pipe, data)
+
+    assert plain.unite(run_on_threads(stages, body), stages).distance(expected) < 1e-12
+
+
+def test_no_gradient_comes_back_for_what_needs_none(plain, monkeypatch):
+    """It was made, sent and added up."""
+    sent = []
+    original = MemoryTransport.send
+
+    def send(self, channel, lane, microbatch, nest, num_samples):
+        if channel.channel.source > channel.channel.destination:
+            sent.append(len(nest))
+        original(self, channel, lane, microbatch, nest, num_samples)
+
+    monkeypatch.setattr(MemoryTransport, "send", send)
+
+    def body(world):
+        pipe = pipeline(recipes(plain), world, stages=4, recompute="always", microbatches=2)
+        pipe.step(*batches(1)[0])
+
+    run_on_threads(4, body)
+    assert sent == [1] * 6
+
+
+class Watched(nn.Module):
+    """Note in which forwards there was a graph, and what autograd kept of them."""
+
+    def __init__(self, detaches=False):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.detaches, self.graphs, self.kept, self.num_alive = detaches, [], [], []
+
+    def forward(self, x):
+        self.num_alive.append(sum(reference() is not None for reference in self.kept))
+        self.graphs.append(torch.is_grad_enabled())
+        y = torch.tanh(self.linear(x))  # which autograd keeps
+        self.kept.append(weakref.ref(y.untyped_storage()))
+        y = y * 2.0
+        return y.detach() if self.detaches else y
+
+
+def test_only_the_first_forward_makes_a_graph_and_keeps_nothing_of_it():
+    layer = Watched()
+
+    def body(world):
+        pipe = Pipeline(
+            [layer, nn.Linear(WIDTH, WIDTH, dtype=torch.float64)],
+            mean_square,
+            microbatches=4,
+            recompute="always",
+            world=world,
+        )
+        for inputs, targets in batches(2):
+            pipe.step(inputs, targets)
+
+    run_on_threads(2, body)
+    rest = [False] * 3 + [True] * 4
+    assert layer.graphs == [True, *rest, False, *rest]
+    # In a forward as in a recomputation, whose backward comes first, nothing of another.
+    assert layer.num_alive == [0] * 16
+
+
+def switching(pipe, plain, data, switch):
+    """Train two steps, the second after `switch`; return gradients by step."""
+    first = plain.train_rank(pipe, data[:1])
+    switch()
+    second = plain.train_rank(pipe, data[1:])
+    return [*first.gradients, *second.gradients]
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_layer_that_is_switched_between_steps(plain, begins, caplog):
+    """Whether it detaches is an attribute, which nobody is told of."""
+    data = batches(2)
+
+    def train(recompute, world):
+        torch.manual_seed(1)
+        watched = Watched(begins)
+        layers = [
+            nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=torch.float64), watched),
+            nn.Linear(WIDTH, WIDTH, dtype=torch.float64),
+        ]
+        pipe = Pipeline(layers, mean_square, microbatches=3, recompute=recompute, world=world)
+        return switching(pipe, plain, data, partial(setattr, watched, "detaches", not begins))
+
+    results = [run_on_threads(1, partial(train, recompute))[0] for recompute in RECOMPUTE]
+    for other in results[:2]:
+        for mine, theirs in zip(other, results[2], strict=True):
+            assert all(
+                (mine[n] is None) == (g is None) and (g is None or torch.equal(mine[n], g))
+                for n, g in theirs.items()
+            )
+
+
+class Near(nn.Linear):
+    """Give about the input: the sign of a micro-batch's mean stays."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH, dtype=torch.float64)
+        with torch.no_grad():
+            self.weight.copy_(torch.eye(WIDTH) + 0.01 * self.weight)
+
+
+class ByValue(nn.Module):
+    """Detach micro-batches whose mean is negative: as an expert does that no token came to."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return {"x": x * 1.0, "more": y if x.mean() > 0 else y.detach()}
+
+
+class Joins(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, nest):
+        return self.linear(nest["x"]) + nest["more"] * nest["more"]
+
+
+@pytest.mark.parametrize("signs", ["+-+-", "-+-+", "++--", "--++"])
+def test_what_depends_on_the_values_is_trained_as_in_one_piece(plain, signs, caplog):
+    recipe = [plain.Recipe(Near, ()), plain.Recipe(ByValue, ()), plain.Recipe(Joins, ())]
+    inputs = torch.cat([torch.full((2, WIDTH), 9.0 if s == "+" else -9.0) for s in signs]).double()
+    data = [(inputs, batches(1)[0][1])] * 2
+    expected = plain.train(recipe, mean_square, data, seed=5, microbatches=4, order=backwards)
+
+    def body(world):
+        pipe = pipeline(
+            recipe, world, stages=2, partition=[2, 1], recompute="always", microbatches=4
+        )
+        return plain.train_rank(pipe, data)
+
+    trained = plain.unite(run_on_threads(2, body), 2)
+    assert trained.distance(expected) < 1e-12
+    said = [
+        record.message for record in caplog.records if "for some micro-batches" in record.message
+    ]
+    assert len(said) == (signs[0] == "+"), "taken for True until it was seen, and then said once"
+    assert all("layers.1 (ByValue)" in text for text in said)
+
+
+class Fickle(nn.Module):
+    """Detach in every other call."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.num_calls = 0
+
+    def forward(self, x):
+        self.num_calls += 1
+        y = self.linear(x)
+        return y.detach() if self.num_calls % 2 else y
+
+
+def test_a_gradient_that_was_not_asked_for_stops_with_the_layers_name():
+    """The recomputation needs one, and the forward had said that it would not: it would be lost."""
+    layers = [Fickle(), nn.Linear(WIDTH, WIDTH, dtype=torch.float64)]
+
+    def body(world):
+        pipe = Pipeline(layers, mean_square, recompute="always", world=world)
+        pipe.step(*batches(1)[0])
+
+    with pytest.raises(ActionError, match=r"layers\.0 \(Fickle\).*requires a gradient in the rec"):
+        run_on_threads(2, body)
