@@ -4,6 +4,9 @@ Users' mistakes raise one of these; broken invariants of our own are plain asser
 Every message reads ``where: what, expected, got; remedy``.
 """
 
+import errno
+from typing import Final
+
 
 class GpipeError(Exception):
     """Base of everything that gpipe_hpc raises on purpose."""
@@ -41,6 +44,10 @@ class RunFolderError(GpipeError):
     """A run folder that another run holds, or that a run cannot go on in as it is asked to."""
 
 
+class HalfLoadedError(GpipeError, RuntimeError):
+    """Reading failed after loading had begun: a part of the model is loaded, another is not."""
+
+
 class LaunchError(GpipeError, RuntimeError):
     """The ranks could not be brought together; names who is missing."""
 
@@ -55,3 +62,35 @@ class PeerError(GpipeError, RuntimeError):
 
 class NonFiniteError(GpipeError, ArithmeticError):
     """A loss or a gradient norm is NaN or infinite; names step, rank and micro-batch."""
+
+
+_REMEDIES: Final = {
+    errno.ENOSPC: "its file system is full: make room there, or use another",
+    errno.EDQUOT: "the quota of its file system is used up: remove files, or ask for more",
+    errno.EROFS: "its file system is mounted read-only: use another folder, or mount it anew",
+    errno.ESTALE: "its handle is stale, as the file was replaced or its network file system was "
+    "mounted anew: look which, and start again",
+    errno.EMFILE: "this process has too many files open: raise the limit (ulimit -n)",
+    errno.ENFILE: "this machine has too many files open: close some, or ask who runs it",
+    errno.ENAMETOOLONG: "its name is too long: choose a shorter one",
+    errno.ENOENT: "nothing is there: correct the path, or look who removed it",
+    errno.ENOTDIR: "a part of the path is a file, no folder: correct the path",
+    errno.EISDIR: "it is a folder, no file: correct the path",
+    errno.EEXIST: "the name is taken: choose another, or remove what is there",
+    errno.ELOOP: "its links lead round in a circle: correct the path",
+    errno.EACCES: "this user may not: correct the permissions of it and its folders",
+    errno.EPERM: "this user may not: correct its owner or attributes (lsattr)",
+    errno.EIO: "the disk or its network failed: look at the machine's log (dmesg)",
+    errno.EFBIG: "the file is too large for its file system or for the limit (ulimit -f)",
+    errno.ENOMEM: "memory is used up: use less of it, or more machines",
+    errno.ETIMEDOUT: "its file server does not answer: look at it and the network",
+    errno.EHOSTDOWN: "its file server does not answer: look at it and the network",
+    errno.ENOTCONN: "its file system is not connected any more: mount it anew",
+    errno.EBUSY: "something else uses it: wait, or look who does",
+}
+
+
+def os_remedy(error: BaseException | None) -> str | None:
+    """Return what to do about an error of the operating system, by its errno; None if unknown."""
+    number = error.errno if isinstance(error, OSError) else None
+    return None if number is None else _REMEDIES.get(number)

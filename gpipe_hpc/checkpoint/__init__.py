@@ -1,25 +1,25 @@
 """Checkpoints that any layout can load: torch.distributed.checkpoint, keyed by global names.
 
 A checkpoint is a folder. It is written aside and appears by one rename, so that a folder with
-its final name is always whole.
+its final name was whole; its manifest has digests of all files, which tell whether it still is.
+Nothing that its files hold is run.
 """
 
-from gpipe_hpc.checkpoint.folder import (
-    PARTIAL_SUFFIX,
-    read_facts,
-    read_metadata,
-    read_owner,
-    sync,
-)
+from gpipe_hpc.checkpoint.folder import PARTIAL_SUFFIX, read_facts, read_owner, sync
 from gpipe_hpc.checkpoint.loading import load
+from gpipe_hpc.checkpoint.metadata import StoredTensor, fill
 from gpipe_hpc.checkpoint.saving import save
+from gpipe_hpc.checkpoint.verifying import Verified, verify
 
 __all__ = [
     "PARTIAL_SUFFIX",
+    "StoredTensor",
+    "Verified",
+    "fill",
     "load",
     "read_facts",
-    "read_metadata",
     "read_owner",
     "save",
     "sync",
+    "verify",
 ]

@@ -1,64 +1,58 @@
-"""What is in a checkpoint's folder, and what goes wrong when it is written or read."""
+"""What is in a checkpoint's folder, and what is said when it cannot be written or read."""
 
+import errno
 import json
 import os
 import re
 import shutil
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch import Tensor
 
-from gpipe_hpc.comm.failure import lost
-from gpipe_hpc.errors import CheckpointError
+from gpipe_hpc.checkpoint.manifest import MANIFEST, Facts, read_manifest
+from gpipe_hpc.checkpoint.metadata import METADATA, StoredTensor, read_metadata
+from gpipe_hpc.errors import CheckpointError, os_remedy
 
 if TYPE_CHECKING:
     from gpipe_hpc.pipeline import Pipeline
 
-FACTS: Final = "gpipe_hpc.json"
 PARTIAL_SUFFIX: Final = ".partial"
-_NEEDED: Final = frozenset({"parameters", "values", "steps_done", "loss_weight", "extra"})
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
-def read_facts(path: Path) -> dict[str, Any]:
+def read_facts(path: Path) -> Facts:
     """Return what a checkpoint says of itself; CheckpointError if there is none at `path`."""
     try:
-        facts = json.loads((path / FACTS).read_text())
-        lacking = _NEEDED - facts.keys() if isinstance(facts, dict) else _NEEDED
-        if lacking:
-            raise ValueError(f"no {', '.join(sorted(lacking))} in {FACTS}")
+        return read_manifest(path)
     except (OSError, ValueError) as error:
         older = _newest_older(path)
         remedy = "look under run.dir/checkpoints" if older is None else other_checkpoint(path)
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            remedy = os_remedy(error) or remedy
         raise CheckpointError(
             f"checkpoint {path}: expected a folder written by gpipe_hpc, got "
             f"{error if path.exists() else 'no such folder'}; {remedy}"
         ) from error
-    return cast(dict[str, Any], facts)
 
 
 def read_owner(path: Path, key: str) -> str | None:
     """Return what a checkpoint, whole or cut short, says in `extra` of who writes it, or None."""
     try:
-        owner = json.loads((path / FACTS).read_text())["extra"][key]
-    except (OSError, ValueError, KeyError, TypeError):
+        owner = json.loads((path / MANIFEST).read_text())["extra"][key]
+    except (OSError, ValueError, LookupError, TypeError):
         return None
     return owner if isinstance(owner, str) else None
 
 
-def read_metadata(path: Path) -> Metadata:
-    """Return which tensors a checkpoint holds; CheckpointError if it cannot be read."""
+def read_stored(path: Path) -> dict[str, StoredTensor]:
+    """Return which tensors a checkpoint holds; CheckpointError if it cannot be told."""
     try:
-        return FileSystemReader(path).read_metadata()
-    except Exception as error:  # a damaged pickle may raise anything
+        return read_metadata(path)
+    except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"checkpoint {path}: expected to read {path / '.metadata'}, got {_said(error)}; "
-            f"{other_checkpoint(path)}"
+            f"checkpoint {path}: expected to read {path / METADATA}, got {said(error)}; "
+            f"{os_remedy(error) or other_checkpoint(path)}"
         ) from error
 
 
@@ -71,8 +65,12 @@ def other_checkpoint(path: Path) -> str:
 
 
 def _newest_older(path: Path) -> Path | None:
+    """Return the newest of those beside it that look whole: names, manifests and sizes tell.
+
+    Nothing else of them is read.
+    """
     path = path.absolute()
-    own = _steps_done(path)
+    own = _steps_done(path, looks_whole=False)
     older: list[tuple[int, Path]] = []
     # Of the same name but for its number: not one cut short or put away.
     name = re.sub(r"\d+", "*", path.name)
@@ -82,35 +80,37 @@ def _newest_older(path: Path) -> Path | None:
         if folder == path or re.sub(r"\d+", "*", folder.name) != name:
             continue
         steps = _steps_done(folder)
-        if steps is not None and (own is None or steps < own) and _lists_tensors(folder):
+        if steps is not None and (own is None or steps < own):
             older.append((steps, folder))
     return max(older)[1] if older else None
 
 
-def _steps_done(path: Path) -> int | None:
+def _steps_done(path: Path, looks_whole: bool = True) -> int | None:
+    """Return a checkpoint's step; None if it has none, or a file without its size at writing."""
     try:
-        return int(json.loads((path / FACTS).read_text())["steps_done"])
-    except (OSError, ValueError, KeyError, TypeError):
+        facts = read_manifest(path)
+        files = facts.get("files", {}) if looks_whole else {}
+        sizes = {name: entry["bytes"] for name, entry in files.items()}
+        if any((path / name).stat().st_size != size for name, size in sizes.items()):
+            return None
+        return int(facts["steps_done"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
 
 
-def _lists_tensors(path: Path) -> bool:
-    try:
-        FileSystemReader(path).read_metadata()
-    except Exception:  # a damaged pickle may raise anything
-        return False
-    return True
-
-
-def room_at(folder: Path, needed_bytes: int) -> str:
-    """Return the remedy for a failed write: how much room there is, and how much it takes."""
+def room_at(folder: Path, needed_bytes: int, error: BaseException | None = None) -> str:
+    """Return the remedy for a failed write, by its errno; how much room there is and it takes."""
+    known = os_remedy(error)
+    if known is not None and not (isinstance(error, OSError) and error.errno in _FULL):
+        return known
     while not folder.is_dir():
         folder = folder.parent
     free_bytes = shutil.disk_usage(folder).free
-    return (
+    room = (
         f"its file system has {free_bytes / 1e6:,.3f} MB free and the checkpoint takes about "
-        f"{needed_bytes / 1e6:,.3f} MB; look at the disk, or use another folder"
+        f"{needed_bytes / 1e6:,.3f} MB"
     )
+    return f"{room}; {known or 'look at the disk, or use another folder'}"
 
 
 def sync(path: Path) -> None:
@@ -122,36 +122,13 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-@contextmanager
-def named(path: Path, what: str, remedy: Callable[[], str]) -> Iterator[None]:
-    """Say in a line what torch's checkpointing tells in tracebacks of all ranks."""
-    try:
-        yield
-    except CheckpointException as error:
-        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-        whose = f" on rank {rank}" if what == "written" else ""
-        raise CheckpointError(
-            f"checkpoint {path}: expected it to be {what}, got {_said(cause)}{whose}; {remedy()}"
-        ) from cause
-    except RuntimeError as error:
-        raise lost(error, "a rank at the checkpoint") from error
-
-
-def _said(error: BaseException) -> str:
+def said(error: BaseException) -> str:
     """Return an error's kind and text; some have none."""
     empty = "a file ends too early" if isinstance(error, EOFError) else "it says no more"
     return f"{type(error).__name__}: {str(error) or empty}"
 
 
-@contextmanager
-def alone() -> Iterator[None]:
-    """Let one rank read or write by itself: meant here, so torch need not warn of it."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
-
-
-def model_tensors(pipe: "Pipeline") -> dict[str, Any]:
+def model_tensors(pipe: "Pipeline") -> dict[str, Tensor]:
     """Return this rank's parameters and buffers as model.<global name>."""
     tensors: dict[str, Any] = {}
     for stage in pipe.stages.values():

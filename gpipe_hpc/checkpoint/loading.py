@@ -1,61 +1,116 @@
-"""Reading a checkpoint: each rank takes what it holds, whatever the layout at saving was."""
+"""Reading a checkpoint: each rank takes what it holds, whatever the layout at saving was.
 
+First everything is looked at, on all ranks: every byte of every file, the model's names, shapes
+and dtypes, the optimizer's options, the room in memory. Then all ranks agree. Only then is
+anything overwritten, in place: there is never a second copy of the model.
+"""
+
+import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import state_dict_loader
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch import Tensor, nn
 
-from gpipe_hpc.checkpoint.folder import (
-    alone,
-    model_tensors,
-    named,
-    other_checkpoint,
-    read_facts,
-    read_metadata,
-)
+from gpipe_hpc.checkpoint.agreement import all_or_none
+from gpipe_hpc.checkpoint.folder import model_tensors, other_checkpoint, said
+from gpipe_hpc.checkpoint.memory import check_room
+from gpipe_hpc.checkpoint.metadata import StoredTensor, fill
 from gpipe_hpc.checkpoint.options import stored_options
-from gpipe_hpc.errors import CheckpointError
+from gpipe_hpc.checkpoint.states import decode, tensor_names
+from gpipe_hpc.checkpoint.verifying import Verified, verify
+from gpipe_hpc.errors import CheckpointError, HalfLoadedError
 
 if TYPE_CHECKING:
     from gpipe_hpc.pipeline import Pipeline
 
+log = logging.getLogger("gpipe_hpc.checkpoint")
 
-def load(pipe: "Pipeline", path: Path, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+
+class _Plan(NamedTuple):
+    """What loading will do on this rank.
+
+    `targets`: tensors to overwrite, by their names in the checkpoint. `wanted`: tensors to make,
+    and where. `states`: the optimizer's entries by parameter and key: a name in the checkpoint.
+    `options`: of the optimizer's groups. `extra_states`: modules, and what is stored of them.
+    """
+
+    targets: dict[str, Tensor]
+    wanted: dict[str, torch.device]
+    states: dict[nn.Parameter, dict[str, str]]
+    options: list[dict[str, Any]]
+    extra_states: list[tuple[nn.Module, Any]]
+
+
+def load(
+    pipe: "Pipeline", checkpoint: Path | Verified, optimizer: torch.optim.Optimizer | None
+) -> dict[str, Any]:
     """Fill the pipeline's parameters and buffers, and the optimizer; return `extra`.
 
     The layout may be another one than at saving. The optimizer's groups take the options that
     their parameters had, but for how a machine computes (foreach, fused, capturable,
-    differentiable). Raises CheckpointError if there is no whole checkpoint at `path`, it is of
-    another model or kind of optimizer, or one group's parameters had different options.
+    differentiable). Raises CheckpointError on all ranks if there is no whole checkpoint at the
+    path, it is of another model or kind of optimizer, one group's parameters had different
+    options, or memory lacks: then nothing has changed on any rank. Raises HalfLoadedError if
+    a file that was whole a moment ago cannot be read.
     """
-    path = path.absolute()
-    facts = read_facts(path)
-    _check_model(pipe, path, facts)
-    stored = read_metadata(path).state_dict_metadata
-    targets = model_tensors(pipe)
-    states: dict[str, dict[str, Any]] = {}
-    options: list[dict[str, Any]] = []
+    everybody = pipe.everybody
+    if isinstance(checkpoint, Verified):
+        found = checkpoint
+    else:
+        found = verify(checkpoint, everybody, pipe.world.rank)
+    plan = all_or_none(everybody, lambda: _plan(pipe, found, optimizer))
+    check_room(found.path, everybody, _needed_bytes(plan, found.stored))
+    made = all_or_none(everybody, lambda: _make(plan, found))
+    targets = plan.targets | made
+    if found.facts["format"] == 1:
+        all_or_none(everybody, lambda: _try_to_read(found, targets))
+    # From here on this rank's state changes.
+    try:
+        fill(found.path, found.stored, targets)
+    except (OSError, ValueError) as error:
+        raise HalfLoadedError(
+            f"checkpoint {found.path}: expected to read again what was whole a moment ago, got "
+            f"{said(error)}; the model is now partly loaded: end this process, look at the disk, "
+            f"and start again"
+        ) from error
+    values = found.facts["values"] | targets
     if optimizer is not None:
-        groups = facts.get("optimizer", [])
-        options = stored_options(pipe.named_parameters(), optimizer, groups, path)
-        states = _allocate_states(pipe, optimizer, stored, facts["values"])
-        targets |= {
-            f"optimizer.{name}.{key}": value
-            for name, state in states.items()
-            for key, value in state.items()
-            if isinstance(value, torch.Tensor)
-        }
-    with alone(), named(path, "read", lambda: other_checkpoint(path)):
-        state_dict_loader.load(targets, storage_reader=FileSystemReader(path), no_dist=True)
-    if optimizer is not None:
-        _set_optimizer(pipe, optimizer, states, options)
+        _set_optimizer(optimizer, plan, values)
+    for module, state in plan.extra_states:
+        module.set_extra_state(decode(state, targets))
+    facts = found.facts
     pipe.restore_position(facts["steps_done"], facts["loss_weight"], facts.get("loss_scale"))
     extra: dict[str, Any] = facts["extra"]
     return extra
+
+
+def _plan(pipe: "Pipeline", found: Verified, optimizer: torch.optim.Optimizer | None) -> _Plan:
+    """Return what to do, having looked at all that can be wrong; changes nothing."""
+    path, facts, stored = found
+    _check_model(pipe, path, facts)
+    targets = model_tensors(pipe)
+    for name, tensor in targets.items():
+        _check_fits(path, name, tensor, stored.get(name))
+    _say_unknown(pipe, found, targets)
+    states: dict[nn.Parameter, dict[str, str]] = {}
+    options: list[dict[str, Any]] = []
+    wanted: dict[str, torch.device] = {}
+    if optimizer is not None:
+        named = list(pipe.named_parameters())
+        options = stored_options(named, optimizer, facts.get("optimizer", []), path)
+        states = _stored_states(named, [*stored, *facts["values"]])
+        kept, wanted = _places(optimizer, states, stored)
+        targets |= kept
+    extra_states = _extra_states(pipe, found)
+    for _, state in extra_states:
+        for name, on_cpu in tensor_names(state):
+            wanted[name] = torch.device("cpu") if on_cpu else pipe.world.device
+    lacking = next((name for name in wanted if name not in stored), None)
+    if lacking is not None:
+        raise _lacks(path, lacking)
+    return _Plan(targets, wanted, states, options, extra_states)
 
 
 def _check_model(pipe: "Pipeline", path: Path, facts: Mapping[str, Any]) -> None:
@@ -74,47 +129,154 @@ def _check_model(pipe: "Pipeline", path: Path, facts: Mapping[str, Any]) -> None
     )
 
 
-def _allocate_states(
-    pipe: "Pipeline",
-    optimizer: torch.optim.Optimizer,
-    stored: Mapping[str, Any],
-    values: Mapping[str, Any],
-) -> dict[str, dict[str, Any]]:
-    """Return, by parameter, the stored optimizer entries with empty tensors to load into."""
-    states: dict[str, dict[str, Any]] = {}
-    by_prefix: dict[str, list[tuple[str, str]]] = {}
-    for full in [*stored, *values]:
+def _check_fits(path: Path, name: str, tensor: Tensor, stored: StoredTensor | None) -> None:
+    if stored is None:
+        raise _lacks(path, name)
+    widens = torch.promote_types(stored.dtype, tensor.dtype) == tensor.dtype
+    alike = _kind(stored.dtype) == _kind(tensor.dtype)
+    if stored.shape == tensor.shape and widens and alike:
+        return
+    raise CheckpointError(
+        f"checkpoint {path}: expected one of this model, got {name.partition('.')[2]} of shape "
+        f"{list(stored.shape)}, {stored.dtype}, where this model has {list(tensor.shape)}, "
+        f"{tensor.dtype}, which cannot hold it without loss; resume with the model's "
+        f"configuration of that run"
+    )
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
+    return dtype.is_floating_point, dtype.is_complex, dtype == torch.bool
+
+
+def _lacks(path: Path, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {path}: expected one of this model, got none of its "
+        f"{name.partition('.')[2]}; resume with the model's configuration of that run"
+    )
+
+
+def _say_unknown(pipe: "Pipeline", found: Verified, targets: Mapping[str, Tensor]) -> None:
+    """Warn of what the checkpoint has for layers of this rank, and the model has not."""
+    prefixes = tuple(
+        f"model.layers.{index}." for stage in pipe.stages.values() for index in stage.layers
+    )
+    for name in sorted(found.stored.keys() - targets.keys()):
+        if name.startswith(prefixes) and not pipe.replica:
+            log.warning(
+                "checkpoint %s: it has %s, which this model has not: it is not loaded",
+                found.path,
+                name.partition(".")[2],
+            )
+
+
+def _stored_states(
+    named: list[tuple[str, nn.Parameter]], names: list[str]
+) -> dict[nn.Parameter, dict[str, str]]:
+    """Return the optimizer's stored entries of each parameter, by key."""
+    by_prefix: dict[str, dict[str, str]] = {}
+    for full in names:
         prefix, _, key = full.rpartition(".")
-        by_prefix.setdefault(prefix, []).append((key, full))
+        by_prefix.setdefault(prefix, {})[key] = full
+    found = {parameter: by_prefix.get(f"optimizer.{name}", {}) for name, parameter in named}
+    return {parameter: keys for parameter, keys in found.items() if keys}
+
+
+def _places(
+    optimizer: torch.optim.Optimizer,
+    states: Mapping[nn.Parameter, Mapping[str, str]],
+    stored: Mapping[str, StoredTensor],
+) -> tuple[dict[str, Tensor], dict[str, torch.device]]:
+    """Return the optimizer's tensors that can be overwritten, and where others are to be made."""
     counts_on_device = {
         parameter
         for group in optimizer.param_groups
         for parameter in group["params"]
         if group.get("capturable") or group.get("fused")
     }
-    for name, parameter in pipe.named_parameters():
-        for key, full in by_prefix.get(f"optimizer.{name}", []):
-            entry: Any = values.get(full)
-            meta = stored.get(full)
-            if isinstance(meta, TensorStorageMetadata):
-                # As in torch's load_state_dict: the counter of steps lives on the CPU unless
-                # kernels read it, all else where the parameter is.
-                is_beside = key != "step" or parameter in counts_on_device
-                device = parameter.device if is_beside else "cpu"
-                entry = torch.empty(meta.size, dtype=meta.properties.dtype, device=device)
-            states.setdefault(name, {})[key] = entry
-    return states
+    kept: dict[str, Tensor] = {}
+    wanted: dict[str, torch.device] = {}
+    for parameter, keys in states.items():
+        for key, full in keys.items():
+            if full not in stored:
+                continue
+            # As in torch's load_state_dict: the counter of steps lives on the CPU unless kernels
+            # read it, all else where the parameter is.
+            is_beside = key != "step" or parameter in counts_on_device
+            device = parameter.device if is_beside else torch.device("cpu")
+            own = optimizer.state.get(parameter, {}).get(key)
+            if isinstance(own, Tensor) and _is_like(own, stored[full], device):
+                kept[full] = own.detach()
+            else:
+                wanted[full] = device
+    return kept, wanted
+
+
+def _is_like(tensor: Tensor, stored: StoredTensor, device: torch.device) -> bool:
+    return (tensor.shape, tensor.dtype, tensor.device) == (stored.shape, stored.dtype, device)
+
+
+def _extra_states(pipe: "Pipeline", found: Verified) -> list[tuple[nn.Module, Any]]:
+    """Return this rank's modules that keep a state of their own, each with what is stored."""
+    modules = {n: m for s in pipe.stages.values() for n, m in s.extra_states().items()}
+    if found.facts["format"] == 1:
+        for name in modules:
+            log.warning(
+                "checkpoint %s: it has no %s, as it is of an earlier version: the layer keeps "
+                "its own",
+                found.path,
+                name,
+            )
+        return []
+    states = found.facts["states"]
+    for name in modules:
+        if name not in states:
+            raise _lacks(found.path, f"state.{name}")
+    return [(module, states[name]) for name, module in modules.items()]
+
+
+def _needed_bytes(plan: _Plan, stored: Mapping[str, StoredTensor]) -> dict[torch.device, int]:
+    """Return the memory that loading takes beside what there is: new tensors, and one to read."""
+    needed: dict[torch.device, int] = {}
+    for name, device in plan.wanted.items():
+        size = stored[name].dtype.itemsize * stored[name].shape.numel()
+        needed[device] = needed.get(device, 0) + size
+    cpu = torch.device("cpu")
+    largest = max((stored[name].length for name in [*plan.targets, *plan.wanted]), default=0)
+    return needed | {cpu: needed.get(cpu, 0) + largest}
+
+
+def _make(plan: _Plan, found: Verified) -> dict[str, Tensor]:
+    try:
+        return {
+            name: torch.empty(found.stored[name].shape, dtype=found.stored[name].dtype, device=d)
+            for name, d in plan.wanted.items()
+        }
+    except (MemoryError, RuntimeError) as error:
+        raise CheckpointError(
+            f"checkpoint {found.path}: expected room for the optimizer's state, got "
+            f"{said(error)}; use more machines, or load the weights alone: pipe.load without an "
+            f"optimizer"
+        ) from error
+
+
+def _try_to_read(found: Verified, targets: Mapping[str, Tensor]) -> None:
+    """Read each tensor once for nothing: without digests this tells whether it can be read."""
+    for name in targets:
+        tensor = found.stored[name]
+        try:
+            fill(found.path, found.stored, {name: torch.empty(tensor.shape, dtype=tensor.dtype)})
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"checkpoint {found.path}: expected to read {name} from {tensor.file}, got "
+                f"{said(error)}; {other_checkpoint(found.path)}"
+            ) from error
 
 
 def _set_optimizer(
-    pipe: "Pipeline",
-    optimizer: torch.optim.Optimizer,
-    states: Mapping[str, dict[str, Any]],
-    options: list[dict[str, Any]],
+    optimizer: torch.optim.Optimizer, plan: _Plan, values: Mapping[str, Any]
 ) -> None:
     optimizer.state.clear()
-    for name, parameter in pipe.named_parameters():
-        if name in states:
-            optimizer.state[parameter] = states[name]
-    for group, stored in zip(optimizer.param_groups, options, strict=True):
+    for parameter, keys in plan.states.items():
+        optimizer.state[parameter] = {key: values[full] for key, full in keys.items()}
+    for group, stored in zip(optimizer.param_groups, plan.options, strict=True):
         group.update(stored)

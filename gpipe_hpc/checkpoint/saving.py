@@ -1,38 +1,51 @@
-"""Writing a checkpoint: all ranks into one folder."""
+"""Writing a checkpoint: all ranks into one folder, in steps.
 
-import contextlib
+1. `collect` says what there is to write, and who writes it (all ranks together).
+2. The first rank makes the folder, under another name.
+3. `write_files`: each rank writes its tensors, waits for the disk and takes the digests of its
+   file, without a word to the others.
+4. The first rank writes the list of tensors and the manifest, and renames the folder.
+
+Every file and folder is on the disk before the rename, and the rename before `save` returns.
+"""
+
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import state_dict_saver
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from gpipe_hpc.checkpoint.folder import (
-    FACTS,
-    PARTIAL_SUFFIX,
-    alone,
-    model_tensors,
-    named,
-    room_at,
-    sync,
-)
-from gpipe_hpc.checkpoint.options import describe_groups, merge_groups
-from gpipe_hpc.comm.group import broadcast_object
-from gpipe_hpc.errors import CheckpointError
+from gpipe_hpc.checkpoint.agreement import all_or_none, raise_first
+from gpipe_hpc.checkpoint.blocks import BLOCK_BYTES, blocks_of, digests
+from gpipe_hpc.checkpoint.contents import Contents, collect
+from gpipe_hpc.checkpoint.folder import PARTIAL_SUFFIX, room_at, said, sync
+from gpipe_hpc.checkpoint.manifest import MANIFEST, Facts, manifest_text
+from gpipe_hpc.checkpoint.metadata import METADATA, StoredTensor, write_metadata
+from gpipe_hpc.errors import CheckpointError, os_remedy
 
 if TYPE_CHECKING:
     from gpipe_hpc.pipeline import Pipeline
 
 log = logging.getLogger("gpipe_hpc.checkpoint")
 
-_OURS: Final = re.compile(rf"__\d+_\d+\.distcp|\.metadata(\.tmp)?|{re.escape(FACTS)}").fullmatch
+_OURS: Final = re.compile(
+    rf"__\d+_\d+\.distcp|\.metadata(\.tmp)?|{re.escape(MANIFEST)}"
+).fullmatch
+
+
+class Written(NamedTuple):
+    """What a rank has written: its tensors, and an entry of the manifest for each of its files."""
+
+    tensors: dict[str, StoredTensor]
+    files: dict[str, dict[str, Any]]
 
 
 def save(
@@ -41,59 +54,56 @@ def save(
     optimizer: torch.optim.Optimizer | None,
     extra: Mapping[str, Any],
 ) -> Path:
-    """Write `path`; all ranks call it, tensors held by several replicas are stored once.
+    """Write `path`; all ranks call it, tensors held by several ranks are stored once.
 
-    Raises CheckpointError if `path` exists or cannot be written.
+    Raises CheckpointError on all ranks if `path` exists or cannot be written; nothing is left.
     """
     path = path.absolute()
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
-    _first_does(pipe, lambda: _prepare(path, partial, extra))
-    tensors = model_tensors(pipe)
-    values: dict[str, Any] = {}
-    if optimizer is not None:
-        _split(_optimizer_state(pipe, optimizer), tensors, values)
-    needed_bytes = _num_bytes(pipe, optimizer)
-    _write(pipe, tensors, partial, needed_bytes)
-    groups = [] if optimizer is None else describe_groups(pipe.named_parameters(), optimizer)
-    gathered = pipe.everybody.all_gather_object((values, groups))
-    merged = {name: value for part, _ in gathered for name, value in part.items()}
-    facts = _facts(pipe, merged, merge_groups(part for _, part in gathered), extra)
-    _first_does(pipe, lambda: _finish(path, partial, facts, needed_bytes))
+    contents = collect(pipe, optimizer, extra)
+    leads = pipe.world.rank == pipe.everybody.ranks[0]
+    all_or_none(pipe.everybody, lambda: _prepare(path, partial, contents.facts) if leads else None)
+    written: Written | None = None
+    refusal: CheckpointError | None = None
+    try:
+        written = write_files(contents.tensors, partial, pipe.world.rank)
+    except Exception as error:  # torch's writer raises what it likes
+        refusal = _unwritten(path, error, contents.num_bytes)
+    told = pipe.everybody.all_gather_object(written)
+    # All ranks have ended their writing, and looked at the room, before one makes more.
+    if leads and any(part is None for part in told):
+        shutil.rmtree(partial, ignore_errors=True)
+    raise_first(pipe.everybody, refusal)
+    all_or_none(pipe.everybody, lambda: commit(path, partial, contents, told) if leads else None)
     return path
 
 
-def _first_does(pipe: "Pipeline", action: Callable[[], None]) -> None:
-    """Let rank 0 do something for all; CheckpointError on every rank if it cannot."""
-    refusal = None
-    if pipe.world.rank == 0:
+def _prepare(path: Path, partial: Path, facts: Facts) -> None:
+    """Refuse what cannot be written, and make the folder; what is new is on the disk."""
+    for what, holder, remedy in (
+        ("`extra`", {"extra": facts["extra"]}, "turn tensors into numbers or lists"),
+        ("it", facts, "use an optimizer whose state is of tensors and what JSON can hold"),
+    ):
         try:
-            action()
-        except CheckpointError as error:
-            refusal = error
-    told: str | None = broadcast_object(pipe.everybody, refusal and str(refusal), root=0)
-    if told is not None:
-        raise refusal or CheckpointError(told)
-
-
-def _prepare(path: Path, partial: Path, extra: Mapping[str, Any]) -> None:
-    try:
-        json.dumps(extra)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"checkpoint {path}: expected `extra` to hold what JSON can, got {error}; turn tensors "
-            f"into numbers or lists"
-        ) from error
+            json.dumps(holder)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"checkpoint {path}: expected {what} to hold what JSON can, got {error}; {remedy}"
+            ) from error
     try:
         if path.exists():
             raise CheckpointError(f"checkpoint {path}: expected a new name, got an existing one")
         _clear(partial)
+        missing = [folder for folder in partial.parents if not folder.exists()]
         partial.mkdir(parents=True)
+        for folder in missing:
+            sync(folder.parent)
         # First of all, so that what a kill cuts short says whose it is.
-        (partial / FACTS).write_text(json.dumps({"extra": dict(extra)}))
+        (partial / MANIFEST).write_text(json.dumps({"extra": facts["extra"]}))
     except OSError as error:
         raise CheckpointError(
-            f"checkpoint {path}: expected to make a folder there, got {error}; choose a path that "
-            f"can be written"
+            f"checkpoint {path}: expected to make a folder there, got {error}; "
+            f"{os_remedy(error) or 'choose a path that can be written'}"
         ) from error
 
 
@@ -111,105 +121,98 @@ def _clear(partial: Path) -> None:
     shutil.rmtree(partial)
 
 
-def _finish(path: Path, partial: Path, facts: Mapping[str, Any], needed_bytes: int) -> None:
+def write_files(tensors: Mapping[str, Tensor], folder: Path, rank: int) -> Written:
+    """Write a rank's tensors into a file of its own, and return when it is on the disk.
+
+    Needs no other rank, and nothing but these tensors. Raises what torch's writer does, and
+    OSError.
+    """
+    if not tensors:
+        return Written({}, {})
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(dict(tensors), is_coordinator=True)
+    plan = planner.create_local_plan()
+    writer = FileSystemWriter(folder)
+    # Torch names files by the place of a plan among those of all ranks.
+    plan = writer.prepare_global_plan([plan] * (rank + 1))[rank]
+    stored: dict[str, StoredTensor] = {}
+    for result in writer.write_data(plan, planner).wait():
+        name, place = result.index.fqn, result.storage_data
+        kind = tensors[name]
+        stored[name] = StoredTensor(
+            kind.shape, kind.dtype, place.relative_path, place.offset, place.length
+        )
+    files = {tensor.file for tensor in stored.values()}
+    return Written(stored, {name: _entry(folder / name) for name in sorted(files)})
+
+
+def _entry(file: Path) -> dict[str, Any]:
+    """Return what the manifest says of a file; it is read while it is still in memory."""
+    num_bytes = file.stat().st_size
+    found = digests(blocks_of(file, num_bytes))
+    for digest in found:
+        if isinstance(digest, OSError):
+            raise digest
+    return {"bytes": num_bytes, "sha256": found}
+
+
+def commit(path: Path, partial: Path, contents: Contents, parts: Sequence[Written]) -> None:
+    """Make a checkpoint of what all ranks have written; called by one of them.
+
+    Raises CheckpointError if that cannot be; then nothing is left of it.
+    """
     try:
-        with open(partial / FACTS, "w") as file:
-            json.dump(facts, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+        tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
+        _check_here(partial, parts)
+        write_metadata(partial, tensors)
+        facts = dict(contents.facts)
+        facts["tensors"] = {
+            name: {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+            for name, tensor in sorted(tensors.items())
+        }
+        facts["block_bytes"] = BLOCK_BYTES
+        facts["files"] = {name: entry for part in parts for name, entry in part.files.items()}
+        facts["files"][METADATA] = _entry(partial / METADATA)
+        (partial / MANIFEST).write_bytes(manifest_text(facts))
+        sync(partial / MANIFEST)
+        sync(partial)
         os.rename(partial, path)
-    except (OSError, TypeError, ValueError) as error:
-        remedy = room_at(partial, needed_bytes)
-        if not isinstance(error, OSError):
-            remedy = "use an optimizer whose state is of tensors and what JSON can hold"
+    except Exception as error:  # torch's writer raises what it likes
+        refusal = _unwritten(path, error, contents.num_bytes)
         shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(
-            f"checkpoint {path}: expected it to be written, got {error}; {remedy}"
-        ) from error
+        raise refusal from error
     try:
         sync(path.parent)
     except OSError as error:
         log.warning("checkpoint %s: whole, but may be lost with a power cut: %s", path, error)
 
 
-def _optimizer_state(pipe: "Pipeline", optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the optimizer's state of this rank's parameters as optimizer.<name>.<key>."""
-    return {
-        f"optimizer.{name}.{key}": value
-        for name, parameter in pipe.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
+def _check_here(partial: Path, parts: Sequence[Written]) -> None:
+    """Raise OSError unless what all ranks have written is in the folder that this one sees."""
+    for rank, part in enumerate(parts):
+        for name, entry in part.files.items():
+            size = (partial / name).stat().st_size if (partial / name).exists() else None
+            if size != entry["bytes"]:
+                raise OSError(
+                    f"{name} of rank {rank} is not here: expected {entry['bytes']} bytes, got "
+                    f"{'none' if size is None else size} (is the folder shared by all machines?)"
+                )
 
 
-def _split(state: Mapping[str, Any], tensors: dict[str, Any], values: dict[str, Any]) -> None:
-    for name, value in state.items():
-        (tensors if isinstance(value, torch.Tensor) else values)[name] = value
+def _unwritten(path: Path, error: Exception, needed_bytes: int) -> CheckpointError:
+    cause = _of_the_system(error)
+    remedy = room_at(path.parent, needed_bytes, cause)
+    refusal = CheckpointError(
+        f"checkpoint {path}: expected it to be written, got {said(cause or error)}; {remedy}"
+    )
+    refusal.__cause__ = error
+    return refusal
 
 
-def _num_bytes(pipe: "Pipeline", optimizer: torch.optim.Optimizer | None) -> int:
-    """Return about how much all ranks will write: each stage counts once, however many hold it."""
-    own: dict[int, int] = {}
-    for index, stage in pipe.stages.items():
-        parameters = list(stage.named_parameters().values())
-        tensors = [*parameters, *stage.named_buffers().values()]
-        if optimizer is not None:
-            states = (optimizer.state.get(parameter, {}) for parameter in parameters)
-            tensors += [value for state in states for value in state.values()]
-        own[index] = sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
-    gathered = pipe.everybody.all_gather_object(own)
-    return sum({index: size for part in gathered for index, size in part.items()}.values())
-
-
-def _write(pipe: "Pipeline", tensors: dict[str, Any], folder: Path, needed_bytes: int) -> None:
-    """Write this rank's tensors; what a failure leaves is removed, once no rank writes."""
-    try:
-        _write_tensors(pipe, tensors, folder, lambda: room_at(folder, needed_bytes))
-    except CheckpointError:
-        # Torch tells all ranks of a failure after every one has ended its writing. They have
-        # looked at the room before the first one makes more.
-        with contextlib.suppress(ConnectionError, TimeoutError):
-            if pipe.everybody.torch_group is not None:
-                pipe.everybody.all_gather_object("failed to write")
-            if pipe.world.rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
-def _write_tensors(
-    pipe: "Pipeline", tensors: dict[str, Any], folder: Path, remedy: Callable[[], str]
-) -> None:
-    group = pipe.everybody.torch_group
-    if group is not None:
-        with named(folder, "written", remedy):
-            writer = FileSystemWriter(folder)
-            state_dict_saver.save(tensors, storage_writer=writer, process_group=group)
-        return
-    # Threads, or one rank: the first one writes for all.
-    gathered = pipe.everybody.all_gather_object(tensors)
-    if pipe.world.rank == 0:
-        merged = {name: value for part in gathered for name, value in part.items()}
-        with alone(), named(folder, "written", remedy):
-            state_dict_saver.save(merged, storage_writer=FileSystemWriter(folder), no_dist=True)
-    pipe.everybody.all_gather_object("tensors are written")
-
-
-def _facts(
-    pipe: "Pipeline",
-    values: Mapping[str, Any],
-    groups: list[dict[str, Any]],
-    extra: Mapping[str, Any],
-) -> dict[str, Any]:
-    return {
-        "format": 1,
-        "steps_done": pipe.steps_done,
-        "loss_weight": pipe.loss_weight,
-        "loss_scale": None if pipe.loss_scale is None else pipe.loss_scale.state(),
-        "parameters": {info.name: info.num_elements for info in pipe.all_parameters},
-        "num_layers": pipe.num_layers,
-        "stages": pipe.mesh.stages,
-        "replicas": pipe.mesh.replicas,
-        "partition": pipe.partition._asdict(),
-        "values": dict(values),
-        "optimizer": groups,
-        "extra": dict(extra),
-    }
+def _of_the_system(error: BaseException | None) -> OSError | None:
+    """Return the error of the operating system behind one of torch's, if that is the reason."""
+    while error is not None:
+        if isinstance(error, OSError):
+            return error
+        error = error.__cause__ or error.__context__
+    return None

@@ -99,6 +99,15 @@ class Stage:
                     named[global_name(index, name)] = buffer
         return named
 
+    def extra_states(self) -> dict[str, nn.Module]:
+        """Return the modules with a `get_extra_state` of their own, by the state's global name."""
+        named: dict[str, nn.Module] = {}
+        for index, layer in self.layers.items():
+            for name, module in layer.named_modules():
+                if type(module).get_extra_state is not nn.Module.get_extra_state:
+                    named[global_name(index, f"{name}._extra_state".lstrip("."))] = module
+        return named
+
     @property
     def is_compiled(self) -> bool:
         """Say whether the layers run compiled."""

@@ -1,28 +1,27 @@
 """Export a checkpoint in one process, a file at a time: neither ranks nor the whole model."""
 
-import warnings
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 import torch
-from torch import nn
-from torch.distributed.checkpoint import state_dict_loader
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch import Tensor, nn
 
-from gpipe_hpc.checkpoint import read_facts, read_metadata
+from gpipe_hpc.checkpoint import Verified, fill, verify
+from gpipe_hpc.comm.group import SoloGroup
 from gpipe_hpc.errors import CheckpointError
 from gpipe_hpc.export.files import SHARD_BYTES, ExportFolder, Shard, companion_files, in_files
 from gpipe_hpc.models import Layer, build_layer, find_ties, global_name
 from gpipe_hpc.models.huggingface.library import safetensors
 
+log = logging.getLogger("gpipe_hpc.export")
+
 _MODEL: Final = "model."  # ahead of the global names, in a checkpoint
 
 
 def export_checkpoint(
-    checkpoint: str | Path,
+    checkpoint: str | Path | Verified,
     layers: Sequence[Layer],
     folder: str | Path,
     shard_bytes: int = SHARD_BYTES,
@@ -30,11 +29,15 @@ def export_checkpoint(
     """Write the weights of a checkpoint to a new folder.
 
     `layers`: the model that was trained; none of it is allocated. A file holds whole layers.
-    Raises as `export_safetensors`, and CheckpointError if the checkpoint is of another model.
+    Raises as `export_safetensors`, and CheckpointError if the checkpoint is damaged or of another
+    model. What layers keep by `get_extra_state` is left out, with a warning.
     """
-    source, target = Path(checkpoint), ExportFolder(folder)
+    target = ExportFolder(folder)
     safetensors()
-    read_facts(source)
+    if isinstance(checkpoint, Verified):
+        source = checkpoint
+    else:
+        source = verify(Path(checkpoint), SoloGroup(0), 0)
     modules = [build_layer(x, index=i, seed=0, device="meta") for i, x in enumerate(layers)]
     empty = _tensors_of(source, layers, modules)
     target.prepare()
@@ -50,27 +53,40 @@ def export_checkpoint(
     return target.path
 
 
-def _tensors_of(source: Path, layers: Sequence[Layer], modules: Sequence[nn.Module]) -> list[Shard]:
+def _tensors_of(
+    source: Verified, layers: Sequence[Layer], modules: Sequence[nn.Module]
+) -> list[Shard]:
     """Return each layer's tensors in the checkpoint, without values, by the names in it."""
-    stored = read_metadata(source).state_dict_metadata
     repeated = {place for tie in find_ties(layers) for place in tie.places[1:]}
     found: list[Shard] = []
     for index, module in enumerate(modules):
         own: Shard = {}
-        for name, tensor in module.state_dict().items():
+        for name, tensor in _kept(index, module):
             if (index, name) in repeated:
                 continue
-            key = f"{_MODEL}{global_name(index, name)}"
-            entry = stored.get(key)
-            if not isinstance(entry, TensorStorageMetadata) or entry.size != tensor.shape:
-                got = "none" if entry is None else list(getattr(entry, "size", ()))
+            entry = source.stored.get(f"{_MODEL}{global_name(index, name)}")
+            if entry is None or entry.shape != tensor.shape:
+                got = "none" if entry is None else list(entry.shape)
                 raise CheckpointError(
-                    f"export: {source} is of another model, expected {global_name(index, name)} "
-                    f"of shape {list(tensor.shape)}, got {got}; use the model of that run"
+                    f"export: {source.path} is of another model, expected "
+                    f"{global_name(index, name)} of shape {list(tensor.shape)}, got {got}; use the "
+                    f"model of that run"
                 )
-            own[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+            own[name] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
         found.append(own)
     return found
+
+
+def _kept(index: int, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield a layer's parameters and kept buffers; warn of what else it keeps."""
+    for name, value in module.state_dict().items():
+        if name.rpartition(".")[2] == "_extra_state":
+            log.warning(
+                "export: %s is left out: files of safetensors hold tensors alone",
+                global_name(index, name),
+            )
+        else:
+            yield name, value
 
 
 def _files(layer_bytes: Sequence[int], shard_bytes: int) -> list[list[int]]:
@@ -86,19 +102,16 @@ def _files(layer_bytes: Sequence[int], shard_bytes: int) -> list[list[int]]:
     return files
 
 
-def _read(source: Path, index: int, empty: Shard) -> Shard:
+def _read(source: Verified, index: int, empty: Shard) -> Shard:
     targets = {
         f"{_MODEL}{global_name(index, name)}": torch.empty_like(tensor, device="cpu")
         for name, tensor in empty.items()
     }
-    with warnings.catch_warnings():
-        # One process reads by itself: meant here.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        try:
-            state_dict_loader.load(targets, storage_reader=FileSystemReader(source), no_dist=True)
-        except CheckpointException as error:
-            raise CheckpointError(
-                f"export: expected to read layer {index} from {source}, got {error}; look at the "
-                f"disk, or export another checkpoint"
-            ) from error
+    try:
+        fill(source.path, source.stored, targets)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"export: expected to read layer {index} from {source.path}, got {error}; look at the "
+            f"disk, or export another checkpoint"
+        ) from error
     return dict(zip(empty, targets.values(), strict=True))

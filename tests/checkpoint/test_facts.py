@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc import Pipeline
-from gpipe_hpc.checkpoint.folder import FACTS
+from gpipe_hpc.checkpoint.manifest import MANIFEST
 from gpipe_hpc.errors import CheckpointError
 
 
@@ -17,7 +17,7 @@ def pipeline():
 def test_facts_that_lack_something_are_named(tmp_path, text):
     pipe = pipeline()
     pipe.save(tmp_path / "kept")
-    (tmp_path / "kept" / FACTS).write_text(text)
+    (tmp_path / "kept" / MANIFEST).write_text(text)
     with pytest.raises(CheckpointError, match=r"expected a folder written by gpipe_hpc, got no "):
         pipe.load(tmp_path / "kept")
 

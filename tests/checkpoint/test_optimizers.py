@@ -6,10 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
-from gpipe_hpc.checkpoint.loading import _allocate_states
+from gpipe_hpc.checkpoint import read_facts
+from gpipe_hpc.checkpoint.loading import _places
+from gpipe_hpc.checkpoint.manifest import manifest_text
+from gpipe_hpc.checkpoint.metadata import StoredTensor
 from gpipe_hpc.errors import CheckpointError
 from gpipe_hpc.training.optimizer import own_options
 
@@ -118,9 +120,9 @@ def test_a_checkpoint_of_an_earlier_version_loads(tmp_path):
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.2)
     train(pipe, optimizer)
     path = pipe.save(tmp_path / "kept", optimizer)
-    facts = json.loads((path / "gpipe_hpc.json").read_text())
+    facts = read_facts(path)
     del facts["optimizer"]
-    (path / "gpipe_hpc.json").write_text(json.dumps(facts))
+    (path / "gpipe_hpc.json").write_bytes(manifest_text(facts))
     other = torch.optim.AdamW(pipe.parameters(), lr=1.0)
     pipe.load(path, other)
     assert other.param_groups[0]["lr"] == 1.0
@@ -195,13 +197,13 @@ def test_a_switch_whose_state_is_not_there_is_refused(tmp_path, kind, switch):
 def test_state_is_where_the_optimizer_reads_it(fused):
     """Fused and capturable kernels read the counter of steps, and other state may be small."""
     parameter = nn.Parameter(torch.empty(4, 3, device="meta"))
-    pipe = SimpleNamespace(named_parameters=lambda: [("w", parameter)])
-    optimizer = SimpleNamespace(param_groups=[{"params": [parameter], "fused": fused}])
+    optimizer = SimpleNamespace(param_groups=[{"params": [parameter], "fused": fused}], state={})
     shapes = {"step": (), "row_var": (4, 1), "exp_avg": (4, 3)}
     stored = {
-        f"optimizer.w.{key}": TensorStorageMetadata(TensorProperties(), torch.Size(shape), [])
+        f"optimizer.w.{key}": StoredTensor(torch.Size(shape), torch.float32, "file", 0, 1)
         for key, shape in shapes.items()
     }
-    state = _allocate_states(pipe, optimizer, stored, {})["w"]
-    found = {key: tensor.device.type for key, tensor in state.items()}
+    states = {parameter: {key: f"optimizer.w.{key}" for key in shapes}}
+    _, wanted = _places(optimizer, states, stored)
+    found = {name.rpartition(".")[2]: device.type for name, device in wanted.items()}
     assert found == {"step": "meta" if fused else "cpu", "row_var": "meta", "exp_avg": "meta"}

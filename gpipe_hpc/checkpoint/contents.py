@@ -1,0 +1,130 @@
+"""What a checkpoint is made of, collected on all ranks before anything is written."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gpipe_hpc.checkpoint.agreement import all_or_none
+from gpipe_hpc.checkpoint.folder import model_tensors
+from gpipe_hpc.checkpoint.manifest import FORMAT, Facts, versions
+from gpipe_hpc.checkpoint.options import describe_groups, merge_groups
+from gpipe_hpc.checkpoint.states import encode
+
+if TYPE_CHECKING:
+    from gpipe_hpc.pipeline import Pipeline
+
+
+class Contents(NamedTuple):
+    """What to write.
+
+    `tensors`: those that this rank writes, by their names in the checkpoint; each tensor is one
+    rank's. They are the model's own, not copies. `facts`: the manifest but for files and tensors,
+    the same on every rank. `num_bytes`: of all ranks' tensors.
+    """
+
+    tensors: dict[str, Tensor]
+    facts: Facts
+    num_bytes: int
+
+
+def collect(
+    pipe: "Pipeline", optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any]
+) -> Contents:
+    """Return what to write of this moment; all ranks call it.
+
+    Raises CheckpointError on all ranks for an extra state that cannot be written.
+    """
+    held: dict[str, Tensor] = model_tensors(pipe)
+    values: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    if optimizer is not None:
+        groups = describe_groups(pipe.named_parameters(), optimizer)
+        for name, value in _optimizer_state(pipe, optimizer).items():
+            if isinstance(value, Tensor):
+                held[name] = value
+            else:
+                values[name] = value
+    states, of_states = all_or_none(pipe.everybody, lambda: _extra_states(pipe))
+    held |= of_states
+    told = pipe.everybody.all_gather_object((_sizes(held), values, groups, states))
+    sizes = [part for part, _, _, _ in told]
+    facts = _facts(
+        pipe,
+        {name: value for _, part, _, _ in told for name, value in part.items()},
+        merge_groups(part for _, _, part, _ in told),
+        {name: state for _, _, _, part in told for name, state in part.items()},
+        extra,
+    )
+    writers = _writers(sizes)
+    own = pipe.everybody.ranks.index(pipe.world.rank)
+    total = sum({name: size for part in sizes for name, size in part.items()}.values())
+    return Contents({n: t for n, t in held.items() if writers[n] == own}, facts, total)
+
+
+def _optimizer_state(pipe: "Pipeline", optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the optimizer's state of this rank's parameters as optimizer.<name>.<key>."""
+    return {
+        f"optimizer.{name}.{key}": value
+        for name, parameter in pipe.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def _extra_states(pipe: "Pipeline") -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return what modules keep beside parameters and buffers, of the first copy of each stage."""
+    states: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
+    for index, stage in pipe.stages.items():
+        if pipe.replica or pipe.schedule.placement.holders(index)[0] != pipe.stage_rank:
+            continue
+        for name, module in stage.extra_states().items():
+            states[name], own = encode(name, module.get_extra_state())
+            tensors |= own
+    return states, tensors
+
+
+def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    return {name: tensor.nbytes for name, tensor in tensors.items()}
+
+
+def _writers(sizes: list[dict[str, int]]) -> dict[str, int]:
+    """Return who writes each tensor: of those that hold it the one with the least to write."""
+    holders: dict[str, list[int]] = {}
+    for position, part in enumerate(sizes):
+        for name in part:
+            holders.setdefault(name, []).append(position)
+    load = [0] * len(sizes)
+    writers = {}
+    for name, positions in holders.items():
+        writers[name] = min(positions, key=lambda position: load[position])
+        load[writers[name]] += sizes[writers[name]][name]
+    return writers
+
+
+def _facts(
+    pipe: "Pipeline",
+    values: dict[str, Any],
+    groups: list[dict[str, Any]],
+    states: dict[str, Any],
+    extra: Mapping[str, Any],
+) -> Facts:
+    return {
+        "format": FORMAT,
+        "versions": versions(),
+        "steps_done": pipe.steps_done,
+        "loss_weight": pipe.loss_weight,
+        "loss_scale": None if pipe.loss_scale is None else pipe.loss_scale.state(),
+        "parameters": {info.name: info.num_elements for info in pipe.all_parameters},
+        "num_layers": pipe.num_layers,
+        "stages": pipe.mesh.stages,
+        "replicas": pipe.mesh.replicas,
+        "schedule": pipe.schedule.name,
+        "microbatches": pipe.num_microbatches,
+        "partition": pipe.partition._asdict(),
+        "values": values,
+        "states": states,
+        "optimizer": groups,
+        "extra": dict(extra),
+    }

@@ -1,0 +1,78 @@
+"""The manifest of a checkpoint: what it is, and the digests of all its files.
+
+One JSON file, ``gpipe_hpc.json``. Its last line holds the SHA-256 of all bytes ahead of it, so that
+damage to the manifest itself is found too. Format 1, written before there were digests, is read as
+well.
+"""
+
+import hashlib
+import json
+import platform
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from gpipe_hpc import __version__
+from gpipe_hpc.checkpoint.blocks import BLOCK_BYTES
+
+MANIFEST: Final = "gpipe_hpc.json"
+FORMAT: Final = 2
+_NEEDED: Final = frozenset({"parameters", "values", "steps_done", "loss_weight", "extra"})
+_NEEDED_SINCE_2: Final = frozenset({"files", "block_bytes", "tensors", "states"})
+_TAIL: Final = re.compile(rb',\n "digest": "([0-9a-f]{64})"\n}\n\Z')
+
+Facts = dict[str, Any]
+"""What a manifest says: see `save` for the keys."""
+
+
+def manifest_text(facts: Mapping[str, Any]) -> bytes:
+    """Return the file's bytes, with the digest of all others as its last entry.
+
+    Raises TypeError or ValueError if JSON cannot hold the facts.
+    """
+    body = json.dumps(facts, indent=1).removesuffix("\n}").encode()
+    return body + b',\n "digest": "%s"\n}\n' % hashlib.sha256(body).hexdigest().encode()
+
+
+def read_manifest(path: Path) -> Facts:
+    """Return what a checkpoint's manifest says.
+
+    Raises OSError if there is none, ValueError if it is damaged or not one.
+    """
+    raw = (path / MANIFEST).read_bytes()
+    tail = _TAIL.search(raw)
+    if tail and hashlib.sha256(raw[: tail.start()]).hexdigest().encode() != tail[1]:
+        raise ValueError(f"a {MANIFEST} whose bytes are not those that were written")
+    try:
+        facts = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"a {MANIFEST} that is no JSON ({error})") from error
+    needed = _NEEDED | _NEEDED_SINCE_2 if tail else _NEEDED
+    lacking = needed - facts.keys() if isinstance(facts, dict) else needed
+    if lacking:
+        raise ValueError(f"no {', '.join(sorted(lacking))} in {MANIFEST}")
+    wanted = FORMAT if tail else 1
+    if facts.get("format", 1) != wanted or (not tail and _NEEDED_SINCE_2 & facts.keys()):
+        raise ValueError(
+            f"a {MANIFEST} of format {facts.get('format')} "
+            + ("by a newer version" if tail else "that does not end with its own digest")
+        )
+    return {name: value for name, value in facts.items() if name != "digest"}
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a checkpoint is written by."""
+    return {
+        "gpipe_hpc": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def file_entry(num_bytes: int, digests: list[str]) -> dict[str, Any]:
+    """Return what the manifest says of a file; blocks are of BLOCK_BYTES."""
+    assert len(digests) == -(-num_bytes // BLOCK_BYTES), f"{num_bytes} bytes, {len(digests)} blocks"
+    return {"bytes": num_bytes, "sha256": digests}

@@ -1,0 +1,211 @@
+"""Which tensors a checkpoint holds, and reading them, without running anything it may hold.
+
+Torch lists them in ``.metadata``, a pickle, and a pickle may name any function to be called. Here
+a name stands for an empty record of ours that only remembers what it was given; a name that torch
+does not write into checkpoints is refused before anything happens. What the records say is then
+checked: whole tensors alone, in files of this folder (a value of any other type would be unpickled
+by torch without restriction).
+"""
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+METADATA: Final = ".metadata"
+
+_OF_METADATA: Final = "torch.distributed.checkpoint.metadata"
+# What torch writes; the path of the folder at saving was stored by format 1.
+_KNOWN: Final = frozenset(
+    {
+        *((_OF_METADATA, kind.__name__) for kind in (Metadata, MetadataIndex)),
+        *((_OF_METADATA, kind.__name__) for kind in (TensorStorageMetadata, TensorProperties)),
+        (_OF_METADATA, ChunkStorageMetadata.__name__),
+        (_OF_METADATA, "BytesStorageMetadata"),
+        (_OF_METADATA, "_MEM_FORMAT_ENCODING"),
+        (_OF_METADATA, "StorageMeta"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("pathlib", "PosixPath"),
+        ("pathlib._local", "PosixPath"),
+    }
+)
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a checkpoint: what it is, and its bytes in a file of the folder."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    file: str
+    offset: int
+    length: int
+
+
+def read_metadata(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of the checkpoint at `path` by their names in it.
+
+    Raises OSError if there is no ``.metadata``, ValueError for anything but what torch writes
+    for whole tensors: nothing of it is run.
+    """
+    try:
+        with open(path / METADATA, "rb") as file:
+            root = _Reader(file).load()
+    except OSError:
+        raise
+    except Exception as error:  # a damaged pickle may raise anything
+        raise ValueError(f"{type(error).__name__}: {error or 'it ends too early'}") from error
+    try:
+        return _stored_tensors(root)
+    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
+        raise ValueError(f"a list that torch would not write ({error})") from error
+
+
+def write_metadata(path: Path, stored: Mapping[str, StoredTensor]) -> None:
+    """Write ``.metadata`` for tensors that are in files of the folder `path`, as torch does.
+
+    It is on the disk when this returns.
+    """
+    metadata = _metadata(stored)
+    # As torch's planner does for names that no nest of dictionaries has given.
+    metadata.planner_data = {name: (name,) for name in stored}
+    places = metadata.storage_data
+    results = [WriteResult(index, place.length, place) for index, place in places.items()]
+    _Writer(path).finish(metadata, [results])
+
+
+def fill(path: Path, stored: Mapping[str, StoredTensor], targets: Mapping[str, Tensor]) -> None:
+    """Read tensors of the checkpoint at `path` into `targets`, by name.
+
+    Raises OSError or ValueError if one cannot be read; those ahead of it are filled by then.
+    """
+    reader, planner = FileSystemReader(path), DefaultLoadPlanner()
+    metadata = _metadata({name: stored[name] for name in targets})
+    try:
+        planner.set_up_planner(dict(targets), metadata, is_coordinator=True)
+        reader.set_up_storage_reader(metadata, is_coordinator=True)
+        reader.read_data(planner.create_local_plan(), planner).wait()
+    except OSError:
+        raise
+    except Exception as error:  # torch's reader raises what it likes
+        what = str(error) or "a file ends too early"
+        raise ValueError(f"{type(error).__name__}: {what}") from error
+
+
+class _Record:
+    """What stands for any class or function of a pickle: it keeps arguments and state, no more."""
+
+    arguments: tuple[Any, ...]
+    state: Any = None
+
+    def __new__(cls, *arguments: Any) -> "_Record":
+        record = super().__new__(cls)
+        record.arguments = arguments
+        return record
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Reader(pickle.Unpickler):
+    """An unpickler that knows the names of checkpoint metadata and dtypes, nothing else."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        self._kinds: dict[tuple[str, str], type[_Record]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a record type of this reading for a known name, a dtype for a dtype's."""
+        if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
+            return found
+        if (module, name) not in _KNOWN:
+            raise pickle.UnpicklingError(
+                f"it names {module}.{name}, which is no part of a list of tensors and was not run"
+            )
+        return self._kinds.setdefault((module, name), type(name, (_Record,), {}))
+
+
+def _stored_tensors(root: Any) -> dict[str, StoredTensor]:
+    listed, places = _state(root, "Metadata", "state_dict_metadata", "storage_data")
+    _expect(isinstance(listed, dict) and isinstance(places, dict), "no tables")
+    place_of: dict[str, Any] = {}
+    for index, place in places.items():
+        (name,) = _state(index, "MetadataIndex", "fqn")
+        _expect(name not in place_of, f"{name} in pieces")
+        place_of[name] = place
+    _expect(place_of.keys() == listed.keys(), "tensors without a place")
+    return {name: _stored_tensor(name, entry, place_of[name]) for name, entry in listed.items()}
+
+
+def _stored_tensor(name: Any, entry: Any, place: Any) -> StoredTensor:
+    _expect(isinstance(name, str), "a name that is no text")
+    names = [each.name for each in fields(TensorStorageMetadata)]
+    properties, size, pieces = _state(entry, TensorStorageMetadata.__name__, *names)
+    shape = _size(size)
+    _expect(isinstance(pieces, list) and len(pieces) == 1, f"{name} in pieces")
+    kind = ChunkStorageMetadata.__name__
+    start, length = map(_size, _state(pieces[0], kind, "offsets", "sizes"))
+    _expect(length == shape and not any(start), f"a piece of {name} alone")
+    _expect(type(properties).__name__ == TensorProperties.__name__, f"no properties of {name}")
+    dtype = properties.state[0]
+    _expect(isinstance(dtype, torch.dtype), f"no dtype of {name}")
+    file, offset, num_bytes = _state(place, "_StorageInfo", "relative_path", "offset", "length")
+    _expect(isinstance(file, str) and Path(file).name == file, f"a file elsewhere: {file!r}")
+    _expect(type(offset) is int and type(num_bytes) is int and offset >= 0 < num_bytes, "no bytes")
+    _expect(not place.state.get("transform_descriptors"), f"{name} encoded")
+    return StoredTensor(shape, dtype, file, offset, num_bytes)
+
+
+def _state(record: Any, kind: str, *names: str) -> tuple[Any, ...]:
+    _expect(isinstance(record, _Record) and type(record).__name__ == kind, f"no {kind}")
+    _expect(isinstance(record.state, dict), f"an empty {kind}")
+    return tuple(record.state[name] for name in names)
+
+
+def _size(record: Any) -> torch.Size:
+    _expect(isinstance(record, _Record) and type(record).__name__ == "Size", "no size")
+    sizes = tuple(record.arguments[0])
+    _expect(all(type(each) is int and each >= 0 for each in sizes), "a size of other than numbers")
+    return torch.Size(sizes)
+
+
+def _expect(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ValueError(otherwise)
+
+
+class _Writer(FileSystemWriter):
+    """Torch's writer of files, which does not note where on this machine the folder is."""
+
+    def storage_meta(self) -> StorageMeta:
+        """Return what tells this writing from others."""
+        return StorageMeta(save_id=self.save_id)
+
+
+def _metadata(stored: Mapping[str, StoredTensor]) -> Metadata:
+    entries: dict[str, Any] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for name, tensor in stored.items():
+        start = torch.Size([0] * len(tensor.shape))
+        piece = ChunkStorageMetadata(start, tensor.shape)
+        properties = TensorProperties(dtype=tensor.dtype)
+        entries[name] = TensorStorageMetadata(properties, tensor.shape, [piece])
+        index = MetadataIndex(name, start, 0)
+        places[index] = _StorageInfo(tensor.file, tensor.offset, tensor.length)
+    return Metadata(entries, storage_data=places)

@@ -1,0 +1,156 @@
+"""Is a checkpoint what was written? All ranks look together, each byte is read once over all.
+
+The digests find what changed by accident: a flipped bit, a file cut short, a file of another
+checkpoint. They do not tell who wrote it.
+"""
+
+import hashlib
+import json
+import logging
+import stat
+from pathlib import Path
+from typing import NamedTuple
+
+from gpipe_hpc.checkpoint.agreement import all_or_none, raise_first
+from gpipe_hpc.checkpoint.blocks import Block, blocks_of, digests
+from gpipe_hpc.checkpoint.folder import other_checkpoint, read_facts, read_stored, said
+from gpipe_hpc.checkpoint.manifest import MANIFEST, Facts
+from gpipe_hpc.checkpoint.metadata import METADATA, StoredTensor
+from gpipe_hpc.comm.group import Group
+from gpipe_hpc.errors import CheckpointError, os_remedy
+
+log = logging.getLogger("gpipe_hpc.checkpoint")
+
+
+class Verified(NamedTuple):
+    """A checkpoint whose every byte is as it was written (format 1: whose files have their length).
+
+    `facts`: its manifest. `stored`: its tensors, by their names in it.
+    """
+
+    path: Path
+    facts: Facts
+    stored: dict[str, StoredTensor]
+
+
+def verify(path: Path, group: Group, rank: int) -> Verified:
+    """Look whether a checkpoint is whole; all ranks of the group call it, `rank` is this one's.
+
+    Raises CheckpointError on all of them, with the first fault that one has found: it names the
+    file and the bytes.
+    """
+    path = path.absolute()
+    is_first = rank == group.ranks[0]
+    facts = all_or_none(group, lambda: read_facts(path))
+    _check_same(path, group, facts)
+    if facts["format"] == 1 and is_first:
+        log.warning(
+            "checkpoint %s: it has no hashes, as an earlier version wrote it: whether its bytes "
+            "are those that were written cannot be told; checkpoints of this version have them",
+            path,
+        )
+    # One rank asks for sizes: a thousand would ask a file server for the same.
+    all_or_none(group, lambda: _check_files(path, facts) if is_first else None)
+    position = group.ranks.index(rank)
+    raise_first(group, _damaged(path, _share(_blocks(path, facts), position, group.size)))
+    stored = all_or_none(group, lambda: _stored_in_files(path, facts))
+    return Verified(path, facts, stored)
+
+
+def _check_same(path: Path, group: Group, facts: Facts) -> None:
+    own = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    told = group.all_gather_object(own)
+    other = next(
+        (rank for rank, its in zip(group.ranks, told, strict=True) if its != told[0]), None
+    )
+    if other is not None:
+        raise CheckpointError(
+            f"checkpoint {path}: expected all ranks to see one folder, got another on rank "
+            f"{other} than on rank {group.ranks[0]}; use a folder that all machines share"
+        )
+
+
+def _check_files(path: Path, facts: Facts) -> None:
+    """Refuse files that are missing, of another size or no files; say which are additional."""
+    for name, entry in facts.get("files", {METADATA: None}).items():
+        try:
+            found = (path / name).stat()
+        except OSError as error:
+            raise _refusal(path, name, said(error), error) from error
+        if not stat.S_ISREG(found.st_mode):
+            raise _refusal(path, name, "something that is no file")
+        if entry is not None and found.st_size != entry["bytes"]:
+            got = f"{found.st_size:,} bytes where {entry['bytes']:,} were written"
+            raise _refusal(path, name, got)
+    if "files" in facts:
+        strange = {each.name for each in path.iterdir()} - {MANIFEST, *facts["files"]}
+        for name in sorted(strange):
+            log.warning(
+                "checkpoint %s: %s was not written with it and is not read; move it away, if it "
+                "is not yours",
+                path,
+                name,
+            )
+
+
+def _blocks(path: Path, facts: Facts) -> list[tuple[Block, str]]:
+    """Return all blocks of all files, each with the digest it was written with."""
+    found: list[tuple[Block, str]] = []
+    for name, entry in sorted(facts.get("files", {}).items()):
+        blocks = blocks_of(path / name, entry["bytes"], facts["block_bytes"])
+        found += zip(blocks, entry["sha256"], strict=True)
+    return found
+
+
+def _share(
+    blocks: list[tuple[Block, str]], position: int, num_ranks: int
+) -> list[tuple[Block, str]]:
+    """Return the blocks that one of `num_ranks` looks at: about as many bytes each, in a row."""
+    total = sum(block.size for block, _ in blocks)
+    mine, done = [], 0
+    for block, digest in blocks:
+        if done * num_ranks // max(total, 1) == position:
+            mine.append((block, digest))
+        done += block.size
+    return mine
+
+
+def _damaged(path: Path, blocks: list[tuple[Block, str]]) -> CheckpointError | None:
+    """Return what is wrong with the first block that is not as it was written."""
+    found = digests([block for block, _ in blocks])
+    for (block, written), digest in zip(blocks, found, strict=True):
+        name = block.path.name
+        if isinstance(digest, OSError):
+            return _refusal(path, name, said(digest), digest)
+        if digest != written:
+            span = f"bytes {block.start:,} to {block.start + block.size - 1:,}"
+            return _refusal(path, name, f"another content in {span}: damaged, or of another one")
+    return None
+
+
+def _stored_in_files(path: Path, facts: Facts) -> dict[str, StoredTensor]:
+    """Return the tensors that the checkpoint lists; refuse those behind the end of their file."""
+    stored = read_stored(path)
+    ends: dict[str, int] = {}
+    for tensor in stored.values():
+        ends[tensor.file] = max(ends.get(tensor.file, 0), tensor.offset + tensor.length)
+    for name, end in ends.items():
+        if "files" in facts:
+            size = facts["files"].get(name, {"bytes": 0})["bytes"]
+        else:
+            try:
+                size = (path / name).stat().st_size
+            except OSError as error:
+                raise _refusal(path, name, said(error), error) from error
+        if size < end:
+            raise _refusal(path, name, f"{size:,} bytes where tensors lie up to {end:,}")
+    return stored
+
+
+def _refusal(path: Path, name: str, got: str, error: OSError | None = None) -> CheckpointError:
+    remedy = other_checkpoint(path)
+    if error is not None and not isinstance(error, FileNotFoundError):
+        remedy = f"{os_remedy(error) or 'look at the disk'}; {remedy}"
+    return CheckpointError(
+        f"checkpoint {path}: expected the file {name} as it was written, got {got}; {remedy}"
+    )
