@@ -36,9 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gpipe_hpc.checkpoint")
 
-_OURS: Final = re.compile(
-    rf"__\d+_\d+\.distcp|\.metadata(\.tmp)?|{re.escape(MANIFEST)}"
-).fullmatch
+_OURS: Final = re.compile(rf"__\d+_\d+\.distcp|\.metadata(\.tmp)?|{re.escape(MANIFEST)}").fullmatch
 
 
 class Written(NamedTuple):
