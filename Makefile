@@ -32,7 +32,7 @@ train: $(STAMP)
 	$(BIN)/torchrun --standalone --nproc_per_node $(PROCESSES) -m gpipe_hpc.train $(ARGS)
 
 bench: $(STAMP)
-	$(BIN)/python -m gpipe_hpc.bench $(ARGS)
+	$(BIN)/python -m benchmarks $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -m "not slow" -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)

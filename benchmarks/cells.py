@@ -1,0 +1,179 @@
+"""What is measured: cells, the blocks they stand in, and who runs them. Loads no torch."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+from gpipe_hpc.schedule import schedule_names
+
+RANKS: Final = 2
+
+# The part of the full form that has all cells of the short one.
+FULL: Final = "core"
+
+# How many undisturbed steps a cell waits for: those that claims rest on, others, rare ones.
+MAIN: Final = 10
+OTHER: Final = 4
+RARE: Final = 2
+
+# Schedules that claims rest on.
+OUR_MAIN: Final = ("gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_v", "auto")
+# The table of ours that each of torch.distributed.pipelining is held against.
+OURS_OF_TORCH: Final = {
+    "GPipe": "gpipe",
+    "1F1B": "one_f_one_b",
+    "Interleaved1F1B": "interleaved",
+    "InterleavedZeroBubble": "zb_h1",
+    "ZBVZeroBubble": "zb_v",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One contestant's way to do a step of a workload: schedule, micro-batches, recomputation.
+
+    `variant` is the schedule, or another way to run. `wanted`: undisturbed steps to wait for.
+    """
+
+    contestant: str
+    workload: str
+    variant: str
+    microbatches: int
+    recompute: str = "never"
+    wanted: int = MAIN
+
+    @property
+    def name(self) -> str:
+        """Return what tells it from the others of its block."""
+        again = "" if self.recompute == "never" else f" recompute={self.recompute}"
+        return f"{self.contestant} {self.variant}{again}"
+
+    @property
+    def key(self) -> str:
+        """Return what tells it from all others."""
+        return f"{self.workload} M={self.microbatches} {self.name}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what goes over the wire."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Cells of one workload and one number of micro-batches, which share the machine's noise."""
+
+    workload: str
+    microbatches: int
+    part: str
+    cells: tuple[Cell, ...]
+
+    @property
+    def name(self) -> str:
+        """Return its key in the figures."""
+        return f"{self.workload} M={self.microbatches} {self.part}"
+
+    def of(self, contestants: Collection[str]) -> "Block":
+        """Return it with the cells of these contestants alone."""
+        kept = tuple(cell for cell in self.cells if cell.contestant in contestants)
+        return replace(self, cells=kept)
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """What a contestant is, ``module:Class``, and what processes it needs.
+
+    `python` is an interpreter of its own, for a peer with an environment of its own.
+    """
+
+    name: str
+    entrant: str
+    num_ranks: int = RANKS
+    num_threads: int = 1
+    python: str | None = None
+
+    @property
+    def crew(self) -> str:
+        """Return what names its processes; contestants that need the same ones share them.
+
+        Two pairs of equal processes differ by some percent, which is more than some claims.
+        """
+        elsewhere = "" if self.python is None else f"-{self.name}"
+        return f"{self.num_ranks}x{self.num_threads}{elsewhere}"
+
+
+_HERE: Final = "benchmarks.contestants"
+
+# Those that need nothing but torch.
+CONTESTANTS: Final = (
+    Contestant("floor", f"{_HERE}.floor:Floor"),
+    Contestant("ours", f"{_HERE}.ours:Ours"),
+    Contestant("torch", f"{_HERE}.torch_pipelining:TorchPipelining"),
+    Contestant("ddp", f"{_HERE}.plain:DataParallel"),
+    Contestant("plain", f"{_HERE}.plain:Plain", num_ranks=1),
+    Contestant("plain 2 threads", f"{_HERE}.plain:Plain", num_ranks=1, num_threads=2),
+)
+
+
+def named_schedules() -> list[str]:
+    """Return the schedules of ours that need no file."""
+    return [name for name in schedule_names() if name != "file"]
+
+
+def floor_cell(workload: str, microbatches: int) -> Cell:
+    """Return the cell that all others of a block are held against."""
+    return Cell("floor", workload, "local", microbatches)
+
+
+def our_cells(
+    workload: str, microbatches: int, names: Sequence[str], *, wanted: int = MAIN, again: int = 0
+) -> list[Cell]:
+    """Return ours with these schedules; `again`: steps of recomputing ones, 0 for none of them."""
+    cells = [Cell("ours", workload, name, microbatches, wanted=wanted) for name in names]
+    if again:
+        cells += [replace(cell, recompute="except_last", wanted=again) for cell in cells]
+    return cells
+
+
+def torch_cells(workload: str, microbatches: int, *, again: bool = True) -> list[Cell]:
+    """Return the schedules of torch.distributed.pipelining, as far as it accepts them."""
+    cells = [
+        Cell("torch", workload, name, microbatches)
+        for name in OURS_OF_TORCH
+        if name == "GPipe" or microbatches >= RANKS
+    ]
+    if again:
+        cells += [
+            replace(cell, recompute="always", wanted=MAIN if cell.variant == "GPipe" else OTHER)
+            for cell in cells
+            if cell.variant in ("GPipe", "1F1B")
+        ]
+    return cells
+
+
+def unpiped_cells(workload: str, microbatches: int) -> list[Cell]:
+    """Return plain PyTorch and DDP: the batch in one piece, and in micro-batches."""
+    cells = []
+    for name, wanted in (("ddp", MAIN), ("plain", OTHER), ("plain 2 threads", OTHER)):
+        cells.append(Cell(name, workload, "whole batch", microbatches, wanted=wanted))
+        if microbatches > 1:
+            cells.append(Cell(name, workload, "micro-batches", microbatches, wanted=OTHER))
+    return cells
+
+
+def short_blocks() -> list[Block]:
+    """Return the blocks of the short form: ours and torch's, one M for each workload."""
+    chosen = (("A", 8), ("B", 16), ("C", 4), ("T", 16))
+    blocks = []
+    for workload, microbatches in chosen:
+        cells = [
+            floor_cell(workload, microbatches),
+            *our_cells(workload, microbatches, ("gpipe", "one_f_one_b", "zb_h1", "zb_v")),
+            *(
+                cell
+                for cell in torch_cells(workload, microbatches, again=False)
+                if cell.variant in ("GPipe", "1F1B", "ZBVZeroBubble")
+            ),
+            Cell("ddp", workload, "whole batch", microbatches),
+        ]
+        blocks.append(Block(workload, microbatches, "short", tuple(cells)))
+    return blocks

@@ -1,0 +1,60 @@
+"""gpipe_hpc itself."""
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from benchmarks.cells import Cell
+from benchmarks.workloads import SEED, Workload, sgd
+from gpipe_hpc.pipeline import Pipeline
+from gpipe_hpc.schedule import build, to_text
+
+
+class Ours:
+    """A pipeline; `auto` is searched for the measured layers, and cut by them."""
+
+    def __init__(self, workload: Workload, cell: Cell) -> None:
+        inputs, targets = workload.batch()
+        ranks = int(os.environ["WORLD_SIZE"])
+        size = len(inputs) // cell.microbatches
+        searches = cell.variant == "auto"
+        table = build(cell.variant, ranks=ranks, microbatches=cell.microbatches)
+        self.pipe = Pipeline(
+            workload.layers,
+            workload.loss_fn,
+            stages=ranks,
+            microbatches=cell.microbatches,
+            schedule=cell.variant,
+            recompute=cell.recompute,
+            partition="time" if searches else workload.counts(table.num_stages),
+            example=(inputs[:size], targets[:size]) if searches else None,
+            precision=workload.precision,
+            seed=SEED,
+            device="cpu",
+        )
+        self.inputs = inputs if self.pipe.needs_inputs else None
+        self.targets = targets if self.pipe.needs_targets else None
+        self.optimizer = sgd(self.pipe.parameters())
+
+    def step(self) -> None:
+        """Do a step of the pipeline and of the optimizer."""
+        self.pipe.step(self.inputs, self.targets)
+        self.optimizer.step()
+
+    def gradients(self) -> Iterable[tuple[str, Tensor]]:
+        """Yield what `.grad` is."""
+        for name, parameter in self.pipe.named_parameters():
+            assert parameter.grad is not None, f"{name} has no gradient"
+            yield name, parameter.grad
+
+    def notes(self) -> dict[str, Any]:
+        """Return the table and the cut."""
+        return {
+            "table": to_text(self.pipe.schedule),
+            "counts": list(self.pipe.partition.counts),
+        }
+
+    def close(self) -> None:
+        """Leave it to the garbage collector, as a user would."""

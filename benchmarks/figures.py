@@ -1,0 +1,233 @@
+"""The figures of a run: what each cell took, as they are kept in a file. Loads no torch."""
+
+import json
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.cells import OURS_OF_TORCH, RANKS, Block, Cell
+from benchmarks.limits import LayerTimes, Limit, limit_of
+from benchmarks.rounds import Measured
+from gpipe_hpc.errors import DataError
+from gpipe_hpc.schedule import Schedule, add_recompute, build, from_text
+
+# With fewer undisturbed steps than these a median has no spread.
+FEWEST: Final = 3
+_DIGITS: Final = 5
+
+
+@dataclass(frozen=True)
+class Row:
+    """A cell's figures; times in seconds of one step, bytes of one rank above an idle process.
+
+    `quartiles_s` are of the undisturbed visits, `num_clean` of `num_visits`; where none was
+    undisturbed `median_s` is the least time of all. `limit_s` is what the schedule leaves at best.
+    """
+
+    contestant: str
+    variant: str
+    recompute: str
+    num_clean: int = 0
+    num_visits: int = 0
+    median_s: float | None = None
+    quartiles_s: tuple[float, float] | None = None
+    cpu_s: float | None = None
+    peak_bytes: tuple[int, ...] = ()
+    gradient_error: float | None = None
+    limit_s: float | None = None
+    bubble: float | None = None
+    failed: str = ""
+
+    @property
+    def name(self) -> str:
+        """Return what tells it from the others of its block."""
+        again = "" if self.recompute == "never" else f" recompute={self.recompute}"
+        return f"{self.contestant} {self.variant}{again}"
+
+    @property
+    def is_sound(self) -> bool:
+        """Say whether there are steps enough for a median that has a spread."""
+        return self.median_s is not None and self.num_clean >= FEWEST
+
+    @property
+    def spread(self) -> float:
+        """Return the range between the quartiles over the median."""
+        if not self.quartiles_s or not self.median_s:
+            return 0.0
+        return (self.quartiles_s[1] - self.quartiles_s[0]) / self.median_s
+
+
+@dataclass
+class Figures:
+    """All of a run: rows by block, and on what they were measured."""
+
+    machine: str = ""
+    date: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    blocks: dict[str, list[Row]] = field(default_factory=dict)
+    extras: dict[str, Any] = field(default_factory=dict)
+
+    def find(self, block: str, name: str) -> Row | None:
+        """Return the row of a cell that has a time."""
+        for row in self.blocks.get(block, []):
+            if row.name == name and row.median_s is not None:
+                return row
+        return None
+
+    def save(self, path: Path) -> None:
+        """Write them; a reader sees the old file or the new one."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(".new")
+        aside.write_text(_compact(asdict(self)), "utf-8")
+        os.replace(aside, path)
+
+
+def _compact(figures: dict[str, Any]) -> str:
+    """Return JSON with one cell a line, and no more digits than were measured."""
+    blocks, extras = figures.pop("blocks"), figures.pop("extras")
+    head = [f" {json.dumps(name)}: {json.dumps(_rounded(each))}" for name, each in figures.items()]
+    weighed = _lines({name: _rounded(each) for name, each in extras.items()})
+    cells = _lines({name: [_rounded(_told(row)) for row in rows] for name, rows in blocks.items()})
+    parts = [*head, f' "extras": {weighed}', f' "blocks": {cells}']
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _lines(groups: Mapping[str, Any]) -> str:
+    """Return a JSON object of lists and objects, each of whose members has a line of its own."""
+    texts = []
+    for name, group in groups.items():
+        if isinstance(group, Mapping):
+            members = [f"{json.dumps(key)}: {json.dumps(each)}" for key, each in group.items()]
+            begin, end = "{", "}"
+        else:
+            members, begin, end = [json.dumps(each) for each in group], "[", "]"
+        inner = ",\n".join(f"   {member}" for member in members)
+        texts.append(f"  {json.dumps(name)}: {begin}\n{inner}\n  {end}")
+    return "{\n" + ",\n".join(texts) + "\n }"
+
+
+def _told(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what is as a row has it anyway."""
+    usual = {each.name: each.default for each in fields(Row)}
+    return {name: value for name, value in row.items() if value != usual[name]}
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.{_DIGITS}g}")
+    if isinstance(value, Mapping):
+        return {name: _rounded(each) for name, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def load_figures(path: Path) -> Figures:
+    """Read figures; raises DataError where the file is none of ours."""
+    try:
+        raw = json.loads(path.read_text("utf-8"))
+        blocks = {name: [_row(each) for each in rows] for name, rows in raw.pop("blocks").items()}
+        return Figures(**raw, blocks=blocks)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DataError(
+            f"{path}: no figures of a benchmark, expected what benchmarks writes, got "
+            f"{type(error).__name__}: {error}; remove the file and measure again"
+        ) from error
+
+
+def _row(raw: Mapping[str, Any]) -> Row:
+    names = {each.name for each in fields(Row)}
+    tuples: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in raw.items()
+    }
+    if set(tuples) - names:
+        raise KeyError(", ".join(sorted(set(tuples) - names)))
+    return Row(**tuples)
+
+
+def rows_of(block: Block, measured: Sequence[Measured]) -> list[Row]:
+    """Return the figures of a block's cells, with limits where its floor was measured."""
+    floor = next((m for m in measured if m.cell.contestant == "floor" and m.samples), None)
+    return [_figures_of(each, floor) for each in measured]
+
+
+def _figures_of(each: Measured, floor: Measured | None) -> Row:
+    cell = each.cell
+    named = (cell.contestant, cell.variant, cell.recompute)
+    if each.failed or not each.samples:
+        return Row(
+            *named,
+            gradient_error=each.gradient_error,
+            failed=each.failed or "no time was left for it",
+        )
+    steps = sorted(sample.step_s for sample in each.clean)
+    limit = _limit(each, floor)
+    counted = each.clean or each.samples
+    return Row(
+        *named,
+        num_clean=len(steps),
+        num_visits=len(each.samples),
+        median_s=median_step(each),
+        quartiles_s=quartiles(steps) if steps else None,
+        cpu_s=statistics.median(sample.cpu_s for sample in counted),
+        peak_bytes=each.peak_bytes,
+        gradient_error=each.gradient_error,
+        limit_s=limit.step_s if limit else None,
+        bubble=limit.bubble if limit else None,
+    )
+
+
+def median_step(each: Measured) -> float:
+    """Return the median of undisturbed visits, the least of all visits if there is none."""
+    if each.clean:
+        return statistics.median(sample.step_s for sample in each.clean)
+    return min(sample.step_s for sample in each.samples)
+
+
+def median_ranks(each: Measured) -> list[float]:
+    """Return each rank's median of undisturbed visits, of the shortest visit if there is none."""
+    visits = each.clean or [min(each.samples, key=lambda sample: sample.step_s)]
+    return [statistics.median(times) for times in zip(*(v.ranks_s for v in visits), strict=True)]
+
+
+def floor_ranks(floor: Measured) -> list[float]:
+    """Return what each rank of the floor takes, the slower one as long as the floor's step.
+
+    A step is the later of the ranks' times, and noise makes its median longer than theirs: limits
+    from those alone lay below the floor, which nobody can reach.
+    """
+    ranks_s = median_ranks(floor)
+    return [rank_s * median_step(floor) / max(ranks_s) for rank_s in ranks_s]
+
+
+def quartiles(steps: Sequence[float]) -> tuple[float, float]:
+    """Return the first and third quartile; of few values their range."""
+    if len(steps) < 4:
+        return min(steps), max(steps)
+    first, _, third = statistics.quantiles(steps, n=4, method="inclusive")
+    return first, third
+
+
+def _limit(each: Measured, floor: Measured | None) -> Limit | None:
+    """Return the limit of a cell that runs a table."""
+    schedule = table_of(each.cell, each.notes)
+    if floor is None or floor.failed or schedule is None:
+        return None
+    times = LayerTimes.of([note["layers"] for note in floor.notes])
+    floor_counts = floor.notes[0]["counts"]
+    return limit_of(schedule, each.notes[0]["counts"], times, floor_ranks(floor), floor_counts)
+
+
+def table_of(cell: Cell, notes: Sequence[Mapping[str, Any]]) -> Schedule | None:
+    """Return the table that a cell runs, as it says or as its schedule is known; None: none."""
+    if notes and "table" in notes[0]:
+        table = from_text(notes[0]["table"], cell.variant)
+        is_ours = cell.contestant == "ours"
+        return table if is_ours or cell.recompute == "never" else add_recompute(table, "always")
+    known = notes[0].get("schedule") if notes else None
+    known = known or (OURS_OF_TORCH.get(cell.variant) if cell.contestant == "torch" else None)
+    if known is None:
+        return None
+    recompute = "never" if cell.recompute == "never" else "always"
+    return build(known, ranks=RANKS, microbatches=cell.microbatches, recompute=recompute)

@@ -1,0 +1,1 @@
+"""All peers beside ours: what is measured, what is claimed, and the tables."""

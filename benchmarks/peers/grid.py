@@ -1,0 +1,116 @@
+"""Who runs what: the contestants of the full form and its blocks, the most telling first."""
+
+from dataclasses import replace
+
+from benchmarks.cells import (
+    CONTESTANTS,
+    FULL,
+    OTHER,
+    OUR_MAIN,
+    RARE,
+    Block,
+    Cell,
+    Contestant,
+    floor_cell,
+    named_schedules,
+    our_cells,
+    torch_cells,
+    unpiped_cells,
+)
+
+WORKLOADS = ("A", "B", "C", "T", "A16")
+MICROBATCHES = (1, 2, 4, 8, 16)
+# Those that the claims are about.
+FIRST = (
+    ("A", 4),
+    ("C", 16),
+    ("B", 16),
+    ("A", 16),
+    ("T", 16),
+    ("A", 8),
+    ("C", 4),
+    ("B", 4),
+    ("C", 8),
+    ("B", 8),
+    ("A16", 8),
+)
+# Of the peers' schedules this one is far from the best.
+_SLOW = "InterleavedZeroBubble"
+_AGAIN = ("gpipe", "one_f_one_b", "auto")
+
+
+def contestants(peer_python: str | None) -> list[Contestant]:
+    """Return all; those that need an environment of their own only where it is there."""
+    found = [
+        *CONTESTANTS,
+        Contestant("fairscale", "benchmarks.peers.pipe_peers:FairscalePipe", 1, 2),
+    ]
+    if peer_python is not None:
+        found.append(
+            Contestant(
+                "deepspeed", "benchmarks.peers.deepspeed_peer:DeepSpeedPipeline", python=peer_python
+            )
+        )
+        found.append(
+            Contestant(
+                "torchgpipe", "benchmarks.peers.pipe_peers:TorchGPipe", 1, 2, python=peer_python
+            )
+        )
+    return found
+
+
+def peer_cells(workload: str, microbatches: int) -> list[Cell]:
+    """Return DeepSpeed, fairscale's Pipe and torchgpipe."""
+    return [
+        Cell("deepspeed", workload, "1F1B", microbatches, wanted=OTHER),
+        Cell("deepspeed", workload, "1F1B", microbatches, "always", wanted=OTHER),
+        Cell("fairscale", workload, "Pipe", microbatches, wanted=RARE),
+        Cell("fairscale", workload, "Pipe", microbatches, "except_last", wanted=RARE),
+        Cell("torchgpipe", workload, "GPipe", microbatches, wanted=RARE),
+        Cell("torchgpipe", workload, "GPipe", microbatches, "except_last", wanted=RARE),
+    ]
+
+
+def core(workload: str, microbatches: int) -> Block:
+    """Return the block that claims rest on: our main schedules, and all peers."""
+    ours = our_cells(workload, microbatches, OUR_MAIN)
+    again = [replace(cell, recompute="except_last") for cell in ours if cell.variant in _AGAIN]
+    theirs = [
+        replace(cell, wanted=OTHER) if cell.variant == _SLOW else cell
+        for cell in torch_cells(workload, microbatches)
+    ]
+    cells = [
+        floor_cell(workload, microbatches),
+        *ours,
+        *again,
+        *theirs,
+        *unpiped_cells(workload, microbatches),
+        *peer_cells(workload, microbatches),
+    ]
+    return Block(workload, microbatches, FULL, tuple(cells))
+
+
+def others(workload: str, microbatches: int) -> Block:
+    """Return all our other schedules, with recomputation too, beside two of the main ones."""
+    names = [name for name in named_schedules() if name not in OUR_MAIN]
+    rest = [name for name in OUR_MAIN if name not in _AGAIN]
+    cells = [
+        floor_cell(workload, microbatches),
+        *our_cells(workload, microbatches, ("gpipe", "one_f_one_b"), wanted=OTHER),
+        *our_cells(workload, microbatches, names, wanted=OTHER, again=RARE),
+        *(
+            replace(cell, recompute="except_last")
+            for cell in our_cells(workload, microbatches, rest, wanted=RARE)
+        ),
+    ]
+    return Block(workload, microbatches, "other schedules", tuple(cells))
+
+
+def blocks() -> tuple[list[Block], list[Block]]:
+    """Return the blocks that claims rest on, and all others, the most telling first."""
+    first = [core(*each) for each in FIRST]
+    everywhere = [(w, m) for m in (8, 16, 4, 2, 1) for w in WORKLOADS]
+    rest = [others(workload, 8) for workload in WORKLOADS]
+    rest += [core(*each) for each in everywhere if each not in FIRST]
+    rest += [others(*each) for each in everywhere if each[1] != 8]
+    return first, rest

@@ -1,0 +1,143 @@
+"""All contestants side by side: one command, one table, one plot.
+
+    python -m benchmarks.peers.run
+
+Takes about two hours and a half; `--budget-s` bounds it. Figures are kept after each block, so
+that a run that is killed leaves what it has; `--resume` goes on behind it.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from benchmarks.blocks import new_figures, run_blocks
+from benchmarks.cells import Block, Contestant
+from benchmarks.figures import Figures, load_figures
+from benchmarks.peers import grid, growth, report, startup
+from benchmarks.peers.environment import NoEnvironmentError, peer_python
+from benchmarks.rounds import Conductor
+
+HERE = Path(__file__).resolve().parent
+OUT = HERE / "out"
+# Shares of the time for the blocks that claims rest on, and seconds for the small parts.
+FIRST_SHARE = 0.7
+WEIGHED = ("A", "B", "C")
+GROWTH_S = 180.0
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--budget-s", type=float, default=9000.0, help="for all of it")
+    parser.add_argument("--resume", action="store_true", help="keep the blocks there are")
+    parser.add_argument("--size", choices=("full", "tiny"), default="full")
+    parser.add_argument("--to", type=Path, default=HERE, help="folder of figures, README and plots")
+    parser.add_argument(
+        "--parts",
+        default="startup,growth,memory,first,rest",
+        help="of startup, growth, memory (of tensors alone), first (blocks that claims rest on), "
+        "rest (all others)",
+    )
+    parser.add_argument("--blocks", default="", help="only these, as A:4,C:16")
+    parser.add_argument(
+        "--sittings",
+        type=int,
+        choices=(1, 2, 3),
+        default=2,
+        help="how often cells that claims rest on are opened; 1 where there is little time",
+    )
+    parser.add_argument("--without", default="", help="contestants to leave out: deepspeed,...")
+    return parser.parse_args()
+
+
+def chosen(blocks: list[Block], wanted: str, there: Collection[str]) -> list[Block]:
+    """Return the blocks that were asked for and are not there yet."""
+    pairs = [pair.split(":") for pair in wanted.split(",") if pair]
+    return [
+        block
+        for block in blocks
+        if block.name not in there
+        and (not pairs or [block.workload, str(block.microbatches)] in pairs)
+    ]
+
+
+def contestants(without: list[str]) -> tuple[list[Contestant], dict[str, str]]:
+    """Return those that can take part, and why others cannot."""
+    python, absent = None, {}
+    needing = {"deepspeed", "torchgpipe"} - set(without)
+    if needing:
+        try:
+            python = peer_python(OUT / "venv")
+        except NoEnvironmentError as error:
+            absent = dict.fromkeys(needing, f"cannot be installed here: {error}")
+    return [each for each in grid.contestants(python) if each.name not in without], absent
+
+
+def weigh(
+    conductor: Conductor,
+    blocks: list[Block],
+    wanted: str,
+    figures: Figures,
+    keep: Callable[[Figures], None],
+) -> None:
+    """Weigh the tensors of the cells that share processes with ours, where not done yet."""
+    crew = conductor.contestants["ours"].crew
+    names = {each.name for each in conductor.contestants.values() if each.crew == crew}
+    weighed = figures.extras.setdefault("tensors", {})
+    for block in chosen(blocks, wanted, weighed):
+        if block.workload in WEIGHED:
+            found = conductor.weigh(block.of(names))
+            if found:
+                weighed[block.name] = found
+                keep(figures)
+
+
+def main() -> None:
+    args = parsed()
+    parts = args.parts.split(",")
+    kept = args.to / "figures.json"
+    figures = load_figures(kept) if args.resume and kept.exists() else new_figures()
+    who, absent = contestants(args.without.split(","))
+    end_s = time.monotonic() + args.budget_s
+
+    def keep(figures: Figures) -> None:
+        figures.save(kept)
+        report.write(figures, args.to)
+        if args.to == HERE:
+            report.write_front_page(figures, HERE.parent.parent / "README.md")
+
+    if "startup" in parts and "startup" not in figures.extras:
+        figures.extras["startup"] = startup.measure()
+        keep(figures)
+    if "growth" in parts and "growth" not in figures.extras:
+        share_s = min(GROWTH_S, 0.1 * args.budget_s)
+        figures.extras["growth"] = growth.measure(OUT, budget_s=share_s)["points"]
+        keep(figures)
+    first, rest = grid.blocks()
+    conductor = Conductor(who, OUT, size=args.size)
+    conductor.absent |= absent
+    named = {*(each.name for each in who), *absent}
+    try:
+        if "memory" in parts:
+            weigh(conductor, first, args.blocks, figures, keep)
+        first_share = FIRST_SHARE if "rest" in parts else 1.0
+        for part, blocks, share in (("first", first, first_share), ("rest", rest, 1.0)):
+            if part in parts:
+                asked = chosen(blocks, args.blocks, figures.blocks)
+                todo = [each.of(named) for each in asked]
+                left_s = share * (end_s - time.monotonic())
+                run_blocks(
+                    conductor,
+                    todo,
+                    figures,
+                    budget_s=left_s,
+                    done=keep,
+                    num_sittings=args.sittings if part == "first" else 1,
+                )
+    finally:
+        conductor.close()
+    print(f"\n{report.write(figures, args.to)}\nin {args.to}: figures.json, README.md, peers.svg")
+
+
+if __name__ == "__main__":
+    main()
