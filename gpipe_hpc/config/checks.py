@@ -41,12 +41,12 @@ _RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
         "draw.width": (1, 100_000),
         "plan.flops_per_s": (1, _INF),
         "verify.steps": (1, _INF),
+        "bench.steps": (1, _INF),
+        "bench.limit_s": (1, _INF),
         "pipeline.memory_bytes": (1, _INF),
         **DATA_RANGES,
     }
 )
-
-BENCH_SIZES: Final = ("full", "tiny")
 
 _CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
@@ -72,7 +72,7 @@ def check_config(config: Config, world_size: int) -> list[str]:
     # Here, since the package above loads torch, which composing and drawing do without.
     from gpipe_hpc.comm.mesh import Mesh
 
-    _check_ranges(config)
+    check_ranges(config)
     _check_choices(config)
     _check_draw(config)
     mesh = Mesh.fit(world_size, config.pipeline.stages, config.pipeline.replicas)
@@ -89,7 +89,7 @@ def check_drawing(config: Config) -> None:
 
     What only training needs is left unchecked, and torch unloaded.
     """
-    _check_ranges(config)
+    check_ranges(config)
     _check_choices(config)
     _check_draw(config)
 
@@ -99,7 +99,7 @@ def check_planning(config: Config, num_stages: int) -> None:
 
     `num_stages` is the number of ranks of one pipeline. Data need not be there.
     """
-    _check_ranges(config)
+    check_ranges(config)
     _check_choices(config)
     _check_partition(config.pipeline.partition, num_stages)
     _check_budget(config.pipeline)
@@ -114,7 +114,8 @@ def _value(config: Config, setting: str) -> Any:
         return None
 
 
-def _check_ranges(config: Config) -> None:
+def check_ranges(config: Config) -> None:
+    """Refuse numbers outside of what a setting can be."""
     for setting, (least, most) in _RANGES.items():
         value = _value(config, setting)
         if value is None or (least <= value <= most and math.isfinite(value)):

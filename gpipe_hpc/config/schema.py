@@ -168,12 +168,15 @@ class VerifyConfig:
 
 @dataclass
 class BenchConfig:
-    """What ``python -m gpipe_hpc.bench`` measures, and what it compares with."""
+    """Over what ``python -m gpipe_hpc.bench`` sweeps; an empty list means the run's own setting."""
 
-    workloads: list[str] = field(default_factory=lambda: ["A", "B", "C", "T"])
-    budget_s: float = 270.0
-    size: str = "full"
-    kept: str = "experiments/peers/figures.json"
+    ranks: list[int] = field(default_factory=list)
+    threads: list[int] = field(default_factory=lambda: [1])
+    batch_sizes: list[int] = field(default_factory=list)
+    microbatches: list[int] = field(default_factory=list)
+    backends: list[str] = field(default_factory=list)
+    steps: int = 5
+    limit_s: float = 600.0
     out: str | None = None
 
 

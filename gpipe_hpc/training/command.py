@@ -5,12 +5,11 @@ import sys
 
 import torch
 
-from gpipe_hpc.comm.allocator import keep_freed_memory
 from gpipe_hpc.comm.launcher import detect_launch
-from gpipe_hpc.comm.start import start_world
 from gpipe_hpc.config import Config, check_config
 from gpipe_hpc.config.commands import Job, exit_code_of, run_jobs, say_error
 from gpipe_hpc.errors import ConfigError, GpipeError
+from gpipe_hpc.training.joining import join_world
 from gpipe_hpc.training.loop import run_training
 from gpipe_hpc.training.run_folder import default_run_folder
 from gpipe_hpc.training.signals import REQUEUE_EXIT_CODE, StopRequest
@@ -63,17 +62,7 @@ def _refuse_launcher() -> None:
 def _train(config: Config, stop: StopRequest) -> int:
     try:
         doubts = check_config(config, detect_launch().world_size)
-        if config.train.keep_freed_memory:
-            keep_freed_memory()
-        world = start_world(
-            device=config.train.device,
-            backend=config.comm.backend,
-            timeout_s=config.comm.timeout_s,
-            loopback=config.comm.loopback,
-            shares_memory=config.comm.shared_memory,
-            secret_file=config.comm.secret_file,
-        )
-        return run_training(config, world, stop, doubts)
+        return run_training(config, join_world(config), stop, doubts)
     except ConfigError as error:
         return say_error(error)
     except GpipeError as error:

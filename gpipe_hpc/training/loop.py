@@ -2,9 +2,7 @@
 
 import logging
 import math
-import resource
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
@@ -22,6 +20,7 @@ from gpipe_hpc.training.logs import rank_log
 from gpipe_hpc.training.lr import lr_at, set_lr
 from gpipe_hpc.training.metrics import Metrics, open_metrics
 from gpipe_hpc.training.opening import begin, lock_folder
+from gpipe_hpc.training.peak import peak_memory_bytes
 from gpipe_hpc.training.progress import Progress
 from gpipe_hpc.training.run_folder import REQUEUE_FILE
 from gpipe_hpc.training.run_identity import Run
@@ -136,7 +135,7 @@ class _Loop:
             "step_time_s": step_time_s,
             "samples_per_s": self._num_samples / step_time_s,
             "bubble": bubble,
-            "peak_memory_bytes": _peak_memory_bytes(pipe.world.device),
+            "peak_memory_bytes": peak_memory_bytes(pipe.world.device),
             "position": self._session.position,
         }
         if self._session.tally.limit:
@@ -262,11 +261,3 @@ class _Loop:
                 self._pipe.steps_done,
             )
         return REQUEUE_EXIT_CODE
-
-
-def _peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory this rank has used: of the GPU, or resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

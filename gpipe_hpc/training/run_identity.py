@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 RUN_FILE: Final = "run.json"
+UNRECORDED: Final = "unrecorded"
+"""The name of a run that nobody will go on with, in a folder that goes when it ends."""
 
 
 class Run(NamedTuple):

@@ -14,14 +14,14 @@ from torch import Tensor
 from gpipe_hpc.comm.group import broadcast_object
 from gpipe_hpc.comm.launcher import detect_launch
 from gpipe_hpc.comm.nests import Nest, map_tensors
-from gpipe_hpc.comm.start import start_world
 from gpipe_hpc.comm.threads import run_on_threads
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.config import Config, build_target, check_config
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import count_parameters, normalise_layers
+from gpipe_hpc.training.joining import join_world
 from gpipe_hpc.training.lr import lr_at, set_lr
-from gpipe_hpc.training.run_identity import Run
+from gpipe_hpc.training.run_identity import UNRECORDED, Run
 from gpipe_hpc.training.session import Session, last_step, open_session
 from gpipe_hpc.verify.comparing import Report
 from gpipe_hpc.verify.judging import Facts, Judge
@@ -53,15 +53,7 @@ def verify(config: Config) -> Report | None:
                 f"{launch.world_size} on this one; start it on one machine, with the same "
                 f"pipeline.stages and replicas"
             )
-        world = start_world(
-            device=config.train.device,
-            backend=config.comm.backend,
-            timeout_s=config.comm.timeout_s,
-            loopback=config.comm.loopback,
-            shares_memory=config.comm.shared_memory,
-            secret_file=config.comm.secret_file,
-        )
-        return _verify_rank(settings, world)
+        return _verify_rank(settings, join_world(config))
     stages = settings.pipeline.stages
     assert stages is not None, "set just above"
     size = stages * settings.pipeline.replicas
@@ -144,7 +136,9 @@ def _scratch(world: World) -> Iterator[Path]:
 def _compare(config: Config, world: World, folder: Path) -> tuple[Judge | None, int | None]:
     """Run the steps; return who judged, and the step that differed, if one did."""
     num_steps = min(last_step(config.train), config.verify.steps)
-    with closing(open_session(config, world, _unrecorded(folder), None)) as session:
+    with closing(
+        open_session(config, world, Run(folder, UNRECORDED, is_repeated=False), None)
+    ) as session:
         start = world.everybody.all_gather_object(_start_facts(session))
         judge = Judge(config, session, start) if world.rank == 0 else None
         facts: Facts = {}
@@ -158,18 +152,15 @@ def _compare(config: Config, world: World, folder: Path) -> tuple[Judge | None, 
         loss = session.pipe.evaluate(facts["own_inputs"], facts["own_targets"]).loss
         path = session.pipe.save(folder / "checkpoint", session.optimizer)
         saved = checkpoint_state(session)
-    with closing(open_session(config, world, _unrecorded(folder), None)) as fresh:
+    with closing(
+        open_session(config, world, Run(folder, UNRECORDED, is_repeated=False), None)
+    ) as fresh:
         fresh.pipe.load(path, fresh.optimizer)
         loaded = checkpoint_state(fresh)
     states = world.everybody.all_gather_object((saved, loaded))
     if judge is not None:
         judge.end(loss, states)
     return judge, None
-
-
-def _unrecorded(folder: Path) -> Run:
-    """Return a run that nobody will go on with."""
-    return Run(folder, "verify", is_repeated=False, notes=())
 
 
 def _start_facts(session: Session) -> Facts:
@@ -250,7 +241,9 @@ def checkpoint_state(session: Session) -> dict[str, Any]:
 
 def _locate(config: Config, world: World, folder: Path, step: int, judge: Judge | None) -> str:
     """Run again up to the step that differed, watching layers; return the first difference."""
-    with closing(open_session(config, world, _unrecorded(folder), None)) as session:
+    with closing(
+        open_session(config, world, Run(folder, UNRECORDED, is_repeated=False), None)
+    ) as session:
         for _ in range(step):
             run_step(session)
         own = watch_pipeline(session.pipe)

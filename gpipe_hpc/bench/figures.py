@@ -1,0 +1,70 @@
+"""What was measured at a point, and all points as a table in Markdown."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from gpipe_hpc.bench.sweep import Point
+
+_HEAD: Final = (
+    *("ranks", "threads", "batch", "micro-batches", "backend"),
+    *("ms a step", "quartiles", "samples/s", "tokens/s", "speed-up", "bubble %", "peak MB a rank"),
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One point: seconds of each step, and over them; `failed` says why there is nothing.
+
+    `bubble`: idle over total, of all ranks within the pipeline's part of the step.
+    """
+
+    point: Point
+    steps_s: tuple[float, ...] = ()
+    tokens: int = 0  # of a global batch; 0 where samples are no token sequences
+    bubble: float = 0.0
+    peak_bytes: tuple[int, ...] = ()
+    failed: str = ""
+
+    @property
+    def median_s(self) -> float:
+        """Return the median step."""
+        return statistics.median(self.steps_s)
+
+    @property
+    def samples_per_s(self) -> float:
+        """Return the samples of a batch over the median step."""
+        return self.point.batch_size / self.median_s
+
+    def told(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        return {**asdict(self), "point": self.point._asdict()}
+
+
+def table(found: Sequence[Measured]) -> str:
+    """Return a line for each point. Speed-ups are over the first point in samples a second."""
+    first = next((each for each in found if each.steps_s), None)
+    lines = [f"| {' | '.join(_HEAD)} |", "|" + "---:|" * len(_HEAD)]
+    lines += [f"| {' | '.join(_cells(each, first))} |" for each in found]
+    return "\n".join(lines)
+
+
+def _cells(each: Measured, first: Measured | None) -> list[str]:
+    named = [str(value) for value in each.point]
+    if not each.steps_s or first is None:
+        return [*named, f"none: {each.failed}".replace("|", "/"), *[""] * (len(_HEAD) - 6)]
+    ordered = sorted(each.steps_s)
+    ends = [ordered[0], ordered[-1]]
+    if len(ordered) >= 4:
+        ends = statistics.quantiles(ordered, n=4, method="inclusive")[::2]
+    return [
+        *named,
+        f"{1e3 * each.median_s:.4g}",
+        "-".join(f"{1e3 * end:.4g}" for end in ends),
+        f"{each.samples_per_s:.4g}",
+        f"{each.tokens / each.median_s:.4g}" if each.tokens else "",
+        f"{each.samples_per_s / first.samples_per_s:.2f}",
+        f"{100 * each.bubble:.1f}",
+        " / ".join(f"{each / 1e6:.0f}" for each in each.peak_bytes),
+    ]

@@ -1,0 +1,105 @@
+"""What the ranks of one point do: train some steps, and tell what they took."""
+
+import json
+import sys
+import tempfile
+import time
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from gpipe_hpc.comm.group import broadcast_object
+from gpipe_hpc.comm.launcher import detect_launch
+from gpipe_hpc.comm.world import World
+from gpipe_hpc.config import Config, TokenDataConfig, check_config
+from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs, say_error
+from gpipe_hpc.errors import GpipeError
+from gpipe_hpc.training.joining import join_world
+from gpipe_hpc.training.lr import lr_at, set_lr
+from gpipe_hpc.training.peak import peak_memory_bytes
+from gpipe_hpc.training.run_identity import UNRECORDED, Run
+from gpipe_hpc.training.session import Session, open_session
+
+_WARM_UP: Final = 2
+
+
+def main() -> None:
+    """Compose the settings from the command line, measure, and write bench.out."""
+    sys.exit(run_jobs(_task))
+
+
+def _task(job: Job) -> int:
+    try:
+        _measure(job.config)
+    except GpipeError as error:
+        return say_error(error)
+    return DONE_EXIT_CODE
+
+
+def _measure(config: Config) -> None:
+    check_config(config, detect_launch().world_size)
+    if config.train.num_threads is not None:
+        torch.set_num_threads(config.train.num_threads)
+    steps = _WARM_UP + config.bench.steps
+    # As long as it is measured, and nothing before it.
+    config.train = replace(config.train, steps=max(config.train.steps, steps), stop_at=None)
+    config.checkpoint = replace(config.checkpoint, resume="never")
+    world = join_world(config)
+    with tempfile.TemporaryDirectory(prefix="gpipe_hpc_bench_") as own:
+        folder = Path(broadcast_object(world.everybody, own if world.rank == 0 else None, root=0))
+        run = Run(folder, UNRECORDED, is_repeated=False)
+        with closing(open_session(config, world, run, None)) as session:
+            found = _steps(session, config.bench.steps)
+        if world.rank == 0 and config.bench.out is not None:
+            Path(config.bench.out).write_text(json.dumps(found))
+
+
+def _steps(session: Session, num_steps: int) -> dict[str, Any]:
+    """Train; return what `Measured` holds, the same on every rank."""
+    pipe, config = session.pipe, session.config
+    steps_s, busy_s, pipeline_s = [], 0.0, 0.0
+    for number in range(_WARM_UP + num_steps):
+        pipe.everybody.all_reduce(torch.zeros(1))  # all begin together
+        began_s = time.perf_counter()
+        _step(session)
+        took = torch.tensor([time.perf_counter() - began_s, *pipe.last_step_seconds()])
+        if number >= _WARM_UP:
+            every = pipe.everybody.all_gather_object(took.tolist())
+            steps_s.append(max(step_s for step_s, _, _ in every))
+            busy_s += sum(busy for _, busy, _ in every)
+            pipeline_s += sum(wall for _, _, wall in every)
+    peaks = pipe.everybody.all_gather_object(peak_memory_bytes(pipe.world.device))
+    data = config.data
+    tokens = config.train.batch_size * data.seq_len if isinstance(data, TokenDataConfig) else 0
+    return {
+        "steps_s": steps_s,
+        "tokens": tokens,
+        "bubble": 1.0 - busy_s / pipeline_s,
+        "peak_bytes": peaks,
+    }
+
+
+def _step(session: Session) -> None:
+    pipe, config = session.pipe, session.config
+    batch = session.next_batch()
+    result = pipe.step(batch.inputs, batch.targets)
+    assert result.loss == result.loss, "the loss is not a number"
+    if config.train.clip_norm is not None:
+        pipe.clip_grad_norm_(config.train.clip_norm)
+    set_lr(session.optimizer, lr_at(pipe.steps_done - 1, config))
+    session.optimizer.step()
+    session.position = batch.position
+    _finish(pipe.world)
+
+
+def _finish(world: World) -> None:
+    """Wait for what the device still has to do."""
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""The processes of one point: started, waited for, ended."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from gpipe_hpc.bench.figures import Measured
+from gpipe_hpc.bench.sweep import Point
+
+_POINT: Final = "gpipe_hpc.bench.point"
+
+
+def measure(point: Point, words: Sequence[str], limit_s: float) -> Measured:
+    """Run a point in processes of its own; `words` are the user's overrides."""
+    with tempfile.TemporaryDirectory(prefix="gpipe_hpc_bench_") as folder:
+        result, log = Path(folder) / "point.json", Path(folder) / "log"
+        own = [*_without_sweep(words), *point.overrides, f"bench.out={result}"]
+        launch = [sys.executable, "-m", _POINT]
+        if point.ranks > 1:
+            torchrun = ("torch.distributed.run", "--standalone", "--nproc_per_node")
+            launch = [sys.executable, "-m", *torchrun, str(point.ranks), "-m", _POINT]
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [*launch, *own],
+                env={**os.environ, "OMP_NUM_THREADS": str(point.threads)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                code = process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                return Measured(point, failed=f"took longer than bench.limit_s={limit_s:g} s")
+            finally:
+                _end(process)
+        if code or not result.exists():
+            return Measured(point, failed=_reason(log.read_text(errors="replace"), code))
+        return Measured(point, **json.loads(result.read_text()))
+
+
+def _without_sweep(words: Sequence[str]) -> list[str]:
+    lists = ("ranks", "threads", "batch_sizes", "microbatches", "backends", "out", "limit_s")
+    return [word for word in words if word.lstrip("+").split("=")[0] not in _named(lists)]
+
+
+def _named(settings: Sequence[str]) -> set[str]:
+    return {f"bench.{name}" for name in settings}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End whatever is left of a point, its session with it."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _reason(output: str, code: int) -> str:
+    """Return our own message of why a point failed, or the last line there is."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    ours = [line for line in lines if line.startswith("gpipe_hpc: ")]
+    said = (ours or lines[-1:] or ["nothing was said"])[0]
+    return f"exit code {code}, {said}"

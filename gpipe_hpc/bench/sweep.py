@@ -1,0 +1,57 @@
+"""The points of a sweep: what is varied, and the settings of each."""
+
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+from gpipe_hpc.config import Config
+from gpipe_hpc.config.refusal import refuse
+
+
+class Point(NamedTuple):
+    """One combination: processes, CPU threads of each, samples, micro-batches, backend."""
+
+    ranks: int
+    threads: int
+    batch_size: int
+    microbatches: int
+    backend: str
+
+    def named(self) -> str:
+        """Return it for a progress line."""
+        values = zip(self._fields, self, strict=True)
+        return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values)
+
+    @property
+    def overrides(self) -> list[str]:
+        """Return the settings of a run at this point."""
+        return [
+            f"train.num_threads={self.threads}",
+            f"train.batch_size={self.batch_size}",
+            f"pipeline.microbatches={self.microbatches}",
+            f"comm.backend={self.backend}",
+        ]
+
+
+def points(config: Config) -> list[Point]:
+    """Return every combination of the lists; ConfigError for one that holds no whole number."""
+    bench, own = config.bench, config.pipeline
+    for name in ("ranks", "threads", "batch_sizes", "microbatches"):
+        for value in getattr(bench, name):
+            if value < 1:
+                raise refuse(f"bench.{name}", "numbers from 1 up", value, "correct that one")
+    lists = (
+        bench.ranks or [(own.stages or 1) * own.replicas],
+        bench.threads or [1],
+        bench.batch_sizes or [config.train.batch_size],
+        bench.microbatches or [own.microbatches],
+        bench.backends or [config.comm.backend],
+    )
+    return [Point(*each) for each in product(*lists)]
+
+
+def varied(found: list[Point]) -> Iterator[str]:
+    """Yield the names of what differs between the points."""
+    for name, values in zip(Point._fields, zip(*found, strict=True), strict=True):
+        if len(set(values)) > 1:
+            yield name

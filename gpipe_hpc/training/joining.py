@@ -1,0 +1,20 @@
+"""From the settings to this process's place among the ranks."""
+
+from gpipe_hpc.comm.allocator import keep_freed_memory
+from gpipe_hpc.comm.start import start_world
+from gpipe_hpc.comm.world import World
+from gpipe_hpc.config import Config
+
+
+def join_world(config: Config) -> World:
+    """Start or join the ranks as the settings say; see `start_world` for what it raises."""
+    if config.train.keep_freed_memory:
+        keep_freed_memory()
+    return start_world(
+        device=config.train.device,
+        backend=config.comm.backend,
+        timeout_s=config.comm.timeout_s,
+        loopback=config.comm.loopback,
+        shares_memory=config.comm.shared_memory,
+        secret_file=config.comm.secret_file,
+    )
