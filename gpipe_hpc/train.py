@@ -8,7 +8,7 @@ def main() -> None:
     # First of all: torch takes seconds to load, and a signal may come meanwhile.
     stop = StopRequest()
     stop.listen()
-    end_when_interrupted()
+    end_when_interrupted(stop=stop)
     from gpipe_hpc.training.command import run_command
 
     run_command(stop)

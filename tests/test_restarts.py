@@ -157,3 +157,57 @@ def test_torchrun_passes_a_signal_on_and_the_run_goes_on_later(
     assert not (run / "REQUEUE").exists()
     train(2, *settings, end, "run.dir=whole")
     same_end(tmp_path / "whole", run)
+
+
+COPIED = ("checkpoint.neighbour_every=3", "checkpoint.neighbour_dir=memory")
+
+
+def test_kill_9_between_checkpoints_costs_only_the_steps_since_the_last_copy(
+    torchrun, train, settings, tmp_path, until, same_end
+):
+    """All went on from the last checkpoint on disk: here there is none."""
+    alone = (*settings, "checkpoint.every=0")
+    train(2, *alone, "run.dir=whole")
+    (tmp_path / "memory").mkdir()
+    flags = ["--standalone", "--nproc_per_node=2", "--max-restarts=2"]
+    launch = torchrun(flags, *alone, *COPIED, "run.dir=run")
+    run = tmp_path / "run"
+    until(lambda: begun(run) and len((run / "metrics.jsonl").read_text()) > 5000, 60, "it trains")
+    rank, pause_s = random.randrange(2), random.uniform(0.0, 1.0)
+    print(f"kills rank {rank} after {pause_s:.3f} s")
+    time.sleep(pause_s)
+    os.kill(launch.worker(rank), signal.SIGKILL)
+    assert launch.wait() == 0, launch.output
+    assert "resumed from copies in memory" in launch.output, launch.output
+    same_end(tmp_path / "whole", run)
+    assert list((tmp_path / "memory").iterdir()) == [], "the job has ended for good"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_copies_in_memory_are_removed_when_a_user_ends_the_job(
+    start_ranks, tiny, tmp_path, until, number
+):
+    (tmp_path / "memory").mkdir()
+    ranks = start_ranks(2, *tiny, *COPIED, "train.steps=100000", "run.dir=run")
+    copies = tmp_path / "memory" / f"gpipe_hpc_{os.getuid()}"
+    until(lambda: len(list(copies.glob("*/rank*"))) >= 4, 60, "there are two generations")
+    for command in ranks.commands:
+        command.signal(number)
+    ranks.wait(30)
+    assert 0 not in ranks.codes and list((tmp_path / "memory").iterdir()) == [], ranks.outputs
+
+
+def test_copies_of_an_older_history_are_not_taken(start, train, tiny, tmp_path, until):
+    """A run that went back, or changed its settings, would go on from what it had given up."""
+    (tmp_path / "memory").mkdir()
+    settings = (*tiny, *COPIED, "checkpoint.every=5", "checkpoint.keep=99", "run.dir=run")
+    killed = start(*settings, "train.steps=100000")
+    run = tmp_path / "run"
+    until(lambda: (run / "checkpoints" / "step_00000010").exists(), 60, "it saves")
+    killed.signal(signal.SIGKILL)
+    killed.wait()
+    back = "checkpoint.resume=run/checkpoints/step_00000005"
+    plain = ("train.steps=100000", "checkpoint.neighbour_every=0")
+    assert "5 steps done" in train(1, *settings, *plain, back, "train.stop_at=7")
+    said = train(1, *settings, "train.steps=100000", "train.stop_at=9")
+    assert "7 steps done" in said and "from copies" not in said

@@ -37,6 +37,7 @@ _RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
         "lr.min_ratio": (0, 1),
         "checkpoint.every": (0, _INF),
         "checkpoint.keep": (1, _INF),
+        "checkpoint.neighbour_every": (0, _INF),
         "trace.steps": (0, _INF),
         "draw.width": (1, 100_000),
         "plan.flops_per_s": (1, _INF),

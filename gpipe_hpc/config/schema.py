@@ -99,6 +99,8 @@ class CheckpointConfig:
     keep: int = 2
     resume: str = "auto"
     data: str = "same"
+    neighbour_every: int = 0
+    neighbour_dir: str | None = None
 
 
 @dataclass

@@ -50,6 +50,12 @@ class Change(NamedTuple):
             return True
         return self.setting.startswith("pipeline.") and self.setting not in _NO_LAYOUT
 
+    @property
+    def is_of_data(self) -> bool:
+        """Say whether it changes which samples come when."""
+        named = ("kind of data", "train.seed", "train.batch_size")
+        return self.setting.startswith("data.") or self.setting in named
+
     def __str__(self) -> str:
         return f"{self.setting}: was {self.was}, is {self.now}"
 

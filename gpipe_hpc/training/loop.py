@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 import torch
 
@@ -19,6 +20,7 @@ from gpipe_hpc.schedule import simulate
 from gpipe_hpc.training.logs import rank_log
 from gpipe_hpc.training.lr import lr_at, set_lr
 from gpipe_hpc.training.metrics import Metrics, open_metrics
+from gpipe_hpc.training.neighbour import DEFAULT_FOLDER, NeighbourCopies, open_copies
 from gpipe_hpc.training.opening import begin, lock_folder
 from gpipe_hpc.training.peak import peak_memory_bytes
 from gpipe_hpc.training.progress import Progress
@@ -53,8 +55,36 @@ def run_training(
         stack.enter_context(rank_log(run.folder, world.rank, [mesh.stage_rank_of(world.rank)]))
         for doubt in [*doubts, *run.notes] if world.rank == 0 else ():
             log.warning(doubt)
-        session = stack.enter_context(closing(open_session(config, world, run, lock)))
+        copies = _copies(config, world, run)
+        if copies is not None:
+            stop.at_last = copies.remove
+            stack.push(lambda kind, error, trace: _end_copies(copies, stop, error))
+        opened = open_session(config, world, run, lock, copies)
+        session = stack.enter_context(closing(opened))
         return _Loop(session, stop).run()
+
+
+def _copies(config: Config, world: World, run: Run) -> NeighbourCopies | None:
+    """Open the copies in memory that the settings ask for; a run that trains nothing has none."""
+    if not config.checkpoint.neighbour_every or not run.lineage:
+        return None
+    pipeline = config.pipeline
+    about = {
+        "lineage": run.lineage,
+        "ranks": world.size,
+        "stages": pipeline.stages,
+        "replicas": pipeline.replicas,
+        "schedule": pipeline.schedule,
+    }
+    root = Path(config.checkpoint.neighbour_dir or DEFAULT_FOLDER)
+    return open_copies(world, root, run.name, about)
+
+
+def _end_copies(copies: NeighbourCopies, stop: StopRequest, error: BaseException | None) -> None:
+    """Remove copies in memory, unless a failure ended the run: then a restart may need them."""
+    stop.at_last = None
+    if error is None or "KeyboardInterrupt" in f"{type(error).__name__} {error}":
+        copies.remove()
 
 
 class _Loop:
@@ -107,6 +137,10 @@ class _Loop:
                     write_trace(timeline, self._session.run_folder, done)
             if every and done % every == 0 and done < self._last and not stopped:
                 self._session.save()
+            if self._is_copied(done) and not stopped:
+                seconds = self._session.copy()
+                if metrics is not None:
+                    metrics.write(done, {"neighbour_stall_s": seconds})
             if self._validates(done):
                 self._validate(metrics, progress)
         if pipe.steps_done > first:
@@ -205,6 +239,10 @@ class _Loop:
         busy_s, wall_s, num_stops = shared.tolist()
         self._pipeline_s = wall_s / pipe.world.size
         return busy_s, num_stops > 0
+
+    def _is_copied(self, done: int) -> bool:
+        every = self._config.checkpoint.neighbour_every
+        return every > 0 and done % every == 0 and done < self._last
 
     def _validates(self, done: int) -> bool:
         every = self._config.train.validate_every

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -16,7 +17,7 @@ from gpipe_hpc.training.run_folder import (
     default_run_folder,
     find_restart,
 )
-from gpipe_hpc.training.run_identity import Run, read_run, run_id, write_run
+from gpipe_hpc.training.run_identity import Run, read_run, write_run
 from gpipe_hpc.training.run_lock import RunLock
 from gpipe_hpc.training.session import last_step
 
@@ -43,10 +44,15 @@ def begin(config: Config, lock: RunLock) -> Run:
     """
     folder = lock.folder
     restart = find_restart(folder)
-    name = run_id(folder)
-    if name is not None and last_step(config.train) == 0:
-        return Run(folder, name, restart.by_launcher)
-    differing = _differing(config, folder)
+    told = read_run(folder)
+    if told and last_step(config.train) == 0:
+        return Run(folder, told["id"], restart.by_launcher)
+    kinds = told.get("kinds")
+    kept = folder / CONFIG_FILE
+    changed = changes(kept, config, kinds if isinstance(kinds, Mapping) else {})
+    # Only auto goes on by itself from what is there.
+    goes_on = config.checkpoint.resume == "auto" and Checkpoints(folder, 1).newest() is not None
+    differing = changed if goes_on else []
     _refuse_changes(config, folder, restart, differing)
     notes = [f"going on with another setting, {change}" for change in differing]
     if restart.has_mark and not restart.by_launcher and config.checkpoint.resume != "auto":
@@ -56,11 +62,18 @@ def begin(config: Config, lock: RunLock) -> Run:
         )
     try:
         _keep_settings(folder, config_yaml(config))
-        name = write_run(folder, {"kinds": kinds_of(config)})
+        lineage = _lineage(config, restart, changed, told.get("lineage"))
+        name = write_run(folder, {"kinds": kinds_of(config), "lineage": lineage})
         (folder / REQUEUE_FILE).unlink(missing_ok=True)
     except OSError as error:
         raise _unwritable(folder, error) from error
-    return Run(folder, name, restart.by_launcher, tuple(notes))
+    return Run(folder, name, restart.by_launcher, tuple(notes), lineage)
+
+
+def _lineage(config: Config, restart: Restart, changed: Sequence[Change], before: object) -> str:
+    """Return what tells apart histories of one run: states of another are none of this one's."""
+    is_same = restart.by_launcher or config.checkpoint.resume == "auto"
+    return before if isinstance(before, str) and is_same and not changed else uuid.uuid4().hex
 
 
 def _unwritable(folder: Path, error: OSError) -> ConfigError:
@@ -68,14 +81,6 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
         f"config: bad run.dir, expected a folder that can be written, got {folder} "
         f"({error.strerror}); choose another"
     )
-
-
-def _differing(config: Config, folder: Path) -> list[Change]:
-    """Return the settings that differ, where `auto` would go on from what is in the folder."""
-    if config.checkpoint.resume != "auto" or Checkpoints(folder, 1).newest() is None:
-        return []
-    kinds = read_run(folder).get("kinds", {})
-    return changes(folder / CONFIG_FILE, config, kinds if isinstance(kinds, Mapping) else {})
 
 
 def _refuse_changes(
@@ -89,7 +94,9 @@ def _refuse_changes(
     is_named = config.run.dir is not None
     if restart.has_mark or (restart.by_launcher and is_named):
         return
-    refused = [change for change in differing if not change.is_layout]
+    # What differs in the data may be allowed by itself.
+    is_allowed = config.checkpoint.data != "same"
+    refused = [c for c in differing if not (c.is_layout or (is_allowed and c.is_of_data))]
     if refused:
         lines = "".join(f"\n  {change}" for change in refused)
         raise ConfigError(

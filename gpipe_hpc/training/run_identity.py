@@ -22,6 +22,7 @@ class Run(NamedTuple):
     name: str
     is_repeated: bool  # a launcher started the same command again
     notes: tuple[str, ...] = ()  # warnings, for the log
+    lineage: str = ""  # new where a start does not go on as the one before it would have
 
 
 def read_run(run_folder: Path) -> dict[str, Any]:

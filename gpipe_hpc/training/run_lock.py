@@ -75,7 +75,7 @@ class RunLock:
         dying; it is waited for during WAIT_S. An owner on another machine that was silent for
         some beats is waited for until it gives a sign, or counts as dead after STALE_S.
         """
-        lock = cls(folder, _myself())
+        lock = cls(folder, myself())
         aside = folder / f"{LOCK_FILE}.new.{lock.owner.token}"
         aside.write_text(json.dumps(lock.owner._asdict(), indent=1) + "\n")
         try:
@@ -152,7 +152,7 @@ class RunLock:
             if owner is None:
                 return self._attempt(aside)  # given back in between
             silent_s = _silence_s(place, owner, aside)
-            if silent_s is None and _lives(owner):
+            if silent_s is None and lives(owner):
                 return owner, None
             if silent_s is not None and silent_s < STALE_S:
                 return owner, silent_s
@@ -205,7 +205,8 @@ def job_of(environ: Mapping[str, str]) -> str | None:
     return next((f"{name}={environ[name]}" for name in _JOBS if name in environ), None)
 
 
-def _myself() -> Owner:
+def myself() -> Owner:
+    """Return this process as the owner of something, with a token of its own."""
     return Owner(
         token=uuid.uuid4().hex,
         host=socket.gethostname(),
@@ -236,7 +237,12 @@ def _started(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def _lives(owner: Owner) -> bool:
+def is_here(owner: Owner) -> bool:
+    """Say whether an owner is on this machine, in this boot, with these process numbers."""
+    return owner.machine == _machine()
+
+
+def lives(owner: Owner) -> bool:
     """Say whether a process of this machine is still that one."""
     if Path("/proc/self/stat").exists():
         return _started(owner.pid) == owner.pid_started
@@ -254,7 +260,7 @@ def _silence_s(place: Path, owner: Owner, aside: Path) -> float | None:
 
     Both times are the file server's: clocks of machines differ.
     """
-    if owner.machine == _machine():
+    if is_here(owner):
         return None
     os.utime(aside)
     with contextlib.suppress(FileNotFoundError):

@@ -1,11 +1,11 @@
 """From the settings to what the loop works with: data, pipeline, optimizer, resumed state."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -38,6 +38,7 @@ from gpipe_hpc.training.data import (
     tolerance,
     validation_batches,
 )
+from gpipe_hpc.training.neighbour import Found, NeighbourCopies
 from gpipe_hpc.training.optimizer import build_optimizer, own_options, states_per_parameter
 from gpipe_hpc.training.position import IDENTITY, check_data, goes_on
 from gpipe_hpc.training.run_folder import OWNER, Checkpoints
@@ -45,6 +46,17 @@ from gpipe_hpc.training.run_identity import Run
 from gpipe_hpc.training.run_lock import RunLock
 
 log = logging.getLogger("gpipe_hpc.train")
+
+MEMORY: Final = Path("in memory")
+
+
+class Resumed(NamedTuple):
+    """A checkpoint to start from; `cut`: the partition it was saved with; `extra`: the run's."""
+
+    path: Path
+    steps_done: int
+    cut: dict[str, Any]
+    extra: dict[str, Any]
 
 
 @dataclass
@@ -63,6 +75,7 @@ class Session:
     tally: CorruptTally
     run_name: str  # what its checkpoints say
     lock: RunLock | None  # of the run folder, on rank 0
+    copies: NeighbourCopies | None = None  # in memory, where the settings ask for them
     position: int = 0  # samples consumed since the start of the run
     _batches: Batches | None = None
 
@@ -96,39 +109,56 @@ class Session:
             self.pipe, dataset, plan, config.data, self.tally, config.comm.timeout_s, what
         )
 
+    def copy(self) -> float:
+        """Copy this step's state into memory elsewhere; return how many seconds that took."""
+        assert self.copies is not None, "the settings ask for no copies"
+        return self.copies.save(self.pipe, self.optimizer, self._extra())
+
+    def _extra(self) -> dict[str, Any]:
+        return {
+            "position": self.position,
+            "corrupt": self.tally.names,
+            IDENTITY: self.identity,
+            OWNER: self.run_name,
+        }
+
     def save(self) -> Path:
         """Write a checkpoint of this step, and drop the oldest."""
         path = self.checkpoints.path(self.pipe.steps_done)
         with together(self.pipe.world, "saving"):
             if self.lock is not None:
                 self.lock.check(looks=True)
-        extra = {
-            "position": self.position,
-            "corrupt": self.tally.names,
-            IDENTITY: self.identity,
-            OWNER: self.run_name,
-        }
-        self.pipe.save(path, self.optimizer, extra)
+        self.pipe.save(path, self.optimizer, self._extra())
         with together(self.pipe.world, "removing old checkpoints"):
             if self.pipe.world.rank == 0:
                 self.checkpoints.prune()
         return path
 
 
-def open_session(config: Config, world: World, run: Run, lock: RunLock | None) -> Session:
+def open_session(
+    config: Config,
+    world: World,
+    run: Run,
+    lock: RunLock | None,
+    copies: NeighbourCopies | None = None,
+) -> Session:
     """Build the run on this rank and, where there is a checkpoint to resume, take it over.
 
-    `lock`: of the run folder, on rank 0.
+    `lock`: of the run folder, on rank 0. `copies`: of the ranks' states in memory; what is found
+    there goes before an older checkpoint.
     """
     everybody = world.everybody
     checkpoints = Checkpoints(run.folder, config.checkpoint.keep)
     with together(world, "opening the run"):
         found = _resume(config, checkpoints, run.is_repeated) if world.rank == 0 else None
-        resumed: Path | None = broadcast_object(everybody, found, root=0)
+        resumed: Resumed | None = broadcast_object(everybody, found, root=0)
+        in_memory = None if copies is None else copies.find()
+        if in_memory is not None and resumed is not None and in_memory.step < resumed.steps_done:
+            in_memory = None
         # Elsewhere only if needed: on a cluster, a thousand ranks would list the same folders.
         source = open_data(config.data, config.train.seed) if world.rank == 0 else None
         facts: DataFacts = broadcast_object(everybody, source and DataFacts.of(source), root=0)
-        own_identity = source and _identity(config, source, resumed)
+        own_identity = source and _identity(config, source, resumed, in_memory)
         identity: Identity = broadcast_object(everybody, own_identity, root=0)
         layers = build_target("model", config.model)
         loss_fn = bind_target("loss", config.loss) if config.loss else loss_function(facts.loss)
@@ -137,7 +167,8 @@ def open_session(config: Config, world: World, run: Run, lock: RunLock | None) -
             check_vocabulary(normalise_layers(layers), config.data.vocab_size)
         _check_batchnorm(config, source, layers)
     example = _example(config, world, source, sampler)
-    pipe = _pipeline(config, world, layers, loss_fn, resumed, example)
+    cut = _stored_cut(resumed, in_memory)
+    pipe = _pipeline(config, world, layers, loss_fn, cut, example)
     optimizer = build_optimizer(pipe.named_parameters(), config.optimizer)
     with together(world, "opening the data"):
         if source is None and (pipe.needs_inputs or pipe.needs_targets):
@@ -158,16 +189,38 @@ def open_session(config: Config, world: World, run: Run, lock: RunLock | None) -
         tally,
         run.name,
         lock,
+        copies,
     )
-    if resumed is not None:
-        with own_options(optimizer):
-            extra = pipe.load(resumed, optimizer)
-        if goes_on(extra, identity, config.checkpoint.data):
-            session.position = int(extra["position"])
-            session.tally = CorruptTally(tally.limit, extra.get("corrupt", ()))
-        log.info("resumed from %s: %d steps done", resumed, pipe.steps_done)
+    extra = _take_over(pipe, optimizer, resumed, in_memory, copies)
+    if extra is not None and goes_on(extra, identity, config.checkpoint.data):
+        session.position = int(extra["position"])
+        session.tally = CorruptTally(tally.limit, extra.get("corrupt", ()))
+    if copies is not None:
+        copies.forget_others()
     session.tally.add(facts.corrupt, says=world.rank == 0)
     return session
+
+
+def _take_over(
+    pipe: Pipeline,
+    optimizer: torch.optim.Optimizer,
+    resumed: Resumed | None,
+    in_memory: Found | None,
+    copies: NeighbourCopies | None,
+) -> dict[str, Any] | None:
+    """Fill pipeline and optimizer from memory or disk; return what was kept beside, if any."""
+    if in_memory is not None and copies is not None:
+        extra = copies.restore(in_memory, pipe, optimizer)
+        if extra is not None:
+            log.info("resumed from copies in memory: %d steps done", pipe.steps_done)
+            return extra
+        log.warning("copies in memory are of another cut, so the checkpoint is read")
+    if resumed is None:
+        return None
+    with own_options(optimizer):
+        extra = pipe.load(resumed.path, optimizer)
+    log.info("resumed from %s: %d steps done", resumed.path, pipe.steps_done)
+    return extra
 
 
 def _pipeline(
@@ -175,7 +228,7 @@ def _pipeline(
     world: World,
     layers: Sequence[Layer],
     loss_fn: LossFunction,
-    resumed: Path | None,
+    cut: Mapping[str, Any] | None,
     example: tuple[Nest, Nest] | None,
 ) -> Pipeline:
     return Pipeline(
@@ -190,7 +243,7 @@ def _pipeline(
         memory_bytes=config.pipeline.memory_bytes,
         optimizer_states=states_per_parameter(config.optimizer),
         offload=config.pipeline.offload,
-        partition=_partition(config, resumed),
+        partition=_partition(config, cut),
         example=example,
         seed=config.train.seed,
         precision=config.train.precision,
@@ -201,10 +254,11 @@ def _pipeline(
     )
 
 
-def _resume(config: Config, checkpoints: Checkpoints, restarted: bool) -> Path | None:
+def _resume(config: Config, checkpoints: Checkpoints, restarted: bool) -> Resumed | None:
     """Return the checkpoint to start from; a run that will train puts away those past it."""
     found = checkpoints.resume_from(config.checkpoint.resume, restarted)
-    done = 0 if found is None else read_facts(found)["steps_done"]
+    facts: dict[str, Any] = {"steps_done": 0} if found is None else read_facts(found)
+    done = facts["steps_done"]
     if last_step(config.train) <= done:
         if found is not None and config.train.steps:
             log.warning(
@@ -217,16 +271,18 @@ def _resume(config: Config, checkpoints: Checkpoints, restarted: bool) -> Path |
     else:
         for path in checkpoints.set_aside(found):
             log.warning("starting from step %d: what an earlier run saved is now %s", done, path)
-    return found
+    return None if found is None else Resumed(found, done, facts["partition"], facts["extra"])
 
 
-def _identity(config: Config, source: DataSource, resumed: Path | None) -> Identity:
+def _identity(
+    config: Config, source: DataSource, resumed: Resumed | None, in_memory: Found | None
+) -> Identity:
     """Return what the data are, on rank 0; refuse to go on with others in silence."""
     identity = identify(source, config.data, config.train)
-    if resumed is not None:
-        facts = read_facts(resumed)
-        if last_step(config.train) > facts["steps_done"]:
-            check_data(resumed, facts["extra"], identity, config.checkpoint.data)
+    if in_memory is not None:
+        check_data(MEMORY, in_memory.about["extra"], identity, config.checkpoint.data)
+    elif resumed is not None and last_step(config.train) > resumed.steps_done:
+        check_data(resumed.path, resumed.extra, identity, config.checkpoint.data)
     return identity
 
 
@@ -235,12 +291,20 @@ def last_step(train: TrainConfig) -> int:
     return train.steps if train.stop_at is None else min(train.steps, train.stop_at)
 
 
-def _partition(config: Config, resumed: Path | None) -> Any:
+def _stored_cut(resumed: Resumed | None, in_memory: Found | None) -> Mapping[str, Any] | None:
+    """Return the partition of what the run goes on from."""
+    if in_memory is not None:
+        cut: Mapping[str, Any] = in_memory.about["partition"]
+        return cut
+    return None if resumed is None else resumed.cut
+
+
+def _partition(config: Config, cut: Mapping[str, Any] | None) -> Any:
     """Return the cut asked for; a measured one is that of the checkpoint, if it fits."""
     policy = config.pipeline.partition
-    if policy != "time" or resumed is None:
+    if policy != "time" or cut is None:
         return policy
-    stored = Partition(**read_facts(resumed)["partition"])
+    stored = Partition(**cut)
     return stored if stored.measure == "time" else policy
 
 

@@ -6,7 +6,7 @@ Imports no torch: a signal that comes while torch still loads must find its hand
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -19,6 +19,8 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self.at_last: Callable[[], None] | None = None
+        """What is left to do where an interrupted process ends by force."""
 
     def listen(self, signals: Sequence[signal.Signals] = STOP_SIGNALS) -> None:
         """Install the handlers; outside the main thread Python allows none, and none are set."""
@@ -35,8 +37,10 @@ class StopRequest:
         self.signal = self.signal or signal.Signals(number)
 
 
-def end_when_interrupted(grace_s: float = 10.0) -> None:
+def end_when_interrupted(grace_s: float = 10.0, stop: StopRequest | None = None) -> None:
     """Let Ctrl-C end this process for certain: by KeyboardInterrupt, or `grace_s` seconds later.
+
+    By force it ends after what `stop` has to do at last.
 
     The exception may come between two instructions that take a lock and promise to release it,
     and whoever then cleans up waits for that lock forever. No effect outside the main thread.
@@ -44,10 +48,18 @@ def end_when_interrupted(grace_s: float = 10.0) -> None:
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        timer = threading.Timer(grace_s, os._exit, [INTERRUPTED_EXIT_CODE])
+        timer = threading.Timer(grace_s, _end_by_force, [stop])
         timer.daemon = True
         timer.start()
         raise KeyboardInterrupt
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, interrupt)
+
+
+def _end_by_force(stop: StopRequest | None) -> None:
+    try:
+        if stop is not None and stop.at_last is not None:
+            stop.at_last()
+    finally:
+        os._exit(INTERRUPTED_EXIT_CODE)

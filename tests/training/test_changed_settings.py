@@ -79,6 +79,14 @@ def test_what_a_run_trains_may_not_change(differences, setting, shown):
     assert not found[shown].is_layout
 
 
+def test_what_is_of_the_data_is_known(differences):
+    """checkpoint.data=new or any allows it."""
+    found = differences([], ["data=idx", "data.path=x", "model=resnet_small", "train.seed=1"])
+    of_data = {change.setting for change in found if change.is_of_data}
+    assert {"kind of data", "data.seq_len", "train.seed"} <= of_data
+    assert not any(setting.startswith("model.") for setting in of_data)
+
+
 def test_other_kinds_are_seen_though_no_setting_differs(differences):
     """Those of IDX files and of Fashion-MNIST have the same settings."""
     same = ["data.path=x", "model=resnet_small"]

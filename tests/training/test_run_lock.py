@@ -33,7 +33,7 @@ def fast(monkeypatch):
 
 def put(folder, name=LOCK_FILE, age_s=0.0, **changes):
     """Leave a lock of somebody else."""
-    owner = run_lock._myself()._replace(token="other", host="elsewhere", **changes)
+    owner = run_lock.myself()._replace(token="other", host="elsewhere", **changes)
     (folder / name).write_text(json.dumps(owner._asdict()))
     then = time.time() - age_s
     os.utime(folder / name, (then, then))
@@ -58,7 +58,7 @@ def test_the_lock_of_a_dead_process_is_taken_over(tmp_path, dead_pid):
 
 
 def test_a_process_that_got_a_dead_ones_number_is_not_taken_for_it(tmp_path):
-    put(tmp_path, pid=os.getpid(), pid_started=run_lock._myself().pid_started - 1)
+    put(tmp_path, pid=os.getpid(), pid_started=run_lock.myself().pid_started - 1)
     RunLock.take(tmp_path).give_back()
 
 

@@ -1,0 +1,168 @@
+"""All that one rank needs to go on at a step, as one run of bytes: for the same layout alone.
+
+The bytes are a header (its length, then JSON that says which tensors follow), the tensors, and the
+SHA-256 of all before. Nothing in them is executed.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+
+from gpipe_hpc.checkpoint.folder import model_tensors
+from gpipe_hpc.checkpoint.host_copy import HostBuffer, fill, lay_side_by_side, views
+
+if TYPE_CHECKING:
+    from gpipe_hpc.pipeline import Pipeline
+
+DIGEST_BYTES: Final = 32
+LENGTH_BYTES: Final = 8
+_MODEL: Final = "model."
+_OPTIMIZER: Final = "optimizer."
+_DTYPES: Final = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+
+
+class StateError(ValueError):
+    """Bytes that are no state, or not as they were written."""
+
+
+class StoredState(NamedTuple):
+    """A state as it was read: what its writer said about it, and its tensors, by name."""
+
+    about: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+
+
+def pack(
+    pipe: "Pipeline",
+    optimizer: torch.optim.Optimizer,
+    about: Mapping[str, Any],
+    buffer: HostBuffer,
+) -> torch.Tensor:
+    """Return this rank's state as bytes in `buffer`; `about` is fit for JSON.
+
+    Returns when the copy is there: the next step may begin.
+    """
+    tensors, values = _live(pipe, optimizer)
+    offsets, total = lay_side_by_side(tensors)
+    entries = [
+        [name, str(tensor.dtype), list(tensor.shape), offset, tensor.device.type]
+        for (name, tensor), offset in zip(tensors.items(), offsets, strict=True)
+    ]
+    header = {
+        "about": {**about, **_position(pipe)},
+        "values": values,
+        "tensors": entries,
+        "size": total,
+    }
+    text = json.dumps(header).encode()
+    text += b" " * (-(LENGTH_BYTES + len(text)) % 64)
+    start = LENGTH_BYTES + len(text)
+    memory = buffer.reserve(start + total + DIGEST_BYTES)
+    raw = memory.numpy()
+    raw[:LENGTH_BYTES] = list(len(text).to_bytes(LENGTH_BYTES, "little"))
+    raw[LENGTH_BYTES:start] = memoryview(text)
+    fill(views(memory[start:], tensors, offsets), tensors, pipe.world.device)
+    digest = hashlib.sha256(raw[:-DIGEST_BYTES].data).digest()
+    raw[-DIGEST_BYTES:] = list(digest)
+    return memory
+
+
+def read_about(header: bytes) -> dict[str, Any]:
+    """Return what the writer said, from the JSON of a header; StateError if it is none."""
+    try:
+        told = json.loads(header)
+        about: dict[str, Any] = told["about"]
+        if not isinstance(about, dict):
+            raise TypeError("about is no table")
+    except (ValueError, KeyError, TypeError) as error:
+        raise StateError(f"no header: {error}") from error
+    return about
+
+
+def unpack(memory: torch.Tensor) -> StoredState:
+    """Return the state in these bytes, tensors as views; StateError if a bit has changed."""
+    raw = memory.numpy()
+    digest = hashlib.sha256(raw[:-DIGEST_BYTES].data).digest()
+    if len(raw) < LENGTH_BYTES + DIGEST_BYTES or raw[-DIGEST_BYTES:].tobytes() != digest:
+        raise StateError("other bytes than were written")
+    length = int.from_bytes(raw[:LENGTH_BYTES].tobytes(), "little")
+    text = raw[LENGTH_BYTES : LENGTH_BYTES + length].tobytes()
+    about, header = read_about(text), json.loads(text)
+    places = {
+        name: torch.empty(shape, dtype=_DTYPES[dtype], device="meta")
+        for name, dtype, shape, _, _ in header["tensors"]
+    }
+    offsets = [offset for _, _, _, offset, _ in header["tensors"]]
+    tensors = views(memory[LENGTH_BYTES + length :], places, offsets)
+    about["values"] = header["values"]
+    about["devices"] = {name: device for name, _, _, _, device in header["tensors"]}
+    return StoredState(about, tensors)
+
+
+def fits(pipe: "Pipeline", state: StoredState) -> bool:
+    """Say whether a state has the tensors that this rank holds, of the same kind and shape."""
+    targets = model_tensors(pipe)
+    stored = {name: tensor for name, tensor in state.tensors.items() if name.startswith(_MODEL)}
+    if stored.keys() != targets.keys():
+        return False
+    kinds = ((stored[name], target) for name, target in targets.items())
+    parameters = {name for name, _ in pipe.named_parameters()}
+    owners = {_owner(name) for name in [*state.tensors, *state.about["values"]]}
+    return owners - {None} <= parameters and all(
+        (one.shape, one.dtype) == (other.shape, other.dtype) for one, other in kinds
+    )
+
+
+def restore(pipe: "Pipeline", optimizer: torch.optim.Optimizer, state: StoredState) -> None:
+    """Fill this rank's parameters, buffers and optimizer state, and go on at that step.
+
+    The state must fit.
+    """
+    about, tensors = state
+    targets = model_tensors(pipe)
+    with torch.no_grad():
+        for name, target in targets.items():
+            target.copy_(tensors[name])
+    parameters = dict(pipe.named_parameters())
+    optimizer.state.clear()
+    for full, value in {**tensors, **about["values"]}.items():
+        name, _, key = full.removeprefix(_OPTIMIZER).rpartition(".")
+        if not full.startswith(_OPTIMIZER):
+            continue
+        parameter = parameters[name]
+        if isinstance(value, torch.Tensor):
+            device = "cpu" if about["devices"][full] == "cpu" else parameter.device
+            value = value.to(device, copy=True)
+        optimizer.state[parameter][key] = value
+    pipe.restore_position(about["steps_done"], about["loss_weight"], about["loss_scale"])
+
+
+def _live(
+    pipe: "Pipeline", optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return this rank's tensors and the other values of its optimizer, by name."""
+    tensors: dict[str, torch.Tensor] = dict(model_tensors(pipe))
+    values: dict[str, Any] = {}
+    for name, parameter in pipe.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            into = tensors if isinstance(value, torch.Tensor) else values
+            into[f"{_OPTIMIZER}{name}.{key}"] = value
+    return tensors, values
+
+
+def _owner(name: str) -> str | None:
+    """Return the parameter whose optimizer state it is, None for the model's own."""
+    of_model = not name.startswith(_OPTIMIZER)
+    return None if of_model else name.removeprefix(_OPTIMIZER).rpartition(".")[0]
+
+
+def _position(pipe: "Pipeline") -> dict[str, Any]:
+    return {
+        "steps_done": pipe.steps_done,
+        "loss_weight": pipe.loss_weight,
+        "loss_scale": None if pipe.loss_scale is None else pipe.loss_scale.state(),
+        "partition": pipe.partition._asdict(),
+    }

@@ -1,0 +1,87 @@
+"""Bytes from some ranks to others, in pieces: for what is too big for one message.
+
+The pieces of all ranks go side by side. A rank sends its next one, takes those that come, and goes
+on once its own has left, so at most one piece of each is on the way.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import torch
+
+from gpipe_hpc.comm.transport import PlacedChannel, Transport
+from gpipe_hpc.comm.world import World
+from gpipe_hpc.schedule import Channel
+
+PIECE_BYTES: Final = 16 * 2**20
+_LANE: Final = "bytes"
+# Apart from the tags of stages' channels, which count from 0, and from those of their late lanes.
+_FIRST_TAG: Final = 2**27
+
+
+class Move(NamedTuple):
+    """Bytes that go from one rank to another."""
+
+    source: int
+    destination: int
+
+
+class Exchange:
+    """Moves of bytes between ranks, the same on every rank; each move may happen many times.
+
+    `serial` tells apart exchanges of one world that live at the same time.
+    """
+
+    def __init__(self, world: World, moves: Sequence[Move], serial: int) -> None:
+        assert all(move.source != move.destination for move in moves), f"to itself: {moves}"
+        first = _FIRST_TAG + serial * world.size**2
+        self._channels = {
+            move: PlacedChannel(
+                Channel(*move, 0), *move, first + move.source * world.size + move.destination
+            )
+            for move in moves
+        }
+        self._world = world
+        self._outgoing = [move for move in moves if move.source == world.rank]
+        self._incoming = [move for move in moves if move.destination == world.rank]
+        self._transport: Transport | None = None
+        if moves:
+            self._transport = world.transport(list(self._channels.values()))
+
+    def run(
+        self,
+        outgoing: Mapping[int, torch.Tensor],
+        sizes: Mapping[int, int],
+        take: Callable[[int, torch.Tensor], None],
+    ) -> None:
+        """Send bytes and take those that come; all ranks of the moves call it.
+
+        `outgoing`: by destination, one-dimensional uint8 tensors on the host, not changed until
+        every rank has returned. `sizes`: of what comes, by source. `take(source, piece)` is
+        called with each piece, in order; it keeps the bytes, not the tensor. Raises
+        ConnectionError or TimeoutError if another rank is gone or silent.
+        """
+        transport = self._transport
+        if transport is None:
+            return
+        device = self._world.device
+        for turn in range(_num_pieces(outgoing, sizes)):
+            span = slice(turn * PIECE_BYTES, (turn + 1) * PIECE_BYTES)
+            for move in self._outgoing:
+                piece = outgoing[move.destination][span]
+                if len(piece):
+                    channel = self._channels[move]
+                    transport.send(channel, _LANE, turn, piece.to(device), 1)
+            for move in self._incoming:
+                if turn * PIECE_BYTES < sizes[move.source]:
+                    channel = self._channels[move]
+                    transport.post(channel, _LANE, turn)
+                    came = transport.wait(channel, _LANE, turn).nest
+                    assert isinstance(came, torch.Tensor), f"bytes come as a tensor, not {came}"
+                    take(move.source, came.cpu())
+            transport.finish()
+
+
+def _num_pieces(outgoing: Mapping[int, torch.Tensor], sizes: Mapping[int, int]) -> int:
+    longest = max([*(len(part) for part in outgoing.values()), *sizes.values()], default=0)
+    return -(-longest // PIECE_BYTES)

@@ -1,0 +1,207 @@
+"""Where each rank's copy goes, and how two generations of them are kept.
+
+The state of step N is written while that of the one before is whole on every host; only when all
+ranks have written N may the older one go. So a kill at any moment leaves one whole generation.
+"""
+
+import logging
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gpipe_hpc.checkpoint.host_copy import HostBuffer
+from gpipe_hpc.checkpoint.rank_state import StateError, fits, pack, restore, unpack
+from gpipe_hpc.comm.exchange import Exchange, Move
+from gpipe_hpc.comm.shared_transport import host_identity
+from gpipe_hpc.comm.world import World, together
+from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.training.neighbour.files import CopyFolder, CopyWriter
+from gpipe_hpc.training.neighbour.finding import Found, find
+
+if TYPE_CHECKING:
+    from gpipe_hpc.pipeline import Pipeline
+
+log = logging.getLogger("gpipe_hpc.train")
+
+_SAVING, _RESTORING = 0, 1  # serials of exchanges
+
+
+class NeighbourCopies:
+    """The copies of a run's states, on all hosts; every method is called by all ranks."""
+
+    def __init__(
+        self, world: World, folder: CopyFolder, hosts: Sequence[str], about: Mapping[str, Any]
+    ) -> None:
+        self._world = world
+        self._folder = folder
+        self._hosts = tuple(hosts)
+        self._about = dict(about)
+        self._holders = choose_holders(self._hosts)
+        self._whole: list[int] = []  # steps of which all ranks have a copy, at most two
+        self._buffer = HostBuffer(world.device)
+        moves = [Move(r, holder) for r, holder in enumerate(self._holders) if r != holder]
+        self._exchange = Exchange(world, moves, _SAVING)
+        if world.rank == 0 and len(set(hosts)) == 1:
+            log.warning(
+                "checkpoint.neighbour_every: all ranks are on one host, so copies stay in its "
+                "memory: they outlive a killed process, not the host"
+            )
+
+    def find(self) -> Found | None:
+        """Return the newest copies of this run and layout that are whole, or None."""
+        with together(self._world, "looking for copies in memory"):
+            return find(self._world, self._folder, self._hosts, self._about)
+
+    def restore(
+        self, found: Found, pipe: "Pipeline", optimizer: torch.optim.Optimizer
+    ) -> dict[str, Any] | None:
+        """Take over the state that was found; return what was kept with it.
+
+        None, with nothing changed on any rank, if a state does not fit the model as it is cut now.
+        """
+        with together(self._world, "taking over copies in memory"):
+            own = self._bring(found)
+            try:
+                state = unpack(own)
+                is_good = fits(pipe, state)
+            except StateError:
+                is_good = False
+            if not all(self._world.everybody.all_gather_object(is_good)):
+                return None
+            restore(pipe, optimizer, state)
+            self._whole = [found.step]
+            extra: dict[str, Any] = found.about["extra"]
+            return extra
+
+    def forget_others(self) -> None:
+        """Remove the copies that this start of the run does not go on from."""
+        with together(self._world, "removing old copies in memory"):
+            self._folder.keep(set(self._whole))
+            self._folder.clear_forgotten()
+            # Nobody writes before everybody has removed.
+            self._world.everybody.all_gather_object(None)
+
+    def save(
+        self, pipe: "Pipeline", optimizer: torch.optim.Optimizer, extra: Mapping[str, Any]
+    ) -> float:
+        """Copy the state after this step; return how many seconds the step's edge took longer.
+
+        Raises ConfigError on all ranks if the memory of a host has no room for two generations.
+        """
+        began_s = time.perf_counter()
+        step = pipe.steps_done
+        with together(self._world, "copying to a neighbour"):
+            about = {**self._about, "extra": dict(extra)}
+            own = pack(pipe, optimizer, about, self._buffer)
+            self._whole = self._whole[-1:]
+            # Ranks of one host share the folder: none writes before all have removed.
+            self._folder.keep(set(self._whole))
+            sizes = self._world.everybody.all_gather_object(len(own))
+            failure = self._lacking(sizes)
+            if failure is not None and not self._whole:
+                raise ConfigError(failure)
+            failure = failure or self._write(step, own, sizes)
+            failures = self._world.everybody.all_gather_object(failure)
+        first = next((rank for rank, text in enumerate(failures) if text is not None), None)
+        if first is None:
+            self._whole.append(step)
+        elif self._world.rank == 0:
+            log.warning(
+                "the copies of step %d in memory are not whole, as on rank %d: %s",
+                step,
+                first,
+                failures[first],
+            )
+        return time.perf_counter() - began_s
+
+    def remove(self) -> None:
+        """Remove the copies on this host, for good; no other rank is needed."""
+        self._folder.remove()
+
+    def _write(self, step: int, own: torch.Tensor, sizes: Sequence[int]) -> str | None:
+        """Write the copies that this rank holds; return what failed."""
+        sources = [rank for rank, holder in enumerate(self._holders) if holder == self._world.rank]
+        writers: dict[int, CopyWriter] = {r: self._folder.writing(r, step) for r in sources}
+        holder = self._holders[self._world.rank]
+        if holder == self._world.rank:
+            writers[holder].write(own)
+        self._exchange.run(
+            {} if holder == self._world.rank else {holder: own},
+            {rank: sizes[rank] for rank in sources if rank != self._world.rank},
+            lambda source, piece: writers[source].write(piece),
+        )
+        for writer in writers.values():
+            writer.close()
+        failures = [str(writer.failure) for writer in writers.values() if writer.failure]
+        return failures[0] if failures else None
+
+    def _lacking(self, sizes: Sequence[int]) -> str | None:
+        """Return, on all ranks, what the first host without room says."""
+        here = self._hosts[self._world.rank]
+        mine = [sizes[r] for r, holder in enumerate(self._holders) if self._hosts[holder] == here]
+        # The first time two generations are to come, later one.
+        needed = sum(mine) * (1 if self._whole else 2)
+        free = self._folder.free_bytes()
+        lacking = (
+            f"config: bad checkpoint.neighbour_every, expected {needed / 1e6:,.1f} MB free in "
+            f"{self._folder.path} on {socket.gethostname()} for the copies, got "
+            f"{free / 1e6:,.1f} MB; set checkpoint.neighbour_dir to a larger memory-backed "
+            f"folder, or checkpoint.neighbour_every=0"
+        )
+        told = self._world.everybody.all_gather_object(lacking if free < needed else None)
+        return next((text for text in told if text is not None), None)
+
+    def _bring(self, found: Found) -> torch.Tensor:
+        """Return this rank's state, from whoever has read it."""
+        moves = [Move(reader, r) for r, reader in enumerate(found.readers) if reader != r]
+        sizes_of = {rank: len(state) for rank, state in found.states.items()}
+        told = self._world.everybody.all_gather_object(sizes_of)
+        sizes = {rank: size for part in told for rank, size in part.items()}
+        pieces: list[torch.Tensor] = []
+        reader = found.readers[self._world.rank]
+        is_own = reader == self._world.rank
+        Exchange(self._world, moves, _RESTORING).run(
+            {r: state for r, state in found.states.items() if r != self._world.rank},
+            {} if is_own else {reader: sizes[self._world.rank]},
+            lambda _, piece: pieces.append(piece.clone()),
+        )
+        return found.states[self._world.rank] if is_own else torch.cat(pieces)
+
+
+def open_copies(
+    world: World, root: Path, run_name: str, about: Mapping[str, Any], host: str | None = None
+) -> NeighbourCopies:
+    """Make ready to keep copies under `root`, a memory-backed folder of each host.
+
+    All ranks call it. `about`: what a copy must say to be this run's and of this layout. `host`:
+    a text that ranks share where they share `root`.
+    """
+    with together(world, "opening copies in memory"):
+        own = host or host_identity() or socket.gethostname()
+        hosts = world.everybody.all_gather_object(own)
+        folder = CopyFolder(root, run_name)
+        folder.open()
+        return NeighbourCopies(world, folder, hosts, about)
+
+
+def choose_holders(hosts: Sequence[str]) -> list[int]:
+    """Return, for each rank, who holds the copy of its state: a rank of another host.
+
+    Copies are spread: of those on other hosts the rank that holds fewest, the next one behind
+    first. With one host a rank holds its own.
+    """
+    size = len(hosts)
+    if len(set(hosts)) == 1:
+        return list(range(size))
+    num_held = [0] * size
+    holders = []
+    for rank, host in enumerate(hosts):
+        others = [other for other in range(size) if hosts[other] != host]
+        chosen = min(others, key=lambda r: (num_held[r], (r - rank) % size))
+        num_held[chosen] += 1
+        holders.append(chosen)
+    return holders

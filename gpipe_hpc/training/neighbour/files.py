@@ -1,0 +1,195 @@
+"""The files of copies on one host: in a private folder, of mode 600, with the run's name."""
+
+import contextlib
+import json
+import logging
+import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Final, NamedTuple
+
+import torch
+
+from gpipe_hpc.checkpoint.rank_state import LENGTH_BYTES, StateError, read_about
+from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.training.run_lock import Owner, is_here, lives, myself
+
+log = logging.getLogger("gpipe_hpc.train")
+
+DEFAULT_FOLDER: Final = Path("/dev/shm")
+FORGOTTEN_S: Final = 3600.0
+"""So long a dead run of the same user may still be started again; then its copies are removed."""
+_NAME: Final = re.compile(r"rank(\d{5,})_step(\d{8,})")
+_PART: Final = ".part"
+_OWNERS: Final = "owner_"
+_MOST_HEADER_BYTES: Final = 2**30
+
+
+class Held(NamedTuple):
+    """A copy on this host: whose state of which step, and what its writer said about it."""
+
+    path: Path
+    rank: int
+    step: int
+    about: dict[str, Any]
+
+
+class CopyFolder:
+    """The copies of one run on this host."""
+
+    def __init__(self, root: Path, run_name: str) -> None:
+        self._user = root / f"gpipe_hpc_{os.getuid()}"
+        self.path = self._user / run_name
+
+    def open(self) -> None:
+        """Make the folder for this user alone, and note that this process uses it.
+
+        Raises ConfigError if that cannot be, or if another user has made it.
+        """
+        try:
+            for folder in (self._user, self.path):
+                with contextlib.suppress(FileExistsError):
+                    folder.mkdir(mode=0o700, parents=folder == self._user)
+                found = folder.lstat()
+                if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+                    raise PermissionError(f"{folder} is another user's")
+                folder.chmod(0o700)
+            owner = json.dumps(myself()._asdict())
+            (self.path / f"{_OWNERS}{os.getpid()}").write_text(owner)
+        except OSError as error:
+            raise ConfigError(
+                f"config: bad checkpoint.neighbour_dir, expected a memory-backed folder that can "
+                f"be written, got {self.path} ({error}); choose another"
+            ) from error
+
+    def all(self) -> list[Held]:
+        """Return the copies of this run here; what cannot be read is none."""
+        found = []
+        with contextlib.suppress(OSError):
+            for path in sorted(self.path.iterdir()):
+                form = _NAME.fullmatch(path.name)
+                with contextlib.suppress(OSError, StateError):
+                    if form is not None and _is_private(path):
+                        rank, step = map(int, form.groups())
+                        found.append(Held(path, rank, step, _about(path)))
+        return found
+
+    def writing(self, rank: int, step: int) -> "CopyWriter":
+        """Return what writes the copy of a rank's state."""
+        return CopyWriter(self.path / f"rank{rank:05d}_step{step:08d}")
+
+    def keep(self, steps: set[int]) -> None:
+        """Remove the copies of all other steps, and what was cut short."""
+        with contextlib.suppress(OSError):
+            for path in self.path.iterdir():
+                form = _NAME.fullmatch(path.name.removesuffix(_PART))
+                is_part = path.name.endswith(_PART)
+                if form is not None and (is_part or int(form.group(2)) not in steps):
+                    path.unlink(missing_ok=True)
+
+    def free_bytes(self) -> int:
+        """Return how much memory is free for copies."""
+        return shutil.disk_usage(self.path).free
+
+    def remove(self) -> None:
+        """Remove all copies of the run here, for good."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self._user.rmdir()  # if no other run of this user has copies
+
+    def clear_forgotten(self) -> None:
+        """Remove what dead runs of this user left here long ago; name what they left lately."""
+        with contextlib.suppress(OSError):
+            for folder in self._user.iterdir():
+                if folder == self.path or not folder.is_dir() or folder.is_symlink():
+                    continue
+                owners = list(_owners(folder))
+                if any(not is_here(owner) or lives(owner) for owner in owners):
+                    continue
+                age_s = time.time() - max(p.stat().st_mtime for p in [folder, *folder.iterdir()])
+                if age_s > FORGOTTEN_S:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    log.info("removed %s, copies that a dead run left in memory", folder)
+                else:
+                    log.warning(
+                        "%s holds copies of a run that is dead for %.0f s: it may be started "
+                        "again; if not, remove that folder, or let a run do so after %.0f s",
+                        folder,
+                        age_s,
+                        FORGOTTEN_S,
+                    )
+
+
+class CopyWriter:
+    """Writes one copy; it has its name once it is whole. What fails is kept in `failure`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._part = path.with_name(path.name + _PART)
+        self._file: BinaryIO | None = None
+        self.failure: OSError | None = None
+        with self._noting():
+            self._part.unlink(missing_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+            self._file = os.fdopen(os.open(self._part, flags, 0o600), "wb", buffering=0)
+
+    def write(self, piece: torch.Tensor) -> None:
+        """Append bytes, unless something failed before."""
+        with self._noting():
+            if self._file is not None and self.failure is None:
+                rest = piece.numpy().data
+                while len(rest):
+                    rest = rest[self._file.write(rest) :]
+
+    def close(self) -> None:
+        """Give the whole copy its name; remove it if something failed."""
+        with self._noting():
+            if self._file is not None:
+                self._file.close()
+            if self.failure is None:
+                self._part.rename(self._path)
+        if self.failure is not None:
+            self._part.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.failure = self.failure or error
+
+
+def read_copy(path: Path) -> torch.Tensor:
+    """Return the bytes of a copy; OSError if it cannot be read."""
+    size = path.stat().st_size
+    memory = torch.empty(size, dtype=torch.uint8)
+    view = memory.numpy().data
+    done = 0
+    with path.open("rb", buffering=0) as file:
+        while done < size and (count := file.readinto(view[done:])):
+            done += count
+    return memory[:done]
+
+
+def _about(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        if length > _MOST_HEADER_BYTES:
+            raise StateError(f"a header of {length} bytes")
+        return read_about(file.read(length))
+
+
+def _is_private(path: Path) -> bool:
+    found = path.lstat()
+    is_file = stat.S_ISREG(found.st_mode)
+    return is_file and found.st_uid == os.getuid() and not found.st_mode & 0o077
+
+
+def _owners(folder: Path) -> Iterator[Owner]:
+    for path in folder.glob(f"{_OWNERS}*"):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            yield Owner(**json.loads(path.read_text()))

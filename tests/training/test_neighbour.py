@@ -1,0 +1,281 @@
+"""Copies of ranks' states in the memory of other hosts: here folders, and threads for ranks."""
+
+import json
+import os
+import shutil
+import stat
+import time
+from collections import namedtuple
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.comm import exchange
+from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.training.neighbour import files, open_copies
+from gpipe_hpc.training.neighbour.copies import choose_holders
+from gpipe_hpc.training.neighbour.files import CopyFolder
+from gpipe_hpc.training.run_lock import myself
+
+ABOUT = {"lineage": "a", "stages": 2}
+SIZE = 4
+
+
+def trained(world, num_steps, seed=0):
+    """Return a pipeline of two stages and two replicas after some steps, and its optimizer."""
+    layers = [LayerSpec(nn.Linear, 6, 6), nn.BatchNorm1d(6), LayerSpec(nn.Linear, 6, 6)]
+    loss = nn.MSELoss()
+    pipe = Pipeline(layers, loss, stages=2, replicas=2, microbatches=2, seed=seed, world=world)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+    steps(pipe, optimizer, range(num_steps))
+    return pipe, optimizer
+
+
+def steps(pipe, optimizer, numbers):
+    losses = []
+    for number in numbers:
+        inputs = torch.randn(16, 6, generator=torch.Generator().manual_seed(number))
+        part = pipe.share(16)
+        losses.append(pipe.step(inputs[part], inputs[part].roll(1, 1)).loss)
+        optimizer.step()
+    return losses
+
+
+def opened(world, root, hosts=("one", "one", "two", "two"), about=ABOUT):
+    host = hosts[world.rank]
+    return open_copies(world, root / host, "the_run", about, host)
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    for host in ("one", "two", "three"):
+        (tmp_path / host).mkdir()
+    return tmp_path
+
+
+def names(root, host):
+    folder = CopyFolder(root / host, "the_run").path
+    return sorted(p.name for p in folder.iterdir() if p.name.startswith("rank"))
+
+
+def save_at(root, *at, **keywords):
+    """Train, and copy after these steps; return the losses of two steps more, by rank."""
+
+    def body(world):
+        copies = opened(world, root, **keywords)
+        pipe, optimizer = trained(world, 0)
+        done = 0
+        for step in at:
+            steps(pipe, optimizer, range(done, step))
+            copies.save(pipe, optimizer, {"position": step})
+            done = step
+        return steps(pipe, optimizer, (done, done + 1))
+
+    return run_on_threads(SIZE, body)
+
+
+def go_on(root, **keywords):
+    """Restore on all ranks; return (step, extra, losses of two steps more) by rank, or None."""
+
+    def body(world):
+        copies = opened(world, root, **keywords)
+        found = copies.find()
+        if found is None:
+            return None
+        pipe, optimizer = trained(world, 1, seed=7)
+        extra = copies.restore(found, pipe, optimizer)
+        copies.forget_others()
+        done = pipe.steps_done
+        return done, extra, steps(pipe, optimizer, (done, done + 1))
+
+    return run_on_threads(SIZE, body)
+
+
+def test_a_restart_goes_on_to_the_bit(hosts):
+    whole = save_at(hosts, 2, 5)
+    assert go_on(hosts) == [(5, {"position": 5}, losses) for losses in whole]
+
+
+def test_copies_are_on_another_host_and_nobody_elses(hosts):
+    save_at(hosts, 1)
+    assert names(hosts, "one") == ["rank00002_step00000001", "rank00003_step00000001"]
+    assert names(hosts, "two") == ["rank00000_step00000001", "rank00001_step00000001"]
+    for path in hosts.glob("*/gpipe_hpc_*/the_run/rank*"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_two_generations_are_kept(hosts):
+    save_at(hosts, 1, 2, 3, 4)
+    assert {name[-1] for name in names(hosts, "one")} == {"3", "4"}
+    assert len(names(hosts, "one")) == 4
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "missing", "header", "open to others"])
+def test_a_damaged_generation_is_passed_over_for_the_one_before(hosts, damage):
+    save_at(hosts, 3)
+    shutil.copytree(hosts, hosts / "kept")
+    whole = save_at(hosts, 3)
+    save_at(hosts, 3, 4)
+    path = CopyFolder(hosts / "two", "the_run").path / "rank00001_step00000004"
+    if damage == "cut":
+        os.truncate(path, path.stat().st_size - 100)
+    elif damage == "missing":
+        path.unlink()
+    elif damage == "open to others":
+        path.chmod(0o604)
+    else:
+        raw = bytearray(path.read_bytes())
+        raw[len(raw) // 2 if damage == "flipped" else 9] ^= 4
+        path.write_bytes(raw)
+    assert go_on(hosts) == [(3, {"position": 3}, losses) for losses in whole]
+    assert {name[-1] for name in names(hosts, "two")} == {"3"}
+
+
+def test_a_kill_while_copies_are_written_leaves_the_generation_before(hosts, monkeypatch):
+    whole = save_at(hosts, 3)
+    save_at(hosts, 1, 3)
+
+    class Killed(BaseException):
+        pass
+
+    write = files.CopyWriter.close
+
+    def die(self):
+        if "rank00002" in self._path.name:
+            raise Killed
+        write(self)
+
+    def body(world):
+        copies = opened(world, hosts)
+        pipe, optimizer = trained(world, 0)
+        assert copies.restore(copies.find(), pipe, optimizer) is not None
+        steps(pipe, optimizer, range(3, 6))
+        copies.save(pipe, optimizer, {"position": 6})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.CopyWriter, "close", die)
+        with pytest.raises(Killed):
+            run_on_threads(SIZE, body)
+    assert "rank00000_step00000006" in names(hosts, "two")
+    assert go_on(hosts) == [(3, {"position": 3}, losses) for losses in whole]
+
+
+def test_a_host_that_is_lost_loses_nothing(hosts):
+    """Its ranks come back on a third host, and get their states from the one that is left."""
+    whole = save_at(hosts, 2)
+    shutil.rmtree(hosts / "one")
+    (hosts / "one").mkdir()
+    # Ranks 2 and 3 had their copies on the lost host: nothing to go on from in memory.
+    assert go_on(hosts) == [None] * SIZE
+    save_at(hosts, 2)
+    shutil.move(hosts / "one", hosts / "three" / "moved")
+    (hosts / "one").mkdir()
+    shutil.copytree(hosts / "three" / "moved", hosts / "two", dirs_exist_ok=True)
+    assert go_on(hosts) == [(2, {"position": 2}, losses) for losses in whole]
+
+
+def test_ranks_that_changed_hosts_get_their_states_sent(hosts, monkeypatch):
+    monkeypatch.setattr(exchange, "PIECE_BYTES", 100)
+    whole = save_at(hosts, 2)
+    other = ("two", "one", "two", "one")
+    assert go_on(hosts, hosts=other) == [(2, {"position": 2}, losses) for losses in whole]
+
+
+@pytest.mark.parametrize("change", [{"lineage": "b"}, {"stages": 4}])
+def test_copies_of_another_history_or_layout_are_not_taken(hosts, change):
+    save_at(hosts, 2)
+    assert go_on(hosts, about=ABOUT | change) == [None] * SIZE
+
+
+def test_a_state_of_another_cut_changes_nothing_on_any_rank(hosts):
+    save_at(hosts, 2)
+
+    def body(world):
+        copies = opened(world, hosts)
+        found = copies.find()
+        layers = [LayerSpec(nn.Linear, 6, 6), LayerSpec(nn.Linear, 6, 6)]
+        pipe = Pipeline(layers, nn.MSELoss(), stages=2, replicas=2, microbatches=2, world=world)
+        optimizer = torch.optim.AdamW(pipe.parameters())
+        before = {name: each.detach().clone() for name, each in pipe.named_parameters()}
+        assert copies.restore(found, pipe, optimizer) is None
+        assert all(torch.equal(before[name], each) for name, each in pipe.named_parameters())
+        assert pipe.steps_done == 0 and not optimizer.state
+
+    run_on_threads(SIZE, body)
+
+
+def test_without_room_it_is_refused_by_all_at_the_first_copy(hosts, monkeypatch):
+    usage = namedtuple("usage", ["total", "used", "free"])(10**9, 10**9, 3000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(ConfigError, match=r"MB free in .* for the copies, got 0.0 MB"):
+        save_at(hosts, 1)
+    assert names(hosts, "one") == []
+
+
+def test_memory_that_fills_up_later_costs_only_that_copy(hosts, monkeypatch, caplog):
+    def fail(self, piece):
+        if "rank00001_step00000002" in self._path.name:
+            self.failure = OSError("no space left")
+
+    whole = save_at(hosts, 1, 2)
+    monkeypatch.setattr(files.CopyWriter, "write", with_check(files.CopyWriter.write, fail))
+    assert save_at(hosts, 1, 2) == whole
+    assert "copies of step 2 in memory are not whole, as on rank 3: no space left" in caplog.text
+    assert go_on(hosts)[0][0] == 1
+
+
+def with_check(write, check):
+    def both(self, piece):
+        check(self, piece)
+        write(self, piece)
+
+    return both
+
+
+def test_what_is_over_is_removed(hosts):
+    save_at(hosts, 1)
+    run_on_threads(SIZE, lambda world: opened(world, hosts).remove())
+    assert list((hosts / "one").iterdir()) == [] and list((hosts / "two").iterdir()) == []
+
+
+def test_copies_that_dead_runs_forgot_are_removed_or_named(tmp_path, caplog, monkeypatch):
+    for name, pid_started in (("lives", None), ("dead", 1), ("old", 1)):
+        folder = CopyFolder(tmp_path, name)
+        folder.open()
+        if pid_started is not None:
+            owner = myself()._replace(pid_started=pid_started)
+            (folder.path / f"owner_{os.getpid()}").write_text(json.dumps(owner._asdict()))
+    then = time.time() - 2 * files.FORGOTTEN_S
+    for path in (*folder.path.iterdir(), folder.path):
+        os.utime(path, (then, then))
+    CopyFolder(tmp_path, "new").clear_forgotten()
+    (user,) = tmp_path.iterdir()
+    assert sorted(path.name for path in user.iterdir()) == ["dead", "lives"]
+    assert "dead holds copies of a run that is dead for" in caplog.text
+
+
+def test_a_folder_of_another_users_making_is_refused(tmp_path):
+    folder = CopyFolder(tmp_path, "the_run")
+    folder.path.parent.mkdir()
+    folder.path.symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="another user's"):
+        folder.open()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "holders"),
+    [
+        ("a", [0]),
+        ("aaa", [0, 1, 2]),
+        ("ab", [1, 0]),
+        ("aabb", [2, 3, 0, 1]),
+        ("abab", [1, 2, 3, 0]),
+        ("aaab", [3, 3, 3, 0]),
+        ("aabbcc", [2, 3, 4, 5, 0, 1]),
+    ],
+)
+def test_copies_go_to_other_hosts_evenly(hosts, holders):
+    assert choose_holders(hosts) == holders
