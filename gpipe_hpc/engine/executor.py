@@ -6,13 +6,17 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from torch import nn
 
 from gpipe_hpc.comm.nests import Nest, map_tensors
 from gpipe_hpc.comm.transport import Message, PlacedChannel
 from gpipe_hpc.comm.wire import assemble, disassemble
 from gpipe_hpc.comm.world import World
+from gpipe_hpc.engine.buffers import Lasting
 from gpipe_hpc.engine.feed import Feed
-from gpipe_hpc.engine.loss import LossTerm, check_graph, loss_term
+from gpipe_hpc.engine.keyed import Keyed
+from gpipe_hpc.engine.loss import LossFunction, LossTerm, check_graph, loss_term
+from gpipe_hpc.engine.passage import LayerState
 from gpipe_hpc.engine.precision import keeping_casts
 from gpipe_hpc.engine.recorder import Recorder
 from gpipe_hpc.engine.routes import BATCH
@@ -73,6 +77,8 @@ class Executor:
         self._feed = _no_feed()
         self._outcome = Outcome()
         self._seeds: dict[torch.dtype, torch.Tensor] = {}  # where backward starts, by dtype
+        self._loss_lasting = Lasting()
+        self._loss_state: tuple[LossFunction, LayerState] | None = None
         self._works = {i: StageWork(stage, self, wiring.peers) for i, stage in stages.items()}
         binders: dict[Op, Callable[[Action], Call]] = {
             Op.F: self._bind_forward,
@@ -118,6 +124,10 @@ class Executor:
         except Exception as error:
             what = ": ".join([*getattr(error, "__notes__", ())[:1], type(error).__name__])
             raise ActionError(f"{self._position(index)}: {what}: {error}") from error
+        finally:
+            for work in self._works.values():
+                work.end()
+            self._loss_lasting.settle()
         self._world.activity = "between steps"
         self.recorder.end_step()
         num_left = sum(work.num_kept for work in self._works.values())
@@ -292,7 +302,7 @@ class Executor:
 
     def finish(self, part: Part, output: Nest) -> list[Start]:
         """Take the loss, or the output, at the end of the last stage; return the loss."""
-        feed, (microbatch, num_samples, again) = self._feed, part
+        feed, (microbatch, num_samples, again, _) = self._feed, part
         if feed.loss_fn is None:
             self._outcome.outputs[microbatch] = output
             return []
@@ -303,17 +313,38 @@ class Executor:
                 f"inputs have, got {samples}; give every rank the same slice of the batch"
             )
         target = None if feed.targets is None else self._on_device(feed.targets[microbatch])
-        stage = self._stages[self._schedule.num_stages - 1]
-        with stage.keyed.alone() as draw, reporting(Reports()) as reports:
-            draw(feed.keys(microbatch)(self._num_layers))
-            term = loss_term(feed.loss_fn, output, target, num_samples)
-            check_graph(term, output)
+        keyed = self._stages[self._schedule.num_stages - 1].keyed
+        state, passage = self._state_of_loss(feed.loss_fn, keyed), part.passage
+        alone = keyed.alone([state.draws], passage.start(self._num_layers))
+        passage.begin(state)
+        with alone as drawing, reporting(Reports()) as reports:
+            seeded = state.seed(drawing, feed.keys(microbatch)(self._num_layers), checks=True)
+            try:
+                with seeded:
+                    term = loss_term(feed.loss_fn, output, target, num_samples)
+                check_graph(term, output)
+            except Exception as error:
+                passage.fail(error)
+                raise
+            passage.end(state, term.total, state.end(drawing))
+        passage.close([state], drawing, keyed)
         if not again:
             self._outcome.losses[microbatch] = term.without_graph()
         starts = [self._start(term.total)]
         if reports:
             starts += self.note(part, [Noted(self._num_layers, reports)])
         return starts
+
+    def _state_of_loss(self, loss_fn: LossFunction, keyed: Keyed) -> LayerState:
+        """Return what is known of the state that a loss changes; a module may have buffers."""
+        known = self._loss_state
+        if known is None or known[0] is not loss_fn:
+            module = loss_fn if isinstance(loss_fn, nn.Module) else nn.Module()
+            name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+            where = f"loss_fn ({name})"
+            state = LayerState(self._num_layers, module, where, keyed, self._loss_lasting)
+            known = self._loss_state = loss_fn, state
+        return known[1]
 
     def _start(self, total: torch.Tensor) -> Start:
         if self._feed.seed is None:

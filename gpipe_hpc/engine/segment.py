@@ -11,6 +11,7 @@ from torch import nn
 from gpipe_hpc.comm.nests import Nest, flatten, unflatten
 from gpipe_hpc.engine.keyed import Keyed, LayerKey
 from gpipe_hpc.engine.loss import alone
+from gpipe_hpc.engine.passage import EVALUATION, LayerState, Passage
 from gpipe_hpc.engine.routes import State
 from gpipe_hpc.engine.splitting import Deferred, DeferWeights
 from gpipe_hpc.errors import ModelError
@@ -40,7 +41,7 @@ class Segment:
     """Consecutive layers of one stage, by global index.
 
     They run under random keys of their own, and never write into what they were given. `calls`:
-    what to call in place of a layer.
+    what to call in place of a layer. `states`: what is known of the state that layers change.
     """
 
     def __init__(
@@ -50,8 +51,11 @@ class Segment:
         names: Mapping[int, SkipNames],
         keyed: Keyed,
         calls: Mapping[int, Callable[..., Any]],
+        states: Mapping[int, LayerState],
     ) -> None:
         self._calls = calls
+        self.states = {index: states[index] for index in layers}
+        self._turns = 0
         self.layers = dict(layers)
         self._stage = stage
         self._names = {index: names.get(index, SkipNames()) for index in layers}
@@ -63,30 +67,45 @@ class Segment:
         self._leaves_input_alone: dict[bool, bool] = {}
 
     def run(
-        self, state: State, key: LayerKey, deferred: Deferred | None = None
+        self,
+        state: State,
+        key: LayerKey,
+        deferred: Deferred | None = None,
+        passage: Passage = EVALUATION,
     ) -> tuple[State, list[Noted]]:
         """Run the layers; return what they make of `state`, and what they reported.
 
         `state` stays as it is: it may be needed for recomputation, and its storage may belong to
-        the user or to another rank.
+        the user or to another rank. `passage`: what to do about the state of layers themselves.
         """
         (nest, stashed), copies = self._protect(state)
         watched = [] if copies else state.tensors()
         versions = [tensor._version for tensor in watched]
         noted: list[Noted] = []
         splits = _NOTHING if deferred is None else DeferWeights(deferred)
-        with self._keyed.alone() as seed, reporting(Reports()) as reports, splits:
-            for index, layer in self.layers.items():
-                seed(key(index))
+        states = list(self.states.values())
+        draws = [each.draws for each in states]
+        # One layer a run is looked at anew: it may have begun to draw from torch's generator.
+        self._turns = turn = (self._turns + 1) % len(states) if states else 0
+        alone = self._keyed.alone(draws, passage.start(self._indices[0]) if states else None)
+        with alone as drawing, reporting(Reports()) as reports, splits:
+            for place, (index, layer) in enumerate(self.layers.items()):
+                own = states[place]
                 call = self._calls.get(index, layer)
                 names = self._names[index]
+                passage.begin(own)
+                seeded = own.seed(drawing, key(index), checks=place == turn)
                 try:
-                    nest = run_layer(call, names, nest, stashed, self._places[index])
+                    with seeded:
+                        nest = run_layer(call, names, nest, stashed, self._places[index])
                 except Exception as error:
+                    passage.fail(error)
                     error.add_note(f"layers.{index} ({type(layer).__name__})")
                     raise
+                passage.end(own, nest, own.end(drawing))
                 if reports:
                     noted.append(Noted(index, reports.take()))
+        passage.close(states, drawing, self._keyed)
         if copies:
             self._leaves_input_alone[self._mode] = all(copy._version == 0 for copy in copies)
         elif versions != [tensor._version for tensor in watched]:

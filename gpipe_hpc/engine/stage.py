@@ -8,17 +8,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpipe_hpc.engine.buffers import Home, Lasting, homes_of
 from gpipe_hpc.engine.compiling import compile_layers
 from gpipe_hpc.engine.fusing import SMALLEST_WEIGHT, largest_weight
 from gpipe_hpc.engine.gradients import StageGradients
 from gpipe_hpc.engine.keyed import Keyed
+from gpipe_hpc.engine.passage import LayerState
 from gpipe_hpc.engine.routes import StageRoutes
 from gpipe_hpc.engine.segment import Segment
 from gpipe_hpc.engine.statistics import StageStatistics
 from gpipe_hpc.models import (
     Conversion,
+    PooledBatchNorm,
     SkipNames,
     Tie,
+    Within,
     convert_batchnorm,
     global_name,
     named_layer_parameters,
@@ -61,10 +65,17 @@ class Stage:
         self.gradients = StageGradients(own)
         converted = [convert_batchnorm(m, f"layers.{i}") for i, m in self.layers.items()]
         self.batchnorm = Conversion.of(converted)
+        self.within = Within()
+        for layer in self.layers.values():
+            for part in layer.modules():
+                if isinstance(part, PooledBatchNorm):
+                    part.within = self.within
         self.statistics = StageStatistics(self.layers.values())
         self.routes = routes
         self.recomputed = recomputed
         self.keyed = Keyed(device)
+        self.lasting = Lasting()
+        self._states = self._layer_states()
         self._largest_fused = 0
         self._names = dict(names or {})
         self._calls: dict[int, Callable[..., Any]] = {}
@@ -140,7 +151,35 @@ class Stage:
 
     def _segment(self, indices: Iterable[int]) -> Segment:
         layers = {index: self.layers[index] for index in indices}
-        return Segment(self.index, layers, self._names, self.keyed, self._calls)
+        return Segment(self.index, layers, self._names, self.keyed, self._calls, self._states)
+
+    def _layer_states(self) -> dict[int, LayerState]:
+        homes = {index: homes_of(layer) for index, layer in self.layers.items()}
+        return {
+            index: LayerState(
+                index,
+                layer,
+                f"layers.{index} ({type(layer).__name__})",
+                self.keyed,
+                self.lasting,
+                _sharing(index, homes),
+            )
+            for index, layer in self.layers.items()
+        }
+
+
+def _sharing(index: int, homes: Mapping[int, Sequence[tuple[str, Home]]]) -> list[tuple[str, Home]]:
+    """Return the homes of other layers that hold one of the tensors that a layer's homes hold."""
+    own = {id(home) for _, home in homes[index]}
+    held = {
+        id(tensor) for _, home in homes[index] for tensor in home.values() if tensor is not None
+    }
+    return [
+        (f"(layers.{other}) {prefix}", home)
+        for other, named in homes.items()
+        for prefix, home in named
+        if id(home) not in own and any(id(tensor) in held for tensor in home.values())
+    ]
 
 
 @contextmanager

@@ -85,8 +85,8 @@ def say_batchnorm(found: Conversion) -> None:
     if found.left:
         log.warning(
             "%s: left as they are, expected nn.BatchNorm1d, 2d or 3d itself, got classes whose "
-            "running statistics take every micro-batch, and its recomputation, for a batch; use "
-            "those, or track_running_stats=False",
+            "running statistics take every micro-batch for a batch; use those, or "
+            "track_running_stats=False",
             _shortened(found.left),
         )
 

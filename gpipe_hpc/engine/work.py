@@ -14,6 +14,7 @@ from gpipe_hpc.comm.nests import Nest, map_tensors, tensors_of
 from gpipe_hpc.engine.backward import accumulate_gradients, edge_of
 from gpipe_hpc.engine.keyed import LayerKey
 from gpipe_hpc.engine.offload import HostCopy
+from gpipe_hpc.engine.passage import EVALUATION, Again, Forward, Passage, Returning
 from gpipe_hpc.engine.precision import StageCasts
 from gpipe_hpc.engine.promises import Promises, may_require
 from gpipe_hpc.engine.routes import State
@@ -50,11 +51,15 @@ class Start(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Which micro-batch is run, of how many samples, and whether for the second time."""
+    """Which micro-batch is run, of how many samples, and whether for the second time.
+
+    `passage`: what to do about the state that the run changes.
+    """
 
     microbatch: int
     num_samples: int
     again: bool
+    passage: Passage = EVALUATION
 
 
 class Listener(Protocol):
@@ -73,6 +78,7 @@ class _KeptSegment(NamedTuple):
     leaves: list[torch.Tensor]  # the input's tensors that require a gradient
     edges: list[GradientEdge | None]  # where backward enters, one for each gradient to come
     starts: list[tuple[GradientEdge, torch.Tensor]]  # losses of its layers
+    returning: Returning | None = None  # what R is to go by; None where there is none to come
     promised: tuple[bool, ...] = ()  # of an R's outputs: which a gradient comes for
 
 
@@ -103,11 +109,20 @@ class StageWork:
         self._kept: dict[int, _Kept] = {}
         self._deferred: dict[int, Deferred] = {}
         self._stream: torch.cuda.Stream | None = None  # of copies to the host, once there are any
+        self._num_begun = 0
 
     def begin(self) -> None:
         """Begin a step, or an evaluation."""
+        self._num_begun += 1
         self._casts.begin()
         self._promises.begin(self._parameters)
+        self.stage.keyed.begin()
+        self.stage.within.begin()
+
+    def end(self) -> None:
+        """End it, also one that failed: all that layers have changed is where it belongs."""
+        self.stage.within.end()
+        self.stage.lasting.settle()
 
     @property
     def num_kept(self) -> int:
@@ -144,11 +159,14 @@ class StageWork:
             given = state = _cut_off(state) if kept else state
             leaves = [tensor for tensor in given.tensors() if tensor.requires_grad]
             if recomputes:
+                returning = Returning(tries=self._num_begun == 1)
+                part = part._replace(passage=returning)
                 state = self._promising(segment, given, key, part, is_end, host is None)
                 left = tensors_of(self._left(state, is_end))
                 promised = tuple([tensor.requires_grad for tensor in left])
-                kept.append(_KeptSegment(segment, given, leaves, [], [], promised))
+                kept.append(_KeptSegment(segment, given, leaves, [], [], returning, promised))
             else:
+                part = part._replace(passage=Forward())
                 with host.collecting() if host else nullcontext():
                     state, starts = self._graph(segment, given, key, part, is_end, deferred, host)
                 edges = [_edge(tensor) for tensor in _differentiable(self._left(state, is_end))]
@@ -177,10 +195,12 @@ class StageWork:
         has_run = False
         if kept.host is not None:
             kept.host.wait()
-        for number, (segment, given, leaves, *_, promised) in enumerate(kept.segments):
+        for number, (segment, given, leaves, *_, returning, promised) in enumerate(kept.segments):
             if given is None:
                 continue
             is_end = number == len(kept.segments) - 1
+            assert returning is not None, "made by the forward"
+            part = part._replace(passage=Again(returning))
             state, starts = self._graph(segment, given, key, part, is_end, kept.deferred, kept.host)
             left = self._promises.keep(segment, promised, tensors_of(self._left(state, is_end)))
             edges = [None if tensor is None else edge_of(tensor) for tensor in left]
@@ -208,8 +228,12 @@ class StageWork:
                 edges.append(edge)
                 given.append(gradient)
             if edges:
+                states = segment.segment.states.values()
+                moving = [(each, each.buffers.moving()) for each in states]
                 accumulate_gradients(edges, given)
                 self.stage.gradients.own()
+                for each, buffers in moving:
+                    each.tell_of_backward(buffers)
             gradients = [leaf.grad for leaf in segment.leaves]
         if kept.deferred:
             self._deferred[microbatch] = kept.deferred
@@ -312,10 +336,10 @@ class StageWork:
             # Autocast remembers casts of leaves until the step ends; only those of weights shall.
             state = _no_leaves(state)
         if self._peers is None:
-            state, noted = segment.run(state, key, deferred)
+            state, noted = segment.run(state, key, deferred, part.passage)
         else:
             with normalising_together(self._summing()):
-                state, noted = segment.run(state, key, deferred)
+                state, noted = segment.run(state, key, deferred, part.passage)
         starts = self._listener.note(part, noted) if noted else []
         if is_end and self._is_last:
             starts = [*starts, *self._listener.finish(part, state.nest)]

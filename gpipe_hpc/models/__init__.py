@@ -7,6 +7,7 @@ from gpipe_hpc.models.batchnorm import (
     Moments,
     PooledBatchNorm,
     SumOver,
+    Within,
     convert_batchnorm,
     normalising_together,
     pooled,
@@ -39,6 +40,7 @@ from gpipe_hpc.models.randomness import (
     microbatch_keys,
     microbatch_prefix,
     mix64,
+    source_key,
 )
 from gpipe_hpc.models.reports import (
     MAIN_LOSS,
@@ -70,6 +72,7 @@ __all__ = [
     "SkipNames",
     "SumOver",
     "Tie",
+    "Within",
     "add_loss",
     "add_metric",
     "bert_pretraining",
@@ -122,5 +125,6 @@ __all__ = [
     "segmentation",
     "shifted_sums",
     "skip_names",
+    "source_key",
     "token_cross_entropy",
 ]

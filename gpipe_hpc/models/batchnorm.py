@@ -2,6 +2,8 @@
 
 Within a pipeline these layers leave their running statistics alone and report what they measured
 (`Moments`); whoever runs them pools all micro-batches of a step. Outside of one they are torch's.
+What `torch.utils.checkpoint` in a layer runs again in a backward, on whatever thread, normalises as
+its forward did, and is no micro-batch more.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,6 +37,30 @@ class Moments(NamedTuple):
     squares: Tensor
 
 
+class Within:
+    """Whether layers are amid a step of a pipeline now, in which their statistics stay.
+
+    `sum_over`: what normalises together with them in that step, if anything does.
+    """
+
+    __slots__ = ("is_active", "sum_over")
+
+    def __init__(self) -> None:
+        self.is_active = False
+        self.sum_over: SumOver | None = None
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.is_active = True
+
+    def end(self) -> None:
+        """End it."""
+        self.is_active, self.sum_over = False, None
+
+
+_OUTSIDE: Final = Within()  # of any pipeline; never begun
+
+
 # Bound for the run of one micro-batch, in the thread that runs it.
 _TOGETHER: Final[ContextVar[SumOver | None]] = ContextVar("gpipe_hpc_normalise", default=None)
 
@@ -56,6 +82,7 @@ class BatchNorm1d(nn.BatchNorm1d):
     """`nn.BatchNorm1d` that reports its statistics within a pipeline."""
 
     place: str = ""
+    within: Within = _OUTSIDE
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise a tensor of shape (samples, channels) or (samples, channels, length)."""
@@ -66,6 +93,7 @@ class BatchNorm2d(nn.BatchNorm2d):
     """`nn.BatchNorm2d` that reports its statistics within a pipeline."""
 
     place: str = ""
+    within: Within = _OUTSIDE
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise a tensor of shape (samples, channels, height, width)."""
@@ -76,6 +104,7 @@ class BatchNorm3d(nn.BatchNorm3d):
     """`nn.BatchNorm3d` that reports its statistics within a pipeline."""
 
     place: str = ""
+    within: Within = _OUTSIDE
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise a tensor of shape (samples, channels, depth, height, width)."""
@@ -83,7 +112,9 @@ class BatchNorm3d(nn.BatchNorm3d):
 
 
 PooledBatchNorm = BatchNorm1d | BatchNorm2d | BatchNorm3d
-"""Those that report their statistics; `place` is the layer's name for messages."""
+"""Those that report their statistics; `place` is the layer's name for messages.
+
+`within` says whether a step of the pipeline that they belong to is under way."""
 
 _OURS: Final[Mapping[type[nn.Module], type[nn.Module]]] = MappingProxyType(
     {
@@ -111,7 +142,7 @@ def convert_batchnorm(module: nn.Module, where: str = "") -> Conversion:
     """Make every plain `nn.BatchNorm*d` in a module, or the module itself, one of ours, in place.
 
     The object stays, and so do its parameters, buffers, hooks and flags. Subclasses of users that
-    track statistics are left: they will count micro-batches and recomputations as batches.
+    track statistics are left: they will count micro-batches as batches.
     Names begin with `where`. Raises ModelError for `nn.SyncBatchNorm`, which would wait for ranks
     that hold other stages.
     """
@@ -166,18 +197,34 @@ def refuse_single_values(layer: PooledBatchNorm, input: Tensor) -> None:
 
 
 def _forward(layer: PooledBatchNorm, input: Tensor, plain: Callable[[Tensor], Tensor]) -> Tensor:
-    reports = current_reports()
-    if reports is None or not (layer.training or layer.running_mean is None):
+    reports = None if _is_rerun() else current_reports()
+    measures = reports is not None or layer.within.is_active
+    if not (measures and (layer.training or layer.running_mean is None)):
         return plain(input)
     layer._check_input_dim(input)
-    sum_over = _TOGETHER.get() if layer.training else None
+    sum_over = _sum_over(layer, reports is not None) if layer.training else None
     if sum_over is not None:
         output, moments = _normalised_together(layer, input, sum_over)
     else:
         output, moments = _normalised_alone(layer, input)
-    if layer.training and moments is not None:
+    if reports is not None and layer.training and moments is not None:
         reports.statistics.append((layer, moments))
     return output
+
+
+def _is_rerun() -> bool:
+    """Say whether this runs within a backward, where what a layer checkpoints is run again."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def _sum_over(layer: PooledBatchNorm, is_first: bool) -> SumOver | None:
+    """Return what to normalise together with, in a run again the same as in the first one."""
+    if not is_first:
+        return layer.within.sum_over
+    sum_over = _TOGETHER.get()
+    if layer.within.is_active:
+        layer.within.sum_over = sum_over
+    return sum_over
 
 
 def _normalised_alone(layer: PooledBatchNorm, input: Tensor) -> tuple[Tensor, Moments | None]:

@@ -15,12 +15,19 @@ With 64-bit unsigned arithmetic (everything modulo 2**64) and ``GOLDEN = 0x9E377
 
     init_key(seed, layer)                          == key(1, seed, layer)
     microbatch_key(seed, step, microbatch, layer)  == key(2, seed, step, microbatch, layer)
+    source_key(layer_key, source)                  == key(3, layer_key, source)
 
 ``torch.manual_seed(init_key(seed, i))`` precedes the building of layer ``i``;
 ``torch.manual_seed(microbatch_key(seed, step, m, i))`` precedes every forward (the recomputed one
 too) of layer ``i`` on micro-batch ``m``. ``step`` counts optimizer steps from 0, ``m`` is the
 micro-batch's index in the global batch (over all replicas and accumulation), ``i`` the layer's
 index in the model, or the number of layers for the loss function; ``seed`` is taken modulo 2**64.
+
+Layers that draw from other generators find them seeded too, each by a number of its own, so that
+no two give the same stream: ``random.seed(k(0))`` for Python's, ``numpy.random.seed([k(1) % 2**32,
+k(1) >> 32])`` for NumPy's global one, and ``k(2)``, ``k(3)``, ... for generators that the layer
+itself holds, in the order of their dotted names, where ``k(n) == source_key(microbatch_key(seed,
+step, m, i), n)``. Those of torch, and Python's, take that number; NumPy's own the pair of words.
 
 ``mix64`` is the finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
 generators, 2014, variant 13). The key keeps the low bits since torch's CPU generator seeds itself
@@ -40,6 +47,7 @@ _MASK: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15
 _INIT: Final = 1
 _MICROBATCH: Final = 2
+_SOURCE: Final = 3
 
 GENERATOR_LOCK: Final = threading.RLock()
 """Held from re-seeding torch's CPU generator until its last draw.
@@ -82,6 +90,15 @@ def microbatch_key(seed: int, step: int, microbatch: int, layer: int) -> int:
     """Return the seed of layer ``layer``'s forward on one global micro-batch (0 <= key < 2**63)."""
     assert layer >= 0, f"layer index {layer} is negative"
     return layer_key(microbatch_prefix(seed, step, microbatch), layer)
+
+
+def source_key(layer_key: int, source: int) -> int:
+    """Return the seed of a generator other than torch's (0 <= key < 2**63).
+
+    `source`: 0 Python's, 1 NumPy's, 2 and more those that the layer holds.
+    """
+    assert source >= 0, f"source {source} is negative"
+    return _absorb(_absorb(_absorb(0, _SOURCE), layer_key), source) & (_MASK >> 1)
 
 
 def microbatch_keys(

@@ -12,6 +12,7 @@ from gpipe_hpc.models import (
     Moments,
     PooledBatchNorm,
     Reports,
+    Within,
     convert_batchnorm,
     normalising_together,
     pooled,
@@ -199,3 +200,28 @@ def test_normalising_together_is_one_batch(sizes, options):
         mean, squares, count = pooled(shifted_sums(moments, shift), shift)
         assert torch.allclose(0.1 * mean, whole.running_mean, **near)
         assert torch.allclose(0.9 + 0.1 * squares / (count - 1), whole.running_var, **near)
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": None}])
+def test_amid_a_step_nothing_is_counted_on_any_thread(options):
+    """Accelerators run backwards, and so checkpoints again, on threads of their own."""
+    layer = nn.BatchNorm1d(3, **options)
+    convert_batchnorm(layer)
+    layer.within = Within()
+    before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    expected = nn.BatchNorm1d(3)(batch(5, 3, dtype=torch.float32))
+    outputs = []
+
+    def body():
+        outputs.append(layer(batch(5, 3, dtype=torch.float32)))
+
+    layer.within.begin()
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    layer.within.end()
+    assert torch.equal(outputs[0], expected)
+    for name, buffer in layer.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+    layer(batch(5, 3, dtype=torch.float32))
+    assert layer.num_batches_tracked == 1

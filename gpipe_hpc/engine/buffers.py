@@ -1,0 +1,336 @@
+"""Buffers that forwards change: once a micro-batch, whatever is run again.
+
+Each forward of training works on copies of the buffers that are known to move, and of small ones,
+which may begin to; the copies stand in their places in the modules. So what a graph has saved of
+one micro-batch stays as it is while the next one runs, and what a forward found is still there for
+its R, which works on a copy of that and leaves nothing behind. Nothing is written back into a
+tensor amid a step: autograd would take that for a change. At the end of a step the tensors that
+were there before it get the newest values, and their places again.
+
+Which buffers move is learned from each forward: another tensor stands in the place, its version is
+another, or (written to through `.data`) its values are. A copy that has not changed gives its place
+back at once. A large buffer that begins to move after forwards that left it alone is refused where
+micro-batches under way need its earlier value.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final, NamedTuple
+
+import torch
+from torch import nn
+
+from gpipe_hpc.errors import ModelError
+from gpipe_hpc.models import PooledBatchNorm
+
+Home = dict[str, torch.Tensor | None]
+"""The buffers of one module by name, where the module itself looks for them."""
+
+Place = tuple[int, str]
+"""The number of a home, and a name in it."""
+
+SMALL_BYTES: Final = 64 * 1024
+"""Of larger buffers none is copied before it has moved, except in a layer's first forward."""
+
+
+class Found(NamedTuple):
+    """A buffer as a forward found it, and the copy that stood in for it."""
+
+    place: Place
+    tensor: torch.Tensor
+    version: int
+    stand_in: torch.Tensor | None
+
+
+class Before(NamedTuple):
+    """What a forward of a layer found in its homes, and which places it changed."""
+
+    homes: tuple[Home, ...]
+    found: tuple[Found, ...]
+    moved: frozenset[Place] = frozenset()
+
+
+_NOTHING: Final = Before((), ())
+
+
+class Lasting:
+    """The tensors of a stage that are its buffers for good, while copies stand in for them."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0  # that have ended
+        self._tensors: dict[tuple[int, str], tuple[Home, torch.Tensor]] = {}
+        self._earlier: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def keep(self, home: Home, name: str, tensor: torch.Tensor) -> None:
+        """Note the tensor of a place; only the first one of a step counts."""
+        self._tensors.setdefault((id(home), name), (home, tensor))
+
+    def remember(self, tensor: torch.Tensor, version: int, value: torch.Tensor) -> None:
+        """Keep the value that a tensor had at a version, until the step ends."""
+        self._earlier[id(tensor), version] = tensor, value
+
+    def forget(self, home: Home, name: str) -> None:
+        """Take notice that a layer has put a tensor of its own into a place: that one lasts."""
+        self._tensors.pop((id(home), name), None)
+
+    def recall(self, tensor: torch.Tensor, version: int) -> torch.Tensor | None:
+        """Return a tensor with the value that another had at a version, None if that is lost."""
+        if (id(tensor), version) in self._earlier:
+            return self._earlier[id(tensor), version][1]
+        return tensor if version_of(tensor) == version else None
+
+    def settle(self) -> None:
+        """End a step: the lasting tensors get the newest values, and their places again."""
+        for (_, name), (home, tensor) in self._tensors.items():
+            newest = home.get(name)
+            if newest is None or newest is tensor or _kind(newest) != _kind(tensor):
+                continue  # the layer took it away, or changed its kind: as in plain torch
+            with torch.no_grad():
+                tensor.copy_(newest)
+            home[name] = tensor
+        self._tensors, self._earlier = {}, {}
+        self.num_steps += 1
+
+
+class LayerBuffers:
+    """The buffers of one layer and of its submodules; `where` names the layer in messages.
+
+    Statistics of our own BatchNorm layers are not among them: no forward changes those.
+    `sharing`: homes of other layers of the stage that hold one of the same tensors.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        where: str,
+        lasting: Lasting,
+        sharing: Iterable[tuple[str, Home]] = (),
+    ) -> None:
+        self._where = where
+        self._layer = layer
+        self._lasting = lasting
+        named = [*homes_of(layer), *sharing]
+        self._prefixes = [prefix for prefix, _ in named]
+        self._homes = [home for _, home in named]
+        self._moving: set[Place] = set()
+        self._silent: set[Place] = set()  # those of them whose versions stay the same
+        self._last_step: int | None = None  # in which it ran
+        self._at_hand: dict[Place, torch.Tensor] = {}
+
+    def begin(self, *, returns: bool) -> Before:
+        """Note the buffers ahead of a forward of training; copies stand in for those that move.
+
+        `returns`: an R will ask for what is noted.
+        """
+        if not any(self._homes):
+            return _NOTHING
+        homes = tuple(map(dict, self._homes))
+        if self._lasting.num_steps == 0:
+            large = (each for each in self._found() if not self._copies(each))
+            self._at_hand = {each.place: _copy(each.tensor) for each in large}
+        return Before(homes, tuple(self._put_copies()))
+
+    def end(self, before: Before, *, returns: bool) -> Before:
+        """Learn what the forward has changed; return what it found with that.
+
+        Raises ModelError if it is known now that a value is lost which others need.
+        """
+        if self.matters(before):
+            before = before._replace(moved=self._end(before, returns))
+        self._last_step, self._at_hand = self._lasting.num_steps, {}
+        return before
+
+    def matters(self, before: Before) -> bool:
+        """Say whether there is anything for `again` to do."""
+        return before is not _NOTHING or any(self._homes)
+
+    @contextmanager
+    def again(self, before: Before) -> Iterator[None]:
+        """Let the layer run from what a forward found; afterwards all buffers are as they are now.
+
+        Raises ModelError if the value of one is not known any more, and if one changes that the
+        forward left alone.
+        """
+        now = tuple(map(dict, self._homes))
+        start = self._start(before)
+        try:
+            self._settle_in(start)
+            found = self._found()
+            yield
+            changed = self._changed(found) - before.moved
+        finally:
+            self._settle_in(now)
+        if changed:
+            raise ModelError(
+                f"{self._where}: buffer {self._names(changed)} was changed when the layer was run "
+                f"again, expected the same changes as in its forward, got none there; change it "
+                f"whether gradients are enabled or not, by what buffers and inputs say, or use "
+                f"recompute=never"
+            )
+
+    def moving(self) -> list[Found]:
+        """Return the buffers that are known to move, as they are now."""
+        return [e for e in self._found() if e.place in self._moving] if self._moving else []
+
+    def changes(self, found: Sequence[Found]) -> str:
+        """Return the names of those of `found` that have changed since; empty if none has."""
+        return self._names({e.place for e in found} & self._changed(found)) if found else ""
+
+    def _found(self) -> list[Found]:
+        return [
+            Found((number, name), tensor, version_of(tensor), None)
+            for number, home in enumerate(self._homes)
+            for name, tensor in home.items()
+            if tensor is not None
+        ]
+
+    def _copies(self, found: Found) -> bool:
+        return found.place in self._moving or found.tensor.nbytes <= SMALL_BYTES
+
+    def _put_copies(self) -> list[Found]:
+        copies: dict[int, torch.Tensor] = {}
+        noted: list[Found] = []
+        for each in self._found():
+            if self._copies(each):
+                number, name = each.place
+                if id(each.tensor) not in copies:
+                    copies[id(each.tensor)] = _copy(each.tensor)
+                self._homes[number][name] = copies[id(each.tensor)]
+                each = each._replace(stand_in=copies[id(each.tensor)])
+            noted.append(each)
+        return noted
+
+    def _end(self, before: Before, returns: bool) -> frozenset[Place]:
+        """Return the places that the forward changed; from now on their buffers move."""
+        moved = self._changed(before.found)
+        for each in before.found:
+            place = number, name = each.place
+            home, original = self._homes[number], each.stand_in is None
+            if each.stand_in is not None and version_of(each.tensor) != each.version:
+                raise self._held_twice(place)
+            if home.get(name) is not (each.tensor if original else each.stand_in):
+                self._lasting.forget(home, name)
+                continue
+            if place not in moved and self._has_silently_moved(each):
+                moved.add(place)
+                self._silent.add(place)
+            if place in moved:
+                if place not in self._moving and self._is_held_elsewhere(each.tensor):
+                    raise self._held_twice(place)
+                if original:
+                    self._save_earlier(each, returns)
+                self._lasting.keep(home, name, each.tensor)
+            elif not original:
+                home[name] = each.tensor
+        self._moving |= moved
+        return frozenset(moved)
+
+    def _has_silently_moved(self, each: Found) -> bool:
+        """Say whether a buffer was written to in such a way that its version does not tell."""
+        if each.place in self._silent:
+            return True
+        if each.stand_in is None:
+            earlier = self._at_hand.get(each.place)
+            return earlier is not None and not torch.equal(earlier, each.tensor)
+        # Beyond the first step nobody waits for a device to say it.
+        is_asked = each.tensor.device.type == "cpu" or self._lasting.num_steps == 0
+        return is_asked and not torch.equal(each.stand_in, each.tensor)
+
+    def _save_earlier(self, each: Found, returns: bool) -> None:
+        """Make sure that what a buffer was until now is not lost to those who need it."""
+        number, name = each.place
+        if each.place in self._at_hand:
+            self._lasting.remember(each.tensor, each.version, self._at_hand[each.place])
+        elif returns or self._last_step == self._lasting.num_steps:
+            raise self._lost(each.place, each.tensor)
+        if each.place in self._silent:  # what the next forward finds must not look the same
+            self._homes[number][name] = _copy(each.tensor)
+
+    def _changed(self, found: Sequence[Found]) -> set[Place]:
+        """Return the places that hold something else than what was found, or than its copy."""
+        changed: set[Place] = set()
+        known: set[Place] = set()
+        for place, tensor, version, stand_in in found:
+            known.add(place)
+            now = self._homes[place[0]].get(place[1])
+            expected = (tensor, version) if stand_in is None else (stand_in, 0)
+            if now is not expected[0] or version_of(now) != expected[1]:
+                changed.add(place)
+        for number, home in enumerate(self._homes):
+            for name, now in home.items():
+                if now is not None and (number, name) not in known:
+                    changed.add((number, name))
+        return changed
+
+    def _start(self, before: Before) -> Sequence[Home]:
+        """Return what is in each home where a forward is run again."""
+        homes = [dict(home) for home in before.homes] or [{} for _ in self._homes]
+        copies: dict[int, torch.Tensor] = {}
+        for place, tensor, version, _ in before.found:
+            number, name = place
+            if place not in self._moving and version_of(tensor) == version:
+                continue
+            if id(tensor) not in copies:
+                value = self._lasting.recall(tensor, version)
+                if value is None:
+                    raise self._lost(place, tensor)
+                copies[id(tensor)] = _copy(value)
+            homes[number][name] = copies[id(tensor)]
+        return homes
+
+    def _settle_in(self, homes: Sequence[Home]) -> None:
+        for home, wanted in zip(self._homes, homes, strict=True):
+            home.clear()
+            home.update(wanted)
+
+    def _is_held_elsewhere(self, buffer: torch.Tensor) -> bool:
+        """Say whether an attribute of the layer or of a submodule has the memory of a buffer."""
+        memory = buffer.untyped_storage().data_ptr()
+        return any(
+            value.untyped_storage().data_ptr() == memory
+            for module in self._layer.modules()
+            for value in vars(module).values()
+            if memory and isinstance(value, torch.Tensor) and value.layout is torch.strided
+        )
+
+    def _held_twice(self, place: Place) -> ModelError:
+        name = self._names({place})
+        return ModelError(
+            f"{self._where}: buffer {name} is changed in a forward and is also held by an "
+            f"attribute or a view, expected to be reached by its name alone, as each micro-batch "
+            f"has a copy of its own; use self.{name.rsplit('.', 1)[-1]} itself in every forward"
+        )
+
+    def _lost(self, place: Place, tensor: torch.Tensor) -> ModelError:
+        return ModelError(
+            f"{self._where}: buffer {self._names({place})} was changed in a forward for the first "
+            f"time after others had left it alone, expected that in the first forward or never, "
+            f"as micro-batches under way need its earlier value and a buffer of {tensor.nbytes} "
+            f"bytes is not copied beforehand (at most {SMALL_BYTES} are); change it in the first "
+            f"forward too, if only by add_(0)"
+        )
+
+    def _names(self, places: Iterable[Place]) -> str:
+        return ", ".join(f"{self._prefixes[number]}{name}" for number, name in sorted(places))
+
+
+def homes_of(layer: nn.Module) -> list[tuple[str, Home]]:
+    """Return the homes of a layer's buffers, each with what its names begin with."""
+    return [
+        (f"{name}." if name else "", module._buffers)
+        for name, module in layer.named_modules()
+        if not isinstance(module, PooledBatchNorm)
+    ]
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return a number that grows with each change in place; 0 where torch counts none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device

@@ -1,0 +1,144 @@
+"""Generators of random numbers besides torch's: Python's and NumPy's, and those a layer holds."""
+
+import ctypes
+import random
+from collections.abc import Callable, Collection
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from gpipe_hpc.models import source_key
+
+PYTHON: Final = 0
+NUMPY: Final = 1
+FIRST_OWN: Final = 2
+
+_WORDS: Final = 624  # of the Mersenne twister's state; the position follows
+_STATE_BYTES: Final = 4 * (_WORDS + 1)
+
+PythonState = tuple[Any, ...]
+
+
+class ProcessStates(NamedTuple):
+    """The states of Python's generator and of NumPy's global one."""
+
+    python: PythonState
+    numpy: Any
+
+    @classmethod
+    def now(cls) -> "ProcessStates":
+        """Return the present states; 40 us."""
+        return cls(random.getstate(), np.random.get_state())
+
+    def restore(self) -> None:
+        """Go back to these states."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+
+
+class ProcessMarks(NamedTuple):
+    """What tells whether anybody has drawn meanwhile; 7 us, nearly all of them for Python's."""
+
+    python: PythonState
+    numpy: bytes
+
+    @classmethod
+    def now(cls) -> "ProcessMarks":
+        """Return the present marks."""
+        return cls(random.getstate(), numpy_mark())
+
+    def differ(self, other: "ProcessMarks") -> tuple[bool, bool]:
+        """Say for Python's and for NumPy's generator whether it was drawn from."""
+        (_, mine, my_gauss), (_, theirs, their_gauss) = self.python, other.python
+        # The position moves with every draw; where it is the same again, all words are others.
+        same = mine[-1] == theirs[-1] and mine[0] == theirs[0] and my_gauss == their_gauss
+        return not same, self.numpy != other.numpy
+
+    def restore(self) -> None:
+        """Go back to where these marks were taken."""
+        random.setstate(self.python)
+        if numpy_is_seedable() and self.numpy:
+            words = np.frombuffer(self.numpy[: 4 * _WORDS], dtype=np.uint32)
+            position = int.from_bytes(self.numpy[4 * _WORDS :], "little")
+            np.random.set_state(("MT19937", words, position, 0, 0.0))
+
+
+def numpy_is_seedable() -> bool:
+    """Say whether NumPy's global generator is the one that it comes with."""
+    return isinstance(_global_numpy(), np.random.MT19937)
+
+
+def numpy_mark() -> bytes:
+    """Return the state of NumPy's global generator as it lies in memory; nothing of others.
+
+    Asking NumPy for it takes a hundred times as long.
+    """
+    generator = _global_numpy()
+    if not isinstance(generator, np.random.MT19937):
+        return b""
+    return ctypes.string_at(generator.ctypes.state_address, _STATE_BYTES)
+
+
+def _global_numpy() -> Any:
+    module: Any = np.random
+    return module.get_bit_generator()
+
+
+def seed_python(layer_key: int) -> None:
+    """Seed Python's generator for the run of a layer."""
+    random.seed(source_key(layer_key, PYTHON))
+
+
+def seed_numpy(layer_key: int) -> None:
+    """Seed NumPy's global generator for the run of a layer, if it is the one it comes with."""
+    if numpy_is_seedable():
+        np.random.seed(_words(source_key(layer_key, NUMPY)))
+
+
+class OwnGenerator(NamedTuple):
+    """One generator that a layer holds: how to seed it, to read its state and to put it back."""
+
+    seed: Callable[[int], object]
+    state: Callable[[], Any]
+    restore: Callable[[Any], object]
+
+
+def own_generators(layer: nn.Module, without: Collection[int]) -> tuple[OwnGenerator, ...]:
+    """Return the generators among a layer's and its submodules' attributes, each once.
+
+    `without`: the ids of those that are seeded as others already.
+    """
+    found: dict[int, OwnGenerator] = {}
+    for _, module in sorted(layer.named_modules(), key=lambda item: item[0]):
+        for _, value in sorted(vars(module).items()):
+            generator = _as_own(value)
+            if generator is not None and id(value) not in without:
+                found.setdefault(id(value), generator)
+    return tuple(found.values())
+
+
+def _as_own(value: Any) -> OwnGenerator | None:
+    if isinstance(value, torch.Generator):
+        return OwnGenerator(value.manual_seed, value.get_state, value.set_state)
+    if isinstance(value, random.Random):
+        return OwnGenerator(value.seed, value.getstate, value.setstate)
+    if isinstance(value, np.random.RandomState):
+        seed_words = value.seed
+        return OwnGenerator(lambda key: seed_words(_words(key)), value.get_state, value.set_state)
+    if isinstance(value, np.random.Generator):
+        bits: Any = value.bit_generator
+        kind = type(bits)
+
+        def restore(state: Any) -> None:
+            bits.state = state
+
+        return OwnGenerator(
+            lambda key: restore(kind(_words(key)).state), lambda: bits.state, restore
+        )
+    return None
+
+
+def _words(key: int) -> list[int]:
+    return [key & 0xFFFFFFFF, key >> 32]
