@@ -169,6 +169,13 @@ class VerifyConfig:
 
 
 @dataclass
+class ExportConfig:
+    """How weights are exported."""
+
+    dtype: str | None = None
+
+
+@dataclass
 class BenchConfig:
     """Over what ``python -m gpipe_hpc.bench`` sweeps; an empty list means the run's own setting."""
 
@@ -200,4 +207,5 @@ class Config:
     draw: DrawConfig = field(default_factory=DrawConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)

@@ -59,7 +59,8 @@ def export_run(config: Config) -> Path:
             f"checkpoint.resume to the path of one"
         )
     layers = normalise_layers(build_target("model", {str(k): v for k, v in model.items()}))
-    return export_checkpoint(checkpoint, layers, folder / "exported" / checkpoint.name)
+    target = folder / "exported" / checkpoint.name
+    return export_checkpoint(checkpoint, layers, target, dtype=config.export.dtype)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Export a checkpoint in one process, a file at a time: neither ranks nor the whole model."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gpipe_hpc.checkpoint import Verified, fill, verify
 from gpipe_hpc.comm.group import SoloGroup
 from gpipe_hpc.errors import CheckpointError
-from gpipe_hpc.export.files import SHARD_BYTES, ExportFolder, Shard, companion_files, in_files
+from gpipe_hpc.export.files import SHARD_BYTES, ExportFolder, Exporting, Shard, in_files
 from gpipe_hpc.models import Layer, build_layer, find_ties, global_name
 from gpipe_hpc.models.huggingface.library import safetensors
 
@@ -25,14 +25,16 @@ def export_checkpoint(
     layers: Sequence[Layer],
     folder: str | Path,
     shard_bytes: int = SHARD_BYTES,
+    dtype: str | None = None,
 ) -> Path:
     """Write the weights of a checkpoint to a new folder.
 
     `layers`: the model that was trained; none of it is allocated. A file holds whole layers.
+    `dtype` and tied parameters: as for `export_safetensors`.
     Raises as `export_safetensors`, and CheckpointError if the checkpoint is damaged or of another
     model. What layers keep by `get_extra_state` is left out, with a warning.
     """
-    target = ExportFolder(folder)
+    target = ExportFolder(folder, dtype)
     safetensors()
     if isinstance(checkpoint, Verified):
         source = checkpoint
@@ -41,7 +43,7 @@ def export_checkpoint(
     modules = [build_layer(x, index=i, seed=0, device="meta") for i, x in enumerate(layers)]
     empty = _tensors_of(source, layers, modules)
     target.prepare()
-    files = _files([sum(t.nbytes for t in own.values()) for own in empty], shard_bytes)
+    files = _files([sum(t.empty.nbytes for t in own.values()) for own in empty], shard_bytes)
     sizes = {}
     for number, indices in enumerate(files, start=1):
         shard: Shard = {}
@@ -49,32 +51,52 @@ def export_checkpoint(
             shard |= in_files(index, modules[index], _read(source, index, empty[index]))
         name, sizes_of_file = target.write(shard, number, len(files))
         sizes[name] = sizes_of_file
-    target.finish(sizes, companion_files(modules))
+    target.finish(sizes, target.companion_files(modules))
     return target.path
+
+
+class _Stored(NamedTuple):
+    """What a checkpoint calls a tensor, and the tensor without values."""
+
+    key: str
+    empty: Tensor
 
 
 def _tensors_of(
     source: Verified, layers: Sequence[Layer], modules: Sequence[nn.Module]
-) -> list[Shard]:
-    """Return each layer's tensors in the checkpoint, without values, by the names in it."""
-    repeated = {place for tie in find_ties(layers) for place in tie.places[1:]}
-    found: list[Shard] = []
+) -> list[dict[str, _Stored]]:
+    """Return where the checkpoint has the tensors of each layer, by the names in it.
+
+    Of a tied parameter it has the first name alone.
+    """
+    firsts = {place: tie.places[0] for tie in find_ties(layers) for place in tie.places}
+    found: list[dict[str, _Stored]] = []
     for index, module in enumerate(modules):
-        own: Shard = {}
+        own: dict[str, _Stored] = {}
+        aliases = _aliases(module)
         for name, tensor in _kept(index, module):
-            if (index, name) in repeated:
+            place = index, aliases.get(name, name)
+            first = firsts.get(place, place)
+            if first != (index, name) and isinstance(module, Exporting):
                 continue
-            entry = source.stored.get(f"{_MODEL}{global_name(index, name)}")
+            key = f"{_MODEL}{global_name(*first)}"
+            entry = source.stored.get(key)
             if entry is None or entry.shape != tensor.shape:
                 got = "none" if entry is None else list(entry.shape)
                 raise CheckpointError(
-                    f"export: {source.path} is of another model, expected "
-                    f"{global_name(index, name)} of shape {list(tensor.shape)}, got {got}; use the "
-                    f"model of that run"
+                    f"export: {source.path} is of another model, expected {global_name(*first)} "
+                    f"of shape {list(tensor.shape)}, got {got}; use the model of that run"
                 )
-            own[name] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+            own[name] = _Stored(key, torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
         found.append(own)
     return found
+
+
+def _aliases(module: nn.Module) -> dict[str, str]:
+    """Return the first name of each parameter of a layer, by all of its names within."""
+    first: dict[int, str] = {}
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: first.setdefault(id(parameter), name) for name, parameter in named}
 
 
 def _kept(index: int, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -102,11 +124,8 @@ def _files(layer_bytes: Sequence[int], shard_bytes: int) -> list[list[int]]:
     return files
 
 
-def _read(source: Verified, index: int, empty: Shard) -> Shard:
-    targets = {
-        f"{_MODEL}{global_name(index, name)}": torch.empty_like(tensor, device="cpu")
-        for name, tensor in empty.items()
-    }
+def _read(source: Verified, index: int, wanted: Mapping[str, _Stored]) -> Shard:
+    targets = {key: torch.empty_like(empty, device="cpu") for key, empty in wanted.values()}
     try:
         fill(source.path, source.stored, targets)
     except (OSError, ValueError) as error:
@@ -114,4 +133,4 @@ def _read(source: Verified, index: int, empty: Shard) -> Shard:
             f"export: expected to read layer {index} from {source.path}, got {error}; look at the "
             f"disk, or export another checkpoint"
         ) from error
-    return dict(zip(empty, targets.values(), strict=True))
+    return {name: targets[key] for name, (key, _) in wanted.items()}

@@ -5,13 +5,14 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from gpipe_hpc.checkpoint import PARTIAL_SUFFIX, sync
-from gpipe_hpc.errors import CheckpointError
+from gpipe_hpc.errors import CheckpointError, ConfigError
 from gpipe_hpc.models import global_name
 from gpipe_hpc.models.huggingface.library import safetensors, safetensors_torch
 
@@ -20,6 +21,12 @@ SHARD_BYTES: Final = 5_000_000_000
 """What files hold at most, unless a single tensor or layer is larger: transformers' habit."""
 
 Shard = dict[str, Tensor]
+Companion = str | Path
+"""The text of a file, or the file it is a copy of."""
+
+DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
+    {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+)
 
 
 @runtime_checkable
@@ -29,14 +36,23 @@ class Exporting(Protocol):
     def exported(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors of the layer, given by their names in it, by their names in files."""
 
-    def companion_files(self, dtype: torch.dtype) -> dict[str, str]:
-        """Return the text files that go with the model's weights, by name."""
+    def companion_files(self, dtype: torch.dtype) -> Mapping[str, Companion]:
+        """Return what goes with the model's weights, by name: texts, or files to copy."""
 
 
 class ExportFolder:
-    """A new folder under way; it has its name once `finish` has run."""
+    """A new folder under way; it has its name once `finish` has run.
 
-    def __init__(self, folder: str | Path) -> None:
+    `dtype`: of the weights in it, by name; None as they are. Raises ConfigError for another one.
+    """
+
+    def __init__(self, folder: str | Path, dtype: str | None = None) -> None:
+        if dtype is not None and dtype not in DTYPES:
+            raise ConfigError(
+                f"export: unknown dtype, expected {', '.join(DTYPES)} or null to keep that of the "
+                f"weights, got {dtype!r}; choose one of them"
+            )
+        self.dtype = None if dtype is None else DTYPES[dtype]
         self.path = Path(folder).absolute()
         self.partial = self.path.with_name(self.path.name + PARTIAL_SUFFIX)
 
@@ -57,7 +73,14 @@ class ExportFolder:
         """Write file `number` of `total`, from 1; return its name and the bytes of each tensor."""
         name = f"model-{number:05d}-of-{total:05d}" if total > 1 else "model"
         file = self.partial / f"{name}.safetensors"
-        values = {name: tensor.detach().cpu().contiguous() for name, tensor in shard.items()}
+        values: Shard = {}
+        seen: set[int] = set()
+        for key, tensor in shard.items():
+            value = self._cast(tensor.detach()).cpu().contiguous()
+            # A tied tensor under another of its names: files hold no tensor twice unless copied.
+            storage = value.untyped_storage().data_ptr()
+            values[key] = value.clone() if storage in seen else value
+            seen.add(storage)
         try:
             safetensors_torch().save_file(values, file, metadata={"format": "pt"})
             sync(file)
@@ -65,7 +88,21 @@ class ExportFolder:
             raise _unwritten(file, error) from error
         return file.name, {name: tensor.nbytes for name, tensor in values.items()}
 
-    def finish(self, sizes: Mapping[str, Mapping[str, int]], companions: Mapping[str, str]) -> None:
+    def _cast(self, tensor: Tensor) -> Tensor:
+        is_kept = self.dtype is None or not tensor.is_floating_point()
+        return tensor if is_kept else tensor.to(self.dtype)
+
+    def companion_files(self, layers: Iterable[nn.Module]) -> Mapping[str, Companion]:
+        """Return what goes with the weights, of the first layer that has some."""
+        for layer in layers:
+            dtypes = [p.dtype for p in layer.parameters() if p.is_floating_point()]
+            if dtypes and isinstance(layer, Exporting):
+                return layer.companion_files(self.dtype or dtypes[0])
+        return {}
+
+    def finish(
+        self, sizes: Mapping[str, Mapping[str, int]], companions: Mapping[str, Companion]
+    ) -> None:
         """Write the index and what goes with it, and give the folder its name."""
         texts = dict(companions)
         if len(sizes) > 1:
@@ -75,9 +112,14 @@ class ExportFolder:
             }
             texts[INDEX_FILE] = json.dumps(index, indent=2, sort_keys=True) + "\n"
         try:
-            for name, text in texts.items():
-                (self.partial / name).write_text(text, "utf-8")
-                sync(self.partial / name)
+            for name, content in texts.items():
+                file = self.partial / name
+                file.parent.mkdir(exist_ok=True)
+                if isinstance(content, Path):
+                    shutil.copyfile(content, file)
+                else:
+                    file.write_text(content, "utf-8")
+                sync(file)
             os.rename(self.partial, self.path)
             sync(self.path.parent)
         except OSError as error:
@@ -89,15 +131,6 @@ def in_files(index: int, layer: nn.Module, own: Shard) -> Shard:
     if isinstance(layer, Exporting):
         return layer.exported(own)
     return {global_name(index, name): tensor for name, tensor in own.items()}
-
-
-def companion_files(layers: Iterable[nn.Module]) -> dict[str, str]:
-    """Return the text files of the first layer that has some."""
-    for layer in layers:
-        dtypes = [p.dtype for p in layer.parameters() if p.is_floating_point()]
-        if dtypes and isinstance(layer, Exporting):
-            return layer.companion_files(dtypes[0])
-    return {}
 
 
 def _unwritten(path: Path, error: Exception) -> CheckpointError:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from gpipe_hpc.comm.world import together
-from gpipe_hpc.export.files import SHARD_BYTES, ExportFolder, Shard, companion_files, in_files
+from gpipe_hpc.export.files import SHARD_BYTES, ExportFolder, Exporting, Shard, in_files
 from gpipe_hpc.models import global_name
 from gpipe_hpc.models.huggingface.library import safetensors
 
@@ -16,16 +16,21 @@ if TYPE_CHECKING:
 
 
 def export_safetensors(
-    pipe: "Pipeline", folder: str | Path, shard_bytes: int = SHARD_BYTES
+    pipe: "Pipeline",
+    folder: str | Path,
+    shard_bytes: int = SHARD_BYTES,
+    dtype: str | None = None,
 ) -> Path:
     """Write all parameters and kept buffers to a new folder; every rank calls it.
 
     Each stage writes its own files, of at most `shard_bytes` if its tensors allow; the first rank
-    writes the index. The folder appears whole, by one rename, or not at all. Tied parameters
-    are stored once. Raises CheckpointError if the folder exists or cannot be written, and
-    ConfigError where safetensors is not installed.
+    writes the index. The folder appears whole, by one rename, or not at all. `dtype`: of the
+    weights, float32, bfloat16 or float16; None as they are. Tied parameters of a model of
+    transformers are stored once, as it stores them, those of others under each of their names, as
+    `load_state_dict` wants them. Raises CheckpointError if the folder exists or cannot be written,
+    and ConfigError for another dtype, and where safetensors is not installed.
     """
-    target = ExportFolder(folder)
+    target = ExportFolder(folder, dtype)
     with together(pipe.world, f"export to {target.path}"):
         safetensors()
         if pipe.world.rank == 0:
@@ -35,11 +40,11 @@ def export_safetensors(
         for counts in pipe.everybody.all_gather_object({s: len(x) for s, x in shards.items()}):
             numbers |= counts
         layers = [layer for stage in pipe.stages.values() for layer in stage.layers.values()]
-        own = _write(shards, numbers, target), companion_files(layers)
+        own = _write(shards, numbers, target), target.companion_files(layers)
         gathered = pipe.everybody.all_gather_object(own)
         if pipe.world.rank == 0:
             sizes = {file: part for each, _ in gathered for file, part in each.items()}
-            target.finish(sizes, {n: text for _, each in gathered for n, text in each.items()})
+            target.finish(sizes, {n: file for _, each in gathered for n, file in each.items()})
         pipe.everybody.all_gather_object("exported")
     return target.path
 
@@ -61,6 +66,9 @@ def _own_tensors(pipe: "Pipeline") -> dict[int, Shard]:
         for layer, module in stage.layers.items():
             prefix = global_name(layer, "")
             own = {n.removeprefix(prefix): t for n, t in named.items() if n.startswith(prefix)}
+            if not isinstance(module, Exporting):
+                state = module.state_dict()
+                own = {n: tensor for n, tensor in state.items() if isinstance(tensor, Tensor)}
             found[index] |= in_files(layer, module, own)
     return found
 

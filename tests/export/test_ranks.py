@@ -153,6 +153,8 @@ def test_other_models_go_by_global_names(stages: int, tmp_path: Path):
     _, *ranks = trained(lambda: layers, folder, world_size=stages)
     parameters = {n: p for _, part in ranks for n, p in part.items()}
     tensors = stored(folder)
+    tied = tensors.pop("layers.4.weight")  # under both of its names
+    assert torch.equal(tied, tensors["layers.0.token.weight"])
     assert tensors.keys() == parameters.keys()
     assert all(torch.equal(tensors[name], p) for name, p in parameters.items())
     assert not (folder / "config.json").exists()

@@ -1,14 +1,23 @@
 """A model without values, of which every layer is a copy of a part, filled on its rank."""
 
 import copy
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gpipe_hpc.errors import ModelError
+from gpipe_hpc.models.huggingface.companions import (
+    GENERATION_FILE,
+    Companion,
+    config_text,
+    files_beside,
+    stored_config,
+)
 from gpipe_hpc.models.huggingface.configs import CONFIG_FILE, empty_model
 from gpipe_hpc.models.huggingface.library import transformers, transformers_part
 from gpipe_hpc.models.huggingface.stand_ins import StandIn
@@ -22,13 +31,20 @@ _INITIALISED = "_is_hf_initialized"
 class Blueprint:
     """A model of transformers on the meta device, its structure, and where its weights are.
 
-    One object serves all layers of a model; it is picklable, without the model itself.
+    One object serves all layers of a model; it is picklable, without the model itself. `source`:
+    the folder, file or dictionary that it came from, for what goes with exported weights.
     """
 
     def __init__(
-        self, config: Any, attention: str | None, dtype: str, weights: WeightFolder | None = None
+        self,
+        config: Any,
+        attention: str | None,
+        dtype: str,
+        weights: WeightFolder | None = None,
+        source: Any = None,
     ) -> None:
         self._made_of = (config, attention, dtype)
+        self.source = source
         self.model = _quiet(empty_model(config, attention, dtype))
         self.kind = type(self.model).__name__
         self.structure = self._find_structure()
@@ -46,7 +62,7 @@ class Blueprint:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle what the model is made of."""
-        return Blueprint, (*self._made_of, self.weights)
+        return Blueprint, (*self._made_of, self.weights, self.source)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Blueprint":
         """Return this one: nobody changes it."""
@@ -160,14 +176,16 @@ class Blueprint:
         stored: dict[str, Tensor] = loading.revert_weight_conversion(self.model, kept)
         return stored
 
-    def companion_files(self, dtype: torch.dtype) -> dict[str, str]:
-        """Return config.json for weights of `dtype`, and what generation starts from."""
-        config = copy.deepcopy(self.model.config)
-        config.architectures = [self.kind]
-        config.dtype = str(dtype).removeprefix("torch.")
-        files = {CONFIG_FILE: config.to_json_string()}
+    def companion_files(self, dtype: torch.dtype) -> dict[str, Companion]:
+        """Return what goes with weights of `dtype`: texts, and files to copy as they are."""
+        entries = stored_config(self.source)
+        if entries is None:
+            entries = json.loads(self.model.config.to_json_string())
+        files: dict[str, Companion] = {CONFIG_FILE: config_text(entries, self.kind, dtype)}
         if self.model.can_generate():
-            files["generation_config.json"] = self.model.generation_config.to_json_string()
+            files[GENERATION_FILE] = self.model.generation_config.to_json_string()
+        if isinstance(self.source, Path):
+            files |= files_beside(self.source)
         return files
 
 

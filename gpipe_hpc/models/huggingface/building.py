@@ -44,10 +44,11 @@ def huggingface_layers(
     Raises `ModelError` for a folder or model that cannot be used, `ConfigError` for settings.
     """
     config = read_config(path)
-    blueprint = Blueprint(config, attention, dtype)
+    source = Path(path).resolve() if isinstance(path, str | Path) else path
+    blueprint = Blueprint(config, attention, dtype, source=source)
     run_on_meta(blueprint.kind, partial(_check_ends, blueprint))
-    if isinstance(path, str | Path) and Path(path).is_dir():
-        blueprint.weights = open_weights(Path(path).resolve(), blueprint.model, fresh)
+    if isinstance(source, Path) and source.is_dir():
+        blueprint.weights = open_weights(source, blueprint.model, fresh)
     parts = blueprint.structure
     layers = [
         (f"{parts.core}.", LayerSpec(HuggingFaceEmbedding, blueprint)),

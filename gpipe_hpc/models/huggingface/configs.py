@@ -40,7 +40,7 @@ def read_config(source: Any) -> Any:
             f"{CONFIG_FILE}, got null; set model.path=/folder"
         )
     if isinstance(source, str | Path):
-        source = _read_json(Path(source))
+        source = read_json(Path(source))
     if not isinstance(source, Mapping):
         raise ModelError(
             f"huggingface: expected a folder, a {CONFIG_FILE}, a dictionary as in one or a config "
@@ -63,7 +63,8 @@ def read_config(source: Any) -> Any:
         ) from error
 
 
-def _read_json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
+    """Return what a config.json holds, by its path or that of its folder; or `ModelError`."""
     if not path.exists():
         raise ModelError(
             f"huggingface: expected a local folder or its {CONFIG_FILE}, got {str(path)!r}, which "

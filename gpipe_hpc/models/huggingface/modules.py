@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models.huggingface.blueprint import Blueprint
 from gpipe_hpc.models.huggingface.calls import Call
+from gpipe_hpc.models.huggingface.companions import Companion
 from gpipe_hpc.models.huggingface.stand_ins import Given, Listener
 from gpipe_hpc.models.huggingface.valueless import run_as_with_values
 
@@ -46,8 +47,8 @@ class HuggingFaceLayer(nn.Module):
         """Return tensors of this layer, given by name, under the names files have."""
         return self.blueprint.stored_names(tensors)
 
-    def companion_files(self, dtype: torch.dtype) -> dict[str, str]:
-        """Return the text files that go with exported weights, by name."""
+    def companion_files(self, dtype: torch.dtype) -> dict[str, Companion]:
+        """Return the files that go with exported weights, by name: their text, or their copy."""
         return self.blueprint.companion_files(dtype)
 
     def _place(self, path: str, module: nn.Module) -> None:

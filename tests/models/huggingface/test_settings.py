@@ -99,12 +99,13 @@ def test_run_is_trained_exported_and_read(
         "pipeline.partition=parameters",
         f"run.dir={run}",
     )
-    command = start(f"run.dir={run}", module="gpipe_hpc.export").wait(60)
+    settings = (f"run.dir={run}", "export.dtype=bfloat16")
+    command = start(*settings, module="gpipe_hpc.export").wait(60)
     assert command.code == 0, command.output
     folder = run / "exported" / "step_00000002"
     assert str(folder) in command.output
     model, info = library.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(info.values())
+    assert not any(info.values()) and str(model.dtype) == "torch.bfloat16"
     # What is exported starts another run.
     train(
         1,

@@ -1,0 +1,106 @@
+"""What lies beside the weights of a model and goes with them: its config, tokenizer, and the like.
+
+All of it is copied as it is. In config.json only the type of the weights is set, and the class of
+the model if none is named.
+"""
+
+import copy
+import json
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from gpipe_hpc.models.huggingface.configs import CONFIG_FILE, read_json
+
+GENERATION_FILE: Final = "generation_config.json"
+Companion = str | Path
+"""The text of a file, or the file it is a copy of."""
+
+# Weights of this and other libraries, and what training leaves beside them.
+_WEIGHTS: Final = (
+    "*.safetensors*",
+    "*.bin",
+    "*.bin.index.json",
+    "*.pt",
+    "*.pth",
+    "*.ckpt*",
+    "*.h5",
+    "*.msgpack*",
+    "*.onnx*",
+    "*.gguf",
+    "*.tflite",
+    "*.pkl",
+    "*.pickle",
+    "*.npz",
+    "*.ot",
+)
+# Beside a config.json that was given by itself may lie anything: these belong to it.
+_OF_A_MODEL: Final = (
+    GENERATION_FILE,
+    "*tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "*processor_config.json",
+    "LICENSE*",
+)
+_TEMPLATES: Final = "additional_chat_templates"  # the one folder that transformers reads
+
+
+def stored_config(source: Any) -> dict[str, Any] | None:
+    """Return the entries of a config.json or dictionary; None for a config object."""
+    if isinstance(source, str | Path):
+        return dict(read_json(Path(source)))
+    return copy.deepcopy(dict(source)) if isinstance(source, Mapping) else None
+
+
+def files_beside(source: Path) -> dict[str, Path]:
+    """Return the files that go with a model, by name: `source` is its folder, or its config.json.
+
+    Neither weights nor config.json are among them, nor hidden files or folders.
+    """
+    folder = source if source.is_dir() else source.parent
+    found = {path.name: path for path in folder.iterdir() if path.is_file()}
+    if (folder / _TEMPLATES).is_dir():
+        templates = (folder / _TEMPLATES).iterdir()
+        found |= {f"{_TEMPLATES}/{path.name}": path for path in templates if path.is_file()}
+    return {
+        name: path
+        for name, path in sorted(found.items())
+        if name != CONFIG_FILE
+        and not path.name.startswith(".")
+        and not _matches(name, _WEIGHTS)
+        and (source.is_dir() or path.parent.name == _TEMPLATES or _matches(name, _OF_A_MODEL))
+    }
+
+
+def config_text(entries: Mapping[str, Any], kind: str, dtype: torch.dtype) -> str:
+    """Return a config.json for a model of class `kind` with weights of `dtype`."""
+    written = _with_dtype(entries, str(dtype).removeprefix("torch."))
+    written["dtype"] = str(dtype).removeprefix("torch.")
+    written["architectures"] = entries.get("architectures") or [kind]
+    return json.dumps(written, indent=2, sort_keys=True) + "\n"
+
+
+def _with_dtype(entries: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Name the type as transformers 5 does, in the configs of parts of a model too."""
+    written: dict[str, Any] = {}
+    for name, value in entries.items():
+        if name in ("dtype", "torch_dtype"):
+            written["dtype"] = dtype
+        elif isinstance(value, Mapping) and name.endswith("_config"):
+            written[name] = _with_dtype(value, dtype)
+        else:
+            written[name] = value
+    return written
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
