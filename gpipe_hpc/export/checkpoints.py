@@ -12,7 +12,7 @@ from gpipe_hpc.checkpoint import Verified, fill, verify
 from gpipe_hpc.comm.group import SoloGroup
 from gpipe_hpc.errors import CheckpointError
 from gpipe_hpc.export.files import SHARD_BYTES, ExportFolder, Exporting, Shard, in_files
-from gpipe_hpc.models import Layer, build_layer, find_ties, global_name
+from gpipe_hpc.models import Layer, build_layer, find_ties, first_names, global_name
 from gpipe_hpc.models.huggingface.library import safetensors
 
 log = logging.getLogger("gpipe_hpc.export")
@@ -73,7 +73,7 @@ def _tensors_of(
     found: list[dict[str, _Stored]] = []
     for index, module in enumerate(modules):
         own: dict[str, _Stored] = {}
-        aliases = _aliases(module)
+        aliases = first_names(module)
         for name, tensor in _kept(index, module):
             place = index, aliases.get(name, name)
             first = firsts.get(place, place)
@@ -90,13 +90,6 @@ def _tensors_of(
             own[name] = _Stored(key, torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
         found.append(own)
     return found
-
-
-def _aliases(module: nn.Module) -> dict[str, str]:
-    """Return the first name of each parameter of a layer, by all of its names within."""
-    first: dict[int, str] = {}
-    named = module.named_parameters(remove_duplicate=False)
-    return {name: first.setdefault(id(parameter), name) for name, parameter in named}
 
 
 def _kept(index: int, module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -68,7 +68,8 @@ def _own_tensors(pipe: "Pipeline") -> dict[int, Shard]:
             own = {n.removeprefix(prefix): t for n, t in named.items() if n.startswith(prefix)}
             if not isinstance(module, Exporting):
                 state = module.state_dict()
-                own = {n: tensor for n, tensor in state.items() if isinstance(tensor, Tensor)}
+                kept = {n for n in state if n.rpartition(".")[2] != "_extra_state"}
+                own = {n: tensor for n, tensor in state.items() if n in kept}
             found[index] |= in_files(layer, module, own)
     return found
 

@@ -53,7 +53,7 @@ from gpipe_hpc.models.reports import (
 from gpipe_hpc.models.resnet import build_resnet, build_small_resnet
 from gpipe_hpc.models.resnet_v2 import build_resnet_v2
 from gpipe_hpc.models.skips import Skip, SkipNames, find_skips, run_layer, run_layers, skip_names
-from gpipe_hpc.models.ties import Tie, find_ties, parameter_at, replace_parameter
+from gpipe_hpc.models.ties import Tie, find_ties, first_names, parameter_at, replace_parameter
 from gpipe_hpc.models.transformer import build_transformer
 from gpipe_hpc.models.unet import build_unet
 from gpipe_hpc.models.vgg import build_vgg
@@ -97,6 +97,7 @@ __all__ = [
     "current_reports",
     "find_skips",
     "find_ties",
+    "first_names",
     "global_name",
     "init_key",
     "layer_key",

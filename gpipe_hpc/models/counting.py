@@ -9,7 +9,7 @@ from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models.building import build_layer, refuse_lazy
 from gpipe_hpc.models.layers import Layer, LayerSpec
 from gpipe_hpc.models.naming import global_name, named_layer_parameters
-from gpipe_hpc.models.ties import find_ties, parameter_at
+from gpipe_hpc.models.ties import find_ties, first_names, parameter_at
 
 
 def count_parameters(layers: Sequence[Layer]) -> int:
@@ -43,7 +43,9 @@ def _owned_parameters(layers: Sequence[Layer]) -> Iterator[dict[str, nn.Paramete
         built = _abstract(layer, index)
         for name in dict(layer.ties) if isinstance(layer, LayerSpec) else ():
             tied = parameter_at(built, name, f"layers.{index}")
-            tie = ties[global_name(index, name)]
+            tie = ties.get(global_name(index, first_names(built)[name]))
+            if tie is None:
+                continue  # both names of a tie are of one parameter of one layer
             first = shapes.setdefault(tie.name, tied.shape)
             if first != tied.shape:
                 raise ModelError(

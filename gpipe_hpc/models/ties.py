@@ -1,11 +1,13 @@
 """Tied weights: one parameter in several layers, wherever these are placed."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from torch import nn
 
 from gpipe_hpc.errors import ModelError
+from gpipe_hpc.models.building import build_layer
 from gpipe_hpc.models.layers import Layer, LayerSpec
 from gpipe_hpc.models.naming import global_name
 
@@ -25,15 +27,25 @@ class Tie:
 def find_ties(layers: Sequence[Layer]) -> list[Tie]:
     """Return the ties of a model, in the order of their first places.
 
-    Layers are tied by `LayerSpec.tied`, or by sharing a parameter if they come built. Raises
-    `ModelError` for a tie with one place.
+    Layers are tied by `LayerSpec.tied`, or by sharing a parameter if they come built. Of several
+    names that a layer has for one parameter the first counts, whichever of them was given. Raises
+    `ModelError` for a tie with one place, and for one parameter in two ties.
     """
     places: dict[str, list[tuple[int, str]]] = {}
+    label_of: dict[tuple[int, str], str] = {}
     shared: dict[int, list[tuple[int, str]]] = {}
     for index, layer in enumerate(layers):
         if isinstance(layer, LayerSpec):
+            first = _first_names_of(layer, index) if layer.ties else {}
             for name, label in layer.ties:
-                places.setdefault(label, []).append((index, name))
+                place = index, first.get(name, name)
+                if label_of.setdefault(place, label) != label:
+                    raise ModelError(
+                        f"layers.{index}: {place[1]} is tied as {label_of[place]!r} and as "
+                        f"{label!r}, expected one label for a parameter, got two, of which one is "
+                        f"given for another name of it, {name}; give one label to all its places"
+                    )
+                places.setdefault(label, []).append(place)
         else:
             for name, parameter in layer.named_parameters():
                 shared.setdefault(id(parameter), []).append((index, name))
@@ -43,7 +55,7 @@ def find_ties(layers: Sequence[Layer]) -> list[Tie]:
                 f"layers.{found[0][0]}: tie {label!r} has one place, expected two or more, got "
                 f"{global_name(*found[0])} alone; tie another layer to it, or none"
             )
-    groups = [*places.values(), *shared.values()]
+    groups = [list(dict.fromkeys(found)) for found in (*places.values(), *shared.values())]
     ties = [Tie(tuple(found)) for found in groups if len(found) > 1]
     return sorted(ties, key=lambda tie: tie.places)
 
@@ -60,6 +72,23 @@ def parameter_at(layer: nn.Module, name: str, where: str) -> nn.Parameter:
 
 
 def replace_parameter(layer: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Put another parameter in the place of `name`."""
-    owner, _, leaf = name.rpartition(".")
-    setattr(layer.get_submodule(owner), leaf, parameter)
+    """Put another parameter in the place of `name`, and of all other names of the same one."""
+    first = first_names(layer)
+    for each in [other for other, same in first.items() if same == first[name]]:
+        owner, _, leaf = each.rpartition(".")
+        setattr(layer.get_submodule(owner), leaf, parameter)
+
+
+def first_names(layer: nn.Module) -> dict[str, str]:
+    """Return the first name of each parameter of a layer, by all of its names within."""
+    first: dict[int, str] = {}
+    named = layer.named_parameters(remove_duplicate=False)
+    return {name: first.setdefault(id(parameter), name) for name, parameter in named}
+
+
+def _first_names_of(layer: LayerSpec, index: int) -> dict[str, str]:
+    """Return `first_names` of a layer that is not built; none if it cannot be."""
+    for device in ("meta", "cpu"):  # some factories read values
+        with suppress(ModelError):
+            return first_names(build_layer(layer, index=index, seed=0, device=device))
+    return {}  # who builds it in earnest tells of it
