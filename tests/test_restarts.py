@@ -159,6 +159,71 @@ def test_torchrun_passes_a_signal_on_and_the_run_goes_on_later(
     same_end(tmp_path / "whole", run)
 
 
+@pytest.mark.parametrize(
+    "saving", ["checkpoint.in_background=true", "checkpoint.in_background=false"]
+)
+def test_kill_9_at_any_moment_of_saving_loses_nothing(
+    start_ranks, train, tiny, tmp_path, until, same_end, saving
+):
+    """Saves without a break, killed at random moments, several times over."""
+    settings = (*tiny, "model.width=128", "train.steps=60", "checkpoint.every=1", saving)
+    run = tmp_path / "run"
+    begun_at = -1
+    for _ in range(4):
+        ranks = start_ranks(2, *settings, "run.dir=run")
+        until(lambda last=begun_at: newest(run) > last, 60, "it saves")
+        pause_s = random.uniform(0.0, 1.0)
+        print(f"kills after {pause_s:.3f} s, at step {newest(run)} or so")
+        time.sleep(pause_s)
+        for command in ranks.commands:
+            command.signal(signal.SIGKILL)
+        ranks.wait()
+        assert all("Error" not in text for text in ranks.outputs), ranks.outputs
+        begun_at = newest(run)
+    said = train(2, *settings, "run.dir=run")
+    assert f"{begun_at} steps done" in said
+    train(2, *tiny, "model.width=128", "train.steps=60", "run.dir=whole")
+    same_end(tmp_path / "whole", run)
+    assert not list((run / "checkpoints").glob("*.partial"))
+
+
+def newest(run):
+    """Return the step of the newest checkpoint, by its name; -1 if there is none."""
+    found = (run / "checkpoints").glob("step_????????")
+    return max((int(path.name.removeprefix("step_")) for path in found), default=-1)
+
+
+def test_training_goes_on_while_a_disk_hangs(start_ranks, train, tiny, tmp_path, until, same_end):
+    (tmp_path / "disk.py").write_text(BAD_DISK)
+    mine = (*tiny, "model._target_=disk.build", "train.steps=11", "checkpoint.every=6")
+    behind = (*mine, "checkpoint.in_background=true")
+    env = {"PYTHONPATH": str(tmp_path)}
+    run = tmp_path / "run"
+    ranks = start_ranks(2, *behind, "model.slow=true", "run.dir=run", env=env)
+    until(lambda: begun(run) and '"step": 11' in (run / "metrics.jsonl").read_text(), 60, "it ends")
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000006.partial"]
+    assert ranks.codes == [None, None], "the last checkpoint waits for the one before"
+    for command in ranks.commands:
+        command.signal(signal.SIGKILL)
+    ranks.wait()
+    train(2, *behind, "run.dir=run", env=env)
+    train(2, *mine, "run.dir=whole", env=env)
+    same_end(tmp_path / "whole", run)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir())[0] == "step_00000006"
+
+
+def test_a_full_disk_is_named_by_all_at_a_later_step(start_ranks, tiny, tmp_path):
+    (tmp_path / "disk.py").write_text(BAD_DISK)
+    full = ("model._target_=disk.build", "model.full=true", "checkpoint.every=3", "run.dir=run")
+    behind = (*full, "checkpoint.in_background=true")
+    ranks = start_ranks(2, *tiny, *behind, env={"PYTHONPATH": str(tmp_path)}).wait(30)
+    for code, output in zip(ranks.codes, ranks.outputs, strict=True):
+        assert code not in (0, None)
+        assert "no space left" in output and "Traceback" not in output, output
+    names = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    assert names == ["step_00000003"], "what was cut short takes no room"
+
+
 COPIED = ("checkpoint.neighbour_every=3", "checkpoint.neighbour_dir=memory")
 
 

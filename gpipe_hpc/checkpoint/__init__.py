@@ -5,6 +5,7 @@ its final name was whole; its manifest has digests of all files, which tell whet
 Nothing that its files hold is run.
 """
 
+from gpipe_hpc.checkpoint.background import BackgroundSaver
 from gpipe_hpc.checkpoint.folder import PARTIAL_SUFFIX, read_facts, read_owner, sync
 from gpipe_hpc.checkpoint.loading import load
 from gpipe_hpc.checkpoint.metadata import StoredTensor, fill
@@ -13,6 +14,7 @@ from gpipe_hpc.checkpoint.verifying import Verified, verify
 
 __all__ = [
     "PARTIAL_SUFFIX",
+    "BackgroundSaver",
     "StoredTensor",
     "Verified",
     "fill",

@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
+from torch import nn
 
 from gpipe_hpc.checkpoint.folder import model_tensors
 from gpipe_hpc.checkpoint.host_copy import HostBuffer, fill, lay_side_by_side, views
+from gpipe_hpc.checkpoint.states import PREFIX, decode, encode
 
 if TYPE_CHECKING:
     from gpipe_hpc.pipeline import Pipeline
@@ -45,7 +47,7 @@ def pack(
 
     Returns when the copy is there: the next step may begin.
     """
-    tensors, values = _live(pipe, optimizer)
+    tensors, values, states = _live(pipe, optimizer)
     offsets, total = lay_side_by_side(tensors)
     entries = [
         [name, str(tensor.dtype), list(tensor.shape), offset, tensor.device.type]
@@ -54,6 +56,7 @@ def pack(
     header = {
         "about": {**about, **_position(pipe)},
         "values": values,
+        "states": states,
         "tensors": entries,
         "size": total,
     }
@@ -97,7 +100,7 @@ def unpack(memory: torch.Tensor) -> StoredState:
     }
     offsets = [offset for _, _, _, offset, _ in header["tensors"]]
     tensors = views(memory[LENGTH_BYTES + length :], places, offsets)
-    about["values"] = header["values"]
+    about["values"], about["states"] = header["values"], header["states"]
     about["devices"] = {name: device for name, _, _, _, device in header["tensors"]}
     return StoredState(about, tensors)
 
@@ -111,9 +114,9 @@ def fits(pipe: "Pipeline", state: StoredState) -> bool:
     kinds = ((stored[name], target) for name, target in targets.items())
     parameters = {name for name, _ in pipe.named_parameters()}
     owners = {_owner(name) for name in [*state.tensors, *state.about["values"]]}
-    return owners - {None} <= parameters and all(
-        (one.shape, one.dtype) == (other.shape, other.dtype) for one, other in kinds
-    )
+    if not owners - {None} <= parameters or state.about["states"].keys() != _modules(pipe).keys():
+        return False
+    return all((one.shape, one.dtype) == (other.shape, other.dtype) for one, other in kinds)
 
 
 def restore(pipe: "Pipeline", optimizer: torch.optim.Optimizer, state: StoredState) -> None:
@@ -137,20 +140,37 @@ def restore(pipe: "Pipeline", optimizer: torch.optim.Optimizer, state: StoredSta
             device = "cpu" if about["devices"][full] == "cpu" else parameter.device
             value = value.to(device, copy=True)
         optimizer.state[parameter][key] = value
+    devices = about["devices"]
+    own = {
+        name: tensor.to("cpu" if devices[name] == "cpu" else pipe.world.device, copy=True)
+        for name, tensor in tensors.items()
+        if name.startswith(PREFIX)
+    }
+    for name, module in _modules(pipe).items():
+        module.set_extra_state(decode(about["states"][name], own))
     pipe.restore_position(about["steps_done"], about["loss_weight"], about["loss_scale"])
 
 
 def _live(
     pipe: "Pipeline", optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return this rank's tensors and the other values of its optimizer, by name."""
+) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, Any]]:
+    """Return this rank's tensors, the optimizer's other values and the modules' extra states."""
     tensors: dict[str, torch.Tensor] = dict(model_tensors(pipe))
     values: dict[str, Any] = {}
+    states: dict[str, Any] = {}
     for name, parameter in pipe.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             into = tensors if isinstance(value, torch.Tensor) else values
             into[f"{_OPTIMIZER}{name}.{key}"] = value
-    return tensors, values
+    for name, module in _modules(pipe).items():
+        states[name], own = encode(name, module.get_extra_state())
+        tensors |= own
+    return tensors, values, states
+
+
+def _modules(pipe: "Pipeline") -> dict[str, nn.Module]:
+    """Return this rank's modules that keep a state by `get_extra_state`, by its global name."""
+    return {n: m for stage in pipe.stages.values() for n, m in stage.extra_states().items()}
 
 
 def _owner(name: str) -> str | None:

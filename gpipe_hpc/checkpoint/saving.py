@@ -46,6 +46,14 @@ class Written(NamedTuple):
     files: dict[str, dict[str, Any]]
 
 
+class Begun(NamedTuple):
+    """A checkpoint whose folder is made, and what is to be written into it by all ranks."""
+
+    path: Path
+    partial: Path
+    contents: Contents
+
+
 def save(
     pipe: "Pipeline",
     path: Path,
@@ -56,24 +64,49 @@ def save(
 
     Raises CheckpointError on all ranks if `path` exists or cannot be written; nothing is left.
     """
+    begun = begin(pipe, path, optimizer, extra)
+    return end(pipe, begun, write(begun, pipe.world.rank))
+
+
+def begin(
+    pipe: "Pipeline",
+    path: Path,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Mapping[str, Any],
+) -> Begun:
+    """Collect what there is to write and make the folder; all ranks call it."""
     path = path.absolute()
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
     contents = collect(pipe, optimizer, extra)
-    leads = pipe.world.rank == pipe.everybody.ranks[0]
+    leads = _leads(pipe)
     all_or_none(pipe.everybody, lambda: _prepare(path, partial, contents.facts) if leads else None)
-    written: Written | None = None
-    refusal: CheckpointError | None = None
+    return Begun(path, partial, contents)
+
+
+def write(begun: Begun, rank: int) -> Written | CheckpointError:
+    """Write a rank's tensors, on any thread; return what was written, or why it was not."""
     try:
-        written = write_files(contents.tensors, partial, pipe.world.rank)
+        return write_files(begun.contents.tensors, begun.partial, rank)
     except Exception as error:  # torch's writer raises what it likes
-        refusal = _unwritten(path, error, contents.num_bytes)
-    told = pipe.everybody.all_gather_object(written)
+        return _unwritten(begun.path, error, begun.contents.num_bytes)
+
+
+def end(pipe: "Pipeline", begun: Begun, written: Written | CheckpointError) -> Path:
+    """Make a checkpoint of what all ranks have written, or leave nothing; all ranks call it."""
+    path, partial, contents = begun
+    leads = _leads(pipe)
+    refusal = written if isinstance(written, CheckpointError) else None
+    told = pipe.everybody.all_gather_object(None if refusal else written)
     # All ranks have ended their writing, and looked at the room, before one makes more.
     if leads and any(part is None for part in told):
         shutil.rmtree(partial, ignore_errors=True)
     raise_first(pipe.everybody, refusal)
     all_or_none(pipe.everybody, lambda: commit(path, partial, contents, told) if leads else None)
     return path
+
+
+def _leads(pipe: "Pipeline") -> bool:
+    return pipe.world.rank == pipe.everybody.ranks[0]
 
 
 def _prepare(path: Path, partial: Path, facts: Facts) -> None:

@@ -99,6 +99,7 @@ class CheckpointConfig:
     keep: int = 2
     resume: str = "auto"
     data: str = "same"
+    in_background: bool = False
     neighbour_every: int = 0
     neighbour_dir: str | None = None
 

@@ -100,6 +100,7 @@ class _Loop:
         self._validated = -1
         self._num_samples = 0
         self._pipeline_s = 0.0
+        self._written = False
         self._measured: list[tuple[float, float]] = []  # seconds in the pipeline, bubble
 
     def run(self) -> int:
@@ -135,16 +136,16 @@ class _Loop:
                 timeline = pipe.timeline()
                 if self._leads:
                     write_trace(timeline, self._session.run_folder, done)
+            if self._written:
+                self._say_stall(metrics, "checkpoint_stall_s", self._session.finish_save())
             if every and done % every == 0 and done < self._last and not stopped:
-                self._session.save()
+                self._say_stall(metrics, "checkpoint_stall_s", self._save())
             if self._is_copied(done) and not stopped:
-                seconds = self._session.copy()
-                if metrics is not None:
-                    metrics.write(done, {"neighbour_stall_s": seconds})
+                self._say_stall(metrics, "neighbour_stall_s", self._session.copy())
             if self._validates(done):
                 self._validate(metrics, progress)
         if pipe.steps_done > first:
-            log.info("saved %s", self._session.save())
+            self._say_stall(metrics, "checkpoint_stall_s", self._session.save())
         self._say_measured()
         if not stopped and self._validated != pipe.steps_done:
             self._validate(metrics, progress)
@@ -231,14 +232,28 @@ class _Loop:
         """Put together what ranks know of the step: seconds computed, requests to stop."""
         pipe = self._pipe
         busy_s, wall_s = pipe.last_step_seconds()
-        shared = torch.tensor([busy_s, wall_s, float(self._stop.came)], dtype=torch.float64)
+        told = [busy_s, wall_s, float(self._stop.came), float(self._session.saver.is_done)]
+        shared = torch.tensor(told, dtype=torch.float64)
         with together(pipe.world, "the step's edge"):
             if self._session.lock is not None:
                 self._session.lock.check()
             pipe.everybody.all_reduce(shared)
-        busy_s, wall_s, num_stops = shared.tolist()
+        busy_s, wall_s, num_stops, num_done = shared.tolist()
+        # A checkpoint in the background: each rank's part is in its file.
+        self._written = num_done == pipe.world.size
         self._pipeline_s = wall_s / pipe.world.size
         return busy_s, num_stops > 0
+
+    def _save(self) -> float:
+        """Save in mid-run, as the settings say; return the seconds that the next step waits."""
+        session = self._session
+        is_behind = self._config.checkpoint.in_background
+        return session.start_save() if is_behind else session.save()
+
+    def _say_stall(self, metrics: Metrics | None, name: str, seconds: float) -> None:
+        """Note how long all waited at a step's edge for its state to be kept."""
+        if metrics is not None:
+            metrics.write(self._pipe.steps_done, {name: seconds})
 
     def _is_copied(self, done: int) -> bool:
         every = self._config.checkpoint.neighbour_every

@@ -1,6 +1,7 @@
 """From the settings to what the loop works with: data, pipeline, optimizer, resumed state."""
 
 import logging
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -9,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from gpipe_hpc.checkpoint import read_facts
+from gpipe_hpc.checkpoint import BackgroundSaver, read_facts
 from gpipe_hpc.comm.group import broadcast_object
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.world import World, together
@@ -48,6 +49,7 @@ from gpipe_hpc.training.run_lock import RunLock
 log = logging.getLogger("gpipe_hpc.train")
 
 MEMORY: Final = Path("in memory")
+_GRACE_S: Final = 5.0  # for a file that is being written when a run fails
 
 
 class Resumed(NamedTuple):
@@ -75,6 +77,7 @@ class Session:
     tally: CorruptTally
     run_name: str  # what its checkpoints say
     lock: RunLock | None  # of the run folder, on rank 0
+    saver: BackgroundSaver
     copies: NeighbourCopies | None = None  # in memory, where the settings ask for them
     position: int = 0  # samples consumed since the start of the run
     _batches: Batches | None = None
@@ -99,7 +102,8 @@ class Session:
         return self._read(dataset, plan, "validation samples")
 
     def close(self) -> None:
-        """End the threads that read ahead."""
+        """End the threads that read ahead, or still write."""
+        self.saver.give_up(_GRACE_S)
         if self._batches is not None:
             self._batches.close()
 
@@ -122,17 +126,55 @@ class Session:
             OWNER: self.run_name,
         }
 
-    def save(self) -> Path:
-        """Write a checkpoint of this step, and drop the oldest."""
+    def save(self) -> float:
+        """Write a checkpoint of this step; return how many seconds the step's edge took longer.
+
+        One that is under way in the background is finished first.
+        """
+        began_s = time.perf_counter()
+        self.finish_save()
         path = self.checkpoints.path(self.pipe.steps_done)
+        self._check_lock()
+        self.pipe.save(path, self.optimizer, self._extra())
+        self._prune()
+        seconds = time.perf_counter() - began_s
+        log.info("saved %s: the step waited %.3f s", path, seconds)
+        return seconds
+
+    def start_save(self) -> float:
+        """Begin to write a checkpoint of this step in the background; return the seconds waited.
+
+        Waits for the one before, if that is under way.
+        """
+        began_s = time.perf_counter()
+        self.finish_save()
+        path = self.checkpoints.path(self.pipe.steps_done)
+        self._check_lock()
+        self.saver.start(path, self.optimizer, self._extra())
+        return time.perf_counter() - began_s
+
+    def finish_save(self) -> float:
+        """Finish the checkpoint under way in the background, if any; return the seconds waited."""
+        if not self.saver.is_under_way:
+            return 0.0
+        began_s = time.perf_counter()
+        self._check_lock()
+        wrote_s = self.saver.seconds
+        path = self.saver.finish()
+        self._prune()
+        seconds = time.perf_counter() - began_s
+        log.info("saved %s in the background in %.3f s; then %.3f s", path, wrote_s, seconds)
+        return seconds
+
+    def _check_lock(self) -> None:
         with together(self.pipe.world, "saving"):
             if self.lock is not None:
                 self.lock.check(looks=True)
-        self.pipe.save(path, self.optimizer, self._extra())
+
+    def _prune(self) -> None:
         with together(self.pipe.world, "removing old checkpoints"):
             if self.pipe.world.rank == 0:
                 self.checkpoints.prune()
-        return path
 
 
 def open_session(
@@ -189,6 +231,7 @@ def open_session(
         tally,
         run.name,
         lock,
+        BackgroundSaver(pipe),
         copies,
     )
     extra = _take_over(pipe, optimizer, resumed, in_memory, copies)

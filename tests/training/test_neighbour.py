@@ -19,13 +19,32 @@ from gpipe_hpc.training.neighbour.copies import choose_holders
 from gpipe_hpc.training.neighbour.files import CopyFolder
 from gpipe_hpc.training.run_lock import myself
 
+
+class Counting(nn.Linear):
+    """A layer whose output depends on a state that is no parameter and no buffer."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.num_calls = torch.zeros(())
+
+    def forward(self, inputs):
+        return super().forward(inputs) * (1 + self.num_calls)
+
+    def get_extra_state(self):
+        return {"calls": self.num_calls, "named": ("a", 1.5)}
+
+    def set_extra_state(self, state):
+        assert state["named"] == ("a", 1.5)
+        self.num_calls = state["calls"]
+
+
 ABOUT = {"lineage": "a", "stages": 2}
 SIZE = 4
 
 
 def trained(world, num_steps, seed=0):
     """Return a pipeline of two stages and two replicas after some steps, and its optimizer."""
-    layers = [LayerSpec(nn.Linear, 6, 6), nn.BatchNorm1d(6), LayerSpec(nn.Linear, 6, 6)]
+    layers = [LayerSpec(nn.Linear, 6, 6), nn.BatchNorm1d(6), LayerSpec(Counting, 6, 6)]
     loss = nn.MSELoss()
     pipe = Pipeline(layers, loss, stages=2, replicas=2, microbatches=2, seed=seed, world=world)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
@@ -40,6 +59,9 @@ def steps(pipe, optimizer, numbers):
         part = pipe.share(16)
         losses.append(pipe.step(inputs[part], inputs[part].roll(1, 1)).loss)
         optimizer.step()
+        for stage in pipe.stages.values():
+            for layer in stage.extra_states().values():
+                layer.num_calls += 0.125
     return losses
 
 
