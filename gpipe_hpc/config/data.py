@@ -70,6 +70,7 @@ class JsonLinesConfig(TokenDataConfig):
     key: str = "text"
     separator: int = 256
     vocab_size: int = field(default=257, kw_only=True)
+    index_dir: str | None = field(default=None, kw_only=True)
     corrupt: str = "stop"
     max_corrupt: int = 100
 
@@ -195,6 +196,7 @@ class CodedImagesConfig(PixelDataConfig):
 class ImageFolderConfig(CodedImagesConfig):
     """A folder of images for each class."""
 
+    index_dir: str | None = field(default=None, kw_only=True)
     path: str | None = None
     train: str = "train"
     validation: str | None = "val"
@@ -209,3 +211,4 @@ class ImageShardsConfig(CodedImagesConfig):
     validation_paths: list[str] = field(default_factory=list)
     validation_percent: int = 5
     label_key: str = "label"
+    index_dir: str | None = field(default=None, kw_only=True)

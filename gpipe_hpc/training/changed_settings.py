@@ -17,6 +17,7 @@ _NO_MATTER: Final = frozenset(
     {
         "data.workers",
         "data.prefetch",
+        "data.index_dir",
         "data.num_validation_samples",
         "train.stop_at",
         "train.validate_every",

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -13,6 +14,7 @@ import torch
 from gpipe_hpc.checkpoint import BackgroundSaver, read_facts
 from gpipe_hpc.comm.group import broadcast_object
 from gpipe_hpc.comm.nests import Nest
+from gpipe_hpc.comm.patience import patiently
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config, TokenDataConfig, TrainConfig, bind_target, build_target
 from gpipe_hpc.engine.assembly import check_agreement
@@ -48,6 +50,8 @@ from gpipe_hpc.training.run_lock import RunLock
 
 log = logging.getLogger("gpipe_hpc.train")
 
+INDEX_FOLDER: Final = "index"
+"""The folder of a run for indices of data that lie where nothing can be written."""
 MEMORY: Final = Path("in memory")
 _GRACE_S: Final = 5.0  # for a file that is being written when a run fails
 
@@ -197,11 +201,15 @@ def open_session(
         in_memory = None if copies is None else copies.find()
         if in_memory is not None and resumed is not None and in_memory.step < resumed.steps_done:
             in_memory = None
-        # Elsewhere only if needed: on a cluster, a thousand ranks would list the same folders.
-        source = open_data(config.data, config.train.seed) if world.rank == 0 else None
-        facts: DataFacts = broadcast_object(everybody, source and DataFacts.of(source), root=0)
-        own_identity = source and _identity(config, source, resumed, in_memory)
-        identity: Identity = broadcast_object(everybody, own_identity, root=0)
+    # Elsewhere only if needed: on a cluster, a thousand ranks would list the same folders.
+    first = None
+    if world.rank == 0:
+        first = partial(_open_first, config, run.folder, resumed, in_memory)
+    opened = patiently(world, "opening the data", first)
+    source = None if opened is None else opened.source
+    with together(world, "opening the run"):
+        facts: DataFacts = broadcast_object(everybody, opened and opened.facts, root=0)
+        identity: Identity = broadcast_object(everybody, opened and opened.identity, root=0)
         layers = build_target("model", config.model)
         loss_fn = bind_target("loss", config.loss) if config.loss else loss_function(facts.loss)
         sampler = ShuffledSampler(facts.num_samples, config.train.batch_size, config.train.seed)
@@ -212,11 +220,12 @@ def open_session(
     cut = _stored_cut(resumed, in_memory)
     pipe = _pipeline(config, world, layers, loss_fn, cut, example)
     optimizer = build_optimizer(pipe.named_parameters(), config.optimizer)
-    with together(world, "opening the data"):
-        if source is None and (pipe.needs_inputs or pipe.needs_targets):
-            source = open_data(config.data, config.train.seed)
-        own = facts if source is None else DataFacts.of(source)
-        check_agreement(everybody, {"data": own.digests})
+    is_needed = source is None and (pipe.needs_inputs or pipe.needs_targets)
+    needed = partial(_open_later, config, run.folder) if is_needed else None
+    own = patiently(world, "opening the data", needed) or (source, facts)
+    with together(world, "comparing the data"):
+        source, seen = own
+        check_agreement(everybody, {"data": seen.digests})
     tally = CorruptTally(tolerance(config.data))
     session = Session(
         config,
@@ -315,6 +324,28 @@ def _resume(config: Config, checkpoints: Checkpoints, restarted: bool) -> Resume
         for path in checkpoints.set_aside(found):
             log.warning("starting from step %d: what an earlier run saved is now %s", done, path)
     return None if found is None else Resumed(found, done, facts["partition"], facts["extra"])
+
+
+class _Opened(NamedTuple):
+    """The data as rank 0 has opened them."""
+
+    source: DataSource
+    facts: DataFacts
+    identity: Identity
+
+
+def _open_first(
+    config: Config, folder: Path, resumed: Resumed | None, in_memory: Found | None
+) -> _Opened:
+    """Open the data on rank 0; refuse to go on with others in silence."""
+    source, facts = _open_later(config, folder)
+    return _Opened(source, facts, _identity(config, source, resumed, in_memory))
+
+
+def _open_later(config: Config, folder: Path) -> tuple[DataSource, DataFacts]:
+    """Open the data, by the index that rank 0 has kept where the data are large."""
+    source = open_data(config.data, config.train.seed, folder / INDEX_FOLDER)
+    return source, DataFacts.of(source)
 
 
 def _identity(

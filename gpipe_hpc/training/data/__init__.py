@@ -1,5 +1,7 @@
 """Data: what a run reads, and in which order."""
 
+from pathlib import Path
+
 from gpipe_hpc.config import (
     CifarConfig,
     DataConfig,
@@ -63,11 +65,12 @@ __all__ = [
 ]
 
 
-def open_data(config: DataConfig, seed: int = 0) -> DataSource:
+def open_data(config: DataConfig, seed: int = 0, spare: Path | None = None) -> DataSource:
     """Return the training and validation sets that the settings describe.
 
     Looks at names, sizes, headers, and what an index needs; the first read opens the rest. `seed`
-    is that of the run: images are varied by it. Raises DataError where there is nothing to train
+    is that of the run: images are varied by it. `spare`: a folder for indices of data whose own
+    is read-only. Raises DataError where there is nothing to train
     on, or more is corrupt than the settings bear.
     """
     match config:
@@ -84,11 +87,11 @@ def open_data(config: DataConfig, seed: int = 0) -> DataSource:
         case SyntheticMasksConfig():
             return open_synthetic_masks(config)
         case JsonLinesConfig():
-            return open_jsonl(config)
-    return _open_images(config, seed)
+            return open_jsonl(config, spare)
+    return _open_images(config, seed, spare)
 
 
-def _open_images(config: DataConfig, seed: int) -> DataSource:
+def _open_images(config: DataConfig, seed: int, spare: Path | None) -> DataSource:
     match config:
         case DigitsConfig():
             return open_digits(config, seed)
@@ -97,9 +100,9 @@ def _open_images(config: DataConfig, seed: int) -> DataSource:
         case CifarConfig():
             return open_cifar(config, seed)
         case ImageFolderConfig():
-            return open_image_folder(config, seed)
+            return open_image_folder(config, seed, spare)
         case ImageShardsConfig():
-            return open_image_shards(config, seed)
+            return open_image_shards(config, seed, spare)
     raise ConfigError(
         f"data: unknown kind, expected one of conf/data, got {type(config).__name__}; choose a "
         f"data=... of conf/data"

@@ -3,7 +3,6 @@
 The mixing is `gpipe_hpc.models.mix64`, the finaliser of splitmix64, one word after the other.
 """
 
-import hashlib
 from typing import Final
 
 import numpy as np
@@ -33,12 +32,3 @@ def absorb(state: Words, word: Words) -> Words:
     mixed = (mixed ^ (mixed >> np.uint64(27))) * _SECOND
     mixed ^= mixed >> np.uint64(31)
     return mixed
-
-
-def percentile(name: bytes) -> int:
-    """Return 0 to 99 for a name: which percent it belongs to, whatever else there is.
-
-    The first 8 bytes of its SHA-256, big-endian, modulo 100. What is kept for validation is told
-    apart by it: adding a file never moves another one.
-    """
-    return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") % 100

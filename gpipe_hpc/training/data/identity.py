@@ -21,7 +21,16 @@ _ORDER: Final = 1  # raised where the sampler gives another order
 _NUM_LOOKED_AT: Final = 16  # samples, from the first to the last
 # Changing these changes neither samples nor order; where files are is told by what they hold.
 _NO_MATTER: Final = frozenset(
-    {"workers", "prefetch", "path", "paths", "root", "validation_paths", "num_validation_samples"}
+    {
+        "workers",
+        "prefetch",
+        "path",
+        "paths",
+        "root",
+        "validation_paths",
+        "num_validation_samples",
+        "index_dir",
+    }
 )
 
 

@@ -1,13 +1,12 @@
 """JSON lines: documents, the bytes of their text as tokens, one after the other."""
 
-import json
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,21 +15,29 @@ from gpipe_hpc.config import JsonLinesConfig
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.training.data.corpus import TextSource, Tokens, TokenWindows
 from gpipe_hpc.training.data.corruption import CorruptTally, tolerance
-from gpipe_hpc.training.data.hashing import percentile
+from gpipe_hpc.training.data.indices import Keeping, indexed
 from gpipe_hpc.training.data.names import Names
 from gpipe_hpc.training.data.paths import expand, unreadable
+from gpipe_hpc.training.indexing.crew import Task, in_order
+from gpipe_hpc.training.indexing.lines import read_line, text_of
+from gpipe_hpc.training.indexing.parts import Part
 
+_BLOCK: Final = 2**25  # bytes of a file that one task looks through
+_WORTH_KEEPING: Final = 2**26  # bytes of files; the index of fewer is made in a second
 _KEPT_BYTES: Final = 2**24
 
 
-class Line(NamedTuple):
-    """Where a document lies, how many bytes its text has, and which percent it belongs to."""
+@dataclass(frozen=True)
+class Lines:
+    """Where documents lie: of each its file, the bytes of its line, and those of its text."""
 
-    file: int
-    offset: int
-    num_bytes: int
-    text_bytes: int
-    percentile: int
+    paths: tuple[Path, ...]
+    files: npt.NDArray[np.int32]
+    offsets: npt.NDArray[np.int64]
+    num_bytes: npt.NDArray[np.int64]
+    text_bytes: npt.NDArray[np.int64]
+    percentiles: npt.NDArray[np.uint8]
+    wrong: Mapping[str, str]  # what else is in the files: name -> complaint
 
 
 @dataclass
@@ -41,9 +48,8 @@ class Documents:
     inputs and targets come from the same ones.
     """
 
-    paths: tuple[Path, ...]
-    files: npt.NDArray[np.int32]
-    spans: npt.NDArray[np.int64]  # [documents, 2]: offset, bytes of the line
+    lines: Lines
+    chosen: npt.NDArray[np.int64]  # the number of each document's line
     ends: npt.NDArray[np.int64]  # tokens up to the end of each, its separator included
     key: str
     separator: int
@@ -53,13 +59,12 @@ class Documents:
 
     @classmethod
     def of(
-        cls, paths: Sequence[Path], lines: Sequence[Line], config: JsonLinesConfig
+        cls, lines: Lines, is_chosen: npt.NDArray[np.bool_], config: JsonLinesConfig
     ) -> "Documents":
-        """Return the documents on these lines."""
-        table = np.array(lines, np.int64).reshape(-1, len(Line._fields))
-        ends = np.cumsum(table[:, 3] + 1)
-        files = table[:, 0].astype(np.int32)
-        return cls(tuple(paths), files, table[:, 1:3], ends, config.key, config.separator)
+        """Return the documents on those lines that are marked."""
+        chosen = np.flatnonzero(is_chosen)
+        ends = np.cumsum(lines.text_bytes[chosen] + 1)
+        return cls(lines, chosen, ends, config.key, config.separator)
 
     @property
     def num_tokens(self) -> int:
@@ -79,8 +84,9 @@ class Documents:
 
     def digest(self) -> str:
         """Return a short text of the files' names and the places of the documents."""
-        names = Names(path.name for path in self.paths)
-        return f"{names.digest(self.spans)}/{names.digest(self.ends)}/{self.separator}"
+        names = Names(path.name for path in self.lines.paths)
+        places = names.digest(self.lines.offsets[self.chosen])
+        return f"{places}/{names.digest(self.ends)}/{self.separator}"
 
     def _document(self, number: int) -> Tokens:
         with self._lock:
@@ -97,12 +103,12 @@ class Documents:
         return tokens
 
     def _decode(self, number: int) -> Tokens:
-        path = self.paths[self.files[number]]
-        offset, num_bytes = map(int, self.spans[number])
+        line = self.chosen[number]
+        path = self.lines.paths[self.lines.files[line]]
+        offset, num_bytes = int(self.lines.offsets[line]), int(self.lines.num_bytes[line])
         try:
             with path.open("rb") as file:
-                file.seek(offset)
-                text = text_of(file.read(num_bytes), self.key)
+                text = text_of(read_line(file, offset, num_bytes), self.key)
         except OSError as error:
             raise unreadable(path, error) from error
         except ValueError as error:
@@ -122,28 +128,28 @@ class Documents:
         )
 
 
-def open_jsonl(config: JsonLinesConfig) -> TextSource:
+def open_jsonl(config: JsonLinesConfig, spare: Path | None = None) -> TextSource:
     """Return the documents of the given files as text for training and validation.
 
-    Reads every line once, to find the documents and how long they are. Validation is
-    `validation_paths`, or `validation_percent` of the documents, by a hash of their text: equal
-    documents are on one side. Raises DataError for a pattern without files, where more lines are
-    corrupt than data.corrupt bears, and without text to train on.
+    Reads every line once, to find the documents and how long they are, unless an earlier run kept
+    that. Validation is `validation_paths`, or `validation_percent` of the documents, by a hash of
+    their text: equal documents are on one side. `spare`: where the index is kept if the data's
+    folder is read-only. Raises DataError for a pattern without files, where more lines are corrupt
+    than data.corrupt bears, and without text to train on.
     """
     tally = CorruptTally(tolerance(config))
-    paths = expand(config.paths, (".jsonl",))
-    lines, wrong = _index(paths, config.key, tally)
+    keeping = Keeping(config.index_dir, spare)
+    lines = _find_lines(config.paths, config.key, keeping, tally)
+    held = lines
+    is_held = lines.percentiles < config.validation_percent
+    is_kept = ~is_held
     if config.validation_paths:
-        held_paths = expand(config.validation_paths, (".jsonl",))
-        held, more = _index(held_paths, config.key, tally)
-        wrong |= more
-    else:
-        held_paths = paths
-        held = [each for each in lines if each.percentile < config.validation_percent]
-        lines = [each for each in lines if each.percentile >= config.validation_percent]
+        held = _find_lines(config.validation_paths, config.key, keeping, tally)
+        is_held = np.ones(len(held.files), np.bool_)
+        is_kept = np.ones(len(lines.files), np.bool_)
     train, validation = (
-        TokenWindows(Documents.of(where, part, config), config.seq_len, config.vocab_size)
-        for where, part in ((paths, lines), (held_paths, held))
+        TokenWindows(Documents.of(where, chosen, config), config.seq_len, config.vocab_size)
+        for where, chosen in ((lines, is_kept), (held, is_held))
     )
     if not train.num_samples:
         raise DataError(
@@ -151,45 +157,92 @@ def open_jsonl(config: JsonLinesConfig) -> TextSource:
             f"{config.seq_len} tokens to train on, got {train.corpus.num_tokens}; give more "
             f"documents or lower data.seq_len"
         )
-    return TextSource(train, validation, corrupt=wrong)
+    return TextSource(train, validation, corrupt={**lines.wrong, **held.wrong})
 
 
-def text_of(line: bytes, key: str) -> bytes:
-    """Return the text of a document as UTF-8; raise ValueError where the line is none."""
+def _find_lines(patterns: Sequence[str], key: str, keeping: Keeping, tally: CorruptTally) -> Lines:
+    """Return the documents of files; DataError where more lines are corrupt than `tally` bears."""
+    paths = expand(patterns, (".jsonl",))
     try:
-        text = json.loads(line)[key]
-    except (TypeError, KeyError, RecursionError) as error:
-        raise ValueError(f"no object with {key!r}") from error
-    if not isinstance(text, str):
-        raise ValueError(f"{key!r} is {type(text).__name__}, no text")
-    return text.encode()
+        sizes = np.array([path.stat().st_size for path in paths], np.int64)
+        part = indexed(
+            "jsonl",
+            paths,
+            {"key": key},
+            keeping,
+            make=lambda: _scan(paths, sizes, key, tally),
+            is_sound=lambda part: _lies_within(part, sizes),
+            is_worth_keeping=lambda _: int(sizes.sum()) >= _WORTH_KEEPING,
+        )
+    except OSError as error:
+        raise unreadable(Path(error.filename or paths[0]), error) from error
+    wrong = _complaints(part, paths, key)
+    tally.add(wrong, says=False)
+    found = part.arrays
+    return Lines(
+        tuple(paths),
+        files=found["file"],
+        offsets=found["offset"],
+        num_bytes=found["num_bytes"],
+        text_bytes=found["text_bytes"],
+        percentiles=found["percentile"],
+        wrong=wrong,
+    )
 
 
-def _index(
-    paths: Sequence[Path], key: str, tally: CorruptTally
-) -> tuple[list[Line], dict[str, str]]:
-    """Return the documents of files, and by name what is wrong with the other lines."""
-    lines: list[Line] = []
-    wrong: dict[str, str] = {}
-    for number, path in enumerate(paths):
-        try:
-            with path.open("rb") as file:
-                offset = 0
-                for place, line in enumerate(file, start=1):
-                    if not line.isspace():
-                        try:
-                            text = text_of(line, key)
-                            lines.append(
-                                Line(number, offset, len(line), len(text), percentile(text))
-                            )
-                        except ValueError as error:
-                            where = f"{path}, line {place}"
-                            wrong[where] = _complaint(where, key, str(error))
-                            tally.add({where: wrong[where]}, says=False)
-                    offset += len(line)
-        except OSError as error:
-            raise unreadable(path, error) from error
-    return lines, wrong
+_COLUMNS: Final = ("offset", "num_bytes", "text_bytes", "percentile")
+
+
+def _scan(
+    paths: Sequence[Path], sizes: npt.NDArray[np.int64], key: str, tally: CorruptTally
+) -> Part:
+    """Return where the documents of files lie, and `wrong`: file, line from 1, what it is."""
+    files = [file for file, size in enumerate(sizes) for _ in range(0, int(size), _BLOCK)]
+    tasks = [
+        _task(path, start, int(size), key)
+        for path, size in zip(paths, sizes, strict=True)
+        for start in range(0, int(size), _BLOCK)
+    ]
+    columns: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in ("file", *_COLUMNS)}
+    wrong: list[tuple[int, int, str]] = []
+    num_lines = [0] * len(paths)
+    for file, part in zip(files, in_order(tasks), strict=True):
+        new = [(file, num_lines[file] + line + 1, what) for line, what in part.facts["wrong"]]
+        num_lines[file] += part.facts["lines"]
+        wrong += new
+        # At once: who stops at the first corrupt line need not read the others.
+        tally.add(_complaints(Part({}, {"wrong": new}), paths, key), says=False)
+        columns["file"].append(np.full(len(part.arrays["offset"]), file, np.int32))
+        for name in _COLUMNS:
+            columns[name].append(part.arrays[name])
+    empty = {"file": np.int32, "percentile": np.uint8}
+    arrays = {
+        name: np.concatenate([np.empty(0, empty.get(name, np.int64)), *found])
+        for name, found in columns.items()
+    }
+    return Part(arrays, {"wrong": wrong})
+
+
+def _task(path: Path, start: int, size: int, key: str) -> Task:
+    stop = min(size, start + _BLOCK)
+    words = {"scan": "lines", "path": str(path), "start": start, "stop": stop, "key": key}
+    return Task(words, path, stop - start)
+
+
+def _lies_within(part: Part, sizes: npt.NDArray[np.int64]) -> bool:
+    """Say whether all that an index says is within the files."""
+    file, offset, num_bytes = (part.arrays[name] for name in ("file", "offset", "num_bytes"))
+    if not len(file):
+        return True
+    if int(file.min()) < 0 or int(file.max()) >= len(sizes):
+        return False
+    spans = (offset >= 0) & (num_bytes >= 0) & (offset + num_bytes <= sizes[file])
+    return bool(spans.all())
+
+
+def _complaints(part: Part, paths: Sequence[Path], key: str) -> dict[str, str]:
+    places = ((f"{paths[file]}, line {line}", what) for file, line, what in part.facts["wrong"])
+    return {where: _complaint(where, key, what) for where, what in places}
 
 
 def _complaint(where: str, key: str, got: str) -> str:

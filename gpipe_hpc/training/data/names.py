@@ -17,26 +17,36 @@ class Names:
 
     def __init__(self, names: Iterable[str]) -> None:
         encoded = [name.encode("utf-8", "surrogateescape") for name in names]
-        self._text = b"".join(encoded)
-        self._ends = np.fromiter(accumulate(map(len, encoded)), np.int64, len(encoded))
+        self.text: npt.NDArray[np.uint8] = np.frombuffer(b"".join(encoded), np.uint8)
+        self.ends: npt.NDArray[np.int64] = np.fromiter(
+            accumulate(map(len, encoded)), np.int64, len(encoded)
+        )
+
+    @classmethod
+    def of(cls, text: npt.NDArray[np.uint8], ends: npt.NDArray[np.int64]) -> "Names":
+        """Return names that lie one after the other in `text`, each up to its end."""
+        names = cls(())
+        names.text, names.ends = text, ends
+        return names
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return len(self.ends)
 
     def __getitem__(self, index: int) -> str:
-        start = int(self._ends[index - 1]) if index else 0
-        return self._text[start : int(self._ends[index])].decode("utf-8", "surrogateescape")
+        start = int(self.ends[index - 1]) if index else 0
+        return self.text[start : int(self.ends[index])].tobytes().decode("utf-8", "surrogateescape")
 
     def __iter__(self) -> Iterator[str]:
         return (self[index] for index in range(len(self)))
 
     def pick(self, kept: npt.NDArray[np.bool_]) -> "Names":
         """Return those that are marked."""
-        return Names(self[int(index)] for index in np.flatnonzero(kept))
+        lengths = np.diff(self.ends, prepend=0)
+        return Names.of(self.text[np.repeat(kept, lengths)], np.cumsum(lengths[kept]))
 
     def digest(self, numbers: npt.NDArray[Any]) -> str:
         """Return a short text of all names and of the numbers that go with them."""
         hashed = hashlib.sha256()
-        for part in (self._text, self._ends.tobytes(), numbers.tobytes()):
-            hashed.update(part)
+        for part in (self.text, self.ends, numbers):
+            hashed.update(np.ascontiguousarray(part).tobytes())
         return hashed.hexdigest()[:16]

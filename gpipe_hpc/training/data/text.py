@@ -11,7 +11,6 @@ from typing import Final
 from gpipe_hpc.config import PythonSourceConfig, TextConfig, TokensConfig
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.training.data.corpus import Corpus, Segment, TextSource, TokenWindows
-from gpipe_hpc.training.data.hashing import percentile
 from gpipe_hpc.training.data.mapped import MappedFiles
 from gpipe_hpc.training.data.paths import expand
 from gpipe_hpc.training.data.token_files import (
@@ -20,6 +19,7 @@ from gpipe_hpc.training.data.token_files import (
     whole_file,
     without_indices,
 )
+from gpipe_hpc.training.indexing.parts import percentile
 
 # Tests would be more than half of the text; installed packages are not the same on all machines.
 _LEFT_OUT: Final = frozenset(

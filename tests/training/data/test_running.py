@@ -327,7 +327,8 @@ def test_only_ranks_that_use_a_thing_read_it(files, tmp_path, monkeypatch):
     calls: list[tuple[str, str]] = []
 
     def note(what: str) -> None:
-        calls.append((threading.current_thread().name, what))
+        rank = threading.current_thread().name.removesuffix(" at work")
+        calls.append((rank, what))
 
     class Watched:
         def __init__(self, dataset):
@@ -360,10 +361,10 @@ def test_ranks_that_see_other_files_do_not_start(files, tmp_path, monkeypatch):
     root = files.write_folder(tmp_path / "data")
     original = session_module.open_data
 
-    def opened(config, seed):
-        if threading.current_thread().name == "rank1":
+    def opened(config, seed, spare):
+        if threading.current_thread().name.startswith("rank1"):
             config.path = str(files.write_folder(tmp_path / "other", per_class=5))
-        return original(config, seed)
+        return original(config, seed, spare)
 
     monkeypatch.setattr(session_module, "open_data", opened)
     settings = (*CODED, f"data.path={root}", f"run.dir={tmp_path}/run")

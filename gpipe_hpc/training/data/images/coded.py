@@ -14,7 +14,6 @@ from torch import Tensor
 from gpipe_hpc.config import CodedImagesConfig
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.training.data.dataset import CorruptSampleError
-from gpipe_hpc.training.data.hashing import percentile
 from gpipe_hpc.training.data.images.augmentation import (
     CentreCrop,
     Crop,
@@ -30,11 +29,13 @@ from gpipe_hpc.training.data.images.source import (
     as_numbers,
 )
 from gpipe_hpc.training.data.names import Names
+from gpipe_hpc.training.indexing.parts import percentile
+from gpipe_hpc.training.indexing.tar import IMAGE_SUFFIXES
 
 # No other: each decoder is code that strangers' bytes run through.
 _FORMATS: Final = ("JPEG", "PNG")
 _DEEP: Final = ("I;16", "I")  # grey of 16 bits, by a newer or older Pillow
-SUFFIXES: Final = (".jpg", ".jpeg", ".png")
+SUFFIXES: Final = IMAGE_SUFFIXES
 
 
 class CodedStore(Protocol):

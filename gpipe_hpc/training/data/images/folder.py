@@ -1,9 +1,11 @@
 """A folder of images for each class, as ImageNet is laid out."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +20,13 @@ from gpipe_hpc.training.data.images.coded import (
     split,
 )
 from gpipe_hpc.training.data.images.source import Classes, ImageSource
+from gpipe_hpc.training.data.indices import Keeping, indexed
 from gpipe_hpc.training.data.names import Names
 from gpipe_hpc.training.data.paths import folder, unreadable
+from gpipe_hpc.training.indexing.parts import Arrays, Part
+
+_NUM_LISTED: Final = 16  # folders at a time
+_WORTH_KEEPING: Final = 20_000  # images; fewer are listed in a second
 
 
 @dataclass(frozen=True)
@@ -39,12 +46,12 @@ class FolderStore:
         path = self.root / self.names[index]
         try:
             with path.open("rb") as file:
-                content = file.read(max_bytes + 1)
+                num_bytes = os.fstat(file.fileno()).st_size
+                if num_bytes > max_bytes:
+                    raise corrupt(str(path), f"more than {max_bytes} bytes: {num_bytes}")
+                return file.read(num_bytes)
         except OSError as error:
             raise unreadable(path, error) from error
-        if len(content) > max_bytes:
-            raise corrupt(str(path), f"more than {max_bytes} bytes")
-        return content
 
     def pick(self, kept: npt.NDArray[np.bool_]) -> "FolderStore":
         """Return a store of those images that are marked."""
@@ -55,11 +62,14 @@ class FolderStore:
         return self.names.digest(self.labels)
 
 
-def open_image_folder(config: ImageFolderConfig, seed: int = 0) -> ImageSource:
+def open_image_folder(
+    config: ImageFolderConfig, seed: int = 0, spare: Path | None = None
+) -> ImageSource:
     """Return the images under PATH/train/CLASS and PATH/val/CLASS, in order of their names.
 
-    Lists folders, opens no image. Raises DataError for a folder that is missing, and for more
-    classes than data.num_classes.
+    Lists folders, unless an earlier run kept that, and opens no image. `spare`: where the list is
+    kept if the data's folder is read-only. Raises DataError for a folder that is missing, and for
+    more classes than data.num_classes.
     """
     root = folder("data.path", config.path or "")
     training = folder("data.train", root / config.train)
@@ -69,7 +79,8 @@ def open_image_folder(config: ImageFolderConfig, seed: int = 0) -> ImageSource:
             f"data: {training} has more classes than the model, expected at most data.num_classes="
             f"{config.num_classes} folders, got {len(classes)}; set data.num_classes"
         )
-    train: CodedStore = _store(training, classes)
+    keeping = Keeping(config.index_dir, spare)
+    train: CodedStore = _store(training, classes, keeping)
     if config.validation is None:
         train, validation = split(train, config.validation_percent)
     else:
@@ -82,7 +93,7 @@ def open_image_folder(config: ImageFolderConfig, seed: int = 0) -> ImageSource:
                 f"data: {held} has a class without training images, expected folders as in "
                 f"{training}, got {unknown[0]!r}; rename or remove it"
             )
-        validation = _store(held, classes)
+        validation = _store(held, classes, keeping)
     return coded_source(config, train, validation, seed, left_out={})
 
 
@@ -91,19 +102,77 @@ def _classes(root: Path) -> list[str]:
         return sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
 
 
-def _store(root: Path, classes: Sequence[str]) -> FolderStore:
+def _store(root: Path, classes: Sequence[str], keeping: Keeping) -> FolderStore:
+    try:
+        part = indexed(
+            "folder",
+            [root, *(root / name for name in classes if (root / name).is_dir())],
+            {"classes": list(classes)},
+            keeping,
+            make=lambda: _list(root, classes),
+            is_sound=lambda part: _is_unchanged(part, root),
+            is_worth_keeping=lambda part: len(part.arrays["ends"]) >= _WORTH_KEEPING,
+        )
+    except OSError as error:
+        raise unreadable(Path(error.filename or root), error) from error
+    names = Names.of(part.arrays["text"], part.arrays["ends"])
+    return FolderStore(root, names, part.arrays["label"].astype(np.int64))
+
+
+class _Listing(NamedTuple):
+    """The images of a class, and the folders they are in with the times of their last change."""
+
+    names: list[str]
+    folders: list[tuple[str, int]]
+
+
+def _list(root: Path, classes: Sequence[str]) -> Part:
+    """Return names and labels of all images, and `folders`: when each folder was changed."""
+    # Side by side: a file server takes its time for each folder.
+    with ThreadPoolExecutor(_NUM_LISTED) as pool:
+        listings = list(pool.map(lambda name: _images(root, name), classes))
+    names = Names(name for each in listings for name in each.names)
+    counts = [len(each.names) for each in listings]
+    arrays: Arrays = {
+        "text": names.text,
+        "ends": names.ends,
+        "label": np.repeat(np.arange(len(classes), dtype=np.int32), counts),
+    }
+    return Part(arrays, {"folders": [each for found in listings for each in found.folders]})
+
+
+def _images(root: Path, name: str) -> _Listing:
     names: list[str] = []
-    counts = []
-    for name in classes:
-        found = sorted(_images(root, name))
-        names += found
-        counts.append(len(found))
-    return FolderStore(root, Names(names), np.repeat(np.arange(len(classes)), counts))
-
-
-def _images(root: Path, name: str) -> Iterator[str]:
-    for where, _, files in os.walk(root / name):
+    folders: list[tuple[str, int]] = []
+    for where, _, files in os.walk(root / name, onerror=_refuse):
         inside = os.path.relpath(where, root)
-        for file in files:
-            if file.lower().endswith(SUFFIXES) and not file.startswith("."):
-                yield f"{inside}/{file}"
+        folders.append((inside, os.stat(where).st_mtime_ns))
+        names += [
+            f"{inside}/{file}"
+            for file in files
+            if file.lower().endswith(SUFFIXES) and not file.startswith(".")
+        ]
+    return _Listing(sorted(names), folders)
+
+
+def _refuse(error: OSError) -> None:
+    """Pass over a class without images of this set; raise what else the system says."""
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
+def _is_unchanged(part: Part, root: Path) -> bool:
+    """Say whether no folder has changed since it was listed."""
+    ends, text, label = (part.arrays[name] for name in ("ends", "text", "label"))
+    if len(ends) != len(label) or (len(ends) and int(ends[-1]) > len(text)):
+        return False
+    with ThreadPoolExecutor(_NUM_LISTED) as pool:
+        is_same = pool.map(lambda each: _time_of(root / each[0]) == each[1], part.facts["folders"])
+        return all(is_same)
+
+
+def _time_of(folder: Path) -> int | None:
+    try:
+        return folder.stat().st_mtime_ns
+    except OSError:
+        return None

@@ -5,13 +5,10 @@ A sample is what stands side by side under one name up to its first dot: an imag
 Nothing is ever extracted: names in a tar file lead nowhere.
 """
 
-import json
-import os
-import tarfile
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,27 +16,15 @@ import numpy.typing as npt
 from gpipe_hpc.config import ImageShardsConfig
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.training.data.corruption import CorruptTally, tolerance
-from gpipe_hpc.training.data.images.coded import (
-    SUFFIXES,
-    coded_source,
-    corrupt,
-    split,
-)
+from gpipe_hpc.training.data.images.coded import coded_source, corrupt, split
 from gpipe_hpc.training.data.images.source import Classes, ImageSource, checked_classes
+from gpipe_hpc.training.data.indices import Keeping, indexed
 from gpipe_hpc.training.data.names import Names
 from gpipe_hpc.training.data.paths import expand, unreadable
+from gpipe_hpc.training.indexing.crew import Task, in_order
+from gpipe_hpc.training.indexing.parts import Part
 
-_BLOCK: Final = 512
-_MAX_LABEL_BYTES: Final = 2**20
-
-
-class Entry(NamedTuple):
-    """Where an image lies in its shard, and its class."""
-
-    name: str
-    offset: int
-    num_bytes: int
-    label: int
+_WORTH_KEEPING: Final = 2**30  # bytes of shards; the headers of fewer are read in a second
 
 
 @dataclass(frozen=True)
@@ -91,136 +76,108 @@ class ShardStore:
         return f"{self.names.digest(self.labels)}/{shards.digest(self.spans)}"
 
 
-@dataclass
-class _Group:
-    """Members under one name, by what follows its first dot."""
-
-    name: str
-    members: dict[str, tarfile.TarInfo] = field(default_factory=dict)
-
-
-class _UnusableError(Exception):
-    """A group of members that makes no sample."""
-
-
-def open_image_shards(config: ImageShardsConfig, seed: int = 0) -> ImageSource:
+def open_image_shards(
+    config: ImageShardsConfig, seed: int = 0, spare: Path | None = None
+) -> ImageSource:
     """Return the images of tar files, in the order of the files and of what is in them.
 
-    Reads all headers and labels once. Raises DataError for a pattern without files, a class out of
-    range, and where more is corrupt than data.corrupt bears.
+    Reads all headers and labels once, unless an earlier run kept them. `spare`: where the index is
+    kept if the data's folder is read-only. Raises DataError for a pattern without files, a class
+    out of range, and where more is corrupt than data.corrupt bears.
     """
     tally = CorruptTally(tolerance(config))
-    store, wrong = _store(expand(config.paths, (".tar",)), config, tally)
+    keeping = Keeping(config.index_dir, spare)
+    store, wrong = _store(config.paths, config, keeping, tally)
     if config.validation_paths:
-        held, more = _store(expand(config.validation_paths, (".tar",)), config, tally)
+        held, more = _store(config.validation_paths, config, keeping, tally)
         return coded_source(config, store, held, seed, wrong | more)
     train, validation = split(store, config.validation_percent)
     return coded_source(config, train, validation, seed, wrong)
 
 
 def _store(
-    paths: Sequence[Path], config: ImageShardsConfig, tally: CorruptTally
+    patterns: Sequence[str], config: ImageShardsConfig, keeping: Keeping, tally: CorruptTally
 ) -> tuple[ShardStore, dict[str, str]]:
     """Return what is in the shards, and by name what is wrong with the rest."""
-    entries: list[Entry] = []
-    counts: list[int] = []
-    wrong: dict[str, str] = {}
-    for path in paths:
-        found, complaints = _index(path, config)
-        tally.add(complaints, says=False)
-        entries += found
-        counts.append(len(found))
-        wrong |= complaints
-    store = ShardStore(
-        tuple(paths),
-        np.repeat(np.arange(len(paths), dtype=np.int32), counts),
-        np.array([(each.offset, each.num_bytes) for each in entries], np.int64).reshape(-1, 2),
-        Names(each.name for each in entries),
-        np.array([each.label for each in entries], np.int64),
-    )
-    return store, wrong
-
-
-def _index(path: Path, config: ImageShardsConfig) -> tuple[list[Entry], dict[str, str]]:
-    entries: list[Entry] = []
-    wrong: dict[str, str] = {}
+    paths = expand(patterns, (".tar",))
     try:
-        with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
-            for group in _groups(_members(tar, file)):
-                try:
-                    entries += _entry(tar, group, config)
-                except _UnusableError as error:
-                    where = f"{path}: {group.name}"
-                    wrong[where] = _complaint(where, str(error))
-    except (tarfile.TarError, EOFError) as error:
-        wrong[str(path)] = _complaint(str(path), f"{type(error).__name__}: {error}")
+        sizes = np.array([path.stat().st_size for path in paths], np.int64)
+        part = indexed(
+            "shards",
+            paths,
+            {"label_key": config.label_key},
+            keeping,
+            make=lambda: _scan(paths, sizes, config.label_key, tally),
+            is_sound=lambda part: _lies_within(part, sizes),
+            is_worth_keeping=lambda _: int(sizes.sum()) >= _WORTH_KEEPING,
+        )
     except OSError as error:
-        raise unreadable(path, error) from error
-    labels = np.array([each.label for each in entries], np.int64)
-    checked_classes(labels, config.num_classes, str(path))
-    return entries, wrong
+        raise unreadable(Path(error.filename or paths[0]), error) from error
+    wrong = _complaints(part, paths)
+    tally.add(wrong, says=False)
+    shards, labels = part.arrays["shard"], part.arrays["label"]
+    outside = np.flatnonzero((labels < 0) | (labels >= config.num_classes))
+    first = paths[shards[outside[0]]] if len(outside) else ""
+    return ShardStore(
+        tuple(paths),
+        shards,
+        np.stack([part.arrays["offset"], part.arrays["num_bytes"]], axis=1),
+        Names.of(part.arrays["text"], part.arrays["ends"]),
+        checked_classes(labels, config.num_classes, str(first)),
+    ), wrong
 
 
-def _members(tar: tarfile.TarFile, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
-    """Yield what is in a tar file; raise ReadError where it breaks off."""
-    num_bytes = os.fstat(file.fileno()).st_size
-    while (member := tar.next()) is not None:
-        if member.size < 0 or member.offset_data + member.size > num_bytes:
-            raise tarfile.ReadError(
-                f"{member.name} has {member.size} bytes from {member.offset_data} on, more than "
-                f"the file's {num_bytes}"
-            )
-        if member.isreg():
-            yield member
-    # The library takes a damaged header, or none, for the end; the true end is a block of zeros.
-    file.seek(tar.offset)
-    if file.read(_BLOCK) != bytes(_BLOCK):
-        raise tarfile.ReadError(f"no header and no end of the archive at byte {tar.offset}")
+_COLUMNS: Final = ("offset", "num_bytes", "label", "text")
 
 
-def _groups(members: Iterable[tarfile.TarInfo]) -> Iterator[_Group]:
-    """Yield neighbours that share their name up to the first dot of its last part."""
-    group = _Group("")
-    for member in members:
-        folder, slash, last = member.name.rpartition("/")
-        stem, dot, suffix = last.partition(".")
-        if (name := folder + slash + stem) != group.name:
-            yield group
-            group = _Group(name)
-        group.members.setdefault(dot + suffix.lower(), member)
-    yield group
+def _scan(
+    paths: Sequence[Path], sizes: npt.NDArray[np.int64], label_key: str, tally: CorruptTally
+) -> Part:
+    """Return where the images of shards lie, and `wrong`: shard, sample (or none), what it is."""
+    tasks = [
+        Task({"scan": "tar", "path": str(path), "label_key": label_key}, path, int(size))
+        for path, size in zip(paths, sizes, strict=True)
+    ]
+    columns: dict[str, list[npt.NDArray[Any]]] = {
+        "shard": [np.empty(0, np.int32)],
+        "ends": [np.empty(0, np.int64)],
+        "text": [np.empty(0, np.uint8)],
+        **{name: [np.empty(0, np.int64)] for name in _COLUMNS[:-1]},
+    }
+    wrong: list[tuple[int, str, str]] = []
+    length = 0  # of the names so far
+    for shard, part in enumerate(in_order(tasks)):
+        new = [(shard, name, what) for name, what in part.facts["wrong"]]
+        wrong += new
+        tally.add(_complaints(Part({}, {"wrong": new}), paths), says=False)
+        columns["shard"].append(np.full(len(part.arrays["ends"]), shard, np.int32))
+        columns["ends"].append(part.arrays["ends"] + length)
+        length += len(part.arrays["text"])
+        for name in _COLUMNS:
+            columns[name].append(part.arrays[name])
+    arrays = {name: np.concatenate(found) for name, found in columns.items()}
+    return Part(arrays, {"wrong": wrong})
 
 
-def _entry(tar: tarfile.TarFile, group: _Group, config: ImageShardsConfig) -> list[Entry]:
-    """Return the sample of a group, or nothing where it has neither image nor class."""
-    images = [member for suffix, member in group.members.items() if suffix in SUFFIXES]
-    if not images and ".cls" not in group.members:
-        return []
-    if len(images) != 1:
-        raise _UnusableError(f"{len(images)} images ({', '.join(group.members)})")
-    (image,) = images
-    if image.issparse():
-        raise _UnusableError("a sparse file")
-    return [Entry(group.name, image.offset_data, image.size, _label(tar, group, config))]
+def _lies_within(part: Part, sizes: npt.NDArray[np.int64]) -> bool:
+    """Say whether all that an index says is within the shards, and its names in their text."""
+    shard, offset, num_bytes = (part.arrays[name] for name in ("shard", "offset", "num_bytes"))
+    ends, text = part.arrays["ends"], part.arrays["text"]
+    if not len(shard):
+        return True
+    if int(shard.min()) < 0 or int(shard.max()) >= len(sizes):
+        return False
+    spans = (offset >= 0) & (num_bytes >= 0) & (offset + num_bytes <= sizes[shard])
+    names = (np.diff(ends, prepend=0) >= 0).all() and int(ends[-1]) <= len(text)
+    return bool(spans.all() and names)
 
 
-def _label(tar: tarfile.TarFile, group: _Group, config: ImageShardsConfig) -> int:
-    is_bare = ".cls" in group.members
-    member = group.members.get(".cls" if is_bare else ".json")
-    if member is None:
-        raise _UnusableError(f"no class ({', '.join(group.members)})")
-    file = tar.extractfile(member)
-    assert file is not None, f"{member.name} is a regular file"
-    text = file.read(_MAX_LABEL_BYTES)
-    try:
-        label = json.loads(text)
-        label = label if is_bare else label[config.label_key]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        label = None
-    if type(label) is not int or not -(2**63) <= label < 2**63:
-        shown = text[:40].decode("utf-8", "backslashreplace")
-        raise _UnusableError(f"no class in {member.name}: {shown!r}")
-    return label
+def _complaints(part: Part, paths: Sequence[Path]) -> dict[str, str]:
+    found = {}
+    for shard, name, what in part.facts["wrong"]:
+        where = f"{paths[shard]}: {name}" if name else str(paths[shard])
+        found[where] = _complaint(where, what)
+    return found
 
 
 def _complaint(where: str, got: str) -> str:

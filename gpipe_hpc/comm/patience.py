@@ -1,0 +1,65 @@
+"""Work of some ranks that takes longer than any wait between ranks may."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, Generic, TypeVar
+
+import torch
+
+from gpipe_hpc.comm.world import World, together
+
+T = TypeVar("T")
+
+_MEET_EVERY_S: Final = 1.0
+
+
+def patiently(world: World, where: str, work: Callable[[], T] | None) -> T | None:
+    """Do `work` on those ranks that have some, while all stay in touch; return its result.
+
+    Every rank calls it. The work is done by a thread of its own, and the ranks meet once a second
+    until all are done: so none waits for long in one collective, which a time-out would end, and
+    the failure of one is heard of by all. What `work` raises is raised on its rank.
+    """
+    began_s = time.monotonic()
+    with together(world, where):
+        done = None if work is None else _Work(work)
+        while True:
+            if done is not None:
+                done.wait(_MEET_EVERY_S)
+            num_left = torch.tensor([0 if done is None or done.is_over else 1])
+            world.everybody.all_reduce(num_left)
+            world.activity = f"{where} for {time.monotonic() - began_s:.0f} s"
+            if not num_left.item():
+                return None if done is None else done.result()
+
+
+class _Work(Generic[T]):
+    """A call on a thread of its own; a daemon, so that nobody waits for it who has to leave."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._call, self._over = call, threading.Event()
+        self._found: list[T] = []
+        self._error: BaseException | None = None
+        name = f"{threading.current_thread().name} at work"
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    @property
+    def is_over(self) -> bool:
+        """Say whether it has returned; raises what it raised."""
+        if self._over.is_set() and self._error is not None:
+            raise self._error
+        return self._over.is_set()
+
+    def wait(self, timeout_s: float) -> None:
+        self._over.wait(timeout_s)
+
+    def result(self) -> T:
+        return self._found[0]
+
+    def _run(self) -> None:
+        try:
+            self._found.append(self._call())
+        except BaseException as error:
+            self._error = error
+        self._over.set()

@@ -1,0 +1,172 @@
+"""An index in a file, for the next run: JSON, then arrays that are mapped. Nothing is unpickled.
+
+An index is written aside and appears by one rename, so two jobs may make the same at once. It says
+of which files it is, with their sizes and times, and by which settings; where these differ, or its
+own content is damaged, it is made anew.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from gpipe_hpc.training.indexing.parts import KINDS, Part
+
+log = logging.getLogger("gpipe_hpc.train")
+
+FOLDER: Final = ".gpipe_hpc"
+"""The folder of indices beside data."""
+_MAGIC: Final = b"gpipe_hpc index\n"
+_LENGTH: Final = struct.Struct("<Q")
+_ALIGNMENT: Final = 64
+_BLOCK: Final = 2**24
+_RECENT_S: Final = 2.0
+
+
+class Place(NamedTuple):
+    """Where the index of some files belongs, and what it must be of."""
+
+    folders: tuple[Path, ...]  # the first that holds it, or else can be written
+    name: str
+    key: str  # settings, files, sizes and times
+    is_settled: bool  # no file has changed in the last seconds, when its time could stay the same
+
+
+def place_of(
+    kind: str,
+    sources: Sequence[Path],
+    settings: Mapping[str, Any],
+    folders: Sequence[Path],
+) -> Place:
+    """Return where the index of these files or folders belongs; OSError if one is not there.
+
+    `sources` are named from the first one's folder: moved as a whole, they keep their index.
+    """
+    root = sources[0].absolute().parent
+    names = [os.path.relpath(path.absolute(), root) for path in sources]
+    states = [path.stat() for path in sources]
+    about = json.dumps([kind, dict(settings), names])
+    times = [[state.st_size, state.st_mtime_ns] for state in states]
+    newest_s = max(state.st_mtime for state in states)
+    return Place(
+        tuple(folders),
+        f"{kind}-{_hash(about)}.index",
+        _hash(about + json.dumps(times)),
+        abs(time.time() - newest_s) > _RECENT_S,
+    )
+
+
+def load(place: Place, is_fresh: Callable[[Part], bool] = lambda _: True) -> Part | None:
+    """Return the index that is kept, if there is one, whole and of the files as they are now.
+
+    `is_fresh` looks at what the files' own times do not tell.
+    """
+    for folder in place.folders:
+        path = folder / place.name
+        try:
+            part = _read(path, place.key)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("data: the index %s is damaged (%s): made anew", path, error)
+            continue
+        if part is not None and is_fresh(part):
+            log.info("index of the data: %s", path)
+            return part
+    return None
+
+
+def save(place: Place, part: Part) -> Path | None:
+    """Keep an index; return where, or None where no folder can be written."""
+    if not place.is_settled:
+        return None
+    for folder in place.folders:
+        path = folder / place.name
+        aside = path.with_name(f"{place.name}.{socket.gethostname()}.{os.getpid()}.part")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _write(aside, place.key, part)
+            os.replace(aside, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                aside.unlink()
+            continue
+        log.info("index of the data: kept as %s", path)
+        return path
+    return None
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+
+def _write(path: Path, key: str, part: Part) -> None:
+    offset, listing, digest = 0, [], hashlib.blake2b()
+    contents: list[bytes] = []
+    for name, array in part.arrays.items():
+        content = np.ascontiguousarray(array)
+        assert content.dtype.str in KINDS, f"{name} is {content.dtype}"
+        listing.append([name, content.dtype.str, list(content.shape), offset])
+        padding = bytes(-content.nbytes % _ALIGNMENT)
+        contents += [content.tobytes(), padding]
+        offset += content.nbytes + len(padding)
+    for each in contents:
+        digest.update(each)
+    head = json.dumps(
+        {"key": key, "arrays": listing, "facts": part.facts, "hash": digest.hexdigest()}
+    ).encode()
+    head += b" " * (-(len(_MAGIC) + _LENGTH.size + len(head)) % _ALIGNMENT)
+    with path.open("wb") as file:
+        for each in (_MAGIC, _LENGTH.pack(len(head)), head, *contents):
+            file.write(each)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read(path: Path, key: str) -> Part | None:
+    """Return an index; None if it is of other files or settings, ValueError if it is damaged."""
+    with path.open("rb") as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        start = file.read(len(_MAGIC) + _LENGTH.size)
+        if len(start) < len(_MAGIC) + _LENGTH.size or not start.startswith(_MAGIC):
+            raise ValueError("no index of ours")
+        (length,) = _LENGTH.unpack(start[len(_MAGIC) :])
+        if length > num_bytes - len(start):
+            raise ValueError("it ends in its header")
+        head = json.loads(file.read(length))
+        if head["key"] != key:
+            return None
+        first = len(start) + length
+        digest = hashlib.blake2b()
+        while block := file.read(_BLOCK):
+            digest.update(block)
+        if digest.hexdigest() != head["hash"]:
+            raise ValueError("its content has another hash")
+    mapped = np.memmap(path, np.uint8, "r") if num_bytes > first else np.empty(0, np.uint8)
+    arrays = {
+        name: _array(mapped, kind, shape, first + offset, num_bytes)
+        for name, kind, shape, offset in head["arrays"]
+    }
+    return Part(arrays, head["facts"])
+
+
+def _array(
+    mapped: npt.NDArray[np.uint8], kind: str, shape: Sequence[int], start: int, num_bytes: int
+) -> npt.NDArray[Any]:
+    if kind not in KINDS or min(shape, default=0) < 0:
+        raise ValueError(f"an array {kind}{shape}")
+    stop = start + math.prod(shape) * np.dtype(kind).itemsize
+    if not 0 <= start <= stop <= num_bytes:
+        raise ValueError("an array outside of it")
+    return mapped[start:stop].view(kind).reshape(shape)
