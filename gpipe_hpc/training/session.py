@@ -52,6 +52,7 @@ log = logging.getLogger("gpipe_hpc.train")
 
 INDEX_FOLDER: Final = "index"
 """The folder of a run for indices of data that lie where nothing can be written."""
+
 MEMORY: Final = Path("in memory")
 _GRACE_S: Final = 5.0  # for a file that is being written when a run fails
 

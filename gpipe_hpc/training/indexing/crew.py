@@ -4,6 +4,7 @@ Processes of their own, not forks: a copy of one that computes on several thread
 connections of a rank, may lock up or keep them open.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -136,7 +137,9 @@ class _Crew:
             process.kill()
             process.wait()
             for stream in (process.stdin, process.stdout):
-                if stream is not None:
+                # What could not be sent to a process that is gone is not missed.
+                with contextlib.suppress(OSError):
+                    assert stream is not None, "both are pipes"
                     stream.close()
 
     def _serve(self, process: subprocess.Popen[bytes]) -> None:

@@ -30,6 +30,7 @@ FOLDER: Final = ".gpipe_hpc"
 _MAGIC: Final = b"gpipe_hpc index\n"
 _LENGTH: Final = struct.Struct("<Q")
 _ALIGNMENT: Final = 64
+_START_BYTES: Final = len(_MAGIC) + _LENGTH.size + hashlib.blake2b().digest_size
 _BLOCK: Final = 2**24
 _RECENT_S: Final = 2.0
 
@@ -112,7 +113,7 @@ def _hash(text: str) -> str:
 
 
 def _write(path: Path, key: str, part: Part) -> None:
-    offset, listing, digest = 0, [], hashlib.blake2b()
+    offset, listing = 0, []
     contents: list[bytes] = []
     for name, array in part.arrays.items():
         content = np.ascontiguousarray(array)
@@ -121,14 +122,13 @@ def _write(path: Path, key: str, part: Part) -> None:
         padding = bytes(-content.nbytes % _ALIGNMENT)
         contents += [content.tobytes(), padding]
         offset += content.nbytes + len(padding)
+    head = json.dumps({"key": key, "arrays": listing, "facts": part.facts}).encode()
+    head += b" " * (-(_START_BYTES + len(head)) % _ALIGNMENT)
+    digest = hashlib.blake2b(head)
     for each in contents:
         digest.update(each)
-    head = json.dumps(
-        {"key": key, "arrays": listing, "facts": part.facts, "hash": digest.hexdigest()}
-    ).encode()
-    head += b" " * (-(len(_MAGIC) + _LENGTH.size + len(head)) % _ALIGNMENT)
     with path.open("wb") as file:
-        for each in (_MAGIC, _LENGTH.pack(len(head)), head, *contents):
+        for each in (_MAGIC, _LENGTH.pack(len(head)), digest.digest(), head, *contents):
             file.write(each)
         file.flush()
         os.fsync(file.fileno())
@@ -138,21 +138,22 @@ def _read(path: Path, key: str) -> Part | None:
     """Return an index; None if it is of other files or settings, ValueError if it is damaged."""
     with path.open("rb") as file:
         num_bytes = os.fstat(file.fileno()).st_size
-        start = file.read(len(_MAGIC) + _LENGTH.size)
-        if len(start) < len(_MAGIC) + _LENGTH.size or not start.startswith(_MAGIC):
+        start = file.read(_START_BYTES)
+        if len(start) < _START_BYTES or not start.startswith(_MAGIC):
             raise ValueError("no index of ours")
-        (length,) = _LENGTH.unpack(start[len(_MAGIC) :])
-        if length > num_bytes - len(start):
+        (length,) = _LENGTH.unpack_from(start, len(_MAGIC))
+        if length > num_bytes - _START_BYTES:
             raise ValueError("it ends in its header")
-        head = json.loads(file.read(length))
+        content = file.read(length)
+        head = json.loads(content)
         if head["key"] != key:
             return None
-        first = len(start) + length
-        digest = hashlib.blake2b()
+        digest = hashlib.blake2b(content)
         while block := file.read(_BLOCK):
             digest.update(block)
-        if digest.hexdigest() != head["hash"]:
+        if digest.digest() != start[-digest.digest_size :]:
             raise ValueError("its content has another hash")
+    first = _START_BYTES + length
     mapped = np.memmap(path, np.uint8, "r") if num_bytes > first else np.empty(0, np.uint8)
     arrays = {
         name: _array(mapped, kind, shape, first + offset, num_bytes)

@@ -2,7 +2,9 @@
 
 import gzip
 import math
+import struct
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from gpipe_hpc.config import (
 )
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.training.data import open_data
+from gpipe_hpc.training.data.images.idx import IdxFile
 
 
 def idx(folder, **settings) -> IdxConfig:
@@ -207,3 +210,16 @@ def test_training_images_are_shifted_and_others_are_not(files, tmp_path):
     assert not torch.equal(varied.train.read_inputs(indices), plain.train.read_inputs(indices))
     epochs = {varied.train.read_inputs(indices, epoch).sum().item() for epoch in range(4)}
     assert len(epochs) == 4
+
+
+def test_header_of_a_packed_file_allocates_nothing(tmp_path):
+    """Deflate may shrink a thousandfold, so 100 KB could hold the 60 MB that a header says."""
+    header = struct.pack(">BBBB3I", 0, 0, 8, 3, 20, 1, 3_000_000)
+    path = tmp_path / "images.gz"
+    path.write_bytes(gzip.compress(header + np.random.default_rng(0).bytes(100_000)))
+    file = IdxFile.open(path, 3)
+    tracemalloc.start()
+    with pytest.raises(DataError, match="fewer than the 60000000 bytes of its header"):
+        file.read()
+    assert tracemalloc.get_traced_memory()[1] < 2**23
+    tracemalloc.stop()

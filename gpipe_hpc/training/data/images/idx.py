@@ -24,6 +24,7 @@ from gpipe_hpc.training.data.paths import folder, unreadable
 
 _UBYTE: Final = 8
 _MAX_INFLATION: Final = 1032  # deflate makes no file smaller than its 1032nd part
+_PIECE: Final = 2**20
 _DEBIAN: Final = (
     "install it with apt-get install dataset-fashion-mnist, or set data.path to where its four "
     "files are"
@@ -86,9 +87,12 @@ class IdxFile:
         wanted = math.prod(self.shape)
         with _stream(self.path) as stream:
             stream.read(offset)
-            content = stream.read(wanted)
-            if len(content) != wanted or stream.read(1):
-                length = "fewer" if len(content) != wanted else "more"
+            # In pieces: no more is allocated than there is, whatever the header says.
+            content = bytearray()
+            while piece := stream.read(min(_PIECE, wanted + 1 - len(content))):
+                content += piece
+            if len(content) != wanted:
+                length = "fewer" if len(content) < wanted else "more"
                 raise ValueError(f"{length} than the {wanted} bytes of its header")
         return np.frombuffer(content, np.uint8).reshape(self.shape)
 

@@ -1,0 +1,72 @@
+"""Work that takes longer than a wait between ranks may."""
+
+import threading
+import time
+
+import pytest
+
+from gpipe_hpc import run_on_threads
+from gpipe_hpc.comm import patience
+from gpipe_hpc.comm.patience import patiently
+from gpipe_hpc.errors import DataError, PeerError
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch):
+    """Let ranks meet often enough for a short test."""
+    monkeypatch.setattr(patience, "_MEET_EVERY_S", 0.05)
+
+
+def test_others_wait_for_longer_than_the_time_out():
+    """Rank 0 indexed within a collective: after 600 s all ended."""
+
+    def body(world):
+        work = (lambda: time.sleep(2) or "found") if world.rank == 0 else None
+        return patiently(world, "opening", work)
+
+    assert run_on_threads(3, body, timeout_s=0.8) == ["found", None, None]
+
+
+def test_each_gets_what_its_own_work_gave():
+    def body(world):
+        return patiently(world, "opening", lambda: time.sleep(0.1 * world.rank) or world.rank)
+
+    assert run_on_threads(3, body) == [0, 1, 2]
+
+
+def test_failure_ends_all_with_its_reason():
+    told = []
+
+    def body(world):
+        def fail():
+            time.sleep(0.2)
+            raise DataError("data: x is not there")
+
+        try:
+            patiently(world, "opening", fail if world.rank == 1 else None)
+        except (DataError, PeerError) as error:
+            told.append((world.rank, type(error), str(error)))
+            raise
+
+    with pytest.raises(DataError, match=r"^data: x is not there$"):
+        run_on_threads(3, body)
+    assert sorted(told, key=lambda each: each[0]) == [
+        (0, PeerError, "rank 1: data: x is not there"),
+        (1, DataError, "data: x is not there"),
+        (2, PeerError, "rank 1: data: x is not there"),
+    ]
+
+
+def test_what_a_rank_does_is_shown():
+    def body(world):
+        patiently(world, "opening", None)
+        return world.activity
+
+    assert run_on_threads(2, body) == ["opening for 0 s"] * 2
+
+
+def test_work_is_done_beside_the_rank():
+    names = run_on_threads(
+        2, lambda world: patiently(world, "x", lambda: threading.current_thread().name)
+    )
+    assert names == ["rank0 at work", "rank1 at work"]
