@@ -301,12 +301,19 @@ class Pipeline:
             return checkpoint.save(self, Path(path), optimizer, dict(extra or {}))
 
     def load(
-        self, path: str | Path, optimizer: torch.optim.Optimizer | None = None
+        self,
+        path: str | Path | checkpoint.Verified,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
         """Load a checkpoint, of any layout, and its groups' options; return its `extra`.
-        CheckpointError if it is damaged, or of another model, kind of optimizer or grouping."""
-        with together(self.world, f"loading {path}"):
-            return checkpoint.load(self, Path(path), optimizer)
+
+        Every byte is verified first, unless `checkpoint.verify` has done so. CheckpointError if it
+        is damaged, or of another model, kind of optimizer or grouping: then nothing has changed.
+        """
+        source = path if isinstance(path, checkpoint.Verified) else Path(path)
+        where = source if isinstance(source, Path) else source.path
+        with together(self.world, f"loading {where}"):
+            return checkpoint.load(self, source, optimizer)
 
     @property
     def loss_weight(self) -> float:

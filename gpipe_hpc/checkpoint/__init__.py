@@ -6,7 +6,7 @@ Nothing that its files hold is run.
 """
 
 from gpipe_hpc.checkpoint.background import BackgroundSaver
-from gpipe_hpc.checkpoint.folder import PARTIAL_SUFFIX, read_facts, read_owner, sync
+from gpipe_hpc.checkpoint.folder import PARTIAL_SUFFIX, has_files, read_facts, read_owner, sync
 from gpipe_hpc.checkpoint.loading import load
 from gpipe_hpc.checkpoint.metadata import StoredTensor, fill
 from gpipe_hpc.checkpoint.saving import save
@@ -18,6 +18,7 @@ __all__ = [
     "StoredTensor",
     "Verified",
     "fill",
+    "has_files",
     "load",
     "read_facts",
     "read_owner",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gpipe_hpc.pipeline import Pipeline
 
 PARTIAL_SUFFIX: Final = ".partial"
+_OURS: Final = re.compile(rf"__\d+_\d+\.distcp|\.metadata(\.tmp)?|{re.escape(MANIFEST)}").fullmatch
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -43,6 +44,16 @@ def read_owner(path: Path, key: str) -> str | None:
     except (OSError, ValueError, LookupError, TypeError):
         return None
     return owner if isinstance(owner, str) else None
+
+
+def is_ours(name: str) -> bool:
+    """Say whether a file of this name is a part of a checkpoint."""
+    return _OURS(name) is not None
+
+
+def has_files(path: Path) -> bool:
+    """Say whether a folder holds parts of a checkpoint, be it whole or not."""
+    return any(is_ours(each.name) for each in path.iterdir())
 
 
 def read_stored(path: Path) -> dict[str, StoredTensor]:

@@ -12,11 +12,10 @@ Every file and folder is on the disk before the rename, and the rename before `s
 import json
 import logging
 import os
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from gpipe_hpc.checkpoint.agreement import all_or_none, raise_first
 from gpipe_hpc.checkpoint.blocks import BLOCK_BYTES, blocks_of, digests
 from gpipe_hpc.checkpoint.contents import Contents, collect
-from gpipe_hpc.checkpoint.folder import PARTIAL_SUFFIX, room_at, said, sync
+from gpipe_hpc.checkpoint.folder import PARTIAL_SUFFIX, is_ours, room_at, said, sync
 from gpipe_hpc.checkpoint.manifest import MANIFEST, Facts, manifest_text
 from gpipe_hpc.checkpoint.metadata import METADATA, StoredTensor, write_metadata
 from gpipe_hpc.errors import CheckpointError, os_remedy
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     from gpipe_hpc.pipeline import Pipeline
 
 log = logging.getLogger("gpipe_hpc.checkpoint")
-
-_OURS: Final = re.compile(rf"__\d+_\d+\.distcp|\.metadata(\.tmp)?|{re.escape(MANIFEST)}").fullmatch
 
 
 class Written(NamedTuple):
@@ -143,7 +140,9 @@ def _clear(partial: Path) -> None:
     if not os.path.lexists(partial):
         return
     is_folder = partial.is_dir() and not partial.is_symlink()
-    strange = [p.name for p in partial.iterdir() if not _OURS(p.name)] if is_folder else ["a file"]
+    strange = (
+        [p.name for p in partial.iterdir() if not is_ours(p.name)] if is_folder else ["a file"]
+    )
     if strange:
         raise CheckpointError(
             f"checkpoint {partial}: expected at most what an earlier save left, got "

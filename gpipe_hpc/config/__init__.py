@@ -51,7 +51,7 @@ from gpipe_hpc.config.schema import (
     TrainConfig,
     VerifyConfig,
 )
-from gpipe_hpc.config.targets import bind_target, build_target
+from gpipe_hpc.config.targets import bind_target, build_target, check_stored_target
 
 __all__ = [
     "AdamWConfig",
@@ -96,6 +96,7 @@ __all__ = [
     "bind_target",
     "build_target",
     "check_config",
+    "check_stored_target",
     "compose_config",
     "conf_dir",
     "config_yaml",

@@ -174,6 +174,7 @@ class ExportConfig:
     """How weights are exported."""
 
     dtype: str | None = None
+    trust: bool = False
 
 
 @dataclass

@@ -4,12 +4,14 @@ import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, Final
 
 from omegaconf import OmegaConf
 
 from gpipe_hpc.config.composing import conf_dir
 from gpipe_hpc.errors import ConfigError, ModelError
+
+_TRUSTED: Final = ("gpipe_hpc.models", "gpipe_hpc.models.huggingface")
 
 
 def build_target(section: str, settings: Mapping[str, Any]) -> Any:
@@ -43,6 +45,27 @@ def bind_target(section: str, settings: Mapping[str, Any]) -> Callable[..., Any]
             f"{section}.{unknown[0]}={keywords[unknown[0]]!r}; correct or remove it"
         )
     return partial(target, **{name: keywords[name] for name in keywords if name in parameters})
+
+
+def check_stored_target(section: str, settings: Mapping[str, Any], source: str) -> None:
+    """Refuse a ``_target_`` of settings that were stored, unless it is a function of our models.
+
+    Settings that lie in a folder may come from somebody else, and a target may be any function, so
+    nothing is imported for them but `gpipe_hpc.models`, and only what it shows is called.
+    `source`: where they were read, for the message. Raises ConfigError.
+    """
+    path = settings.get("_target_")
+    module, _, name = path.rpartition(".") if isinstance(path, str) else ("", "", "")
+    if module in _TRUSTED:
+        shown = import_module(module)
+        target = getattr(shown, name, None) if name in shown.__all__ else None
+        if inspect.isfunction(target) and target.__module__.startswith("gpipe_hpc.models."):
+            return
+    raise ConfigError(
+        f"export: {section}._target_ of {source} is not called, expected a function of "
+        f"{' or '.join(_TRUSTED)}, got {path!r}: stored settings may be anybody's, and it could "
+        f"do anything; if you trust them, set export.trust=true"
+    )
 
 
 def _preset_keywords(section: str, target: str) -> set[str]:

@@ -1,20 +1,22 @@
 """`python -m gpipe_hpc.export run.dir=FOLDER`: the weights of a run as safetensors.
 
 Takes the newest checkpoint, or the one of `checkpoint.resume`, and writes
-`run.dir/exported/<checkpoint>`.
+`run.dir/exported/<checkpoint>`. What the folder holds is read, not run: see `export.trust`.
 """
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from gpipe_hpc.config import Config, build_target
+from gpipe_hpc.comm.group import SoloGroup
+from gpipe_hpc.config import Config, build_target, check_stored_target
 from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs, say_error
-from gpipe_hpc.errors import ConfigError, GpipeError
+from gpipe_hpc.errors import ConfigError, GpipeError, os_remedy
 from gpipe_hpc.export.checkpoints import export_checkpoint
 from gpipe_hpc.models import normalise_layers
+from gpipe_hpc.training.resuming import newest_whole
 from gpipe_hpc.training.run_folder import Checkpoints
 
 
@@ -38,29 +40,41 @@ def _task(job: Job) -> int:
 def export_run(config: Config) -> Path:
     """Export a checkpoint of the run in `run.dir`; return the folder.
 
-    Raises ConfigError where there is no run or checkpoint, and as `export_checkpoint`.
+    Raises ConfigError where there is no run or checkpoint, or its model is built by a function
+    that is not of this package and not trusted, and as `export_checkpoint`.
     """
     if config.run.dir is None:
         raise ConfigError("export: expected the folder of a run, got none; set run.dir=FOLDER")
     folder = Path(config.run.dir)
-    settings = folder / "config.yaml"
-    try:
-        model = OmegaConf.to_container(OmegaConf.load(settings).model)
-        assert isinstance(model, dict), f"model is a {type(model).__name__}"
-    except (OSError, OmegaConfBaseException, AttributeError) as error:
-        raise ConfigError(
-            f"export: {folder} is no run, expected its config.yaml, got {type(error).__name__}: "
-            f"{error}; correct run.dir"
-        ) from error
-    checkpoint = Checkpoints(folder, keep=1).resume_from(config.checkpoint.resume)
+    model = _stored_model(folder / "config.yaml", config.export.trust)
+    checkpoint = newest_whole(
+        Checkpoints(folder, keep=1), config.checkpoint.resume, False, SoloGroup(0), 0
+    )
     if checkpoint is None:
         raise ConfigError(
             f"export: {folder} has no checkpoint, expected one in its checkpoints/, got none; set "
             f"checkpoint.resume to the path of one"
         )
-    layers = normalise_layers(build_target("model", {str(k): v for k, v in model.items()}))
-    target = folder / "exported" / checkpoint.name
+    layers = normalise_layers(build_target("model", model))
+    target = folder / "exported" / checkpoint.path.name
     return export_checkpoint(checkpoint, layers, target, dtype=config.export.dtype)
+
+
+def _stored_model(settings: Path, trusts: bool) -> dict[str, Any]:
+    """Return the run's settings of its model, as they stand: nothing they refer to is looked up."""
+    try:
+        told = OmegaConf.to_container(OmegaConf.load(settings), resolve=False)
+        model = told["model"] if isinstance(told, dict) else None
+        if not isinstance(model, dict):
+            raise TypeError(f"model is a {type(model).__name__}")
+    except Exception as error:  # a damaged file may raise anything
+        raise ConfigError(
+            f"export: {settings.parent} is no run, expected its config.yaml, got "
+            f"{type(error).__name__}: {error}; {os_remedy(error) or 'correct run.dir'}"
+        ) from error
+    if not trusts:
+        check_stored_target("model", model, str(settings))
+    return {str(name): value for name, value in model.items()}
 
 
 if __name__ == "__main__":

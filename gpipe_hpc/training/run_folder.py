@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from gpipe_hpc.checkpoint import PARTIAL_SUFFIX, read_facts, read_owner
+from gpipe_hpc.checkpoint import PARTIAL_SUFFIX, has_files, read_facts, read_owner
 from gpipe_hpc.errors import CheckpointError, ConfigError
 from gpipe_hpc.training.run_identity import run_id
 
@@ -150,29 +150,34 @@ class Checkpoints:
                     f"else where this start, after step {first}, will save; move it away"
                 )
 
-    def resume_from(self, resume: str, is_restart: bool = False) -> Path | None:
-        """Return what `checkpoint.resume` asks for: auto, never, or a path.
+    def candidates(self, resume: str, is_restart: bool = False) -> list[Path]:
+        """Return what `checkpoint.resume` asks for, best first: auto, never, or a path.
 
-        A path may be a checkpoint or a run folder, whose newest is taken. `is_restart`: the
+        A path may be a checkpoint or a run folder, whose newest is best. `is_restart`: the
         launcher repeats its command, so the run goes on from what it saved itself, if anything.
-        ConfigError if nothing is there, CheckpointError if it is no checkpoint.
+        Damaged ones are among them. ConfigError if nothing is there, CheckpointError if it is no
+        checkpoint.
         """
-        own = self.newest()
-        if resume == "auto" or (is_restart and own is not None):
+        own = self._newest_first()
+        if resume == "auto" or (is_restart and own):
             return own
         if resume == "never":
-            return None
+            return []
         path = Path(resume)
-        newest = Checkpoints(path, self._keep).newest()
-        if newest is not None:
-            return newest
+        others = Checkpoints(path, self._keep)._newest_first()
+        if others:
+            return others
         if not path.is_dir():
             raise ConfigError(
                 f"config: bad checkpoint.resume, expected a checkpoint or a run folder, got "
                 f"{path}, which is not there; use auto, never or the path of one"
             )
         read_facts(path)
-        return path
+        return [path]
+
+    def _newest_first(self) -> list[Path]:
+        name = run_id(self._run_folder)
+        return [p for p in reversed(self._named()) if _may_be_of(name, p) or _is_damaged(name, p)]
 
     def _named(self) -> list[Path]:
         """Return the folders that are named as a checkpoint, by step."""
@@ -225,6 +230,15 @@ def _may_be_of(name: str | None, path: Path) -> bool:
         return False
     owner = facts["extra"].get(OWNER)
     return facts["steps_done"] == _step(path) and (None in (name, owner) or owner == name)
+
+
+def _is_damaged(name: str | None, path: Path) -> bool:
+    """Say whether a checkpoint says nothing of itself, and may have been the run's."""
+    try:
+        read_facts(path)
+    except CheckpointError:
+        return has_files(path) and _could_be_of(name, path)
+    return False
 
 
 def _could_be_of(name: str | None, path: Path) -> bool:

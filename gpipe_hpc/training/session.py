@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from gpipe_hpc.checkpoint import BackgroundSaver, read_facts
+from gpipe_hpc.checkpoint import BackgroundSaver, Verified, read_facts
 from gpipe_hpc.comm.group import broadcast_object
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.patience import patiently
@@ -44,6 +44,7 @@ from gpipe_hpc.training.data import (
 from gpipe_hpc.training.neighbour import Found, NeighbourCopies
 from gpipe_hpc.training.optimizer import build_optimizer, own_options, states_per_parameter
 from gpipe_hpc.training.position import IDENTITY, check_data, goes_on
+from gpipe_hpc.training.resuming import newest_listed, newest_whole
 from gpipe_hpc.training.run_folder import OWNER, Checkpoints
 from gpipe_hpc.training.run_identity import Run
 from gpipe_hpc.training.run_lock import RunLock
@@ -58,12 +59,23 @@ _GRACE_S: Final = 5.0  # for a file that is being written when a run fails
 
 
 class Resumed(NamedTuple):
-    """A checkpoint to start from; `cut`: the partition it was saved with; `extra`: the run's."""
+    """A checkpoint to start from; `cut`: the partition it was saved with; `extra`: the run's.
+
+    `verified`: None where nobody has looked whether it is whole.
+    """
 
     path: Path
     steps_done: int
     cut: dict[str, Any]
     extra: dict[str, Any]
+    verified: Verified | None = None
+
+    @classmethod
+    def of(
+        cls, path: Path, facts: Mapping[str, Any], verified: Verified | None = None
+    ) -> "Resumed":
+        """Return what a checkpoint's manifest says."""
+        return cls(path, facts["steps_done"], facts["partition"], facts["extra"], verified)
 
 
 @dataclass
@@ -197,11 +209,12 @@ def open_session(
     everybody = world.everybody
     checkpoints = Checkpoints(run.folder, config.checkpoint.keep)
     with together(world, "opening the run"):
-        found = _resume(config, checkpoints, run.is_repeated) if world.rank == 0 else None
-        resumed: Resumed | None = broadcast_object(everybody, found, root=0)
         in_memory = None if copies is None else copies.find()
+        resumed = _resumed(config, world, checkpoints, run, in_memory)
         if in_memory is not None and resumed is not None and in_memory.step < resumed.steps_done:
             in_memory = None
+        if world.rank == 0:
+            _make_way(config, checkpoints, resumed)
     # Elsewhere only if needed: on a cluster, a thousand ranks would list the same folders.
     first = None
     if world.rank == 0:
@@ -271,7 +284,7 @@ def _take_over(
     if resumed is None:
         return None
     with own_options(optimizer):
-        extra = pipe.load(resumed.path, optimizer)
+        extra = pipe.load(resumed.verified or resumed.path, optimizer)
     log.info("resumed from %s: %d steps done", resumed.path, pipe.steps_done)
     return extra
 
@@ -307,11 +320,32 @@ def _pipeline(
     )
 
 
-def _resume(config: Config, checkpoints: Checkpoints, restarted: bool) -> Resumed | None:
-    """Return the checkpoint to start from; a run that will train puts away those past it."""
-    found = checkpoints.resume_from(config.checkpoint.resume, restarted)
-    facts: dict[str, Any] = {"steps_done": 0} if found is None else read_facts(found)
-    done = facts["steps_done"]
+def _resumed(
+    config: Config,
+    world: World,
+    checkpoints: Checkpoints,
+    run: Run,
+    in_memory: Found | None,
+) -> Resumed | None:
+    """Return the checkpoint to start from, if any: the newest that is whole.
+
+    Where there is as new a state in memory the files are not read, and `verified` is None.
+    """
+    everybody, resume = world.everybody, config.checkpoint.resume
+    if in_memory is not None:
+        listed = newest_listed(checkpoints, resume, run.is_repeated) if world.rank == 0 else None
+        own = None if listed is None else Resumed.of(listed, read_facts(listed))
+        resumed: Resumed | None = broadcast_object(everybody, own, root=0)
+        if resumed is None or resumed.steps_done <= in_memory.step:
+            return resumed
+    found = newest_whole(checkpoints, resume, run.is_repeated, everybody, world.rank)
+    return None if found is None else Resumed.of(found.path, found.facts, found)
+
+
+def _make_way(config: Config, checkpoints: Checkpoints, resumed: Resumed | None) -> None:
+    """Put away what an earlier start saved past the step that this one trains from."""
+    found = None if resumed is None else resumed.path
+    done = 0 if resumed is None else resumed.steps_done
     if last_step(config.train) <= done:
         if found is not None and config.train.steps:
             log.warning(
@@ -324,7 +358,6 @@ def _resume(config: Config, checkpoints: Checkpoints, restarted: bool) -> Resume
     else:
         for path in checkpoints.set_aside(found):
             log.warning("starting from step %d: what an earlier run saved is now %s", done, path)
-    return None if found is None else Resumed(found, done, facts["partition"], facts["extra"])
 
 
 class _Opened(NamedTuple):

@@ -1,0 +1,162 @@
+"""What a run folder holds is read by the export, not run."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from torch import nn
+
+from gpipe_hpc import LayerSpec, Pipeline
+from gpipe_hpc.config import check_stored_target, compose_config
+from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.export import export_checkpoint
+from gpipe_hpc.export.__main__ import _stored_model, export_run
+from gpipe_hpc.models import build_mlp
+
+EVIL = """
+from pathlib import Path
+from torch import nn
+Path({mark!r}).touch()
+def build(**_):
+    return [nn.Linear(2, 2)]
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path):
+    """Return a function that makes a run folder whose settings name a target."""
+    pytest.importorskip("safetensors", reason="safetensors is not installed")
+
+    def make(target, **keywords):
+        settings = {"model": {"_target_": target, **keywords}}
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+        pipe = Pipeline(build_mlp(widths=(2, 2)), nn.MSELoss())
+        path = tmp_path / "checkpoints" / "step_00000000"
+        if not path.exists():
+            pipe.save(path)
+        return tmp_path
+
+    return make
+
+
+def export(folder, trust=False):
+    return export_run(compose_config([f"run.dir={folder}", f"export.trust={trust}"]))
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "os.system",
+        "builtins.eval",
+        "subprocess.run",
+        "evil.build",
+        "gpipe_hpc.evil.build",
+        "gpipe_hpc.models.evil.build",
+        "gpipe_hpc.config.targets.import_module",
+        "gpipe_hpc.config.build_target",
+        "gpipe_hpc.models.huggingface.library.import_module",
+        "gpipe_hpc.models.huggingface.library.transformers_part",
+        "gpipe_hpc.models.LayerSpec",
+        "gpipe_hpc.models.zoo.partial",
+        "gpipe_hpc.models._target_",
+        "gpipe_hpc.models.__import__",
+        "gpipe_hpc.models.nn",
+        "gpipe_hpc.models",
+        "",
+        None,
+        3,
+        ["os.system"],
+        {"_target_": "os.system"},
+    ],
+)
+def test_a_target_that_is_no_model_of_ours_is_refused_and_not_imported(
+    run, tmp_path, monkeypatch, target
+):
+    """It was imported and called, whatever it was."""
+    mark = tmp_path / "mark"
+    (tmp_path / "evil.py").write_text(EVIL.format(mark=str(mark)))
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = run(target, command=f"touch {mark}")
+    with pytest.raises(ConfigError, match=r"_target_ of .*config\.yaml is not called.*export\.tr"):
+        export(folder)
+    assert not mark.exists() and "evil" not in sys.modules
+    assert not (folder / "exported").exists()
+
+
+def test_with_trust_a_model_of_ones_own_is_exported(run, tmp_path, monkeypatch):
+    mark = tmp_path / "mark"
+    (tmp_path / "mine_of_test_trust.py").write_text(EVIL.format(mark=str(mark)))
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = run("mine_of_test_trust.build")
+    assert (export(folder, trust=True) / "model.safetensors").exists()
+    assert mark.exists()
+
+
+def test_a_model_of_ours_is_exported(run):
+    folder = run("gpipe_hpc.models.build_mlp", widths=[2, 2])
+    assert (export(folder) / "model.safetensors").exists()
+
+
+def test_every_preset_is_trusted(repository):
+    for preset in sorted((repository / "conf" / "model").glob("*.yaml")):
+        settings = yaml.safe_load(preset.read_text())
+        check_stored_target("model", settings, str(preset))
+
+
+def test_what_settings_refer_to_is_not_looked_up(tmp_path, monkeypatch):
+    """Resolvers read the environment, and others may be registered that do more."""
+    monkeypatch.setenv("SECRET", "gpipe_hpc.models.build_mlp")
+    settings = tmp_path / "config.yaml"
+    settings.write_text("model: {_target_: gpipe_hpc.models.build_mlp, x: '${oc.env:SECRET}'}")
+    assert _stored_model(settings, False)["x"] == "${oc.env:SECRET}"
+    for text in ("model: {_target_: '${oc.env:SECRET}'}", "model: '${oc.create:{_target_: x}}'"):
+        settings.write_text(text)
+        with pytest.raises(ConfigError):
+            _stored_model(settings, False)
+
+
+@pytest.mark.parametrize("text", ["", "[", "model: 3", "a: &a [*a]", "!!python/object:x.Y {}"])
+def test_settings_that_are_none_are_refused(tmp_path, text):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"is no run, expected its config\.yaml, got"):
+        _stored_model(tmp_path / "config.yaml", True)
+
+
+def test_yaml_makes_no_objects(tmp_path):
+    mark = tmp_path / "mark"
+    (tmp_path / "config.yaml").write_text(f"model: !!python/object/apply:os.mkdir ['{mark}']")
+    with pytest.raises(ConfigError):
+        _stored_model(tmp_path / "config.yaml", True)
+    assert not mark.exists()
+
+
+def test_a_damaged_newest_one_is_passed_over_with_a_warning(run, caplog):
+    folder = run("gpipe_hpc.models.build_mlp", widths=[2, 2])
+    pipe = Pipeline(build_mlp(widths=(2, 2)), nn.MSELoss())
+    pipe.steps_done = 1
+    newest = pipe.save(folder / "checkpoints" / "step_00000001")
+    (newest / ".metadata").write_bytes(b"")
+    assert export(folder).name == "step_00000000"
+    assert f"damaged, so going on from {folder}/checkpoints/step_00000000" in caplog.text
+
+
+class Keeping(nn.Linear):
+    """A layer with a state that no file of safetensors can hold."""
+
+    def get_extra_state(self):
+        return {"calls": 3}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def test_extra_states_are_left_out_with_a_warning(tmp_path, caplog):
+    """It ended in an AttributeError: the state has no shape."""
+    safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+    layers = [LayerSpec(Keeping, 2, 2)]
+    Pipeline(layers, nn.MSELoss()).save(tmp_path / "kept")
+    folder = export_checkpoint(tmp_path / "kept", layers, tmp_path / "exported")
+    found = safetensors.load_file(folder / "model.safetensors")
+    assert found.keys() == {"layers.0.weight", "layers.0.bias"}
+    assert "layers.0._extra_state is left out" in caplog.text
