@@ -2,21 +2,26 @@
 
 It knows of a layout only what decides about the order of sums and about state: which copy of a
 layer runs which micro-batch, and in which order a rank adds up gradients. Nothing of the engine
-runs here. Legend: r a replica, k a rank of the pipeline, m a micro-batch of one replica, M their
-number, g = r M + m its index in the global batch; a strand (r, k) is one rank.
+runs here, except what finds the generators of a layer. Legend: r a replica, k a rank of the
+pipeline, m a micro-batch of one replica, M their number, g = r M + m its index in the global
+batch; a strand (r, k) is one rank.
 """
 
 import copy
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from gpipe_hpc.comm.nests import Nest, map_tensors
+from gpipe_hpc.engine.sources import own_generators
 from gpipe_hpc.models import (
+    GENERATOR_LOCK,
     Layer,
     LayerSpec,
     Reports,
@@ -29,6 +34,7 @@ from gpipe_hpc.models import (
     reporting,
     run_layer,
     skip_names,
+    source_key,
 )
 from gpipe_hpc.schedule import Op, Schedule
 from gpipe_hpc.verify.statistics import PlainStatistics
@@ -226,12 +232,12 @@ class PlainTraining:
         for g, (inputs, targets, size) in enumerate(pieces):
             for parameter in self.parameters.values():
                 parameter.grad = None
+            terms.append(_Terms())
             if size:
-                terms.append(self._forward(g, inputs, targets, size, watcher))
-                terms[-1].backward(scale)
+                with self._apart():
+                    terms[-1] = self._forward(g, inputs, targets, size, watcher)
+                    terms[-1].backward(scale)
                 terms[-1].roots.clear()
-            else:
-                terms.append(_Terms())
             for name, parameter in self.parameters.items():
                 gradient = _dense(parameter.grad)
                 strand = self.layout.strand(self._stage_of_parameter[name], g)
@@ -260,7 +266,7 @@ class PlainTraining:
     def evaluate(self, pieces: Sequence[tuple[Nest, Nest, int]]) -> float:
         """Return the loss of a global batch in evaluation mode."""
         terms: list[_Terms] = []
-        with self._evaluating(), torch.no_grad():
+        with self._apart(), self._evaluating(), torch.no_grad():
             for g, (inputs, targets, size) in enumerate(pieces):
                 terms.append(self._forward(g, inputs, targets, size, None) if size else _Terms())
         return _loss(terms, sum(each.weight for each in terms))[0]
@@ -273,21 +279,22 @@ class PlainTraining:
         with self._casting(), reporting(Reports()) as reports, self._statistics.collecting(g):
             for index, copies in enumerate(self._copies):
                 module = copies[self.layout.strand(self._stage_of[index], g)]
-                self._draw(g, index)
+                self._draw(g, index, module)
                 names = skip_names(self._layers[index], f"layers.{index}")
                 nest = run_layer(module, names, nest, stashed, f"layers.{index}")
                 if watcher is not None:
                     watcher(index, g, nest)
             # As the statistics that layers of ours report stay theirs alone.
             further = dict(reports.take().losses)
-            self._draw(g, len(self._layers))
+            self._draw(g, len(self._layers), None)
             value = self._loss_fn(nest, targets)
             further |= reports.take().losses
         return _Terms.of(value, size, further)
 
-    def _draw(self, g: int, layer: int) -> None:
-        """Seed what layers draw from, by the published formula."""
-        seed_generators(microbatch_key(self.seed, self.steps_done, g, layer), self._device)
+    def _draw(self, g: int, layer: int, module: nn.Module | None) -> None:
+        """Seed what a layer draws from, by the published formula."""
+        key = microbatch_key(self.seed, self.steps_done, g, layer)
+        seed_generators(key, self._device, module)
 
     def _casting(self) -> Any:
         dtype = AUTOCAST.get(self._precision)
@@ -308,6 +315,18 @@ class PlainTraining:
         if self._precision != "float16":
             return False
         return not all(bool(g.isfinite().all()) for g in gradients.values() if g is not None)
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Leave the process's generators as they are: the layout's ranks may be its threads."""
+        with GENERATOR_LOCK:
+            states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+            try:
+                yield
+            finally:
+                torch.set_rng_state(states[0])
+                random.setstate(states[1])
+                np.random.set_state(states[2])
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -353,8 +372,13 @@ class _Terms:
             torch.autograd.backward(roots, [scale.to(root.dtype) for root in roots])
 
 
-def seed_generators(key: int, device: torch.device) -> None:
-    """Seed what a layer may draw from with its published key."""
+def seed_generators(key: int, device: torch.device, layer: nn.Module | None) -> None:
+    """Seed all that a layer may draw from with its published key."""
+    random.seed(source_key(key, 0))
+    number = source_key(key, 1)
+    np.random.seed([number & 0xFFFFFFFF, number >> 32])
+    for place, own in enumerate(own_generators(layer, ()) if layer is not None else ()):
+        own.seed(source_key(key, 2 + place))
     torch.default_generator.manual_seed(key)
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index

@@ -1,15 +1,93 @@
 """Faults put back into the engine one by one: the comparison finds each, and says where."""
 
+from contextlib import nullcontext
+
+import pytest
 import torch
 
-from gpipe_hpc.engine import steps
-from gpipe_hpc.engine.keyed import Keyed
+from gpipe_hpc.checkpoint import contents
+from gpipe_hpc.engine import passage, steps
+from gpipe_hpc.engine.buffers import LayerBuffers
+from gpipe_hpc.engine.keyed import Drawing
+from gpipe_hpc.engine.promises import Promises
 from gpipe_hpc.engine.work import StageWork
+from gpipe_hpc.errors import ActionError
+from gpipe_hpc.models import batchnorm
 from gpipe_hpc.verify.comparing import Verdict
 
 
 def differing(report):
     return [what for what, each in report.lines.items() if each.verdict is Verdict.DIFFERENT]
+
+
+KINDS = ["averaged", "spectral", "inner_norm", "drawing", "masking", "scratch", "remembering"]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_fault_there_is_no_difference(compared, kind, schedule):
+    report = compared(
+        f"model.kind={kind}", "pipeline.recompute=always", f"pipeline.schedule={schedule}"
+    )
+    assert report.is_same, str(report)
+
+
+def test_buffers_that_recomputation_finds_changed(compared, monkeypatch):
+    monkeypatch.setattr(LayerBuffers, "again", lambda self, before: nullcontext())
+    report = compared("model.kind=averaged", "pipeline.recompute=always")
+    assert "gradients" in differing(report)
+    assert "micro-batch 0, layers.1 (Averaged): its output when it was recomputed" in str(report)
+
+
+@pytest.mark.parametrize("recompute", ["always", "never"])
+def test_statistics_that_a_layers_own_checkpoint_updates_again(compared, monkeypatch, recompute):
+    monkeypatch.setattr(batchnorm, "_is_rerun", lambda: False)
+    monkeypatch.setattr(batchnorm.Within, "begin", lambda self: None)
+    report = compared("model.kind=inner_norm", f"pipeline.recompute={recompute}")
+    assert differing(report) == ["buffers"]
+    assert "layers.1.inner.1.running_mean" in report.first
+
+
+def draws_in_between(monkeypatch):
+    """Let each third layer find torch's generator drawn from, as by a thread that reads data."""
+    seed, calls = Drawing.seed, [0]
+
+    def disturbed(self, draws, key, **how):
+        block = seed(self, draws, key, **how)
+        calls[0] += 1
+        if calls[0] % 3 == 0:
+            torch.rand(1)
+        return block
+
+    monkeypatch.setattr(Drawing, "seed", disturbed)
+
+
+def test_draws_of_another_thread_stop_the_run_by_name(compared, monkeypatch):
+    draws_in_between(monkeypatch)
+    with pytest.raises(ActionError, match=r"layers\.\d \(Dropped\).*another thread"):
+        compared("model.kind=dropped", "pipeline.recompute=always")
+
+
+def test_draws_of_another_thread_that_nobody_looks_for(compared, monkeypatch):
+    draws_in_between(monkeypatch)
+    monkeypatch.setattr(passage, "_is_moved", lambda one, other: False)
+    report = compared("model.kind=dropped", "pipeline.recompute=always")
+    assert "gradients" in differing(report)
+
+
+def test_boundaries_that_are_marked_as_trained(compared, monkeypatch):
+    flags = Promises.flags
+    monkeypatch.setattr(Promises, "flags", lambda self, *given: [True for _ in flags(self, *given)])
+    monkeypatch.setattr(Promises, "keep", lambda self, segment, promised, left: list(left))
+    report = compared("model.kind=masking", "pipeline.recompute=always")
+    assert "loss" in differing(report)
+
+
+def test_extra_state_that_a_checkpoint_lacks(compared, monkeypatch):
+    monkeypatch.setattr(contents, "_extra_states", lambda pipe: ({}, {}))
+    report = compared("model.kind=remembering")
+    assert differing(report) == ["what a checkpoint brings back"]
+    assert "extra state of layers.1" in report.first
 
 
 def test_another_mask_in_recomputation(compared, monkeypatch):
@@ -28,8 +106,10 @@ def test_another_mask_in_recomputation(compared, monkeypatch):
 
 
 def test_keys_that_depend_on_the_stage(compared, monkeypatch):
-    seed = Keyed._seed
-    monkeypatch.setattr(Keyed, "_seed", lambda self, key: seed(self, key ^ 1))
+    seed = Drawing.seed
+    monkeypatch.setattr(
+        Drawing, "seed", lambda self, draws, key, **how: seed(self, draws, key ^ 1, **how)
+    )
     report = compared("model.kind=dropped")
     assert "loss" in differing(report)
     assert "micro-batch 0, layers.1 (Dropped): its output differs first" in str(report)

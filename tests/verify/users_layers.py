@@ -1,5 +1,8 @@
 """A model of a user's own, by `model._target_`: layers that change state in their forward."""
 
+import random
+
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -87,6 +90,56 @@ class Plain(nn.Module):
         return torch.relu(self.linear(x))
 
 
+class Drawing(nn.Module):
+    """Draw from Python's and NumPy's generators, and from one of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.generator = torch.Generator()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = torch.rand(x.shape, generator=self.generator)
+        return torch.relu(self.linear(x) * (random.random() + np.random.rand()) + 0.1 * noise)
+
+
+class Masking(nn.Module):
+    """Pass a mask on that needs no gradient; scale by whether what comes needs one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, given: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        x, mask = given if isinstance(given, tuple) else (given, (given.detach() > 0).float())
+        scale = 2.0 if mask.requires_grad else 1.0
+        return torch.tanh(self.linear(x)) * scale + mask.mean(), mask.detach()
+
+
+class Scratch(nn.Module):
+    """Return the same memory every time, written anew."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.memory: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.linear(x))
+        if not self.training or y.requires_grad:
+            return y
+        if self.memory is None or self.memory.shape != y.shape:
+            self.memory = torch.empty_like(y)
+        return self.memory.copy_(y)
+
+
+class First(nn.Module):
+    """Take the first of several."""
+
+    def forward(self, given: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return given[0] if isinstance(given, tuple) else given
+
+
 def spectral(width: int) -> nn.Module:
     """Return a linear layer whose forward moves the vectors of its power iteration."""
     return nn.utils.parametrizations.spectral_norm(nn.Linear(width, width))
@@ -100,10 +153,14 @@ KINDS = {
     "remembering": Remembering,
     "plain": Plain,
     "spectral": spectral,
+    "drawing": Drawing,
+    "masking": Masking,
+    "scratch": Scratch,
 }
 
 
 def build(kind: str = "plain", width: int = 16, depth: int = 4) -> list[LayerSpec]:
     """Return `depth` layers of a kind between two linear ones."""
     inner = [LayerSpec(KINDS[kind], width) for _ in range(depth)]
-    return [LayerSpec(nn.Linear, 16, width), *inner, LayerSpec(nn.Linear, width, 4)]
+    ends = [LayerSpec(First), LayerSpec(nn.Linear, width, 4)]
+    return [LayerSpec(nn.Linear, 16, width), *inner, *ends]
