@@ -219,6 +219,17 @@ def test_a_run_goes_on_with_changed_settings_when_told_and_keeps_the_earlier_one
 
 
 @SLOW
+def test_a_start_that_fails_does_not_speak_for_the_checkpoint(start, train, tiny, tmp_path):
+    """Its settings are the last ones in config.yaml, but nothing was trained with them."""
+    settings = (*tiny, "train.steps=4", "run.dir=run")
+    train(1, *settings, "train.stop_at=2")
+    other = ("model.width=32", "checkpoint.resume=run/checkpoints/step_00000002")
+    assert "expected one of this model" in start(*settings, *other).wait().output
+    assert "width: 32" in (tmp_path / "run" / "config.yaml").read_text()
+    assert "2 steps done" in train(1, *settings)
+
+
+@SLOW
 def test_a_second_run_in_the_same_folder_is_refused_before_it_writes(start, tiny, tmp_path, until):
     """It erased lines of the first one's metrics, and died at its checkpoint."""
     run = tmp_path / "run"

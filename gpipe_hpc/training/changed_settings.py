@@ -35,6 +35,7 @@ _LAYOUT: Final = frozenset(
 # Settings of the pipeline are layout, but these change what a step computes.
 _NO_LAYOUT: Final = frozenset({"pipeline.normalise_over_replicas", "pipeline.buffers"})
 _ABSENT: Final = "not set"
+_KINDS: Final = "kinds"
 
 
 class Change(NamedTuple):
@@ -61,24 +62,43 @@ class Change(NamedTuple):
         return f"{self.setting}: was {self.was}, is {self.now}"
 
 
-def kinds_of(config: Config) -> dict[str, str]:
-    """Return what kind of data and optimizer it is, which no setting says by itself."""
-    return {"data": type(config.data).__name__, "optimizer": type(config.optimizer).__name__}
+SETTINGS: Final = "settings"
+"""The name, among what a checkpoint keeps for its run, of the settings it was trained with."""
 
 
-def changes(kept: Path, config: Config, kinds: Mapping[str, str]) -> list[Change]:
-    """Return what differs from the settings in the file `kept`, which had data of these `kinds`.
+def settings_of(config: Config) -> dict[str, Any]:
+    """Return the settings that `changes` compares, fit for JSON."""
+    told = OmegaConf.to_container(OmegaConf.create(config_yaml(config)))
+    assert isinstance(told, dict), f"settings are a mapping, not a {type(told).__name__}"
+    kept: dict[str, Any] = {name: told[name] for name in _SECTIONS if name in told}
+    return kept | {_KINDS: _kinds_of(config)}
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the settings in a run folder's file, as they were written; empty if there are none."""
+    try:
+        told = OmegaConf.to_container(OmegaConf.load(path))
+    except Exception:  # a damaged file may raise anything
+        return {}
+    return {str(name): each for name, each in told.items()} if isinstance(told, dict) else {}
+
+
+def changes(before: Mapping[str, Any], config: Config) -> list[Change]:
+    """Return what differs from the settings `before`, of a checkpoint or a file.
 
     Settings that do not matter for what a step computes, and those that an older version did not
-    know, are passed over. Nothing differs from a file that is not there or cannot be read.
+    know, are passed over. Nothing differs from no settings at all.
     """
-    before = read_settings(kept)
-    if before is None:
+    if not before:
         return []
-    now = OmegaConf.to_container(OmegaConf.create(config_yaml(config)))
-    assert isinstance(now, dict), f"settings are a mapping, not a {type(now).__name__}"
+    now = settings_of(config)
+    kinds = before.get(_KINDS, now[_KINDS])
+    found = [
+        Change(f"kind of {what}", kinds[what], kind)
+        for what, kind in now[_KINDS].items()
+        if kinds.get(what, kind) != kind
+    ]
     was, is_ = dict(_leaves(before)), dict(_leaves(now))
-    found = [Change(f"kind of {what}", kinds[what], kind) for what, kind in _other(kinds, config)]
     for setting in sorted(was.keys() | is_.keys()):
         section = setting.partition(".")[0]
         if setting in _NO_MATTER or (setting not in was and section not in _FREE_FORM):
@@ -89,19 +109,9 @@ def changes(kept: Path, config: Config, kinds: Mapping[str, str]) -> list[Change
     return found
 
 
-def read_settings(path: Path) -> dict[Any, Any] | None:
-    """Return the settings that a run folder kept, as they were written; None if there are none."""
-    try:
-        told = OmegaConf.to_container(OmegaConf.load(path))
-    except Exception:  # a damaged file may raise anything
-        return None
-    return told if told and isinstance(told, dict) else None
-
-
-def _other(kinds: Mapping[str, str], config: Config) -> Iterator[tuple[str, str]]:
-    for what, kind in kinds_of(config).items():
-        if kinds.get(what, kind) != kind:
-            yield what, kind
+def _kinds_of(config: Config) -> dict[str, str]:
+    """Return what kind of data and optimizer it is, which no setting says by itself."""
+    return {"data": type(config.data).__name__, "optimizer": type(config.optimizer).__name__}
 
 
 def _leaves(settings: Mapping[Any, Any]) -> Iterator[tuple[str, object]]:

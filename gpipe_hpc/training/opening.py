@@ -5,11 +5,12 @@ import shutil
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from gpipe_hpc.checkpoint import read_facts
 from gpipe_hpc.config import Config, config_yaml
 from gpipe_hpc.errors import ConfigError
-from gpipe_hpc.training.changed_settings import Change, changes, kinds_of
+from gpipe_hpc.training.changed_settings import SETTINGS, Change, changes, read_settings
 from gpipe_hpc.training.run_folder import (
     REQUEUE_FILE,
     Checkpoints,
@@ -47,12 +48,9 @@ def begin(config: Config, lock: RunLock) -> Run:
     told = read_run(folder)
     if told and last_step(config.train) == 0:
         return Run(folder, told["id"], restart.by_launcher)
-    kinds = told.get("kinds")
-    kept = folder / CONFIG_FILE
-    changed = changes(kept, config, kinds if isinstance(kinds, Mapping) else {})
-    # Only auto goes on by itself from what is there.
-    goes_on = config.checkpoint.resume == "auto" and Checkpoints(folder, 1).newest() is not None
-    differing = changed if goes_on else []
+    last_start = read_settings(folder / CONFIG_FILE)
+    changed = changes(last_start, config)
+    differing = _differing(config, folder, last_start)
     _refuse_changes(config, folder, restart, differing)
     notes = [f"going on with another setting, {change}" for change in differing]
     if restart.has_mark and not restart.by_launcher and config.checkpoint.resume != "auto":
@@ -63,11 +61,23 @@ def begin(config: Config, lock: RunLock) -> Run:
     try:
         _keep_settings(folder, config_yaml(config))
         lineage = _lineage(config, restart, changed, told.get("lineage"))
-        name = write_run(folder, {"kinds": kinds_of(config), "lineage": lineage})
+        name = write_run(folder, {"lineage": lineage})
         (folder / REQUEUE_FILE).unlink(missing_ok=True)
     except OSError as error:
         raise _unwritable(folder, error) from error
     return Run(folder, name, restart.by_launcher, tuple(notes), lineage)
+
+
+def _differing(config: Config, folder: Path, last_start: Mapping[str, Any]) -> list[Change]:
+    """Return the settings that differ from those of the checkpoint that auto would go on from.
+
+    The start before this one may have had others, and failed. An older version's checkpoint says
+    nothing of its settings; then the last start's are taken.
+    """
+    newest = Checkpoints(folder, 1).newest() if config.checkpoint.resume == "auto" else None
+    if newest is None:
+        return []
+    return changes(read_facts(newest)["extra"].get(SETTINGS) or last_start, config)
 
 
 def _lineage(config: Config, restart: Restart, changed: Sequence[Change], before: object) -> str:

@@ -26,6 +26,7 @@ from gpipe_hpc.planning import Partition
 from gpipe_hpc.planning.batchnorm import check_batchnorm
 from gpipe_hpc.planning.vocabulary import check_vocabulary
 from gpipe_hpc.training.batches import Batch, Batches
+from gpipe_hpc.training.changed_settings import SETTINGS, settings_of
 from gpipe_hpc.training.data import (
     BatchReader,
     CorruptTally,
@@ -141,6 +142,7 @@ class Session:
             "corrupt": self.tally.names,
             IDENTITY: self.identity,
             OWNER: self.run_name,
+            SETTINGS: settings_of(self.config),
         }
 
     def save(self) -> float:

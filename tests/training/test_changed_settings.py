@@ -1,19 +1,21 @@
 """Which settings a run may change when it goes on."""
 
+import json
+
 import pytest
 
 from gpipe_hpc.config import compose_config, config_yaml
-from gpipe_hpc.training.changed_settings import changes, kinds_of
+from gpipe_hpc.training.changed_settings import changes, read_settings, settings_of
 
 
-@pytest.fixture
-def differences(tmp_path):
+@pytest.fixture(scope="module")
+def differences():
     """Return a function: the changes from one list of overrides to another."""
+    plain = compose_config()
 
     def between(before, now):
-        first, second = compose_config(before), compose_config(now)
-        (tmp_path / "config.yaml").write_text(config_yaml(first))
-        return changes(tmp_path / "config.yaml", second, kinds_of(first))
+        first, second = (compose_config(words) if words else plain for words in (before, now))
+        return changes(json.loads(json.dumps(settings_of(first))), second)
 
     return between
 
@@ -90,22 +92,31 @@ def test_what_is_of_the_data_is_known(differences):
 def test_other_kinds_are_seen_though_no_setting_differs(differences):
     """Those of IDX files and of Fashion-MNIST have the same settings."""
     same = ["data.path=x", "model=resnet_small"]
-    found = map(str, differences(["data=idx", *same], ["data=fashion_mnist", *same]))
+    found = [str(x) for x in differences(["data=idx", *same], ["data=fashion_mnist", *same])]
     assert "kind of data: was IdxConfig, is FashionMnistConfig" in found
     found = [str(change) for change in differences([], ["optimizer=sgd"])]
     assert "kind of optimizer: was AdamWConfig, is SGDConfig" in found
     assert "optimizer.eps: was 1e-08, is not set" in found
 
 
+def test_settings_of_a_file_are_compared_too(tmp_path):
+    """A checkpoint of an older version says nothing of them."""
+    (tmp_path / "config.yaml").write_text(config_yaml(compose_config(["train.seed=4"])))
+    found = changes(read_settings(tmp_path / "config.yaml"), compose_config())
+    assert [str(change) for change in found] == ["train.seed: was 4, is 0"]
+
+
 def test_a_setting_that_an_older_version_did_not_know_is_no_difference(tmp_path):
     config = compose_config()
     text = config_yaml(config).replace("  clip_norm: 1.0\n", "")
     (tmp_path / "config.yaml").write_text(text)
-    assert "clip_norm" not in text and changes(tmp_path / "config.yaml", config, {}) == []
+    assert (
+        "clip_norm" not in text and changes(read_settings(tmp_path / "config.yaml"), config) == []
+    )
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "a: ${"])
 def test_settings_that_cannot_be_read_refuse_nothing(tmp_path, text):
     (tmp_path / "config.yaml").write_text(text)
-    assert changes(tmp_path / "config.yaml", compose_config(), {}) == []
-    assert changes(tmp_path / "none.yaml", compose_config(), {}) == []
+    assert changes(read_settings(tmp_path / "config.yaml"), compose_config()) == []
+    assert changes(read_settings(tmp_path / "none.yaml"), compose_config()) == []
