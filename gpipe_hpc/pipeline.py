@@ -13,6 +13,7 @@ from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.start import DEFAULT_TIMEOUT_S, start_world
+from gpipe_hpc.comm.watch.settings import DEFAULT_SILENCE_S
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.engine.assembly import (
     build_stages,
@@ -63,6 +64,9 @@ class Pipeline:
     `fuse_accumulation`: large linear layers add their weight gradients to `.grad` within the
     product that makes them (not under autocast, nor compiled); the last bits may differ from two
     steps. Hooks of a weight are called, but not those of its AccumulateGrad node.
+    `timeout_s`: how long a rank waits for another. `silence_s`: without a sign of life for so long
+    a rank counts as lost. `stall_s`: a rank that lives but does nothing new for so long is named;
+    None for ten times the longest so far.
     `world`: where the ranks are; None joins the process group there is, or starts one from the
     launcher's environment.
 
@@ -93,9 +97,13 @@ class Pipeline:
         fuse_accumulation: bool = False,
         device: str = "auto",
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        silence_s: float = DEFAULT_SILENCE_S,
+        stall_s: float | None = None,
         world: World | None = None,
     ) -> None:
-        self.world = world or start_world(device=device, timeout_s=timeout_s)
+        self.world = world or start_world(
+            device=device, timeout_s=timeout_s, silence_s=silence_s, stall_s=stall_s
+        )
         with together(self.world, "start"):
             model = normalise_layers(layers)
             self.mesh = Mesh.fit(self.world.size, stages, replicas)

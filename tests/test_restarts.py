@@ -124,7 +124,7 @@ def test_a_rank_killed_while_saving_is_named_by_the_others(start_ranks, tiny, tm
     for rank in (0, 2):
         assert ranks.codes[rank] not in (0, None)
         output = ranks.outputs[rank]
-        assert "no sign of life from rank 1" in output and "Traceback" not in output, output
+        assert "rank 1 on " in output and "SIGKILL" in output and "Traceback" not in output, output
 
 
 def test_a_full_disk_is_named_by_all(start_ranks, tiny, tmp_path):

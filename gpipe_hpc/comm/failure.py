@@ -1,34 +1,100 @@
-"""How one rank's failure reaches all others, and how a silent rank is named.
+"""How one rank's failure or silence reaches all others, and ends them.
 
-The side channel is the store that brought the ranks together: it works while collectives and
-point-to-point messages hang. Each rank beats once a second, telling what it does.
+News travel from watcher to watcher (`gpipe_hpc.comm.watch`), whatever hangs. The store that
+brought the ranks together says which of several failures was the first.
 """
 
 import contextlib
+import logging
+import os
 import re
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
+from gpipe_hpc.comm.watch.display import Display
+from gpipe_hpc.comm.watch.helper import Helper
+from gpipe_hpc.comm.watch.introduction import Introduction
+from gpipe_hpc.comm.watch.lines import Message
+from gpipe_hpc.comm.watch.pulse import Pulse
+from gpipe_hpc.comm.watch.settings import Watchfulness
+from gpipe_hpc.comm.watch.stacks import StackSignal, all_stacks
+
+log = logging.getLogger("gpipe_hpc.watch")
+
 BEAT_S = 1.0
-POLL_S = 0.25
 REPORT_GRACE_S = 2.5
-ACK_GRACE_S = 3.0
 ANSWER_S = 3.0
+FACTS_S = 3.5  # for answers to who holds us up; two ranks agree on the next second
+SPREAD_S = 0.5  # in which a report reaches the others before this process may exit
+SETTLE_S = 0.5  # in which all lost ranks of a host become known, or a rank's own report
+BREAK_S = 1.0  # in which the main thread may find out by itself
+END_S = 7.0  # in which a thread that learned of a failure, or that never did, has to end
+FAILED_EXIT_CODE = 1
 MAX_LISTED = 8
+_REMEDIES: Final = {
+    "died": "look at its log, and after SIGKILL at the memory of its host",
+    "stopped": "continue it sooner, or raise comm.silence_s",
+    "silent": "its host is down, its link is cut, or all its processes are stopped",
+}
 
 T = TypeVar("T")
 
 
-class FailureBoard:
-    """The first failure of a run, shared over a store; watched by a thread on every rank.
+class Board(Protocol):
+    """Where the failure of a run stands."""
 
-    `on_report` is called on the watching thread when another rank has failed, after the main
-    thread had a moment to find out by itself.
+    def publish(self, report: str) -> str:
+        """Make `report` the run's failure unless there is one; return the one that stands."""
+
+    def await_spreading(self) -> None:
+        """Give the other ranks a moment to say what they have heard before this process exits."""
+
+    def explain(self, symptom: str) -> str:
+        """Return the run's failure; if nobody reported one, find out who holds the others up."""
+
+    def stop(self) -> None:
+        """End what watches."""
+
+    def forget(self) -> None:
+        """Close in a forked process what belongs to its parent."""
+
+
+class SoloBoard:
+    """The board of a rank that is alone."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._report: str | None = None
+
+    def publish(self, report: str) -> str:
+        """Keep the first report."""
+        self._report = self._report or report
+        return self._report
+
+    def await_spreading(self) -> None:
+        """Return at once: there is nobody to hear it."""
+
+    def explain(self, symptom: str) -> str:
+        """Return the first report, else the symptom."""
+        return self.publish(f"rank {self._rank}: {symptom}")
+
+    def stop(self) -> None:
+        """Do nothing: nothing watches."""
+
+    def forget(self) -> None:
+        """Do nothing: nothing is open."""
+
+
+class FailureBoard:
+    """The first failure of a run, on every rank, brought and taken by a thread.
+
+    `on_report` is called on that thread when another rank has failed, after the main thread had
+    a moment to find out by itself. `key`: by which watchers know each other.
     """
 
     def __init__(
@@ -36,104 +102,262 @@ class FailureBoard:
         store: Store,
         rank: int,
         size: int,
-        activity: Callable[[], str],
+        pulse: Pulse,
+        display: Display,
         on_report: Callable[[], None],
+        *,
+        key: bytes,
+        watchfulness: Watchfulness,
     ) -> None:
         self._store = store
-        self._rank = rank
-        self._size = size
-        self._activity = activity
-        self._on_report = on_report
+        self._rank, self._size = rank, size
+        self._pulse, self._display, self._on_report = pulse, display, on_report
+        self._key, self._silence_s = key, watchfulness.silence_s
+        self._ends_process = watchfulness.ends_process
+        self._changed = threading.Condition(threading.RLock())
         self._report: str | None = None
+        self._failed_s = self._lost_s = float("inf")
+        self._is_told = False  # the main thread knows
+        self._is_broken = False  # waits of this process have been ended
+        self._lost: dict[int, Message] = {}
+        self._facts: dict[int, tuple[float, str]] = {}
+        self._stuck: dict[int, str] = {}  # the stacks that were shown last
+        self._around = ""
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="failure-watch", daemon=True)
+        self._main = threading.get_ident()
+        self._stacks = StackSignal()
+        self._helper = Helper()
         self._watched = _clone(store)
+        self._thread = threading.Thread(target=self._watch, name="failure-watch", daemon=True)
         self._thread.start()
 
     def publish(self, report: str) -> str:
         """Make `report` the run's failure unless there is one; return the one that stands."""
-        self._report = report
-        with contextlib.suppress(RuntimeError, TimeoutError):
-            self._report = _within(ANSWER_S, lambda: self._agree(report))
-        return self._report
+        with self._changed:
+            standing = self._report
+        if standing is None:
+            with contextlib.suppress(RuntimeError, TimeoutError):
+                report = _within(ANSWER_S, lambda: self._agree(report))
+            standing = self._stand(report)
+            self._helper.send(kind="failure", report=standing)
+        self._note_told()
+        return standing
+
+    def await_spreading(self) -> None:
+        """Give the other ranks a moment to say what they have heard before this process exits."""
+        time.sleep(SPREAD_S)
+
+    def explain(self, symptom: str) -> str:
+        """Return the run's failure; if nobody reported one, find out who holds the others up."""
+        report = self._await_report(REPORT_GRACE_S) or self._report_in_store()
+        if report is None:
+            self._helper.send(kind="call")
+            report = self._await_report(FACTS_S)
+        if report is None:
+            report = self.publish(f"rank {self._rank}: {symptom}; {self._finding()}")
+        else:
+            self._stand(report)
+            self._note_told()
+        return report
+
+    def stop(self) -> None:
+        """End the watching thread and the watcher."""
+        if not self._stop.is_set():
+            self._stop.set()
+            self._helper.leave()
+
+    def forget(self) -> None:
+        """Close in a forked process what belongs to its parent."""
+        self._helper.forget()
+        self._display.close()
 
     def _agree(self, report: str) -> str:
         self._store.compare_set("failure", "", report)
         return self._store.get("failure").decode()
 
-    def await_acknowledgement(self) -> None:
-        """Give the other ranks a moment to read the report before this process may exit."""
-        keys = [f"seen/{rank}" for rank in range(self._size) if rank != self._rank]
-        with contextlib.suppress(RuntimeError, TimeoutError):
-            _within(ANSWER_S + ACK_GRACE_S, lambda: self._await(keys, ACK_GRACE_S))
-
-    def explain(self, symptom: str) -> str:
-        """Return the run's failure; if nobody reported one, find out who fell silent."""
-        holder = "rank 0 (or torchrun's agent), which holds it"
+    def _report_in_store(self) -> str | None:
+        """Return what stands in the store, for ranks that news do not reach."""
         try:
-            report = self._report or _within(ANSWER_S + REPORT_GRACE_S, self._hear)
-            if report is not None:
-                return report
-            finding = _within(ANSWER_S + 2.5 * BEAT_S, self._who_is_silent)
-        except TimeoutError:
-            return f"rank {self._rank}: {symptom}; the store does not answer: {holder}, hangs"
-        except RuntimeError:
-            return f"rank {self._rank}: {symptom}; the store is gone: {holder}, has died"
-        return self.publish(f"rank {self._rank}: {symptom}; {finding}")
+            found = _within(ANSWER_S, lambda: _read(self._store, "failure"))
+        except (RuntimeError, TimeoutError):
+            return None
+        return found
 
-    def stop(self) -> None:
-        """End the watching thread."""
-        self._stop.set()
+    def _stand(self, report: str) -> str:
+        """Take `report` for the run's failure if it is the first here; return the first."""
+        with self._changed:
+            if self._report is None:
+                self._report, self._failed_s = report, time.monotonic()
+            self._changed.notify_all()
+            return self._report
 
-    def _hear(self) -> str | None:
-        """Wait a moment for the report of whoever failed."""
-        came = self._await(["failure"], REPORT_GRACE_S)
-        return self._store.get("failure").decode() if came else None
+    def _note_told(self) -> None:
+        self._is_told = True
+        self._say_doing()
 
-    def _await(self, keys: list[str], limit_s: float) -> bool:
-        deadline = time.monotonic() + limit_s
-        while not self._store.check(keys):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(POLL_S / 5)
-        return True
+    def _await_report(self, limit_s: float) -> str | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._report is not None, limit_s)
+            return self._report
 
-    def _who_is_silent(self) -> str:
-        before = self._beats()
-        time.sleep(2.5 * BEAT_S)
-        after = self._beats()
-        silent = [r for r in range(self._size) if r != self._rank and before[r] == after[r]]
-        if silent:
-            last = "; ".join(f"rank {r} (last: {_doing(after[r])})" for r in silent[:MAX_LISTED])
-            return f"no sign of life from {last}: dead, stopped or cut off"
-        doing = [f"rank {r}: {_doing(after[r])}" for r in range(self._size)][:MAX_LISTED]
-        return "all ranks are alive: " + ", ".join(doing)
+    def _finding(self) -> str:
+        """Return what ranks and their neighbours have answered."""
+        with self._changed:
+            recent_s = time.monotonic() - FACTS_S - REPORT_GRACE_S
+            facts = [text for heard_s, text in self._facts.values() if heard_s > recent_s]
+            around = self._around
+        if facts:
+            return "; ".join(facts[:MAX_LISTED])
+        return f"all ranks that answer are alive and wait for others: {around or 'none answers'}"
 
-    def _beats(self) -> list[str]:
-        keys = [f"beat/{rank}" for rank in range(self._size)]
-        return [self._store.get(k).decode() if self._store.check([k]) else "0 " for k in keys]
+    # What the thread does.
 
     def _watch(self) -> None:
-        count = 0
-        next_beat = 0.0
-        pause_s = 0.0  # the first beat at once: a rank may die before the next
-        while not self._stop.wait(pause_s):
-            pause_s = POLL_S
-            try:
-                if time.monotonic() >= next_beat:
-                    count += 1
-                    self._watched.set(f"beat/{self._rank}", f"{count} {self._activity()}")
-                    next_beat = time.monotonic() + BEAT_S
-                if self._watched.check(["failure"]):
-                    self._report = self._watched.get("failure").decode()
-                    self._watched.set(f"seen/{self._rank}", "1")
-                    break
-            except RuntimeError:
-                return  # the store is gone: a failing wait will say so
-        else:
+        try:
+            introduction: Introduction | None = self._introduce()
+            next_beat_s = 0.0
+            while self._helper.is_there:
+                now_s = time.monotonic()
+                if now_s >= next_beat_s:
+                    self._say_doing()
+                    next_beat_s = now_s + BEAT_S
+                if introduction is not None and now_s >= introduction.due_s:
+                    introduction = self._ask(introduction)
+                due_s = introduction.due_s if introduction is not None else next_beat_s
+                limit_s = min(next_beat_s, due_s, self._next_s()) - time.monotonic()
+                for message in self._helper.receive(max(limit_s, 0.0)):
+                    self._hear(message, introduction)
+                self._act()
+            if not self._stop.is_set():
+                log.warning(
+                    "rank %d: expected its watcher to live as long as it does, got its end; the "
+                    "others will take this rank for lost",
+                    self._rank,
+                )
+        finally:
+            self._helper.end()
+            self._display.close()
+
+    def _introduce(self) -> Introduction:
+        """Bring the watcher together with its neighbours'."""
+        self._helper.send(
+            kind="orders",
+            rank=self._rank,
+            size=self._size,
+            key=self._key.hex(),
+            silence_s=self._silence_s,
+            stack_signal=self._stacks.number,
+            stack_file=f"/proc/{os.getpid()}/fd/{self._stacks.descriptor}",
+            display=f"/proc/{os.getpid()}/fd/{self._display.descriptor}",
+        )
+        return Introduction(self._watched, self._helper, self._rank, self._size)
+
+    def _ask(self, introduction: Introduction) -> Introduction | None:
+        try:
+            introduction.advance()
+        except RuntimeError:
+            return None
+        return introduction
+
+    def _say_doing(self) -> None:
+        pulse = self._pulse
+        inside = pulse.is_inside
+        self._helper.send(
+            kind="doing",
+            count=pulse.count,
+            text=str(pulse),
+            inside=inside,
+            waits=pulse.waits,
+            limit_s=pulse.limit_s,
+            ends=self._ends_process or (inside and not self._is_told),
+        )
+
+    def _hear(self, message: Message, introduction: Introduction | None) -> None:
+        match message["kind"]:
+            case "listening" if introduction is not None:
+                if message.get("error"):
+                    log.warning("rank %d: its watcher cannot listen: %s", self._rank, message)
+                with contextlib.suppress(RuntimeError):
+                    introduction.publish(message)
+            case "failure":
+                self._stand(str(message["report"]))
+            case "lost":
+                self._lost[message["rank"]] = message
+                self._lost_s = min(self._lost_s, time.monotonic())
+            case "warning":
+                log.warning("%s", message["text"])
+            case "fact":
+                self._note_fact(message["rank"], message["text"])
+            case "stuck":
+                self._note_fact(message["rank"], message["text"])
+                self._say_stuck(message)
+            case "around":
+                self._around = message["text"]
+            case "stack":
+                self._helper.send(kind="stack", text=all_stacks(self._main))
+
+    def _say_stuck(self, news: Message) -> None:
+        if self._stuck.get(news["rank"]) == news["stack"]:
+            log.warning("%s; its stacks are as before", news["text"])
             return
-        if not self._stop.wait(REPORT_GRACE_S / 2):
+        self._stuck[news["rank"]] = news["stack"]
+        log.warning("%s; its stacks:\n%s", news["text"], news["stack"])
+
+    def _note_fact(self, rank: int, text: str) -> None:
+        with self._changed:
+            self._facts[rank] = (time.monotonic(), text)
+
+    def _next_s(self) -> float:
+        """Return when `_act` has something to do next."""
+        return min(
+            self._lost_s + SETTLE_S if self._report is None else float("inf"),
+            float("inf") if self._is_broken else self._failed_s + BREAK_S,
+            self._failed_s + END_S,
+        )
+
+    def _act(self) -> None:
+        """Turn lost ranks into a report, and a report into the end of what waits here."""
+        now_s = time.monotonic()
+        if self._report is None and now_s >= self._lost_s + SETTLE_S:
+            report = "; ".join(_told_of(news) for news in list(self._lost.values())[:MAX_LISTED])
+            log.error("%s", self._stand(report))
+        if self._stop.is_set():
+            return
+        if not self._is_broken and now_s >= self._failed_s + BREAK_S:
+            self._is_broken = True
             self._on_report()
+        if now_s >= self._failed_s + END_S:
+            self._failed_s = float("inf")
+            if self._ends_process or (self._pulse.is_inside and not self._is_told):
+                self._end_process()
+
+    def _end_process(self) -> None:
+        """End the process: its main thread is stuck."""
+        text = (
+            f"rank {self._rank}: expected to end within {END_S:g} s of the run's failure, got "
+            f"stuck in {self._pulse}; the process ends now. The failure: {self._report}"
+        )
+        stacks = all_stacks(self._main)
+        # Whoever is stuck may hold the locks of the logs.
+        with contextlib.suppress(TimeoutError, RuntimeError):
+            _within(1.0, lambda: log.critical("%s\n%s", text, stacks))
+        with contextlib.suppress(OSError):
+            os.write(2, f"gpipe_hpc: {text}\n".encode())
+        os._exit(FAILED_EXIT_CODE)
+
+
+def _told_of(news: Message) -> str:
+    """Return a lost rank as a message."""
+    name = f"rank {news['rank']}" + (f" on {news['host']}" if news["host"] else "")
+    return (
+        f"{name}: {news['what']}: expected it to live as long as the run, got one that "
+        f"{news['fate']}; its last action: {news['doing']}; {news['waiting']}"
+        f"{_REMEDIES[news['what']]}"
+    )
+
+
+def _read(store: Store, key: str) -> str | None:
+    return store.get(key).decode() if store.check([key]) else None
 
 
 def _within(limit_s: float, question: Callable[[], T]) -> T:
@@ -156,10 +380,6 @@ def lost(error: RuntimeError, what: str) -> ConnectionError | TimeoutError:
     if re.search("timed? ?out", text, re.IGNORECASE):
         return TimeoutError(f"waited in vain for {what}: {text}")
     return ConnectionError(f"lost {what}: {text}")
-
-
-def _doing(beat: str) -> str:
-    return beat.partition(" ")[2] or "not started"
 
 
 def _clone(store: Store) -> Store:

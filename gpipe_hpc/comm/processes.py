@@ -2,17 +2,20 @@
 
 import atexit
 import contextlib
+import multiprocessing.util
+import os
 import secrets
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from gpipe_hpc.comm.failure import FailureBoard, lost
+from gpipe_hpc.comm.failure import Board, FailureBoard, SoloBoard, lost
 from gpipe_hpc.comm.group import Group, Pending, SoloGroup, rank_names
 from gpipe_hpc.comm.outbox import Outbox
 from gpipe_hpc.comm.payload import DirectPayload, Lane, Payload, StagedPayload
@@ -26,6 +29,9 @@ from gpipe_hpc.comm.shared_transport import (
     open_shared_transport,
 )
 from gpipe_hpc.comm.transport import PlacedChannel, Transport
+from gpipe_hpc.comm.watch.display import Display
+from gpipe_hpc.comm.watch.pulse import Idle, Pulse
+from gpipe_hpc.comm.watch.settings import Watchfulness
 from gpipe_hpc.errors import LaunchError
 
 _BREAK_TAG = 2**30
@@ -35,18 +41,19 @@ _Groups = list[tuple[dist.ProcessGroup, tuple[int, ...]]]
 
 
 class TorchGroup:
-    """Collectives of a torch process group."""
+    """Collectives of a torch process group; `pulse` is told for whom this rank waits."""
 
-    def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...]) -> None:
+    def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...], pulse: Pulse) -> None:
         self.ranks = ranks
         self.size = len(ranks)
         self.torch_group = group
+        self._pulse = pulse
 
     def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
         """Start summing `tensor` in place."""
         work = dist.all_reduce(tensor, group=self.torch_group, async_op=True)
         assert work is not None, f"not a member of {rank_names(self.ranks)}"
-        return _Collective(work, self.ranks)
+        return _Collective(work, self.ranks, self._pulse)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum `tensor` in place."""
@@ -56,16 +63,18 @@ class TorchGroup:
         """Fill `tensor` with world rank `root`'s."""
         work = dist.broadcast(tensor, root, group=self.torch_group, async_op=True)
         assert work is not None, f"not a member of {rank_names(self.ranks)}"
-        _Collective(work, self.ranks).wait()
+        _Collective(work, self.ranks, self._pulse).wait()
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's value in rank order; read as `gpipe_hpc.comm.pickling` allows."""
         what = f"a collective of {rank_names(self.ranks)}"
         own = torch.frombuffer(bytearray(dumps(value, what)), dtype=torch.uint8)
+        self._pulse.waits_for = self.ranks
         try:
             parts = self._gather(own)
         except RuntimeError as error:
             raise lost(error, what) from error
+        self._pulse.waits_for = None
         sources = zip(self.ranks, parts, strict=True)
         return [loads(part.numpy().data, f"{what}, from rank {r}") for r, part in sources]
 
@@ -86,21 +95,24 @@ class TorchGroup:
 class _Collective:
     """A collective under way whose failure names its ranks."""
 
-    def __init__(self, work: dist.Work, ranks: tuple[int, ...]) -> None:
-        self._work, self._ranks = work, ranks
+    def __init__(self, work: dist.Work, ranks: tuple[int, ...], pulse: Pulse) -> None:
+        self._work, self._ranks, self._pulse = work, ranks, pulse
 
     def wait(self) -> None:
+        self._pulse.waits_for = self._ranks
         try:
             self._work.wait()
         except RuntimeError as error:
             raise lost(error, f"a collective of {rank_names(self._ranks)}") from error
+        self._pulse.waits_for = None
 
 
 class ProcessWorld:
     """This process among all ranks of the default process group.
 
-    `job_secret`: what all ranks know and others do not, if they have one. Its own groups,
-    connections and threads go with it, or with `close`.
+    `job_secret`: what all ranks know and others do not, if they have one. `watchfulness`: when
+    ranks take one another for lost. Its own groups, connections and threads go with it, or with
+    `close`.
     """
 
     def __init__(
@@ -110,13 +122,16 @@ class ProcessWorld:
         *,
         shares_memory: bool = True,
         job_secret: Secret | None = None,
+        watchfulness: Watchfulness | None = None,
     ) -> None:
+        watchfulness = watchfulness or Watchfulness()
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.device = device
         keys = _private_keys(self.rank)
         self.secret = secret_for_all(job_secret, _number_of_world(keys, self.rank))
-        self.activity: object = "starting"
+        self._display = Display()
+        self._pulse = Pulse(timeout_s, watchfulness.stall_s, self._display)
         self._timeout = timedelta(seconds=timeout_s)
         uses_nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config())
         # CPU tensors (words, flags) travel over Gloo also where the user's group is NCCL alone.
@@ -124,27 +139,50 @@ class ProcessWorld:
         self._shares_memory = shares_memory
         self._shared: weakref.WeakSet[SharedTransport] = weakref.WeakSet()
         self._groups: _Groups = []
+        # First of all: from here on no rank ends, and none hangs, without the others' knowledge.
+        self._board = self._open_board(keys, watchfulness)
         # A group of our own for point-to-point: its tags cannot meet the user's. Collectives of
         # the same group never meet tags (Gloo numbers them apart; NCCL's channels have others).
         everybody = tuple(range(self.size))
         self._base = self._form(everybody)
-        self.everybody: Group = TorchGroup(self._base, everybody)
-        # Not by way of `self`: the watching thread must not keep the world alive.
-        this = weakref.ref(self)
-        self._board = FailureBoard(
-            keys,
-            self.rank,
-            self.size,
-            activity=lambda: _activity(this()),
-            on_report=lambda: _break_groups(this()),
-        )
+        self.everybody: Group = TorchGroup(self._base, everybody, self._pulse)
         # NCCL wants its groups to end together, so not whenever a rank collects its garbage.
         unasked = [] if uses_nccl else self._groups
         self._release = weakref.finalize(self, _release, self._board, unasked)
         self._release.atexit = False
         # Runs before the default group is left, which was there first.
         atexit.register(self._release)
+        # What Python's multiprocessing starts ends without atexit.
+        multiprocessing.util.Finalize(self, self._release, exitpriority=1)
+        # Else what a fork copies would keep connections of a dead rank open.
+        os.register_at_fork(after_in_child=partial(_forget_in_child, weakref.ref(self)))
         self._refuse_strangers()
+        self.activity = Idle("joining the other ranks")
+
+    @property
+    def activity(self) -> object:
+        """Return what this rank is doing: an action, a phase, or a text."""
+        return self._pulse.activity
+
+    @activity.setter
+    def activity(self, activity: object) -> None:
+        self._pulse.note(activity)
+
+    def _open_board(self, keys: Store, watchfulness: Watchfulness) -> Board:
+        if self.size == 1:
+            return SoloBoard(self.rank)
+        # Not by way of `self`: the watching thread must not keep the world alive.
+        this = weakref.ref(self)
+        return FailureBoard(
+            keys,
+            self.rank,
+            self.size,
+            self._pulse,
+            self._display,
+            on_report=lambda: _break_groups(this()),
+            key=self.secret.derive("watch").key,
+            watchfulness=watchfulness,
+        )
 
     def _refuse_strangers(self) -> None:
         """Let each rank prove the secret over the group; all raise LaunchError if one cannot."""
@@ -164,7 +202,7 @@ class ProcessWorld:
         own: Group | None = None
         for ranks in map(tuple, members):
             if len(ranks) > 1:
-                formed = TorchGroup(self._new_group(ranks), ranks)
+                formed = TorchGroup(self._new_group(ranks), ranks, self._pulse)
             if self.rank in ranks:
                 own = formed if len(ranks) > 1 else SoloGroup(self.rank)
         assert own is not None, f"rank {self.rank} is in none of {members}"
@@ -183,7 +221,7 @@ class ProcessWorld:
             routes |= dict.fromkeys(here, shared)
         if apart:
             routes |= dict.fromkeys(apart, self._torch_transport(apart))
-        return RoutedTransport(routes)
+        return RoutedTransport(routes, self._pulse)
 
     def _torch_transport(self, channels: Sequence[PlacedChannel]) -> Transport:
         """Open channels over torch; over NCCL each has communicators of its own."""
@@ -210,9 +248,9 @@ class ProcessWorld:
         return ProcessTransport(self.rank, links, payload, outbox, self.device)
 
     def fail(self, report: str) -> None:
-        """Publish the report, wait until it was read, and unblock whoever waits for us."""
+        """Publish the report, let it spread, and unblock whoever waits for us."""
         self._board.publish(report)
-        self._board.await_acknowledgement()
+        self._board.await_spreading()
         self.break_groups()
 
     def explain(self, symptom: str) -> str:
@@ -225,6 +263,14 @@ class ProcessWorld:
         _release(self._board, self._groups)
         for shared in list(self._shared):
             shared.close()
+
+    def forget(self) -> None:
+        """Close in a forked process what belongs to its parent, which notices nothing."""
+        self._release.detach()
+        atexit.unregister(self._release)
+        self._board.forget()
+        for shared in list(self._shared):
+            shared.drop()
 
     def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         # Forming waits on the store for all ranks, which no failure ends: meet where one does.
@@ -275,16 +321,18 @@ def _number_of_world(keys: Store, rank: int) -> bytes:
     return keys.get("number")
 
 
-def _activity(world: ProcessWorld | None) -> str:
-    return "ending" if world is None else str(world.activity)
-
-
 def _break_groups(world: ProcessWorld | None) -> None:
     if world is not None:
         world.break_groups()
 
 
-def _release(board: FailureBoard, groups: _Groups) -> None:
+def _forget_in_child(this: "weakref.ref[ProcessWorld]") -> None:
+    world = this()
+    if world is not None:
+        world.forget()
+
+
+def _release(board: Board, groups: _Groups) -> None:
     board.stop()
     while groups:
         group, _ = groups.pop()

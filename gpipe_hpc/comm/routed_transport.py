@@ -4,13 +4,16 @@ from collections.abc import Mapping
 
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.transport import Message, PlacedChannel, Transport
+from gpipe_hpc.comm.watch.pulse import Pulse
 
 
 class RoutedTransport:
-    """Hand each call to the transport of its channel."""
+    """Hand each call to the transport of its channel; `pulse` is told for whom this rank waits."""
 
-    def __init__(self, routes: Mapping[PlacedChannel, Transport]) -> None:
+    def __init__(self, routes: Mapping[PlacedChannel, Transport], pulse: Pulse) -> None:
+        self._pulse = pulse
         self._routes = dict(routes)
+        self._receivers = sorted({channel.destination_rank for channel in routes})
         self._transports = list({id(each): each for each in routes.values()}.values())
 
     def send(
@@ -25,9 +28,14 @@ class RoutedTransport:
 
     def wait(self, channel: PlacedChannel, lane: str, microbatch: int) -> Message:
         """Wait at the channel's transport."""
-        return self._routes[channel].wait(channel, lane, microbatch)
+        self._pulse.waits_for = (channel.source_rank,)
+        message = self._routes[channel].wait(channel, lane, microbatch)
+        self._pulse.waits_for = None
+        return message
 
     def finish(self) -> None:
         """Finish all of them."""
+        self._pulse.waits_for = self._receivers
         for transport in self._transports:
             transport.finish()
+        self._pulse.waits_for = None

@@ -102,6 +102,11 @@ class SharedSender:
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
 
+    def drop(self) -> None:
+        """Close this process's descriptors and tell nobody."""
+        self.connection.close()
+        self._impatient.close()
+
     def _write(self, message: _Outgoing) -> tuple[bytes, int | None]:
         """Copy a message into a slot; return its word and the slot's descriptor if it is new."""
         number, header = self._catalogue.identify(message.structure)
@@ -180,6 +185,11 @@ class SharedReceiver:
         """Tell whoever waits on the connection, here or there, that it has ended."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
+
+    def drop(self) -> None:
+        """Close this process's descriptors and tell nobody."""
+        self.connection.close()
+        self._impatient.close()
 
     def _next_word(self) -> tuple[_Word, int | None]:
         try:

@@ -70,6 +70,13 @@ class SharedTransport:
         for receiver in self._receivers.values():
             receiver.close()
 
+    def drop(self) -> None:
+        """Close the descriptors of this process alone: for those that a fork has copied."""
+        for sender in self._senders.values():
+            sender.drop()
+        for receiver in self._receivers.values():
+            receiver.drop()
+
     def _send_until(self, arriving: socket.socket | None) -> None:
         """Send what waits; return when all has left, or when `arriving` has something."""
         num_left, since = -1, 0.0

@@ -11,6 +11,7 @@ from gpipe_hpc.comm.processes import ProcessWorld, leave_default_group
 from gpipe_hpc.comm.rendezvous import rendezvous
 from gpipe_hpc.comm.secret import job_secret
 from gpipe_hpc.comm.threads import ThreadHub, ThreadWorld
+from gpipe_hpc.comm.watch.settings import DEFAULT_SILENCE_S, Watchfulness
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.errors import ConfigError
 
@@ -25,6 +26,9 @@ def start_world(
     loopback: bool | None = None,
     shares_memory: bool = True,
     secret_file: str | None = None,
+    silence_s: float = DEFAULT_SILENCE_S,
+    stall_s: float | None = None,
+    ends_process: bool = False,
 ) -> World:
     """Return the world of this process.
 
@@ -37,12 +41,21 @@ def start_world(
     None means when all ranks are on it. `shares_memory`: ranks of one host with CPU tensors hand
     boundaries over in shared memory. `secret_file`: where the job's secret lies; None for
     GPIPE_HPC_SECRET, else this user's own where all ranks are on one machine, else none.
+    `silence_s`, `stall_s`, `ends_process`: see `Watchfulness`; a world of one rank has no use for
+    them.
     """
+    watchfulness = Watchfulness(silence_s, stall_s, ends_process)
     if dist.is_initialized():
         chosen = _device(device, local_rank=None)
         # Whether its ranks are on one machine is not known here, so no secret is made for them.
         secret = job_secret(one_machine=False, secret_file=secret_file)
-        return ProcessWorld(chosen, timeout_s, shares_memory=shares_memory, job_secret=secret)
+        return ProcessWorld(
+            chosen,
+            timeout_s,
+            shares_memory=shares_memory,
+            job_secret=secret,
+            watchfulness=watchfulness,
+        )
     launch = detect_launch()
     chosen = _device(device, launch.local_rank)
     if launch.world_size == 1:
@@ -57,7 +70,13 @@ def start_world(
         timeout=timedelta(seconds=timeout_s),
     )
     atexit.register(leave_default_group)
-    return ProcessWorld(chosen, timeout_s, shares_memory=shares_memory, job_secret=secret)
+    return ProcessWorld(
+        chosen,
+        timeout_s,
+        shares_memory=shares_memory,
+        job_secret=secret,
+        watchfulness=watchfulness,
+    )
 
 
 def _device(name: str, local_rank: int | None) -> torch.device:

@@ -9,6 +9,7 @@ import torch
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.secret import Secret
 from gpipe_hpc.comm.transport import PlacedChannel, Transport
+from gpipe_hpc.comm.watch.pulse import Idle, Phase
 from gpipe_hpc.errors import GpipeError, PeerError
 
 
@@ -50,6 +51,8 @@ def together(world: World, where: str) -> Iterator[None]:
     A lost connection becomes a PeerError that carries the report of the rank that failed;
     what fails here is told to the others and raised as it is.
     """
+    outer = world.activity
+    world.activity = Phase(where)
     try:
         yield
     except PeerError:
@@ -62,6 +65,8 @@ def together(world: World, where: str) -> Iterator[None]:
     except BaseException as error:
         world.fail(_named(world, f"{where}: {type(error).__name__}: {error}"))
         raise
+    finally:
+        world.activity = outer if isinstance(outer, Phase) else Idle(where)
 
 
 def _named(world: World, report: str) -> str:

@@ -28,6 +28,7 @@ _RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
         "train.validate_batches": (1, _INF),
         "train.log_every": (1, _INF),
         "train.num_threads": (1, _INF),
+        "comm.silence_s": (3, _INF),  # of beats a second apart
         "optimizer.lr": (0, _INF),
         "optimizer.weight_decay": (0, _INF),
         "optimizer.eps": (0, _INF),
@@ -124,7 +125,7 @@ def check_ranges(config: Config) -> None:
         expected = f"at least {least}" if most == _INF else f"{least} to {most}"
         raise refuse(setting, expected, value, f"set {setting} within it")
     # Open at zero: no time to wait and no norm at all would stop every run.
-    for setting in ("comm.timeout_s", "train.clip_norm"):
+    for setting in ("comm.timeout_s", "comm.stall_s", "train.clip_norm"):
         value = _value(config, setting)
         if value is not None and not (value > 0 and math.isfinite(value)):
             off = ", or null for none" if setting == "train.clip_norm" else ""

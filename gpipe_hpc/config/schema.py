@@ -110,6 +110,8 @@ class CommConfig:
 
     backend: str = "auto"
     timeout_s: float = 600.0
+    silence_s: float = 15.0
+    stall_s: float | None = None
     loopback: bool | None = None
     shared_memory: bool = True
     secret_file: str | None = None

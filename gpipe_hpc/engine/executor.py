@@ -128,7 +128,7 @@ class Executor:
             for work in self._works.values():
                 work.end()
             self._loss_lasting.settle()
-        self._world.activity = "between steps"
+        self._world.activity = "ending"
         self.recorder.end_step()
         num_left = sum(work.num_kept for work in self._works.values())
         num_left += len(self._made)

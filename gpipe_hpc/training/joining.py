@@ -17,4 +17,7 @@ def join_world(config: Config) -> World:
         loopback=config.comm.loopback,
         shares_memory=config.comm.shared_memory,
         secret_file=config.comm.secret_file,
+        silence_s=config.comm.silence_s,
+        stall_s=config.comm.stall_s,
+        ends_process=True,
     )

@@ -1,0 +1,138 @@
+"""How the watchers of neighbouring ranks find each other: their addresses meet in the store."""
+
+import fcntl
+import json
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from torch.distributed.distributed_c10d import Store
+
+from gpipe_hpc.comm.watch.helper import Helper
+from gpipe_hpc.comm.watch.lines import Message
+from gpipe_hpc.comm.watch.neighbours import dials, neighbours
+
+_LOOPBACK: Final = "127.0.0.1"
+_FIRST_PAUSE_S: Final = 0.02
+_LONGEST_PAUSE_S: Final = 1.0
+_SIOCGIFADDR: Final = 0x8915
+_ELSEWHERE: Final = ("192.0.2.1", 9)  # for documentation: nothing is sent there
+
+
+class Introduction:
+    """Tell this rank's watcher the addresses of those it is to call, as they turn up.
+
+    A rank asks the store about its neighbours alone. The watcher listens on the loopback address,
+    and only if a neighbour is on another host on one that reaches it.
+    """
+
+    def __init__(self, store: Store, helper: Helper, rank: int, size: int) -> None:
+        self._store, self._helper, self._rank = store, helper, rank
+        self._missing = set(neighbours(rank, size))
+        self._network = network_identity()
+        self._is_open_outside = False
+        self._pause_s = _FIRST_PAUSE_S
+        self._due_s = time.monotonic()
+        helper.send(kind="listen", host=_LOOPBACK)
+
+    @property
+    def due_s(self) -> float:
+        """Return when to ask again; infinity once all are found."""
+        return self._due_s if self._missing else float("inf")
+
+    def publish(self, listening: Message) -> None:
+        """Tell the others where this rank's watcher listens."""
+        host, port = listening["host"], listening["port"]
+        if host == _LOOPBACK:
+            entry = {"network": self._network, "port": port}
+            self._store.set(f"watch/{self._rank}", json.dumps(entry))
+        elif port:
+            self._store.set(f"watch/outside/{self._rank}", json.dumps({"host": host, "port": port}))
+
+    def advance(self) -> None:
+        """Ask the store for the neighbours that are missing, less and less often."""
+        for other in sorted(self._missing):
+            if self._find(other):
+                self._missing.discard(other)
+        self._pause_s = min(1.5 * self._pause_s, _LONGEST_PAUSE_S)
+        self._due_s = time.monotonic() + self._pause_s
+
+    def _find(self, other: int) -> bool:
+        if not self._store.check([f"watch/{other}"]):
+            return False
+        entry = json.loads(self._store.get(f"watch/{other}"))
+        if entry["network"] == self._network:
+            self._point(other, _LOOPBACK, entry["port"])
+            return True
+        if not self._is_open_outside:
+            self._is_open_outside = True
+            self._helper.send(kind="listen", host=outside_address())
+        if not dials(self._rank, other):
+            return True
+        if not self._store.check([f"watch/outside/{other}"]):
+            return False
+        outside = json.loads(self._store.get(f"watch/outside/{other}"))
+        self._point(other, outside["host"], outside["port"])
+        return True
+
+    def _point(self, other: int, host: str, port: int) -> None:
+        self._helper.send(kind="peer", rank=other, host=host, port=port)
+
+
+def network_identity() -> str:
+    """Return a text that is equal where two processes share their loopback interface."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def outside_address() -> str:
+    """Return an address of this host at which other hosts reach it.
+
+    That of the interface GLOO_SOCKET_IFNAME, as for all else; or of the one towards MASTER_ADDR,
+    or of the default route; or of the first interface that has one.
+    """
+    return next(_outside_addresses(), _LOOPBACK)
+
+
+def _outside_addresses() -> Iterator[str]:
+    wanted = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    others = [name for _, name in socket.if_nameindex()]
+    candidates = [_address_of(wanted)] if wanted else []
+    candidates += [_address_towards((os.environ.get("MASTER_ADDR", ""), 9))]
+    candidates += [_address_towards(_ELSEWHERE), *map(_address_of, others)]
+    yield from (each for each in candidates if each and not _is_local(each))
+
+
+def _address_of(interface: str) -> str:
+    """Return the IPv4 address of an interface, empty if it has none."""
+    request = struct.pack("256s", interface.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+        except OSError:
+            return ""
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _address_towards(target: tuple[str, int]) -> str:
+    """Return the address from which packets to a host would leave, empty if it is unknown."""
+    try:
+        found = socket.getaddrinfo(*target, type=socket.SOCK_DGRAM) if target[0] else []
+        for family, kind, _, _, address in found:
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+    except OSError:
+        pass
+    return ""
+
+
+def _is_local(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"

@@ -1,0 +1,103 @@
+"""Messages over a socket: a line of JSON each. Nothing that comes in is ever executed."""
+
+import contextlib
+import json
+import socket
+from collections.abc import Mapping
+from typing import Any, Final
+
+Message = dict[str, Any]
+
+MAX_LINE: Final = 1 << 16
+_MAX_UNSENT: Final = 1 << 20
+_READ: Final = 1 << 16
+
+
+class Line:
+    """A connection that never blocks; `is_open` is False once it has ended, for any reason."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.is_open = True
+        self._connection = connection
+        self._unread = b""
+        self._unsent = b""
+
+    def fileno(self) -> int:
+        """Return the descriptor to poll."""
+        return self._connection.fileno()
+
+    @property
+    def has_unsent(self) -> bool:
+        """Say whether something waits until the socket takes more."""
+        return bool(self._unsent)
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message, or keep it until `flush`."""
+        if not self.is_open:
+            return
+        self._unsent += json.dumps(message).encode() + b"\n"
+        self.flush()
+        if len(self._unsent) > _MAX_UNSENT:
+            self.close()  # the other end has not read for long
+
+    def flush(self) -> None:
+        """Send what the socket takes now."""
+        try:
+            while self._unsent:
+                self._unsent = self._unsent[self._connection.send(self._unsent) :]
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            # Not connected yet: still under way.
+            if not (isinstance(error, BrokenPipeError | ConnectionError) or self._has_failed()):
+                return
+            self._end()
+
+    def receive(self) -> list[Message]:
+        """Return the messages that are here; ends the line where they end or make no sense."""
+        try:
+            while piece := self._connection.recv(_READ):
+                self._unread += piece
+                if len(self._unread) > 2 * MAX_LINE and b"\n" not in self._unread:
+                    raise ValueError("a line without end")
+            self._end()
+        except (BlockingIOError, InterruptedError):
+            pass
+        except (OSError, ValueError):
+            self._end()
+        *whole, self._unread = self._unread.split(b"\n")
+        return self._parsed(whole)
+
+    def close(self) -> None:
+        """End the connection at both ends."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._end()
+
+    def drop(self) -> None:
+        """Close this process's descriptor alone: for one that a fork has copied."""
+        self._end()
+
+    def _parsed(self, lines: list[bytes]) -> list[Message]:
+        messages: list[Message] = []
+        for line in lines:
+            try:
+                message = json.loads(line)
+            except (ValueError, RecursionError):
+                message = None
+            if not isinstance(message, dict):
+                self._end()
+                break
+            messages.append(message)
+        return messages
+
+    def _has_failed(self) -> bool:
+        try:
+            return self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
+        except OSError:
+            return True
+
+    def _end(self) -> None:
+        self.is_open = False
+        self._connection.close()
