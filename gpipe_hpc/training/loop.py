@@ -284,8 +284,7 @@ class _Loop:
                 plan.makespan,
                 100 * plan.bubble,
             )
-        source = self._session.source
-        baseline = source and source.baseline()
+        baseline = self._session.baseline
         if baseline is not None:
             log.info("loss of always guessing from frequencies: %.4f nats", baseline)
 

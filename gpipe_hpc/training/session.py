@@ -97,6 +97,7 @@ class Session:
     lock: RunLock | None  # of the run folder, on rank 0
     saver: BackgroundSaver
     copies: NeighbourCopies | None = None  # in memory, where the settings ask for them
+    baseline: float | None = None  # on rank 0: the loss of guessing, where it is known
     position: int = 0  # samples consumed since the start of the run
     _batches: Batches | None = None
 
@@ -258,6 +259,7 @@ def open_session(
         lock,
         BackgroundSaver(pipe),
         copies,
+        None if opened is None else opened.baseline,
     )
     extra = _take_over(pipe, optimizer, resumed, in_memory, copies)
     if extra is not None and goes_on(extra, identity, config.checkpoint.data):
@@ -368,6 +370,7 @@ class _Opened(NamedTuple):
     source: DataSource
     facts: DataFacts
     identity: Identity
+    baseline: float | None
 
 
 def _open_first(
@@ -375,7 +378,8 @@ def _open_first(
 ) -> _Opened:
     """Open the data on rank 0; refuse to go on with others in silence."""
     source, facts = _open_later(config, folder)
-    return _Opened(source, facts, _identity(config, source, resumed, in_memory))
+    identity = _identity(config, source, resumed, in_memory)
+    return _Opened(source, facts, identity, source.baseline())
 
 
 def _open_later(config: Config, folder: Path) -> tuple[DataSource, DataFacts]:

@@ -158,7 +158,7 @@ class TextSource:
 
 
 def unigram_entropy(
-    train: TokenText, validation: TokenText, vocab_size: int, limit: int = 1 << 26
+    train: TokenText, validation: TokenText, vocab_size: int, limit: int = 1 << 24
 ) -> float:
     """Return the cross-entropy, in nats, of validation tokens under training frequencies.
 

@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -354,6 +355,30 @@ def test_only_ranks_that_use_a_thing_read_it(files, tmp_path, monkeypatch):
         ("rank2", "open"),
         ("rank2", "read_targets"),
     }
+
+
+@pytest.mark.slow
+def test_data_that_take_long_to_open_end_no_run(files, tmp_path, monkeypatch):
+    """Rank 0 indexed within a collective, and counted tokens within another: a time-out ended it.
+
+    The first and the last rank take longer than any wait between ranks may.
+    """
+    original = session_module.open_data
+
+    def opened(*arguments):
+        time.sleep(5)
+        source = original(*arguments)
+        baseline = source.baseline
+        monkeypatch.setattr(type(source), "baseline", lambda _: time.sleep(5) or baseline())
+        return source
+
+    monkeypatch.setattr(session_module, "open_data", opened)
+    (tmp_path / "a.txt").write_text("some text " * 100)
+    settings = ("data=text", *COMMON, f"data.paths=[{tmp_path}/a.txt]", *TOKENS)
+    config = compose_config([*settings, f"run.dir={tmp_path}/run"])
+    check_config(config, 2)
+    codes = run_on_threads(2, lambda world: run_training(config, world, StopRequest()), timeout_s=4)
+    assert codes == [0, 0] and len(losses(tmp_path / "run")) == 2
 
 
 def test_ranks_that_see_other_files_do_not_start(files, tmp_path, monkeypatch):
