@@ -2,8 +2,9 @@
 
 import os
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
@@ -15,6 +16,7 @@ from gpipe_hpc.training.data.mapped import MappedFiles
 from gpipe_hpc.training.data.paths import expand
 from gpipe_hpc.training.data.token_files import (
     TokenFile,
+    empty,
     open_token_file,
     whole_file,
     without_indices,
@@ -80,10 +82,25 @@ def _given_files(patterns: Sequence[str], config: TextConfig) -> list[Segment]:
         paths = without_indices(expand(patterns, (".bin", ".npy")))
     else:
         paths = expand(patterns)
+    read: Callable[[Path], TokenFile]
+    if isinstance(config, TokensConfig) or config.dtype != "uint8":
+        read = partial(_tokens_of, config.dtype)
+    else:
+        read = _bytes_of  # any file is bytes, whatever it starts with
     # Each is opened once, to look at its header: side by side where opening one takes a while.
     with ThreadPoolExecutor(_NUM_OPENED) as pool:
-        files = pool.map(lambda path: open_token_file(path, path.name, config.dtype), paths)
-        return [_all_of(file) for file in files]
+        return [_all_of(file) for file in pool.map(read, paths)]
+
+
+def _tokens_of(kind: str, path: Path) -> TokenFile:
+    return open_token_file(path, path.name, kind)
+
+
+def _bytes_of(path: Path) -> TokenFile:
+    file = whole_file(path, path.name)
+    if not file.num_tokens:
+        raise empty(path)
+    return file
 
 
 def _data_of(pattern: str) -> str:

@@ -82,7 +82,7 @@ def open_token_file(path: Path, name: str, kind: str) -> TokenFile:
     """
     peek = _peek(path)
     if not peek.num_bytes:
-        raise DataError(f"data: {path} is empty, expected tokens, got 0 bytes; leave it out")
+        raise empty(path)
     for start, what in _OTHERS.items():
         if peek.head.startswith(start):
             raise DataError(
@@ -118,6 +118,11 @@ def whole_file(path: Path, name: str) -> TokenFile:
     except OSError as error:
         raise unreadable(path, error) from error
     return TokenFile(path, name, "uint8", num_bytes)
+
+
+def empty(path: Path) -> DataError:
+    """Return the error for a file without tokens."""
+    return DataError(f"data: {path} is empty, expected tokens, got 0 bytes; leave it out")
 
 
 def without_indices(paths: Sequence[Path]) -> list[Path]:

@@ -114,6 +114,7 @@ class _Crew:
                 [sys.executable, "-m", "gpipe_hpc.training.indexing.worker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                process_group=0,  # Ctrl-C is for this process, which ends them
                 env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             )
             self._processes.append(process)

@@ -11,6 +11,7 @@ from gpipe_hpc.config import ImageFolderConfig, ImageShardsConfig, JsonLinesConf
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.training.data import jsonl, open_data
 from gpipe_hpc.training.data.images import folder, shards
+from gpipe_hpc.training.data.names import Names
 from gpipe_hpc.training.indexing import kept
 
 PIXELS = {"height": 8, "width": 8, "resize": 10, "mean": [0.0] * 3, "std": [1.0] * 3}
@@ -118,6 +119,23 @@ def test_image_added_deep_in_a_class_is_found(files, tmp_path, made):
     assert open_data(config).train.num_samples == 12
     (deep / "new.png").write_bytes(files.coded(9, form="PNG"))
     assert open_data(config).train.num_samples == 13
+
+
+@pytest.mark.parametrize("name", ["../../other.png", "/etc/other.png"])
+def test_list_that_leads_elsewhere_is_not_followed(files, tmp_path, made, monkeypatch, name):
+    """Who may write beside the data must not lead a run to other files."""
+    config = make(files, "folder", tmp_path / "data")
+    original = folder._list
+
+    def lead_away(root, classes):
+        part = original(root, classes)
+        names = Names([name, *list(Names.of(part.arrays["text"], part.arrays["ends"]))[1:]])
+        return part._replace(arrays={**part.arrays, "text": names.text, "ends": names.ends})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "_list", lead_away)
+        assert name in list(open_data(config).train.store.names)
+    assert name not in list(open_data(config).train.store.names)
 
 
 def test_index_has_the_folder_that_is_asked_for(files, tmp_path, made, monkeypatch):

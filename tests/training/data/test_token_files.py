@@ -202,6 +202,14 @@ def test_text_is_not_taken_for_tokens(tmp_path):
     assert open_data(TextConfig([str(path)])).train.num_samples > 0
 
 
+def test_bytes_of_any_file_are_text(tmp_path):
+    """A model of bytes may read what it likes: archives, programs, arrays with their headers."""
+    path = tmp_path / "a.zip"
+    path.write_bytes(b"PK\x03\x04" + bytes(range(60)))
+    config = TextConfig([str(path)], validation_fraction=0.0, seq_len=4)
+    assert open_data(config).train.read_inputs([0]).tolist() == [[80, 75, 3, 4]]
+
+
 def test_numbers_that_only_look_odd_are_read(tmp_path):
     """Padding, repetition and small vocabularies are no other kind."""
     padded = np.concatenate([LONG[:50], np.zeros(3000, int)])

@@ -110,7 +110,7 @@ def _store(root: Path, classes: Sequence[str], keeping: Keeping) -> FolderStore:
             {"classes": list(classes)},
             keeping,
             make=lambda: _list(root, classes),
-            is_sound=lambda part: _is_unchanged(part, root),
+            is_sound=lambda part: _is_sound(part, len(classes)) and _is_unchanged(part, root),
             is_worth_keeping=lambda part: len(part.arrays["ends"]) >= _WORTH_KEEPING,
         )
     except OSError as error:
@@ -161,11 +161,24 @@ def _refuse(error: OSError) -> None:
         raise error
 
 
+def _is_sound(part: Part, num_classes: int) -> bool:
+    """Say whether a list that was kept names files within the folder, and classes there are.
+
+    Who may write beside the data must not lead a run to other files.
+    """
+    ends, text, label = (part.arrays[name] for name in ("ends", "text", "label"))
+    if not len(ends):
+        return not len(label)
+    starts = np.concatenate([[0], ends[:-1]])
+    if len(ends) != len(label) or (starts >= ends).any() or int(ends[-1]) > len(text):
+        return False
+    if int(label.min()) < 0 or int(label.max()) >= num_classes:
+        return False
+    return b"../" not in text.tobytes() and not (text[starts] == ord("/")).any()
+
+
 def _is_unchanged(part: Part, root: Path) -> bool:
     """Say whether no folder has changed since it was listed."""
-    ends, text, label = (part.arrays[name] for name in ("ends", "text", "label"))
-    if len(ends) != len(label) or (len(ends) and int(ends[-1]) > len(text)):
-        return False
     with ThreadPoolExecutor(_NUM_LISTED) as pool:
         is_same = pool.map(lambda each: _time_of(root / each[0]) == each[1], part.facts["folders"])
         return all(is_same)
