@@ -304,7 +304,8 @@ class Executor:
         """Take the loss, or the output, at the end of the last stage; return the loss."""
         feed, (microbatch, num_samples, again, _) = self._feed, part
         if feed.loss_fn is None:
-            self._outcome.outputs[microbatch] = output
+            # Copied: the last layer may write into it again for the next micro-batch.
+            self._outcome.outputs[microbatch] = map_tensors(lambda t: t.detach().clone(), output)
             return []
         samples = num_samples if feed.target_samples is None else feed.target_samples[microbatch]
         if samples != num_samples:

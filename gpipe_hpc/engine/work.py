@@ -14,13 +14,15 @@ from gpipe_hpc.comm.nests import Nest, map_tensors, tensors_of
 from gpipe_hpc.engine.backward import accumulate_gradients, edge_of
 from gpipe_hpc.engine.keyed import LayerKey
 from gpipe_hpc.engine.offload import HostCopy
+from gpipe_hpc.engine.outlets import Outlets, apart
 from gpipe_hpc.engine.passage import EVALUATION, Again, Forward, Passage, Returning
 from gpipe_hpc.engine.precision import StageCasts
-from gpipe_hpc.engine.promises import Promises, may_require
-from gpipe_hpc.engine.routes import State
+from gpipe_hpc.engine.promises import Promises
+from gpipe_hpc.engine.routes import BATCH, State
 from gpipe_hpc.engine.segment import Noted, Segment
 from gpipe_hpc.engine.splitting import Deferred
 from gpipe_hpc.engine.stage import Stage
+from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import SumOver, normalising_together
 
 Gradients = Sequence[torch.Tensor | None]
@@ -80,6 +82,7 @@ class _KeptSegment(NamedTuple):
     starts: list[tuple[GradientEdge, torch.Tensor]]  # losses of its layers
     returning: Returning | None = None  # what R is to go by; None where there is none to come
     promised: tuple[bool, ...] = ()  # of an R's outputs: which a gradient comes for
+    versions: tuple[int, ...] = ()  # of the state's tensors: nobody may write into them
 
 
 class _Kept(NamedTuple):
@@ -102,10 +105,12 @@ class StageWork:
         self._listener = listener
         self._peers = peers
         self._is_last = not stage.routes.destinations
+        self._is_first = stage.routes.sources[0].stage == BATCH
         parameters = [p for layer in stage.layers.values() for p in layer.parameters()]
         self._parameters = parameters
         self._casts = StageCasts(stage.precision, stage.device, parameters)
         self._promises = Promises()
+        self._outlets = Outlets()
         self._kept: dict[int, _Kept] = {}
         self._deferred: dict[int, Deferred] = {}
         self._stream: torch.cuda.Stream | None = None  # of copies to the host, once there are any
@@ -148,15 +153,14 @@ class StageWork:
             return [None for _ in self.stage.routes.destinations]
         state = self.stage.routes.gather(parts)
         if recipe.keep is Keep.NOTHING:
-            state, _ = self._run(self.stage.whole, state, key, part, is_end=True)
-            return self.stage.routes.scatter(state)
+            return self._evaluated(state, key, part)
         host = self._host_copy() if recipe.offloads else None
         deferred = self._defers(recipe.splits, host)
         kept: list[_KeptSegment] = []
         segments = self.stage.segments(recipe.keep is Keep.INPUT)
         for number, (segment, recomputes) in enumerate(segments):
             is_end = number == len(segments) - 1
-            given = state = _cut_off(state) if kept else state
+            given = state
             leaves = [tensor for tensor in given.tensors() if tensor.requires_grad]
             if recomputes:
                 returning = Returning(tries=self._num_begun == 1)
@@ -164,21 +168,34 @@ class StageWork:
                 state = self._promising(segment, given, key, part, is_end, host is None)
                 left = tensors_of(self._left(state, is_end))
                 promised = tuple([tensor.requires_grad for tensor in left])
-                kept.append(_KeptSegment(segment, given, leaves, [], [], returning, promised))
+                versions = tuple([tensor._version for tensor in given.tensors()])
+                kept.append(
+                    _KeptSegment(segment, given, leaves, [], [], returning, promised, versions)
+                )
             else:
                 part = part._replace(passage=Forward())
                 with host.collecting() if host else nullcontext():
                     state, starts = self._graph(segment, given, key, part, is_end, deferred, host)
                 edges = [_edge(tensor) for tensor in _differentiable(self._left(state, is_end))]
                 kept.append(_KeptSegment(segment, None, leaves, edges, starts))
+                state = _cut_off(state)
+                if not (is_end and self._is_last):
+                    state = self._outlets.with_graph(
+                        state, given.tensors(), segment.place, microbatch
+                    )
             if host is not None:
                 host.hold(tensors_of(given) if recomputes else leaves)
-        if host is not None:
-            # An input that is passed on stays where it is for whoever gets it.
-            state = _cut_off(state)
         num_leaves = [len(_differentiable(each)) for each in parts]
         self._kept[microbatch] = _Kept(kept, num_leaves, num_samples, deferred, host)
         return self.stage.routes.scatter(state)
+
+    def _evaluated(self, given: State, key: LayerKey, part: Part) -> list[Nest]:
+        """Run the layers and keep nothing; return one part for each destination."""
+        state, _ = self._run(self.stage.whole, given, key, part, is_end=True)
+        if self._is_last:
+            return []
+        state = _cut_off(state)
+        return self.stage.routes.scatter(apart(state, given.tensors()))
 
     def _defers(self, splits: bool, host: HostCopy | None) -> Deferred | None:
         """Return what takes weight gradients in place of autograd, if anything does."""
@@ -195,9 +212,11 @@ class StageWork:
         has_run = False
         if kept.host is not None:
             kept.host.wait()
-        for number, (segment, given, leaves, *_, returning, promised) in enumerate(kept.segments):
+        for number, each in enumerate(kept.segments):
+            segment, given, leaves, *_, returning, promised, versions = each
             if given is None:
                 continue
+            self._check_unwritten(given, versions, microbatch)
             is_end = number == len(kept.segments) - 1
             assert returning is not None, "made by the forward"
             part = part._replace(passage=Again(returning))
@@ -217,10 +236,26 @@ class StageWork:
         kept = self._kept.pop(microbatch)
         if kept.host is not None:
             kept.host.wait()
+        found = self._through(kept, gradients)
+        if kept.deferred:
+            self._deferred[microbatch] = kept.deferred
+        else:
+            self._outlets.graph_is_gone(microbatch)
+        if not self._is_first:
+            arrived = [gradient for gradient in gradients if gradient is not None]
+            found = apart(found, arrived)
+        if len(kept.num_leaves) == 1:
+            return [tuple(found)]
+        ends = accumulate(kept.num_leaves, initial=0)
+        return [tuple(found[first:last]) for first, last in pairwise(ends)]
+
+    def _through(self, kept: _Kept, gradients: Gradients) -> list[torch.Tensor | None]:
+        """Run the backward of all segments; return the gradients of the input's leaves."""
+        found = list(gradients)
         while kept.segments:
             segment = kept.segments.pop()
             edges, given = [], []
-            for edge, gradient in zip(segment.edges, gradients, strict=True):
+            for edge, gradient in zip(segment.edges, found, strict=True):
                 if edge is not None and gradient is not None:
                     edges.append(edge)
                     given.append(gradient)
@@ -234,13 +269,8 @@ class StageWork:
                 self.stage.gradients.own()
                 for each, buffers in moving:
                     each.tell_of_backward(buffers)
-            gradients = [leaf.grad for leaf in segment.leaves]
-        if kept.deferred:
-            self._deferred[microbatch] = kept.deferred
-        if len(kept.num_leaves) == 1:
-            return [tuple(gradients)]
-        ends = accumulate(kept.num_leaves, initial=0)
-        return [tuple(gradients[first:last]) for first, last in pairwise(ends)]
+            found = [leaf.grad for leaf in segment.leaves]
+        return found
 
     def offload(self, microbatch: int) -> None:
         """Start moving what is kept of a micro-batch to the host."""
@@ -264,6 +294,7 @@ class StageWork:
         if deferred is not None:
             deferred.run()
             self.stage.gradients.own()
+            self._outlets.graph_is_gone(microbatch)
         return deferred is not None
 
     def _run(
@@ -302,7 +333,19 @@ class StageWork:
             shares_casts=shares_casts,
             has_graph=has_graph,
         )
-        return _marked(state, self._promises.flags(segment, given, state, has_graph))
+        state = _marked(state, self._promises.flags(segment, given, state, has_graph))
+        return apart(state, given.tensors())
+
+    def _check_unwritten(self, given: State, versions: tuple[int, ...], microbatch: int) -> None:
+        """Raise ModelError if somebody wrote into what a recomputation starts from."""
+        for tensor, version in zip(given.tensors(), versions, strict=True):
+            if tensor._version != version:
+                layers = self.stage.layers
+                raise ModelError(
+                    f"stage {self.stage.index} (layers {min(layers)} to {max(layers)}): expected "
+                    f"the input of micro-batch {microbatch} as it was in its forward, got it "
+                    f"written to since; let the layer or hook that keeps it keep a copy (clone)"
+                )
 
     def _graph(
         self,
@@ -385,8 +428,7 @@ def _marked(state: State, flags: Sequence[bool]) -> State:
     values = iter(flags)
 
     def marked(tensor: torch.Tensor) -> torch.Tensor:
-        value = next(values)
-        return tensor.detach().requires_grad_(value) if may_require(tensor) else tensor
+        return tensor.detach().requires_grad_(next(values))
 
     return cast(State, map_tensors(marked, state))
 
@@ -396,6 +438,7 @@ def _no_leaves(state: State) -> State:
     return cast(State, viewed)
 
 
-def _cut_off(state: State) -> Nest:
-    """Return a segment's output as the next one of the stage gets it: new leaves."""
-    return map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), state)
+def _cut_off(state: State) -> State:
+    """Return a segment's output as the next one gets it: new leaves, that nobody else holds."""
+    cut_off = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), state)
+    return cast(State, cut_off)
