@@ -24,6 +24,7 @@ from gpipe_hpc.engine.assembly import (
     stage_spans,
 )
 from gpipe_hpc.engine.compiling import chosen_backend
+from gpipe_hpc.engine.drift import POLICIES
 from gpipe_hpc.engine.feed import Feed, random_keys
 from gpipe_hpc.engine.loss import LossFunction
 from gpipe_hpc.engine.loss_scale import LossScale
@@ -60,6 +61,10 @@ class Pipeline:
     or the number of layers of each stage. `precision`: float32, or bfloat16 or float16 by
     autocast, the latter with a loss scale.
     `normalise_over_replicas`: BatchNorm normalises a micro-batch of all replicas as one.
+    `buffers`: what becomes of those that forwards change where replicas, or mirrored placements,
+    hold copies of a stage. At the end of a step: average (each copy weighs as many samples as it
+    has seen; integers and bools are the first's where they differ, which is said by name), first
+    (that of the first copy that saw a sample), or each (left as they are, said by name).
     `compile`: torch.compile each layer, True or the name of a backend.
     `fuse_accumulation`: large linear layers add their weight gradients to `.grad` within the
     product that makes them (not under autocast, nor compiled); the last bits may differ from two
@@ -93,6 +98,7 @@ class Pipeline:
         seed: int = 0,
         precision: str = "float32",
         normalise_over_replicas: bool = False,
+        buffers: str = "average",
         compile: bool | str = False,
         fuse_accumulation: bool = False,
         device: str = "auto",
@@ -124,6 +130,11 @@ class Pipeline:
                 precision,
                 seed,
             )
+            if buffers not in POLICIES:
+                raise ConfigError(
+                    f"pipeline.buffers: expected one of {', '.join(POLICIES)}, got {buffers!r}"
+                )
+            self._buffers = buffers
             self.partition, tables, self.recomputed = lay_out(model, wishes, self._site)
             self.schedule = tables.training
             self._build(model, tables, normalise_over_replicas)
@@ -158,6 +169,7 @@ class Pipeline:
                 "seed": self.seed,
                 "precision": self.precision,
                 "normalise_over_replicas": normalises_together,
+                "buffers": self._buffers,
             },
         )
         self.stages = build_stages(
@@ -191,7 +203,14 @@ class Pipeline:
         stage_of_layer = [stage for stage, span in enumerate(spans) for _ in span]
         tied = join_ties(find_ties(model), self.stages, stage_of_layer, placement, mesh, world)
         self._steps = Steps(
-            self._site, tables, self.stages, wiring, tied, self.num_layers, scaling(self.precision)
+            self._site,
+            tables,
+            self.stages,
+            wiring,
+            tied,
+            self.num_layers,
+            scaling(self.precision),
+            self._buffers,
         )
         self.needs_inputs = 0 in held
         self.needs_targets = self.schedule.num_stages - 1 in held

@@ -36,7 +36,8 @@ def collect(
 
     Raises CheckpointError on all ranks for an extra state that cannot be written.
     """
-    held: dict[str, Tensor] = model_tensors(pipe)
+    others = _others_buffers(pipe)
+    held = {name: tensor for name, tensor in model_tensors(pipe).items() if name not in others}
     values: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     if optimizer is not None:
@@ -77,12 +78,27 @@ def _extra_states(pipe: "Pipeline") -> tuple[dict[str, Any], dict[str, Tensor]]:
     states: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     for index, stage in pipe.stages.items():
-        if pipe.replica or pipe.schedule.placement.holders(index)[0] != pipe.stage_rank:
+        if not _is_first(pipe, index):
             continue
         for name, module in stage.extra_states().items():
             states[name], own = encode(name, module.get_extra_state())
             tensors |= own
     return states, tensors
+
+
+def _others_buffers(pipe: "Pipeline") -> set[str]:
+    """Return the buffers whose first copy another rank holds: with buffers=each they differ."""
+    return {
+        f"model.{name}"
+        for index, stage in pipe.stages.items()
+        if not _is_first(pipe, index)
+        for name in stage.named_buffers()
+    }
+
+
+def _is_first(pipe: "Pipeline", stage: int) -> bool:
+    """Say whether this rank holds the first copy of a stage."""
+    return not pipe.replica and pipe.schedule.placement.holders(stage)[0] == pipe.stage_rank
 
 
 def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:

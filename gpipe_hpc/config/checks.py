@@ -53,6 +53,7 @@ _RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
 _CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "pipeline.schedule": schedule_names(),
+        "pipeline.buffers": ("average", "first", "each"),
         "pipeline.recompute": ("always", "except_last", "never", "budget"),
         "train.precision": ("float32", "bfloat16", "float16"),
         "train.device": ("auto", "cpu", "cuda"),

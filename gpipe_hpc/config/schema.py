@@ -25,6 +25,7 @@ class PipelineConfig:
     offload: bool = False
     partition: Any = "time"
     normalise_over_replicas: bool = False
+    buffers: str = "average"
 
 
 @dataclass

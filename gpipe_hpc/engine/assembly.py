@@ -11,6 +11,7 @@ from torch import nn
 
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.world import World
+from gpipe_hpc.engine.drift import equalise_buffers
 from gpipe_hpc.engine.routes import StageRoutes, stage_routes
 from gpipe_hpc.engine.stage import Stage
 from gpipe_hpc.errors import ConfigError
@@ -155,5 +156,4 @@ def equalise_copies(stages: Mapping[int, Stage], copies: Mapping[int, Group]) ->
             group = copies[index]
             for parameter in stage.named_parameters().values():
                 group.broadcast(parameter.data, root=group.ranks[0])
-            for buffer in stage.named_buffers().values():
-                group.broadcast(buffer, root=group.ranks[0])
+            equalise_buffers(stage.layers, group)

@@ -41,12 +41,14 @@ Call = Callable[[], None]
 class Outcome:
     """What a run left on this rank, by micro-batch of this replica.
 
-    `noted`: what layers reported, the loss function as the layer behind the last.
+    `noted`: what layers reported, the loss function as the layer behind the last. `samples`: how
+    many went through each stage here.
     """
 
     losses: dict[int, LossTerm] = field(default_factory=dict)
     outputs: dict[int, Nest] = field(default_factory=dict)
     noted: dict[int, list[Noted]] = field(default_factory=lambda: defaultdict(list))
+    samples: dict[int, int] = field(default_factory=lambda: defaultdict(int))
 
 
 class Executor:
@@ -176,6 +178,7 @@ class Executor:
             )
             if num_samples:
                 self.recorder.add(action, start)
+                self._outcome.samples[stage] += num_samples
             for hop, output in zip(hops, outputs, strict=True):
                 self._made[hop] = Message(output, num_samples)
             if ends_step:

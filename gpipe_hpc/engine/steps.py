@@ -8,7 +8,8 @@ from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.world import World
-from gpipe_hpc.engine.executor import Executor
+from gpipe_hpc.engine.drift import Drift
+from gpipe_hpc.engine.executor import Executor, Outcome
 from gpipe_hpc.engine.feed import Feed
 from gpipe_hpc.engine.gradients import unite_flags
 from gpipe_hpc.engine.loss import backward_seed, final_divisor
@@ -70,6 +71,7 @@ class Steps:
         tied: list[TiedParameter],
         num_layers: int,
         loss_scale: LossScale | None = None,
+        buffers: str = "average",
     ) -> None:
         self.loss_scale = loss_scale
         self._site = site
@@ -81,6 +83,10 @@ class Steps:
             Executor(table, site.stage_rank, stages, wiring, site.world, num_layers)
             for table in tables
         )
+        self._drifts = {
+            index: Drift(stage.layers, wiring.reductions[index], site.world.rank, buffers)
+            for index, stage in stages.items()
+        }
         num_global = self._placement.num_microbatches * site.mesh.replicas
         self._exchange = Exchange(num_global, site.everybody, site.world.device)
         # The loss weight of the last step; backward is seeded near its inverse.
@@ -105,16 +111,20 @@ class Steps:
         for tied in self._tied:
             tied.start_reduction()
         divisor = final_divisor(loss.weight, seed)
+        flags: dict[int, list[bool]] = {}
         for stage in self._stages.values():
             copies = self._wiring.reductions[stage.index]
-            used = unite_flags(stage.gradients.used_flags(), copies)
-            stage.gradients.finish(divisor, used)
+            used, drifted = stage.gradients.used_flags(), self._drifts[stage.index].flags()
+            united = unite_flags([*used, *drifted], copies)
+            stage.gradients.finish(divisor, united[: len(used)])
+            flags[stage.index] = united[len(used) :]
         for tied in self._tied:
             tied.finish(divisor)
         self.weight = loss.weight
         is_skipped = self.loss_scale is not None and self._drop_overflow(self.loss_scale)
         for stage in self._stages.values():
             stage.statistics.finish(is_kept=not is_skipped)
+            self._drifts[stage.index].settle(flags[stage.index])
         return StepResult(loss, is_skipped, scale)
 
     def _drop_overflow(self, scale: LossScale) -> bool:
@@ -138,7 +148,7 @@ class Steps:
         """Return the outputs of this replica's micro-batches put together, on each of its ranks."""
         site = self._site
         with training_modes(self._stages.values(), False):
-            outputs = self._evaluator.run(feed).outputs
+            outputs = self._executed(self._evaluator, feed).outputs
         everywhere: dict[int, Nest] = {}
         for holder in self._placement.holders(self._placement.num_stages - 1):
             root = site.mesh.world_rank(site.replica, holder)
@@ -161,9 +171,18 @@ class Steps:
 
         All ranks wait here for all others: none goes on behind a step that failed on one.
         """
-        outcome = executor.run(feed)
+        outcome = self._executed(executor, feed)
         first = self._site.replica * self._placement.num_microbatches
         return self._exchange(
             {first + m: term for m, term in outcome.losses.items()},
             {first + m: noted for m, noted in outcome.noted.items()},
         )
+
+    def _executed(self, executor: Executor, feed: Feed) -> Outcome:
+        """Run a table, and note which buffers it has changed."""
+        for drift in self._drifts.values():
+            drift.begin()
+        outcome = executor.run(feed)
+        for index, drift in self._drifts.items():
+            drift.end(outcome.samples.get(index, 0))
+        return outcome

@@ -318,6 +318,7 @@ def _pipeline(
         seed=config.train.seed,
         precision=config.train.precision,
         normalise_over_replicas=config.pipeline.normalise_over_replicas,
+        buffers=config.pipeline.buffers,
         compile=config.train.compile,
         fuse_accumulation=config.train.fuse_accumulation,
         world=world,

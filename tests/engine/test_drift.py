@@ -1,0 +1,392 @@
+"""Buffers that forwards change, on replicas and in mirrored placements: equal after each step."""
+
+import logging
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.comm.threads import ThreadGroup
+from gpipe_hpc.errors import ConfigError
+
+WIDTH = 4
+
+
+class Averaging(nn.Module):
+    """Subtract a running mean of the input, and count forwards and samples."""
+
+    def __init__(self, dtype=torch.float64):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.register_buffer("mean", torch.zeros(WIDTH, dtype=dtype))
+        self.register_buffer("hidden", torch.zeros((), dtype=dtype), persistent=False)
+        self.register_buffer("num_forwards", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("num_samples", torch.zeros((), dtype=torch.int32))
+        self.register_buffer("constant", torch.ones(3))
+
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.detach().mean(0).to(self.mean.dtype), 0.5)
+                self.hidden = self.hidden + 1  # another tensor stands in its place
+                self.num_forwards += 1
+                self.num_samples += len(x)
+        return x + self.linear(x - self.mean.to(x.dtype))
+
+
+def mean_square(output, target):
+    return (output - target).square().sum(), float(len(target))
+
+
+def batch(size=8, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    draw = partial(torch.randn, size, WIDTH, generator=generator, dtype=torch.float64)
+    return draw(), draw()
+
+
+def make(world, layer=Averaging, num_layers=2, **settings):
+    settings = {"recompute": "never"} | settings
+    specs = [LayerSpec(layer) for _ in range(num_layers)]
+    return Pipeline(specs, mean_square, seed=5, world=world, **settings)
+
+
+def buffers_of(pipe):
+    return {
+        f"layers.{i}.{name}": buffer.clone()
+        for stage in pipe.stages.values()
+        for i, layer in stage.layers.items()
+        for name, buffer in layer.named_buffers()
+    }
+
+
+def step(pipe, data):
+    part = pipe.share(len(data[0]))
+    return pipe.step(data[0][part], data[1][part]).loss
+
+
+def holders(ranks):
+    """Return the buffers of all ranks as lists of copies, by name."""
+    found = {}
+    for each in ranks:
+        for name, buffer in each.items():
+            found.setdefault(name, []).append(buffer)
+    return found
+
+
+def all_equal(copies):
+    return all(torch.equal(copies[0], other) for other in copies[1:])
+
+
+LAYOUTS = {
+    "replicas": (3, {"replicas": 3, "microbatches": 2}),
+    "stages and replicas": (4, {"stages": 2, "replicas": 2, "microbatches": 2}),
+    "gems": (2, {"schedule": "gems", "microbatches": 3}),
+    "chimera": (2, {"schedule": "chimera", "microbatches": 4}),
+    "dualpipe": (2, {"schedule": "dualpipe", "microbatches": 4}),
+    "mirrored replicas": (4, {"schedule": "chimera", "stages": 2, "replicas": 2}),
+}
+
+
+@pytest.mark.parametrize("policy", ["average", "first"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_copies_are_equal_after_every_step(layout, policy):
+    """They drifted apart from the first step on, and a checkpoint kept one of them."""
+    size, settings = LAYOUTS[layout]
+
+    def body(world):
+        pipe = make(world, buffers=policy, **settings)
+        seen = []
+        for number in range(3):
+            step(pipe, batch(12, number))
+            seen.append(buffers_of(pipe))
+        return seen
+
+    ranks = run_on_threads(size, body)
+    for number in range(3):
+        found = holders(rank[number] for rank in ranks)
+        assert all(len(copies) > 1 and all_equal(copies) for copies in found.values())
+        assert found["layers.0.mean"][0].abs().max() > 0
+    assert found["layers.0.hidden"][0] > ranks[0][0]["layers.0.hidden"]
+
+
+def test_the_average_weighs_samples():
+    """Two replicas with 5 and 4 samples; what is compared is a loop over each one's."""
+
+    def body(world):
+        pipe = make(world, num_layers=1, replicas=2, microbatches=1)
+        step(pipe, batch(9))
+        return buffers_of(pipe)
+
+    inputs = batch(9)[0]
+    means = [piece.mean(0) * 0.5 for piece in inputs.tensor_split(2)]
+    expected = (5 * means[0] + 4 * means[1]) / 9
+    for buffers in run_on_threads(2, body):
+        assert torch.allclose(buffers["layers.0.mean"], expected, atol=1e-14)
+        assert buffers["layers.0.num_samples"] == 5, "an integer: that of the first"
+        assert buffers["layers.0.num_forwards"] == 1
+
+
+@pytest.mark.parametrize("policy", ["average", "first"])
+def test_a_holder_that_saw_nothing_has_no_say(policy):
+    """With one micro-batch the other way of Chimera runs none; one sample reaches one replica."""
+
+    def mirrored(world):
+        pipe = make(world, stages=2, schedule="chimera", microbatches=1, buffers=policy)
+        step(pipe, batch(4))
+        return buffers_of(pipe)
+
+    def replicas(world):
+        pipe = make(world, replicas=2, num_layers=1, buffers=policy)
+        if world.rank == 0:
+            pipe.stages[0].layers[0].mean.fill_(float("inf"))
+        data = batch(1)
+        pipe.step(*(data if world.rank else [each[:0] for each in data]))
+        return buffers_of(pipe)
+
+    for found in (holders(run_on_threads(2, mirrored)), holders(run_on_threads(2, replicas))):
+        assert all(len(copies) == 2 and all_equal(copies) for copies in found.values())
+        assert torch.isfinite(found["layers.0.mean"][0]).all()
+        assert found["layers.0.num_forwards"][0] == 1
+
+
+def test_each_leaves_them_and_says_so_and_a_checkpoint_keeps_the_first(
+    caplog, tmp_path, stored_tensors
+):
+    def body(world):
+        pipe = make(world, replicas=2, microbatches=2, buffers="each")
+        for number in range(3):
+            step(pipe, batch(8, number))
+        pipe.save(tmp_path / "checkpoint")
+        return buffers_of(pipe)
+
+    first, second = run_on_threads(2, body)
+    assert not torch.equal(first["layers.0.mean"], second["layers.0.mean"])
+    said = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    (text,) = [each for each in said if "buffers that forwards change" in each]
+    names = ("mean", "hidden", "num_forwards", "num_samples")
+    assert all(f"layers.{layer}.{name}" in text for layer in (0, 1) for name in names)
+    assert "left as they are on each of the 2 ranks" in text and "constant" not in text
+    stored = stored_tensors(tmp_path / "checkpoint")
+    for name, buffer in first.items():
+        if "hidden" not in name:
+            assert torch.equal(stored[f"model.{name}"], buffer), name
+
+
+def test_what_has_no_average_is_said_once_where_it_differs(caplog):
+    caplog.set_level(logging.INFO, "gpipe_hpc.pipeline")
+
+    def body(world):
+        pipe = make(world, num_layers=1, replicas=2, microbatches=1)
+        for number in range(3):
+            step(pipe, batch(9, number))
+
+    run_on_threads(2, body)
+    said = [r.message for r in caplog.records if "buffers that forwards change" in r.message]
+    assert len(said) == 2
+    (mean,) = [text for text in said if "are averaged over the 2 ranks" in text]
+    (count,) = [text for text in said if "have no average" in text]
+    assert "layers.0.hidden, layers.0.mean " in mean
+    assert "layers.0.num_samples differ" in count and "num_forwards" not in count
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_equal_copies_stay_as_they_are_to_the_bit(dtype):
+    """Three times a third is one."""
+
+    def body(world):
+        pipe = make(world, partial(Averaging, dtype), num_layers=1, replicas=3)
+        rows = torch.full((1, WIDTH), 1 / 3, dtype=torch.float64)
+        pipe.step(rows, rows)
+        return buffers_of(pipe)
+
+    expected = torch.full((WIDTH,), 1 / 3, dtype=torch.float64).to(dtype) * 0.5
+    for buffers in run_on_threads(3, body):
+        assert torch.equal(buffers["layers.0.mean"], expected)
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.register_buffer("z", torch.zeros(2, dtype=torch.complex64))
+        self.register_buffer("spread", torch.zeros(1, dtype=torch.float64).expand(3))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.bool))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.z += torch.complex(x.mean().float(), x.sum().float())
+            self.spread = x[0, :1].expand(3)
+            self.seen = x.sum() > 0
+        return self.linear(x)
+
+
+def test_complex_bool_and_overlapping_buffers():
+    def body(world):
+        pipe = make(world, Complex, num_layers=1, replicas=2)
+        step(pipe, batch(8, 0))
+        step(pipe, batch(8, 1))
+        return buffers_of(pipe)
+
+    found = holders(run_on_threads(2, body))
+    assert all(all_equal(copies) for copies in found.values())
+    pieces = [batch(8, number)[0].tensor_split(2) for number in range(2)]
+    sums = [[p.sum() for p in each] for each in pieces]
+    expected = sum(sum(each) for each in sums) / 2
+    assert found["layers.0.z"][0].imag[0].item() == pytest.approx(float(expected), rel=1e-5)
+    spread = (pieces[1][0][0, 0] + pieces[1][1][0, 0]) / 2
+    assert found["layers.0.spread"][0].tolist() == pytest.approx([float(spread)] * 3)
+
+
+class Growing(nn.Module):
+    """Keep the last input, whatever its shape, and make a buffer in the first forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.register_buffer("last", None)
+
+    def forward(self, x):
+        self.last = x.detach().clone()
+        if "made" not in self._buffers and x.sum() > 0:
+            self.register_buffer("made", x.detach().sum())
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("policy", ["average", "first", "each"])
+def test_buffers_of_other_shapes_and_new_ones(policy, caplog):
+    """Sizes that differ between holders would hang or kill a collective."""
+
+    def body(world):
+        pipe = make(world, Growing, num_layers=1, replicas=2, buffers=policy)
+        seen = []
+        for size in (5, 5, 8, 3):
+            # The second replica's first input makes no buffer.
+            data = [torch.full((size, WIDTH), 2.0).double() for _ in range(2)]
+            part = pipe.share(size)
+            sign = -1 if world.rank and not seen else 1
+            pipe.step(sign * data[0][part], data[1][part])
+            seen.append(buffers_of(pipe))
+        return seen
+
+    ranks = run_on_threads(2, body)
+    for number in range(4):
+        found = holders(rank[number] for rank in ranks)
+        if policy != "each":
+            assert all(len(c) == 2 and all_equal(c) for c in found.values()), number
+            assert set(found) == {"layers.0.last", "layers.0.made"}
+    said = [r.message for r in caplog.records if "buffers that forwards change" in r.message]
+    assert any("layers.0.last" in text for text in said)
+
+
+def test_without_changes_nothing_is_sent(monkeypatch):
+    """What tells the holders rides with the flags of used parameters."""
+    calls = []
+    original = ThreadGroup._next_key
+
+    def counting(self, value):
+        calls.append(self._rank)
+        return original(self, value)
+
+    monkeypatch.setattr(ThreadGroup, "_next_key", counting)
+
+    def count(layer):
+        def body(world):
+            pipe = make(world, layer, num_layers=1, replicas=2)
+            step(pipe, batch())
+            before = calls.count(world.rank)
+            step(pipe, batch(8, 1))
+            return calls.count(world.rank) - before
+
+        first, second = run_on_threads(2, body)
+        assert first == second
+        return first
+
+    with_buffers, without = (count(layer) for layer in (Still, Bare))
+    assert with_buffers == without <= 5
+
+
+class Bare(nn.Linear):
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH, dtype=torch.float64)
+
+
+class Still(Bare):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("constant", torch.ones(1000))
+
+
+class Unequal(nn.Module):
+    """Start with buffers that the seed does not fix."""
+
+    def __init__(self, mark):
+        super().__init__()
+        self.register_buffer("kept", torch.full((2,), mark))
+        self.register_buffer("hidden", self.kept.clone() * 2, persistent=False)
+        self.register_buffer("spread", self.kept.clone()[:1].expand(3), persistent=False)
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+def test_buffers_that_start_unequal_are_those_of_replica_0():
+    """Only those that a checkpoint keeps were made equal."""
+
+    def body(world):
+        pipe = Pipeline([Unequal(1.0 + world.rank)], mean_square, replicas=2, world=world)
+        return buffers_of(pipe)
+
+    for buffers in run_on_threads(2, body):
+        assert buffers["layers.0.kept"].tolist() == [1.0, 1.0]
+        assert buffers["layers.0.hidden"].tolist() == [2.0, 2.0]
+        assert buffers["layers.0.spread"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_an_evaluation_that_changes_buffers_is_settled_with_the_next_step():
+    class Counts(Bare):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("num_rows", torch.zeros((), dtype=torch.float64))
+
+        def forward(self, x):
+            if not self.training:
+                self.num_rows += len(x)
+            return super().forward(x)
+
+    def body(world):
+        pipe = make(world, Counts, num_layers=1, replicas=2)
+        data = batch(9)
+        part = pipe.share(9)
+        pipe.evaluate(data[0][part], data[1][part])
+        step(pipe, data)
+        return buffers_of(pipe)
+
+    found = holders(run_on_threads(2, body))
+    assert all_equal(found["layers.0.num_rows"])
+    assert found["layers.0.num_rows"][0].item() == pytest.approx((5 * 5 + 4 * 4) / 9)
+
+
+def test_another_policy_is_refused():
+    with pytest.raises(ConfigError, match=r"pipeline\.buffers: expected one of average, first, e"):
+        make(None, buffers="sum")
+
+
+def test_on_real_processes(processes, tmp_path):
+    """Two replicas of two stages over Gloo, one buffer of another shape now and then."""
+
+    def body(rank):
+        pipe = make(None, stages=2, replicas=2, microbatches=2)
+        growing = make(None, Growing, replicas=4, num_layers=1)
+        for number in range(3):
+            step(pipe, batch(9, number))
+            step(growing, batch(9 + number, number))
+        return buffers_of(pipe), buffers_of(growing)
+
+    ranks = processes(4, body, tmp_path)
+    for number, count in ((0, 2), (1, 4)):
+        found = holders(rank[number] for rank in ranks)
+        assert all(len(c) == count and all_equal(c) for c in found.values())
+        assert len(found) >= 2
