@@ -31,9 +31,10 @@ def read_facts(path: Path) -> Facts:
         remedy = "look under run.dir/checkpoints" if older is None else other_checkpoint(path)
         if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
             remedy = os_remedy(error) or remedy
+        is_absent = isinstance(error, FileNotFoundError) and not os.path.exists(path)
         raise CheckpointError(
             f"checkpoint {path}: expected a folder written by gpipe_hpc, got "
-            f"{error if path.exists() else 'no such folder'}; {remedy}"
+            f"{'no such folder' if is_absent else error}; {remedy}"
         ) from error
 
 
@@ -114,11 +115,14 @@ def room_at(folder: Path, needed_bytes: int, error: BaseException | None = None)
     known = os_remedy(error)
     if known is not None and not (isinstance(error, OSError) and error.errno in _FULL):
         return known
-    while not folder.is_dir():
+    while not os.path.isdir(folder):
         folder = folder.parent
-    free_bytes = shutil.disk_usage(folder).free
+    try:
+        free = f"{shutil.disk_usage(folder).free / 1e6:,.3f} MB"
+    except OSError:
+        free = "an unknown number of bytes"
     room = (
-        f"its file system has {free_bytes / 1e6:,.3f} MB free and the checkpoint takes about "
+        f"its file system has {free} free and the checkpoint takes about "
         f"{needed_bytes / 1e6:,.3f} MB"
     )
     return f"{room}; {known or 'look at the disk, or use another folder'}"

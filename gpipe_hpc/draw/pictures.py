@@ -11,7 +11,7 @@ from gpipe_hpc.config import Config
 from gpipe_hpc.config.checks import check_drawing
 from gpipe_hpc.draw.png import render_png
 from gpipe_hpc.draw.tables import standings
-from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.errors import ConfigError, os_remedy
 from gpipe_hpc.schedule import Costs, Timeline, build, draw_text, lower, simulate
 from gpipe_hpc.schedule.chrome_trace import chrome_trace
 from gpipe_hpc.schedule.draw_comparison import compare, mean_costs, schedule_of
@@ -58,7 +58,7 @@ def put(picture: str | bytes, out: str | None) -> None:
         except OSError as error:
             raise ConfigError(
                 f"config: bad draw.out, expected a file in an existing folder, got {out!r} "
-                f"({error.strerror}); correct it, or make the folder"
+                f"({error.strerror}); {os_remedy(error) or 'correct it, or make the folder'}"
             ) from error
     elif isinstance(picture, str):
         print(picture)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_hpc.checkpoint import PARTIAL_SUFFIX, sync
-from gpipe_hpc.errors import CheckpointError, ConfigError
+from gpipe_hpc.errors import CheckpointError, ConfigError, os_remedy
 from gpipe_hpc.models import global_name
 from gpipe_hpc.models.huggingface.library import safetensors, safetensors_torch
 
@@ -58,7 +58,7 @@ class ExportFolder:
 
     def prepare(self) -> None:
         """Make the place where files are written; CheckpointError if the folder exists."""
-        if self.path.exists():
+        if os.path.lexists(self.path):
             raise CheckpointError(
                 f"export: expected a new folder, got {self.path}, which exists; remove it or name "
                 f"another"
@@ -120,6 +120,8 @@ class ExportFolder:
                 else:
                     file.write_text(content, "utf-8")
                 sync(file)
+            for folder in {self.partial, *((self.partial / name).parent for name in texts)}:
+                sync(folder)
             os.rename(self.partial, self.path)
             sync(self.path.parent)
         except OSError as error:
@@ -136,5 +138,6 @@ def in_files(index: int, layer: nn.Module, own: Shard) -> Shard:
 def _unwritten(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"export: {path} cannot be written, expected a folder with room, got "
-        f"{type(error).__name__}: {error}; look at the disk, or use another folder"
+        f"{type(error).__name__}: {error}; "
+        f"{os_remedy(error) or 'look at the disk, or use another folder'}"
     )

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from gpipe_hpc.errors import ScheduleError
+from gpipe_hpc.errors import ScheduleError, os_remedy
 from gpipe_hpc.schedule.occupancy import peak_activations
 from gpipe_hpc.schedule.table import Schedule
 from gpipe_hpc.schedule.text_form import from_text
@@ -20,7 +20,8 @@ def from_file(ranks: int, microbatches: int, path: str = "") -> Schedule:
         text = Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ScheduleError(
-            f"schedule 'file': {path} is not readable, expected a text table, got {error}"
+            f"schedule 'file': {path} is not readable, expected a text table, got {error}; "
+            f"{os_remedy(error) or 'write it anew'}"
         ) from None
     schedule = from_text(text, name=f"file {path}")
     if (schedule.num_ranks, schedule.num_microbatches) != (ranks, microbatches):

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from gpipe_hpc.checkpoint import read_facts
 from gpipe_hpc.config import Config, config_yaml
-from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.errors import ConfigError, os_remedy
 from gpipe_hpc.training.changed_settings import SETTINGS, Change, changes, read_settings
 from gpipe_hpc.training.run_folder import (
     REQUEUE_FILE,
@@ -28,8 +28,8 @@ CONFIG_FILE: Final = "config.yaml"
 def lock_folder(config: Config) -> RunLock:
     """Make the folder of a run and lock it; ConfigError or RunFolderError if that cannot be."""
     folder = Path(config.run.dir or default_run_folder()).absolute()
-    restart = find_restart(folder)
     try:
+        restart = find_restart(folder)
         folder.mkdir(parents=True, exist_ok=True)
         return RunLock.take(folder, waits=restart.by_launcher or restart.has_mark)
     except OSError as error:
@@ -87,9 +87,10 @@ def _lineage(config: Config, restart: Restart, changed: Sequence[Change], before
 
 
 def _unwritable(folder: Path, error: OSError) -> ConfigError:
+    remedy = os_remedy(error)
     return ConfigError(
         f"config: bad run.dir, expected a folder that can be written, got {folder} "
-        f"({error.strerror}); choose another"
+        f"({error.strerror}); {f'{remedy}; or ' if remedy else ''}choose another"
     )
 
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from gpipe_hpc.errors import DataError
+from gpipe_hpc.errors import DataError, os_remedy
 from gpipe_hpc.schedule import Event, Timeline, parse_action
 
 FOLDER = "trace"
@@ -40,8 +40,8 @@ def read_trace(path: Path) -> Timeline:
         return Timeline(rows, *size, content["name"], skips)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"trace {path}: expected a timeline written by gpipe_hpc, got {error}; run with "
-            f"trace.steps=1"
+            f"trace {path}: expected a timeline written by gpipe_hpc, got {error}; "
+            f"{os_remedy(error) or 'run with trace.steps=1'}"
         ) from error
 
 

@@ -14,7 +14,7 @@ from gpipe_hpc.checkpoint import saving, verify
 from gpipe_hpc.checkpoint.contents import _writers
 from gpipe_hpc.checkpoint.manifest import MANIFEST
 from gpipe_hpc.comm.group import SoloGroup
-from gpipe_hpc.errors import CheckpointError, os_remedy
+from gpipe_hpc.errors import CheckpointError
 
 
 def pipeline(world=None, replicas=1, width=20):
@@ -124,12 +124,6 @@ def test_each_errno_has_its_own_remedy(tmp_path, monkeypatch, number, words, whe
     with pytest.raises(CheckpointError, match=rf"\[Errno {number}\].*{words}"):
         pipeline().save(tmp_path / "kept")
     assert not list(tmp_path.iterdir())
-
-
-def test_remedies_are_of_the_system_alone():
-    assert os_remedy(ValueError("x")) is None
-    assert os_remedy(OSError("no number")) is None
-    assert "not connected" in os_remedy(OSError(errno.ENOTCONN, "x"))
 
 
 def test_real_mishaps_at_making_the_folder(tmp_path):

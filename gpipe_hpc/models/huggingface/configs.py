@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from gpipe_hpc.errors import ConfigError, ModelError
+from gpipe_hpc.errors import ConfigError, ModelError, os_remedy
 from gpipe_hpc.models.huggingface.library import transformers
 from gpipe_hpc.models.randomness import GENERATOR_LOCK
 
@@ -77,7 +77,7 @@ def read_json(path: Path) -> Any:
     except (OSError, ValueError) as error:
         raise ModelError(
             f"huggingface: expected a {CONFIG_FILE} at {file}, got {type(error).__name__}: "
-            f"{error}; give a folder written by save_pretrained"
+            f"{error}; {os_remedy(error) or 'give a folder written by save_pretrained'}"
         ) from error
 
 

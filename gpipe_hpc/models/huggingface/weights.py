@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
-from gpipe_hpc.errors import ConfigError, ModelError
+from gpipe_hpc.errors import ConfigError, ModelError, os_remedy
 from gpipe_hpc.models.huggingface.library import safetensors, transformers_part
 
 WEIGHTS_FILE: Final = "model.safetensors"
@@ -186,5 +186,5 @@ def _refuse(folder: Path, what: str, expected: str, names: list[str]) -> None:
 def _unreadable(file: Path, error: Exception) -> ModelError:
     return ModelError(
         f"huggingface: {file} cannot be read, expected a whole file, got {type(error).__name__}: "
-        f"{error}; download or export it again"
+        f"{error}; {os_remedy(error) or 'download or export it again'}"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from gpipe_hpc.errors import DataError, MissingDataError
+from gpipe_hpc.errors import DataError, MissingDataError, os_remedy
 
 
 def expand(patterns: Sequence[str], folder_suffixes: Sequence[str] = ()) -> list[Path]:
@@ -49,7 +49,8 @@ def folder(setting: str, path: str | Path, remedy: str = "correct it") -> Path:
 def unreadable(path: Path, error: Exception) -> DataError:
     """Return the error for a file that the system does not let us read."""
     number = error.errno if isinstance(error, OSError) else None
-    remedy = _REMEDIES.get(number or 0, "make it anew, look at the file system, or leave it out")
+    own = _REMEDIES.get(number or 0) or os_remedy(error)
+    remedy = own or "make it anew, look at the file system, or leave it out"
     return DataError(
         f"data: {path} cannot be read, expected a readable file, got {error}; {remedy}"
     )

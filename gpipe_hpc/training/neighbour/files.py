@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Final, NamedTuple
 import torch
 
 from gpipe_hpc.checkpoint.rank_state import LENGTH_BYTES, StateError, read_about
-from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.errors import ConfigError, os_remedy
 from gpipe_hpc.training.run_lock import Owner, is_here, lives, myself
 
 log = logging.getLogger("gpipe_hpc.train")
@@ -63,7 +63,8 @@ class CopyFolder:
         except OSError as error:
             raise ConfigError(
                 f"config: bad checkpoint.neighbour_dir, expected a memory-backed folder that can "
-                f"be written, got {self.path} ({error}); choose another"
+                f"be written, got {self.path} ({error}); {os_remedy(error) or 'look at it'}; or "
+                f"choose another"
             ) from error
 
     def all(self) -> list[Held]:

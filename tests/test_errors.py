@@ -1,0 +1,96 @@
+"""An error of the operating system is told with what to do about that one, wherever it happens."""
+
+import errno
+import os
+import resource
+from contextlib import contextmanager
+
+import pytest
+from torch import nn
+
+from gpipe_hpc import Pipeline
+from gpipe_hpc.config import compose_config
+from gpipe_hpc.draw.pictures import put
+from gpipe_hpc.errors import GpipeError, os_remedy
+from gpipe_hpc.models.huggingface.configs import read_json
+from gpipe_hpc.schedule import build
+from gpipe_hpc.training.data.paths import unreadable
+from gpipe_hpc.training.opening import lock_folder
+from gpipe_hpc.training.trace import read_trace
+
+LONG = "n" * 300
+
+
+@contextmanager
+def no_descriptor_left():
+    """Use up what this process may open, really."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, limits[1]))
+    handles = []
+    try:
+        while True:
+            try:
+                handles.append(os.open("/dev/null", os.O_RDONLY))
+            except OSError:
+                break
+        yield
+    finally:
+        for handle in handles:
+            os.close(handle)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda path: put("text", str(path)),
+        lambda path: read_trace(path),
+        lambda path: build("file", ranks=1, microbatches=1, path=str(path)),
+        lambda path: lock_folder(compose_config([f"run.dir={path}"])),
+        lambda path: Pipeline([nn.Linear(2, 2)], nn.MSELoss()).save(path),
+    ],
+    ids=["picture", "trace", "schedule", "run_folder", "checkpoint"],
+)
+def test_real_mishaps_name_their_remedy(tmp_path, act):
+    """Full disk, wrong path, too many files: all were told to look at permissions or the disk."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(GpipeError, match="its name is too long: choose a shorter one"):
+        act(tmp_path / LONG)
+    with pytest.raises(GpipeError, match="a part of the path is a file, no folder"):
+        act(tmp_path / "file" / "x")
+
+
+def test_too_many_open_files_are_told_from_permissions(tmp_path):
+    (tmp_path / "trace.json").write_text("{}")
+    (tmp_path / "config.json").write_text("{}")
+    for read in (read_trace, read_json):
+        name = "trace.json" if read is read_trace else "config.json"
+        told = ""
+        with no_descriptor_left():
+            try:
+                read(tmp_path / name)
+            except GpipeError as error:
+                told = str(error)
+        assert "too many files open: raise the limit (ulimit -n)" in told
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.EACCES, "correct its permissions or leave it out"),
+        (errno.EROFS, "mounted read-only"),
+        (errno.ENAMETOOLONG, "choose a shorter one"),
+        (errno.ENOTDIR, "a part of the path is a file"),
+        (errno.ETIMEDOUT, "its file server does not answer"),
+        (errno.E2BIG, "make it anew, look at the file system, or leave it out"),
+    ],
+)
+def test_data_have_remedies_of_their_own_and_these(tmp_path, number, words):
+    assert words in str(unreadable(tmp_path, OSError(number, os.strerror(number))))
+
+
+def test_remedies_are_of_the_system_alone():
+    assert os_remedy(None) is None
+    assert os_remedy(ValueError("x")) is None
+    assert os_remedy(OSError("no number")) is None
+    assert "not connected" in (os_remedy(OSError(errno.ENOTCONN, "x")) or "")
