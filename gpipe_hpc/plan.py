@@ -20,6 +20,7 @@ from gpipe_hpc.config import (
     TokenDataConfig,
     bind_target,
     build_target,
+    num_tokens_of,
 )
 from gpipe_hpc.config.checks import check_planning
 from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs, say_error
@@ -83,7 +84,7 @@ def make_plan(config: Config) -> Plan:
     check_planning(config, num_ranks)
     layers = normalise_layers(build_target("model", config.model))
     if isinstance(config.data, TokenDataConfig):
-        check_vocabulary(layers, config.data.vocab_size)
+        check_vocabulary(layers, num_tokens_of(config.data))
     sample = microbatch(config.data, samples_per_microbatch(config))
     loss_fn: Callable[[Any, Any], Any] = (
         bind_target("loss", config.loss) if config.loss else loss_function(sample.loss)

@@ -30,6 +30,8 @@ from gpipe_hpc.config.data import (
     TextConfig,
     TokenDataConfig,
     TokensConfig,
+    mask_token_of,
+    num_tokens_of,
 )
 from gpipe_hpc.config.schema import (
     AdamWConfig,
@@ -101,5 +103,7 @@ __all__ = [
     "conf_dir",
     "config_yaml",
     "load_config",
+    "mask_token_of",
+    "num_tokens_of",
     "register_schemas",
 ]

@@ -6,6 +6,7 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Final
 
+from gpipe_hpc.config.data import TokenDataConfig, mask_token_of, num_tokens_of
 from gpipe_hpc.config.data_checks import DATA_CHOICES, DATA_RANGES, check_data
 from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.config.schema import Config, PipelineConfig, SGDConfig
@@ -214,6 +215,8 @@ def _check_model(config: Config) -> None:
     # Only where model and data both speak of tokens: a user's own model names what it likes.
     for setting, wanted in (("vocab_size", "vocab_size"), ("block_size", "seq_len")):
         size, needed = model.get(setting), _value(config, f"data.{wanted}")
+        if setting == "vocab_size" and isinstance(config.data, TokenDataConfig):
+            _check_mask(size, config.data)
         if type(size) is int and needed is not None and size < needed:
             raise refuse(
                 f"model.{setting}",
@@ -221,6 +224,16 @@ def _check_model(config: Config) -> None:
                 size,
                 f"raise model.{setting} or lower data.{wanted}",
             )
+
+
+def _check_mask(model_size: object, data: TokenDataConfig) -> None:
+    if type(model_size) is int and data.vocab_size <= model_size < num_tokens_of(data):
+        raise refuse(
+            "data.mask_token",
+            f"less than model.vocab_size={model_size}",
+            mask_token_of(data),
+            f"give the token that stands for a mask, or set model.vocab_size={num_tokens_of(data)}",
+        )
 
 
 def _doubts(config: Config) -> Iterator[str]:

@@ -21,6 +21,9 @@ class TokenDataConfig(DataConfig):
 
     seq_len: int = field(default=128, kw_only=True)
     vocab_size: int = field(default=256, kw_only=True)
+    objective: str = field(default="next_token", kw_only=True)
+    mask_token: int | None = field(default=None, kw_only=True)
+    mask_fraction: float = field(default=0.15, kw_only=True)
 
 
 @dataclass
@@ -212,3 +215,15 @@ class ImageShardsConfig(CodedImagesConfig):
     validation_percent: int = 5
     label_key: str = "label"
     index_dir: str | None = field(default=None, kw_only=True)
+
+
+def mask_token_of(config: TokenDataConfig) -> int:
+    """Return the token that stands for a hidden one."""
+    return config.vocab_size if config.mask_token is None else config.mask_token
+
+
+def num_tokens_of(config: TokenDataConfig) -> int:
+    """Return how many tokens a model must know: the mask is one of them where tokens are hidden."""
+    if config.objective != "masked":
+        return config.vocab_size
+    return max(config.vocab_size, mask_token_of(config) + 1)

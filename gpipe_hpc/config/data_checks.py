@@ -18,6 +18,7 @@ from gpipe_hpc.config.data import (
     PythonSourceConfig,
     StoredImagesConfig,
     TextConfig,
+    TokenDataConfig,
 )
 from gpipe_hpc.config.refusal import refuse
 
@@ -30,6 +31,8 @@ DATA_RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
         "data.prefetch": (1, _INF),
         "data.seq_len": (1, _INF),
         "data.vocab_size": (1, 2**31),
+        "data.mask_token": (0, 2**31),
+        "data.mask_fraction": (0.0, 1.0),
         "data.validation_percent": (0, 99),
         "data.num_samples": (1, _INF),
         "data.num_validation_samples": (0, _INF),
@@ -49,6 +52,7 @@ DATA_CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "data.dtype": ("uint8", "uint16", "int16", "uint32", "int32", "int64"),
         "data.label": ("fine", "coarse"),
         "data.corrupt": ("stop", "skip"),
+        "data.objective": ("next_token", "masked"),
     }
 )
 
@@ -57,6 +61,8 @@ def check_data(data: DataConfig) -> None:
     """Refuse settings of data that cannot work together; raises ConfigError that names one."""
     if isinstance(data, PythonSourceConfig) and data.vocab_size < 256:
         raise refuse("data.vocab_size", "256 or more for bytes", data.vocab_size, "leave it at 256")
+    if isinstance(data, TokenDataConfig) and not data.mask_fraction:
+        raise refuse("data.mask_fraction", "above 0", data.mask_fraction, "as 0.15")
     _check_paths(data)
     if isinstance(data, TextConfig) and not 0 <= data.validation_fraction < 1:
         raise refuse(

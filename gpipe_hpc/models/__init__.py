@@ -18,6 +18,7 @@ from gpipe_hpc.models.batchnorm import (
 from gpipe_hpc.models.bert import build_bert
 from gpipe_hpc.models.building import build_layer, seeded_generators
 from gpipe_hpc.models.counting import count_parameters, layer_parameters, parameter_sizes
+from gpipe_hpc.models.direction import sees_ahead
 from gpipe_hpc.models.googlenet import build_googlenet
 from gpipe_hpc.models.gpt import build_gpt
 from gpipe_hpc.models.layers import Layer, LayerSpec, layer_name, normalise_layers
@@ -123,6 +124,7 @@ __all__ = [
     "run_layer",
     "run_layers",
     "seeded_generators",
+    "sees_ahead",
     "segmentation",
     "shifted_sums",
     "skip_names",

@@ -15,6 +15,7 @@ there, as in the published count, but take no part: their gradients stay None.
 """
 
 from collections.abc import Callable
+from typing import Final
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -59,6 +60,8 @@ class BertEmbedding(nn.Module):
 
 class BertAttention(nn.Module):
     """Self-attention over all positions, residual, norm: [B, S, H] -> [B, S, H]."""
+
+    sees_ahead: Final = True
 
     def __init__(self, width: int, num_heads: int, dropout: float) -> None:
         super().__init__()

@@ -79,7 +79,8 @@ class Batches:
             if self._tally.limit:
                 used = self._used(planned, reading)
                 if self._dataset is not None and targets is not None and used != planned.indices:
-                    targets = self._dataset.read_targets(used[self._share(planned)])
+                    own = used[self._share(planned)]
+                    targets = self._dataset.read_targets(own, planned.epoch)
         return Batch(len(planned.indices), planned.position, inputs, targets)
 
     def close(self) -> None:

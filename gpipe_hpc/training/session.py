@@ -16,11 +16,18 @@ from gpipe_hpc.comm.group import broadcast_object
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.patience import patiently
 from gpipe_hpc.comm.world import World, together
-from gpipe_hpc.config import Config, TokenDataConfig, TrainConfig, bind_target, build_target
+from gpipe_hpc.config import (
+    Config,
+    TokenDataConfig,
+    TrainConfig,
+    bind_target,
+    build_target,
+    num_tokens_of,
+)
 from gpipe_hpc.engine.assembly import check_agreement
 from gpipe_hpc.engine.loss import LossFunction
 from gpipe_hpc.errors import ConfigError, ModelError
-from gpipe_hpc.models import Layer, loss_function, normalise_layers
+from gpipe_hpc.models import Layer, loss_function, normalise_layers, sees_ahead
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planning import Partition
 from gpipe_hpc.planning.batchnorm import check_batchnorm
@@ -231,7 +238,9 @@ def open_session(
         loss_fn = bind_target("loss", config.loss) if config.loss else loss_function(facts.loss)
         sampler = ShuffledSampler(facts.num_samples, config.train.batch_size, config.train.seed)
         if isinstance(config.data, TokenDataConfig):
-            check_vocabulary(normalise_layers(layers), config.data.vocab_size)
+            model = normalise_layers(layers)
+            check_vocabulary(model, num_tokens_of(config.data))
+            _check_objective(model, config.data)
         _check_batchnorm(config, source, layers)
     example = _example(config, world, source, sampler)
     cut = _stored_cut(resumed, in_memory)
@@ -435,6 +444,17 @@ def _example(
     own = indices[: max(1, -(-len(indices) // pieces))]
     with together(world, "reading an example"):
         return _read(config, source, own)
+
+
+def _check_objective(layers: Sequence[Layer], data: TokenDataConfig) -> None:
+    """Raise ConfigError where the model would be asked for tokens that it is given."""
+    if data.objective == "next_token" and sees_ahead(layers):
+        raise ConfigError(
+            "config: bad data.objective, expected masked for a model whose positions see those "
+            "behind them, got next_token: it would copy the token that it is to tell, and its loss "
+            "fall to nothing; set data.objective=masked (BERT's training), or take a model that "
+            "looks back alone, as gpt"
+        )
 
 
 def _check_batchnorm(config: Config, source: DataSource | None, layers: Sequence[Layer]) -> None:

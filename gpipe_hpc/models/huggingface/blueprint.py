@@ -71,6 +71,12 @@ class Blueprint:
     def __repr__(self) -> str:
         return f"<{self.kind}>"
 
+    @property
+    def sees_ahead(self) -> bool:
+        """Say whether blocks attend to later positions, as those of an encoder do."""
+        blocks = self.model.get_submodule(self.structure.blocks)
+        return any(getattr(part, "is_causal", None) is False for part in blocks.modules())
+
     def ties(self) -> dict[str, str]:
         """Return, for each name of a tied parameter, the first of its names."""
         first: dict[int, str] = {}

@@ -16,6 +16,7 @@ from gpipe_hpc.config import (
     SyntheticTokensConfig,
     SyntheticVectorsConfig,
     TextConfig,
+    TokenDataConfig,
 )
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.training.data.corruption import CorruptTally, tolerance
@@ -34,6 +35,7 @@ from gpipe_hpc.training.data.images import (
     open_image_shards,
 )
 from gpipe_hpc.training.data.jsonl import open_jsonl
+from gpipe_hpc.training.data.masking import hide_tokens
 from gpipe_hpc.training.data.reading import BatchReader, Readers, Reading, Request
 from gpipe_hpc.training.data.sampler import PlannedBatch, ShuffledSampler, validation_batches
 from gpipe_hpc.training.data.synthetic import (
@@ -69,10 +71,17 @@ def open_data(config: DataConfig, seed: int = 0, spare: Path | None = None) -> D
     """Return the training and validation sets that the settings describe.
 
     Looks at names, sizes, headers, and what an index needs; the first read opens the rest. `seed`
-    is that of the run: images are varied by it. `spare`: a folder for indices of data whose own
-    is read-only. Raises DataError where there is nothing to train
-    on, or more is corrupt than the settings bear.
+    is that of the run: images are varied by it, and tokens hidden. `spare`: a folder for indices of
+    data whose own is read-only. Raises DataError where there is nothing to train on, or more is
+    corrupt than the settings bear.
     """
+    source = _open(config, seed, spare)
+    if isinstance(config, TokenDataConfig) and config.objective == "masked":
+        return hide_tokens(source, config, seed)
+    return source
+
+
+def _open(config: DataConfig, seed: int, spare: Path | None) -> DataSource:
     match config:
         case PythonSourceConfig():
             return open_python_source(config)

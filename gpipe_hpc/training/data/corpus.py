@@ -122,7 +122,7 @@ class TokenWindows:
         """Return int64 tokens, [len(indices), seq_len]."""
         return self._read(indices, shift=0)
 
-    def read_targets(self, indices: Sequence[int]) -> Tensor:
+    def read_targets(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
         """Return the int64 token that follows each input, [len(indices), seq_len]."""
         return self._read(indices, shift=1)
 

@@ -37,7 +37,7 @@ class Dataset(Protocol):
         """
         ...
 
-    def read_targets(self, indices: Sequence[int]) -> Tensor:
+    def read_targets(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
         """Return the targets of these samples, stacked along dimension 0, in this order."""
         ...
 

@@ -65,7 +65,7 @@ class BatchReader:
             used = [part.index for part in parts]
             corrupt = {name: text for part in parts for name, text in part.corrupt.items()}
         if self.targets:
-            targets = self.dataset.read_targets(used)
+            targets = self.dataset.read_targets(used, request.epoch)
         return Reading(inputs, targets, used, corrupt)
 
     def _read_one(self, index: int, epoch: int) -> "_Sample":

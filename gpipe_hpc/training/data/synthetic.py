@@ -50,7 +50,7 @@ class CountingTokens:
         """Return int64 tokens, [len(indices), seq_len]."""
         return self._read(indices, shift=0)
 
-    def read_targets(self, indices: Sequence[int]) -> Tensor:
+    def read_targets(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
         """Return the int64 token that follows each input, [len(indices), seq_len]."""
         return self._read(indices, shift=1)
 
@@ -80,7 +80,7 @@ class ClassifiedVectors:
         """Return float32 vectors, [len(indices), width]."""
         return torch.from_numpy(self._vectors(indices).astype(np.float32))
 
-    def read_targets(self, indices: Sequence[int]) -> Tensor:
+    def read_targets(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
         """Return int64 classes, [len(indices)]."""
         width, num_classes = self.config.width, self.config.num_classes
         cells = np.arange(width * num_classes, dtype=np.uint64)
@@ -121,7 +121,7 @@ class ClassifiedImages:
         images = 0.5 * (noise + pictures[places])
         return torch.from_numpy(images.astype(np.float32).reshape(len(numbers), *shape))
 
-    def read_targets(self, indices: Sequence[int]) -> Tensor:
+    def read_targets(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
         """Return int64 classes, [len(indices)]."""
         return torch.from_numpy(self._classes(indices))
 
@@ -163,7 +163,7 @@ class MaskedImages:
         level = 2.0 * self._masks(indices) / (config.num_classes - 1) - 1.0
         return torch.from_numpy((0.5 * (noise + level[:, None])).astype(np.float32))
 
-    def read_targets(self, indices: Sequence[int]) -> Tensor:
+    def read_targets(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
         """Return int64 classes of the pixels, [len(indices), height, width]."""
         return torch.from_numpy(self._masks(indices))
 

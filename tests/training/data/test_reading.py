@@ -37,7 +37,7 @@ class Numbers:
                 raise DataError(f"data: s{index} cannot be read")
         return torch.tensor([index + epoch / 100 for index in indices])
 
-    def read_targets(self, indices):
+    def read_targets(self, indices, epoch=0):
         return torch.tensor([10 * index for index in indices])
 
     def digest(self):

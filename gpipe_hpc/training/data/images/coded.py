@@ -99,7 +99,7 @@ class CodedImages:
             image[:] = self._read_one(index, drawn)
         return self.normalisation.apply(pixels)
 
-    def read_targets(self, indices: Sequence[int]) -> Tensor:
+    def read_targets(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
         """Return int64 classes, [len(indices)]."""
         return torch.from_numpy(self.store.labels[list(indices)])
 

@@ -62,7 +62,7 @@ class StoredImages:
             pixels = self.shift.apply(pixels, draws)
         return self.normalisation.apply(pixels)
 
-    def read_targets(self, indices: Sequence[int]) -> Tensor:
+    def read_targets(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
         """Return int64 classes, [len(indices)]."""
         return torch.from_numpy(self._classes[list(indices)])
 

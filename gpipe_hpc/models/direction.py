@@ -1,0 +1,18 @@
+"""Whether the positions of a model see those behind them."""
+
+from collections.abc import Sequence
+
+from gpipe_hpc.models.layers import Layer, LayerSpec
+
+
+def sees_ahead(layers: Sequence[Layer]) -> bool:
+    """Say whether a layer is known to gather from later positions too.
+
+    Such a model cannot learn to tell the next token: it sees it. A layer says so by an attribute
+    `sees_ahead` that is true, of its class or of what it is made with; of others nothing is known.
+    """
+    for layer in layers:
+        told = (layer.factory, *layer.args) if isinstance(layer, LayerSpec) else (layer,)
+        if any(getattr(each, "sees_ahead", False) is True for each in told):
+            return True
+    return False
