@@ -59,6 +59,8 @@ class BackgroundSaver:
         self._pipe = pipe
         self._buffer = HostBuffer(pipe.world.device)
         self._job: _Job | None = None
+        self.seconds = 0.0
+        """How long this rank wrote its part of the last checkpoint that was finished."""
 
     @property
     def is_under_way(self) -> bool:
@@ -69,11 +71,6 @@ class BackgroundSaver:
     def is_done(self) -> bool:
         """Say whether this rank has written its part of the checkpoint under way."""
         return self._job is not None and self._job.is_done
-
-    @property
-    def seconds(self) -> float:
-        """Return how long this rank wrote its part, once it is done."""
-        return 0.0 if self._job is None else self._job.seconds
 
     def start(
         self,
@@ -106,6 +103,7 @@ class BackgroundSaver:
             return None
         with together(self._pipe.world, f"saving {job.begun.path}"):
             job.wait()
+            self.seconds = job.seconds
             assert job.result is not None, "a thread ends with a result"
             return end(self._pipe, job.begun, job.result)
 

@@ -94,9 +94,8 @@ class RunLock:
             self._lost = self._new_owner()
         if self._lost is not None:
             raise RunFolderError(
-                f"run.dir {self.folder}: expected to hold it still, got taken over by "
-                f"{self._lost}, as this process gave no sign of life for {STALE_S:g} s; "
-                f"nothing more is written here"
+                f"run.dir {self.folder}: expected to hold it still, got {self._lost}; nothing "
+                f"more is written here: look who writes there now, and start again"
             )
 
     def give_back(self) -> None:
@@ -125,6 +124,7 @@ class RunLock:
         while True:
             found = self._attempt(aside)
             if found is None:
+                self._clear()
                 return
             owner, silent_s = found
             # One that was silent for some beats is dying, or gives a sign within the next.
@@ -135,6 +135,13 @@ class RunLock:
                 log.warning("run.dir %s: waiting for %s to end", self.folder, owner.named())
                 said = True
             time.sleep(_POLL_S)
+
+    def _clear(self) -> None:
+        """Remove what those left behind that died while they waited for the lock."""
+        for left in self.folder.glob(f"{LOCK_FILE}.new.*"):
+            owner = _read(left)
+            if owner is not None and is_here(owner) and not lives(owner):
+                left.unlink(missing_ok=True)
 
     def _refusal(self, owner: Owner, silent_s: float | None) -> RunFolderError:
         heard = "" if silent_s is None else f", which gave a sign of life {silent_s:.0f} s ago"
@@ -190,14 +197,16 @@ class RunLock:
                     os.utime(self._path)
 
     def _new_owner(self) -> str | None:
-        """Say whose the lock is, if not ours; None where that cannot be seen."""
+        """Say what became of the lock, if it is not ours; None where that cannot be seen."""
         try:
             owner = Owner(**json.loads(self._path.read_text()))
         except FileNotFoundError:
-            return "somebody who removed the file"
+            return f"no {LOCK_FILE}: removed by hand, or by a run that took over and has ended"
         except (OSError, ValueError, TypeError):
             return None
-        return None if owner.token == self.owner.token else owner.named()
+        if owner.token == self.owner.token:
+            return None
+        return f"taken over by {owner.named()}, after no sign of life for {STALE_S:g} s"
 
 
 def job_of(environ: Mapping[str, str]) -> str | None:
@@ -244,15 +253,17 @@ def is_here(owner: Owner) -> bool:
 
 def lives(owner: Owner) -> bool:
     """Say whether a process of this machine is still that one."""
-    if Path("/proc/self/stat").exists():
-        return _started(owner.pid) == owner.pid_started
+    started = _started(owner.pid)
+    if started is not None:
+        return started == owner.pid_started
     try:
         os.kill(owner.pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
-    return True
+        return True  # another user's, which /proc may hide
+    # It is ours, so /proc would show it alive, if there is one.
+    return not Path("/proc/self/stat").exists()
 
 
 def _silence_s(place: Path, owner: Owner, aside: Path) -> float | None:

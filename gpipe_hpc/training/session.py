@@ -186,11 +186,16 @@ class Session:
             return 0.0
         began_s = time.perf_counter()
         self._check_lock()
-        wrote_s = self.saver.seconds
         path = self.saver.finish()
         self._prune()
         seconds = time.perf_counter() - began_s
-        log.info("saved %s in the background in %.3f s; then %.3f s", path, wrote_s, seconds)
+        wrote_s = self.saver.seconds
+        log.info(
+            "saved %s, written in the background in %.3f s; at its end all waited %.3f s",
+            path,
+            wrote_s,
+            seconds,
+        )
         return seconds
 
     def _check_lock(self) -> None:

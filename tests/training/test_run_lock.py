@@ -62,6 +62,19 @@ def test_a_process_that_got_a_dead_ones_number_is_not_taken_for_it(tmp_path):
     RunLock.take(tmp_path).give_back()
 
 
+def test_a_process_that_is_hidden_is_alive(tmp_path, monkeypatch):
+    """Where /proc shows no other user's processes."""
+
+    def refuse(pid, number):
+        raise PermissionError
+
+    monkeypatch.setattr(run_lock, "_started", lambda pid: None)
+    put(tmp_path, pid=1, pid_started=7)
+    monkeypatch.setattr(os, "kill", refuse)
+    with pytest.raises(RunFolderError, match="process 1 on"):
+        RunLock.take(tmp_path)
+
+
 def test_a_lock_of_another_machine_is_judged_by_its_beats(tmp_path, fast, dead_pid):
     """Process numbers of another machine, or container, say nothing here."""
     put(tmp_path, machine="another", pid=dead_pid)
@@ -99,6 +112,22 @@ def test_who_was_taken_for_dead_learns_it(tmp_path, fast):
         held.check(looks=True)
     held.give_back()
     assert (tmp_path / LOCK_FILE).exists(), "it is another's"
+
+
+def test_a_lock_that_is_removed_is_missed(tmp_path, fast):
+    held = RunLock.take(tmp_path)
+    (tmp_path / LOCK_FILE).unlink()
+    with pytest.raises(RunFolderError, match="removed by hand, or by a run"):
+        held.check(looks=True)
+    held.give_back()
+
+
+def test_what_those_left_who_died_waiting_is_removed(tmp_path, dead_pid):
+    put(tmp_path, name=f"{LOCK_FILE}.new.other", pid=dead_pid)
+    put(tmp_path, name=f"{LOCK_FILE}.new.waiting")
+    with RunLock.take(tmp_path):
+        assert not (tmp_path / f"{LOCK_FILE}.new.other").exists()
+        assert (tmp_path / f"{LOCK_FILE}.new.waiting").exists()
 
 
 def test_an_unreadable_lock_is_judged_by_its_age(tmp_path, fast):
