@@ -7,6 +7,7 @@ and the next run of each layer finds out anew. Which layers draw from torch's is
 its functions say so; a state that has moved may be another thread's doing.
 """
 
+import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,6 +31,9 @@ LayerKey = Callable[[int], int]
 """Gives the random key of a layer (by its global index) for the micro-batch at hand."""
 
 
+log = logging.getLogger("gpipe_hpc.pipeline")
+
+_MAX_SEARCHES: Final = 8
 _UNWATCHED: Final = nullcontext()
 
 
@@ -87,6 +91,8 @@ class Keyed:
         self.generators = generators_of(device)
         self.was_disturbed = False  # whether others draw from torch's generators amid our steps
         self._current: Drawing | None = None  # the block that we are in
+        self._has_told = False
+        self._num_searches = 0  # for layers that have begun to draw
         self._left: bytes | None = None  # torch's state as the last run of the step left it
         self._marks: ProcessMarks | None = None  # Python's and NumPy's as the last run left them
 
@@ -120,6 +126,17 @@ class Keyed:
         finally:
             GENERATOR_LOCK.acquire()
             current.come_back(inside)
+
+    def tell_of_others(self) -> None:
+        """Warn, once, that others draw from Python's or NumPy's generator."""
+        if not self._has_told:
+            self._has_told = True
+            log.warning(
+                "random numbers: something else than a layer draws from Python's or NumPy's "
+                "default generator amid steps (another thread, or a hook of a backward), expected "
+                "layers alone: what it draws may come to it again, and layers that begin to draw "
+                "later are not looked for without end; give it a generator of its own"
+            )
 
     def _set(self, states: Sequence[torch.Tensor]) -> None:
         for generator, state in zip(self.generators, states, strict=True):
@@ -163,6 +180,8 @@ class Drawing:
             keyed._left = state
         if self._start is not None or any(_process_wide(draws) for draws in self._draws):
             self._process = ProcessStates.now()
+            if keyed._marks is not None and any(ProcessMarks.now().differ(keyed._marks)):
+                keyed.tell_of_others()
             if self._start is not None:
                 self._start.restore()
         elif keyed._marks is None:
@@ -176,7 +195,7 @@ class Drawing:
             keyed._set(self._states)
             if self._process is not None:
                 self._process.restore()
-                keyed._marks = None
+                keyed._marks = ProcessMarks.now()
             elif error[0] is None:
                 self._look_for_new_draws()
         finally:
@@ -252,14 +271,23 @@ class Drawing:
         )
 
     def _look_for_new_draws(self) -> None:
-        """Let all layers find out anew if one drew from a generator that it was not known to."""
+        """Let all layers find out anew if one drew from a generator that it was not known to.
+
+        A few times: if it goes on, others draw, whose numbers a search puts back.
+        """
         keyed, now = self._keyed, ProcessMarks.now()
         assert keyed._marks is not None, "taken on entering"
-        if any(now.differ(keyed._marks)):
-            self.unkeyed = keyed._marks
-            for draws in self._draws:
-                draws.is_known = False
-        keyed._marks = now
+        before, keyed._marks = keyed._marks, now
+        has_moved = any(now.differ(before))
+        if not has_moved or keyed._num_searches > _MAX_SEARCHES:
+            return
+        keyed._num_searches += 1
+        if keyed._num_searches > _MAX_SEARCHES:
+            keyed.tell_of_others()
+            return
+        self.unkeyed = before
+        for draws in self._draws:
+            draws.is_known = False
 
 
 class _Inside(NamedTuple):

@@ -2,7 +2,8 @@
 
 import ctypes
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -36,6 +37,16 @@ class ProcessStates(NamedTuple):
         """Go back to these states."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
+
+
+@contextmanager
+def process_generators_kept() -> Iterator[None]:
+    """Leave Python's and NumPy's generators behind the block as they were ahead of it."""
+    states = ProcessStates.now()
+    try:
+        yield
+    finally:
+        states.restore()
 
 
 class ProcessMarks(NamedTuple):

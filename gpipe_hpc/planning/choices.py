@@ -142,7 +142,7 @@ class _Steps:
             anew = layer.inside + storages.nbytes(layer.kept & made)
             made -= layer.kept
         new = needed - state.counted - storages.held
-        kept = storages.nbytes(new) + (0 if again else layer.inside)
+        kept = storages.nbytes(new) + layer.state + (0 if again else layer.inside)
         after = _State(again, self._open(state.counted | new, position), self._open(made, position))
         return after, Lives(kept, kept + anew)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_hpc.comm.nests import flatten, map_tensors, tensors_of
+from gpipe_hpc.engine.sources import process_generators_kept
 from gpipe_hpc.engine.splitting import Deferred, DeferWeights
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import (
@@ -85,7 +86,7 @@ def measure_layers(
     from round to round. Equal specs whose inputs have equal structure are measured once. Without
     ``loss_fn`` the last layer's backward starts from ones; with it the loss counts for the last
     layer. ``example_inputs`` is any nest of tensors. Modules that come built are copied, so neither
-    their buffers nor their gradients change, and torch's random state is left as it was. Purely
+    their buffers nor their gradients change, and random states are left as they were. Purely
     local: no communication.
 
     Raises `ModelError`, naming the layer, when it does not run on what the layer before gives.
@@ -262,7 +263,7 @@ class _Bench(NamedTuple):
         """Measure a layer for a round; return its output and stashes in the first, detached."""
         # In a function of its own, so that the layer is gone before the next one is built.
         layer, index = subject.layer, subject.index
-        with seeded_generators(init_key(self.seed, index)):
+        with seeded_generators(init_key(self.seed, index)), process_generators_kept():
             private = _private(layer, index)
             module = build_layer(private, index=index, seed=self.seed, device=self.device)
             where = f"layers.{index} ({layer_name(layer)})"

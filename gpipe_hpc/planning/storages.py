@@ -21,7 +21,8 @@ class LayerStorages(NamedTuple):
 
     `inside`: bytes that nobody else knows of; `kept`: storages of input and output that live if
     it is not recomputed; `made`: those that are new with it; `given`: those of all that stands in
-    front of it; `leaves`: those of them that a gradient comes for.
+    front of it; `leaves`: those of them that a gradient comes for. `state`: bytes of copies of the
+    buffers that it changes, which live in any case.
     """
 
     inside: int
@@ -29,6 +30,7 @@ class LayerStorages(NamedTuple):
     made: frozenset[int]
     given: frozenset[int]
     leaves: frozenset[int]
+    state: int = 0
 
 
 class Lives(NamedTuple):
@@ -65,6 +67,7 @@ class StageStorages:
         before = None
         for position, layer in enumerate(self.layers):
             again = position in recomputed
+            inside += layer.state
             if again is not before:
                 live |= layer.given if again else layer.leaves
                 made = set()
@@ -111,9 +114,11 @@ class Follower:
         loss = self._follow(count, SkipNames())
         if self._layers:
             last = self._layers.pop()
-            inside = last.inside + loss.inside
             loss = last._replace(
-                inside=inside, kept=last.kept | loss.kept, made=last.made | loss.made
+                inside=last.inside + loss.inside,
+                kept=last.kept | loss.kept,
+                made=last.made | loss.made,
+                state=last.state + loss.state,
             )
         self._layers.append(loss)
 
@@ -144,6 +149,7 @@ class Follower:
             made=frozenset(slots[len(given) :]),
             given=frozenset(number for each in standing for number in each.storages),
             leaves=frozenset(number for each in standing for number in each.leaves),
+            state=count.state_bytes,
         )
 
 

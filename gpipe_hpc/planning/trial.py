@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_hpc.comm.nests import flatten, map_tensors, tensors_of
+from gpipe_hpc.engine.buffers import Home, version_of
 from gpipe_hpc.engine.precision import casting, keeping_casts
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import SkipNames, run_layer
@@ -79,7 +80,8 @@ class LayerCount:
     """What one layer costs for one micro-batch, alone; `weights` and their casts for all of them.
 
     `input_flops` is the part of `backward_flops` that the gradient of the input takes. `stashed`
-    is what the layer stashes, one for each of its names.
+    is what the layer stashes, one for each of its names. `state_bytes` is of the buffers that a
+    forward changes: each micro-batch has a copy of its own.
     """
 
     name: str
@@ -90,6 +92,7 @@ class LayerCount:
     kept: Kept
     output: Crossing
     stashed: tuple[Crossing, ...] = ()
+    state_bytes: int = 0
 
     @property
     def parameters(self) -> int:
@@ -103,8 +106,12 @@ class LayerCount:
 
     @property
     def activation_bytes(self) -> int:
-        """Return what the forward keeps for the backward, of input and output too."""
-        return self.kept.inside + sum(self.kept.sizes[slot] for slot in self.kept.slots)
+        """Return what the forward keeps for the backward, of input, output and state too."""
+        return (
+            self.state_bytes
+            + self.kept.inside
+            + sum(self.kept.sizes[slot] for slot in self.kept.slots)
+        )
 
     @property
     def output_bytes(self) -> int:
@@ -166,6 +173,8 @@ class Trial:
             first, given = (Given(*map_tensors(torch.clone, leaves)) for _ in range(2))
             given_tensors = tensors_of(tuple(given))
             lasting, anew = (WeightCasts(self.module.parameters()) for _ in range(2))
+            homes = _homes(self.module)
+            buffers = _versions(homes)
             try:
                 with self._like_a_step(), FusedKernels(self.device_type):
                     if self.precision != "float32" and self.shares_casts:
@@ -193,6 +202,7 @@ class Trial:
             kept=_kept(saved, given_tensors, results),
             output=crossing(results[0]),
             stashed=tuple(map(crossing, results[1:])),
+            state_bytes=_moved_bytes(buffers, homes),
         )
         return Result(count, forgotten(results[0]), tuple(map(forgotten, results[1:])))
 
@@ -276,6 +286,33 @@ def _counting_device(precision: str, module: nn.Module) -> Iterator[Callable[[Te
         module.targets = map_tensors(placed, module.targets)
     with mode:
         yield placed
+
+
+def _homes(module: nn.Module) -> list[Home]:
+    """Return where the buffers are that a forward may change: not those of BatchNorm layers."""
+    plain = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    parts = module.modules()
+    return [part._buffers for part in parts if type(part) not in plain and part._buffers]
+
+
+def _versions(homes: list[Home]) -> dict[tuple[int, str], tuple[Tensor, int]]:
+    return {
+        (place, name): (buffer, version_of(buffer))
+        for place, home in enumerate(homes)
+        for name, buffer in home.items()
+        if buffer is not None
+    }
+
+
+def _moved_bytes(before: Mapping[tuple[int, str], tuple[Tensor, int]], homes: list[Home]) -> int:
+    """Return the bytes of the buffers that are others now, each storage once."""
+    after = _versions(homes)
+    moved = [
+        buffer
+        for place, (buffer, version) in before.items()
+        if place not in after or after[place][0] is not buffer or after[place][1] != version
+    ]
+    return sum({id(buffer): buffer.nbytes for buffer in moved}.values())
 
 
 def _kept(saved: Mapping[int, int], inputs: list[Tensor], results: list[Any]) -> Kept:

@@ -1,0 +1,380 @@
+"""What layers draw from Python's, NumPy's and their own generators is keyed as torch's numbers are.
+
+The plain loop derives the keys itself, from the formula in the docstring of models/randomness.py.
+"""
+
+import copy
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from gpipe_hpc import Pipeline, run_on_threads
+from gpipe_hpc.errors import ActionError
+from gpipe_hpc.planning.costs import measure_layers
+
+WIDTH, SAMPLES, MICROBATCHES, STEPS, SEED = 4, 8, 4, 3, 5
+
+
+class Draw(nn.Linear):
+    """Scale by numbers that `draw` gives."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x):
+        return super().forward(x) * (1 + self.draw())
+
+
+class FromPython(Draw):
+    def draw(self):
+        return random.random() + random.gauss(0, 0.1)
+
+
+class FromNumpy(Draw):
+    def draw(self):
+        return np.random.rand() + 0.1 * np.random.randn()
+
+
+class FromAll(Draw):
+    """Draw from everything there is, generators of its own included."""
+
+    def __init__(self):
+        super().__init__()
+        self.second = torch.Generator()
+        self.first = random.Random(0)
+        self.third = np.random.default_rng(0)
+        self.old = np.random.RandomState(0)
+
+    def draw(self):
+        own = torch.rand(1, generator=self.second).item() + self.first.random()
+        return own + self.third.random() + self.old.rand() + random.random() + torch.rand(1).item()
+
+
+class FromOwn(Draw):
+    """Draw from a generator that a submodule holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.generator = torch.Generator().manual_seed(1)
+
+    def draw(self):
+        return torch.rand(WIDTH, generator=self.inner.generator, dtype=torch.float64)
+
+
+class Dropping(Draw):
+    """Draw another number of times each run."""
+
+    def draw(self):
+        return sum(random.random() for _ in range(random.randrange(1, 5)))
+
+
+KINDS = {each.__name__: each for each in (FromPython, FromNumpy, FromAll, FromOwn, Dropping)}
+
+
+def seed_all(plain, layer_key, layer):
+    """Seed everything as the published formula says."""
+
+    def key(source):
+        return plain.key(3, layer_key, source)
+
+    torch.default_generator.manual_seed(layer_key)
+    random.seed(key(0))
+    np.random.seed([key(1) % 2**32, key(1) >> 32])
+    own = [
+        (name, value)
+        for prefix, part in layer.named_modules()
+        for name, value in ((f"{prefix}.{n}", v) for n, v in sorted(vars(part).items()))
+        if isinstance(
+            value, torch.Generator | random.Random | np.random.Generator | np.random.RandomState
+        )
+    ]
+    for place, (_, value) in enumerate(own):
+        source = key(2 + place)
+        words = [source % 2**32, source >> 32]
+        if isinstance(value, torch.Generator):
+            value.manual_seed(source)
+        elif isinstance(value, np.random.Generator):
+            value.bit_generator.state = np.random.PCG64(words).state
+        else:
+            value.seed(source if isinstance(value, random.Random) else words)
+
+
+def batches():
+    generator = torch.Generator().manual_seed(0)
+    make = {"generator": generator, "dtype": torch.float64}
+    shape = SAMPLES, WIDTH
+    return [(torch.randn(shape, **make), torch.randn(shape, **make)) for _ in range(STEPS)]
+
+
+def loss_fn(output, target):
+    return (output - target).square().sum(), float(len(target))
+
+
+def train_plain(plain, layers):
+    layers = copy.deepcopy(layers)
+    losses, gradients = [], []
+    for step, (inputs, targets) in enumerate(batches()):
+        nn.ModuleList(layers).zero_grad()
+        losses.append(0.0)
+        pieces = zip(
+            inputs.tensor_split(MICROBATCHES), targets.tensor_split(MICROBATCHES), strict=True
+        )
+        for m, (x, y) in enumerate(pieces):
+            for index, layer in enumerate(layers):
+                seed_all(plain, plain.key(2, SEED, step, m, index), layer)
+                x = layer(x)
+            total, _ = loss_fn(x, y)
+            (total / SAMPLES).backward()
+            losses[-1] += total.item() / SAMPLES
+        named = nn.ModuleList(layers).named_parameters()
+        gradients.append({f"layers.{n}": p.grad.clone() for n, p in named})
+    return losses, gradients
+
+
+def train(layers, ranks=2, **options):
+    def body(world):
+        pipe = Pipeline(
+            copy.deepcopy(layers),
+            loss_fn,
+            microbatches=MICROBATCHES,
+            seed=SEED,
+            world=world,
+            **options,
+        )
+        losses, gradients = [], []
+        for inputs, targets in batches():
+            losses.append(pipe.step(inputs, targets).loss)
+            gradients.append({n: p.grad.clone() for n, p in pipe.named_parameters()})
+        return losses, gradients
+
+    results = run_on_threads(ranks, body)
+    whole = [{n: g for each in results for n, g in each[1][k].items()} for k in range(STEPS)]
+    return results[0][0], whole
+
+
+def assert_equal(ours, plain):
+    assert ours[0] == pytest.approx(plain[0], rel=1e-12)
+    for mine, theirs in zip(ours[1], plain[1], strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, gradient in mine.items():
+            assert torch.allclose(gradient, theirs[name], rtol=1e-11, atol=1e-12), name
+
+
+def model(kind):
+    torch.manual_seed(0)
+    return [nn.Linear(WIDTH, WIDTH, dtype=torch.float64), kind(), nn.Tanh(), kind(), kind()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("recompute", ["always", "except_last", "never"])
+@pytest.mark.parametrize(("schedule", "ranks"), [("gpipe", 1), ("one_f_one_b", 2), ("zb_v", 2)])
+def test_numbers_are_those_of_the_published_formula(plain, kind, recompute, schedule, ranks):
+    """They came from wherever the generators stood, in R from further on."""
+    layers = model(KINDS[kind])
+    ours = train(layers, ranks, schedule=schedule, recompute=recompute)
+    assert_equal(ours, train_plain(plain, layers))
+
+
+def test_the_users_own_numbers_go_on_as_without_a_step():
+    layers = model(FromAll)
+    held = layers[1].first
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    np.random.randn()  # leaves a second normal number in store
+    states = [random.getstate(), np.random.get_state(), torch.get_rng_state(), held.getstate()]
+
+    def body(world):
+        pipe = Pipeline(layers, loss_fn, microbatches=MICROBATCHES, recompute="always", world=world)
+        pipe.step(*batches()[0])
+        pipe.evaluate(*batches()[0])
+
+    run_on_threads(1, body)
+    after = [random.getstate(), np.random.get_state(), torch.get_rng_state(), held.getstate()]
+    for mine, theirs in zip(after, states, strict=True):
+        assert all(map(np.array_equal, mine, theirs))
+
+
+class Late(Draw):
+    """Begin to draw in the second step."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def draw(self):
+        self.count += 1
+        if self.count <= MICROBATCHES:
+            return 0.0
+        return random.random() + np.random.rand() + torch.rand(1).item()
+
+
+def test_a_layer_that_begins_to_draw_later_draws_the_same_again(plain):
+    """The gradients of its first drawn micro-batch were those of other numbers than its output."""
+    drawn = []
+
+    class Noting(Late):
+        def draw(self):
+            drawn.append((torch.is_grad_enabled(), super().draw()))
+            return drawn[-1][1]
+
+    layers = model(Noting)[:2]
+    ours = train(layers, 1, recompute="always")
+    # Each number once in a forward and once in a recomputation; GPipe's come in reverse.
+    for step in range(STEPS):
+        part = drawn[2 * MICROBATCHES * step : 2 * MICROBATCHES * (step + 1)]
+        numbers = [number for _, number in part]
+        assert numbers[:MICROBATCHES] == numbers[MICROBATCHES:][::-1], step
+    expected = train_plain(plain, model(Late)[:2])
+    for step in (0, 2):  # by then it is known to draw, and keyed from its first number on
+        assert ours[0][step] == pytest.approx(expected[0][step], rel=1e-12)
+
+
+class Disturbed(nn.Dropout):
+    """Let another thread draw while this one runs, in the runs that `when` names."""
+
+    def __init__(self, when):
+        super().__init__(0.5)
+        self.when, self.num_runs = when, 0
+
+    def forward(self, x):
+        self.num_runs += 1
+        if self.num_runs in self.when:
+            other = threading.Thread(target=torch.randperm, args=(10,))
+            other.start()
+            other.join()
+        return super().forward(x)
+
+
+def disturbed(layer, recompute="always", steps=2):
+    layers = [nn.Linear(WIDTH, WIDTH, dtype=torch.float64), layer]
+
+    def body(world):
+        pipe = Pipeline(
+            layers, loss_fn, microbatches=MICROBATCHES, recompute=recompute, world=world
+        )
+        for inputs, targets in batches()[:steps]:
+            pipe.step(inputs, targets)
+
+    run_on_threads(1, body)
+
+
+@pytest.mark.parametrize("run", [3, 2 * MICROBATCHES, 3 * MICROBATCHES, 4 * MICROBATCHES - 1])
+def test_another_threads_draws_stop_the_run_by_the_layers_name(run):
+    """A reader with torch.randperm gave gradients of other masks than the outputs had, unseen."""
+    expected = r"layers\.1 \(Disturbed\): drew other random numbers .* torch\.Generator\(\)"
+    with pytest.raises(ActionError, match=expected):
+        disturbed(Disturbed({run}))
+
+
+def test_another_threads_draws_harm_no_layer_that_draws_nothing(caplog):
+    class Still(Disturbed):
+        def forward(self, x):
+            super().forward(x)
+            return x
+
+    layer = Still(set(range(100)))
+    layer.p = 0.0
+    disturbed(layer)
+    disturbed(nn.Sequential(layer), recompute="never")
+    assert not caplog.records
+
+
+class DisturbedBetween(nn.Identity):
+    """Let another thread draw in a backward, where no layer of ours draws."""
+
+    def forward(self, x):
+        out = x * 1.0
+        if out.requires_grad:
+            out.register_hook(self.disturb)
+        return out
+
+    def disturb(self, gradient):
+        other = threading.Thread(target=torch.randperm, args=(10,))
+        other.start()
+        other.join()
+        return gradient
+
+
+def test_without_recomputation_another_threads_draws_are_warned_of(caplog):
+    """Nothing runs twice there that could be compared; gradients are those of what was drawn."""
+
+    def body(world):
+        layers = [nn.Linear(WIDTH, WIDTH, dtype=torch.float64), nn.Dropout(), DisturbedBetween()]
+        pipe = Pipeline(
+            layers,
+            loss_fn,
+            microbatches=MICROBATCHES,
+            recompute="never",
+            schedule="one_f_one_b",
+            world=world,
+        )
+        for inputs, targets in batches():
+            pipe.step(inputs, targets)
+
+    run_on_threads(1, body)
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith("layers.1 (Dropout): draws from torch's default generator, from which")
+
+
+def test_layers_are_not_looked_for_without_end_where_others_draw(caplog):
+    """Each search puts back what others have drawn, so that their numbers come again."""
+
+    class Hooked(nn.Linear):
+        def forward(self, x):
+            out = super().forward(x)
+            if out.requires_grad:
+                out.register_hook(lambda gradient: gradient + 0 * random.random())
+            return out
+
+    layers = [Hooked(WIDTH, WIDTH, dtype=torch.float64), nn.Tanh()]
+    seen = []
+
+    def body(world):
+        pipe = Pipeline(
+            layers,
+            loss_fn,
+            microbatches=MICROBATCHES,
+            recompute="never",
+            schedule="one_f_one_b",
+            world=world,
+        )
+        for inputs, targets in batches() * 6:
+            random.seed(1)
+            pipe.step(inputs, targets)
+            seen.append(random.random())
+
+    run_on_threads(1, body)
+    random.seed(1)
+    expected = [random.random() for _ in range(MICROBATCHES + 1)][-1]
+    assert seen[-1] == expected
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith("random numbers: something else than a layer draws from Python's")
+
+
+def test_others_that_draw_while_layers_do_are_warned_of(caplog):
+    """The layer's numbers are put back after its runs, and with them those of the others."""
+
+    class Hooked(FromPython):
+        def forward(self, x):
+            out = super().forward(x)
+            if out.requires_grad:
+                out.register_hook(lambda gradient: gradient + 0 * random.random())
+            return out
+
+    train(model(Hooked)[:2], 1, recompute="never", schedule="one_f_one_b")
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith("random numbers: something else than a layer draws from Python's")
+
+
+def test_measuring_layers_leaves_the_users_numbers_alone():
+    """How many layers a rank measures would decide what its user draws next."""
+    states = random.getstate(), np.random.get_state()
+    measure_layers([FromPython(), FromNumpy()], batches()[0][0])
+    assert random.getstate() == states[0]
+    assert all(map(np.array_equal, np.random.get_state(), states[1]))
