@@ -1,11 +1,13 @@
 """Read from the environment which rank this process is, whatever launched it."""
 
+import ipaddress
 import os
 import re
 import socket
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from gpipe_hpc.errors import LaunchError
 
@@ -13,6 +15,7 @@ Environment = Mapping[str, str]
 
 # Below the range that Linux gives to outgoing connections (32768 up), above the well-known ones.
 _FIRST_PORT, _NUM_PORTS = 20_000, 12_000
+_MAX_ANCESTORS = 32  # between a rank and what launched it
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class Launch:
     ``launcher`` is torchrun, environment, openmpi, mvapich2, mpich, srun or none. ``master_port``
     0 means any free port (one process only). ``restart_count`` tells attempts of one job apart.
     ``agent_store``: torchrun's agent already serves a store at the master address.
+    ``local_known``: whether ``local_size`` is known, or only that so many are here at least.
     """
 
     rank: int
@@ -34,11 +38,12 @@ class Launch:
     master_port: int
     restart_count: int = 0
     agent_store: bool = False
+    local_known: bool = True
 
     @property
     def one_machine(self) -> bool:
-        """Say whether all ranks are on this machine."""
-        return self.local_size == self.world_size
+        """Say whether all ranks are known to be on this machine."""
+        return self.local_known and self.local_size == self.world_size
 
 
 def detect_launch(
@@ -76,8 +81,10 @@ def _from_rank(env: Environment) -> Launch:
     if not by_torchrun:
         _refuse_other_rank(env, rank)
     local_rank = _number(env, "LOCAL_RANK", 0)
-    # Operators that start one process a host set no local variables.
-    local_size = _number(env, "LOCAL_WORLD_SIZE", local_rank + 1)
+    # Operators that start one process a host set no local variables. A guess from LOCAL_RANK
+    # would be another on each rank; who is told to meet on loopback is on one machine.
+    at_home = _is_loopback(env.get("MASTER_ADDR", ""))
+    local_size = _number(env, "LOCAL_WORLD_SIZE", size if at_home else local_rank + 1)
     if size == 1 and "MASTER_PORT" not in env:
         return Launch(0, 1, 0, 1, "environment", "127.0.0.1", 0)
     return Launch(
@@ -90,7 +97,17 @@ def _from_rank(env: Environment) -> Launch:
         master_port=_number(env, "MASTER_PORT"),
         restart_count=_number(env, "TORCHELASTIC_RESTART_COUNT", 0),
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        local_known=at_home or "LOCAL_WORLD_SIZE" in env,
     )
+
+
+def _is_loopback(addr: str) -> bool:
+    if addr.strip() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(addr.strip()).is_loopback
+    except ValueError:
+        return False
 
 
 def _refuse_other_rank(env: Environment, rank: int) -> None:
@@ -239,14 +256,36 @@ def _resolves(host: str) -> bool:
 def _master_port(env: Environment) -> int:
     """Return MASTER_PORT, or one that differs between jobs, steps and attempts of a job.
 
-    Attempts too: orphans of the one before may still hold its port.
+    Attempts too: orphans of the one before may still hold its port. MPICH names no job where no
+    scheduler does: there it is told by the port of the mpiexec that started the ranks.
     """
     if "MASTER_PORT" in env:
         return _number(env, "MASTER_PORT")
-    jobs = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
-    job = next((env[name] for name in jobs if env.get(name)), "")
+    jobs = (
+        *("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "FLUX_JOB_ID"),
+        *("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "MPISPAWN_MPIRUN_ID"),
+    )
+    job = next((env[name] for name in jobs if env.get(name)), "") or hydra_of(os.getpid())
     attempt = [job, env.get("SLURM_STEP_ID", ""), env.get("SLURM_RESTART_COUNT", "0")]
     return _FIRST_PORT + zlib.crc32("/".join(attempt).encode()) % _NUM_PORTS
+
+
+def hydra_of(pid: int, proc: Path = Path("/proc")) -> str:
+    """Return where the mpiexec listens that started a process; empty if none of MPICH's did.
+
+    Its proxy on each machine, an ancestor of the ranks there, was started with
+    ``--control-port HOST:PORT``: the same text on all machines, another for each mpiexec.
+    """
+    for _ in range(_MAX_ANCESTORS):
+        try:
+            # The parent is the second field behind the name in brackets.
+            pid = int((proc / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
+            words = (proc / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        except (OSError, ValueError, IndexError):
+            return ""
+        if "hydra" in words[0] and "--control-port" in words[:-1]:
+            return words[words.index("--control-port") + 1]
+    return ""
 
 
 def _text(env: Environment, name: str) -> str:

@@ -341,8 +341,8 @@ def _release(board: Board, groups: _Groups) -> None:
             dist.destroy_process_group(group)
 
 
-def leave_default_group() -> None:
-    """Leave the process group that we started; called at exit."""
+def leave_default_group(store: Store) -> None:
+    """Leave the process group that we started over a store; called at exit."""
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()

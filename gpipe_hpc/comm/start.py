@@ -1,6 +1,7 @@
 """Find this process's place among the ranks: join what exists, or start it."""
 
 import atexit
+import logging
 from datetime import timedelta
 
 import torch
@@ -9,11 +10,14 @@ import torch.distributed as dist
 from gpipe_hpc.comm.launcher import detect_launch
 from gpipe_hpc.comm.processes import ProcessWorld, leave_default_group
 from gpipe_hpc.comm.rendezvous import rendezvous
-from gpipe_hpc.comm.secret import job_secret
+from gpipe_hpc.comm.sealed_store import SealedStore
+from gpipe_hpc.comm.secret import SECRET_VARIABLE, job_secret
 from gpipe_hpc.comm.threads import ThreadHub, ThreadWorld
 from gpipe_hpc.comm.watch.settings import DEFAULT_SILENCE_S, Watchfulness
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.errors import ConfigError
+
+log = logging.getLogger("gpipe_hpc.comm")
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -61,15 +65,26 @@ def start_world(
     if launch.world_size == 1:
         return ThreadWorld(ThreadHub(1, timeout_s), 0, chosen)
     secret = job_secret(launch.one_machine, secret_file)
-    store = rendezvous(launch, timeout_s, loopback)
+    if secret is None and launch.rank == 0:
+        log.warning(
+            "launch: no secret, so whoever reaches this job's ports can join or change it; where "
+            "others can, set %s or comm.secret_file for all ranks",
+            SECRET_VARIABLE,
+        )
+    store = rendezvous(launch, timeout_s, loopback, secret)
+    chosen_backend = _backend(backend, chosen)
+    if secret is not None and chosen_backend == "gloo":
+        # NCCL's own threads ask the store at times when they must not wait for Python.
+        store = SealedStore(store, secret.derive("store"))
     dist.init_process_group(
-        _backend(backend, chosen),
+        chosen_backend,
         store=store,
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timedelta(seconds=timeout_s),
     )
-    atexit.register(leave_default_group)
+    # The group calls the store from C++ and does not keep the Python object alive.
+    atexit.register(leave_default_group, store)
     return ProcessWorld(
         chosen,
         timeout_s,

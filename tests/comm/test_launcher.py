@@ -1,6 +1,10 @@
+import os
+from pathlib import Path
+
 import pytest
 
-from gpipe_hpc.comm.launcher import Launch, detect_launch, expand_hosts, expand_tasks
+from gpipe_hpc.comm import launcher
+from gpipe_hpc.comm.launcher import Launch, detect_launch, expand_hosts, expand_tasks, hydra_of
 from gpipe_hpc.errors import LaunchError
 
 TORCHRUN = {
@@ -76,7 +80,7 @@ def test_torchrun():
 
 def test_rank_set_by_hand_or_by_an_operator():
     env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "5"}
-    assert detect(env) == Launch(1, 2, 0, 1, "environment", "a", 5)
+    assert detect(env) == Launch(1, 2, 0, 1, "environment", "a", 5, local_known=False)
     assert detect({"RANK": "0", "WORLD_SIZE": "1"}).world_size == 1
 
 
@@ -201,3 +205,46 @@ def test_task_lists():
     assert expand_tasks("3") == [3]
     with pytest.raises(ValueError, match="x"):
         expand_tasks("3(x)")
+
+
+def test_ranks_set_by_hand_agree_on_whether_they_are_on_one_machine():
+    """LOCAL_RANK without LOCAL_WORLD_SIZE: the last rank alone thought that all were here."""
+    env = {"WORLD_SIZE": "2", "MASTER_PORT": "5"}
+    for addr, here in [("127.0.0.1", True), ("localhost", True), ("::1", True), ("node7", False)]:
+        ranks = [
+            detect(env, RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR=addr) for rank in range(2)
+        ]
+        assert [launch.one_machine for launch in ranks] == [here, here]
+        assert [launch.local_rank for launch in ranks] == [0, 1]
+    both = detect(env, RANK="1", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2", MASTER_ADDR="node7")
+    assert both.one_machine
+
+
+def process(proc, pid, parent, *words):
+    (proc / str(pid)).mkdir()
+    (proc / str(pid) / "stat").write_text(f"{pid} (a (strange) name) S {parent} 1 1 0")
+    (proc / str(pid) / "cmdline").write_bytes("".join(f"{word}\0" for word in words).encode())
+
+
+def test_mpiexec_of_mpich_is_told_by_where_it_listens(tmp_path):
+    """Every job of MPICH without a scheduler took port 23694."""
+    process(tmp_path, 9, 8, "python", "-m", "gpipe_hpc.train")
+    process(tmp_path, 8, 7, "/bin/sh", "run.sh")
+    process(tmp_path, 7, 6, "/usr/bin/hydra_pmi_proxy", "--control-port", "n1:4567", "--pgid", "0")
+    process(tmp_path, 6, 1, "mpiexec", "-n", "2", "--control-port", "no")
+    process(tmp_path, 1, 0, "init")
+    assert hydra_of(9, tmp_path) == hydra_of(8, tmp_path) == "n1:4567"
+    assert hydra_of(7, tmp_path) == hydra_of(1, tmp_path) == hydra_of(12345, tmp_path) == ""
+
+
+def test_two_mpiexecs_have_two_ports(monkeypatch):
+    ports = set()
+    for address in ("n1:4567", "n1:4568", "n2:4567"):
+        monkeypatch.setattr(launcher, "hydra_of", lambda pid, address=address: address)
+        ports |= {detect(HYDRA).master_port, detect(HYDRA, PMI_RANK="0").master_port}
+    assert len(ports) == 3
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc")
+def test_our_own_ancestors_can_be_read():
+    assert hydra_of(os.getpid()) == ""

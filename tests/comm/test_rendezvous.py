@@ -1,8 +1,10 @@
 """Real small processes, forked: each runs the true code over a real socket."""
 
+import json
 import multiprocessing
 import os
 import queue
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -16,7 +18,9 @@ import torch.distributed as dist
 
 from gpipe_hpc.comm import rendezvous as module
 from gpipe_hpc.comm.launcher import Launch
-from gpipe_hpc.comm.rendezvous import rendezvous
+from gpipe_hpc.comm.rendezvous import is_own_address, rendezvous
+from gpipe_hpc.comm.sealed_store import SealedStore
+from gpipe_hpc.comm.secret import Secret
 from gpipe_hpc.errors import LaunchError
 
 Work = Callable[[Launch], object]
@@ -269,3 +273,221 @@ def test_a_process_may_meet_again_under_an_agent():
     results = run(launches(2, master_port=port, agent_store=True), twice)
     assert results == {0: [1.0, 1.0], 1: [1.0, 1.0]}
     del server
+
+
+def delayed(delays: dict[int, float]) -> Work:
+    """Let each of several processes, told by LOCAL_RANK, start after a while."""
+
+    def work(launch: Launch) -> str:
+        time.sleep(delays[launch.local_rank])
+        return impatient_for(8.0)(launch)
+
+    return work
+
+
+def impatient_for(limit_s: float, secret: Secret | None = None) -> Work:
+    def work(launch: Launch) -> str:
+        try:
+            store = rendezvous(launch, limit_s, secret=secret)
+        except LaunchError as error:
+            return f"{error}"
+        # The server stays until the others have heard.
+        store.set(f"met/{launch.local_rank}", "")
+        time.sleep(2.0 if launch.rank == 0 else 0.0)
+        return "met"
+
+    return work
+
+
+def run_all(ranks: list[Launch], work: Work) -> list[object]:
+    """As `run`, for processes with one rank: told apart by LOCAL_RANK."""
+
+    def told(launch: Launch) -> object:
+        return launch.local_rank, work(launch)
+
+    answers = multiprocessing.get_context("fork").Queue()
+    context = multiprocessing.get_context("fork")
+
+    def child(launch: Launch) -> None:
+        answers.put(told(launch))
+        answers.close()
+        answers.join_thread()
+        os._exit(0)
+
+    processes = [context.Process(target=child, args=(launch,)) for launch in ranks]
+    for process in processes:
+        process.start()
+    try:
+        return [text for _, text in sorted(answers.get(timeout=40) for _ in ranks)]
+    finally:
+        for process in processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+
+
+def doubled(*ranks: int, world_size: int = 2, **changes: object) -> list[Launch]:
+    first = launches(world_size, **changes)[0]
+    return [
+        replace(first, rank=rank, local_rank=index, local_size=world_size)
+        for index, rank in enumerate(ranks)
+    ]
+
+
+def test_two_processes_of_one_rank_are_named_on_all_ranks():
+    """Two went on, with whichever of the two was first."""
+    started = time.monotonic()
+    texts = run_all(doubled(0, 1, 1, world_size=3), delayed({0: 0, 1: 0.3, 2: 0.6}))
+    pattern = (
+        r"two processes are rank 1, expected one, got process \d+ on .+ and process \d+ on .+;"
+    )
+    assert all(re.search(pattern, text) for text in texts), texts
+    assert time.monotonic() - started < 20
+
+
+def test_two_processes_of_rank_0_are_named_on_all_ranks():
+    texts = run_all(doubled(0, 0, 1, world_size=3), delayed({0: 0, 1: 0.5, 2: 0.2}))
+    assert all("two processes are rank 0, expected one, got process" in t for t in texts), texts
+
+
+def test_a_second_process_of_a_rank_that_comes_late_is_turned_away():
+    texts = run_all(doubled(0, 1, 1), delayed({0: 0, 1: 0.1, 2: 1.2}))
+    assert texts[:2] == ["met", "met"]
+    assert "two processes are rank 1, expected one" in texts[2]
+    assert "the first one goes on" in texts[2]
+
+
+def test_under_an_agent_too_two_processes_of_one_rank_are_named():
+    port = free_port()
+    server = agent_store(port)
+    ranks = doubled(0, 1, 1, world_size=3, agent_store=True)
+    ranks = [replace(launch, master_port=port) for launch in ranks]
+    texts = run_all(ranks, delayed({0: 0, 1: 0.2, 2: 0.8}))
+    assert all("two processes are rank 1, expected one, got process" in t for t in texts), texts
+    del server
+
+
+def test_under_an_agent_one_process_may_follow_another():
+    """A script that torchrun starts may run two commands, one after the other."""
+    port = free_port()
+    server = agent_store(port)
+    ranks = launches(2, master_port=port, agent_store=True)
+    for _ in range(2):
+        assert run(ranks, sum_of_ranks) == {0: 1.0, 1: 1.0}
+    del server
+
+
+@pytest.mark.parametrize("addr", ["192.0.2.7", "no.such.host.invalid"])
+def test_a_wrong_address_is_not_hidden_by_all_ranks_being_here(addr: str):
+    """With LOCAL_WORLD_SIZE = WORLD_SIZE, loopback was used whatever MASTER_ADDR said."""
+    for launch in launches(2, master_addr=addr):
+        with pytest.raises(LaunchError, match=rf"wrong MASTER_ADDR.*got {addr}.*LOCAL_WORLD_SIZE"):
+            rendezvous(launch, 5.0)
+
+
+def test_the_names_of_this_machine_are_its_own():
+    assert is_own_address("127.0.0.1") and is_own_address("localhost")
+    assert not is_own_address("192.0.2.7")
+
+
+def gloo_interface(launch: Launch) -> tuple[str | None, int]:
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    found = listening_addresses(launch)
+    return os.environ.get("GLOO_SOCKET_IFNAME"), len(found)
+
+
+def test_ranks_that_know_of_no_others_here_agree_on_loopback_once_they_have_met():
+    """One rank alone kept Gloo on loopback, and the other listened on all interfaces."""
+    unequal = [
+        replace(launch, local_size=launch.rank + 1, local_known=launch.rank == 1)
+        for launch in launches(2)
+    ]
+    results = run(unequal, gloo_interface)
+    assert {name for name, _ in results.values()} in ({"lo"}, {"lo0"})
+
+
+def with_secret(secrets: dict[int, Secret | None]) -> Work:
+    return lambda launch: impatient_for(8.0, secrets[launch.rank])(launch)
+
+
+OURS, THEIRS = Secret(b"ours", "our file"), Secret(b"theirs", "their file")
+
+
+@pytest.mark.parametrize("other", [THEIRS, None], ids=["another", "none"])
+def test_ranks_without_the_secret_are_named_on_all_ranks(other: Secret | None):
+    results = run(launches(3), with_secret({0: OURS, 1: OURS, 2: other}))
+    source = "their file" if other else "nowhere"
+    for text in results.values():
+        assert "the ranks do not share a secret" in text
+        assert "expected the one that rank 0 has from our file" in text
+        assert "on 1 of 3 ranks: rank 2 (process " in text
+        assert f"secret from {source})" in text
+
+
+def test_ranks_with_one_secret_meet():
+    assert set(run(launches(2), with_secret({0: OURS, 1: OURS})).values()) == {"met"}
+
+
+def test_a_strangers_store_in_rank_0s_place_is_not_believed():
+    """Somebody else took the port first and lets everybody in."""
+    (_, one) = launches(2)
+    server = dist.TCPStore("127.0.0.1", one.master_port, is_master=True, wait_for_workers=False)
+    keys = dist.PrefixStore("visit1", dist.PrefixStore("gen0", server))
+    keys.set("verdict", json.dumps({"refusal": "", "local": True}))
+    keys.set("answer/1", "0" * 32)
+    keys.set("rank/0", "anything")
+    text = run([one], with_secret({1: OURS}))[1]
+    assert "expected rank 0 to prove the job's secret (from our file), got another answer" in text
+    assert "set MASTER_PORT to another" in text
+
+
+def test_something_that_is_no_store_is_named_in_time():
+    """torch's client waits for its answer without end."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = replace(launches(2)[1], master_port=server.getsockname()[1])
+        with pytest.raises(LaunchError, match=r"rank 1 cannot use the store.*no answer of a store"):
+            rendezvous(one, 1.0)
+
+
+def forging(launch: Launch) -> str:
+    """Rank 1 is a stranger who reaches the store and writes an address in rank 0's place."""
+    server = launch.rank == 0
+    port = launch.master_port
+    plain = dist.TCPStore("127.0.0.1", port, 2, server, wait_for_workers=False)
+    if not server:
+        plain.wait(["0/ready"])
+        plain.set("0/address", Secret(b"guessed", "a guess").seal("the store's address", b"here"))
+        plain.set("0/forged", "")
+        plain.wait(["0/done"])
+        return "forged"
+    sealed = SealedStore(dist.PrefixStore("0", plain), OURS)
+    copy = sealed.clone()
+    sealed.set("address", b"\x00\xff here")
+    sealed.set("other", "there")
+    assert (sealed.get("address"), copy.get("other")) == (b"\x00\xff here", b"there")
+    assert (
+        sealed.compare_set("first", "", "one") == sealed.compare_set("first", "", "two") == b"one"
+    )
+    assert sealed.add("count", 2) + sealed.add("count", 3) == 7
+    sealed.set("moved", "x")
+    plain.set("0/moved", plain.get("0/other"))
+    with pytest.raises(
+        ConnectionError, match=r"the store's moved: expected a value that is proved"
+    ):
+        sealed.get("moved")
+    plain.set("0/ready", "")
+    plain.wait(["0/forged"])
+    try:
+        sealed.get("address")
+    except ConnectionError as error:
+        return str(error)
+    finally:
+        plain.set("0/done", "")
+        time.sleep(0.3)
+    return "believed"
+
+
+def test_what_a_stranger_writes_into_the_store_is_not_believed():
+    results = run(launches(2), forging)
+    assert results[1] == "forged"
+    assert "the store's address: expected a value that is proved by the job's secret" in results[0]
