@@ -251,3 +251,21 @@ def test_own_loss_keeps_its_keywords(own_module):
 def test_target_that_is_none_is_refused(own_module, path, words):
     with pytest.raises(ConfigError, match=words):
         build_target("model", {"_target_": path})
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("comm.timeout_s=1e300", "at most 1000000 seconds"),
+        ("comm.timeout_s=inf", "more than 0"),
+        ("comm.timeout_s=nan", "more than 0"),
+        ("comm.timeout_s=-1", "more than 0"),
+        ("train.steps=9223372036854775808", "0 to 9223372036854775807"),
+        ("pipeline.microbatches=100000000000000000000", "1 to 9223372036854775807"),
+        ("train.log_every=0", "at least 1"),
+    ],
+)
+def test_numbers_that_fit_no_clock_or_integer_are_refused(override, expected):
+    """A time-out of 1e300 s became an OverflowError in the middle of the start."""
+    with pytest.raises(ConfigError, match=f"{override.partition('=')[0]}.*{expected}"):
+        check_config(compose_config([override]), 1)

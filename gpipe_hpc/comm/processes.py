@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import logging
 import multiprocessing.util
 import os
 import secrets
@@ -27,12 +28,17 @@ from gpipe_hpc.comm.shared_transport import (
     SharedTransport,
     host_identity,
     open_shared_transport,
+    why_not_shared,
 )
+from gpipe_hpc.comm.source import own_source, unequal_sources
+from gpipe_hpc.comm.timeouts import checked_timeout
 from gpipe_hpc.comm.transport import PlacedChannel, Transport
 from gpipe_hpc.comm.watch.display import Display
 from gpipe_hpc.comm.watch.pulse import Idle, Pulse
 from gpipe_hpc.comm.watch.settings import Watchfulness
 from gpipe_hpc.errors import LaunchError
+
+log = logging.getLogger("gpipe_hpc.comm")
 
 _BREAK_TAG = 2**30
 _LATE_TAG = 2**28
@@ -130,6 +136,7 @@ class ProcessWorld:
         self.device = device
         keys = _private_keys(self.rank)
         self.secret = secret_for_all(job_secret, _number_of_world(keys, self.rank))
+        timeout_s = checked_timeout(timeout_s, "timeout_s")
         self._display = Display()
         self._pulse = Pulse(timeout_s, watchfulness.stall_s, self._display)
         self._timeout = timedelta(seconds=timeout_s)
@@ -156,7 +163,7 @@ class ProcessWorld:
         multiprocessing.util.Finalize(self, self._release, exitpriority=1)
         # Else what a fork copies would keep connections of a dead rank open.
         os.register_at_fork(after_in_child=partial(_forget_in_child, weakref.ref(self)))
-        self._refuse_strangers()
+        self._introduce()
         self.activity = Idle("joining the other ranks")
 
     @property
@@ -184,10 +191,14 @@ class ProcessWorld:
             watchfulness=watchfulness,
         )
 
-    def _refuse_strangers(self) -> None:
-        """Let each rank prove the secret over the group; all raise LaunchError if one cannot."""
+    def _introduce(self) -> None:
+        """Let each rank prove the secret over the group and say which source lines it runs.
+
+        Raises LaunchError on all ranks if one cannot, or runs others.
+        """
         proof = self.secret.prove(f"rank {self.rank}")
-        proofs = self.everybody.all_gather_object(proof)
+        everybody = self.everybody.all_gather_object((proof, own_source()))
+        proofs, sources = zip(*everybody, strict=True)
         wrong = [r for r, p in enumerate(proofs) if not self.secret.proves(p, f"rank {r}")]
         if wrong:
             self.close()
@@ -196,6 +207,9 @@ class ProcessWorld:
                 f"{self.rank} has from {self.secret.source}, got another or none on "
                 f"{rank_names(wrong)}; give all ranks one {SECRET_VARIABLE}"
             )
+        if unequal := unequal_sources(sources):
+            self.close()
+            raise LaunchError(unequal)
 
     def group(self, members: Sequence[Sequence[int]]) -> Group:
         """Form the groups `members` and return the one this rank is in."""
@@ -210,7 +224,7 @@ class ProcessWorld:
 
     def transport(self, channels: Sequence[PlacedChannel]) -> Transport:
         """Open the channels: in shared memory where both ends see it, else over torch."""
-        hosts = self.everybody.all_gather_object(host_identity() if self._shares_memory else "")
+        hosts = self.everybody.all_gather_object(self._host())
         here = [c for c in channels if _one_host(hosts, c) and self.device.type == "cpu"]
         apart = [c for c in channels if c not in here]
         routes: dict[PlacedChannel, Transport] = {}
@@ -222,6 +236,20 @@ class ProcessWorld:
         if apart:
             routes |= dict.fromkeys(apart, self._torch_transport(apart))
         return RoutedTransport(routes, self._pulse)
+
+    def _host(self) -> str:
+        """Return with whom this rank can share memory; empty: with nobody."""
+        if not self._shares_memory or self.device.type != "cpu":
+            return ""
+        refusal = why_not_shared()
+        if refusal:
+            # Both ends of a channel learn of it by the empty text, so both turn to torch.
+            log.warning(
+                "rank %d: no memory is shared with other processes (%s); boundaries go over "
+                "torch.distributed, which copies more; comm.shared_memory=false says it was meant",
+                *(self.rank, refusal),
+            )
+        return "" if refusal else host_identity()
 
     def _torch_transport(self, channels: Sequence[PlacedChannel]) -> Transport:
         """Open channels over torch; over NCCL each has communicators of its own."""
@@ -294,7 +322,9 @@ class ProcessWorld:
         for shared in list(self._shared):
             shared.close()
         for group, ranks in self._groups:
-            peer = next(rank for rank in ranks if rank != self.rank)
+            peer = next((rank for rank in ranks if rank != self.rank), None)
+            if peer is None:  # nobody waits in a group of one
+                continue
             with contextlib.suppress(RuntimeError, ValueError):
                 work = dist.irecv(torch.empty(1), peer, group=group, tag=_BREAK_TAG)
                 if work is not None:

@@ -23,6 +23,7 @@ from typing import Final
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.shared_channel import SharedReceiver, SharedSender, receive_exactly
+from gpipe_hpc.comm.slots import Slot
 from gpipe_hpc.comm.transport import Message, PlacedChannel
 
 _HELLO: Final = struct.Struct("=3q")
@@ -106,9 +107,45 @@ def host_identity() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         # One mount namespace: a socket's path means the same to both.
-        return f"{boot} {os.readlink('/proc/self/ns/mnt')}" if hasattr(os, "memfd_create") else ""
+        return f"{boot} {os.readlink('/proc/self/ns/mnt')}"
     except OSError:
         return ""
+
+
+def why_not_shared() -> str:
+    """Return why this process cannot share memory with others of its host; empty if it can.
+
+    A container may refuse what it takes (memfd_create, passing a descriptor, a socket with a
+    name), so each is tried once.
+    """
+    if not hasattr(os, "memfd_create"):
+        return "this system has no memfd_create"
+    try:
+        folder = _private_folder()
+        try:
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(str(folder / "s"))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        _, descriptor = Slot.create(0, 1)
+        try:
+            _pass_on(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _pass_on(descriptor: int) -> None:
+    """Send a slot's descriptor to this process itself, and map it there."""
+    one, other = socket.socketpair(socket.AF_UNIX)
+    with one, other:
+        socket.send_fds(one, [b"x"], [descriptor])
+        _, arrived, _, _ = socket.recv_fds(other, 1, 1)
+        if not arrived:
+            raise OSError("a descriptor that was passed on did not arrive")
+        Slot.attach(0, arrived[0])
 
 
 def open_shared_transport(

@@ -13,6 +13,7 @@ from gpipe_hpc.comm.rendezvous import rendezvous
 from gpipe_hpc.comm.sealed_store import SealedStore
 from gpipe_hpc.comm.secret import SECRET_VARIABLE, job_secret
 from gpipe_hpc.comm.threads import ThreadHub, ThreadWorld
+from gpipe_hpc.comm.timeouts import checked_timeout
 from gpipe_hpc.comm.watch.settings import DEFAULT_SILENCE_S, Watchfulness
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.errors import ConfigError
@@ -49,6 +50,7 @@ def start_world(
     them.
     """
     watchfulness = Watchfulness(silence_s, stall_s, ends_process)
+    timeout_s = checked_timeout(timeout_s, "timeout_s")
     if dist.is_initialized():
         chosen = _device(device, local_rank=None)
         # Whether its ranks are on one machine is not known here, so no secret is made for them.

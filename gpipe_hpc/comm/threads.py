@@ -18,6 +18,7 @@ from gpipe_hpc.comm.group import Group, Pending, SoloGroup, rank_names
 from gpipe_hpc.comm.memory_transport import MemoryTransport
 from gpipe_hpc.comm.pickling import check_travels
 from gpipe_hpc.comm.secret import Secret
+from gpipe_hpc.comm.timeouts import checked_timeout
 from gpipe_hpc.comm.transport import Message, PlacedChannel, Transport
 from gpipe_hpc.errors import LaunchError, PeerError
 
@@ -42,7 +43,7 @@ class ThreadHub:
 
     def __init__(self, size: int, timeout_s: float = 60.0) -> None:
         self.size = size
-        self.timeout_s = timeout_s
+        self.timeout_s = checked_timeout(timeout_s, "timeout_s")
         self.changed = threading.Condition()
         self.report: str | None = None
         self.secret = Secret(secrets.token_bytes(32), "this process")

@@ -1,5 +1,6 @@
 """The face of a set of ranks, whether they are threads or processes."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -11,6 +12,8 @@ from gpipe_hpc.comm.secret import Secret
 from gpipe_hpc.comm.transport import PlacedChannel, Transport
 from gpipe_hpc.comm.watch.pulse import Idle, Phase
 from gpipe_hpc.errors import GpipeError, PeerError
+
+log = logging.getLogger("gpipe_hpc.comm")
 
 
 class World(Protocol):
@@ -60,13 +63,21 @@ def together(world: World, where: str) -> Iterator[None]:
     except (ConnectionError, TimeoutError) as error:
         raise PeerError(world.explain(f"{where}: {error}")) from error
     except GpipeError as error:
-        world.fail(_named(world, str(error)))
+        _tell(world, str(error))
         raise
     except BaseException as error:
-        world.fail(_named(world, f"{where}: {type(error).__name__}: {error}"))
+        _tell(world, f"{where}: {type(error).__name__}: {error}")
         raise
     finally:
         world.activity = outer if isinstance(outer, Phase) else Idle(where)
+
+
+def _tell(world: World, report: str) -> None:
+    """Tell all ranks; if that fails too, what failed first is still what is raised."""
+    try:
+        world.fail(_named(world, report))
+    except Exception:
+        log.exception("rank %d: the other ranks could not be told of: %s", world.rank, report)
 
 
 def _named(world: World, report: str) -> str:

@@ -6,6 +6,7 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Final
 
+from gpipe_hpc.comm.timeouts import MAX_TIMEOUT_S
 from gpipe_hpc.config.data import TokenDataConfig, mask_token_of, num_tokens_of
 from gpipe_hpc.config.data_checks import DATA_CHOICES, DATA_RANGES, check_data
 from gpipe_hpc.config.refusal import refuse
@@ -13,6 +14,7 @@ from gpipe_hpc.config.schema import Config, PipelineConfig, SGDConfig
 from gpipe_hpc.schedule import schedule_names
 
 _INF: Final = math.inf
+_LARGEST: Final = 2**63 - 1  # of an integer of torch
 
 # Setting -> (least, most). Settings that a chosen group lacks, and nulls, are passed over.
 _RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
@@ -122,9 +124,12 @@ def check_ranges(config: Config) -> None:
     """Refuse numbers outside of what a setting can be."""
     for setting, (least, most) in _RANGES.items():
         value = _value(config, setting)
+        if isinstance(value, int):
+            most = min(most, _LARGEST)
         if value is None or (least <= value <= most and math.isfinite(value)):
             continue
-        expected = f"at least {least}" if most == _INF else f"{least} to {most}"
+        bounded = most != _INF and (most != _LARGEST or value > most)
+        expected = f"{least} to {most}" if bounded else f"at least {least}"
         raise refuse(setting, expected, value, f"set {setting} within it")
     # Open at zero: no time to wait and no norm at all would stop every run.
     for setting in ("comm.timeout_s", "comm.stall_s", "train.clip_norm"):
@@ -132,6 +137,14 @@ def check_ranges(config: Config) -> None:
         if value is not None and not (value > 0 and math.isfinite(value)):
             off = ", or null for none" if setting == "train.clip_norm" else ""
             raise refuse(setting, "more than 0", value, f"set {setting} above it{off}")
+    for name, value in vars(config.comm).items():
+        if name.endswith("_s") and value is not None and not value <= MAX_TIMEOUT_S:
+            raise refuse(
+                f"comm.{name}",
+                f"at most {MAX_TIMEOUT_S:.0f} seconds",
+                value,
+                f"lower comm.{name}: no wait can be told to take longer",
+            )
 
 
 def _check_choices(config: Config) -> None:

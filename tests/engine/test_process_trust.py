@@ -8,10 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gpipe_hpc import LayerSpec, Pipeline
+from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.comm import processes as processes_module
+from gpipe_hpc.comm.routed_transport import RoutedTransport
+from gpipe_hpc.comm.source import own_source
 from gpipe_hpc.comm.start import start_world
 from gpipe_hpc.comm.wire import Structure
+from gpipe_hpc.comm.world import together
 from gpipe_hpc.errors import DataError, GpipeError, LaunchError
 
 
@@ -97,3 +100,87 @@ def test_a_hostile_rank_makes_no_other_run_its_code_at_a_boundary(
         assert "rank 1" in told
         assert "got posix.mkdir" in told
     assert not (tmp_path / "made").exists()
+
+
+def test_other_source_lines_on_some_ranks_stop_all(processes, tmp_path, monkeypatch):
+    """The same version with one edited file on another node started and trained."""
+
+    def body(rank):
+        if rank == 1:
+            edited = own_source()._replace(digest="0" * 64, folder="/other/gpipe_hpc")
+            monkeypatch.setattr(processes_module, "own_source", lambda: edited)
+        with pytest.raises(LaunchError) as caught:
+            start_world()
+        return str(caught.value)
+
+    for told in processes(3, body, tmp_path):
+        assert "other source lines of gpipe_hpc, expected those of rank 0" in told
+        assert "got others on rank 1 (/other/gpipe_hpc, 000000000000)" in told
+
+
+def losses(monkeypatch):
+    """Train two steps; return what carried the boundaries, and the losses."""
+    kinds = []
+
+    def routed(routes, *others):
+        kinds.extend(type(transport).__name__ for transport in routes.values())
+        return RoutedTransport(routes, *others)
+
+    monkeypatch.setattr(processes_module, "RoutedTransport", routed)
+    layers = [LayerSpec(nn.Linear, 4, 4), LayerSpec(nn.Linear, 4, 4), LayerSpec(nn.Linear, 4, 3)]
+    pipe = Pipeline(layers, F.cross_entropy, microbatches=2, world=start_world())
+    batch = torch.arange(16.0).reshape(4, 4), torch.tensor([0, 1, 2, 0])
+    return set(kinds), [pipe.step(*batch).loss for _ in range(2)]
+
+
+def test_where_memory_is_refused_both_ends_of_a_channel_turn_to_gloo(
+    processes, tmp_path, monkeypatch, caplog
+):
+    """A container's seccomp that refuses memfd_create ended the run; here on rank 1 of three."""
+
+    def body(rank):
+        plain = losses(monkeypatch)
+        if rank == 1:
+            monkeypatch.setattr(os, "memfd_create", refuse)
+        fallen_back = losses(monkeypatch)
+        return plain, fallen_back, caplog.text
+
+    answers = processes(3, body, tmp_path)
+    assert [plain for (_, plain), _, _ in answers] == [fallen for _, (_, fallen), _ in answers]
+    assert {kind for (kinds, _), _, _ in answers for kind in kinds} == {"SharedTransport"}
+    assert {kind for _, (kinds, _), _ in answers for kind in kinds} == {"ProcessTransport"}
+    assert "no memory is shared with other processes (PermissionError: [Errno 1]" in answers[1][2]
+    assert "no memory is shared" not in answers[0][2]
+
+
+def refuse(*args):
+    raise PermissionError(1, "Operation not permitted")
+
+
+def test_in_a_group_of_one_rank_a_users_error_is_raised_as_it_is(processes, tmp_path):
+    """It became "generator raised StopIteration": there is no other rank to wake up."""
+
+    def body(rank):
+        with pytest.raises(Exception, match="the user's own mistake") as caught:
+            Pipeline([LayerSpec(Mistaken)], F.cross_entropy, world=start_world())
+        return type(caught.value).__name__
+
+    assert processes(1, body, tmp_path) != ["RuntimeError"]
+
+
+class Mistaken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        raise KeyError("the user's own mistake")
+
+
+def test_an_error_is_raised_as_it_is_where_nobody_can_be_told():
+    def body(world):
+        def broken(report):
+            raise RuntimeError("the store is gone")
+
+        world.fail = broken
+        with pytest.raises(KeyError, match="the user's own mistake"), together(world, "here"):
+            raise KeyError("the user's own mistake")
+
+    run_on_threads(1, body)
