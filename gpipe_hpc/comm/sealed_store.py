@@ -14,7 +14,7 @@ class SealedStore(Store):
 
     Who reaches the store without the secret can damage it, and so end the job, but not have ranks
     take an address or a report of his. A value is bound to its key. Numbers (`add`) are as they
-    were: the server counts them. Raises ConnectionError where a value is not proved.
+    were: the server counts them. Raises `ProofError` where a value is not proved.
 
     torch calls it from C++: an object that is still in use there must be kept alive here.
     """

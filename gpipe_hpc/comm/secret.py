@@ -45,6 +45,10 @@ _NONCE_BYTES: Final = 32
 log = logging.getLogger("gpipe_hpc.comm")
 
 
+class ProofError(ConnectionError, RuntimeError):
+    """What came is not proved by the job's secret; like a lost connection or store."""
+
+
 @dataclass(frozen=True)
 class Secret:
     """A key that ranks share and others lack; ``source`` says where it comes from, for messages.
@@ -77,10 +81,10 @@ class Secret:
         return self.prove(label, value) + value
 
     def unseal(self, label: str, sealed: bytes) -> bytes:
-        """Return a sealed value; raise ConnectionError if it is none of this secret and label."""
+        """Return a sealed value; raise ProofError if it is none of this secret and label."""
         proof, value = sealed[:PROOF_BYTES], sealed[PROOF_BYTES:]
         if not self.proves(proof, label, value):
-            raise ConnectionError(
+            raise ProofError(
                 f"{label}: expected a value that is proved by the job's secret (from "
                 f"{self.source}), got another; the sender has another secret, or belongs to "
                 f"another job"
@@ -112,7 +116,7 @@ def authenticate(
             _send(connection, secret.prove(label, mine.encode(), own, other), deadline)
         proof = _receive(connection, PROOF_BYTES, deadline)
         if not secret.proves(proof, label, theirs.encode(), other, own):
-            raise ConnectionError(
+            raise ProofError(
                 f"{label}: expected the other end to prove the job's secret (from "
                 f"{secret.source}), got a wrong proof; it has another secret, or belongs to "
                 f"another job"
