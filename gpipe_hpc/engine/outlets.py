@@ -7,45 +7,51 @@ somebody else refers to as well is copied. Most layers keep nothing, and nothing
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, Final, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.autograd.graph import GradientEdge
 
 from gpipe_hpc.comm.nests import map_tensors, tensors_of
 
 N = TypeVar("N")
 
-_WeakStorage: Final[Any] = StorageWeakRef  # torch gives it no types
-
 
 class Outlets:
-    """Let tensors leave a stage in memory of their own.
+    """Let tensors leave a stage in memory of their own where there is a graph of what made them.
 
-    A graph refers to outputs, too (tanh keeps its own). Whether it was the graph alone is known
-    once the graph is gone: until then, outputs of that place are copied.
+    The graph may refer to them, too: tanh keeps its output. Such a one is left where it is, as
+    autograd itself refuses a backward through memory that was written to. The graph is searched
+    once for each place where somebody refers to what leaves.
     """
 
     def __init__(self) -> None:
-        # Of places whose outputs were referred to while there was a graph: whether by others too.
-        self._are_kept: dict[Hashable, bool] = {}
-        self._watched: dict[int, list[tuple[Hashable, Any]]] = {}
+        # By place and number of tensors: which of them a graph has saved.
+        self._saved: dict[Hashable, list[bool]] = {}
 
-    def with_graph(
-        self, nest: N, given: Iterable[torch.Tensor], place: Hashable, microbatch: int
+    def apart(
+        self,
+        nest: N,
+        given: Iterable[torch.Tensor],
+        place: Hashable,
+        ends: Iterable[GradientEdge | None],
     ) -> N:
-        """Return what leaves a place, detached before, while there is a graph of what made it."""
-        is_graphs = self._are_kept.get(place) is False
-        held = _held_elsewhere(tensors_of(nest), given, counts_references=not is_graphs)
-        if held and place not in self._are_kept:
-            watched = self._watched.setdefault(microbatch, [])
-            watched += [(place, _WeakStorage(storage)) for storage in held.values()]
+        """Return what leaves a place, as `apart` does; `ends`: where its graph is entered."""
+        tensors = tensors_of(nest)
+        held = _held_elsewhere(tensors, given)
+        if not held:
+            return nest
+        key = (place, len(tensors))
+        saved = self._saved.get(key)
+        if saved is None:
+            found = _saved_storages(edge.node for edge in ends if edge is not None)
+            saved = [_is_plain(t) and t.untyped_storage()._cdata in found for t in tensors]
+            self._saved[key] = saved
+        for tensor, is_saved in zip(tensors, saved, strict=True):
+            # Of what torch did not allocate autograd does not know when it is written to.
+            if is_saved and tensor.untyped_storage().resizable():
+                held.pop(tensor.untyped_storage()._cdata, None)
         return _copied(nest, held)
-
-    def graph_is_gone(self, microbatch: int) -> None:
-        """Find out who refers to the outputs of a micro-batch still."""
-        for place, storage in self._watched.pop(microbatch, ()):
-            self._are_kept[place] = self._are_kept.get(place, False) or not storage.expired()
 
 
 def apart(nest: N, given: Iterable[torch.Tensor]) -> N:
@@ -58,15 +64,9 @@ def apart(nest: N, given: Iterable[torch.Tensor]) -> N:
 
 
 def _held_elsewhere(
-    tensors: Sequence[torch.Tensor],
-    given: Iterable[torch.Tensor],
-    *,
-    counts_references: bool = True,
+    tensors: Sequence[torch.Tensor], given: Iterable[torch.Tensor]
 ) -> dict[int, Any]:
-    """Return the storages, by address, that somebody besides `tensors` and `given` refers to.
-
-    Without counting, those alone that torch did not allocate.
-    """
+    """Return the storages, by address, that somebody besides `tensors` and `given` refers to."""
     storages: dict[int, Any] = {}
     counts: dict[int, int] = {}
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
@@ -84,9 +84,36 @@ def _held_elsewhere(
             # Of memory that torch did not allocate (NumPy's) nobody knows who refers to it.
             not storage.resizable()
             # One more reference is that of `storages`.
-            or (counts_references and torch._C._storage_Use_Count(address) > counts[address] + 1)
+            or torch._C._storage_Use_Count(address) > counts[address] + 1
         )
     }
+
+
+def _saved_storages(nodes: Iterable[Any]) -> set[int]:
+    """Return the addresses of all storages that a graph has saved tensors in."""
+    found: set[int] = set()
+    left, seen = list(nodes), {None}
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        left.extend(following for following, _ in node.next_functions)
+        for name in dir(node):
+            if name.startswith("_raw_saved_"):
+                saved = getattr(node, name)
+                for each in saved if isinstance(saved, tuple | list) else (saved,):
+                    tensor = _plainly_saved(each)
+                    if tensor is not None:
+                        found.add(tensor.untyped_storage()._cdata)
+    return found
+
+
+def _plainly_saved(saved: Any) -> torch.Tensor | None:
+    """Return what was saved without a hook: one may run the layer again (torch's checkpoint)."""
+    tensor = getattr(saved, "data", None)
+    is_plain = isinstance(tensor, torch.Tensor) and _is_plain(tensor)
+    return tensor if is_plain and getattr(saved, "unpack_hook", saved) is None else None
 
 
 def _copied(nest: N, held: Mapping[int, Any]) -> N:

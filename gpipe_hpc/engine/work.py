@@ -180,9 +180,8 @@ class StageWork:
                 kept.append(_KeptSegment(segment, None, leaves, edges, starts))
                 state = _cut_off(state)
                 if not (is_end and self._is_last):
-                    state = self._outlets.with_graph(
-                        state, given.tensors(), segment.place, microbatch
-                    )
+                    ends = [*edges, *(edge for edge, _ in starts)]
+                    state = self._outlets.apart(state, given.tensors(), segment.place, ends)
             if host is not None:
                 host.hold(tensors_of(given) if recomputes else leaves)
         num_leaves = [len(_differentiable(each)) for each in parts]
@@ -239,8 +238,6 @@ class StageWork:
         found = self._through(kept, gradients)
         if kept.deferred:
             self._deferred[microbatch] = kept.deferred
-        else:
-            self._outlets.graph_is_gone(microbatch)
         if not self._is_first:
             arrived = [gradient for gradient in gradients if gradient is not None]
             found = apart(found, arrived)
@@ -294,7 +291,6 @@ class StageWork:
         if deferred is not None:
             deferred.run()
             self.stage.gradients.own()
-            self._outlets.graph_is_gone(microbatch)
         return deferred is not None
 
     def _run(
