@@ -219,6 +219,25 @@ def test_a_run_goes_on_with_changed_settings_when_told_and_keeps_the_earlier_one
 
 
 @SLOW
+def test_how_long_keeping_the_state_held_up_a_run_is_told(train, tiny, tmp_path):
+    (tmp_path / "memory").mkdir()
+    kept = ("checkpoint.every=2", "checkpoint.in_background=true", "checkpoint.neighbour_every=3")
+    place = ("checkpoint.neighbour_dir=memory", "run.dir=run")
+    said = train(2, *tiny, "train.steps=5", *kept, *place)
+    assert "held up the run for" in said and "written in the background" in said
+    assert "all ranks are on one host" in said
+    stalls = {}
+    for line in lines(tmp_path / "run"):
+        for name in line.keys() & {"checkpoint_stall_s", "neighbour_stall_s"}:
+            assert line[name] > 0
+            stalls.setdefault(name, []).append(line["step"])
+    assert stalls["neighbour_stall_s"] == [3]
+    # Begun after steps 2 and 4, finished when all have written, and saved at the end.
+    assert {2, 4, 5} <= set(stalls["checkpoint_stall_s"])
+    assert checkpoints(tmp_path / "run") == ["step_00000004", "step_00000005"]
+
+
+@SLOW
 def test_a_start_that_fails_does_not_speak_for_the_checkpoint(start, train, tiny, tmp_path):
     """Its settings are the last ones in config.yaml, but nothing was trained with them."""
     settings = (*tiny, "train.steps=4", "run.dir=run")

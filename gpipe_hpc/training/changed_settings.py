@@ -30,7 +30,15 @@ _NO_MATTER: Final = frozenset(
 )
 # A checkpoint goes on in any layout, and a run may be made longer: allowed, and said.
 _LAYOUT: Final = frozenset(
-    {"train.steps", "train.accumulation", "train.compile", "train.fuse_accumulation"}
+    {
+        "train.steps",
+        "train.accumulation",
+        "train.compile",
+        "train.fuse_accumulation",
+        # A run that stopped at a corrupt sample may go on past it.
+        "data.corrupt",
+        "data.max_corrupt",
+    }
 )
 # Settings of the pipeline are layout, but these change what a step computes.
 _NO_LAYOUT: Final = frozenset({"pipeline.normalise_over_replicas", "pipeline.buffers"})

@@ -101,6 +101,7 @@ class _Loop:
         self._num_samples = 0
         self._pipeline_s = 0.0
         self._written = False
+        self._stalls_s: list[float] = []  # of step edges at which the state was kept
         self._measured: list[tuple[float, float]] = []  # seconds in the pipeline, bubble
 
     def run(self) -> int:
@@ -252,6 +253,7 @@ class _Loop:
 
     def _say_stall(self, metrics: Metrics | None, name: str, seconds: float) -> None:
         """Note how long all waited at a step's edge for its state to be kept."""
+        self._stalls_s.append(seconds)
         if metrics is not None:
             metrics.write(self._pipe.steps_done, {name: seconds})
 
@@ -298,6 +300,8 @@ class _Loop:
                 100 * bubbles,
             )
 
+        if self._stalls_s:
+            log.info("keeping the state held up the run for %.3f s in all", sum(self._stalls_s))
         tally = self._session.tally
         if tally.count and self._leads:
             log.warning("%d corrupt samples were found and passed over", tally.count)

@@ -89,6 +89,12 @@ def test_what_is_of_the_data_is_known(differences):
     assert not any(setting.startswith("model.") for setting in of_data)
 
 
+def test_a_run_that_met_a_corrupt_sample_may_pass_over_it(differences):
+    data = ["data=jsonl", "data.paths=[x]"]
+    found = differences(data, [*data, "data.corrupt=skip", "data.max_corrupt=3"])
+    assert len(found) == 2 and all(change.is_layout for change in found)
+
+
 def test_other_kinds_are_seen_though_no_setting_differs(differences):
     """Those of IDX files and of Fashion-MNIST have the same settings."""
     same = ["data.path=x", "model=resnet_small"]
