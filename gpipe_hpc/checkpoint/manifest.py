@@ -60,7 +60,25 @@ def read_manifest(path: Path) -> Facts:
             f"a {MANIFEST} of format {facts.get('format')} "
             + ("by a newer version" if tail else "that does not end with its own digest")
         )
+    if tail and not _lists_files(facts):
+        raise ValueError(f"a {MANIFEST} that lists files as nobody would write them")
     return {name: value for name, value in facts.items() if name != "digest"}
+
+
+def _lists_files(facts: Mapping[str, Any]) -> bool:
+    """Say whether each entry is of a file in this folder, with a digest for each of its blocks."""
+    size, files = facts["block_bytes"], facts["files"]
+    if not isinstance(files, dict) or type(size) is not int or size < 1:
+        return False
+    for name, entry in files.items():
+        if Path(name).name != name or name in ("", "..") or not isinstance(entry, dict):
+            return False
+        num_bytes, digests = entry.get("bytes"), entry.get("sha256")
+        if type(num_bytes) is not int or num_bytes < 0 or not isinstance(digests, list):
+            return False
+        if len(digests) != -(-num_bytes // size):
+            return False
+    return True
 
 
 def versions() -> dict[str, str]:

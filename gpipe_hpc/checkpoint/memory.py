@@ -11,6 +11,7 @@ from gpipe_hpc.comm.shared_transport import host_identity
 from gpipe_hpc.errors import CheckpointError
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
+_GIVEN_UP: Final = ("inactive_file ", "active_file ")
 
 
 def check_room(path: Path, group: Group, needed: Mapping[torch.device, int]) -> None:
@@ -72,10 +73,8 @@ def _of_the_job() -> Iterator[int]:
 def _headroom(folder: Path, limit: str, used: str) -> Iterator[int]:
     most, now = _lines(folder / limit), _lines(folder / used)
     if most and now and most[0].isdigit():
-        # Pages of files are given up where memory lacks.
-        cached = [
-            line for line in _lines(folder / "memory.stat") if line.startswith("inactive_file")
-        ]
+        # Pages of files are given up where memory lacks, also those read a moment ago.
+        cached = [line for line in _lines(folder / "memory.stat") if line.startswith(_GIVEN_UP)]
         yield int(most[0]) - int(now[0]) + sum(int(line.split()[1]) for line in cached)
 
 

@@ -201,7 +201,7 @@ def test_a_control_group_bounds_what_is_free(tmp_path, monkeypatch):
     inner.mkdir(parents=True)
     (tmp_path / "job" / "memory.max").write_text("5000\n")
     (tmp_path / "job" / "memory.current").write_text("4000\n")
-    (tmp_path / "job" / "memory.stat").write_text("anon 3000\ninactive_file 500\n")
+    (tmp_path / "job" / "memory.stat").write_text("anon 3000\ninactive_file 300\nactive_file 200\n")
     (inner / "memory.max").write_text("max\n")
     (inner / "memory.current").write_text("10\n")
     lines = memory._lines

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
-from gpipe_hpc import run_on_threads
+from gpipe_hpc import Pipeline, run_on_threads
 from gpipe_hpc.checkpoint import blocks, verifying
 from gpipe_hpc.checkpoint.manifest import MANIFEST, manifest_text, read_manifest
 from gpipe_hpc.comm.group import SoloGroup
@@ -109,6 +110,34 @@ def test_a_newer_format_says_so(saved):
     facts = read_manifest(path) | {"format": 3}
     (path / MANIFEST).write_bytes(manifest_text(facts))
     assert "format 3 by a newer version" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        3,
+        {"x": 3},
+        {"../other": {"bytes": 1, "sha256": ["a"]}},
+        {"..": {"bytes": 1, "sha256": ["a"]}},
+        {"": {"bytes": 1, "sha256": ["a"]}},
+        {"x": {"bytes": -1, "sha256": []}},
+        {"x": {"bytes": "1", "sha256": ["a"]}},
+        {"x": {"bytes": 1, "sha256": []}},
+        {"x": {"bytes": 1}},
+    ],
+)
+def test_files_that_nobody_would_list_are_refused(saved, files):
+    path = saved()
+    (path / MANIFEST).write_bytes(manifest_text(read_manifest(path) | {"files": files}))
+    assert "lists files as nobody would write them" in refusal(path)
+
+
+def test_a_model_without_tensors_is_saved_and_loaded(tmp_path):
+    pipe = Pipeline([nn.Identity()], nn.MSELoss())
+    path = pipe.save(tmp_path / "kept")
+    pipe.steps_done = 5
+    pipe.load(path)
+    assert pipe.steps_done == 0
 
 
 def test_the_manifest_tells_what_it_is(saved):
