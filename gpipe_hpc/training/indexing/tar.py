@@ -163,9 +163,9 @@ def _padded(size: int) -> int:
 
 def _size(header: bytes, offset: int) -> int:
     """Return the size that a header says, once its sum is right."""
-    rest = header[:148] + b" " * 8 + header[156:]
-    sums = (sum(rest), sum(byte - 256 * (byte > 127) for byte in rest))  # of old programs
-    if _octal(header[148:156]) not in sums:
+    rest, said = header[:148] + b" " * 8 + header[156:], _octal(header[148:156])
+    # Old programs add up bytes with a sign.
+    if said != sum(rest) and said != sum(byte - 256 * (byte > 127) for byte in rest):
         raise TarDamageError(f"no header and no end of the archive at byte {offset}")
     size = _octal(header[124:136])
     if size is None or size < 0:

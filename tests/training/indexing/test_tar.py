@@ -58,6 +58,18 @@ def test_size_in_binary_is_read(tmp_path):
     assert found(path) == [("a.jpg", 512, 5)]
 
 
+def test_sum_of_signed_bytes_is_taken_too(tmp_path):
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w", format=tarfile.GNU_FORMAT) as tar:
+        add(tar, "ü.jpg", b"12345")
+    content = bytearray(path.read_bytes())
+    content[148:156] = b" " * 8
+    signed = sum(byte - 256 * (byte > 127) for byte in content[:512])
+    content[148:156] = b"%06o\0 " % signed
+    path.write_bytes(content)
+    assert found(path) == [("ü.jpg", 512, 5)]
+
+
 def header(name: bytes, size: int, kind: bytes, magic: bytes = b"ustar\x0000") -> bytearray:
     block = bytearray(512)
     block[: len(name)] = name
