@@ -77,7 +77,7 @@ def test_too_many_open_files_are_told_from_permissions(tmp_path):
 @pytest.mark.parametrize(
     ("number", "words"),
     [
-        (errno.EACCES, "correct its permissions or leave it out"),
+        (errno.EACCES, "correct the permissions of it"),
         (errno.EROFS, "mounted read-only"),
         (errno.ENAMETOOLONG, "choose a shorter one"),
         (errno.ENOTDIR, "a part of the path is a file"),
@@ -85,7 +85,7 @@ def test_too_many_open_files_are_told_from_permissions(tmp_path):
         (errno.E2BIG, "make it anew, look at the file system, or leave it out"),
     ],
 )
-def test_data_have_remedies_of_their_own_and_these(tmp_path, number, words):
+def test_data_have_these_remedies_and_one_for_others(tmp_path, number, words):
     assert words in str(unreadable(tmp_path, OSError(number, os.strerror(number))))
 
 

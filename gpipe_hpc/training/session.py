@@ -228,8 +228,6 @@ def open_session(
         resumed = _resumed(config, world, checkpoints, run, in_memory)
         if in_memory is not None and resumed is not None and in_memory.step < resumed.steps_done:
             in_memory = None
-        if world.rank == 0:
-            _make_way(config, checkpoints, resumed)
     # Elsewhere only if needed: on a cluster, a thousand ranks would list the same folders.
     first = None
     if world.rank == 0:
@@ -239,6 +237,8 @@ def open_session(
     with together(world, "opening the run"):
         facts: DataFacts = broadcast_object(everybody, opened and opened.facts, root=0)
         identity: Identity = broadcast_object(everybody, opened and opened.identity, root=0)
+        if world.rank == 0:
+            _make_way(config, checkpoints, resumed)
         layers = build_target("model", config.model)
         loss_fn = bind_target("loss", config.loss) if config.loss else loss_function(facts.loss)
         sampler = ShuffledSampler(facts.num_samples, config.train.batch_size, config.train.seed)

@@ -171,7 +171,7 @@ def _find_lines(patterns: Sequence[str], key: str, keeping: Keeping, tally: Corr
             {"key": key},
             keeping,
             make=lambda: _scan(paths, sizes, key, tally),
-            is_sound=lambda part: _lies_within(part, sizes),
+            is_sound=lambda part: _is_sound(part, paths, sizes),
             is_worth_keeping=lambda _: int(sizes.sum()) >= _WORTH_KEEPING,
         )
     except OSError as error:
@@ -229,15 +229,19 @@ def _task(path: Path, start: int, size: int, key: str) -> Task:
     return Task(words, path, stop - start)
 
 
-def _lies_within(part: Part, sizes: npt.NDArray[np.int64]) -> bool:
-    """Say whether all that an index says is within the files."""
-    file, offset, num_bytes = (part.arrays[name] for name in ("file", "offset", "num_bytes"))
+def _is_sound(part: Part, paths: Sequence[Path], sizes: npt.NDArray[np.int64]) -> bool:
+    """Say whether what a kept index says is within the files; raises ValueError and the like."""
+    file, *columns = (part.arrays[name] for name in ("file", *_COLUMNS))
+    offset, num_bytes, text_bytes, _ = columns
+    _complaints(part, paths, key="")
+    if any(column.shape != (len(file),) for column in columns):
+        return False
     if not len(file):
         return True
     if int(file.min()) < 0 or int(file.max()) >= len(sizes):
         return False
-    spans = (offset >= 0) & (num_bytes >= 0) & (offset + num_bytes <= sizes[file])
-    return bool(spans.all())
+    texts = (text_bytes >= 0) & (text_bytes <= num_bytes)
+    return bool((texts & (offset >= 0) & (offset + num_bytes <= sizes[file])).all())
 
 
 def _complaints(part: Part, paths: Sequence[Path], key: str) -> dict[str, str]:

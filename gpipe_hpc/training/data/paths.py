@@ -1,12 +1,9 @@
 """Files that settings name: paths, patterns and folders."""
 
-import errno
 import glob
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Final
 
 from gpipe_hpc.errors import DataError, MissingDataError, os_remedy
 
@@ -48,23 +45,7 @@ def folder(setting: str, path: str | Path, remedy: str = "correct it") -> Path:
 
 def unreadable(path: Path, error: Exception) -> DataError:
     """Return the error for a file that the system does not let us read."""
-    number = error.errno if isinstance(error, OSError) else None
-    own = _REMEDIES.get(number or 0) or os_remedy(error)
-    remedy = own or "make it anew, look at the file system, or leave it out"
+    remedy = os_remedy(error) or "make it anew, look at the file system, or leave it out"
     return DataError(
         f"data: {path} cannot be read, expected a readable file, got {error}; {remedy}"
     )
-
-
-_REMEDIES: Final[Mapping[int, str]] = MappingProxyType(
-    {
-        errno.EACCES: "correct its permissions or leave it out",
-        errno.EPERM: "correct its permissions or leave it out",
-        errno.ENOENT: "put it back, or start the run anew without it",
-        errno.EMFILE: "let the process open more files (ulimit -n), or join small ones",
-        errno.ENFILE: "the machine has too many files open: look for who opens them",
-        errno.ENOMEM: "give the process more memory, or more maps (vm.max_map_count)",
-        errno.ESTALE: "the file was replaced on its server: start the run anew",
-        errno.EIO: "the disk or its server fails: look at the system's log",
-    }
-)

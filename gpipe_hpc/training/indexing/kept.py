@@ -77,14 +77,15 @@ def load(place: Place, is_fresh: Callable[[Part], bool] = lambda _: True) -> Par
         path = folder / place.name
         try:
             part = _read(path, place.key)
+            if part is None or not is_fresh(part):
+                continue
         except FileNotFoundError:
             continue
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError) as error:
             log.warning("data: the index %s is damaged (%s): made anew", path, error)
             continue
-        if part is not None and is_fresh(part):
-            log.info("index of the data: %s", path)
-            return part
+        log.info("index of the data: %s", path)
+        return part
     return None
 
 
@@ -92,6 +93,7 @@ def save(place: Place, part: Part) -> Path | None:
     """Keep an index; return where, or None where no folder can be written."""
     if not place.is_settled:
         return None
+    refusals = []
     for folder in place.folders:
         path = folder / place.name
         aside = path.with_name(f"{place.name}.{socket.gethostname()}.{os.getpid()}.part")
@@ -99,12 +101,18 @@ def save(place: Place, part: Part) -> Path | None:
             folder.mkdir(parents=True, exist_ok=True)
             _write(aside, place.key, part)
             os.replace(aside, path)
-        except OSError:
+        except OSError as error:
+            refusals.append(str(error))
             with contextlib.suppress(OSError):
                 aside.unlink()
             continue
         log.info("index of the data: kept as %s", path)
         return path
+    log.warning(
+        "data: the index cannot be kept, expected a folder that can be written, got %s; set "
+        "data.index_dir, or each rank that reads and each run looks through the data anew",
+        "; ".join(refusals),
+    )
     return None
 
 

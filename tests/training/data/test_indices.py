@@ -1,5 +1,6 @@
 """Large data are looked through once: the next opening, of any rank or run, takes what was kept."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -146,6 +147,46 @@ def test_index_has_the_folder_that_is_asked_for(files, tmp_path, made, monkeypat
     config.index_dir = str(tmp_path / "indices")
     open_data(config)
     assert [path.parent.name for path in tmp_path.rglob("*.index")] == ["indices"]
+
+
+@pytest.mark.parametrize("change", ["negative", "beyond", "missing", "shorter", "complaint"])
+def test_index_that_says_what_cannot_be_is_made_anew(files, tmp_path, made, monkeypatch, change):
+    """Its hash is right: somebody wrote it so, or an older version."""
+    config = make(files, "jsonl", tmp_path / "data")
+    original = jsonl._scan
+
+    def wrong(*arguments):
+        part = original(*arguments)
+        arrays, facts = dict(part.arrays), dict(part.facts)
+        match change:
+            case "negative":
+                arrays["text_bytes"] = arrays["text_bytes"] - 100
+            case "beyond":
+                arrays["offset"] = arrays["offset"] + 10**9
+            case "missing":
+                del arrays["percentile"]
+            case "shorter":
+                arrays["file"] = arrays["file"][:-1]
+            case _:
+                facts["wrong"] = [[10**6, 1, "no such file"]]
+        return type(part)(arrays, facts)
+
+    before = digests(config)
+    for path in tmp_path.rglob("*.index"):
+        path.unlink()
+    with monkeypatch.context() as patch, contextlib.suppress(Exception):
+        patch.setattr(jsonl, "_scan", wrong)
+        open_data(config)
+    assert list(tmp_path.rglob("*.index"))
+    assert digests(config) == before and len(made) == 3
+
+
+def test_index_that_nobody_can_keep_is_told(files, tmp_path, made, caplog):
+    config = make(files, "jsonl", tmp_path / "data")
+    (tmp_path / "file").write_text("")
+    config.index_dir = str(tmp_path / "file" / "indices")
+    assert open_data(config).train.num_samples
+    assert "the index cannot be kept" in caplog.text and "data.index_dir" in caplog.text
 
 
 def test_index_of_read_only_data_is_kept_in_the_run(files, tmp_path, made):

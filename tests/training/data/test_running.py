@@ -95,7 +95,9 @@ def train(config: Config, num_ranks: int = 1) -> None:
 
 
 def lines(run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    """Return what metrics.jsonl says of steps and validations, without how long saves took."""
+    told = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in told if line.keys() & {"loss", "validation_loss"}]
 
 
 def losses(run: Path) -> list[float]:
@@ -207,6 +209,17 @@ def test_other_order_than_the_checkpoints_is_refused_or_begun_anew(
     assert lines(tmp_path / "anew")[-2]["position"] == 3 * sampler.batch_size
     train(numbered("any", change, resume, "checkpoint.data=any", "train.stop_at=3"))
     assert lines(tmp_path / "any")[0]["position"] == 12 + sampler.batch_size
+
+
+def test_refused_data_leave_the_run_as_it_was(numbered, tmp_path):
+    """What lies past the step to start from was put away before anybody looked at the data."""
+    train(numbered("run", "train.stop_at=4", "checkpoint.every=2", "checkpoint.keep=9"))
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert len(kept) == 2
+    back = f"checkpoint.resume={tmp_path}/run/checkpoints/{kept[0]}"
+    with pytest.raises(CheckpointError, match=r"checkpoint\.data=new"):
+        train(numbered("run", "train.batch_size=5", back))
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == kept
 
 
 def test_validation_alone_takes_other_data(numbered, tmp_path):

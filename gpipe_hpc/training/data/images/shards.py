@@ -108,7 +108,7 @@ def _store(
             {"label_key": config.label_key},
             keeping,
             make=lambda: _scan(paths, sizes, config.label_key, tally),
-            is_sound=lambda part: _lies_within(part, sizes),
+            is_sound=lambda part: _is_sound(part, paths, sizes),
             is_worth_keeping=lambda _: int(sizes.sum()) >= _WORTH_KEEPING,
         )
     except OSError as error:
@@ -159,10 +159,14 @@ def _scan(
     return Part(arrays, {"wrong": wrong})
 
 
-def _lies_within(part: Part, sizes: npt.NDArray[np.int64]) -> bool:
-    """Say whether all that an index says is within the shards, and its names in their text."""
-    shard, offset, num_bytes = (part.arrays[name] for name in ("shard", "offset", "num_bytes"))
-    ends, text = part.arrays["ends"], part.arrays["text"]
+def _is_sound(part: Part, paths: Sequence[Path], sizes: npt.NDArray[np.int64]) -> bool:
+    """Say whether what a kept index says is within the shards, and its names in their text."""
+    columns = [part.arrays[name] for name in ("shard", "offset", "num_bytes", "ends", "label")]
+    shard, offset, num_bytes, ends, _ = columns
+    text = part.arrays["text"]
+    _complaints(part, paths)
+    if any(column.shape != (len(shard),) for column in columns):
+        return False
     if not len(shard):
         return True
     if int(shard.min()) < 0 or int(shard.max()) >= len(sizes):
