@@ -73,8 +73,9 @@ class Drift:
         assert policy in POLICIES, policy
         self._layers, self._group, self._policy = dict(layers), group, policy
         self._position = group.ranks.index(rank)
-        self._names = sorted(places_of(self._layers))
-        self._kinds = self._kinds_now(places_of(self._layers))
+        self._modules = modules_of(self._layers)
+        self._names = sorted(self._places())
+        self._kinds = self._kinds_now()
         self._before: dict[str, _Found] = {}
         self._changed: set[str] = set()  # since the holders were made equal
         self._num_samples = 0  # likewise
@@ -83,7 +84,8 @@ class Drift:
     def begin(self) -> None:
         """Begin a run of the stage."""
         if self._group.size > 1:
-            self._before = {name: _found(p) for name, p in places_of(self._layers).items()}
+            self._modules = modules_of(self._layers)
+            self._before = {name: _found(place) for name, place in self._places().items()}
 
     def end(self, num_samples: int) -> None:
         """Note what a run has changed, in which so many samples were seen."""
@@ -91,7 +93,7 @@ class Drift:
             return
         self._num_samples += num_samples
         none = _Found(None, 0)
-        for name, place in places_of(self._layers).items():
+        for name, place in self._places().items():
             before, now = self._before.get(name, none), _found(place)
             if now.tensor is not before.tensor or now.version != before.version:
                 self._changed.add(name)
@@ -101,11 +103,10 @@ class Drift:
         """Return what every holder must know of every other: as many flags on each of them."""
         if self._group.size == 1:
             return []
-        places = places_of(self._layers)
-        kinds = self._kinds_now(places)
+        places = self._places()
         changed = [places[name].buffer for name in self._changed if name in places]
         is_unusual = (
-            kinds != self._kinds
+            self._kinds_now() != self._kinds
             or any(name not in places for name in self._names)
             or any(buffer is None or not _is_plain(buffer) for buffer in changed)
         )
@@ -130,7 +131,7 @@ class Drift:
 
     def _settle_alike(self, changed: Sequence[str], first: int, *, weighs_all: bool) -> None:
         """Make buffers equal that have one shape and dtype on all holders."""
-        places = places_of(self._layers)
+        places = self._places()
         averaged = [n for n in changed if self._policy == "average" and _is_float(places[n])]
         copied = [n for n in changed if n not in set(averaged)]
         if averaged:
@@ -163,7 +164,7 @@ class Drift:
 
     def _settle_unusual(self, first: int) -> None:
         """Make buffers equal that are new, gone, or of other shapes on some holder."""
-        places = places_of(self._layers)
+        places = self._places()
         own = {n for n, place in places.items() if self._kinds.get(n, ()) != _kind_at(place)}
         own |= self._changed | {name for name in self._names if name not in places}
         told: list[tuple[list[str], list[str]]] = self._group.all_gather_object(
@@ -178,7 +179,7 @@ class Drift:
             everybody = [each for _, each in gathered]
             self._combine(wanted, everybody, [float(number) for number, _ in gathered], first)
         self._names = sorted({name for _, names in told for name in names})
-        self._kinds = self._kinds_now(places_of(self._layers))
+        self._kinds = self._kinds_now()
 
     def _combine(
         self,
@@ -209,7 +210,7 @@ class Drift:
             self._register(name, value, is_persistent=is_persistent)
 
     def _register(self, name: str, value: torch.Tensor, *, is_persistent: bool) -> None:
-        places = places_of(self._layers)
+        places = self._places()
         if name in places:
             places[name].put(value)
             return
@@ -224,8 +225,12 @@ class Drift:
         device = next((t.device for t in module.parameters()), value.device)
         module.register_buffer(own, value.to(device, copy=True), persistent=is_persistent)
 
-    def _kinds_now(self, places: Mapping[str, Place]) -> dict[str, Any]:
-        return {name: _kind_at(place) for name, place in places.items()}
+    def _places(self) -> dict[str, Place]:
+        """Return where buffers are kept, by global name."""
+        return {f"{path}.{n}": Place(m, n) for path, m in self._modules for n in m._buffers}
+
+    def _kinds_now(self) -> dict[str, Any]:
+        return {name: _kind_at(place) for name, place in self._places().items()}
 
     def _say_each(self, names: Iterable[str]) -> None:
         what = (
@@ -245,34 +250,32 @@ class Drift:
             log.log(level, "buffers that forwards change: %s %s", shown, filled)
 
 
-def places_of(layers: Mapping[int, nn.Module]) -> dict[str, Place]:
-    """Return where the layers keep buffers, by global name; each module once.
+def modules_of(
+    layers: Mapping[int, nn.Module], *, pooled: bool = False
+) -> list[tuple[str, nn.Module]]:
+    """Return all modules of the layers by global name, each once.
 
-    Without those of BatchNorm layers whose statistics are pooled.
+    `pooled`: with BatchNorm layers whose statistics are pooled.
     """
-    return dict(_places(layers, pooled=False))
+    modules: dict[int, tuple[str, nn.Module]] = {}
+    for index, layer in layers.items():
+        for path, module in layer.named_modules():
+            is_pooled = isinstance(module, PooledBatchNorm) and module.running_mean is not None
+            if pooled or not is_pooled:
+                name = f"layers.{index}.{path}" if path else f"layers.{index}"
+                modules.setdefault(id(module), (name, module))
+    return list(modules.values())
 
 
 def equalise_buffers(layers: Mapping[int, nn.Module], group: Group) -> None:
     """Give all holders of a stage the buffers of the first, also those no checkpoint keeps."""
-    places = [p for _, p in _places(layers, pooled=True) if p.buffer is not None]
-    plain = [place for place in places if _is_plain(_present(place))]
+    modules = modules_of(layers, pooled=True)
+    places = [Place(module, name) for _, module in modules for name in module._buffers]
+    plain = [p for p in places if p.buffer is not None and _is_plain(_present(p))]
     values = _broadcast([_present(place) for place in plain], group, group.ranks[0])
     for place, value in zip(plain, values, strict=True):
         if not _same(_present(place), value):
             place.put(value)
-
-
-def _places(layers: Mapping[int, nn.Module], *, pooled: bool) -> Iterator[tuple[str, Place]]:
-    seen: set[int] = set()
-    for index, layer in layers.items():
-        for path, module in layer.named_modules():
-            is_pooled = isinstance(module, PooledBatchNorm) and module.running_mean is not None
-            if id(module) in seen or (is_pooled and not pooled):
-                continue
-            seen.add(id(module))
-            for name in module._buffers:
-                yield ".".join(filter(None, (f"layers.{index}", path, name))), Place(module, name)
 
 
 def _found(place: Place) -> _Found:
@@ -324,7 +327,8 @@ def _averages(
     """Yield the average of each buffer over the group; `weight`: this rank's."""
     wide = [_wide(buffer) for buffer in buffers]
     # Nothing of a rank that has seen nothing: an infinity there would make NaNs.
-    terms = [w * weight if weight else torch.zeros_like(w) for w in wide]
+    device = wide[0].device  # some layers keep a buffer on the host
+    terms = [(w * weight if weight else torch.zeros_like(w)).to(device) for w in wide]
     flat = torch.cat([*terms, terms[0].new_full((1,), weight)])
     group.all_reduce(flat)
     means = torch.split(flat[:-1] / flat[-1], [w.numel() for w in wide])
@@ -355,12 +359,12 @@ def _broadcast(buffers: Sequence[torch.Tensor], group: Group, root: int) -> list
     """Return world rank `root`'s buffers, of any dtype, in the shapes of one's own."""
     if not buffers:
         return []
-    parts = [_bytes_of(buffer) for buffer in buffers]
+    parts = [_bytes_of(buffer).to(buffers[0].device) for buffer in buffers]
     flat = torch.cat(parts)
     group.broadcast(flat, root)
     arrived = torch.split(flat, [part.numel() for part in parts])
     return [
-        part.clone().view(buffer.dtype).view(buffer.shape)
+        part.to(buffer.device, copy=True).view(buffer.dtype).view(buffer.shape)
         for part, buffer in zip(arrived, buffers, strict=True)
     ]
 
