@@ -15,6 +15,7 @@ from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.start import DEFAULT_TIMEOUT_S, start_world
 from gpipe_hpc.comm.watch.settings import DEFAULT_SILENCE_S
 from gpipe_hpc.comm.world import World, together
+from gpipe_hpc.config.spelling import canonical_precision, num_bytes
 from gpipe_hpc.engine.assembly import (
     build_stages,
     by_stage,
@@ -90,7 +91,7 @@ class Pipeline:
         schedule: str | Schedule = "gpipe",
         schedule_options: Mapping[str, Any] | None = None,
         recompute: str = "except_last",
-        memory_bytes: float | None = None,
+        memory_bytes: float | str | None = None,
         optimizer_states: int = 2,
         offload: bool = False,
         partition: str | Sequence[int] | Partition = "parameters",
@@ -107,6 +108,8 @@ class Pipeline:
         stall_s: float | None = None,
         world: World | None = None,
     ) -> None:
+        precision, recompute = canonical_precision(precision), recompute.lower()
+        memory_bytes = num_bytes(memory_bytes, "memory_bytes")
         self.world = world or start_world(
             device=device, timeout_s=timeout_s, silence_s=silence_s, stall_s=stall_s
         )

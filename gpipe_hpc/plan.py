@@ -63,7 +63,7 @@ def main() -> None:
     Exit codes: 0 done, 1 failed, 2 settings that cannot work, 3 a rank needs more memory than
     pipeline.memory_bytes. Of a sweep (-m) the first that is not 0.
     """
-    sys.exit(run_jobs(_task))
+    sys.exit(run_jobs(_task, "plan"))
 
 
 def _task(job: Job) -> int:

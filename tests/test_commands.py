@@ -31,14 +31,14 @@ def exit_code(main, *arguments):
 def test_one_job_has_no_number(say):
     say("pipeline.stages=3")
     seen = []
-    assert run_jobs(lambda job: seen.append(job) or 7) == 7
+    assert run_jobs(lambda job: seen.append(job) or 7, "train") == 7
     assert [(job.config.pipeline.stages, job.number) for job in seen] == [(3, None)]
 
 
 def test_a_sweep_runs_every_job_and_leaves_nothing_behind(say, tmp_path):
     say("-m", "pipeline.stages=1,2", "train.steps=5")
     seen = []
-    assert run_jobs(lambda job: seen.append(job) or 0) == 0
+    assert run_jobs(lambda job: seen.append(job) or 0, "train") == 0
     assert [(job.config.pipeline.stages, job.number) for job in seen] == [(1, 1), (2, 2)]
     assert all(job.config.train.steps == 5 for job in seen)
     assert not list(tmp_path.iterdir())
@@ -51,7 +51,7 @@ def test_a_job_that_fails_is_told_and_the_others_run(say, capsys):
         return {1: 0, 3: 3, 4: 0}[job.config.pipeline.stages]
 
     say("-m", "pipeline.stages=1,2,3,4", "train.steps=5")
-    assert run_jobs(task) == 1
+    assert run_jobs(task, "train") == 1
     told = capsys.readouterr().err
     assert "job 4 of 4 (pipeline.stages=4)" in told and "ValueError: broken" in told
     assert "job 2 of 4 (pipeline.stages=2) ended with exit code 1" in told
@@ -60,16 +60,16 @@ def test_a_job_that_fails_is_told_and_the_others_run(say, capsys):
 
 def test_jobs_that_would_write_over_one_another_are_refused_before_any_runs(say, capsys):
     say("-m", "optimizer.lr=1,2", "run.dir=one")
-    assert run_jobs(pytest.fail, unshared="run.dir") == 2
+    assert run_jobs(pytest.fail, "train", unshared="run.dir") == 2
     assert "bad run.dir, expected another for each of the 2 jobs" in capsys.readouterr().err
     say("-m", "optimizer.lr=1,2", "run.dir=in_${optimizer.lr}")
-    assert run_jobs(lambda job: 0, unshared="run.dir") == 0
+    assert run_jobs(lambda job: 0, "train", unshared="run.dir") == 0
 
 
 @pytest.mark.parametrize("words", [["train.step=1"], ["-m", "train.steps=1,x"], ["model=none"]])
 def test_what_cannot_be_composed_ends_with_code_2(say, words):
     say(*words)
-    assert exit_code(run_jobs, pytest.fail) == 2
+    assert run_jobs(pytest.fail, "train") == 2
 
 
 def test_jobs_have_the_environment_that_hydra_is_told_to_set(say, monkeypatch):
@@ -83,31 +83,31 @@ def test_jobs_have_the_environment_that_hydra_is_told_to_set(say, monkeypatch):
             seen.append((os.environ["GPIPE_HPC_KEPT"], os.environ["GPIPE_HPC_NEW"]))
             return 0
 
-        assert run_jobs(task) == 0
+        assert run_jobs(task, "train") == 0
         assert seen == [("x", "7")] * len(names)
         assert os.environ["GPIPE_HPC_KEPT"] == "before" and "GPIPE_HPC_NEW" not in os.environ
 
 
 def test_what_hydra_would_do_around_a_job_is_refused(say, capsys):
     say("hydra.job.chdir=true")
-    assert run_jobs(pytest.fail) == 2
+    assert run_jobs(pytest.fail, "train") == 2
     assert "bad hydra.job.chdir, expected false" in capsys.readouterr().err
 
 
 def test_two_spellings_of_one_folder_are_one(say):
     say("-m", "run.dir=runs/a,runs/../runs/a")
-    assert run_jobs(pytest.fail, unshared="run.dir") == 2
+    assert run_jobs(pytest.fail, "train", unshared="run.dir") == 2
 
 
 def test_a_sweep_of_which_one_job_cannot_work_is_refused_whole(say):
     say("-m", "data=python_source,synthetic_vectors")
-    assert run_jobs(pytest.fail) == 2
+    assert run_jobs(pytest.fail, "train") == 2
 
 
 def test_a_launcher_that_takes_jobs_elsewhere_is_refused(say, monkeypatch, capsys):
     monkeypatch.setattr(commands.hydra, "main", lambda **_: lambda task: lambda: None)
     say("-m", "pipeline.stages=1,2")
-    assert run_jobs(pytest.fail) == 2
+    assert run_jobs(pytest.fail, "train") == 2
     assert "bad hydra/launcher" in capsys.readouterr().err
 
 

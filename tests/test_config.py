@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from gpipe_hpc.config import (
@@ -45,7 +44,7 @@ def test_model_follows_the_data():
     "override", ["pipeline.stage=2", "trian.steps=1", "data.seq_length=3", "optimizer.momentum=0.1"]
 )
 def test_unknown_key_is_refused(override):
-    with pytest.raises(HydraException, match=re.escape(override.split("=")[0])):
+    with pytest.raises(ConfigError, match=re.escape(override.split("=")[0])):
         compose_config([override])
 
 
@@ -57,7 +56,7 @@ def test_unknown_key_is_refused_even_when_forced(override):
 
 
 def test_wrong_type_is_refused():
-    with pytest.raises(HydraException, match=r"train\.steps"):
+    with pytest.raises(ConfigError, match=r"bad train\.steps, expected a whole number"):
         compose_config(["train.steps=many"])
 
 

@@ -18,7 +18,7 @@ def main() -> None:
 
     Exit codes: 0 done, 1 no point could be measured, 2 settings that cannot work.
     """
-    sys.exit(run_jobs(_task, unshared="bench.out"))
+    sys.exit(run_jobs(_task, "bench", unshared="bench.out"))
 
 
 def _task(job: Job) -> int:

@@ -28,7 +28,7 @@ _WARM_UP: Final = 2
 
 def main() -> None:
     """Compose the settings from the command line, measure, and write bench.out."""
-    sys.exit(run_jobs(_task))
+    sys.exit(run_jobs(_task, "bench"))
 
 
 def _task(job: Job) -> int:

@@ -11,6 +11,7 @@ from gpipe_hpc.config.data import TokenDataConfig, mask_token_of, num_tokens_of
 from gpipe_hpc.config.data_checks import DATA_CHOICES, DATA_RANGES, check_data
 from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.config.schema import Config, PipelineConfig, SGDConfig
+from gpipe_hpc.config.spelling import suggestion
 from gpipe_hpc.schedule import schedule_names
 
 _INF: Final = math.inf
@@ -151,7 +152,8 @@ def _check_choices(config: Config) -> None:
     for setting, choices in _CHOICES.items():
         value = _value(config, setting)
         if value is not None and value not in choices:
-            raise refuse(setting, f"one of {', '.join(choices)}", value, "choose one of them")
+            remedy = f"{suggestion(value, choices)}choose one of them"
+            raise refuse(setting, f"one of {', '.join(choices)}", value, remedy)
 
 
 def _check_draw(config: Config) -> None:

@@ -14,14 +14,25 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from gpipe_hpc.config.complaints import EXPECTED, complaint
 from gpipe_hpc.config.composing import conf_dir, load_config, register_schemas
+from gpipe_hpc.config.help import help_of
 from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.config.schema import Config
-from gpipe_hpc.errors import ConfigError, GpipeError, ScheduleError
+from gpipe_hpc.errors import (
+    ConfigError,
+    GpipeError,
+    ModelError,
+    PartitionError,
+    ScheduleError,
+)
 
 DONE_EXIT_CODE: Final = 0
 FAILED_EXIT_CODE: Final = 1
 BAD_CONFIG_EXIT_CODE: Final = 2
+
+# Hydra prints what it finds wrong and leaves, unless this is set.
+_HYDRA_RAISES: Final = "HYDRA_FULL_ERROR"
 
 
 class Job(NamedTuple):
@@ -40,13 +51,20 @@ class Job(NamedTuple):
 Task = Callable[[Job], int]
 
 
-def run_jobs(task: Task, unshared: str | None = None) -> int:
+def run_jobs(task: Task, command: str, unshared: str | None = None) -> int:
     """Run `task` on what Hydra's command line says; return the exit code of the process.
+
+    `command`: its name in `COMMANDS`, whose help ``--help`` shows.
 
     With ``-m`` (--multirun) all jobs are composed first and then run in turn in this process, also
     those behind one that fails; the code is the first that is not 0. `unshared` names a setting,
     a path or null, that no two jobs may have alike: they would write over one another.
     """
+    words = sys.argv[1:]
+    if {"-h", "--help"} & set(words):
+        with _broken_pipe_ends():
+            print(help_of(command, conf_dir(), words))
+        return DONE_EXIT_CODE
     try:
         jobs = _composed_jobs()
         _refuse_shared(jobs, unshared)
@@ -54,13 +72,23 @@ def run_jobs(task: Task, unshared: str | None = None) -> int:
         return say_error(error)
     if len(jobs) == 1:
         with _environment(jobs[0].environment):
-            return task(jobs[0]._replace(number=None))
+            return _run_alone(task, jobs[0]._replace(number=None), is_silent=command != "train")
     return _run_in_turn(task, jobs)
+
+
+def _run_alone(task: Task, job: Job, *, is_silent: bool) -> int:
+    """Run one job. `is_silent`: it only prints, so nobody misses it once its reader has gone."""
+    if not is_silent:
+        return task(job)
+    code = DONE_EXIT_CODE
+    with _broken_pipe_ends():
+        code = task(job)
+    return code
 
 
 def exit_code_of(error: Exception) -> int:
     """Return 2 for settings that cannot work, which a schedule that does not fit is too, else 1."""
-    bad = isinstance(error, ConfigError | ScheduleError)
+    bad = isinstance(error, ConfigError | ModelError | PartitionError | ScheduleError)
     return BAD_CONFIG_EXIT_CODE if bad else FAILED_EXIT_CODE
 
 
@@ -89,9 +117,12 @@ def _composed_jobs() -> list[Job]:
     with tempfile.TemporaryDirectory(prefix="gpipe_hpc_") as scratch:
         OmegaConf.register_new_resolver("gpipe_hpc.scratch", lambda: scratch, replace=True)
         try:
-            hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(
-                collect
-            )()
+            with _environment({_HYDRA_RAISES: "1"}):
+                hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(
+                    collect
+                )()
+        except EXPECTED as error:
+            raise complaint(error) from error
         except SystemExit as leaving:
             # Nothing but composing has run: 1 is Hydra's code for what it could not compose.
             if leaving.code == FAILED_EXIT_CODE:
@@ -105,6 +136,17 @@ def _composed_jobs() -> list[Job]:
             "in this process, got one that gave none back; leave it out, or start a run for each"
         )
     return jobs
+
+
+@contextmanager
+def _broken_pipe_ends() -> Iterator[None]:
+    """Leave in silence if whoever reads standard output has gone (``... | head``)."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python would try to flush once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _refuse_of_hydra(told: Any) -> None:

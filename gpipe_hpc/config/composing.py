@@ -11,52 +11,12 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
-from gpipe_hpc.config.data import (
-    Cifar100Config,
-    CifarConfig,
-    DigitsConfig,
-    FashionMnistConfig,
-    IdxConfig,
-    ImageFolderConfig,
-    ImageShardsConfig,
-    JsonLinesConfig,
-    PythonSourceConfig,
-    SyntheticImagesConfig,
-    SyntheticMasksConfig,
-    SyntheticTokensConfig,
-    SyntheticVectorsConfig,
-    TextConfig,
-    TokensConfig,
-)
-from gpipe_hpc.config.schema import (
-    AdamWConfig,
-    Config,
-    RMSPropConfig,
-    SGDConfig,
-)
+from gpipe_hpc.config.complaints import EXPECTED, complaint
+from gpipe_hpc.config.schema import Config
+from gpipe_hpc.config.schemas import SCHEMAS
+from gpipe_hpc.config.spelling import spell
 from gpipe_hpc.errors import ConfigError
 
-_SCHEMAS: Final = (
-    ("config", Config),
-    ("adamw", AdamWConfig),
-    ("sgd", SGDConfig),
-    ("rmsprop", RMSPropConfig),
-    ("python_source", PythonSourceConfig),
-    ("text", TextConfig),
-    ("synthetic_tokens", SyntheticTokensConfig),
-    ("synthetic_vectors", SyntheticVectorsConfig),
-    ("synthetic_images", SyntheticImagesConfig),
-    ("synthetic_masks", SyntheticMasksConfig),
-    ("tokens", TokensConfig),
-    ("jsonl", JsonLinesConfig),
-    ("digits", DigitsConfig),
-    ("idx", IdxConfig),
-    ("fashion_mnist", FashionMnistConfig),
-    ("cifar10", CifarConfig),
-    ("cifar100", Cifar100Config),
-    ("image_folder", ImageFolderConfig),
-    ("image_shards", ImageShardsConfig),
-)
 _CONF_MARK: Final = "# gpipe_hpc:"
 
 # What presets of conf/model are trained on that refer to settings of data, by their builder.
@@ -75,7 +35,7 @@ _OPEN: Final = ("model", "loss", "pipeline.options")
 
 def register_schemas() -> None:
     """Tell Hydra the schema; ``conf/`` names it as ``/schema/...`` in its defaults lists."""
-    for name, schema in _SCHEMAS:
+    for name, schema in SCHEMAS:
         node = OmegaConf.structured(schema)
         if schema is Config:
             for section in _OPEN:
@@ -119,6 +79,7 @@ def load_config(composed: DictConfig) -> Config:
         raise ConfigError(f"config: {error}") from None
     assert isinstance(config, Config), f"conf/config.yaml is not under the schema: {type(config)}"
     _refuse_forced_keys(config, "")
+    spell(config)
     return config
 
 
@@ -186,8 +147,12 @@ def _refuse_forced_keys(section: Any, path: str) -> None:
 def compose_config(overrides: Sequence[str] = ()) -> Config:
     """Compose the settings as the command line would, for tests and for use as a library."""
     register_schemas()
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return load_config(compose("config", list(overrides)))
+    try:
+        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+            composed = compose("config", list(overrides))
+    except EXPECTED as error:
+        raise complaint(error) from error
+    return load_config(composed)
 
 
 def config_yaml(config: Config) -> str:

@@ -21,7 +21,7 @@ class PipelineConfig:
     schedule: str = "gpipe"
     options: dict[str, Any] = field(default_factory=dict)
     recompute: str = "except_last"
-    memory_bytes: float | None = None
+    memory_bytes: Any = None
     offload: bool = False
     partition: Any = "time"
     normalise_over_replicas: bool = False

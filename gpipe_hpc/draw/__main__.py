@@ -13,12 +13,14 @@ def main() -> None:
     Exit codes: 0 done, 1 failed, 2 settings that cannot work. Of a sweep (-m) the first that is
     not 0.
     """
-    sys.exit(run_jobs(_task, unshared="draw.out"))
+    sys.exit(run_jobs(_task, "draw", unshared="draw.out"))
 
 
 def _task(job: Job) -> int:
     try:
         put(draw(job.config), job.config.draw.out)
+    except BrokenPipeError:
+        raise  # whoever reads has gone, see run_jobs
     except (GpipeError, OSError) as error:
         return say_error(error)
     return DONE_EXIT_CODE

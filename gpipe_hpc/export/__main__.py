@@ -26,7 +26,7 @@ def main() -> None:
     Exit codes: 0 done, 1 failed, 2 settings that cannot work. Of a sweep (-m) the first that is
     not 0.
     """
-    sys.exit(run_jobs(_task))
+    sys.exit(run_jobs(_task, "export"))
 
 
 def _task(job: Job) -> int:

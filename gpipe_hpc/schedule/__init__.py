@@ -32,7 +32,7 @@ from gpipe_hpc.schedule.memory import Held, Memory, memory_over_time, peak_memor
 from gpipe_hpc.schedule.offload import add_offload
 from gpipe_hpc.schedule.one_f_one_b import one_f_one_b
 from gpipe_hpc.schedule.recompute import add_recompute
-from gpipe_hpc.schedule.registry import build, schedule_names
+from gpipe_hpc.schedule.registry import build, canonical_schedule, schedule_names
 from gpipe_hpc.schedule.simulator import simulate
 from gpipe_hpc.schedule.table import Placement, Schedule, Skip, digest
 from gpipe_hpc.schedule.text_form import from_text, to_text
@@ -60,6 +60,7 @@ __all__ = [
     "add_recompute",
     "arrival",
     "build",
+    "canonical_schedule",
     "channel_of",
     "check",
     "compare",

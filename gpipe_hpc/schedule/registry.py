@@ -1,7 +1,9 @@
 """The schedules known by name."""
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -48,6 +50,30 @@ SCHEDULES: Final[Mapping[str, Callable[..., Schedule]]] = MappingProxyType(
 )
 
 
+# How papers and other runtimes call them: lower case, letters and digits alone.
+_ALIASES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "1f1b": "one_f_one_b",
+        "pipedreamflush": "one_f_one_b",
+        "dapple": "one_f_one_b",
+        "filldrain": "gpipe",
+        "afab": "gpipe",
+        "bfs": "looped_bfs",
+        "interleaved1f1b": "interleaved",
+        "zbv": "zb_v",
+        "zbvzerobubble": "zb_v",
+        "vhalf": "v_half",
+    }
+)
+
+
+def canonical_schedule(name: str) -> str:
+    """Return our name of a schedule, as papers and other runtimes spell it; others as they are."""
+    bare = re.sub(r"[^a-z0-9]", "", name.lower())
+    known = {each.replace("_", ""): each for each in SCHEDULES}
+    return known.get(bare) or _ALIASES.get(bare, name)
+
+
 def schedule_names() -> tuple[str, ...]:
     """Return the names that `build` knows."""
     return tuple(SCHEDULES)
@@ -62,9 +88,12 @@ def build(
     `microbatches` counts those of a whole pipeline's step; `recompute` is ``always``,
     ``except_last`` or ``never``; `options` are the schedule's own keywords.
     """
+    name = canonical_schedule(name)
     if name not in SCHEDULES:
+        meant = get_close_matches(name.lower(), SCHEDULES, n=1)
+        hint = f"; did you mean {meant[0]}?" if meant else ""
         raise ScheduleError(
-            f"schedule: unknown name, expected one of {', '.join(SCHEDULES)}, got {name!r}"
+            f"schedule: unknown name, expected one of {', '.join(SCHEDULES)}, got {name!r}{hint}"
         )
     function = SCHEDULES[name]
     known = [key for key in inspect.signature(function).parameters if key not in _COUNTS]

@@ -29,7 +29,7 @@ def run_command(stop: StopRequest) -> None:
             return _train(job.config, stop)
         return _train_of_sweep(job, stop)
 
-    sys.exit(run_jobs(task, unshared="run.dir"))
+    sys.exit(run_jobs(task, "train", unshared="run.dir"))
 
 
 def _train_of_sweep(job: Job, stop: StopRequest) -> int:

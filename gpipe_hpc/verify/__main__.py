@@ -15,7 +15,7 @@ def main() -> None:
     Exit codes: 0 the same training, 1 failed, 2 settings that cannot work, 3 another training.
     Of a sweep (-m) the first that is not 0.
     """
-    sys.exit(run_jobs(_task))
+    sys.exit(run_jobs(_task, "verify"))
 
 
 def _task(job: Job) -> int:

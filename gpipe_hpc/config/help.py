@@ -1,0 +1,134 @@
+"""Help on the screen: what a command does, its settings with their meanings, an example."""
+
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from gpipe_hpc.config.explained import Explained, about, sections_of, settings_of
+
+
+class Command(NamedTuple):
+    """What a command does, one that works as it stands, and the sections that only others use."""
+
+    about: str
+    example: str
+    without: tuple[str, ...] = ()
+
+
+_OTHERS: Final = ("draw", "plan", "verify", "bench", "export")
+
+
+def _but(*own: str) -> tuple[str, ...]:
+    return tuple(name for name in _OTHERS if name not in own)
+
+
+COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
+    {
+        "train": Command(
+            "Train a model, in one process or under torchrun, srun or mpirun.",
+            "torchrun --standalone --nproc_per_node 2 -m gpipe_hpc.train train.steps=20",
+            _but(),
+        ),
+        "plan": Command(
+            "Say what a run would need and take, before it starts.",
+            "python -m gpipe_hpc.plan model=gpt2 data=synthetic data.vocab_size=50257 "
+            "pipeline.stages=4 pipeline.memory_bytes=24GB",
+            _but("plan"),
+        ),
+        "draw": Command(
+            "Draw schedules, simulated or as a run measured them.",
+            "python -m gpipe_hpc.draw pipeline.schedule=1f1b pipeline.stages=4",
+            (*_but("draw"), "lr", "loss", "checkpoint", "comm", "trace"),
+        ),
+        "verify": Command(
+            "Train some steps in a layout and in one plain process, and compare them.",
+            "python -m gpipe_hpc.verify pipeline.stages=2 pipeline.replicas=2",
+            _but("verify"),
+        ),
+        "bench": Command(
+            "Measure the speed of a model and settings over a sweep.",
+            "python -m gpipe_hpc.bench bench.ranks=[1,2] bench.microbatches=[4,8]",
+            _but("bench"),
+        ),
+        "export": Command(
+            "Write the weights of a run as safetensors.",
+            "python -m gpipe_hpc.export run.dir=RUN",
+            (*_but("export"), "lr", "loss", "pipeline", "train", "comm", "trace"),
+        ),
+    }
+)
+_GROUPS: Final = ("model", "data", "optimizer")
+_WIDTH: Final = 100
+
+
+def list_of_commands() -> str:
+    """Return what ``python -m gpipe_hpc`` says."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  python -m gpipe_hpc.{name:<{width}}  {c.about}" for name, c in COMMANDS.items()]
+    return "\n".join(
+        [
+            "gpipe_hpc trains models that are too big for one device.",
+            "",
+            *lines,
+            "",
+            "All take settings as NAME=VALUE; --help behind any of them shows its settings.",
+        ]
+    )
+
+
+def help_of(name: str, conf: Path, words: Sequence[str]) -> str:
+    """Return the help of a command; `words` may choose the presets whose settings are shown."""
+    command = COMMANDS[name]
+    lines = [
+        f"python -m gpipe_hpc.{name} NAME=VALUE ...",
+        "",
+        command.about,
+        "",
+        f"example: {command.example}",
+        "",
+        "A list is written NAME=[1,2], nothing is written NAME=null. With -m each combination of",
+        "values (NAME=1,2) runs as a separate job.",
+    ]
+    for group in _GROUPS:
+        lines += _group(group, conf, words)
+    for section in sections_of(conf / "config.yaml"):
+        if section.name not in command.without:
+            lines += ["", f"{section.name}: {section.meaning}".rstrip(": ")]
+            lines += _rows(section.settings)
+    return "\n".join(lines)
+
+
+def _group(group: str, conf: Path, words: Sequence[str]) -> Iterator[str]:
+    paths = {path.stem: path for path in sorted((conf / group).glob("*.yaml"))}
+    chosen = next(
+        (word.partition("=")[2] for word in words if word.startswith(f"{group}=")),
+        _default(group, conf),
+    )
+    yield ""
+    yield from textwrap.wrap(
+        f"{group}=NAME, one of {', '.join(paths)}", _WIDTH, subsequent_indent="    "
+    )
+    if chosen in paths:
+        yield from textwrap.wrap(f"  of {group}={chosen}: {about(paths[chosen])}", _WIDTH)
+        own = [e for e in settings_of(paths[chosen]) if not e.name.startswith("_")]
+        yield from _rows(each._replace(name=f"{group}.{each.name}") for each in own)
+
+
+def _default(group: str, conf: Path) -> str:
+    """Return the preset that ``config.yaml`` takes by itself."""
+    for line in (conf / "config.yaml").read_text("utf-8").splitlines():
+        name, _, value = line.strip().removeprefix("- ").partition(":")
+        if name == group and value:
+            return value.partition("#")[0].strip()
+    return ""
+
+
+def _rows(settings: Iterable[Explained]) -> Iterator[str]:
+    for each in settings:
+        if each.default:
+            yield f"  {each.name}={each.default}"
+            yield from textwrap.wrap(
+                each.meaning, _WIDTH, initial_indent="      ", subsequent_indent="      "
+            )

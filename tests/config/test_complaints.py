@@ -1,0 +1,37 @@
+"""A command line that cannot be is refused in our own words, with the nearest right name."""
+
+import pytest
+
+from gpipe_hpc.config import compose_config
+from gpipe_hpc.errors import ConfigError
+
+CASES = {
+    "pipeline.microbatch=4": r"unknown setting pipeline\.microbatch.*mean pipeline\.microbatches\?",
+    "optimiser.lr=3": r"unknown setting optimiser\.lr.*did you mean optimizer\.lr\?",
+    "lr.warmup=3": r"did you mean lr\.warmup_steps\?",
+    "train.batch_size=abc": r"bad train\.batch_size, expected a whole number, got 'abc'",
+    "optimizer.lr=": r"bad optimizer\.lr, expected a number, got ''",
+    "pipeline.offload=perhaps": r"bad pipeline\.offload, expected true or false, got 'perhaps'",
+    "lr=3e-4": r"lr is a group of settings.*did you mean optimizer\.lr=3e-4\?",
+    "train=5": r"train is a group of settings, expected one of train\.steps",
+    "model=gtp": r"no preset model=gtp.*did you mean gpt\?",
+    "data.paths=README.md": r"data\.paths is no setting of the chosen data.*data=text, tokens",
+    "foo": r"cannot read 'foo', expected NAME=VALUE",
+    "a=[1": r"cannot read 'a=\[1'",
+    "pipeline.memory_bytes=much": r"bad pipeline\.memory_bytes.*24GB",
+    "pipeline.memory_bytes=1.2.3GB": r"bad pipeline\.memory_bytes",
+}
+
+
+@pytest.mark.parametrize("word", CASES)
+def test_one_line_says_what_is_wrong_and_what_may_be_meant(word):
+    """Hydra advised +pipeline.microbatch=4, which was refused then."""
+    with pytest.raises(ConfigError, match=CASES[word]) as refusal:
+        compose_config([word])
+    text = str(refusal.value)
+    assert text.startswith("config: ") and "\n" not in text and "append to your config" not in text
+
+
+def test_a_list_is_asked_for_where_one_value_is_given():
+    with pytest.raises(ConfigError, match=r"expected a list.*data\.paths=\[a\.bin\]"):
+        compose_config(["data=tokens", "data.paths=a.bin"])

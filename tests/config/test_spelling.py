@@ -1,0 +1,69 @@
+"""Names as papers and other runtimes spell them, and sizes as people write them."""
+
+import pytest
+
+from gpipe_hpc import Pipeline
+from gpipe_hpc.config import check_config, compose_config
+from gpipe_hpc.config.spelling import num_bytes
+from gpipe_hpc.errors import ConfigError, ScheduleError
+from gpipe_hpc.schedule import build, canonical_schedule, schedule_names
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("1f1b", "one_f_one_b"),
+        ("1F1B", "one_f_one_b"),
+        ("GPipe", "gpipe"),
+        ("ZB-H1", "zb_h1"),
+        ("ZBV", "zb_v"),
+        ("DualPipeV", "dualpipe_v"),
+        ("Interleaved1F1B", "interleaved"),
+        ("nonsense", "nonsense"),
+    ],
+)
+def test_schedules_have_the_names_that_the_field_gives_them(given, meant):
+    assert canonical_schedule(given) == meant
+    assert compose_config([f"pipeline.schedule={given}"]).pipeline.schedule == meant
+    if meant in schedule_names():
+        assert (
+            build(given, ranks=2, microbatches=4).ranks
+            == build(meant, ranks=2, microbatches=4).ranks
+        )
+
+
+def test_every_schedule_keeps_its_own_name():
+    assert [canonical_schedule(name) for name in schedule_names()] == list(schedule_names())
+
+
+def test_unknown_names_are_refused_with_the_nearest():
+    with pytest.raises(ScheduleError, match="did you mean one_f_one_b"):
+        build("one_f_one_bee", ranks=2, microbatches=4)
+    with pytest.raises(ConfigError, match="did you mean one_f_one_b"):
+        check_config(compose_config(["pipeline.schedule=one_f_one_bee"]), 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "bytes_"),
+    [
+        ("24GB", 24e9),
+        ("1.5 GiB", 1.5 * 2**30),
+        ("16e9", 16e9),
+        ("512m", 512e6),
+        (7, 7),
+        (None, None),
+    ],
+)
+def test_sizes_may_have_units(given, bytes_):
+    assert num_bytes(given, "pipeline.memory_bytes") == bytes_
+
+
+def test_the_library_takes_the_same_names():
+    from torch import nn
+
+    layers = [nn.Linear(4, 4), nn.Linear(4, 2)]
+    pipe = Pipeline(
+        layers, nn.functional.mse_loss, stages=1, microbatches=2, schedule="1F1B", precision="BF16"
+    )
+    assert (pipe.schedule.name, pipe.precision) == ("one_f_one_b", "bfloat16")
+    assert compose_config(["train.precision=bf16"]).train.precision == "bfloat16"
