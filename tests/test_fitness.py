@@ -33,7 +33,7 @@ ROWS = [
     {"config"},
     {"pipeline", "checkpoint"},
     {"training"},
-    {"train", "plan", "bench", "draw", "export", "verify"},
+    {"train", "plan", "bench", "draw", "export", "verify", "__main__"},
     {"__init__"},
 ]
 ONE_IN_TWO_FILES = {"pipeline", "checkpoint"}
