@@ -3,8 +3,8 @@
 torch's are seeded for every layer. Python's and NumPy's global ones only for layers that draw from
 them, as that takes ten times as long: the first run of a layer finds out which it draws from. If
 one begins to later, that is seen at the end of the run: its R then starts from the same states,
-and the next run of each layer finds out anew. Which layers draw from torch's is known for sure, as
-its functions say so; a state that has moved may be another thread's doing.
+and the next run of each layer finds out anew. A state of torch's that has moved may be another
+thread's doing; so the next run of the layer is watched, where torch's functions say what draws.
 """
 
 import logging
@@ -52,7 +52,17 @@ class Draws:
 
 
 class _Watch(TorchDispatchMode):
-    """Look for functions of torch that draw from its default generators, on this thread."""
+    """Look for functions of torch that draw from its default generators, on this thread.
+
+    Compiled code stays compiled under it.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let what is compiled be compiled: a layer may insist on it."""
+        return True
 
     def __init__(self, draws: Draws) -> None:
         initialise: Any = super().__init__
@@ -64,9 +74,10 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         """Run one function."""
         keywords = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            given = dict(zip((each.name for each in func._schema.arguments), args, strict=False))
-            given |= keywords
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            arguments = func._schema.arguments
+            given = {each.name: each.default_value for each in arguments}
+            given |= dict(zip(given, args, strict=False)) | keywords
             # Attention has the tag also without dropout.
             if given.get("generator") is None and given.get("dropout_p") != 0.0:
                 self._draws.torch = True
@@ -74,7 +85,7 @@ class _Watch(TorchDispatchMode):
 
 
 class Drawn(NamedTuple):
-    """How far a run of a layer moved the generators that it is known to draw from."""
+    """How far a run of a layer moved the generators that it draws from, or seems to."""
 
     torch: int | None = None
     python: int | None = None
@@ -240,7 +251,7 @@ class Drawing:
         self._marks = ProcessMarks.now() if is_new else None
         if draws.torch or not (checks or is_new):
             return _UNWATCHED
-        if is_new or draws.is_suspected:
+        if draws.is_suspected:
             draws.is_suspected = False
             return _Watch(draws)
         self._seeded = _bytes([generator.get_state() for generator in generators])
@@ -261,11 +272,12 @@ class Drawing:
             draws.python |= python
             draws.numpy |= numpy
             self._marks, draws.is_known = None, True
-        if not (draws.torch or draws.python or draws.numpy):
+        may_draw = draws.torch or draws.is_suspected
+        if not (may_draw or draws.python or draws.numpy):
             return _NOTHING
         states = [generator.get_state() for generator in self._keyed.generators]
         return Drawn(
-            hash(_bytes(states)) if draws.torch else None,
+            hash(_bytes(states)) if may_draw else None,
             hash(random.getstate()) if draws.python else None,
             hash(numpy_mark()) if draws.numpy else None,
         )

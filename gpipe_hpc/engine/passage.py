@@ -231,7 +231,7 @@ class Again:
         apart = 0.0
         if trace.output is not None and not self._differs:
             apart = difference(trace.output, sketch_of(output))
-        if _is_moved(trace.drawn.torch, drawn.torch):
+        if state.draws.torch and _is_moved(trace.drawn.torch, drawn.torch):
             raise _other_numbers(state, "torch's", "torch.Generator()")
         if apart and _is_moved(trace.drawn.python, drawn.python):
             raise _other_numbers(state, "Python's", "random.Random()")

@@ -275,8 +275,9 @@ def test_another_threads_draws_stop_the_run_by_the_layers_name(run):
 def test_another_threads_draws_harm_no_layer_that_draws_nothing(caplog):
     class Still(Disturbed):
         def forward(self, x):
-            super().forward(x)
-            return x
+            heads = super().forward(x).view(1, 1, -1, WIDTH)
+            # Its kernels say that they may draw; without dropout they do not.
+            return nn.functional.scaled_dot_product_attention(heads, heads, heads)[0, 0]
 
     layer = Still(set(range(100)))
     layer.p = 0.0
@@ -378,3 +379,21 @@ def test_measuring_layers_leaves_the_users_numbers_alone():
     measure_layers([FromPython(), FromNumpy()], batches()[0][0])
     assert random.getstate() == states[0]
     assert all(map(np.array_equal, np.random.get_state(), states[1]))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_layers_that_insist_on_being_compiled_are_watched_too(backend):
+    """Under a mode that torch.compile does not know it gave up, and fullgraph refused to run."""
+
+    class Compiled(Disturbed):
+        def __init__(self, when):
+            super().__init__(when)
+            inner = nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=torch.float64), nn.Dropout())
+            self.inner = torch.compile(inner, backend=backend, fullgraph=True)
+
+        def forward(self, x):
+            return super().forward(self.inner(x))
+
+    disturbed(Compiled(()))
+    with pytest.raises(ActionError, match=r"layers\.1 \(Compiled\): drew other random numbers"):
+        disturbed(Compiled({3 * MICROBATCHES}))
