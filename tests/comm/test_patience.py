@@ -57,10 +57,11 @@ def test_failure_ends_all_with_its_reason():
     ]
 
 
-def test_what_a_rank_does_is_shown():
+def test_what_a_rank_does_is_shown_anew_at_each_meeting():
+    """Who watches for ranks that do nothing new must see that this one lives."""
+
     def body(world):
-        patiently(world, "opening", None)
-        return world.activity
+        return patiently(world, "opening", lambda: time.sleep(0.5) or str(world.activity))
 
     assert run_on_threads(2, body) == ["opening for 0 s"] * 2
 
