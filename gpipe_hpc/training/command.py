@@ -4,11 +4,20 @@ import logging
 import sys
 
 import torch
+import torch.distributed as dist
 
 from gpipe_hpc.comm.launcher import detect_launch
 from gpipe_hpc.config import Config, check_config
-from gpipe_hpc.config.commands import Job, exit_code_of, run_jobs, say_error
+from gpipe_hpc.config.commands import (
+    BAD_CONFIG_EXIT_CODE,
+    FAILED_EXIT_CODE,
+    Job,
+    exit_code_of,
+    run_jobs,
+    say_error,
+)
 from gpipe_hpc.errors import ConfigError, GpipeError
+from gpipe_hpc.training.ending import end_soon
 from gpipe_hpc.training.joining import join_world
 from gpipe_hpc.training.loop import run_training
 from gpipe_hpc.training.run_folder import default_run_folder
@@ -29,7 +38,10 @@ def run_command(stop: StopRequest) -> None:
             return _train(job.config, stop)
         return _train_of_sweep(job, stop)
 
-    sys.exit(run_jobs(task, "train", unshared="run.dir"))
+    code = run_jobs(task, "train", unshared="run.dir")
+    if code in (FAILED_EXIT_CODE, BAD_CONFIG_EXIT_CODE) and dist.is_initialized():
+        end_soon(code)
+    sys.exit(code)
 
 
 def _train_of_sweep(job: Job, stop: StopRequest) -> int:
