@@ -40,7 +40,7 @@ from gpipe_hpc.engine.tied import join_ties
 from gpipe_hpc.engine.wiring import wire
 from gpipe_hpc.errors import ConfigError, DataError
 from gpipe_hpc.models import Layer, find_ties, normalise_layers, parameter_sizes
-from gpipe_hpc.planning import Partition, check_conservation, cut_table
+from gpipe_hpc.planning import OptimizerMemory, Partition, check_conservation, cut_table
 from gpipe_hpc.planning.layout import Wishes, lay_out
 from gpipe_hpc.schedule import Event, Op, Schedule, Timeline, digest
 
@@ -56,8 +56,8 @@ class Pipeline:
     `schedule`: a name with `schedule_options`, or a Schedule; `auto` searches an order for the
     measured layers where the partition is by `time`. `recompute`: always, except_last, never, or
     budget: the least with which no rank needs more than `memory_bytes` for weights, gradients,
-    `optimizer_states` numbers a parameter, and activations (needs an example too). `offload`:
-    kept activations wait on the host where their backward is not near.
+    `optimizer_states` numbers a parameter (or an OptimizerMemory), and activations (needs an
+    example too). `offload`: kept activations wait on the host where their backward is not near.
     `partition`: parameters, uniform, time (needs `example=(inputs, targets)` of one micro-batch),
     or the number of layers of each stage. `precision`: float32, or bfloat16 or float16 by
     autocast, the latter with a loss scale.
@@ -92,7 +92,7 @@ class Pipeline:
         schedule_options: Mapping[str, Any] | None = None,
         recompute: str = "except_last",
         memory_bytes: float | str | None = None,
-        optimizer_states: int = 2,
+        optimizer_states: int | OptimizerMemory = 2,
         offload: bool = False,
         partition: str | Sequence[int] | Partition = "parameters",
         example: tuple[Nest, Nest] | None = None,

@@ -30,13 +30,14 @@ from gpipe_hpc.planning.budget import choose_recompute
 from gpipe_hpc.planning.counted import ModelCount, count_model
 from gpipe_hpc.planning.forecast import flop_costs, forecast
 from gpipe_hpc.planning.meta import META
+from gpipe_hpc.planning.optimizer import OptimizerMemory
 from gpipe_hpc.planning.partition import by_hand, minimax, uniform
 from gpipe_hpc.planning.report import Assumptions, Sections, owned_parameters, report
 from gpipe_hpc.planning.stages import count_stages, long_skips
 from gpipe_hpc.planning.units import bytes_text
 from gpipe_hpc.planning.vocabulary import check_vocabulary
 from gpipe_hpc.schedule import Schedule, add_offload, add_recompute, build, check, lower
-from gpipe_hpc.training.optimizer import states_per_parameter
+from gpipe_hpc.training.optimizer import optimizer_memory
 
 DEFAULT_STAGES: Final = 4
 TOO_LARGE_EXIT_CODE: Final = 3
@@ -99,7 +100,7 @@ def make_plan(config: Config) -> Plan:
         shares_casts=not config.pipeline.offload,
     )
     bare, counts, cut_by = _table(config, num_ranks, model)
-    states = states_per_parameter(config.optimizer)
+    states = optimizer_memory(config.optimizer)
     recomputation = _recomputation(config, model, counts, bare, states)
     schedule = _lowered(recomputation.table, config.pipeline.offload)
     check(schedule)
@@ -148,7 +149,11 @@ class Recomputation(NamedTuple):
 
 
 def _recomputation(
-    config: Config, model: ModelCount, counts: Sequence[int], bare: Schedule, states: int
+    config: Config,
+    model: ModelCount,
+    counts: Sequence[int],
+    bare: Schedule,
+    states: OptimizerMemory,
 ) -> Recomputation:
     limit = config.pipeline.memory_bytes
     if config.pipeline.recompute != "budget" or limit is None:

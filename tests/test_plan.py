@@ -32,7 +32,7 @@ from gpipe_hpc.planning.forecast import forecast
 from gpipe_hpc.planning.stages import long_skips
 from gpipe_hpc.schedule import build, lower
 from gpipe_hpc.training.data import open_data
-from gpipe_hpc.training.optimizer import build_optimizer, states_per_parameter
+from gpipe_hpc.training.optimizer import build_optimizer, optimizer_memory
 
 TOKENS = ["data=synthetic", "data.seq_len=64", "data.vocab_size=50257"]
 MLP = ["model=mlp", "data=synthetic_vectors", "pipeline.stages=2"]
@@ -205,7 +205,7 @@ def test_optimizer_states_are_those_the_optimizer_keeps(config):
     parameter.grad = torch.ones(5, 5)
     optimizer.step()
     kept = [t for t in optimizer.state[parameter].values() if t is not None and t.numel() == 25]
-    assert states_per_parameter(config) == len(kept)
+    assert optimizer_memory(config).states == len(kept)
 
 
 class Live:

@@ -55,6 +55,7 @@ class OptimizerConfig:
 
     lr: float = 1e-3
     weight_decay: float = 0.0
+    masters: bool = True
 
 
 @dataclass

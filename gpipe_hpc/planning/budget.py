@@ -17,6 +17,7 @@ from gpipe_hpc.planning.choice import Example, Partition
 from gpipe_hpc.planning.choices import Choices, Weights, stage_choices
 from gpipe_hpc.planning.counted import ModelCount, count_model
 from gpipe_hpc.planning.forecast import rank_states
+from gpipe_hpc.planning.optimizer import OptimizerMemory
 from gpipe_hpc.planning.selection import Limit, select
 from gpipe_hpc.planning.stages import StageCount, count_stages
 from gpipe_hpc.planning.storages import StageStorages
@@ -42,7 +43,7 @@ def fit_recompute(
     example: Example,
     *,
     limit_bytes: float,
-    optimizer_states: int,
+    optimizer_states: int | OptimizerMemory,
     precision: str = "float32",
     shares_casts: bool = True,
 ) -> Budget:
@@ -71,7 +72,7 @@ def choose_recompute(
     counts: Sequence[int],
     schedule: Schedule,
     limit_bytes: float,
-    optimizer_states: int,
+    optimizer_states: int | OptimizerMemory,
     seconds: Sequence[float] = (),
 ) -> Budget:
     """Choose the layers to recompute, so that no rank's weights and activations exceed a limit.
@@ -171,7 +172,7 @@ def _limits(
     stages: Sequence[StageCount],
     table: Schedule,
     limit_bytes: float,
-    optimizer_states: int,
+    optimizer_states: int | OptimizerMemory,
 ) -> list[Limit]:
     """Return what the stages of each rank may keep, at each time that may be its fullest."""
     limits: list[Limit] = []

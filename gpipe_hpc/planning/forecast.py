@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gpipe_hpc.planning.counted import ModelCount
+from gpipe_hpc.planning.optimizer import OptimizerMemory
 from gpipe_hpc.planning.stages import StageCount, count_stages
 from gpipe_hpc.schedule import (
     Action,
@@ -59,12 +60,12 @@ def forecast(
     model: ModelCount,
     counts: Sequence[int],
     schedule: Schedule,
-    optimizer_states: int,
+    optimizer_states: int | OptimizerMemory,
     recomputed: Recomputed | None = None,
 ) -> Forecast:
     """Forecast one step of a model cut into stages of `counts` layers under a lowered schedule.
 
-    `optimizer_states` is how many numbers the optimizer keeps for each trained parameter;
+    `optimizer_states` is what the optimizer keeps for each trained parameter;
     `recomputed` what an R runs again, all layers of its stage if None. Transfers and the reduction
     over replicas take no time.
     """
@@ -154,7 +155,7 @@ def rank_states(
     stages: Sequence[StageCount],
     placement: Placement,
     rank: int,
-    optimizer_states: int,
+    optimizer_states: int | OptimizerMemory,
 ) -> RankStates:
     """Return what a rank holds all the time; weights tied among its stages once."""
     held = placement.stages_of(rank)
@@ -166,5 +167,5 @@ def rank_states(
         weight_bytes=sum(weight.nbytes for weight in weights),
         cast_bytes=sum(weight.cast_bytes for weight in weights),
         gradient_bytes=trained,
-        optimizer_bytes=optimizer_states * trained,
+        optimizer_bytes=OptimizerMemory.of(optimizer_states).of_weights(weights),
     )

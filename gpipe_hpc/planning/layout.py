@@ -17,6 +17,7 @@ from gpipe_hpc.errors import ConfigError, ScheduleError
 from gpipe_hpc.models import Layer
 from gpipe_hpc.planning.budget import Budget, fit_recompute
 from gpipe_hpc.planning.choice import Example, Partition, choose_partition
+from gpipe_hpc.planning.optimizer import OptimizerMemory
 from gpipe_hpc.planning.partition import minimax
 from gpipe_hpc.schedule import Op, Schedule, build, simulate
 
@@ -33,7 +34,7 @@ class Wishes:
     options: Mapping[str, Any] = field(default_factory=dict)
     recompute: str = "except_last"
     memory_bytes: float | None = None
-    optimizer_states: int = 2
+    optimizer_states: int | OptimizerMemory = 2
     offload: bool = False
     partition: str | Sequence[int] | Partition = "parameters"
     example: tuple[Nest, Nest] | None = None

@@ -1,5 +1,6 @@
 """Optimizers from the settings: weight decay on matrices alone, and ranks without parameters."""
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,10 @@ from torch import nn
 
 from gpipe_hpc.config import AdamWConfig, OptimizerConfig, RMSPropConfig, SGDConfig
 from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.planning import OptimizerMemory
+from gpipe_hpc.training.masters import drop_masters, is_low, keep_masters
+
+log = logging.getLogger("gpipe_hpc.train")
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
@@ -18,8 +23,9 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the configured optimizer over this rank's parameters; there may be none.
 
-    Frozen parameters are left out. Parameters of two or more dimensions decay, biases and norms do
-    not. The groups carry ``param_names``, the global names, in the order given.
+    Weights in 16 bits get float32 masters (`keep_masters`) unless ``config.masters`` is false: then
+    a warning says so. Frozen parameters are left out. Parameters of two or more dimensions decay,
+    biases and norms do not. The groups carry ``param_names``, the global names, in the order given.
     """
     trained = [(name, each) for name, each in named_parameters if each.requires_grad]
     decayed = [(name, each) for name, each in trained if each.ndim >= 2]
@@ -32,6 +38,21 @@ def build_optimizer(
     if not groups:
         # Torch refuses no groups at all, but takes one without parameters: nothing to step.
         groups = [{"params": []}]
+    optimizer = _of_kind(groups, config)
+    if config.masters:
+        return keep_masters(optimizer)
+    low = next((name for name, each in trained if is_low(each)), None)
+    if low is not None:
+        log.warning(
+            "optimizer: %s has weights in 16 bits without masters (optimizer.masters=false): steps "
+            "below 1/256 of a weight are lost in bfloat16, and weights stand still at small "
+            "learning rates",
+            low,
+        )
+    return drop_masters(optimizer)
+
+
+def _of_kind(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     match config:
         case AdamWConfig():
             beta1, beta2 = config.betas
@@ -64,8 +85,12 @@ def own_options(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         group.update(options)
 
 
-def states_per_parameter(config: OptimizerConfig) -> int:
-    """Return how many numbers the optimizer keeps for each parameter."""
+def optimizer_memory(config: OptimizerConfig) -> OptimizerMemory:
+    """Return what the optimizer keeps for each parameter."""
+    return OptimizerMemory(_states_per_parameter(config), config.masters)
+
+
+def _states_per_parameter(config: OptimizerConfig) -> int:
     match config:
         case AdamWConfig():
             return 2

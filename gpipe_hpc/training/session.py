@@ -50,7 +50,7 @@ from gpipe_hpc.training.data import (
     validation_batches,
 )
 from gpipe_hpc.training.neighbour import Found, NeighbourCopies
-from gpipe_hpc.training.optimizer import build_optimizer, own_options, states_per_parameter
+from gpipe_hpc.training.optimizer import build_optimizer, optimizer_memory, own_options
 from gpipe_hpc.training.position import IDENTITY, check_data, goes_on
 from gpipe_hpc.training.resuming import newest_listed, newest_whole
 from gpipe_hpc.training.run_folder import OWNER, Checkpoints
@@ -325,7 +325,7 @@ def _pipeline(
         schedule_options=config.pipeline.options,
         recompute=config.pipeline.recompute,
         memory_bytes=config.pipeline.memory_bytes,
-        optimizer_states=states_per_parameter(config.optimizer),
+        optimizer_states=optimizer_memory(config.optimizer),
         offload=config.pipeline.offload,
         partition=_partition(config, cut),
         example=example,

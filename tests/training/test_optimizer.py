@@ -47,7 +47,11 @@ def test_matrices_decay_and_nothing_else(model, config, kind):
 def test_steps_equal_those_of_torch(model, config, kind):
     twin = nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 3))
     twin.load_state_dict(model.state_dict())
-    keywords = {name: value for name, value in vars(config).items() if name != "weight_decay"}
+    keywords = {
+        name: value
+        for name, value in vars(config).items()
+        if name not in ("weight_decay", "masters")
+    }
     groups = [
         {
             "params": [each for each in twin.parameters() if (each.ndim >= 2) == matrices],

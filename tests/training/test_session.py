@@ -4,6 +4,7 @@ import pytest
 
 from gpipe_hpc import Pipeline
 from gpipe_hpc.config import compose_config
+from gpipe_hpc.planning import OptimizerMemory
 from gpipe_hpc.training import session
 
 # What each keyword of `Pipeline` is when these settings are given, none of which is a default.
@@ -16,7 +17,7 @@ GIVEN = {
     "+pipeline.options.limit=6": ("schedule_options", {"limit": 6}),
     "pipeline.recompute=budget": ("recompute", "budget"),
     "pipeline.memory_bytes=3e9": ("memory_bytes", 3e9),
-    "optimizer=sgd": ("optimizer_states", 1),
+    "optimizer=sgd": ("optimizer_states", OptimizerMemory(1, masters=True)),
     "pipeline.offload=true": ("offload", True),
     "pipeline.partition=uniform": ("partition", "uniform"),
     "train.seed=11": ("seed", 11),
