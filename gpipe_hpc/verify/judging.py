@@ -41,7 +41,7 @@ class Judge:
             Layout(pipe.schedule, tuple(pipe.partition.counts), pipe.mesh.replicas),
             seed=config.train.seed,
             precision=config.train.precision,
-            buffers="average",
+            buffers=config.pipeline.buffers,
             device=pipe.world.device,
         )
         self._optimizer = build_optimizer(self._plain.parameters.items(), config.optimizer)
@@ -95,9 +95,12 @@ class Judge:
         plain = self._plain.evaluate(self._pieces)
         self._number("loss of an evaluation", loss, plain)
         line = self.report.line("what a checkpoint brings back")
+        kept: dict[str, Any] = {}
+        for saved, _ in reversed(states):
+            kept |= saved  # where copies may differ (buffers=each) a checkpoint has the first's
         for rank, (saved, loaded) in enumerate(states):
             for name in saved:
-                line.add(f"{name} (rank {rank})", *_as_tensors(loaded.get(name), saved[name]), 0.0)
+                line.add(f"{name} (rank {rank})", *_as_tensors(loaded.get(name), kept[name]), 0.0)
         if self._order_effect:
             self.report.notes.append(
                 f"The order in which the table sums micro-batches is part of this comparison; the "

@@ -257,7 +257,7 @@ class PlainTraining:
             given = gradients[name]
             parameter.grad = None if is_skipped or given is None else given.clone()
         self._statistics.finish(is_kept=not is_skipped)
-        self._unite_buffers()
+        self._unite_buffers(pieces)
         self.steps_done += 1
         return PlainStep(
             *_loss(terms, weight), gradients, in_order, magnitudes, is_skipped=is_skipped
@@ -340,12 +340,18 @@ class PlainTraining:
             for module, was in zip(modules, before, strict=True):
                 module.training = was
 
-    def _unite_buffers(self) -> None:
+    def _unite_buffers(self, pieces: Sequence[tuple[Nest, Nest, int]]) -> None:
         """Put together what the copies of a layer made of its buffers in this step."""
         for index, copies in enumerate(self._copies):
-            if len(copies) > 1:
-                pooled = self._statistics.pooled_buffers(index)
-                unite(list(copies.values()), self._policy, pooled)
+            if len(copies) == 1:
+                continue
+            num_samples = dict.fromkeys(copies, 0)
+            for g, (_, _, size) in enumerate(pieces):
+                num_samples[self.layout.strand(self._stage_of[index], g)] += size
+            pooled = self._statistics.pooled_buffers(index)
+            modules = [copies[strand] for strand in sorted(copies)]
+            weights = [num_samples[strand] for strand in sorted(copies)]
+            unite(modules, weights, self._policy, pooled)
 
 
 @dataclass
@@ -385,21 +391,26 @@ def seed_generators(key: int, device: torch.device, layer: nn.Module | None) -> 
         torch.cuda.default_generators[index].manual_seed(key)
 
 
-def unite(copies: Sequence[nn.Module], policy: str, left_out: frozenset[str]) -> None:
-    """Make the buffers of copies of one layer one, as `pipeline.buffers` says."""
-    if policy == "each":
+def unite(
+    copies: Sequence[nn.Module], num_samples: Sequence[int], policy: str, left_out: frozenset[str]
+) -> None:
+    """Make the buffers of copies of one layer one, as `pipeline.buffers` says.
+
+    `num_samples`: what each copy has seen in this step.
+    """
+    if policy == "each" or not any(num_samples):
         return
     named = [dict(each.named_buffers()) for each in copies]
-    for name, first in named[0].items():
-        if name in left_out:
-            continue
+    first = next(number for number, seen in enumerate(num_samples) if seen)
+    for name, value in named[first].items():
         held = [each[name] for each in named]
-        if all(torch.equal(first, other) for other in held[1:]):
+        if name in left_out or all(torch.equal(value, other) for other in held):
             continue
-        mean = torch.stack([each.double() for each in held]).mean(0)
-        united = (
-            mean.to(first.dtype) if policy == "average" and first.is_floating_point() else first
-        )
+        united = value.clone()
+        if policy == "average" and (value.is_floating_point() or value.is_complex()):
+            wide = torch.complex128 if value.is_complex() else torch.float64
+            terms = [w * b.to(wide) for b, w in zip(held, num_samples, strict=True) if w]
+            united = (torch.stack(terms).sum(0) / sum(num_samples)).to(value.dtype)
         for each in held:
             each.copy_(united)
 

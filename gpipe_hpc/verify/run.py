@@ -148,10 +148,9 @@ def _compare(config: Config, world: World, folder: Path) -> tuple[Judge | None, 
             is_same = judge.step(gathered) if judge is not None else None
             if not broadcast_object(world.everybody, is_same, root=0):
                 return judge, step
-        session.pipe.world.activity = "evaluating"
-        loss = session.pipe.evaluate(facts["own_inputs"], facts["own_targets"]).loss
         path = session.pipe.save(folder / "checkpoint", session.optimizer)
         saved = checkpoint_state(session)
+        loss = session.pipe.evaluate(facts["own_inputs"], facts["own_targets"]).loss
     with closing(
         open_session(config, world, Run(folder, UNRECORDED, is_repeated=False), None)
     ) as fresh:

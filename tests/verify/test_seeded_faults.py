@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from gpipe_hpc.checkpoint import contents
-from gpipe_hpc.engine import passage, steps
+from gpipe_hpc.engine import outlets, passage, steps
 from gpipe_hpc.engine.buffers import LayerBuffers
+from gpipe_hpc.engine.drift import Drift
 from gpipe_hpc.engine.keyed import Drawing
 from gpipe_hpc.engine.promises import Promises
 from gpipe_hpc.engine.work import StageWork
@@ -20,7 +21,7 @@ def differing(report):
     return [what for what, each in report.lines.items() if each.verdict is Verdict.DIFFERENT]
 
 
-KINDS = ["averaged", "spectral", "inner_norm", "drawing", "masking", "remembering"]
+KINDS = ["averaged", "spectral", "inner_norm", "drawing", "masking", "scratch", "remembering"]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
@@ -46,6 +47,31 @@ def test_statistics_that_a_layers_own_checkpoint_updates_again(compared, monkeyp
     report = compared("model.kind=inner_norm", f"pipeline.recompute={recompute}")
     assert differing(report) == ["buffers"]
     assert "layers.1.inner.1.running_mean" in report.first
+
+
+@pytest.mark.parametrize("policy", ["average", "first", "each"])
+def test_buffers_of_replicas_are_as_the_setting_says(compared, policy):
+    layout = ["pipeline.replicas=2", "train.batch_size=25", f"pipeline.buffers={policy}"]
+    report = compared("model.kind=averaged", *layout)
+    assert report.is_same and report.lines["buffers"].count, str(report)
+
+
+def test_buffers_that_drift_apart(compared, monkeypatch):
+    monkeypatch.setattr(Drift, "settle", lambda self, united: None)
+    report = compared("model.kind=averaged", "pipeline.replicas=2")
+    assert differing(report) == ["buffers"]
+    assert "layers.1.mean" in report.first
+
+
+def test_an_output_that_a_layer_writes_into_again(compared, monkeypatch):
+    """Fault and remedy are not in one place: what is kept for R is looked at, too."""
+    monkeypatch.setattr(outlets, "_copied", lambda nest, held: nest)
+    try:
+        report = compared("model.kind=scratch", "pipeline.recompute=always")
+    except ActionError as error:
+        assert "layers.3" in str(error) or "stage 1" in str(error)
+    else:
+        assert "gradients" in differing(report)
 
 
 def draws_in_between(monkeypatch):
