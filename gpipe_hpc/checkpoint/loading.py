@@ -6,9 +6,10 @@ anything overwritten, in place: there is never a second copy of the model.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from gpipe_hpc.pipeline import Pipeline
 
 log = logging.getLogger("gpipe_hpc.checkpoint")
+
+_PART_BYTES: Final = 2**30
 
 
 class _Plan(NamedTuple):
@@ -59,7 +62,7 @@ def load(
     if isinstance(checkpoint, Verified):
         found = checkpoint
     else:
-        found = verify(checkpoint, everybody, pipe.world.rank)
+        found = verify(checkpoint, everybody, pipe.world.rank, partial(_note, pipe))
     plan = all_or_none(everybody, lambda: _plan(pipe, found, optimizer))
     check_room(found.path, everybody, _needed_bytes(plan, found.stored))
     made = all_or_none(everybody, lambda: _make(plan, found))
@@ -68,7 +71,9 @@ def load(
         all_or_none(everybody, lambda: _try_to_read(found, targets))
     # From here on this rank's state changes.
     try:
-        fill(found.path, found.stored, targets)
+        for number, part in enumerate(_parts(targets), start=1):
+            _note(pipe, f"reading {found.path}: part {number}")
+            fill(found.path, found.stored, part)
     except (OSError, ValueError) as error:
         raise HalfLoadedError(
             f"checkpoint {found.path}: expected to read again what was whole a moment ago, got "
@@ -84,6 +89,21 @@ def load(
     pipe.restore_position(facts["steps_done"], facts["loss_weight"], facts.get("loss_scale"))
     extra: dict[str, Any] = facts["extra"]
     return extra
+
+
+def _parts(targets: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors in groups of about a GiB, so that a rank can say how far it is."""
+    part: dict[str, Tensor] = {}
+    for name, tensor in targets.items():
+        part[name] = tensor
+        if sum(each.nbytes for each in part.values()) >= _PART_BYTES:
+            yield part
+            part = {}
+    yield part
+
+
+def _note(pipe: "Pipeline", activity: str) -> None:
+    pipe.world.activity = activity
 
 
 def _plan(pipe: "Pipeline", found: Verified, optimizer: torch.optim.Optimizer | None) -> _Plan:

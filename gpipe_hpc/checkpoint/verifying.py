@@ -8,8 +8,9 @@ import hashlib
 import json
 import logging
 import stat
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from gpipe_hpc.checkpoint.agreement import all_or_none, raise_first
 from gpipe_hpc.checkpoint.blocks import Block, blocks_of, digests
@@ -20,6 +21,8 @@ from gpipe_hpc.comm.group import Group
 from gpipe_hpc.errors import CheckpointError, os_remedy
 
 log = logging.getLogger("gpipe_hpc.checkpoint")
+
+_BLOCKS_A_ROUND: Final = 16
 
 
 class Verified(NamedTuple):
@@ -33,11 +36,14 @@ class Verified(NamedTuple):
     stored: dict[str, StoredTensor]
 
 
-def verify(path: Path, group: Group, rank: int) -> Verified:
+def verify(
+    path: Path, group: Group, rank: int, say: Callable[[str], None] = lambda _: None
+) -> Verified:
     """Look whether a checkpoint is whole; all ranks of the group call it, `rank` is this one's.
 
-    Raises CheckpointError on all of them, with the first fault that one has found: it names the
-    file and the bytes.
+    `say`: told how far it is, at least every 256 MiB; the ranks meet as often, so that none waits
+    long for a slower one. Raises CheckpointError on all of them, with the first fault that one
+    has found: it names the file and the bytes.
     """
     path = path.absolute()
     is_first = rank == group.ranks[0]
@@ -51,8 +57,11 @@ def verify(path: Path, group: Group, rank: int) -> Verified:
         )
     # One rank asks for sizes: a thousand would ask a file server for the same.
     all_or_none(group, lambda: _check_files(path, facts) if is_first else None)
-    position = group.ranks.index(rank)
-    raise_first(group, _damaged(path, _share(_blocks(path, facts), position, group.size)))
+    shares = _shares(_blocks(path, facts), group.size)
+    mine = shares[group.ranks.index(rank)]
+    for first in range(0, max(map(len, shares)), _BLOCKS_A_ROUND):
+        say(f"verifying {path}: block {first} of {len(mine)}")
+        raise_first(group, _damaged(path, mine[first : first + _BLOCKS_A_ROUND]))
     stored = all_or_none(group, lambda: _stored_in_files(path, facts))
     return Verified(path, facts, stored)
 
@@ -102,17 +111,15 @@ def _blocks(path: Path, facts: Facts) -> list[tuple[Block, str]]:
     return found
 
 
-def _share(
-    blocks: list[tuple[Block, str]], position: int, num_ranks: int
-) -> list[tuple[Block, str]]:
-    """Return the blocks that one of `num_ranks` looks at: about as many bytes each, in a row."""
+def _shares(blocks: list[tuple[Block, str]], num_ranks: int) -> list[list[tuple[Block, str]]]:
+    """Return the blocks that each of `num_ranks` looks at: about as many bytes each, in a row."""
     total = sum(block.size for block, _ in blocks)
-    mine, done = [], 0
+    shares: list[list[tuple[Block, str]]] = [[] for _ in range(num_ranks)]
+    done = 0
     for block, digest in blocks:
-        if done * num_ranks // max(total, 1) == position:
-            mine.append((block, digest))
+        shares[done * num_ranks // total].append((block, digest))
         done += block.size
-    return mine
+    return shares
 
 
 def _damaged(path: Path, blocks: list[tuple[Block, str]]) -> CheckpointError | None:

@@ -1,7 +1,7 @@
 """What a run starts from: the newest checkpoint that is whole, all ranks having looked."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gpipe_hpc.checkpoint import Verified, read_facts, verify
@@ -13,14 +13,19 @@ log = logging.getLogger("gpipe_hpc.train")
 
 
 def newest_whole(
-    checkpoints: Checkpoints, resume: str, is_restart: bool, group: Group, rank: int
+    checkpoints: Checkpoints,
+    resume: str,
+    is_restart: bool,
+    group: Group,
+    rank: int,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Verified | None:
     """Return the checkpoint that `checkpoint.resume` asks for, verified; None to begin anew.
 
     Where it asks for the newest of a folder and that is damaged, the newest whole one is taken,
-    and a warning names both. All ranks call it; the first one alone lists folders. Raises
-    CheckpointError on all of them if there are checkpoints and none is whole, and as
-    `Checkpoints.candidates` on the first.
+    and a warning names both. `say`: as in `verify`. All ranks call it; the first one alone lists
+    folders. Raises CheckpointError on all of them if there are checkpoints and none is whole, and
+    as `Checkpoints.candidates` on the first.
     """
     leads = rank == group.ranks[0]
     own = checkpoints.candidates(resume, is_restart) if leads else None
@@ -28,7 +33,7 @@ def newest_whole(
     refusals: list[CheckpointError] = []
     for path in candidates:
         try:
-            found = verify(path, group, rank)
+            found = verify(path, group, rank, say)
         except CheckpointError as error:
             refusals.append(error)
             continue

@@ -357,7 +357,11 @@ def _resumed(
         resumed: Resumed | None = broadcast_object(everybody, own, root=0)
         if resumed is None or resumed.steps_done <= in_memory.step:
             return resumed
-    found = newest_whole(checkpoints, resume, run.is_repeated, everybody, world.rank)
+
+    def say(activity: str) -> None:
+        world.activity = activity
+
+    found = newest_whole(checkpoints, resume, run.is_repeated, everybody, world.rank, say)
     return None if found is None else Resumed.of(found.path, found.facts, found)
 
 

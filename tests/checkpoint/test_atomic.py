@@ -120,7 +120,8 @@ def test_what_can_be_held_without_loss_is_converted(tmp_path):
 
 @pytest.mark.parametrize("saving", [1, 2, 4])
 @pytest.mark.parametrize("loading_ranks", [1, 2, 3])
-def test_all_state_comes_back_on_any_layout(saved, new_run, saving, loading_ranks):
+def test_all_state_comes_back_on_any_layout(saved, new_run, monkeypatch, saving, loading_ranks):
+    monkeypatch.setattr(loading, "_PART_BYTES", 50)
     path = saved(num_ranks=saving)
 
     def state(world):

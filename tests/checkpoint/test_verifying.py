@@ -184,6 +184,31 @@ def test_ranks_share_the_reading_and_all_refuse(saved, monkeypatch, num_ranks):
     assert f"another content in bytes {start:,} to " in texts[0]
 
 
+def test_how_far_it_is_is_said_and_the_last_round_counts(saved, monkeypatch):
+    """A rank that reads for long is not taken for one that hangs."""
+    monkeypatch.setattr("gpipe_hpc.checkpoint.saving.BLOCK_BYTES", 1000)
+    monkeypatch.setattr(blocks.blocks_of, "__defaults__", (1000,))
+    monkeypatch.setattr(verifying, "_BLOCKS_A_ROUND", 2)
+    path = saved()
+
+    def body(world):
+        said = []
+        try:
+            verifying.verify(path, world.everybody, world.rank, said.append)
+        except CheckpointError as error:
+            return len(said), str(error)
+        return len(said), ""
+
+    whole = run_on_threads(3, body)
+    assert len(set(whole)) == 1 and whole[0][0] > 3, "all ranks meet as often"
+    last = sorted(file.name for file in path.iterdir() if file.name != MANIFEST)[-1]
+    raw = bytearray((path / last).read_bytes())
+    raw[-1] ^= 1
+    (path / last).write_bytes(raw)
+    for rounds, text in run_on_threads(3, body):
+        assert rounds >= whole[0][0] - 1 and last in text
+
+
 def test_ranks_that_see_other_folders_are_told(saved):
     """Two machines with a disk of their own each, under the same name."""
     one, other = saved("one"), saved("other", steps=1)
