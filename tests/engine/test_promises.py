@@ -142,36 +142,33 @@ def test_only_the_first_forward_makes_a_graph_and_keeps_nothing_of_it():
     assert layer.num_alive == [0] * 16
 
 
-def switching(pipe, plain, data, switch):
-    """Train two steps, the second after `switch`; return gradients by step."""
-    first = plain.train_rank(pipe, data[:1])
-    switch()
-    second = plain.train_rank(pipe, data[1:])
-    return [*first.gradients, *second.gradients]
-
-
 @pytest.mark.parametrize("begins", [True, False])
-def test_a_layer_that_is_switched_between_steps(plain, begins, caplog):
+def test_a_layer_that_is_switched_between_steps(plain, begins):
     """Whether it detaches is an attribute, which nobody is told of."""
     data = batches(2)
 
-    def train(recompute, world):
-        torch.manual_seed(1)
-        watched = Watched(begins)
-        layers = [
-            nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=torch.float64), watched),
-            nn.Linear(WIDTH, WIDTH, dtype=torch.float64),
-        ]
+    def train(layers, recompute, world):
         pipe = Pipeline(layers, mean_square, microbatches=3, recompute=recompute, world=world)
-        return switching(pipe, plain, data, partial(setattr, watched, "detaches", not begins))
+        before = plain.train_rank(pipe, data[:1])
+        layers[0][1].detaches = not begins
+        after = plain.train_rank(pipe, data[1:])
+        both = enumerate((before, after))
+        return {f"{name} {i}": g for i, t in both for name, g in t.gradients[0].items()}
 
-    results = [run_on_threads(1, partial(train, recompute))[0] for recompute in RECOMPUTE]
-    for other in results[:2]:
-        for mine, theirs in zip(other, results[2], strict=True):
-            assert all(
-                (mine[n] is None) == (g is None) and (g is None or torch.equal(mine[n], g))
-                for n, g in theirs.items()
-            )
+    gradients = []
+    for recompute in RECOMPUTE:
+        torch.manual_seed(1)
+        linears = [nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2)]
+        layers = [nn.Sequential(linears[0], Watched(begins)), linears[1]]
+        first, second = run_on_threads(2, partial(train, layers, recompute))
+        gradients.append(first | second)
+    step_without = 0 if begins else 1
+    for found in gradients:
+        assert found.keys() == gradients[2].keys()
+        for name, gradient in gradients[2].items():
+            is_none = name.startswith("layers.0") and name.endswith(str(step_without))
+            assert (gradient is None) == (found[name] is None) == is_none, name
+            assert is_none or torch.equal(found[name], gradient), name
 
 
 class Near(nn.Linear):
