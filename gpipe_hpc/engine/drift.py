@@ -74,6 +74,7 @@ class Drift:
         self._layers, self._group, self._policy = dict(layers), group, policy
         self._position = group.ranks.index(rank)
         self._modules = modules_of(self._layers)
+        self._children = self._children_now()
         self._names = sorted(self._places())
         self._kinds = self._kinds_now()
         self._before: dict[str, _Found] = {}
@@ -84,7 +85,9 @@ class Drift:
     def begin(self) -> None:
         """Begin a run of the stage."""
         if self._group.size > 1:
-            self._modules = modules_of(self._layers)
+            if self._children_now() != self._children:
+                self._modules = modules_of(self._layers)
+                self._children = self._children_now()
             self._before = {name: _found(place) for name, place in self._places().items()}
 
     def end(self, num_samples: int) -> None:
@@ -224,6 +227,10 @@ class Drift:
             return
         device = next((t.device for t in module.parameters()), value.device)
         module.register_buffer(own, value.to(device, copy=True), persistent=is_persistent)
+
+    def _children_now(self) -> list[int]:
+        """Return what tells whether there are other modules: to walk them all takes long."""
+        return [id(child) for _, m in self._modules for child in m._modules.values()]
 
     def _places(self) -> dict[str, Place]:
         """Return where buffers are kept, by global name."""

@@ -13,6 +13,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from gpipe_hpc.comm.nests import map_tensors, tensors_of
+from gpipe_hpc.engine.routes import State
 
 N = TypeVar("N")
 
@@ -37,7 +38,7 @@ class Outlets:
         ends: Iterable[GradientEdge | None],
     ) -> N:
         """Return what leaves a place, as `apart` does; `ends`: where its graph is entered."""
-        tensors = tensors_of(nest)
+        tensors = _tensors(nest)
         held = _held_elsewhere(tensors, given)
         if not held:
             return nest
@@ -60,7 +61,11 @@ def apart(nest: N, given: Iterable[torch.Tensor]) -> N:
     Memory of `given` may be passed on: whoever made it has looked at it. Nobody but the caller
     and `nest` may refer to the tensors themselves.
     """
-    return _copied(nest, _held_elsewhere(tensors_of(nest), given))
+    return _copied(nest, _held_elsewhere(_tensors(nest), given))
+
+
+def _tensors(nest: Any) -> list[torch.Tensor]:
+    return nest.tensors() if isinstance(nest, State) else tensors_of(nest)
 
 
 def _held_elsewhere(
@@ -75,18 +80,17 @@ def _held_elsewhere(
             storages.setdefault(storage._cdata, storage)
             counts[storage._cdata] = counts.get(storage._cdata, 0) + 1
             del storage
-    known = {tensor.untyped_storage()._cdata for tensor in given if _is_plain(tensor)}
-    return {
+    # Of memory that torch did not allocate (NumPy's) nobody knows who refers to it. One more
+    # reference is that of `storages`.
+    held = {
         address: storage
         for address, storage in storages.items()
-        if address not in known
-        and (
-            # Of memory that torch did not allocate (NumPy's) nobody knows who refers to it.
-            not storage.resizable()
-            # One more reference is that of `storages`.
-            or torch._C._storage_Use_Count(address) > counts[address] + 1
-        )
+        if not storage.resizable() or torch._C._storage_Use_Count(address) > counts[address] + 1
     }
+    if not held:
+        return held
+    known = {tensor.untyped_storage()._cdata for tensor in given if _is_plain(tensor)}
+    return {address: storage for address, storage in held.items() if address not in known}
 
 
 def _saved_storages(nodes: Iterable[Any]) -> set[int]:
