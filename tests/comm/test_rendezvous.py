@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from gpipe_hpc.comm import rendezvous as module
-from gpipe_hpc.comm.launcher import Launch
+from gpipe_hpc.comm.launcher import Launch, detect_launch
 from gpipe_hpc.comm.rendezvous import is_own_address, rendezvous
 from gpipe_hpc.comm.sealed_store import SealedStore
 from gpipe_hpc.comm.secret import Secret
@@ -491,3 +491,17 @@ def test_what_a_stranger_writes_into_the_store_is_not_believed():
     results = run(launches(2), forging)
     assert results[1] == "forged"
     assert "the store's address: expected a value that is proved by the job's secret" in results[0]
+
+
+def test_ranks_set_by_hand_listen_on_loopback_alone():
+    """LOCAL_RANK without LOCAL_WORLD_SIZE: rank 0's store listened on all interfaces."""
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [detect_launch({**env, "RANK": str(r), "LOCAL_RANK": str(r)}) for r in range(2)]
+
+    def look(launch: Launch) -> tuple[list[str], str | None]:
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        return listening_addresses(launch), os.environ.get("GLOO_SOCKET_IFNAME")
+
+    found = run(ranks, look)
+    assert found[0] == found[1]
+    assert found[0][0] == LOOPBACK and found[0][1] in ("lo", "lo0")
