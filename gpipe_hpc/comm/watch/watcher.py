@@ -25,6 +25,7 @@ BEAT_S: Final = 1.0
 _LONGEST_WAIT_S: Final = 0.25
 _PAUSE_S: Final = 2.0  # a turn that takes longer: this process itself did not run
 _SUSPECT_SHARE: Final = 0.4  # of silence_s, after which all are told that a rank is silent
+_SUSPECT_BEATS: Final = 2.5
 _RECONNECT_S: Final = 3.0
 _GREETING_S: Final = 5.0
 _REDIAL_S: Final = 0.5
@@ -491,6 +492,8 @@ class Watcher:
         """Find neighbours that are silent."""
         if self._failed_s is not None or self._told.has_left or self._ends_s is not None:
             return
+        # More than two beats: one may come late.
+        suspect_s = max(_SUSPECT_SHARE * self._silence_s, _SUSPECT_BEATS * BEAT_S)
         for link in self._links.values():
             if link.has_left:
                 continue
@@ -503,7 +506,7 @@ class Watcher:
             if silent_s > self._silence_s:
                 fate = f"gave no sign of life to rank {self._rank} for {silent_s:.0f} s"
                 self._lose(link.rank, link.host, "silent", fate, link.doing)
-            elif silent_s > _SUSPECT_SHARE * self._silence_s and not link.is_suspect:
+            elif silent_s > suspect_s and not link.is_suspect:
                 link.is_suspect = True
                 fate = f"gives no sign of life to rank {self._rank} for {silent_s:.0f} s"
                 warning = f"{link.name} {fate}; {self._suspicion(link.rank, link.doing)}"

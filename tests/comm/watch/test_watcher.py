@@ -128,6 +128,7 @@ def test_a_stopped_process_is_spoken_of_first_and_then_lost(until):
         assert (news["rank"], news["what"]) == (1, "stopped")
 
 
+@pytest.mark.slow
 def test_a_process_that_goes_on_in_time_is_not_lost(until):
     with watched(3, until) as ranks:
         ranks[1].process.send_signal(signal.SIGSTOP)
@@ -187,6 +188,7 @@ def test_a_silent_watcher_is_a_silent_rank(until):
         assert ranks[3].find("lost")["rank"] == 3
 
 
+@pytest.mark.slow
 def test_ranks_that_are_suspended_together_take_nobody_for_lost(until):
     """As a scheduler does that gives the machine to another job for a while."""
     with in_processes(3, until, 3.0) as ranks:
@@ -199,6 +201,7 @@ def test_ranks_that_are_suspended_together_take_nobody_for_lost(until):
         assert all(rank.find("lost") is None for rank in ranks)
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_is_not_missed(until):
     with watched(3, until) as ranks:
         ranks[0].line.send({"kind": "left"})
