@@ -94,9 +94,13 @@ def test_all_but_weights_is_copied_as_it_is(transformers: Any, source: Path, tmp
 
 def test_new_weights_by_a_config_take_along_what_belongs_to_a_model(source: Path, tmp_path: Path):
     (source / "notes.txt").write_text("mine")
+    (source.parent / "secret").write_text("of the user")
+    (source / "vocab.txt").symlink_to(source.parent / "secret")
+    (source / "vocab_2.txt").symlink_to(source / "LICENSE")
     folder = exported(source / "config.json", tmp_path / "exported")
     found = {path.name for path in folder.iterdir()}
     assert {"generation_config.json", "tokenizer.json", "spiece.model", "LICENSE"} < found
+    assert "vocab_2.txt" in found and "vocab.txt" not in found
     assert not {"notes.txt", "pytorch_model.bin", ".gitattributes", "runs"} & found
 
 

@@ -64,9 +64,12 @@ def stored_config(source: Any) -> dict[str, Any] | None:
 def files_beside(source: Path) -> dict[str, Path]:
     """Return the files that go with a model, by name: `source` is its folder, or its config.json.
 
-    Neither weights nor config.json are among them, nor hidden files or folders.
+    Neither weights nor config.json are among them, nor hidden files or folders, nor links that lead
+    out of the folder: what they show is not the model's. (Links to the blobs of a cache of the hub
+    stay within it.)
     """
     folder = source if source.is_dir() else source.parent
+    own = (folder.resolve(), folder.resolve().parent.parent / "blobs")
     found = {path.name: path for path in folder.iterdir() if path.is_file()}
     if (folder / _TEMPLATES).is_dir():
         templates = (folder / _TEMPLATES).iterdir()
@@ -75,6 +78,7 @@ def files_beside(source: Path) -> dict[str, Path]:
         name: path
         for name, path in sorted(found.items())
         if name != CONFIG_FILE
+        and any(path.resolve().is_relative_to(place) for place in own)
         and not path.name.startswith(".")
         and not _matches(name, _WEIGHTS)
         and (source.is_dir() or path.parent.name == _TEMPLATES or _matches(name, _OF_A_MODEL))
