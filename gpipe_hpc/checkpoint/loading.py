@@ -94,11 +94,13 @@ def load(
 def _parts(targets: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     """Yield the tensors in groups of about a GiB, so that a rank can say how far it is."""
     part: dict[str, Tensor] = {}
+    room = _PART_BYTES
     for name, tensor in targets.items():
         part[name] = tensor
-        if sum(each.nbytes for each in part.values()) >= _PART_BYTES:
+        room -= tensor.nbytes
+        if room <= 0:
             yield part
-            part = {}
+            part, room = {}, _PART_BYTES
     yield part
 
 
