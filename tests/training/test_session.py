@@ -23,10 +23,13 @@ GIVEN = {
     "train.seed=11": ("seed", 11),
     "train.precision=bfloat16": ("precision", "bfloat16"),
     "pipeline.normalise_over_replicas=true": ("normalise_over_replicas", True),
+    "pipeline.buffers=first": ("buffers", "first"),
     "train.compile=true": ("compile", True),
     "train.fuse_accumulation=true": ("fuse_accumulation", True),
 }
-ELSEWHERE = {"layers", "loss_fn", "example", "device", "timeout_s", "world"}
+# The times are the world's, which is started before.
+TIMES = {"timeout_s", "silence_s", "stall_s"}
+ELSEWHERE = {"layers", "loss_fn", "example", "device", "world", *TIMES}
 
 
 @pytest.fixture(scope="module")
