@@ -9,14 +9,15 @@ STAMP := .venv/.installed
 # One thread a process: two ranks on two cores would only take turns with more.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help .venv train bench test test-slow test-all check format clean
+.PHONY: help .venv train bench test test-slow test-all check docs format clean
 
 help:
 	@echo "make train      train a GPT on Python source through two stages (ARGS='train.steps=50 ...')"
 	@echo "make bench      beside torch's own pipelining, against the figures kept (five minutes)"
 	@echo "make test       the fast tests"
 	@echo "make test-all   those and the slow ones: kills, many processes, the wheel"
-	@echo "make check      formatting, lint, types, fitness of the code"
+	@echo "make check      formatting, lint, types, fitness of the code, links of the documents"
+	@echo "make docs       the documents as a site in build/site"
 	@echo "make .venv      only the environment"
 
 .venv: $(STAMP)
@@ -47,7 +48,12 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses 8 tests/test_fitness.py
+	$(BIN)/mkdocs build --quiet
 	@$(BIN)/python tests/longest.py
+
+docs: $(STAMP)
+	$(BIN)/python -m docs.generate
+	$(BIN)/mkdocs build
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from docs import generate
 from gpipe_hpc.config import Config, compose_config
 from gpipe_hpc.errors import ConfigError
 
@@ -226,10 +227,11 @@ def commands_of(path: Path) -> Iterator[str]:
                 yield command
 
 
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMMANDS = [
-    pytest.param(command, id=f"{name}: {command[:60]}")
-    for name in ("README.md", "CONTRIBUTING.md")
-    for command in commands_of(ROOT / name)
+    pytest.param(command, id=f"{label(path)}: {command[:60]}")
+    for path in DOCUMENTS
+    for command in commands_of(path)
 ]
 
 
@@ -245,7 +247,11 @@ def test_commands_of_the_documents_exist(command):
     for module in (each for each in words if each.startswith("gpipe_hpc.")):
         path = ROOT / module.replace(".", "/")
         assert path.with_suffix(".py").is_file() or path.is_dir(), f"no module {module}"
-        compose_config([each for each in words[words.index(module) + 1 :] if "=" in each])
+        given = words[words.index(module) + 1 :]
+        settings = [each for each in given if "=" in each]
+        if "-m" in given:  # of a sweep the first job
+            settings = [each if "[" in each else each.split(",")[0] for each in settings]
+        compose_config(settings)
 
 
 def test_documents_show_commands():
@@ -253,12 +259,11 @@ def test_documents_show_commands():
     assert sum("gpipe_hpc.train" in param.values[0] for param in COMMANDS) >= 2
 
 
-def test_python_of_the_readme_names_what_exists():
-    """Each name that the README imports from the package is there."""
-    blocks = re.findall(
-        r"^```python\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.S | re.M
-    )
-    assert blocks
+@pytest.mark.parametrize("path", DOCUMENTS, ids=label)
+def test_python_of_the_documents_names_what_exists(path):
+    """Each name that a document imports from the package is there."""
+    blocks = re.findall(r"^```python\n(.*?)^```", path.read_text("utf-8"), re.S | re.M)
+    assert blocks or path.name != "README.md"
     for block in blocks:
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("gpipe_hpc"):
@@ -267,8 +272,15 @@ def test_python_of_the_readme_names_what_exists():
                     assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
 
 
-def test_prose_of_the_readme_is_wrapped():
+def test_generated_pages_are_current():
+    """`make docs` writes them."""
+    for name, page in generate.pages().items():
+        assert (ROOT / "docs" / "reference" / name).read_text("utf-8") == page, name
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=label)
+def test_prose_of_the_documents_is_wrapped(path):
     """Two edits had made lines of 190 columns."""
-    text = re.sub(r"^```.*?^```", "", (ROOT / "README.md").read_text("utf-8"), flags=re.S | re.M)
+    text = re.sub(r"^```.*?^```", "", path.read_text("utf-8"), flags=re.S | re.M)
     prose = [line for line in text.splitlines() if not line.startswith(("|", "<!--"))]
     assert not [line for line in prose if len(line) > 125]
