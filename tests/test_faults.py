@@ -179,7 +179,7 @@ def test_a_loss_that_is_nan_stops_all_and_keeps_the_last_checkpoint(
     assert all(
         tensor.isfinite().all() for tensor in stored_tensors(kept / "step_00000002").values()
     )
-    assert "2 steps done" in train(2, *MINE, env=mine)
+    assert "2 steps done" in train(2, *MINE, "checkpoint.resume=run", env=mine)
 
 
 @pytest.mark.parametrize("kind", ["backward", "forward"])
