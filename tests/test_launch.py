@@ -3,6 +3,8 @@
 import os
 import socket
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -127,3 +129,21 @@ def readable(address):
     if len(raw) == 16 and raw.startswith(bytes(10) + b"\xff\xff"):
         raw = raw[12:]  # an IPv4 address in IPv6 clothes
     return socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, raw)
+
+
+def test_ranks_that_end_as_soon_as_they_have_met_end_well(environ, free_port):
+    """The watching thread was in torch's store as Python went down: half of the ranks aborted."""
+    code = "from gpipe_hpc.comm.start import start_world; start_world(timeout_s=30)"
+    codes = []
+    for _ in range(4):
+        common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", code],
+                env=environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stderr=subprocess.PIPE,
+            )
+            for rank in range(2)
+        ]
+        codes += [rank.communicate(timeout=60) and rank.returncode for rank in ranks]
+    assert codes == [0] * 8

@@ -45,6 +45,9 @@ _REMEDIES: Final = {
 T = TypeVar("T")
 
 
+_THREAD_END_S: Final = 5.0  # for which a process waits as it ends
+
+
 class Board(Protocol):
     """Where the failure of a run stands."""
 
@@ -59,6 +62,9 @@ class Board(Protocol):
 
     def stop(self) -> None:
         """End what watches."""
+
+    def await_end(self) -> None:
+        """Return once what was stopped has ended, or a moment later."""
 
     def forget(self) -> None:
         """Close in a forked process what belongs to its parent."""
@@ -85,6 +91,9 @@ class SoloBoard:
 
     def stop(self) -> None:
         """Do nothing: nothing watches."""
+
+    def await_end(self) -> None:
+        """Return at once: nothing watches."""
 
     def forget(self) -> None:
         """Do nothing: nothing is open."""
@@ -165,6 +174,14 @@ class FailureBoard:
         if not self._stop.is_set():
             self._stop.set()
             self._helper.leave()
+
+    def await_end(self) -> None:
+        """Let the watching thread end, within a moment.
+
+        One that is in torch's store while Python goes down aborts the process.
+        """
+        if self._stop.is_set() and threading.current_thread() is not self._thread:
+            self._thread.join(_THREAD_END_S)
 
     def forget(self) -> None:
         """Close in a forked process what belongs to its parent."""

@@ -158,6 +158,7 @@ class ProcessWorld:
         self._release = weakref.finalize(self, _release, self._board, unasked)
         self._release.atexit = False
         # Runs before the default group is left, which was there first.
+        atexit.register(_await_end, weakref.ref(self._board))
         atexit.register(self._release)
         # What Python's multiprocessing starts ends without atexit.
         multiprocessing.util.Finalize(self, self._release, exitpriority=1)
@@ -349,6 +350,13 @@ def _number_of_world(keys: Store, rank: int) -> bytes:
     if rank == 0:
         keys.set("number", secrets.token_hex(32))
     return keys.get("number")
+
+
+def _await_end(board: weakref.ref[Board]) -> None:
+    """At exit, after the board was told to stop: its thread holds it until it has ended."""
+    stopped = board()
+    if stopped is not None:
+        stopped.await_end()
 
 
 def _break_groups(world: ProcessWorld | None) -> None:
