@@ -50,7 +50,7 @@ class Before(NamedTuple):
     moved: frozenset[Place] = frozenset()
 
 
-_NOTHING: Final = Before((), ())
+NO_BUFFERS: Final = Before((), ())
 
 
 class Lasting:
@@ -117,13 +117,18 @@ class LayerBuffers:
         self._last_step: int | None = None  # in which it ran
         self._at_hand: dict[Place, torch.Tensor] = {}
 
+    @property
+    def exist(self) -> bool:
+        """Say whether there are any buffers."""
+        return any(self._homes)
+
     def begin(self, *, returns: bool) -> Before:
         """Note the buffers ahead of a forward of training; copies stand in for those that move.
 
         `returns`: an R will ask for what is noted.
         """
         if not any(self._homes):
-            return _NOTHING
+            return NO_BUFFERS
         homes = tuple(map(dict, self._homes))
         if self._lasting.num_steps == 0:
             large = (each for each in self._found() if not self._copies(each))
@@ -142,7 +147,7 @@ class LayerBuffers:
 
     def matters(self, before: Before) -> bool:
         """Say whether there is anything for `again` to do."""
-        return before is not _NOTHING or any(self._homes)
+        return before is not NO_BUFFERS or any(self._homes)
 
     @contextmanager
     def again(self, before: Before) -> Iterator[None]:

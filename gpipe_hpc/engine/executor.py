@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -320,9 +321,16 @@ class Executor:
         keyed = self._stages[self._schedule.num_stages - 1].keyed
         state, passage = self._state_of_loss(feed.loss_fn, keyed), part.passage
         alone = keyed.alone([state.draws], passage.start(self._num_layers))
-        passage.begin(state)
+        number = feed.keys(microbatch)(self._num_layers)
+        is_idle = microbatch != 0 and not passage.looks and state.is_idle
+        if not is_idle:
+            passage.begin(state)
         with alone as drawing, reporting(Reports()) as reports:
-            seeded = state.seed(drawing, feed.keys(microbatch)(self._num_layers), checks=True)
+            if is_idle:
+                drawing.seed_torchs(number)
+                seeded: AbstractContextManager[object] = nullcontext()
+            else:
+                seeded = state.seed(drawing, number, checks=microbatch == 0)
             try:
                 with seeded:
                     term = loss_term(feed.loss_fn, output, target, num_samples)
@@ -330,7 +338,8 @@ class Executor:
             except Exception as error:
                 passage.fail(error)
                 raise
-            passage.end(state, term.total, state.end(drawing))
+            if not is_idle:
+                passage.end(state, term.total, state.end(drawing))
         passage.close([state], drawing, keyed)
         if not again:
             self._outcome.losses[microbatch] = term.without_graph()

@@ -50,6 +50,13 @@ class Draws:
         self.torch = self.python = self.numpy = False
         self.own: tuple[OwnGenerator, ...] = ()
 
+    @property
+    def are_none(self) -> bool:
+        """Say whether the layer is known to draw from nothing."""
+        if not self.is_known or self.is_suspected or self.own:
+            return False
+        return not (self.torch or self.python or self.numpy)
+
 
 class _Watch(TorchDispatchMode):
     """Look for functions of torch that draw from its default generators, on this thread.
@@ -185,11 +192,15 @@ class Drawing:
         # Not once a step: ranks that are threads would save one another's seeds.
         self._states = [generator.get_state() for generator in keyed.generators]
         self._before, keyed._current = keyed._current, self
-        if any(draws.torch for draws in self._draws):
+        draws_torchs = is_process_wide = False
+        for draws in self._draws:
+            draws_torchs |= draws.torch
+            is_process_wide |= draws.python or draws.numpy or not draws.is_known
+        if draws_torchs:
             state = _bytes(self._states)
             keyed.was_disturbed |= keyed._left is not None and keyed._left != state
             keyed._left = state
-        if self._start is not None or any(_process_wide(draws) for draws in self._draws):
+        if self._start is not None or is_process_wide:
             self._process = ProcessStates.now()
             if keyed._marks is not None and any(ProcessMarks.now().differ(keyed._marks)):
                 keyed.tell_of_others()
@@ -226,6 +237,11 @@ class Drawing:
         self._keyed._set(inside.torchs)
         if inside.process is not None:
             inside.process.restore()
+
+    def seed_torchs(self, key: int) -> None:
+        """Seed for the run of a layer that draws nothing, as far as is known."""
+        for generator in self._keyed.generators:
+            generator.manual_seed(key)
 
     def seed(
         self, draws: Draws, key: int, *, checks: bool = False
@@ -307,10 +323,6 @@ class _Inside(NamedTuple):
 
     torchs: list[torch.Tensor]
     process: ProcessStates | None
-
-
-def _process_wide(draws: Draws) -> bool:
-    return draws.python or draws.numpy or not draws.is_known
 
 
 def _bytes(states: Sequence[torch.Tensor]) -> bytes:

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple, Protocol
 from torch import nn
 
 from gpipe_hpc.comm.nests import Nest
-from gpipe_hpc.engine.buffers import Before, Found, Home, Lasting, LayerBuffers
+from gpipe_hpc.engine.buffers import NO_BUFFERS, Before, Found, Home, Lasting, LayerBuffers
 from gpipe_hpc.engine.keyed import Drawing, Drawn, Draws, Keyed
 from gpipe_hpc.engine.sketch import Sketch, difference, sketch_of
 from gpipe_hpc.engine.sources import ProcessMarks, own_generators
@@ -45,6 +45,11 @@ class LayerState:
     def draws(self) -> Draws:
         """Return what it draws from in the mode that it is in."""
         return self._draws[self._layer.training]
+
+    @property
+    def is_idle(self) -> bool:
+        """Say whether it has no buffers and draws nothing, as far as is known."""
+        return not self.buffers.exist and self._draws[self._layer.training].are_none
 
     def seed(self, drawing: Drawing, key: int, *, checks: bool) -> AbstractContextManager[object]:
         """Seed the generators for a run of the layer; return the block to run it in.
@@ -88,8 +93,18 @@ class Trace(NamedTuple):
     output: Sketch | None
 
 
+_NO_TRACE: Final = Trace(NO_BUFFERS, Drawn(), None)  # of a layer that was idle
+
+
 class Passage(Protocol):
-    """What goes with the runs of the layers of a segment, or of the loss, on one micro-batch."""
+    """What goes with the runs of the layers of a segment, or of the loss, on one micro-batch.
+
+    `looks`: also at layers that have no state, as far as is known.
+    """
+
+    @property
+    def looks(self) -> bool:
+        """Say whether it looks at every layer."""
 
     def start(self, first: int) -> ProcessMarks | None:
         """Return where a run from layer `first` on starts Python's and NumPy's generators.
@@ -113,6 +128,8 @@ class Passage(Protocol):
 class Evaluation:
     """Let layers change what they like, as in plain torch."""
 
+    looks = False
+
     def start(self, first: int) -> ProcessMarks | None:
         """Let each layer have its own key."""
         return None
@@ -135,6 +152,8 @@ EVALUATION: Final = Evaluation()
 
 class Forward:
     """A forward of training, after which no R comes."""
+
+    looks = False
 
     def __init__(self) -> None:
         self._before: Before | None = None
@@ -174,7 +193,7 @@ class Returning:
     """A forward that an R will run again. `tries`: outputs are to be compared then."""
 
     def __init__(self, *, tries: bool) -> None:
-        self._tries = tries
+        self._tries = self.looks = tries
         self._before: Before | None = None
         self.traces: dict[int, Trace] = {}
         self.starts: dict[int, ProcessMarks] = {}
@@ -210,6 +229,7 @@ class Again:
 
     def __init__(self, forward: Returning) -> None:
         self._traces: Mapping[int, Trace] = forward.traces
+        self.looks = forward.looks
         self._starts = forward.starts
         self._block = ExitStack()
         self._differs = False
@@ -220,14 +240,14 @@ class Again:
 
     def begin(self, state: LayerState) -> None:
         """Put the buffers as the forward found them."""
-        before = self._traces[state.index].before
+        before = self._traces.get(state.index, _NO_TRACE).before
         if state.buffers.matters(before):
             self._block.enter_context(state.buffers.again(before))
 
     def end(self, state: LayerState, output: Nest, drawn: Drawn) -> None:
         """Put the present buffers back, and compare the runs."""
         self._block.close()
-        trace = self._traces[state.index]
+        trace = self._traces.get(state.index, _NO_TRACE)
         apart = 0.0
         if trace.output is not None and not self._differs:
             apart = difference(trace.output, sketch_of(output))

@@ -1,7 +1,7 @@
 """Layers of a stage that are run, and recomputed, together."""
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
@@ -18,6 +18,7 @@ from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import Reports, SkipNames, reporting, run_layer
 
 _NOTHING: Final = nullcontext()
+_EVERY: Final = 4
 
 
 def _alone(number: torch.Tensor | float) -> torch.Tensor | float:
@@ -83,18 +84,25 @@ class Segment:
         versions = [tensor._version for tensor in watched]
         noted: list[Noted] = []
         splits = _NOTHING if deferred is None else DeferWeights(deferred)
-        states = list(self.states.values())
+        states, looks = list(self.states.values()), passage.looks
         draws = [each.draws for each in states]
-        # One layer a run is looked at anew: it may have begun to draw from torch's generator.
-        self._turns = turn = (self._turns + 1) % len(states) if states else 0
+        # Now and then one layer is looked at anew: it may have begun to draw from torch's.
+        self._turns += 1
+        turn = self._turns // _EVERY % len(states) if states and not self._turns % _EVERY else -1
         alone = self._keyed.alone(draws, passage.start(self._indices[0]) if states else None)
         with alone as drawing, reporting(Reports()) as reports, splits:
             for place, (index, layer) in enumerate(self.layers.items()):
                 own = states[place]
                 call = self._calls.get(index, layer)
                 names = self._names[index]
-                passage.begin(own)
-                seeded = own.seed(drawing, key(index), checks=place == turn)
+                # What has no state, and is not looked at in this run, costs its seed alone.
+                is_idle = place != turn and not looks and own.is_idle
+                if is_idle:
+                    drawing.seed_torchs(key(index))
+                    seeded: AbstractContextManager[object] = _NOTHING
+                else:
+                    passage.begin(own)
+                    seeded = own.seed(drawing, key(index), checks=place == turn)
                 try:
                     with seeded:
                         nest = run_layer(call, names, nest, stashed, self._places[index])
@@ -102,7 +110,8 @@ class Segment:
                     passage.fail(error)
                     error.add_note(f"layers.{index} ({type(layer).__name__})")
                     raise
-                passage.end(own, nest, own.end(drawing))
+                if not is_idle:
+                    passage.end(own, nest, own.end(drawing))
                 if reports:
                     noted.append(Noted(index, reports.take()))
         passage.close(states, drawing, self._keyed)
