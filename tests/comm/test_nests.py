@@ -66,13 +66,16 @@ def test_tensors_in_leaf_order_and_mapped():
 
 def test_a_walk_leaves_no_circle_of_references():
     """torch's own walk leaves one a call; a thousand steps without collection then grow."""
-    gc.collect()
+    found = []
     gc.disable()
     try:
-        for _ in range(10):
-            leaves, tree = flatten({"a": (T, [T]), "b": None})
-            unflatten(leaves, tree)
-        del leaves, tree
-        assert gc.collect() == 0
+        for _ in range(5):  # other tests' threads may leave something meanwhile
+            gc.collect()
+            for _ in range(10):
+                leaves, tree = flatten({"a": (T, [T]), "b": None})
+                unflatten(leaves, tree)
+            del leaves, tree
+            found.append(gc.collect())
+        assert min(found) == 0
     finally:
         gc.enable()

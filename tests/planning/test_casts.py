@@ -32,16 +32,23 @@ class Living(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.made: list[tuple[StorageWeakRef, int]] = []
-        self.seen: set[int] = set()
+        # By address, which is not given to another while the reference is there.
+        self.seen: dict[int, StorageWeakRef] = {}
+
+    def see(self, tensor: Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        is_new = storage._cdata not in self.seen
+        if is_new:
+            self.seen[storage._cdata] = StorageWeakRef(storage)
+        return is_new
 
     def note(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self.seen:
-            self.seen.add(storage._cdata)  # not freed while the reference is there
-            self.made.append((StorageWeakRef(storage), storage.nbytes()))
+        if self.see(tensor):
+            storage = tensor.untyped_storage()
+            self.made.append((self.seen[storage._cdata], storage.nbytes()))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        tree_map_only(Tensor, lambda t: self.seen.add(t.untyped_storage()._cdata), args)
+        tree_map_only(Tensor, self.see, args)
         result = func(*args, **(kwargs or {}))
         tree_map_only(Tensor, self.note, result)
         return result
