@@ -109,6 +109,7 @@ class Keyed:
         self.generators = generators_of(device)
         self.was_disturbed = False  # whether others draw from torch's generators amid our steps
         self._current: Drawing | None = None  # the block that we are in
+        self._backward: list[torch.Tensor] | None = None  # torch's states ahead of the one we run
         self._has_told = False
         self._num_searches = 0  # for layers that have begun to draw
         self._left: bytes | None = None  # torch's state as the last run of the step left it
@@ -133,17 +134,41 @@ class Keyed:
 
         Elsewhere it changes nothing.
         """
-        current = self._current
-        if current is None:
+        current, before = self._current, self._backward
+        if current is not None:
+            inside = current.go_outside()
+        elif before is not None:
+            inside = _Inside([generator.get_state() for generator in self.generators], None)
+            self._set(before)
+        else:
             yield
             return
-        inside = current.go_outside()
         GENERATOR_LOCK.release()
         try:
             yield
         finally:
             GENERATOR_LOCK.acquire()
-            current.come_back(inside)
+            self._set(inside.torchs)
+            if inside.process is not None:
+                inside.process.restore()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Keep ranks that are threads of this process apart from a backward within the block.
+
+        `torch.utils.checkpoint` within a layer seeds the process's generators there and runs the
+        layer's forward again. On a device such a backward runs on a thread of torch's own, which
+        could not let go: there the lock is not taken.
+        """
+        if len(self.generators) > 1:
+            yield
+            return
+        with GENERATOR_LOCK:
+            self._backward = [generator.get_state() for generator in self.generators]
+            try:
+                yield
+            finally:
+                self._backward = None
 
     def tell_of_others(self) -> None:
         """Warn, once, that others draw from Python's or NumPy's generator."""
@@ -231,12 +256,6 @@ class Drawing:
         if self._process is not None:
             self._process.restore()
         return _Inside(torchs, process)
-
-    def come_back(self, inside: "_Inside") -> None:
-        """Put them as they were before `go_outside`."""
-        self._keyed._set(inside.torchs)
-        if inside.process is not None:
-            inside.process.restore()
 
     def seed_torchs(self, key: int) -> None:
         """Seed for the run of a layer that draws nothing, as far as is known."""

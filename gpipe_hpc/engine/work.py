@@ -262,7 +262,8 @@ class StageWork:
             if edges:
                 states = segment.segment.states.values()
                 moving = [(each, each.buffers.moving()) for each in states]
-                accumulate_gradients(edges, given)
+                with self.stage.keyed.backward():
+                    accumulate_gradients(edges, given)
                 self.stage.gradients.own()
                 for each, buffers in moving:
                     each.tell_of_backward(buffers)

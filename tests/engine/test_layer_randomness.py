@@ -6,13 +6,15 @@ The plain loop derives the keys itself, from the formula in the docstring of mod
 import copy
 import random
 import threading
+import time
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from gpipe_hpc import Pipeline, run_on_threads
+from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.errors import ActionError
 from gpipe_hpc.planning.costs import measure_layers
 
@@ -397,3 +399,48 @@ def test_layers_that_insist_on_being_compiled_are_watched_too(backend):
     disturbed(Compiled(()))
     with pytest.raises(ActionError, match=r"layers\.1 \(Compiled\): drew other random numbers"):
         disturbed(Compiled({3 * MICROBATCHES}))
+
+
+class Checkpointed(nn.Module):
+    """Dropout within the layer's own checkpoint, whose backward seeds the process's generators."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x):
+        return checkpoint(self.dropped, x, use_reentrant=False)
+
+    def dropped(self, x):
+        kept = nn.functional.dropout(self.linear(x), 0.5, training=self.training)
+        time.sleep(0.002)  # amid it other ranks would have time to draw
+        return kept * (1 + torch.rand_like(kept))
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_a_layers_own_checkpoint_leaves_ranks_on_other_threads_alone(recompute):
+    """A checkpoint in a layer changed masks of ranks that are threads of the same process."""
+
+    def trained(world, replicas):
+        pipe = Pipeline(
+            [LayerSpec(Checkpointed) for _ in range(4)],
+            nn.functional.mse_loss,
+            replicas=replicas,
+            microbatches=8 // replicas,
+            schedule="one_f_one_b",
+            recompute=recompute,
+            world=world,
+        )
+        x = torch.linspace(-1, 1, 16 * WIDTH, dtype=torch.float64).view(16, WIDTH)
+        own, found = pipe.share(len(x)), {}
+        for _ in range(STEPS):
+            pipe.step(x[own], x[own])
+            for name, parameter in pipe.named_parameters():
+                found.setdefault(name, []).append(parameter.grad.clone())
+        return found
+
+    alone = run_on_threads(1, lambda world: trained(world, 1))[0]
+    for found in run_on_threads(4, lambda world: trained(world, 2)):
+        for name, gradients in found.items():
+            for given, expected in zip(gradients, alone[name], strict=True):
+                torch.testing.assert_close(given, expected, msg=name)
