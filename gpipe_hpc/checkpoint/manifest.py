@@ -16,7 +16,6 @@ from typing import Any, Final
 import torch
 
 from gpipe_hpc import __version__
-from gpipe_hpc.checkpoint.blocks import BLOCK_BYTES
 
 MANIFEST: Final = "gpipe_hpc.json"
 FORMAT: Final = 2
@@ -88,9 +87,3 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-
-
-def file_entry(num_bytes: int, digests: list[str]) -> dict[str, Any]:
-    """Return what the manifest says of a file; blocks are of BLOCK_BYTES."""
-    assert len(digests) == -(-num_bytes // BLOCK_BYTES), f"{num_bytes} bytes, {len(digests)} blocks"
-    return {"bytes": num_bytes, "sha256": digests}

@@ -1,7 +1,10 @@
 """Work of some ranks that takes longer than any wait between ranks may."""
 
+import logging
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
@@ -11,7 +14,11 @@ from gpipe_hpc.comm.world import World, together
 
 T = TypeVar("T")
 
+log = logging.getLogger("gpipe_hpc.comm")
+
 _MEET_EVERY_S: Final = 1.0
+_SAY_AFTER_S: Final = 60.0
+_NUM_FRAMES: Final = 4
 
 
 def patiently(world: World, where: str, work: Callable[[], T] | None) -> T | None:
@@ -19,9 +26,11 @@ def patiently(world: World, where: str, work: Callable[[], T] | None) -> T | Non
 
     Every rank calls it. The work is done by a thread of its own, and the ranks meet once a second
     until all are done: so none waits for long in one collective, which a time-out would end, and
-    the failure of one is heard of by all. What `work` raises is raised on its rank.
+    the failure of one is heard of by all. What `work` raises is raised on its rank. Work that takes
+    long says where it is after a minute, and then each time after twice as long: a file system
+    that does not answer raises nothing.
     """
-    began_s = time.monotonic()
+    began_s, say_s = time.monotonic(), _SAY_AFTER_S
     with together(world, where):
         done = None if work is None else _Work(work)
         while True:
@@ -29,7 +38,14 @@ def patiently(world: World, where: str, work: Callable[[], T] | None) -> T | Non
                 done.wait(_MEET_EVERY_S)
             num_left = torch.tensor([0 if done is None or done.is_over else 1])
             world.everybody.all_reduce(num_left)
-            world.activity = f"{where} for {time.monotonic() - began_s:.0f} s"
+            spent_s = time.monotonic() - began_s
+            world.activity = f"{where} for {spent_s:.0f} s"
+            if done is not None and spent_s > say_s and not done.is_over:
+                log.warning(
+                    "rank %d: %s takes long, %.0f s so far; it is now in\n%s",
+                    *(world.rank, where, spent_s, done.stack()),
+                )
+                say_s *= 2
             if not num_left.item():
                 return None if done is None else done.result()
 
@@ -42,7 +58,8 @@ class _Work(Generic[T]):
         self._found: list[T] = []
         self._error: BaseException | None = None
         name = f"{threading.current_thread().name} at work"
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
     @property
     def is_over(self) -> bool:
@@ -53,6 +70,11 @@ class _Work(Generic[T]):
 
     def wait(self, timeout_s: float) -> None:
         self._over.wait(timeout_s)
+
+    def stack(self) -> str:
+        """Return the calls that the work is in, the innermost last."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "".join(traceback.format_stack(frame)[-_NUM_FRAMES:]) if frame else "(it has ended)"
 
     def result(self) -> T:
         return self._found[0]

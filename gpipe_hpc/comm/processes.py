@@ -137,7 +137,7 @@ class ProcessWorld:
         keys = _private_keys(self.rank)
         self.secret = secret_for_all(job_secret, _number_of_world(keys, self.rank))
         timeout_s = checked_timeout(timeout_s, "timeout_s")
-        self._display = Display()
+        self._display = Display() if self.size > 1 else None  # else nobody looks
         self._pulse = Pulse(timeout_s, watchfulness.stall_s, self._display)
         self._timeout = timedelta(seconds=timeout_s)
         uses_nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config())
@@ -179,6 +179,7 @@ class ProcessWorld:
     def _open_board(self, keys: Store, watchfulness: Watchfulness) -> Board:
         if self.size == 1:
             return SoloBoard(self.rank)
+        assert self._display is not None, "several ranks watch one another"
         # Not by way of `self`: the watching thread must not keep the world alive.
         this = weakref.ref(self)
         return FailureBoard(

@@ -5,6 +5,7 @@ So a run knows its own checkpoints from others of the same form, and touches no 
 
 import json
 import os
+import re
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,9 @@ from typing import Any, Final, NamedTuple
 RUN_FILE: Final = "run.json"
 UNRECORDED: Final = "unrecorded"
 """The name of a run that nobody will go on with, in a folder that goes when it ends."""
+
+
+_ID: Final = re.compile(r"[0-9a-f]{32}")
 
 
 class Run(NamedTuple):
@@ -26,12 +30,16 @@ class Run(NamedTuple):
 
 
 def read_run(run_folder: Path) -> dict[str, Any]:
-    """Return what `run.json` says; empty where there is none, or none that can be read."""
+    """Return what `run.json` says; empty where there is none, or none that can be read.
+
+    A name is what we make: folders are named by it, and removed, so it must not lead elsewhere.
+    """
     try:
         told = json.loads((run_folder / RUN_FILE).read_text("utf-8"))
     except (OSError, ValueError):
         return {}
-    return told if isinstance(told, dict) and isinstance(told.get("id"), str) else {}
+    name = told.get("id") if isinstance(told, dict) else None
+    return told if isinstance(name, str) and _ID.fullmatch(name) else {}
 
 
 def run_id(run_folder: Path) -> str | None:

@@ -71,3 +71,24 @@ def test_work_is_done_beside_the_rank():
         2, lambda world: patiently(world, "x", lambda: threading.current_thread().name)
     )
     assert names == ["rank0 at work", "rank1 at work"]
+
+
+def test_work_that_hangs_is_named_with_where_it_is(monkeypatch, caplog):
+    """A dead file server held up all for ever: each second looked like progress."""
+    monkeypatch.setattr(patience, "_SAY_AFTER_S", 0.1)
+    is_said = threading.Event()
+
+    def hang_on_a_disk():
+        assert is_said.wait(60)
+
+    def body(world):
+        return patiently(world, "opening", hang_on_a_disk if world.rank == 1 else None)
+
+    def see(record):
+        is_said.set()
+        return True
+
+    caplog.handler.addFilter(see)
+    run_on_threads(2, body)
+    assert "rank 1: opening takes long" in caplog.text and "hang_on_a_disk" in caplog.text
+    assert "rank 0: opening" not in caplog.text

@@ -57,6 +57,22 @@ def test_a_dropped_pipeline_leaves_nothing_open(processes, tmp_path, until, shar
     assert processes(2, body, tmp_path) == [True, True]
 
 
+def test_a_group_of_one_leaves_no_file_open(processes, tmp_path, until):
+    """Each left the file open in which it showed its actions to nobody."""
+
+    def body(rank):
+        build().step(INPUTS, TARGETS)
+        gc.collect()
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            build().step(INPUTS, TARGETS)
+        gc.collect()
+        until(lambda: len(os.listdir("/proc/self/fd")) <= before, 20, "its files are closed")
+        return True
+
+    assert processes(1, body, tmp_path) == [True]
+
+
 def test_a_training_run_has_the_groups_of_its_pipeline(processes, tmp_path):
     """The trainer formed two more of all ranks, each three threads that wake up all the time."""
     settings = ("train.steps=1", "train.validate_every=0", "pipeline.partition=parameters")

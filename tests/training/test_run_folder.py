@@ -16,7 +16,7 @@ from gpipe_hpc.training.run_folder import (
     default_run_folder,
     find_restart,
 )
-from gpipe_hpc.training.run_identity import run_id, write_run
+from gpipe_hpc.training.run_identity import RUN_FILE, run_id, write_run
 
 
 @pytest.fixture
@@ -151,6 +151,17 @@ def test_a_checkpoint_that_cannot_be_removed_is_told(save, tmp_path, caplog):
     Checkpoints(tmp_path, keep=1).prune()
     assert "expected to remove it" in caplog.text
     assert names(tmp_path) == ["step_00000010", "step_00000010.partial", "step_00000020"]
+
+
+def test_a_name_that_leads_elsewhere_is_no_name(tmp_path):
+    """Copies in memory lie in a folder of the run's name, which is removed at the end: run.json of
+    a stranger's folder could have named any folder of the user."""
+    for name in ("../../home", "/home", "", "0" * 31, 7):
+        (tmp_path / RUN_FILE).write_text(json.dumps({"id": name}))
+        assert run_id(tmp_path) is None
+    assert run_id(tmp_path) is None
+    given = write_run(tmp_path, {})
+    assert run_id(tmp_path) == given
 
 
 def test_steps_of_one_allocation_have_folders_of_their_own():

@@ -36,7 +36,7 @@ class Display:
         self._memory = mmap.mmap(self.descriptor, _SIZE)
         self._lock = threading.Lock()
         self._phase_bytes = 0
-        # By identity: the same objects come again in every step.
+        # By identity: the same actions come again in every step. Texts are made anew.
         self._texts: dict[int, tuple[object, bytes]] = {}
 
     def show_phase(self, count: int, phase: object) -> None:
@@ -48,12 +48,15 @@ class Display:
 
     def show_action(self, count: int, action: object) -> None:
         """Show an action within the phase."""
+        text = _encoded(action) if isinstance(action, str) else self._text_of(action)
+        self._memory[_ACTION : _ACTION + len(text)] = text
+        _HEADER.pack_into(self._memory, 0, count, self._phase_bytes, len(text))
+
+    def _text_of(self, action: object) -> bytes:
         known = self._texts.get(id(action))
         if known is None or known[0] is not action:
             known = self._texts[id(action)] = (action, _encoded(action))
-        text = known[1]
-        self._memory[_ACTION : _ACTION + len(text)] = text
-        _HEADER.pack_into(self._memory, 0, count, self._phase_bytes, len(text))
+        return known[1]
 
     def close(self) -> None:
         """Give the memory back; what is shown later is shown to nobody."""

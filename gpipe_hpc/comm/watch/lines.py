@@ -9,6 +9,8 @@ from typing import Any, Final
 Message = dict[str, Any]
 
 MAX_LINE: Final = 1 << 16
+MAX_TEXT: Final = 8000
+"""Characters of one text; as JSON a character takes up to 12 bytes."""
 _MAX_UNSENT: Final = 1 << 20
 _READ: Final = 1 << 16
 
@@ -33,10 +35,12 @@ class Line:
         return bool(self._unsent)
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message, or keep it until `flush`."""
+        """Send a message, or keep it until `flush`; of a text no more than MAX_TEXT goes."""
         if not self.is_open:
             return
-        self._unsent += json.dumps(message).encode() + b"\n"
+        # The other end would take a longer line for nonsense, and hang up.
+        words = {name: _shortened(value) for name, value in message.items()}
+        self._unsent += json.dumps(words).encode() + b"\n"
         self.flush()
         if len(self._unsent) > _MAX_UNSENT:
             self.close()  # the other end has not read for long
@@ -101,3 +105,9 @@ class Line:
     def _end(self) -> None:
         self.is_open = False
         self._connection.close()
+
+
+def _shortened(value: Any) -> Any:
+    if not isinstance(value, str) or len(value) <= MAX_TEXT:
+        return value
+    return f"{value[:MAX_TEXT]} ... ({len(value) - MAX_TEXT} more characters)"

@@ -53,8 +53,8 @@ def in_order(tasks: Sequence[Task]) -> Iterator[Part]:
             yield part
         return
     crew = _Crew(tasks, progress)
-    crew.start(num_processes)
     try:
+        crew.start(num_processes)
         for number, task in enumerate(tasks):
             part = crew.take(number)
             if "error" in part.facts:

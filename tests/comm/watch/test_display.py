@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tracemalloc
 
 from gpipe_hpc.comm.watch.display import Display, View
 from gpipe_hpc.comm.watch.pulse import Idle, Phase, Pulse
@@ -38,6 +39,23 @@ def test_the_last_action_of_a_dead_process_can_be_read():
     os.waitpid(pid, 0)
     shown = view.read()
     assert shown is not None and shown.text == "2B3"
+
+
+def test_texts_of_steps_are_not_kept():
+    """Each step's "reading ... of step N" stayed in memory, as its text is another object."""
+    display = Display()
+    pulse = Pulse(600.0, None, display)
+    pulse.note(Phase("reading"))
+    for step in range(1000):
+        pulse.note(f"reading training samples of step {step} ")
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    for step in range(10_000):
+        pulse.note(f"reading training samples of step {step}")
+    kept_bytes = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    display.close()
+    assert kept_bytes < 100_000, kept_bytes
 
 
 def test_what_is_not_there_shows_nothing():

@@ -97,3 +97,18 @@ def test_a_worker_loads_no_torch():
     """It would take seconds and hundreds of megabytes for each."""
     code = "import gpipe_hpc.training.indexing.worker, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([crew.sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_process_that_cannot_be_started_ends_those_before_it(tasks, processes, monkeypatch):
+    """They went on indexing for nobody, beside the next attempt."""
+    start = crew.subprocess.Popen
+
+    def start_one(*arguments, **keywords):
+        if processes:
+            raise BlockingIOError(11, "no more processes")
+        return start(*arguments, **keywords)
+
+    monkeypatch.setattr(crew.subprocess, "Popen", start_one)
+    with pytest.raises(BlockingIOError):
+        list(in_order(tasks))
+    assert len(processes) == 1 and processes[0].poll() is not None
