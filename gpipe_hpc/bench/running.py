@@ -15,6 +15,7 @@ from gpipe_hpc.bench.figures import Measured
 from gpipe_hpc.bench.sweep import Point
 
 _POINT: Final = "gpipe_hpc.bench.point"
+_GRACE_S: Final = 45.0  # torchrun itself waits 30 s for its ranks before it ends them by force
 
 
 def measure(point: Point, words: Sequence[str], limit_s: float) -> Measured:
@@ -56,7 +57,10 @@ def _named(settings: Sequence[str]) -> set[str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End whatever is left of a point, its session with it."""
+    """End whatever is left of a point; torchrun ends its ranks, whose sessions are their own."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_GRACE_S)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

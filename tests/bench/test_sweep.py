@@ -1,6 +1,8 @@
 """A sweep's points, its table and plot; no test measures time."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +50,23 @@ def test_a_plot_needs_something_that_varies(tmp_path):
     more = [one, Measured(POINT._replace(ranks=4), (0.5,))]
     assert draw([*more, Measured(POINT._replace(backend="mpi"), (2.0,))], tmp_path / "two.svg")
     assert (tmp_path / "two.svg").read_text().count("<use") >= 3  # a mark for each point
+
+
+@pytest.mark.slow
+def test_a_point_that_takes_too_long_leaves_no_ranks_behind(tiny, tmp_path, monkeypatch):
+    """torchrun was killed; its ranks trained on beside the points that came next."""
+    (tmp_path / "mine.py").write_text(
+        "import os, pathlib, time\n"
+        "def build(**_):\n"
+        f"    pathlib.Path({str(tmp_path)!r}, str(os.getpid())).touch()\n"
+        "    time.sleep(3600)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    words = [*tiny, "model._target_=mine.build"]
+    assert "took longer" in measure(Point(2, 1, 8, 2, "auto"), words, 40).failed
+    ranks = [path for path in tmp_path.iterdir() if path.name.isdecimal()]
+    assert ranks, "none has begun: nothing is shown"
+    assert not any(Path("/proc", path.name).exists() for path in ranks)
 
 
 @pytest.mark.slow
