@@ -104,7 +104,8 @@ class RunLock:
         if self._thread.is_alive():
             self._thread.join()
         with contextlib.suppress(OSError):
-            if self._new_owner() is None:
+            owner = _read(self._path)
+            if owner is not None and owner.token == self.owner.token:
                 self._path.unlink(missing_ok=True)
 
     def __enter__(self) -> "RunLock":

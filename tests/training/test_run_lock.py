@@ -180,3 +180,11 @@ def test_of_many_that_take_over_at_once_one_wins(tmp_path, dead_pid, heirs):
         won[0].check(looks=True)
         won[0].give_back()
         assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_that_cannot_be_read_is_not_removed(tmp_path):
+    """It may be another's, half written: who gave back its own took that away."""
+    lock = RunLock.take(tmp_path)
+    (tmp_path / LOCK_FILE).write_text("{")
+    lock.give_back()
+    assert (tmp_path / LOCK_FILE).exists()
