@@ -86,7 +86,10 @@ def _master(parameter: nn.Parameter, kept: Tensor | None) -> Tensor:
     if kept is None:
         return wide
     is_same = kept.to(parameter.dtype) == parameter
-    return kept if bool(is_same.all()) else torch.where(is_same, kept, wide)
+    # Only where nobody waits for a device to say it.
+    if is_same.device.type == "cpu" and bool(is_same.all()):
+        return kept
+    return torch.where(is_same, kept, wide)
 
 
 def _cast_states(state: dict[str, Any], old: torch.dtype, new: torch.dtype) -> None:
