@@ -281,15 +281,19 @@ class Watcher:
             self._warn(warning, f"silent {self._rank}")
 
     def _end_rank(self) -> None:
-        """End a rank that does not end by itself though the run has failed."""
+        """End a rank that does not end by itself though the run has failed.
+
+        One that is stopped too: it holds the run's lock, and its launcher waits for it.
+        """
         assert self._failed_s is not None, "no failure"
         told = self._told
-        if told.stopped_s is not None or not told.ends or self._now_s < self._failed_s + _KILL_S:
+        if not told.ends or self._now_s < self._failed_s + _KILL_S:
             return
+        how = "stopped by a signal" if told.stopped_s is not None else "stuck"
         with contextlib.suppress(OSError):
             text = (
                 f"gpipe_hpc: rank {self._rank}: expected to end within {_KILL_S:.0f} s of the "
-                f"failure, got stuck in {told.text}; its watcher ends it now\n"
+                f"failure, got {how} in {told.text}; its watcher ends it now\n"
             )
             os.write(2, text.encode())
         self._own.send(signal.SIGKILL)
