@@ -265,9 +265,7 @@ def test_a_rank_that_does_not_end_after_a_failure_is_ended(until, monkeypatch):
         time.sleep(0.5)
         ranks[0].line.send({"kind": "failure", "report": "rank 0: something"})
         assert ranks[0].process.wait(5) == -signal.SIGKILL
-        time.sleep(1.5)
-        assert ranks[1].process.poll() is None, "somebody has stopped it to look at it"
-        ranks[1].process.send_signal(signal.SIGCONT)
+        # One that is stopped too: torchrun waited 30 s for it, and its lock stayed.
         assert ranks[1].process.wait(5) == -signal.SIGKILL
 
 
