@@ -301,7 +301,9 @@ class _Loop:
             )
 
         if self._stalls_s:
-            log.info("keeping the state held up the run for %.3f s in all", sum(self._stalls_s))
+            log.info(
+                "checkpoints and copies held the run up for %.3f s in all", sum(self._stalls_s)
+            )
         tally = self._session.tally
         if tally.count and self._leads:
             log.warning("%d corrupt samples were found and passed over", tally.count)

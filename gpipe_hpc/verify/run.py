@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from gpipe_hpc.checkpoint.memory import free_bytes
 from gpipe_hpc.comm.group import broadcast_object
 from gpipe_hpc.comm.launcher import detect_launch
 from gpipe_hpc.comm.nests import Nest, map_tensors
@@ -91,24 +92,15 @@ def _check_room(config: Config) -> None:
     """Refuse models of which this machine cannot hold the copies that a comparison takes."""
     layers = normalise_layers(build_target("model", config.model))
     num_parameters = count_parameters(layers)
-    free_bytes = _available_bytes()
+    free = free_bytes(torch.device("cpu"))
     # Weights, gradients, two optimizer states in both trainings, and what is kept to compare.
     needed = 4 * num_parameters * (16 + 2 * config.pipeline.replicas)
-    if free_bytes is not None and needed > free_bytes:
+    if free is not None and needed > free:
         raise ConfigError(
             f"verify: {num_parameters:,} parameters take about {needed / 1e9:.1f} GB to compare, "
-            f"expected at most the {free_bytes / 1e9:.1f} GB that are free here; scale the model "
+            f"expected at most the {free / 1e9:.1f} GB that are free here; scale the model "
             f"down by its own settings (fewer or narrower layers of the same kinds)"
         )
-
-
-def _available_bytes() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0]) * 1024 if found else None
 
 
 def _verify_rank(config: Config, world: World) -> Report | None:
