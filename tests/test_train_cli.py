@@ -224,7 +224,7 @@ def test_how_long_keeping_the_state_held_up_a_run_is_told(train, tiny, tmp_path)
     kept = ("checkpoint.every=2", "checkpoint.in_background=true", "checkpoint.neighbour_every=3")
     place = ("checkpoint.neighbour_dir=memory", "run.dir=run")
     said = train(2, *tiny, "train.steps=5", *kept, *place)
-    assert "held up the run for" in said and "written in the background" in said
+    assert "held the run up for" in said and "written in the background" in said
     assert "all ranks are on one host" in said
     stalls = {}
     for line in lines(tmp_path / "run"):
