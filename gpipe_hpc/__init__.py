@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gpipe_hpc.comm.pickling import register_boundary_type
     from gpipe_hpc.comm.threads import run_on_threads
-    from gpipe_hpc.engine.results import StepResult
+    from gpipe_hpc.engine.sums.results import StepResult
     from gpipe_hpc.models import LayerSpec, add_loss, add_metric
     from gpipe_hpc.pipeline import Pipeline
 
@@ -29,7 +29,7 @@ def __getattr__(name: str) -> Any:
     homes = {
         "LayerSpec": "gpipe_hpc.models",
         "Pipeline": "gpipe_hpc.pipeline",
-        "StepResult": "gpipe_hpc.engine.results",
+        "StepResult": "gpipe_hpc.engine.sums.results",
         "add_loss": "gpipe_hpc.models",
         "add_metric": "gpipe_hpc.models",
         "register_boundary_type": "gpipe_hpc.comm.pickling",

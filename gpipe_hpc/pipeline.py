@@ -10,9 +10,9 @@ from torch import nn
 
 from gpipe_hpc import checkpoint
 from gpipe_hpc.comm.group import Group
+from gpipe_hpc.comm.joining.start import DEFAULT_TIMEOUT_S, start_world
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.nests import Nest
-from gpipe_hpc.comm.start import DEFAULT_TIMEOUT_S, start_world
 from gpipe_hpc.comm.watch.settings import DEFAULT_SILENCE_S
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config.spelling import canonical_precision, num_bytes
@@ -25,18 +25,18 @@ from gpipe_hpc.engine.assembly import (
     stage_spans,
 )
 from gpipe_hpc.engine.compiling import chosen_backend
-from gpipe_hpc.engine.drift import POLICIES
 from gpipe_hpc.engine.feed import Feed, random_keys
 from gpipe_hpc.engine.loss import LossFunction
-from gpipe_hpc.engine.loss_scale import LossScale
 from gpipe_hpc.engine.microbatches import share_of
-from gpipe_hpc.engine.norms import clip_by_global_norm
 from gpipe_hpc.engine.precision import scaling
-from gpipe_hpc.engine.results import StepResult
-from gpipe_hpc.engine.statistics import gather_batchnorm, say_batchnorm
+from gpipe_hpc.engine.state.drift import POLICIES
 from gpipe_hpc.engine.steps import Site, Steps
+from gpipe_hpc.engine.sums.loss_scale import LossScale
+from gpipe_hpc.engine.sums.norms import clip_by_global_norm
+from gpipe_hpc.engine.sums.results import StepResult
+from gpipe_hpc.engine.sums.statistics import gather_batchnorm, say_batchnorm
+from gpipe_hpc.engine.sums.tied import join_ties
 from gpipe_hpc.engine.tables import Tables
-from gpipe_hpc.engine.tied import join_ties
 from gpipe_hpc.engine.wiring import wire
 from gpipe_hpc.errors import ConfigError, DataError
 from gpipe_hpc.models import Layer, find_ties, normalise_layers, parameter_sizes

@@ -15,7 +15,7 @@ from gpipe_hpc.errors import GpipeError, os_remedy
 from gpipe_hpc.models.huggingface.configs import read_json
 from gpipe_hpc.schedule import build
 from gpipe_hpc.training.data.paths import unreadable
-from gpipe_hpc.training.opening import lock_folder
+from gpipe_hpc.training.run.opening import lock_folder
 from gpipe_hpc.training.trace import read_trace
 
 LONG = "n" * 300

@@ -27,6 +27,7 @@ TREES = {path: ast.parse(path.read_text("utf-8")) for path in FILES}
 ROWS = [
     {"errors"},
     {"schedule"},
+    {"drawing"},
     {"comm"},
     {"models"},
     {"engine"},
@@ -90,7 +91,9 @@ def test_import_rule_sees_what_it_forbids():
     assert list(broken_imports("engine", ast.parse("from gpipe_hpc.comm import World"))) == []
 
 
-@pytest.mark.parametrize("module", ["gpipe_hpc", "gpipe_hpc.schedule", "gpipe_hpc.config"])
+@pytest.mark.parametrize(
+    "module", ["gpipe_hpc", "gpipe_hpc.schedule", "gpipe_hpc.drawing", "gpipe_hpc.config"]
+)
 def test_light_imports_load_no_torch(module):
     code = f"import {module}, sys; sys.exit('torch' in sys.modules)"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from gpipe_hpc import Pipeline, run_on_threads
-from gpipe_hpc.comm.memory_transport import MemoryTransport
 from gpipe_hpc.comm.nests import tensors_of
+from gpipe_hpc.comm.transport.memory import MemoryTransport
 from gpipe_hpc.config import (
     AdamWConfig,
     RMSPropConfig,

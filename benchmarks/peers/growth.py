@@ -11,7 +11,7 @@ from benchmarks.cells import Block, Cell, Contestant
 from benchmarks.figures import median_step
 from benchmarks.rounds import Conductor, Measured
 from gpipe_hpc.schedule import from_text
-from gpipe_hpc.schedule.actions import SENDS
+from gpipe_hpc.schedule.table.actions import SENDS
 
 RANKS = (1, 2, 4, 8)
 MICROBATCHES = tuple(2**power for power in range(9))

@@ -9,7 +9,7 @@ import argparse
 import torch
 
 from gpipe_hpc import Pipeline
-from gpipe_hpc.comm.start import start_world
+from gpipe_hpc.comm.joining.start import start_world
 from gpipe_hpc.models import build_gpt, build_layer, token_cross_entropy
 
 SEED = 0

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 
 from gpipe_hpc.comm.group import broadcast_object
-from gpipe_hpc.comm.launcher import detect_launch
+from gpipe_hpc.comm.joining.launcher import detect_launch
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.config import Config, TokenDataConfig, check_config
 from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs, say_error
@@ -20,7 +20,7 @@ from gpipe_hpc.errors import GpipeError
 from gpipe_hpc.training.joining import join_world
 from gpipe_hpc.training.lr import lr_at, set_lr
 from gpipe_hpc.training.peak import peak_memory_bytes
-from gpipe_hpc.training.run_identity import UNRECORDED, Run
+from gpipe_hpc.training.run.identity import UNRECORDED, Run
 from gpipe_hpc.training.session import Session, open_session
 
 _WARM_UP: Final = 2

@@ -7,7 +7,7 @@ from typing import Final
 import torch
 
 from gpipe_hpc.comm.group import Group, rank_names
-from gpipe_hpc.comm.shared_transport import host_identity
+from gpipe_hpc.comm.transport.shared import host_identity
 from gpipe_hpc.errors import CheckpointError
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")

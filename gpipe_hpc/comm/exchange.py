@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from gpipe_hpc.comm.transport import PlacedChannel, Transport
+from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.schedule import Channel
 

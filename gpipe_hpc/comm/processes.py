@@ -18,21 +18,21 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gpipe_hpc.comm.failure import Board, FailureBoard, SoloBoard, lost
 from gpipe_hpc.comm.group import Group, Pending, SoloGroup, rank_names
-from gpipe_hpc.comm.outbox import Outbox
-from gpipe_hpc.comm.payload import DirectPayload, Lane, Payload, StagedPayload
+from gpipe_hpc.comm.joining.secret import SECRET_VARIABLE, Secret, secret_for_all
+from gpipe_hpc.comm.joining.source import own_source, unequal_sources
 from gpipe_hpc.comm.pickling import dumps, loads
-from gpipe_hpc.comm.process_transport import Link, ProcessTransport
-from gpipe_hpc.comm.routed_transport import RoutedTransport
-from gpipe_hpc.comm.secret import SECRET_VARIABLE, Secret, secret_for_all
-from gpipe_hpc.comm.shared_transport import (
+from gpipe_hpc.comm.timeouts import checked_timeout
+from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
+from gpipe_hpc.comm.transport.outbox import Outbox
+from gpipe_hpc.comm.transport.payload import DirectPayload, Lane, Payload, StagedPayload
+from gpipe_hpc.comm.transport.process import Link, ProcessTransport
+from gpipe_hpc.comm.transport.routed import RoutedTransport
+from gpipe_hpc.comm.transport.shared import (
     SharedTransport,
     host_identity,
     open_shared_transport,
     why_not_shared,
 )
-from gpipe_hpc.comm.source import own_source, unequal_sources
-from gpipe_hpc.comm.timeouts import checked_timeout
-from gpipe_hpc.comm.transport import PlacedChannel, Transport
 from gpipe_hpc.comm.watch.display import Display
 from gpipe_hpc.comm.watch.pulse import Idle, Pulse
 from gpipe_hpc.comm.watch.settings import Watchfulness

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from gpipe_hpc.comm.group import Group, Pending, SoloGroup, rank_names
-from gpipe_hpc.comm.memory_transport import MemoryTransport
+from gpipe_hpc.comm.joining.secret import Secret
 from gpipe_hpc.comm.pickling import check_travels
-from gpipe_hpc.comm.secret import Secret
 from gpipe_hpc.comm.timeouts import checked_timeout
-from gpipe_hpc.comm.transport import Message, PlacedChannel, Transport
+from gpipe_hpc.comm.transport.base import Message, PlacedChannel, Transport
+from gpipe_hpc.comm.transport.memory import MemoryTransport
 from gpipe_hpc.errors import LaunchError, PeerError
 
 T = TypeVar("T")

@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 
 from gpipe_hpc.comm.group import Group
-from gpipe_hpc.comm.secret import Secret
-from gpipe_hpc.comm.transport import PlacedChannel, Transport
+from gpipe_hpc.comm.joining.secret import Secret
+from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
 from gpipe_hpc.comm.watch.pulse import Idle, Phase
 from gpipe_hpc.errors import GpipeError, PeerError
 
@@ -32,7 +32,7 @@ class World(Protocol):
     """What this rank is doing (an action, or a text); shown when another rank waits in vain."""
 
     secret: Secret
-    """What ranks prove to each other over sockets of their own; see `gpipe_hpc.comm.secret`."""
+    """What ranks prove to each other over sockets of their own; see `joining.secret`."""
 
     def group(self, members: Sequence[Sequence[int]]) -> Group:
         """Form disjoint groups, the same call on every rank; return the one this rank is in."""

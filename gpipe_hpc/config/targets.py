@@ -76,10 +76,24 @@ def _preset_keywords(section: str, target: str) -> set[str]:
     return {str(name) for preset in presets for name in preset}
 
 
+def _holder(path: str) -> object:
+    """Return a module, or what a package shows by that name (a class, a module that has moved)."""
+    try:
+        return import_module(path)
+    except ModuleNotFoundError as error:
+        package, _, name = path.rpartition(".")
+        if error.name != path or not package:
+            raise
+        shown: object = getattr(import_module(package), name, None)
+        if shown is None:
+            raise
+        return shown
+
+
 def _locate(section: str, path: str) -> Callable[..., Any]:
     module, _, name = path.rpartition(".")
     try:
-        target = getattr(import_module(module), name)
+        target = getattr(_holder(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"config: {section}._target_ names nothing that can be imported, expected "

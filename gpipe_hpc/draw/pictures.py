@@ -9,16 +9,17 @@ from typing import Final, NamedTuple
 
 from gpipe_hpc.config import Config
 from gpipe_hpc.config.checks import check_drawing
-from gpipe_hpc.draw.png import render_png
 from gpipe_hpc.draw.tables import standings
+from gpipe_hpc.drawing import draw_text
+from gpipe_hpc.drawing.chrome_trace import chrome_trace
+from gpipe_hpc.drawing.comparison import compare, mean_costs, schedule_of
+from gpipe_hpc.drawing.html import render_html
+from gpipe_hpc.drawing.layout import layout
+from gpipe_hpc.drawing.png import render_png
+from gpipe_hpc.drawing.svg import render_svg
+from gpipe_hpc.drawing.text import draw_text_memory, num_columns
 from gpipe_hpc.errors import ConfigError, os_remedy
-from gpipe_hpc.schedule import Costs, Timeline, build, draw_text, lower, simulate
-from gpipe_hpc.schedule.chrome_trace import chrome_trace
-from gpipe_hpc.schedule.draw_comparison import compare, mean_costs, schedule_of
-from gpipe_hpc.schedule.draw_html import render_html
-from gpipe_hpc.schedule.draw_layout import layout
-from gpipe_hpc.schedule.draw_svg import render_svg
-from gpipe_hpc.schedule.draw_text import draw_text_memory, num_columns
+from gpipe_hpc.schedule import Costs, Timeline, build, lower, simulate
 from gpipe_hpc.training.trace import newest_trace, read_trace
 
 DEFAULT_STAGES = 4

@@ -11,9 +11,9 @@ from torch import nn
 
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.world import World
-from gpipe_hpc.engine.drift import equalise_buffers
 from gpipe_hpc.engine.routes import StageRoutes, stage_routes
 from gpipe_hpc.engine.stage import Stage
+from gpipe_hpc.engine.state.drift import equalise_buffers
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import (
     Layer,

@@ -10,19 +10,19 @@ import torch
 from torch import nn
 
 from gpipe_hpc.comm.nests import Nest, map_tensors
-from gpipe_hpc.comm.transport import Message, PlacedChannel
-from gpipe_hpc.comm.wire import assemble, disassemble
+from gpipe_hpc.comm.transport.base import Message, PlacedChannel
+from gpipe_hpc.comm.transport.wire import assemble, disassemble
 from gpipe_hpc.comm.world import World
-from gpipe_hpc.engine.buffers import Lasting
 from gpipe_hpc.engine.feed import Feed
-from gpipe_hpc.engine.keyed import Keyed
 from gpipe_hpc.engine.loss import LossFunction, LossTerm, check_graph, loss_term
-from gpipe_hpc.engine.passage import LayerState
 from gpipe_hpc.engine.precision import keeping_casts
 from gpipe_hpc.engine.recorder import Recorder
 from gpipe_hpc.engine.routes import BATCH
 from gpipe_hpc.engine.segment import Noted
 from gpipe_hpc.engine.stage import Stage
+from gpipe_hpc.engine.state.buffers import Lasting
+from gpipe_hpc.engine.state.keyed import Keyed
+from gpipe_hpc.engine.state.passage import LayerState
 from gpipe_hpc.engine.wiring import Wiring
 from gpipe_hpc.engine.work import Keep, Part, Recipe, StageWork, Start
 from gpipe_hpc.errors import ActionError, DataError

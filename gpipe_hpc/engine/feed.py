@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from gpipe_hpc.comm.nests import Nest
-from gpipe_hpc.engine.keyed import LayerKey
 from gpipe_hpc.engine.loss import LossFunction
 from gpipe_hpc.engine.microbatches import cut, num_samples_of, share_of
+from gpipe_hpc.engine.state.keyed import LayerKey
 from gpipe_hpc.models import microbatch_keys
 
 

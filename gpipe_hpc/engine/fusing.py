@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gpipe_hpc.engine.backward import accumulate_gradients, edge_of
-from gpipe_hpc.engine.joints import gradient_with_graph
+from gpipe_hpc.engine.backward.calls import accumulate_gradients, edge_of
+from gpipe_hpc.engine.backward.joints import gradient_with_graph
 from gpipe_hpc.errors import ModelError
 
 # Elements below which the pass that is saved is shorter than the Python that saves it; by whether

@@ -2,7 +2,7 @@
 
 from gpipe_hpc.comm.group import Group, broadcast_object
 from gpipe_hpc.comm.nests import Nest
-from gpipe_hpc.comm.wire import Structure, assemble, disassemble
+from gpipe_hpc.comm.transport.wire import Structure, assemble, disassemble
 from gpipe_hpc.comm.world import World
 
 

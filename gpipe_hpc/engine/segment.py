@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from gpipe_hpc.comm.nests import Nest, flatten, unflatten
-from gpipe_hpc.engine.keyed import Keyed, LayerKey
+from gpipe_hpc.engine.backward.splitting import Deferred, DeferWeights
 from gpipe_hpc.engine.loss import alone
-from gpipe_hpc.engine.passage import EVALUATION, LayerState, Passage
 from gpipe_hpc.engine.routes import State
-from gpipe_hpc.engine.splitting import Deferred, DeferWeights
+from gpipe_hpc.engine.state.keyed import Keyed, LayerKey
+from gpipe_hpc.engine.state.passage import EVALUATION, LayerState, Passage
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import Reports, SkipNames, reporting, run_layer
 

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpipe_hpc.engine.buffers import Home, Lasting, homes_of
 from gpipe_hpc.engine.compiling import compile_layers
 from gpipe_hpc.engine.fusing import SMALLEST_WEIGHT, largest_weight
-from gpipe_hpc.engine.gradients import StageGradients
-from gpipe_hpc.engine.keyed import Keyed
-from gpipe_hpc.engine.passage import LayerState
 from gpipe_hpc.engine.routes import StageRoutes
 from gpipe_hpc.engine.segment import Segment
-from gpipe_hpc.engine.statistics import StageStatistics
+from gpipe_hpc.engine.state.buffers import Home, Lasting, homes_of
+from gpipe_hpc.engine.state.keyed import Keyed
+from gpipe_hpc.engine.state.passage import LayerState
+from gpipe_hpc.engine.sums.gradients import StageGradients
+from gpipe_hpc.engine.sums.statistics import StageStatistics
 from gpipe_hpc.models import (
     Conversion,
     PooledBatchNorm,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.mesh import Mesh
-from gpipe_hpc.comm.transport import PlacedChannel, Transport
+from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.schedule import Channel, Placement, Schedule
 

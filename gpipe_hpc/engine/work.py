@@ -11,17 +11,17 @@ from torch.autograd.graph import GradientEdge
 
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.nests import Nest, map_tensors, tensors_of
-from gpipe_hpc.engine.backward import accumulate_gradients, edge_of
-from gpipe_hpc.engine.keyed import LayerKey
-from gpipe_hpc.engine.offload import HostCopy
-from gpipe_hpc.engine.outlets import Outlets, apart
-from gpipe_hpc.engine.passage import EVALUATION, Again, Forward, Passage, Returning
+from gpipe_hpc.engine.backward.calls import accumulate_gradients, edge_of
+from gpipe_hpc.engine.backward.splitting import Deferred
+from gpipe_hpc.engine.memory.offload import HostCopy
+from gpipe_hpc.engine.memory.outlets import Outlets, apart
 from gpipe_hpc.engine.precision import StageCasts
 from gpipe_hpc.engine.promises import Promises
 from gpipe_hpc.engine.routes import BATCH, State
 from gpipe_hpc.engine.segment import Noted, Segment
-from gpipe_hpc.engine.splitting import Deferred
 from gpipe_hpc.engine.stage import Stage
+from gpipe_hpc.engine.state.keyed import LayerKey
+from gpipe_hpc.engine.state.passage import EVALUATION, Again, Forward, Passage, Returning
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import SumOver, normalising_together
 

@@ -16,8 +16,8 @@ from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs, say_error
 from gpipe_hpc.errors import ConfigError, GpipeError, os_remedy
 from gpipe_hpc.export.checkpoints import export_checkpoint
 from gpipe_hpc.models import normalise_layers
-from gpipe_hpc.training.resuming import newest_whole
-from gpipe_hpc.training.run_folder import Checkpoints
+from gpipe_hpc.training.run.folder import Checkpoints
+from gpipe_hpc.training.run.resuming import newest_whole
 
 
 def main() -> None:

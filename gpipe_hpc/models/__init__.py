@@ -1,7 +1,8 @@
 """What a layered model is, how its layers are built, counted and keyed, and the zoo."""
 
-from gpipe_hpc.models.alexnet import build_alexnet
-from gpipe_hpc.models.amoebanet import build_amoebanet_d
+from importlib import import_module
+from importlib.util import find_spec
+
 from gpipe_hpc.models.batchnorm import (
     Conversion,
     Moments,
@@ -15,12 +16,9 @@ from gpipe_hpc.models.batchnorm import (
     refuse_single_values,
     shifted_sums,
 )
-from gpipe_hpc.models.bert import build_bert
 from gpipe_hpc.models.building import build_layer, seeded_generators
 from gpipe_hpc.models.counting import count_parameters, layer_parameters, parameter_sizes
 from gpipe_hpc.models.direction import sees_ahead
-from gpipe_hpc.models.googlenet import build_googlenet
-from gpipe_hpc.models.gpt import build_gpt
 from gpipe_hpc.models.layers import Layer, LayerSpec, layer_name, normalise_layers
 from gpipe_hpc.models.losses import (
     bert_pretraining,
@@ -31,7 +29,6 @@ from gpipe_hpc.models.losses import (
     segmentation,
     token_cross_entropy,
 )
-from gpipe_hpc.models.mlp import build_mlp
 from gpipe_hpc.models.naming import global_name, named_layer_parameters
 from gpipe_hpc.models.randomness import (
     GENERATOR_LOCK,
@@ -51,14 +48,20 @@ from gpipe_hpc.models.reports import (
     current_reports,
     reporting,
 )
-from gpipe_hpc.models.resnet import build_resnet, build_small_resnet
-from gpipe_hpc.models.resnet_v2 import build_resnet_v2
 from gpipe_hpc.models.skips import Skip, SkipNames, find_skips, run_layer, run_layers, skip_names
 from gpipe_hpc.models.ties import Tie, find_ties, first_names, parameter_at, replace_parameter
-from gpipe_hpc.models.transformer import build_transformer
-from gpipe_hpc.models.unet import build_unet
-from gpipe_hpc.models.vgg import build_vgg
-from gpipe_hpc.models.zoo import build_model, model_names
+from gpipe_hpc.models.zoo.alexnet import build_alexnet
+from gpipe_hpc.models.zoo.amoebanet import build_amoebanet_d
+from gpipe_hpc.models.zoo.bert import build_bert
+from gpipe_hpc.models.zoo.googlenet import build_googlenet
+from gpipe_hpc.models.zoo.gpt import build_gpt
+from gpipe_hpc.models.zoo.mlp import build_mlp
+from gpipe_hpc.models.zoo.names import build_model, model_names
+from gpipe_hpc.models.zoo.resnet import build_resnet, build_small_resnet
+from gpipe_hpc.models.zoo.resnet_v2 import build_resnet_v2
+from gpipe_hpc.models.zoo.transformer import build_transformer
+from gpipe_hpc.models.zoo.unet import build_unet
+from gpipe_hpc.models.zoo.vgg import build_vgg
 
 __all__ = [
     "GENERATOR_LOCK",
@@ -131,3 +134,10 @@ __all__ = [
     "source_key",
     "token_cross_entropy",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Return a module of the zoo by the name it had before: settings of old runs say it."""
+    if find_spec(f"gpipe_hpc.models.zoo.{name}") is None:
+        raise AttributeError(f"module 'gpipe_hpc.models' has no attribute {name!r}")
+    return import_module(f"gpipe_hpc.models.zoo.{name}")

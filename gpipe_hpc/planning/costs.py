@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_hpc.comm.nests import flatten, map_tensors, tensors_of
-from gpipe_hpc.engine.sources import process_generators_kept
-from gpipe_hpc.engine.splitting import Deferred, DeferWeights
+from gpipe_hpc.engine.backward.splitting import Deferred, DeferWeights
+from gpipe_hpc.engine.state.sources import process_generators_kept
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import (
     Layer,

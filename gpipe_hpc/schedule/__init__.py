@@ -1,9 +1,6 @@
-"""Schedules as tables: build, read, lower, check, time and draw them. Pure Python."""
+"""Schedules as tables: build, read, lower, check and time them. Pure Python."""
 
 from gpipe_hpc.errors import ScheduleError
-from gpipe_hpc.schedule.actions import Action, Op, parse_action
-from gpipe_hpc.schedule.auto import Found, place, search
-from gpipe_hpc.schedule.bounds import lower_bound
 from gpipe_hpc.schedule.bubble import BubbleCauses, explain_bubble
 from gpipe_hpc.schedule.checker import check
 from gpipe_hpc.schedule.comparison import (
@@ -15,7 +12,18 @@ from gpipe_hpc.schedule.comparison import (
     search_gains,
 )
 from gpipe_hpc.schedule.costs import Costs, Link
-from gpipe_hpc.schedule.dependencies import (
+from gpipe_hpc.schedule.families.gpipe import gpipe
+from gpipe_hpc.schedule.families.one_f_one_b import one_f_one_b
+from gpipe_hpc.schedule.memory import Held, Memory, memory_over_time, peak_memory
+from gpipe_hpc.schedule.passes.lowering import forward_only, lower
+from gpipe_hpc.schedule.passes.offload import add_offload
+from gpipe_hpc.schedule.passes.recompute import add_recompute
+from gpipe_hpc.schedule.registry import build, canonical_schedule, schedule_names
+from gpipe_hpc.schedule.search.auto import Found, place, search
+from gpipe_hpc.schedule.search.bounds import lower_bound
+from gpipe_hpc.schedule.simulator import simulate
+from gpipe_hpc.schedule.table.actions import Action, Op, parse_action
+from gpipe_hpc.schedule.table.dependencies import (
     Channel,
     arrival,
     channel_of,
@@ -24,18 +32,8 @@ from gpipe_hpc.schedule.dependencies import (
     provides,
     skip_of,
 )
-from gpipe_hpc.schedule.draw_svg import draw_svg
-from gpipe_hpc.schedule.draw_text import draw_text
-from gpipe_hpc.schedule.gpipe import gpipe
-from gpipe_hpc.schedule.lowering import forward_only, lower
-from gpipe_hpc.schedule.memory import Held, Memory, memory_over_time, peak_memory
-from gpipe_hpc.schedule.offload import add_offload
-from gpipe_hpc.schedule.one_f_one_b import one_f_one_b
-from gpipe_hpc.schedule.recompute import add_recompute
-from gpipe_hpc.schedule.registry import build, canonical_schedule, schedule_names
-from gpipe_hpc.schedule.simulator import simulate
-from gpipe_hpc.schedule.table import Placement, Schedule, Skip, digest
-from gpipe_hpc.schedule.text_form import from_text, to_text
+from gpipe_hpc.schedule.table.schedule import Placement, Schedule, Skip, digest
+from gpipe_hpc.schedule.table.text_form import from_text, to_text
 from gpipe_hpc.schedule.timeline import Event, Timeline
 
 __all__ = [
@@ -68,8 +66,6 @@ __all__ = [
     "counterpart",
     "dependencies",
     "digest",
-    "draw_svg",
-    "draw_text",
     "explain_bubble",
     "forward_only",
     "from_text",

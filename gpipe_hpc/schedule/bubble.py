@@ -2,10 +2,10 @@
 
 from typing import NamedTuple
 
-from gpipe_hpc.schedule.actions import COMPUTE
 from gpipe_hpc.schedule.costs import Costs
 from gpipe_hpc.schedule.simulator import simulate
-from gpipe_hpc.schedule.table import Schedule
+from gpipe_hpc.schedule.table.actions import COMPUTE
+from gpipe_hpc.schedule.table.schedule import Schedule
 from gpipe_hpc.schedule.timeline import Timeline
 
 

@@ -3,12 +3,12 @@
 from typing import NoReturn
 
 from gpipe_hpc.errors import ScheduleError
-from gpipe_hpc.schedule.actions import BACKWARDS, RECEIVES, SENDS, Action, Op
-from gpipe_hpc.schedule.collectives import reduction_order
-from gpipe_hpc.schedule.dependencies import channel_of, counterpart
 from gpipe_hpc.schedule.garbage import collector_paused
-from gpipe_hpc.schedule.occupancy import peak_activations, peak_receives
-from gpipe_hpc.schedule.precedence import (
+from gpipe_hpc.schedule.table.actions import BACKWARDS, RECEIVES, SENDS, Action, Op
+from gpipe_hpc.schedule.table.collectives import reduction_order
+from gpipe_hpc.schedule.table.dependencies import channel_of, counterpart
+from gpipe_hpc.schedule.table.occupancy import peak_activations, peak_receives
+from gpipe_hpc.schedule.table.precedence import (
     NOWHERE,
     Precedence,
     action_of,
@@ -16,7 +16,7 @@ from gpipe_hpc.schedule.precedence import (
     execution_order,
     kind_of,
 )
-from gpipe_hpc.schedule.table import Schedule
+from gpipe_hpc.schedule.table.schedule import Schedule
 
 
 @collector_paused()

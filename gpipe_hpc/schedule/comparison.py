@@ -5,12 +5,12 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.errors import ScheduleError
-from gpipe_hpc.schedule.actions import SENDS
-from gpipe_hpc.schedule.auto import Found, place, search
 from gpipe_hpc.schedule.costs import Costs
-from gpipe_hpc.schedule.lowering import lower
+from gpipe_hpc.schedule.passes.lowering import lower
 from gpipe_hpc.schedule.registry import build
+from gpipe_hpc.schedule.search.auto import Found, place, search
 from gpipe_hpc.schedule.simulator import simulate
+from gpipe_hpc.schedule.table.actions import SENDS
 
 Variant = tuple[str, Mapping[str, Any]]
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from gpipe_hpc.errors import ScheduleError
-from gpipe_hpc.schedule.actions import Op
-from gpipe_hpc.schedule.table import Skip
+from gpipe_hpc.schedule.table.actions import Op
+from gpipe_hpc.schedule.table.schedule import Skip
 
 Cost = float | Sequence[float]
 

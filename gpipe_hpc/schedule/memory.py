@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
 
-from gpipe_hpc.schedule.actions import Action, Op
 from gpipe_hpc.schedule.costs import Cost, per_stage
-from gpipe_hpc.schedule.table import Schedule
+from gpipe_hpc.schedule.table.actions import Action, Op
+from gpipe_hpc.schedule.table.schedule import Schedule
 from gpipe_hpc.schedule.timeline import Timeline
 
 

@@ -8,23 +8,23 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from gpipe_hpc.errors import ScheduleError
-from gpipe_hpc.schedule.actions import Op
-from gpipe_hpc.schedule.auto import auto
-from gpipe_hpc.schedule.chimera import chimera
-from gpipe_hpc.schedule.dualpipe import dualpipe, dualpipe_v
-from gpipe_hpc.schedule.from_file import from_file
+from gpipe_hpc.schedule.families.chimera import chimera
+from gpipe_hpc.schedule.families.dualpipe import dualpipe, dualpipe_v
+from gpipe_hpc.schedule.families.from_file import from_file
+from gpipe_hpc.schedule.families.gems import gems
+from gpipe_hpc.schedule.families.gpipe import gpipe
+from gpipe_hpc.schedule.families.hanayo import hanayo
+from gpipe_hpc.schedule.families.interleaved import interleaved
+from gpipe_hpc.schedule.families.looped_bfs import looped_bfs
+from gpipe_hpc.schedule.families.one_f_one_b import one_f_one_b
+from gpipe_hpc.schedule.families.options import whole
+from gpipe_hpc.schedule.families.zero_bubble import zb_h1, zb_h2
+from gpipe_hpc.schedule.families.zero_bubble_v import v_half, zb_v
 from gpipe_hpc.schedule.garbage import collector_paused
-from gpipe_hpc.schedule.gems import gems
-from gpipe_hpc.schedule.gpipe import gpipe
-from gpipe_hpc.schedule.hanayo import hanayo
-from gpipe_hpc.schedule.interleaved import interleaved
-from gpipe_hpc.schedule.looped_bfs import looped_bfs
-from gpipe_hpc.schedule.one_f_one_b import one_f_one_b
-from gpipe_hpc.schedule.options import whole
-from gpipe_hpc.schedule.recompute import add_recompute
-from gpipe_hpc.schedule.table import Schedule
-from gpipe_hpc.schedule.zero_bubble import zb_h1, zb_h2
-from gpipe_hpc.schedule.zero_bubble_v import v_half, zb_v
+from gpipe_hpc.schedule.passes.recompute import add_recompute
+from gpipe_hpc.schedule.search.auto import auto
+from gpipe_hpc.schedule.table.actions import Op
+from gpipe_hpc.schedule.table.schedule import Schedule
 
 _COUNTS: Final = ("ranks", "microbatches")
 

@@ -5,13 +5,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from gpipe_hpc.schedule.actions import COMPUTE, COPIES, RECEIVES, SENDS, Op
-from gpipe_hpc.schedule.collectives import reduction_order
 from gpipe_hpc.schedule.costs import Costs
-from gpipe_hpc.schedule.dependencies import counterpart, dependencies, provides, skip_of
 from gpipe_hpc.schedule.garbage import collector_paused
-from gpipe_hpc.schedule.lowering import lower
-from gpipe_hpc.schedule.precedence import (
+from gpipe_hpc.schedule.passes.lowering import lower
+from gpipe_hpc.schedule.table.actions import COMPUTE, COPIES, RECEIVES, SENDS, Op
+from gpipe_hpc.schedule.table.collectives import reduction_order
+from gpipe_hpc.schedule.table.dependencies import counterpart, dependencies, provides, skip_of
+from gpipe_hpc.schedule.table.precedence import (
     Kind,
     Precedence,
     action_of,
@@ -19,7 +19,7 @@ from gpipe_hpc.schedule.precedence import (
     execution_order,
     kind_of,
 )
-from gpipe_hpc.schedule.table import Schedule, Skip
+from gpipe_hpc.schedule.table.schedule import Schedule, Skip
 from gpipe_hpc.schedule.timeline import Event, Timeline
 
 

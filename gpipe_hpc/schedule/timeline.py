@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from gpipe_hpc.schedule.actions import COMPUTE, Action
-from gpipe_hpc.schedule.occupancy import peak_activations
-from gpipe_hpc.schedule.table import Skip
+from gpipe_hpc.schedule.table.actions import COMPUTE, Action
+from gpipe_hpc.schedule.table.occupancy import peak_activations
+from gpipe_hpc.schedule.table.schedule import Skip
 
 
 class Event(NamedTuple):

@@ -6,7 +6,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from gpipe_hpc.comm.launcher import detect_launch
+from gpipe_hpc.comm.joining.launcher import detect_launch
 from gpipe_hpc.config import Config, check_config
 from gpipe_hpc.config.commands import (
     BAD_CONFIG_EXIT_CODE,
@@ -20,7 +20,7 @@ from gpipe_hpc.errors import ConfigError, GpipeError
 from gpipe_hpc.training.ending import end_soon
 from gpipe_hpc.training.joining import join_world
 from gpipe_hpc.training.loop import run_training
-from gpipe_hpc.training.run_folder import default_run_folder
+from gpipe_hpc.training.run.folder import default_run_folder
 from gpipe_hpc.training.signals import REQUEUE_EXIT_CODE, StopRequest
 
 log = logging.getLogger("gpipe_hpc.train")

@@ -14,18 +14,18 @@ from gpipe_hpc.comm.group import broadcast_object
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config
-from gpipe_hpc.engine.results import StepResult
+from gpipe_hpc.engine.sums.results import StepResult
 from gpipe_hpc.errors import NonFiniteError
 from gpipe_hpc.schedule import simulate
 from gpipe_hpc.training.logs import rank_log
 from gpipe_hpc.training.lr import lr_at, set_lr
 from gpipe_hpc.training.metrics import Metrics, open_metrics
 from gpipe_hpc.training.neighbour import DEFAULT_FOLDER, NeighbourCopies, open_copies
-from gpipe_hpc.training.opening import begin, lock_folder
 from gpipe_hpc.training.peak import peak_memory_bytes
 from gpipe_hpc.training.progress import Progress
-from gpipe_hpc.training.run_folder import REQUEUE_FILE
-from gpipe_hpc.training.run_identity import Run
+from gpipe_hpc.training.run.folder import REQUEUE_FILE
+from gpipe_hpc.training.run.identity import Run
+from gpipe_hpc.training.run.opening import begin, lock_folder
 from gpipe_hpc.training.session import Session, last_step, open_session
 from gpipe_hpc.training.signals import REQUEUE_EXIT_CODE, StopRequest
 from gpipe_hpc.training.trace import write_trace

@@ -33,7 +33,6 @@ from gpipe_hpc.planning import Partition
 from gpipe_hpc.planning.batchnorm import check_batchnorm
 from gpipe_hpc.planning.vocabulary import check_vocabulary
 from gpipe_hpc.training.batches import Batch, Batches
-from gpipe_hpc.training.changed_settings import SETTINGS, settings_of
 from gpipe_hpc.training.data import (
     BatchReader,
     CorruptTally,
@@ -52,10 +51,11 @@ from gpipe_hpc.training.data import (
 from gpipe_hpc.training.neighbour import Found, NeighbourCopies
 from gpipe_hpc.training.optimizer import build_optimizer, optimizer_memory, own_options
 from gpipe_hpc.training.position import IDENTITY, check_data, goes_on
-from gpipe_hpc.training.resuming import newest_listed, newest_whole
-from gpipe_hpc.training.run_folder import OWNER, Checkpoints
-from gpipe_hpc.training.run_identity import Run
-from gpipe_hpc.training.run_lock import RunLock
+from gpipe_hpc.training.run.changed_settings import SETTINGS, settings_of
+from gpipe_hpc.training.run.folder import OWNER, Checkpoints
+from gpipe_hpc.training.run.identity import Run
+from gpipe_hpc.training.run.lock import RunLock
+from gpipe_hpc.training.run.resuming import newest_listed, newest_whole
 
 log = logging.getLogger("gpipe_hpc.train")
 

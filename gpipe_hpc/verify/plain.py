@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_hpc.comm.nests import Nest, map_tensors
-from gpipe_hpc.engine.sources import own_generators
+from gpipe_hpc.engine.state.sources import own_generators
 from gpipe_hpc.models import (
     GENERATOR_LOCK,
     Layer,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpipe_hpc.checkpoint.memory import free_bytes
 from gpipe_hpc.comm.group import broadcast_object
-from gpipe_hpc.comm.launcher import detect_launch
+from gpipe_hpc.comm.joining.launcher import detect_launch
 from gpipe_hpc.comm.nests import Nest, map_tensors
 from gpipe_hpc.comm.threads import run_on_threads
 from gpipe_hpc.comm.world import World
@@ -22,7 +22,7 @@ from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import count_parameters, normalise_layers
 from gpipe_hpc.training.joining import join_world
 from gpipe_hpc.training.lr import lr_at, set_lr
-from gpipe_hpc.training.run_identity import UNRECORDED, Run
+from gpipe_hpc.training.run.identity import UNRECORDED, Run
 from gpipe_hpc.training.session import Session, last_step, open_session
 from gpipe_hpc.verify.comparing import Report
 from gpipe_hpc.verify.judging import Facts, Judge

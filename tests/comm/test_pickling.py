@@ -21,8 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe_hpc import LayerSpec, Pipeline, register_boundary_type, run_on_threads
+from gpipe_hpc.comm.joining.secret import Secret
 from gpipe_hpc.comm.pickling import check_travels, dumps, loads
-from gpipe_hpc.comm.secret import Secret
 from gpipe_hpc.errors import ConfigError, DataError, ModelError
 from gpipe_hpc.schedule import Action, Op, build
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpipe_hpc.comm.threads import run_on_threads
-from gpipe_hpc.comm.transport import PlacedChannel
+from gpipe_hpc.comm.transport.base import PlacedChannel
 from gpipe_hpc.comm.world import together
 from gpipe_hpc.errors import LaunchError, PeerError
 from gpipe_hpc.schedule import Channel

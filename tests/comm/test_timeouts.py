@@ -3,7 +3,7 @@ import math
 import pytest
 
 from gpipe_hpc import run_on_threads
-from gpipe_hpc.comm.start import start_world
+from gpipe_hpc.comm.joining.start import start_world
 from gpipe_hpc.comm.timeouts import MAX_TIMEOUT_S, checked_timeout
 from gpipe_hpc.errors import ConfigError
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline
-from gpipe_hpc.comm.start import start_world
+from gpipe_hpc.comm.joining.start import start_world
 from gpipe_hpc.comm.world import together
 from gpipe_hpc.config import compose_config
 from gpipe_hpc.errors import ActionError, DataError, PeerError, ScheduleError

@@ -10,10 +10,10 @@ from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.comm import processes as processes_module
-from gpipe_hpc.comm.routed_transport import RoutedTransport
-from gpipe_hpc.comm.source import own_source
-from gpipe_hpc.comm.start import start_world
-from gpipe_hpc.comm.wire import Structure
+from gpipe_hpc.comm.joining.source import own_source
+from gpipe_hpc.comm.joining.start import start_world
+from gpipe_hpc.comm.transport.routed import RoutedTransport
+from gpipe_hpc.comm.transport.wire import Structure
 from gpipe_hpc.comm.world import together
 from gpipe_hpc.errors import DataError, GpipeError, LaunchError
 

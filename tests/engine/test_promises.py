@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
-from gpipe_hpc.comm.memory_transport import MemoryTransport
+from gpipe_hpc.comm.transport.memory import MemoryTransport
 from gpipe_hpc.errors import ActionError
 
 WIDTH = 4

@@ -58,7 +58,7 @@ def export(folder, trust=False):
         "gpipe_hpc.models.huggingface.library.import_module",
         "gpipe_hpc.models.huggingface.library.transformers_part",
         "gpipe_hpc.models.LayerSpec",
-        "gpipe_hpc.models.zoo.partial",
+        "gpipe_hpc.models.zoo.names.partial",
         "gpipe_hpc.models._target_",
         "gpipe_hpc.models.__import__",
         "gpipe_hpc.models.nn",

@@ -6,23 +6,22 @@ from dataclasses import replace
 
 import pytest
 
+from gpipe_hpc.drawing import draw_svg, draw_text
+from gpipe_hpc.drawing.chrome_trace import chrome_trace
+from gpipe_hpc.drawing.comparison import schedule_of
+from gpipe_hpc.drawing.html import render_html
+from gpipe_hpc.drawing.layout import layout
 from gpipe_hpc.schedule import (
     Costs,
     Link,
     ScheduleError,
     build,
     check,
-    draw_svg,
-    draw_text,
     from_text,
     lower,
     simulate,
     to_text,
 )
-from gpipe_hpc.schedule.chrome_trace import chrome_trace
-from gpipe_hpc.schedule.draw_comparison import schedule_of
-from gpipe_hpc.schedule.draw_html import render_html
-from gpipe_hpc.schedule.draw_layout import layout
 
 
 def spans(timeline):

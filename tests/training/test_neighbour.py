@@ -17,7 +17,7 @@ from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.training.neighbour import files, open_copies
 from gpipe_hpc.training.neighbour.copies import choose_holders
 from gpipe_hpc.training.neighbour.files import CopyFolder
-from gpipe_hpc.training.run_lock import myself
+from gpipe_hpc.training.run.lock import myself
 
 
 class Counting(nn.Linear):

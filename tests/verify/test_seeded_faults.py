@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from gpipe_hpc.checkpoint import contents
-from gpipe_hpc.engine import outlets, passage, steps
-from gpipe_hpc.engine.buffers import LayerBuffers
-from gpipe_hpc.engine.drift import Drift
-from gpipe_hpc.engine.keyed import Drawing
+from gpipe_hpc.engine import steps
+from gpipe_hpc.engine.memory import outlets
 from gpipe_hpc.engine.promises import Promises
+from gpipe_hpc.engine.state import passage
+from gpipe_hpc.engine.state.buffers import LayerBuffers
+from gpipe_hpc.engine.state.drift import Drift
+from gpipe_hpc.engine.state.keyed import Drawing
 from gpipe_hpc.engine.work import StageWork
 from gpipe_hpc.errors import ActionError
 from gpipe_hpc.models import batchnorm

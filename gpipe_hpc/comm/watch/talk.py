@@ -2,7 +2,7 @@
 
 import os
 
-from gpipe_hpc.comm.secret import Secret
+from gpipe_hpc.comm.joining.secret import Secret
 from gpipe_hpc.comm.watch.lines import Line, Message
 
 
@@ -12,7 +12,7 @@ class Talk:
     Both send a number never used before, and prove the secret over both numbers and both ranks: an
     old proof is worth nothing. Who was called proves last, so a stranger who calls gets no proof
     out of it. What comes on an unproven connection is never passed on. (As
-    `gpipe_hpc.comm.secret.authenticate`, but never waiting.)
+    `gpipe_hpc.comm.joining.secret.authenticate`, but never waiting.)
 
     `expected`: the rank that was called; None where this end was.
     """

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from gpipe_hpc.comm.secret import Secret
+from gpipe_hpc.comm.joining.secret import Secret
 from gpipe_hpc.comm.watch.display import View
 from gpipe_hpc.comm.watch.lines import Line, Message
 from gpipe_hpc.comm.watch.link import Link

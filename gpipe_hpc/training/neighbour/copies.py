@@ -16,7 +16,7 @@ import torch
 from gpipe_hpc.checkpoint.host_copy import HostBuffer
 from gpipe_hpc.checkpoint.rank_state import StateError, fits, pack, restore, unpack
 from gpipe_hpc.comm.exchange import Exchange, Move
-from gpipe_hpc.comm.shared_transport import host_identity
+from gpipe_hpc.comm.transport.shared import host_identity
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.training.neighbour.files import CopyFolder, CopyWriter

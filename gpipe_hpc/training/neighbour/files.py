@@ -16,7 +16,7 @@ import torch
 
 from gpipe_hpc.checkpoint.rank_state import LENGTH_BYTES, StateError, read_about
 from gpipe_hpc.errors import ConfigError, os_remedy
-from gpipe_hpc.training.run_lock import Owner, is_here, lives, myself
+from gpipe_hpc.training.run.lock import Owner, is_here, lives, myself
 
 log = logging.getLogger("gpipe_hpc.train")
 

@@ -4,7 +4,7 @@ import contextlib
 import json
 import socket
 
-from gpipe_hpc.comm.secret import Secret
+from gpipe_hpc.comm.joining.secret import Secret
 from gpipe_hpc.comm.watch.lines import Line
 from gpipe_hpc.comm.watch.talk import Talk
 

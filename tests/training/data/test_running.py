@@ -19,7 +19,7 @@ from gpipe_hpc.errors import CheckpointError, DataError
 from gpipe_hpc.training import session as session_module
 from gpipe_hpc.training.data import ShuffledSampler, open_data
 from gpipe_hpc.training.loop import run_training
-from gpipe_hpc.training.run_identity import Run
+from gpipe_hpc.training.run.identity import Run
 from gpipe_hpc.training.signals import StopRequest
 
 COMMON = (

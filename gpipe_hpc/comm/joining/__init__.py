@@ -1,0 +1,1 @@
+"""How processes become ranks: launcher, rendezvous, roll call, secret."""

@@ -1,0 +1,337 @@
+"""The roll call: every rank enters its name in the store, and one verdict goes for all.
+
+A name carries the proof of the job's secret, and rank 0 answers each with a proof of its own. So
+neither a stranger's entry nor a stranger who serves the store in rank 0's place is believed.
+"""
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from gpipe_hpc import __version__
+from gpipe_hpc.comm.joining.launcher import Launch
+from gpipe_hpc.comm.joining.secret import PROOF_BYTES, SECRET_VARIABLE, Secret
+from gpipe_hpc.errors import LaunchError
+
+# How long past its time a rank stays for others to hear, or to speak.
+_GRACE_S: Final = 5.0
+_VERDICT: Final = "verdict"
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a rank says of itself; ``number`` is random, so no answer to it can be an old one.
+
+    ``machine`` is the same for processes that reach each other on 127.0.0.1. ``started`` tells
+    two processes with one number apart. ``loopback`` is what the user asked for.
+    """
+
+    rank: int
+    host: str
+    machine: str
+    pid: int
+    started: str
+    secret_source: str
+    loopback: bool | None
+    versions: dict[str, str]
+    number: str = field(default_factory=lambda: secrets.token_hex(16))
+
+    @classmethod
+    def of(cls, launch: Launch, loopback: bool | None, secret_source: str) -> "Member":
+        """Return this process."""
+        return cls(
+            rank=launch.rank,
+            host=socket.gethostname(),
+            machine=_machine(),
+            pid=os.getpid(),
+            started=_started(os.getpid()),
+            secret_source=secret_source,
+            loopback=loopback,
+            versions={
+                "gpipe_hpc": __version__,
+                "torch": torch.__version__,
+                "world size": str(launch.world_size),
+            },
+        )
+
+    def __str__(self) -> str:
+        """Return the process, for messages."""
+        return f"process {self.pid} on {self.host}"
+
+    def is_same_process(self, other: "Member") -> bool:
+        """Say whether both are one process."""
+        return self._process() == other._process()
+
+    def runs_here(self) -> bool:
+        """Say whether the process is on this machine and has not ended."""
+        return self.machine == _machine() and self.started == _started(self.pid) != ""
+
+    def _process(self) -> tuple[str, int, str]:
+        return self.machine, self.pid, self.started
+
+
+def _machine() -> str:
+    """Return a text that processes share if one's 127.0.0.1 is the other's."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _started(pid: int) -> str:
+    """Return when a process was started, in clock ticks since boot; empty if it has ended."""
+    try:
+        # Behind the name in brackets, which may have anything in it.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] == "Z" else fields[19]
+
+
+@dataclass(frozen=True)
+class RollCall:
+    """One roll call over a store.
+
+    Rank 0 says that all may go on once all have come and fit together; whoever waited too long
+    says who is missing. Only the first verdict counts, so no two ranks ever act on different ones.
+    """
+
+    launch: Launch
+    store: Store
+    secret: Secret
+    me: Member
+    timeout_s: float
+    deadline: float
+
+    def hold(self) -> bool:
+        """Return when all ranks have come and fit together: whether all are on one machine.
+
+        Raises LaunchError otherwise.
+        """
+        rank = self.launch.rank
+        entry = self._entry()
+        try:
+            self._set(self._key(rank), entry)
+            text = self._verdict()
+            verdict = json.loads(text)
+            if verdict["refusal"]:
+                self._farewell()
+            else:
+                self._check_answer(entry, text)
+        except dist.DistError as error:
+            raise LaunchError(
+                f"launch: rank {rank} lost the store, expected it to be served until all ranks "
+                f"have come, got {error}; rank 0 has ended: look at its log"
+            ) from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise LaunchError(
+                f"launch: rank {rank} expected the verdict of a rank of this job, got something "
+                f"else ({error}); {self._stranger()}"
+            ) from error
+        if verdict["refusal"]:
+            raise LaunchError(f"launch: rank {rank}: {verdict['refusal']}")
+        return bool(verdict["local"])
+
+    def refuse_double(self, limit_s: float = _GRACE_S) -> bool:
+        """Raise LaunchError, here and on all that still wait, if another process is this rank.
+
+        Returns False if none has entered its name in this roll call within ``limit_s`` seconds.
+        """
+        key = self._key(self.launch.rank)
+        self._await(time.monotonic() + limit_s, [key])
+        if not self.store.check([key]):
+            return False
+        first = self._member(self.launch.rank)
+        if first is None:
+            return False
+        told = (
+            f"two processes are rank {self.launch.rank}, expected one, got {first} and {self.me}; "
+            f"give each a RANK of its own"
+        )
+        verdict = json.loads(self._propose(told, local=False))
+        others = "" if verdict["refusal"] else "; the first one goes on"
+        raise LaunchError(f"launch: rank {self.launch.rank}: {told}{others}")
+
+    def member(self) -> Member | None:
+        """Return who has entered as this rank; None if nobody of this job has."""
+        key = self._key(self.launch.rank)
+        return self._member(self.launch.rank) if self.store.check([key]) else None
+
+    def _entry(self) -> bytes:
+        return self.secret.seal(
+            f"rank {self.launch.rank} comes", json.dumps(asdict(self.me)).encode()
+        )
+
+    def _set(self, key: str, value: bytes) -> None:
+        write: Any = self.store.set  # takes bytes as well as texts
+        write(key, value)
+
+    def _member(self, rank: int) -> Member | None:
+        """Return who came as a rank; None for one that does not prove the secret."""
+        entry = self.store.get(self._key(rank))
+        try:
+            return Member(**json.loads(self.secret.unseal(f"rank {rank} comes", entry)))
+        except (ConnectionError, ValueError, TypeError):
+            return None
+
+    def _says_of_itself(self, rank: int) -> str:
+        """Return what a rank that is not believed says, as a hint."""
+        try:
+            claims = json.loads(self.store.get(self._key(rank))[PROOF_BYTES:])
+            return (
+                f"rank {rank} (process {int(claims['pid'])} on {str(claims['host'])[:100]}, secret "
+                f"from {str(claims['secret_source'])[:100]})"
+            )
+        except (ValueError, KeyError, TypeError):
+            return f"rank {rank}"
+
+    def _verdict(self) -> str:
+        """Wait for the verdict, and give it where that is this rank's turn."""
+        everyone = [self._key(rank) for rank in range(self.launch.world_size)]
+        if self.launch.rank == 0:
+            self._await(self.deadline, [_VERDICT], everyone)
+        else:
+            self._await(self.deadline, [_VERDICT])
+        missing = self._missing()
+        if missing:
+            return self._propose(self._absence(missing), local=False)
+        if self.launch.rank == 0:
+            return self._judge()
+        # The last came just now: rank 0 is about to speak.
+        self._await(time.monotonic() + _GRACE_S, [_VERDICT])
+        return self._propose(
+            f"rank 0 came but gave no verdict within {self.timeout_s:g} s; see its log", local=False
+        )
+
+    def _propose(self, refusal: str, *, local: bool) -> str:
+        """Give a verdict unless there is one; return the one that stands."""
+        text = json.dumps({"refusal": refusal, "local": local})
+        return self.store.compare_set(_VERDICT, "", text).decode()
+
+    def _judge(self) -> str:
+        """Look at who has come; rank 0 alone."""
+        ranks = range(self.launch.world_size)
+        members = [self._member(rank) for rank in ranks]
+        strangers = [rank for rank, member in enumerate(members) if member is None]
+        if strangers:
+            who = ", ".join(map(self._says_of_itself, strangers[:4]))
+            return self._propose(
+                f"the ranks do not share a secret, expected the one that rank 0 has from "
+                f"{self.me.secret_source}, got another or none on {len(strangers)} of "
+                f"{len(members)} ranks: {who}; give all ranks one {SECRET_VARIABLE}",
+                local=False,
+            )
+        present = [member for member in members if member is not None]
+        refusal, local = self._unequal(present), len({m.machine for m in present}) == 1
+        if not refusal and self.me.loopback and not local:
+            refusal = (
+                "comm.loopback=true does not reach other machines, expected all ranks on one, "
+                f"got {', '.join(sorted({m.host for m in present})[:8])}; leave loopback off"
+            )
+        answer = local and self.me.loopback is not False
+        text = json.dumps({"refusal": refusal, "local": answer})
+        if not refusal:
+            for rank in ranks:
+                entry = self.store.get(self._key(rank))
+                self._set(f"answer/{rank}", self.secret.prove("answer", entry, text.encode()))
+        return self.store.compare_set(_VERDICT, "", text).decode()
+
+    def _check_answer(self, entry: bytes, verdict: str) -> None:
+        """Raise LaunchError unless rank 0 has proved the secret over this rank's own number."""
+        key = f"answer/{self.launch.rank}"
+        proof = self.store.get(key) if self.store.check([key]) else b""
+        if not self.secret.proves(proof, "answer", entry, verdict.encode()):
+            raise LaunchError(
+                f"launch: rank {self.launch.rank} expected rank 0 to prove the job's secret (from "
+                f"{self.me.secret_source}), got another answer; {self._stranger()}"
+            )
+
+    def _stranger(self) -> str:
+        return (
+            f"what serves {self.launch.master_addr}:{self.launch.master_port} belongs to another "
+            f"job or somebody else: set MASTER_PORT to another on all ranks"
+        )
+
+    def _farewell(self) -> None:
+        """Let the server outlive the news: it stays until those who came have heard the reason."""
+        self.store.set(f"heard/{self.launch.rank}", "")
+        if self.launch.rank == 0 and not self.launch.agent_store:
+            missing = self._missing()
+            came = [rank for rank in range(self.launch.world_size) if rank not in missing]
+            self._await(time.monotonic() + _GRACE_S, [f"heard/{rank}" for rank in came])
+
+    def _await(self, deadline: float, *alternatives: Sequence[str]) -> None:
+        """Wait until all keys of one alternative are there, or the deadline has passed.
+
+        Asks again and again, slower and slower: a blocking wait would shut out signals, and
+        torch writes warnings to stderr when it ends without success.
+        """
+        pause_s = 0.001
+        while not any(self.store.check(list(keys)) for keys in alternatives):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            time.sleep(min(pause_s, left))
+            pause_s = min(2 * pause_s, 0.2)
+
+    def _missing(self) -> list[int]:
+        ranks = range(self.launch.world_size)
+        return [rank for rank in ranks if not self.store.check([self._key(rank)])]
+
+    def _absence(self, missing: Sequence[int]) -> str:
+        size = self.launch.world_size
+        return (
+            f"not all ranks came within {self.timeout_s:g} s, expected {size}, got "
+            f"{size - len(missing)}: missing {_named(missing)}; look at the logs of the missing, "
+            f"check that the launcher started {size} processes, or raise comm.timeout_s"
+        )
+
+    def _unequal(self, members: Sequence[Member]) -> str:
+        """Return how what the ranks run differs from rank 0's; empty when it does not."""
+        for what in self.me.versions:
+            refusal = self._differ(members, what, [m.versions.get(what) for m in members])
+            if refusal:
+                return f"{refusal}; use one environment on all machines"
+        refusal = self._differ(members, "comm.loopback", [m.loopback for m in members])
+        return refusal and f"{refusal}; give all ranks one setting"
+
+    def _differ(self, members: Sequence[Member], what: str, values: Sequence[object]) -> str:
+        """Return whose value is not rank 0's, the first; empty if all are."""
+        other = next((value for value in values if value != values[0]), values[0])
+        if other == values[0]:
+            return ""
+        alike = [m.rank for m, value in zip(members, values, strict=True) if value == other]
+        return (
+            f"the ranks do not fit together, expected {what} {values[0]} as on rank 0, got "
+            f"{other} on {_named(alike)}"
+        )
+
+    @staticmethod
+    def _key(rank: int) -> str:
+        return f"rank/{rank}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_spans(ranks)}"
+
+
+def _spans(ranks: Sequence[int]) -> str:
+    """Return ranks in short: ``1, 4-7, 9``."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in spans)

@@ -1,0 +1,1 @@
+"""Channels between ranks: in memory, over torch.distributed, in shared memory of a host."""

@@ -1,0 +1,60 @@
+"""Channels as queues in memory, between threads of one process. Nothing is copied."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from gpipe_hpc.comm.nests import Nest
+from gpipe_hpc.comm.transport.base import Message, PlacedChannel
+from gpipe_hpc.comm.transport.wire import Catalogue, assemble, disassemble
+
+if TYPE_CHECKING:
+    from gpipe_hpc.comm.threads import ThreadHub
+
+
+class MemoryTransport:
+    """Hand nests over by reference.
+
+    Sender and receiver share storage, as they would not between processes; a stage never
+    writes into what it received, so neither can tell.
+    """
+
+    def __init__(self, hub: "ThreadHub", channels: Sequence[PlacedChannel]) -> None:
+        self._hub = hub
+        self._num_posted = 0
+        self._catalogues = {channel: Catalogue() for channel in channels}
+        with hub.changed:
+            for channel in channels:
+                hub.queues.setdefault(channel, deque())
+
+    def send(
+        self, channel: PlacedChannel, lane: str, microbatch: int, nest: Nest, num_samples: int
+    ) -> None:
+        """Append to the channel's queue."""
+        structure, tensors = disassemble(nest)
+        # What no process could send is refused here, too.
+        self._catalogues[channel].identify(structure)
+        with self._hub.changed:
+            # Rebuilt here, so that both ends see the same new leaves as over a network.
+            message = Message(assemble(structure, tensors), num_samples)
+            self._hub.queues[channel].append((microbatch, message))
+            self._hub.changed.notify_all()
+
+    def post(self, channel: PlacedChannel, lane: str, microbatch: int) -> None:
+        """Count the post; there is no buffer to prepare."""
+        self._num_posted += 1
+
+    def wait(self, channel: PlacedChannel, lane: str, microbatch: int) -> Message:
+        """Take the front of the channel's queue."""
+        queue = self._hub.queues[channel]
+        what = f"rank {channel.source_rank}"
+        with self._hub.changed:
+            self._hub.wait_for(lambda: True if queue else None, what)
+            came, message = queue.popleft()
+        assert came == microbatch, f"{channel}: expected micro-batch {microbatch}, got {came}"
+        self._num_posted -= 1
+        return message
+
+    def finish(self) -> None:
+        """Check that every post was consumed."""
+        assert self._num_posted == 0, f"{self._num_posted} posted receives were never consumed"

@@ -1,0 +1,167 @@
+"""Channels between processes over torch.distributed.
+
+A receive that is posted cannot change its size any more (with Gloo a larger message aborts the
+process, a smaller one leaves a stale tail). So each message begins with a word of fixed size.
+What was posted ahead, the word and the tensors of the expected structure, travels `prompt`;
+if the structure is another one, the sender still fills the posted buffers, and header and
+tensors follow on the `late` lane, which the receiver posts once it has read the word.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from gpipe_hpc.comm.failure import lost
+from gpipe_hpc.comm.nests import Nest
+from gpipe_hpc.comm.transport.base import Message, PlacedChannel
+from gpipe_hpc.comm.transport.outbox import Outbox
+from gpipe_hpc.comm.transport.payload import Lane, Payload, Receiving
+from gpipe_hpc.comm.transport.wire import (
+    EMPTY,
+    WORD_LENGTH,
+    Catalogue,
+    Slot,
+    TensorMeta,
+    Word,
+    assemble,
+    disassemble,
+)
+
+
+class Link:
+    """One end of a channel: its two lanes and what both ends know about its messages."""
+
+    def __init__(self, channel: PlacedChannel, peer: int, prompt: Lane, late: Lane) -> None:
+        self.channel = channel
+        self.peer = peer
+        self.prompt = prompt
+        self.late = late
+        self.serial = 0
+        self.posted: list[_Posted] = []
+        self.catalogue = Catalogue()
+        self._slots: dict[tuple[str, int], Slot] = {}
+
+    def slot(self, lane: str, microbatch: int) -> Slot:
+        """Return the memory of one micro-batch's place in one table."""
+        key = (lane, microbatch)
+        slot = self._slots.get(key)
+        if slot is None:
+            slot = self._slots[key] = Slot()
+        return slot
+
+
+class _Posted(NamedTuple):
+    """A receive that waits for its message."""
+
+    lane: str
+    microbatch: int
+    expected: int | None
+    word: Receiving
+    tensors: list[Receiving]
+
+
+class ProcessTransport:
+    """Carry boundaries between processes; `payload` knows where their tensors live."""
+
+    def __init__(
+        self,
+        rank: int,
+        links: Sequence[Link],
+        payload: Payload,
+        outbox: Outbox,
+        device: torch.device,
+    ) -> None:
+        self._links = {link.channel: link for link in links}
+        self._rank = rank
+        self._payload = payload
+        self._outbox = outbox
+        self._device = device
+
+    def send(
+        self, channel: PlacedChannel, lane: str, microbatch: int, nest: Nest, num_samples: int
+    ) -> None:
+        """Start sending: the word, what the receiver has posted, then what it has not."""
+        link = self._links[channel]
+        structure, tensors = disassemble(nest) if num_samples else (EMPTY, [])
+        number, header = link.catalogue.identify(structure)
+        slot = link.slot(lane, microbatch)
+        word = Word(link.serial, microbatch, number, len(header), num_samples)
+        link.serial += 1
+        parts: list[tuple[Lane, torch.Tensor]] = [
+            (link.prompt, torch.tensor(word, dtype=torch.int64))
+        ]
+        as_expected = slot.expected == number
+        if slot.expected is not None and not as_expected:
+            parts += [(link.prompt, _filler(meta, self._device)) for meta in slot.metas]
+        if header:
+            parts.append((link.late, torch.frombuffer(bytearray(header), dtype=torch.uint8)))
+        way = link.prompt if as_expected else link.late
+        parts += [(way, tensor.contiguous()) for tensor in tensors]
+        slot.saw(number, structure)
+        try:
+            self._outbox.put(link.peer, parts, self._payload)
+        except RuntimeError as error:
+            raise lost(error, f"rank {channel.destination_rank}") from error
+
+    def post(self, channel: PlacedChannel, lane: str, microbatch: int) -> None:
+        """Post the word's buffer and those of the structure that is expected."""
+        link = self._links[channel]
+        slot = link.slot(lane, microbatch)
+        try:
+            word = self._payload.receive_word(link.prompt, link.peer, WORD_LENGTH)
+            tensors = [self._payload.receive(link.prompt, link.peer, meta) for meta in slot.metas]
+        except RuntimeError as error:
+            raise lost(error, f"rank {channel.source_rank}") from error
+        link.posted.append(_Posted(lane, microbatch, slot.expected, word, tensors))
+
+    def wait(self, channel: PlacedChannel, lane: str, microbatch: int) -> Message:
+        """Return the oldest posted message of the channel."""
+        link = self._links[channel]
+        posted = link.posted.pop(0)
+        assert (posted.lane, posted.microbatch) == (lane, microbatch), (
+            f"{channel}: waits for micro-batch {microbatch} of {lane}, "
+            f"but the oldest receive is posted for {posted.microbatch} of {posted.lane}"
+        )
+        try:
+            return self._take(link, posted)
+        except RuntimeError as error:
+            raise lost(error, f"rank {channel.source_rank}") from error
+
+    def _take(self, link: Link, posted: _Posted) -> Message:
+        word = Word(*posted.word.wait().tolist())
+        if word.serial != link.serial or word.microbatch != posted.microbatch:
+            raise ConnectionError(
+                f"{link.channel}: expected message {link.serial} with micro-batch "
+                f"{posted.microbatch}, got message {word.serial} with {word.microbatch}; "
+                f"the ranks do not run the same table"
+            )
+        link.serial += 1
+        tensors = [part.wait() for part in posted.tensors]
+        if word.header_bytes:
+            header = self._payload.receive_word(
+                link.late, link.peer, word.header_bytes, torch.uint8
+            ).wait()
+            link.catalogue.learn(header.numpy().tobytes())
+        structure = link.catalogue[word.structure]
+        if word.structure != posted.expected:
+            late = [self._payload.receive(link.late, link.peer, m) for m in structure.metas]
+            tensors = [part.wait() for part in late]
+        link.slot(posted.lane, posted.microbatch).saw(word.structure, structure)
+        if word.num_samples == 0:
+            return Message(None, 0)
+        return Message(assemble(structure, tensors), word.num_samples)
+
+    def finish(self) -> None:
+        """Wait until everything sent has left; assert that nothing posted is left over."""
+        for link in self._links.values():
+            assert not link.posted, f"{link.channel}: {len(link.posted)} receives left over"
+        try:
+            self._outbox.drain()
+        except RuntimeError as error:
+            raise lost(error, "a rank it sent to") from error
+
+
+def _filler(meta: TensorMeta, device: torch.device) -> torch.Tensor:
+    """Return zeros for a posted buffer that nobody will read."""
+    return torch.zeros(meta.shape, dtype=meta.dtype, device=device)

@@ -1,0 +1,41 @@
+"""Several transports as one: each channel has its own."""
+
+from collections.abc import Mapping
+
+from gpipe_hpc.comm.nests import Nest
+from gpipe_hpc.comm.transport.base import Message, PlacedChannel, Transport
+from gpipe_hpc.comm.watch.pulse import Pulse
+
+
+class RoutedTransport:
+    """Hand each call to the transport of its channel; `pulse` is told for whom this rank waits."""
+
+    def __init__(self, routes: Mapping[PlacedChannel, Transport], pulse: Pulse) -> None:
+        self._pulse = pulse
+        self._routes = dict(routes)
+        self._receivers = sorted({channel.destination_rank for channel in routes})
+        self._transports = list({id(each): each for each in routes.values()}.values())
+
+    def send(
+        self, channel: PlacedChannel, lane: str, microbatch: int, nest: Nest, num_samples: int
+    ) -> None:
+        """Send over the channel's transport."""
+        self._routes[channel].send(channel, lane, microbatch, nest, num_samples)
+
+    def post(self, channel: PlacedChannel, lane: str, microbatch: int) -> None:
+        """Post at the channel's transport."""
+        self._routes[channel].post(channel, lane, microbatch)
+
+    def wait(self, channel: PlacedChannel, lane: str, microbatch: int) -> Message:
+        """Wait at the channel's transport."""
+        self._pulse.waits_for = (channel.source_rank,)
+        message = self._routes[channel].wait(channel, lane, microbatch)
+        self._pulse.waits_for = None
+        return message
+
+    def finish(self) -> None:
+        """Finish all of them."""
+        self._pulse.waits_for = self._receivers
+        for transport in self._transports:
+            transport.finish()
+        self._pulse.waits_for = None

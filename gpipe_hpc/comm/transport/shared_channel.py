@@ -1,0 +1,231 @@
+"""The two ends of a channel in shared memory: what they say to one another over their socket."""
+
+import contextlib
+import errno
+import os
+import socket
+import struct
+from collections import deque
+from typing import Final, NamedTuple
+
+import torch
+
+from gpipe_hpc.comm.nests import Nest
+from gpipe_hpc.comm.transport.base import Message, PlacedChannel
+from gpipe_hpc.comm.transport.slots import Slot, SlotPool, message_bytes
+from gpipe_hpc.comm.transport.wire import EMPTY, Catalogue, Structure, assemble, disassemble
+
+_HOST: Final = torch.device("cpu")
+_WORD: Final = struct.Struct("=7q")
+_DESCRIPTOR: Final = struct.Struct("=i")
+_ROOM_FOR_DESCRIPTOR: Final = socket.CMSG_SPACE(_DESCRIPTOR.size)
+_NONE: Final = -1
+# The last: the user's processes have as many descriptors under way as they may have open.
+_FULL: Final = frozenset({errno.EAGAIN, errno.EWOULDBLOCK, errno.ETOOMANYREFS})
+
+
+class _Word(NamedTuple):
+    """What is sent over the socket for each message."""
+
+    serial: int
+    microbatch: int
+    structure: int
+    header_bytes: int  # 0: the receiver knows the structure
+    num_samples: int
+    slot: int  # _NONE: nothing in memory
+    retired: int  # a slot that will not be used again; _NONE: none
+
+
+class _Outgoing(NamedTuple):
+    """A message that has not left yet."""
+
+    microbatch: int
+    structure: Structure
+    tensors: list[torch.Tensor]
+    num_samples: int
+
+
+class SharedSender:
+    """The sending end of a channel."""
+
+    def __init__(self, channel: PlacedChannel, connection: socket.socket) -> None:
+        self.connection = connection
+        self.channel = channel
+        self._serial = 0
+        self._impatient = _impatient(connection)
+        self._catalogue = Catalogue()
+        self._pool = SlotPool()
+        # The structure of the last message, and what it needs in memory without a header.
+        self._sized: tuple[Structure, int] = (EMPTY, 0)
+        self._waiting: deque[_Outgoing] = deque()
+        # The first of those, if it lies in its slot already: its word, and a descriptor to pass.
+        self._ready: tuple[bytes, int | None] | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        """Return how many messages have not left."""
+        return len(self._waiting)
+
+    def send(self, microbatch: int, nest: Nest, num_samples: int) -> None:
+        """Send what the socket takes now; the rest waits for `flush`."""
+        structure, tensors = disassemble(nest) if num_samples else (EMPTY, [])
+        self._waiting.append(_Outgoing(microbatch, structure, tensors, num_samples))
+        self.flush()
+
+    def flush(self) -> bool:
+        """Copy into slots and announce, while the socket has room; say if all has left."""
+        while self._waiting:
+            if self._ready is None:
+                self._ready = self._write(self._waiting[0])
+            word, descriptor = self._ready
+            try:
+                if descriptor is None:
+                    self._impatient.send(word)
+                else:
+                    socket.send_fds(self._impatient, [word], [descriptor])
+            except OSError as error:
+                if error.errno in _FULL:
+                    return False
+                raise _lost(error, self.channel.destination_rank) from error
+            if descriptor is not None:
+                os.close(descriptor)
+            self._ready = None
+            self._waiting.popleft()
+        return True
+
+    def close(self) -> None:
+        """Forget what has not left, and tell the other process."""
+        if self._ready is not None and self._ready[1] is not None:
+            os.close(self._ready[1])
+        self._ready = None
+        self._waiting.clear()
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def drop(self) -> None:
+        """Close this process's descriptors and tell nobody."""
+        self.connection.close()
+        self._impatient.close()
+
+    def _write(self, message: _Outgoing) -> tuple[bytes, int | None]:
+        """Copy a message into a slot; return its word and the slot's descriptor if it is new."""
+        number, header = self._catalogue.identify(message.structure)
+        structure = self._catalogue[number]  # the one object that all equal ones share
+        index, retired, descriptor = _NONE, None, None
+        if size := self._size_of(header, structure):
+            slot, descriptor, retired = self._pool.take(size)
+            slot.write(header, structure.metas, message.tensors)
+            index = slot.index
+        word = _WORD.pack(
+            self._serial,
+            message.microbatch,
+            number,
+            len(header),
+            message.num_samples,
+            index,
+            _NONE if retired is None else retired,
+        )
+        self._serial += 1
+        return word, descriptor
+
+    def _size_of(self, header: bytes, structure: Structure) -> int:
+        if header:
+            return message_bytes(len(header), structure.metas)
+        if structure is not self._sized[0]:
+            self._sized = (structure, message_bytes(0, structure.metas))
+        return self._sized[1]
+
+
+class SharedReceiver:
+    """The receiving end of a channel."""
+
+    def __init__(self, channel: PlacedChannel, connection: socket.socket) -> None:
+        self.connection = connection
+        self.channel = channel
+        self._serial = 0
+        self._impatient = _impatient(connection)
+        self._catalogue = Catalogue()
+        self._slots: dict[int, Slot] = {}
+
+    def receive(self, microbatch: int) -> Message:
+        """Return the next message of the channel, waiting until it is here."""
+        try:
+            word, descriptor = self._next_word()
+        except OSError as error:
+            raise _lost(error, self.channel.source_rank) from error
+        if (word.serial, word.microbatch) != (self._serial, microbatch):
+            raise ConnectionError(
+                f"{self.channel}: expected message {self._serial} with micro-batch {microbatch}, "
+                f"got message {word.serial} with {word.microbatch}; the ranks do not run the "
+                f"same table"
+            )
+        self._serial += 1
+        self._slots.pop(word.retired, None)
+        if descriptor is not None:
+            self._slots[word.slot] = Slot.attach(word.slot, descriptor)
+        slot = self._slots.get(word.slot)
+        if slot is None and word.slot != _NONE:
+            raise ConnectionError(
+                f"{self.channel}: message {word.serial} lies in memory whose descriptor was not "
+                f"handed over; too many open files? (ulimit -n)"
+            )
+        if word.header_bytes:
+            assert slot is not None, f"{self.channel}: a header without a slot"
+            self._catalogue.learn(slot.read_header(word.header_bytes))
+        structure = self._catalogue[word.structure]
+        if slot is None:
+            tensors = [meta.allocate(_HOST) for meta in structure.metas]  # without elements
+        else:
+            tensors = slot.tensors(word.header_bytes, structure.metas)
+        if word.num_samples == 0:
+            return Message(None, 0)
+        return Message(assemble(structure, tensors), word.num_samples)
+
+    def close(self) -> None:
+        """Tell whoever waits on the connection, here or there, that it has ended."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def drop(self) -> None:
+        """Close this process's descriptors and tell nobody."""
+        self.connection.close()
+        self._impatient.close()
+
+    def _next_word(self) -> tuple[_Word, int | None]:
+        try:
+            data, ancillary, _, _ = self._impatient.recvmsg(_WORD.size, _ROOM_FOR_DESCRIPTOR)
+        except BlockingIOError:
+            data, ancillary, _, _ = self.connection.recvmsg(_WORD.size, _ROOM_FOR_DESCRIPTOR)
+        if not data:
+            raise ConnectionResetError("end of file")
+        if len(data) < _WORD.size:
+            data += receive_exactly(self.connection, _WORD.size - len(data))
+        descriptor = _DESCRIPTOR.unpack(ancillary[0][2])[0] if ancillary else None
+        return _Word._make(_WORD.unpack(data)), descriptor
+
+
+def _impatient(connection: socket.socket) -> socket.socket:
+    """Return a second handle of the connection whose calls never wait.
+
+    With a timeout set, Python waits even where the system call is told not to.
+    """
+    handle = connection.dup()
+    handle.settimeout(0)
+    return handle
+
+
+def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    """Return the next bytes, waiting for all of them; ConnectionResetError at the end."""
+    data = b""
+    while len(data) < num_bytes:
+        piece = connection.recv(num_bytes - len(data))
+        if not piece:
+            raise ConnectionResetError("end of file")
+        data += piece
+    return data
+
+
+def _lost(error: OSError, rank: int) -> ConnectionError | TimeoutError:
+    if isinstance(error, TimeoutError):
+        return TimeoutError(f"waited in vain for rank {rank}: {error}")
+    return ConnectionError(f"lost rank {rank}: {error}")

@@ -1,0 +1,242 @@
+"""Slots of shared memory: written by one process, used in place by another.
+
+A slot is an anonymous file in memory (`memfd`): it has no name, nothing is left behind when
+processes are killed, and the size limit of /dev/shm in a container does not apply.
+
+Its last byte is how the reader says that it uses the slot no more: written when the last tensor
+over it dies, read when the writer looks for room. That takes no system call, never waits, and
+harms nobody if the writer is gone or asks no more.
+"""
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple, cast
+
+import torch
+
+from gpipe_hpc.comm.transport.wire import TensorMeta
+
+ALIGNMENT = 64  # bytes: a cache line, and what vector loads like
+
+_STATE_BYTES = ALIGNMENT  # at the end, of which the last is used: apart from the message
+_USED, _RELEASED = b"\0", b"\1"
+
+_Memory = ctypes.Array[ctypes.c_char]
+
+
+class _Place(NamedTuple):
+    """Where a tensor lies in a slot."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    num_elements: int
+    offset_bytes: int
+
+    def over(self, memory: _Memory) -> torch.Tensor:
+        """Return the tensor there."""
+        if not self.num_elements:
+            return torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        shape, dtype, count, offset = self
+        # Its one shape from the start, so no view of another tensor; costs less than one, too.
+        return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).resize_(shape)
+
+
+@dataclass
+class Slot:
+    """A piece of memory that two processes see."""
+
+    index: int
+    size_bytes: int  # that a message may have
+    memory: _Memory
+    # The last message's metas and header length, and where they put its tensors; the same
+    # structure comes again and again.
+    _laid_out: tuple[Sequence[TensorMeta], int] = field(default=((), 0), init=False)
+    _places: list[_Place] = field(default_factory=list, init=False)
+    _tensors: list[torch.Tensor] = field(default_factory=list, init=False)  # the writer's
+
+    def __post_init__(self) -> None:
+        self._address = ctypes.addressof(self.memory)
+        self._lease = _lease_over(len(self.memory), os.getpid())
+
+    @classmethod
+    def create(cls, index: int, size_bytes: int) -> tuple["Slot", int]:
+        """Make a slot; return it and the file descriptor to hand over (the caller closes it)."""
+        mapped_bytes = -(-(size_bytes + _STATE_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
+        descriptor = os.memfd_create("gpipe_hpc", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, mapped_bytes)
+            memory = _map(descriptor, mapped_bytes)
+            return cls(index, mapped_bytes - _STATE_BYTES, memory), descriptor
+        except OSError:
+            os.close(descriptor)
+            raise
+
+    @classmethod
+    def attach(cls, index: int, descriptor: int) -> "Slot":
+        """Map the slot of another process; takes the descriptor over."""
+        try:
+            mapped_bytes = os.fstat(descriptor).st_size
+            return cls(index, mapped_bytes - _STATE_BYTES, _map(descriptor, mapped_bytes))
+        finally:
+            os.close(descriptor)
+
+    @property
+    def is_released(self) -> bool:
+        """Return whether the reader uses what was written no more."""
+        return self.memory[-1] == _RELEASED
+
+    def reuse(self) -> "Slot":
+        """Take a slot that the reader has released."""
+        self.memory[-1] = _USED
+        return self
+
+    def write(
+        self, header: bytes, metas: Sequence[TensorMeta], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        """Lay a header and tensors out from the start."""
+        if header:
+            memoryview(self.memory).cast("B")[: len(header)] = header
+        if self._lay_out(len(header), metas):
+            # They outlast the inference mode that an evaluation may stand in.
+            with torch.inference_mode(False):
+                self._tensors = [place.over(self.memory) for place in self._places]
+        for destination, tensor in zip(self._tensors, tensors, strict=True):
+            destination.copy_(tensor)
+
+    def read_header(self, num_bytes: int) -> bytes:
+        """Return the header."""
+        return bytes(memoryview(self.memory)[:num_bytes])
+
+    def tensors(self, header_bytes: int, metas: Sequence[TensorMeta]) -> list[torch.Tensor]:
+        """Return the tensors in place; once none of them is used any more, the slot is free."""
+        # Each tensor holds the lease through its storage; it dies with the last of them.
+        lease = self._lease.from_address(self._address)
+        lease.memory = self.memory
+        self._lay_out(header_bytes, metas)
+        return [place.over(lease) for place in self._places]
+
+    def _lay_out(self, header_bytes: int, metas: Sequence[TensorMeta]) -> bool:
+        """Place the tensors of a message; return whether that changed anything."""
+        if self._laid_out[0] is metas and self._laid_out[1] == header_bytes:
+            return False
+        self._laid_out = (metas, header_bytes)
+        self._places, offset = [], header_bytes
+        for meta in metas:
+            offset = aligned(offset)
+            self._places.append(_Place(meta.shape, meta.dtype, prod(meta.shape), offset))
+            offset += prod(meta.shape) * meta.dtype.itemsize
+        return True
+
+
+class _Lease(ctypes.Array[ctypes.c_char]):
+    """An array over a slot that says, when it dies, that the slot is free."""
+
+    _type_ = ctypes.c_char
+    _length_ = 0
+    owner_pid = 0
+    memory: _Memory  # keeps it mapped
+
+    # On any thread, also while the process ends. A forked child drops its copy of what the
+    # parent goes on using.
+    def __del__(self, getpid: Callable[[], int] = os.getpid, state: bytes = _RELEASED) -> None:
+        if getpid() == self.owner_pid:
+            self[-1] = state
+
+
+@lru_cache(maxsize=64)
+def _lease_over(num_bytes: int, owner_pid: int) -> type[_Lease]:
+    """Return the leases of slots of one size: types cost more than slots, and sizes repeat."""
+    made = type("_Lease", (_Lease,), {"_length_": num_bytes, "owner_pid": owner_pid})
+    return cast(type[_Lease], made)
+
+
+def _map(descriptor: int, size_bytes: int) -> _Memory:
+    """Map a file into memory for as long as anything refers to the array.
+
+    Not by `mmap`: its objects keep a descriptor open each, and a rank has as many slots as
+    micro-batches are on their way, of which a process may have a thousand and more.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    # A null pointer, the length, protection, flags, the descriptor, an offset.
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    address = libc.mmap(None, size_bytes, access, mmap.MAP_SHARED, descriptor, 0)
+    if address == ctypes.c_void_p(-1).value:
+        number = ctypes.get_errno()
+        raise OSError(number, f"mapping {size_bytes} bytes: {os.strerror(number)}")
+    memory = (ctypes.c_char * size_bytes).from_address(address)
+    weakref.finalize(memory, libc.munmap, address, size_bytes).atexit = False
+    return memory
+
+
+class SlotPool:
+    """The sender's slots of one channel: reused when released, replaced when too small."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Slot]] = {}  # by size
+        self._used: deque[Slot] = deque()  # in the order they were taken
+        self._num_made = 0
+
+    def take(self, size_bytes: int) -> tuple[Slot, int | None, int | None]:
+        """Return a slot of at least `size_bytes`, its descriptor if it is new, and the index
+        of a slot that is given up for it."""
+        # Mostly they are released in order. All are looked at, which is longer if hundreds are
+        # in use, only before making one, which takes longer still and never gives memory back.
+        while self._used and self._used[0].is_released:
+            self._keep(self._used.popleft())
+        slot, descriptor, retired = self._fitting(size_bytes), None, None
+        if slot is None:
+            self._collect()
+            slot = self._fitting(size_bytes)
+        if slot is None:
+            retired = self._pop(min(self._free)).index if self._free else None
+            slot, descriptor = Slot.create(self._num_made, size_bytes)
+            self._num_made += 1
+        self._used.append(slot)
+        return slot, descriptor, retired
+
+    def _collect(self) -> None:
+        """Take back every slot that has been released."""
+        used, self._used = self._used, deque()
+        for slot in used:
+            if slot.is_released:
+                self._keep(slot)
+            else:
+                self._used.append(slot)
+
+    def _fitting(self, size_bytes: int) -> Slot | None:
+        """Return the smallest free slot that is large enough."""
+        size = min((size for size in self._free if size >= size_bytes), default=None)
+        return None if size is None else self._pop(size).reuse()
+
+    def _keep(self, slot: Slot) -> None:
+        self._free.setdefault(slot.size_bytes, []).append(slot)
+
+    def _pop(self, size_bytes: int) -> Slot:
+        slots = self._free[size_bytes]
+        slot = slots.pop()
+        if not slots:
+            del self._free[size_bytes]
+        return slot
+
+
+def aligned(offset: int) -> int:
+    """Return the next aligned offset."""
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def message_bytes(header_bytes: int, metas: Sequence[TensorMeta]) -> int:
+    """Return the room that a header and tensors take in a slot."""
+    end = header_bytes
+    for meta in metas:
+        end = aligned(end) + prod(meta.shape) * meta.dtype.itemsize
+    return end

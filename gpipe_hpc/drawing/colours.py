@@ -1,0 +1,106 @@
+"""The colours of drawings: one hue an op, one tint a pipeline or stage of a rank."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from gpipe_hpc.schedule.table.actions import COMPUTE, Op
+from gpipe_hpc.schedule.timeline import Timeline
+
+
+class Hue(NamedTuple):
+    """How an op is drawn: its name in words, its lightest and its darkest colour."""
+
+    words: str
+    light: str
+    dark: str
+
+
+# Apart from one another, and from idle time, for eyes without red, green or blue cones too: a test
+# holds every pair of them, tints included, to that.
+HUES: Final[Mapping[Op, Hue]] = MappingProxyType(
+    {
+        Op.F: Hue("forward", "#a8d4ef", "#2370b4"),
+        Op.B: Hue("backward", "#73e8ad", "#26a08f"),
+        Op.I: Hue("input gradient", "#dc87e6", "#8b4381"),
+        Op.W: Hue("weight gradient", "#e8d473", "#a88a2b"),
+        Op.R: Hue("recompute", "#ea9a7c", "#9c4630"),
+    }
+)
+IDLE: Final = "#ececec"
+INK: Final = "#1b1b1b"
+PALE_INK: Final = "#ffffff"
+MUTED: Final = "#666666"
+MEMORY: Final = "#8c8c9e"
+
+
+def fill(op: Op, tint: int, num_tints: int) -> str:
+    """Return the colour of an op, the lightest for tint 0."""
+    hue = HUES[op]
+    share = tint / (num_tints - 1) if num_tints > 1 else 0.0
+    ends = zip(_channels(hue.light), _channels(hue.dark), strict=True)
+    return "#" + "".join(f"{round(low + (high - low) * share):02x}" for low, high in ends)
+
+
+def ink_on(colour: str) -> str:
+    """Return the colour in which text is readable on another."""
+    red, green, blue = _channels(colour)
+    return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 130 else PALE_INK
+
+
+def _channels(colour: str) -> tuple[int, int, int]:
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+
+
+class Tints:
+    """Which tint each stage of each micro-batch gets, read off where it ran.
+
+    Where micro-batches go different ways through the ranks, one tint a way; else one for each of
+    the stages that a rank holds, in their order.
+    """
+
+    def __init__(self, timeline: Timeline) -> None:
+        """Find the ways."""
+        ways: dict[int, dict[int, int]] = {}
+        for rank, row in enumerate(timeline.events):
+            for event in row:
+                op, stage, microbatch, _ = event.action
+                if op in COMPUTE and microbatch is not None:
+                    ways.setdefault(microbatch, {})[stage] = rank
+        numbers: dict[tuple[tuple[int, int], ...], int] = {}
+        self._way_of = {
+            microbatch: numbers.setdefault(tuple(sorted(ways[microbatch].items())), len(numbers))
+            for microbatch in sorted(ways)
+        }
+        self.num_ways = len(numbers)
+        self._turn_of = _turns(dict(next(iter(numbers), ())))
+        self.num_turns = 1 + max(self._turn_of.values(), default=0)
+
+    def of(self, stage: int, microbatch: int | None) -> int:
+        """Return the tint of an action."""
+        if microbatch is None:
+            return 0
+        return self._way_of[microbatch] if self.num_ways > 1 else self._turn_of[stage]
+
+    def __len__(self) -> int:
+        """Return the number of tints."""
+        return self.num_ways if self.num_ways > 1 else self.num_turns
+
+    @property
+    def words(self) -> str:
+        """Say what tints stand for; nothing where there is one."""
+        if self.num_ways > 1:
+            return f"light to dark: {self.num_ways} ways through the ranks"
+        if self.num_turns > 1:
+            return f"light to dark: first to last of a rank's {self.num_turns} stages"
+        return ""
+
+
+def _turns(rank_of: Mapping[int, int]) -> dict[int, int]:
+    """Return for each stage how many earlier ones its rank holds."""
+    seen: dict[int, int] = {}
+    turns: dict[int, int] = {}
+    for stage, rank in sorted(rank_of.items()):
+        turns[stage] = seen.get(rank, 0)
+        seen[rank] = turns[stage] + 1
+    return turns

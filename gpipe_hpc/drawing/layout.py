@@ -1,0 +1,233 @@
+"""Where everything of a picture stands: the one layout that SVG, PNG and HTML draw."""
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+from gpipe_hpc.drawing.colours import HUES, IDLE, MUTED, Tints, fill
+from gpipe_hpc.drawing.scene import (
+    LEFT,
+    LETTER,
+    RIGHT,
+    Axis,
+    Box,
+    Clock,
+    Rect,
+    Row,
+    Scene,
+    Section,
+    Strip,
+    Text,
+    clock_for,
+)
+from gpipe_hpc.drawing.waits import DataFlow, Step, memory_curve
+from gpipe_hpc.schedule.table.actions import COMPUTE
+from gpipe_hpc.schedule.timeline import Timeline
+
+_TICK_SIZE: Final = 11.0
+_NARROWEST, _WIDEST = 960.0, 1800.0
+
+
+def layout(
+    timelines: Sequence[Timeline],
+    *,
+    unit: str = "",
+    width: float | None = None,
+    table: Sequence[Sequence[str]] = (),
+) -> Scene:
+    """Lay out timelines one above the other on one time scale, with legend and a table of text.
+
+    Times in seconds (`unit` ``s``) are shown in ms or us where they are short. `width` is in
+    pixels; None: wide enough for most numbers in the boxes, 960 to 1800.
+    """
+    longest = max((timeline.makespan for timeline in timelines), default=0.0)
+    clock = clock_for(longest, unit)
+    scene = Scene(width or _natural_width(timelines, longest), longest * clock.factor, clock)
+    scene.height = 8.0
+    for index, timeline in enumerate(timelines):
+        tints = Tints(timeline)
+        _add_heading(scene, timeline)
+        if index == 0:
+            _add_legend(scene, timelines, tints)
+        _add_section(scene, timeline, tints)
+    _add_table(scene, table)
+    scene.height += 8
+    return scene
+
+
+def _natural_width(timelines: Sequence[Timeline], longest: float) -> float:
+    """Return the width at which nine boxes of ten have room for their number, within bounds."""
+    size = _label_size(_row_height(max((each.num_ranks for each in timelines), default=1)))
+    scales = sorted(
+        (len(str(event.action.microbatch)) * size * LETTER + 2) / event.duration_s
+        for timeline in timelines
+        for row in timeline.events
+        for event in row
+        if event.action.op in COMPUTE and event.duration_s > 0
+    )
+    wanted = scales[int(0.9 * (len(scales) - 1))] * longest if scales else 0.0
+    return min(_WIDEST, max(_NARROWEST, math.ceil(LEFT + RIGHT + wanted)))
+
+
+def _row_height(num_ranks: int) -> float:
+    return float(min(24, max(3, 768 // max(1, num_ranks))))
+
+
+def _label_size(row_height: float) -> float:
+    return min(11.0, row_height - 2)
+
+
+def _add_heading(scene: Scene, timeline: Timeline) -> None:
+    clock = scene.clock
+    text = f"makespan {clock.show(timeline.makespan * clock.factor)}"
+    text = f"{timeline.name}: {text}" if timeline.name else text
+    text += f", bubble {timeline.bubble:.1%} (idle over total)"
+    scene.fixed.append(Text(LEFT, scene.height + 18, text, 15, bold=True))
+    scene.fixed.append(Text(LEFT, scene.height + 36, _size_and_peaks(timeline), ink=MUTED))
+    scene.height += 46
+
+
+def _size_and_peaks(timeline: Timeline) -> str:
+    size = (
+        f"{_count(timeline.num_ranks, 'rank')}, {_count(timeline.num_stages, 'stage')}, "
+        f"{_count(timeline.num_microbatches, 'micro-batch', 'es')}"
+    )
+    peaks = timeline.peak_activations
+    listed = " ".join(map(str, peaks)) if len(peaks) <= 16 else f"{min(peaks)} to {max(peaks)}"
+    return f"{size}; peak activations by rank: {listed} (micro-batches of one stage)"
+
+
+def _count(number: int, word: str, plural: str = "s") -> str:
+    return f"{number} {word}{'' if number == 1 else plural}"
+
+
+def _add_legend(scene: Scene, timelines: Sequence[Timeline], tints: Tints) -> None:
+    used = {event.action.op for each in timelines for row in each.events for event in row}
+    x, y = LEFT, scene.height
+    entries = [
+        ([fill(op, tint, len(tints)) for tint in range(len(tints))], hue.words)
+        for op, hue in HUES.items()
+        if op in used
+    ]
+    for colours, words in [*entries, ([IDLE], "idle")]:
+        for colour in colours:
+            scene.fixed.append(Rect(x, y, 14, 12, colour))
+            x += 14
+        scene.fixed.append(Text(x + 6, y + 10, words))
+        x += 28 + 6.6 * len(words)
+    if tints.words:
+        scene.fixed.append(Text(x, y + 10, tints.words, ink=MUTED))
+    scene.height += 22
+
+
+def _add_section(scene: Scene, timeline: Timeline, tints: Tints) -> None:
+    """Add rows, their axis, memory curves, and an axis for those."""
+    clock, top = scene.clock, scene.height
+    height = _row_height(timeline.num_ranks)
+    gap = 3.0 if height >= 16 else 1.0 if height >= 6 else 0.0
+    pitch = height + gap
+    span = timeline.makespan * clock.factor
+    boxes = _boxes(timeline, tints, clock)
+    rows: list[Row] = []
+    for rank, own in enumerate(boxes):
+        y = top + rank * pitch
+        rows.append(Row(rank, y, height, _label_size(height), span, own))
+        share = 1 - timeline.busy[rank] / timeline.makespan if span > 0 else 0.0
+        _label(scene, rank, y, height, pitch, f"{share:.0%} idle")
+    scene.height += timeline.num_ranks * pitch
+    axes = [_add_axis(scene, top, span)]
+    strips = _add_strips(scene, timeline, height, span)
+    if strips:
+        axes.append(_add_axis(scene, strips[0].y, span))
+    scene.sections.append(Section(timeline, tuple(rows), strips, tuple(axes)))
+    scene.height += 12
+
+
+def _label(scene: Scene, rank: int, y: float, height: float, pitch: float, right: str) -> None:
+    """Name a rank left and right of its row; where rows are too thin for text, every so many."""
+    if rank % max(1, math.ceil(12 / pitch)):
+        return
+    base = y + height / 2 + 4
+    size = min(12.0, max(9.0, height - 2))
+    scene.fixed.append(Text(LEFT - 8, base, f"rank {rank}", size, "end"))
+    scene.fixed.append(Text(scene.width - RIGHT + 8, base, right, min(11, size), ink=MUTED))
+
+
+def _boxes(timeline: Timeline, tints: Tints, clock: Clock) -> list[tuple[Box, ...]]:
+    """Return the compute of each rank."""
+    flow, factor = DataFlow(timeline), clock.factor
+    rows: list[tuple[Box, ...]] = []
+    for row in timeline.events:
+        free_at = timeline.start_s
+        boxes: list[Box] = []
+        for event in row:
+            op, stage, microbatch, _ = event.action
+            if op not in COMPUTE:
+                continue
+            boxes.append(
+                Box(
+                    (event.start_s - timeline.start_s) * factor,
+                    event.duration_s * factor,
+                    max(0.0, event.start_s - free_at) * factor,
+                    fill(op, tints.of(stage, microbatch), len(tints)),
+                    str(microbatch),
+                    event,
+                    flow.waited_for(event),
+                )
+            )
+            free_at = event.end_s
+        rows.append(tuple(boxes))
+    return rows
+
+
+def _add_axis(scene: Scene, top: float, span: float) -> Axis:
+    """Add a time axis below what was added last."""
+    axis = Axis(scene.height, top, span)
+    name = f"time ({scene.clock.unit})" if scene.clock.unit else "time"
+    scene.fixed.append(Text(LEFT - 8, axis.y + 15, name, _TICK_SIZE, "end", ink=MUTED))
+    scene.height += 26
+    return axis
+
+
+def _add_strips(
+    scene: Scene, timeline: Timeline, row_height: float, span: float
+) -> tuple[Strip, ...]:
+    """Add the memory curve of every rank, all to one scale; none where nothing is kept."""
+    curves = [memory_curve(row) for row in timeline.events]
+    full = max((step.live for curve in curves for step in curve), default=0)
+    if not full:
+        return ()
+    words = "live activations (micro-batches of one stage)"
+    scene.fixed.append(Text(LEFT, scene.height + 10, words, 12, bold=True))
+    scene.height += 18
+    height = max(2.0, round(row_height * 0.75))
+    pitch = height + (4.0 if height >= 12 else 1.0 if height >= 5 else 0.0)
+    factor = scene.clock.factor
+    strips: list[Strip] = []
+    for rank, curve in enumerate(curves):
+        steps = tuple(Step((step.time_s - timeline.start_s) * factor, step.live) for step in curve)
+        strips.append(Strip(rank, scene.height, height, full, span, steps))
+        peak = f"peak {timeline.peak_activations[rank]}"
+        _label(scene, rank, scene.height, height, pitch, peak)
+        scene.height += pitch
+    return tuple(strips)
+
+
+def _add_table(scene: Scene, table: Sequence[Sequence[str]]) -> None:
+    """Add a table: its first column to the left, numbers to the right, first and last row bold."""
+    if not table:
+        return
+    right = LEFT
+    edges: list[float] = []
+    for column in zip(*table, strict=True):
+        right += max(map(len, column)) * 7.2 + 22
+        edges.append(right - 22)
+    for index, line in enumerate(table):
+        y = scene.height + 16
+        for column_index, (edge, text) in enumerate(zip(edges, line, strict=True)):
+            bold = index in (0, len(table) - 1)
+            if column_index == 0:
+                scene.fixed.append(Text(LEFT, y, text, bold=bold))
+            else:
+                scene.fixed.append(Text(edge, y, text, anchor="end", bold=bold))
+        scene.height += 18

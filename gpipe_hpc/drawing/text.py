@@ -1,0 +1,130 @@
+"""A timeline as text: one line a rank."""
+
+import string
+from collections.abc import Sequence
+from typing import Final
+
+from gpipe_hpc.drawing.colours import HUES
+from gpipe_hpc.drawing.scene import clock_for
+from gpipe_hpc.drawing.waits import Step, memory_curve
+from gpipe_hpc.schedule.table.actions import COMPUTE, Op
+from gpipe_hpc.schedule.timeline import Event, Timeline
+
+# What fills an action's cell behind its label, so that ops differ without colour.
+_FILL: Final = {Op.F: "-", Op.B: "=", Op.I: "~", Op.W: "+", Op.R: "*"}
+_DIGITS: Final = "." + string.digits[1:] + string.ascii_lowercase
+_WIDEST: Final = 240
+_LONGEST_LEGEND: Final = 92
+
+
+def draw_text(timeline: Timeline, width: int | None = None, unit: str = "") -> str:
+    """Draw a line of cells for each rank, dots where it idles, and a legend.
+
+    A cell holds op and micro-batch (`F0`), with stage where a rank holds several (`2F0`), cut off
+    where time is too short for it. `width` is the number of columns the time axis takes; None: just
+    enough for every label, 240 at most. `unit` names the unit of time; times in ``s`` are shown in
+    ms or us where they are short.
+    """
+    cells = _cells(timeline)
+    with_stage = _with_stage(cells)
+    columns = width or num_columns([timeline])
+    scale = columns / timeline.makespan if timeline.makespan > 0 else 0.0
+    lines = [
+        f"{_rank(timeline, rank)} {_line(timeline, row, scale, columns, with_stage)}"
+        for rank, row in enumerate(cells)
+    ]
+    return "\n".join([*lines, _legend(timeline, cells, unit)])
+
+
+def draw_text_memory(timeline: Timeline, width: int | None = None) -> str:
+    """Draw a line for each rank with the most micro-batches of one stage kept in each column.
+
+    Beyond 9 it counts on in letters (a is 10), beyond 35 it stays at ``+``; a dot is none. The
+    columns are those of `draw_text`.
+    """
+    columns = width or num_columns([timeline])
+    peaks = " ".join(map(str, timeline.peak_activations))
+    lines = [
+        f"{_rank(timeline, rank)} {_memory_line(timeline, memory_curve(row), columns)}"
+        for rank, row in enumerate(timeline.events)
+    ]
+    return "\n".join([*lines, f"live activations (micro-batches of one stage), peaks {peaks}"])
+
+
+def num_columns(timelines: Sequence[Timeline]) -> int:
+    """Return the columns of the longest timeline at which the tightest label of all just fits.
+
+    240 at most. On the scale of the longest, another takes columns in proportion to its makespan.
+    """
+    longest = max((timeline.makespan for timeline in timelines), default=0.0)
+    scale = max(map(_tightest_scale, timelines), default=0.0)
+    return min(_WIDEST, max(1, round(scale * longest)))
+
+
+def _cells(timeline: Timeline) -> list[list[Event]]:
+    return [[event for event in row if event.action.op in COMPUTE] for row in timeline.events]
+
+
+def _with_stage(cells: list[list[Event]]) -> bool:
+    return any(len({event.action.stage for event in row}) > 1 for row in cells)
+
+
+def _rank(timeline: Timeline, rank: int) -> str:
+    return f"rank {rank:>{len(str(timeline.num_ranks - 1))}}"
+
+
+def _label(event: Event, with_stage: bool) -> str:
+    text = str(event.action)
+    return text if with_stage else text[len(str(event.action.stage)) :]
+
+
+def _tightest_scale(timeline: Timeline) -> float:
+    """Return the columns a unit of time needs for every label to fit."""
+    cells = _cells(timeline)
+    with_stage = _with_stage(cells)
+    return max(
+        (
+            len(_label(event, with_stage)) / event.duration_s
+            for row in cells
+            for event in row
+            if event.duration_s > 0
+        ),
+        default=0.0,
+    )
+
+
+def _line(
+    timeline: Timeline, row: list[Event], scale: float, columns: int, with_stage: bool
+) -> str:
+    line = ["."] * columns
+    for event in row:
+        first = round((event.start_s - timeline.start_s) * scale)
+        end = round((event.end_s - timeline.start_s) * scale)
+        text = _label(event, with_stage)
+        if len(text) > end - first:
+            text = event.action.op.value
+        line[first:end] = text.ljust(end - first, _FILL[event.action.op])[: end - first]
+    return "".join(line)
+
+
+def _memory_line(timeline: Timeline, steps: list[Step], columns: int) -> str:
+    scale = columns / timeline.makespan if timeline.makespan > 0 else 0.0
+    most = [0] * columns
+    ends = [*(step.time_s for step in steps[1:]), timeline.start_s + timeline.makespan]
+    for (start_s, live), end_s in zip(steps, ends, strict=True):
+        first = round((start_s - timeline.start_s) * scale)
+        end = round((end_s - timeline.start_s) * scale)
+        for column in range(first, end):
+            most[column] = max(most[column], live)
+    return "".join(_DIGITS[number] if number < len(_DIGITS) else "+" for number in most)
+
+
+def _legend(timeline: Timeline, cells: list[list[Event]], unit: str) -> str:
+    used = {event.action.op for row in cells for event in row}
+    ops = [f"{op}{fill} {HUES[op].words}" for op, fill in _FILL.items() if op in used]
+    clock = clock_for(timeline.makespan, unit)
+    makespan = f"{timeline.makespan * clock.factor:g} {clock.unit}".rstrip()
+    return (
+        f"{', '.join([*ops, '. idle'])}; makespan {makespan}, "
+        f"bubble {timeline.bubble:.1%} (idle over total)"
+    )

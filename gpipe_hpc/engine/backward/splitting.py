@@ -1,0 +1,350 @@
+"""Split a backward in two: `I`, the gradients of inputs, now; `W`, those of weights, later.
+
+While a forward runs under `DeferWeights`, each call of a function that takes a parameter (linear,
+convolution, embedding, matrix product) becomes a graph of its own: its output is cut off
+and joined to the outer graph by one node. The outer backward asks that node for the gradient of
+the inputs alone and notes the gradient of the output; `W` is then one call of autograd over all
+the small graphs, whose roots are known. Nobody walks a graph in Python.
+
+Parameters used in any other way get their gradient in `I`: their `W` is empty. So it is in norms,
+whose kernels make all gradients in one pass over the activations, within functions that torch
+wraps whole (`F.multi_head_attention_forward`), in compiled layers, under functorch's transforms,
+in the forward of an `autograd.Function` and in what `torch.utils.checkpoint` runs again. A layer
+may differentiate itself, in its forward or in a hook: see `joints`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.graph import GradientEdge
+from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
+
+from gpipe_hpc.engine.backward.calls import accumulate_gradients, differentiate, edge_of
+from gpipe_hpc.engine.backward.joints import (
+    STARTS,
+    can_join,
+    check_asked,
+    gradient_with_graph,
+    join,
+    runs_itself,
+)
+from gpipe_hpc.engine.fusing import LinearCall, has_hooks, may_fuse
+from gpipe_hpc.errors import ModelError
+
+Function = Callable[..., Any]
+
+_SPLIT: Final = frozenset(
+    {
+        F.linear,
+        F.bilinear,
+        F.conv1d,
+        F.conv2d,
+        F.conv3d,
+        F.conv_transpose1d,
+        F.conv_transpose2d,
+        F.conv_transpose3d,
+        torch.conv1d,
+        torch.conv2d,
+        torch.conv3d,
+        F.embedding,
+        F.embedding_bag,
+        torch.matmul,
+        torch.mm,
+        torch.bmm,
+        torch.addmm,
+        torch.baddbmm,
+        torch.einsum,
+        torch.tensordot,
+        torch.Tensor.matmul,
+        torch.Tensor.__matmul__,
+        torch.Tensor.__rmatmul__,
+        torch.Tensor.mm,
+        torch.Tensor.bmm,
+        torch.Tensor.addmm,
+    }
+)
+# By whether the backward is split: what is looked at.
+_SEEN: Final = {True: _SPLIT | STARTS, False: STARTS | {F.linear}}
+
+
+class Deferred:
+    """The weight gradients of one micro-batch of a stage that wait for `W`.
+
+    `hold` is told of the inputs of each call, which its graph keeps as they are. `fuses`: large
+    linear layers add to `.grad` as `fusing` says. `splits`: whether there is a `W`; without it
+    those add at once, and autograd does all else; `own` is called before, as what autograd has
+    brought meanwhile may lie in memory of others.
+    """
+
+    def __init__(
+        self,
+        hold: Callable[[Iterable[torch.Tensor]], None] | None = None,
+        *,
+        fuses: bool = False,
+        splits: bool = True,
+        own: Callable[[], None] | None = None,
+    ) -> None:
+        can = can_join()
+        self.hold, self.fuses, self.splits = hold, fuses and can, splits and can
+        self.is_in_forward = False
+        self._own = own
+        self._linears: list[tuple[LinearCall, torch.Tensor]] = []
+        self._edges: list[GradientEdge] = []
+        self._gradients: list[torch.Tensor] = []
+        self._parameters: dict[int, nn.Parameter] = {}
+
+    @contextmanager
+    def in_forward(self) -> Iterator[None]:
+        """Return a block within which nobody but a layer or the loss could call `add`."""
+        self.is_in_forward = True
+        try:
+            yield
+        finally:
+            self.is_in_forward = False
+
+    def __len__(self) -> int:
+        """Return how many function calls wait."""
+        return len(self._edges) + len(self._linears)
+
+    def add(
+        self, edge: GradientEdge, gradient: torch.Tensor, parameters: Iterable[nn.Parameter]
+    ) -> None:
+        """Note the gradient of a call's output; ModelError if that cannot wait for `W`."""
+        if self.is_in_forward or torch.is_grad_enabled():
+            raise _refusal()
+        self._edges.append(edge)
+        self._gradients.append(gradient)
+        for parameter in parameters:
+            self._parameters[id(parameter)] = parameter
+            if has_hooks(parameter) and runs_itself(parameter):
+                raise ModelError(
+                    f"split backward: a parameter {tuple(parameter.shape)} with a hook is used by "
+                    f"a function that leaves its gradient to W, and by another that does not; "
+                    f"the hook would be called for each part, expected once; use a schedule whose "
+                    f"backward is B, or take the hook off"
+                )
+
+    def add_linear(self, call: LinearCall, gradient: torch.Tensor) -> None:
+        """Note the gradient of a linear layer's output, or add up those of its parameters now."""
+        if self.is_in_forward or torch.is_grad_enabled():
+            raise _refusal()
+        if self.splits:
+            self._linears.append((call, gradient))
+            return
+        if self._own is not None:
+            self._own()
+        call.accumulate(gradient)
+
+    def run(self) -> None:
+        """Accumulate all weight gradients, and release what they were kept for."""
+        # These first: they add in place, and what autograd brings may be shared until it is owned.
+        for call, gradient in self._linears:
+            call.accumulate(gradient)
+        if self._edges:
+            accumulate_gradients(self._edges, self._gradients, list(self._parameters.values()))
+        self._edges, self._gradients, self._parameters, self._linears = [], [], {}, []
+
+
+def _refusal() -> ModelError:
+    return ModelError(
+        "split backward, or fuse_accumulation: a layer, or the loss, calls backward() on what was "
+        "computed within its forward, or with create_graph, expected neither; use "
+        "torch.autograd.grad, torch.func.grad or torch.func.vjp there, or a schedule whose "
+        "backward is B, without fuse_accumulation"
+    )
+
+
+class DeferWeights(TorchFunctionMode):
+    """Within it, forwards leave the gradients of their parameters to `deferred`."""
+
+    def __init__(self, deferred: Deferred) -> None:
+        super().__init__()
+        self._deferred = deferred
+
+    def __torch_function__(
+        self,
+        func: Function,
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run one torch function; split it if it is of the kind and takes a parameter."""
+        keywords, deferred = kwargs or {}, self._deferred
+        if func not in _SEEN[deferred.splits]:
+            return func(*args, **keywords)
+        if func is not F.linear and func in STARTS:
+            if not torch.compiler.is_compiling():
+                check_asked(func, args, keywords)
+            return func(*args, **keywords)
+        if not _may_split():
+            return func(*args, **keywords)
+        if func is F.linear and not keywords:
+            if deferred.fuses and may_fuse(*args, splits=deferred.splits):
+                return _fused_linear(*args, deferred=deferred)
+            if deferred.splits and _is_plain_linear(*args):
+                return _split_linear(*args, deferred=deferred)
+        if not deferred.splits:
+            return func(*args, **keywords)
+        parameters = [p for p in (*args, *keywords.values()) if _is_trained(p)]
+        if not parameters:
+            return func(*args, **keywords)
+        return _split_call(func, args, keywords, parameters, deferred)
+
+
+def _may_split() -> bool:
+    """Say whether what runs now is an ordinary forward: once, eager, with a graph."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    if not torch._C._is_fwd_grad_enabled():
+        # Within an `autograd.Function`, whose backward may ask for the gradients of parameters.
+        return False
+    return not (torch._C._are_functorch_transforms_active() or _is_checkpointed())
+
+
+def _is_checkpointed() -> bool:
+    """Say whether `torch.utils.checkpoint` will run this again and compare what it saves."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return bool(hooks) and getattr(hooks[0], "__module__", None) == checkpoint.__name__
+
+
+def _split_call(
+    func: Function,
+    args: Sequence[Any],
+    keywords: Mapping[str, Any],
+    parameters: list[nn.Parameter],
+    deferred: Deferred,
+) -> Any:
+    """Run `func` on cut-off inputs and join its output to the graph of the real ones."""
+    inputs = [value for value in (*args, *keywords.values()) if _is_input(value)]
+    leaves: list[torch.Tensor] = []
+
+    def apart(value: Any) -> Any:
+        if not _is_input(value):
+            return value
+        leaves.append(value.detach().requires_grad_())
+        # Autocast remembers casts of leaves for the whole step; only those of weights shall stay.
+        is_cast = torch.is_autocast_enabled(value.device.type)
+        return leaves[-1].view_as(leaves[-1]) if is_cast else leaves[-1]
+
+    output = func(
+        *(apart(value) for value in args),
+        **{name: apart(value) for name, value in keywords.items()},
+    )
+    if deferred.hold is not None:
+        deferred.hold(leaves)
+    return join(_Call(output, leaves, parameters, None, None, deferred), inputs)
+
+
+def _split_linear(
+    input: torch.Tensor,
+    weight: nn.Parameter,
+    bias: nn.Parameter | None = None,
+    *,
+    deferred: Deferred,
+) -> Any:
+    """Do what `_split_call` does for the commonest call: its input gradient is one product."""
+    leaf = input.detach()
+    output = F.linear(leaf, weight, bias)
+    parameters = [p for p in (weight, bias) if p is not None and p.requires_grad]
+    if deferred.hold is not None:
+        deferred.hold([leaf])
+    return join(_Call(output, [leaf], parameters, weight, weight.detach(), deferred), [input])
+
+
+def _fused_linear(
+    input: torch.Tensor,
+    weight: nn.Parameter,
+    bias: nn.Parameter | None = None,
+    *,
+    deferred: Deferred,
+) -> Any:
+    """Run a linear layer without a graph of its own: its gradients are known."""
+    call = LinearCall(input, weight, bias, deferred.add_linear)
+    if deferred.hold is not None:
+        deferred.hold([call.input])
+    return join(call, [input] if input.requires_grad else [])
+
+
+def _is_plain_linear(input: Any, weight: Any, bias: Any = None) -> bool:
+    """Say whether the input's gradient is asked for and takes nothing but the weight itself.
+
+    Not under autocast, which makes another weight of it that the call's own graph keeps.
+    """
+    return (
+        type(weight) is nn.Parameter
+        and weight.dim() == 2
+        and (bias is None or type(bias) is nn.Parameter)
+        and (weight.requires_grad or (bias is not None and bias.requires_grad))
+        and _is_input(input)
+        and not torch.is_autocast_enabled(weight.device.type)
+    )
+
+
+def _is_trained(value: Any) -> bool:
+    # Of the class itself: torch's own check of a Parameter looks at far more.
+    return (
+        isinstance(value, torch.Tensor)
+        and value.requires_grad
+        and (type(value) is nn.Parameter or isinstance(value, nn.Parameter))
+    )
+
+
+def _is_input(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or not value.requires_grad:
+        return False
+    return value.grad_fn is not None or not isinstance(value, nn.Parameter)
+
+
+class _Call:
+    """A function call with a graph of its own; for a linear layer with what the forward held."""
+
+    __slots__ = ("deferred", "edge", "held", "leaves", "output", "parameters", "weight")
+
+    def __init__(
+        self,
+        output: torch.Tensor,
+        leaves: list[torch.Tensor],
+        parameters: list[nn.Parameter],
+        weight: nn.Parameter | None,
+        held: torch.Tensor | None,
+        deferred: Deferred,
+    ) -> None:
+        self.output: torch.Tensor | None = output
+        self.edge = edge_of(output)
+        self.leaves = leaves
+        self.parameters = parameters
+        self.weight = weight
+        self.held = held
+        self.deferred = deferred
+
+    def leave(self, gradient: torch.Tensor) -> None:
+        """Leave the gradients of the weights to `W`."""
+        self.deferred.add(self.edge, gradient, self.parameters)
+
+    def input_gradients(self, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of the inputs."""
+        if not self.leaves:
+            return ()
+        if torch.is_grad_enabled():
+            return self._with_graph(gradient)
+        if self.held is not None:
+            held = self.held.conj() if self.held.is_complex() else self.held
+            return (gradient.matmul(held),)
+        return differentiate((self.edge,), (gradient,), self.leaves)
+
+    def _with_graph(self, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return them for `create_graph`: functions of `gradient` and of the parameters."""
+        if self.weight is not None and self.held is not None:
+            return (gradient_with_graph(gradient, self.weight, self.held),)
+        if len(self.leaves) > 1:  # they may be functions of one another, whose graph is not here
+            raise ModelError(
+                "split backward: a layer differentiates with create_graph=True what a torch "
+                "function made of a parameter and several inputs, expected of one input; use "
+                "torch.func.grad there, or a schedule whose backward is B"
+            )
+        return differentiate((self.edge,), (gradient,), self.leaves, create_graph=True)

@@ -1,0 +1,1 @@
+"""Where activations live: what leaves a stage, and what waits in the host's memory."""

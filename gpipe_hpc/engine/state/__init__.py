@@ -1,0 +1,1 @@
+"""What a layer changes when it runs: buffers and random generators, once a micro-batch."""

@@ -1,0 +1,386 @@
+"""Buffers that forwards change, on the ranks that hold a copy of one stage.
+
+Replicas, and mirrored placements, run other micro-batches through the copies of a stage, so what
+their layers count or average in buffers drifts apart. At the end of a step the copies are made
+equal, or it is said that they are not. BatchNorm layers that are pooled are none of this.
+
+Whether any holder has changed a buffer all of them learn with the flags that a step unites anyway;
+where none has, nothing else is sent.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+
+from gpipe_hpc.comm.group import Group
+from gpipe_hpc.engine.sums.gradients import unite_flags
+from gpipe_hpc.models import PooledBatchNorm
+
+log = logging.getLogger("gpipe_hpc.pipeline")
+
+POLICIES: Final = ("average", "first", "each")
+_MAX_SHOWN: Final = 12
+_AVERAGED: Final = "are averaged over the {size} ranks that hold them"
+
+
+class Place(NamedTuple):
+    """Where a buffer is kept: a module, and its name there."""
+
+    module: nn.Module
+    name: str
+
+    @property
+    def buffer(self) -> torch.Tensor | None:
+        """Return the buffer that is there."""
+        return self.module._buffers.get(self.name)
+
+    def put(self, value: torch.Tensor) -> None:
+        """Give the buffer a value; the tensor stays where it can."""
+        buffer = self.buffer
+        with torch.no_grad():
+            if buffer is not None and _kind(buffer) == _kind(value) and _is_writable(buffer):
+                buffer.copy_(value)
+            else:
+                device = value.device if buffer is None else buffer.device
+                self.module._buffers[self.name] = value.to(device, copy=True)
+
+
+class _Found(NamedTuple):
+    """A buffer at the start of a run."""
+
+    tensor: torch.Tensor | None
+    version: int
+
+
+_Offer = tuple[torch.Tensor | None, bool]
+"""A holder's buffer, and whether checkpoints keep it."""
+
+
+class Drift:
+    """The buffers of one stage on one rank, and how its holders make them equal.
+
+    `policy`: average (of floating values, each holder's weighing as many samples as it has seen;
+    others are the first's), first (the first holder's that has seen a sample) or each
+    (as they are).
+    """
+
+    def __init__(
+        self, layers: Mapping[int, nn.Module], group: Group, rank: int, policy: str
+    ) -> None:
+        assert policy in POLICIES, policy
+        self._layers, self._group, self._policy = dict(layers), group, policy
+        self._position = group.ranks.index(rank)
+        self._modules = modules_of(self._layers)
+        self._children = self._children_now()
+        self._names = sorted(self._places())
+        self._kinds = self._kinds_now()
+        self._before: dict[str, _Found] = {}
+        self._changed: set[str] = set()  # since the holders were made equal
+        self._num_samples = 0  # likewise
+        self._said: set[str] = set()
+
+    def begin(self) -> None:
+        """Begin a run of the stage."""
+        if self._group.size > 1:
+            if self._children_now() != self._children:
+                self._modules = modules_of(self._layers)
+                self._children = self._children_now()
+            self._before = {name: _found(place) for name, place in self._places().items()}
+
+    def end(self, num_samples: int) -> None:
+        """Note what a run has changed, in which so many samples were seen."""
+        if self._group.size == 1:
+            return
+        self._num_samples += num_samples
+        none = _Found(None, 0)
+        for name, place in self._places().items():
+            before, now = self._before.get(name, none), _found(place)
+            if now.tensor is not before.tensor or now.version != before.version:
+                self._changed.add(name)
+        self._before = {}
+
+    def flags(self) -> list[bool]:
+        """Return what every holder must know of every other: as many flags on each of them."""
+        if self._group.size == 1:
+            return []
+        places = self._places()
+        changed = [places[name].buffer for name in self._changed if name in places]
+        is_unusual = (
+            self._kinds_now() != self._kinds
+            or any(name not in places for name in self._names)
+            or any(buffer is None or not _is_plain(buffer) for buffer in changed)
+        )
+        ran = [False] * self._group.size
+        ran[self._position] = self._num_samples > 0
+        return [*(name in self._changed for name in self._names), is_unusual, *ran]
+
+    def settle(self, united: Sequence[bool]) -> None:
+        """Make the holders equal, or say that they are not; `united`: the flags of all holders."""
+        if self._group.size == 1:
+            return
+        changed = [n for n, flag in zip(self._names, united, strict=False) if flag]
+        is_unusual, *ran = united[len(self._names) :]
+        first = ran.index(True) if any(ran) else 0
+        if is_unusual:
+            self._settle_unusual(first)
+        elif changed and self._policy == "each":
+            self._say_each(changed)
+        elif changed:
+            self._settle_alike(changed, first, weighs_all=not any(ran))
+        self._changed, self._num_samples = set(), 0
+
+    def _settle_alike(self, changed: Sequence[str], first: int, *, weighs_all: bool) -> None:
+        """Make buffers equal that have one shape and dtype on all holders."""
+        places = self._places()
+        averaged = [n for n in changed if self._policy == "average" and _is_float(places[n])]
+        copied = [n for n in changed if n not in set(averaged)]
+        if averaged:
+            weight = 1.0 if weighs_all else float(self._num_samples)
+            buffers = [_present(places[name]) for name in averaged]
+            for name, mean in zip(averaged, _averages(buffers, weight, self._group), strict=True):
+                places[name].put(mean)
+            self._say(averaged, logging.INFO, _AVERAGED)
+        if copied:
+            differ = self._copy_first([places[name] for name in copied], first)
+            apart = [name for name, differs in zip(copied, differ, strict=True) if differs]
+            if self._policy == "first":
+                self._say(copied, logging.INFO, "those of rank {first} are given to all", first)
+            else:
+                what = (
+                    "differ between the {size} ranks that hold them and have no average (integers "
+                    "or bools); those of rank {first} are given to all"
+                )
+                self._say(apart, logging.WARNING, what, first)
+
+    def _copy_first(self, places: Sequence[Place], first: int) -> list[bool]:
+        """Give all holders the buffers of the first; return which differed anywhere."""
+        buffers = [_present(place) for place in places]
+        values = _broadcast(buffers, self._group, self._group.ranks[first])
+        differ = [not _same(b, v) for b, v in zip(buffers, values, strict=True)]
+        for place, value, differs in zip(places, values, differ, strict=True):
+            if differs:
+                place.put(value)
+        return unite_flags(differ, self._group)
+
+    def _settle_unusual(self, first: int) -> None:
+        """Make buffers equal that are new, gone, or of other shapes on some holder."""
+        places = self._places()
+        own = {n for n, place in places.items() if self._kinds.get(n, ()) != _kind_at(place)}
+        own |= self._changed | {name for name in self._names if name not in places}
+        told: list[tuple[list[str], list[str]]] = self._group.all_gather_object(
+            (sorted(own), sorted(places))
+        )
+        wanted = sorted({name for names, _ in told for name in names})
+        if self._policy == "each":
+            self._say_each(wanted)
+        else:
+            offers: dict[str, _Offer] = {n: _offer(places[n]) for n in wanted if n in places}
+            gathered = self._group.all_gather_object((self._num_samples, offers))
+            everybody = [each for _, each in gathered]
+            self._combine(wanted, everybody, [float(number) for number, _ in gathered], first)
+        self._names = sorted({name for _, names in told for name in names})
+        self._kinds = self._kinds_now()
+
+    def _combine(
+        self,
+        names: Sequence[str],
+        offers: Sequence[Mapping[str, _Offer]],
+        weights: Sequence[float],
+        first: int,
+    ) -> None:
+        """Give one value to what each holder offers of each name."""
+        order = [first, *(i for i in range(len(offers)) if i != first)]
+        for name in names:
+            offered = [(i, *offers[i][name]) for i in order if name in offers[i]]
+            present = [(i, value, lasts) for i, value, lasts in offered if value is not None]
+            if not present:
+                continue
+            root, value, is_persistent = present[0]
+            values = [value for _, value, _ in present]
+            is_mean = self._policy == "average" and len({_kind(value) for value in values}) == 1
+            if is_mean and _may_average(value):
+                value = _mean(values, [weights[i] for i, _, _ in present])
+                self._say([name], logging.INFO, _AVERAGED)
+            else:
+                what = (
+                    "are new, or of other shapes, on some of the {size} ranks that hold them; "
+                    "those of rank {first} are given to all"
+                )
+                self._say([name], logging.WARNING, what, root)
+            self._register(name, value, is_persistent=is_persistent)
+
+    def _register(self, name: str, value: torch.Tensor, *, is_persistent: bool) -> None:
+        places = self._places()
+        if name in places:
+            places[name].put(value)
+            return
+        path, _, own = name.rpartition(".")
+        _, index, *inner = path.split(".")
+        try:
+            module = self._layers[int(index)].get_submodule(".".join(inner))
+        except AttributeError:
+            what = "belong to a module that only some of the {size} ranks have made: left so"
+            self._say([name], logging.WARNING, what)
+            return
+        device = next((t.device for t in module.parameters()), value.device)
+        module.register_buffer(own, value.to(device, copy=True), persistent=is_persistent)
+
+    def _children_now(self) -> list[int]:
+        """Return what tells whether there are other modules: to walk them all takes long."""
+        return [id(child) for _, m in self._modules for child in m._modules.values()]
+
+    def _places(self) -> dict[str, Place]:
+        """Return where buffers are kept, by global name."""
+        return {f"{path}.{n}": Place(m, n) for path, m in self._modules for n in m._buffers}
+
+    def _kinds_now(self) -> dict[str, Any]:
+        return {name: _kind_at(place) for name, place in self._places().items()}
+
+    def _say_each(self, names: Iterable[str]) -> None:
+        what = (
+            "are left as they are on each of the {size} ranks that hold them (buffers=each), where "
+            "they drift apart; a checkpoint keeps those of rank {first}"
+        )
+        self._say(names, logging.WARNING, what, 0)
+
+    def _say(self, names: Iterable[str], level: int, what: str, first: int = 0) -> None:
+        """Say something of buffers once, on the first rank that holds them."""
+        new = [name for name in names if name not in self._said]
+        self._said.update(new)
+        if new and self._position == 0:
+            shown = ", ".join(new[:_MAX_SHOWN])
+            shown += f", ... ({len(new)} in all)" if len(new) > _MAX_SHOWN else ""
+            filled = what.format(size=self._group.size, first=self._group.ranks[first])
+            log.log(level, "buffers that forwards change: %s %s", shown, filled)
+
+
+def modules_of(
+    layers: Mapping[int, nn.Module], *, pooled: bool = False
+) -> list[tuple[str, nn.Module]]:
+    """Return all modules of the layers by global name, each once.
+
+    `pooled`: with BatchNorm layers whose statistics are pooled.
+    """
+    modules: dict[int, tuple[str, nn.Module]] = {}
+    for index, layer in layers.items():
+        for path, module in layer.named_modules():
+            is_pooled = isinstance(module, PooledBatchNorm) and module.running_mean is not None
+            if pooled or not is_pooled:
+                name = f"layers.{index}.{path}" if path else f"layers.{index}"
+                modules.setdefault(id(module), (name, module))
+    return list(modules.values())
+
+
+def equalise_buffers(layers: Mapping[int, nn.Module], group: Group) -> None:
+    """Give all holders of a stage the buffers of the first, also those no checkpoint keeps."""
+    modules = modules_of(layers, pooled=True)
+    places = [Place(module, name) for _, module in modules for name in module._buffers]
+    plain = [p for p in places if p.buffer is not None and _is_plain(_present(p))]
+    values = _broadcast([_present(place) for place in plain], group, group.ranks[0])
+    for place, value in zip(plain, values, strict=True):
+        if not _same(_present(place), value):
+            place.put(value)
+
+
+def _found(place: Place) -> _Found:
+    buffer = place.buffer
+    is_counted = buffer is not None and not buffer.is_inference()
+    return _Found(buffer, buffer._version if buffer is not None and is_counted else 0)
+
+
+def _present(place: Place) -> torch.Tensor:
+    buffer = place.buffer
+    assert buffer is not None, f"buffer {place.name} is gone"
+    return buffer.detach()
+
+
+def _offer(place: Place) -> _Offer:
+    value = None if place.buffer is None else place.buffer.detach().clone()
+    return value, place.name not in place.module._non_persistent_buffers_set
+
+
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.dtype, tensor.layout
+
+
+def _kind_at(place: Place) -> tuple[Any, ...] | None:
+    return None if place.buffer is None else _kind(place.buffer)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+
+
+def _is_writable(tensor: torch.Tensor) -> bool:
+    return not tensor.is_inference() and (
+        not _is_plain(tensor) or torch._debug_has_internal_overlap(tensor) == 0
+    )
+
+
+def _may_average(tensor: torch.Tensor) -> bool:
+    return _is_plain(tensor) and (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _is_float(place: Place) -> bool:
+    return _may_average(_present(place))
+
+
+def _averages(
+    buffers: Sequence[torch.Tensor], weight: float, group: Group
+) -> Iterator[torch.Tensor]:
+    """Yield the average of each buffer over the group; `weight`: this rank's."""
+    wide = [_wide(buffer) for buffer in buffers]
+    # Nothing of a rank that has seen nothing: an infinity there would make NaNs.
+    device = wide[0].device  # some layers keep a buffer on the host
+    terms = [(w * weight if weight else torch.zeros_like(w)).to(device) for w in wide]
+    flat = torch.cat([*terms, terms[0].new_full((1,), weight)])
+    group.all_reduce(flat)
+    means = torch.split(flat[:-1] / flat[-1], [w.numel() for w in wide])
+    for buffer, mean in zip(buffers, means, strict=True):
+        yield _narrow(mean, buffer)
+
+
+def _mean(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    own = weights if any(weights) else [1.0] * len(values)
+    terms = [_wide(value) * weight for value, weight in zip(values, own, strict=True) if weight]
+    return _narrow(torch.stack(terms).sum(0) / sum(own), values[0])
+
+
+def _wide(buffer: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of a buffer as float64[n]."""
+    if buffer.is_complex():
+        buffer = torch.view_as_real(buffer.to(torch.complex128).resolve_conj())
+    return buffer.double().reshape(-1)
+
+
+def _narrow(numbers: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    if like.is_complex():
+        return torch.view_as_complex(numbers.clone().view(*like.shape, 2)).to(like.dtype)
+    return numbers.view(like.shape).to(like.dtype)
+
+
+def _broadcast(buffers: Sequence[torch.Tensor], group: Group, root: int) -> list[torch.Tensor]:
+    """Return world rank `root`'s buffers, of any dtype, in the shapes of one's own."""
+    if not buffers:
+        return []
+    parts = [_bytes_of(buffer).to(buffers[0].device) for buffer in buffers]
+    flat = torch.cat(parts)
+    group.broadcast(flat, root)
+    arrived = torch.split(flat, [part.numel() for part in parts])
+    return [
+        part.to(buffer.device, copy=True).view(buffer.dtype).view(buffer.shape)
+        for part, buffer in zip(arrived, buffers, strict=True)
+    ]
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8)
+
+
+def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Say whether two tensors are equal to the bit: a NaN is one, too."""
+    return torch.equal(_bytes_of(left), _bytes_of(right))

@@ -1,0 +1,80 @@
+"""A tied parameter on one rank: its gradient is summed over all that hold it."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from gpipe_hpc.comm.group import Group
+from gpipe_hpc.comm.mesh import Mesh
+from gpipe_hpc.comm.world import World
+from gpipe_hpc.engine.stage import Stage
+from gpipe_hpc.engine.sums.gradients import Bucket, unite_flags
+from gpipe_hpc.models import Tie
+from gpipe_hpc.schedule import Placement
+
+
+class TiedParameter:
+    """One parameter with places on several stages, maybe of several ranks.
+
+    Stages of one rank share the object. `group`: every rank, of every replica, that holds it.
+    Its reduction is not overlapped: its last contribution comes with the end of the step.
+    """
+
+    def __init__(self, parameter: nn.Parameter, group: Group) -> None:
+        self._parameter = parameter
+        self._group = group
+        self._bucket = Bucket([parameter])
+        self._used = [False]
+
+    def clear(self) -> None:
+        """Begin a step."""
+        if self._parameter.requires_grad:
+            self._bucket.clear()
+        else:
+            self._parameter.grad = None
+
+    def start_reduction(self) -> None:
+        """Start summing over all holders; the step's last backward is done."""
+        if self._parameter.requires_grad:
+            self._used = self._bucket.used()
+            self._bucket.start_reduction(self._group)
+
+    def finish(self, divisor: torch.Tensor) -> None:
+        """Finish the sum and divide it."""
+        if self._parameter.requires_grad:
+            used = unite_flags(self._used, self._group)
+            self._bucket.finish(divisor.to(device=self._parameter.device), used)
+
+    def equalise(self, root: int) -> None:
+        """Take over the value of world rank `root`."""
+        with torch.no_grad():
+            self._group.broadcast(self._parameter.data, root)
+
+
+def join_ties(
+    ties: Sequence[Tie],
+    stages: Mapping[int, Stage],
+    stage_of_layer: Sequence[int],
+    placement: Placement,
+    mesh: Mesh,
+    world: World,
+) -> list[TiedParameter]:
+    """Form the group of each tie and make its copies equal; the same call on every rank.
+
+    Returns those that this rank holds.
+    """
+    joined = []
+    for tie in ties:
+        places = sorted({stage_of_layer[layer] for layer, _ in tie.places})
+        holders = sorted({rank for stage in places for rank in placement.holders(stage)})
+        ranks = [mesh.world_rank(r, k) for r in range(mesh.replicas) for k in holders]
+        others = [(rank,) for rank in range(mesh.size) if rank not in ranks]
+        group = world.group([ranks, *others])
+        if world.rank in ranks:
+            held = next(stage for index, stage in stages.items() if index in places)
+            tied = TiedParameter(held.tied[tie.name], group)
+            root = mesh.world_rank(0, placement.holders(stage_of_layer[tie.places[0][0]])[0])
+            tied.equalise(root)
+            joined.append(tied)
+    return joined

@@ -1,0 +1,109 @@
+"""Chimera: pipelines in both directions at once, each in the other's bubbles."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Final
+
+from gpipe_hpc.errors import ScheduleError
+from gpipe_hpc.schedule.families.greedy import Rules, list_schedule
+from gpipe_hpc.schedule.families.options import even_ranks, whole
+from gpipe_hpc.schedule.families.orders import in_slots, tabulate
+from gpipe_hpc.schedule.table.actions import Action, Op
+from gpipe_hpc.schedule.table.placements import mirrored
+from gpipe_hpc.schedule.table.schedule import Placement, Schedule
+
+
+def chimera(ranks: int, microbatches: int, pipelines: int = 2, scaling: str = "direct") -> Schedule:
+    """Run pipelines down and up the ranks, a unit of K micro-batches shared by all of them.
+
+        rank 0 0F00F2...3F13B1===3F33B3===...0B0===......0B2===
+        rank 1 ...1F02F11F22F3...2B1===1B0===2B3===1B2===......
+        rank 2 ...1F12F01F32F2...2B0===1B1===2B2===1B3===......
+        rank 3 0F10F3...3F03B0===3F23B2===...0B1===......0B3===
+        F- forward, B= backward, . idle; makespan 16, bubble 25.0% (idle over total)
+
+    `microbatches` counts all directions, which take turns; each stage has `pipelines` (2f) holders.
+    More micro-batches are further units: ``direct`` puts them behind one another,
+    ``forward_doubling`` makes units of 2K whose forwards run in pairs, which keeps twice the
+    activations and idles half as long where B = 2F. Backward halving is that table with
+    micro-batches half as big. At F = B the bubble is (K - 2f) / (2 f M + K - 2f), M a multiple of
+    K; at B = 2F one unit of two pipelines takes K F + (2 K - 2) B. Ranks keep K - K / 2f + 1 to K
+    micro-batches, and units of 2K twice that.
+    Source: Li and Hoefler, Chimera, SC 2021, figures 3, 6 and 8.
+    """
+    even_ranks("chimera", ranks)
+    whole("chimera", "pipelines", pipelines, least=2)
+    if pipelines % 2 or ranks % pipelines:
+        allowed = [count for count in range(2, ranks + 1, 2) if ranks % count == 0]
+        raise ScheduleError(
+            f"schedule 'chimera': pipelines must be even and divide the ranks, expected one of "
+            f"{allowed} for {ranks} ranks, got {pipelines}"
+        )
+    if scaling not in _SCALINGS:
+        raise ScheduleError(
+            f"schedule 'chimera': unknown scaling, expected one of {', '.join(_SCALINGS)}, "
+            f"got {scaling!r}"
+        )
+    in_turn, make = _SCALINGS[scaling]
+    route_of = [index // in_turn % pipelines for index in range(microbatches)]
+    placement = mirrored(ranks, pipelines, route_of)
+    return tabulate("chimera", placement, make(placement))
+
+
+def _in_equal_slots(placement: Placement) -> list[list[Action]]:
+    """Give every F and B a slot of its own, as if they took equal time; units follow closely."""
+    num_ranks, num_pipelines = placement.num_ranks, len(placement.routes)
+
+    def slots() -> Iterator[tuple[int, int, Action]]:
+        for microbatch in range(placement.num_microbatches):
+            unit, index = divmod(microbatch, num_ranks)
+            start = 2 * num_ranks * unit + 2 * (index // num_pipelines)
+            for stage in range(num_ranks):
+                rank = placement.rank_of(stage, microbatch)
+                yield rank, start + stage, Action(Op.F, stage, microbatch)
+                back = start + 2 * num_ranks - 1 - stage
+                yield rank, back, Action(Op.B, stage, microbatch)
+
+    return in_slots(slots(), num_ranks)
+
+
+def _forwards_in_pairs(placement: Placement) -> list[list[Action]]:
+    """Make a unit in which the forwards of two micro-batches follow one another, and repeat it."""
+    num_ranks, num_pipelines = placement.num_ranks, len(placement.routes)
+    size = 2 * num_ranks
+    rules = Rules(
+        durations={Op.F: [1.0] * num_ranks, Op.B: [2.0] * num_ranks},
+        priority=lambda action: (action.op is Op.B, -action.stage, action.microbatch or 0),
+        transfers=[0.0] * num_ranks,
+        limits=[size] * num_ranks,
+    )
+    in_pairs = [index // 2 % num_pipelines for index in range(size)]
+    unit = list_schedule(replace(placement, route_of=tuple(in_pairs)), rules)
+    return [
+        [
+            action._replace(microbatch=first + (action.microbatch or 0))
+            for first in range(0, placement.num_microbatches, size)
+            for action in _pair_up(row)
+        ]
+        for row in unit
+    ]
+
+
+def _pair_up(row: list[Action]) -> list[Action]:
+    """Move the first forward of each pair to right ahead of the second."""
+    paired: list[Action] = []
+    for action in row:
+        if action.op is Op.F:
+            assert action.microbatch is not None, f"{action} has no micro-batch"
+            if action.microbatch % 2 == 0:
+                continue
+            paired.append(action._replace(microbatch=action.microbatch - 1))
+        paired.append(action)
+    return paired
+
+
+# For each way to scale: how many micro-batches in turn go one way, and what orders them.
+_SCALINGS: Final = MappingProxyType[str, tuple[int, Callable[[Placement], list[list[Action]]]]](
+    {"direct": (1, _in_equal_slots), "forward_doubling": (2, _forwards_in_pairs)}
+)

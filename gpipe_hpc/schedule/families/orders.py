@@ -1,0 +1,82 @@
+"""How tables are put together: the rules that schedules share."""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
+
+from gpipe_hpc.schedule.table.actions import Action, Op
+from gpipe_hpc.schedule.table.occupancy import peak_activations
+from gpipe_hpc.schedule.table.schedule import Overlap, Placement, Schedule
+
+Rows = Iterable[Sequence[Action]]
+
+
+def tabulate(
+    name: str, placement: Placement, rows: Rows, overlaps: Iterable[Overlap] = ()
+) -> Schedule:
+    """Return the table of some rows, which declares the activations that its order keeps.
+
+    Actions of micro-batches that the placement does not have are left out, and overlaps with them:
+    a table made for more micro-batches stays valid, as nothing crosses from one to another.
+    """
+
+    def is_there(action: Action) -> bool:
+        return (action.microbatch or 0) < placement.num_microbatches
+
+    kept = tuple(tuple(filter(is_there, row)) for row in rows)
+    bounds = tuple(peak_activations(row).size for row in kept)
+    whole = tuple(pair for pair in overlaps if all(map(is_there, pair)))
+    return Schedule(name, placement, kept, max_activations=bounds, overlaps=whole)
+
+
+class RankOrder:
+    """One rank's list as it grows: each op of a stage takes the stage's micro-batches in turn."""
+
+    def __init__(self, microbatch_of: Callable[[int, int], int] | None = None) -> None:
+        """Start empty; `microbatch_of(stage, index)` names a stage's micro-batches, else index."""
+        self.actions: list[Action] = []
+        self.overlaps: list[Overlap] = []
+        self._microbatch_of = microbatch_of
+        self._taken: dict[tuple[Op, int], int] = defaultdict(int)
+        self._owed: deque[Action] = deque()
+
+    def run(self, op: Op, stage: int) -> None:
+        """Add ``F``, ``B`` or ``I`` of a stage's next micro-batch; an ``I`` owes its ``W``."""
+        kind = Op.I if op is Op.B else op
+        index = self._taken[kind, stage]
+        self._taken[kind, stage] += 1
+        microbatch = self._microbatch_of(stage, index) if self._microbatch_of else index
+        self.actions.append(Action(op, stage, microbatch))
+        if op is Op.I:
+            self._owed.append(Action(Op.W, stage, microbatch))
+
+    def overlap(self, forward: int, backward: int) -> None:
+        """Add ``F`` of one stage and ``B`` of another as one block."""
+        self.run(Op.F, forward)
+        self.run(Op.B, backward)
+        self.overlaps.append((self.actions[-2], self.actions[-1]))
+
+    def pay(self, stage: int | None = None) -> None:
+        """Add the ``W`` that is owed for longest, by one stage or by any."""
+        owed = next(each for each in self._owed if stage is None or each.stage == stage)
+        self._owed.remove(owed)
+        self.actions.append(owed)
+
+    def taken(self, op: Op, stage: int) -> int:
+        """Return how many micro-batches of a stage an op has run; ``B`` counts as ``I``."""
+        return self._taken[op, stage]
+
+    def num_owed(self, stage: int) -> int:
+        """Return how many ``W`` a stage owes."""
+        return sum(each.stage == stage for each in self._owed)
+
+
+def in_slots(slots: Iterable[tuple[int, int, Action]], num_ranks: int) -> list[list[Action]]:
+    """Return each rank's actions in the order of their time slots, given (rank, slot, action).
+
+    Slots order the actions of one rank and no more; when they run is a result of simulating them.
+    """
+    rows: list[list[tuple[int, Action]]] = [[] for _ in range(num_ranks)]
+    for rank, slot, action in slots:
+        rows[rank].append((slot, action))
+    return [[action for _, action in sorted(row, key=itemgetter(0))] for row in rows]

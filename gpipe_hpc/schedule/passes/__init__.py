@@ -1,0 +1,1 @@
+"""Passes from a bare table to the one that ranks run: recomputation, transfers, reductions."""

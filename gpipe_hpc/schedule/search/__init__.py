@@ -1,0 +1,1 @@
+"""Orders that are searched for given costs, and how fast any order could be."""

@@ -1,0 +1,309 @@
+"""Auto: an order found for given costs, by list scheduling and local search."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from itertools import groupby
+from typing import Any, Final
+
+from gpipe_hpc.errors import ScheduleError
+from gpipe_hpc.schedule.costs import Costs, per_stage
+from gpipe_hpc.schedule.families.chimera import chimera
+from gpipe_hpc.schedule.families.dualpipe import dualpipe, dualpipe_v
+from gpipe_hpc.schedule.families.gems import gems
+from gpipe_hpc.schedule.families.gpipe import gpipe
+from gpipe_hpc.schedule.families.greedy import Priority, Rules, list_schedule
+from gpipe_hpc.schedule.families.hanayo import hanayo
+from gpipe_hpc.schedule.families.interleaved import interleaved
+from gpipe_hpc.schedule.families.looped_bfs import looped_bfs
+from gpipe_hpc.schedule.families.one_f_one_b import one_f_one_b
+from gpipe_hpc.schedule.families.options import whole
+from gpipe_hpc.schedule.families.orders import tabulate
+from gpipe_hpc.schedule.families.zero_bubble import zb_h1, zb_h2
+from gpipe_hpc.schedule.families.zero_bubble_v import v_half, zb_v
+from gpipe_hpc.schedule.memory import Memory, peak_memory
+from gpipe_hpc.schedule.search.bounds import lower_bound
+from gpipe_hpc.schedule.search.join import join_backwards
+from gpipe_hpc.schedule.search.local_search import improve
+from gpipe_hpc.schedule.simulator import simulate
+from gpipe_hpc.schedule.table.actions import Action, Op
+from gpipe_hpc.schedule.table.occupancy import peak_activations
+from gpipe_hpc.schedule.table.placements import looped, mirrored, wave
+from gpipe_hpc.schedule.table.schedule import Placement, Schedule
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the search found: a table, its simulated time, and what to hold that against."""
+
+    schedule: Schedule
+    makespan: float
+    lower_bound: float
+    best_named: str | None
+    best_named_makespan: float | None
+
+    @property
+    def gap(self) -> float:
+        """Return by how much of the lower bound the table is slower than it."""
+        return max(0.0, self.makespan / self.lower_bound - 1.0) if self.lower_bound > 0 else 0.0
+
+
+def auto(
+    ranks: int,
+    microbatches: int,
+    costs: Costs | Mapping[str, Any] | None = None,
+    limit: float | Sequence[float] | None = None,
+    placement: str = "one_each",
+    stages_per_rank: int = 2,
+    trials: int = 200,
+) -> Schedule:
+    """Search an order for measured or given costs under a memory limit; see `search`.
+
+    `costs` are those of `Costs`, by default F = I = W; `limit` is in stage micro-batches, one for
+    all ranks or one for each. `placement` is ``one_each``, ``looped``, ``wave`` (both with
+    `stages_per_rank`) or ``mirrored``. No worse than any schedule known by name on that placement
+    and under that limit, simulated.
+    """
+    if not isinstance(costs, Costs):
+        costs = _named_costs(costs or {"forward": 1, "input_gradient": 1, "weight_gradient": 1})
+    where = place(placement, ranks, microbatches, stages_per_rank)
+    whole("auto", "trials", trials, least=0)
+    return search(where, costs, limit=limit, trials=trials).schedule
+
+
+def _named_costs(costs: Mapping[str, Any]) -> Costs:
+    known = [field.name for field in fields(Costs)]
+    for name in costs:
+        if name not in known:
+            raise ScheduleError(
+                f"schedule 'auto': unknown cost, expected some of {', '.join(known)}, got {name!r}"
+            )
+    return Costs(**costs)
+
+
+def place(kind: str, ranks: int, microbatches: int, stages_per_rank: int = 2) -> Placement:
+    """Return a placement by the name of its shape; refuse one that is not known."""
+    count = whole("auto", "stages_per_rank", stages_per_rank)
+    if kind == "one_each":
+        return looped(ranks, 1, microbatches)
+    if kind == "looped":
+        return looped(ranks, count, microbatches)
+    if kind == "wave" and count % 2 == 0:
+        return wave(ranks, count // 2, microbatches)
+    if kind == "mirrored":
+        return mirrored(ranks, 2, [index % 2 for index in range(microbatches)])
+    raise ScheduleError(
+        "schedule 'auto': expected placement one_each, looped, mirrored, or wave with an even "
+        f"stages_per_rank (or, for measured layers, best), got {kind!r} with {stages_per_rank}"
+    )
+
+
+def search(
+    placement: Placement,
+    costs: Costs,
+    *,
+    limit: float | Sequence[float] | None = None,
+    memory: Memory | None = None,
+    trials: int = 200,
+) -> Found:
+    """Find an order of a placement's actions that is fast under given costs.
+
+    `limit` bounds what a rank holds, in stage micro-batches or in the unit of `memory`. Named
+    schedules and list schedules of several rules are starting points; the best few are improved by
+    up to `trials` swaps, and as many attempts to join halves of backwards: these are split only if
+    the costs of both are given, and only where that saves time. Refuses a limit that nothing fits.
+    """
+    room = _Room(placement, memory or Memory(), limit)
+    may_split = costs.input_gradient is not None and costs.weight_gradient is not None
+    named = list(_timed(_named(placement, may_split), costs, room))
+    listed = list(_timed(_listed(placement, costs, may_split, room), costs, room))
+    if not named and not listed:
+        raise ScheduleError(
+            f"schedule 'auto': no order fits, expected a limit with room for one micro-batch in "
+            f"each stage of a rank, got {limit}; raise it"
+        )
+    # A forward that does not wait for its partner to send its output is never slower.
+    apart = [(time, replace(schedule, overlaps=())) for time, schedule in named]
+    started = sorted(apart + listed, key=_speed_then_memory)[:_NUM_IMPROVED]
+    if may_split:
+        # What costs nothing yet may be worth its price in few places.
+        free = _free_splits(costs, placement.num_stages)
+        timed = ((simulate(each, free).makespan, each) for _, each in apart + listed)
+        started += sorted(timed, key=_speed_then_memory)[:_NUM_IMPROVED]
+    best = min(
+        (_finish(schedule, costs, room, trials) for _, schedule in started),
+        key=lambda schedule: simulate(schedule, costs).makespan,
+    )
+    bounds = tuple(peak_activations(row).size for row in best.ranks)
+    fastest = min(named, key=lambda pair: pair[0], default=None)
+    return Found(
+        schedule=replace(best, name="auto", max_activations=bounds),
+        makespan=simulate(best, costs).makespan,
+        lower_bound=lower_bound(placement, costs, may_split),
+        best_named=fastest[1].name if fastest else None,
+        best_named_makespan=fastest[0] if fastest else None,
+    )
+
+
+_NUM_IMPROVED: Final = 3
+
+
+def _free_splits(costs: Costs, num_stages: int) -> Costs:
+    """Return costs under which the halves of a backward take no longer than the whole."""
+    whole_s, inputs, weights = (costs.of_compute(op, num_stages) for op in (Op.B, Op.I, Op.W))
+    shares = [
+        min(1.0, b / (i + w)) if i + w else 1.0
+        for b, i, w in zip(whole_s, inputs, weights, strict=True)
+    ]
+    return replace(
+        costs,
+        input_gradient=[i * share for i, share in zip(inputs, shares, strict=True)],
+        weight_gradient=[w * share for w, share in zip(weights, shares, strict=True)],
+    )
+
+
+def _speed_then_memory(timed: tuple[float, Schedule]) -> tuple[float, int]:
+    makespan, schedule = timed
+    return makespan, sum(schedule.max_activations or ())
+
+
+class _Room:
+    """The memory limit, and whether a table keeps to it."""
+
+    def __init__(
+        self, placement: Placement, memory: Memory, limit: float | Sequence[float] | None
+    ) -> None:
+        num_ranks = placement.num_ranks
+        limits = [limit] * num_ranks if isinstance(limit, int | float) else limit
+        if limits is not None and len(limits) != num_ranks:
+            raise ScheduleError(
+                f"schedule 'auto': limit is one number or one for each rank, expected {num_ranks}, "
+                f"got {len(limits)}"
+            )
+        self.limits = None if limits is None else [float(one) for one in limits]
+        self.memory = memory
+
+    def fits(self, schedule: Schedule) -> bool:
+        """Return whether no rank ever holds more than its limit."""
+        if self.limits is None:
+            return True
+        peaks = peak_memory(schedule, self.memory)
+        return all(peak <= most + 1e-9 for peak, most in zip(peaks, self.limits, strict=True))
+
+    def counts(self, placement: Placement) -> list[int] | None:
+        """Return how many stage micro-batches surely fit on each rank."""
+        if self.limits is None:
+            return None
+        num_stages = placement.num_stages
+        kept = per_stage("forward", self.memory.forward, num_stages)
+        weights = per_stage("weights", self.memory.weights, num_stages)
+        counts: list[int] = []
+        for rank, most in enumerate(self.limits):
+            stages = placement.stages_of(rank)
+            left = most - sum(weights[stage] for stage in stages)
+            dearest = max((kept[stage] for stage in stages), default=0.0)
+            unbounded = len(stages) * placement.num_microbatches
+            counts.append(min(unbounded, int(left / dearest + 1e-9)) if dearest else unbounded)
+        return counts
+
+
+def _timed(
+    schedules: Iterator[Schedule], costs: Costs, room: _Room
+) -> Iterator[tuple[float, Schedule]]:
+    """Yield the simulated times of the tables that fit."""
+    for schedule in schedules:
+        if room.fits(schedule):
+            yield simulate(schedule, costs).makespan, schedule
+
+
+def _named(placement: Placement, may_split: bool) -> Iterator[Schedule]:
+    """Yield the schedules known by name that have a placement, split ones if that is allowed.
+
+    What options they would need shows in the placement: stages on a rank, routes, and how many
+    micro-batches in a row take the same one.
+    """
+    ranks, microbatches = placement.num_ranks, placement.num_microbatches
+    each = max(1, placement.num_stages // ranks)
+    pipelines = len(placement.routes)
+    passes = len(list(groupby(placement.route_of)))
+    makers: list[Callable[..., Schedule]] = [
+        gpipe,
+        one_f_one_b,
+        zb_h1,
+        zb_h2,
+        zb_v,
+        v_half,
+        dualpipe,
+        dualpipe_v,
+        gems,
+        partial(gems, replications=max(1, passes // 2)),
+        partial(chimera, pipelines=pipelines),
+        partial(chimera, pipelines=pipelines, scaling="forward_doubling"),
+        partial(looped_bfs, stages_per_rank=each),
+        partial(interleaved, stages_per_rank=each),
+        partial(hanayo, waves=max(1, each // 2)),
+    ]
+    for make in makers:
+        try:
+            schedule = make(ranks, microbatches)
+        except ScheduleError:
+            continue  # it has a rule that these numbers break
+        splits = any(action.op is Op.I for row in schedule.ranks for action in row)
+        if schedule.placement == placement and (may_split or not splits):
+            yield schedule
+
+
+def _listed(placement: Placement, costs: Costs, may_split: bool, room: _Room) -> Iterator[Schedule]:
+    """Yield list schedules: of whole and split backwards, by several rules and limits."""
+    num_stages = placement.num_stages
+    most = room.counts(placement)
+    boundaries = costs.transfer_times(num_stages)
+    route = placement.routes[0]
+    transfers = [
+        boundaries(stage, (route[stage], route[min(stage + 1, num_stages - 1)]))
+        for stage in range(num_stages)
+    ]
+    orders: list[tuple[Op, ...]] = [(Op.B, Op.F), (Op.F, Op.B)]
+    if may_split:
+        orders += [(Op.I, Op.F, Op.W), (Op.F, Op.I, Op.W), (Op.I, Op.W, Op.F)]
+    for order in orders:
+        durations = {op: costs.of_compute(op, num_stages) for op in order}
+        for priority in (_deepest_first(order), _oldest_first(order)):
+            for limits in _limits(placement, most):
+                try:
+                    rows = list_schedule(placement, Rules(durations, priority, transfers, limits))
+                except ScheduleError:
+                    continue  # too little room for this rule
+                yield tabulate("auto", placement, rows)
+
+
+def _limits(placement: Placement, most: list[int] | None) -> list[list[int] | None]:
+    """Return bounds to try: the one given, and those of one and of two pipelines full."""
+    tried: list[list[int] | None] = [most]
+    for depth in (1, 2):
+        full = [depth * placement.num_stages] * placement.num_ranks
+        lower = full if most is None else [min(pair) for pair in zip(full, most, strict=True)]
+        if lower not in tried:
+            tried.append(lower)
+    return tried
+
+
+def _deepest_first(order: tuple[Op, ...]) -> Priority:
+    """Prefer ops in an order, then what is furthest on its way."""
+
+    def key(action: Action) -> tuple[int, ...]:
+        nearest = -action.stage if action.op is Op.F else action.stage
+        return order.index(action.op), nearest, action.microbatch or 0
+
+    return key
+
+
+def _oldest_first(order: tuple[Op, ...]) -> Priority:
+    """Prefer ops in an order, then the lowest micro-batch."""
+    return lambda action: (order.index(action.op), action.microbatch or 0, action.stage)
+
+
+def _finish(schedule: Schedule, costs: Costs, room: _Room, trials: int) -> Schedule:
+    """Improve a table by swaps, and join ``I`` and ``W`` where that does not slow it down."""
+    improved = improve(schedule, costs, room.fits, trials)
+    return join_backwards(improved, costs, room.fits, trials)

@@ -1,0 +1,51 @@
+"""How fast any order of a placement could be: a lower bound of the makespan."""
+
+from gpipe_hpc.schedule.costs import Costs
+from gpipe_hpc.schedule.table.actions import Op
+from gpipe_hpc.schedule.table.schedule import Placement
+
+
+def lower_bound(placement: Placement, costs: Costs, may_split: bool) -> float:
+    """Return a time that no table of the placement can beat, whatever its order and memory.
+
+    A micro-batch has to go all the way and back. A rank cannot start before one has come to it,
+    then has its work to do, and when its last gradient goes on its way to stage 0 all its forwards
+    and input gradients are done. `may_split` says whether ``W`` may run apart from ``I``.
+    """
+    num_stages, num_ranks = placement.num_stages, placement.num_ranks
+    forward = costs.of_compute(Op.F, num_stages)
+    back, weights = _halves(costs, num_stages, may_split)
+    transfer = costs.transfer_times(num_stages)
+    heads, tails = [float("inf")] * num_ranks, [float("inf")] * num_ranks
+    longest = 0.0
+    for at in sorted(set(placement.route_of)):
+        route = placement.routes[at]
+        head = tail = 0.0
+        for stage, rank in enumerate(route):
+            heads[rank] = min(heads[rank], head)
+            tails[rank] = min(tails[rank], tail)
+            head += forward[stage]
+            tail += back[stage]
+            after = route[min(stage + 1, num_stages - 1)]
+            if after != rank:
+                head += transfer(stage, (rank, after))
+                tail += transfer(stage, (after, rank))
+        longest = max(longest, head + tail + weights[0])
+    passing, later = [0.0] * num_ranks, [0.0] * num_ranks
+    for at in placement.route_of:
+        for stage, rank in enumerate(placement.routes[at]):
+            passing[rank] += forward[stage] + back[stage]
+            later[rank] += weights[stage]
+    spans = zip(heads, passing, later, tails, strict=True)
+    busiest = max(head + work + max(after, tail) for head, work, after, tail in spans if work)
+    return max(longest, busiest)
+
+
+def _halves(costs: Costs, num_stages: int, may_split: bool) -> tuple[list[float], list[float]]:
+    """Return the least that has to pass before a gradient goes on, and what may follow it."""
+    if not may_split:
+        return costs.of_compute(Op.B, num_stages), [0.0] * num_stages
+    full, inputs, weights = (costs.of_compute(op, num_stages) for op in (Op.B, Op.I, Op.W))
+    first = [min(whole, part) for whole, part in zip(full, inputs, strict=True)]
+    both = [min(whole, i + w) for whole, i, w in zip(full, inputs, weights, strict=True)]
+    return first, [max(0.0, all_ - part) for all_, part in zip(both, first, strict=True)]

@@ -1,0 +1,52 @@
+"""Reductions between the holders of a stage: one at a time on each rank, in the rank's order."""
+
+from collections import defaultdict, deque
+
+from gpipe_hpc.schedule.table.actions import Op
+from gpipe_hpc.schedule.table.precedence import Precedence
+
+
+def reduction_order(graph: Precedence) -> list[list[int]]:
+    """Return the reductions, each as its nodes on all its ranks, in an order that runs.
+
+    Every rank takes part in one after the other, as its list has them; a stage with several holders
+    is reduced when it is the turn of each. Refuses lists that wait for one another in a circle.
+    """
+    queues: list[deque[int]] = [deque() for _ in range(graph.schedule.num_ranks)]
+    members: dict[int, list[int]] = defaultdict(list)
+    for node, action in enumerate(graph.actions):
+        if action.op is Op.REDUCE_GRAD:
+            queues[graph.ranks[node]].append(node)
+            members[action.stage].append(node)
+    order: list[list[int]] = []
+    arrived: dict[int, int] = defaultdict(int)
+    awake = deque(queue[0] for queue in queues if queue)
+    while awake:
+        stage = graph.actions[awake.popleft()].stage
+        arrived[stage] += 1
+        if arrived[stage] < len(members[stage]):
+            continue
+        order.append(members[stage])
+        for node in members[stage]:
+            queue = queues[graph.ranks[node]]
+            queue.popleft()
+            if queue:
+                awake.append(queue[0])
+    for queue in queues:
+        if queue:
+            _refuse_circle(graph, queue[0], members[graph.actions[queue[0]].stage], queues)
+    return order
+
+
+def _refuse_circle(
+    graph: Precedence, node: int, group: list[int], queues: list[deque[int]]
+) -> None:
+    """Raise for one reduction that its other holders do not come to."""
+    other = next(each for each in group if queues[graph.ranks[each]][0] != each)
+    ahead = queues[graph.ranks[other]][0]
+    graph.refuse(
+        node,
+        f"waits for its copy on rank {graph.ranks[other]}, which reduces "
+        f"{graph.actions[ahead]} first and so waits in a circle, expected one order of "
+        "reductions on all ranks that share stages; reorder them",
+    )

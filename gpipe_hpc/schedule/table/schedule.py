@@ -1,0 +1,152 @@
+"""The table: stages placed on ranks, and for each rank its list of actions."""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+from gpipe_hpc.errors import ScheduleError
+from gpipe_hpc.schedule.table.actions import COMPUTE, COPIES, Action
+
+# A forward and the backward of another stage that the same rank runs along with it.
+Overlap = tuple[Action, Action]
+# A long skip: the stage that stashes tensors, and the later one that pops them.
+Skip = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where each stage of each micro-batch runs.
+
+    ``routes[route][stage]`` is a rank and ``route_of[microbatch]`` a route. One route is the usual
+    case; mirrored placements, where a stage is held by several ranks, have several.
+    """
+
+    routes: tuple[tuple[int, ...], ...]
+    route_of: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse routes of unequal length and micro-batches on a route that is not there."""
+        if not self.routes or not self.routes[0] or not self.route_of:
+            raise ScheduleError("placement: expected a stage and a micro-batch at least, got none")
+        if len({len(route) for route in self.routes}) > 1:
+            raise ScheduleError(
+                "placement: routes differ in their number of stages, expected one number, "
+                f"got {[len(route) for route in self.routes]}"
+            )
+        if min(self.route_of) < 0 or max(self.route_of) >= len(self.routes):
+            raise ScheduleError(
+                f"placement: route_of names a route that is not there, expected 0 to "
+                f"{len(self.routes) - 1}, got {sorted(set(self.route_of))}"
+            )
+        if min(map(min, self.routes)) < 0:
+            raise ScheduleError(f"placement: negative rank, got {self.routes}")
+
+    @property
+    def num_stages(self) -> int:
+        """Return the number of stages of one route."""
+        return len(self.routes[0])
+
+    @cached_property
+    def num_ranks(self) -> int:
+        """Return the number of ranks, those without a stage below the highest one included."""
+        return 1 + max(map(max, self.routes))
+
+    @property
+    def num_microbatches(self) -> int:
+        """Return the number of micro-batches of one step."""
+        return len(self.route_of)
+
+    def rank_of(self, stage: int, microbatch: int) -> int:
+        """Return the rank that runs a stage for a micro-batch."""
+        return self.routes[self.route_of[microbatch]][stage]
+
+    def holders(self, stage: int) -> tuple[int, ...]:
+        """Return the ranks that hold a stage, sorted."""
+        return self._holders[stage]
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages that a rank holds, sorted."""
+        return tuple(stage for stage, ranks in enumerate(self._holders) if rank in ranks)
+
+    @cached_property
+    def _holders(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(sorted(set(ranks))) for ranks in zip(*self.routes, strict=True))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A table: for each rank the actions it runs, in order.
+
+    ``max_activations[rank]`` bounds the stage micro-batches whose activations live on a rank at
+    once; ``max_receives[rank]`` the receive buffers posted and not yet consumed. None: undeclared.
+    `overlaps` names pairs of an ``F`` and the ``B`` right behind it on its rank that are one block:
+    the output of the ``F`` leaves when both are done. Lowering turns that into an order of sends.
+    `skips` are the pairs of stages between which tensors go directly, past those in between: sorted
+    pairs (source, destination), the destination two stages on or more. What goes to the next stage
+    travels with the boundary.
+    """
+
+    name: str
+    placement: Placement
+    ranks: tuple[tuple[Action, ...], ...]
+    max_activations: tuple[int, ...] | None = None
+    max_receives: tuple[int, ...] | None = None
+    overlaps: tuple[Overlap, ...] = ()
+    skips: tuple[Skip, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse skips between stages that are not there or too near, and skips out of order."""
+        last = self.num_stages - 1
+        for source, destination in self.skips:
+            if not (source >= 0 and source + 2 <= destination <= last):
+                raise ScheduleError(
+                    f"schedule {self.name!r}: no such skip, expected stages of 0 to {last}, the "
+                    f"second two on or more, got ({source}, {destination}); leave out what goes to "
+                    "the next stage or stays within one"
+                )
+        if list(self.skips) != sorted(set(self.skips)):
+            raise ScheduleError(
+                f"schedule {self.name!r}: skips, expected each pair of stages once and in order, "
+                f"got {self.skips}; sort them"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def num_stages(self) -> int:
+        """Return the number of stages."""
+        return self.placement.num_stages
+
+    @property
+    def num_microbatches(self) -> int:
+        """Return the number of micro-batches of one step."""
+        return self.placement.num_microbatches
+
+    @cached_property
+    def is_lowered(self) -> bool:
+        """Return whether communication and reduction are part of the table."""
+        if self.max_receives is not None:
+            return True
+        bare = COMPUTE | COPIES
+        return any(action.op not in bare for actions in self.ranks for action in actions)
+
+
+def digest(schedule: Schedule) -> str:
+    """Return a hash of all that a run depends on: placement, actions, bounds, skips; not the name.
+
+    The same in every process, so ranks may compare it before the first step.
+    """
+    sha = hashlib.sha256()
+    head = (schedule.placement, schedule.max_activations, schedule.max_receives)
+    sha.update(repr(head).encode())
+    sha.update(
+        ";".join(f"{forward} {backward}" for forward, backward in schedule.overlaps).encode()
+    )
+    if schedule.skips:
+        sha.update(f"\nskips {schedule.skips}".encode())
+    for actions in schedule.ranks:
+        sha.update(("\n" + ",".join(map(str, actions))).encode())
+    return sha.hexdigest()

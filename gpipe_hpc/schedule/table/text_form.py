@@ -1,0 +1,185 @@
+"""The text form of a table: a line of comma-separated actions for each rank.
+
+The format that torch.distributed.pipelining dumps and loads; empty cells are bubbles there. An F
+and a B that are one block share a cell, as in ``(0F4;7B1)OVERLAP_F_B``. A table with long skips has
+a last line that names them by their stages, as in ``skips,0>4,1>3``.
+"""
+
+import csv
+import io
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+from gpipe_hpc.errors import ScheduleError
+from gpipe_hpc.schedule.table.actions import (
+    COMPUTE,
+    COPIES,
+    RECEIVES,
+    SENDS,
+    Action,
+    Op,
+    parse_action,
+)
+from gpipe_hpc.schedule.table.schedule import Placement, Schedule, Skip
+
+_OVERLAP: Final = "OVERLAP_F_B"
+_SKIPS: Final = "skips"
+_SKIP: Final = re.compile(r"(\d+)\s*>\s*(\d+)")
+
+
+def to_text(schedule: Schedule) -> str:
+    """Return a table as text, one line a rank."""
+    partner_of = dict(schedule.overlaps)
+    lines = [",".join(_cells_of(row, partner_of)) for row in schedule.ranks]
+    if schedule.skips:
+        named = (f"{source}>{destination}" for source, destination in schedule.skips)
+        lines.append(",".join([_SKIPS, *named]))
+    return "".join(line + "\n" for line in lines)
+
+
+def _cells_of(row: Sequence[Action], partner_of: Mapping[Action, Action]) -> Iterator[str]:
+    """Yield the cells of one rank; a block takes one, with all that stands within it."""
+    if not partner_of:
+        yield from map(str, row)
+        return
+    position = {action: at for at, action in enumerate(row)}
+    first = 0
+    while first < len(row):
+        end = position.get(partner_of.get(row[first], row[first]), first)
+        block = row[first : max(first, end) + 1]
+        yield str(block[0]) if len(block) == 1 else f"({';'.join(map(str, block))}){_OVERLAP}"
+        first += len(block)
+
+
+def from_text(text: str, name: str = "file") -> Schedule:
+    """Read a table from text; who holds which stage follows from where its actions stand.
+
+    No bounds are declared. Reductions in a table without transfers, as torch dumps them, are left
+    to lowering. Raises `ScheduleError` naming line and cell, both counted from 1.
+    """
+    lines = list(csv.reader(io.StringIO(text)))
+    skips = _take_skips(lines, name)
+    cells = _read(lines, name)
+    if not cells:
+        raise ScheduleError(f"schedule {name!r}: no action in the text, expected one at least")
+    placement = _placement(cells, name)
+    if _lacks_transfers(cells, placement):
+        cells = [cell for cell in cells if cell.action.op is not Op.REDUCE_GRAD]
+    placement = _with_idle_holders(placement, cells)
+    rows: list[list[Action]] = [[] for _ in range(1 + max(cell.line for cell in cells))]
+    blocks: dict[tuple[int, int], list[Action]] = {}
+    for cell in cells:
+        rows[cell.line].append(cell.action)
+        if cell.in_block:
+            blocks.setdefault((cell.line, cell.column), []).append(cell.action)
+    overlaps = tuple((block[0], block[-1]) for block in blocks.values())
+    schedule = Schedule(name, placement, tuple(map(tuple, rows)), overlaps=overlaps, skips=skips)
+    return replace(schedule, overlaps=()) if schedule.is_lowered else schedule
+
+
+class _Cell(NamedTuple):
+    line: int
+    column: int
+    action: Action
+    in_block: bool = False
+
+    def __str__(self) -> str:
+        return f"line {self.line + 1}, cell {self.column + 1}"
+
+
+def _take_skips(lines: list[list[str]], name: str) -> tuple[Skip, ...]:
+    """Take the line of skips off the end of a table, if it has one."""
+    while lines and not any(map(str.strip, lines[-1])):
+        lines.pop()  # blank lines at the end are no ranks
+    if not lines or lines[-1][0].strip() != _SKIPS:
+        return ()
+    skips: list[Skip] = []
+    for column, entry in enumerate(lines.pop()[1:], 2):
+        match = _SKIP.fullmatch(entry.strip())
+        if match:
+            skips.append((int(match[1]), int(match[2])))
+        elif entry.strip():
+            raise ScheduleError(
+                f"schedule {name!r}, line {len(lines) + 1}, cell {column}: not a skip, expected "
+                f"its stages such as 0>4, got {entry!r}"
+            )
+    return tuple(sorted(skips))
+
+
+def _read(lines: list[list[str]], name: str) -> list[_Cell]:
+    cells: list[_Cell] = []
+    for line, row in enumerate(lines):
+        for column, entry in enumerate(row):
+            if not entry.strip():
+                continue  # a bubble: time is a result of running a table, no part of it
+            try:
+                actions = _parse(entry.strip())
+                cells += [_Cell(line, column, action, len(actions) > 1) for action in actions]
+            except ScheduleError as error:
+                raise ScheduleError(
+                    f"schedule {name!r}, line {line + 1}, cell {column + 1}: {error}"
+                ) from None
+    return cells
+
+
+def _parse(entry: str) -> list[Action]:
+    """Read one cell: an action, or a block of an F and a B, between them R and copies at most."""
+    if not entry.startswith("("):
+        return [parse_action(entry)]
+    inner, _, op = entry[1:].partition(")")
+    block = [parse_action(part) for part in inner.split(";")] if op == _OVERLAP else []
+    between = {*COPIES, Op.R}
+    ops = [action.op for action in block if action.op not in between]
+    if ops != [Op.F, Op.B] or block[0].op in between or block[-1].op in between:
+        raise ScheduleError(
+            f"action: not a block, expected one such as (0F4;7B1){_OVERLAP}, got {entry!r}"
+        )
+    return block
+
+
+def _lacks_transfers(cells: list[_Cell], placement: Placement) -> bool:
+    """Say whether values cross ranks and no transfer is in the table: it is one of compute."""
+    crosses = any(len(set(route)) > 1 for route in placement.routes)
+    return crosses and not any(cell.action.op in SENDS | RECEIVES for cell in cells)
+
+
+def _with_idle_holders(placement: Placement, cells: list[_Cell]) -> Placement:
+    """Add a route for each rank that reduces a stage of which it runs no micro-batch."""
+    first, idle = placement.routes[0], []
+    for line, _, (op, stage, _, _), _ in cells:
+        if op is Op.REDUCE_GRAD and stage < len(first) and line not in placement.holders(stage):
+            idle.append((*first[:stage], line, *first[stage + 1 :]))
+    return replace(placement, routes=placement.routes + tuple(idle))
+
+
+def _placement(cells: list[_Cell], name: str) -> Placement:
+    """Return where each micro-batch runs; micro-batches that go one way share a route."""
+    places: dict[tuple[int, int], _Cell] = {}
+    for cell in cells:
+        op, stage, microbatch, _ = cell.action
+        if op not in COMPUTE or microbatch is None:
+            continue
+        first = places.setdefault((stage, microbatch), cell)
+        if first.line != cell.line:
+            raise ScheduleError(
+                f"schedule {name!r}, {cell}: {cell.action} on another rank than "
+                f"{first.action} ({first}), expected one rank for a stage of a micro-batch"
+            )
+    if not places:
+        raise ScheduleError(f"schedule {name!r}: no compute in the text, expected F at least")
+    num_stages = 1 + max(stage for stage, _ in places)
+    routes: dict[tuple[int, ...], int] = {}
+    route_of: list[int] = []
+    for microbatch in range(1 + max(microbatch for _, microbatch in places)):
+        route: list[int] = []
+        for stage in range(num_stages):
+            if (stage, microbatch) not in places:
+                raise ScheduleError(
+                    f"schedule {name!r}: {Action(Op.F, stage, microbatch)} is missing, expected "
+                    f"every micro-batch on each of {num_stages} stages, got it on no line; add it"
+                )
+            route.append(places[stage, microbatch].line)
+        route_of.append(routes.setdefault(tuple(route), len(routes)))
+    return Placement(tuple(routes), tuple(route_of))

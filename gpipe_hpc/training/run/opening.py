@@ -1,0 +1,132 @@
+"""The start of a run in its folder, by rank 0: locked, compared with earlier starts, written."""
+
+import os
+import shutil
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from gpipe_hpc.checkpoint import read_facts
+from gpipe_hpc.config import Config, config_yaml
+from gpipe_hpc.errors import ConfigError, os_remedy
+from gpipe_hpc.training.run.changed_settings import SETTINGS, Change, changes, read_settings
+from gpipe_hpc.training.run.folder import (
+    REQUEUE_FILE,
+    Checkpoints,
+    Restart,
+    default_run_folder,
+    find_restart,
+)
+from gpipe_hpc.training.run.identity import Run, read_run, write_run
+from gpipe_hpc.training.run.lock import RunLock
+from gpipe_hpc.training.session import last_step
+
+CONFIG_FILE: Final = "config.yaml"
+
+
+def lock_folder(config: Config) -> RunLock:
+    """Make the folder of a run and lock it; ConfigError or RunFolderError if that cannot be."""
+    folder = Path(config.run.dir or default_run_folder()).absolute()
+    try:
+        restart = find_restart(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        return RunLock.take(folder, waits=restart.by_launcher or restart.has_mark)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+
+def begin(config: Config, lock: RunLock) -> Run:
+    """Write what a start of a run leaves in its folder, which is locked.
+
+    What cannot go on is refused before anything is written: ConfigError with the settings that
+    differ. The settings of earlier starts are kept as config_1.yaml and so on. A start that only
+    validates an earlier one's checkpoint leaves all as it is.
+    """
+    folder = lock.folder
+    restart = find_restart(folder)
+    told = read_run(folder)
+    if told and last_step(config.train) == 0:
+        return Run(folder, told["id"], restart.by_launcher)
+    last_start = read_settings(folder / CONFIG_FILE)
+    changed = changes(last_start, config)
+    differing = _differing(config, folder, last_start)
+    _refuse_changes(config, folder, restart, differing)
+    notes = [f"going on with another setting, {change}" for change in differing]
+    if restart.has_mark and not restart.by_launcher and config.checkpoint.resume != "auto":
+        notes.append(
+            f"the run was to go on where it had stopped, but checkpoint.resume="
+            f"{config.checkpoint.resume} says otherwise and holds; auto would go on"
+        )
+    try:
+        _keep_settings(folder, config_yaml(config))
+        lineage = _lineage(config, restart, changed, told.get("lineage"))
+        name = write_run(folder, {"lineage": lineage})
+        (folder / REQUEUE_FILE).unlink(missing_ok=True)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    return Run(folder, name, restart.by_launcher, tuple(notes), lineage)
+
+
+def _differing(config: Config, folder: Path, last_start: Mapping[str, Any]) -> list[Change]:
+    """Return the settings that differ from those of the checkpoint that auto would go on from.
+
+    The start before this one may have had others, and failed. An older version's checkpoint says
+    nothing of its settings; then the last start's are taken.
+    """
+    newest = Checkpoints(folder, 1).newest() if config.checkpoint.resume == "auto" else None
+    if newest is None:
+        return []
+    return changes(read_facts(newest)["extra"].get(SETTINGS) or last_start, config)
+
+
+def _lineage(config: Config, restart: Restart, changed: Sequence[Change], before: object) -> str:
+    """Return what tells apart histories of one run: states of another are none of this one's."""
+    is_same = restart.by_launcher or config.checkpoint.resume == "auto"
+    return before if isinstance(before, str) and is_same and not changed else uuid.uuid4().hex
+
+
+def _unwritable(folder: Path, error: OSError) -> ConfigError:
+    remedy = os_remedy(error)
+    return ConfigError(
+        f"config: bad run.dir, expected a folder that can be written, got {folder} "
+        f"({error.strerror}); {f'{remedy}; or ' if remedy else ''}choose another"
+    )
+
+
+def _refuse_changes(
+    config: Config, folder: Path, restart: Restart, differing: Sequence[Change]
+) -> None:
+    """Refuse to take another run's checkpoint for this one's.
+
+    A requeue mark, or a launcher that starts the run again, says that it is the same run. But in
+    the default folder a restarted job's second command would find the first one's.
+    """
+    is_named = config.run.dir is not None
+    if restart.has_mark or (restart.by_launcher and is_named):
+        return
+    # What differs in the data may be allowed by itself.
+    is_allowed = config.checkpoint.data != "same"
+    refused = [c for c in differing if not (c.is_layout or (is_allowed and c.is_of_data))]
+    if refused:
+        lines = "".join(f"\n  {change}" for change in refused)
+        raise ConfigError(
+            f"config: {folder} holds a run with other settings, expected the same for "
+            f"checkpoint.resume=auto to go on with it, got:{lines}\n"
+            f"choose another run.dir for a new run, checkpoint.resume={folder} to go on with the "
+            f"settings changed, or checkpoint.resume=never to start over here"
+        )
+
+
+def _keep_settings(folder: Path, text: str) -> None:
+    """Write config.yaml; another one that is there gets a number."""
+    path = folder / CONFIG_FILE
+    if path.exists():
+        if path.read_text("utf-8") == text:
+            return
+        numbers = [each.stem.removeprefix("config_") for each in folder.glob("config_*.yaml")]
+        count = max((int(number) for number in numbers if number.isdecimal()), default=0)
+        shutil.copyfile(path, folder / f"config_{count + 1}.yaml")
+    aside = path.with_name(path.name + ".part")
+    aside.write_text(text, "utf-8")
+    os.replace(aside, path)

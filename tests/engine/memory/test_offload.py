@@ -1,0 +1,179 @@
+"""Activations that wait on the host: the same bits, and none of them on the device meanwhile."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.engine.memory.offload import HostCopy
+from gpipe_hpc.engine.routes import Edge, StageRoutes
+from gpipe_hpc.engine.stage import Stage
+from gpipe_hpc.engine.work import Keep, Recipe, StageWork
+from gpipe_hpc.models import build_model, token_cross_entropy
+from gpipe_hpc.schedule import Op, schedule_names
+
+NAMES = [name for name in schedule_names() if name != "file"]
+SIZES = {"vocab_size": 13, "block_size": 5, "num_layers": 7, "num_heads": 2, "width": 8}
+TOKENS = torch.randint(13, (11, 6), generator=torch.Generator().manual_seed(0))
+
+
+def trained(world, *, model="gpt", **settings):
+    layers = build_model("gpt", **SIZES, dropout=0.1) if model == "gpt" else convolutions()
+    loss_fn = token_cross_entropy if model == "gpt" else lambda y, t: (y.square().sum(), len(y))
+    pipe = Pipeline(layers, loss_fn, seed=4, partition="uniform", world=world, **settings)
+    inputs, targets = TOKENS[:, :-1], TOKENS[:, 1:]
+    if model != "gpt":
+        inputs, targets = TOKENS.float().view(11, 1, 6, 1).repeat(1, 3, 1, 6) / 13, TOKENS[:, 0]
+    part = pipe.share(len(inputs))
+    losses = [pipe.step(inputs[part], targets[part]).loss for _ in range(2)]
+    num = sum(action.op is Op.OFFLOAD for row in pipe.schedule.ranks for action in row)
+    return losses, {name: p.grad.clone() for name, p in pipe.named_parameters()}, num
+
+
+class Skipping(nn.Module):
+    """Batch norm, in-place work, and a skip."""
+
+    def __init__(self, num_popped, num_stashed):
+        super().__init__()
+        self.conv = nn.Conv2d(3 * (1 + num_popped), 3, 3, padding=1)
+        self.norm = nn.BatchNorm2d(3)
+        self.act = nn.ReLU(inplace=True)
+        self.num_stashed = num_stashed
+
+    def forward(self, x, *popped):
+        y = self.act(self.norm(self.conv(torch.cat([x, *popped], 1))))
+        return (y, y) if self.num_stashed else y
+
+
+def convolutions():
+    first = [LayerSpec(Skipping, 0, 1).stashing("a")] + [LayerSpec(Skipping, 0, 0)] * 6
+    return [*first, LayerSpec(Skipping, 1, 0).popping("a")]
+
+
+def check(name, model, recompute, **settings):
+    settings = {"schedule": name, "recompute": recompute, "microbatches": 4, **settings}
+    ranks = settings.get("stages", 2)
+    plain, moved = (
+        run_on_threads(ranks, partial(trained, model=model, offload=offload, **settings))
+        for offload in (False, True)
+    )
+    assert plain[0][2] == 0
+    assert moved[0][2] > 0 or name == "gems"  # which uses at once what it has made
+    for (losses, gradients, _), (own_losses, own, _) in zip(plain, moved, strict=True):
+        assert losses == own_losses
+        assert all(torch.equal(own[n], g) for n, g in gradients.items())
+
+
+@pytest.mark.parametrize("model", ["gpt", "convolutions"])
+@pytest.mark.parametrize("recompute", ["always", "never"])
+@pytest.mark.parametrize("name", ["gpipe", "zb_v", "zb_h2"])
+def test_offloading_changes_no_bit(name, model, recompute):
+    check(name, model, recompute)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["except_last", "never"])
+@pytest.mark.parametrize("name", NAMES)
+def test_offloading_changes_no_bit_in_any_schedule(name, recompute):
+    options = {"schedule_options": {"waves": 1}} if name == "hanayo" else {}
+    check(name, "convolutions", recompute, microbatches=6, **options)
+
+
+def kept_after(recipe, layers, *, offload):
+    """Return which of the saved storages are alive after F, and after OFFLOAD."""
+    stage = Stage(0, dict(enumerate(layers)), torch.device("cpu"), StageRoutes((Edge(-1),), ()))
+    references = []
+
+    class Listener:
+        def note(self, part, noted):
+            return []
+
+        def finish(self, part, output):
+            return []
+
+    original = HostCopy._pack
+
+    def pack(self, tensor):
+        packed = original(self, tensor)
+        if packed is not tensor:
+            references.append(tensor.untyped_storage()._weak_ref())
+        return packed
+
+    HostCopy._pack = pack
+    try:
+        work = StageWork(stage, Listener())
+        x = torch.randn(4, 8).requires_grad_()
+        work.forward(0, [x], 4, lambda layer: 0, recipe)
+        del x
+    finally:
+        HostCopy._pack = original
+    if offload:
+        work.offload(0)
+    alive = [not torch.UntypedStorage._expired(each) for each in references]
+    if offload:
+        work.fetch(0)
+    if recipe.keep is Keep.INPUT:
+        work.recompute(0, lambda layer: 0)
+    work.backward(0, [])
+    return alive
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(Keep.GRAPH, offloads=True),
+        Recipe(Keep.GRAPH, splits=True, offloads=True),
+        Recipe(Keep.INPUT, offloads=True),
+    ],
+    ids=["graph", "split", "input"],
+)
+def test_the_device_holds_nothing_in_between(recipe):
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU()) for _ in range(2)]
+    for _ in range(2):  # the first copies, to see whether layers write in place
+        before = kept_after(recipe, layers, offload=False)
+        after = kept_after(recipe, layers, offload=True)
+    assert before and all(before)
+    assert not any(after)
+
+
+def test_parameters_and_buffers_stay():
+    norm = nn.BatchNorm1d(8).eval()
+    host = HostCopy([*norm.parameters(), *norm.buffers()], None)
+    with host.collecting():
+        output = norm(torch.randn(4, 8, requires_grad=True))
+    host.offload()
+    assert norm.weight.untyped_storage().size() == norm.running_mean.untyped_storage().size() == 32
+    host.fetch(torch.device("cpu"))
+    output.sum().backward()
+    assert norm.weight.grad is not None
+
+
+class PassingOn(nn.Module):
+    """Leave a part of the input as it came, the mask, and the other too where there is no layer."""
+
+    def __init__(self, has_layer):
+        super().__init__()
+        self.linear = nn.Linear(4, 4) if has_layer else None
+
+    def forward(self, pair):
+        x, mask = pair
+        return (x if self.linear is None else self.linear(x) * mask[:, None]), mask
+
+
+def passed_on(world, **settings):
+    layers = [LayerSpec(PassingOn, i % 2 == 0) for i in range(4)]
+    pipe = Pipeline(layers, lambda y, t: (y[0] - t).square().mean(), world=world, **settings)
+    x = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
+    return pipe.step((x, torch.arange(9)), -x).loss
+
+
+@pytest.mark.parametrize("recompute", ["always", "never"])
+def test_what_a_stage_passes_on_untouched_stays_with_its_next_user(recompute):
+    settings = {"schedule": "zb_v", "microbatches": 4, "recompute": recompute}
+    plain, moved = (
+        run_on_threads(2, partial(passed_on, offload=offload, **settings))
+        for offload in (False, True)
+    )
+    assert plain == moved

@@ -1,0 +1,319 @@
+"""A layer may write into its last output again: what was sent of it stays as it was."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.comm.joining.start import start_world
+from gpipe_hpc.engine.memory import outlets
+from gpipe_hpc.errors import ActionError
+
+WIDTH, ROWS = 4, 16
+both_ways = pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "gloo"])
+
+
+class _Into(torch.autograd.Function):
+    """A product into memory that is there already, and its gradient, too."""
+
+    @staticmethod
+    def forward(ctx, x, weight, output, gradient):
+        ctx.save_for_backward(x, weight)
+        ctx.gradient = gradient
+        torch.mm(x.detach(), weight.detach(), out=output)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx, given):
+        x, weight = ctx.saved_tensors
+        torch.mm(given, weight.T, out=ctx.gradient)
+        return ctx.gradient.view_as(ctx.gradient), x.T @ given, None, None
+
+
+class Scratch(nn.Module):
+    """Return the same memory every time, and the same for gradients."""
+
+    def __init__(self, memory=torch.zeros):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64))
+        self.memory = [memory((ROWS, WIDTH), dtype=torch.float64) for _ in range(2)]
+
+    def forward(self, x):
+        output, gradient = (memory[: len(x)] for memory in self.memory)
+        return _Into.apply(x, self.weight, output, gradient)
+
+
+class Detached(nn.Module):
+    """Return the very tensor it keeps, cut off from its last graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.register_buffer("last", torch.zeros(0, WIDTH, dtype=torch.float64), persistent=False)
+
+    def forward(self, x):
+        y = self.linear(x)
+        if len(self.last) != len(y):
+            self.last = torch.zeros_like(y)
+        self.last = self.last.detach().copy_(y)
+        return self.last
+
+
+class Aside(nn.Module):
+    """Pass a tensor along that it fills anew each time."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.mean = torch.zeros(1, dtype=torch.float64)
+
+    def forward(self, x):
+        self.mean.fill_(float(x.detach().mean()))
+        return {"x": self.linear(x), "mean": self.mean}
+
+
+class Uses(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, nest):
+        return self.linear(nest["x"] * (1 + nest["mean"]))
+
+
+def of_numpy(shape, dtype):
+    """Return a tensor whose memory a new storage is made of at each call of `of_numpy`."""
+    return NumpyMemory(np.zeros(shape))
+
+
+class NumpyMemory:
+    def __init__(self, array):
+        self.array = array
+
+    def __getitem__(self, rows):
+        return torch.from_numpy(self.array[rows])
+
+
+KINDS = {
+    "scratch": lambda r: [r(Scratch, ()), r(Scratch, ())],
+    "numpy": lambda r: [r(partial(Scratch, of_numpy), ()), r(partial(Scratch, of_numpy), ())],
+    "detached": lambda r: [r(Detached, ()), r(Detached, ())],
+    "aside": lambda r: [r(Aside, ()), r(Uses, ())],
+}
+
+
+def recipes(plain, kind):
+    linear = plain.Recipe(nn.Linear, (WIDTH, WIDTH, True, None, torch.float64))
+    return [linear, *KINDS[kind](plain.Recipe), linear]
+
+
+def mean_square(output, target):
+    return (output - target).square().sum(), float(len(target))
+
+
+def batches(num_steps, size=ROWS):
+    generator = torch.Generator().manual_seed(3)
+    draw = partial(torch.randn, size, WIDTH, generator=generator, dtype=torch.float64)
+    return [(draw(), draw()) for _ in range(num_steps)]
+
+
+def make(recipes, world=None, **settings):
+    specs = [LayerSpec(factory, *args) for factory, args in recipes]
+    return Pipeline(specs, mean_square, seed=5, world=world, microbatches=4, **settings)
+
+
+def backwards(count):
+    return range(count)[::-1]
+
+
+LAYOUTS = {
+    "gpipe": (4, {"schedule": "gpipe"}),
+    "one_f_one_b": (4, {"schedule": "one_f_one_b"}),
+    "zb_h1": (4, {"schedule": "zb_h1"}),
+    "interleaved": (2, {"schedule": "interleaved", "schedule_options": {"stages_per_rank": 2}}),
+    "alone": (1, {"schedule": "interleaved", "schedule_options": {"stages_per_rank": 4}}),
+}
+
+
+@pytest.mark.parametrize("recompute", ["always", "except_last", "never"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_that_a_layer_uses_again(plain, kind, layout, recompute):
+    """The next micro-batch wrote over what was kept, or sent, of the last one."""
+    data, (stages, settings) = batches(2), LAYOUTS[layout]
+    expected = plain.train(recipes(plain, kind), mean_square, data, seed=5, microbatches=4)
+
+    def body(world):
+        pipe = make(recipes(plain, kind), world, stages=stages, recompute=recompute, **settings)
+        return plain.train_rank(pipe, data)
+
+    assert plain.unite(run_on_threads(stages, body), stages).distance(expected) < 1e-11
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluations_and_predictions(plain, kind):
+    """Each output of a prediction was that of the last micro-batch."""
+    ((inputs, targets),) = batches(1)
+
+    def body(world):
+        pipe = make(recipes(plain, kind)[:-1], world, stages=world.size)
+        return pipe.predict(inputs), pipe.evaluate(inputs, targets).loss
+
+    layers = plain.build(recipes(plain, kind)[:-1], 5)
+    expected = []
+    for piece in inputs.tensor_split(4):
+        for layer in layers:
+            piece = layer(piece)
+        expected.append(piece.detach().clone())
+    expected = torch.cat(expected)
+    for size in (1, 3):
+        for outputs, loss in run_on_threads(size, body):
+            assert torch.allclose(outputs, expected, atol=1e-12)
+            assert loss == pytest.approx(float((expected - targets).square().sum() / ROWS))
+
+
+@both_ways
+@pytest.mark.parametrize("recompute", ["always", "never"])
+def test_between_processes(plain, processes, recompute, shares_memory, tmp_path):
+    data = batches(3)
+    linear, scratch, *_ = recipes(plain, "scratch")
+    layers = [linear, scratch, linear]
+    expected = plain.train(layers, mean_square, data, seed=5, microbatches=4)
+
+    def body(rank):
+        pipe = make(
+            layers,
+            start_world(shares_memory=shares_memory),
+            stages=2,
+            partition=[2, 1],
+            recompute=recompute,
+        )
+        return plain.train_rank(pipe, data)
+
+    assert plain.unite(processes(2, body, tmp_path), 2).distance(expected) < 1e-11
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b", "zb_h1"])
+@pytest.mark.parametrize("recompute", ["always", "never"])
+def test_layers_that_keep_nothing_are_not_copied(plain, recompute, schedule, monkeypatch):
+    """Tanh's graph refers to its output, and autograd watches over that."""
+    copied = []
+    original = outlets._copied
+
+    def counting(nest, held):
+        copied[-1] += len(held)
+        return original(nest, held)
+
+    monkeypatch.setattr(outlets, "_copied", counting)
+    linear = plain.Recipe(nn.Linear, (WIDTH, WIDTH, True, None, torch.float64))
+    layers = [linear, plain.Recipe(nn.Tanh, ()), linear, plain.Recipe(nn.Identity, ())]
+
+    def body(world):
+        pipe = make(layers, world, stages=4, recompute=recompute, schedule=schedule)
+        for inputs, targets in batches(3):
+            if world.rank == 0:
+                copied.append(0)
+            world.everybody.all_gather_object("counted apart")
+            pipe.step(inputs, targets)
+            pipe.evaluate(inputs, targets)
+
+    run_on_threads(4, body)
+    assert copied == [0, 0, 0]
+
+
+class Remembers(nn.Module):
+    """Write into the input of the last micro-batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.previous = None
+
+    def forward(self, x):
+        if self.previous is not None:
+            self.previous.mul_(0.5)
+        self.previous = x.detach()
+        return self.linear(x)
+
+
+def test_an_input_that_is_written_to_before_its_recomputation_stops_with_the_layers_name(plain):
+    """In one piece its backward is done by then; here it was recomputed from something else."""
+    linear = plain.Recipe(nn.Linear, (WIDTH, WIDTH, True, None, torch.float64))
+    layers = [linear, plain.Recipe(Remembers, ()), linear]
+
+    def body(world):
+        pipe = make(layers, world, stages=3, recompute="always", schedule="one_f_one_b")
+        for inputs, targets in batches(2):
+            pipe.step(inputs, targets)
+
+    with pytest.raises(ActionError, match=r"stage 1 \(layers 1 to 1\): expected the input of mic"):
+        run_on_threads(3, body)
+
+
+class Checkpointed(nn.Module):
+    """Keep the output, and let torch run what made it again in its backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.num_calls, self.last = 0, None
+
+    def inner(self, x):
+        self.num_calls += 1
+        return torch.tanh(self.linear(x))
+
+    def forward(self, x):
+        self.last = checkpoint(self.inner, x, use_reentrant=False)
+        return self.last
+
+
+def test_looking_for_what_a_graph_saved_runs_no_layer_again(plain):
+    """A layer's own checkpoint answers with a recomputation when it is asked."""
+    linear = plain.Recipe(nn.Linear, (WIDTH, WIDTH, True, None, torch.float64))
+    layers = [linear, plain.Recipe(Checkpointed, ()), linear]
+    data = batches(2)
+    expected = plain.train(layers, mean_square, data, seed=5, microbatches=4, order=backwards)
+
+    def body(world):
+        pipe = make(layers, world, stages=3, recompute="never")
+        training = plain.train_rank(pipe, data)
+        own = next(iter(pipe.stages[world.rank].layers.values()))
+        return training, getattr(own, "num_calls", 0)
+
+    ranks = run_on_threads(3, body)
+    assert plain.unite([training for training, _ in ranks], 3).distance(expected) < 1e-12
+    assert ranks[1][1] == 2 * 4 * 2
+
+
+class Overwrites(nn.Module):
+    """Keep what the graph keeps as well, and write into it for the next micro-batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.last = None
+
+    def forward(self, x):
+        if self.last is not None:
+            self.last.mul_(0.5)
+        y = torch.tanh(self.linear(x))
+        self.last = y.detach()
+        return y
+
+
+def test_what_a_graph_has_saved_is_not_copied_and_autograd_refuses_it(plain):
+    """Its backward would be wrong whatever was sent; recomputed, it is sent as it was made."""
+    linear = plain.Recipe(nn.Linear, (WIDTH, WIDTH, True, None, torch.float64))
+    layers = [linear, plain.Recipe(Overwrites, ()), linear]
+    data = batches(1)
+
+    def body(world, recompute):
+        pipe = make(layers, world, stages=3, recompute=recompute)
+        return plain.train_rank(pipe, data)
+
+    with pytest.raises(ActionError, match="modified by an inplace operation"):
+        run_on_threads(3, partial(body, recompute="never"))

@@ -1,0 +1,296 @@
+"""State that cannot be kept apart is named: refused where numbers would be wrong, or warned of."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from gpipe_hpc import Pipeline, run_on_threads
+from gpipe_hpc.engine.state.buffers import SMALL_BYTES
+from gpipe_hpc.errors import ActionError
+
+WIDTH, SAMPLES, MICROBATCHES = 4, 8, 4
+LARGE = SMALL_BYTES // 4 + 1
+
+
+def batch(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, SAMPLES, WIDTH, generator=generator)
+
+
+def train(
+    layers, ranks=1, steps=2, loss_fn=nn.functional.mse_loss, copied=copy.deepcopy, **options
+):
+    """Train; return of each rank the last gradients and the buffers."""
+
+    def body(world):
+        pipe = Pipeline(copied(layers), loss_fn, microbatches=MICROBATCHES, world=world, **options)
+        for seed in range(steps):
+            pipe.step(*batch(seed))
+        return {n: p.grad for n, p in pipe.named_parameters()}, dict(
+            item for stage in pipe.stages.values() for item in stage.named_buffers().items()
+        )
+
+    return run_on_threads(ranks, body)
+
+
+class Counting(nn.Linear):
+    """Scale by a plain number that each forward changes."""
+
+    def __init__(self, by=0.1):
+        super().__init__(WIDTH, WIDTH)
+        self.factor, self.by = 1.0, by
+
+    def forward(self, x):
+        self.factor += self.by
+        return super().forward(x) * self.factor
+
+
+class Stateful(nn.Linear):
+    """Add a plain tensor that each forward replaces."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.last = torch.zeros(WIDTH)
+
+    def forward(self, x):
+        out = super().forward(x) + self.last
+        self.last = x.detach().mean(0)
+        return out
+
+
+def told(caplog):
+    return [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("kind", [Counting, Stateful])
+@pytest.mark.parametrize("recompute", ["always", "except_last"])
+def test_state_in_attributes_is_warned_of_once_by_name(caplog, kind, recompute):
+    """Nothing can put a plain attribute back: gradients were of another function, silently."""
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), kind(), nn.Linear(WIDTH, WIDTH)]
+    train(layers, recompute=recompute, steps=3)
+    (message,) = told(caplog)
+    assert message.startswith(f"layers.2 ({kind.__name__}): gave another output (by ")
+    assert "keep in buffers what a forward changes" in message
+
+
+def test_two_such_layers_on_two_ranks_are_both_named(caplog):
+    train([Counting(), Counting()], ranks=2, recompute="always")
+    assert sorted(message.split(":")[0] for message in told(caplog)) == [
+        "layers.0 (Counting)",
+        "layers.1 (Counting)",
+    ]
+
+
+@pytest.mark.parametrize("layer", [Counting(by=0), nn.Dropout(), nn.MultiheadAttention])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_layers_that_do_the_same_again_are_not_warned_of(caplog, layer, dtype):
+    """Nor are those whose kernels round otherwise with a graph than without."""
+    if layer is nn.MultiheadAttention:
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 8)
+    layers = [part.to(dtype) for part in (nn.Linear(WIDTH, WIDTH), layer, nn.GELU())]
+
+    def body(world):
+        pipe = Pipeline(layers, nn.functional.mse_loss, recompute="always", world=world)
+        pipe.step(*batch().to(dtype))
+
+    run_on_threads(1, body)
+    assert told(caplog) == []
+
+
+def test_nobody_is_warned_where_nothing_is_recomputed(caplog):
+    train([Counting()], recompute="never")
+    assert told(caplog) == []
+
+
+class CountingLoss(nn.Module):
+    """Weigh the loss by a buffer that each call changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("weight", torch.ones(()))
+
+    def forward(self, output, target):
+        self.weight.mul_(1.5)
+        return (output - target).square().mean() * self.weight
+
+
+@pytest.mark.parametrize("recompute", ["always", "except_last", "never"])
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
+def test_a_loss_with_state_changes_it_once_a_microbatch(recompute, schedule):
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh()]
+    plain, plain_loss = copy.deepcopy(layers), CountingLoss()
+    for seed in range(2):
+        nn.ModuleList(plain).zero_grad()
+        for x, y in zip(*(part.tensor_split(MICROBATCHES) for part in batch(seed)), strict=True):
+            (plain_loss(plain[1](plain[0](x)), y) / MICROBATCHES).backward()
+    loss_fn = CountingLoss()
+    ranks = train(layers, ranks=2, loss_fn=loss_fn, recompute=recompute, schedule=schedule)
+    assert loss_fn.weight == plain_loss.weight == 1.5 ** (2 * MICROBATCHES)
+    for name, gradient in ranks[0][0].items():
+        expected = nn.ModuleList(plain).get_parameter(name.removeprefix("layers.")).grad
+        assert torch.allclose(gradient, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_loss_with_state_of_another_kind_is_warned_of(caplog):
+    calls = []
+
+    def loss_fn(output, target):
+        calls.append(None)
+        return (output - target).square().mean() * len(calls)
+
+    train([nn.Linear(WIDTH, WIDTH)], loss_fn=loss_fn, recompute="always")
+    (message,) = told(caplog)
+    assert message.startswith("loss_fn (loss_fn): gave another output")
+
+
+class Average(nn.Linear):
+    """Keep an average, also in evaluation."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        self.average.mul_(0.9).add_(x.detach().mean(0))
+        return super().forward(x - self.average)
+
+
+def test_evaluation_changes_buffers_as_in_plain_torch():
+    layers = [Average(), nn.Tanh()]
+    plain = nn.Sequential(*copy.deepcopy(layers))
+    inputs, targets = batch()
+    with torch.no_grad():
+        expected = torch.cat([plain(x) for x in inputs.tensor_split(MICROBATCHES)])
+
+    def body(world):
+        pipe = Pipeline(layers, nn.functional.mse_loss, microbatches=MICROBATCHES, world=world)
+        held = layers[0].average
+        outputs = pipe.predict(inputs)
+        assert layers[0].average is held
+        pipe.step(inputs, targets)
+        assert layers[0].average is held
+        return outputs
+
+    assert torch.allclose(run_on_threads(1, body)[0], expected)
+    with torch.no_grad():
+        for x in inputs.tensor_split(MICROBATCHES):
+            plain(x)
+    assert torch.allclose(layers[0].average, plain[0].average)
+
+
+class LateAndLarge(nn.Linear):
+    """Begin to move a large buffer in the second step."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("queue", torch.ones(LARGE))
+
+    def forward(self, x):
+        self.count += 1
+        if self.count > MICROBATCHES + 1:
+            self.queue.mul_(0.5)
+        return super().forward(x) * self.queue[:WIDTH]
+
+
+@pytest.mark.parametrize("recompute", ["always", "never"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_large_buffer_that_begins_to_move_late_is_refused_by_name(recompute, offload):
+    """Nothing is silently wrong, even where autograd's own check is out of play (offload)."""
+    expected = r"layers\.0 \(LateAndLarge\): buffer queue .* for the first time .* add_\(0\)"
+    with pytest.raises(ActionError, match=expected):
+        train([LateAndLarge()], recompute=recompute, offload=offload)
+
+
+class Aliased(nn.Linear):
+    """Read by an attribute what is written by name."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.ones(2, WIDTH))
+        self.first = self.scale[0]
+
+    def forward(self, x):
+        self.scale.mul_(0.9)
+        return super().forward(x) * self.first
+
+
+class WrittenByAlias(Aliased):
+    """Write by an attribute what is read by name; the attribute is no tensor of the module."""
+
+    def __init__(self):
+        super().__init__()
+        self.others = [self.first]
+        del self.first
+
+    def forward(self, x):
+        self.others[0].mul_(0.9)
+        return nn.Linear.forward(self, x) * self.scale[0]
+
+
+@pytest.mark.parametrize("kind", [Aliased, WrittenByAlias])
+def test_a_buffer_held_twice_is_refused(kind):
+    expected = rf"layers\.0 \({kind.__name__}\): buffer scale .* use self\.scale itself"
+    with pytest.raises(ActionError, match=expected):
+        train([kind()], recompute="always", copied=list)  # copies would hold them apart
+
+
+class WithGraph(nn.Linear):
+    """Move a buffer only where gradients are enabled."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        if torch.is_grad_enabled():
+            self.average.add_(x.detach().mean(0))
+        return super().forward(x - self.average)
+
+
+def test_a_buffer_that_only_a_recomputation_would_change_is_refused():
+    with pytest.raises(ActionError, match=r"layers\.0 \(WithGraph\): buffer average was changed"):
+        train([WithGraph()], recompute="always")
+
+
+class CheckpointedAverage(Average):
+    """Run everything under torch's own recomputation."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def test_a_buffer_that_a_layers_own_checkpoint_changes_again_is_named(caplog):
+    train([nn.Linear(WIDTH, WIDTH), CheckpointedAverage()], recompute="never")
+    (message,) = told(caplog)
+    assert message.startswith("layers.1 (CheckpointedAverage): buffer average was changed in a")
+
+
+@pytest.mark.parametrize("memory_bytes", [1000, 1100, 1300])
+def test_with_a_budget_of_memory(memory_bytes):
+    """Some layers of a stage are recomputed, others not."""
+    torch.manual_seed(0)
+    layers = [part for _ in range(3) for part in (Average(), nn.Tanh())]
+    options = {"recompute": "budget", "example": tuple(b[:2] for b in batch())}
+    plain = train(layers, recompute="never", schedule="one_f_one_b")
+    ours = train(layers, memory_bytes=memory_bytes, optimizer_states=0, **options)
+    for mine, theirs in zip(ours[0], plain[0], strict=True):
+        for name, value in mine.items():
+            assert torch.allclose(value, theirs[name], rtol=1e-5), name
+
+
+@pytest.mark.parametrize("recompute", ["always", "never"])
+def test_compiled_and_in_bfloat16(recompute):
+    torch.manual_seed(0)
+    layers = [part for _ in range(2) for part in (Average(), nn.Tanh())]
+    for options in ({"compile": "aot_eager"}, {"precision": "bfloat16"}):
+        ((_, once),) = train(layers, recompute=recompute, **options)
+        ((_, plain),) = train(layers, recompute="never", **options)
+        for name, buffer in once.items():
+            assert torch.equal(buffer, plain[name]), name
+        expected = plain if "precision" in options else train(layers, recompute="never")[0][1]
+        for name, buffer in once.items():
+            assert torch.allclose(buffer, expected[name], rtol=1e-5), name

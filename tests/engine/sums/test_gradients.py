@@ -1,0 +1,164 @@
+"""Gradients of a stage and the global norm."""
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_hpc.comm.group import SoloGroup
+from gpipe_hpc.comm.threads import run_on_threads
+from gpipe_hpc.engine.sums.gradients import StageGradients, unite_flags
+from gpipe_hpc.engine.sums.norms import clip_by_global_norm
+
+SOLO, CPU = SoloGroup(0), torch.device("cpu")
+ONE = torch.tensor(1.0, dtype=torch.float64)
+
+
+def parameters(*shapes, dtype=torch.float32):
+    return {str(i): nn.Parameter(torch.ones(shape, dtype=dtype)) for i, shape in enumerate(shapes)}
+
+
+def on_two_ranks(body):
+    """Run with the group of two ranks; return what both get."""
+    return run_on_threads(2, lambda world: body(world.group([(0, 1)]), world.rank))
+
+
+def finish(gradients, group=SOLO):
+    gradients.start_reduction(group)
+    gradients.finish(ONE, unite_flags(gradients.used_flags(), group))
+
+
+def test_gradients_that_are_summed_over_ranks_lie_in_one_buffer_for_each_dtype():
+    def body(group, rank):
+        named = parameters((2, 3), (4,))
+        gradients = StageGradients(named)
+        gradients.clear(group)
+        for parameter in named.values():
+            for _ in range(2):
+                (parameter.square() * (rank + 1)).sum().backward()
+        finish(gradients, group)
+        return [p.grad for p in named.values()]
+
+    for first, second in on_two_ranks(body):
+        assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+        assert first.shape == (2, 3) and torch.equal(first, torch.full((2, 3), 12.0))
+        assert torch.equal(second, torch.full((4,), 12.0))
+
+
+def test_gradients_that_nobody_else_adds_to_take_no_memory_before_the_first_backward():
+    # A schedule that keeps all micro-batches holds the most just before it.
+    named = parameters((2, 3), (4,))
+    gradients = StageGradients(named)
+    for _ in range(2):
+        gradients.clear(SOLO)
+        assert [p.grad for p in named.values()] == [None, None]
+        for parameter in named.values():
+            for _ in range(2):
+                parameter.square().sum().backward()
+        finish(gradients)
+        assert [p.grad.unique().item() for p in named.values()] == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_sparse_gradient_becomes_dense(num_ranks):
+    def body(world):
+        table = nn.Embedding(4, 2, sparse=True)
+        gradients = StageGradients(dict(table.named_parameters()))
+        group = world.group([tuple(range(num_ranks))])
+        gradients.clear(group)
+        for _ in range(2):
+            table(torch.tensor([1, 1, 3])).sum().backward()
+            gradients.own()
+        finish(gradients, group)
+        return table.weight.grad.tolist()
+
+    expected = [[0.0] * 2, [4.0 * num_ranks] * 2, [0.0] * 2, [2.0 * num_ranks] * 2]
+    assert run_on_threads(num_ranks, body) == [expected] * num_ranks
+
+
+def test_each_dtype_has_a_bucket():
+    named = parameters((2,)) | {"double": nn.Parameter(torch.ones(3, dtype=torch.float64))}
+    gradients = StageGradients(named)
+    gradients.clear(SOLO)
+    assert [len(bucket.parameters) for bucket in gradients.buckets] == [1, 1]
+    named["double"].sum().backward()
+    finish(gradients)
+    assert named["0"].grad is None and named["double"].grad.dtype == torch.float64
+
+
+def test_zero_gradient_is_used_and_no_gradient_is_none():
+    named = parameters((2,), (2,))
+    gradients = StageGradients(named)
+    gradients.clear(SOLO)
+    (named["0"] * 0).sum().backward()
+    finish(gradients)
+    assert named["0"].grad.tolist() == [0.0, 0.0] and named["1"].grad is None
+
+
+def test_gradient_that_a_hook_replaced_is_kept():
+    named = parameters((2,))
+    gradients = StageGradients(named)
+    gradients.clear(SOLO)
+    named["0"].grad = torch.full((2,), 5.0)
+    finish(gradients)
+    assert named["0"].grad.tolist() == [5.0, 5.0]
+
+
+def test_used_on_any_replica_is_used_on_all():
+    def body(world):
+        group = world.group([(0, 1)])
+        named = parameters((2,), (2,), (2,))
+        gradients = StageGradients(named)
+        gradients.clear(group)
+        named[str(world.rank)].sum().backward()
+        finish(gradients, group)
+        return [None if p.grad is None else p.grad.tolist() for p in named.values()]
+
+    assert run_on_threads(2, body) == [[[1.0, 1.0], [1.0, 1.0], None]] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("cut", [1, 3, 6])
+def test_norm_and_clipping_are_torchs_to_the_bit_for_every_cut(cut, dtype):
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(n + 1, generator=generator, dtype=dtype) for n in range(7)]
+    names = [str(i) for i in range(7)]
+
+    def with_gradients():
+        named = parameters(*((n + 1,) for n in range(7)), dtype=dtype)
+        for parameter, value in zip(named.values(), values, strict=True):
+            parameter.grad = value.clone()
+        named["2"].grad = None
+        return named
+
+    expected = with_gradients()
+    norm = torch.nn.utils.clip_grad_norm_(expected.values(), 0.5)
+
+    def body(world):
+        mine = names[:cut] if world.rank == 0 else names[cut:]
+        own = {name: p for name, p in with_gradients().items() if name in mine}
+        group = world.group([(0, 1)])
+        got = clip_by_global_norm(own, set(own), names, 0.5, group, world.device)
+        return got, {name: p.grad for name, p in own.items()}
+
+    for got, gradients in run_on_threads(2, body):
+        assert got.item() == norm.item()
+        for name, gradient in gradients.items():
+            wanted = expected[name].grad
+            assert gradient is wanted if wanted is None else torch.equal(gradient, wanted)
+
+
+def test_norm_without_any_gradient_is_zero():
+    assert clip_by_global_norm({}, set(), ["a"], 1.0, SOLO, CPU).item() == 0.0
+
+
+def test_parameter_held_by_two_ranks_counts_once_and_is_clipped_on_both():
+    def body(world):
+        own = parameters((2,))
+        own["0"].grad = torch.tensor([3.0, 4.0])
+        counted = {"0"} if world.rank == 1 else set()
+        norm = clip_by_global_norm(own, counted, ["0"], 1.0, world.group([(0, 1)]), CPU)
+        return norm.item(), own["0"].grad
+
+    for norm, gradient in run_on_threads(2, body):
+        assert norm == 5.0
+        torch.testing.assert_close(gradient, torch.tensor([0.6, 0.8]))

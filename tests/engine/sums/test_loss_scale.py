@@ -1,0 +1,65 @@
+"""The loss scale by itself: how it moves, what it keeps, what counts as an overflow."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from gpipe_hpc import run_on_threads
+from gpipe_hpc.comm.group import SoloGroup
+from gpipe_hpc.engine.sums.loss_scale import LossScale, any_overflow
+from gpipe_hpc.errors import NonFiniteError
+
+CPU = torch.device("cpu")
+
+
+def test_halves_at_once_and_doubles_after_the_interval():
+    scale = LossScale(growth_interval=3)
+    start, seen = scale.value, []
+    for overflowed in (False, True, False, False, False, True, True, False, False, False, False):
+        scale.update(overflowed=overflowed)
+        seen.append(scale.value / start)
+    assert seen == [1, 0.5, 0.5, 0.5, 1, 0.5, 0.25, 0.25, 0.25, 0.5, 0.5]
+    assert scale.num_skipped == 3
+    assert math.frexp(scale.value)[0] == 0.5  # a power of two
+
+
+def test_a_restored_scale_goes_on_alike():
+    one, other = LossScale(3), LossScale(3)
+    for overflowed in (True, False, False):
+        one.update(overflowed=overflowed)
+    other.restore(json.loads(json.dumps(one.state())))
+    one.update(overflowed=False)
+    other.update(overflowed=False)
+    assert one.state() == other.state()
+    assert one.value == 2 * 2.0**15
+
+
+def test_stays_within_limits():
+    scale = LossScale(growth_interval=1)
+    for _ in range(40):
+        scale.update(overflowed=False)
+    assert scale.value == 2.0**24
+    with pytest.raises(NonFiniteError, match="loss scale: expected finite gradients"):
+        for _ in range(60):
+            scale.update(overflowed=True)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_sees_what_is_not_finite(bad):
+    # 1e38 summed would overflow float32: it is large, but finite.
+    good = [torch.full((5,), 1e38), torch.zeros(0), torch.ones(2, dtype=torch.float64) * 1e300]
+    assert not any_overflow(good, SoloGroup(0), CPU)
+    assert not any_overflow([], SoloGroup(0), CPU)
+    good[0][3] = bad
+    assert any_overflow(good, SoloGroup(0), CPU)
+
+
+def test_one_rank_is_enough_for_all():
+    def body(world):
+        group = world.group([(0, 1, 2)])
+        mine = torch.tensor([1.0, math.inf if world.rank == 1 else 1.0])
+        return any_overflow([mine] if world.rank else [], group, CPU)
+
+    assert run_on_threads(3, body) == [True] * 3
