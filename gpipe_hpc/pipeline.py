@@ -67,9 +67,6 @@ class Pipeline:
     has seen; integers and bools are the first's where they differ, which is said by name), first
     (that of the first copy that saw a sample), or each (left as they are, said by name).
     `compile`: torch.compile each layer, True or the name of a backend.
-    `fuse_accumulation`: large linear layers add their weight gradients to `.grad` within the
-    product that makes them (not under autocast, nor compiled); the last bits may differ from two
-    steps. Hooks of a weight are called, but not those of its AccumulateGrad node.
     `timeout_s`: how long a rank waits for another. `silence_s`: without a sign of life for so long
     a rank counts as lost. `stall_s`: a rank that lives but does nothing new for so long is named;
     None for ten times the longest so far.
@@ -101,7 +98,6 @@ class Pipeline:
         normalise_over_replicas: bool = False,
         buffers: str = "average",
         compile: bool | str = False,
-        fuse_accumulation: bool = False,
         device: str = "auto",
         timeout_s: float = DEFAULT_TIMEOUT_S,
         silence_s: float = DEFAULT_SILENCE_S,
@@ -141,13 +137,10 @@ class Pipeline:
             self.partition, tables, self.recomputed = lay_out(model, wishes, self._site)
             self.schedule = tables.training
             self._build(model, tables, normalise_over_replicas)
-            self._speed_up(compile, fuse_accumulation)
+            self._compile(compile)
 
-    def _speed_up(self, wish: bool | str, fuses_accumulation: bool) -> None:
-        """Do what changes how layers run, not what they compute."""
-        if fuses_accumulation:
-            for stage in self.stages.values():
-                stage.fuse_accumulation()
+    def _compile(self, wish: bool | str) -> None:
+        """Let the layers run compiled, if that is wished."""
         backend = chosen_backend(wish, self.world.device)
         if backend is None:
             return

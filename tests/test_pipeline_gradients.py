@@ -219,36 +219,37 @@ def test_gradients_that_autograd_gives_the_same_memory_add_up_each_for_itself(
 
 
 class TwiceUsed(nn.Module):
-    """Uses the weight of a large linear layer a second time, in a sum with another parameter."""
+    """Uses the weight of a linear layer a second time, in a sum with another parameter."""
 
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(1024, 512, bias=False)
-        self.other = nn.Parameter(torch.zeros(512 * 1024))
+        self.linear = nn.Linear(8, 6, bias=False)
+        self.other = nn.Parameter(torch.zeros(6 * 8))
 
     def forward(self, x):
         output = self.linear(x)
         # Made later, so its backward runs before that of the layer.
-        total = (self.linear.weight.view(-1) + self.other.view(-1)).view(512, 1024)
+        total = (self.linear.weight.view(-1) + self.other.view(-1)).view(6, 8)
         return output + x @ (1.0 * total).t()
 
 
 class Lookup(nn.Module):
-    """Uses the weight of a large linear layer a second time, where its gradient is sparse."""
+    """Uses the weight of a linear layer a second time, where its gradient is sparse."""
 
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(512, 1024, bias=False)
+        self.linear = nn.Linear(6, 12, bias=False)
 
     def forward(self, x):
         rows = torch.arange(len(x))
         return self.linear(x) + F.embedding(rows, self.linear.weight, sparse=True).repeat(1, 2)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("layer_of", [TwiceUsed, Lookup])
-def test_a_fused_weight_that_autograd_brings_a_gradient_of_too_adds_up(layer_of, microbatches):
-    """Meanwhile it may lie in another's memory, or be sparse; the product adds in place."""
+def test_a_weight_that_has_a_gradient_in_i_and_in_w_adds_up(layer_of, microbatches, schedule):
+    """That of I may lie in another's memory until W comes, or be sparse."""
     torch.manual_seed(0)
     layer = layer_of().double()
     inputs = torch.randn(6, layer.linear.in_features, dtype=torch.float64)
@@ -261,7 +262,7 @@ def test_a_fused_weight_that_autograd_brings_a_gradient_of_too_adds_up(layer_of,
             (gradient,) = torch.autograd.grad(loss, parameter, retain_graph=True)
             dense = gradient.to_dense() if gradient.is_sparse else gradient
             expected[name] = expected.get(name, 0) + dense
-    pipe = Pipeline([layer], mean_square, microbatches=microbatches, fuse_accumulation=True)
+    pipe = Pipeline([layer], mean_square, microbatches=microbatches, schedule=schedule)
     pipe.step(inputs, targets)
     for name, gradient in expected.items():
         got = layer.get_parameter(name).grad

@@ -15,6 +15,7 @@ from hydra.errors import (
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from gpipe_hpc.config.refusal import refuse
+from gpipe_hpc.config.removed import refusal_of_removed
 from gpipe_hpc.config.schema import Config, OptimizerConfig
 from gpipe_hpc.config.schemas import SCHEMAS
 from gpipe_hpc.config.spelling import nearest, suggestion
@@ -67,6 +68,10 @@ def _unreadable(error: OverrideParseException) -> ConfigError:
 def _misfit(error: ConfigCompositionException) -> ConfigError:
     cause = error.__cause__
     key, value = _override(error)
+    in_a_file = getattr(error.__context__, "full_key", None)
+    removed = refusal_of_removed(key or str(in_a_file), value)
+    if removed is not None:
+        return removed
     if isinstance(cause, ConfigKeyError | AttributeError) and key:
         return _unknown(key)
     if isinstance(cause, OmegaConfBaseException) and key:

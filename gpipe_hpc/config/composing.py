@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from gpipe_hpc.config.complaints import EXPECTED, complaint
+from gpipe_hpc.config.removed import refusal_of_removed
 from gpipe_hpc.config.schema import Config
 from gpipe_hpc.config.schemas import SCHEMAS
 from gpipe_hpc.config.spelling import spell
@@ -136,9 +137,10 @@ def _refuse_forced_keys(section: Any, path: str) -> None:
     names = [each.name for each in fields(section)]
     for name, value in vars(section).items():
         if name not in names:
-            raise ConfigError(
-                f"config: unknown setting {path}{name}, expected one of {', '.join(names)}, got "
-                f"{path}{name}={value!r}; correct or remove it"
+            setting = f"{path}{name}"
+            raise refusal_of_removed(setting, str(value)) or ConfigError(
+                f"config: unknown setting {setting}, expected one of {', '.join(names)}, got "
+                f"{setting}={value!r}; correct or remove it"
             )
         if is_dataclass(value):
             _refuse_forced_keys(value, f"{path}{name}.")

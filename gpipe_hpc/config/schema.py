@@ -39,7 +39,6 @@ class TrainConfig:
     seed: int = 0
     precision: str = "float32"
     compile: Any = False
-    fuse_accumulation: bool = False
     clip_norm: float | None = 1.0
     validate_every: int = 0
     validate_batches: int | None = None

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from gpipe_hpc.engine.compiling import compile_layers
-from gpipe_hpc.engine.fusing import SMALLEST_WEIGHT, largest_weight
 from gpipe_hpc.engine.routes import StageRoutes
 from gpipe_hpc.engine.segment import Segment
 from gpipe_hpc.engine.state.buffers import Home, Lasting, homes_of
@@ -76,7 +75,6 @@ class Stage:
         self.keyed = Keyed(device)
         self.lasting = Lasting()
         self._states = self._layer_states()
-        self._largest_fused = 0
         self._names = dict(names or {})
         self._calls: dict[int, Callable[..., Any]] = {}
         self.whole = self._segment(self.layers)
@@ -127,14 +125,6 @@ class Stage:
     def compile(self, backend: str) -> None:
         """Let the layers run compiled from now on."""
         self._calls.update(compile_layers(self.layers, backend))
-
-    def fuse_accumulation(self) -> None:
-        """Let large linear layers add their gradients up within the product, see `fusing`."""
-        self._largest_fused = largest_weight(self.layers.values())
-
-    def fuses_accumulation(self, splits: bool) -> bool:
-        """Say whether any does, in a backward that is split or whole."""
-        return self._largest_fused >= SMALLEST_WEIGHT[splits]
 
     def segments(self, recomputes: bool) -> tuple[tuple[Segment, bool], ...]:
         """Return the layers in runs, each with whether an ``R`` makes its graph.

@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.nests import Nest, map_tensors, tensors_of
 from gpipe_hpc.engine.backward.calls import accumulate_gradients, edge_of
+from gpipe_hpc.engine.backward.joints import can_join
 from gpipe_hpc.engine.backward.splitting import Deferred
 from gpipe_hpc.engine.memory.offload import HostCopy
 from gpipe_hpc.engine.memory.outlets import Outlets, apart
@@ -198,11 +199,9 @@ class StageWork:
 
     def _defers(self, splits: bool, host: HostCopy | None) -> Deferred | None:
         """Return what takes weight gradients in place of autograd, if anything does."""
-        fuses = self.stage.fuses_accumulation(splits)
-        if self.stage.is_compiled or not (splits or fuses):
+        if self.stage.is_compiled or not splits or not can_join():
             return None
-        hold = None if host is None else host.hold
-        return Deferred(hold, fuses=fuses, splits=splits, own=self.stage.gradients.own)
+        return Deferred(None if host is None else host.hold)
 
     def recompute(self, microbatch: int, key: LayerKey) -> bool:
         """Run layers again, this time for the graph; False if there was nothing to do."""

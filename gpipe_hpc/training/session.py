@@ -334,7 +334,6 @@ def _pipeline(
         normalise_over_replicas=config.pipeline.normalise_over_replicas,
         buffers=config.pipeline.buffers,
         compile=config.train.compile,
-        fuse_accumulation=config.train.fuse_accumulation,
         world=world,
     )
 

@@ -186,7 +186,7 @@ class Judge:
         kinds = {p.dtype for p in self._plain.parameters.values()} or {torch.float32}
         eps = max(torch.finfo(dtype).eps for dtype in kinds)
         train = self._config.train
-        if train.compile or train.fuse_accumulation:
+        if train.compile:
             kernels = AUTOCAST.get(train.precision)
             return _OTHER_KERNELS * eps if kernels is None else 4 * torch.finfo(kernels).eps
         return _SLACK * eps

@@ -1,8 +1,11 @@
 """A command line that cannot be is refused in our own words, with the nearest right name."""
 
+import shutil
+
 import pytest
 
 from gpipe_hpc.config import compose_config
+from gpipe_hpc.config.composing import conf_dir
 from gpipe_hpc.errors import ConfigError
 
 CASES = {
@@ -19,6 +22,8 @@ CASES = {
     "foo": r"cannot read 'foo', expected NAME=VALUE",
     "a=[1": r"cannot read 'a=\[1'",
     "pipeline.memory_bytes=much": r"bad pipeline\.memory_bytes.*24GB",
+    "train.fuse_accumulation=true": r"fuse_accumulation is no setting any more.*leave it out: auto",
+    "++train.fuse_accumulation=true": r"fuse_accumulation is no setting any more.*leave it out",
     "pipeline.memory_bytes=1.2.3GB": r"bad pipeline\.memory_bytes",
 }
 
@@ -30,6 +35,18 @@ def test_one_line_says_what_is_wrong_and_what_may_be_meant(word):
         compose_config([word])
     text = str(refusal.value)
     assert text.startswith("config: ") and "\n" not in text and "append to your config" not in text
+
+
+def test_a_file_that_names_a_removed_setting_is_told_so(tmp_path, monkeypatch):
+    """It was refused as any unknown key, in Hydra's words."""
+    folder = shutil.copytree(conf_dir(), tmp_path / "conf")
+    text = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(
+        text.replace("\ntrain:\n", "\ntrain:\n  fuse_accumulation: true\n")
+    )
+    monkeypatch.setenv("GPIPE_HPC_CONF", str(folder))
+    with pytest.raises(ConfigError, match=r"train\.fuse_accumulation is no setting any more"):
+        compose_config()
 
 
 def test_a_list_is_asked_for_where_one_value_is_given():

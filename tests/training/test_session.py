@@ -25,7 +25,6 @@ GIVEN = {
     "pipeline.normalise_over_replicas=true": ("normalise_over_replicas", True),
     "pipeline.buffers=first": ("buffers", "first"),
     "train.compile=true": ("compile", True),
-    "train.fuse_accumulation=true": ("fuse_accumulation", True),
 }
 # The times are the world's, which is started before.
 TIMES = {"timeout_s", "silence_s", "stall_s"}

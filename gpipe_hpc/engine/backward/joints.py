@@ -110,10 +110,9 @@ def check_asked(start: Any, args: Sequence[Any], keywords: Mapping[str, Any]) ->
         for parameter in () if call is None else call.parameters:
             if id(parameter) in asked:
                 raise ModelError(
-                    f"split backward, or fuse_accumulation: a layer's forward differentiates with "
-                    f"respect to a parameter {tuple(parameter.shape)}, expected that only with "
-                    f"respect to inputs; use torch.func.grad there, or a schedule whose backward "
-                    f"is B, without fuse_accumulation"
+                    f"split backward: a layer's forward differentiates with respect to a "
+                    f"parameter {tuple(parameter.shape)}, expected that only with respect to "
+                    f"inputs; use torch.func.grad there, or a schedule whose backward is B"
                 )
 
 
@@ -126,9 +125,9 @@ def gradient_with_graph(
     """
     if weight.data_ptr() != held.data_ptr():
         raise ModelError(
-            f"split backward, or fuse_accumulation: the weight {tuple(weight.shape)} of a linear "
-            f"layer was replaced between its forward and a torch.autograd.grad with "
-            f"create_graph=True, expected as it was; put it back after that"
+            f"split backward: the weight {tuple(weight.shape)} of a linear layer was replaced "
+            f"between its forward and a torch.autograd.grad with create_graph=True, expected as "
+            f"it was; put it back after that"
         )
     return gradient.matmul(weight.conj() if weight.is_complex() else weight)
 

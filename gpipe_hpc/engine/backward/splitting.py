@@ -27,13 +27,11 @@ from torch.utils import checkpoint
 from gpipe_hpc.engine.backward.calls import accumulate_gradients, differentiate, edge_of
 from gpipe_hpc.engine.backward.joints import (
     STARTS,
-    can_join,
     check_asked,
     gradient_with_graph,
     join,
     runs_itself,
 )
-from gpipe_hpc.engine.fusing import LinearCall, has_hooks, may_fuse
 from gpipe_hpc.errors import ModelError
 
 Function = Callable[..., Any]
@@ -68,32 +66,17 @@ _SPLIT: Final = frozenset(
         torch.Tensor.addmm,
     }
 )
-# By whether the backward is split: what is looked at.
-_SEEN: Final = {True: _SPLIT | STARTS, False: STARTS | {F.linear}}
 
 
 class Deferred:
     """The weight gradients of one micro-batch of a stage that wait for `W`.
 
-    `hold` is told of the inputs of each call, which its graph keeps as they are. `fuses`: large
-    linear layers add to `.grad` as `fusing` says. `splits`: whether there is a `W`; without it
-    those add at once, and autograd does all else; `own` is called before, as what autograd has
-    brought meanwhile may lie in memory of others.
+    `hold` is told of the inputs of each call, which its graph keeps as they are.
     """
 
-    def __init__(
-        self,
-        hold: Callable[[Iterable[torch.Tensor]], None] | None = None,
-        *,
-        fuses: bool = False,
-        splits: bool = True,
-        own: Callable[[], None] | None = None,
-    ) -> None:
-        can = can_join()
-        self.hold, self.fuses, self.splits = hold, fuses and can, splits and can
+    def __init__(self, hold: Callable[[Iterable[torch.Tensor]], None] | None = None) -> None:
+        self.hold = hold
         self.is_in_forward = False
-        self._own = own
-        self._linears: list[tuple[LinearCall, torch.Tensor]] = []
         self._edges: list[GradientEdge] = []
         self._gradients: list[torch.Tensor] = []
         self._parameters: dict[int, nn.Parameter] = {}
@@ -109,19 +92,24 @@ class Deferred:
 
     def __len__(self) -> int:
         """Return how many function calls wait."""
-        return len(self._edges) + len(self._linears)
+        return len(self._edges)
 
     def add(
         self, edge: GradientEdge, gradient: torch.Tensor, parameters: Iterable[nn.Parameter]
     ) -> None:
         """Note the gradient of a call's output; ModelError if that cannot wait for `W`."""
         if self.is_in_forward or torch.is_grad_enabled():
-            raise _refusal()
+            raise ModelError(
+                "split backward: a layer, or the loss, calls backward() on what was computed "
+                "within its forward, or with create_graph, expected neither; use "
+                "torch.autograd.grad, torch.func.grad or torch.func.vjp there, or a schedule whose "
+                "backward is B"
+            )
         self._edges.append(edge)
         self._gradients.append(gradient)
         for parameter in parameters:
             self._parameters[id(parameter)] = parameter
-            if has_hooks(parameter) and runs_itself(parameter):
+            if _has_hooks(parameter) and runs_itself(parameter):
                 raise ModelError(
                     f"split backward: a parameter {tuple(parameter.shape)} with a hook is used by "
                     f"a function that leaves its gradient to W, and by another that does not; "
@@ -129,34 +117,11 @@ class Deferred:
                     f"backward is B, or take the hook off"
                 )
 
-    def add_linear(self, call: LinearCall, gradient: torch.Tensor) -> None:
-        """Note the gradient of a linear layer's output, or add up those of its parameters now."""
-        if self.is_in_forward or torch.is_grad_enabled():
-            raise _refusal()
-        if self.splits:
-            self._linears.append((call, gradient))
-            return
-        if self._own is not None:
-            self._own()
-        call.accumulate(gradient)
-
     def run(self) -> None:
         """Accumulate all weight gradients, and release what they were kept for."""
-        # These first: they add in place, and what autograd brings may be shared until it is owned.
-        for call, gradient in self._linears:
-            call.accumulate(gradient)
         if self._edges:
             accumulate_gradients(self._edges, self._gradients, list(self._parameters.values()))
-        self._edges, self._gradients, self._parameters, self._linears = [], [], {}, []
-
-
-def _refusal() -> ModelError:
-    return ModelError(
-        "split backward, or fuse_accumulation: a layer, or the loss, calls backward() on what was "
-        "computed within its forward, or with create_graph, expected neither; use "
-        "torch.autograd.grad, torch.func.grad or torch.func.vjp there, or a schedule whose "
-        "backward is B, without fuse_accumulation"
-    )
+        self._edges, self._gradients, self._parameters = [], [], {}
 
 
 class DeferWeights(TorchFunctionMode):
@@ -175,21 +140,14 @@ class DeferWeights(TorchFunctionMode):
     ) -> Any:
         """Run one torch function; split it if it is of the kind and takes a parameter."""
         keywords, deferred = kwargs or {}, self._deferred
-        if func not in _SEEN[deferred.splits]:
-            return func(*args, **keywords)
-        if func is not F.linear and func in STARTS:
+        if func in STARTS:
             if not torch.compiler.is_compiling():
                 check_asked(func, args, keywords)
             return func(*args, **keywords)
-        if not _may_split():
+        if func not in _SPLIT or not _may_split():
             return func(*args, **keywords)
-        if func is F.linear and not keywords:
-            if deferred.fuses and may_fuse(*args, splits=deferred.splits):
-                return _fused_linear(*args, deferred=deferred)
-            if deferred.splits and _is_plain_linear(*args):
-                return _split_linear(*args, deferred=deferred)
-        if not deferred.splits:
-            return func(*args, **keywords)
+        if func is F.linear and not keywords and _is_plain_linear(*args):
+            return _split_linear(*args, deferred=deferred)
         parameters = [p for p in (*args, *keywords.values()) if _is_trained(p)]
         if not parameters:
             return func(*args, **keywords)
@@ -256,20 +214,6 @@ def _split_linear(
     return join(_Call(output, [leaf], parameters, weight, weight.detach(), deferred), [input])
 
 
-def _fused_linear(
-    input: torch.Tensor,
-    weight: nn.Parameter,
-    bias: nn.Parameter | None = None,
-    *,
-    deferred: Deferred,
-) -> Any:
-    """Run a linear layer without a graph of its own: its gradients are known."""
-    call = LinearCall(input, weight, bias, deferred.add_linear)
-    if deferred.hold is not None:
-        deferred.hold([call.input])
-    return join(call, [input] if input.requires_grad else [])
-
-
 def _is_plain_linear(input: Any, weight: Any, bias: Any = None) -> bool:
     """Say whether the input's gradient is asked for and takes nothing but the weight itself.
 
@@ -283,6 +227,11 @@ def _is_plain_linear(input: Any, weight: Any, bias: Any = None) -> bool:
         and _is_input(input)
         and not torch.is_autocast_enabled(weight.device.type)
     )
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    """Say whether somebody is to be told of a parameter's gradient, other than by its node."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def _is_trained(value: Any) -> bool:

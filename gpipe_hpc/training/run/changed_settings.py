@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 from omegaconf import OmegaConf
 
 from gpipe_hpc.config import Config, config_yaml
+from gpipe_hpc.config.removed import REMOVED
 
 # What a run trains, and on what, is in these sections; all others are about this start of it.
 _SECTIONS: Final = ("model", "loss", "data", "optimizer", "lr", "train", "pipeline", "outer")
@@ -34,7 +35,6 @@ _LAYOUT: Final = frozenset(
         "train.steps",
         "train.accumulation",
         "train.compile",
-        "train.fuse_accumulation",
         # A run that stopped at a corrupt sample may go on past it.
         "data.corrupt",
         "data.max_corrupt",
@@ -56,7 +56,7 @@ class Change(NamedTuple):
     @property
     def is_layout(self) -> bool:
         """Say whether a run may go on with it: where layers are and how they are run."""
-        if self.setting in _LAYOUT:
+        if self.setting in _LAYOUT or self.setting in REMOVED:
             return True
         return self.setting.startswith("pipeline.") and self.setting not in _NO_LAYOUT
 
@@ -95,7 +95,8 @@ def changes(before: Mapping[str, Any], config: Config) -> list[Change]:
     """Return what differs from the settings `before`, of a checkpoint or a file.
 
     Settings that do not matter for what a step computes, and those that an older version did not
-    know, are passed over. Nothing differs from no settings at all.
+    know, are passed over. So is a setting that was removed since, if it asked for what every run
+    does now. Nothing differs from no settings at all.
     """
     if not before:
         return []
@@ -112,6 +113,9 @@ def changes(before: Mapping[str, Any], config: Config) -> list[Change]:
         if setting in _NO_MATTER or (setting not in was and section not in _FREE_FORM):
             continue
         left, right = was.get(setting, _ABSENT), is_.get(setting, _ABSENT)
+        removed = REMOVED.get(setting)
+        if removed is not None:
+            right = left if left == removed.inert else f"no setting any more: {removed.instead}"
         if left != right:
             found.append(Change(setting, left, right))
     return found

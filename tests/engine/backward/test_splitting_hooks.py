@@ -1,4 +1,4 @@
-"""Hooks of parameters whose gradients wait for `W`, or are added up by the product: called once."""
+"""Hooks of parameters whose gradients wait for `W`: called once."""
 
 from functools import partial
 
@@ -8,22 +8,14 @@ from torch import nn
 
 from gpipe_hpc import Pipeline, run_on_threads
 from gpipe_hpc.comm.group import SoloGroup
-from gpipe_hpc.engine import fusing
 from gpipe_hpc.engine.routes import Edge, StageRoutes
 from gpipe_hpc.engine.stage import Stage
 from gpipe_hpc.engine.work import Keep, Recipe, StageWork
 from gpipe_hpc.errors import ModelError
 
 MIDDLE = StageRoutes((Edge(-1),), (Edge(1),))
-WAYS = {"split": (True, False), "fused": (False, True), "split, fused": (True, True)}
-each_way = pytest.mark.parametrize(("splits", "fuses"), WAYS.values(), ids=list(WAYS))
+each_way = pytest.mark.parametrize("splits", [False, True], ids=["whole", "split"])
 BOUNDARY = torch.linspace(-1, 1, 20).view(5, 4)
-
-
-@pytest.fixture(autouse=True)
-def _every_weight_is_large(monkeypatch):
-    for splits in (True, False):
-        monkeypatch.setitem(fusing.SMALLEST_WEIGHT, splits, 1)
 
 
 class Nobody:
@@ -44,11 +36,9 @@ def key(layer):
     return 17
 
 
-def run(layer, splits, fuses, between=lambda: None):
+def run(layer, splits, between=lambda: None):
     """Run one micro-batch; call `between` after the forward. Return the parameters' gradients."""
     stage = Stage(0, {0: layer}, torch.device("cpu"), MIDDLE)
-    if fuses:
-        stage.fuse_accumulation()
     stage.gradients.clear(SoloGroup(0))
     work = StageWork(stage, Nobody())
     given = BOUNDARY.clone().requires_grad_()
@@ -80,27 +70,26 @@ def by_autograd(layer):
 
 @each_way
 @pytest.mark.parametrize("when", ["before", "after the forward"])
-def test_hooks_see_the_gradient_once(when, splits, fuses):
+def test_hooks_see_the_gradient_once(when, splits):
     layer, seen = nn.Linear(4, 3), []
     weight, bias = by_autograd(layer)
     layer.zero_grad()
     hooks = partial(hook_each, layer, seen)
     if when == "before":
         hooks()
-        found = run(layer, splits, fuses)
+        found = run(layer, splits)
     else:
-        found = run(layer, splits, fuses, between=hooks)
+        found = run(layer, splits, between=hooks)
     torch.testing.assert_close(found, [weight * 2, bias * 2])
     by_size = sorted(seen, key=torch.Tensor.numel)
     torch.testing.assert_close(by_size, [bias, bias * 2, weight, weight * 2])
 
 
-@pytest.mark.parametrize("fuses", [False, True])
 @pytest.mark.parametrize("schedule", ["gpipe", "zb_h1", "zb_v"])
-def test_hooks_may_come_after_the_pipeline_is_built(schedule, fuses):
+def test_hooks_may_come_after_the_pipeline_is_built(schedule):
     def body(world):
         layers = [nn.Linear(4, 4) for _ in range(4)]
-        settings = {"schedule": schedule, "microbatches": 3, "fuse_accumulation": fuses}
+        settings = {"schedule": schedule, "microbatches": 3}
         pipe = Pipeline(layers, nn.functional.mse_loss, stages=2, world=world, **settings)
         inputs = torch.ones(6, 4)
         pipe.step(inputs, inputs)
@@ -116,12 +105,11 @@ def test_hooks_may_come_after_the_pipeline_is_built(schedule, fuses):
     run_on_threads(2, body)
 
 
-@pytest.mark.parametrize("fuses", [False, True])
-def test_hooks_of_several_parameters_are_called_once(fuses):
+def test_hooks_of_several_parameters_are_called_once():
     layer, seen = nn.Linear(4, 3), []
     expected = by_autograd(layer)
     torch.autograd.graph.register_multi_grad_hook(tuple(layer.parameters()), seen.append)
-    run(layer, True, fuses)
+    run(layer, True)
     assert len(seen) == 1
     torch.testing.assert_close(seen[0], expected)
 
@@ -133,23 +121,23 @@ def test_hooks_of_a_parameters_node_are_called_once_by_w():
     node = layer.weight.expand_as(layer.weight).grad_fn.next_functions[0][0]
     node.register_prehook(lambda gradients: seen.append(gradients[0].clone()))
     node.register_hook(lambda *_: seen.append(layer.weight.grad.clone()))
-    run(layer, True, False, between=lambda: seen.append(None))
+    run(layer, True, between=lambda: seen.append(None))
     assert seen[0] is None
     torch.testing.assert_close(seen[1:], [weight, weight])
 
 
 @each_way
-def test_a_hook_that_would_see_parts_of_a_gradient_is_refused(splits, fuses):
+def test_a_hook_that_would_see_parts_of_a_gradient_is_refused(splits):
     """The one part came in I, the other in W, and a hook that clips saw neither sum."""
     layer, seen = Scaled(4, 3, bias=False), []
     (expected,) = by_autograd(layer)
     layer.zero_grad()
-    torch.testing.assert_close(run(layer, splits, fuses), [expected])
+    torch.testing.assert_close(run(layer, splits), [expected])
     layer.weight.register_hook(lambda gradient: seen.append(gradient.clone()))
     layer.zero_grad()
     if splits:
         with pytest.raises(ModelError, match=r"\(3, 4\) with a hook is used .* called for each"):
-            run(layer, splits, fuses)
+            run(layer, splits)
     else:
-        torch.testing.assert_close(run(layer, splits, fuses), [expected])
+        torch.testing.assert_close(run(layer, splits), [expected])
         torch.testing.assert_close(seen, [expected])

@@ -14,23 +14,14 @@ from torch import nn
 
 from gpipe_hpc import Pipeline, run_on_threads
 from gpipe_hpc.comm.group import SoloGroup
-from gpipe_hpc.engine import fusing
 from gpipe_hpc.engine.backward import joints
-from gpipe_hpc.engine.backward.splitting import Deferred
 from gpipe_hpc.engine.routes import Edge, StageRoutes
 from gpipe_hpc.engine.stage import Stage
 from gpipe_hpc.engine.work import Keep, Recipe, StageWork
 from gpipe_hpc.errors import ModelError
 
 MIDDLE = StageRoutes((Edge(-1),), (Edge(1),))
-WAYS = {"split": (True, False), "fused": (False, True), "split, fused": (True, True)}
-each_way = pytest.mark.parametrize(("splits", "fuses"), WAYS.values(), ids=list(WAYS))
-
-
-@pytest.fixture(autouse=True)
-def _every_weight_is_large(monkeypatch):
-    for splits in (True, False):
-        monkeypatch.setitem(fusing.SMALLEST_WEIGHT, splits, 1)
+each_way = pytest.mark.parametrize("splits", [False, True], ids=["whole", "split"])
 
 
 class Nobody:
@@ -60,17 +51,15 @@ def key(layer):
     return 17
 
 
-def work_of(layer, fuses):
+def work_of(layer):
     stage = Stage(0, {0: layer}, torch.device("cpu"), MIDDLE)
-    if fuses:
-        stage.fuse_accumulation()
     stage.gradients.clear(SoloGroup(0))
     return StageWork(stage, Nobody())
 
 
-def engine(layer, boundary, splits, fuses, recomputes=False, num_steps=2):
+def engine(layer, boundary, splits, recomputes=False, num_steps=2):
     """Run micro-batches through a layer; return the input's gradient and the parameters'."""
-    work = work_of(layer, fuses)
+    work = work_of(layer)
     for number in range(num_steps):
         given = boundary.detach().requires_grad_()
         keep = Keep.INPUT if recomputes else Keep.GRAPH
@@ -98,12 +87,12 @@ def ramp(output):
     return torch.linspace(0.1, 1, output.numel(), dtype=output.dtype).view(output.shape)
 
 
-def compare(make, splits, fuses, recomputes=False, shape=(5, 4)):
+def compare(make, splits, recomputes=False, shape=(5, 4)):
     boundary = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     torch.manual_seed(0)
     expected = plain(make().double(), boundary)
     torch.manual_seed(0)
-    found = engine(make().double(), boundary, splits, fuses, recomputes)
+    found = engine(make().double(), boundary, splits, recomputes)
     assert expected[1] and expected[0][0].any()
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
@@ -338,18 +327,18 @@ FUNCTIONS = [
 @each_way
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
-def test_gradients_are_those_of_autograd(function, recomputes, splits, fuses):
-    compare(partial(Apply, function), splits, fuses, recomputes)
+def test_gradients_are_those_of_autograd(function, recomputes, splits):
+    compare(partial(Apply, function), splits, recomputes)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_functions_of_a_parameter(kind, function):
-    compare(partial(Apply, function, KINDS[kind]), True, False)
+    compare(partial(Apply, function, KINDS[kind]), True)
 
 
 @each_way
-def test_complex_weights_and_their_slopes(splits, fuses):
+def test_complex_weights_and_their_slopes(splits):
     def slope(layer, x):
         with torch.enable_grad():
             z = torch.complex(x, x.flip(0))
@@ -358,7 +347,7 @@ def test_complex_weights_and_their_slopes(splits, fuses):
         return found.real + found.imag
 
     kind = partial(nn.Linear, 4, 4, dtype=torch.complex128)
-    compare(partial(Apply, slope, kind), splits, fuses)
+    compare(partial(Apply, slope, kind), splits)
 
 
 def hook_with_two_backwards(layer, x):
@@ -369,13 +358,7 @@ def hook_with_two_backwards(layer, x):
 
 
 def test_two_backwards_in_a_hook_add_both():
-    compare(partial(Apply, hook_with_two_backwards), True, False)
-
-
-@pytest.mark.parametrize("splits", [False, True])
-def test_two_backwards_through_one_fused_call_are_refused(splits):
-    with pytest.raises(ModelError, match="ran twice"):
-        engine(Apply(hook_with_two_backwards), torch.randn(5, 4), splits, True)
+    compare(partial(Apply, hook_with_two_backwards), True)
 
 
 def backward_in_the_forward(layer, x):
@@ -392,14 +375,13 @@ def hook_with_backward_that_keeps_a_graph(layer, x):
     return y
 
 
-@each_way
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 @pytest.mark.parametrize(
     "function", [backward_in_the_forward, hook_with_backward_that_keeps_a_graph]
 )
-def test_what_would_need_gradients_of_parameters_at_once_is_refused(function, splits, fuses):
+def test_what_would_need_gradients_of_parameters_at_once_is_refused(function):
     with pytest.raises(ModelError, match=r"calls backward\(\) on .* or with create_graph"):
-        engine(Apply(function), torch.randn(5, 4), splits, fuses)
+        engine(Apply(function), torch.randn(5, 4), True)
 
 
 def asked_of_grad(y, wanted):
@@ -416,12 +398,9 @@ def asked_of_the_tensor(y, wanted):
     return wanted.grad
 
 
-@each_way
 @pytest.mark.parametrize("ask", [asked_of_grad, asked_of_backward, asked_of_the_tensor])
 @pytest.mark.parametrize("is_in_grad_mode", [False, True])
-def test_a_forward_that_asks_for_a_gradient_of_its_weight_is_refused(
-    ask, is_in_grad_mode, splits, fuses
-):
+def test_a_forward_that_asks_for_a_gradient_of_its_weight_is_refused(ask, is_in_grad_mode):
     """Torch once returned None, for it found no way from the output to the weight."""
 
     def forward(layer, x):
@@ -434,18 +413,18 @@ def test_a_forward_that_asks_for_a_gradient_of_its_weight_is_refused(
         return z * slope.sum()
 
     with pytest.raises(ModelError, match=r"with respect to a parameter \(4, 4\).*torch.func.grad"):
-        engine(Apply(forward), torch.randn(5, 4), splits, fuses)
+        engine(Apply(forward), torch.randn(5, 4), True)
 
 
 @each_way
-def test_a_forward_may_ask_for_gradients_of_other_parameters(splits, fuses):
+def test_a_forward_may_ask_for_gradients_of_other_parameters(splits):
     def forward(layer, x):
         with torch.enable_grad():
             y = layer.first(x) * layer.second.bias
             (slope,) = torch.autograd.grad(y.sum(), layer.second.bias, create_graph=True)
         return layer.second(y + slope)
 
-    compare(partial(Apply, forward), splits, fuses)
+    compare(partial(Apply, forward), splits)
 
 
 def test_slopes_of_a_product_of_two_inputs_need_a_whole_backward():
@@ -463,13 +442,12 @@ def test_slopes_of_a_product_of_two_inputs_need_a_whole_backward():
         return layer
 
     boundary = torch.randn(5, 4)
-    engine(make(True), boundary, False, False)
+    engine(make(True), boundary, False)
     with pytest.raises(ModelError, match="a parameter and several inputs"):
-        engine(make(True), boundary, True, False)
+        engine(make(True), boundary, True)
 
 
-@each_way
-def test_slopes_of_a_weight_that_was_swapped_are_refused(splits, fuses):
+def test_slopes_of_a_weight_that_was_swapped_are_refused():
     def noisy(layer, x):
         kept = layer.first.weight.data
         layer.first.weight.data = kept + 1
@@ -479,30 +457,30 @@ def test_slopes_of_a_weight_that_was_swapped_are_refused(splits, fuses):
         return y + slope
 
     with pytest.raises(ModelError, match="was replaced between"):
-        engine(Apply(noisy), torch.randn(5, 4), splits, fuses)
+        engine(Apply(noisy), torch.randn(5, 4), True)
 
 
 @pytest.mark.parametrize("function", [equilibrium, force])
 def test_a_torch_that_cannot_tell_gets_whole_backwards(function, monkeypatch):
     monkeypatch.setattr(joints, "_will_execute", None)
-    deferred = Deferred(fuses=True, splits=True)
-    assert not deferred.splits and not deferred.fuses
-    for splits, fuses in WAYS.values():
-        compare(partial(Apply, function), splits, fuses)
+    work = work_of(Apply(function))
+    (output,) = work.forward(0, [torch.randn(5, 4)], 5, key, Recipe(Keep.GRAPH, True))
+    work.backward(0, [ramp(output)])
+    assert not work.weights(0), "nothing was left for W"
+    compare(partial(Apply, function), True)
 
 
 def mean_square(output, target):
     return (output - target).square().mean()
 
 
-@pytest.mark.parametrize("fuses", [False, True])
 @pytest.mark.parametrize("schedule", ["gpipe", "zb_h1", "zb_v", "auto"])
 @pytest.mark.parametrize("function", [equilibrium, force])
-def test_pipelines(function, schedule, fuses):
+def test_pipelines(function, schedule):
     torch.manual_seed(0)
     inputs, targets = torch.randn(2, 8, 4, dtype=torch.float64)
     model = nn.Sequential(*(Apply(function).double() for _ in range(4)))
-    settings = {"schedule": schedule, "microbatches": 4, "fuse_accumulation": fuses}
+    settings = {"schedule": schedule, "microbatches": 4}
     if schedule == "auto":
         settings |= {"partition": "time", "example": (inputs[:2], targets[:2])}
 

@@ -121,6 +121,18 @@ def test_a_setting_that_an_older_version_did_not_know_is_no_difference(tmp_path)
     )
 
 
+@pytest.mark.parametrize("was", [False, True])
+def test_a_removed_setting_stops_no_run_and_is_told_where_it_did_something(tmp_path, was):
+    text = config_yaml(compose_config())
+    text = text.replace("\ntrain:\n", f"\ntrain:\n  fuse_accumulation: {str(was).lower()}\n")
+    (tmp_path / "config.yaml").write_text(text)
+    found = changes(read_settings(tmp_path / "config.yaml"), compose_config())
+    assert "fuse_accumulation" in text and len(found) == was
+    for change in found:
+        assert change.is_layout
+        assert "fuse_accumulation: was True, is no setting any more: autograd adds" in str(change)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "a: ${"])
 def test_settings_that_cannot_be_read_refuse_nothing(tmp_path, text):
     (tmp_path / "config.yaml").write_text(text)

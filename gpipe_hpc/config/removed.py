@@ -1,0 +1,35 @@
+"""Settings that older versions had, and what a run does in their place."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from gpipe_hpc.errors import ConfigError
+
+
+class Removed(NamedTuple):
+    """A setting that was removed. `inert`: the value that asked for what every run does now."""
+
+    inert: object
+    instead: str
+
+
+REMOVED: Final[Mapping[str, Removed]] = MappingProxyType(
+    {
+        "train.fuse_accumulation": Removed(
+            False, "autograd adds up weight gradients, which takes as long"
+        ),
+    }
+)
+
+
+def refusal_of_removed(setting: str, value: str) -> ConfigError | None:
+    """Return the error that says what is done instead of a removed setting; None for others."""
+    removed = REMOVED.get(setting)
+    if removed is None:
+        return None
+    got = f"{setting}={value}" if value else setting
+    return ConfigError(
+        f"config: {setting} is no setting any more, expected it left out, got {got}; leave it out: "
+        f"{removed.instead}"
+    )
