@@ -22,7 +22,6 @@ from gpipe_hpc.engine.assembly import (
     check_agreement,
     equalise_copies,
     gather_parameters,
-    stage_spans,
 )
 from gpipe_hpc.engine.compiling import chosen_backend
 from gpipe_hpc.engine.feed import Feed, random_keys
@@ -39,7 +38,7 @@ from gpipe_hpc.engine.sums.tied import join_ties
 from gpipe_hpc.engine.tables import Tables
 from gpipe_hpc.engine.wiring import wire
 from gpipe_hpc.errors import ConfigError, DataError
-from gpipe_hpc.models import Layer, find_ties, normalise_layers, parameter_sizes
+from gpipe_hpc.models import Layer, find_ties, layer_stages, normalise_layers, parameter_sizes
 from gpipe_hpc.planning import OptimizerMemory, Partition, check_conservation, cut_table
 from gpipe_hpc.planning.layout import Wishes, lay_out
 from gpipe_hpc.schedule import Event, Op, Schedule, Timeline, digest
@@ -195,9 +194,8 @@ class Pipeline:
         normalises_together &= bool(self.batchnorm.converted)
         wiring = wire(world, mesh, self.schedule, normalises_together=normalises_together)
         equalise_copies(self.stages, wiring.reductions)
-        spans = stage_spans(self.partition.counts)
-        stage_of_layer = [stage for stage, span in enumerate(spans) for _ in span]
-        tied = join_ties(find_ties(model), self.stages, stage_of_layer, placement, mesh, world)
+        homes = layer_stages(self.partition.counts)
+        tied = join_ties(find_ties(model), self.stages, homes, placement, mesh, world)
         self._steps = Steps(
             self._site,
             tables,

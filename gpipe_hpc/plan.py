@@ -25,7 +25,7 @@ from gpipe_hpc.config import (
 from gpipe_hpc.config.checks import check_planning
 from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs, say_error
 from gpipe_hpc.errors import ConfigError, GpipeError, PartitionError, ScheduleError
-from gpipe_hpc.models import Layer, loss_function, normalise_layers
+from gpipe_hpc.models import Layer, long_skips, loss_function, normalise_layers, skip_routes
 from gpipe_hpc.planning.budget import choose_recompute
 from gpipe_hpc.planning.counted import ModelCount, count_model
 from gpipe_hpc.planning.forecast import flop_costs, forecast
@@ -33,7 +33,7 @@ from gpipe_hpc.planning.meta import META
 from gpipe_hpc.planning.optimizer import OptimizerMemory
 from gpipe_hpc.planning.partition import by_hand, minimax, uniform
 from gpipe_hpc.planning.report import Assumptions, Sections, owned_parameters, report
-from gpipe_hpc.planning.stages import count_stages, long_skips
+from gpipe_hpc.planning.stages import count_stages
 from gpipe_hpc.planning.units import bytes_text
 from gpipe_hpc.planning.vocabulary import check_vocabulary
 from gpipe_hpc.schedule import Schedule, add_offload, add_recompute, build, check, lower
@@ -130,7 +130,7 @@ def _table(config: Config, num_ranks: int, model: ModelCount) -> tuple[Schedule,
     if pipeline.schedule == "auto" and "costs" not in pipeline.options:
         bare = table(**pipeline.options, costs=flop_costs(count_stages(model, counts)))
     if not bare.is_lowered:
-        bare = replace(bare, skips=long_skips(model, counts))
+        bare = replace(bare, skips=long_skips(skip_routes(model.skips, counts)))
     return bare, counts, cut_by
 
 

@@ -24,12 +24,11 @@ from gpipe_hpc.config import (
     compose_config,
 )
 from gpipe_hpc.errors import ConfigError, ModelError, PartitionError
-from gpipe_hpc.models import build_model, token_cross_entropy
+from gpipe_hpc.models import build_model, long_skips, skip_routes, token_cross_entropy
 from gpipe_hpc.models.losses import segmentation
 from gpipe_hpc.plan import make_plan, microbatch, samples_per_microbatch
 from gpipe_hpc.planning.counted import count_model
 from gpipe_hpc.planning.forecast import forecast
-from gpipe_hpc.planning.stages import long_skips
 from gpipe_hpc.schedule import build, lower
 from gpipe_hpc.training.data import open_data
 from gpipe_hpc.training.optimizer import build_optimizer, optimizer_memory
@@ -279,7 +278,8 @@ def live_bytes(layers, loss_fn, counts, ranks, schedule, microbatches, recompute
 def as_counted(layers, loss_fn, counts, table, example):
     given = [torch.empty_like(part, device="meta") for part in example]
     model = count_model(layers, given[0], given[1], loss_fn)
-    return forecast(model, counts, lower(replace(table, skips=long_skips(model, counts))), 2)
+    skips = long_skips(skip_routes(model.skips, counts))
+    return forecast(model, counts, lower(replace(table, skips=skips)), 2)
 
 
 def small_unet():

@@ -11,7 +11,7 @@ from torch import nn
 
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.world import World
-from gpipe_hpc.engine.routes import StageRoutes, stage_routes
+from gpipe_hpc.engine.routes import stage_routes
 from gpipe_hpc.engine.stage import Stage
 from gpipe_hpc.engine.state.drift import equalise_buffers
 from gpipe_hpc.errors import ConfigError
@@ -25,6 +25,7 @@ from gpipe_hpc.models import (
     refuse_shared_statistics,
     replace_parameter,
     skip_names,
+    stage_layers,
 )
 
 
@@ -53,10 +54,10 @@ def build_stages(
     The same call on every rank. Layers that come built are trained themselves, except on ranks
     that find the same object trained by a rank ahead of them: those work on copies.
     """
-    spans = stage_spans(counts)
+    spans = stage_layers(counts)
     refuse_shared_statistics(layers)
     ties = find_ties(layers)
-    routes = routes_of(layers, counts)
+    routes = stage_routes(find_skips(layers), counts)
     held = [i for stage in indices for i in spans[stage]]
     # Built layers may share whole modules with layers of other ranks, and ranks may be threads
     # of one process: whoever does not hold the first place works on a copy.
@@ -96,17 +97,6 @@ def _taken(layers: Sequence[Layer], held: Sequence[int], rank: int, everybody: G
     ahead = zip(everybody.ranks, claims, strict=True)
     taken = {each for r, (where, ids) in ahead if r < rank and where == process for each in ids}
     return {i for i, each in built.items() if each in taken}
-
-
-def routes_of(layers: Sequence[Layer], counts: Sequence[int]) -> list[StageRoutes]:
-    """Return what enters and leaves each stage of a cut; ModelError for skips that cannot be."""
-    stage_of_layer = [stage for stage, span in enumerate(stage_spans(counts)) for _ in span]
-    return stage_routes(find_skips(layers), stage_of_layer, len(counts))
-
-
-def stage_spans(counts: Sequence[int]) -> list[range]:
-    """Return the layers of each stage."""
-    return [range(sum(counts[:k]), sum(counts[: k + 1])) for k in range(len(counts))]
 
 
 def _share(tie: Tie, modules: Mapping[int, nn.Module]) -> None:

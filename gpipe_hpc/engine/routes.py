@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from gpipe_hpc.comm.nests import Nest, tensors_of
-from gpipe_hpc.models import Skip
+from gpipe_hpc.models import Skip, skip_routes
 
 BATCH = -1
 """The source of stage 0: the batch itself."""
@@ -61,15 +61,11 @@ class StageRoutes(NamedTuple):
         return parts
 
 
-def stage_routes(
-    skips: Sequence[Skip], stage_of_layer: Sequence[int], num: int
-) -> list[StageRoutes]:
-    """Return the edges of each of `num` stages; a skip to the next one rides with the boundary."""
-    crossing: dict[tuple[int, int], tuple[str, ...]] = {}
-    for skip in skips:
-        ends = stage_of_layer[skip.source], stage_of_layer[skip.destination]
-        if ends[0] != ends[1]:
-            crossing[ends] = (*crossing.get(ends, ()), skip.name)
+def stage_routes(skips: Sequence[Skip], counts: Sequence[int]) -> list[StageRoutes]:
+    """Return the edges of each stage of a cut; a skip to the next one rides with the boundary."""
+    routes = skip_routes(skips, counts).items()
+    crossing = {ends: tuple(skip.name for skip in own) for ends, own in routes}
+    num = len(counts)
     return [
         StageRoutes(
             _edges(stage - 1, {s: n for (s, d), n in crossing.items() if d == stage}),
@@ -79,17 +75,6 @@ def stage_routes(
         )
         for stage in range(num)
     ]
-
-
-def skip_pairs(routes: Sequence[StageRoutes]) -> tuple[tuple[int, int], ...]:
-    """Return the (source, destination) stages of all skips that need a way of their own."""
-    return tuple(
-        sorted(
-            (stage, edge.stage)
-            for stage, each in enumerate(routes)
-            for edge in each.destinations[1:]
-        )
-    )
 
 
 def _edges(neighbour: int, names: dict[int, tuple[str, ...]]) -> tuple[Edge, ...]:

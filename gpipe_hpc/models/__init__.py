@@ -18,6 +18,7 @@ from gpipe_hpc.models.batchnorm import (
 )
 from gpipe_hpc.models.building import build_layer, seeded_generators
 from gpipe_hpc.models.counting import count_parameters, layer_parameters, parameter_sizes
+from gpipe_hpc.models.cut import layer_stages, long_skips, skip_routes, stage_layers
 from gpipe_hpc.models.direction import sees_ahead
 from gpipe_hpc.models.layers import Layer, LayerSpec, layer_name, normalise_layers
 from gpipe_hpc.models.losses import (
@@ -107,6 +108,8 @@ __all__ = [
     "layer_key",
     "layer_name",
     "layer_parameters",
+    "layer_stages",
+    "long_skips",
     "loss_function",
     "mean_squared_error",
     "microbatch_key",
@@ -131,7 +134,9 @@ __all__ = [
     "segmentation",
     "shifted_sums",
     "skip_names",
+    "skip_routes",
     "source_key",
+    "stage_layers",
     "token_cross_entropy",
 ]
 

@@ -7,14 +7,12 @@ from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.comm.group import broadcast_object
 from gpipe_hpc.comm.nests import Nest
-from gpipe_hpc.engine.assembly import routes_of
 from gpipe_hpc.engine.loss import LossFunction
 from gpipe_hpc.engine.precision import casting
-from gpipe_hpc.engine.routes import skip_pairs
 from gpipe_hpc.engine.steps import Site
 from gpipe_hpc.engine.tables import Tables, make_tables, table_asked_for
 from gpipe_hpc.errors import ConfigError, ScheduleError
-from gpipe_hpc.models import Layer
+from gpipe_hpc.models import Layer, find_skips, long_skips, skip_routes
 from gpipe_hpc.planning.budget import Budget, fit_recompute
 from gpipe_hpc.planning.choice import Example, Partition, choose_partition
 from gpipe_hpc.planning.optimizer import OptimizerMemory
@@ -61,7 +59,7 @@ def lay_out(layers: Sequence[Layer], wishes: Wishes, site: Site) -> Layout:
         fitted = _fit(layers, wishes, partition, table, site) if site.world.rank == 0 else None
         budget: Budget = broadcast_object(site.everybody, fitted, root=0)
         recomputed, table, mode = budget.recomputed, budget.schedule, "never"
-    skips = skip_pairs(routes_of(layers, partition.counts))
+    skips = long_skips(skip_routes(find_skips(layers), partition.counts))
     return Layout(partition, make_tables(table, mode, skips, wishes.offload), recomputed)
 
 

@@ -71,11 +71,6 @@ def by_hand(
     return shown
 
 
-def stage_layers(counts: Sequence[int]) -> list[range]:
-    """Return the layer indices of each stage of a cut."""
-    return [range(first, last) for first, last in pairwise([0, *accumulate(counts)])]
-
-
 def _check_sizes(num_layers: int, stages: int, allow_empty: bool) -> None:
     if stages < 1:
         raise PartitionError(

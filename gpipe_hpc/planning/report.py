@@ -4,10 +4,10 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from gpipe_hpc.models import Layer
+from gpipe_hpc.models import Layer, skip_routes
 from gpipe_hpc.planning.counted import ModelCount
 from gpipe_hpc.planning.forecast import Forecast, RankForecast
-from gpipe_hpc.planning.stages import count_stages, skip_routes
+from gpipe_hpc.planning.stages import count_stages
 from gpipe_hpc.planning.table import cut_table
 from gpipe_hpc.planning.trial import LayerCount
 from gpipe_hpc.planning.units import bytes_text, flops_text
@@ -193,7 +193,7 @@ def skip_table(model: ModelCount, counts: Sequence[int]) -> str:
     """Return the skips that leave their stage, and how many do not; nothing without skips."""
     if not model.skips:
         return ""
-    routes = skip_routes(model, counts)
+    routes = skip_routes(model.skips, counts)
     crossing = [(route, skip) for route, skips in routes.items() for skip in skips]
     within = len(model.skips) - len(crossing)
     straight = sum(destination > source + 1 for (source, destination), _ in crossing)

@@ -1,13 +1,11 @@
 """From counted layers and a cut to what each stage costs, keeps and exchanges."""
 
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from gpipe_hpc.models import Skip
+from gpipe_hpc.models import Skip, skip_routes, stage_layers
 from gpipe_hpc.planning.counted import ModelCount
-from gpipe_hpc.planning.partition import stage_layers
 from gpipe_hpc.planning.storages import Follower, Lives, StageStorages
 from gpipe_hpc.planning.trial import Crossing
 
@@ -59,7 +57,7 @@ class StageCount:
 def count_stages(model: ModelCount, counts: Sequence[int]) -> tuple[StageCount, ...]:
     """Return the costs of each stage of a cut into `counts` layers."""
     spans = stage_layers(counts)
-    routes = skip_routes(model, counts)
+    routes = skip_routes(model.skips, counts)
     outputs = [_behind(model, span.stop) for span in spans]
     stages: list[StageCount] = []
     for index, span in enumerate(spans):
@@ -89,22 +87,6 @@ def count_stages(model: ModelCount, counts: Sequence[int]) -> tuple[StageCount, 
 
 
 NOTHING: Final = Crossing((), ())
-
-
-def skip_routes(model: ModelCount, counts: Sequence[int]) -> dict[tuple[int, int], list[Skip]]:
-    """Return the skips between each two stages, (source, destination), in order of their layers."""
-    stage_of = [stage for stage, span in enumerate(stage_layers(counts)) for _ in span]
-    routes: dict[tuple[int, int], list[Skip]] = defaultdict(list)
-    for skip in model.skips:
-        route = stage_of[skip.source], stage_of[skip.destination]
-        if route[0] != route[1]:
-            routes[route].append(skip)
-    return dict(sorted(routes.items()))
-
-
-def long_skips(model: ModelCount, counts: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return the pairs of stages that exchange skips past others: `Schedule.skips`."""
-    return tuple(route for route in skip_routes(model, counts) if route[1] > route[0] + 1)
 
 
 def _behind(model: ModelCount, num_layers: int) -> Crossing:

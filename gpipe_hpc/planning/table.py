@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from gpipe_hpc.errors import PartitionError
-from gpipe_hpc.models import Layer, layer_name, layer_parameters
-from gpipe_hpc.planning.partition import stage_layers
+from gpipe_hpc.models import Layer, layer_name, layer_parameters, stage_layers
 
 
 def cut_table(

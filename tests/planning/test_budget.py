@@ -18,14 +18,24 @@ from gpipe_hpc.engine.routes import stage_routes
 from gpipe_hpc.engine.stage import Stage
 from gpipe_hpc.engine.work import Keep, Recipe, StageWork, Start
 from gpipe_hpc.errors import ConfigError, PartitionError
-from gpipe_hpc.models import LayerSpec, build_layer, build_model, find_skips, run_layer, skip_names
+from gpipe_hpc.models import (
+    LayerSpec,
+    build_layer,
+    build_model,
+    find_skips,
+    long_skips,
+    run_layer,
+    skip_names,
+    skip_routes,
+    stage_layers,
+)
 from gpipe_hpc.planning.budget import choose_recompute, fit_recompute
 from gpipe_hpc.planning.choice import Example, Partition
 from gpipe_hpc.planning.choices import undominated_by_one
 from gpipe_hpc.planning.counted import count_model
 from gpipe_hpc.planning.forecast import forecast
-from gpipe_hpc.planning.partition import minimax, stage_layers
-from gpipe_hpc.planning.stages import count_stages, long_skips
+from gpipe_hpc.planning.partition import minimax
+from gpipe_hpc.planning.stages import count_stages
 from gpipe_hpc.schedule import Op, build, lower
 
 WIDTH, SAMPLES = 8, 3
@@ -167,8 +177,7 @@ def parts_of(layers, first, routes):
 def kept_by_the_engine(layers, counts, index, recomputed) -> tuple[int, int]:
     """Return the bytes that live between F and R, and between R and B."""
     span = stage_layers(counts)[index]
-    stage_of_layer = [stage for stage, count in enumerate(counts) for _ in range(count)]
-    routes = stage_routes(find_skips(layers), stage_of_layer, len(counts))[index]
+    routes = stage_routes(find_skips(layers), counts)[index]
     stage = Stage(
         index,
         {i: build_layer(layers[i], index=i, seed=0) for i in span},
@@ -247,7 +256,7 @@ def everything(model, counts, name, ranks):
 
 
 def with_skips(schedule, model, counts):
-    return replace(schedule, skips=long_skips(model, counts))
+    return replace(schedule, skips=long_skips(skip_routes(model.skips, counts)))
 
 
 def price(model, layers) -> int:

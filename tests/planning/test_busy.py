@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_hpc.models import LayerSpec
-from gpipe_hpc.planning import measure_layers, minimax, stage_layers
+from gpipe_hpc.models import LayerSpec, stage_layers
+from gpipe_hpc.planning import measure_layers, minimax
 from gpipe_hpc.planning.clock import Clock
 
 

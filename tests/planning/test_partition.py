@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gpipe_hpc.errors import PartitionError
-from gpipe_hpc.models import LayerSpec
-from gpipe_hpc.planning import by_hand, by_parameters, minimax, stage_layers, uniform
+from gpipe_hpc.models import LayerSpec, stage_layers
+from gpipe_hpc.planning import by_hand, by_parameters, minimax, uniform
 
 costs_strategy = st.lists(
     st.one_of(

@@ -3,8 +3,8 @@ import torch
 from torch import nn
 
 from gpipe_hpc.errors import PartitionError
-from gpipe_hpc.models import LayerSpec, build_layer, build_model, parameter_sizes
-from gpipe_hpc.planning import by_parameters, check_conservation, cut_table, stage_layers
+from gpipe_hpc.models import LayerSpec, build_layer, build_model, parameter_sizes, stage_layers
+from gpipe_hpc.planning import by_parameters, check_conservation, cut_table
 from gpipe_hpc.planning.table import compressed
 
 
