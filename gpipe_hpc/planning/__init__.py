@@ -2,7 +2,7 @@
 
 from gpipe_hpc.planning.budget import Budget, choose_recompute, fit_recompute
 from gpipe_hpc.planning.choice import POLICIES, Example, Partition, choose_partition
-from gpipe_hpc.planning.costs import LayerCost, measure_layers
+from gpipe_hpc.planning.measured import LayerCost, measure_layers
 from gpipe_hpc.planning.optimizer import OptimizerMemory
 from gpipe_hpc.planning.partition import by_hand, by_parameters, minimax, uniform
 from gpipe_hpc.planning.table import check_conservation, cut_table

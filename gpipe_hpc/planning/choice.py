@@ -7,7 +7,7 @@ import torch
 
 from gpipe_hpc.errors import PartitionError
 from gpipe_hpc.models import Layer, layer_parameters, stage_layers
-from gpipe_hpc.planning.costs import LossFunction, measure_layers
+from gpipe_hpc.planning.measured import LossFunction, measure_layers
 from gpipe_hpc.planning.partition import by_hand, minimax, uniform
 from gpipe_hpc.schedule import Costs
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from gpipe_hpc.models import (
     Layer,
-    LayerSpec,
     Skip,
     SkipNames,
     Tie,
@@ -18,16 +17,14 @@ from gpipe_hpc.models import (
 from gpipe_hpc.planning.meta import meta_layer
 from gpipe_hpc.planning.trial import (
     Crossing,
-    Given,
     LayerCount,
     Loss,
-    Result,
     Trial,
     Weight,
     crossing,
     forgotten,
-    structure,
 )
+from gpipe_hpc.planning.walk import Given, Passed, Visit, walk
 
 
 @dataclass(frozen=True)
@@ -86,32 +83,23 @@ def count_model(
     move to the host. Modules that come built stay as they are. Raises `ModelError`, naming the
     layer, for one that does not run so.
     """
-    skips = find_skips(layers)
-    names = tuple(skip_names(layer) for layer in layers)
+    how = device_type, precision, shares_casts
+
+    def visit(each: Visit) -> Passed[LayerCount]:
+        module = meta_layer(each.layer, each.index)
+        return Trial(each.where, module, each.names, each.given, *how).count(layer_name(each.layer))
+
     value = forgotten(inputs)
-    first = crossing(value)
-    stashed: dict[str, Any] = {}
-    known: dict[Hashable, list[tuple[LayerSpec, Result]]] = {}
-    counts: list[LayerCount] = []
-    for index, layer in enumerate(layers):
-        own = names[index]
-        given = Given(value, tuple(stashed.pop(name) for name in own.pops))
-        alike = known.setdefault((structure(given), len(own.stashes)), [])
-        result = next((result for spec, result in alike if spec == layer), None)
-        if result is None:
-            where = f"layers.{index} ({layer_name(layer)})"
-            module = meta_layer(layer, index)
-            trial = Trial(where, module, own, given, device_type, precision, shares_casts)
-            result = trial.count(layer_name(layer))
-            if isinstance(layer, LayerSpec):
-                alike.append((layer, result))
-        value = result.output
-        stashed.update(zip(own.stashes, result.stashed, strict=True))
-        counts.append(result.cost)
+    counts, output = walk(layers, value, visit)
     loss = None
     if loss_fn is not None:
         ending = Loss(loss_fn, forgotten(targets))
-        given = Given(value)
-        trial = Trial("loss", ending, SkipNames(), given, device_type, precision, shares_casts)
-        loss = trial.count("loss").cost
-    return ModelCount(first, tuple(counts), loss, tuple(find_ties(layers)), names, skips)
+        loss = Trial("loss", ending, SkipNames(), Given(output), *how).count("loss").found
+    return ModelCount(
+        inputs=crossing(value),
+        layers=tuple(counts),
+        loss=loss,
+        ties=tuple(find_ties(layers)),
+        names=tuple(map(skip_names, layers)),
+        skips=find_skips(layers),
+    )

@@ -6,7 +6,7 @@ the storages that autograd keeps in eager mode, parameters and buffers left out,
 keeps of them for a whole step.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from gpipe_hpc.comm.nests import flatten, map_tensors, tensors_of
+from gpipe_hpc.comm.nests import map_tensors, tensors_of
 from gpipe_hpc.engine.precision import casting, keeping_casts
 from gpipe_hpc.engine.state.buffers import Home, version_of
 from gpipe_hpc.errors import ModelError
@@ -24,6 +24,7 @@ from gpipe_hpc.models import SkipNames, run_layer
 from gpipe_hpc.planning.attention import FLOP_FORMULAS, FusedKernels
 from gpipe_hpc.planning.casts import WeightCasts, storage_key
 from gpipe_hpc.planning.meta import META, meta_copy
+from gpipe_hpc.planning.walk import Given, Passed, described
 
 CPU: Final = torch.device("cpu")
 
@@ -119,21 +120,6 @@ class LayerCount:
         return sum(self.output.tensors)
 
 
-class Given(NamedTuple):
-    """What a layer is run on: a nest, and one for each name that it pops."""
-
-    value: Any
-    popped: tuple[Any, ...] = ()
-
-
-class Result(NamedTuple):
-    """What a layer costs, and what it gives to layers behind it: shapes without values."""
-
-    cost: LayerCount
-    output: Any
-    stashed: tuple[Any, ...]
-
-
 class Loss(nn.Module):
     """The loss as one more layer: what it keeps lives with the last stage."""
 
@@ -165,8 +151,8 @@ class Trial:
     precision: str = "float32"
     shares_casts: bool = True
 
-    def count(self, name: str) -> Result:
-        """Return the layer's cost, and what it gives."""
+    def count(self, name: str) -> Passed[LayerCount]:
+        """Return the layer's cost, and what it gives to layers behind it: shapes without values."""
         with _counting_device(self.precision, self.module) as placed:
             leaves = map_tensors(lambda t: placed(fresh(t)), tuple(self.given))
             # Clones, for a layer may work in place: on a leaf that is forbidden.
@@ -204,7 +190,7 @@ class Trial:
             stashed=tuple(map(crossing, results[1:])),
             state_bytes=_moved_bytes(buffers, homes),
         )
-        return Result(count, forgotten(results[0]), tuple(map(forgotten, results[1:])))
+        return Passed(count, *map(forgotten, (results[0], results[1:])))
 
     def _like_a_step(self) -> AbstractContextManager[object]:
         return keeping_casts(self.precision, CPU) if self.shares_casts else nullcontext()
@@ -248,13 +234,13 @@ class Trial:
             return ModelError(
                 f"loss: cannot be counted, expected it to run on the meta device, where tensors "
                 f"have shapes but no values, on the last layer's output "
-                f"{_describe(self.given.value)} and targets {_describe(self.module.targets)}, got "
+                f"{described(self.given.value)} and targets {described(self.module.targets)}, got "
                 f"{type(error).__name__}: {shown[0]}; correct the loss, without reading values "
                 f"of tensors, or choose model and data that fit it"
             )
         return ModelError(
             f"{self.where}: cannot be counted, expected it to run on the meta device, where "
-            f"tensors have shapes but no values, on {_describe(self.given)}, got "
+            f"tensors have shapes but no values, on {described(self.given)}, got "
             f"{type(error).__name__}: {shown[0]}; make the layer take what the one before it "
             f"gives, without reading values of tensors"
         )
@@ -344,18 +330,6 @@ def crossing(nest: Any) -> Crossing:
     )
 
 
-def structure(nest: Any) -> Hashable:
-    """Return what decides the cost of running on a nest: its structure, not its numbers."""
-    leaves, tree = flatten(nest)
-    described = tuple(
-        (tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad)
-        if isinstance(leaf, Tensor)
-        else (type(leaf), repr(leaf))
-        for leaf in leaves
-    )
-    return tree, described
-
-
 def forgotten(nest: Any) -> Any:
     """Return a nest of the same structure, each tensor a leaf without values."""
     return map_tensors(fresh, nest)
@@ -365,11 +339,6 @@ def fresh(tensor: Tensor) -> Tensor:
     """Return a tensor of the same shape in a storage of its own, a leaf of its own graph."""
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
     return empty.requires_grad_(tensor.requires_grad)
-
-
-def _describe(nest: Any) -> str:
-    shown = (f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors_of(nest))
-    return ", ".join(shown) or "no tensors"
 
 
 def _trained(nest: Any) -> list[Tensor]:

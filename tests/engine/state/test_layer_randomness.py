@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.errors import ActionError
-from gpipe_hpc.planning.costs import measure_layers
+from gpipe_hpc.planning.measured import measure_layers
 
 WIDTH, SAMPLES, MICROBATCHES, STEPS, SEED = 4, 8, 4, 3, 5
 

@@ -12,24 +12,20 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gpipe_hpc.comm.nests import flatten, map_tensors, tensors_of
+from gpipe_hpc.comm.nests import map_tensors, tensors_of
 from gpipe_hpc.engine.backward.splitting import Deferred, DeferWeights
 from gpipe_hpc.engine.state.sources import process_generators_kept
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import (
     Layer,
     LayerSpec,
-    SkipNames,
     build_layer,
-    find_skips,
     init_key,
-    layer_name,
     run_layer,
     seeded_generators,
-    skip_names,
 )
 from gpipe_hpc.planning.clock import Clock
-from gpipe_hpc.planning.trial import Given, structure
+from gpipe_hpc.planning.walk import Passed, Visit, described, walk
 
 log = logging.getLogger("gpipe_hpc.pipeline")
 
@@ -123,31 +119,20 @@ def _turns(
 
 def _first_round(
     layers: Sequence[Layer],
-    value: Any,
+    inputs: Any,
     targets: Any,
     loss_fn: LossFunction | None,
     bench: "_Bench",
 ) -> list["_Subject"]:
     """Run every layer on what the one before gives; return for each what was measured for it."""
-    find_skips(layers)  # refuses what cannot be popped
-    stashed: dict[str, Any] = {}
-    known: list[_Known] = []
-    subjects: list[_Subject] = []
-    for index, layer in enumerate(layers):
-        names = skip_names(layer)
-        given = Given(value, tuple(stashed.pop(name) for name in names.pops))
-        loss = _Loss(loss_fn, targets) if loss_fn and index == len(layers) - 1 else None
-        signature = None if loss else (structure(given), len(names.stashes))
-        found = _found(known, layer, signature)
-        if found is None:
-            subject = _Subject(layer, index, given, loss)
-            found = _Known(layer, signature, subject, bench.run(subject))
-            if isinstance(layer, LayerSpec):
-                known.append(found)
-        value, *behind = found.results
-        stashed.update(zip(names.stashes, behind, strict=True))
-        subjects.append(found.subject)
-    return subjects
+    last = {len(layers) - 1: _Loss(loss_fn, targets)} if loss_fn else {}
+
+    def visit(each: Visit) -> Passed[_Subject]:
+        subject = _Subject(each, last.get(each.index))
+        output, *stashed = bench.run(subject)
+        return Passed(subject, output, stashed)
+
+    return walk(layers, inputs, visit, alone=last)[0]
 
 
 class _Seconds(NamedTuple):
@@ -174,9 +159,7 @@ _UNKNOWN: Final = _Sizes(0, 0, 0)
 class _Subject:
     """A layer, what it is run on, and the least times of each round."""
 
-    layer: Layer
-    index: int
-    given: Given
+    visit: Visit
     loss: "_Loss | None"
     rounds: list[_Seconds] = field(default_factory=list)
     sizes: _Sizes = _UNKNOWN
@@ -241,15 +224,6 @@ def _tell(subjects: Sequence[_Subject], uncertain: Sequence[_Subject], spent_s: 
     )
 
 
-class _Known(NamedTuple):
-    """A layer, on what it was measured, and what it gives to layers behind it."""
-
-    spec: Layer
-    signature: object
-    subject: _Subject
-    results: list[Any]
-
-
 class _Bench(NamedTuple):
     """How layers are measured."""
 
@@ -262,13 +236,12 @@ class _Bench(NamedTuple):
     def run(self, subject: _Subject) -> list[Any]:
         """Measure a layer for a round; return its output and stashes in the first, detached."""
         # In a function of its own, so that the layer is gone before the next one is built.
-        layer, index = subject.layer, subject.index
+        visit = subject.visit
+        index = visit.index
         with seeded_generators(init_key(self.seed, index)), process_generators_kept():
-            private = _private(layer, index)
+            private = _private(visit.layer, index)
             module = build_layer(private, index=index, seed=self.seed, device=self.device)
-            where = f"layers.{index} ({layer_name(layer)})"
-            names = skip_names(layer)
-            trial = _Trial(where, module, names, subject.given, subject.loss, self)
+            trial = _Trial(visit, module, subject.loss, self)
             results: list[Any] = []
             if not subject.rounds:
                 results, subject.sizes = trial.sized()
@@ -280,10 +253,8 @@ class _Bench(NamedTuple):
 class _Trial:
     """One built layer and the micro-batch it is run on."""
 
-    where: str
+    visit: Visit
     module: nn.Module
-    names: SkipNames
-    given: Given
     loss: "_Loss | None"
     bench: _Bench
 
@@ -315,16 +286,17 @@ class _Trial:
         # Clones, for a layer may work in place: on a leaf that is forbidden, and the next
         # repetition needs the input unchanged. Parameter gradients stay, so that repetitions
         # accumulate into them as micro-batches do.
-        given = map_tensors(lambda tensor: _detached(tensor).clone(), tuple(self.given))
+        names, where = self.visit.names, self.visit.where
+        given = map_tensors(lambda tensor: _detached(tensor).clone(), tuple(self.visit.given))
         timed = partial(self.bench.clock.timed, device=self.bench.device)
         results: list[Any] = []
 
         def forward() -> list[Tensor]:
             value, popped = given
-            stashed = dict(zip(self.names.pops, popped, strict=True))
-            output = run_layer(self.module, self.names, value, stashed, self.where)
-            results.extend([output, *(stashed[name] for name in self.names.stashes)])
-            ends = results if self.loss is None else [self.loss.of(output, self.where)]
+            stashed = dict(zip(names.pops, popped, strict=True))
+            output = run_layer(self.module, names, value, stashed, where)
+            results.extend([output, *(stashed[name] for name in names.stashes)])
+            ends = results if self.loss is None else [self.loss.of(output, where)]
             return [tensor for tensor in tensors_of(ends) if tensor.requires_grad]
 
         try:
@@ -342,8 +314,8 @@ class _Trial:
             raise
         except Exception as error:
             raise ModelError(
-                f"{self.where}: failed on the example micro-batch, expected it to run on "
-                f"{_describe(tuple(self.given))}, got {type(error).__name__}: {error}; make the "
+                f"{where}: failed on the example micro-batch, expected it to run on "
+                f"{described(self.visit.given)}, got {type(error).__name__}: {error}; make the "
                 f"layer take what the layer before it (or the data) gives"
             ) from error
         return map_tensors(_detached, results), tuple(seconds)
@@ -384,7 +356,7 @@ class _Loss(NamedTuple):
         except Exception as error:
             raise _LossError(
                 f"loss: failed on the output of {where} and the example's targets, expected it to "
-                f"take output {_describe(output)} and targets {_describe(self.targets)}, got "
+                f"take output {described(output)} and targets {described(self.targets)}, got "
                 f"{type(error).__name__}: {error}; correct the loss, or choose model, data and "
                 f"loss that fit each other (as many outputs as the targets have classes)"
             ) from error
@@ -403,24 +375,6 @@ def _private(layer: Layer, index: int) -> Layer:
             f"layers.{index}: cannot be measured, expected a module that copy.deepcopy copies, "
             f"got {type(error).__name__}: {error}; give a LayerSpec, or partition by parameters"
         ) from error
-
-
-def _found(known: list[_Known], layer: Layer, signature: object) -> _Known | None:
-    if signature is None or not isinstance(layer, LayerSpec):
-        return None
-    for each in known:
-        if each.signature == signature and each.spec == layer:
-            return each
-    return None
-
-
-def _describe(nest: Any) -> str:
-    return ", ".join(
-        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
-        if isinstance(leaf, Tensor)
-        else type(leaf).__name__
-        for leaf in flatten(nest)[0]
-    )
 
 
 def _identity(tensor: Tensor) -> Tensor:
