@@ -28,6 +28,7 @@ from gpipe_hpc.engine.feed import Feed, random_keys
 from gpipe_hpc.engine.loss import LossFunction
 from gpipe_hpc.engine.microbatches import share_of
 from gpipe_hpc.engine.precision import scaling
+from gpipe_hpc.engine.recorder import StepTimes
 from gpipe_hpc.engine.state.drift import POLICIES
 from gpipe_hpc.engine.steps import Site, Steps
 from gpipe_hpc.engine.sums.loss_scale import LossScale
@@ -303,9 +304,9 @@ class Pipeline:
         size = table.num_stages, table.num_microbatches
         return Timeline(tuple(rows), *size, table.name, table.skips)
 
-    def last_step_seconds(self) -> tuple[float, float]:
-        """Return the seconds this rank computed in the last step, and those the step took."""
-        return self._steps.recorder.busy_s, self._steps.recorder.wall_s
+    def last_step_times(self) -> StepTimes:
+        """Return when this rank computed in the last step."""
+        return self._steps.recorder.times
 
     def describe(self) -> str:
         """Return the cut as a table: stage, rank, layers, parameters, share of the costs."""

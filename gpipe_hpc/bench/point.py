@@ -18,10 +18,11 @@ from gpipe_hpc.config import Config, TokenDataConfig, check_config
 from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs, say_error
 from gpipe_hpc.errors import GpipeError
 from gpipe_hpc.training.joining import join_world
-from gpipe_hpc.training.lr import lr_at, set_lr
+from gpipe_hpc.training.one_step import refuse_non_finite, train_one_step
 from gpipe_hpc.training.peak import peak_memory_bytes
 from gpipe_hpc.training.run.identity import UNRECORDED, Run
 from gpipe_hpc.training.session import Session, open_session
+from gpipe_hpc.training.step_edge import StepEdge, Told
 
 _WARM_UP: Final = 2
 
@@ -60,39 +61,30 @@ def _measure(config: Config) -> None:
 def _steps(session: Session, num_steps: int) -> dict[str, Any]:
     """Train; return what `Measured` holds, the same on every rank."""
     pipe, config = session.pipe, session.config
-    steps_s, busy_s, pipeline_s = [], 0.0, 0.0
+    edge = StepEdge(pipe.everybody)
+    own_s, idle_s, pipeline_s = [], 0.0, 0.0
     for number in range(_WARM_UP + num_steps):
         pipe.everybody.all_reduce(torch.zeros(1))  # all begin together
         began_s = time.perf_counter()
-        _step(session)
-        took = torch.tensor([time.perf_counter() - began_s, *pipe.last_step_seconds()])
+        refuse_non_finite(session, train_one_step(session))
+        _finish(pipe.world)
+        took_s = time.perf_counter() - began_s
+        agreed = edge.meet(Told(pipe.last_step_times(), 0), pipe.world.rank)
         if number >= _WARM_UP:
-            every = pipe.everybody.all_gather_object(took.tolist())
-            steps_s.append(max(step_s for step_s, _, _ in every))
-            busy_s += sum(busy for _, busy, _ in every)
-            pipeline_s += sum(wall for _, _, wall in every)
-    peaks = pipe.everybody.all_gather_object(peak_memory_bytes(pipe.world.device))
+            own_s.append(took_s)
+            idle_s += agreed.bubble * agreed.pipeline_s
+            pipeline_s += agreed.pipeline_s
+    told = pipe.everybody.all_gather_object((own_s, peak_memory_bytes(pipe.world.device)))
     data = config.data
     tokens = config.train.batch_size * data.seq_len if isinstance(data, TokenDataConfig) else 0
     return {
-        "steps_s": steps_s,
+        "steps_s": [
+            max(ranks_s) for ranks_s in zip(*(steps_s for steps_s, _ in told), strict=True)
+        ],
         "tokens": tokens,
-        "bubble": 1.0 - busy_s / pipeline_s,
-        "peak_bytes": peaks,
+        "bubble": idle_s / pipeline_s if pipeline_s else 0.0,
+        "peak_bytes": [peak for _, peak in told],
     }
-
-
-def _step(session: Session) -> None:
-    pipe, config = session.pipe, session.config
-    batch = session.next_batch()
-    result = pipe.step(batch.inputs, batch.targets)
-    assert result.loss == result.loss, "the loss is not a number"
-    if config.train.clip_norm is not None:
-        pipe.clip_grad_norm_(config.train.clip_norm)
-    set_lr(session.optimizer, lr_at(pipe.steps_done - 1, config))
-    session.optimizer.step()
-    session.position = batch.position
-    _finish(pipe.world)
 
 
 def _finish(world: World) -> None:

@@ -35,6 +35,9 @@ class Group(Protocol):
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum `tensor` in place over the group."""
 
+    def all_reduce_max(self, tensor: torch.Tensor) -> None:
+        """Put the greatest value of each element over the group in its place."""
+
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Fill `tensor` with world rank `root`'s."""
 
@@ -42,6 +45,12 @@ class Group(Protocol):
         """Return every rank's value, in rank order.
 
         Plain values, tensors and records alone; others raise DataError, by type, on who sends.
+        """
+
+    def gather_object(self, value: Any, root: int) -> list[Any] | None:
+        """Return every rank's value, in rank order, on world rank `root`; None elsewhere.
+
+        Each rank sends its own value alone. Values as for `all_gather_object`.
         """
 
 
@@ -67,10 +76,17 @@ class SoloGroup:
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Leave `tensor` as it is."""
 
+    def all_reduce_max(self, tensor: torch.Tensor) -> None:
+        """Leave `tensor` as it is."""
+
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Leave `tensor` as it is."""
 
     def all_gather_object(self, value: Any) -> list[Any]:
+        """Return the one value."""
+        return [value]
+
+    def gather_object(self, value: Any, root: int) -> list[Any] | None:
         """Return the one value."""
         return [value]
 

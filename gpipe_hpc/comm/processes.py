@@ -7,7 +7,7 @@ import multiprocessing.util
 import os
 import secrets
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -65,6 +65,13 @@ class TorchGroup:
         """Sum `tensor` in place."""
         self.start_all_reduce(tensor).wait()
 
+    def all_reduce_max(self, tensor: torch.Tensor) -> None:
+        """Put the greatest of each element in its place."""
+        greatest = dist.ReduceOp.MAX
+        work = dist.all_reduce(tensor, op=greatest, group=self.torch_group, async_op=True)
+        assert work is not None, f"not a member of {rank_names(self.ranks)}"
+        _Collective(work, self.ranks, self._pulse).wait()
+
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Fill `tensor` with world rank `root`'s."""
         work = dist.broadcast(tensor, root, group=self.torch_group, async_op=True)
@@ -73,16 +80,47 @@ class TorchGroup:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's value in rank order; read as `gpipe_hpc.comm.pickling` allows."""
+        parts = self._exchanged(value, self._gather)
+        assert parts is not None, "every rank gathers"
+        return parts
+
+    def gather_object(self, value: Any, root: int) -> list[Any] | None:
+        """Return every rank's value on world rank `root`, None elsewhere; read as those above."""
+        return self._exchanged(value, partial(self._gather_at, root=root))
+
+    def _exchanged(
+        self, value: Any, gather: Callable[[torch.Tensor], list[torch.Tensor] | None]
+    ) -> list[Any] | None:
+        """Return the values whose bytes `gather` brings together, where it brings them."""
         what = f"a collective of {rank_names(self.ranks)}"
         own = torch.frombuffer(bytearray(dumps(value, what)), dtype=torch.uint8)
         self._pulse.waits_for = self.ranks
         try:
-            parts = self._gather(own)
+            parts = gather(own)
         except RuntimeError as error:
             raise lost(error, what) from error
         self._pulse.waits_for = None
+        if parts is None:
+            return None
         sources = zip(self.ranks, parts, strict=True)
         return [loads(part.numpy().data, f"{what}, from rank {r}") for r, part in sources]
+
+    def _gather_at(self, own: torch.Tensor, root: int) -> list[torch.Tensor] | None:
+        """Return every rank's bytes, of any number, on world rank `root`."""
+        longest = torch.tensor([own.numel()])
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.torch_group)
+        # All send as many: their number in eight bytes, theirs, and what means nothing.
+        padded = torch.zeros(8 + int(longest), dtype=torch.uint8)
+        padded[:8] = torch.tensor([own.numel()]).view(torch.uint8)
+        padded[8 : 8 + own.numel()] = own
+        is_root = dist.get_rank() == root
+        gathered = torch.empty(self.size, padded.numel(), dtype=torch.uint8) if is_root else None
+        into = None if gathered is None else list(gathered)
+        dist.gather(padded, into, dst=root, group=self.torch_group)
+        if gathered is None:
+            return None
+        counts = [int(part[:8].clone().view(torch.int64)) for part in gathered]
+        return [part[8 : 8 + count] for part, count in zip(gathered, counts, strict=True)]
 
     def _gather(self, own: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's bytes, of any number."""

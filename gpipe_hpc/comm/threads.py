@@ -124,6 +124,11 @@ class ThreadGroup:
         """Sum `tensor` in place."""
         self.start_all_reduce(tensor).wait()
 
+    def all_reduce_max(self, tensor: torch.Tensor) -> None:
+        """Put the greatest of each element in its place."""
+        parts = self._hub.collect(self._next_key(tensor.clone()))
+        tensor.copy_(torch.stack(parts).amax(0))
+
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Fill `tensor` with world rank `root`'s."""
         parts = self._hub.collect(self._next_key(tensor.clone()))
@@ -133,6 +138,11 @@ class ThreadGroup:
         """Return every rank's value: the object itself, if it could travel between processes."""
         check_travels(value, f"a collective of {rank_names(self.ranks)}")
         return self._hub.collect(self._next_key(value))
+
+    def gather_object(self, value: Any, root: int) -> list[Any] | None:
+        """Return every rank's value on world rank `root`, None elsewhere."""
+        values = self.all_gather_object(value)
+        return values if self._rank == root else None
 
 
 class ThreadWorld:

@@ -132,7 +132,6 @@ class Executor:
                 work.end()
             self._loss_lasting.settle()
         self._world.activity = "ending"
-        self.recorder.end_step()
         num_left = sum(work.num_kept for work in self._works.values())
         num_left += len(self._made)
         assert num_left == 0, f"rank {self._world.rank}: {num_left} stored values never used"

@@ -1,5 +1,6 @@
 """When the actions of a step began and ended."""
 
+import math
 import time
 from typing import Any, NamedTuple
 
@@ -16,6 +17,18 @@ class Span(NamedTuple):
     end: object
 
 
+class StepTimes(NamedTuple):
+    """When a rank computed in a step: for how long in all, and between which moments.
+
+    Seconds of the host's monotonic clock. A rank that computed nothing has no moments: its start
+    is later, and its end earlier, than any other.
+    """
+
+    busy_s: float
+    start_s: float = math.inf
+    end_s: float = -math.inf
+
+
 class Recorder:
     """Take marks around actions and turn them into events, in seconds.
 
@@ -27,7 +40,6 @@ class Recorder:
         self._on_cuda = device.type == "cuda"
         self.spans: list[Span] = []
         self.begin: object = None
-        self.end: object = None
         self._host_begin_s = 0.0
 
     def mark(self) -> object:
@@ -49,19 +61,14 @@ class Recorder:
         """Note that an action ran from `start` until now."""
         self.spans.append(Span(action, start, self.mark()))
 
-    def end_step(self) -> None:
-        """End the step."""
-        self.end = self.mark()
-
     @property
-    def wall_s(self) -> float:
-        """Return the duration of the step."""
-        return self._seconds(self.end) - self._seconds(self.begin)
-
-    @property
-    def busy_s(self) -> float:
-        """Return the time this rank spent in compute actions."""
-        return sum(self._seconds(span.end) - self._seconds(span.start) for span in self.spans)
+    def times(self) -> StepTimes:
+        """Return when this rank computed."""
+        if not self.spans:
+            return StepTimes(0.0)
+        moments = [(self._seconds(span.start), self._seconds(span.end)) for span in self.spans]
+        busy_s = sum(end - start for start, end in moments)
+        return StepTimes(busy_s, moments[0][0], max(end for _, end in moments))
 
     def events(self, rank: int) -> tuple[Event, ...]:
         """Return the step's events, in seconds of the host's monotonic clock."""

@@ -34,7 +34,7 @@ from gpipe_hpc.schedule.table.dependencies import (
 )
 from gpipe_hpc.schedule.table.schedule import Placement, Schedule, Skip, digest
 from gpipe_hpc.schedule.table.text_form import from_text, to_text
-from gpipe_hpc.schedule.timeline import Event, Timeline
+from gpipe_hpc.schedule.timeline import Event, Timeline, idle_share
 
 __all__ = [
     "Action",
@@ -71,6 +71,7 @@ __all__ = [
     "from_text",
     "gains_table",
     "gpipe",
+    "idle_share",
     "lower",
     "lower_bound",
     "memory_over_time",

@@ -9,6 +9,18 @@ from gpipe_hpc.schedule.table.occupancy import peak_activations
 from gpipe_hpc.schedule.table.schedule import Skip
 
 
+def idle_share(busy: float, num_ranks: int, span: float) -> float:
+    """Return the bubble: the time that ranks are idle, over all their time.
+
+    The one definition: whatever prints a bubble calls this. `busy` is what all ranks together
+    compute, `span` the time from the start of the first action of any rank to the end of the last
+    one; each rank has that much. 0 where no time passed. Some papers divide by the ideal time
+    instead; their numbers are larger.
+    """
+    total = num_ranks * span
+    return 1.0 - busy / total if total > 0 else 0.0
+
+
 class Event(NamedTuple):
     """One action as it ran; times in the unit of the costs it was simulated with, or seconds."""
 
@@ -63,9 +75,8 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Return the idle time of all ranks over their total time (not over the ideal time)."""
-        total = self.num_ranks * self.makespan
-        return 1.0 - sum(self.busy) / total if total > 0 else 0.0
+        """Return the bubble of all ranks; see `idle_share`."""
+        return idle_share(sum(self.busy), self.num_ranks, self.makespan)
 
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:

@@ -1,7 +1,6 @@
 """The training loop."""
 
 import logging
-import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -14,13 +13,11 @@ from gpipe_hpc.comm.group import broadcast_object
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config
-from gpipe_hpc.engine.sums.results import StepResult
-from gpipe_hpc.errors import NonFiniteError
 from gpipe_hpc.schedule import simulate
 from gpipe_hpc.training.logs import rank_log
-from gpipe_hpc.training.lr import lr_at, set_lr
 from gpipe_hpc.training.metrics import Metrics, open_metrics
 from gpipe_hpc.training.neighbour import DEFAULT_FOLDER, NeighbourCopies, open_copies
+from gpipe_hpc.training.one_step import Trained, refuse_non_finite, train_one_step
 from gpipe_hpc.training.peak import peak_memory_bytes
 from gpipe_hpc.training.progress import Progress
 from gpipe_hpc.training.run.folder import REQUEUE_FILE
@@ -28,6 +25,7 @@ from gpipe_hpc.training.run.identity import Run
 from gpipe_hpc.training.run.opening import begin, lock_folder
 from gpipe_hpc.training.session import Session, last_step, open_session
 from gpipe_hpc.training.signals import REQUEUE_EXIT_CODE, StopRequest
+from gpipe_hpc.training.step_edge import Agreed, StepEdge, Told
 from gpipe_hpc.training.trace import write_trace
 from gpipe_hpc.training.validation import validate
 
@@ -98,9 +96,8 @@ class _Loop:
         self._leads = session.pipe.world.rank == 0
         self._last = max(last_step(session.config.train), self._pipe.steps_done)
         self._validated = -1
-        self._num_samples = 0
-        self._pipeline_s = 0.0
-        self._written = False
+        with together(session.pipe.world, "the first step's edge"):
+            self._edge = StepEdge(session.pipe.everybody)
         self._stalls_s: list[float] = []  # of step edges at which the state was kept
         self._measured: list[tuple[float, float]] = []  # seconds in the pipeline, bubble
 
@@ -125,19 +122,20 @@ class _Loop:
         first = pipe.steps_done
         while pipe.steps_done < self._last and not stopped:
             began_s = time.perf_counter()
-            result, lr, norm = self._step()
+            trained = self._step()
             done = pipe.steps_done
-            busy_s, stopped = self._agree()
+            agreed = self._meet()
+            stopped = agreed.is_stopped
+            self._measured.append((agreed.pipeline_s, agreed.bubble))
             if metrics is not None and progress is not None:
-                step_time_s = time.perf_counter() - began_s
-                scalars = self._scalars(result, lr, norm, step_time_s, busy_s)
+                scalars = self._scalars(trained, agreed, time.perf_counter() - began_s)
                 metrics.write(done, scalars)
                 progress.update(done, scalars)
             if first + 1 < done <= first + 1 + self._config.trace.steps:
                 timeline = pipe.timeline()
                 if self._leads:
                     write_trace(timeline, self._session.run_folder, done)
-            if self._written:
+            if agreed.is_written:
                 self._say_stall(metrics, "checkpoint_stall_s", self._session.finish_save())
             if every and done % every == 0 and done < self._last and not stopped:
                 self._say_stall(metrics, "checkpoint_stall_s", self._save())
@@ -153,25 +151,20 @@ class _Loop:
         return self._leave(stopped)
 
     def _scalars(
-        self,
-        result: StepResult,
-        lr: float,
-        norm: float | None,
-        step_time_s: float,
-        busy_s: float,
+        self, trained: Trained, agreed: Agreed, step_time_s: float
     ) -> dict[str, float | None]:
-        """Return what a line of metrics.jsonl says of a step; notes its time and bubble."""
-        pipe = self._pipe
-        bubble = 1.0 - busy_s / (pipe.world.size * self._pipeline_s)
-        self._measured.append((self._pipeline_s, bubble))
+        """Return what a line of metrics.jsonl says of a step."""
+        pipe, (batch, result, lr, norm) = self._pipe, trained
         scalars = {
             "loss": result.loss,
             "lr": lr,
             "grad_norm": norm,
             "step_time_s": step_time_s,
-            "samples_per_s": self._num_samples / step_time_s,
-            "bubble": bubble,
-            "peak_memory_bytes": peak_memory_bytes(pipe.world.device),
+            "samples_per_s": batch.num_samples / step_time_s,
+            "bubble": agreed.bubble,
+            "pipeline_s": agreed.pipeline_s,
+            "peak_memory_bytes": agreed.peak_memory_bytes,
+            "peak_memory_rank": agreed.peak_memory_rank,
             "position": self._session.position,
         }
         if self._session.tally.limit:
@@ -183,11 +176,10 @@ class _Loop:
             scalars |= {f"losses/{name}": value for name, value in result.losses.items()}
         return scalars | {f"metrics/{name}": value for name, value in result.metrics.items()}
 
-    def _step(self) -> tuple[StepResult, float, float | None]:
-        session, pipe, config = self._session, self._pipe, self._config
-        batch = session.next_batch()
-        result = pipe.step(batch.inputs, batch.targets)
-        self._refuse_non_finite(result)
+    def _step(self) -> Trained:
+        trained = train_one_step(self._session)
+        refuse_non_finite(self._session, trained)
+        pipe, result = self._pipe, trained.result
         if result.is_skipped and self._leads and pipe.loss_scale is not None:
             log.warning(
                 "step %d: skipped, as gradients overflowed float16 at a loss scale of %g; it is "
@@ -196,54 +188,22 @@ class _Loop:
                 result.loss_scale,
                 pipe.loss_scale.value,
             )
-        norm = None
-        if config.train.clip_norm is not None:
-            norm = float(pipe.clip_grad_norm_(config.train.clip_norm))
-            if not math.isfinite(norm):
-                raise NonFiniteError(
-                    f"step {pipe.steps_done}: expected a finite gradient norm, got {norm}, with "
-                    f"a loss of {result.loss:g}; {self._remedy()}"
-                )
-        lr = lr_at(pipe.steps_done - 1, config)
-        set_lr(session.optimizer, lr)
-        session.optimizer.step()
-        session.position = batch.position
-        self._num_samples = batch.num_samples
-        return result, lr, norm
+        return trained
 
-    def _refuse_non_finite(self, result: StepResult) -> None:
-        if math.isfinite(result.loss):
-            return
+    def _meet(self) -> Agreed:
+        """Put together what ranks know of the step."""
         pipe = self._pipe
-        bad = [m for m, loss in enumerate(result.microbatch_losses) if not math.isfinite(loss)]
-        replica, microbatch = divmod(bad[0], pipe.num_microbatches) if bad else (0, 0)
-        last = pipe.schedule.placement.rank_of(pipe.schedule.num_stages - 1, microbatch)
-        raise NonFiniteError(
-            f"step {pipe.steps_done}, rank {pipe.mesh.world_rank(replica, last)}, micro-batch "
-            f"{microbatch} of replica {replica}: expected a finite loss, got {result.loss} "
-            f"({len(bad)} of {len(result.microbatch_losses)} micro-batches); {self._remedy()}"
+        told = Told(
+            pipe.last_step_times(),
+            peak_memory_bytes(pipe.world.device),
+            wants_to_stop=self._stop.came,
+            # A checkpoint in the background: each rank's part is in its file.
+            has_written=self._session.saver.is_done,
         )
-
-    def _remedy(self) -> str:
-        newest = self._session.checkpoints.newest()
-        kept = f"the last checkpoint is whole: {newest}" if newest else "no checkpoint was written"
-        return f"lower optimizer.lr, or look at the data of this step; {kept}"
-
-    def _agree(self) -> tuple[float, bool]:
-        """Put together what ranks know of the step: seconds computed, requests to stop."""
-        pipe = self._pipe
-        busy_s, wall_s = pipe.last_step_seconds()
-        told = [busy_s, wall_s, float(self._stop.came), float(self._session.saver.is_done)]
-        shared = torch.tensor(told, dtype=torch.float64)
         with together(pipe.world, "the step's edge"):
             if self._session.lock is not None:
                 self._session.lock.check()
-            pipe.everybody.all_reduce(shared)
-        busy_s, wall_s, num_stops, num_done = shared.tolist()
-        # A checkpoint in the background: each rank's part is in its file.
-        self._written = num_done == pipe.world.size
-        self._pipeline_s = wall_s / pipe.world.size
-        return busy_s, num_stops > 0
+            return self._edge.meet(told, pipe.world.rank)
 
     def _save(self) -> float:
         """Save in mid-run, as the settings say; return the seconds that the next step waits."""
@@ -295,7 +255,8 @@ class _Loop:
         if self._measured:
             seconds, bubbles = (statistics.median(c) for c in zip(*self._measured, strict=True))
             log.info(
-                "measured: %.3f s in the pipeline a step, bubble %.1f %% (medians)",
+                "measured: %.3f s in the pipeline a step, bubble %.1f %% "
+                "(idle over total), medians",
                 seconds,
                 100 * bubbles,
             )

@@ -21,7 +21,7 @@ from gpipe_hpc.config import Config, build_target, check_config
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import count_parameters, normalise_layers
 from gpipe_hpc.training.joining import join_world
-from gpipe_hpc.training.lr import lr_at, set_lr
+from gpipe_hpc.training.one_step import train_one_step
 from gpipe_hpc.training.run.identity import UNRECORDED, Run
 from gpipe_hpc.training.session import Session, last_step, open_session
 from gpipe_hpc.verify.comparing import Report
@@ -160,20 +160,11 @@ def _start_facts(session: Session) -> Facts:
 
 def run_step(session: Session) -> Facts:
     """Train one step as the loop does; return what it used and made, copied to the host."""
-    pipe, config = session.pipe, session.config
-    batch = session.next_batch()
+    pipe = session.pipe
     weight = pipe.loss_weight
     scale = 1.0 if pipe.loss_scale is None else pipe.loss_scale.value
-    result = pipe.step(batch.inputs, batch.targets)
-    gradients = _gradients(session)
-    norm = None
-    if config.train.clip_norm is not None:
-        norm = float(pipe.clip_grad_norm_(config.train.clip_norm))
-    clipped = _gradients(session)
-    lr = lr_at(pipe.steps_done - 1, config)
-    set_lr(session.optimizer, lr)
-    session.optimizer.step()
-    session.position = batch.position
+    gradients: dict[str, Tensor | None] = {}
+    batch, result, lr, norm = train_one_step(session, lambda: gradients.update(_gradients(session)))
     return {
         "own_inputs": batch.inputs,
         "own_targets": batch.targets,
@@ -186,7 +177,7 @@ def run_step(session: Session) -> Facts:
         "is_skipped": result.is_skipped,
         "gradients": gradients,
         "norm": norm,
-        "clipped": clipped,
+        "clipped": _gradients(session),  # which no optimizer changes
         "lr": lr,
         "weights": _weights(session),
         "buffers": _buffers(session),

@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from gpipe_hpc.comm.group import SoloGroup
 from gpipe_hpc.comm.threads import run_on_threads
 from gpipe_hpc.comm.transport.base import PlacedChannel
 from gpipe_hpc.comm.world import together
@@ -33,6 +34,19 @@ def test_collectives():
 
     words = ["from 0", "from 1", "from 2"]
     assert run_on_threads(3, body) == [(6.0, 2.0, words)] * 3
+
+
+def test_the_greatest_and_what_one_rank_gathers():
+    def body(world):
+        group = everybody(world)
+        most = torch.tensor([float(world.rank), -float(world.rank)])
+        group.all_reduce_max(most)
+        return most.tolist(), group.gather_object(f"from {world.rank}", 1)
+
+    words = ["from 0", "from 1", "from 2"]
+    expected = [([2.0, 0.0], words if rank == 1 else None) for rank in range(3)]
+    assert run_on_threads(3, body) == expected
+    assert SoloGroup(0).gather_object("own", 0) == ["own"]
 
 
 def test_sums_are_taken_in_rank_order_whoever_comes_first():

@@ -1,0 +1,65 @@
+"""One step of training, as `train`, `verify` and `bench` all take it."""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from gpipe_hpc.engine.sums.results import StepResult
+from gpipe_hpc.errors import NonFiniteError
+from gpipe_hpc.training.batches import Batch
+from gpipe_hpc.training.lr import lr_at, set_lr
+from gpipe_hpc.training.session import Session
+
+
+class Trained(NamedTuple):
+    """What a step used and gave; `norm` is that of the gradient before clipping, if it is."""
+
+    batch: Batch
+    result: StepResult
+    lr: float
+    norm: float | None
+
+
+def train_one_step(session: Session, look: Callable[[], None] | None = None) -> Trained:
+    """Train on the next batch: forward, backward, clipping, the optimizer's step.
+
+    `look` is called when the gradients are there, before they are clipped.
+    """
+    pipe, config = session.pipe, session.config
+    batch = session.next_batch()
+    result = pipe.step(batch.inputs, batch.targets)
+    if look is not None:
+        look()
+    norm = None
+    if config.train.clip_norm is not None:
+        norm = float(pipe.clip_grad_norm_(config.train.clip_norm))
+    lr = lr_at(pipe.steps_done - 1, config)
+    set_lr(session.optimizer, lr)
+    session.optimizer.step()
+    session.position = batch.position
+    return Trained(batch, result, lr, norm)
+
+
+def refuse_non_finite(session: Session, trained: Trained) -> None:
+    """Raise NonFiniteError, on every rank, if a step's loss or norm is no number to go on from."""
+    pipe, (_, result, _, norm) = session.pipe, trained
+    if not math.isfinite(result.loss):
+        bad = [m for m, loss in enumerate(result.microbatch_losses) if not math.isfinite(loss)]
+        replica, microbatch = divmod(bad[0], pipe.num_microbatches) if bad else (0, 0)
+        last = pipe.schedule.placement.rank_of(pipe.schedule.num_stages - 1, microbatch)
+        raise NonFiniteError(
+            f"step {pipe.steps_done}, rank {pipe.mesh.world_rank(replica, last)}, micro-batch "
+            f"{microbatch} of replica {replica}: expected a finite loss, got {result.loss} "
+            f"({len(bad)} of {len(result.microbatch_losses)} micro-batches); {_remedy(session)}"
+        )
+    if norm is not None and not math.isfinite(norm):
+        raise NonFiniteError(
+            f"step {pipe.steps_done}: expected a finite gradient norm, got {norm}, with a loss of "
+            f"{result.loss:g}; {_remedy(session)}"
+        )
+
+
+def _remedy(session: Session) -> str:
+    newest = session.checkpoints.newest()
+    kept = f"the last checkpoint is whole: {newest}" if newest else "no checkpoint was written"
+    return f"lower optimizer.lr, or look at the data of this step; {kept}"
