@@ -1,0 +1,98 @@
+"""What the checks of all settings refuse and in which words, what only warns."""
+
+import re
+
+import pytest
+
+from gpipe_hpc.config import check_config, compose_config
+from gpipe_hpc.errors import ConfigError
+
+REFUSED = [
+    ("pipeline.microbatches=0", "pipeline.microbatches, expected at least 1, got 0"),
+    ("pipeline.stages=3", "expected stages x replicas = world size"),
+    ("pipeline.replicas=3", "expected stages x replicas = world size"),
+    ("pipeline.schedule=gpip", "pipeline.schedule, expected one of gpipe, one_f_one_b"),
+    ("pipeline.recompute=sometimes", "expected one of always, except_last, never"),
+    ("pipeline.partition=fast", "expected time, parameters, uniform or the number of layers"),
+    ("pipeline.partition=[1,2,3]", "expected 2 "),
+    ("pipeline.partition=[-1,12]", "counts from 0 up"),
+    ("pipeline.partition=null", "pipeline.partition"),
+    ("train.batch_size=0", "train.batch_size, expected at least 1, got 0"),
+    ("train.steps=-1", "train.steps, expected at least 0, got -1"),
+    ("train.accumulation=0", "train.accumulation"),
+    ("train.clip_norm=0", "train.clip_norm, expected more than 0"),
+    ("train.device=gpu", "train.device, expected one of auto, cpu, cuda"),
+    ("optimizer.lr=nan", "optimizer.lr"),
+    ("optimizer.betas=[0.9]", "optimizer.betas, expected two numbers"),
+    ("optimizer.betas=[0.9,1.0]", "optimizer.betas, expected two numbers"),
+    ("lr.decay=linear", "lr.decay, expected one of cosine, constant"),
+    ("lr.min_ratio=1.5", "lr.min_ratio, expected 0 to 1"),
+    ("data.vocab_size=128", "data.vocab_size, expected 256 or more"),
+    ("model.vocab_size=10", "model.vocab_size, expected at least data.vocab_size=256, got 10"),
+    ("model.block_size=4", "model.block_size, expected at least data.seq_len"),
+    ("~model._target_", "model, expected a _target_"),
+    ("loss.beta=1", "loss, expected a _target_"),
+    ("checkpoint.keep=0", "checkpoint.keep, expected at least 1"),
+    ("comm.timeout_s=0", "comm.timeout_s, expected more than 0"),
+    ("comm.backend=mpi", "comm.backend, expected one of"),
+    ("draw.format=pdf", "draw.format, expected one of"),
+]
+
+
+@pytest.mark.parametrize(("override", "message"), REFUSED, ids=[each[0] for each in REFUSED])
+def test_settings_that_cannot_work_are_refused_by_name(override, message):
+    config = compose_config([override])
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_config(config, world_size=2)
+
+
+@pytest.mark.parametrize("override", ["data.paths=[]", "data.dtype=int8"])
+def test_text_settings_are_checked(override):
+    config = compose_config(["data=text", "data.paths=[a.txt]", override])
+    with pytest.raises(ConfigError, match=override.split("=")[0]):
+        check_config(config, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size"),
+    [
+        (["pipeline.stages=2", "pipeline.replicas=2"], 4),
+        (["pipeline.replicas=2"], 8),
+        (["pipeline.partition=[3,8]"], 2),
+        (["pipeline.partition=[3,3,3,2]"], 2),  # two stages a rank
+        (["train.steps=0", "train.clip_norm=null"], 1),
+    ],
+)
+def test_settings_that_work_pass(overrides, world_size):
+    assert check_config(compose_config(overrides), world_size) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["lr.warmup_steps=500", "train.steps=100"], "lr.warmup_steps=500 is longer"),
+        (["train.stop_at=400"], "train.stop_at=400 lies after"),
+        (["train.batch_size=7"], "some micro-batches stay empty"),
+    ],
+)
+def test_doubtful_settings_warn(overrides, words):
+    (warning,) = check_config(compose_config(overrides), world_size=2)
+    assert words in warning
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("comm.timeout_s=1e300", "at most 1000000 seconds"),
+        ("comm.timeout_s=inf", "more than 0"),
+        ("comm.timeout_s=nan", "more than 0"),
+        ("comm.timeout_s=-1", "more than 0"),
+        ("train.steps=9223372036854775808", "0 to 9223372036854775807"),
+        ("pipeline.microbatches=100000000000000000000", "1 to 9223372036854775807"),
+        ("train.log_every=0", "at least 1"),
+    ],
+)
+def test_numbers_that_fit_no_clock_or_integer_are_refused(override, expected):
+    """A time-out of 1e300 s became an OverflowError in the middle of the start."""
+    with pytest.raises(ConfigError, match=f"{override.partition('=')[0]}.*{expected}"):
+        check_config(compose_config([override]), 1)

@@ -1,0 +1,111 @@
+"""The settings as they are composed: presets, unknown keys, wrong types, folders of presets."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from gpipe_hpc.config import (
+    PythonSourceConfig,
+    SGDConfig,
+    check_config,
+    compose_config,
+    conf_dir,
+    config_yaml,
+)
+from gpipe_hpc.errors import ConfigError
+
+
+def test_defaults_compose_and_pass_all_checks():
+    config = compose_config()
+    assert config.model["_target_"] == "gpipe_hpc.models.build_gpt"
+    assert isinstance(config.data, PythonSourceConfig)
+    assert check_config(config, world_size=2) == []
+
+
+def test_group_brings_its_own_settings():
+    config = compose_config(["optimizer=sgd", "optimizer.momentum=0.5"])
+    assert config.optimizer == SGDConfig(lr=0.1, weight_decay=0.0, momentum=0.5, nesterov=False)
+
+
+def test_model_follows_the_data():
+    model = compose_config(["data.seq_len=77", "data.vocab_size=300"]).model
+    assert (model["block_size"], model["vocab_size"]) == (77, 300)
+
+
+@pytest.mark.parametrize(
+    "override", ["pipeline.stage=2", "trian.steps=1", "data.seq_length=3", "optimizer.momentum=0.1"]
+)
+def test_unknown_key_is_refused(override):
+    with pytest.raises(ConfigError, match=re.escape(override.split("=")[0])):
+        compose_config([override])
+
+
+@pytest.mark.parametrize("override", ["++pipeline.stage=2", "+step=1", "++draw.costs.idle=1"])
+def test_unknown_key_is_refused_even_when_forced(override):
+    name = override.lstrip("+").split("=")[0]
+    with pytest.raises(ConfigError, match=f"unknown setting {re.escape(name)}, expected one of"):
+        compose_config([override])
+
+
+def test_wrong_type_is_refused():
+    with pytest.raises(ConfigError, match=r"bad train\.steps, expected a whole number"):
+        compose_config(["train.steps=many"])
+
+
+def test_sections_that_feed_functions_take_any_key():
+    config = compose_config(
+        [
+            "model._target_=my.build",
+            "model.depth=3",
+            "loss._target_=my.loss",
+            "loss.beta=2",
+            "pipeline.options.stages_per_rank=2",
+        ]
+    )
+    assert config.model["depth"] == 3
+    assert config.loss == {"_target_": "my.loss", "beta": 2}
+    assert config.pipeline.options == {"stages_per_rank": 2}
+
+
+def test_model_that_needs_other_data_says_which():
+    with pytest.raises(ConfigError, match=r"data\.width.*data=synthetic_vectors"):
+        compose_config(["model=mlp"])
+
+
+def test_yaml_of_a_run_holds_every_setting():
+    config = compose_config(["train.steps=7", "pipeline.partition=[5,6]"])
+    saved = OmegaConf.create(config_yaml(config))
+    assert saved.train.steps == 7
+    assert saved.pipeline.partition == [5, 6]
+    assert saved.optimizer.betas == [0.9, 0.95]
+
+
+def test_named_conf_folder_wins(tmp_path, monkeypatch):
+    shutil.copytree(conf_dir(), tmp_path / "conf")
+    monkeypatch.setenv("GPIPE_HPC_CONF", str(tmp_path / "conf"))
+    assert conf_dir() == tmp_path / "conf"
+
+
+def test_conf_folder_of_somebody_else_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "config.yaml").write_text("defaults: []\n")
+    monkeypatch.setenv("GPIPE_HPC_CONF", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"no settings found.*GPIPE_HPC_CONF"):
+        conf_dir()
+
+
+def test_composing_loads_no_torch(repository: Path):
+    code = (
+        "import sys; from gpipe_hpc.config import compose_config; compose_config(); "
+        "assert 'torch' not in sys.modules"
+    )
+    environment = os.environ | {"PYTHONPATH": str(repository)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

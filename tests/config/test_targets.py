@@ -1,0 +1,74 @@
+"""A user's own functions, named by `_target_`: the keywords they get, and what is none."""
+
+import sys
+
+import pytest
+
+from gpipe_hpc.config import bind_target, build_target, compose_config
+from gpipe_hpc.errors import ConfigError
+
+
+@pytest.fixture
+def own_module(tmp_path, monkeypatch):
+    """Put a module with a user's own targets on the path."""
+    (tmp_path / "own_targets.py").write_text(
+        "def build(width, depth=1): return ('built', width, depth)\n"
+        "def everything(**keywords): return keywords\n"
+        "def loss(output, target, beta): return (output, target, beta)\n"
+        "text = 'no function'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "own_targets"
+    sys.modules.pop("own_targets", None)
+
+
+def test_own_model_gets_those_preset_keywords_it_takes(own_module):
+    model = compose_config([f"model._target_={own_module}.build", "model.depth=3"]).model
+    assert build_target("model", model) == ("built", 128, 3)
+
+
+def test_own_model_that_takes_everything_gets_everything(own_module):
+    model = compose_config([f"model._target_={own_module}.everything", "model.depth=3"]).model
+    assert build_target("model", model)["depth"] == 3
+
+
+def test_own_model_needs_no_data_of_tokens(own_module):
+    """The preset behind it, model=gpt, refers to data.vocab_size; it took the whole run down."""
+    overrides = [f"model._target_={own_module}.build", "data=synthetic_vectors", "model.depth=3"]
+    model = compose_config(overrides).model
+    assert "vocab_size" not in model
+    assert build_target("model", model)[2] == 3
+    with pytest.raises(ConfigError, match=r"model\.size refers to a setting"):
+        compose_config([*overrides, "model.size=${data.no_such}"])
+
+
+def test_keyword_that_own_model_does_not_take_is_refused(own_module):
+    model = compose_config([f"model._target_={own_module}.build", "model.dept=3"]).model
+    with pytest.raises(ConfigError, match=r"does not take dept, expected some of width, depth"):
+        build_target("model", model)
+
+
+def test_a_keyword_of_another_preset_is_refused():
+    """`depth` is U-Net's; a GPT with it once trained as if nothing had been said."""
+    model = compose_config(["model=gpt", "model.depth=3"]).model
+    with pytest.raises(ConfigError, match=r"does not take depth, expected some of vocab_size"):
+        build_target("model", model)
+
+
+def test_own_loss_keeps_its_keywords(own_module):
+    loss = bind_target("loss", {"_target_": f"{own_module}.loss", "beta": 2})
+    assert loss("a", "b") == ("a", "b", 2)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("no_such_module.build", "ModuleNotFoundError"),
+        ("own_targets.bild", "AttributeError"),
+        ("build", "expected MODULE.FUNCTION"),
+        ("own_targets.text", "cannot be called"),
+    ],
+)
+def test_target_that_is_none_is_refused(own_module, path, words):
+    with pytest.raises(ConfigError, match=words):
+        build_target("model", {"_target_": path})
