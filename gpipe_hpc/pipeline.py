@@ -159,9 +159,11 @@ class Pipeline:
         check_agreement(
             self.everybody,
             {
-                "schedule table": digest(self.schedule),
-                "micro-batches": self.num_microbatches,
+                # What a user sets goes before the digest that follows from it.
                 "number of layers": self.num_layers,
+                "micro-batches": self.num_microbatches,
+                "schedule": self.schedule.name,
+                "schedule table": digest(self.schedule),
                 "seed": self.seed,
                 "precision": self.precision,
                 "normalise_over_replicas": normalises_together,

@@ -183,6 +183,7 @@ class ProcessWorld:
         self._backend = "cpu:gloo,cuda:nccl" if uses_nccl else "gloo"
         self._shares_memory = shares_memory
         self._shared: weakref.WeakSet[SharedTransport] = weakref.WeakSet()
+        self._speaks: bool | None = None
         self._groups: _Groups = []
         # First of all: from here on no rank ends, and none hangs, without the others' knowledge.
         self._board = self._open_board(keys, watchfulness)
@@ -317,9 +318,14 @@ class ProcessWorld:
 
     def fail(self, report: str) -> None:
         """Publish the report, let it spread, and unblock whoever waits for us."""
-        self._board.publish(report)
+        self._speaks = self._board.publish(report) == report
         self._board.await_spreading()
         self.break_groups()
+
+    @property
+    def speaks(self) -> bool | None:
+        """Say whether this rank's failure is the run's; None while it has told none."""
+        return self._speaks
 
     def explain(self, symptom: str) -> str:
         """Return the reason why a wait failed."""

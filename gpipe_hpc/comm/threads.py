@@ -18,6 +18,7 @@ from gpipe_hpc.comm.group import Group, Pending, SoloGroup, rank_names
 from gpipe_hpc.comm.joining.secret import Secret
 from gpipe_hpc.comm.pickling import check_travels
 from gpipe_hpc.comm.timeouts import checked_timeout
+from gpipe_hpc.comm.tracebacks import leave_out_own_frames
 from gpipe_hpc.comm.transport.base import Message, PlacedChannel, Transport
 from gpipe_hpc.comm.transport.memory import MemoryTransport
 from gpipe_hpc.errors import LaunchError, PeerError
@@ -213,7 +214,9 @@ def run_on_threads(
         thread.join()
     if failures:
         causes = [f for f in failures if not isinstance(f, PeerError | ConnectionError)]
-        raise (causes or failures)[0]
+        first = (causes or failures)[0]
+        leave_out_own_frames(first)
+        raise first
     if hub.queues and any(hub.queues.values()):
         raise LaunchError("threads: expected every message consumed, got some left over")
     return results

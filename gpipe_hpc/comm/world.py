@@ -1,14 +1,16 @@
 """The face of a set of ranks, whether they are threads or processes."""
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Protocol
 
 import torch
 
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.joining.secret import Secret
+from gpipe_hpc.comm.tracebacks import leave_out_own_frames, shows_all_frames
 from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
 from gpipe_hpc.comm.watch.pulse import Idle, Phase
 from gpipe_hpc.errors import GpipeError, PeerError
@@ -47,29 +49,49 @@ class World(Protocol):
         """Return why a wait failed: the first failed rank's own report, or who fell silent."""
 
 
-@contextmanager
-def together(world: World, where: str) -> Iterator[None]:
+def together(world: World, where: str) -> AbstractContextManager[None]:
     """Let every rank stop if one fails within the block, all with the first failure's report.
 
     A lost connection becomes a PeerError that carries the report of the rank that failed;
-    what fails here is told to the others and raised as it is.
+    what fails here is told to the others and raised as it is, without our frames.
     """
-    outer = world.activity
-    world.activity = Phase(where)
-    try:
-        yield
-    except PeerError:
-        raise
-    except (ConnectionError, TimeoutError) as error:
-        raise PeerError(world.explain(f"{where}: {error}")) from error
-    except GpipeError as error:
-        _tell(world, str(error))
-        raise
-    except BaseException as error:
-        _tell(world, f"{where}: {type(error).__name__}: {error}")
-        raise
-    finally:
-        world.activity = outer if isinstance(outer, Phase) else Idle(where)
+    return _Together(world, where)
+
+
+class _Together:
+    # No generator: contextlib would give errors the frames back that are left out.
+
+    def __init__(self, world: World, where: str) -> None:
+        self._world, self._where = world, where
+
+    def __enter__(self) -> None:
+        self._outer = self._world.activity
+        self._world.activity = Phase(self._where)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        outer, where = self._outer, self._where
+        try:
+            if error is not None:
+                self._share(error)
+        finally:
+            self._world.activity = outer if isinstance(outer, Phase) else Idle(where)
+
+    def _share(self, error: BaseException) -> None:
+        """Tell the others of an error; raise what they told instead if it came of theirs."""
+        world, where = self._world, self._where
+        if isinstance(error, ConnectionError | TimeoutError):
+            heard = PeerError(world.explain(f"{where}: {error}"))
+            raise heard from (error if shows_all_frames() else None)
+        if isinstance(error, GpipeError) and not isinstance(error, PeerError):
+            _tell(world, str(error))
+        elif not isinstance(error, GpipeError):
+            _tell(world, f"{where}: {type(error).__name__}: {error}")
+        leave_out_own_frames(error)
 
 
 def _tell(world: World, report: str) -> None:

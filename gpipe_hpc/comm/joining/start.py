@@ -14,6 +14,8 @@ from gpipe_hpc.comm.joining.secret import SECRET_VARIABLE, job_secret
 from gpipe_hpc.comm.processes import ProcessWorld, leave_default_group
 from gpipe_hpc.comm.threads import ThreadHub, ThreadWorld
 from gpipe_hpc.comm.timeouts import checked_timeout
+from gpipe_hpc.comm.tracebacks import OwnFramesLeftOut
+from gpipe_hpc.comm.uncaught import watch_uncaught
 from gpipe_hpc.comm.watch.settings import DEFAULT_SILENCE_S, Watchfulness
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.errors import ConfigError
@@ -49,7 +51,30 @@ def start_world(
     `silence_s`, `stall_s`, `ends_process`: see `Watchfulness`; a world of one rank has no use for
     them.
     """
-    watchfulness = Watchfulness(silence_s, stall_s, ends_process)
+    with OwnFramesLeftOut():
+        world = _start(
+            device,
+            backend,
+            timeout_s,
+            loopback,
+            shares_memory,
+            secret_file,
+            Watchfulness(silence_s, stall_s, ends_process),
+        )
+    if isinstance(world, ProcessWorld):
+        watch_uncaught(world)
+    return world
+
+
+def _start(
+    device: str,
+    backend: str,
+    timeout_s: float,
+    loopback: bool | None,
+    shares_memory: bool,
+    secret_file: str | None,
+    watchfulness: Watchfulness,
+) -> World:
     timeout_s = checked_timeout(timeout_s, "timeout_s")
     if dist.is_initialized():
         chosen = _device(device, local_rank=None)

@@ -1,0 +1,108 @@
+"""What a user reads of a traceback: it begins at frames of his own, and ours are left out.
+
+Ours say nothing that the message does not. `GPIPE_HPC_TRACEBACK=full` in the environment keeps
+them, and the errors of connections that led to the report of another rank.
+"""
+
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+import torch
+
+from gpipe_hpc.errors import GpipeError
+
+TRACEBACK_VARIABLE: Final = "GPIPE_HPC_TRACEBACK"
+
+_OURS: Final = str(Path(__file__).parent.parent) + os.sep
+_TORCHS: Final = str(Path(torch.__file__).parent) + os.sep
+_PYTHONS: Final = sysconfig.get_paths()["stdlib"] + os.sep
+_PACKAGES: Final = tuple(sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib"))
+
+
+def shows_all_frames() -> bool:
+    """Say whether the environment asks for whole tracebacks."""
+    return os.environ.get(TRACEBACK_VARIABLE, "").lower() == "full"
+
+
+class OwnFramesLeftOut:
+    """A block out of which errors come without our frames, nor those above the user's first."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            leave_out_own_frames(error)
+
+
+def leave_out_own_frames(error: BaseException) -> None:
+    """Cut the tracebacks of an error and of what caused it.
+
+    What was raised in here begins at the first frame of the user's. Where none is his, nothing is
+    left of one of our messages, and a cause whose text such a message repeats is not shown twice.
+    What none of this is true of, as a broken invariant of ours, keeps its whole traceback.
+    """
+    if shows_all_frames():
+        return
+    above: BaseException | None = None
+    for each in list(_chain(error)):
+        frames = list(_users(each.__traceback__))
+        is_told = above is not None and isinstance(above, GpipeError) and str(each) in str(above)
+        if frames or isinstance(each, GpipeError):
+            each.__traceback__ = _linked(frames)
+        elif is_told and above is not None and not _ends_here(each.__traceback__):
+            above.__cause__, above.__suppress_context__ = None, True
+            return
+        above = each
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and what is shown as its causes."""
+    seen: set[int] = set()
+    following: BaseException | None = error
+    while following is not None and id(following) not in seen:
+        seen.add(id(following))
+        yield following
+        is_caused = following.__cause__ is not None or following.__suppress_context__
+        following = following.__cause__ if is_caused else following.__context__
+
+
+def _ends_here(trace: TracebackType | None) -> bool:
+    """Say whether the innermost frame is ours, not that of a library that we or a layer called."""
+    file = ""
+    while trace is not None:
+        file, trace = trace.tb_frame.f_code.co_filename, trace.tb_next
+    return file.startswith(_OURS)
+
+
+def _users(trace: TracebackType | None) -> Iterator[TracebackType]:
+    """Yield the frames from the first that is the user's; none of ours."""
+    is_below = False
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        is_below = is_below or _is_users(name)
+        if is_below and not name.startswith(_OURS):
+            yield trace
+        trace = trace.tb_next
+
+
+def _is_users(file: str) -> bool:
+    if file.startswith((_OURS, _TORCHS, "<frozen ")):
+        return False
+    return not file.startswith(_PYTHONS) or file.startswith(_PACKAGES)
+
+
+def _linked(frames: list[TracebackType]) -> TracebackType | None:
+    linked: TracebackType | None = None
+    for each in reversed(frames):
+        linked = TracebackType(linked, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return linked
