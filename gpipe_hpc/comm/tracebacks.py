@@ -6,19 +6,26 @@ them, and the errors of connections that led to the report of another rank.
 
 import os
 import sysconfig
+import traceback
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Final
-
-import torch
 
 from gpipe_hpc.errors import GpipeError
 
 TRACEBACK_VARIABLE: Final = "GPIPE_HPC_TRACEBACK"
 
+
+def _folder_of(package: str) -> str:
+    """Return where a package lies, without loading it."""
+    found = find_spec(package)
+    return str(Path(found.origin).parent) + os.sep if found and found.origin else os.devnull
+
+
 _OURS: Final = str(Path(__file__).parent.parent) + os.sep
-_TORCHS: Final = str(Path(torch.__file__).parent) + os.sep
+_TORCHS: Final = _folder_of("torch")
 _PYTHONS: Final = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES: Final = tuple(sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib"))
 
@@ -55,14 +62,42 @@ def leave_out_own_frames(error: BaseException) -> None:
         return
     above: BaseException | None = None
     for each in list(_chain(error)):
-        frames = list(_users(each.__traceback__))
-        is_told = above is not None and isinstance(above, GpipeError) and str(each) in str(above)
-        if frames or isinstance(each, GpipeError):
-            each.__traceback__ = _linked(frames)
-        elif is_told and above is not None and not _ends_here(each.__traceback__):
-            above.__cause__, above.__suppress_context__ = None, True
+        if above is not None and above.__cause__ is None and isinstance(each, GpipeError):
+            # What we tried before, and then tried again, is not what failed.
+            above.__suppress_context__ = True
             return
-        above = each
+        frames, is_ours = list(_users(each.__traceback__)), isinstance(each, GpipeError)
+        if frames or is_ours:
+            each.__traceback__ = _linked(frames)
+        is_shown = bool(frames) or (not is_ours and _ends_here(each.__traceback__))
+        if above is not None and _is_told(each, above) and not is_shown:
+            above.__cause__, above.__suppress_context__ = _cause(each), True
+        else:
+            above = each
+
+
+def _is_told(error: BaseException, above: BaseException) -> bool:
+    """Say whether a message of ours repeats the text of its cause."""
+    return isinstance(above, GpipeError) and str(error) in str(above)
+
+
+def users_traceback(error: BaseException) -> str:
+    """Return the user's own frames behind an error that a command says, as Python shows them.
+
+    Those of its cause if it is one of our messages, empty where none of them is his.
+    """
+    leave_out_own_frames(error)
+    shown = _cause(error) if isinstance(error, GpipeError) else error
+    while isinstance(shown, GpipeError):
+        shown = _cause(shown)
+    if shown is None or shown.__traceback__ is None:
+        return ""
+    return "".join(traceback.format_exception(shown, chain=False))
+
+
+def _cause(error: BaseException) -> BaseException | None:
+    is_caused = error.__cause__ is not None or error.__suppress_context__
+    return error.__cause__ if is_caused else error.__context__
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -72,8 +107,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     while following is not None and id(following) not in seen:
         seen.add(id(following))
         yield following
-        is_caused = following.__cause__ is not None or following.__suppress_context__
-        following = following.__cause__ if is_caused else following.__context__
+        following = _cause(following)
 
 
 def _ends_here(trace: TracebackType | None) -> bool:

@@ -14,6 +14,8 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from gpipe_hpc.comm.torchrun_report import tell_torchrun
+from gpipe_hpc.comm.tracebacks import users_traceback
 from gpipe_hpc.config.complaints import EXPECTED, complaint
 from gpipe_hpc.config.composing import conf_dir, load_config, register_schemas
 from gpipe_hpc.config.help import help_of
@@ -92,9 +94,17 @@ def exit_code_of(error: Exception) -> int:
     return BAD_CONFIG_EXIT_CODE if bad else FAILED_EXIT_CODE
 
 
-def say_error(error: Exception) -> int:
-    """Print an error to standard error; return its exit code."""
-    print(f"gpipe_hpc: {error}", file=sys.stderr, flush=True)
+def say_error(error: Exception, *, says_kind: bool = False, is_echo: bool = False) -> int:
+    """Print an error to standard error, below the user's own frames; return its exit code.
+
+    `says_kind`: the message begins with the error's kind. `is_echo`: another rank has failed
+    before, and says where. torchrun is told the same.
+    """
+    kind = f"{type(error).__name__}: " if says_kind else ""
+    frames = "" if is_echo else users_traceback(error)
+    text = f"{frames}gpipe_hpc: {kind}{error}"
+    print(text, file=sys.stderr, flush=True)
+    tell_torchrun(text, is_cause=not is_echo)
     return exit_code_of(error)
 
 

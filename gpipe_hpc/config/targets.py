@@ -9,7 +9,7 @@ from typing import Any, Final
 from omegaconf import OmegaConf
 
 from gpipe_hpc.config.composing import conf_dir
-from gpipe_hpc.errors import ConfigError, ModelError
+from gpipe_hpc.errors import ConfigError, GpipeError, ModelError
 
 _TRUSTED: Final = ("gpipe_hpc.models", "gpipe_hpc.models.huggingface")
 
@@ -19,14 +19,22 @@ def build_target(section: str, settings: Mapping[str, Any]) -> Any:
 
     With a target of one's own (``model._target_=my.module.build``) the keywords of the presets in
     ``conf/<section>/`` are passed only where the target takes them; any other keyword that it does
-    not take is refused with ConfigError. A ModelError of the target is one, too;
-    whatever else it raises is raised.
+    not take is refused with ConfigError. A ModelError of the target is one, too; anything else
+    that is not ours becomes a ModelError.
     """
+    target = bind_target(section, settings)
     try:
-        return bind_target(section, settings)()
+        return target()
     except ModelError as error:
         # Sizes that cannot be are settings that cannot be.
         raise ConfigError(f"config: {section}: {error}") from error
+    except GpipeError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{section}._target_={settings['_target_']}: failed, expected it to return what it "
+            f"builds, got {type(error).__name__}: {error}; correct it, or the settings of {section}"
+        ) from error
 
 
 def bind_target(section: str, settings: Mapping[str, Any]) -> Callable[..., Any]:

@@ -7,16 +7,16 @@ import torch
 import torch.distributed as dist
 
 from gpipe_hpc.comm.joining.launcher import detect_launch
+from gpipe_hpc.comm.world import World
 from gpipe_hpc.config import Config, check_config
 from gpipe_hpc.config.commands import (
     BAD_CONFIG_EXIT_CODE,
     FAILED_EXIT_CODE,
     Job,
-    exit_code_of,
     run_jobs,
     say_error,
 )
-from gpipe_hpc.errors import ConfigError, GpipeError
+from gpipe_hpc.errors import ConfigError, GpipeError, PeerError
 from gpipe_hpc.training.ending import end_soon
 from gpipe_hpc.training.joining import join_world
 from gpipe_hpc.training.loop import run_training
@@ -72,12 +72,12 @@ def _refuse_launcher() -> None:
 
 
 def _train(config: Config, stop: StopRequest) -> int:
+    world: World | None = None
     try:
         doubts = check_config(config, detect_launch().world_size)
-        return run_training(config, join_world(config), stop, doubts)
-    except ConfigError as error:
-        return say_error(error)
+        world = join_world(config)
+        return run_training(config, world, stop, doubts)
     except GpipeError as error:
-        print(f"gpipe_hpc: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         log.debug("where it happened", exc_info=True)
-        return exit_code_of(error)
+        is_echo = isinstance(error, PeerError) or getattr(world, "speaks", None) is False
+        return say_error(error, says_kind=not isinstance(error, ConfigError), is_echo=is_echo)

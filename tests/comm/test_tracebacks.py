@@ -1,0 +1,156 @@
+"""What is left of tracebacks: the user's frames, none of ours; all of them when asked for."""
+
+import traceback
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.comm.tracebacks import leave_out_own_frames, users_traceback
+from gpipe_hpc.errors import ActionError, CheckpointError, ModelError, PeerError, ScheduleError
+
+
+class Raising(nn.Module):
+    """A layer whose forward fails two calls below."""
+
+    def forward(self, x):
+        return self.look_up(x)
+
+    def look_up(self, x):
+        return {}["missing"]
+
+
+class Unbuilt(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.size = {}["size"]
+
+
+def raising_loss(output, target):
+    raise ValueError("refused by the loss")
+
+
+def mean_square(output, target):
+    return (output - target).square().mean()
+
+
+def trained(world=None, last=None, loss=mean_square, width=4, **settings):
+    pipe = Pipeline([nn.Linear(4, 4), last or nn.Linear(4, 4)], loss, world=world, **settings)
+    return pipe.step(torch.zeros(2, width), torch.zeros(2, 4))
+
+
+def shown(error):
+    """Return the names of the functions, and the text, that Python would show of an error."""
+    names, each = [], error
+    while each is not None:
+        names.append([f.name for f in traceback.extract_tb(each.__traceback__)])
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+    return names, "".join(traceback.format_exception(error))
+
+
+def caught(kind, **settings):
+    with pytest.raises(kind) as found:
+        trained(**settings)
+    return shown(found.value)
+
+
+def test_a_layer_that_raises_shows_the_users_frames_alone():
+    """The cause came first, under forty lines of the engine."""
+    names, text = caught(ActionError, last=Raising())
+    ours, users = names
+    assert users == ["forward", "look_up"]
+    assert ours == ["caught", "trained"]
+    assert "/gpipe_hpc/" not in text and "nn/modules" not in text, text
+    assert "layers.1 (Raising): KeyError: 'missing'" in text.splitlines()[-1]
+
+
+def test_a_loss_that_raises_shows_the_users_frames_alone():
+    names, text = caught(ActionError, loss=raising_loss)
+    assert names == [["caught", "trained"], ["raising_loss"]]
+    assert "ValueError: refused by the loss" in text.splitlines()[-1]
+
+
+def test_a_factory_that_raises_shows_the_users_frames_alone():
+    names, _ = caught(ModelError, last=LayerSpec(Unbuilt))
+    assert names == [["caught", "trained"], ["__init__"]]
+
+
+def test_a_wrong_shape_is_one_message():
+    """It is torch's layer that raises: no frame is the user's, and our message repeats its text."""
+    names, text = caught(ActionError, width=3)
+    assert names == [["caught", "trained"]]
+    assert "layers.0 (Linear)" in text and text.count("shapes cannot be multiplied") == 1
+
+
+def test_a_mistaken_setting_is_one_message_at_the_users_line():
+    names, text = caught(ScheduleError, schedule="gpip")
+    assert names == [["caught", "trained"]]
+    assert "did you mean gpipe?" in text
+
+
+def test_what_cannot_be_saved_is_one_message(tmp_path):
+    pipe = Pipeline([nn.Linear(4, 4)], mean_square)
+    with pytest.raises(CheckpointError) as found:
+        pipe.save(tmp_path / "saved", extra={"function": print})
+    names, text = shown(found.value)
+    assert names == [["test_what_cannot_be_saved_is_one_message"]], text
+
+
+def test_on_threads_one_message_is_raised_with_the_users_frames():
+    """Other ranks' ConnectionErrors stood around it."""
+    with pytest.raises(ActionError) as found:
+        run_on_threads(3, lambda world: trained(world, Raising(), partition=[1, 1, 0]))
+    names, text = shown(found.value)
+    assert names[1:] == [["forward", "look_up"]]
+    assert "PeerError" not in text and "ConnectionError" not in text
+
+
+def test_a_rank_that_stops_for_another_keeps_nothing_of_its_connections():
+    seen = {}
+
+    def body(world):
+        try:
+            trained(world, Raising(), partition=[1, 1])
+        except PeerError as error:
+            seen[world.rank] = shown(error)
+            raise
+
+    with pytest.raises(ActionError):
+        run_on_threads(2, body)
+    names, text = seen[0]
+    assert len(names) == 1 and "KeyError: 'missing'" in text
+
+
+def test_the_environment_asks_for_all_frames(monkeypatch):
+    monkeypatch.setenv("GPIPE_HPC_TRACEBACK", "full")
+    names, _ = caught(ActionError, last=Raising())
+    assert "run" in names[1] and "step" in names[0], "the engine's frames are there"
+
+
+def test_a_broken_invariant_of_ours_keeps_its_traceback(monkeypatch):
+    """It is nobody's message: without the place nobody could mend it."""
+
+    def broken(self, feed):
+        assert not feed, "an invariant"
+
+    monkeypatch.setattr("gpipe_hpc.pipeline.Pipeline._feed", lambda *_: broken(None, [1]))
+    with pytest.raises(AssertionError) as found:
+        trained()
+    names, _ = shown(found.value)
+    assert names[0][-1] == "broken"
+
+
+def test_a_command_shows_the_frames_behind_its_message():
+    with pytest.raises(ModelError) as found:
+        trained(last=LayerSpec(Unbuilt))
+    text = users_traceback(found.value)
+    assert text.startswith("Traceback") and 'self.size = {}["size"]' in text
+    assert "ModelError" not in text, "the command prints that itself"
+    assert users_traceback(ScheduleError("a message of ours")) == ""
+
+
+def test_it_ends_on_errors_that_cause_one_another():
+    one, other = ValueError("one"), ValueError("other")
+    one.__cause__, other.__cause__ = other, one
+    leave_out_own_frames(one)
