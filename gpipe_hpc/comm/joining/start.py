@@ -12,7 +12,8 @@ from gpipe_hpc.comm.joining.rendezvous import rendezvous
 from gpipe_hpc.comm.joining.sealed_store import SealedStore
 from gpipe_hpc.comm.joining.secret import SECRET_VARIABLE, job_secret
 from gpipe_hpc.comm.processes import ProcessWorld, leave_default_group
-from gpipe_hpc.comm.threads import ThreadHub, ThreadWorld
+from gpipe_hpc.comm.thread_hub import ThreadHub
+from gpipe_hpc.comm.threads import ThreadWorld
 from gpipe_hpc.comm.timeouts import checked_timeout
 from gpipe_hpc.comm.tracebacks import OwnFramesLeftOut
 from gpipe_hpc.comm.uncaught import watch_uncaught

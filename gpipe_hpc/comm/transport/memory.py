@@ -2,14 +2,11 @@
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from gpipe_hpc.comm.nests import Nest
+from gpipe_hpc.comm.thread_hub import ThreadHub
 from gpipe_hpc.comm.transport.base import Message, PlacedChannel
 from gpipe_hpc.comm.transport.wire import Catalogue, assemble, disassemble
-
-if TYPE_CHECKING:
-    from gpipe_hpc.comm.threads import ThreadHub
 
 
 class MemoryTransport:
@@ -19,7 +16,7 @@ class MemoryTransport:
     writes into what it received, so neither can tell.
     """
 
-    def __init__(self, hub: "ThreadHub", channels: Sequence[PlacedChannel]) -> None:
+    def __init__(self, hub: ThreadHub, channels: Sequence[PlacedChannel]) -> None:
         self._hub = hub
         self._num_posted = 0
         self._catalogues = {channel: Catalogue() for channel in channels}

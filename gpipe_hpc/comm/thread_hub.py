@@ -1,0 +1,78 @@
+"""What ranks that are threads of one process share: queues, exchanges, the first failure."""
+
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from gpipe_hpc.comm.group import rank_names
+from gpipe_hpc.comm.joining.secret import Secret
+from gpipe_hpc.comm.timeouts import checked_timeout
+from gpipe_hpc.comm.transport.base import Message, PlacedChannel
+
+T = TypeVar("T")
+POLL_S = 0.05
+
+
+ExchangeKey = tuple[tuple[int, ...], int]
+"""The ranks that exchange values, and a serial number."""
+
+
+@dataclass
+class _Exchange:
+    """Values that ranks put in for one another, and how many have taken them."""
+
+    parts: dict[int, Any] = field(default_factory=dict)
+    num_taken: int = 0
+
+
+class ThreadHub:
+    """What the threads of one world share. `timeout_s` bounds every wait."""
+
+    def __init__(self, size: int, timeout_s: float = 60.0) -> None:
+        self.size = size
+        self.timeout_s = checked_timeout(timeout_s, "timeout_s")
+        self.changed = threading.Condition()
+        self.report: str | None = None
+        self.secret = Secret(secrets.token_bytes(32), "this process")
+        self.queues: dict[PlacedChannel, deque[tuple[int, Message]]] = {}
+        self._exchanges: dict[ExchangeKey, _Exchange] = {}
+
+    def wait_for(self, ready: Callable[[], T | None], what: str) -> T:
+        """Return what `ready` gives once it is not None; call with `changed` held.
+
+        Raises ConnectionError if a rank failed meanwhile, TimeoutError after `timeout_s`.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        while (value := ready()) is None:
+            if self.report is not None:
+                raise ConnectionError(f"another rank failed while waiting for {what}")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"nothing came within {self.timeout_s:g} s from {what}")
+            self.changed.wait(POLL_S)
+        return value
+
+    def contribute(self, key: ExchangeKey, rank: int, value: Any) -> None:
+        """Put this rank's part of the exchange `key` (ranks, serial)."""
+        with self.changed:
+            self._exchanges.setdefault(key, _Exchange()).parts[rank] = value
+            self.changed.notify_all()
+
+    def collect(self, key: ExchangeKey) -> list[Any]:
+        """Return every part of an exchange in rank order, once all are there."""
+        ranks = key[0]
+        with self.changed:
+            exchange = self._exchanges[key]
+
+            def complete() -> list[Any] | None:
+                parts = exchange.parts
+                return [parts[r] for r in ranks] if len(parts) == len(ranks) else None
+
+            values = self.wait_for(complete, f"a collective of {rank_names(ranks)}")
+            exchange.num_taken += 1
+            if exchange.num_taken == len(ranks):
+                del self._exchanges[key]
+        return values
