@@ -14,7 +14,7 @@ import torch
 from gpipe_hpc.comm.group import broadcast_object
 from gpipe_hpc.comm.joining.launcher import detect_launch
 from gpipe_hpc.comm.world import World
-from gpipe_hpc.config import Config, TokenDataConfig, check_config
+from gpipe_hpc.config import Config, check_config
 from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs, say_error
 from gpipe_hpc.errors import GpipeError
 from gpipe_hpc.training.joining import join_world
@@ -23,6 +23,7 @@ from gpipe_hpc.training.peak import peak_memory_bytes
 from gpipe_hpc.training.run.identity import UNRECORDED, Run
 from gpipe_hpc.training.session import Session, open_session
 from gpipe_hpc.training.step_edge import StepEdge, Told
+from gpipe_hpc.training.throughput import tokens_per_sample
 
 _WARM_UP: Final = 2
 
@@ -75,8 +76,7 @@ def _steps(session: Session, num_steps: int) -> dict[str, Any]:
             idle_s += agreed.bubble * agreed.pipeline_s
             pipeline_s += agreed.pipeline_s
     told = pipe.everybody.all_gather_object((own_s, peak_memory_bytes(pipe.world.device)))
-    data = config.data
-    tokens = config.train.batch_size * data.seq_len if isinstance(data, TokenDataConfig) else 0
+    tokens = config.train.batch_size * (tokens_per_sample(config.data) or 0)
     return {
         "steps_s": [
             max(ranks_s) for ranks_s in zip(*(steps_s for steps_s, _ in told), strict=True)

@@ -1,11 +1,32 @@
 """A log file for each rank; every line names rank and stage."""
 
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final, TextIO
+
+_WIPE: Final = "\r\x1b[2K"  # to the start of the line, all of it erased
+
+
+class ScreenHandler(logging.StreamHandler[TextIO]):
+    """Write to standard error; on a terminal each message begins on a line of its own.
+
+    Some rank's progress line may stand there, without an end: it is wiped, and drawn anew below.
+    Ranks share a terminal and do not know of one another's lines, so every one does so.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        super().__init__(stream or sys.stderr)
+        has_codes = os.environ.get("TERM", "dumb") not in ("dumb", "unknown", "")
+        self._wipe = _WIPE if has_codes and self.stream.isatty() else ""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the message as it is written, in one piece."""
+        return self._wipe + super().format(record)
 
 
 @contextmanager
@@ -24,7 +45,7 @@ def rank_log(
         f"%(asctime)s %(levelname)s rank {rank} stage {held} %(name)s: %(message)s"
     )
     file = logging.FileHandler(path, encoding="utf-8")
-    screen = logging.StreamHandler(sys.stderr)
+    screen = ScreenHandler()
     screen.setLevel(level if rank == 0 else logging.WARNING)
     root, package = logging.getLogger(), logging.getLogger("gpipe_hpc")
     before, shown = package.level, warnings.showwarning

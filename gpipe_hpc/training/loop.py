@@ -26,6 +26,7 @@ from gpipe_hpc.training.run.opening import begin, lock_folder
 from gpipe_hpc.training.session import Session, last_step, open_session
 from gpipe_hpc.training.signals import REQUEUE_EXIT_CODE, StopRequest
 from gpipe_hpc.training.step_edge import Agreed, StepEdge, Told
+from gpipe_hpc.training.throughput import tokens_per_sample
 from gpipe_hpc.training.trace import write_trace
 from gpipe_hpc.training.validation import validate
 
@@ -161,6 +162,7 @@ class _Loop:
             "grad_norm": norm,
             "step_time_s": step_time_s,
             "samples_per_s": batch.num_samples / step_time_s,
+            **self._tokens_per_s(batch.num_samples / step_time_s),
             "bubble": agreed.bubble,
             "pipeline_s": agreed.pipeline_s,
             "peak_memory_bytes": agreed.peak_memory_bytes,
@@ -175,6 +177,10 @@ class _Loop:
         if len(result.losses) > 1:
             scalars |= {f"losses/{name}": value for name, value in result.losses.items()}
         return scalars | {f"metrics/{name}": value for name, value in result.metrics.items()}
+
+    def _tokens_per_s(self, samples_per_s: float) -> dict[str, float]:
+        tokens = tokens_per_sample(self._config.data)
+        return {} if tokens is None else {"tokens_per_s": samples_per_s * tokens}
 
     def _step(self) -> Trained:
         trained = train_one_step(self._session)

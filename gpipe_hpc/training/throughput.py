@@ -1,0 +1,8 @@
+"""How much of the data a step trains on."""
+
+from gpipe_hpc.config import DataConfig, TokenDataConfig
+
+
+def tokens_per_sample(data: DataConfig) -> int | None:
+    """Return the tokens of a sample, None where samples are no sequences of tokens."""
+    return data.seq_len if isinstance(data, TokenDataConfig) else None
