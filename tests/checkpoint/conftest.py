@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from tests.support import mean_square
 
 WIDTH = 3
 
@@ -35,11 +36,6 @@ class Counting(nn.Linear):
         self.num_calls = state["calls"]
         assert state == self.get_extra_state() | {"last": state["last"]}
         assert torch.equal(state["last"][0], torch.full((2,), float(self.num_calls)))
-
-
-def mean_square(output: Tensor, target: Tensor) -> Tensor:
-    """Return the loss."""
-    return (output - target).square().mean()
 
 
 class Run(NamedTuple):

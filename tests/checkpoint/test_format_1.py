@@ -13,6 +13,7 @@ from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.errors import CheckpointError
+from tests.support import mean_square
 
 OLD = Path(__file__).with_name("format_1")
 
@@ -20,10 +21,6 @@ OLD = Path(__file__).with_name("format_1")
 LOSS = 232.82750956217447
 SHARED = [[-0.6122147440910339, -0.407928466796875], [-0.4029254913330078, 0.6526418924331665]]
 BIAS = [-0.2797137498855591, -0.28633296489715576]
-
-
-def mean_square(output, target):
-    return (output - target).square().mean()
 
 
 def pipeline(world=None):

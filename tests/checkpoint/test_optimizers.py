@@ -14,12 +14,9 @@ from gpipe_hpc.checkpoint.manifest import manifest_text
 from gpipe_hpc.checkpoint.metadata import StoredTensor
 from gpipe_hpc.errors import CheckpointError
 from gpipe_hpc.training.optimizer import own_options
+from tests.support import mean_square
 
 WIDTH = 3
-
-
-def mean_square(output, target):
-    return (output - target).square().mean()
 
 
 def pipeline(world=None):

@@ -1,6 +1,5 @@
 """From the command line to the exit code, and sweeps (-m) of the commands."""
 
-import json
 import os
 import sys
 
@@ -13,6 +12,7 @@ from gpipe_hpc.errors import ConfigError, DataError, ScheduleError
 from gpipe_hpc.training import command
 from gpipe_hpc.training.command import run_command
 from gpipe_hpc.training.signals import StopRequest
+from tests.support import losses
 
 
 @pytest.fixture
@@ -152,11 +152,6 @@ def test_a_signal_ends_a_sweep_and_jobs_without_folders_get_their_own(say, monke
     assert exit_code(run_command, stop) == 75
     assert len(folders) == 2 and folders[0].startswith("runs/")
     assert [folder.rpartition("/")[2] for folder in folders] == ["1", "2"]
-
-
-def losses(run):
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [line["loss"] for line in lines if "loss" in line]
 
 
 def test_jobs_of_a_sweep_train_as_they_do_alone(start, tiny, tmp_path):

@@ -4,7 +4,6 @@ import gc
 import time
 import weakref
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.comm.joining.start import start_world
 from gpipe_hpc.errors import ActionError, GpipeError, PeerError
 from gpipe_hpc.schedule import Action, Op
+from tests.support import class_sum, mean_square, resident_bytes
 
 SEED, WIDTH, LENGTH, VOCAB = 5, 8, 6, 11
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
@@ -46,10 +46,6 @@ class Head(nn.Linear):
 
     def forward(self, nest):
         return super().forward(nest["x"].mean(1))
-
-
-def loss_fn(logits, targets):
-    return F.cross_entropy(logits, targets, reduction="sum"), (targets != -100).sum()
 
 
 def recipes(plain):
@@ -93,7 +89,7 @@ def test_two_by_two_equals_the_plain_loop(plain, processes, tmp_path, shares_mem
 
     expected = plain.train(
         recipes(plain),
-        loss_fn,
+        class_sum,
         batches,
         seed=SEED,
         optimizer=ADAMW,
@@ -104,7 +100,7 @@ def test_two_by_two_equals_the_plain_loop(plain, processes, tmp_path, shares_mem
     def body(rank):
         pipe = Pipeline(
             specs(plain),
-            loss_fn,
+            class_sum,
             stages=2,
             seed=SEED,
             schedule="one_f_one_b",
@@ -133,7 +129,7 @@ def test_checkpoint_moves_to_other_layouts(plain, processes, tmp_path):
     path = tmp_path / "checkpoint"
 
     def continued(world=None, *, load=True, **layout):
-        pipe = Pipeline(specs(plain), loss_fn, seed=SEED, world=world, **layout)
+        pipe = Pipeline(specs(plain), class_sum, seed=SEED, world=world, **layout)
         optimizer = ADAMW(pipe.parameters()) if pipe.parameters() else None
         if load:
             assert pipe.load(path, optimizer) == {"epoch": 3}
@@ -200,10 +196,6 @@ class Probe(nn.Linear):
         return _Probe.apply(super().forward(x), self.call)
 
 
-def mean_square(output, target):
-    return (output - target).square().mean()
-
-
 @both_ways
 def test_outputs_that_have_left_are_released(processes, tmp_path, shares_memory):
     """GPipe without recomputation: rank 0 once more than M outputs would hold them all."""
@@ -232,10 +224,6 @@ def test_outputs_that_have_left_are_released(processes, tmp_path, shares_memory)
 
     first, second = processes(2, body, tmp_path)
     assert first == [0] * 8 and second == []
-
-
-def resident_bytes():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 @both_ways

@@ -21,6 +21,7 @@ from gpipe_hpc.schedule import (
     simulate,
     to_text,
 )
+from tests.support import class_sum
 
 SEED, WIDTH, CLASSES, NUM_BLOCKS = 7, 6, 5, 14
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
@@ -50,10 +51,6 @@ def specs(plain):
     return [LayerSpec(factory, *args) for factory, args in recipes(plain)]
 
 
-def loss_fn(logits, targets):
-    return F.cross_entropy(logits, targets, reduction="sum"), (targets != -100).sum()
-
-
 def make_batches(*sizes):
     generator = torch.Generator().manual_seed(1)
     batches = []
@@ -77,7 +74,7 @@ def reference(plain):
         if num_microbatches not in known:
             known[num_microbatches] = plain.train(
                 recipes(plain),
-                loss_fn,
+                class_sum,
                 BATCHES,
                 seed=SEED,
                 microbatches=num_microbatches,
@@ -106,7 +103,9 @@ def options_of(tmp_path):
 
 def train_rank(plain, world=None, **settings):
     """Train on one rank; return what it gave and its timeline."""
-    pipe = Pipeline(specs(plain), loss_fn, seed=SEED, partition="uniform", world=world, **settings)
+    pipe = Pipeline(
+        specs(plain), class_sum, seed=SEED, partition="uniform", world=world, **settings
+    )
     training = plain.train_rank(pipe, BATCHES, optimizer=ADAMW, max_norm=MAX_NORM)
     return training, pipe.timeline(), pipe.schedule
 
@@ -302,7 +301,7 @@ def test_evaluation_and_prediction_follow_any_placement(plain):
         for name in NAMES:
             if name != "file":
                 pipe = Pipeline(
-                    specs(plain), loss_fn, microbatches=3, schedule=name, seed=SEED, world=world
+                    specs(plain), class_sum, microbatches=3, schedule=name, seed=SEED, world=world
                 )
                 loss = pipe.evaluate(inputs, targets).loss
                 results.append((name, pipe.predict(inputs), loss))

@@ -13,6 +13,7 @@ from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.models import build_layer
 from gpipe_hpc.schedule import build, check, counterpart, from_text, lower, to_text
+from tests.support import mean_square
 
 SEED, WIDTH, M = 3, 6, 4
 OPTIONS = {"hanayo": {"waves": 1}}
@@ -42,10 +43,6 @@ class Block(nn.Module):
 
 
 SPECS = [LayerSpec(Block) for _ in range(4)]
-
-
-def mean_square(output, target):
-    return (output - target).square().mean()
 
 
 def batch():

@@ -18,16 +18,9 @@ from gpipe_hpc.errors import (
     ScheduleError,
 )
 from gpipe_hpc.schedule import build
+from tests.support import linears, mean_square
 
 WIDTH = 4
-
-
-def mean_square(output, target):
-    return (output - target).square().mean()
-
-
-def linears(number):
-    return [nn.Linear(WIDTH, WIDTH) for _ in range(number)]
 
 
 def failures(size, body):

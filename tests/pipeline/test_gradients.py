@@ -5,24 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc import Pipeline, run_on_threads
+from tests.support import batch, linears, mean_square
 
 WIDTH = 4
-
-
-def mean_square(output, target):
-    return (output - target).square().mean()
-
-
-def batch(size=8, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(size, WIDTH, generator=generator), torch.randn(
-        size, WIDTH, generator=generator
-    )
-
-
-def linears(number):
-    return [LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(number)]
 
 
 @pytest.mark.parametrize("before", ["accumulated", "none", "users own"])

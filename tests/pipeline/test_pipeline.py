@@ -9,23 +9,9 @@ from torch import nn
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.errors import ActionError, ConfigError
 from gpipe_hpc.schedule import build, lower
+from tests.support import batch, linears, mean_square
 
 WIDTH = 4
-
-
-def mean_square(output, target):
-    return (output - target).square().mean()
-
-
-def batch(size=8, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(size, WIDTH, generator=generator), torch.randn(
-        size, WIDTH, generator=generator
-    )
-
-
-def linears(number):
-    return [LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(number)]
 
 
 @pytest.fixture

@@ -1,21 +1,14 @@
 """The command line, as a user calls it, on models of a moment."""
 
-import json
 import math
 import signal
 
 import pytest
 
+from tests.support import has_begun, losses, metrics
+
 STOPPED = 75
 SLOW = pytest.mark.slow
-
-
-def lines(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(run):
-    return [line["loss"] for line in lines(run) if "loss" in line]
 
 
 def checkpoints(run):
@@ -27,12 +20,12 @@ def test_one_process_trains_and_says_so(train, tiny, tmp_path):
     assert "step 1/3  loss 5.5" in output and "bubble" in output
     assert "step 3: validation loss" in output
     run = tmp_path / "run"
-    assert [line["step"] for line in lines(run)] == [1, 2, 3, 3, 3]
-    assert [*lines(run)[3]] == ["step", "validation_loss"]
-    assert [*lines(run)[4]] == ["step", "checkpoint_stall_s"]
+    assert [line["step"] for line in metrics(run)] == [1, 2, 3, 3, 3]
+    assert [*metrics(run)[3]] == ["step", "validation_loss"]
+    assert [*metrics(run)[4]] == ["step", "checkpoint_stall_s"]
     assert checkpoints(run) == ["step_00000003"]
     kept = {"step", "loss", "lr", "grad_norm", "step_time_s", "samples_per_s", "bubble"}
-    assert kept <= lines(run)[0].keys()
+    assert kept <= metrics(run)[0].keys()
     names = {path.name for path in run.iterdir()}
     files = {"config.yaml", "run.json", "metrics.jsonl"}
     assert names == files | {"tensorboard", "checkpoints", "logs"}
@@ -69,7 +62,9 @@ def test_a_run_resumes_to_the_bit(train, tiny, tmp_path, same_end):
     output = train(2, *settings, "run.dir=parts")
     assert "4 steps done" in output
     same_end(tmp_path / "whole", tmp_path / "parts")
-    assert [line["step"] for line in lines(tmp_path / "parts") if "loss" in line] == [*range(1, 10)]
+    assert [line["step"] for line in metrics(tmp_path / "parts") if "loss" in line] == [
+        *range(1, 10)
+    ]
 
 
 @SLOW
@@ -99,13 +94,13 @@ def test_a_finished_run_that_is_started_again_changes_nothing(train, tiny, tmp_p
 def test_validation_alone(train, tiny, tmp_path):
     size = "data.num_validation_samples=13"  # the last batch has 5 samples
     train(2, *tiny, size, "train.steps=3", "run.dir=run", "train.validate_every=3")
-    written = lines(tmp_path / "run")
+    written = metrics(tmp_path / "run")
     (validated,) = [x["validation_loss"] for x in written if "validation_loss" in x]
     for number, resume in enumerate(("run", "run/checkpoints/step_00000003")):
         alone = ("train.steps=0", f"checkpoint.resume={resume}", f"run.dir=alone{number}")
         output = train(1, *tiny, size, *alone)
         assert f"step 3: validation loss {validated:.4f}" in output
-        (line,) = lines(tmp_path / f"alone{number}")
+        (line,) = metrics(tmp_path / f"alone{number}")
         assert math.isclose(line["validation_loss"], validated, rel_tol=1e-6)
     assert not (tmp_path / "alone0" / "checkpoints").exists()
 
@@ -113,11 +108,13 @@ def test_validation_alone(train, tiny, tmp_path):
 @SLOW
 def test_validation_alone_of_an_older_checkpoint_leaves_the_run_as_it_was(train, tiny, tmp_path):
     train(1, *tiny, "train.steps=6", "checkpoint.every=3", "run.dir=run")
-    before = lines(tmp_path / "run")
+    before = metrics(tmp_path / "run")
     older = "checkpoint.resume=run/checkpoints/step_00000003"
     output = train(1, *tiny, "train.steps=0", older, "run.dir=run")
     assert "step 3: validation loss" in output
-    assert [x for x in lines(tmp_path / "run") if "loss" in x] == [x for x in before if "loss" in x]
+    assert [x for x in metrics(tmp_path / "run") if "loss" in x] == [
+        x for x in before if "loss" in x
+    ]
     assert checkpoints(tmp_path / "run") == ["step_00000003", "step_00000006"]
 
 
@@ -146,7 +143,7 @@ def test_going_back_within_a_run(train, tiny, tmp_path, same_end):
     back = "checkpoint.resume=run/checkpoints/step_00000002"
     for _ in range(2):
         assert "2 steps done" in train(1, *settings, back, "run.dir=run")
-        assert [x["step"] for x in lines(tmp_path / "run") if "loss" in x] == [*range(1, 7)]
+        assert [x["step"] for x in metrics(tmp_path / "run") if "loss" in x] == [*range(1, 7)]
         same_end(tmp_path / "run", tmp_path / "whole")
     names = checkpoints(tmp_path / "run")
     assert [name for name in names if "abandoned" in name] == [
@@ -215,7 +212,7 @@ def test_a_run_goes_on_with_changed_settings_when_told_and_keeps_the_earlier_one
     said = train(1, *settings, "optimizer.lr=0.25")
     assert "going on with another setting, optimizer.lr: was 0.5, is 0.25" in said
     assert "lr: 0.5" in (run / "config_2.yaml").read_text()
-    assert [line["step"] for line in lines(run) if "loss" in line] == [*range(1, 7)]
+    assert [line["step"] for line in metrics(run) if "loss" in line] == [*range(1, 7)]
 
 
 @SLOW
@@ -227,7 +224,7 @@ def test_how_long_keeping_the_state_held_up_a_run_is_told(train, tiny, tmp_path)
     assert "held the run up for" in said and "written in the background" in said
     assert "all ranks are on one host" in said
     stalls = {}
-    for line in lines(tmp_path / "run"):
+    for line in metrics(tmp_path / "run"):
         for name in line.keys() & {"checkpoint_stall_s", "neighbour_stall_s"}:
             assert line[name] > 0
             stalls.setdefault(name, []).append(line["step"])
@@ -253,14 +250,14 @@ def test_a_second_run_in_the_same_folder_is_refused_before_it_writes(start, tiny
     """It erased lines of the first one's metrics, and died at its checkpoint."""
     run = tmp_path / "run"
     first = start(*tiny, "train.steps=5000", "run.dir=run")
-    until(lambda: (run / "metrics.jsonl").exists() and len(lines(run)) > 2, 30, "it trains")
+    until(lambda: has_begun(run, 2), 30, "it trains")
     second = start(*tiny, "train.steps=9", "run.dir=run").wait()
     assert second.code == 1 and f"got one of process {first.pid} on " in second.output
     assert "Traceback" not in second.output
     assert "steps: 5000" in (run / "config.yaml").read_text()
     first.signal(signal.SIGTERM)
     assert first.wait().code == STOPPED, first.output
-    steps = [line["step"] for line in lines(run) if "loss" in line]
+    steps = [line["step"] for line in metrics(run) if "loss" in line]
     assert steps == [*range(1, len(steps) + 1)]
     assert not (run / "LOCK").exists()
 
@@ -317,10 +314,10 @@ def test_a_signal_saves_and_asks_to_be_started_again(
     settings = (*tiny, "train.steps=5000")
     run = tmp_path / "run"
     stopped = start(*settings, "run.dir=run")
-    until(lambda: (run / "metrics.jsonl").exists() and len(lines(run)) > 2, 30, "it trains")
+    until(lambda: has_begun(run, 2), 30, "it trains")
     stopped.signal(number)
     assert stopped.wait().code == STOPPED, stopped.output
-    done = lines(run)[-1]["step"]
+    done = metrics(run)[-1]["step"]
     assert (run / "REQUEUE").read_text() == f"{done}\n"
     assert checkpoints(run) == [f"step_{done:08d}"]
     end = (*settings, f"train.stop_at={done + 5}")
@@ -334,10 +331,10 @@ def test_a_signal_saves_and_asks_to_be_started_again(
 def test_a_signal_to_one_rank_stops_all_at_one_step(start_ranks, tiny, tmp_path, until):
     run = tmp_path / "run"
     ranks = start_ranks(2, *tiny, "train.steps=5000", "run.dir=run")
-    until(lambda: (run / "metrics.jsonl").exists() and len(lines(run)) > 2, 30, "it trains")
+    until(lambda: has_begun(run, 2), 30, "it trains")
     ranks.commands[1].signal(signal.SIGTERM)
     assert ranks.wait().codes == [STOPPED, STOPPED], ranks.outputs
-    assert checkpoints(run) == [f"step_{lines(run)[-1]['step']:08d}"]
+    assert checkpoints(run) == [f"step_{metrics(run)[-1]['step']:08d}"]
 
 
 def test_a_signal_before_the_first_step_is_not_lost(start, tiny, tmp_path, until):

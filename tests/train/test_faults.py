@@ -4,6 +4,8 @@ import signal
 
 import pytest
 
+from tests.support import has_begun
+
 pytestmark = pytest.mark.slow
 
 # A user's own model: its faults are switched on by the keywords of `build`.
@@ -208,15 +210,10 @@ def test_a_rank_that_never_comes_is_named(start_ranks, tiny):
             assert f"missing rank {missing}" in output, output
 
 
-def begun(run):
-    path = run / "metrics.jsonl"
-    return path.exists() and len(path.read_text().splitlines()) > 3
-
-
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_killed_rank_is_named_by_the_others(start_ranks, tiny, tmp_path, until, victim):
     ranks = start_ranks(3, *tiny, "train.steps=100000", "run.dir=run")
-    until(lambda: begun(tmp_path / "run"), 30, "it trains")
+    until(lambda: has_begun(tmp_path / "run"), 30, "it trains")
     ranks.commands[victim].signal(signal.SIGKILL)
     ranks.wait(20)
     for rank, (code, output) in enumerate(zip(ranks.codes, ranks.outputs, strict=True)):
@@ -229,7 +226,7 @@ def test_a_killed_rank_is_named_by_the_others(start_ranks, tiny, tmp_path, until
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_hangs_is_named(start_ranks, tiny, tmp_path, until, victim):
     ranks = start_ranks(2, *tiny, "train.steps=100000", "run.dir=run", "comm.timeout_s=5")
-    until(lambda: begun(tmp_path / "run"), 30, "it trains")
+    until(lambda: has_begun(tmp_path / "run"), 30, "it trains")
     ranks.commands[victim].signal(signal.SIGSTOP)
     other = ranks.commands[1 - victim]
     assert other.wait(30).code not in (0, None)

@@ -7,6 +7,8 @@ import time
 
 import pytest
 
+from tests.support import has_begun
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
 STEPS = 250
@@ -48,11 +50,6 @@ def build(slow=False, full=False, **keywords):
 """
 
 
-def begun(run):
-    path = run / "metrics.jsonl"
-    return path.exists() and len(path.read_text().splitlines()) > 2
-
-
 @pytest.fixture
 def settings(tiny):
     return (*tiny, f"train.steps={STEPS}", "checkpoint.every=10", "model.dropout=0.1")
@@ -71,7 +68,7 @@ def test_kill_9_of_one_rank_at_a_random_step_changes_nothing(
         flags, folder = ["--master-port", str(free_port())], ["run.dir=runs/named"]
     launch = torchrun([*flags, "--nproc_per_node=2", "--max-restarts=2"], *settings, *folder)
     runs = tmp_path / "runs"
-    until(lambda: runs.exists() and any(begun(run) for run in runs.iterdir()), 60, "it trains")
+    until(lambda: runs.exists() and any(has_begun(run) for run in runs.iterdir()), 60, "it trains")
     rank, pause_s = random.randrange(2), random.uniform(0.0, 1.5)
     print(f"kills rank {rank} after {pause_s:.3f} s")
     time.sleep(pause_s)
@@ -147,7 +144,7 @@ def test_torchrun_passes_a_signal_on_and_the_run_goes_on_later(
     settings = (*settings, "train.steps=5000")
     passed = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
     launch = torchrun([passed, "--standalone", "--nproc_per_node=2"], *settings, "run.dir=run")
-    until(lambda: begun(run), 60, "it trains")
+    until(lambda: has_begun(run), 60, "it trains")
     launch.send(signal.SIGUSR1)
     assert launch.wait() != 0
     done = int((run / "REQUEUE").read_text())
@@ -200,7 +197,11 @@ def test_training_goes_on_while_a_disk_hangs(start_ranks, train, tiny, tmp_path,
     env = {"PYTHONPATH": str(tmp_path)}
     run = tmp_path / "run"
     ranks = start_ranks(2, *behind, "model.slow=true", "run.dir=run", env=env)
-    until(lambda: begun(run) and '"step": 11' in (run / "metrics.jsonl").read_text(), 60, "it ends")
+    until(
+        lambda: has_begun(run) and '"step": 11' in (run / "metrics.jsonl").read_text(),
+        60,
+        "it ends",
+    )
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000006.partial"]
     assert ranks.codes == [None, None], "the last checkpoint waits for the one before"
     for command in ranks.commands:
@@ -237,7 +238,9 @@ def test_kill_9_between_checkpoints_costs_only_the_steps_since_the_last_copy(
     flags = ["--standalone", "--nproc_per_node=2", "--max-restarts=2"]
     launch = torchrun(flags, *alone, *COPIED, "run.dir=run")
     run = tmp_path / "run"
-    until(lambda: begun(run) and len((run / "metrics.jsonl").read_text()) > 5000, 60, "it trains")
+    until(
+        lambda: has_begun(run) and len((run / "metrics.jsonl").read_text()) > 5000, 60, "it trains"
+    )
     rank, pause_s = random.randrange(2), random.uniform(0.0, 1.0)
     print(f"kills rank {rank} after {pause_s:.3f} s")
     time.sleep(pause_s)

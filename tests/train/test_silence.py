@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import has_begun
+
 pytestmark = pytest.mark.slow
 
 USER_MODEL = """
@@ -75,11 +77,6 @@ def mine(tmp_path):
     return {"PYTHONPATH": str(tmp_path)}
 
 
-def begun(run):
-    path = run / "metrics.jsonl"
-    return path.exists() and len(path.read_text().splitlines()) > 3
-
-
 def named(ranks, numbers, *parts):
     """Say whether each of these ranks has said all of the parts."""
     return all(part in ranks.commands[n].output for n in numbers for part in parts)
@@ -106,7 +103,7 @@ def test_a_stopped_rank_is_named_in_10_s_and_all_end_in_30(
 ):
     """It went unnoticed for all of comm.timeout_s: 606 s of silence."""
     ranks = start_ranks(4, *tiny, "train.steps=100000", "run.dir=run")
-    until(lambda: begun(tmp_path / "run"), 60, "it trains")
+    until(lambda: has_begun(tmp_path / "run"), 60, "it trains")
     others = [rank for rank in range(4) if rank != victim]
     stopped, since_s = ranks.commands[victim], time.monotonic()
     stopped.signal(signal.SIGSTOP)
@@ -173,7 +170,7 @@ def test_a_long_call_that_keeps_the_interpreter_is_no_silence(start_ranks, mine)
 def test_a_job_that_is_suspended_as_a_whole_goes_on(start_ranks, tiny, tmp_path, until):
     """Schedulers do that, to let another job run."""
     ranks = start_ranks(2, *tiny, "train.steps=100000", "run.dir=run", "comm.silence_s=4")
-    until(lambda: begun(tmp_path / "run"), 60, "it trains")
+    until(lambda: has_begun(tmp_path / "run"), 60, "it trains")
     processes = [command.pid for command in ranks.commands] + watchers(ranks)
     assert len(processes) == 4
     for pid in processes:

@@ -1,8 +1,8 @@
 """float16 and BatchNorm on the command line: what is logged, kept and refused."""
 
-import json
-
 import pytest
+
+from tests.support import metrics
 
 MODEL = """
 import math
@@ -43,17 +43,13 @@ def mine(tmp_path):
     (tmp_path / "mine.py").write_text(MODEL)
 
 
-def lines(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.slow
 def test_an_overflow_is_logged_and_kept(train, tmp_path):
     spiked = ("model.spiked=true", "train.precision=float16", "run.dir=run")
     output = train(2, *SETTINGS, *spiked, "train.steps=3")
     said = "step 2: skipped, as gradients overflowed float16 at a loss scale of 65536; it is 32768"
     assert output.count(said) == 1
-    steps = lines(tmp_path / "run")[:3]
+    steps = metrics(tmp_path / "run")[:3]
     assert [(s["loss_scale"], s["skipped_steps"]) for s in steps] == [
         (65536.0, 0),
         (65536.0, 1),
@@ -63,7 +59,7 @@ def test_an_overflow_is_logged_and_kept(train, tmp_path):
     assert steps[2]["position"] == 24
     again = ("train.steps=4", "model.spiked=false", "checkpoint.resume=run")
     train(2, *SETTINGS, *spiked, *again)
-    *_, last = (line for line in lines(tmp_path / "run") if "loss" in line)
+    *_, last = (line for line in metrics(tmp_path / "run") if "loss" in line)
     assert (last["step"], last["loss_scale"], last["skipped_steps"]) == (4, 32768.0, 1)
 
 

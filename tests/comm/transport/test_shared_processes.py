@@ -15,13 +15,10 @@ import torch
 from gpipe_hpc.comm.processes import ProcessWorld
 from gpipe_hpc.comm.transport.base import PlacedChannel
 from gpipe_hpc.schedule import Channel
+from tests.support import resident_bytes
 
 FORWARD = PlacedChannel(Channel(0, 1, 0), source_rank=0, destination_rank=1, tag=0)
 BACKWARD = PlacedChannel(Channel(1, 0, 0), source_rank=1, destination_rank=0, tag=1)
-
-
-def resident_bytes():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def fork_two(folder, body, timeout_s=30.0, waits=True):

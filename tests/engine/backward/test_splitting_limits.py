@@ -3,7 +3,6 @@
 import copy
 import gc
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from gpipe_hpc.engine.routes import Edge, StageRoutes
 from gpipe_hpc.engine.stage import Stage
 from gpipe_hpc.engine.work import Keep, Recipe, StageWork
 from gpipe_hpc.errors import ActionError
+from tests.support import mean_square, resident_bytes
 
 MIDDLE = StageRoutes((Edge(-1),), (Edge(1),))
 
@@ -231,10 +231,6 @@ def test_i_releases_all_but_what_w_needs_and_w_the_rest():
         gc.enable()
 
 
-def resident_bytes():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
 def test_two_hundred_steps_without_the_garbage_collector_do_not_grow():
     """What a step keeps until W is 2 MB: a circle of references would make 400."""
     layer = nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 4))
@@ -253,10 +249,6 @@ def test_two_hundred_steps_without_the_garbage_collector_do_not_grow():
         gc.enable()
     assert measured[1][0] - measured[0][0] < 50
     assert measured[1][1] - measured[0][1] < 20e6
-
-
-def mean_square(output, target):
-    return (output - target).square().mean()
 
 
 class Attention(nn.MultiheadAttention):

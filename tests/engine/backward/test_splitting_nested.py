@@ -19,6 +19,7 @@ from gpipe_hpc.engine.routes import Edge, StageRoutes
 from gpipe_hpc.engine.stage import Stage
 from gpipe_hpc.engine.work import Keep, Recipe, StageWork
 from gpipe_hpc.errors import ModelError
+from tests.support import mean_square
 
 MIDDLE = StageRoutes((Edge(-1),), (Edge(1),))
 each_way = pytest.mark.parametrize("splits", [False, True], ids=["whole", "split"])
@@ -468,10 +469,6 @@ def test_a_torch_that_cannot_tell_gets_whole_backwards(function, monkeypatch):
     work.backward(0, [ramp(output)])
     assert not work.weights(0), "nothing was left for W"
     compare(partial(Apply, function), True)
-
-
-def mean_square(output, target):
-    return (output - target).square().mean()
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb_h1", "zb_v", "auto"])

@@ -2,13 +2,13 @@
 
 import gc
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from gpipe_hpc import Pipeline, run_on_threads
+from tests.support import mean_square, resident_bytes
 
 WIDTH = 4
 
@@ -54,10 +54,6 @@ class Inside(nn.Module):
         return torch.tanh(self.linear(x)).sigmoid()
 
 
-def loss_fn(output, target):
-    return (output - target).square().mean()
-
-
 def saved_tensors(stages, microbatches, schedule, recompute):
     """Return each rank's most saved tensors within a step, and its most boundary inputs."""
 
@@ -65,7 +61,7 @@ def saved_tensors(stages, microbatches, schedule, recompute):
         layers = [Inside() for _ in range(stages)]
         pipe = Pipeline(
             layers,
-            loss_fn,
+            mean_square,
             microbatches=microbatches,
             schedule=schedule,
             recompute=recompute,
@@ -122,7 +118,9 @@ def test_nothing_of_a_step_or_a_prediction_stays():
     """The executor once kept the last batch and all predicted outputs until its next run."""
 
     def body(world):
-        pipe = Pipeline([nn.Linear(WIDTH, WIDTH), nn.Tanh()], loss_fn, microbatches=2, world=world)
+        pipe = Pipeline(
+            [nn.Linear(WIDTH, WIDTH), nn.Tanh()], mean_square, microbatches=2, world=world
+        )
         gc.disable()
         try:
             inputs, targets = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
@@ -145,17 +143,13 @@ def test_nothing_of_a_step_or_a_prediction_stays():
         assert all(dead)
 
 
-def resident_bytes():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
 @pytest.mark.parametrize("recompute", ["always", "except_last", "never"])
 def test_a_thousand_steps_without_the_garbage_collector_do_not_grow(recompute):
     """A boundary that leaked once a step would make 60 MB."""
 
     def body(world):
         layers = [nn.Linear(256, 16), nn.Linear(16, 1)]
-        pipe = Pipeline(layers, loss_fn, microbatches=2, recompute=recompute, world=world)
+        pipe = Pipeline(layers, mean_square, microbatches=2, recompute=recompute, world=world)
         batch = torch.randn(64, 256), torch.randn(64, 1)
         measured = []
         for step in range(1001):

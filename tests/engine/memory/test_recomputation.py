@@ -9,6 +9,7 @@ from torch import nn
 
 from gpipe_hpc import Pipeline, run_on_threads
 from gpipe_hpc.schedule import Action, Op
+from tests.support import mean_square
 
 STAGES = 3
 TIMEOUT_S = 20.0
@@ -55,10 +56,6 @@ class SlowBackward(nn.Linear):
         wait()
 
 
-def loss_fn(output, target):
-    return (output - target).square().mean()
-
-
 def count_calls(schedule, recompute, microbatches):
     """Return how often each rank's layer runs in a step."""
 
@@ -66,7 +63,7 @@ def count_calls(schedule, recompute, microbatches):
         layers = [Counting() for _ in range(STAGES)]
         pipe = Pipeline(
             layers,
-            loss_fn,
+            mean_square,
             microbatches=microbatches,
             schedule=schedule,
             recompute=recompute,
@@ -97,7 +94,7 @@ def test_except_last_spares_no_other_rank_of_1f1b():
 def test_evaluation_and_prediction_run_layers_once():
     def body(world):
         layers = [Counting() for _ in range(STAGES)]
-        pipe = Pipeline(layers, loss_fn, microbatches=4, recompute="always", world=world)
+        pipe = Pipeline(layers, mean_square, microbatches=4, recompute="always", world=world)
         pipe.evaluate(torch.randn(8, 2), torch.randn(8, 2))
         pipe.predict(torch.randn(8, 2))
         return layers[pipe.stage_rank].num_calls
@@ -121,7 +118,7 @@ def test_recomputation_starts_before_the_gradient_arrives(schedule):
         early.when[num_warmup + 1] = recomputing.set
         pipe = Pipeline(
             [early, SlowBackward(wait)],
-            loss_fn,
+            mean_square,
             microbatches=microbatches,
             schedule=schedule,
             recompute="always",
@@ -142,7 +139,7 @@ def test_recomputation_starts_before_the_gradient_arrives(schedule):
 def test_timeline_has_every_compute_action_in_the_order_of_the_table():
     def body(world):
         layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
-        pipe = Pipeline(layers, loss_fn, microbatches=3, recompute="except_last", world=world)
+        pipe = Pipeline(layers, mean_square, microbatches=3, recompute="except_last", world=world)
         pipe.step(torch.randn(8, 2), torch.randn(8, 2))
         return pipe.timeline(), pipe.schedule
 
@@ -157,7 +154,7 @@ def test_timeline_has_every_compute_action_in_the_order_of_the_table():
 
 def test_empty_microbatches_are_in_no_timeline():
     def body(world):
-        pipe = Pipeline([nn.Linear(2, 2)], loss_fn, microbatches=4, world=world)
+        pipe = Pipeline([nn.Linear(2, 2)], mean_square, microbatches=4, world=world)
         pipe.step(torch.randn(2, 2), torch.randn(2, 2))
         return pipe.timeline()
 

@@ -21,6 +21,7 @@ from gpipe_hpc.training.data import ShuffledSampler, open_data
 from gpipe_hpc.training.loop import run_training
 from gpipe_hpc.training.run.identity import Run
 from gpipe_hpc.training.signals import StopRequest
+from tests.support import losses
 
 COMMON = (
     "pipeline.partition=uniform",
@@ -98,10 +99,6 @@ def lines(run: Path) -> list[dict[str, float]]:
     """Return what metrics.jsonl says of steps and validations, without how long saves took."""
     told = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line for line in told if line.keys() & {"loss", "validation_loss"}]
-
-
-def losses(run: Path) -> list[float]:
-    return [line["loss"] for line in lines(run) if "loss" in line]
 
 
 CONF = Path(__file__).resolve().parents[3] / "conf" / "data"

@@ -1,0 +1,183 @@
+"""What tests of several folders need: losses, batches, layers, and what a run wrote and says."""
+
+import copy
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+
+Batch = tuple[Tensor, Tensor]
+Named = dict[str, Tensor]
+
+
+def mean_square(output: Tensor, target: Tensor) -> Tensor:
+    """Return the mean over a micro-batch."""
+    return (output - target).square().mean()
+
+
+def square_sum(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
+    """Return the sum over a micro-batch and the number of its samples."""
+    return (output - target).square().sum(), float(len(target))
+
+
+def class_sum(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the summed cross-entropy and the number of targets that count."""
+    return F.cross_entropy(logits, targets, reduction="sum"), (targets != -100).sum()
+
+
+def batches(
+    num_steps: int,
+    size: int = 8,
+    width: int = 4,
+    target_width: int | None = None,
+    *,
+    seed: int = 3,
+    dtype: torch.dtype = torch.float64,
+) -> list[Batch]:
+    """Return inputs and targets of normal numbers for each step."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(columns: int) -> Tensor:
+        return torch.randn(size, columns, generator=generator, dtype=dtype)
+
+    return [(draw(width), draw(target_width or width)) for _ in range(num_steps)]
+
+
+def batch(
+    size: int = 8, seed: int = 1, width: int = 4, dtype: torch.dtype = torch.float32
+) -> Batch:
+    """Return the inputs and targets of one step."""
+    return batches(1, size, width, seed=seed, dtype=dtype)[0]
+
+
+def token_batch(seed: int = 0, size: int = 8, length: int = 8, vocabulary: int = 13) -> Batch:
+    """Return tokens and those that follow them."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, vocabulary, (size, length + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def linears(number: int, width: int = 4) -> list[LayerSpec]:
+    """Return linear layers."""
+    return [LayerSpec(nn.Linear, width, width) for _ in range(number)]
+
+
+def gradients_of(pipe: Pipeline) -> Named:
+    """Return copies of this rank's gradients, by global name."""
+    return {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
+
+
+def buffers_of(pipe: Pipeline) -> Named:
+    """Return this rank's buffers, by global name."""
+    return {n: b for stage in pipe.stages.values() for n, b in stage.named_buffers().items()}
+
+
+@dataclass
+class Trained:
+    """What a training gave: a loss and gradients of each step, the buffers at the end."""
+
+    losses: list[float] = field(default_factory=list)
+    gradients: list[Named] = field(default_factory=list)
+    buffers: Named = field(default_factory=dict)
+
+
+def descend(parameters: Iterable[nn.Parameter], rate: float) -> None:
+    """Make one step of plain gradient descent."""
+    with torch.no_grad():
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter -= rate * parameter.grad
+
+
+def train_rank(pipe: Pipeline, data: Iterable[Batch], rate: float = 0.0) -> Trained:
+    """Train on this rank with its share of each batch; return what it holds of the whole."""
+    found = Trained()
+    for inputs, targets in data:
+        part = pipe.share(len(inputs))
+        found.losses.append(pipe.step(inputs[part], targets[part]).loss)
+        found.gradients.append(gradients_of(pipe))
+        descend(pipe.parameters(), rate)
+    found.buffers = buffers_of(pipe)
+    return found
+
+
+def train_ranks(
+    layers: Sequence[Any],
+    loss_fn: Callable[..., Any],
+    data: Sequence[Batch],
+    *,
+    ranks: int,
+    rate: float = 0.0,
+    **options: Any,
+) -> list[Trained]:
+    """Train copies of the layers on threads; return what each rank holds."""
+
+    def body(world: Any) -> Trained:
+        pipe = Pipeline(copy.deepcopy(layers), loss_fn, world=world, **options)
+        return train_rank(pipe, data, rate)
+
+    return run_on_threads(ranks, body)
+
+
+def together(ranks: Sequence[Trained]) -> Trained:
+    """Return what all ranks hold, the losses of rank 0."""
+    steps = zip(*(each.gradients for each in ranks), strict=True)
+    return Trained(
+        ranks[0].losses,
+        [{n: g for named in step for n, g in named.items()} for step in steps],
+        {n: b for each in ranks for n, b in each.buffers.items()},
+    )
+
+
+def assert_close(ours: Trained, other: Trained, near: float) -> None:
+    """Compare every loss, gradient and buffer, to `near` relative and absolute."""
+    assert len(ours.losses) == len(other.losses)
+    for mine, theirs in zip(ours.losses, other.losses, strict=True):
+        assert abs(mine - theirs) <= near * abs(theirs), (ours.losses, other.losses)
+    for mine, theirs in [
+        *zip(ours.gradients, other.gradients, strict=True),
+        (ours.buffers, other.buffers),
+    ]:
+        assert mine.keys() == theirs.keys()
+        for name, tensor in mine.items():
+            assert torch.allclose(tensor, theirs[name], rtol=near, atol=near), name
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """Return what metrics.jsonl of a run says, a dictionary a line."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run: Path) -> list[float]:
+    """Return the training loss of each line of metrics.jsonl that has one."""
+    return [line["loss"] for line in metrics(run) if "loss" in line]
+
+
+def has_begun(run: Path, num_lines: int = 3) -> bool:
+    """Say whether a run has written more lines of metrics than this."""
+    path = run / "metrics.jsonl"
+    return path.exists() and len(path.read_text().splitlines()) > num_lines
+
+
+def resident_bytes() -> int:
+    """Return what this process holds in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def same(left: Tensor | None, right: Tensor | None) -> bool:
+    """Say whether two gradients are equal to the bit, or both not there."""
+    if left is None or right is None:
+        return left is right
+    return left.dtype == right.dtype and torch.equal(left.to_dense(), right.to_dense())
+
+
+def all_same(one: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None]) -> bool:
+    """Say whether two states are equal to the bit."""
+    return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
