@@ -16,6 +16,7 @@ from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.watch.settings import DEFAULT_SILENCE_S
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config.spelling import canonical_precision, num_bytes
+from gpipe_hpc.engine.arrays import with_tensors
 from gpipe_hpc.engine.assembly import (
     build_stages,
     by_stage,
@@ -125,7 +126,7 @@ class Pipeline:
                 optimizer_states,
                 offload,
                 partition,
-                example,
+                None if example is None else with_tensors(tuple(example), "example"),
                 precision,
                 seed,
             )
@@ -254,11 +255,11 @@ class Pipeline:
     def step(self, inputs: Nest = None, targets: Nest = None) -> StepResult:
         """Run forward, backward and reduction on this replica's share of a global batch.
 
-        `inputs` are used by ranks with `needs_inputs`, `targets` by those with `needs_targets`;
-        elsewhere None will do. Replaces `.grad` of every parameter: the gradient of the global
-        loss, None where no replica used the parameter. Where gradients overflowed float16 all are
-        None and the result's `is_skipped` is True; such a step counts, so the batch is passed
-        over and the learning rate goes on.
+        Both are tensors, arrays of NumPy's or nests of them. `inputs` are used by ranks with
+        `needs_inputs`, `targets` by those with `needs_targets`; elsewhere None will do. Replaces
+        `.grad` of every parameter: the gradient of the global loss, None where no replica used the
+        parameter. Where gradients overflowed float16 all are None and the result's `is_skipped` is
+        True; such a step counts, so the batch is passed over and the learning rate goes on.
         """
         # As under no_grad: what a step does is not for the caller's inference mode to say.
         with together(self.world, f"step {self.steps_done}"), torch.inference_mode(False):
@@ -374,7 +375,7 @@ class Pipeline:
                     f"rank {self.world.rank}: expected inputs, as it holds stage 0, got None; "
                     f"pass this replica's share on ranks with pipe.needs_inputs"
                 )
-            feed.give_inputs(inputs, count)
+            feed.give_inputs(with_tensors(inputs, "inputs"), count)
         if self.needs_targets and targets is not None:
-            feed.give_targets(targets, count)
+            feed.give_targets(with_tensors(targets, "targets"), count)
         return feed

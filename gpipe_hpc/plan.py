@@ -14,17 +14,15 @@ import torch
 from gpipe_hpc.config import (
     Config,
     DataConfig,
-    ImageDataConfig,
-    SyntheticMasksConfig,
-    SyntheticVectorsConfig,
     TokenDataConfig,
-    bind_target,
+    bind_loss,
     build_target,
     num_tokens_of,
 )
 from gpipe_hpc.config.checks import check_planning
 from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs, say_error
-from gpipe_hpc.errors import ConfigError, GpipeError, PartitionError, ScheduleError
+from gpipe_hpc.config.data import Shape
+from gpipe_hpc.errors import GpipeError, PartitionError, ScheduleError
 from gpipe_hpc.models import Layer, long_skips, loss_function, normalise_layers, skip_routes
 from gpipe_hpc.planning.budget import choose_recompute
 from gpipe_hpc.planning.counted import ModelCount, count_model
@@ -88,7 +86,7 @@ def make_plan(config: Config) -> Plan:
         check_vocabulary(layers, num_tokens_of(config.data))
     sample = microbatch(config.data, samples_per_microbatch(config))
     loss_fn: Callable[[Any, Any], Any] = (
-        bind_target("loss", config.loss) if config.loss else loss_function(sample.loss)
+        bind_loss(config.loss) if config.loss else loss_function(sample.loss)
     )
     model = count_model(
         layers,
@@ -200,25 +198,13 @@ def samples_per_microbatch(config: Config) -> int:
 
 
 def microbatch(data: DataConfig, num_samples: int) -> Sample:
-    """Return a micro-batch of the shapes that this kind of data has; nothing is read."""
-    floats = partial(torch.empty, dtype=torch.float32, device=META)
-    whole = partial(torch.empty, dtype=torch.int64, device=META)
-    match data:
-        case TokenDataConfig():
-            tokens = whole(num_samples, data.seq_len)
-            return Sample(tokens, tokens, "token_cross_entropy")
-        case SyntheticVectorsConfig():
-            return Sample(floats(num_samples, data.width), whole(num_samples), "classification")
-        case SyntheticMasksConfig():
-            images = floats(num_samples, data.channels, data.height, data.width)
-            return Sample(images, whole(num_samples, data.height, data.width), "segmentation")
-        case ImageDataConfig():
-            images = floats(num_samples, data.channels, data.height, data.width)
-            return Sample(images, whole(num_samples), "classification")
-    raise ConfigError(
-        f"data: its shapes are unknown, expected one of conf/data, got {type(data).__name__}; plan "
-        f"with synthetic data of the same shapes"
-    )
+    """Return a micro-batch of the shapes that this kind of data has."""
+    inputs, targets, loss = data.shapes(num_samples)
+    return Sample(_empty(inputs), _empty(targets), loss)
+
+
+def _empty(shape: Shape) -> torch.Tensor:
+    return torch.empty(shape.sizes, dtype=getattr(torch, shape.dtype), device=META)
 
 
 def _device_type(config: Config) -> str:

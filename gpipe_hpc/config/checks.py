@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from gpipe_hpc.comm.timeouts import MAX_TIMEOUT_S
 from gpipe_hpc.config.data import TokenDataConfig, mask_token_of, num_tokens_of
-from gpipe_hpc.config.data_checks import DATA_CHOICES, DATA_RANGES, check_data
+from gpipe_hpc.config.data_checks import DATA_CHOICES, DATA_RANGES
 from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.config.schema import Config, PipelineConfig, SGDConfig
 from gpipe_hpc.config.spelling import suggestion
@@ -86,7 +86,7 @@ def check_config(config: Config, world_size: int) -> list[str]:
     _check_partition(config.pipeline.partition, mesh.stages)
     _check_budget(config.pipeline)
     _check_optimizer(config)
-    check_data(config.data)
+    config.data.check()
     _check_model(config)
     return list(_doubts(config))
 

@@ -17,8 +17,9 @@ from omegaconf import DictConfig, OmegaConf
 from gpipe_hpc.comm.torchrun_report import tell_torchrun
 from gpipe_hpc.comm.tracebacks import users_traceback
 from gpipe_hpc.config.complaints import EXPECTED, complaint
-from gpipe_hpc.config.composing import conf_dir, load_config, register_schemas
+from gpipe_hpc.config.composing import Told, load_config, register_schemas
 from gpipe_hpc.config.help import help_of
+from gpipe_hpc.config.presets import conf_dir
 from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.config.schema import Config
 from gpipe_hpc.errors import (
@@ -68,7 +69,7 @@ def run_jobs(task: Task, command: str, unshared: str | None = None) -> int:
             print(help_of(command, conf_dir(), words))
         return DONE_EXIT_CODE
     try:
-        jobs = _composed_jobs()
+        jobs = _composed_jobs(reads_data=command != "draw")
         _refuse_shared(jobs, unshared)
     except GpipeError as error:
         return say_error(error)
@@ -108,7 +109,7 @@ def say_error(error: Exception, *, says_kind: bool = False, is_echo: bool = Fals
     return exit_code_of(error)
 
 
-def _composed_jobs() -> list[Job]:
+def _composed_jobs(*, reads_data: bool) -> list[Job]:
     jobs: list[Job] = []
     wrong: list[ConfigError] = []
 
@@ -117,8 +118,9 @@ def _composed_jobs() -> list[Job]:
         environment = {str(name): str(value) for name, value in told.job.env_set.items()}
         try:
             _refuse_of_hydra(told)
-            config, words = load_config(composed), tuple(told.overrides.task)
-            jobs.append(Job(config, len(jobs) + 1, words, environment))
+            given = Told.of(told)
+            config = load_config(composed, given, reads_data=reads_data)
+            jobs.append(Job(config, len(jobs) + 1, tuple(given.words), environment))
         except ConfigError as error:
             wrong.append(error)
 

@@ -14,9 +14,10 @@ from hydra.errors import (
 )
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from gpipe_hpc.config.presets import presets_with, settings_of_presets
 from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.config.removed import refusal_of_removed
-from gpipe_hpc.config.schema import Config, OptimizerConfig
+from gpipe_hpc.config.schema import Config
 from gpipe_hpc.config.schemas import SCHEMAS
 from gpipe_hpc.config.spelling import nearest, suggestion
 from gpipe_hpc.errors import ConfigError
@@ -29,6 +30,9 @@ _WORDS: Final = {
     list: "a list",
     dict: "settings of its own",
 }
+
+
+_GROUPS: Final = ("data", "optimizer")
 
 
 def complaint(error: Exception) -> ConfigError:
@@ -73,11 +77,11 @@ def _misfit(error: ConfigCompositionException) -> ConfigError:
     if removed is not None:
         return removed
     if isinstance(cause, ConfigKeyError | AttributeError) and key:
-        return _unknown(key)
+        return unknown_setting(key)
     if isinstance(cause, OmegaConfBaseException) and key:
-        return _wrong_type(key, value, cause)
+        return wrong_type(key, value, cause, _type_of(key))
     if key and "." not in key and key not in {each.name for each in fields(Config)}:
-        return _unknown(key)
+        return unknown_setting(key)
     return ConfigError(f"config: {' '.join(str(error).split())}")
 
 
@@ -91,10 +95,11 @@ def _override(error: Exception) -> tuple[str, str]:
     return (could_not[1], "") if could_not else ("", "")
 
 
-def _unknown(key: str) -> ConfigError:
+def unknown_setting(key: str) -> ConfigError:
+    """Return the ConfigError for a setting that is not there, with what was probably meant."""
     section, _, name = key.rpartition(".")
     own = [each for each in settings() if each.rpartition(".")[0] == section]
-    kinds = [kind for kind, names in _kinds_of(section).items() if name in names]
+    kinds = presets_with(section, name) if section in _GROUPS else []
     if kinds:
         return ConfigError(
             f"config: {key} is no setting of the chosen {section}, expected one of its own, got "
@@ -110,8 +115,9 @@ def _unknown(key: str) -> ConfigError:
     )
 
 
-def _wrong_type(key: str, value: str, cause: OmegaConfBaseException) -> ConfigError:
-    kind = _type_of(key)
+def wrong_type(key: str, value: object, cause: OmegaConfBaseException, hint: Any) -> ConfigError:
+    """Return the ConfigError for a value of another type than `hint` says; None: any type."""
+    kind = _plain(hint)
     if kind is not None and is_dataclass(kind):
         inner = [f"{key}.{each.name}" for each in fields(kind)]
         same = [each for each in settings() if each != key and each.rpartition(".")[2] == key]
@@ -146,7 +152,9 @@ def _typed() -> Iterator[tuple[str, Any]]:
     yield from _below(Config, "")
     for _, schema in SCHEMAS:
         if schema is not Config:
-            yield from _below(schema, f"{_group_of(schema)}.")
+            yield from _below(schema, "optimizer.")
+    for name in settings_of_presets("data"):
+        yield f"data.{name}", None
 
 
 def _below(schema: Any, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -159,24 +167,13 @@ def _below(schema: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(hint: Any) -> Any:
-    """Return the type behind ``X | None`` and ``list[X]``."""
+    """Return the type behind ``X | None`` and ``list[X]``; None for any."""
+    if hint is None:
+        return None
     if get_origin(hint) in (Union, types.UnionType):
         hint = next(each for each in get_args(hint) if each is not type(None))
     origin = get_origin(hint) or hint
     return None if origin is Any else origin
-
-
-def _kinds_of(group: str) -> dict[str, set[str]]:
-    """Return the settings of each kind of data or optimizer, by the name of its schema."""
-    return {
-        name: {each.name for each in fields(schema)}
-        for name, schema in SCHEMAS
-        if schema is not Config and _group_of(schema) == group
-    }
-
-
-def _group_of(schema: Any) -> str:
-    return "optimizer" if issubclass(schema, OptimizerConfig) else "data"
 
 
 def _sections() -> str:

@@ -1,24 +1,26 @@
 """From YAML files and overrides to plain dataclasses; nothing behind this knows Hydra."""
 
-import os
-from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
-from pathlib import Path
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING as MISSING_DEFAULT
+from dataclasses import Field, field, fields, is_dataclass, make_dataclass
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from gpipe_hpc.config.complaints import EXPECTED, complaint
+from gpipe_hpc.config.data import DataConfig
+from gpipe_hpc.config.kinds import data_config
+from gpipe_hpc.config.presets import as_written, conf_dir, preset, presets
 from gpipe_hpc.config.removed import refusal_of_removed
 from gpipe_hpc.config.schema import Config
 from gpipe_hpc.config.schemas import SCHEMAS
 from gpipe_hpc.config.spelling import spell
 from gpipe_hpc.errors import ConfigError
-
-_CONF_MARK: Final = "# gpipe_hpc:"
 
 # What presets of conf/model are trained on that refer to settings of data, by their builder.
 _DATA_FOR: Final = (
@@ -31,45 +33,58 @@ _DATA_FOR: Final = (
 
 
 # Keywords of somebody's function: any key is welcome, without Hydra's leading plus.
-_OPEN: Final = ("model", "loss", "pipeline.options")
+_OPEN: Final = ("model", "data", "loss", "pipeline.options")
 
 
 def register_schemas() -> None:
     """Tell Hydra the schema; ``conf/`` names it as ``/schema/...`` in its defaults lists."""
     for name, schema in SCHEMAS:
-        node = OmegaConf.structured(schema)
+        node = OmegaConf.structured(_composed() if schema is Config else schema)
         if schema is Config:
             for section in _OPEN:
                 OmegaConf.set_struct(OmegaConf.select(node, section), False)
         ConfigStore.instance().store(group="schema", name=name, node=node)
 
 
-def conf_dir() -> Path:
-    """Return the folder of the YAML files, from any working directory.
+def _composed() -> type:
+    """Return the schema while settings are composed: the kind of data gives its types later."""
+    hints = get_type_hints(Config) | {"data": dict[str, Any]}
+    found: list[Any] = []
+    for each in fields(Config):
+        own = field(default_factory=dict) if each.name == "data" else _same_default(each)
+        found.append((each.name, hints[each.name], own))
+    return make_dataclass("Composed", found)
 
-    The first of $GPIPE_HPC_CONF, ``conf/`` beside the package (a checkout, an editable install)
-    and ``conf/`` inside it (an installed wheel). Raises ConfigError if none is there.
+
+def _same_default(each: Field[Any]) -> Any:
+    if each.default_factory is not MISSING_DEFAULT:
+        return field(default_factory=each.default_factory)
+    return field(default=each.default)
+
+
+class Told(NamedTuple):
+    """What Hydra was told: overrides as they were given, and the preset of each group."""
+
+    words: Sequence[str] = ()
+    choices: Mapping[str, Any] = MappingProxyType({})
+
+    @classmethod
+    def of(cls, hydra: Any) -> "Told":
+        """Return what Hydra's own settings say."""
+        # Not resolved: words may hold interpolations, which mean settings, not Hydra's own.
+        words = OmegaConf.to_container(hydra.overrides.task, resolve=False)
+        assert isinstance(words, list), f"overrides are a list, got {words!r}"
+        return cls(tuple(map(str, words)), dict(hydra.runtime.choices))
+
+
+def load_config(composed: DictConfig, told: Told, *, reads_data: bool = True) -> Config:
+    """Turn what Hydra composed into plain dataclasses; raise ConfigError where that fails.
+
+    `reads_data`: without, the kind of data is not loaded, nor its settings looked at.
     """
-    package = Path(__file__).resolve().parent.parent
-    named = os.environ.get("GPIPE_HPC_CONF")
-    candidates = [Path(named).resolve()] if named else [package.parent / "conf", package / "conf"]
-    for folder in candidates:
-        config = folder / "config.yaml"
-        # Installed, package.parent is site-packages: a conf/ there may be anybody's.
-        if config.is_file() and config.read_text("utf-8").startswith(_CONF_MARK):
-            return folder
-    raise ConfigError(
-        f"conf: no settings found, expected a config.yaml that starts with {_CONF_MARK!r}, looked "
-        f"in {', '.join(map(str, candidates))}; "
-        + ("correct $GPIPE_HPC_CONF" if named else "install the package anew")
-    )
-
-
-def load_config(composed: DictConfig) -> Config:
-    """Turn what Hydra composed into plain dataclasses; raise ConfigError where that fails."""
-    _forget_misfits(composed)
+    _forget_replaced(composed, told)
     try:
-        config = OmegaConf.to_object(composed)
+        plain = OmegaConf.to_object(composed)
     except InterpolationKeyError as error:
         raise ConfigError(
             f"config: {error.full_key} refers to a setting that this combination lacks, got: "
@@ -78,58 +93,58 @@ def load_config(composed: DictConfig) -> Config:
         ) from None
     except OmegaConfBaseException as error:
         raise ConfigError(f"config: {error}") from None
-    assert isinstance(config, Config), f"conf/config.yaml is not under the schema: {type(config)}"
-    _refuse_forced_keys(config, "")
+    assert is_dataclass(plain), f"conf/config.yaml is not under the schema: {type(plain)}"
+    _refuse_forced_keys(plain, "")
+    found = vars(plain)
+    data = data_config(found["data"]) if reads_data else DataConfig()
+    config = Config(**found | {"data": data})
     spell(config)
     return config
 
 
-def _forget_misfits(composed: DictConfig) -> None:
-    """Drop what the preset of another model than the user's would take from other data.
+def _forget_replaced(composed: DictConfig, told: Told) -> None:
+    """Drop what a preset says for a target that another has taken the place of.
 
-    `model._target_=my.module.build data=synthetic_vectors` still has model=gpt behind it, whose
-    sizes refer to tokens.
+    `model._target_=my.module.build` still has the sizes of model=gpt behind it: only keywords that
+    the user has set himself are meant for his function.
     """
-    presets = [_raw(OmegaConf.load(path)) for path in (conf_dir() / "model").glob("*.yaml")]
-    model = _raw(composed.model)
-    if model.get("_target_") in [preset["_target_"] for preset in presets]:
-        return
-    written = [item for preset in presets for item in preset.items()]
-    for key, value in model.items():
-        if (key, value) in written and _refers_to_nothing(composed.model, key):
-            del composed.model[key]
+    for section in ("model", "data"):
+        chosen = preset(section, told.choices.get(section))
+        now = as_written(composed[section])
+        if now.get("_target_") == chosen.get("_target_"):
+            continue
+        given = _given(section, told.words)
+        for key, value in chosen.items():
+            if key not in given and key != "_target_" and key in now and now[key] == value:
+                del composed[section][key]
+
+
+def _given(section: str, words: Sequence[str]) -> set[str]:
+    """Return the settings of a section that overrides name."""
+    found: set[str] = set()
+    for override in OverridesParser.create().parse_overrides(list(words)):
+        top, _, rest = override.key_or_group.partition(".")
+        if top == section and rest:
+            found.add(rest.partition(".")[0])
+        elif top == section and isinstance(value := override.value(), dict):
+            found |= set(map(str, value))
+    return found
 
 
 def _fitting_groups(composed: DictConfig) -> str:
     """Say which data the preset goes with that the model was made from."""
-    model = _raw(composed.model)
-    alike: dict[str, int] = {}
-    for path in sorted((conf_dir() / "model").glob("*.yaml")):
-        preset = _raw(OmegaConf.load(path))
-        if preset["_target_"] == model.get("_target_"):
-            # Overrides aside, it is the one with which most settings agree.
-            alike[path.stem] = sum(item in model.items() for item in preset.items())
+    model = as_written(composed.model)
+    # Overrides aside, it is the one with which most settings agree.
+    alike = {
+        name: sum(item in model.items() for item in each.items())
+        for name, each in presets("model").items()
+        if each.get("_target_") == model.get("_target_")
+    }
     if not alike:
         return "model=mlp goes with data=synthetic_vectors, model=vgg16 with data=synthetic_images"
     builder = str(model["_target_"]).rpartition(".")[2]
     data = next(data for name, data in _DATA_FOR if builder.startswith(name))
     return f"model={max(alike, key=alike.__getitem__)} goes with data={data}"
-
-
-def _raw(section: Any) -> dict[Any, Any]:
-    raw = OmegaConf.to_container(section, resolve=False)
-    assert isinstance(raw, dict), f"expected settings, got {raw!r}"
-    return raw
-
-
-def _refers_to_nothing(section: DictConfig, key: str) -> bool:
-    try:
-        value = section[key]
-        if OmegaConf.is_config(value):
-            OmegaConf.to_container(value, resolve=True)
-    except InterpolationKeyError:
-        return True
-    return False
 
 
 def _refuse_forced_keys(section: Any, path: str) -> None:
@@ -146,17 +161,25 @@ def _refuse_forced_keys(section: Any, path: str) -> None:
             _refuse_forced_keys(value, f"{path}{name}.")
 
 
-def compose_config(overrides: Sequence[str] = ()) -> Config:
-    """Compose the settings as the command line would, for tests and for use as a library."""
+def compose_config(overrides: Sequence[str] = (), *, reads_data: bool = True) -> Config:
+    """Compose the settings as the command line would, for tests and for use as a library.
+
+    `reads_data`: without, the kind of data, and with it torch, is not loaded.
+    """
     register_schemas()
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            composed = compose("config", list(overrides))
+            composed = compose("config", list(overrides), return_hydra_config=True)
     except EXPECTED as error:
         raise complaint(error) from error
-    return load_config(composed)
+    told = Told.of(composed.hydra)
+    with open_dict(composed):
+        del composed["hydra"]
+    return load_config(composed, told, reads_data=reads_data)
 
 
 def config_yaml(config: Config) -> str:
     """Return all settings as the YAML text that a run folder keeps."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    told = OmegaConf.to_container(OmegaConf.structured(config))
+    assert isinstance(told, dict), f"settings are a mapping, not a {type(told).__name__}"
+    return OmegaConf.to_yaml(OmegaConf.create(told | {"data": dict(config.data.written())}))

@@ -1,18 +1,88 @@
-"""The schema of ``conf/data/``: one dataclass for each kind of data.
+"""What settings of all kinds of data have in common.
 
-What each setting means stands beside it in the YAML files. What kinds have in common is given by
-keyword, so that the settings of a kind itself come first.
+A kind is one file of `gpipe_hpc.training.data` with a dataclass: its settings, which of them cannot
+be, and how it is opened. A YAML file of ``conf/data/`` names that class by ``_target_``; nothing
+else knows it. What each setting means stands beside it in the YAML file. What kinds have in common
+is given by keyword, so that the settings of a kind itself come first.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Final, NamedTuple
+
+from gpipe_hpc.config.refusal import refuse
+from gpipe_hpc.errors import ConfigError
+
+
+class Shape(NamedTuple):
+    """The kind of numbers of a tensor, by torch's name of it, and its size in each dimension."""
+
+    dtype: str
+    sizes: tuple[int, ...]
+
+
+class Shapes(NamedTuple):
+    """What a batch looks like, and the name of the loss that fits."""
+
+    inputs: Shape
+    targets: Shape
+    loss: str
+
+
+# Where files are, and how they are read; what they hold is told by looking.
+_NO_MATTER: Final = frozenset(
+    {
+        "workers",
+        "prefetch",
+        "path",
+        "paths",
+        "root",
+        "validation_paths",
+        "num_validation_samples",
+        "index_dir",
+    }
+)
 
 
 @dataclass
 class DataConfig:
     """What a run reads; one subclass for each kind."""
 
+    no_matter: ClassVar[frozenset[str]] = _NO_MATTER
+    """Settings that change neither samples nor their order."""
+
     workers: int = field(default=0, kw_only=True)
     prefetch: int = field(default=2, kw_only=True)
+
+    def check(self) -> None:
+        """Refuse settings that cannot work; raises ConfigError that names one."""
+
+    def open(self, seed: int, spare: Path | None) -> Any:
+        """Return the `DataSource` that the settings describe.
+
+        `seed` is that of the run; `spare`: a folder for indices of data whose own is read-only.
+        Raises DataError where there is nothing to train on.
+        """
+        raise ConfigError(
+            f"data: {type(self).__name__} cannot be opened, expected a kind of conf/data, got one "
+            f"that says nothing of its samples; choose data=..."
+        )
+
+    def shapes(self, num_samples: int) -> Shapes:
+        """Return what a batch of so many samples looks like; raises ConfigError if it is unknown.
+
+        Nothing is read, as a plan is made where the data need not be.
+        """
+        raise ConfigError(
+            f"data: its shapes are unknown, expected one of conf/data, got {type(self).__name__}; "
+            f"plan with synthetic data of the same shapes"
+        )
+
+    def written(self) -> Mapping[str, Any]:
+        """Return the settings as a YAML file would give them."""
+        kind = type(self)
+        return {"_target_": f"{kind.__module__}.{kind.__qualname__}", **asdict(self)}
 
 
 @dataclass
@@ -25,6 +95,17 @@ class TokenDataConfig(DataConfig):
     mask_token: int | None = field(default=None, kw_only=True)
     mask_fraction: float = field(default=0.15, kw_only=True)
 
+    def check(self) -> None:
+        """Refuse settings that cannot work; raises ConfigError that names one."""
+        super().check()
+        if not self.mask_fraction:
+            raise refuse("data.mask_fraction", "above 0", self.mask_fraction, "as 0.15")
+
+    def shapes(self, num_samples: int) -> Shapes:
+        """Return the shapes of a batch."""
+        tokens = Shape("int64", (num_samples, self.seq_len))
+        return Shapes(tokens, tokens, "token_cross_entropy")
+
 
 @dataclass
 class ImageDataConfig(DataConfig):
@@ -35,186 +116,10 @@ class ImageDataConfig(DataConfig):
     width: int = field(default=224, kw_only=True)
     num_classes: int = field(default=1000, kw_only=True)
 
-
-@dataclass
-class PythonSourceConfig(TokenDataConfig):
-    """The Python files of a folder, bytes as tokens."""
-
-    root: str | None = None
-    validation_percent: int = 10
-
-
-@dataclass
-class TextConfig(TokenDataConfig):
-    """Files of bytes or of token numbers."""
-
-    paths: list[str] = field(default_factory=list)
-    validation_paths: list[str] = field(default_factory=list)
-    validation_fraction: float = 0.05
-    dtype: str = "uint8"
-
-
-@dataclass
-class TokensConfig(TextConfig):
-    """Files of token numbers, as tokenizers write them."""
-
-    dtype: str = "uint16"
-    seq_len: int = field(default=1024, kw_only=True)
-    vocab_size: int = field(default=50257, kw_only=True)
-
-
-@dataclass
-class JsonLinesConfig(TokenDataConfig):
-    """Documents, one JSON object a line, bytes as tokens."""
-
-    paths: list[str] = field(default_factory=list)
-    validation_paths: list[str] = field(default_factory=list)
-    validation_percent: int = 5
-    key: str = "text"
-    separator: int = 256
-    vocab_size: int = field(default=257, kw_only=True)
-    index_dir: str | None = field(default=None, kw_only=True)
-    corrupt: str = "stop"
-    max_corrupt: int = 100
-
-
-@dataclass
-class SyntheticTokensConfig(TokenDataConfig):
-    """Token sequences made from the sample's number."""
-
-    num_samples: int = 4096
-    num_validation_samples: int = 256
-    seed: int = 0
-
-
-@dataclass
-class SyntheticVectorsConfig(DataConfig):
-    """Vectors and their classes, made from the sample's number."""
-
-    num_samples: int = 4096
-    num_validation_samples: int = 256
-    width: int = 64
-    num_classes: int = 10
-    seed: int = 0
-
-
-@dataclass
-class SyntheticImagesConfig(ImageDataConfig):
-    """Images and their classes, made from the sample's number."""
-
-    num_samples: int = 4096
-    num_validation_samples: int = 256
-    seed: int = 0
-
-
-@dataclass
-class SyntheticMasksConfig(ImageDataConfig):
-    """Images and the class of each pixel, made from the sample's number."""
-
-    num_samples: int = 4096
-    num_validation_samples: int = 256
-    height: int = field(default=64, kw_only=True)
-    width: int = field(default=64, kw_only=True)
-    num_classes: int = field(default=2, kw_only=True)
-    seed: int = 0
-
-
-@dataclass
-class PixelDataConfig(ImageDataConfig):
-    """Real images: how they are varied in training, and brought to mean 0 and deviation 1."""
-
-    augment: str = field(default="none", kw_only=True)
-    mean: list[float] = field(default_factory=list, kw_only=True)
-    std: list[float] = field(default_factory=list, kw_only=True)
-
-
-@dataclass
-class StoredImagesConfig(PixelDataConfig):
-    """Images stored pixel by pixel, all of one size."""
-
-    padding: int = field(default=4, kw_only=True)
-
-
-@dataclass
-class DigitsConfig(StoredImagesConfig):
-    """The scans of handwritten digits that scikit-learn carries."""
-
-    channels: int = field(default=1, kw_only=True)
-    height: int = field(default=8, kw_only=True)
-    width: int = field(default=8, kw_only=True)
-    num_classes: int = field(default=10, kw_only=True)
-    padding: int = field(default=1, kw_only=True)
-
-
-@dataclass
-class IdxConfig(StoredImagesConfig):
-    """Four files in the format of MNIST."""
-
-    path: str | None = None
-    train_images: str = "train-images-idx3-ubyte"
-    train_labels: str = "train-labels-idx1-ubyte"
-    validation_images: str = "t10k-images-idx3-ubyte"
-    validation_labels: str = "t10k-labels-idx1-ubyte"
-    channels: int = field(default=1, kw_only=True)
-    height: int = field(default=28, kw_only=True)
-    width: int = field(default=28, kw_only=True)
-    num_classes: int = field(default=10, kw_only=True)
-
-
-@dataclass
-class FashionMnistConfig(IdxConfig):
-    """Fashion-MNIST, as Debian packs it."""
-
-
-@dataclass
-class CifarConfig(StoredImagesConfig):
-    """CIFAR-10, binary version."""
-
-    path: str | None = None
-    height: int = field(default=32, kw_only=True)
-    width: int = field(default=32, kw_only=True)
-    num_classes: int = field(default=10, kw_only=True)
-
-
-@dataclass
-class Cifar100Config(CifarConfig):
-    """CIFAR-100, binary version."""
-
-    label: str = "fine"
-    num_classes: int = field(default=100, kw_only=True)
-
-
-@dataclass
-class CodedImagesConfig(PixelDataConfig):
-    """JPEG and PNG images of any size, cut and scaled to one."""
-
-    resize: int = field(default=256, kw_only=True)
-    min_area: float = field(default=0.08, kw_only=True)
-    max_pixels: int = field(default=2**26, kw_only=True)
-    corrupt: str = field(default="stop", kw_only=True)
-    max_corrupt: int = field(default=100, kw_only=True)
-
-
-@dataclass
-class ImageFolderConfig(CodedImagesConfig):
-    """A folder of images for each class."""
-
-    index_dir: str | None = field(default=None, kw_only=True)
-    path: str | None = None
-    train: str = "train"
-    validation: str | None = "val"
-    validation_percent: int = 5
-
-
-@dataclass
-class ImageShardsConfig(CodedImagesConfig):
-    """Tar files of images and their labels."""
-
-    paths: list[str] = field(default_factory=list)
-    validation_paths: list[str] = field(default_factory=list)
-    validation_percent: int = 5
-    label_key: str = "label"
-    index_dir: str | None = field(default=None, kw_only=True)
+    def shapes(self, num_samples: int) -> Shapes:
+        """Return the shapes of a batch."""
+        images = Shape("float32", (num_samples, self.channels, self.height, self.width))
+        return Shapes(images, Shape("int64", (num_samples,)), "classification")
 
 
 def mask_token_of(config: TokenDataConfig) -> int:

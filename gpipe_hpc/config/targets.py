@@ -1,15 +1,17 @@
 """From a ``_target_`` in the settings to the object it names: a user's own model or loss."""
 
 import inspect
-from collections.abc import Callable, Mapping
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from typing import Any, Final
 
-from omegaconf import OmegaConf
-
-from gpipe_hpc.config.composing import conf_dir
 from gpipe_hpc.errors import ConfigError, GpipeError, ModelError
+
+_BY_NAME: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 _TRUSTED: Final = ("gpipe_hpc.models", "gpipe_hpc.models.huggingface")
 
@@ -17,42 +19,69 @@ _TRUSTED: Final = ("gpipe_hpc.models", "gpipe_hpc.models.huggingface")
 def build_target(section: str, settings: Mapping[str, Any]) -> Any:
     """Call what ``<section>._target_`` names with the section's other settings as keywords.
 
-    With a target of one's own (``model._target_=my.module.build``) the keywords of the presets in
-    ``conf/<section>/`` are passed only where the target takes them; any other keyword that it does
-    not take is refused with ConfigError. A ModelError of the target is one, too; anything else
-    that is not ours becomes a ModelError.
+    Raises ConfigError for a target that cannot be imported or does not take a keyword, and where
+    it fails: then the user's traceback is its cause. A ModelError of ours is one, too.
     """
-    target = bind_target(section, settings)
+    built = bind_target(section, settings)
+    keywords = ", ".join(f"{name}={value!r}" for name, value in built.keywords.items())
+    with own_call(f"config: {section}._target_={settings['_target_']} ({keywords})", ConfigError):
+        try:
+            return built()
+        except ModelError as error:
+            # Sizes that cannot be are settings that cannot be.
+            raise ConfigError(f"config: {section}: {error}") from error
+
+
+def bind_target(section: str, settings: Mapping[str, Any]) -> "partial[Any]":
+    """Return what ``<section>._target_`` names with the section's other settings bound to it."""
+    path = settings["_target_"]
+    target = _locate(section, path)
+    keywords = {name: value for name, value in settings.items() if name != "_target_"}
     try:
-        return target()
-    except ModelError as error:
-        # Sizes that cannot be are settings that cannot be.
-        raise ConfigError(f"config: {section}: {error}") from error
+        parameters = inspect.signature(target).parameters.values()
+    except ValueError:  # written in C, without a signature
+        return partial(target, **keywords)
+    kinds = {each.kind for each in parameters}
+    names = [each.name for each in parameters if each.kind in _BY_NAME]
+    unknown = [name for name in keywords if name not in names]
+    if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
+        raise ConfigError(
+            f"config: {section}._target_={path} does not take {unknown[0]}, expected some of "
+            f"{', '.join(names) or 'no keywords'}, got "
+            f"{section}.{unknown[0]}={keywords[unknown[0]]!r}; correct or remove it"
+        )
+    return partial(target, **keywords)
+
+
+def bind_loss(settings: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the loss that ``loss._target_`` names: a function, or what a class makes.
+
+    ``loss._target_=torch.nn.CrossEntropyLoss`` is made with the keywords, then called as
+    ``loss(output, target)``; a function gets the keywords at each call.
+    """
+    bound = bind_target("loss", settings)
+    if not isinstance(bound.func, type):
+        return bound
+    made: Callable[..., Any] = build_target("loss", settings)
+    return made
+
+
+@contextmanager
+def own_call(where: str, kind: type[GpipeError]) -> Iterator[None]:
+    """Return a block that calls the user's code: what it raises becomes our error of a `kind`.
+
+    The message names `where` it was called; the cause keeps the user's traceback. Errors of ours
+    pass.
+    """
+    try:
+        yield
     except GpipeError:
         raise
     except Exception as error:
-        raise ModelError(
-            f"{section}._target_={settings['_target_']}: failed, expected it to return what it "
-            f"builds, got {type(error).__name__}: {error}; correct it, or the settings of {section}"
+        raise kind(
+            f"{where}: failed, expected it to return, got {type(error).__name__}: {error}; correct "
+            f"it, or what it is called with"
         ) from error
-
-
-def bind_target(section: str, settings: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return what ``<section>._target_`` names with the section's other settings bound to it."""
-    target = _locate(section, settings["_target_"])
-    keywords = {name: value for name, value in settings.items() if name != "_target_"}
-    parameters = inspect.signature(target).parameters
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
-        return partial(target, **keywords)
-    passed_over = _preset_keywords(section, settings["_target_"])
-    unknown = [name for name in keywords if name not in parameters and name not in passed_over]
-    if unknown:
-        raise ConfigError(
-            f"config: {section}._target_={settings['_target_']} does not take {unknown[0]}, "
-            f"expected some of {', '.join(parameters) or 'no keywords'}, got "
-            f"{section}.{unknown[0]}={keywords[unknown[0]]!r}; correct or remove it"
-        )
-    return partial(target, **{name: keywords[name] for name in keywords if name in parameters})
 
 
 def check_stored_target(section: str, settings: Mapping[str, Any], source: str) -> None:
@@ -76,14 +105,6 @@ def check_stored_target(section: str, settings: Mapping[str, Any], source: str) 
     )
 
 
-def _preset_keywords(section: str, target: str) -> set[str]:
-    """Return what presets may have left behind where another target stands in for theirs."""
-    presets: list[Any] = [OmegaConf.load(path) for path in (conf_dir() / section).glob("*.yaml")]
-    if target in [preset["_target_"] for preset in presets]:
-        return set()
-    return {str(name) for preset in presets for name in preset}
-
-
 def _holder(path: str) -> object:
     """Return a module, or what a package shows by that name (a class, a module that has moved)."""
     try:
@@ -100,14 +121,18 @@ def _holder(path: str) -> object:
 
 def _locate(section: str, path: str) -> Callable[..., Any]:
     module, _, name = path.rpartition(".")
-    try:
-        target = getattr(_holder(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"config: {section}._target_ names nothing that can be imported, expected "
-            f"MODULE.FUNCTION, got {path!r} ({type(error).__name__}: {error}); correct it, or put "
-            f"its folder on PYTHONPATH"
-        ) from error
+    _see_current_folder()
+    with own_call(f"config: {section}._target_={path}: importing {module}", ConfigError):
+        try:
+            target = getattr(_holder(module), name)
+        except (ModuleNotFoundError, AttributeError, ValueError) as error:
+            if not _is_absence(error, path):
+                raise
+            raise ConfigError(
+                f"config: {section}._target_ names nothing that can be imported, expected "
+                f"MODULE.FUNCTION, got {path!r} ({type(error).__name__}: {error}); correct it, or "
+                f"put its folder on PYTHONPATH"
+            ) from error
     if not callable(target):
         raise ConfigError(
             f"config: {section}._target_ cannot be called, expected a function or class, got "
@@ -115,3 +140,18 @@ def _locate(section: str, path: str) -> Callable[..., Any]:
         )
     found: Callable[..., Any] = target
     return found
+
+
+def _see_current_folder() -> None:
+    """Let modules of the current folder be found, behind all others, however we were started."""
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())
+
+
+def _is_absence(error: Exception, path: str) -> bool:
+    """Say whether an import failed since nothing has this name, not within the user's module."""
+    if isinstance(error, ModuleNotFoundError):
+        return error.name is None or f"{path}.".startswith(f"{error.name}.")
+    # Raised here, not further down in what was imported.
+    trace = error.__traceback__
+    return trace is not None and (trace.tb_next is None or not path.rpartition(".")[0])

@@ -20,7 +20,7 @@ from gpipe_hpc.config import (
     Config,
     TokenDataConfig,
     TrainConfig,
-    bind_target,
+    bind_loss,
     build_target,
     num_tokens_of,
 )
@@ -240,7 +240,7 @@ def open_session(
         if world.rank == 0:
             _make_way(config, checkpoints, resumed)
         layers = build_target("model", config.model)
-        loss_fn = bind_target("loss", config.loss) if config.loss else loss_function(facts.loss)
+        loss_fn = bind_loss(config.loss) if config.loss else loss_function(facts.loss)
         sampler = ShuffledSampler(facts.num_samples, config.train.batch_size, config.train.seed)
         if isinstance(config.data, TokenDataConfig):
             model = normalise_layers(layers)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gpipe_hpc.comm.nests import Nest, flatten, map_tensors, unflatten
-from gpipe_hpc.config import Config, bind_target, build_target
+from gpipe_hpc.config import Config, bind_loss, build_target
 from gpipe_hpc.models import LayerSpec, layer_name, loss_function, normalise_layers
 from gpipe_hpc.training.lr import set_lr
 from gpipe_hpc.training.optimizer import build_optimizer
@@ -32,9 +32,7 @@ class Judge:
         self._mesh = pipe.mesh
         layers = normalise_layers(build_target("model", config.model))
         self.layer_names = [layer_name(layer) for layer in layers]
-        loss_fn = (
-            bind_target("loss", config.loss) if config.loss else loss_function(session.facts.loss)
-        )
+        loss_fn = bind_loss(config.loss) if config.loss else loss_function(session.facts.loss)
         self._plain = PlainTraining(
             layers,
             loss_fn,

@@ -18,7 +18,7 @@ CASES = {
     "lr=3e-4": r"lr is a group of settings.*did you mean optimizer\.lr=3e-4\?",
     "train=5": r"train is a group of settings, expected one of train\.steps",
     "model=gtp": r"no preset model=gtp.*did you mean gpt\?",
-    "data.paths=README.md": r"data\.paths is no setting of the chosen data.*data=text, tokens",
+    "data.paths=README.md": r"data\.paths is no setting of the chosen data.*jsonl, text, tokens",
     "foo": r"cannot read 'foo', expected NAME=VALUE",
     "a=[1": r"cannot read 'a=\[1'",
     "pipeline.memory_bytes=much": r"bad pipeline\.memory_bytes.*24GB",

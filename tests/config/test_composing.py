@@ -11,7 +11,6 @@ import pytest
 from omegaconf import OmegaConf
 
 from gpipe_hpc.config import (
-    PythonSourceConfig,
     SGDConfig,
     check_config,
     compose_config,
@@ -19,6 +18,7 @@ from gpipe_hpc.config import (
     config_yaml,
 )
 from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.training.data.text import PythonSourceConfig
 
 
 def test_defaults_compose_and_pass_all_checks():
@@ -99,9 +99,10 @@ def test_conf_folder_of_somebody_else_is_refused(tmp_path, monkeypatch):
         conf_dir()
 
 
-def test_composing_loads_no_torch(repository: Path):
+def test_composing_for_a_drawing_loads_no_torch(repository: Path):
     code = (
-        "import sys; from gpipe_hpc.config import compose_config; compose_config(); "
+        "import sys; from gpipe_hpc.config import compose_config; "
+        "compose_config(reads_data=False); "
         "assert 'torch' not in sys.modules"
     )
     environment = os.environ | {"PYTHONPATH": str(repository)}

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from gpipe_hpc.config import bind_target, build_target, compose_config
+from gpipe_hpc.config import bind_target, build_target, check_config, compose_config
 from gpipe_hpc.errors import ConfigError
 
 
@@ -12,7 +12,7 @@ from gpipe_hpc.errors import ConfigError
 def own_module(tmp_path, monkeypatch):
     """Put a module with a user's own targets on the path."""
     (tmp_path / "own_targets.py").write_text(
-        "def build(width, depth=1): return ('built', width, depth)\n"
+        "def build(width=256, depth=1): return ('built', width, depth)\n"
         "def everything(**keywords): return keywords\n"
         "def loss(output, target, beta): return (output, target, beta)\n"
         "text = 'no function'\n"
@@ -22,14 +22,41 @@ def own_module(tmp_path, monkeypatch):
     sys.modules.pop("own_targets", None)
 
 
-def test_own_model_gets_those_preset_keywords_it_takes(own_module):
-    model = compose_config([f"model._target_={own_module}.build", "model.depth=3"]).model
-    assert build_target("model", model) == ("built", 128, 3)
+def test_own_model_gets_the_keywords_alone_that_the_user_has_set(own_module):
+    """The preset behind it, model=gpt, turned a default width of 256 into 128."""
+    target = f"model._target_={own_module}.build"
+    assert compose_config([target, "model.depth=3"]).model == {
+        "_target_": f"{own_module}.build",
+        "depth": 3,
+    }
+    built = build_target("model", compose_config([target, "model.depth=3"]).model)
+    assert built == ("built", 256, 3)
+    # What is set counts, also where it is what the preset says; and as one word.
+    same = compose_config([target, "model.width=128"]).model
+    assert build_target("model", same) == ("built", 128, 1)
+    whole = compose_config([f"model={{_target_:{own_module}.build,width:128}}"]).model
+    assert build_target("model", whole) == ("built", 128, 1)
+
+
+def test_a_preset_of_ones_own_keeps_its_keywords(own_module, tmp_path):
+    """Keywords in a YAML file of the user's are his, whatever presets of ours say."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "mine.yaml").write_text(f"_target_: {own_module}.build\nwidth: 128\n")
+    words = ["model=mine", f"hydra.searchpath=[file://{tmp_path}]"]
+    assert build_target("model", compose_config(words).model) == ("built", 128, 1)
+
+
+def test_own_model_needs_no_preset_of_another(own_module):
+    config = compose_config(["model=own", f"model._target_={own_module}.build"])
+    assert build_target("model", config.model) == ("built", 256, 1)
+    with pytest.raises(ConfigError, match=r"model, expected a _target_.*my\.module\.build"):
+        check_config(compose_config(["model=own"]), 1)
 
 
 def test_own_model_that_takes_everything_gets_everything(own_module):
     model = compose_config([f"model._target_={own_module}.everything", "model.depth=3"]).model
-    assert build_target("model", model)["depth"] == 3
+    assert build_target("model", model) == {"depth": 3}
 
 
 def test_own_model_needs_no_data_of_tokens(own_module):

@@ -15,14 +15,7 @@ from torch import nn
 from gpipe_hpc import Pipeline, run_on_threads
 from gpipe_hpc.comm.nests import tensors_of
 from gpipe_hpc.comm.transport.memory import MemoryTransport
-from gpipe_hpc.config import (
-    AdamWConfig,
-    RMSPropConfig,
-    SGDConfig,
-    TextConfig,
-    check_config,
-    compose_config,
-)
+from gpipe_hpc.config import AdamWConfig, RMSPropConfig, SGDConfig, check_config, compose_config
 from gpipe_hpc.errors import ConfigError, ModelError, PartitionError
 from gpipe_hpc.models import build_model, long_skips, skip_routes, token_cross_entropy
 from gpipe_hpc.models.losses import segmentation
@@ -31,6 +24,7 @@ from gpipe_hpc.planning.counted import count_model
 from gpipe_hpc.planning.forecast import forecast
 from gpipe_hpc.schedule import build, lower
 from gpipe_hpc.training.data import open_data
+from gpipe_hpc.training.data.text import TextConfig
 from gpipe_hpc.training.optimizer import build_optimizer, optimizer_memory
 
 TOKENS = ["data=synthetic", "data.seq_len=64", "data.vocab_size=50257"]

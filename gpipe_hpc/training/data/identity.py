@@ -19,19 +19,6 @@ Identity = Mapping[str, Any]
 
 _ORDER: Final = 1  # raised where the sampler gives another order
 _NUM_LOOKED_AT: Final = 16  # samples, from the first to the last
-# Changing these changes neither samples nor order; where files are is told by what they hold.
-_NO_MATTER: Final = frozenset(
-    {
-        "workers",
-        "prefetch",
-        "path",
-        "paths",
-        "root",
-        "validation_paths",
-        "num_validation_samples",
-        "index_dir",
-    }
-)
 
 
 @runtime_checkable
@@ -49,7 +36,7 @@ def identify(source: DataSource, data: DataConfig, train: TrainConfig) -> Identi
     Raises DataError where one cannot be read.
     """
     dataset = source.train
-    settings = {k: v for k, v in vars(data).items() if k not in _NO_MATTER}
+    settings = {k: v for k, v in vars(data).items() if k not in data.no_matter}
     return {
         "order": _ORDER,
         "train.seed": train.seed,

@@ -11,7 +11,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from gpipe_hpc.config import JsonLinesConfig
+from gpipe_hpc.config import TokenDataConfig
+from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.training.data.corpus import TextSource, Tokens, TokenWindows
 from gpipe_hpc.training.data.corruption import CorruptTally, tolerance
@@ -21,6 +22,39 @@ from gpipe_hpc.training.data.paths import expand, unreadable
 from gpipe_hpc.training.indexing.crew import Task, in_order
 from gpipe_hpc.training.indexing.lines import read_line, text_of
 from gpipe_hpc.training.indexing.parts import Part
+
+
+@dataclass
+class JsonLinesConfig(TokenDataConfig):
+    """Documents, one JSON object a line, bytes as tokens."""
+
+    paths: list[str] = field(default_factory=list)
+    validation_paths: list[str] = field(default_factory=list)
+    validation_percent: int = 5
+    key: str = "text"
+    separator: int = 256
+    vocab_size: int = field(default=257, kw_only=True)
+    index_dir: str | None = field(default=None, kw_only=True)
+    corrupt: str = "stop"
+    max_corrupt: int = 100
+
+    def check(self) -> None:
+        """Refuse settings that cannot work together; raises ConfigError."""
+        super().check()
+        if not self.paths:
+            raise refuse("data.paths", "files or patterns", [], "as data.paths=[corpus/*]")
+        if not 0 <= self.separator < self.vocab_size or self.vocab_size < 256:
+            raise refuse(
+                "data.separator",
+                f"a token below data.vocab_size={self.vocab_size}, itself 256 or more for bytes",
+                self.separator,
+                "leave data.separator at 256 and data.vocab_size at 257",
+            )
+
+    def open(self, seed: int, spare: Path | None) -> TextSource:
+        """Return what `open_jsonl` does."""
+        return open_jsonl(self, spare)
+
 
 _BLOCK: Final = 2**25  # bytes of a file that one task looks through
 _WORTH_KEEPING: Final = 2**26  # bytes of files; the index of fewer is made in a second

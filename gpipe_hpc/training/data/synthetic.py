@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -9,12 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gpipe_hpc.config import (
-    SyntheticImagesConfig,
-    SyntheticMasksConfig,
-    SyntheticTokensConfig,
-    SyntheticVectorsConfig,
-)
+from gpipe_hpc.config import ImageDataConfig, TokenDataConfig
+from gpipe_hpc.config.data import DataConfig, Shape, Shapes
 from gpipe_hpc.training.data.dataset import Dataset
 from gpipe_hpc.training.data.hashing import Words, hash_words
 
@@ -36,6 +33,73 @@ class SyntheticSource:
     def baseline(self) -> float | None:
         """Return None: what a guess costs says nothing about made-up data."""
         return None
+
+
+@dataclass
+class SyntheticTokensConfig(TokenDataConfig):
+    """Token sequences made from the sample's number."""
+
+    num_samples: int = 4096
+    num_validation_samples: int = 256
+    seed: int = 0
+
+    def open(self, seed: int, spare: Path | None) -> SyntheticSource:
+        """Return what `open_synthetic_tokens` does."""
+        return open_synthetic_tokens(self)
+
+
+@dataclass
+class SyntheticVectorsConfig(DataConfig):
+    """Vectors and their classes, made from the sample's number."""
+
+    num_samples: int = 4096
+    num_validation_samples: int = 256
+    width: int = 64
+    num_classes: int = 10
+    seed: int = 0
+
+    def shapes(self, num_samples: int) -> Shapes:
+        """Return the shapes of a batch."""
+        inputs = Shape("float32", (num_samples, self.width))
+        return Shapes(inputs, Shape("int64", (num_samples,)), "classification")
+
+    def open(self, seed: int, spare: Path | None) -> SyntheticSource:
+        """Return what `open_synthetic_vectors` does."""
+        return open_synthetic_vectors(self)
+
+
+@dataclass
+class SyntheticImagesConfig(ImageDataConfig):
+    """Images and their classes, made from the sample's number."""
+
+    num_samples: int = 4096
+    num_validation_samples: int = 256
+    seed: int = 0
+
+    def open(self, seed: int, spare: Path | None) -> SyntheticSource:
+        """Return what `open_synthetic_images` does."""
+        return open_synthetic_images(self)
+
+
+@dataclass
+class SyntheticMasksConfig(ImageDataConfig):
+    """Images and the class of each pixel, made from the sample's number."""
+
+    num_samples: int = 4096
+    num_validation_samples: int = 256
+    height: int = field(default=64, kw_only=True)
+    width: int = field(default=64, kw_only=True)
+    num_classes: int = field(default=2, kw_only=True)
+    seed: int = 0
+
+    def shapes(self, num_samples: int) -> Shapes:
+        """Return the shapes of a batch: each pixel has a class."""
+        masks = Shape("int64", (num_samples, self.height, self.width))
+        return super().shapes(num_samples)._replace(targets=masks, loss="segmentation")
+
+    def open(self, seed: int, spare: Path | None) -> SyntheticSource:
+        """Return what `open_synthetic_masks` does."""
+        return open_synthetic_masks(self)
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,14 @@ import os
 import sysconfig
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
-from gpipe_hpc.config import PythonSourceConfig, TextConfig, TokensConfig
+from gpipe_hpc.config import TokenDataConfig
+from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.training.data.corpus import Corpus, Segment, TextSource, TokenWindows
 from gpipe_hpc.training.data.mapped import MappedFiles
@@ -22,6 +24,63 @@ from gpipe_hpc.training.data.token_files import (
     without_indices,
 )
 from gpipe_hpc.training.indexing.parts import percentile
+
+
+@dataclass
+class PythonSourceConfig(TokenDataConfig):
+    """The Python files of a folder, bytes as tokens."""
+
+    root: str | None = None
+    validation_percent: int = 10
+
+    def check(self) -> None:
+        """Refuse settings that cannot work together; raises ConfigError."""
+        super().check()
+        if self.vocab_size < 256:
+            raise refuse(
+                "data.vocab_size", "256 or more for bytes", self.vocab_size, "leave it at 256"
+            )
+
+    def open(self, seed: int, spare: Path | None) -> TextSource:
+        """Return what `open_python_source` does."""
+        return open_python_source(self)
+
+
+@dataclass
+class TextConfig(TokenDataConfig):
+    """Files of bytes or of token numbers."""
+
+    paths: list[str] = field(default_factory=list)
+    validation_paths: list[str] = field(default_factory=list)
+    validation_fraction: float = 0.05
+    dtype: str = "uint8"
+
+    def check(self) -> None:
+        """Refuse settings that cannot work together; raises ConfigError."""
+        super().check()
+        if not self.paths:
+            raise refuse("data.paths", "files or patterns", [], "as data.paths=[corpus/*]")
+        if not 0 <= self.validation_fraction < 1:
+            raise refuse(
+                "data.validation_fraction",
+                "0 <= fraction < 1",
+                self.validation_fraction,
+                "lower it",
+            )
+
+    def open(self, seed: int, spare: Path | None) -> TextSource:
+        """Return what `open_text` does."""
+        return open_text(self)
+
+
+@dataclass
+class TokensConfig(TextConfig):
+    """Files of token numbers, as tokenizers write them."""
+
+    dtype: str = "uint16"
+    seq_len: int = field(default=1024, kw_only=True)
+    vocab_size: int = field(default=50257, kw_only=True)
+
 
 # Tests would be more than half of the text; installed packages are not the same on all machines.
 _LEFT_OUT: Final = frozenset(

@@ -13,9 +13,10 @@ import pytest
 import torch
 from PIL import Image
 
-from gpipe_hpc.config import ImageFolderConfig, ImageShardsConfig
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.training.data import CorruptSampleError, DataFacts, open_data
+from gpipe_hpc.training.data.images.folder import ImageFolderConfig
+from gpipe_hpc.training.data.images.shards import ImageShardsConfig
 
 PLAIN = {
     "height": 8,

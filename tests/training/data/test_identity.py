@@ -6,19 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpipe_hpc.config import (
-    CifarConfig,
-    IdxConfig,
-    ImageFolderConfig,
-    ImageShardsConfig,
-    JsonLinesConfig,
-    SyntheticTokensConfig,
-    TextConfig,
-    TokensConfig,
-    TrainConfig,
-)
+from gpipe_hpc.config import TrainConfig
 from gpipe_hpc.errors import CheckpointError
 from gpipe_hpc.training.data import ShuffledSampler, differences, identify, open_data
+from gpipe_hpc.training.data.images.cifar import CifarConfig
+from gpipe_hpc.training.data.images.folder import ImageFolderConfig
+from gpipe_hpc.training.data.images.idx import IdxConfig
+from gpipe_hpc.training.data.images.shards import ImageShardsConfig
+from gpipe_hpc.training.data.jsonl import JsonLinesConfig
+from gpipe_hpc.training.data.synthetic import SyntheticTokensConfig
+from gpipe_hpc.training.data.text import TextConfig, TokensConfig
 from gpipe_hpc.training.position import check_data, goes_on
 
 

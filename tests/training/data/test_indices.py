@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from gpipe_hpc.config import ImageFolderConfig, ImageShardsConfig, JsonLinesConfig
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.training.data import jsonl, open_data
 from gpipe_hpc.training.data.images import folder, shards
+from gpipe_hpc.training.data.images.folder import ImageFolderConfig
+from gpipe_hpc.training.data.images.shards import ImageShardsConfig
+from gpipe_hpc.training.data.jsonl import JsonLinesConfig
 from gpipe_hpc.training.data.names import Names
 from gpipe_hpc.training.indexing import kept
 
@@ -229,7 +231,7 @@ def test_several_files_in_small_blocks_are_one_text(files, tmp_path, monkeypatch
 SCRIPT = """
 import sys
 from pathlib import Path
-from gpipe_hpc.config import JsonLinesConfig
+from gpipe_hpc.training.data.jsonl import JsonLinesConfig
 from gpipe_hpc.training.data import open_data
 config = JsonLinesConfig([sys.argv[1]], seq_len=3, index_dir=sys.argv[2])
 for _ in range(5):

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from gpipe_hpc.config import JsonLinesConfig
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.training.data import open_data
+from gpipe_hpc.training.data.jsonl import JsonLinesConfig
 
 
 def jsonl(*paths, **settings) -> JsonLinesConfig:

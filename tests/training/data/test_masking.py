@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from gpipe_hpc import Pipeline, run_on_threads
-from gpipe_hpc.config import SyntheticTokensConfig, TokensConfig, check_config, compose_config
+from gpipe_hpc.config import check_config, compose_config
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import build_bert, build_gpt, sees_ahead, token_cross_entropy
 from gpipe_hpc.training.data import open_data
+from gpipe_hpc.training.data.synthetic import SyntheticTokensConfig
+from gpipe_hpc.training.data.text import TokensConfig
 from gpipe_hpc.training.loop import run_training
 from gpipe_hpc.training.signals import StopRequest
 

@@ -10,16 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from gpipe_hpc.config import (
-    Cifar100Config,
-    CifarConfig,
-    DigitsConfig,
-    FashionMnistConfig,
-    IdxConfig,
-)
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.training.data import open_data
-from gpipe_hpc.training.data.images.idx import IdxFile
+from gpipe_hpc.training.data.images.cifar import Cifar100Config, CifarConfig
+from gpipe_hpc.training.data.images.digits import DigitsConfig
+from gpipe_hpc.training.data.images.idx import FashionMnistConfig, IdxConfig, IdxFile
 
 
 def idx(folder, **settings) -> IdxConfig:

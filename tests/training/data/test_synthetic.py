@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from gpipe_hpc.config import (
-    DataConfig,
+from gpipe_hpc.config import DataConfig
+from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.training.data import open_data
+from gpipe_hpc.training.data.synthetic import (
     SyntheticImagesConfig,
     SyntheticMasksConfig,
     SyntheticTokensConfig,
     SyntheticVectorsConfig,
 )
-from gpipe_hpc.errors import ConfigError
-from gpipe_hpc.training.data import open_data
 
 TOKENS = SyntheticTokensConfig(num_samples=40, num_validation_samples=7, seq_len=9, vocab_size=50)
 VECTORS = SyntheticVectorsConfig(num_samples=400, num_validation_samples=7, width=5, num_classes=3)
@@ -121,5 +121,5 @@ def test_masked_images_are_as_bright_as_their_classes():
 
 
 def test_unknown_kind_is_refused():
-    with pytest.raises(ConfigError, match="expected one of conf/data, got DataConfig"):
+    with pytest.raises(ConfigError, match="DataConfig cannot be opened"):
         open_data(DataConfig())

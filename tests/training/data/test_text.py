@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from gpipe_hpc.config import PythonSourceConfig, TextConfig, TokensConfig
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.training.data import open_data
 from gpipe_hpc.training.data.corpus import Corpus, Segment, unigram_entropy
+from gpipe_hpc.training.data.text import PythonSourceConfig, TextConfig, TokensConfig
 from gpipe_hpc.training.data.token_files import whole_file
 
 

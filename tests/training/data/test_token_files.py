@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpipe_hpc.config import TextConfig, TokensConfig
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.training.data import open_data
 from gpipe_hpc.training.data.mapped import MappedFiles
+from gpipe_hpc.training.data.text import TextConfig, TokensConfig
 from gpipe_hpc.training.data.token_files import open_token_file, whole_file
 
 

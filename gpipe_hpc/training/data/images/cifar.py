@@ -5,17 +5,48 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from gpipe_hpc.config import Cifar100Config, CifarConfig
+from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.training.data.images.augmentation import Pixels
 from gpipe_hpc.training.data.images.source import Classes, ImageSource, checked_classes
-from gpipe_hpc.training.data.images.stored import stored_source
+from gpipe_hpc.training.data.images.stored import StoredImagesConfig, stored_source
 from gpipe_hpc.training.data.paths import folder, unreadable
+
+
+@dataclass
+class CifarConfig(StoredImagesConfig):
+    """CIFAR-10, binary version."""
+
+    path: str | None = None
+    height: int = field(default=32, kw_only=True)
+    width: int = field(default=32, kw_only=True)
+    num_classes: int = field(default=10, kw_only=True)
+
+    stored_size: ClassVar[tuple[int, int, int] | None] = (3, 32, 32)
+
+    def check(self) -> None:
+        """Refuse settings that cannot work together; raises ConfigError."""
+        super().check()
+        if not self.path:
+            raise refuse("data.path", "a folder", self.path, "as data.path=/where/the/files/are")
+
+    def open(self, seed: int, spare: Path | None) -> ImageSource:
+        """Return what `open_cifar` does."""
+        return open_cifar(self, seed)
+
+
+@dataclass
+class Cifar100Config(CifarConfig):
+    """CIFAR-100, binary version."""
+
+    label: str = "fine"
+    num_classes: int = field(default=100, kw_only=True)
+
 
 _SHAPE: Final = (3, 32, 32)
 _NUM_PIXELS: Final = 3 * 32 * 32

@@ -2,8 +2,8 @@
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, Protocol
+from dataclasses import dataclass, field
+from typing import ClassVar, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from gpipe_hpc.config import CodedImagesConfig
+from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.training.data.dataset import CorruptSampleError
 from gpipe_hpc.training.data.images.augmentation import (
@@ -26,11 +26,43 @@ from gpipe_hpc.training.data.images.source import (
     Classes,
     ImageSource,
     Normalisation,
+    PixelDataConfig,
     as_numbers,
 )
 from gpipe_hpc.training.data.names import Names
 from gpipe_hpc.training.indexing.parts import percentile
 from gpipe_hpc.training.indexing.tar import IMAGE_SUFFIXES
+
+
+@dataclass
+class CodedImagesConfig(PixelDataConfig):
+    """JPEG and PNG images of any size, cut and scaled to one."""
+
+    resize: int = field(default=256, kw_only=True)
+    min_area: float = field(default=0.08, kw_only=True)
+    max_pixels: int = field(default=2**26, kw_only=True)
+    corrupt: str = field(default="stop", kw_only=True)
+    max_corrupt: int = field(default=100, kw_only=True)
+
+    augmentations: ClassVar[tuple[str, ...]] = ("none", "resized_crop_flip")
+
+    def check(self) -> None:
+        """Refuse settings that cannot work together; raises ConfigError."""
+        super().check()
+        if self.channels not in (1, 3):
+            raise refuse("data.channels", "3 (colour) or 1 (grey)", self.channels, "choose one")
+        if not 0 < self.min_area <= 1:
+            raise refuse(
+                "data.min_area", "0 < area <= 1", self.min_area, "it is a share of the image"
+            )
+        if self.resize < max(self.height, self.width):
+            raise refuse(
+                "data.resize",
+                f"at least data.height={self.height} and data.width={self.width}",
+                self.resize,
+                "raise it: the centre of the resized image is cut out for validation",
+            )
+
 
 # No other: each decoder is code that strangers' bytes run through.
 _FORMATS: Final = ("JPEG", "PNG")

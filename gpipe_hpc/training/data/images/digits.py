@@ -6,16 +6,34 @@ set (Alpaydin and Kaynak, UCI Machine Learning Repository, 1998). Every fifth (n
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from gpipe_hpc.config import DigitsConfig
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.training.data.images.augmentation import Pixels
 from gpipe_hpc.training.data.images.source import Classes, ImageSource, checked_classes
-from gpipe_hpc.training.data.images.stored import stored_source
+from gpipe_hpc.training.data.images.stored import StoredImagesConfig, stored_source
+
+
+@dataclass
+class DigitsConfig(StoredImagesConfig):
+    """The scans of handwritten digits that scikit-learn carries."""
+
+    channels: int = field(default=1, kw_only=True)
+    height: int = field(default=8, kw_only=True)
+    width: int = field(default=8, kw_only=True)
+    num_classes: int = field(default=10, kw_only=True)
+    padding: int = field(default=1, kw_only=True)
+
+    stored_size: ClassVar[tuple[int, int, int] | None] = (1, 8, 8)
+
+    def open(self, seed: int, spare: Path | None) -> ImageSource:
+        """Return what `open_digits` does."""
+        return open_digits(self, seed)
+
 
 _EVERY: Final = 5
 _BRIGHTEST: Final = 16  # of a scan's pixels, which count dark spots of 4 x 4

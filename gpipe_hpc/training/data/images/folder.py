@@ -3,17 +3,18 @@
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from gpipe_hpc.config import ImageFolderConfig
+from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.training.data.images.coded import (
     SUFFIXES,
+    CodedImagesConfig,
     CodedStore,
     coded_source,
     corrupt,
@@ -24,6 +25,28 @@ from gpipe_hpc.training.data.indices import Keeping, indexed
 from gpipe_hpc.training.data.names import Names
 from gpipe_hpc.training.data.paths import folder, unreadable
 from gpipe_hpc.training.indexing.parts import Arrays, Part
+
+
+@dataclass
+class ImageFolderConfig(CodedImagesConfig):
+    """A folder of images for each class."""
+
+    index_dir: str | None = field(default=None, kw_only=True)
+    path: str | None = None
+    train: str = "train"
+    validation: str | None = "val"
+    validation_percent: int = 5
+
+    def check(self) -> None:
+        """Refuse settings that cannot work together; raises ConfigError."""
+        super().check()
+        if not self.path:
+            raise refuse("data.path", "a folder", self.path, "as data.path=/where/the/files/are")
+
+    def open(self, seed: int, spare: Path | None) -> ImageSource:
+        """Return what `open_image_folder` does."""
+        return open_image_folder(self, seed, spare)
+
 
 _NUM_LISTED: Final = 16  # folders at a time
 _WORTH_KEEPING: Final = 20_000  # images; fewer are listed in a second

@@ -15,12 +15,43 @@ from typing import BinaryIO, Final, cast
 import numpy as np
 import numpy.typing as npt
 
-from gpipe_hpc.config import FashionMnistConfig, IdxConfig
+from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.training.data.images.augmentation import Pixels
 from gpipe_hpc.training.data.images.source import Classes, ImageSource, checked_classes
-from gpipe_hpc.training.data.images.stored import stored_source
+from gpipe_hpc.training.data.images.stored import StoredImagesConfig, stored_source
 from gpipe_hpc.training.data.paths import folder, unreadable
+
+
+@dataclass
+class IdxConfig(StoredImagesConfig):
+    """Four files in the format of MNIST."""
+
+    path: str | None = None
+    train_images: str = "train-images-idx3-ubyte"
+    train_labels: str = "train-labels-idx1-ubyte"
+    validation_images: str = "t10k-images-idx3-ubyte"
+    validation_labels: str = "t10k-labels-idx1-ubyte"
+    channels: int = field(default=1, kw_only=True)
+    height: int = field(default=28, kw_only=True)
+    width: int = field(default=28, kw_only=True)
+    num_classes: int = field(default=10, kw_only=True)
+
+    def check(self) -> None:
+        """Refuse settings that cannot work together; raises ConfigError."""
+        super().check()
+        if not self.path:
+            raise refuse("data.path", "a folder", self.path, "as data.path=/where/the/files/are")
+
+    def open(self, seed: int, spare: Path | None) -> ImageSource:
+        """Return what `open_idx` does."""
+        return open_idx(self, seed)
+
+
+@dataclass
+class FashionMnistConfig(IdxConfig):
+    """Fashion-MNIST, as Debian packs it."""
+
 
 _UBYTE: Final = 8
 _MAX_INFLATION: Final = 1032  # deflate makes no file smaller than its 1032nd part

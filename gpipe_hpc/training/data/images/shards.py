@@ -6,23 +6,45 @@ Nothing is ever extracted: names in a tar file lead nowhere.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from gpipe_hpc.config import ImageShardsConfig
+from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.training.data.corruption import CorruptTally, tolerance
-from gpipe_hpc.training.data.images.coded import coded_source, corrupt, split
+from gpipe_hpc.training.data.images.coded import CodedImagesConfig, coded_source, corrupt, split
 from gpipe_hpc.training.data.images.source import Classes, ImageSource, checked_classes
 from gpipe_hpc.training.data.indices import Keeping, indexed
 from gpipe_hpc.training.data.names import Names
 from gpipe_hpc.training.data.paths import expand, unreadable
 from gpipe_hpc.training.indexing.crew import Task, in_order
 from gpipe_hpc.training.indexing.parts import Part
+
+
+@dataclass
+class ImageShardsConfig(CodedImagesConfig):
+    """Tar files of images and their labels."""
+
+    paths: list[str] = field(default_factory=list)
+    validation_paths: list[str] = field(default_factory=list)
+    validation_percent: int = 5
+    label_key: str = "label"
+    index_dir: str | None = field(default=None, kw_only=True)
+
+    def check(self) -> None:
+        """Refuse settings that cannot work together; raises ConfigError."""
+        super().check()
+        if not self.paths:
+            raise refuse("data.paths", "files or patterns", [], "as data.paths=[corpus/*]")
+
+    def open(self, seed: int, spare: Path | None) -> ImageSource:
+        """Return what `open_image_shards` does."""
+        return open_image_shards(self, seed, spare)
+
 
 _WORTH_KEEPING: Final = 2**30  # bytes of shards; the headers of fewer are read in a second
 

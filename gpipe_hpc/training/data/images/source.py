@@ -1,19 +1,47 @@
 """What all image data have in common: normalisation, and what a guess costs."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gpipe_hpc.config import PixelDataConfig
+from gpipe_hpc.config import ImageDataConfig
+from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.training.data.corpus import frequency_cost
 from gpipe_hpc.training.data.dataset import Dataset
 from gpipe_hpc.training.data.images.augmentation import Pixels
+
+
+@dataclass
+class PixelDataConfig(ImageDataConfig):
+    """Real images: how they are varied in training, and brought to mean 0 and deviation 1."""
+
+    augment: str = field(default="none", kw_only=True)
+    mean: list[float] = field(default_factory=list, kw_only=True)
+    std: list[float] = field(default_factory=list, kw_only=True)
+
+    augmentations: ClassVar[tuple[str, ...]] = ("none",)
+
+    def check(self) -> None:
+        """Refuse settings that cannot work together; raises ConfigError."""
+        super().check()
+        if self.augment not in self.augmentations:
+            choices = ", ".join(self.augmentations)
+            raise refuse("data.augment", f"one of {choices}", self.augment, "choose one of them")
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if len(values) != self.channels or not all(math.isfinite(each) for each in values):
+                expected = f"a number for each of {self.channels} channels"
+                raise refuse(f"data.{name}", expected, values, "give it")
+        if min(self.std) <= 0:
+            remedy = "raise them, 1 changes nothing"
+            raise refuse("data.std", "deviations above 0", self.std, remedy)
+
 
 Classes = npt.NDArray[np.int64]
 

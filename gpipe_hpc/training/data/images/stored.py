@@ -1,22 +1,47 @@
 """Images stored pixel by pixel, all of one size: IDX files, CIFAR, scikit-learn's digits."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from gpipe_hpc.config import StoredImagesConfig
+from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.training.data.images.augmentation import PadCropFlip, Pixels, Shift, uniform
 from gpipe_hpc.training.data.images.source import (
     Classes,
     ImageSource,
     Normalisation,
+    PixelDataConfig,
     as_numbers,
 )
+
+
+@dataclass
+class StoredImagesConfig(PixelDataConfig):
+    """Images stored pixel by pixel, all of one size."""
+
+    padding: int = field(default=4, kw_only=True)
+
+    augmentations: ClassVar[tuple[str, ...]] = ("none", "pad_crop", "pad_crop_flip")
+    stored_size: ClassVar[tuple[int, int, int] | None] = None  # where all files have the same
+
+    def check(self) -> None:
+        """Refuse settings that cannot work together; raises ConfigError."""
+        super().check()
+        if self.padding >= min(self.height, self.width):
+            raise refuse("data.padding", "less than an image's side", self.padding, "lower it")
+        shape = (self.channels, self.height, self.width)
+        if self.stored_size not in (None, shape):
+            raise refuse(
+                "data.channels, data.height, data.width",
+                f"{self.stored_size}, as the images are",
+                shape,
+                "leave them as they are",
+            )
 
 
 class Store(Protocol):
