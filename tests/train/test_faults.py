@@ -5,77 +5,9 @@ import signal
 import pytest
 
 from tests.support import has_begun
+from tests.train.mine import MINE
 
 pytestmark = pytest.mark.slow
-
-# A user's own model: its faults are switched on by the keywords of `build`.
-USER_MODEL = """
-import time
-
-import torch
-from torch import nn
-
-from gpipe_hpc import LayerSpec
-
-
-class Fault(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ValueError("what the user got wrong")
-
-
-class Layer(nn.Module):
-    def __init__(self, kind, at):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.kind, self.at, self.num_calls = kind, at, 0
-
-    def forward(self, x):
-        self.num_calls += self.training
-        y = self.linear(x)
-        if self.num_calls != self.at:
-            return y
-        if self.kind == "poison":
-            return y * float("nan")
-        if self.kind == "forward":
-            raise ValueError("what the user got wrong")
-        if self.kind == "slow":
-            time.sleep(3600)
-        return Fault.apply(y) if self.kind == "backward" else y
-
-
-def build(kind="none", stage=0, at=1):
-    return [LayerSpec(Layer, kind if i == stage else "none", at) for i in range(4)]
-
-
-def fail(**kwargs):
-    raise RuntimeError("no model today")
-"""
-MINE = (
-    "model=mlp",
-    "model._target_=mine.build",
-    "data=synthetic_vectors",
-    "data.width=8",
-    "data.num_classes=8",
-    "train.batch_size=8",
-    "train.steps=6",
-    "train.validate_every=0",
-    "pipeline.microbatches=4",
-    "pipeline.partition=uniform",
-    "pipeline.recompute=never",
-    "run.dir=run",
-)
-
-
-@pytest.fixture
-def mine(tmp_path):
-    """Return the environment in which the user's model is found."""
-    (tmp_path / "mine.py").write_text(USER_MODEL)
-    return {"PYTHONPATH": str(tmp_path)}
 
 
 BAD_SETTINGS = {

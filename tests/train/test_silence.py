@@ -10,71 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.support import has_begun
+from tests.train.mine import MINE
 
 pytestmark = pytest.mark.slow
-
-USER_MODEL = """
-import ctypes
-import os
-import re
-import signal
-import time
-
-import torch
-from torch import nn
-
-from gpipe_hpc import LayerSpec
-
-
-class Layer(nn.Module):
-    def __init__(self, kind, at, seconds):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.kind, self.at, self.seconds, self.num_calls = kind, at, seconds, 0
-
-    def forward(self, x):
-        self.num_calls += 1
-        if self.num_calls == self.at:
-            if self.kind == "sleep":
-                time.sleep(self.seconds)
-            if self.kind == "lock":
-                ctypes.PyDLL(None).sleep(int(self.seconds))  # keeps the interpreter's lock
-            if self.kind == "regex":
-                re.fullmatch("(a+)+b", "a" * 100)  # so it does, for longer than the world stands
-            if self.kind == "orphan":
-                child = os.fork()
-                if child == 0:
-                    time.sleep(self.seconds)
-                    os._exit(0)
-                open("child", "w").write(str(child))
-                os.kill(os.getpid(), signal.SIGKILL)
-        return self.linear(x)
-
-
-def build(kind="none", stage=0, at=7, seconds=3600.0):
-    return [LayerSpec(Layer, kind if i == stage else "none", at, seconds) for i in range(4)]
-"""
-MINE = (
-    "model=mlp",
-    "model._target_=mine.build",
-    "data=synthetic_vectors",
-    "data.width=8",
-    "data.num_classes=8",
-    "train.batch_size=8",
-    "train.steps=6",
-    "train.validate_every=0",
-    "pipeline.microbatches=4",
-    "pipeline.partition=uniform",
-    "pipeline.recompute=never",
-    "run.dir=run",
-)
-
-
-@pytest.fixture
-def mine(tmp_path):
-    """Return the environment in which the user's model is found."""
-    (tmp_path / "mine.py").write_text(USER_MODEL)
-    return {"PYTHONPATH": str(tmp_path)}
 
 
 def named(ranks, numbers, *parts):
