@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gpipe_hpc import Pipeline, run_on_threads
 from gpipe_hpc.errors import ActionError, DataError, ModelError
 from gpipe_hpc.models import classification
+from tests.support import buffers_of, square_sum
 
 STEPS = 5
 RATE = 0.01
@@ -57,14 +58,6 @@ def batches(samples):
     ]
 
 
-def loss_fn(output, target):
-    return (output - target).square().sum(), float(len(target))
-
-
-def buffers_of(pipe):
-    return {n: b for s in pipe.stages.values() for n, b in s.named_buffers().items()}
-
-
 def norms_of(layers):
     return [m for m in nn.ModuleList(layers).modules() if isinstance(m, _BatchNorm)]
 
@@ -83,7 +76,7 @@ def train_plain(samples, cut):
         whole.zero_grad()
         total = 0.0
         for x, y in zip(cut(inputs), cut(targets), strict=True):
-            loss, _ = loss_fn(whole(x), y)
+            loss, _ = square_sum(whole(x), y)
             (loss / samples).backward()
             total += loss.item() / samples
         for norm in norms:
@@ -108,7 +101,7 @@ def train(samples, ranks, replicas=1, run=run_on_threads, **options):
 
     def body(world):
         layers = copy.deepcopy(made)
-        pipe = Pipeline(layers, loss_fn, stages=ranks, replicas=replicas, world=world, **options)
+        pipe = Pipeline(layers, square_sum, stages=ranks, replicas=replicas, world=world, **options)
         losses, gradients = [], []
         for inputs, targets in batches(samples):
             part = pipe.share(samples)
@@ -150,7 +143,7 @@ def check(samples, results, num_pieces, cut=None):
         inputs, targets = batches(samples)[0]
         whole.eval()  # by micro-batch: one layer has no running statistics
         pieces = zip(pieces_of(inputs), pieces_of(targets), strict=True)
-        total = sum(loss_fn(whole(x), y)[0].item() for x, y in pieces)
+        total = sum(square_sum(whole(x), y)[0].item() for x, y in pieces)
         expected = [total / samples] * len(results)
         assert [evaluated for *_, evaluated in results] == pytest.approx(expected, rel=1e-12)
 
@@ -286,13 +279,13 @@ def test_a_checkpoint_keeps_the_statistics(tmp_path):
     inputs, targets = batches(8)[0]
 
     def body(world):
-        pipe = Pipeline(copy.deepcopy(made), loss_fn, microbatches=2, world=world)
+        pipe = Pipeline(copy.deepcopy(made), square_sum, microbatches=2, world=world)
         pipe.step(inputs, targets)
         pipe.save(tmp_path / "kept")
         return buffers_of(pipe)
 
     def resumed(world):
-        pipe = Pipeline(model(), loss_fn, microbatches=4, world=world)
+        pipe = Pipeline(model(), square_sum, microbatches=4, world=world)
         pipe.load(tmp_path / "kept")
         return buffers_of(pipe)
 
@@ -309,7 +302,7 @@ def test_a_frozen_layer_keeps_its_statistics():
     inputs, targets = batches(8)[0]
 
     def body(world):
-        pipe = Pipeline(copy.deepcopy(made), loss_fn, microbatches=2, world=world)
+        pipe = Pipeline(copy.deepcopy(made), square_sum, microbatches=2, world=world)
         pipe.step(inputs, targets)
         return buffers_of(pipe)
 
@@ -330,14 +323,14 @@ def test_under_autocast(recompute):
     for x, y in zip(inputs.split(2), targets.split(2), strict=True):
         with torch.autocast("cpu", torch.bfloat16):
             convolved.append(plain[0](x).detach().float())
-            losses.append(loss_fn(plain(x), y)[0])
+            losses.append(square_sum(plain(x), y)[0])
         losses[-1].backward()
     whole = torch.cat(convolved)
 
     def body(world):
         pipe = Pipeline(
             copy.deepcopy(layers),
-            loss_fn,
+            square_sum,
             microbatches=3,
             recompute=recompute,
             precision="bfloat16",

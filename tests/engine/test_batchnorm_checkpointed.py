@@ -4,14 +4,13 @@ What runs again within a backward, where nothing of ours is bound to the thread,
 micro-batch for a batch (five where one was).
 """
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gpipe_hpc import Pipeline, run_on_threads
+from tests.support import assert_close, batch, together, train_ranks
 
 SAMPLES, MICROBATCHES = 12, 3
 
@@ -50,43 +49,17 @@ def train(reentrant, recompute, schedule="gpipe", replicas=1, kind=Checkpointed,
     """Return losses, gradients and buffers of two steps, of all ranks together."""
     torch.manual_seed(0)
     made = nn.ModuleList([nn.Linear(4, 4), kind(reentrant), nn.Linear(4, 4), kind(reentrant)])
-    made = list(made.double())
-    inputs, targets = torch.randn(2, SAMPLES, 4, dtype=torch.float64)
-
-    def body(world):
-        pipe = Pipeline(
-            copy.deepcopy(made),
-            nn.functional.mse_loss,
-            replicas=replicas,
-            microbatches=MICROBATCHES,
-            schedule=schedule,
-            recompute=recompute,
-            partition=[2, 2],
-            world=world,
-            **options,
-        )
-        part = pipe.share(SAMPLES)
-        losses = [pipe.step(inputs[part], targets[part]).loss for _ in range(2)]
-        buffers = {n: b for s in pipe.stages.values() for n, b in s.named_buffers().items()}
-        return losses, {n: p.grad for n, p in pipe.named_parameters()}, buffers
-
-    ranks = run_on_threads(2 * replicas, body)
-    return (
-        ranks[0][0],
-        {name: gradient for rank in ranks for name, gradient in rank[1].items()},
-        {name: buffer for rank in ranks for name, buffer in rank[2].items()},
+    settings = {"schedule": schedule, "recompute": recompute, "replicas": replicas, **options}
+    ranks = train_ranks(
+        list(made.double()),
+        nn.functional.mse_loss,
+        [batch(SAMPLES, dtype=torch.float64)] * 2,
+        ranks=2 * replicas,
+        microbatches=MICROBATCHES,
+        partition=[2, 2],
+        **settings,
     )
-
-
-def assert_equal(ours, plain):
-    assert ours[0] == pytest.approx(plain[0], rel=1e-12)
-    for mine, theirs in zip(ours[1:], plain[1:], strict=True):
-        assert mine.keys() == theirs.keys()
-        for name, value in mine.items():
-            near = value is theirs[name] is None or torch.allclose(
-                value, theirs[name], rtol=1e-10, atol=1e-12
-            )
-            assert near, name
+    return together(ranks)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -95,8 +68,8 @@ def assert_equal(ours, plain):
 def test_counts_one_batch_a_step(reentrant, recompute, schedule):
     """The same layers without their own checkpoint are the reference; see test_batchnorm.py."""
     ours = train(reentrant, recompute, schedule)
-    assert_equal(ours, train(None, "never"))
-    counts = [b.item() for name, b in ours[2].items() if name.endswith("num_batches_tracked")]
+    assert_close(ours, train(None, "never"), 1e-10)
+    counts = [b.item() for name, b in ours.buffers.items() if name.endswith("num_batches_tracked")]
     assert counts == [2, 2]
 
 
@@ -106,7 +79,7 @@ def test_runs_again_with_the_statistics_of_all_replicas(reentrant, recompute):
     """What ran again normalised its own replica's samples alone."""
     options = {"replicas": 2, "normalise_over_replicas": True}
     ours = train(reentrant, recompute, **options)
-    assert_equal(ours, train(None, "never", **options))
+    assert_close(ours, train(None, "never", **options), 1e-10)
 
 
 @pytest.mark.parametrize("reentrant", [False])
@@ -114,7 +87,7 @@ def test_runs_again_with_the_statistics_of_all_replicas(reentrant, recompute):
 def test_a_layer_that_differentiates_itself(reentrant, recompute):
     """Its checkpoint runs again amid the forward, while reports are taken."""
     ours = train(reentrant, recompute, kind=SelfDifferentiating)
-    assert_equal(ours, train(None, "never", kind=SelfDifferentiating))
+    assert_close(ours, train(None, "never", kind=SelfDifferentiating), 1e-10)
 
 
 def test_outside_of_a_step_the_layer_is_torchs():

@@ -8,22 +8,10 @@ from gpipe_hpc import LayerSpec, Pipeline
 from gpipe_hpc.comm.joining.start import start_world
 from gpipe_hpc.comm.transport.base import PlacedChannel
 from gpipe_hpc.schedule import Channel
+from tests.support import batches, square_sum
 
 WIDTH = 4
 both_ways = pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "gloo"])
-
-
-def mean_square(output, target):
-    return (output - target).square().sum(), float(len(target))
-
-
-def batches(num_steps, size=8):
-    generator = torch.Generator().manual_seed(3)
-    shape = (size, WIDTH)
-    return [
-        tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
-        for _ in range(num_steps)
-    ]
 
 
 class Lazy(nn.Module):
@@ -50,12 +38,12 @@ def test_lazy_views_cross_between_processes(plain, processes, shares_memory, tmp
     linear = nn.Linear, (WIDTH, WIDTH, True, None, torch.float64)
     recipes = [plain.Recipe(Lazy, ()), plain.Recipe(Real, ()), plain.Recipe(*linear)]
     data = batches(2)
-    expected = plain.train(recipes, mean_square, data, seed=5, microbatches=2, order=reversed_range)
+    expected = plain.train(recipes, square_sum, data, seed=5, microbatches=2, order=reversed_range)
 
     def body(rank):
         pipe = Pipeline(
             [LayerSpec(factory, *args) for factory, args in recipes],
-            mean_square,
+            square_sum,
             stages=2,
             partition=[1, 2],
             microbatches=2,

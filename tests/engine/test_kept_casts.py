@@ -12,6 +12,7 @@ from gpipe_hpc.engine import precision as engine_precision
 from gpipe_hpc.errors import ActionError
 from gpipe_hpc.models import LayerSpec, build_gpt, build_layer, token_cross_entropy
 from gpipe_hpc.schedule import Op
+from tests.support import token_batch
 
 SPECS = build_gpt(vocab_size=13, block_size=8, num_layers=2, num_heads=2, width=16)
 SEED = 2
@@ -20,11 +21,6 @@ CAST_WEIGHTS = 2 * 4 * 2 + 1  # of two blocks four matrices with their biases, a
 lasting = pytest.mark.skipif(
     not engine_precision._casts_keep_their_graph(), reason="this torch casts for each graph"
 )
-
-
-def batch(shift: int = 0) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(0, 13, (8, 9), generator=torch.Generator().manual_seed(shift))
-    return tokens[:, :-1], tokens[:, 1:]
 
 
 def pipeline(microbatches=4, schedule="gpipe", recompute="never", **settings) -> Pipeline:
@@ -73,30 +69,30 @@ WAYS = [
 def test_each_weight_is_cast_once_a_step(schedule, recompute, microbatches):
     pipe = pipeline(microbatches, schedule, recompute)
     for _ in range(2):
-        assert num_casts(lambda: pipe.step(*batch())) == CAST_WEIGHTS
+        assert num_casts(lambda: pipe.step(*token_batch())) == CAST_WEIGHTS
 
 
 @lasting
 def test_each_weight_is_cast_once_an_evaluation_or_prediction():
     pipe = pipeline()
-    assert num_casts(lambda: pipe.evaluate(*batch())) == CAST_WEIGHTS
-    assert num_casts(lambda: pipe.predict(batch()[0])) == CAST_WEIGHTS
+    assert num_casts(lambda: pipe.evaluate(*token_batch())) == CAST_WEIGHTS
+    assert num_casts(lambda: pipe.predict(token_batch()[0])) == CAST_WEIGHTS
 
 
 @lasting
 def test_two_stages_of_a_rank_cast_each_their_own():
     pipe = pipeline(4, "interleaved", "always", partition=[3, 4])
-    assert num_casts(lambda: pipe.step(*batch())) == CAST_WEIGHTS
+    assert num_casts(lambda: pipe.step(*token_batch())) == CAST_WEIGHTS
 
 
 def plain(weights: dict[str, Tensor], microbatches: int, schedule: str, given=None):
-    """Return loss and gradients of a loop that casts anew for each micro-batch."""
+    """Return loss and gradients of a loop that casts anew for each micro-token_batch."""
     layers = [build_layer(spec, index=i, seed=SEED) for i, spec in enumerate(SPECS)]
     named = {f"layers.{i}.{n}": p for i, m in enumerate(layers) for n, p in m.named_parameters()}
     with torch.no_grad():
         for name, weight in weights.items():
             named[name].copy_(weight)
-    inputs, targets = given or batch()
+    inputs, targets = given or token_batch()
     pieces = list(
         zip(inputs.tensor_split(microbatches), targets.tensor_split(microbatches), strict=True)
     )
@@ -128,7 +124,7 @@ def check(pipe: Pipeline, result, microbatches: int, schedule: str, given=None, 
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_gradients_are_those_of_a_loop_that_casts_anew(schedule, recompute, microbatches):
     pipe = pipeline(microbatches, schedule, recompute)
-    check(pipe, pipe.step(*batch()), microbatches, schedule)
+    check(pipe, pipe.step(*token_batch()), microbatches, schedule)
 
 
 @pytest.mark.parametrize("schedule, recompute", WAYS)
@@ -137,7 +133,7 @@ def test_a_step_uses_the_weights_that_the_optimizer_left(schedule, recompute):
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
     for step in range(3):
         optimizer.zero_grad()
-        check(pipe, pipe.step(*batch(step)), 4, schedule, batch(step))
+        check(pipe, pipe.step(*token_batch(step)), 4, schedule, token_batch(step))
         optimizer.step()
 
 
@@ -148,10 +144,10 @@ def test_training_and_evaluation_follow_each_other(recompute):
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
     for step in range(3):
         weights = {name: p.detach() for name, p in pipe.named_parameters()}
-        expected, _ = plain(weights, 4, "gpipe", batch(9))
-        assert pipe.evaluate(*batch(9)).loss == pytest.approx(expected, rel=1e-6)
+        expected, _ = plain(weights, 4, "gpipe", token_batch(9))
+        assert pipe.evaluate(*token_batch(9)).loss == pytest.approx(expected, rel=1e-6)
         optimizer.zero_grad()
-        check(pipe, pipe.step(*batch(step)), 4, "gpipe", batch(step))
+        check(pipe, pipe.step(*token_batch(step)), 4, "gpipe", token_batch(step))
         optimizer.step()
 
 
@@ -160,8 +156,8 @@ def test_older_versions_of_torch_cast_for_each_graph(schedule, recompute, monkey
     monkeypatch.setattr(engine_precision, "_casts_keep_their_graph", lambda: False)
     pipe = pipeline(4, schedule, recompute)
     again = 2 if recompute == "always" else 1
-    check(pipe, pipe.step(*batch()), 4, schedule)
-    assert num_casts(lambda: pipe.step(*batch())) == 4 * again * CAST_WEIGHTS
+    check(pipe, pipe.step(*token_batch()), 4, schedule)
+    assert num_casts(lambda: pipe.step(*token_batch())) == 4 * again * CAST_WEIGHTS
 
 
 class Norm(nn.Module):
@@ -223,7 +219,7 @@ def test_casts_of_activations_do_not_last(schedule, recompute, kind, sizes):
     held.clear()
     with living:
         pipe.step(*data)
-    # A loss is 4 bytes a micro-batch; of a boundary, one cast were 128 at the least.
+    # A loss is 4 bytes a micro-token_batch; of a boundary, one cast were 128 at the least.
     assert max(held) < max(held[:4]) + 256
 
 
@@ -317,9 +313,9 @@ def test_a_weight_that_a_hook_changes_amid_the_backwards_is_cast_anew():
 def test_two_stages_of_a_rank_share_no_less_after_the_weights_have_changed():
     pipe = pipeline(4, "interleaved", "always", partition=[3, 4])
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-    pipe.step(*batch())
+    pipe.step(*token_batch())
     optimizer.step()
-    assert num_casts(lambda: pipe.step(*batch())) == CAST_WEIGHTS
+    assert num_casts(lambda: pipe.step(*token_batch())) == CAST_WEIGHTS
 
 
 @lasting
@@ -328,7 +324,7 @@ def test_what_moves_to_the_host_has_casts_of_its_own(recompute, runs):
     pipe = pipeline(4, recompute=recompute, offload=True)
     moved = sum(action.op is Op.OFFLOAD for action in pipe.schedule.ranks[0])
     assert 0 < moved < 4
-    assert num_casts(lambda: pipe.step(*batch())) == CAST_WEIGHTS * (runs * moved + 1)
+    assert num_casts(lambda: pipe.step(*token_batch())) == CAST_WEIGHTS * (runs * moved + 1)
 
 
 def test_casts_that_the_user_made_before_the_weights_changed_are_not_used():

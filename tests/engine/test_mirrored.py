@@ -10,6 +10,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.schedule import Op
+from tests.support import batches, mean_square
 
 WIDTH = 6
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
@@ -28,16 +29,6 @@ class Block(nn.Module):
 def specs():
     linear = partial(LayerSpec, nn.Linear, dtype=torch.float64)
     return [linear(3, WIDTH), *[LayerSpec(Block)] * 6, linear(WIDTH, 2)]
-
-
-def mean_square(output, target):
-    return (output - target).square().mean()
-
-
-def batches(num_steps, size=13):
-    generator = torch.Generator().manual_seed(3)
-    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
-    return [(draw(size, 3), draw(size, 2)) for _ in range(num_steps)]
 
 
 def make(world=None, **settings):
@@ -101,7 +92,7 @@ def test_copies_are_equal_to_the_bit_after_twenty_steps(stages, settings, num_co
             world, stages=stages, replicas=replicas, microbatches=5, recompute="never", **settings
         )
         start = {name: p.detach().clone() for name, p in pipe.named_parameters()}
-        results = train(pipe, optimizer, batches(20))
+        results = train(pipe, optimizer, batches(20, 13, 3, 2))
         moved = [not torch.equal(p, start[n]) for n, p in pipe.named_parameters()]
         return state_of(pipe, optimizer), results, all(moved)
 
@@ -116,7 +107,7 @@ def test_copies_of_real_processes_are_equal_to_the_bit(processes, tmp_path):
 
     def body(rank):
         pipe, optimizer = make(stages=2, replicas=2, microbatches=4, schedule="dualpipe")
-        return state_of(pipe, optimizer) if train(pipe, optimizer, batches(20)) else None
+        return state_of(pipe, optimizer) if train(pipe, optimizer, batches(20, 13, 3, 2)) else None
 
     assert set(assert_one(processes(4, body, tmp_path))) == {4}
 
@@ -126,13 +117,13 @@ def test_a_micro_batch_that_only_one_copy_sees_moves_both():
 
     def body(world):
         pipe, optimizer = make(world, stages=2, microbatches=1, schedule="chimera")
-        results = train(pipe, optimizer, batches(3))
+        results = train(pipe, optimizer, batches(3, 13, 3, 2))
         return state_of(pipe, optimizer), results
 
     ranks = run_on_threads(2, body)
     assert set(assert_one([state for state, _ in ranks])) == {2}
     pipe, optimizer = run_on_threads(1, lambda world: make(world, microbatches=1))[0]
-    alone = train(pipe, optimizer, batches(3))
+    alone = train(pipe, optimizer, batches(3, 13, 3, 2))
     assert ranks[0][1] == pytest.approx(alone, abs=1e-9)
 
 
@@ -141,7 +132,7 @@ def test_the_norm_counts_a_copy_once():
 
     def body(world, **settings):
         pipe, optimizer = make(world, microbatches=4, **settings)
-        return train(pipe, optimizer, batches(2))
+        return train(pipe, optimizer, batches(2, 13, 3, 2))
 
     alone = run_on_threads(1, body)[0]
     for results in run_on_threads(4, partial(body, schedule="chimera")):
@@ -158,7 +149,7 @@ def test_built_layers_that_threads_share_are_copied_but_once(settings):
     for mine, other in zip(layers, twin, strict=True):
         other.load_state_dict(mine.state_dict())
     rule = torch.optim.AdamW(itertools.chain(*(x.parameters() for x in twin)), lr=1e-2)
-    for inputs, targets in batches(3):
+    for inputs, targets in batches(3, 13, 3, 2):
         rule.zero_grad()
         mean_square(nn.Sequential(*twin)(inputs), targets).backward()
         rule.step()
@@ -166,7 +157,7 @@ def test_built_layers_that_threads_share_are_copied_but_once(settings):
     def body(world):
         pipe = Pipeline(layers, mean_square, stages=2, microbatches=4, world=world, **settings)
         optimizer = ADAMW(pipe.parameters())
-        for inputs, targets in batches(3):
+        for inputs, targets in batches(3, 13, 3, 2):
             part = pipe.share(len(inputs))
             pipe.step(inputs[part], targets[part])
             optimizer.step()
@@ -212,7 +203,7 @@ def test_a_checkpoint_stores_copies_once_and_loads_on_other_layouts(
     processes, tmp_path, stored_tensors
 ):
     """Chimera -> one process, zb_v and Chimera again: the same training goes on."""
-    path, data = tmp_path / "checkpoint", batches(4)
+    path, data = tmp_path / "checkpoint", batches(4, 13, 3, 2)
 
     def go_on(world=None, **settings):
         pipe, optimizer = make(world, microbatches=4, **settings)

@@ -3,17 +3,12 @@
 import pytest
 import torch
 
-from gpipe_hpc import Pipeline, run_on_threads
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import build_gpt, build_layer, token_cross_entropy
+from tests.support import together, token_batch, train_ranks
 
 SPECS = build_gpt(vocab_size=13, block_size=8, num_layers=2, num_heads=2, width=16)
 SEED = 2
-
-
-def batch():
-    tokens = torch.randint(0, 13, (8, 9), generator=torch.Generator().manual_seed(0))
-    return tokens[:, :-1], tokens[:, 1:]
 
 
 # What backward starts from: near 1 / micro-batches, times the first loss scale of float16.
@@ -24,7 +19,7 @@ def plain(order, precision):
     """Return loss and gradients of one step, summed in the order of the table."""
     dtype, seed = getattr(torch, precision), SEEDS[precision]
     layers = [build_layer(spec, index=i, seed=SEED) for i, spec in enumerate(SPECS)]
-    inputs, targets = batch()
+    inputs, targets = token_batch()
     loss, weight = 0.0, 0
     pieces = list(zip(inputs.tensor_split(4), targets.tensor_split(4), strict=True))
     for m in order:
@@ -42,26 +37,21 @@ def plain(order, precision):
 
 
 def trained(stages, schedule, recompute, precision="bfloat16"):
-    inputs, targets = batch()
-
-    def body(world):
-        pipe = Pipeline(
+    options = {"schedule": schedule, "recompute": recompute, "precision": precision}
+    whole = together(
+        train_ranks(
             SPECS,
             token_cross_entropy,
+            [token_batch()],
+            ranks=stages,
             microbatches=4,
-            schedule=schedule,
-            recompute=recompute,
             seed=SEED,
-            precision=precision,
-            world=world,
+            **options,
         )
-        result = pipe.step(inputs, targets)
-        return result.loss, {name: p.grad for name, p in pipe.named_parameters()}
-
-    results = run_on_threads(stages, body)
-    merged = {name: grad for _, grads in results for name, grad in grads.items()}
-    order = sorted(merged, key=lambda name: int(name.split(".")[1]))
-    return results[0][0], [merged[name] for name in order]
+    )
+    (gradients,) = whole.gradients
+    order = sorted(gradients, key=lambda name: int(name.split(".")[1]))
+    return whole.losses[0], [gradients[name] for name in order]
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])

@@ -9,13 +9,9 @@ from torch import nn
 from gpipe_hpc import Pipeline, run_on_threads
 from gpipe_hpc.errors import NonFiniteError
 from gpipe_hpc.models import build_gpt, token_cross_entropy
+from tests.support import token_batch
 
 SPECS = build_gpt(vocab_size=13, block_size=8, num_layers=2, num_heads=2, width=16)
-
-
-def batch():
-    tokens = torch.randint(0, 13, (8, 9), generator=torch.Generator().manual_seed(0))
-    return tokens[:, :-1], tokens[:, 1:]
 
 
 def pipeline(world, **options):
@@ -24,7 +20,7 @@ def pipeline(world, **options):
 
 
 def step(pipe):
-    inputs, targets = batch()
+    inputs, targets = token_batch()
     part = pipe.share(len(inputs))
     return pipe.step(inputs[part], targets[part])
 

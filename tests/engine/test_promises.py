@@ -10,6 +10,7 @@ from torch import nn
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.comm.transport.memory import MemoryTransport
 from gpipe_hpc.errors import ActionError
+from tests.support import batches
 
 WIDTH = 4
 RECOMPUTE = ["always", "except_last", "never"]
@@ -18,15 +19,6 @@ RECOMPUTE = ["always", "except_last", "never"]
 def mean_square(output, target):
     x = output["x"] if isinstance(output, dict) else output
     return (x - target).square().sum(), float(len(target))
-
-
-def batches(num_steps, size=8):
-    generator = torch.Generator().manual_seed(3)
-    shape = (size, WIDTH)
-    return [
-        tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
-        for _ in range(num_steps)
-    ]
 
 
 class Enter(nn.Module):

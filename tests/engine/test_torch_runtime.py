@@ -13,7 +13,7 @@ from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.models import build_layer
 from gpipe_hpc.schedule import build, check, counterpart, from_text, lower, to_text
-from tests.support import mean_square
+from tests.support import batch, mean_square
 
 SEED, WIDTH, M = 3, 6, 4
 OPTIONS = {"hanayo": {"waves": 1}}
@@ -43,11 +43,6 @@ class Block(nn.Module):
 
 
 SPECS = [LayerSpec(Block) for _ in range(4)]
-
-
-def batch():
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(8, WIDTH, dtype=torch.float64, generator=generator) for _ in range(2)]
 
 
 def bare_table(name, microbatches=M):
@@ -87,7 +82,7 @@ def in_torchs_runtime(table, path, form):
     path.write_text(to_text(table))
     runtime = theirs._PipelineScheduleRuntime(stages, M, mean_square)
     runtime._load_csv(str(path), format=form)
-    inputs, targets = batch()
+    inputs, targets = batch(width=WIDTH, dtype=torch.float64)
     losses = []
     holds = table.placement.stages_of(rank)
     runtime.step(
@@ -113,7 +108,7 @@ def in_ours(table, world=None):
         seed=SEED,
         world=world,
     )
-    result = pipe.step(*batch())
+    result = pipe.step(*batch(width=WIDTH, dtype=torch.float64))
     return result.microbatch_losses, {name: p.grad for name, p in pipe.named_parameters()}
 
 
@@ -188,7 +183,7 @@ def test_torchs_tables_train_in_ours(kind):
     table = from_text(torchs_text(kind), name=kind.__name__)
     check(table)
     model = nn.Sequential(*(build_layer(s, index=i, seed=SEED) for i, s in enumerate(SPECS)))
-    inputs, targets = batch()
+    inputs, targets = batch(width=WIDTH, dtype=torch.float64)
     mean_square(model(inputs), targets).backward()
     expected = {f"layers.{name}": p.grad for name, p in model.named_parameters()}
     compared = set()

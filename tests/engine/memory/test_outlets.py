@@ -12,6 +12,7 @@ from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.comm.joining.start import start_world
 from gpipe_hpc.engine.memory import outlets
 from gpipe_hpc.errors import ActionError
+from tests.support import batches, square_sum
 
 WIDTH, ROWS = 4, 16
 both_ways = pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "gloo"])
@@ -111,19 +112,9 @@ def recipes(plain, kind):
     return [linear, *KINDS[kind](plain.Recipe), linear]
 
 
-def mean_square(output, target):
-    return (output - target).square().sum(), float(len(target))
-
-
-def batches(num_steps, size=ROWS):
-    generator = torch.Generator().manual_seed(3)
-    draw = partial(torch.randn, size, WIDTH, generator=generator, dtype=torch.float64)
-    return [(draw(), draw()) for _ in range(num_steps)]
-
-
 def make(recipes, world=None, **settings):
     specs = [LayerSpec(factory, *args) for factory, args in recipes]
-    return Pipeline(specs, mean_square, seed=5, world=world, microbatches=4, **settings)
+    return Pipeline(specs, square_sum, seed=5, world=world, microbatches=4, **settings)
 
 
 def backwards(count):
@@ -144,8 +135,8 @@ LAYOUTS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_that_a_layer_uses_again(plain, kind, layout, recompute):
     """The next micro-batch wrote over what was kept, or sent, of the last one."""
-    data, (stages, settings) = batches(2), LAYOUTS[layout]
-    expected = plain.train(recipes(plain, kind), mean_square, data, seed=5, microbatches=4)
+    data, (stages, settings) = batches(2, ROWS, WIDTH), LAYOUTS[layout]
+    expected = plain.train(recipes(plain, kind), square_sum, data, seed=5, microbatches=4)
 
     def body(world):
         pipe = make(recipes(plain, kind), world, stages=stages, recompute=recompute, **settings)
@@ -157,7 +148,7 @@ def test_memory_that_a_layer_uses_again(plain, kind, layout, recompute):
 @pytest.mark.parametrize("kind", KINDS)
 def test_evaluations_and_predictions(plain, kind):
     """Each output of a prediction was that of the last micro-batch."""
-    ((inputs, targets),) = batches(1)
+    ((inputs, targets),) = batches(1, ROWS, WIDTH)
 
     def body(world):
         pipe = make(recipes(plain, kind)[:-1], world, stages=world.size)
@@ -179,10 +170,10 @@ def test_evaluations_and_predictions(plain, kind):
 @both_ways
 @pytest.mark.parametrize("recompute", ["always", "never"])
 def test_between_processes(plain, processes, recompute, shares_memory, tmp_path):
-    data = batches(3)
+    data = batches(3, ROWS, WIDTH)
     linear, scratch, *_ = recipes(plain, "scratch")
     layers = [linear, scratch, linear]
-    expected = plain.train(layers, mean_square, data, seed=5, microbatches=4)
+    expected = plain.train(layers, square_sum, data, seed=5, microbatches=4)
 
     def body(rank):
         pipe = make(
@@ -214,7 +205,7 @@ def test_layers_that_keep_nothing_are_not_copied(plain, recompute, schedule, mon
 
     def body(world):
         pipe = make(layers, world, stages=4, recompute=recompute, schedule=schedule)
-        for inputs, targets in batches(3):
+        for inputs, targets in batches(3, ROWS, WIDTH):
             if world.rank == 0:
                 copied.append(0)
             world.everybody.all_gather_object("counted apart")
@@ -247,7 +238,7 @@ def test_an_input_that_is_written_to_before_its_recomputation_stops_with_the_lay
 
     def body(world):
         pipe = make(layers, world, stages=3, recompute="always", schedule="one_f_one_b")
-        for inputs, targets in batches(2):
+        for inputs, targets in batches(2, ROWS, WIDTH):
             pipe.step(inputs, targets)
 
     with pytest.raises(ActionError, match=r"stage 1 \(layers 1 to 1\): expected the input of mic"):
@@ -275,8 +266,8 @@ def test_looking_for_what_a_graph_saved_runs_no_layer_again(plain):
     """A layer's own checkpoint answers with a recomputation when it is asked."""
     linear = plain.Recipe(nn.Linear, (WIDTH, WIDTH, True, None, torch.float64))
     layers = [linear, plain.Recipe(Checkpointed, ()), linear]
-    data = batches(2)
-    expected = plain.train(layers, mean_square, data, seed=5, microbatches=4, order=backwards)
+    data = batches(2, ROWS, WIDTH)
+    expected = plain.train(layers, square_sum, data, seed=5, microbatches=4, order=backwards)
 
     def body(world):
         pipe = make(layers, world, stages=3, recompute="never")
@@ -309,7 +300,7 @@ def test_what_a_graph_has_saved_is_not_copied_and_autograd_refuses_it(plain):
     """Its backward would be wrong whatever was sent; recomputed, it is sent as it was made."""
     linear = plain.Recipe(nn.Linear, (WIDTH, WIDTH, True, None, torch.float64))
     layers = [linear, plain.Recipe(Overwrites, ()), linear]
-    data = batches(1)
+    data = batches(1, ROWS, WIDTH)
 
     def body(world, recompute):
         pipe = make(layers, world, stages=3, recompute=recompute)

@@ -10,6 +10,8 @@ from torch import nn
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.comm.threads import ThreadGroup
 from gpipe_hpc.errors import ConfigError
+from tests import support
+from tests.support import square_sum
 
 WIDTH = 4
 
@@ -36,20 +38,13 @@ class Averaging(nn.Module):
         return x + self.linear(x - self.mean.to(x.dtype))
 
 
-def mean_square(output, target):
-    return (output - target).square().sum(), float(len(target))
-
-
-def batch(size=8, seed=3):
-    generator = torch.Generator().manual_seed(seed)
-    draw = partial(torch.randn, size, WIDTH, generator=generator, dtype=torch.float64)
-    return draw(), draw()
+batch = partial(support.batch, dtype=torch.float64)
 
 
 def make(world, layer=Averaging, num_layers=2, **settings):
     settings = {"recompute": "never"} | settings
     specs = [LayerSpec(layer) for _ in range(num_layers)]
-    return Pipeline(specs, mean_square, seed=5, world=world, **settings)
+    return Pipeline(specs, square_sum, seed=5, world=world, **settings)
 
 
 def buffers_of(pipe):
@@ -336,7 +331,7 @@ def test_buffers_that_start_unequal_are_those_of_replica_0():
     """Only those that a checkpoint keeps were made equal."""
 
     def body(world):
-        pipe = Pipeline([Unequal(1.0 + world.rank)], mean_square, replicas=2, world=world)
+        pipe = Pipeline([Unequal(1.0 + world.rank)], square_sum, replicas=2, world=world)
         return buffers_of(pipe)
 
     for buffers in run_on_threads(2, body):

@@ -7,6 +7,7 @@ import copy
 import random
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.errors import ActionError
 from gpipe_hpc.planning.measured import measure_layers
+from tests.support import Trained, assert_close, batches, square_sum, together, train_ranks
 
 WIDTH, SAMPLES, MICROBATCHES, STEPS, SEED = 4, 8, 4, 3, 5
 
@@ -106,23 +108,15 @@ def seed_all(plain, layer_key, layer):
             value.seed(source if isinstance(value, random.Random) else words)
 
 
-def batches():
-    generator = torch.Generator().manual_seed(0)
-    make = {"generator": generator, "dtype": torch.float64}
-    shape = SAMPLES, WIDTH
-    return [(torch.randn(shape, **make), torch.randn(shape, **make)) for _ in range(STEPS)]
-
-
-def loss_fn(output, target):
-    return (output - target).square().sum(), float(len(target))
+BATCHES = batches(STEPS, SAMPLES, WIDTH)
 
 
 def train_plain(plain, layers):
     layers = copy.deepcopy(layers)
-    losses, gradients = [], []
-    for step, (inputs, targets) in enumerate(batches()):
+    trained = Trained()
+    for step, (inputs, targets) in enumerate(BATCHES):
         nn.ModuleList(layers).zero_grad()
-        losses.append(0.0)
+        trained.losses.append(0.0)
         pieces = zip(
             inputs.tensor_split(MICROBATCHES), targets.tensor_split(MICROBATCHES), strict=True
         )
@@ -130,41 +124,18 @@ def train_plain(plain, layers):
             for index, layer in enumerate(layers):
                 seed_all(plain, plain.key(2, SEED, step, m, index), layer)
                 x = layer(x)
-            total, _ = loss_fn(x, y)
+            total, _ = square_sum(x, y)
             (total / SAMPLES).backward()
-            losses[-1] += total.item() / SAMPLES
+            trained.losses[-1] += total.item() / SAMPLES
         named = nn.ModuleList(layers).named_parameters()
-        gradients.append({f"layers.{n}": p.grad.clone() for n, p in named})
-    return losses, gradients
+        trained.gradients.append({f"layers.{n}": p.grad.clone() for n, p in named})
+    return trained
 
 
 def train(layers, ranks=2, **options):
-    def body(world):
-        pipe = Pipeline(
-            copy.deepcopy(layers),
-            loss_fn,
-            microbatches=MICROBATCHES,
-            seed=SEED,
-            world=world,
-            **options,
-        )
-        losses, gradients = [], []
-        for inputs, targets in batches():
-            losses.append(pipe.step(inputs, targets).loss)
-            gradients.append({n: p.grad.clone() for n, p in pipe.named_parameters()})
-        return losses, gradients
-
-    results = run_on_threads(ranks, body)
-    whole = [{n: g for each in results for n, g in each[1][k].items()} for k in range(STEPS)]
-    return results[0][0], whole
-
-
-def assert_equal(ours, plain):
-    assert ours[0] == pytest.approx(plain[0], rel=1e-12)
-    for mine, theirs in zip(ours[1], plain[1], strict=True):
-        assert mine.keys() == theirs.keys()
-        for name, gradient in mine.items():
-            assert torch.allclose(gradient, theirs[name], rtol=1e-11, atol=1e-12), name
+    settings = {"microbatches": MICROBATCHES, "seed": SEED, **options}
+    whole = together(train_ranks(layers, square_sum, BATCHES, ranks=ranks, **settings))
+    return replace(whole, buffers={})  # what is drawn here is no state
 
 
 def model(kind):
@@ -179,7 +150,7 @@ def test_numbers_are_those_of_the_published_formula(plain, kind, recompute, sche
     """They came from wherever the generators stood, in R from further on."""
     layers = model(KINDS[kind])
     ours = train(layers, ranks, schedule=schedule, recompute=recompute)
-    assert_equal(ours, train_plain(plain, layers))
+    assert_close(ours, train_plain(plain, layers), 1e-11)
 
 
 def test_the_users_own_numbers_go_on_as_without_a_step():
@@ -192,9 +163,11 @@ def test_the_users_own_numbers_go_on_as_without_a_step():
     states = [random.getstate(), np.random.get_state(), torch.get_rng_state(), held.getstate()]
 
     def body(world):
-        pipe = Pipeline(layers, loss_fn, microbatches=MICROBATCHES, recompute="always", world=world)
-        pipe.step(*batches()[0])
-        pipe.evaluate(*batches()[0])
+        pipe = Pipeline(
+            layers, square_sum, microbatches=MICROBATCHES, recompute="always", world=world
+        )
+        pipe.step(*BATCHES[0])
+        pipe.evaluate(*BATCHES[0])
 
     run_on_threads(1, body)
     after = [random.getstate(), np.random.get_state(), torch.get_rng_state(), held.getstate()]
@@ -234,7 +207,7 @@ def test_a_layer_that_begins_to_draw_later_draws_the_same_again(plain):
         assert numbers[:MICROBATCHES] == numbers[MICROBATCHES:][::-1], step
     expected = train_plain(plain, model(Late)[:2])
     for step in (0, 2):  # by then it is known to draw, and keyed from its first number on
-        assert ours[0][step] == pytest.approx(expected[0][step], rel=1e-12)
+        assert ours.losses[step] == pytest.approx(expected.losses[step], rel=1e-12)
 
 
 class Disturbed(nn.Dropout):
@@ -258,9 +231,9 @@ def disturbed(layer, recompute="always", steps=2):
 
     def body(world):
         pipe = Pipeline(
-            layers, loss_fn, microbatches=MICROBATCHES, recompute=recompute, world=world
+            layers, square_sum, microbatches=MICROBATCHES, recompute=recompute, world=world
         )
-        for inputs, targets in batches()[:steps]:
+        for inputs, targets in BATCHES[:steps]:
             pipe.step(inputs, targets)
 
     run_on_threads(1, body)
@@ -311,13 +284,13 @@ def test_without_recomputation_another_threads_draws_are_warned_of(caplog):
         layers = [nn.Linear(WIDTH, WIDTH, dtype=torch.float64), nn.Dropout(), DisturbedBetween()]
         pipe = Pipeline(
             layers,
-            loss_fn,
+            square_sum,
             microbatches=MICROBATCHES,
             recompute="never",
             schedule="one_f_one_b",
             world=world,
         )
-        for inputs, targets in batches():
+        for inputs, targets in BATCHES:
             pipe.step(inputs, targets)
 
     run_on_threads(1, body)
@@ -341,13 +314,13 @@ def test_layers_are_not_looked_for_without_end_where_others_draw(caplog):
     def body(world):
         pipe = Pipeline(
             layers,
-            loss_fn,
+            square_sum,
             microbatches=MICROBATCHES,
             recompute="never",
             schedule="one_f_one_b",
             world=world,
         )
-        for inputs, targets in batches() * 6:
+        for inputs, targets in BATCHES * 6:
             random.seed(1)
             pipe.step(inputs, targets)
             seen.append(random.random())
@@ -378,7 +351,7 @@ def test_others_that_draw_while_layers_do_are_warned_of(caplog):
 def test_measuring_layers_leaves_the_users_numbers_alone():
     """How many layers a rank measures would decide what its user draws next."""
     states = random.getstate(), np.random.get_state()
-    measure_layers([FromPython(), FromNumpy()], batches()[0][0])
+    measure_layers([FromPython(), FromNumpy()], BATCHES[0][0])
     assert random.getstate() == states[0]
     assert all(map(np.array_equal, np.random.get_state(), states[1]))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_hpc import Pipeline, run_on_threads
+from tests.support import Trained, assert_close, batches, descend, square_sum, together, train_ranks
 
 WIDTH, SAMPLES, STEPS, RATE = 4, 11, 3, 0.1
 LARGE = 10_000  # so many numbers for each of the width are not copied beforehand
@@ -196,23 +196,14 @@ def model(kind, num_layers=4):
     return [layer.double() for layer in [*layers, nn.Linear(WIDTH, 2)]]
 
 
-def batches():
-    generator = torch.Generator().manual_seed(0)
-    make = {"generator": generator, "dtype": torch.float64}
-    return [
-        (torch.randn(SAMPLES, WIDTH, **make), torch.randn(SAMPLES, 2, **make)) for _ in range(STEPS)
-    ]
+BATCHES = batches(STEPS, SAMPLES, WIDTH, 2)
 
 
-def loss_fn(output, target):
-    return (output - target).square().sum(), float(len(target))
-
-
-def train_plain(layers, microbatches, loss_fn=loss_fn):
+def train_plain(layers, microbatches, loss_fn=square_sum):
     """Return losses, gradients of each step, and buffers, by a plain loop."""
     whole = nn.Sequential(*copy.deepcopy(layers))
-    losses, gradients = [], []
-    for inputs, targets in batches():
+    trained = Trained()
+    for inputs, targets in BATCHES:
         whole.zero_grad()
         total = 0.0
         for x, y in zip(
@@ -221,47 +212,19 @@ def train_plain(layers, microbatches, loss_fn=loss_fn):
             loss, _ = loss_fn(whole(x), y)
             (loss / SAMPLES).backward()
             total += loss.item() / SAMPLES
-        losses.append(total)
-        gradients.append({f"layers.{n}": p.grad.clone() for n, p in whole.named_parameters()})
-        step(whole.parameters())
-    return losses, gradients, {f"layers.{n}": b for n, b in whole.named_buffers()}
-
-
-def step(parameters):
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter -= RATE * parameter.grad
-
-
-def train(layers, ranks, microbatches, loss_fn=loss_fn, **options):
-    """Return the same of a pipeline, put together from its ranks."""
-
-    def body(world):
-        pipe = Pipeline(
-            copy.deepcopy(layers), loss_fn, microbatches=microbatches, world=world, **options
+        trained.losses.append(total)
+        trained.gradients.append(
+            {f"layers.{n}": p.grad.clone() for n, p in whole.named_parameters()}
         )
-        losses, gradients = [], []
-        for inputs, targets in batches():
-            losses.append(pipe.step(inputs, targets).loss)
-            gradients.append({n: p.grad.clone() for n, p in pipe.named_parameters()})
-            step(pipe.parameters())
-        buffers = {n: b for s in pipe.stages.values() for n, b in s.named_buffers().items()}
-        return losses, gradients, buffers
-
-    results = run_on_threads(ranks, body)
-    whole = [{n: g for each in results for n, g in each[1][k].items()} for k in range(STEPS)]
-    return results[0][0], whole, {n: b for each in results for n, b in each[2].items()}
+        descend(whole.parameters(), RATE)
+    trained.buffers = {f"layers.{n}": b for n, b in whole.named_buffers()}
+    return trained
 
 
-def assert_equal(ours, plain):
-    assert ours[0] == pytest.approx(plain[0], rel=1e-10)
-    for mine, theirs in zip(ours[1], plain[1], strict=True):
-        assert mine.keys() == theirs.keys()
-        for name, gradient in mine.items():
-            assert torch.allclose(gradient, theirs[name], rtol=1e-10, atol=1e-10), name
-    assert ours[2].keys() == plain[2].keys()
-    for name, buffer in ours[2].items():
-        assert torch.allclose(buffer, plain[2][name], rtol=1e-10, atol=1e-10), name
+def train(layers, ranks, microbatches, loss_fn=square_sum, **options):
+    """Return the same of a pipeline, put together from its ranks."""
+    options |= {"microbatches": microbatches, "rate": RATE}
+    return together(train_ranks(layers, loss_fn, BATCHES, ranks=ranks, **options))
 
 
 LAYOUTS = [
@@ -284,4 +247,4 @@ def test_trains_as_the_plain_loop(kind, layout):
     """Averages were moved by R as well, and under 1F1B even losses were others."""
     ranks, options = layout
     layers = model(KINDS[kind])
-    assert_equal(train(layers, ranks, 4, **options), train_plain(layers, 4))
+    assert_close(train(layers, ranks, 4, **options), train_plain(layers, 4), 1e-10)
