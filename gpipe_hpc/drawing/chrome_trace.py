@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from gpipe_hpc.drawing.colours import HUES
-from gpipe_hpc.drawing.waits import DataFlow, Transfer, memory_curve
+from gpipe_hpc.schedule.memory import live_activations
 from gpipe_hpc.schedule.table.actions import COMPUTE, COPIES
 from gpipe_hpc.schedule.timeline import Event, Timeline
+from gpipe_hpc.schedule.waits import DataFlow, Transfer
 
 TraceEvent = dict[str, Any]
 _US_PER_S: Final = 1e6
@@ -48,7 +49,7 @@ def _process(pid: int, timeline: Timeline) -> Iterator[TraceEvent]:
                 yield _slice(pid, event, timeline, flow)
             elif event.action.op in COPIES:
                 yield from _span(pid, event, timeline, "copy", f"copies of rank {rank}")
-        for time_s, live in memory_curve(row):
+        for time_s, live in live_activations(timeline, rank):
             yield {
                 "ph": "C",
                 "name": f"live activations, rank {rank}",
@@ -77,6 +78,7 @@ def _slice(pid: int, event: Event, timeline: Timeline, flow: DataFlow) -> TraceE
             "stage": stage,
             "microbatch": microbatch,
             "waited for": str((wait.send or wait.maker).action) if wait else "nothing",
+            "why": wait.thing if wait else "",
         },
     }
 

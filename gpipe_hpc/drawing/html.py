@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from gpipe_hpc.drawing.colours import IDLE, INK, MEMORY, MUTED, ink_on
 from gpipe_hpc.drawing.scene import LEFT, LETTER, RIGHT, Box, Scene, Section, Text
+from gpipe_hpc.schedule.table.dependencies import Thing
 from gpipe_hpc.schedule.timeline import Event
 
 _MARK: Final = re.compile(r"\{\{(\w+)\}\}")
@@ -59,6 +60,7 @@ def _scene(scene: Scene) -> dict[str, Any]:
         "memory": MEMORY,
         "muted": MUTED,
         "ink": INK,
+        "things": list(Thing),
         "fixed": [
             {"x": each.x, "y": each.y, **rest}
             for each, rest in zip(scene.fixed, fixed, strict=True)
@@ -72,6 +74,7 @@ def _scene(scene: Scene) -> dict[str, Any]:
 def _section(section: Section, scene: Scene, palette: dict[str, int]) -> dict[str, Any]:
     start_s, factor = section.timeline.start_s, scene.clock.factor
     numbers: dict[Event, int] = {}
+    things = list(Thing)
     for row in section.rows:
         for box in row.boxes:
             numbers[box.event] = len(numbers)
@@ -88,6 +91,7 @@ def _section(section: Section, scene: Scene, palette: dict[str, int]) -> dict[st
             "colour": [palette.setdefault(box.fill, len(palette)) for box in boxes],
             "maker": [numbers.get(wait.maker, -1) if wait else -1 for wait in waits],
             "send": [str(wait.send.action) if wait and wait.send else 0 for wait in waits],
+            "why": [things.index(wait.thing) if wait else 0 for wait in waits],
             "over": [_short((wait.over_s - start_s) * factor) if wait else 0 for wait in waits],
         }
 

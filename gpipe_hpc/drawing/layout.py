@@ -20,9 +20,10 @@ from gpipe_hpc.drawing.scene import (
     Text,
     clock_for,
 )
-from gpipe_hpc.drawing.waits import DataFlow, Step, memory_curve
+from gpipe_hpc.schedule.memory import Step, live_activations
 from gpipe_hpc.schedule.table.actions import COMPUTE
 from gpipe_hpc.schedule.timeline import Timeline
+from gpipe_hpc.schedule.waits import DataFlow
 
 _TICK_SIZE: Final = 11.0
 _NARROWEST, _WIDEST = 960.0, 1800.0
@@ -193,7 +194,7 @@ def _add_strips(
     scene: Scene, timeline: Timeline, row_height: float, span: float
 ) -> tuple[Strip, ...]:
     """Add the memory curve of every rank, all to one scale; none where nothing is kept."""
-    curves = [memory_curve(row) for row in timeline.events]
+    curves = [live_activations(timeline, rank) for rank in range(timeline.num_ranks)]
     full = max((step.live for curve in curves for step in curve), default=0)
     if not full:
         return ()

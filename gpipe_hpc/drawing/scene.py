@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from gpipe_hpc.drawing.colours import INK, ink_on
-from gpipe_hpc.drawing.waits import Step, Wait
+from gpipe_hpc.schedule.memory import Step
 from gpipe_hpc.schedule.timeline import Event, Timeline
+from gpipe_hpc.schedule.waits import Wait
 
 LEFT: Final = 76.0
 RIGHT: Final = 76.0

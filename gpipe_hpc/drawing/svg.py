@@ -67,11 +67,12 @@ def describe(box: Box, clock: Clock) -> str:
         f"{clock.show(box.start + box.duration)} (takes {clock.show(box.duration)})"
     )
     if box.wait is not None:
-        maker, send = box.wait
+        maker, send, thing = box.wait
         # Times of the timeline count from its own start.
         over = box.start + (box.wait.over_s - event.start_s) * factor
         last = maker if send is None else send
-        text += f"; waited for {last.action} of rank {last.rank}, over at {clock.show(over)}"
+        text += f"; waited for {last.action} of rank {last.rank} ({thing}), "
+        text += f"over at {clock.show(over)}"
     return text
 
 

@@ -6,7 +6,7 @@ from typing import Final
 
 from gpipe_hpc.drawing.colours import HUES
 from gpipe_hpc.drawing.scene import clock_for
-from gpipe_hpc.drawing.waits import Step, memory_curve
+from gpipe_hpc.schedule.memory import Step, live_activations
 from gpipe_hpc.schedule.table.actions import COMPUTE, Op
 from gpipe_hpc.schedule.timeline import Event, Timeline
 
@@ -43,10 +43,11 @@ def draw_text_memory(timeline: Timeline, width: int | None = None) -> str:
     columns are those of `draw_text`.
     """
     columns = width or num_columns([timeline])
+    ranks = range(timeline.num_ranks)
     peaks = " ".join(map(str, timeline.peak_activations))
     lines = [
-        f"{_rank(timeline, rank)} {_memory_line(timeline, memory_curve(row), columns)}"
-        for rank, row in enumerate(timeline.events)
+        f"{_rank(timeline, rank)} {_memory_line(timeline, curve, columns)}"
+        for rank, curve in enumerate(live_activations(timeline, each) for each in ranks)
     ]
     return "\n".join([*lines, f"live activations (micro-batches of one stage), peaks {peaks}"])
 

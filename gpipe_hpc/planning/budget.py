@@ -6,6 +6,7 @@ that hold a stage in common are solved together, all others one by one.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -23,6 +24,8 @@ from gpipe_hpc.planning.stages import StageCount, count_stages
 from gpipe_hpc.planning.storages import StageStorages
 from gpipe_hpc.planning.units import bytes_text, flops_text, ranges_text
 from gpipe_hpc.schedule import Action, Op, Placement, Schedule, add_recompute
+from gpipe_hpc.schedule.table.dependencies import Thing
+from gpipe_hpc.schedule.table.lifetimes import kept
 
 _PER_SECOND: Final = 10**12  # measured seconds as integers, so that sums are exact
 
@@ -205,22 +208,30 @@ class _Moment(NamedTuple):
 
 def _moments(row: Sequence[Action]) -> list[_Moment]:
     """Return the times of a rank's list at which it may hold most."""
-    again = {(a.stage, a.microbatch) for a in row if a.op is Op.R}
-    stages = sorted({a.stage for a in row})
-    now = _Moment(*(dict.fromkeys(stages, 0) for _ in range(3)))
+    lives = kept(row, {Thing.ACTIVATIONS, Thing.RECOMPUTED})
+    again = {life.place: life.first for life in lives if life.thing is Thing.RECOMPUTED}
+    now = _Moment(*(dict.fromkeys(sorted({a.stage for a in row}), 0) for _ in range(3)))
+    # By position: what one more, or less, there is at the start of an action or behind it.
+    starts: dict[int, list[tuple[dict[int, int], int, int]]] = defaultdict(list)
+    ends: dict[int, list[tuple[dict[int, int], int, int]]] = defaultdict(list)
+    for thing, stage, microbatch, first, last, _ in lives:
+        if thing is Thing.RECOMPUTED:
+            starts[first] += (now.kept, stage, -1), (now.full, stage, 1)
+            ends[last].append((now.full, stage, -1))
+        elif (stage, microbatch) in again:
+            starts[first].append((now.kept, stage, 1))
+        else:
+            starts[first].append((now.whole, stage, 1))
+            ends[last].append((now.whole, stage, -1))
     seen: dict[tuple[int, ...], _Moment] = {}
-    for action in row:
-        stage, place = action.stage, (action.stage, action.microbatch)
-        if action.op is Op.F:
-            (now.kept if place in again else now.whole)[stage] += 1
-        elif action.op is Op.R:
-            now.kept[stage] -= 1
-            now.full[stage] += 1
-        elif action.op in (Op.B, Op.W):
-            (now.full if place in again else now.whole)[stage] -= 1
-        if action.op in (Op.F, Op.R):
+    for at in range(len(row)):
+        for part, stage, more in starts[at]:
+            part[stage] += more
+        if starts[at]:
             key = tuple(n for part in now for n in part.values())
             seen.setdefault(key, _Moment(*map(dict, now)))
+        for part, stage, more in ends[at]:
+            part[stage] += more
     found: list[_Moment] = []
     for moment in seen.values():
         if not any(other.covers(moment) for other in found):

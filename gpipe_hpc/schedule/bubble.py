@@ -4,9 +4,7 @@ from typing import NamedTuple
 
 from gpipe_hpc.schedule.costs import Costs
 from gpipe_hpc.schedule.simulator import simulate
-from gpipe_hpc.schedule.table.actions import COMPUTE
 from gpipe_hpc.schedule.table.schedule import Schedule
-from gpipe_hpc.schedule.timeline import Timeline
 
 
 class BubbleCauses(NamedTuple):
@@ -31,8 +29,8 @@ def explain_bubble(schedule: Schedule, costs: Costs) -> BubbleCauses:
     if total <= 0:
         return BubbleCauses(0.0, 0.0, 0.0, 0.0)
     busy = timeline.busy
-    with_transfers = _end_of_compute(timeline)
-    without = _end_of_compute(simulate(schedule, costs.without_transfers()))
+    with_transfers = timeline.end_of_compute
+    without = simulate(schedule, costs.without_transfers()).end_of_compute
     num_ranks = timeline.num_ranks
     return BubbleCauses(
         fill_and_drain=(without - max(busy)) * num_ranks / total,
@@ -40,9 +38,3 @@ def explain_bubble(schedule: Schedule, costs: Costs) -> BubbleCauses:
         transfers=(with_transfers - without) * num_ranks / total,
         reduction_tail=(timeline.makespan - with_transfers) * num_ranks / total,
     )
-
-
-def _end_of_compute(timeline: Timeline) -> float:
-    """Return the time at which the last compute action ends."""
-    ends = (event.end_s for row in timeline.events for event in row if event.action.op in COMPUTE)
-    return max(ends, default=0.0)

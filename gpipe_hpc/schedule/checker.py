@@ -1,13 +1,14 @@
 """The checker: proves, before anything runs, that a table trains and cannot hang."""
 
-from typing import NoReturn
+from types import MappingProxyType
+from typing import Final, NoReturn
 
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.garbage import collector_paused
 from gpipe_hpc.schedule.table.actions import BACKWARDS, RECEIVES, SENDS, Action, Op
 from gpipe_hpc.schedule.table.collectives import reduction_order
 from gpipe_hpc.schedule.table.dependencies import channel_of, counterpart
-from gpipe_hpc.schedule.table.occupancy import peak_activations, peak_receives
+from gpipe_hpc.schedule.table.lifetimes import peak_activations, peak_receives
 from gpipe_hpc.schedule.table.precedence import (
     NOWHERE,
     Precedence,
@@ -54,28 +55,27 @@ def _check_complete(graph: Precedence) -> None:
             if NOWHERE in column:
                 _refuse_missing(schedule, Action(op, stage, column.index(NOWHERE)))
     for (op, stage, _), column in graph.makers.items():
-        if op is Op.R:
-            backwards = graph.makers.get((Op.I, stage, None), nothing)
-            for node, backward in zip(column, backwards, strict=True):
-                if node != NOWHERE and backward == NOWHERE:
-                    graph.refuse(
-                        node, "recomputes for a backward that is not in the table; drop it"
-                    )
-        elif op is Op.OFFLOAD:
-            fetches = graph.makers.get((Op.FETCH, stage, None), nothing)
-            for node, fetch in zip(column, fetches, strict=True):
-                if node != NOWHERE and fetch == NOWHERE:
-                    missing = graph.actions[node]._replace(op=Op.FETCH)
-                    graph.refuse(
-                        node,
-                        f"is not brought back, expected {missing} ahead of its backward, got none; "
-                        "add it",
-                    )
-        elif op is Op.FETCH:
-            backwards = graph.makers.get((Op.I, stage, None), nothing)
-            for node, backward in zip(column, backwards, strict=True):
-                if node != NOWHERE and backward == NOWHERE:
-                    graph.refuse(node, "fetches for a backward that is not in the table; drop it")
+        if op not in _FOR:
+            continue
+        what_for, refusal = _FOR[op]
+        users = graph.makers.get((what_for, stage, None), nothing)
+        for node, user in zip(column, users, strict=True):
+            if node != NOWHERE and user == NOWHERE:
+                missing = graph.actions[node]._replace(op=what_for)
+                graph.refuse(node, refusal.format(missing=missing))
+
+
+# What is there for another action alone, and how it is refused without that.
+_FOR: Final = MappingProxyType(
+    {
+        Op.R: (Op.I, "recomputes for a backward that is not in the table; drop it"),
+        Op.FETCH: (Op.I, "fetches for a backward that is not in the table; drop it"),
+        Op.OFFLOAD: (
+            Op.FETCH,
+            "is not brought back, expected {missing} ahead of its backward, got none; add it",
+        ),
+    }
+)
 
 
 def _refuse_missing(schedule: Schedule, what: Action) -> NoReturn:

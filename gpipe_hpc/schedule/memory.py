@@ -1,14 +1,17 @@
 """What a rank keeps in memory as it runs its list, given what a stage keeps of a micro-batch."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
 from gpipe_hpc.schedule.costs import Cost, per_stage
 from gpipe_hpc.schedule.table.actions import Action, Op
-from gpipe_hpc.schedule.table.schedule import Schedule
+from gpipe_hpc.schedule.table.dependencies import Thing
+from gpipe_hpc.schedule.table.lifetimes import Life, Place, in_flight, kept, received
+from gpipe_hpc.schedule.table.schedule import Schedule, Skip
 from gpipe_hpc.schedule.timeline import Timeline
 
 
@@ -24,6 +27,12 @@ class Memory:
     Of a stage that recomputes some of its layers, `boundary` is all that its forward keeps: what
     enters it and what the other layers keep; `recompute` is what ``R`` makes, which may be less
     than what is missing to `forward` where a layer gives back what it no longer needs.
+
+    `output` is what a stage gives the next one and `gradient` what it gives the one before, `skips`
+    what goes either way over a skip, by (source stage, destination stage). It is there until it is
+    sent or taken on the same rank, and where it is received from ``RECV`` on: an output until the
+    ``F`` that takes it starts, which counts it among what it keeps, a gradient until its ``B`` or
+    ``I`` ends. A sent value is counted to the ``SEND``, which only starts the transfer.
     """
 
     forward: Cost = 1.0
@@ -32,10 +41,13 @@ class Memory:
     offload: Cost | None = None
     input_gradient: Cost = 0.0
     weights: Cost = 0.0
+    output: Cost = 0.0
+    gradient: Cost = 0.0
+    skips: Mapping[Skip, float] = field(default_factory=lambda: MappingProxyType({}))
 
 
-# A stage and a micro-batch of it.
-Place = tuple[int, int | None]
+# Each stage micro-batch counts as one, recomputed or not.
+STAGE_MICROBATCHES: Final = Memory(forward=1.0, boundary=1.0)
 
 
 class Held(NamedTuple):
@@ -45,9 +57,16 @@ class Held(NamedTuple):
     amount: float
 
 
+class Step(NamedTuple):
+    """From `time_s` on, `live` micro-batches of a stage are kept."""
+
+    time_s: float
+    live: int
+
+
 def peak_memory(schedule: Schedule, memory: Memory) -> tuple[float, ...]:
     """Return for each rank the most that it holds at once."""
-    keeper = _Keeper(memory, schedule.num_stages)
+    keeper = _Keeper(memory, schedule.num_stages, schedule.skips)
     weights = per_stage("weights", memory.weights, schedule.num_stages)
     return tuple(
         sum(weights[stage] for stage in schedule.placement.stages_of(rank)) + keeper.peak(row)
@@ -58,9 +77,11 @@ def peak_memory(schedule: Schedule, memory: Memory) -> tuple[float, ...]:
 def memory_over_time(timeline: Timeline, memory: Memory, rank: int) -> list[Held]:
     """Return what a rank holds, weights left out: added as an action starts, freed as it ends."""
     events = timeline.events[rank]
+    keeper = _Keeper(memory, timeline.num_stages, timeline.skips)
     changes: list[tuple[float, float]] = []
-    replay = _Keeper(memory, timeline.num_stages).replay([event.action for event in events])
-    for event, (added, freed) in zip(events, replay, strict=True):
+    for event, added, freed in zip(
+        events, *keeper.changes([event.action for event in events]), strict=True
+    ):
         changes += ((event.start_s, added), (event.end_s, -freed))
     # Copies run beside compute, so the table's order is not that of time.
     changes.sort(key=itemgetter(0))
@@ -71,10 +92,28 @@ def memory_over_time(timeline: Timeline, memory: Memory, rank: int) -> list[Held
     return held
 
 
+def live_activations(timeline: Timeline, rank: int) -> list[Step]:
+    """Return how many micro-batches of one stage a rank keeps over time, a step for each change.
+
+    One counts from the start of its ``F`` to the end of its ``B`` or ``W``, without either to the
+    end of its ``F``, and not from the end of its ``OFFLOAD`` to the start of its ``FETCH``. Without
+    those, which run beside compute, the most is `Timeline.peak_activations`.
+    """
+    steps: list[Step] = []
+    for time_s, amount in memory_over_time(timeline, STAGE_MICROBATCHES, rank)[1:]:
+        live = round(amount)
+        if steps and steps[-1].time_s == time_s:
+            steps.pop()
+        if live != (steps[-1].live if steps else 0):
+            steps.append(Step(time_s, live))
+    return steps
+
+
 class _Keeper:
     """What each stage keeps, resolved."""
 
-    def __init__(self, memory: Memory, num_stages: int) -> None:
+    def __init__(self, memory: Memory, num_stages: int, skips: Sequence[Skip]) -> None:
+        self.num_stages, self.skips = num_stages, skips
         self.forward = per_stage("forward", memory.forward, num_stages)
         self.boundary = per_stage("boundary", memory.boundary, num_stages)
         if memory.recompute is None:
@@ -86,42 +125,83 @@ class _Keeper:
             None if memory.offload is None else per_stage("offload", memory.offload, num_stages)
         )
         self.input_gradient = per_stage("input_gradient", memory.input_gradient, num_stages)
+        self.output = per_stage("output", memory.output, num_stages)
+        self.gradient = per_stage("gradient", memory.gradient, num_stages)
+        self.over_skips = memory.skips
+        self.passes = any([*self.output, *self.gradient, *memory.skips.values()])
 
-    def peak(self, actions: Sequence[Action]) -> float:
+    def peak(self, row: Sequence[Action]) -> float:
         """Return the most that is held at once during the actions of a rank."""
         total = most = 0.0
-        for added, freed in self.replay(actions):
+        for added, freed in zip(*self.changes(row), strict=True):
             total += added
             most = max(most, total)
             total -= freed
         return most
 
-    def replay(self, actions: Sequence[Action]) -> Iterator[tuple[float, float]]:
-        """Yield what each action of a rank adds as it starts, and what it frees as it ends."""
-        stages_of = {
-            op: {(action.stage, action.microbatch) for action in actions if action.op is op}
-            for op in (Op.R, Op.B, Op.W)
-        }
-        freed_later = stages_of[Op.B] | stages_of[Op.W]
-        held: dict[Place, float] = defaultdict(float)
-        away: dict[Place, float] = {}
-        for op, stage, microbatch, _ in actions:
-            key = (stage, microbatch)
-            added = freed = 0.0
-            if op is Op.F:
-                added = (self.boundary if key in stages_of[Op.R] else self.forward)[stage]
-                freed = 0.0 if key in freed_later else added
-            elif op is Op.R:
-                added = self.recompute[stage]
-            elif op is Op.OFFLOAD:
-                most = held[key] if self.offload is None else self.offload[stage]
-                freed = away[key] = min(held[key], most)
-            elif op is Op.FETCH:
-                added = away.pop(key, 0.0)
-            elif op is Op.I:
-                freed = min(held[key], self.input_gradient[stage])
-            elif op in (Op.B, Op.W):
-                freed = held[key]
-            if added or freed:
-                held[key] += added - freed
-            yield added, freed
+    def changes(self, row: Sequence[Action]) -> tuple[list[float], list[float]]:
+        """Return what each action of a rank adds as it starts, and what it frees as it ends."""
+        added, freed = [0.0] * len(row), [0.0] * len(row)
+        self._keep(row, added, freed)
+        if self.passes:
+            self._pass(row, added, freed)
+        return added, freed
+
+    def _keep(self, row: Sequence[Action], added: list[float], freed: list[float]) -> None:
+        """Count what stays with its stage and micro-batch."""
+        lives: dict[Thing, list[Life]] = defaultdict(list)
+        for life in kept(row):
+            lives[life.thing].append(life)
+        again = {life.place for life in lives[Thing.RECOMPUTED]}
+        ends: dict[Place, int] = {}
+        for life in lives[Thing.ACTIVATIONS]:
+            amount = (self.boundary if life.place in again else self.forward)[life.stage]
+            added[life.first] += amount
+            freed[life.last] += amount
+            ends[life.place] = life.last
+        for life in lives[Thing.RECOMPUTED]:
+            added[life.first] += self.recompute[life.stage]
+            freed[life.last] += self.recompute[life.stage]
+        for life in lives[Thing.INPUT_SHARE]:
+            # Freed earlier than all else.
+            share = min(self._whole(life.place, again), self.input_gradient[life.stage])
+            freed[life.last] += share
+            freed[ends[life.place]] -= share
+        for life in lives[Thing.COPY]:
+            here = (self.boundary if life.place in again else self.forward)[life.stage]
+            moved = here if self.offload is None else min(here, self.offload[life.stage])
+            freed[life.first] += moved
+            added[life.last] += moved
+
+    def _whole(self, place: Place, again: Collection[Place]) -> float:
+        """Return what is kept of a stage micro-batch as its backward starts."""
+        stage = place[0]
+        if place in again:
+            return self.boundary[stage] + self.recompute[stage]
+        return self.forward[stage]
+
+    def _pass(self, row: Sequence[Action], added: list[float], freed: list[float]) -> None:
+        """Count what goes from one stage to another, on its way."""
+        for life in in_flight(row, self.num_stages, self.skips):
+            assert life.peer is not None, f"{life} goes nowhere"
+            amount = self._passed(life.stage, life.peer)
+            added[life.first] += amount
+            freed[life.last] += amount
+        for life in received(row):
+            source = life.peer
+            if source is None:
+                source = life.stage + (-1 if row[life.first].op is Op.RECV_F else 1)
+            amount = self._passed(source, life.stage)
+            added[life.first] += amount
+            if source < life.stage:
+                added[life.last] -= amount  # an input, which its stage keeps or drops
+            else:
+                freed[life.last] += amount
+
+    def _passed(self, source: int, taker: int) -> float:
+        """Return the size of what one stage gives another."""
+        if taker == source + 1:
+            return self.output[source]
+        if taker == source - 1:
+            return self.gradient[source]
+        return self.over_skips.get((min(source, taker), max(source, taker)), 0.0)

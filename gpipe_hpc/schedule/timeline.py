@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from gpipe_hpc.schedule.table.actions import COMPUTE, Action
-from gpipe_hpc.schedule.table.occupancy import peak_activations
+from gpipe_hpc.schedule.table.lifetimes import peak_activations
 from gpipe_hpc.schedule.table.schedule import Skip
 
 
@@ -64,6 +64,12 @@ class Timeline:
         """Return the time from the first event's start to the last one's end."""
         ends = (event.end_s for row in self.events for event in row)
         return max(ends, default=self.start_s) - self.start_s
+
+    @cached_property
+    def end_of_compute(self) -> float:
+        """Return the time at which the last compute action ends."""
+        ends = (e.end_s for row in self.events for e in row if e.action.op in COMPUTE)
+        return max(ends, default=self.start_s)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:

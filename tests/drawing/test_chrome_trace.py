@@ -34,7 +34,7 @@ def test_every_compute_action_is_a_slice_of_its_rank():
         f"rank {event.rank}" for event in wanted
     ]
     first = next(each for each in slices if each["name"] == "1F0")
-    assert first["args"] == {"stage": 1, "microbatch": 0, "waited for": "0SEND_F0"}
+    assert first["args"] == {"stage": 1, "microbatch": 0, "waited for": "0SEND_F0", "why": "output"}
 
 
 def test_arrows_lead_from_slice_to_slice():

@@ -7,7 +7,6 @@ import pytest
 from gpipe_hpc.drawing.colours import HUES, IDLE, Tints, fill, ink_on
 from gpipe_hpc.drawing.layout import layout
 from gpipe_hpc.drawing.scene import Text, clock_for, round_step
-from gpipe_hpc.drawing.waits import DataFlow, memory_curve
 from gpipe_hpc.schedule import (
     Costs,
     Event,
@@ -19,6 +18,8 @@ from gpipe_hpc.schedule import (
     parse_action,
     simulate,
 )
+from gpipe_hpc.schedule.memory import live_activations
+from gpipe_hpc.schedule.waits import DataFlow
 
 COSTS = Costs(forward=1, input_gradient=1, weight_gradient=1, recompute=1)
 
@@ -146,7 +147,7 @@ def test_nothing_starts_before_what_it_waited_for():
 )
 def test_memory_curve_reaches_the_peak_and_ends_at_nothing(name):
     timeline = timeline_of(name)
-    curves = [memory_curve(row) for row in timeline.events]
+    curves = [live_activations(timeline, rank) for rank in range(timeline.num_ranks)]
     peaks = tuple(max(step.live for step in curve) for curve in curves)
     assert peaks == timeline.peak_activations
     for curve in curves:
@@ -157,7 +158,8 @@ def test_memory_curve_reaches_the_peak_and_ends_at_nothing(name):
 
 def test_forward_without_backward_is_kept_while_it_runs():
     row = tuple(Event(0, parse_action(f"0F{m}"), 2 * m, 2 * m + 1) for m in range(2))
-    assert memory_curve(row) == [(0, 1), (1, 0), (2, 1), (3, 0)]
+    timeline = Timeline((row,), num_stages=1, num_microbatches=2)
+    assert live_activations(timeline, 0) == [(0, 1), (1, 0), (2, 1), (3, 0)]
 
 
 def test_layout_shows_idle_time_and_all_timelines_on_one_scale():

@@ -87,9 +87,11 @@ def test_svg_has_a_box_for_every_compute_action_where_it_ran():
     assert min(starts) == 76
     assert max(rights) == pytest.approx(960 - 76, abs=0.1)
     tips = [title.text for title in root.iter(f"{SVG}title")]
-    assert "1B1, rank 1: 4 to 6 (takes 2); waited for 1R1 of rank 1, over at 4" in tips
+    again = "waited for 1R1 of rank 1 (recomputed activations), over at 4"
+    assert f"1B1, rank 1: 4 to 6 (takes 2); {again}" in tips
     assert "0F0, rank 0: 0 to 1 (takes 1)" in tips
-    assert "0B1, rank 0: 6 to 8 (takes 2); waited for 1SEND_B1 of rank 1, over at 6" in tips
+    sent = "waited for 1SEND_B1 of rank 1 (gradient), over at 6"
+    assert f"0B1, rank 0: 6 to 8 (takes 2); {sent}" in tips
     cells = [text.text for text in root.iter(f"{SVG}text") if text.get("class") == "cell"]
     assert sorted(cells) == ["0"] * 6 + ["1"] * 6
 

@@ -8,7 +8,7 @@ from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.planning import Partition
 from gpipe_hpc.schedule import Costs, simulate
-from gpipe_hpc.schedule.table.occupancy import peak_activations
+from gpipe_hpc.schedule.table.lifetimes import peak_activations
 
 INPUTS = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 # Three stages of one layer, the middle one three times as slow.

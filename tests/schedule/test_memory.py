@@ -75,3 +75,22 @@ def test_memory_follows_the_events():
 def test_amounts_that_make_no_sense_are_refused():
     with pytest.raises(ScheduleError, match="costs: forward"):
         peak_memory(build("gpipe", ranks=2, microbatches=1), Memory(forward=[1, 2, 3]))
+
+
+def test_what_is_in_flight_counts_until_it_is_sent_or_taken():
+    """The output of rank 0, its buffer on rank 1, and the gradient on its way back."""
+    table = lower(from_text("0F0,0B0\n1F0,1B0\n"))
+    plain = peak_memory(table, Memory(forward=10))
+    assert plain == (10, 10)
+    # Rank 0: the output beside its activations, then the posted buffer of the gradient.
+    assert peak_memory(table, Memory(forward=10, output=[3, 0])) == (13, 10)
+    assert peak_memory(table, Memory(forward=10, gradient=[0, 4])) == (14, 14)
+    # An input that waits for its turn: two posted ahead of the first forward.
+    early = from_text("0F0,0SEND_F0,0F1,0SEND_F1\n1RECV_F0,1RECV_F1,1F0,1F1\n")
+    assert peak_memory(early, Memory(forward=1, output=[5, 0]))[1] == 10
+
+
+def test_what_goes_over_a_skip_is_counted_by_its_own_size():
+    table = lower(from_text("0F0,0B0\n1F0,1B0\n2F0,2B0\nskips,0>2\n"))
+    # Rank 0 has posted for the gradient by the time that its output leaves.
+    assert peak_memory(table, Memory(forward=0, skips={(0, 2): 7})) == (14, 0, 7)

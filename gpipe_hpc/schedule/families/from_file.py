@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gpipe_hpc.errors import ScheduleError, os_remedy
-from gpipe_hpc.schedule.table.occupancy import peak_activations
+from gpipe_hpc.schedule.table.lifetimes import bounds_of
 from gpipe_hpc.schedule.table.schedule import Schedule
 from gpipe_hpc.schedule.table.text_form import from_text
 
@@ -30,5 +30,4 @@ def from_file(ranks: int, microbatches: int, path: str = "") -> Schedule:
             f"{schedule.num_microbatches} micro-batches, expected {ranks} ranks and {microbatches} "
             "micro-batches; change them, or the file"
         )
-    bounds = tuple(peak_activations(row).size for row in schedule.ranks)
-    return replace(schedule, max_activations=bounds)
+    return replace(schedule, max_activations=bounds_of(schedule.ranks))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.table.actions import Action, Op
 from gpipe_hpc.schedule.table.dependencies import dependencies
+from gpipe_hpc.schedule.table.lifetimes import ENDS_BACKWARD, STARTS_ACTIVATIONS
 from gpipe_hpc.schedule.table.schedule import Placement
 
 # The action that a rank runs first among those that are ready: the one with the smallest key.
@@ -92,7 +93,7 @@ class _State:
         return best[1] if best else None
 
     def _has_room(self, op: Op, stage: int, rank: int) -> bool:
-        if op is not Op.F or self.rules.limits is None:
+        if op not in STARTS_ACTIVATIONS or self.rules.limits is None:
             return True
         return self.live[rank] + self.spare[stage, rank] < self.rules.limits[rank]
 
@@ -104,10 +105,7 @@ class _State:
         end = now + self.rules.durations[op][stage]
         self.free_at[rank] = end
         heapq.heappush(self.looks, (end, rank))
-        if op is Op.F:
-            self.live[rank] += 1
-        elif op is not Op.I:
-            self.live[rank] -= 1
+        self.live[rank] += (op in STARTS_ACTIVATIONS) - (op in ENDS_BACKWARD)
         for next_op, next_stage in self.followers[op, stage]:
             arrival = end
             if self.placement.rank_of(next_stage, microbatch) != rank:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 
 from gpipe_hpc.schedule.table.actions import Action, Op
-from gpipe_hpc.schedule.table.occupancy import peak_activations
+from gpipe_hpc.schedule.table.lifetimes import bounds_of
 from gpipe_hpc.schedule.table.schedule import Overlap, Placement, Schedule
 
 Rows = Iterable[Sequence[Action]]
@@ -24,9 +24,8 @@ def tabulate(
         return (action.microbatch or 0) < placement.num_microbatches
 
     kept = tuple(tuple(filter(is_there, row)) for row in rows)
-    bounds = tuple(peak_activations(row).size for row in kept)
     whole = tuple(pair for pair in overlaps if all(map(is_there, pair)))
-    return Schedule(name, placement, kept, max_activations=bounds, overlaps=whole)
+    return Schedule(name, placement, kept, max_activations=bounds_of(kept), overlaps=whole)
 
 
 class RankOrder:

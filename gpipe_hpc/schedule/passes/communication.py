@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from gpipe_hpc.schedule.table.actions import COMPUTE, Action, Op
 from gpipe_hpc.schedule.table.dependencies import arrival, counterpart
-from gpipe_hpc.schedule.table.occupancy import peak_receives
+from gpipe_hpc.schedule.table.lifetimes import peak_receives
 from gpipe_hpc.schedule.table.precedence import build_precedence, execution_order
 from gpipe_hpc.schedule.table.schedule import Schedule
 

@@ -7,12 +7,13 @@ from typing import Final
 
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.table.actions import COMPUTE, COPIES, Action, Op
-from gpipe_hpc.schedule.table.occupancy import peak_activations
+from gpipe_hpc.schedule.table.dependencies import users_of
+from gpipe_hpc.schedule.table.lifetimes import bounds_of
 from gpipe_hpc.schedule.table.schedule import Schedule
 
 # What is used again within so many compute actions of its rank stays.
 _NEAR: Final = 2
-_USERS: Final = frozenset({Op.R, Op.B, Op.I})
+_USERS: Final = users_of(Op.FETCH)
 
 
 def add_offload(schedule: Schedule) -> Schedule:
@@ -31,7 +32,7 @@ def add_offload(schedule: Schedule) -> Schedule:
     rows = tuple(map(_rank, schedule.ranks))
     bounds = schedule.max_activations
     if bounds is not None:
-        bounds = tuple(peak_activations(row).size for row in rows)
+        bounds = bounds_of(rows)
     return replace(schedule, ranks=rows, max_activations=bounds)
 
 

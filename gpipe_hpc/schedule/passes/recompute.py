@@ -7,8 +7,10 @@ from typing import Final
 
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.table.actions import COMPUTE, Action, Op
+from gpipe_hpc.schedule.table.dependencies import users_of
 from gpipe_hpc.schedule.table.schedule import Schedule
 
+_USERS: Final = users_of(Op.R)
 # (the rank's action before a backward or None, the backward, the last stage) -> does its forward
 # keep everything?
 Spares = Callable[[Action | None, Action, int], bool]
@@ -65,7 +67,7 @@ def _rank(
     placed: list[Action] = []
     previous: Action | None = None
     for action in actions:
-        asks = action.op in (Op.B, Op.I) and action.stage in stages
+        asks = action.op in _USERS and action.stage in stages
         if asks and not spares(previous, action, last_stage):
             placed.append(Action(Op.R, action.stage, action.microbatch))
         placed.append(action)

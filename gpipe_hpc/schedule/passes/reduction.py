@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from gpipe_hpc.schedule.table.actions import COMPUTE, SENDS, Action, Op
+from gpipe_hpc.schedule.table.lifetimes import ENDS_BACKWARD
 from gpipe_hpc.schedule.table.precedence import build_precedence, execution_order
 from gpipe_hpc.schedule.table.schedule import Schedule
 
@@ -15,7 +16,7 @@ def add_reductions(schedule: Schedule) -> Schedule:
     order on all ranks, that in which the last holder of each is done, so that none wait for one
     another in a circle. A table without any backward stays as it is.
     """
-    if not any(action.op in (Op.B, Op.W) for row in schedule.ranks for action in row):
+    if not any(action.op in ENDS_BACKWARD for row in schedule.ranks for action in row):
         return schedule
     turns = _turns(schedule)
     rows = tuple(
@@ -41,7 +42,7 @@ def _turns(schedule: Schedule) -> dict[int, int]:
         free_at[rank] = max([free_at[rank], *(done[wait] for wait in graph.waits[node])])
         free_at[rank] += op in COMPUTE
         done[node] = free_at[rank]
-        if stage in shared and op in (Op.B, Op.W):
+        if stage in shared and op in ENDS_BACKWARD:
             latest[stage] = max(latest[stage], done[node])
     order = sorted(shared, key=lambda stage: (latest[stage], -stage))
     return {stage: turn for turn, stage in enumerate(order)}
@@ -51,7 +52,7 @@ def _rank(
     row: tuple[Action, ...], stages: tuple[int, ...], turns: dict[int, int]
 ) -> tuple[Action, ...]:
     """Place the reductions of one rank, behind the sends of the backward they follow."""
-    last = {action.stage: at for at, action in enumerate(row) if action.op in (Op.B, Op.W)}
+    last = {action.stage: at for at, action in enumerate(row) if action.op in ENDS_BACKWARD}
     in_turn = sorted((stage for stage in stages if stage in turns), key=turns.__getitem__)
     placed: list[Action] = []
     ready: set[int] = set()

@@ -1,6 +1,6 @@
 """Auto: an order found for given costs, by list scheduling and local search."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import groupby
@@ -27,9 +27,9 @@ from gpipe_hpc.schedule.search.join import join_backwards
 from gpipe_hpc.schedule.search.local_search import improve
 from gpipe_hpc.schedule.simulator import simulate
 from gpipe_hpc.schedule.table.actions import Action, Op
-from gpipe_hpc.schedule.table.occupancy import peak_activations
+from gpipe_hpc.schedule.table.lifetimes import bounds_of
 from gpipe_hpc.schedule.table.placements import looped, mirrored, wave
-from gpipe_hpc.schedule.table.schedule import Placement, Schedule
+from gpipe_hpc.schedule.table.schedule import Placement, Schedule, Skip
 
 
 @dataclass(frozen=True)
@@ -56,19 +56,21 @@ def auto(
     placement: str = "one_each",
     stages_per_rank: int = 2,
     trials: int = 200,
+    skips: Iterable[Sequence[int]] = (),
 ) -> Schedule:
     """Search an order for measured or given costs under a memory limit; see `search`.
 
     `costs` are those of `Costs`, by default F = I = W; `limit` is in stage micro-batches, one for
     all ranks or one for each. `placement` is ``one_each``, ``looped``, ``wave`` (both with
-    `stages_per_rank`) or ``mirrored``. No worse than any schedule known by name on that placement
-    and under that limit, simulated.
+    `stages_per_rank`) or ``mirrored``; `skips` are the pairs of stages of long skips. No worse than
+    any schedule known by name on that placement and under that limit, simulated.
     """
     if not isinstance(costs, Costs):
         costs = _named_costs(costs or {"forward": 1, "input_gradient": 1, "weight_gradient": 1})
     where = place(placement, ranks, microbatches, stages_per_rank)
     whole("auto", "trials", trials, least=0)
-    return search(where, costs, limit=limit, trials=trials).schedule
+    pairs = tuple((source, destination) for source, destination in skips)
+    return search(where, costs, limit=limit, trials=trials, skips=pairs).schedule
 
 
 def _named_costs(costs: Mapping[str, Any]) -> Costs:
@@ -105,18 +107,23 @@ def search(
     limit: float | Sequence[float] | None = None,
     memory: Memory | None = None,
     trials: int = 200,
+    skips: tuple[Skip, ...] = (),
 ) -> Found:
     """Find an order of a placement's actions that is fast under given costs.
 
     `limit` bounds what a rank holds, in stage micro-batches or in the unit of `memory`. Named
     schedules and list schedules of several rules are starting points; the best few are improved by
     up to `trials` swaps, and as many attempts to join halves of backwards: these are split only if
-    the costs of both are given, and only where that saves time. Refuses a limit that nothing fits.
+    the costs of both are given, and only where that saves time. Transfers over `skips` are waited
+    for as those between neighbours are. Refuses a limit that nothing fits.
     """
     room = _Room(placement, memory or Memory(), limit)
     may_split = costs.input_gradient is not None and costs.weight_gradient is not None
-    named = list(_timed(_named(placement, may_split), costs, room))
-    listed = list(_timed(_listed(placement, costs, may_split, room), costs, room))
+    tables = _named(placement, may_split), _listed(placement, costs, may_split, room)
+    named, listed = (
+        list(_timed((replace(table, skips=skips) for table in each), costs, room))
+        for each in tables
+    )
     if not named and not listed:
         raise ScheduleError(
             f"schedule 'auto': no order fits, expected a limit with room for one micro-batch in "
@@ -134,10 +141,9 @@ def search(
         (_finish(schedule, costs, room, trials) for _, schedule in started),
         key=lambda schedule: simulate(schedule, costs).makespan,
     )
-    bounds = tuple(peak_activations(row).size for row in best.ranks)
     fastest = min(named, key=lambda pair: pair[0], default=None)
     return Found(
-        schedule=replace(best, name="auto", max_activations=bounds),
+        schedule=replace(best, name="auto", max_activations=bounds_of(best.ranks)),
         makespan=simulate(best, costs).makespan,
         lower_bound=lower_bound(placement, costs, may_split),
         best_named=fastest[1].name if fastest else None,

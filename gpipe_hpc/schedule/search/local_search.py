@@ -1,14 +1,19 @@
-"""Local search: swap actions on the critical path of a table while that makes it faster."""
+"""Local search: swap what is on the critical path of a table while that makes it faster."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.costs import Costs
+from gpipe_hpc.schedule.passes.lowering import lower
 from gpipe_hpc.schedule.simulator import simulate
-from gpipe_hpc.schedule.table.actions import Action, Op
+from gpipe_hpc.schedule.table.actions import COMPUTE, COPIES, Action
+from gpipe_hpc.schedule.table.dependencies import OPTIONAL, users_of
+from gpipe_hpc.schedule.table.lifetimes import bounds_of
 from gpipe_hpc.schedule.table.schedule import Schedule
-from gpipe_hpc.schedule.timeline import Timeline
+from gpipe_hpc.schedule.timeline import Event, Timeline
+from gpipe_hpc.schedule.waits import DataFlow
 
 Fits = Callable[[Schedule], bool]
 
@@ -16,67 +21,141 @@ Fits = Callable[[Schedule], bool]
 def improve(schedule: Schedule, costs: Costs, fits: Fits, max_trials: int) -> Schedule:
     """Return a table at least as fast, after at most `max_trials` simulated swaps.
 
-    Two actions that follow one another on a rank without a pause, on the path that sets the
-    makespan, change places; what is slower, does not fit or cannot run is put back.
+    Two that follow one another on a rank without a pause, on the path that sets the makespan,
+    change places; what is slower, does not fit or cannot run is put back. A declared bound of
+    activations becomes that of the new order. `schedule` is bare; it may recompute, offload and
+    have skips.
     """
-    timeline = simulate(schedule, costs)
+    timeline = _run(schedule, costs)
     trials = 0
     improved = True
     while improved:
         improved = False
-        for rank, position in critical_pairs(timeline):
+        for swap in critical_swaps(timeline):
             trials += 1
             if trials > max_trials:
                 return schedule
-            swapped = _swap(schedule, rank, position)
+            swapped = _swapped(schedule, swap)
             if not fits(swapped):
                 continue
             try:
-                candidate = simulate(swapped, costs)
+                candidate = _run(swapped, costs)
             except ScheduleError:
                 continue  # it would deadlock
-            if candidate.makespan < timeline.makespan:
+            if candidate.end_of_compute < timeline.end_of_compute:
                 schedule, timeline, improved = swapped, candidate, True
                 break
     return schedule
 
 
-def critical_pairs(timeline: Timeline) -> Iterator[tuple[int, int]]:
-    """Yield (rank, position) of pairs in a row on one critical path, the later ones first.
+def _run(schedule: Schedule, costs: Costs) -> Timeline:
+    """Simulate a table; with its transfers where one action may wait for several."""
+    one_each = not (schedule.skips or schedule.overlaps)
+    return simulate(schedule if one_each else lower(schedule), costs)
 
-    The path is followed back in time from the last action: to the one that the rank ran right
-    before, or, where the rank had to wait, to the action of another rank that it waited for.
+
+class Swap(NamedTuple):
+    """Two stretches of a rank's list that change places: first to middle, and middle to end."""
+
+    rank: int
+    first: int
+    middle: int
+    end: int
+
+
+def critical_swaps(timeline: Timeline) -> Iterator[Swap]:
+    """Yield swaps of neighbours on one critical path, the later ones first.
+
+    The path is followed back in time from the last compute action: to what the rank ran right
+    before, or, where it had to wait, to what it waited for. An ``R`` moves with the backward it is
+    for, or ahead of it alone, as a ``FETCH`` does.
     """
-    ends = {event.action: event for row in timeline.events for event in row}
-    places = {
-        event.action: (rank, position)
-        for rank, row in enumerate(timeline.events)
-        for position, event in enumerate(row)
-    }
-    last = max(ends.values(), key=lambda event: event.end_s, default=None)
-    while last is not None:
-        rank, position = places[last.action]
-        before = timeline.events[rank][position - 1] if position else None
-        if before is not None and before.end_s == last.start_s:
-            if before.action[1:] != last.action[1:]:
-                yield rank, position - 1
-            last = before
+    path = _Path(timeline)
+    event = path.last
+    while event is not None:
+        before = path.before(event)
+        if before is None:
+            event = path.waited_for(event)
             continue
-        last = next((ends[maker] for maker in _makers(last.action) if maker in ends), None)
+        yield from path.swaps(before, event)
+        event = before
 
 
-def _makers(action: Action) -> list[Action]:
-    """Return which actions of the neighbouring stage make what an action needs of it."""
-    op, stage, microbatch, _ = action
-    if op is Op.F:
-        return [Action(op, stage - 1, microbatch)]
-    if op in (Op.B, Op.I):
-        return [Action(kind, stage + 1, microbatch) for kind in (Op.B, Op.I)]
-    return []
+class _Path:
+    """Where the events of a timeline stand, and which of them set the start of which."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._flow = DataFlow(timeline)
+        bare = COMPUTE | COPIES
+        self._rows = [[e for e in row if e.action.op in bare] for row in timeline.events]
+        self._positions = {
+            event.action: position for row in self._rows for position, event in enumerate(row)
+        }
+        computed = (e for row in self._rows for e in row if e.action.op in COMPUTE)
+        self.last = max(computed, key=lambda event: event.end_s, default=None)
+
+    def before(self, event: Event) -> Event | None:
+        """Return the event of the same rank that held up another, by ending as that one started.
+
+        A rank computes one at a time and copies one at a time; a copy starts when the rank has come
+        to it and is done with the copy before.
+        """
+        copies = event.action.op in COPIES
+        row = self._rows[event.rank]
+        for other in reversed(row[: self._positions[event.action]]):
+            computes = other.action.op in COMPUTE
+            if (computes or copies) and other.end_s == event.start_s:
+                return other
+            if computes and not copies:
+                return None
+        return None
+
+    def waited_for(self, event: Event) -> Event | None:
+        """Return what made, or fetched, the thing that an event waited for; None for nothing."""
+        waits = list(self._flow.waits(event))
+        in_time = [wait for wait in waits if wait.over_s == event.start_s]
+        # Of a bare table transfers are not recorded: it waited for what came from elsewhere.
+        found = in_time or [wait for wait in waits if wait.maker.rank != event.rank]
+        if not found:
+            return None
+        last = max(found, key=lambda wait: wait.over_s)
+        if last.send is not None and last.send.action.op in COPIES:
+            return last.send
+        return last.maker
+
+    def swaps(self, before: Event, event: Event) -> Iterator[Swap]:
+        """Yield the swaps of two neighbours, each without and with an ``R`` that is theirs.
+
+        What is of one stage micro-batch stays in its order. Copies between the two that serve
+        neither keep behind the first.
+        """
+        if before.action[1:] == event.action[1:]:
+            return
+        row = [each.action for each in self._rows[event.rank]]
+        first, middle = self._positions[before.action], self._positions[event.action]
+        end = middle + 1
+        if event.action.op in COMPUTE:
+            while _serves(row[middle - 1], row[middle]):
+                middle -= 1
+            while end < len(row) and _serves(row[end - 1], row[end]):
+                end += 1
+        while first and _serves(row[first - 1], row[first]):
+            first -= 1
+        alone = self._positions[event.action] + 1
+        for start in dict.fromkeys((self._positions[before.action], first)):
+            for stop in dict.fromkeys((alone, end)):
+                yield Swap(event.rank, start, middle, stop)
 
 
-def _swap(schedule: Schedule, rank: int, position: int) -> Schedule:
-    row = list(schedule.ranks[rank])
-    row[position], row[position + 1] = row[position + 1], row[position]
-    rows = (*schedule.ranks[:rank], tuple(row), *schedule.ranks[rank + 1 :])
-    return replace(schedule, ranks=rows)
+def _serves(one: Action, other: Action) -> bool:
+    """Say whether an ``R`` or ``FETCH`` is there for the action behind it."""
+    return one.op in OPTIONAL and one[1:] == other[1:] and other.op in users_of(one.op)
+
+
+def _swapped(schedule: Schedule, swap: Swap) -> Schedule:
+    rank, first, middle, end = swap
+    row = schedule.ranks[rank]
+    row = (*row[:first], *row[middle:end], *row[first:middle], *row[end:])
+    rows = (*schedule.ranks[:rank], row, *schedule.ranks[rank + 1 :])
+    bounds = None if schedule.max_activations is None else bounds_of(rows)
+    return replace(schedule, ranks=rows, max_activations=bounds)

@@ -1,21 +1,86 @@
-"""The data flow of a training step: which action needs the result of which.
+"""The data flow of a training step: which action needs what of which other.
 
-The only place that states it. Lowering, checker and simulator read it from here.
+The only place that states it: an op has one row in `_NEEDS`. Lowering, checker, simulator, memory,
+drawings and searches read from here, most of them by way of `precedence`, `lifetimes` and `waits`.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from enum import Enum, StrEnum, auto
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from gpipe_hpc.schedule.table.actions import RECEIVES, SENDS, Action, Op
 from gpipe_hpc.schedule.table.schedule import Placement, Skip
 
-# The ops that may need what another stage made.
-CONSUMERS: Final = frozenset({Op.F, Op.B, Op.I})
-# By which op that comes from another rank.
-ARRIVES_BY: Final = MappingProxyType({Op.F: Op.RECV_F, Op.B: Op.RECV_B, Op.I: Op.RECV_B})
+
+class Thing(StrEnum):
+    """What one action makes and another needs; the value says it in words."""
+
+    OUTPUT = "output"
+    GRADIENT = "gradient"
+    # What a forward keeps for its backward; of a stage that recomputes, what that needs.
+    ACTIVATIONS = "activations"
+    # The part of them that only the input gradient needs.
+    INPUT_SHARE = "activations for the input gradient"
+    RECOMPUTED = "recomputed activations"
+    COPY = "offloaded copy"
+    MESSAGE = "message"
+    WEIGHT_GRADIENT = "weight gradient"
+
+
+class _Where(Enum):
+    """Which stage, of which micro-batch, makes what an action needs."""
+
+    OWN = auto()
+    BEFORE = auto()  # the stage before, and those that skips lead from
+    BEHIND = auto()  # the stage behind, and those that skips lead to
+    PARTNER = auto()  # the other half of a transfer
+    ALL = auto()  # its own, of all micro-batches
+
+
+class _Rule(NamedTuple):
+    """An op needs what another op makes, or hands on."""
+
+    maker: Op
+    things: tuple[Thing, ...]
+    where: _Where = _Where.OWN
+
+
+_BACKWARD: Final = (
+    _Rule(Op.F, (Thing.ACTIVATIONS, Thing.INPUT_SHARE)),
+    _Rule(Op.FETCH, (Thing.ACTIVATIONS,)),
+    _Rule(Op.R, (Thing.RECOMPUTED,)),
+    _Rule(Op.I, (Thing.GRADIENT,), _Where.BEHIND),
+)
+_NEEDS: Final = MappingProxyType(
+    {
+        Op.F: (_Rule(Op.F, (Thing.OUTPUT,), _Where.BEFORE),),
+        Op.B: _BACKWARD,
+        Op.I: _BACKWARD,
+        # I hands on what W needs of what it was given.
+        Op.W: (_Rule(Op.I, (Thing.ACTIVATIONS, Thing.RECOMPUTED)),),
+        Op.R: (_Rule(Op.F, (Thing.ACTIVATIONS,)), _Rule(Op.FETCH, (Thing.ACTIVATIONS,))),
+        Op.OFFLOAD: (_Rule(Op.F, (Thing.ACTIVATIONS,)),),
+        Op.FETCH: (_Rule(Op.OFFLOAD, (Thing.COPY,)),),
+        Op.SEND_F: (_Rule(Op.F, (Thing.OUTPUT,)),),
+        Op.SEND_B: (_Rule(Op.I, (Thing.GRADIENT,)),),
+        Op.RECV_F: (_Rule(Op.SEND_F, (Thing.MESSAGE,), _Where.PARTNER),),
+        Op.RECV_B: (_Rule(Op.SEND_B, (Thing.MESSAGE,), _Where.PARTNER),),
+        Op.REDUCE_GRAD: (_Rule(Op.W, (Thing.WEIGHT_GRADIENT,), _Where.ALL),),
+    }
+)
 # What is needed only where the table has it.
 OPTIONAL: Final = frozenset({Op.R, Op.FETCH})
+# The ops that may need what another stage made, and by which op that comes from another rank.
+ARRIVES_BY: Final = MappingProxyType(
+    {
+        op: Op.RECV_F if rule.where is _Where.BEFORE else Op.RECV_B
+        for op, rules in _NEEDS.items()
+        for rule in rules
+        if rule.where in (_Where.BEFORE, _Where.BEHIND)
+    }
+)
+CONSUMERS: Final = frozenset(ARRIVES_BY)
 
 _COUNTERPART: Final = {
     Op.SEND_F: (Op.RECV_F, 1),
@@ -23,12 +88,21 @@ _COUNTERPART: Final = {
     Op.SEND_B: (Op.RECV_B, -1),
     Op.RECV_B: (Op.SEND_B, 1),
 }
+# In what a full backward is the two in one.
+_HALVES: Final = (Op.I, Op.W)
 
 
-def dependencies(
+class Need(NamedTuple):
+    """An action whose result another needs, and what of it; the first thing is why."""
+
+    action: Action
+    things: tuple[Thing, ...]
+
+
+def needs(
     action: Action, num_stages: int, num_microbatches: int, skips: Collection[Skip] = ()
-) -> tuple[Action, ...]:
-    """Return the actions whose results an action needs, those of its own stage first.
+) -> tuple[Need, ...]:
+    """Return what an action needs of which others, those of its own stage first.
 
     A need for ``I`` or ``W`` is also met by ``B``, which is the two in one (see `provides`). A need
     for ``R`` or ``FETCH`` binds where the table has that action. In a lowered table a value made on
@@ -37,40 +111,68 @@ def dependencies(
     every ``W`` of its stage; each rank that holds the stage waits for those it runs itself.
     """
     op, stage, microbatch, _ = action
-    match op:
-        case Op.F:
-            before = [stage - 1] if stage > 0 else []
-            before += [source for source, destination in skips if destination == stage]
-            return tuple(Action(Op.F, other, microbatch) for other in before)
-        case Op.B | Op.I:
-            own = (Action(kind, stage, microbatch) for kind in (Op.F, Op.FETCH, Op.R))
-            behind = [stage + 1] if stage < num_stages - 1 else []
-            behind += [destination for source, destination in skips if source == stage]
-            return (*own, *(Action(Op.I, other, microbatch) for other in behind))
-        case Op.W:
-            return (Action(Op.I, stage, microbatch),)
-        case Op.R:
-            return Action(Op.F, stage, microbatch), Action(Op.FETCH, stage, microbatch)
-        case Op.FETCH:
-            return (Action(Op.OFFLOAD, stage, microbatch),)
-        case Op.SEND_F | Op.OFFLOAD:
-            return (Action(Op.F, stage, microbatch),)
-        case Op.SEND_B:
-            return (Action(Op.I, stage, microbatch),)
-        case Op.RECV_F | Op.RECV_B:
-            return (counterpart(action),)
-        case Op.REDUCE_GRAD:
-            return tuple(Action(Op.W, stage, index) for index in range(num_microbatches))
+    found: list[Need] = []
+    for maker, things, where in _NEEDS[op]:
+        if where is _Where.OWN:
+            found.append(Need(Action(maker, stage, microbatch), things))
+        elif where is _Where.PARTNER:
+            found.append(Need(counterpart(action), things))
+        elif where is _Where.ALL:
+            found += (Need(Action(maker, stage, m), things) for m in range(num_microbatches))
+        else:
+            others = _neighbours(stage, where, num_stages, skips)
+            found += (Need(Action(maker, other, microbatch), things) for other in others)
+    return tuple(found)
+
+
+def _neighbours(
+    stage: int, where: _Where, num_stages: int, skips: Collection[Skip]
+) -> Iterator[int]:
+    """Yield the stages that something comes to a stage from: the next one, then over skips."""
+    if where is _Where.BEFORE:
+        if stage > 0:
+            yield stage - 1
+        yield from (source for source, destination in skips if destination == stage)
+    else:
+        if stage < num_stages - 1:
+            yield stage + 1
+        yield from (destination for source, destination in skips if source == stage)
+
+
+def dependencies(
+    action: Action, num_stages: int, num_microbatches: int, skips: Collection[Skip] = ()
+) -> tuple[Action, ...]:
+    """Return the actions whose results an action needs, as in `needs`."""
+    return tuple(need.action for need in needs(action, num_stages, num_microbatches, skips))
 
 
 def provides(action: Action) -> tuple[Action, ...]:
     """Return the needs that an action meets: itself, and for ``B`` its ``I`` and its ``W``."""
     if action.op is Op.B:
-        return (
-            Action(Op.I, action.stage, action.microbatch),
-            Action(Op.W, action.stage, action.microbatch),
-        )
+        return tuple(Action(half, action.stage, action.microbatch) for half in _HALVES)
     return (action,)
+
+
+def users_of(maker: Op) -> frozenset[Op]:
+    """Return the ops that need an op of their own stage and micro-batch."""
+    return frozenset(
+        op
+        for op, rules in _NEEDS.items()
+        if any(rule.maker is maker and rule.where is _Where.OWN for rule in rules)
+    )
+
+
+def uses(op: Op) -> frozenset[Thing]:
+    """Return the things of its own stage and micro-batch that an op needs."""
+    own = (rule for rule in _NEEDS[op] if rule.where is _Where.OWN)
+    return frozenset(thing for rule in own for thing in rule.things)
+
+
+def makes(op: Op) -> frozenset[Thing]:
+    """Return the things that others need of an op, without those that it only hands on."""
+    provided = _HALVES if op is Op.B else (op,)
+    wanted = (rule for rules in _NEEDS.values() for rule in rules if rule.maker in provided)
+    return frozenset(thing for rule in wanted for thing in rule.things) - uses(op)
 
 
 def counterpart(action: Action) -> Action:

@@ -1,4 +1,5 @@
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -169,3 +170,23 @@ def test_no_table_beats_the_lower_bound(name, times, latency, microbatches):
         link=Link(latency=latency),
     )
     assert simulate(bare, costs).makespan >= lower_bound(bare.placement, costs, True) - 1e-9
+
+
+def test_skips_are_part_of_what_is_searched():
+    """An order found without them was slower once the transfers over skips were waited for."""
+    placement = place("one_each", 4, 6)
+    costs = Costs(
+        forward=[1, 2, 1, 2],
+        backward=[2, 4, 2, 4],
+        skip_bytes={(0, 3): 4.0},
+        link=Link(bandwidth=1.0),
+    )
+    skips = ((0, 3),)
+    found = search(placement, costs, trials=20, skips=skips)
+    check(lower(found.schedule))
+    assert found.schedule.skips == skips
+    assert found.makespan == simulate(found.schedule, costs).makespan
+    blind = replace(search(placement, costs, trials=20).schedule, skips=skips)
+    assert found.makespan <= simulate(blind, costs).makespan
+    by_name = build("auto", ranks=4, microbatches=6, trials=0, skips=[[0, 3]])
+    assert by_name.skips == skips

@@ -1,0 +1,183 @@
+"""Who lives when: from which action of a rank's list to which each thing is there.
+
+Read off the data flow: a thing is there from the start of the action that makes it to the end of
+the last one that needs it. Checker, memory, drawings, planning and searches all count these lives.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from gpipe_hpc.schedule.table.actions import COMPUTE, RECEIVES, SENDS, Action, Op
+from gpipe_hpc.schedule.table.dependencies import (
+    ARRIVES_BY,
+    CONSUMERS,
+    Thing,
+    counterpart,
+    makes,
+    needs,
+    provides,
+    uses,
+)
+from gpipe_hpc.schedule.table.schedule import Skip
+
+# What stays with its stage and micro-batch, from one action of the rank to a later one.
+_STAYS: Final = frozenset({Thing.ACTIVATIONS, Thing.INPUT_SHARE, Thing.RECOMPUTED, Thing.COPY})
+_MAKES: Final = MappingProxyType({op: tuple(sorted(makes(op) & _STAYS)) for op in Op})
+_USES: Final = MappingProxyType({op: tuple(sorted(uses(op) & _STAYS)) for op in Op})
+# What goes from one stage to another.
+_GOES: Final = frozenset({Thing.OUTPUT, Thing.GRADIENT})
+# With these the backward of a stage's micro-batch is done.
+ENDS_BACKWARD: Final = frozenset(op for op in Op if Thing.WEIGHT_GRADIENT in makes(op))
+STARTS_ACTIVATIONS: Final = frozenset(op for op in COMPUTE if Thing.ACTIVATIONS in makes(op))
+
+# A stage and a micro-batch of it.
+Place = tuple[int, int | None]
+
+
+class Life(NamedTuple):
+    """A thing and when it is there: from the start of one action of a rank to the end of another.
+
+    `first` and `last` are positions in the rank's list; `stage` and `microbatch` those of the
+    action that makes it, or of the ``RECV``; `peer` is the stage that a value goes to, or for one
+    in a receive buffer comes from.
+    """
+
+    thing: Thing
+    stage: int
+    microbatch: int | None
+    first: int
+    last: int
+    peer: int | None = None
+
+    @property
+    def place(self) -> Place:
+        """Return stage and micro-batch."""
+        return self.stage, self.microbatch
+
+
+def kept(row: Sequence[Action], things: Collection[Thing] = _STAYS) -> list[Life]:
+    """Return the lives of what a rank keeps for actions of the same stage and micro-batch.
+
+    ``ACTIVATIONS`` of a place are there from its ``F``, ``RECOMPUTED`` from its ``R``, both to the
+    end of its ``B`` or ``W``; without a backward, to the end of what made them. ``INPUT_SHARE`` is
+    the part of both that ends with ``B`` or ``I``. Of a ``COPY`` to the host: as long as it is
+    there, the device is without the original, from the end of ``OFFLOAD`` to the start of
+    ``FETCH``.
+    """
+    make = {op: [thing for thing in own if thing in things] for op, own in _MAKES.items()}
+    use = {op: [thing for thing in own if thing in things] for op, own in _USES.items()}
+    first: dict[tuple[Thing, int, int | None], int] = {}
+    last: dict[tuple[Thing, int, int | None], int] = {}
+    for at, (op, stage, microbatch, _) in enumerate(row):
+        for thing in use[op]:
+            last[thing, stage, microbatch] = at
+        for thing in make[op]:
+            first.setdefault((thing, stage, microbatch), at)
+    return [Life(*key, start, last.get(key, start)) for key, start in first.items()]
+
+
+def received(row: Sequence[Action]) -> list[Life]:
+    """Return the lives of a rank's receive buffers; things are ``MESSAGE``.
+
+    One is there from its ``RECV`` to the end of the action that takes what came, together with
+    those of the skips that lead to it; to the end of the list where none does.
+    """
+    posted: dict[tuple[Op, int, int | None], list[tuple[int, int | None]]] = defaultdict(list)
+    lives: list[Life] = []
+
+    def end(place: tuple[Op, int, int | None], last: int) -> None:
+        for first, peer in posted.pop(place, ()):
+            lives.append(Life(Thing.MESSAGE, *place[1:], first, last, peer))
+
+    for at, (op, stage, microbatch, peer) in enumerate(row):
+        if op in RECEIVES:
+            posted[op, stage, microbatch].append((at, peer))
+        elif op in ARRIVES_BY:
+            end((ARRIVES_BY[op], stage, microbatch), at)
+    for place in list(posted):
+        end(place, len(row) - 1)
+    return lives
+
+
+def in_flight(
+    row: Sequence[Action], num_stages: int, skips: Collection[Skip] = ()
+) -> Iterator[Life]:
+    """Yield the lives of outputs and gradients that leave a stage of the rank, one for each taker.
+
+    Each is there from the action that makes it to its ``SEND``, or to the action of another stage
+    of the same rank that takes it.
+    """
+    makers: dict[Action, int] = {}
+    wanted: dict[tuple[Op, int, int | None], list[tuple[Action, Thing]]] = {}
+    for at, action in enumerate(row):
+        op, stage, microbatch, peer = action
+        if op in SENDS or op in CONSUMERS:
+            kind = op, stage, peer
+            if kind not in wanted:
+                wanted[kind] = [
+                    (need.action, thing)
+                    for need in needs(action, num_stages, 1, skips)
+                    for thing in need.things
+                    if thing in _GOES
+                ]
+            for need, thing in wanted[kind]:
+                first = makers.get(need._replace(microbatch=microbatch))
+                if first is not None:
+                    yield Life(thing, need.stage, microbatch, first, at, _taker(action))
+        for need in provides(action):
+            makers[need] = at
+
+
+def _taker(action: Action) -> int:
+    """Return the stage that takes a value: the one a ``SEND`` leads to, else the action's own."""
+    return counterpart(action).stage if action.op in SENDS else action.stage
+
+
+class Peak(NamedTuple):
+    """The most of something at once, and the position in the list that first reaches it."""
+
+    size: int
+    position: int
+
+
+def peak_activations(row: Sequence[Action]) -> Peak:
+    """Return the most stage micro-batches kept at once on a rank, given its actions in order.
+
+    Whole or for recomputation, each counts as one, but not while its copy is on the host.
+    """
+    added, freed = [0] * len(row), [0] * len(row)
+    for life in kept(row, _COUNTED):
+        away = life.thing is Thing.COPY
+        (freed if away else added)[life.first] += 1
+        (added if away else freed)[life.last] += 1
+    return _peak(added, freed)
+
+
+def bounds_of(rows: Iterable[Sequence[Action]]) -> tuple[int, ...]:
+    """Return for each rank what its order keeps, as a table declares it."""
+    return tuple(peak_activations(row).size for row in rows)
+
+
+_COUNTED: Final = frozenset({Thing.ACTIVATIONS, Thing.COPY})
+
+
+def peak_receives(row: Sequence[Action]) -> Peak:
+    """Return the most receive buffers posted at once on a rank, given its actions in order."""
+    added, freed = [0] * len(row), [0] * len(row)
+    for life in received(row):
+        added[life.first] += 1
+        freed[life.last] += 1
+    return _peak(added, freed)
+
+
+def _peak(added: Sequence[int], freed: Sequence[int]) -> Peak:
+    """Return the highest of a sum to which each action adds at its start and takes at its end."""
+    live, peak = 0, Peak(0, 0)
+    for position, (more, less) in enumerate(zip(added, freed, strict=True)):
+        live += more
+        if live > peak.size:
+            peak = Peak(live, position)
+        live -= less
+    return peak

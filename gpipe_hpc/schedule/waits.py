@@ -1,0 +1,103 @@
+"""What an event of a timeline waited for, and why, read off the data flow and the times."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from gpipe_hpc.schedule.table.actions import COMPUTE, COPIES, SENDS, Action, Op
+from gpipe_hpc.schedule.table.dependencies import (
+    CONSUMERS,
+    Need,
+    Thing,
+    arrival,
+    counterpart,
+    needs,
+    provides,
+)
+from gpipe_hpc.schedule.timeline import Event, Timeline
+
+
+class Transfer(NamedTuple):
+    """A value that crossed ranks: who made it, its ``SEND``, who used it."""
+
+    maker: Event
+    send: Event
+    user: Event
+
+
+class Wait(NamedTuple):
+    """A need: who made it, if recorded the ``SEND`` or ``FETCH`` it came by, and what it is."""
+
+    maker: Event
+    send: Event | None
+    thing: Thing
+
+    @property
+    def over_s(self) -> float:
+        """Return when the value was there."""
+        return self.maker.end_s if self.send is None else self.send.end_s
+
+
+class DataFlow:
+    """The events of a timeline by what they provide."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        """Index all events but reductions, which nobody waits for."""
+        self._timeline = timeline
+        self._makers: dict[Action, Event] = {}
+        self._of_kind: dict[tuple[Op, int], tuple[Need, ...]] = {}
+        for row in timeline.events:
+            for event in row:
+                if event.action.op is not Op.REDUCE_GRAD:
+                    self._makers.update(dict.fromkeys(provides(event.action), event))
+
+    def waits(self, event: Event) -> Iterator[Wait]:
+        """Yield all that an event needs and that was recorded."""
+        for maker, thing in self._needs(event):
+            # Of what was fetched, its forward is the maker.
+            forward = None
+            if maker.action.op is Op.FETCH:
+                forward = self._makers.get(maker.action._replace(op=Op.F))
+            if forward is not None:
+                yield Wait(forward, maker, thing)
+            else:
+                yield Wait(maker, self._sender(event, maker), thing)
+
+    def waited_for(self, event: Event) -> Wait | None:
+        """Return the last of an event's needs to be there; None if it has none."""
+        last: Wait | None = None
+        for wait in self.waits(event):
+            if last is None or wait.over_s >= last.over_s:
+                last = wait
+        return last
+
+    def transfers(self) -> Iterator[Transfer]:
+        """Yield the transfers whose ``SEND`` was recorded, by their user."""
+        for row in self._timeline.events:
+            for event in row:
+                if event.action.op in CONSUMERS:
+                    for maker, _ in self._needs(event):
+                        send = self._sender(event, maker)
+                        if send is not None:
+                            yield Transfer(maker, send, event)
+
+    def _needs(self, event: Event) -> Iterator[tuple[Event, Thing]]:
+        op, stage, microbatch, _ = event.action
+        if op not in COMPUTE and op not in COPIES:
+            return
+        of = self._timeline
+        # The same for all micro-batches.
+        kind = self._of_kind.get((op, stage))
+        if kind is None:
+            kind = needs(event.action, of.num_stages, of.num_microbatches, of.skips)
+            self._of_kind[op, stage] = kind
+        for need, things in kind:
+            maker = self._makers.get(Action(need.op, need.stage, microbatch))
+            if maker is not None:
+                yield maker, things[0]
+
+    def _sender(self, event: Event, maker: Event) -> Event | None:
+        if maker.rank == event.rank or event.action.op not in CONSUMERS:
+            return None
+        send = self._makers.get(counterpart(arrival(event.action, maker.action.stage)))
+        assert send is None or send.action.op in SENDS
+        return send
