@@ -301,11 +301,15 @@ class Pipeline:
 
     def timeline(self) -> Timeline:
         """Return when the actions of the last step ran on each rank of this replica, in seconds."""
-        recorded = self._steps.recorder.events(self.stage_rank)
+        recorded = self.last_step_events()
         rows: list[tuple[Event, ...]] = self._site.pipeline.all_gather_object(recorded)
         table = self.schedule
         size = table.num_stages, table.num_microbatches
         return Timeline(tuple(rows), *size, table.name, table.skips)
+
+    def last_step_events(self) -> tuple[Event, ...]:
+        """Return when the actions of the last step ran on this rank, in seconds of its clock."""
+        return self._steps.recorder.events(self.stage_rank)
 
     def last_step_times(self) -> StepTimes:
         """Return when this rank computed in the last step."""

@@ -16,7 +16,7 @@ from gpipe_hpc.models.huggingface.configs import read_json
 from gpipe_hpc.schedule import build
 from gpipe_hpc.training.data.paths import unreadable
 from gpipe_hpc.training.run.opening import lock_folder
-from gpipe_hpc.training.trace import read_trace
+from gpipe_hpc.training.traces.files import read_trace
 
 LONG = "n" * 300
 

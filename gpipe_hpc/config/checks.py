@@ -43,7 +43,8 @@ _RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
         "checkpoint.every": (0, _INF),
         "checkpoint.keep": (1, _INF),
         "checkpoint.neighbour_every": (0, _INF),
-        "trace.steps": (0, _INF),
+        "trace.steps": (0, 10_000),
+        "trace.from_step": (1, _INF),
         "draw.width": (1, 100_000),
         "plan.flops_per_s": (1, _INF),
         "verify.steps": (1, _INF),
@@ -64,6 +65,7 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "checkpoint.data": ("same", "new", "any"),
         "comm.backend": ("auto", "gloo", "nccl"),
         "lr.decay": ("cosine", "constant"),
+        "trace.keep": ("median", "all"),
         "draw.format": ("text", "svg", "png", "html", "trace", "table"),
         **DATA_CHOICES,
     }

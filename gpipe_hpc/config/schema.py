@@ -129,7 +129,9 @@ class RunConfig:
 class TraceConfig:
     """Measured timelines."""
 
-    steps: int = 0
+    steps: int = 20
+    from_step: int | None = None
+    keep: str = "median"
 
 
 @dataclass

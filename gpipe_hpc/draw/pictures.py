@@ -20,7 +20,7 @@ from gpipe_hpc.drawing.svg import render_svg
 from gpipe_hpc.drawing.text import draw_text_memory, num_columns
 from gpipe_hpc.errors import ConfigError, os_remedy
 from gpipe_hpc.schedule import Costs, Timeline, build, lower, simulate
-from gpipe_hpc.training.trace import newest_trace, read_trace
+from gpipe_hpc.training.traces.files import read_trace, typical_trace
 
 DEFAULT_STAGES = 4
 
@@ -41,7 +41,7 @@ class Subject(NamedTuple):
 def draw(config: Config) -> str | bytes:
     """Return the picture, page, trace or table that the settings ask for.
 
-    Of run.dir the newest measured step above its simulation; without, schedules as simulated.
+    Of run.dir the typical measured step above its simulation; without, schedules as simulated.
     """
     check_drawing(config)
     if config.draw.format == "table":
@@ -73,12 +73,12 @@ def put(picture: str | bytes, out: str | None) -> None:
 
 
 def measured(run_folder: Path) -> Subject:
-    """Return the newest measured step of a run above its simulation.
+    """Return the typical measured step of a run, that of median time, above its simulation.
 
     Simulated is the order that was measured, each op at its measured mean on each stage, transfers
     free: what is left is the time that costs do not explain.
     """
-    timeline = read_trace(newest_trace(run_folder))
+    timeline = read_trace(typical_trace(run_folder))
     # Bare: a run records no transfers, and what was empty in it, a W say, no reduction can await.
     planned = simulate(schedule_of(timeline), mean_costs(timeline))
     return Subject(

@@ -1,7 +1,7 @@
 """Schedules as tables: build, read, lower, check and time them. Pure Python."""
 
 from gpipe_hpc.errors import ScheduleError
-from gpipe_hpc.schedule.bubble import BubbleCauses, explain_bubble
+from gpipe_hpc.schedule.bubble import BubbleCauses, explain_bubble, explain_measured
 from gpipe_hpc.schedule.checker import check
 from gpipe_hpc.schedule.comparison import (
     Gain,
@@ -67,6 +67,7 @@ __all__ = [
     "dependencies",
     "digest",
     "explain_bubble",
+    "explain_measured",
     "forward_only",
     "from_text",
     "gains_table",

@@ -1,14 +1,24 @@
-"""Why ranks idle: the bubble of a table, split by cause."""
+"""Why ranks idle: the bubble of a table, or of a measured step, split by cause."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from gpipe_hpc.schedule.costs import Costs
 from gpipe_hpc.schedule.simulator import simulate
+from gpipe_hpc.schedule.table.actions import COMPUTE, Action
 from gpipe_hpc.schedule.table.schedule import Schedule
+from gpipe_hpc.schedule.timeline import Timeline
+from gpipe_hpc.schedule.waits import DataFlow
 
 
 class BubbleCauses(NamedTuple):
-    """Parts of the bubble, each a share of the total time of all ranks; they sum to the bubble."""
+    """Parts of idle time, by what would take them away: of one rank in time, or as shares.
+
+    Transfers: what is gone when values are there as soon as they are made, and a rank goes on at
+    once; in a measured step that is all that no action explains. Imbalance: what is then still idle
+    even if the busiest rank never waits. Fill and drain: the rest of the time that ranks wait for
+    one another. Reduction tail: from the end of all compute to that of the last reduction.
+    """
 
     fill_and_drain: float
     imbalance: float
@@ -17,24 +27,69 @@ class BubbleCauses(NamedTuple):
 
 
 def explain_bubble(schedule: Schedule, costs: Costs) -> BubbleCauses:
-    """Split the bubble of a simulated table by what would take the idle time away.
+    """Split the bubble of a simulated table; the parts are shares of the time of all ranks.
 
-    Transfers: idle time that is gone when they, and copies, take no time. Imbalance: what is then
-    still idle even if the busiest rank never waits. Fill and drain: the rest of the time that ranks
-    wait for one another. Reduction tail: from the end of all compute to that of the last reduction.
-    No part is negative, as less to wait for never makes a table of fixed order slower.
+    They sum to the bubble. No part is negative, as less to wait for never makes a table of fixed
+    order slower.
     """
     timeline = simulate(schedule, costs)
     total = timeline.num_ranks * timeline.makespan
     if total <= 0:
         return BubbleCauses(0.0, 0.0, 0.0, 0.0)
+    undelayed = _end_of_compute(simulate(schedule, costs.without_transfers()))
+    parts = zip(*_explained(timeline, undelayed), strict=True)
+    return BubbleCauses(*(sum(part) / total for part in parts))
+
+
+def explain_measured(timeline: Timeline) -> tuple[BubbleCauses, ...]:
+    """Split the idle time of each rank in a measured step; the parts sum to makespan less busy.
+
+    What the transfers are is found by running the measured order again on paper, each action as
+    long as it took.
+    """
+    return _explained(timeline, _undelayed_end(timeline))
+
+
+def _explained(timeline: Timeline, undelayed: float) -> tuple[BubbleCauses, ...]:
+    """Split by rank; `undelayed` is the time all compute would take without transfers."""
     busy = timeline.busy
-    with_transfers = timeline.end_of_compute
-    without = simulate(schedule, costs.without_transfers()).end_of_compute
-    num_ranks = timeline.num_ranks
-    return BubbleCauses(
-        fill_and_drain=(without - max(busy)) * num_ranks / total,
-        imbalance=(max(busy) * num_ranks - sum(busy)) / total,
-        transfers=(with_transfers - without) * num_ranks / total,
-        reduction_tail=(timeline.makespan - with_transfers) * num_ranks / total,
+    end = _end_of_compute(timeline)
+    return tuple(
+        BubbleCauses(
+            fill_and_drain=undelayed - max(busy),
+            imbalance=max(busy) - own,
+            transfers=end - undelayed,
+            reduction_tail=timeline.makespan - end,
+        )
+        for own in busy
     )
+
+
+def _end_of_compute(timeline: Timeline) -> float:
+    """Return the time from the start to the end of the last compute action."""
+    return timeline.end_of_compute - timeline.start_s
+
+
+def _undelayed_end(timeline: Timeline) -> float:
+    """Return the end of all compute where each action starts once its rank and its needs allow."""
+    rows = [[e for e in row if e.action.op in COMPUTE] for row in timeline.events]
+    flow = DataFlow(replace(timeline, events=tuple(map(tuple, rows))))
+    ends: dict[Action, float] = {}
+    done, free_at = [0] * len(rows), [0.0] * len(rows)
+    waiting = set(range(len(rows)))
+    while waiting:
+        before = sum(done)
+        for rank in sorted(waiting):
+            row = rows[rank]
+            while done[rank] < len(row):
+                event = row[done[rank]]
+                needs = [wait.maker.action for wait in flow.waits(event)]
+                if any(need not in ends for need in needs):
+                    break
+                start = max([free_at[rank], *(ends[need] for need in needs)])
+                ends[event.action] = free_at[rank] = start + event.duration_s
+                done[rank] += 1
+            else:
+                waiting.discard(rank)
+        assert not waiting or sum(done) > before, f"{timeline.name}: what ran could not have run"
+    return max(free_at, default=0.0)

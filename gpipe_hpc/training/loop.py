@@ -1,7 +1,6 @@
 """The training loop."""
 
 import logging
-import statistics
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
@@ -13,12 +12,11 @@ from gpipe_hpc.comm.group import broadcast_object
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config
-from gpipe_hpc.schedule import simulate
 from gpipe_hpc.training.logs import rank_log
 from gpipe_hpc.training.metrics import Metrics, open_metrics
 from gpipe_hpc.training.neighbour import DEFAULT_FOLDER, NeighbourCopies, open_copies
 from gpipe_hpc.training.one_step import Trained, refuse_non_finite, train_one_step
-from gpipe_hpc.training.peak import peak_memory_bytes
+from gpipe_hpc.training.peak import peak_memory_bytes, used_memory_bytes
 from gpipe_hpc.training.progress import Progress
 from gpipe_hpc.training.run.folder import REQUEUE_FILE
 from gpipe_hpc.training.run.identity import Run
@@ -26,8 +24,9 @@ from gpipe_hpc.training.run.opening import begin, lock_folder
 from gpipe_hpc.training.session import Session, last_step, open_session
 from gpipe_hpc.training.signals import REQUEUE_EXIT_CODE, StopRequest
 from gpipe_hpc.training.step_edge import Agreed, StepEdge, Told
+from gpipe_hpc.training.summary.compose import Ended
+from gpipe_hpc.training.summary.reporting import Reporter
 from gpipe_hpc.training.throughput import tokens_per_sample
-from gpipe_hpc.training.trace import write_trace
 from gpipe_hpc.training.validation import validate
 
 log = logging.getLogger("gpipe_hpc.train")
@@ -58,9 +57,10 @@ def run_training(
         if copies is not None:
             stop.at_last = copies.remove
             stack.push(lambda kind, error, trace: _end_copies(copies, stop, error))
+        before_bytes = used_memory_bytes(world.device)
         opened = open_session(config, world, run, lock, copies)
         session = stack.enter_context(closing(opened))
-        return _Loop(session, stop).run()
+        return _Loop(session, stop, before_bytes).run()
 
 
 def _copies(config: Config, world: World, run: Run) -> NeighbourCopies | None:
@@ -89,7 +89,7 @@ def _end_copies(copies: NeighbourCopies, stop: StopRequest, error: BaseException
 class _Loop:
     """One run over its steps, on one rank."""
 
-    def __init__(self, session: Session, stop: StopRequest) -> None:
+    def __init__(self, session: Session, stop: StopRequest, memory_before_bytes: int) -> None:
         self._session = session
         self._pipe = session.pipe
         self._config = session.config
@@ -99,8 +99,7 @@ class _Loop:
         self._validated = -1
         with together(session.pipe.world, "the first step's edge"):
             self._edge = StepEdge(session.pipe.everybody)
-        self._stalls_s: list[float] = []  # of step edges at which the state was kept
-        self._measured: list[tuple[float, float]] = []  # seconds in the pipeline, bubble
+        self._reporter = Reporter(session, memory_before_bytes)
 
     def run(self) -> int:
         """Train from where the session stands to the last step."""
@@ -115,7 +114,12 @@ class _Loop:
             open_metrics(self._session.run_folder, resumed) as metrics,
             Progress(first, self._last, self._config.train.log_every) as progress,
         ):
-            return self._steps(metrics, progress)
+            try:
+                return self._steps(metrics, progress)
+            except BaseException as error:
+                if first < self._last:
+                    self._reporter.fail(error)
+                raise
 
     def _steps(self, metrics: Metrics | None, progress: Progress | None) -> int:
         pipe, every = self._pipe, self._config.checkpoint.every
@@ -127,15 +131,13 @@ class _Loop:
             done = pipe.steps_done
             agreed = self._meet()
             stopped = agreed.is_stopped
-            self._measured.append((agreed.pipeline_s, agreed.bubble))
             if metrics is not None and progress is not None:
-                scalars = self._scalars(trained, agreed, time.perf_counter() - began_s)
+                step_time_s = time.perf_counter() - began_s
+                scalars = self._scalars(trained, agreed, step_time_s)
                 metrics.write(done, scalars)
                 progress.update(done, scalars)
-            if first + 1 < done <= first + 1 + self._config.trace.steps:
-                timeline = pipe.timeline()
-                if self._leads:
-                    write_trace(timeline, self._session.run_folder, done)
+                ledger = self._reporter.ledger
+                ledger.note(agreed, step_time_s, trained.batch.num_samples, trained.result.loss)
             if agreed.is_written:
                 self._say_stall(metrics, "checkpoint_stall_s", self._session.finish_save())
             if every and done % every == 0 and done < self._last and not stopped:
@@ -144,12 +146,18 @@ class _Loop:
                 self._say_stall(metrics, "neighbour_stall_s", self._session.copy())
             if self._validates(done):
                 self._validate(metrics, progress)
+                self._reporter.refresh()
         if pipe.steps_done > first:
             self._say_stall(metrics, "checkpoint_stall_s", self._session.save())
-        self._say_measured()
+        self._say_corrupt()
         if not stopped and self._validated != pipe.steps_done:
             self._validate(metrics, progress)
-        return self._leave(stopped)
+        if progress is not None:
+            progress.close()
+        code = self._leave(stopped)
+        if pipe.steps_done > first:
+            self._reporter.finish(Ended("stopped" if stopped else "done"))
+        return code
 
     def _scalars(
         self, trained: Trained, agreed: Agreed, step_time_s: float
@@ -206,10 +214,13 @@ class _Loop:
             # A checkpoint in the background: each rank's part is in its file.
             has_written=self._session.saver.is_done,
         )
+        origin_s = self._edge.origin_s
         with together(pipe.world, "the step's edge"):
             if self._session.lock is not None:
                 self._session.lock.check()
-            return self._edge.meet(told, pipe.world.rank)
+            agreed = self._edge.meet(told, pipe.world.rank)
+        self._reporter.hold(agreed, origin_s)
+        return agreed
 
     def _save(self) -> float:
         """Save in mid-run, as the settings say; return the seconds that the next step waits."""
@@ -219,7 +230,7 @@ class _Loop:
 
     def _say_stall(self, metrics: Metrics | None, name: str, seconds: float) -> None:
         """Note how long all waited at a step's edge for its state to be kept."""
-        self._stalls_s.append(seconds)
+        self._reporter.ledger.stall(name, seconds)
         if metrics is not None:
             metrics.write(self._pipe.steps_done, {name: seconds})
 
@@ -236,16 +247,15 @@ class _Loop:
         found = validate(self._session)
         if found is None or metrics is None or progress is None:
             return
+        self._reporter.ledger.validation_loss = found.loss
         scalars = {f"validation_{name}": value for name, value in found.metrics.items()}
         metrics.write(self._pipe.steps_done, {"validation_loss": found.loss} | scalars)
         words = "".join(f", {name} {value:.4f}" for name, value in found.metrics.items())
         progress.say(f"step {self._pipe.steps_done}: validation loss {found.loss:.4f}{words}")
 
     def _say_expectations(self) -> None:
-        pipe = self._pipe
-        costs = pipe.partition.stage_costs()
-        if costs is not None:
-            plan = simulate(pipe.schedule, costs)
+        plan = self._reporter.planned
+        if plan is not None:
             log.info(
                 "expected from the measured layers: %.3f s in the pipeline a step, bubble %.1f %%"
                 " (idle over total)",
@@ -256,21 +266,7 @@ class _Loop:
         if baseline is not None:
             log.info("loss of always guessing from frequencies: %.4f nats", baseline)
 
-    def _say_measured(self) -> None:
-        """Say what the steps took, beside what was expected of them."""
-        if self._measured:
-            seconds, bubbles = (statistics.median(c) for c in zip(*self._measured, strict=True))
-            log.info(
-                "measured: %.3f s in the pipeline a step, bubble %.1f %% "
-                "(idle over total), medians",
-                seconds,
-                100 * bubbles,
-            )
-
-        if self._stalls_s:
-            log.info(
-                "checkpoints and copies held the run up for %.3f s in all", sum(self._stalls_s)
-            )
+    def _say_corrupt(self) -> None:
         tally = self._session.tally
         if tally.count and self._leads:
             log.warning("%d corrupt samples were found and passed over", tally.count)

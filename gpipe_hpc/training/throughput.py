@@ -1,4 +1,4 @@
-"""How much of the data a step trains on."""
+"""How much a step trains on in a second."""
 
 from gpipe_hpc.config import DataConfig, TokenDataConfig
 

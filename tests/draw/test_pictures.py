@@ -15,7 +15,7 @@ from gpipe_hpc.draw import draw
 from gpipe_hpc.draw.pictures import put
 from gpipe_hpc.errors import ConfigError, DataError, ScheduleError
 from gpipe_hpc.schedule import Costs, Timeline, build, simulate
-from gpipe_hpc.training.trace import write_trace
+from gpipe_hpc.training.traces.files import write_trace
 
 SMALL = ["pipeline.schedule=zb_v", "pipeline.stages=4", "pipeline.microbatches=4"]
 
@@ -32,7 +32,7 @@ def run_folder(tmp_path):
         costs = Costs(forward=pace, backward=2 * pace, send=pace / 2)
         measured = simulate(schedule, costs)
         run = Timeline(measured.events, 2, 4, "one_f_one_b")
-        write_trace(run, tmp_path, step)
+        write_trace([run], tmp_path, step)
     return tmp_path
 
 
@@ -162,7 +162,7 @@ def test_a_terminal_gets_no_bytes(monkeypatch):
 def test_drawing_loads_no_torch(repository, tmp_path):
     """Neither the picture of a schedule nor that of a run waits seconds for it."""
     timeline = simulate(build("gpipe", ranks=2, microbatches=2), Costs(forward=1, backward=2))
-    write_trace(timeline, tmp_path, 1)
+    write_trace([timeline], tmp_path, 1)
     code = (
         "import sys\n"
         "from gpipe_hpc.config import compose_config\n"

@@ -28,7 +28,7 @@ def test_one_process_trains_and_says_so(train, tiny, tmp_path):
     assert kept <= metrics(run)[0].keys()
     names = {path.name for path in run.iterdir()}
     files = {"config.yaml", "run.json", "metrics.jsonl"}
-    assert names == files | {"tensorboard", "checkpoints", "logs"}
+    assert names == files | {"tensorboard", "checkpoints", "logs", "summary.json", "trace"}
     assert "schedule: gpipe" in (run / "config.yaml").read_text()
 
 
@@ -358,8 +358,8 @@ def test_draws_simulated_schedules(start):
 
 @SLOW
 def test_draws_what_a_run_measured(start, train, tiny, tmp_path):
-    train(2, *tiny, "train.steps=4", "trace.steps=2", "run.dir=run")
-    assert len(list((tmp_path / "run" / "trace").iterdir())) == 2
+    train(2, *tiny, "train.steps=4", "run.dir=run")
+    assert len(list((tmp_path / "run" / "trace").iterdir())) == 1
     text = start("run.dir=run", module="gpipe_hpc.draw").wait()
     assert text.code == 0 and "rank 1" in text.output, text.output
     out = ("draw.format=svg", "draw.out=picture.svg")

@@ -1,0 +1,154 @@
+"""``summary.json``: everything that is known of a run when it ends; see docs/reference/files.md."""
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from gpipe_hpc.pipeline import Pipeline
+from gpipe_hpc.schedule import Timeline, simulate
+from gpipe_hpc.training.peak import PEAK_MEANING
+from gpipe_hpc.training.session import Session, last_step
+from gpipe_hpc.training.summary.figures import RankFigures, idle_of_ranks
+from gpipe_hpc.training.summary.ledger import Ledger
+from gpipe_hpc.training.throughput import tokens_per_sample
+
+SUMMARY_FILE: Final = "summary.json"
+_FORMAT: Final = 1
+_DEFINITION: Final = (
+    "idle time of all ranks over their total time, from the first action of any rank to the end of "
+    "the last"
+)
+
+
+class Ended(NamedTuple):
+    """How a run stands: running, done, stopped or failed, and then why."""
+
+    outcome: str
+    error: str | None = None
+
+
+class Traced(NamedTuple):
+    """The median of the traced steps: a timeline of each replica, on one clock."""
+
+    step: int
+    pipeline_s: float
+    replicas: Sequence[Timeline]
+    file: str
+
+
+def compose_summary(
+    session: Session,
+    ledger: Ledger,
+    ended: Ended,
+    ranks: Sequence[RankFigures],
+    traced: Traced | None,
+    planned: Timeline | None,
+) -> dict[str, Any]:
+    """Return what rank 0 knows; `ranks` are those that could be asked, at least rank 0.
+
+    `planned`: the step as it was expected before the run.
+    """
+    pipe, config = session.pipe, session.config
+    return {
+        "format": _FORMAT,
+        "outcome": ended.outcome,
+        "error": ended.error,
+        "run": session.run_name,
+        "began": _moment(ledger.began_s),
+        "written": _moment(time.time()),
+        "first_step": ledger.first_step,
+        "last_step": pipe.steps_done,
+        "steps_asked": last_step(config.train),
+        "layout": {
+            "ranks": pipe.world.size,
+            "stages": pipe.schedule.num_stages,
+            "replicas": pipe.mesh.replicas,
+            "schedule": pipe.schedule.name,
+            "microbatches": pipe.num_microbatches,
+            "recompute": config.pipeline.recompute,
+            "layers_of_stages": list(pipe.partition.counts),
+            "partition": pipe.partition.measure,
+        },
+        "loss": {
+            "first": ledger.first_loss,
+            "last": ledger.last_loss,
+            "validation": ledger.validation_loss,
+        },
+        "throughput": _throughput(session, ledger),
+        "step": ledger.medians(),
+        "expected": planned and {"pipeline_s": planned.makespan, "bubble": planned.bubble},
+        "bubble_definition": _DEFINITION,
+        "stalls_s": ledger.stalls_s,
+        "traced_step": None if traced is None else _traced(traced),
+        "peak_memory_meaning": PEAK_MEANING.get(pipe.world.device.type, PEAK_MEANING["cpu"]),
+        "ranks": _ranks(session, ranks, traced),
+    }
+
+
+def write_summary(run_folder: Path, summary: dict[str, Any]) -> Path:
+    """Write the file in one piece: a reader finds the old one or the new one."""
+    path = run_folder / SUMMARY_FILE
+    aside = path.with_name(path.name + ".part")
+    aside.write_text(json.dumps(_finite(summary), indent=1, allow_nan=False) + "\n", "utf-8")
+    os.replace(aside, path)
+    return path
+
+
+def _moment(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(seconds))
+
+
+def _throughput(session: Session, ledger: Ledger) -> dict[str, Any]:
+    samples_per_s = ledger.samples_per_s
+    tokens = tokens_per_sample(session.config.data)
+    tokens_per_s = None
+    if samples_per_s is not None and tokens is not None:
+        tokens_per_s = samples_per_s * tokens
+    return {
+        "samples_per_s": samples_per_s,
+        "tokens_per_s": tokens_per_s,
+    }
+
+
+def expected_timeline(pipe: Pipeline) -> Timeline | None:
+    """Return a step as simulated for the layers measured before the run; None if none were."""
+    costs = pipe.partition.stage_costs()
+    return None if costs is None else simulate(pipe.schedule, costs)
+
+
+def _traced(traced: Traced) -> dict[str, Any]:
+    bubbles = [timeline.bubble for timeline in traced.replicas]
+    return {
+        "step": traced.step,
+        "pipeline_s": traced.pipeline_s,
+        "file": traced.file,
+        "bubble_of_replicas": bubbles,
+    }
+
+
+def _ranks(
+    session: Session, ranks: Sequence[RankFigures], traced: Traced | None
+) -> list[dict[str, Any]]:
+    if traced is None:
+        times: list[dict[str, Any]] = [{"busy_s": None, "idle_s": None, "idle_causes": None}]
+        times *= len(ranks)
+    else:
+        times = idle_of_ranks(ranks, traced.pipeline_s, traced.replicas)
+    return [
+        figures._asdict() | {"stages": list(figures.stages)} | own
+        for figures, own in zip(ranks, times, strict=True)
+    ]
+
+
+def _finite(value: Any) -> Any:
+    """Return the same without NaN and infinity, which JSON does not know: null stands for them."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    return value

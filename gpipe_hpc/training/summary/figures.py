@@ -1,0 +1,67 @@
+"""What each rank tells of itself, gathered on rank 0; and why it was idle, where that is known."""
+
+import socket
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from gpipe_hpc.pipeline import Pipeline
+from gpipe_hpc.schedule import Timeline, explain_measured
+from gpipe_hpc.training.peak import peak_memory_bytes
+from gpipe_hpc.training.traces.held import HeldStep
+
+
+class RankFigures(NamedTuple):
+    """What one rank tells. `busy_s`: in the step that is the median of those traced, if any."""
+
+    rank: int
+    replica: int
+    stage_rank: int
+    stages: tuple[int, ...]
+    host: str
+    device: str
+    busy_s: float | None
+    peak_memory_bytes: int
+    memory_before_bytes: int  # in use before the model was built
+
+    @classmethod
+    def of(cls, pipe: Pipeline, median: HeldStep | None, memory_before_bytes: int) -> "RankFigures":
+        """Return those of this rank."""
+        device = pipe.world.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        return cls(
+            pipe.world.rank,
+            pipe.replica,
+            pipe.stage_rank,
+            tuple(pipe.stages),
+            socket.gethostname(),
+            name,
+            None if median is None else median.busy_s,
+            peak_memory_bytes(device),
+            memory_before_bytes,
+        )
+
+
+def idle_of_ranks(
+    ranks: Sequence[RankFigures], pipeline_s: float, replicas: Sequence[Timeline]
+) -> list[dict[str, Any]]:
+    """Return for each rank its busy and idle seconds in a step of `pipeline_s`, and why it idled.
+
+    The causes are those of its replica's measured step, and the time that is over before or after
+    it, while other replicas work; without `replicas` they are not known.
+    """
+    causes = [
+        {f"{name}_s": value for name, value in own._asdict().items() if name != "reduction_tail"}
+        | {"other_replicas_s": pipeline_s - timeline.makespan}
+        for timeline in replicas
+        for own in explain_measured(timeline)
+    ]
+    return [
+        {
+            "busy_s": figures.busy_s,
+            "idle_s": None if figures.busy_s is None else pipeline_s - figures.busy_s,
+            "idle_causes": causes[number] if causes else None,
+        }
+        for number, figures in enumerate(ranks)
+    ]

@@ -1,0 +1,112 @@
+"""The report of a run while it goes on: what each step adds, and what is said in the end."""
+
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from gpipe_hpc.comm.world import together
+from gpipe_hpc.training.session import Session
+from gpipe_hpc.training.step_edge import Agreed
+from gpipe_hpc.training.summary.compose import (
+    Ended,
+    Traced,
+    compose_summary,
+    expected_timeline,
+    write_summary,
+)
+from gpipe_hpc.training.summary.figures import RankFigures
+from gpipe_hpc.training.summary.ledger import Ledger
+from gpipe_hpc.training.summary.table import summary_text
+from gpipe_hpc.training.traces.files import forget_later_traces, write_planned, write_trace
+from gpipe_hpc.training.traces.held import HeldSteps, TracedStep, gather_steps, timelines_of
+
+log = logging.getLogger("gpipe_hpc.train")
+
+
+class Reporter:
+    """What one rank holds for the report; rank 0 writes it.
+
+    Ranks put theirs together where all meet anyway, after a validation and at the end: each sends
+    rank 0 some numbers, and at the end the times of one step's actions.
+    """
+
+    def __init__(self, session: Session, memory_before_bytes: int) -> None:
+        self._session, self._pipe = session, session.pipe
+        self._before_bytes = memory_before_bytes
+        trace = session.config.trace
+        self._held = HeldSteps(trace.steps, trace.from_step)
+        self.ledger = Ledger(session.pipe.steps_done)
+        leads = session.pipe.world.rank == 0
+        self.planned = expected_timeline(session.pipe) if leads else None
+
+    def hold(self, agreed: Agreed, origin_s: float) -> None:
+        """Hold when this rank's actions ran in the last step, if that is one to be traced.
+
+        `origin_s`: see `StepEdge`.
+        """
+        step = self._pipe.steps_done
+        if self._held.wants(step):
+            self._held.take(step, agreed.pipeline_s, self._pipe.last_step_events(), origin_s)
+
+    def refresh(self) -> None:
+        """Write how the run stands, for whoever looks before its end; the same call everywhere."""
+        ranks = self._gather_figures()
+        if ranks:
+            self._write(Ended("running"), ranks, None)
+
+    def finish(self, ended: Ended) -> None:
+        """Write traces and summary and show the closing table; the same call everywhere."""
+        ranks = self._gather_figures()
+        with together(self._pipe.world, "gathering traces"):
+            median = self._held.median
+            kept = self._held.steps
+            if self._session.config.trace.keep == "median":
+                kept = tuple(each for each in kept if each is median)
+            everybody = self._pipe.everybody
+            traced = gather_steps(everybody, kept, median, self._pipe.mesh.stages)
+        if ranks:
+            with together(self._pipe.world, "writing the summary"):
+                summary = self._write(ended, ranks, self._keep_traces(traced))
+                log.info("%s", summary_text(summary))
+
+    def fail(self, error: BaseException) -> None:
+        """Write on rank 0 what it knows by itself of a run that failed; whatever that meets, stays.
+
+        No rank is asked: one of them is gone.
+        """
+        with suppress(Exception):
+            if self._session.lock is not None:
+                self._session.lock.check()  # the folder may be another run's by now
+            text = f"{type(error).__name__}: {error}"
+            self._write(Ended("failed", text), [self._figures()], None)
+
+    def _figures(self) -> RankFigures:
+        return RankFigures.of(self._pipe, self._held.median, self._before_bytes)
+
+    def _gather_figures(self) -> Sequence[RankFigures]:
+        """Return the figures of all ranks on rank 0, nothing elsewhere."""
+        with together(self._pipe.world, "gathering the ranks' figures"):
+            return self._pipe.everybody.gather_object(self._figures(), root=0) or ()
+
+    def _keep_traces(self, traced: Sequence[TracedStep]) -> Traced | None:
+        """Write the traces; return the median step."""
+        folder, pipe = self._session.run_folder, self._pipe
+        forget_later_traces(folder, pipe.steps_done)
+        if self.planned is not None and traced:
+            write_planned(self.planned, folder)
+        found = None
+        for each in traced:
+            replicas = timelines_of(each, pipe.schedule)
+            path = write_trace(replicas, folder, each.step, is_median=each.is_median)
+            if each.is_median:
+                file = path.relative_to(folder).as_posix()
+                found = Traced(each.step, each.pipeline_s, replicas, file)
+        return found
+
+    def _write(
+        self, ended: Ended, ranks: Sequence[RankFigures], traced: Traced | None
+    ) -> dict[str, Any]:
+        summary = compose_summary(self._session, self.ledger, ended, ranks, traced, self.planned)
+        write_summary(self._session.run_folder, summary)
+        return summary

@@ -1,0 +1,143 @@
+"""A summary in words: what a run shows when it ends."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from gpipe_hpc.planning.units import bytes_text
+
+_MAX_RANKS: Final = 16  # lines of a table; of more ranks those at the ends are shown
+_CAUSES: Final = {
+    "fill_and_drain_s": "fill, drain",
+    "imbalance_s": "imbalance",
+    "transfers_s": "transfers",
+    "other_replicas_s": "replicas",
+}
+
+
+def summary_text(summary: Mapping[str, Any]) -> str:
+    """Return the closing table, without an end of line; what is not known is left out."""
+    parts = [_heading(summary), _pace(summary), _comparison(summary)]
+    parts += [_ranks(summary), _stalls(summary)]
+    return "\n".join(filter(None, parts))
+
+
+def _heading(summary: Mapping[str, Any]) -> str:
+    steps = summary["last_step"] - summary["first_step"]
+    text = f"{summary['outcome']} after step {summary['last_step']} of {summary['steps_asked']}"
+    return f"{text}, {steps} of them in this start"
+
+
+def _pace(summary: Mapping[str, Any]) -> str:
+    step, pace = summary["step"], summary["throughput"]
+    if pace["samples_per_s"] is None:
+        return ""
+    words = [f"{pace['samples_per_s']:,.4g} samples/s"]
+    if pace["tokens_per_s"] is not None:
+        words.append(f"{pace['tokens_per_s']:,.0f} tokens/s")
+    return (
+        f"a step took {_time(step['step_time_s'])}, {_time(step['outside_pipeline_s'])} of it "
+        f"outside the pipeline (medians): {', '.join(words)}"
+    )
+
+
+def _comparison(summary: Mapping[str, Any]) -> str:
+    step, expected = summary["step"], summary["expected"]
+    if step["pipeline_s"] is None:
+        return ""
+    text = (
+        f"measured: {_time(step['pipeline_s'])} in the pipeline a step, "
+        f"bubble {step['bubble']:.1%} (idle over total)"
+    )
+    if expected is None:
+        return text
+    return f"{text}; expected: {_time(expected['pipeline_s'])}, {expected['bubble']:.1%}"
+
+
+def _ranks(summary: Mapping[str, Any]) -> str:
+    ranks = summary["ranks"]
+    shown = _shown(ranks)
+    if not shown:
+        return ""
+    traced = summary["traced_step"]
+    clock = _Clock.fit(traced["pipeline_s"]) if traced else _Clock("s", 1.0)
+    has_times = any(each["busy_s"] is not None for each in shown)
+    has_causes = any(each["idle_causes"] for each in shown)
+    several = summary["layout"]["replicas"] > 1
+    causes = [n for n in _CAUSES if has_causes and (several or n != "other_replicas_s")]
+    columns = [*["busy", "idle"] * has_times, *(_CAUSES[name] for name in causes)]
+    units = [f"{head} {clock.unit}" for head in columns]
+    rows = [["rank", "stages", *units, "peak memory", "above start"]]
+    for each in shown:
+        times = [clock.text(each[name]) for name in ("busy_s", "idle_s")] if has_times else []
+        why = each["idle_causes"] or {}
+        peak, before = each["peak_memory_bytes"], each["memory_before_bytes"]
+        rows.append(
+            [
+                str(each["rank"]),
+                ",".join(map(str, each["stages"])) or "none",
+                *times,
+                *(clock.text(why.get(name)) for name in causes),
+                bytes_text(peak),
+                bytes_text(max(0, peak - before)),
+            ]
+        )
+    return "\n".join(filter(None, [_caption(summary, len(shown)), aligned(rows)]))
+
+
+def _caption(summary: Mapping[str, Any], num_shown: int) -> str:
+    """Say of which step, and of how many ranks, the table is."""
+    words = []
+    if summary["traced_step"] is not None:
+        words.append(f"step {summary['traced_step']['step']}, the median of those traced")
+    num_ranks = summary["layout"]["ranks"]
+    if num_shown < num_ranks:
+        words.append(f"{num_shown} of {num_ranks} ranks (summary.json has what is known of all)")
+    return f"{'; '.join(words)}:" if words else ""
+
+
+def _shown(ranks: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return all ranks, or of many those at the ends: most and least busy, most and least full."""
+    if len(ranks) <= _MAX_RANKS:
+        return list(ranks)
+    by_time = sorted(ranks, key=lambda each: each["busy_s"] or 0.0)
+    by_memory = sorted(ranks, key=lambda each: each["peak_memory_bytes"])
+    few = _MAX_RANKS // 4
+    ends = [*by_time[:few], *by_time[-few:], *by_memory[:few], *by_memory[-few:]]
+    return [each for _, each in sorted({each["rank"]: each for each in ends}.items())]
+
+
+def _stalls(summary: Mapping[str, Any]) -> str:
+    seconds = sum(summary["stalls_s"].values())
+    return f"checkpoints and copies held the run up for {seconds:.3f} s in all" if seconds else ""
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return f"{seconds:.3f} s" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
+
+
+class _Clock(NamedTuple):
+    """The unit of all times of a table."""
+
+    unit: str
+    factor: float
+
+    @classmethod
+    def fit(cls, longest_s: float) -> "_Clock":
+        """Return seconds or milliseconds."""
+        return cls("s", 1.0) if longest_s >= 1 else cls("ms", 1e3)
+
+    def text(self, seconds: float | None) -> str:
+        return (
+            "" if seconds is None else f"{seconds * self.factor:.{3 if self.unit == 's' else 1}f}"
+        )
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table with columns of even width, all to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )

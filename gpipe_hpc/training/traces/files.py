@@ -1,0 +1,110 @@
+"""Timelines of a run as files, which `python -m gpipe_hpc.draw` reads."""
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from gpipe_hpc.errors import DataError, os_remedy
+from gpipe_hpc.schedule import Event, Timeline, parse_action
+
+FOLDER: Final = "trace"
+PLANNED: Final = "planned.json"
+_STEPS: Final = "step_*.json"
+
+
+def write_trace(
+    replicas: list[Timeline], run_folder: Path, step: int, *, is_median: bool = True
+) -> Path:
+    """Keep the timeline of a step, of each replica one, in a file of its own."""
+    name = f"step_{step:08d}.json"
+    return _write(run_folder / FOLDER / name, replicas, {"step": step, "is_median": is_median})
+
+
+def write_planned(timeline: Timeline, run_folder: Path) -> Path:
+    """Keep the timeline of a step as it was simulated for the run."""
+    return _write(run_folder / FOLDER / PLANNED, [timeline], {})
+
+
+def _write(path: Path, replicas: list[Timeline], more: dict[str, Any]) -> Path:
+    """Write the rows of all ranks, replica by replica, in seconds since the first event of all."""
+    first = replicas[0]
+    start_s = min((t.start_s for t in replicas if any(t.events)), default=0.0)
+    content = {
+        **more,
+        "name": first.name,
+        "num_stages": first.num_stages,
+        "num_microbatches": first.num_microbatches,
+        "num_replicas": len(replicas),
+        "skips": first.skips,
+        "ranks": [
+            [[str(e.action), e.start_s - start_s, e.end_s - start_s] for e in row]
+            for timeline in replicas
+            for row in timeline.events
+        ],
+    }
+    path.parent.mkdir(exist_ok=True)
+    aside = path.with_name(path.name + ".part")
+    aside.write_text(json.dumps(content))
+    aside.replace(path)
+    return path
+
+
+def read_trace(path: Path) -> Timeline:
+    """Read the timeline of the first replica back; seconds since the first event of the step."""
+    return read_replicas(path)[0]
+
+
+def read_replicas(path: Path) -> list[Timeline]:
+    """Read a timeline back for each replica; DataError if the file is none of ours."""
+    try:
+        content = json.loads(path.read_text())
+        rows = content["ranks"]
+        per_replica = len(rows) // content.get("num_replicas", 1)
+        size = content["num_stages"], content["num_microbatches"]
+        skips = tuple((source, destination) for source, destination in content.get("skips", ()))
+        return [
+            Timeline(
+                tuple(
+                    tuple(Event(rank, parse_action(text), start, end) for text, start, end in row)
+                    for rank, row in enumerate(rows[first : first + per_replica])
+                ),
+                *size,
+                content["name"],
+                skips,
+            )
+            for first in range(0, len(rows), per_replica)
+        ]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"trace {path}: expected a timeline written by gpipe_hpc, got {error}; "
+            f"{os_remedy(error) or 'run with trace.steps=1'}"
+        ) from error
+
+
+def typical_trace(run_folder: Path) -> Path:
+    """Return the trace of the newest start's median step; DataError if there is none.
+
+    Of files that do not say which that is, the last step's.
+    """
+    found = sorted((run_folder / FOLDER).glob(_STEPS))
+    if not found:
+        raise DataError(
+            f"run {run_folder}: expected a measured timeline under {FOLDER}/, got none; run with "
+            f"trace.steps=1 or more"
+        )
+    return next((path for path in reversed(found) if _is_median(path)), found[-1])
+
+
+def _is_median(path: Path) -> bool:
+    try:
+        return bool(json.loads(path.read_text()).get("is_median"))
+    except (OSError, ValueError, AttributeError):
+        return False  # whoever reads it says why
+
+
+def forget_later_traces(run_folder: Path, last_step: int) -> None:
+    """Remove traces of steps that this run has not done: an earlier start's, since abandoned."""
+    for path in (run_folder / FOLDER).glob(_STEPS):
+        number = path.stem.removeprefix("step_")
+        if number.isdecimal() and int(number) > last_step:
+            path.unlink(missing_ok=True)
