@@ -4,6 +4,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -22,7 +23,7 @@ from gpipe_hpc.schedule.families.zero_bubble import zb_h1, zb_h2
 from gpipe_hpc.schedule.families.zero_bubble_v import v_half, zb_v
 from gpipe_hpc.schedule.garbage import collector_paused
 from gpipe_hpc.schedule.passes.recompute import add_recompute
-from gpipe_hpc.schedule.search.auto import auto
+from gpipe_hpc.schedule.search.auto import auto, place
 from gpipe_hpc.schedule.table.actions import Op
 from gpipe_hpc.schedule.table.schedule import Schedule
 
@@ -88,6 +89,26 @@ def build(
     `microbatches` counts those of a whole pipeline's step; `recompute` is ``always``,
     ``except_last`` or ``never``; `options` are the schedule's own keywords.
     """
+    name = _checked(name, ranks, microbatches, options)
+    bare = SCHEDULES[name](ranks=ranks, microbatches=microbatches, **options)
+    if any(action.op is Op.R for row in bare.ranks for action in row):
+        return bare  # a file that places recomputation itself
+    return add_recompute(bare, recompute)
+
+
+def num_stages(name: str, *, ranks: int, microbatches: int, **options: Any) -> int:
+    """Return how many stages the table of `build` would have, without ordering its actions.
+
+    Raises ScheduleError for names and options that are not known.
+    """
+    name = _checked(name, ranks, microbatches, options)
+    parameters = inspect.signature(SCHEDULES[name]).parameters.values()
+    defaults = {each.name: each.default for each in parameters if each.name not in _COUNTS}
+    return _NUM_STAGES.get(name, partial(_times, 1))(ranks, microbatches, **{**defaults, **options})
+
+
+def _checked(name: str, ranks: int, microbatches: int, options: Mapping[str, Any]) -> str:
+    """Return our name of a schedule; refuse unknown ones, and options that it has not."""
     name = canonical_schedule(name)
     if name not in SCHEDULES:
         meant = get_close_matches(name.lower(), SCHEDULES, n=1)
@@ -95,8 +116,7 @@ def build(
         raise ScheduleError(
             f"schedule: unknown name, expected one of {', '.join(SCHEDULES)}, got {name!r}{hint}"
         )
-    function = SCHEDULES[name]
-    known = [key for key in inspect.signature(function).parameters if key not in _COUNTS]
+    known = [key for key in inspect.signature(SCHEDULES[name]).parameters if key not in _COUNTS]
     for option in options:
         if option not in known:
             raise ScheduleError(
@@ -105,7 +125,37 @@ def build(
             )
     whole(name, "ranks", ranks)
     whole(name, "microbatches", microbatches)
-    bare = function(ranks=ranks, microbatches=microbatches, **options)
-    if any(action.op is Op.R for row in bare.ranks for action in row):
-        return bare  # a file that places recomputation itself
-    return add_recompute(bare, recompute)
+    return name
+
+
+def _times(each: int, ranks: int, microbatches: int, **_: Any) -> int:
+    return each * ranks
+
+
+def _by_option(
+    name: str, option: str, each: int, ranks: int, microbatches: int, **options: Any
+) -> int:
+    return each * ranks * whole(name, option, options[option])
+
+
+def _placed(ranks: int, microbatches: int, placement: str, stages_per_rank: int, **_: Any) -> int:
+    return place(placement, ranks, microbatches, stages_per_rank).num_stages
+
+
+def _read(ranks: int, microbatches: int, path: str) -> int:
+    return from_file(ranks, microbatches, path).num_stages
+
+
+# Of those that do not have as many stages as ranks; each takes what `SCHEDULES` take.
+_NUM_STAGES: Final[Mapping[str, Callable[..., int]]] = MappingProxyType(
+    {
+        "looped_bfs": partial(_by_option, "looped_bfs", "stages_per_rank", 1),
+        "interleaved": partial(_by_option, "interleaved", "stages_per_rank", 1),
+        "hanayo": partial(_by_option, "hanayo", "waves", 2),
+        "zb_v": partial(_times, 2),
+        "v_half": partial(_times, 2),
+        "dualpipe_v": partial(_times, 2),
+        "auto": _placed,
+        "file": _read,
+    }
+)
