@@ -1,18 +1,22 @@
 """`Pipeline`: a model cut into stages on ranks, trained as if it were in one piece."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import nn
 
 from gpipe_hpc import checkpoint
-from gpipe_hpc.comm.group import Group
+from gpipe_hpc.comm.group import Group, broadcast_object
 from gpipe_hpc.comm.joining.start import DEFAULT_TIMEOUT_S, start_world
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.nests import Nest
+from gpipe_hpc.comm.patience import patiently
 from gpipe_hpc.comm.watch.settings import DEFAULT_SILENCE_S
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config.spelling import canonical_precision, num_bytes
@@ -37,15 +41,72 @@ from gpipe_hpc.engine.sums.norms import clip_by_global_norm
 from gpipe_hpc.engine.sums.results import StepResult
 from gpipe_hpc.engine.sums.statistics import gather_batchnorm, say_batchnorm
 from gpipe_hpc.engine.sums.tied import join_ties
-from gpipe_hpc.engine.tables import Tables
 from gpipe_hpc.engine.wiring import wire
 from gpipe_hpc.errors import ConfigError, DataError
 from gpipe_hpc.models import Layer, find_ties, layer_stages, normalise_layers, parameter_sizes
-from gpipe_hpc.planning import OptimizerMemory, Partition, check_conservation, cut_table
-from gpipe_hpc.planning.layout import Wishes, lay_out
-from gpipe_hpc.schedule import Event, Op, Schedule, Timeline, digest
+from gpipe_hpc.planning import (
+    Counted,
+    Example,
+    Layout,
+    Measured,
+    Request,
+    check_conservation,
+    cut_table,
+    lay_out,
+)
+from gpipe_hpc.schedule import Event, Op, Timeline, canonical_schedule
 
 log = logging.getLogger("gpipe_hpc.pipeline")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keywords(Request):
+    """What `Pipeline` takes by keyword: a request, and where and on what it is carried out."""
+
+    example: tuple[Nest, Nest] | None = None
+    device: str = "auto"
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    silence_s: float = DEFAULT_SILENCE_S
+    stall_s: float | None = None
+    world: World | None = None
+
+    def request(self) -> Request:
+        """Return the request, spelled as the project spells it."""
+        named = {each.name: getattr(self, each.name) for each in fields(Request)}
+        schedule = self.schedule
+        return replace(
+            Request(**named),
+            schedule=canonical_schedule(schedule) if isinstance(schedule, str) else schedule,
+            recompute=self.recompute.lower(),
+            precision=canonical_precision(self.precision),
+            memory_bytes=num_bytes(self.memory_bytes, "memory_bytes"),
+        )
+
+
+P = ParamSpec("P")
+Layers = nn.Sequential | Sequence[Layer]
+TakesRecord = Callable[[Any, Layers, LossFunction, Keywords], None]
+TakesKeywords = Callable[Concatenate[Any, Layers, LossFunction, P], None]
+
+
+def _by_keyword(
+    record: Callable[P, Keywords],
+) -> Callable[[TakesRecord], TakesKeywords[P]]:
+    """Let a constructor be called with the fields of a record as keywords, each with its type."""
+
+    def decorate(make: TakesRecord) -> TakesKeywords[P]:
+        def init(
+            self: Any, layers: Layers, loss_fn: LossFunction, /, *args: P.args, **kwargs: P.kwargs
+        ) -> None:
+            make(self, layers, loss_fn, record(*args, **kwargs))
+
+        own, given = signature(make), signature(record)
+        positional = list(own.parameters.values())[:-1]
+        shown = own.replace(parameters=[*positional, *given.parameters.values()])
+        init.__dict__["__signature__"] = shown  # what `help` and editors show
+        return init
+
+    return decorate
 
 
 class Pipeline:
@@ -78,67 +139,55 @@ class Pipeline:
     PeerError if another rank found it.
     """
 
-    def __init__(
-        self,
-        layers: nn.Sequential | Sequence[Layer],
-        loss_fn: LossFunction,
-        *,
-        stages: int | None = None,
-        replicas: int = 1,
-        microbatches: int = 1,
-        schedule: str | Schedule = "gpipe",
-        schedule_options: Mapping[str, Any] | None = None,
-        recompute: str = "except_last",
-        memory_bytes: float | str | None = None,
-        optimizer_states: int | OptimizerMemory = 2,
-        offload: bool = False,
-        partition: str | Sequence[int] | Partition = "parameters",
-        example: tuple[Nest, Nest] | None = None,
-        seed: int = 0,
-        precision: str = "float32",
-        normalise_over_replicas: bool = False,
-        buffers: str = "average",
-        compile: bool | str = False,
-        device: str = "auto",
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        silence_s: float = DEFAULT_SILENCE_S,
-        stall_s: float | None = None,
-        world: World | None = None,
-    ) -> None:
-        precision, recompute = canonical_precision(precision), recompute.lower()
-        memory_bytes = num_bytes(memory_bytes, "memory_bytes")
-        self.world = world or start_world(
-            device=device, timeout_s=timeout_s, silence_s=silence_s, stall_s=stall_s
+    @_by_keyword(Keywords)
+    def __init__(self, layers: Layers, loss_fn: LossFunction, given: Keywords) -> None:
+        request = given.request()
+        self.world = given.world or start_world(
+            device=given.device,
+            timeout_s=given.timeout_s,
+            silence_s=given.silence_s,
+            stall_s=given.stall_s,
         )
         with together(self.world, "start"):
             model = normalise_layers(layers)
-            self.mesh = Mesh.fit(self.world.size, stages, replicas)
-            self.seed, self.precision, self.steps_done = seed, precision, 0
-            self.loss_fn, self.num_layers = loss_fn, len(model)
-            self._site = Site.of(self.world, self.mesh)
-            wishes = Wishes(
-                loss_fn,
-                microbatches,
-                schedule,
-                schedule_options or {},
-                recompute,
-                memory_bytes,
-                optimizer_states,
-                offload,
-                partition,
-                None if example is None else with_tensors(tuple(example), "example"),
-                precision,
-                seed,
-            )
-            if buffers not in POLICIES:
+            if request.buffers not in POLICIES:
                 raise ConfigError(
-                    f"pipeline.buffers: expected one of {', '.join(POLICIES)}, got {buffers!r}"
+                    f"pipeline.buffers: expected one of {', '.join(POLICIES)}, got "
+                    f"{request.buffers!r}"
                 )
-            self._buffers = buffers
-            self.partition, tables, self.recomputed = lay_out(model, wishes, self._site)
-            self.schedule = tables.training
-            self._build(model, tables, normalise_over_replicas)
-            self._compile(compile)
+            facts = {"number of layers": len(model), **request.facts()}
+            check_agreement(self.world.everybody, facts)
+            self.mesh = Mesh.fit(self.world.size, request.stages, request.replicas)
+            self._site = Site.of(self.world, self.mesh)
+        self.request = replace(request, stages=self.mesh.stages)
+        self.loss_fn, self.num_layers = loss_fn, len(model)
+        self.seed, self.precision, self.steps_done = request.seed, request.precision, 0
+        self.layout = self._lay_out(model, given.example)
+        self.partition, self.schedule = self.layout.partition, self.layout.schedule
+        with together(self.world, "start"):
+            check_agreement(self.everybody, {"layout": self.layout.digest()})
+            self._build(model)
+            self._compile(request.compile)
+
+    def _lay_out(self, model: list[Layer], example: tuple[Nest, Nest] | None) -> Layout:
+        """Return the layout that rank 0 decides on, which alone measures and needs an example."""
+        world = self.world
+        work = partial(self._decide, model, example) if world.rank == 0 else None
+        decided = patiently(world, "laying out", work)
+        with together(world, "start"):
+            layout: Layout = broadcast_object(self.everybody, decided, root=0)
+        if world.rank == 0:
+            for text in filter(None, (layout.searched, layout.budget)):
+                log.info("%s", text)
+        return layout
+
+    def _decide(self, model: list[Layer], example: tuple[Nest, Nest] | None) -> Layout:
+        request, given = self.request, None
+        if example is not None:
+            inputs, targets = (with_tensors(part, "example") for part in example)
+            given = Example(inputs, targets, self.loss_fn, request.seed, self.world.device)
+        counted = Counted(model, given, request.precision, shares_casts=not request.offload)
+        return lay_out(request, Measured(counted))
 
     def _compile(self, wish: bool | str) -> None:
         """Let the layers run compiled, if that is wished."""
@@ -154,23 +203,10 @@ class Pipeline:
                 self.schedule.name,
             )
 
-    def _build(self, model: list[Layer], tables: Tables, normalises_together: bool) -> None:
+    def _build(self, model: list[Layer]) -> None:
         world, mesh, placement = self.world, self.mesh, self.schedule.placement
+        request, layout = self.request, self.layout
         held = placement.stages_of(self.stage_rank)
-        check_agreement(
-            self.everybody,
-            {
-                # What a user sets goes before the digest that follows from it.
-                "number of layers": self.num_layers,
-                "micro-batches": self.num_microbatches,
-                "schedule": self.schedule.name,
-                "schedule table": digest(self.schedule),
-                "seed": self.seed,
-                "precision": self.precision,
-                "normalise_over_replicas": normalises_together,
-                "buffers": self._buffers,
-            },
-        )
         self.stages = build_stages(
             model,
             self.partition.counts,
@@ -179,7 +215,7 @@ class Pipeline:
             world,
             self.everybody,
             self.precision,
-            self.recomputed,
+            layout.recomputed,
         )
         self.all_parameters = gather_parameters(self.stages, self._site.pipeline)
         check_conservation(parameter_sizes(model), by_stage(self.all_parameters))
@@ -195,20 +231,20 @@ class Pipeline:
         )
         if world.rank == 0:
             say_batchnorm(self.batchnorm)
-        normalises_together &= bool(self.batchnorm.converted)
+        normalises_together = request.normalise_over_replicas and bool(self.batchnorm.converted)
         wiring = wire(world, mesh, self.schedule, normalises_together=normalises_together)
         equalise_copies(self.stages, wiring.reductions)
         homes = layer_stages(self.partition.counts)
         tied = join_ties(find_ties(model), self.stages, homes, placement, mesh, world)
         self._steps = Steps(
             self._site,
-            tables,
+            layout.tables,
             self.stages,
             wiring,
             tied,
             self.num_layers,
             scaling(self.precision),
-            self._buffers,
+            request.buffers,
         )
         self.needs_inputs = 0 in held
         self.needs_targets = self.schedule.num_stages - 1 in held

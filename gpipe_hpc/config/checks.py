@@ -103,10 +103,11 @@ def check_drawing(config: Config) -> None:
     _check_draw(config)
 
 
-def check_planning(config: Config, num_stages: int) -> None:
-    """Refuse settings with which nothing can be planned; raises ConfigError that names one.
+def check_planning(config: Config, num_stages: int) -> list[str]:
+    """Refuse settings with which nothing can be planned; return warnings about odd ones.
 
-    `num_stages` is the number of ranks of one pipeline. Data need not be there.
+    `num_stages` is the number of ranks of one pipeline. Data need not be there. Raises ConfigError
+    that names a setting.
     """
     check_ranges(config)
     _check_choices(config)
@@ -114,6 +115,7 @@ def check_planning(config: Config, num_stages: int) -> None:
     _check_budget(config.pipeline)
     _check_optimizer(config)
     _check_model(config)
+    return list(_empty_microbatches(config))
 
 
 def _value(config: Config, setting: str) -> Any:
@@ -254,7 +256,7 @@ def _check_mask(model_size: object, data: TokenDataConfig) -> None:
 
 
 def _doubts(config: Config) -> Iterator[str]:
-    train, pipeline = config.train, config.pipeline
+    train = config.train
     if config.lr.warmup_steps > train.steps > 0:
         yield (
             f"config: lr.warmup_steps={config.lr.warmup_steps} is longer than "
@@ -265,6 +267,11 @@ def _doubts(config: Config) -> Iterator[str]:
             f"config: train.stop_at={train.stop_at} lies after train.steps={train.steps} and is "
             f"ignored"
         )
+    yield from _empty_microbatches(config)
+
+
+def _empty_microbatches(config: Config) -> Iterator[str]:
+    train, pipeline = config.train, config.pipeline
     num_microbatches = pipeline.replicas * train.accumulation * pipeline.microbatches
     if train.batch_size < num_microbatches:
         yield (

@@ -1,26 +1,31 @@
-"""What layers cost, and how they are cut into stages."""
+"""What layers cost, and how a model is laid out."""
 
-from gpipe_hpc.planning.budget import Budget, choose_recompute, fit_recompute
-from gpipe_hpc.planning.choice import POLICIES, Example, Partition, choose_partition
+from gpipe_hpc.planning.cut_table import check_conservation, cut_table
+from gpipe_hpc.planning.gauges import Counted, Example, Gauge, LayerTimes, Measured
+from gpipe_hpc.planning.layout import Layout, lay_out
 from gpipe_hpc.planning.measured import LayerCost, measure_layers
+from gpipe_hpc.planning.minimax import by_hand, minimax, uniform
 from gpipe_hpc.planning.optimizer import OptimizerMemory
-from gpipe_hpc.planning.partition import by_hand, by_parameters, minimax, uniform
-from gpipe_hpc.planning.table import check_conservation, cut_table
+from gpipe_hpc.planning.partition import POLICIES, Partition, choose_partition
+from gpipe_hpc.planning.request import Request
 
 __all__ = [
     "POLICIES",
-    "Budget",
+    "Counted",
     "Example",
+    "Gauge",
     "LayerCost",
+    "LayerTimes",
+    "Layout",
+    "Measured",
     "OptimizerMemory",
     "Partition",
+    "Request",
     "by_hand",
-    "by_parameters",
     "check_conservation",
     "choose_partition",
-    "choose_recompute",
     "cut_table",
-    "fit_recompute",
+    "lay_out",
     "measure_layers",
     "minimax",
     "uniform",

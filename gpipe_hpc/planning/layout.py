@@ -1,89 +1,102 @@
-"""Decide how a model is laid out: cut, table and recomputation, the same on every rank."""
+"""Decide how a model is laid out: cut, table and recomputation."""
 
-import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+import hashlib
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
-from gpipe_hpc.comm.group import broadcast_object
-from gpipe_hpc.comm.nests import Nest
-from gpipe_hpc.engine.loss import LossFunction
-from gpipe_hpc.engine.precision import casting
-from gpipe_hpc.engine.steps import Site
-from gpipe_hpc.engine.tables import Tables, make_tables, table_asked_for
+from gpipe_hpc.engine.tables import Tables
 from gpipe_hpc.errors import ConfigError, ScheduleError
-from gpipe_hpc.models import Layer, find_skips, long_skips, skip_routes
-from gpipe_hpc.planning.budget import Budget, fit_recompute
-from gpipe_hpc.planning.choice import Example, Partition, choose_partition
-from gpipe_hpc.planning.optimizer import OptimizerMemory
-from gpipe_hpc.planning.partition import minimax
-from gpipe_hpc.schedule import Op, Schedule, build, simulate
-
-log = logging.getLogger("gpipe_hpc.pipeline")
+from gpipe_hpc.models import find_skips, long_skips, skip_routes
+from gpipe_hpc.planning.budget.fitting import Budget, choose_recompute
+from gpipe_hpc.planning.gauges import Gauge
+from gpipe_hpc.planning.partition import Partition, choose_partition
+from gpipe_hpc.planning.request import Request
+from gpipe_hpc.planning.tables import make_tables, recomputes, table_asked_for
+from gpipe_hpc.planning.units import flops_text
+from gpipe_hpc.schedule import Schedule, build, digest, num_stages, simulate
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What a user asked for; see `Pipeline`."""
+class Layout:
+    """All that is decided before a run: plain data, made once and sent to every rank.
 
-    loss_fn: LossFunction
-    microbatches: int
-    schedule: str | Schedule
-    options: Mapping[str, Any] = field(default_factory=dict)
-    recompute: str = "except_last"
-    memory_bytes: float | None = None
-    optimizer_states: int | OptimizerMemory = 2
-    offload: bool = False
-    partition: str | Sequence[int] | Partition = "parameters"
-    example: tuple[Nest, Nest] | None = None
-    precision: str = "float32"
-    seed: int = 0
-
-
-class Layout(NamedTuple):
-    """What was decided; `recomputed`: the layers that each stage recomputes, None for all."""
+    `partition` is the cut; placement, order of the work and what is offloaded stand in `tables`.
+    `recomputed`: the layers of each stage that an ``R`` runs again, by their index; None for all.
+    `replicas`: how many such pipelines run side by side. `searched` and `budget` say in words what
+    was compared and chosen; they decide nothing.
+    """
 
     partition: Partition
     tables: Tables
-    recomputed: tuple[frozenset[int], ...] | None
+    recomputed: tuple[frozenset[int], ...] | None = None
+    replicas: int = 1
+    searched: str = ""
+    budget: str = ""
+
+    @property
+    def schedule(self) -> Schedule:
+        """Return the lowered table of a training step."""
+        return self.tables.training
+
+    def digest(self) -> str:
+        """Return a hash of all that decides a run, the same in every process."""
+        again = [sorted(layers) for layers in self.recomputed or ()]
+        runs_all = self.recomputed is None
+        decided = self.partition.counts, runs_all, again, self.replicas, *map(digest, self.tables)
+        return hashlib.sha256(repr(decided).encode()).hexdigest()
 
 
-def lay_out(layers: Sequence[Layer], wishes: Wishes, site: Site) -> Layout:
-    """Decide on rank 0, which alone measures and needs an example, what all ranks then have.
+def lay_out(request: Request, gauge: Gauge) -> Layout:
+    """Lay out what is asked for, on `request.stages` ranks, by what a gauge says of the layers.
 
-    Raises ConfigError, ModelError, PartitionError or ScheduleError for what cannot work.
+    The same request and the same figures give the same layout, whoever asks. Raises ConfigError,
+    ModelError, PartitionError or ScheduleError for what cannot work.
     """
-    partition, table = _cut_and_order(layers, wishes, site)
-    recomputed, mode = None, wishes.recompute
+    ordered = _cut_and_order(request, gauge)
+    partition, table, mode = ordered.partition, ordered.table, request.recompute
+    budget = None
     if mode == "budget":
-        fitted = _fit(layers, wishes, partition, table, site) if site.world.rank == 0 else None
-        budget: Budget = broadcast_object(site.everybody, fitted, root=0)
-        recomputed, table, mode = budget.recomputed, budget.schedule, "never"
-    skips = long_skips(skip_routes(find_skips(layers), partition.counts))
-    return Layout(partition, make_tables(table, mode, skips, wishes.offload), recomputed)
+        budget = _fit(request, partition, table, gauge)
+        table, mode = budget.schedule, "never"
+    skips = long_skips(skip_routes(find_skips(gauge.layers), partition.counts))
+    return Layout(
+        partition,
+        make_tables(table, mode, skips, request.offload),
+        budget.recomputed if budget else None,
+        request.replicas,
+        ordered.searched,
+        budget.text if budget else "",
+    )
 
 
-def _cut_and_order(
-    layers: Sequence[Layer], wishes: Wishes, site: Site
-) -> tuple[Partition, Schedule]:
-    ranks, leads = site.mesh.stages, site.world.rank == 0
-    if wishes.schedule == "auto" and wishes.options.get("placement") == "best":
-        found = _best_placement(layers, wishes, site) if leads else None
-        best: tuple[Partition, Schedule] = broadcast_object(site.everybody, found, root=0)
-        return best
+class _Ordered(NamedTuple):
+    """A cut, a table without communication, and what was compared to find them."""
 
-    def asked(options: Mapping[str, Any]) -> Schedule:
-        return table_asked_for(
-            wishes.schedule, ranks=ranks, microbatches=wishes.microbatches, options=options
+    partition: Partition
+    table: Schedule
+    searched: str = ""
+
+
+def _cut_and_order(request: Request, gauge: Gauge) -> _Ordered:
+    ranks, microbatches, options = _ranks(request), request.microbatches, request.options
+    if request.schedule != "auto":
+        table = table_asked_for(
+            request.schedule, ranks=ranks, microbatches=microbatches, options=options
         )
+        return _Ordered(choose_partition(request.partition, table.num_stages, gauge), table)
+    if options.get("placement") == "best":
+        return _best_placement(request, gauge)
+    count = num_stages("auto", ranks=ranks, microbatches=microbatches, **options)
+    partition = choose_partition(request.partition, count, gauge)
+    if partition.times:
+        options.setdefault("costs", partition.stage_costs())
+    table = build("auto", ranks=ranks, microbatches=microbatches, **options)
+    return _Ordered(partition, table)
 
-    table = asked(wishes.options)
-    chosen = _cut(layers, wishes, table.num_stages, site) if leads else None
-    partition: Partition = broadcast_object(site.everybody, chosen, root=0)
-    measured = partition.stage_costs()
-    if wishes.schedule == "auto" and "costs" not in wishes.options and measured is not None:
-        table = asked({**wishes.options, "costs": measured})
-    return partition, table
+
+def _ranks(request: Request) -> int:
+    assert request.stages is not None, "a layout is for a known number of ranks"
+    return request.stages
 
 
 # What `placement=best` tries: a name of `auto`, and the stages of a rank.
@@ -91,79 +104,62 @@ _PLACEMENTS: Final = (("one_each", 1), ("wave", 2), ("looped", 2))
 _WORTH_MORE_STAGES: Final = 0.99  # of the time with fewer
 
 
-def _best_placement(
-    layers: Sequence[Layer], wishes: Wishes, site: Site
-) -> tuple[Partition, Schedule]:
-    """Search an order on several placements, for measured layers; return the fastest, simulated."""
-    ranks = site.mesh.stages
-    given = wishes.partition
-    if not (isinstance(given, Partition) and given.seconds):
-        given = _cut(layers, wishes, ranks, site)
-    measured = given
-    if not measured.seconds:
+def _best_placement(request: Request, gauge: Gauge) -> _Ordered:
+    """Search an order on several placements for what layers take; return the fastest, simulated."""
+    ranks, given = _ranks(request), request.partition
+    if not (isinstance(given, Partition) and given.times):
+        given = choose_partition(given, ranks, gauge)
+    if not given.times or "costs" in request.options:
         raise ConfigError(
-            "schedule 'auto': placement 'best' compares placements for measured layers, expected "
-            "partition 'time', got another; choose it, or a placement by name"
+            f"schedule 'auto': placement 'best' compares placements for measured layers, expected "
+            f"partition 'time' and no costs, got {'costs' if given.times else 'another'}; correct "
+            f"that, or choose a placement by name"
         )
     best: tuple[float, Partition, Schedule] | None = None
+    lines: list[str] = []
     for placement, each in _PLACEMENTS:
-        if ranks * each > len(layers):
+        if each > 1 and ranks * each > len(gauge.layers):
             continue
-        partition = measured._replace(counts=tuple(minimax(measured.costs, ranks * each)))
-        costs = partition.stage_costs()
-        assert costs is not None, "the layers were measured"
-        options = {**wishes.options, "placement": placement, "stages_per_rank": each}
-        limit = options.get("limit")
-        if limit is not None:  # in micro-batches of a rank's whole share, whatever its stages
-            options["limit"] = (
-                [x * each for x in limit] if isinstance(limit, list) else limit * each
-            )
-        table = build("auto", ranks=ranks, microbatches=wishes.microbatches, costs=costs, **options)
-        seconds = simulate(table, costs).makespan
-        log.info("auto: %s with %d stages a rank, %.3f s a step", placement, each, seconds)
-        if best is None or seconds < best[0] * _WORTH_MORE_STAGES:
-            best = seconds, partition, table
+        partition = given.cut_anew(ranks * each)
+        table, took = _searched(request, partition, placement, each)
+        amount = f"{took:.3f} s" if partition.is_measured else flops_text(took)
+        lines.append(f"auto: {placement} with {each} stages a rank, {amount} a step")
+        if best is None or took < best[0] * _WORTH_MORE_STAGES:
+            best = took, partition, table
     assert best is not None, "one stage a rank is among them"
-    return best[1:]
+    return _Ordered(*best[1:], "\n".join(lines))
 
 
-def _example(wishes: Wishes, site: Site) -> Example | None:
-    given = wishes.example
-    return given and Example(*given, wishes.loss_fn, wishes.seed, site.world.device)
+def _searched(
+    request: Request, partition: Partition, placement: str, each: int
+) -> tuple[Schedule, float]:
+    """Return the order that `auto` finds on a placement, and how long it takes, simulated."""
+    costs = partition.stage_costs()
+    assert costs is not None, "the layers' times are known"
+    options = {**request.options, "placement": placement, "stages_per_rank": each, "costs": costs}
+    limit = options.get("limit")
+    if limit is not None:  # in micro-batches of a rank's whole share, whatever its stages
+        options["limit"] = [x * each for x in limit] if isinstance(limit, list) else limit * each
+    table = build("auto", ranks=_ranks(request), microbatches=request.microbatches, **options)
+    return table, simulate(table, costs).makespan
 
 
-def _cut(layers: Sequence[Layer], wishes: Wishes, num_stages: int, site: Site) -> Partition:
-    with casting(wishes.precision, site.world.device):
-        return choose_partition(
-            wishes.partition, layers, num_stages, lambda: _example(wishes, site)
-        )
-
-
-def _fit(
-    layers: Sequence[Layer], wishes: Wishes, partition: Partition, table: Schedule, site: Site
-) -> Budget:
-    if table.is_lowered or any(action.op is Op.R for row in table.ranks for action in row):
+def _fit(request: Request, partition: Partition, table: Schedule, gauge: Gauge) -> Budget:
+    if table.is_lowered or recomputes(table):
         raise ScheduleError(
             f"schedule {table.name!r}: recompute 'budget' places recomputation itself, expected a "
             f"bare table without R, got one with it or a lowered one; leave its R out"
         )
-    example = _example(wishes, site)
-    if example is None or wishes.memory_bytes is None:
+    if not isinstance(request.memory_bytes, int | float):
         raise ConfigError(
-            f"recompute: 'budget' counts layers on one micro-batch and fits them into memory, "
-            f"expected example=(inputs, targets) and memory_bytes, got "
-            f"{'no' if example is None else 'an'} example and memory_bytes="
-            f"{wishes.memory_bytes}; pass both"
+            f"recompute: 'budget' fits layers into memory, expected memory_bytes, got "
+            f"{request.memory_bytes}; give the bytes that a rank may fill"
         )
-    budget = fit_recompute(
-        layers,
-        partition,
+    return choose_recompute(
+        gauge.count,
+        partition.counts,
         table,
-        example,
-        limit_bytes=wishes.memory_bytes,
-        optimizer_states=wishes.optimizer_states,
-        precision=wishes.precision,
-        shares_casts=not wishes.offload,
+        request.memory_bytes,
+        request.optimizer_states,
+        [each.forward for each in partition.times] if partition.is_measured else (),
     )
-    log.info("%s", budget.text)
-    return budget

@@ -1,175 +1,92 @@
-"""Cut a sequence of layers into contiguous stages.
+"""The cut of a model into stages: what was asked for, and what came of it."""
 
-Every function returns the number of layers of each stage, in order. Legend: n layers, K stages;
-``prefix[j]`` is the cost of the first j layers, so layers i..j-1 cost prefix[j] - prefix[i].
-"""
-
-import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from gpipe_hpc.errors import PartitionError
-from gpipe_hpc.models import Layer, layer_parameters
+from gpipe_hpc.models import layer_parameters, stage_layers
+from gpipe_hpc.planning.gauges import MEASURED, Gauge, LayerTimes
+from gpipe_hpc.planning.minimax import by_hand, minimax, uniform
+from gpipe_hpc.schedule import Costs
+
+POLICIES = ("parameters", "uniform", "time")
 
 
-def minimax(costs: Sequence[float], stages: int, *, allow_empty: bool = False) -> list[int]:
-    """Return the cut whose most expensive stage is the cheapest possible.
+class Partition(NamedTuple):
+    """A cut, and what it was made by.
 
-    Exact for floats too: costs are scaled to integers first, so no sum is ever rounded. Among the
-    optimal cuts it takes the one with the least sum of squared stage costs, then of squared layer
-    counts, then the one with fewer layers in earlier stages (those keep more micro-batches
-    alive). No stage is empty, except, with ``allow_empty``, the last ones when there are more
-    stages than layers. Costs are finite and at least 0, in any unit.
-
-    Raises `PartitionError` for bad costs, or more stages than layers.
+    `counts`: the layers of each stage. `costs`: one number a layer, in the unit `measure`, which
+    is ``parameters``, ``layers``, or that of the gauge (``time``, ``FLOPs``); then `times` has the
+    parts of each cost.
     """
-    _check_sizes(len(costs), stages, allow_empty)
-    used = min(stages, len(costs))
-    prefix = [0, *accumulate(_integers(costs))]
-    limit = _least_bottleneck(prefix, used)
-    return _most_even(prefix, used, limit) + [0] * (stages - used)
+
+    counts: tuple[int, ...]
+    costs: tuple[float, ...]
+    measure: str
+    times: tuple[LayerTimes, ...] = ()
+
+    @classmethod
+    def stored(cls, facts: Mapping[str, Any]) -> "Partition":
+        """Return the cut that a checkpoint tells of; older ones called the times seconds."""
+        times = facts.get("times", facts.get("seconds", ()))
+        counts, costs = tuple(facts["counts"]), tuple(facts["costs"])
+        return cls(counts, costs, facts["measure"], tuple(LayerTimes(*each) for each in times))
+
+    @property
+    def is_measured(self) -> bool:
+        """Say whether the times are seconds."""
+        return bool(self.times) and self.measure == MEASURED
+
+    def stage_costs(self) -> Costs | None:
+        """Return what each op of a stage takes; None where no gauge was asked."""
+        if not self.times:
+            return None
+        spans = [[self.times[i] for i in span] for span in stage_layers(self.counts)]
+        forward, backward, inputs, weights = (
+            [sum(layer[part] for layer in span) for span in spans] for part in range(4)
+        )
+        return Costs(
+            forward=forward,
+            backward=backward,
+            input_gradient=inputs,
+            weight_gradient=weights,
+            recompute=forward,
+        )
+
+    def cut_anew(self, num_stages: int) -> "Partition":
+        """Return the best cut for the same costs into another number of stages."""
+        return self._replace(counts=tuple(minimax(self.costs, num_stages)))
 
 
-def uniform(num_layers: int, stages: int, *, allow_empty: bool = False) -> list[int]:
-    """Return stages whose numbers of layers differ by at most one, the smaller ones first."""
-    return minimax([1] * num_layers, stages, allow_empty=allow_empty)
+def choose_partition(
+    policy: str | Sequence[int] | Partition, num_stages: int, gauge: Gauge
+) -> Partition:
+    """Cut a model into `num_stages` by parameters, uniform, time, or as given by hand.
 
-
-def by_parameters(layers: Sequence[Layer], stages: int, *, allow_empty: bool = False) -> list[int]:
-    """Return the minimax cut by numbers of parameters; layers without any are fine."""
-    return minimax(layer_parameters(layers), stages, allow_empty=allow_empty)
-
-
-def by_hand(
-    counts: Sequence[int], num_layers: int, stages: int, *, allow_empty: bool = False
-) -> list[int]:
-    """Return a cut given as numbers of layers, once it is known to fit the model.
-
-    Raises `PartitionError` when it has the wrong number of stages or does not add up, and for
-    stages that are negative, or empty without ``allow_empty``.
+    A Partition that was made before, in a checkpoint say, is taken as it is where it fits the
+    layers and the stages; else the cut is made anew, as that one was. `time` is what the gauge
+    measures or counts; no other policy asks it. Raises PartitionError.
     """
-    shown = list(counts)
-    if len(shown) != stages:
+    layers = gauge.layers
+    if isinstance(policy, Partition):
+        if (len(policy.counts), sum(policy.counts)) == (num_stages, len(layers)):
+            return policy._replace(counts=tuple(policy.counts))
+        policy = "uniform" if policy.measure == "layers" else policy.measure
+    if not isinstance(policy, str):
+        # A zero written by hand asks for an empty stage: it passes its input on.
+        counts = by_hand(policy, len(layers), num_stages, allow_empty=True)
+        return Partition(tuple(counts), tuple(map(float, layer_parameters(layers))), "parameters")
+    if policy == "parameters":
+        sizes = tuple(map(float, layer_parameters(layers)))
+        return Partition((), sizes, policy).cut_anew(num_stages)
+    if policy == "uniform":
+        return Partition((), (1.0,) * len(layers), "layers").cut_anew(num_stages)
+    if policy != "time":
         raise PartitionError(
-            f"partition: wrong number of stages, expected {stages} numbers of layers, got "
-            f"{len(shown)} in {shown}; give one number for each stage"
+            f"partition: unknown, expected one of {', '.join(POLICIES)} or the number of layers "
+            f"of each stage, got {policy!r}"
         )
-    least = 0 if allow_empty else 1
-    for stage, count in enumerate(shown):
-        if isinstance(count, bool) or not isinstance(count, int) or count < least:
-            raise PartitionError(
-                f"partition: bad stage {stage}, expected a whole number of layers from {least} "
-                f"up, got {count!r} in {shown}; correct that number"
-            )
-    if sum(shown) != num_layers:
-        raise PartitionError(
-            f"partition: does not add up, expected the {num_layers} layers of the model, got "
-            f"{sum(shown)} = {' + '.join(map(str, shown))}; change the numbers by "
-            f"{num_layers - sum(shown):+d} in all"
-        )
-    return shown
-
-
-def _check_sizes(num_layers: int, stages: int, allow_empty: bool) -> None:
-    if stages < 1:
-        raise PartitionError(
-            f"partition: too few stages, expected at least 1, got {stages}; ask for more"
-        )
-    if stages > num_layers and not allow_empty:
-        raise PartitionError(
-            f"partition: more stages than layers, expected at most {num_layers} stages, got "
-            f"{stages}; use fewer stages, or split the model into more layers"
-        )
-
-
-def _integers(costs: Sequence[float]) -> list[int]:
-    """Scale costs by one power of two that makes all of them integers (floats are dyadic)."""
-    ratios = []
-    for index, cost in enumerate(costs):
-        if not math.isfinite(cost) or cost < 0:
-            raise PartitionError(
-                f"partition: bad cost of layer {index}, expected a finite number from 0 up, got "
-                f"{cost}; correct that cost"
-            )
-        ratios.append((cost if isinstance(cost, int) else float(cost)).as_integer_ratio())
-    scale = math.lcm(*(denominator for _, denominator in ratios))
-    return [numerator * (scale // denominator) for numerator, denominator in ratios]
-
-
-def _least_bottleneck(prefix: list[int], stages: int) -> int:
-    """Return the least limit under which filling stage after stage needs at most ``stages``."""
-    low = max((b - a for a, b in pairwise(prefix)), default=0)
-    low, high = max(low, -(-prefix[-1] // max(stages, 1))), prefix[-1]
-    while low < high:
-        middle = (low + high) // 2
-        if _furthest(prefix, stages, middle)[-1] == len(prefix) - 1:
-            high = middle
-        else:
-            low = middle + 1
-    return high
-
-
-def _furthest(prefix: list[int], stages: int, limit: int) -> list[int]:
-    """Return how many layers the first 0, 1, ... stages can hold under the limit."""
-    reach = [0]
-    for _ in range(stages):
-        reach.append(bisect_right(prefix, prefix[reach[-1]] + limit) - 1)
-    return reach
-
-
-def _earliest(prefix: list[int], stages: int, limit: int) -> list[int]:
-    """Return how many layers must come before stage k = 0, 1, ... so that the rest still fits."""
-    start = [len(prefix) - 1]
-    for _ in range(stages):
-        start.append(bisect_left(prefix, prefix[start[-1]] - limit))
-    return start[::-1]
-
-
-def _most_even(prefix: list[int], stages: int, limit: int) -> list[int]:
-    """Return the cut of least sum of squares among those with no stage above the limit.
-
-    Dynamic programming over the ends of stages. The price of a stage satisfies the quadrangle
-    inequality (also with the limit as an infinite price), so the best start of a stage moves
-    right with its end, and each stage's row is solved by halving: O(K n log n).
-    """
-    num_layers = len(prefix) - 1
-    furthest, earliest = _furthest(prefix, stages, limit), _earliest(prefix, stages, limit)
-    weight = num_layers**2 + 1  # makes one number of the pair (cost squared, layers squared)
-    best = {0: 0}
-    starts: list[dict[int, int]] = []
-    for k in range(1, stages + 1):
-        low = max(k, earliest[k])
-        high = min(furthest[k], num_layers - (stages - k))
-        best, chosen = _solve_row(prefix, limit, weight, best, low, high)
-        starts.append(chosen)
-    ends = [num_layers]
-    for chosen in reversed(starts):
-        ends.append(chosen[ends[-1]])
-    return [end - start for start, end in pairwise(ends[::-1])]
-
-
-def _solve_row(
-    prefix: list[int], limit: int, weight: int, before: dict[int, int], low: int, high: int
-) -> tuple[dict[int, int], dict[int, int]]:
-    """Return the least price, and the start that gives it, of a stage with each end low..high.
-
-    ``before`` has the least price of all earlier stages by their last end.
-    """
-    best: dict[int, int] = {}
-    chosen: dict[int, int] = {}
-    tasks = [(low, high, min(before), max(before))]
-    while tasks:
-        first, last, start_low, start_high = tasks.pop()
-        if first > last:
-            continue
-        end = (first + last) // 2
-        total = prefix[end]
-        fitting = bisect_left(prefix, total - limit)
-        candidates = range(max(start_low, fitting), min(start_high, end - 1) + 1)
-        best[end], chosen[end] = min(
-            (before[i] + weight * (total - prefix[i]) ** 2 + (end - i) ** 2, i) for i in candidates
-        )
-        tasks.append((first, end - 1, start_low, chosen[end]))
-        tasks.append((end + 1, last, chosen[end], start_high))
-    return best, chosen
+    uniform(len(layers), num_stages)  # refuse too many stages before measuring
+    times = gauge.times
+    costs = tuple(each.forward + each.backward for each in times)
+    return Partition((), costs, gauge.measure, times).cut_anew(num_stages)

@@ -6,9 +6,9 @@ from typing import Final, NamedTuple
 
 from gpipe_hpc.models import Layer, skip_routes
 from gpipe_hpc.planning.counted import ModelCount
+from gpipe_hpc.planning.cut_table import cut_table
 from gpipe_hpc.planning.forecast import Forecast, RankForecast
 from gpipe_hpc.planning.stages import count_stages
-from gpipe_hpc.planning.table import cut_table
 from gpipe_hpc.planning.trial import LayerCount
 from gpipe_hpc.planning.units import bytes_text, flops_text
 from gpipe_hpc.schedule import Schedule
@@ -157,10 +157,15 @@ def step_text(found: Forecast, schedule: Schedule, assumptions: Assumptions) -> 
 
 
 class Sections(NamedTuple):
-    """What the plan says in words: of what, who chose the cut, what a budget of memory chose."""
+    """What the plan says in words.
+
+    Of what it is, who chose the cut, what was compared for the placement, and what a budget of
+    memory chose.
+    """
 
     heading: str
     cut_by: str
+    searched: str = ""
     recomputed: str = ""
 
 
@@ -179,13 +184,12 @@ def report(
         f"Layers, for one micro-batch:\n{layer_table(model)}",
         f"Cut {sections.cut_by}:\n{stage_table(layers, model, counts, schedule)}",
         skip_table(model, counts),
-        f"Recomputed, to stay within the memory:\n{sections.recomputed}",
+        sections.searched and f"Placements compared:\n{sections.searched}",
+        sections.recomputed and f"Recomputed, to stay within the memory:\n{sections.recomputed}",
         f"Ranks, at their fullest:\n{rank_table(found.ranks, assumptions)}",
         step_text(found, schedule, assumptions),
         _NOTES,
     ]
-    if not sections.recomputed:
-        del parts[4]
     return "\n\n".join(filter(None, parts))
 
 

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -31,7 +31,9 @@ from gpipe_hpc.models import Layer, loss_function, normalise_layers, sees_ahead
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planning import Partition
 from gpipe_hpc.planning.batchnorm import check_batchnorm
+from gpipe_hpc.planning.gauges import MEASURED
 from gpipe_hpc.planning.vocabulary import check_vocabulary
+from gpipe_hpc.training.asking import request_of
 from gpipe_hpc.training.batches import Batch, Batches
 from gpipe_hpc.training.data import (
     BatchReader,
@@ -49,7 +51,7 @@ from gpipe_hpc.training.data import (
     validation_batches,
 )
 from gpipe_hpc.training.neighbour import Found, NeighbourCopies
-from gpipe_hpc.training.optimizer import build_optimizer, optimizer_memory, own_options
+from gpipe_hpc.training.optimizer import build_optimizer, own_options
 from gpipe_hpc.training.position import IDENTITY, check_data, goes_on
 from gpipe_hpc.training.run.changed_settings import SETTINGS, settings_of
 from gpipe_hpc.training.run.folder import OWNER, Checkpoints
@@ -315,27 +317,8 @@ def _pipeline(
     cut: Mapping[str, Any] | None,
     example: tuple[Nest, Nest] | None,
 ) -> Pipeline:
-    return Pipeline(
-        layers,
-        loss_fn,
-        stages=config.pipeline.stages,
-        replicas=config.pipeline.replicas,
-        microbatches=config.pipeline.microbatches * config.train.accumulation,
-        schedule=config.pipeline.schedule,
-        schedule_options=config.pipeline.options,
-        recompute=config.pipeline.recompute,
-        memory_bytes=config.pipeline.memory_bytes,
-        optimizer_states=optimizer_memory(config.optimizer),
-        offload=config.pipeline.offload,
-        partition=_partition(config, cut),
-        example=example,
-        seed=config.train.seed,
-        precision=config.train.precision,
-        normalise_over_replicas=config.pipeline.normalise_over_replicas,
-        buffers=config.pipeline.buffers,
-        compile=config.train.compile,
-        world=world,
-    )
+    request = replace(request_of(config), partition=_partition(config, cut))
+    return Pipeline(layers, loss_fn, **vars(request), example=example, world=world)
 
 
 def _resumed(
@@ -436,8 +419,8 @@ def _partition(config: Config, cut: Mapping[str, Any] | None) -> Any:
     policy = config.pipeline.partition
     if policy != "time" or cut is None:
         return policy
-    stored = Partition(**cut)
-    return stored if stored.measure == "time" else policy
+    stored = Partition.stored(cut)
+    return stored if stored.measure == MEASURED else policy
 
 
 def _example(

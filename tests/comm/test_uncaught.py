@@ -31,7 +31,7 @@ def mean_square(output, target):
 
 settings = {"microbatches": 2}
 if kind == "setting":
-    settings["schedule"] = "gpip"
+    settings["buffers"] = "mean"
 if kind == "scripts":
     settings["microbatches"] += rank
 pipe = Pipeline([LayerSpec(nn.Linear, 4, 4), LayerSpec(Layer, 4, 4)], mean_square, **settings)
@@ -84,8 +84,8 @@ def test_the_others_say_one_line(failed, kind, words):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("setting", "did you mean gpipe?"),
-        ("scripts", "the same micro-batches on every rank, got 2 on rank 0 and 3 on rank 1"),
+        ("setting", "pipeline.buffers: expected one of average, first, each, got 'mean'"),
+        ("scripts", "the same microbatches on every rank, got 2 on rank 0 and 3 on rank 1"),
     ],
 )
 def test_a_mistake_of_all_ranks_is_shown_once(failed, kind, words):

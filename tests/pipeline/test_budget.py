@@ -57,7 +57,7 @@ def trained(recompute, schedule="one_f_one_b", **settings):
                 num_again[action.stage] += action.op is Op.R
         expected = {
             i: MICROBATCHES + number * (i in layers)
-            for layers, number in zip(pipe.recomputed or [(), ()], num_again, strict=True)
+            for layers, number in zip(pipe.layout.recomputed or [(), ()], num_again, strict=True)
             for i in layers
         }
         return expected, runs, {n: p.grad for n, p in pipe.named_parameters()}

@@ -39,7 +39,7 @@ def test_gpt2_is_planned_as_published():
     text = planned("model=gpt2", *TOKENS, "pipeline.stages=4").text
     assert "27 layers, 124,439,808 parameters" in text
     assert "1-24     12 x  GPTAttention" in text
-    assert "4 ranks, 4 stages, 1 replica(s); micro-batch int64[4x64]" in text
+    assert "\n4 ranks, 4 stages\nmicro-batch int64[4x64]" in text
     assert "by counted FLOPs (pipeline.partition=time measures" in text
 
 
@@ -143,7 +143,7 @@ def test_settings_out_of_range_are_refused(setting):
 
 def test_a_model_that_does_not_take_the_data_is_refused():
     with pytest.raises(ModelError, match=r"layers\.0 \(Linear\): cannot be counted"):
-        planned("model=mlp", "data=synthetic_vectors", "model.widths=[65,8,10]")
+        planned(*MLP, "model.widths=[65,8,10]")
 
 
 @pytest.mark.parametrize(

@@ -29,12 +29,11 @@ from gpipe_hpc.models import (
     skip_routes,
     stage_layers,
 )
-from gpipe_hpc.planning.budget import choose_recompute, fit_recompute
-from gpipe_hpc.planning.choice import Example, Partition
-from gpipe_hpc.planning.choices import undominated_by_one
+from gpipe_hpc.planning.budget.fitting import choose_recompute
+from gpipe_hpc.planning.budget.one_stage import undominated_by_one
 from gpipe_hpc.planning.counted import count_model
 from gpipe_hpc.planning.forecast import forecast
-from gpipe_hpc.planning.partition import minimax
+from gpipe_hpc.planning.minimax import minimax
 from gpipe_hpc.planning.stages import count_stages
 from gpipe_hpc.schedule import Op, build, lower
 
@@ -328,17 +327,10 @@ def test_a_triple_is_left_out_where_a_single_other_beats_it(extent):
 
 @pytest.mark.parametrize("limit", [math.nan, math.inf, 0, -1e9])
 def test_a_limit_that_is_none_is_refused(limit):
+    model = count_model([LayerSpec(nn.ReLU)], meta_inputs())
     table = build("gpipe", ranks=1, microbatches=2)
-    example = Example(meta_inputs(), None, lambda output, _: output.sum(), 0, torch.device("cpu"))
     with pytest.raises(ConfigError, match=f"memory_bytes .* finite number above 0, got {limit};"):
-        fit_recompute(
-            [LayerSpec(nn.ReLU)],
-            Partition((1,), (1.0,), "layers"),
-            table,
-            example,
-            limit_bytes=limit,
-            optimizer_states=0,
-        )
+        choose_recompute(model, [1], table, limit, 0)
 
 
 @pytest.mark.timeout(30)

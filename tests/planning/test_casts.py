@@ -11,7 +11,7 @@ from gpipe_hpc import Pipeline
 from gpipe_hpc.engine import precision as engine_precision
 from gpipe_hpc.engine.precision import casting, keeping_casts
 from gpipe_hpc.models import LayerSpec, build_gpt, build_model, token_cross_entropy
-from gpipe_hpc.planning.budget import choose_recompute
+from gpipe_hpc.planning.budget.fitting import choose_recompute
 from gpipe_hpc.planning.counted import count_model
 from gpipe_hpc.planning.forecast import forecast
 from gpipe_hpc.planning.report import Assumptions, rank_table

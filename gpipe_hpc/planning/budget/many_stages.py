@@ -5,7 +5,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from gpipe_hpc.planning.choices import Choices, Indices, Integers, thinned, undominated
+from gpipe_hpc.planning.budget.one_stage import Choices, Indices, Integers, thinned, undominated
 
 MAX_SELECTIONS: Final = 2048
 """Most partial selections that are followed; all of them, where there are no more."""

@@ -3,9 +3,16 @@ import torch
 from torch import nn
 
 from gpipe_hpc.errors import PartitionError
-from gpipe_hpc.models import LayerSpec, build_layer, build_model, parameter_sizes, stage_layers
-from gpipe_hpc.planning import by_parameters, check_conservation, cut_table
-from gpipe_hpc.planning.table import compressed
+from gpipe_hpc.models import (
+    LayerSpec,
+    build_layer,
+    build_model,
+    layer_parameters,
+    parameter_sizes,
+    stage_layers,
+)
+from gpipe_hpc.planning import check_conservation, cut_table, minimax
+from gpipe_hpc.planning.cut_table import compressed
 
 
 def test_the_table_of_a_cut():
@@ -69,7 +76,8 @@ def stages_of(layers: list, counts: list[int]) -> list[dict[str, int]]:
 
 def test_the_stages_of_a_cut_are_the_whole_model():
     layers = build_model("gpt", width=16, num_layers=2)
-    check_conservation(parameter_sizes(layers), stages_of(layers, by_parameters(layers, 3)))
+    counts = minimax(layer_parameters(layers), 3)
+    check_conservation(parameter_sizes(layers), stages_of(layers, counts))
 
 
 @pytest.mark.parametrize(

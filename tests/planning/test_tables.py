@@ -2,8 +2,8 @@
 
 import pytest
 
-from gpipe_hpc.engine.tables import make_tables, table_asked_for
 from gpipe_hpc.errors import ConfigError, ScheduleError
+from gpipe_hpc.planning.tables import make_tables, table_asked_for
 from gpipe_hpc.schedule import Op, Schedule, build, lower
 
 

@@ -13,13 +13,11 @@ from itertools import accumulate
 from typing import Final, NamedTuple
 
 from gpipe_hpc.errors import ConfigError, PartitionError
-from gpipe_hpc.models import Layer
-from gpipe_hpc.planning.choice import Example, Partition
-from gpipe_hpc.planning.choices import Choices, Weights, stage_choices
-from gpipe_hpc.planning.counted import ModelCount, count_model
+from gpipe_hpc.planning.budget.many_stages import Limit, select
+from gpipe_hpc.planning.budget.one_stage import Choices, Weights, stage_choices
+from gpipe_hpc.planning.counted import ModelCount
 from gpipe_hpc.planning.forecast import rank_states
 from gpipe_hpc.planning.optimizer import OptimizerMemory
-from gpipe_hpc.planning.selection import Limit, select
 from gpipe_hpc.planning.stages import StageCount, count_stages
 from gpipe_hpc.planning.storages import StageStorages
 from gpipe_hpc.planning.units import bytes_text, flops_text, ranges_text
@@ -37,37 +35,6 @@ class Budget:
     recomputed: tuple[frozenset[int], ...]
     schedule: Schedule
     text: str
-
-
-def fit_recompute(
-    layers: Sequence[Layer],
-    partition: Partition,
-    schedule: Schedule,
-    example: Example,
-    *,
-    limit_bytes: float,
-    optimizer_states: int | OptimizerMemory,
-    precision: str = "float32",
-    shares_casts: bool = True,
-) -> Budget:
-    """Choose for a pipeline: see `choose_recompute`. Of the example, shapes and loss count.
-
-    Where the partition was measured, measured seconds decide instead of counted FLOPs. Allocates
-    nothing, takes seconds, and gives the same on every rank that asks.
-    """
-    model = count_model(
-        layers,
-        example.inputs,
-        example.targets,
-        example.loss_fn,
-        device_type=example.device.type,
-        precision=precision,
-        shares_casts=shares_casts,
-    )
-    seconds = [forward for forward, *_ in partition.seconds]
-    return choose_recompute(
-        model, partition.counts, schedule, limit_bytes, optimizer_states, seconds
-    )
 
 
 def choose_recompute(

@@ -1,0 +1,1 @@
+"""Which layers to recompute so that every rank stays within its memory."""

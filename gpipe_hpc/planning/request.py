@@ -1,0 +1,53 @@
+"""What a user asks for: everything that decides how a run is laid out and what it computes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+from gpipe_hpc.planning.optimizer import OptimizerMemory
+from gpipe_hpc.planning.partition import Partition
+from gpipe_hpc.schedule import Schedule, digest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The settings of a pipeline by name; `Pipeline` says what each one means.
+
+    A field here is a keyword of `Pipeline`, and a setting of the same name in the sections
+    `pipeline` and `train` of the configuration becomes that field.
+    """
+
+    stages: int | None = None
+    replicas: int = 1
+    microbatches: int = 1
+    schedule: str | Schedule = "gpipe"
+    schedule_options: Mapping[str, Any] | None = None
+    recompute: str = "except_last"
+    memory_bytes: float | str | None = None
+    optimizer_states: int | OptimizerMemory = 2
+    offload: bool = False
+    partition: str | Sequence[int] | Partition = "parameters"
+    seed: int = 0
+    precision: str = "float32"
+    normalise_over_replicas: bool = False
+    buffers: str = "average"
+    compile: bool | str = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the schedule's own keywords."""
+        return dict(self.schedule_options or {})
+
+    def facts(self) -> dict[str, object]:
+        """Return what must be the same on every rank, by name; the cut is for rank 0 to make."""
+        found = {each.name: getattr(self, each.name) for each in fields(Request)}
+        if isinstance(self.schedule, Schedule):
+            found["schedule"] = f"a table with digest {digest(self.schedule)}"
+        return {name: _plain(value) for name, value in found.items() if name not in _OF_RANK_0}
+
+
+_OF_RANK_0: Final = ("partition",)
+
+
+def _plain(value: object) -> object:
+    return value if isinstance(value, bool | int | float | str) else repr(value)

@@ -1,0 +1,79 @@
+"""From what a user asked for to the tables that are run."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from gpipe_hpc.engine.tables import Tables
+from gpipe_hpc.errors import ConfigError, ScheduleError
+from gpipe_hpc.schedule import (
+    Op,
+    Schedule,
+    add_offload,
+    add_recompute,
+    build,
+    check,
+    forward_only,
+    lower,
+    schedule_names,
+)
+
+
+def table_asked_for(
+    schedule: str | Schedule, *, ranks: int, microbatches: int, options: Mapping[str, Any]
+) -> Schedule:
+    """Return a bare table for `ranks` ranks and one replica's micro-batches, or the one given.
+
+    A Schedule that is given may be bare or lowered. Raises ScheduleError or ConfigError.
+    """
+    if isinstance(schedule, str):
+        return build(schedule, ranks=ranks, microbatches=microbatches, **options)
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(
+            f"schedule: expected a name ({', '.join(schedule_names())}) or a Schedule, got "
+            f"{type(schedule).__name__}"
+        )
+    if (schedule.num_ranks, schedule.num_microbatches) != (ranks, microbatches):
+        raise ConfigError(
+            f"schedule {schedule.name!r}: expected a table of {ranks} ranks and {microbatches} "
+            f"micro-batches, got {schedule.num_ranks} and {schedule.num_microbatches}; change "
+            f"stages and microbatches, or the table"
+        )
+    return schedule
+
+
+def make_tables(
+    table: Schedule,
+    recompute: str,
+    skips: tuple[tuple[int, int], ...] = (),
+    offload: bool = False,
+) -> Tables:
+    """Lower and check the tables that a bare or lowered one asks for.
+
+    `recompute` applies to a bare one without R, `offload` to a bare one without OFFLOAD. `skips`:
+    the pairs of stages between which the model's skips go. Raises ScheduleError.
+    """
+    if table.is_lowered and table.skips != skips:
+        raise ScheduleError(
+            f"schedule {table.name!r}: a lowered table has its transfers, expected those of the "
+            f"skips between stages {_pairs(skips)}, got {_pairs(table.skips)}; give the bare table"
+        )
+    table = replace(table, skips=skips)
+    if not (table.is_lowered or recomputes(table)):
+        table = add_recompute(table, recompute)
+    if offload and not any(action.op is Op.OFFLOAD for row in table.ranks for action in row):
+        table = add_offload(table)
+    training = table if table.is_lowered else lower(table)
+    check(training)
+    evaluation = lower(forward_only(table))
+    check(evaluation)
+    return Tables(training, evaluation)
+
+
+def recomputes(table: Schedule) -> bool:
+    """Say whether a table places recomputation."""
+    return any(action.op is Op.R for row in table.ranks for action in row)
+
+
+def _pairs(skips: tuple[tuple[int, int], ...]) -> str:
+    return ", ".join(f"{source} to {destination}" for source, destination in skips) or "none"

@@ -1,0 +1,19 @@
+"""From the settings to what is asked of a pipeline."""
+
+from dataclasses import fields, replace
+
+from gpipe_hpc.config import Config
+from gpipe_hpc.planning import Request
+from gpipe_hpc.training.optimizer import optimizer_memory
+
+
+def request_of(config: Config) -> Request:
+    """Return the request of the settings: those of `pipeline` and `train` that it has, by name."""
+    settings = {**vars(config.train), **vars(config.pipeline)}
+    named = {each.name: settings[each.name] for each in fields(Request) if each.name in settings}
+    return replace(
+        Request(**named),
+        microbatches=config.pipeline.microbatches * config.train.accumulation,
+        schedule_options=config.pipeline.options,
+        optimizer_states=optimizer_memory(config.optimizer),
+    )
