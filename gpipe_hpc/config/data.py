@@ -41,6 +41,7 @@ _NO_MATTER: Final = frozenset(
         "validation_paths",
         "num_validation_samples",
         "index_dir",
+        "_target_",
     }
 )
 
@@ -54,6 +55,11 @@ class DataConfig:
 
     workers: int = field(default=0, kw_only=True)
     prefetch: int = field(default=2, kw_only=True)
+
+    @property
+    def kind(self) -> str:
+        """Return what tells data of this kind from others, in checkpoints."""
+        return type(self).__name__
 
     def check(self) -> None:
         """Refuse settings that cannot work; raises ConfigError that names one."""

@@ -5,8 +5,8 @@ from itertools import tee
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
+from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.world import together
 from gpipe_hpc.config import DataConfig
 from gpipe_hpc.pipeline import Pipeline
@@ -15,9 +15,11 @@ from gpipe_hpc.training.data import (
     CorruptTally,
     Dataset,
     PlannedBatch,
+    ProcessReaders,
     Readers,
     Reading,
     Request,
+    open_readers,
 )
 
 
@@ -26,8 +28,8 @@ class Batch(NamedTuple):
 
     num_samples: int
     position: int
-    inputs: Tensor | None
-    targets: Tensor | None
+    inputs: Nest
+    targets: Nest
 
 
 class Batches:
@@ -51,15 +53,14 @@ class Batches:
         self._pipe, self._dataset = pipe, dataset
         self._tally, self._what = tally, what
         ahead, self._plan = tee(plan)
-        self._readers: Readers | None = None
+        self._readers: Readers | ProcessReaders | None = None
         if pipe.needs_inputs or pipe.needs_targets:
             assert dataset is not None, "a rank that needs samples has opened no data"
             reader = BatchReader(dataset, pipe.needs_inputs, pipe.needs_targets, tally.limit)
-            self._readers = Readers(
+            self._readers = open_readers(
                 reader,
                 (Request(each.indices[self._share(each)], each.epoch) for each in ahead),
-                # Targets alone are quickly read: no thread of their own for them.
-                settings.workers if pipe.needs_inputs else 0,
+                settings.workers,
                 settings.prefetch,
                 timeout_s,
             )

@@ -242,7 +242,7 @@ def open_session(
         if world.rank == 0:
             _make_way(config, checkpoints, resumed)
         layers = build_target("model", config.model)
-        loss_fn = bind_loss(config.loss) if config.loss else loss_function(facts.loss)
+        loss_fn = loss_of(config, facts)
         sampler = ShuffledSampler(facts.num_samples, config.train.batch_size, config.train.seed)
         if isinstance(config.data, TokenDataConfig):
             model = normalise_layers(layers)
@@ -285,6 +285,18 @@ def open_session(
         copies.forget_others()
     session.tally.add(facts.corrupt, says=world.rank == 0)
     return session
+
+
+def loss_of(config: Config, facts: DataFacts) -> LossFunction:
+    """Return the loss that the settings name, or else the one that fits the data."""
+    if config.loss:
+        return bind_loss(config.loss)
+    if facts.loss is None:
+        raise ConfigError(
+            "config: no loss is known to fit these data, expected targets that are one tensor of "
+            "numbers or classes, got others; name one, as loss._target_=my.module.loss_fn"
+        )
+    return loss_function(facts.loss)
 
 
 def _take_over(
@@ -379,6 +391,8 @@ def _open_first(
 ) -> _Opened:
     """Open the data on rank 0; refuse to go on with others in silence."""
     source, facts = _open_later(config, folder)
+    if source.about:
+        log.info("data: %s", source.about)
     identity = _identity(config, source, resumed, in_memory)
     return _Opened(source, facts, identity, source.baseline())
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from gpipe_hpc.comm.nests import Nest, flatten, map_tensors, unflatten
-from gpipe_hpc.config import Config, bind_loss, build_target
-from gpipe_hpc.models import LayerSpec, layer_name, loss_function, normalise_layers
+from gpipe_hpc.config import Config, build_target
+from gpipe_hpc.models import LayerSpec, layer_name, normalise_layers
 from gpipe_hpc.training.lr import set_lr
 from gpipe_hpc.training.optimizer import build_optimizer
-from gpipe_hpc.training.session import Session
+from gpipe_hpc.training.session import Session, loss_of
 from gpipe_hpc.verify.comparing import Report, Verdict, add_all
 from gpipe_hpc.verify.plain import AUTOCAST, Layout, PlainStep, PlainTraining
 from gpipe_hpc.verify.watching import Kind, Observations
@@ -32,7 +32,7 @@ class Judge:
         self._mesh = pipe.mesh
         layers = normalise_layers(build_target("model", config.model))
         self.layer_names = [layer_name(layer) for layer in layers]
-        loss_fn = bind_loss(config.loss) if config.loss else loss_function(session.facts.loss)
+        loss_fn = loss_of(config, session.facts)
         self._plain = PlainTraining(
             layers,
             loss_fn,

@@ -1,5 +1,6 @@
 """Data: what a run reads, and in which order."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from gpipe_hpc.config import DataConfig, TokenDataConfig
@@ -9,9 +10,11 @@ from gpipe_hpc.training.data.dataset import (
     DataFacts,
     Dataset,
     DataSource,
+    reads_in_processes,
 )
 from gpipe_hpc.training.data.identity import Identity, differences, identify
 from gpipe_hpc.training.data.masking import hide_tokens
+from gpipe_hpc.training.data.processes import ProcessReaders
 from gpipe_hpc.training.data.reading import BatchReader, Readers, Reading, Request
 from gpipe_hpc.training.data.sampler import PlannedBatch, ShuffledSampler, validation_batches
 
@@ -24,6 +27,7 @@ __all__ = [
     "Dataset",
     "Identity",
     "PlannedBatch",
+    "ProcessReaders",
     "Readers",
     "Reading",
     "Request",
@@ -31,6 +35,7 @@ __all__ = [
     "differences",
     "identify",
     "open_data",
+    "open_readers",
     "tolerance",
     "validation_batches",
 ]
@@ -48,3 +53,20 @@ def open_data(config: DataConfig, seed: int = 0, spare: Path | None = None) -> D
     if isinstance(config, TokenDataConfig) and config.objective == "masked":
         return hide_tokens(source, config, seed)
     return source
+
+
+def open_readers(
+    reader: BatchReader,
+    requests: Iterable[Request],
+    num_workers: int,
+    prefetch: int,
+    timeout_s: float,
+) -> Readers | ProcessReaders:
+    """Return the readings of requests, in order: read when needed, or ahead by `num_workers`.
+
+    Threads read what lets the interpreter go (files, decoding, arrays), processes the code of a
+    user. Where threads would read targets alone, none does: they are quickly read.
+    """
+    if num_workers and reads_in_processes(reader.dataset):
+        return ProcessReaders(reader, requests, num_workers, prefetch, timeout_s)
+    return Readers(reader, requests, num_workers if reader.inputs else 0, prefetch, timeout_s)

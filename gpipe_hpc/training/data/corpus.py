@@ -146,6 +146,7 @@ class TextSource:
     validation: TokenWindows
     loss: str = "token_cross_entropy"
     corrupt: Mapping[str, str] = field(default_factory=dict)
+    about: str = ""
 
     def baseline(self) -> float | None:
         """Return the cost of guessing each validation token from how often it is in training.

@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from torch import Tensor
-
+from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.errors import DataError
 
 
@@ -29,7 +28,7 @@ class Dataset(Protocol):
         """Return how many samples an epoch has."""
         ...
 
-    def read_inputs(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
+    def read_inputs(self, indices: Sequence[int], epoch: int = 0) -> Nest:
         """Return the inputs of these samples, stacked along dimension 0, in this order.
 
         Raises CorruptSampleError for one that cannot be decoded, DataError for a file that cannot
@@ -37,13 +36,27 @@ class Dataset(Protocol):
         """
         ...
 
-    def read_targets(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
+    def read_targets(self, indices: Sequence[int], epoch: int = 0) -> Nest:
         """Return the targets of these samples, stacked along dimension 0, in this order."""
         ...
 
     def digest(self) -> str:
         """Return a short text that is equal on two ranks exactly if they see the same samples."""
         ...
+
+
+def read_both(dataset: Dataset, indices: Sequence[int], epoch: int) -> tuple[Nest, Nest]:
+    """Return inputs and targets, read once where a data set can only give both."""
+    both = getattr(dataset, "read_both", None)
+    if both is None:
+        return dataset.read_inputs(indices, epoch), dataset.read_targets(indices, epoch)
+    found: tuple[Nest, Nest] = both(indices, epoch)
+    return found
+
+
+def reads_in_processes(dataset: Dataset) -> bool:
+    """Say whether threads that read would wait for one another, so that processes must read."""
+    return bool(getattr(dataset, "reads_in_processes", False))
 
 
 class DataSource(Protocol):
@@ -65,8 +78,16 @@ class DataSource(Protocol):
         ...
 
     @property
-    def loss(self) -> str:
-        """Return the name of the loss that fits, for `gpipe_hpc.models.loss_function`."""
+    def loss(self) -> str | None:
+        """Return the name of the loss that fits, for `gpipe_hpc.models.loss_function`.
+
+        None where only the user knows.
+        """
+        ...
+
+    @property
+    def about(self) -> str:
+        """Return what was found, for the log; empty where the settings say it all."""
         ...
 
     def baseline(self) -> float | None:
@@ -83,7 +104,7 @@ class DataFacts(NamedTuple):
     num_samples: int
     num_validation_samples: int
     digests: tuple[str, str]
-    loss: str
+    loss: str | None
     corrupt: Mapping[str, str]
 
     @classmethod

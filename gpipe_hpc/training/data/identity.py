@@ -10,9 +10,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
+import torch
 
+from gpipe_hpc.comm.nests import flatten
 from gpipe_hpc.config import DataConfig, TrainConfig
-from gpipe_hpc.training.data.dataset import CorruptSampleError, Dataset, DataSource
+from gpipe_hpc.training.data.dataset import CorruptSampleError, Dataset, DataSource, read_both
 
 Identity = Mapping[str, Any]
 """What JSON can hold."""
@@ -36,7 +38,7 @@ def identify(source: DataSource, data: DataConfig, train: TrainConfig) -> Identi
     Raises DataError where one cannot be read.
     """
     dataset = source.train
-    settings = {k: v for k, v in vars(data).items() if k not in data.no_matter}
+    settings = {k: v for k, v in data.written().items() if k not in data.no_matter}
     return {
         "order": _ORDER,
         "train.seed": train.seed,
@@ -45,7 +47,7 @@ def identify(source: DataSource, data: DataConfig, train: TrainConfig) -> Identi
         "digest": hashlib.sha256(dataset.digest().encode()).hexdigest()[:16],
         "content": _content(dataset),
         "validation": hashlib.sha256(source.validation.digest().encode()).hexdigest()[:16],
-        "kind": type(data).__name__,
+        "kind": data.kind,
         "settings": {f"data.{name}": value for name, value in settings.items()},
     }
 
@@ -92,8 +94,12 @@ def _sample(dataset: Dataset, index: int) -> Iterator[bytes]:
         if isinstance(dataset, Stored):
             yield dataset.stored(index)
             return
-        for tensor in (dataset.read_inputs([index]), dataset.read_targets([index])):
-            yield f"{tensor.dtype}{list(tensor.shape)}".encode()
-            yield tensor.contiguous().numpy().tobytes()
+        for leaf in flatten(read_both(dataset, [index], epoch=0))[0]:
+            if isinstance(leaf, torch.Tensor):
+                yield f"{leaf.dtype}{list(leaf.shape)}".encode()
+                # As bytes: NumPy lacks some of torch's types.
+                yield leaf.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            else:
+                yield repr(leaf).encode()
     except CorruptSampleError:
         yield b"corrupt"

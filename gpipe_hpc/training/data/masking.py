@@ -47,7 +47,7 @@ class MaskedTokens:
 
     def read_inputs(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
         """Return int64 tokens, [len(indices), seq_len], some of them hidden."""
-        tokens = self.tokens.read_inputs(indices, epoch)
+        tokens: Tensor = self.tokens.read_inputs(indices, epoch)
         is_chosen = self._chosen(indices, epoch, tokens)
         lot = self._draw(indices, epoch, tokens, 1)
         tenth = _tensor(lot % np.uint64(10))
@@ -58,7 +58,7 @@ class MaskedTokens:
 
     def read_targets(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
         """Return the int64 tokens that were chosen, -100 elsewhere, [len(indices), seq_len]."""
-        tokens = self.tokens.read_inputs(indices, epoch)
+        tokens: Tensor = self.tokens.read_inputs(indices, epoch)
         return tokens.where(self._chosen(indices, epoch, tokens), IGNORED)
 
     def digest(self) -> str:
@@ -90,9 +90,14 @@ class MaskedSource:
         return self.source.corrupt
 
     @property
-    def loss(self) -> str:
+    def loss(self) -> str | None:
         """Return the name of the loss, which leaves out what was not chosen."""
         return self.source.loss
+
+    @property
+    def about(self) -> str:
+        """Return what was found."""
+        return self.source.about
 
     def baseline(self) -> float | None:
         """Return the cost of guessing each hidden token from how often it is in training."""

@@ -17,9 +17,10 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.training.data.corruption import beyond
-from gpipe_hpc.training.data.dataset import CorruptSampleError, Dataset
+from gpipe_hpc.training.data.dataset import CorruptSampleError, Dataset, read_both
 
 _CLOSING_S: Final = 5.0
 
@@ -34,8 +35,8 @@ class Request(NamedTuple):
 class Reading(NamedTuple):
     """What was read: `used` are the samples themselves, `corrupt` those that could not be."""
 
-    inputs: Tensor | None
-    targets: Tensor | None
+    inputs: Nest
+    targets: Nest
     used: list[int]
     corrupt: Mapping[str, str]
 
@@ -57,6 +58,9 @@ class BatchReader:
         """Return the samples of a request; raise DataError where one cannot be had."""
         used, corrupt = list(request.indices), dict[str, str]()
         inputs = targets = None
+        if self.inputs and self.targets and not self.tolerance:
+            inputs, targets = read_both(self.dataset, used, request.epoch)
+            return Reading(inputs, targets, used, corrupt)
         if self.inputs and not (self.tolerance and used):
             inputs = self.dataset.read_inputs(used, request.epoch)
         elif self.inputs:

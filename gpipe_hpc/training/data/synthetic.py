@@ -29,6 +29,7 @@ class SyntheticSource:
     validation: Dataset
     loss: str
     corrupt: Mapping[str, str] = field(default_factory=dict)
+    about: str = ""
 
     def baseline(self) -> float | None:
         """Return None: what a guess costs says nothing about made-up data."""

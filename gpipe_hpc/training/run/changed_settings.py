@@ -16,6 +16,7 @@ _FREE_FORM: Final = ("model", "loss")
 # No step computes another thing by these.
 _NO_MATTER: Final = frozenset(
     {
+        "data._target_",  # the kind says it
         "data.workers",
         "data.prefetch",
         "data.index_dir",
@@ -123,7 +124,7 @@ def changes(before: Mapping[str, Any], config: Config) -> list[Change]:
 
 def _kinds_of(config: Config) -> dict[str, str]:
     """Return what kind of data and optimizer it is, which no setting says by itself."""
-    return {"data": type(config.data).__name__, "optimizer": type(config.optimizer).__name__}
+    return {"data": config.data.kind, "optimizer": type(config.optimizer).__name__}
 
 
 def _leaves(settings: Mapping[Any, Any]) -> Iterator[tuple[str, object]]:

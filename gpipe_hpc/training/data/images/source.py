@@ -86,6 +86,7 @@ class ImageSource:
     num_classes: int
     loss: str = "classification"
     corrupt: Mapping[str, str] = field(default_factory=dict)
+    about: str = ""
 
     def baseline(self) -> float | None:
         """Return the cost of guessing each validation class from how often it is in training.

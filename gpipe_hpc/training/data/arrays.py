@@ -1,0 +1,199 @@
+"""Arrays in files: row i of one is the input, row i of the other the target of sample i."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar, Final
+
+import torch
+from torch import Tensor
+
+from gpipe_hpc.config.data import DataConfig, Shape, Shapes
+from gpipe_hpc.config.refusal import refuse
+from gpipe_hpc.errors import ConfigError, DataError
+from gpipe_hpc.training.data.array_files import StoredArray, open_array
+from gpipe_hpc.training.data.pairs import (
+    PairSource,
+    check_fraction,
+    fitting_loss,
+    loss_text,
+    split,
+)
+
+_DTYPES: Final = (
+    *("auto", "stored", "float64", "float32", "bfloat16", "float16"),
+    *("int64", "int32", "uint8", "bool"),
+)
+
+
+@dataclass
+class ArraysConfig(DataConfig):
+    """The user's own arrays, in files of NumPy's or safetensors."""
+
+    no_matter: ClassVar[frozenset[str]] = DataConfig.no_matter | {
+        "inputs",
+        "targets",
+        "validation_inputs",
+        "validation_targets",
+    }
+
+    inputs: str | None = None
+    targets: str | None = None
+    inputs_key: str | None = None
+    targets_key: str | None = None
+    inputs_dtype: str = "auto"
+    targets_dtype: str = "auto"
+    validation_inputs: str | None = None
+    validation_targets: str | None = None
+    validation_fraction: float = 0.05
+
+    def check(self) -> None:
+        """Refuse settings that cannot work; raises ConfigError that names one."""
+        super().check()
+        if not self.inputs:
+            remedy = "as data.inputs=x.npy data.targets=y.npy"
+            raise refuse("data.inputs", "a file", self.inputs, remedy)
+        for name in ("inputs_dtype", "targets_dtype"):
+            given = getattr(self, name)
+            if given not in _DTYPES:
+                raise refuse(f"data.{name}", f"one of {', '.join(_DTYPES)}", given, "choose one")
+        if self.validation_targets and not self.validation_inputs:
+            remedy = "give the inputs that go with data.validation_targets"
+            raise refuse("data.validation_inputs", "a file", self.validation_inputs, remedy)
+        check_fraction(self.validation_fraction)
+
+    def open(self, seed: int, spare: Path | None) -> PairSource:
+        """Return what `open_arrays` does."""
+        return open_arrays(self)
+
+    def shapes(self, num_samples: int) -> Shapes:
+        """Return the shapes of a batch, by the headers of the files."""
+        whole = self.training_arrays()
+        loss = fitting_loss(whole.read_targets([0]))
+        if loss is None:
+            raise ConfigError(
+                "data: the loss is unknown, expected targets that are numbers or classes, got "
+                f"{whole.targets}; set data.targets_dtype"
+            )
+        inputs, targets = (
+            Shape(str(each.dtype).removeprefix("torch."), (num_samples, *each.stored.shape[1:]))
+            for each in (whole.inputs, whole.targets)
+        )
+        return Shapes(inputs, targets, loss)
+
+    def training_arrays(self) -> "ArrayPairs":
+        """Return the arrays of `inputs` and `targets`, looked at but not read."""
+        assert self.inputs is not None, "checked before"
+        return self._pairs("", self.inputs, self.targets)
+
+    def validation_arrays(self) -> "ArrayPairs | None":
+        """Return those of `validation_inputs` and `validation_targets`; None if not given."""
+        if not self.validation_inputs:
+            return None
+        return self._pairs("validation_", self.validation_inputs, self.validation_targets)
+
+    def _pairs(self, which: str, inputs: str, targets: str | None) -> "ArrayPairs":
+        # One archive may hold both.
+        other = targets or inputs
+        return ArrayPairs(
+            Rows(open_array(inputs, self.inputs_key, which, "inputs"), self.inputs_dtype),
+            Rows(
+                open_array(other, self.targets_key, which, "targets", is_given=targets is not None),
+                self.targets_dtype,
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """An array and the type that its numbers are brought to."""
+
+    stored: StoredArray
+    wanted: str = "auto"
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """Return the type of what is read: with `auto` float32, or int64 for whole numbers."""
+        own = self.stored.dtype
+        if self.wanted == "stored":
+            return own
+        if self.wanted != "auto":
+            chosen: torch.dtype = getattr(torch, self.wanted)
+            return chosen
+        if own == torch.bool or own.is_complex:
+            return own
+        return torch.float32 if own.is_floating_point else torch.int64
+
+    def read(self, indices: Sequence[int]) -> Tensor:
+        """Return these rows."""
+        return self.stored.rows(indices).to(self.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.stored} read as {str(self.dtype).removeprefix('torch.')}"
+
+
+@dataclass(frozen=True)
+class ArrayPairs:
+    """Sample i: row i of the inputs and row i of the targets; each is read by who needs it."""
+
+    inputs: Rows
+    targets: Rows
+    num_samples: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        length, other = (each.stored.shape[0] for each in (self.inputs, self.targets))
+        if length != other:
+            raise DataError(
+                f"data: inputs and targets differ in length, expected as many rows (the first "
+                f"dimension) in both, got {self.inputs.stored} and {self.targets.stored}; give "
+                f"the targets of these inputs"
+            )
+        if not length:
+            raise DataError(f"data: {self.inputs.stored} has no rows, expected samples; fill it")
+        object.__setattr__(self, "num_samples", length)
+
+    def read_inputs(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
+        """Return rows of the inputs, [len(indices), ...]."""
+        return self.inputs.read(indices)
+
+    def read_targets(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
+        """Return rows of the targets, [len(indices), ...]."""
+        return self.targets.read(indices)
+
+    def digest(self) -> str:
+        """Return a short text that is equal where names, sizes and types are."""
+        return f"{self.inputs}/{self.targets}"
+
+
+def open_arrays(config: ArraysConfig) -> PairSource:
+    """Return the rows of the given files, some of them held back for validation.
+
+    Validation is `validation_inputs` and `validation_targets`, or else a share of the rows, from
+    all over. Looks at headers alone. Raises DataError for a file that is not there, is none of the
+    known kinds or holds several arrays, and for arrays that do not go together.
+    """
+    whole = config.training_arrays()
+    held = config.validation_arrays()
+    if held is None:
+        train, validation = split(whole, config.validation_fraction, str(whole.inputs.stored))
+    else:
+        train, validation = whole, held
+        for ours, theirs in ((whole.inputs, held.inputs), (whole.targets, held.targets)):
+            _refuse_unlike(ours, theirs)
+    loss = fitting_loss(whole.read_targets([0]))
+    about = (
+        f"inputs {whole.inputs}, targets {whole.targets}; {train.num_samples} samples to train on, "
+        f"{validation.num_samples} held back; {loss_text(loss)}"
+    )
+    return PairSource(train, validation, loss, about)
+
+
+def _refuse_unlike(train: Rows, validation: Rows) -> None:
+    ours = (train.dtype, train.stored.shape[1:])
+    theirs = (validation.dtype, validation.stored.shape[1:])
+    if ours != theirs:
+        raise DataError(
+            f"data: validation samples are unlike those to train on, expected rows as in "
+            f"{train.stored}, got {validation.stored}; give both alike"
+        )

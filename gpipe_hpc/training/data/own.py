@@ -1,0 +1,246 @@
+"""A user's own data set: anything with ``__len__`` and ``__getitem__``, such as a torch Dataset.
+
+An item is a pair (input, target), which is read whole: the first rank of a pipeline drops the
+targets, the last one the inputs, and ranks between read nothing. A data set that has
+`read_inputs(indices)` and `read_targets(indices)` is asked for what a rank needs alone.
+
+Random numbers of Python, NumPy and torch that an item is varied by follow from (train.seed, epoch,
+item): both ranks see the same item, and so does a run that goes on in another layout.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Final, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from gpipe_hpc.comm.nests import Nest, map_tensors
+from gpipe_hpc.config import bind_target
+from gpipe_hpc.config.data import DataConfig, Shape, Shapes
+from gpipe_hpc.config.targets import own_call
+from gpipe_hpc.engine.arrays import with_tensors
+from gpipe_hpc.errors import ConfigError, DataError
+from gpipe_hpc.models import GENERATOR_LOCK
+from gpipe_hpc.training.data.dataset import Dataset
+from gpipe_hpc.training.data.hashing import hash_words
+from gpipe_hpc.training.data.pairs import (
+    PairSource,
+    check_fraction,
+    fitting_loss,
+    loss_text,
+    split,
+)
+
+_STREAM: Final = 7  # apart from those of the sampler, of images, of hidden tokens
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass
+class OwnDataConfig(DataConfig):
+    """A function or class of the user's, and its keywords."""
+
+    no_matter: ClassVar[frozenset[str]] = frozenset({"workers", "prefetch", "_target_"})
+
+    target: str = ""
+    keywords: dict[str, Any] = field(default_factory=dict)
+    collate: str | None = None
+    validation_fraction: float = 0.05
+
+    @property
+    def kind(self) -> str:
+        """Return the user's name for it."""
+        return self.target
+
+    def check(self) -> None:
+        """Refuse settings that cannot work; raises ConfigError that names one."""
+        super().check()
+        check_fraction(self.validation_fraction)
+
+    def written(self) -> Mapping[str, Any]:
+        """Return the settings as they are given on the command line."""
+        ours = {name: getattr(self, name) for name in _OURS}
+        return {"_target_": self.target, **self.keywords, **ours}
+
+    def open(self, seed: int, spare: Path | None) -> PairSource:
+        """Return what `open_own` does."""
+        return open_own(self, seed)
+
+    def shapes(self, num_samples: int) -> Shapes:
+        """Return the shapes of a batch, by the first item."""
+        source = open_own(self, 0)
+        inputs, targets = (source.train.read_inputs([0]), source.train.read_targets([0]))
+        if not isinstance(inputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
+            return super().shapes(num_samples)
+        if source.loss is None:
+            return super().shapes(num_samples)
+        return Shapes(_shape(inputs, num_samples), _shape(targets, num_samples), source.loss)
+
+
+_OURS: Final = ("collate", "validation_fraction", "workers", "prefetch")
+
+
+@runtime_checkable
+class ReadsApart(Protocol):
+    """A data set of the user's that reads inputs and targets apart."""
+
+    def __len__(self) -> int:
+        """Return how many items there are."""
+        ...
+
+    def read_inputs(self, indices: Sequence[int]) -> Any:
+        """Return the inputs of these items, stacked along dimension 0."""
+        ...
+
+    def read_targets(self, indices: Sequence[int]) -> Any:
+        """Return the targets of these items, stacked along dimension 0."""
+        ...
+
+
+@dataclass(frozen=True)
+class OwnDataset:
+    """Items of a user's data set, put together as he says."""
+
+    items: Any
+    collate: Collate
+    seed: int
+    name: str  # what the user calls it
+
+    reads_in_processes: ClassVar[bool] = True
+    """Python code of the user's holds the interpreter: threads would wait for one another."""
+
+    @property
+    def num_samples(self) -> int:
+        """Return how many items there are."""
+        return len(self.items)
+
+    def read_inputs(self, indices: Sequence[int], epoch: int = 0) -> Nest:
+        """Return the inputs of these items; raise DataError where the user's code fails."""
+        if isinstance(self.items, ReadsApart):
+            return self._apart(self.items.read_inputs, indices, epoch)
+        return self.read_both(indices, epoch)[0]
+
+    def read_targets(self, indices: Sequence[int], epoch: int = 0) -> Nest:
+        """Return the targets of these items; raise DataError where the user's code fails."""
+        if isinstance(self.items, ReadsApart):
+            return self._apart(self.items.read_targets, indices, epoch)
+        return self.read_both(indices, epoch)[1]
+
+    def read_both(self, indices: Sequence[int], epoch: int = 0) -> tuple[Nest, Nest]:
+        """Return inputs and targets of these items, each read once."""
+        if isinstance(self.items, ReadsApart):
+            return self.read_inputs(indices, epoch), self.read_targets(indices, epoch)
+        # A share of no samples has the shapes of one, none of which it holds.
+        wanted = list(indices) or [0]
+        with _kept_generators():
+            found = [self._item(index, epoch) for index in wanted]
+            where = f"data: putting items {wanted[0]} to {wanted[-1]} of {self.name} together"
+            with own_call(where, DataError):
+                batch = self.collate(found)
+        pair = self._pair(batch)
+        return pair if indices else map_tensors(lambda tensor: tensor[:0], pair)
+
+    def digest(self) -> str:
+        """Return a short text of what it is called and how long it is."""
+        return f"{self.name}/{self.num_samples}"
+
+    def _item(self, index: int, epoch: int) -> Any:
+        _seed_generators(_key(self.seed, epoch, index))
+        with own_call(f"data: reading item {index} of {self.name}", DataError):
+            return self.items[index]
+
+    def _apart(
+        self, read: Callable[[Sequence[int]], Any], indices: Sequence[int], epoch: int
+    ) -> Nest:
+        wanted = list(indices) or [0]
+        with _kept_generators():
+            _seed_generators(_key(self.seed, epoch, wanted[0]))
+            with own_call(f"data: reading items of {self.name}", DataError):
+                found = with_tensors(read(wanted), "data")
+        return found if indices else map_tensors(lambda tensor: tensor[:0], found)
+
+    def _pair(self, batch: Any) -> tuple[Nest, Nest]:
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            got = f"{len(batch)} of them" if isinstance(batch, tuple | list) else type(batch)
+            raise DataError(
+                f"data: a batch of {self.name} is no pair, expected (inputs, targets), got {got}; "
+                f"let an item be a pair (input, target), or make pairs in data.collate"
+            )
+        inputs, targets = (with_tensors(part, f"data: {self.name}") for part in batch)
+        return inputs, targets
+
+
+def open_own(config: OwnDataConfig, seed: int) -> PairSource:
+    """Return the user's data set, or the two that he returns, as data to train on.
+
+    Reads the first item, to see which loss fits. Raises ConfigError where what ``data._target_``
+    names cannot be called or fails, DataError where what it returns is no data set.
+    """
+    build = bind_target("data", {"_target_": config.target, **config.keywords})
+    with own_call(f"config: data._target_={config.target}", ConfigError):
+        made = build()
+    collate: Collate = default_collate
+    if config.collate is not None:
+        collate = bind_target("data.collate", {"_target_": config.collate})
+    if isinstance(made, tuple) and len(made) == 2:
+        train, validation = (_dataset(part, collate, seed, config) for part in made)
+        whole: Dataset = train
+        held: Dataset = validation
+    else:
+        train = _dataset(made, collate, seed, config)
+        whole, held = split(train, config.validation_fraction, config.target)
+    if not whole.num_samples:
+        raise DataError(f"data: {config.target} is empty, expected items to train on, got none")
+    loss = fitting_loss(whole.read_targets([0]))
+    about = (
+        f"{config.target}: {whole.num_samples} items to train on, {held.num_samples} held back; "
+        f"{loss_text(loss)}"
+    )
+    return PairSource(whole, held, loss, about)
+
+
+def _dataset(made: Any, collate: Collate, seed: int, config: OwnDataConfig) -> OwnDataset:
+    is_apart = isinstance(made, ReadsApart)
+    if not hasattr(made, "__len__") or not (is_apart or hasattr(made, "__getitem__")):
+        raise DataError(
+            f"data: data._target_={config.target} returned no data set, expected something with "
+            f"__len__ and __getitem__ (or a pair of them, for training and validation), got "
+            f"{type(made).__name__}; return one whose items have numbers from 0 on"
+        )
+    return OwnDataset(made, collate, seed, config.target)
+
+
+def _shape(batch: torch.Tensor, num_samples: int) -> Shape:
+    return Shape(str(batch.dtype).removeprefix("torch."), (num_samples, *batch.shape[1:]))
+
+
+def _key(seed: int, epoch: int, index: int) -> int:
+    """Return 64 bits for an item in an epoch."""
+    return int(hash_words(_STREAM, seed, epoch, index)[0])
+
+
+def _seed_generators(key: int) -> None:
+    random.seed(key)
+    np.random.seed(key % 2**32)
+    torch.default_generator.manual_seed(key)
+
+
+@contextmanager
+def _kept_generators() -> Iterator[None]:
+    """Leave the process's generators as they were, and keep other threads from torch's."""
+    with GENERATOR_LOCK:
+        python, numpy, torchs = (
+            random.getstate(),
+            np.random.get_state(),
+            torch.default_generator.get_state(),
+        )
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+            torch.default_generator.set_state(torchs)
