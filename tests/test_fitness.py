@@ -177,7 +177,7 @@ def test_every_yaml_composes(option):
     refusals = []
     for partner in sorted(others, key=lambda each: each not in LIKELY):
         try:
-            compose_config([option, partner])
+            compose_config([option, partner, *NAMED.get(option, ())])
             return
         except ConfigError as error:
             refusals.append(str(error))
@@ -194,12 +194,16 @@ def undocumented(schema: object, written: object, path: str = "") -> Iterator[st
             yield from undocumented(getattr(schema, name), written[name], f"{path}{name}.")
 
 
+# What a preset has the user name.
+NAMED = {"data=own": ("data._target_=my.module.dataset",)}
+
+
 def compose_with_some_model(option: str) -> Config:
     """Compose with a model for tokens, images or vectors, whichever the data fits."""
-    for partner in ("model=gpt", "model=vgg16"):
+    for partner in ("model=gpt", "model=vgg16", "model=own"):
         with suppress(ConfigError):
-            return compose_config([option, partner])
-    return compose_config([option, "model=mlp"])
+            return compose_config([option, partner, *NAMED.get(option, ())])
+    return compose_config([option, "model=mlp", *NAMED.get(option, ())])
 
 
 def test_every_setting_is_explained_in_yaml():

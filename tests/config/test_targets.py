@@ -1,10 +1,13 @@
 """A user's own functions, named by `_target_`: the keywords they get, and what is none."""
 
+import subprocess
 import sys
 
 import pytest
+import torch
 
-from gpipe_hpc.config import bind_target, build_target, check_config, compose_config
+from gpipe_hpc.comm.tracebacks import users_traceback
+from gpipe_hpc.config import bind_loss, bind_target, build_target, check_config, compose_config
 from gpipe_hpc.errors import ConfigError
 
 
@@ -16,6 +19,8 @@ def own_module(tmp_path, monkeypatch):
         "def everything(**keywords): return keywords\n"
         "def loss(output, target, beta): return (output, target, beta)\n"
         "text = 'no function'\n"
+        "def helper(): raise KeyError('lost')\n"
+        "def fails(width=3): helper()\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     yield "own_targets"
@@ -99,3 +104,59 @@ def test_own_loss_keeps_its_keywords(own_module):
 def test_target_that_is_none_is_refused(own_module, path, words):
     with pytest.raises(ConfigError, match=words):
         build_target("model", {"_target_": path})
+
+
+def test_a_loss_may_be_a_class(own_module):
+    """Each call made a new CrossEntropyLoss of output and target, and returned it as the loss."""
+    loss = bind_loss({"_target_": "torch.nn.CrossEntropyLoss", "label_smoothing": 0.1})
+    output, target = torch.randn(3, 4), torch.tensor([0, 3, 1])
+    expected = torch.nn.functional.cross_entropy(output, target, label_smoothing=0.1)
+    assert torch.equal(loss(output, target), expected)
+    function = bind_loss({"_target_": f"{own_module}.loss", "beta": 2})
+    assert function("a", "b") == ("a", "b", 2)
+
+
+def test_what_fails_in_the_users_code_is_named_and_keeps_his_frames(own_module):
+    with pytest.raises(
+        ConfigError, match=r"model\._target_=own_targets\.fails \(width=5\): fai"
+    ) as it:
+        build_target("model", {"_target_": f"{own_module}.fails", "width": 5})
+    told = users_traceback(it.value)
+    assert "in helper" in told and "KeyError: 'lost'" in told
+    assert told.index("in fails") < told.index("in helper")
+    assert "targets.py" not in told.replace("own_targets.py", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("import no_such_package", "No module named 'no_such_package'"),
+        ("def build(:", "SyntaxError"),
+        ("1 / 0", "ZeroDivisionError"),
+        ("from math import no_such_name", "cannot import name"),
+        ("import math; math.no_such_name", "no attribute 'no_such_name'"),
+    ],
+)
+def test_what_fails_when_the_users_module_is_imported_is_no_wrong_path(
+    tmp_path, monkeypatch, text, word
+):
+    """It said that the path names nothing, and where in the file it failed was lost."""
+    (tmp_path / "broken_module.py").write_text(f"{text}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"importing broken_module: failed") as raised:
+        build_target("model", {"_target_": "broken_module.build"})
+    assert word in str(raised.value)
+    assert "broken_module.py" in users_traceback(raised.value) or "SyntaxError" in word
+
+
+def test_a_module_in_the_current_folder_is_found_however_we_were_started(tmp_path, repository):
+    (tmp_path / "here.py").write_text("def build(): return 'found'\n")
+    code = (
+        f"import sys; sys.path[:] = [p for p in sys.path if p] + [{str(repository)!r}]\n"
+        "from gpipe_hpc.config import build_target\n"
+        "print(build_target('model', {'_target_': 'here.build'}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.stdout == "found\n", done.stderr

@@ -2,12 +2,13 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
-from gpipe_hpc.errors import ActionError, ConfigError
+from gpipe_hpc.errors import ActionError, ConfigError, DataError
 from gpipe_hpc.schedule import build, lower
 from tests.support import batch, linears, mean_square
 
@@ -301,3 +302,43 @@ def test_inputs_and_targets_may_be_nests():
 
     for loss, output in run_on_threads(2, body):
         assert loss == 16.0 and torch.equal(output, 4 * ones)
+
+
+def test_arrays_of_numpy_are_as_good_as_tensors():
+    """A user's arrays failed with "expected a nest with at least one tensor"."""
+    inputs, targets = batch(7)
+    x, y = inputs.numpy().copy(), targets.numpy().copy()
+
+    def body(world):
+        pipe = Pipeline(linears(3), mean_square, microbatches=2, world=world)
+        pairs = [(inputs, targets), (x, y)]
+        return (
+            [pipe.step(*pair).loss for pair in pairs],
+            [pipe.evaluate(*pair).loss for pair in pairs],
+            [pipe.predict(part) for part in (inputs, x)],
+        )
+
+    for steps, evaluations, (one, other) in run_on_threads(2, body):
+        assert steps[0] == steps[1]
+        assert evaluations[0] == evaluations[1]
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(8.0, dtype=">f4").reshape(2, 4),
+        np.arange(8.0, dtype=np.float32).reshape(2, 4)[:, ::-1],
+        np.broadcast_to(np.float32(1), (2, 4)),
+    ],
+    ids=["byte order", "backwards", "read only"],
+)
+def test_arrays_that_torch_does_not_share_are_copied(array):
+    pipe = Pipeline(nn.Sequential(nn.Identity()), mean_square)
+    assert torch.equal(pipe.predict(array), torch.tensor(array.tolist()))
+
+
+def test_arrays_of_other_things_than_numbers_are_refused():
+    pipe = Pipeline(nn.Sequential(nn.Identity()), mean_square)
+    with pytest.raises(DataError, match=r"inputs: expected an array of numbers.*astype"):
+        pipe.predict(np.array(["a", "b"]))

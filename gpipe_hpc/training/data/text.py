@@ -20,6 +20,7 @@ from gpipe_hpc.training.data.token_files import (
     TokenFile,
     empty,
     open_token_file,
+    refuse_array,
     whole_file,
     without_indices,
 )
@@ -159,6 +160,7 @@ def _bytes_of(path: Path) -> TokenFile:
     file = whole_file(path, path.name)
     if not file.num_tokens:
         raise empty(path)
+    refuse_array(path)
     return file
 
 

@@ -109,6 +109,20 @@ def open_token_file(path: Path, name: str, kind: str) -> TokenFile:
     return file
 
 
+def refuse_array(path: Path) -> None:
+    """Raise DataError for a file of NumPy's: as text its header and halves of numbers would count.
+
+    Other files are bytes, whatever they start with.
+    """
+    head = _peek(path).head
+    if head.startswith(_NPY) or (path.suffix == ".npz" and head.startswith(b"PK\x03\x04")):
+        raise DataError(
+            f"data: {path} is a file of NumPy's, expected text, got one that starts with "
+            f"{head[:6]!r}; read tokens with data=tokens, and arrays with data=arrays "
+            f"data.inputs={path}"
+        )
+
+
 def whole_file(path: Path, name: str) -> TokenFile:
     """Return a file as bytes, whatever it is; DataError if it cannot be read."""
     try:

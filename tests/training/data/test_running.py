@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from gpipe_hpc import run_on_threads
@@ -18,6 +19,7 @@ from gpipe_hpc.config import Config, check_config, compose_config
 from gpipe_hpc.errors import CheckpointError, DataError
 from gpipe_hpc.training import session as session_module
 from gpipe_hpc.training.data import ShuffledSampler, open_data
+from gpipe_hpc.training.data.array_files import StoredArray
 from gpipe_hpc.training.loop import run_training
 from gpipe_hpc.training.run.identity import Run
 from gpipe_hpc.training.signals import StopRequest
@@ -41,11 +43,25 @@ CONVOLUTIONS = (
     "model.dropout=0",
 )
 TOKENS = ("model=gpt", "model.num_layers=1", "model.width=8", "model.num_heads=2", "data.seq_len=8")
+MLP = ("model=mlp", "model.widths=[64,8,10]")
 CODED = (
     *("data.height=8", "data.width=8", "data.resize=10", "data.num_classes=3", "data.workers=1"),
     *CONVOLUTIONS,
 )
 TEXTS = [f"document number {number}" for number in range(30)]
+
+
+class NoisyItems:
+    """Items that each epoch varies in another way."""
+
+    def __init__(self, size: int = 40) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((64,), index / 10) + 0.1 * torch.randn(64), index % 10
 
 
 def prepare(files, kind: str, root: Path) -> tuple[str, ...]:
@@ -77,6 +93,12 @@ def prepare(files, kind: str, root: Path) -> tuple[str, ...]:
             for number in range(9):
                 (root / f"{number}.py").write_text(f"number = {number}\n" * 30)
             return (f"data.root={root}", "data.validation_percent=40", *TOKENS)
+        case "arrays":
+            np.save(root / "x.npy", np.random.default_rng(0).random((40, 64)))
+            np.save(root / "y.npy", np.arange(40) % 10)
+            return (f"data.inputs={root}/x.npy", f"data.targets={root}/y.npy", *MLP)
+        case "own":
+            return (f"data._target_={__name__}.NoisyItems", *MLP)
         case "synthetic":
             return TOKENS
         case "synthetic_vectors":
@@ -183,6 +205,19 @@ def test_run_resumes_in_mid_epoch_with_other_replicas(numbered, tmp_path, monkey
     assert [line["position"] for line in lines(tmp_path / "parts") if "position" in line] == [
         *(6, 12, 18, 20, 26, 32, 38, 40, 46)
     ]
+
+
+@pytest.mark.parametrize("kind", ["arrays", "own"])
+def test_own_data_go_on_in_mid_epoch_in_another_layout(files, tmp_path, kind):
+    """Items that are varied at random are the same ones on every rank, and after a restart."""
+    (tmp_path / "data").mkdir()
+    words = [*prepare(files, kind, tmp_path / "data"), "train.steps=9", "train.batch_size=16"]
+    config = compose_config([f"data={kind}", *COMMON, *words])
+    train(changed(config, f"run.dir={tmp_path}/whole"))
+    parts = f"run.dir={tmp_path}/parts"
+    train(changed(config, parts, "train.stop_at=4", "pipeline.replicas=2"), 2)
+    train(changed(config, parts, "pipeline.stages=2"), 2)
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 
 
 @pytest.mark.parametrize("change", ["train.batch_size=5", "train.seed=1"])
@@ -365,6 +400,25 @@ def test_only_ranks_that_use_a_thing_read_it(files, tmp_path, monkeypatch):
         ("rank2", "open"),
         ("rank2", "read_targets"),
     }
+
+
+def test_of_arrays_the_first_rank_reads_inputs_and_the_last_targets(files, tmp_path, monkeypatch):
+    """Rank 0 alone looks at a few rows of both, to know the data again."""
+    calls: list[tuple[str, str]] = []
+    read = StoredArray.rows
+
+    def noted(array, indices):
+        if len(indices) > 1:
+            rank = threading.current_thread().name.removesuffix(" at work")
+            calls.append((rank, array.path.name))
+        return read(array, indices)
+
+    monkeypatch.setattr(StoredArray, "rows", noted)
+    (tmp_path / "data").mkdir()
+    words = (*prepare(files, "arrays", tmp_path / "data"), "model.widths=[64,8,8,10]")
+    config = compose_config(["data=arrays", *COMMON, *words, "pipeline.stages=3"])
+    train(changed(config, f"run.dir={tmp_path}/run"), 3)
+    assert set(calls) == {("rank0", "x.npy"), ("rank2", "y.npy")}
 
 
 @pytest.mark.slow

@@ -225,3 +225,12 @@ def test_folders_of_token_files(tmp_path):
         open_data(TokensConfig([f"{tmp_path}"]))
     with pytest.raises(DataError, match="expected files at"):
         open_data(TextConfig([f"{tmp_path}"]))
+
+
+@pytest.mark.parametrize("name", ["a.npy", "a.npz"])
+def test_arrays_are_no_text(tmp_path, name):
+    """A model trained on NumPy's header and on the halves of numbers, and the run ended well."""
+    save = np.save if name.endswith("y") else np.savez
+    save(tmp_path / name, np.arange(1000, dtype=np.uint16))
+    with pytest.raises(DataError, match=r"file of NumPy's.*data=tokens.*data=arrays data\.inputs="):
+        open_data(TextConfig([str(tmp_path / name)]))
