@@ -51,8 +51,8 @@ def draw(config: Config) -> str | bytes:
 
 
 def put(picture: str | bytes, out: str | None) -> None:
-    """Write a picture to a file, or to standard output."""
-    if out is not None:
+    """Write a picture to a file; to standard output if none is named."""
+    if out:
         data = picture.encode("utf-8") if isinstance(picture, str) else picture
         try:
             Path(out).write_bytes(data)
@@ -92,7 +92,10 @@ def measured(run_folder: Path) -> Subject:
 
 
 def simulated(config: Config) -> Subject:
-    """Return pipeline.schedule and those of draw.compare; those without pipeline.options."""
+    """Return pipeline.schedule and those of draw.compare; those without pipeline.options.
+
+    All are of the same model on the same ranks: of draw.costs a number is that of a rank's share.
+    """
     pipeline = config.pipeline
     chosen = [(pipeline.schedule, pipeline.options), *((name, {}) for name in config.draw.compare)]
     costs = Costs(
@@ -112,7 +115,8 @@ def simulated(config: Config) -> Subject:
             recompute=pipeline.recompute,
             **options,
         )
-        timelines.append(simulate(schedule if schedule.is_lowered else lower(schedule), costs))
+        own = costs.recut(schedule.num_ranks, schedule.num_stages)
+        timelines.append(simulate(schedule if schedule.is_lowered else lower(schedule), own))
     return Subject(tuple(timelines))
 
 

@@ -74,6 +74,12 @@ def compare(
     Schedules with v stages a rank cut it into v K stages, which take a v-th of the time and keep a
     v-th of the activations each; a transfer takes the same.
     """
+    costs = Costs(
+        forward=forward,
+        input_gradient=input_gradient,
+        weight_gradient=weight_gradient,
+        send=send,
+    )
     standings: list[Standing] = []
     for name, options in variants:
         try:
@@ -81,14 +87,8 @@ def compare(
         except ScheduleError as error:
             standings.append(Standing(name, options, refusal=str(error)))
             continue
+        timeline = simulate(bare, costs.recut(ranks, bare.num_stages))
         share = ranks / bare.num_stages
-        costs = Costs(
-            forward=forward * share,
-            input_gradient=input_gradient * share,
-            weight_gradient=weight_gradient * share,
-            send=send,
-        )
-        timeline = simulate(bare, costs)
         placement = bare.placement
         standings.append(
             Standing(

@@ -89,6 +89,35 @@ class Costs:
 
         return time
 
+    def recut(self, num_ranks: int, num_stages: int) -> "Costs":
+        """Return what the same model on the same ranks costs, cut into another number of stages.
+
+        A single number is that of a rank's share of the model: with v stages a rank, each costs a
+        v-th of it. A list is by equal parts of the model, from its first layers: a stage that is a
+        share of a part costs that share, one of several parts their sum. A transfer takes the same
+        wherever the model is cut; of a list, that of the part ahead of it.
+        """
+
+        def of_stages(field: str, cost: Cost) -> Cost:
+            return _recut(field, cost, num_ranks, num_stages)
+
+        def if_given(field: str, cost: Cost | None) -> Cost | None:
+            return None if cost is None else of_stages(field, cost)
+
+        return replace(
+            self,
+            forward=if_given("forward", self.forward),
+            backward=if_given("backward", self.backward),
+            input_gradient=if_given("input_gradient", self.input_gradient),
+            weight_gradient=if_given("weight_gradient", self.weight_gradient),
+            recompute=if_given("recompute", self.recompute),
+            reduction=of_stages("reduction", self.reduction),
+            offload=of_stages("offload", self.offload),
+            fetch=of_stages("fetch", self.fetch),
+            send=_last_of("send", self.send, num_stages),
+            boundary_bytes=_last_of("boundary_bytes", self.boundary_bytes, num_stages),
+        )
+
     def without_transfers(self) -> "Costs":
         """Return the same costs with transfers and copies that take no time."""
         free = replace(self, send=0.0, boundary_bytes=0.0, skip_bytes={}, link=Link(), links={})
@@ -104,6 +133,40 @@ _FIELD_OF: Final = {
     Op.OFFLOAD: "offload",
     Op.FETCH: "fetch",
 }
+
+
+def _recut(field: str, cost: Cost, num_ranks: int, num_stages: int) -> Cost:
+    """Return a cost by stage of another cut."""
+    if not isinstance(cost, Iterable):
+        return cost * num_ranks / num_stages
+    parts = list(cost)
+    stages, each = _stages_and_parts(field, len(parts), num_stages)
+    return [
+        sum(parts[first : first + each]) / stages
+        for first in range(0, len(parts), each)
+        for _ in range(stages)
+    ]
+
+
+def _last_of(field: str, cost: Cost, num_stages: int) -> Cost:
+    """Return a cost by boundary of another cut: that of the last part ahead of each."""
+    if not isinstance(cost, Iterable):
+        return cost
+    parts = list(cost)
+    stages, each = _stages_and_parts(field, len(parts), num_stages)
+    return [part for part in parts[each - 1 :: each] for _ in range(stages)]
+
+
+def _stages_and_parts(field: str, num_parts: int, num_stages: int) -> tuple[int, int]:
+    """Return how many stages a part of the model has, and how many parts a stage; one of them 1."""
+    if num_parts and num_stages % num_parts == 0:
+        return num_stages // num_parts, 1
+    if num_parts and num_parts % num_stages == 0:
+        return 1, num_parts // num_stages
+    raise ScheduleError(
+        f"costs: {field} has a number for each of some equal parts of the model, expected as many "
+        f"as the {num_stages} stages, or a divisor or multiple of that, got {num_parts}"
+    )
 
 
 def per_stage(field: str, cost: Cost, num_stages: int) -> list[float]:

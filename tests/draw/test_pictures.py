@@ -132,11 +132,42 @@ def test_settings_that_cannot_be_drawn_are_refused(override, message):
         check_config(compose_config([override]), world_size=1)
 
 
-def test_costs_of_another_number_of_stages_are_refused():
-    with pytest.raises(
-        ScheduleError, match="forward has a number for each stage, expected 8, got 2"
-    ):
-        drawn("draw.costs.forward=[1,2]")
+def test_costs_of_parts_that_the_stages_do_not_divide_are_refused():
+    with pytest.raises(ScheduleError, match=r"forward.*expected as many as the 8 stages.*got 3"):
+        drawn("draw.costs.forward=[1,2,3]")
+
+
+@pytest.mark.parametrize("costs", [[], ["draw.costs.forward=[1,2,1,1]", "draw.costs.send=0.5"]])
+def test_compared_schedules_are_of_one_model_on_the_same_ranks(costs):
+    """dualpipe_v, whose 8 stages cost as much each as the 4 of gpipe, looked twice as long."""
+    text = drawn(
+        "pipeline.schedule=gpipe",
+        "pipeline.recompute=never",
+        "pipeline.microbatches=8",
+        "draw.compare=[dualpipe_v,interleaved,chimera]",
+        *costs,
+    )
+    makespans = [
+        float(line.split("makespan ")[1].split(",")[0])
+        for line in text.splitlines()
+        if "makespan" in line
+    ]
+    if not costs:
+        table = draw(compose_config([*SMALL, "pipeline.microbatches=8", "draw.format=table"]))
+        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+        times = {row[0]: float(row[1]) for row in rows[2:]}
+        named = ["gpipe", "dualpipe_v", "interleaved (stages_per_rank=2)", "chimera"]
+        assert makespans == [times[name] for name in named] == [33, 27, 28.5, 30]
+    else:
+        # The busiest rank of gpipe has the same work under none less than its mean.
+        assert min(makespans) >= 8 * (5 / 4 + 2)
+        assert max(makespans) < 1.6 * makespans[0]
+
+
+def test_an_empty_out_is_standard_output(capsys):
+    """It was taken for a file in the folder at hand, which is none."""
+    put("a picture", "")
+    assert capsys.readouterr().out == "a picture\n"
 
 
 def test_a_folder_without_measured_steps_says_how_to_get_one(tmp_path):
