@@ -7,18 +7,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gpipe_hpc.checkpoint import latest
     from gpipe_hpc.comm.pickling import register_boundary_type
     from gpipe_hpc.comm.threads import run_on_threads
     from gpipe_hpc.engine.sums.results import StepResult
     from gpipe_hpc.models import LayerSpec, add_loss, add_metric
     from gpipe_hpc.pipeline import Pipeline
+    from gpipe_hpc.training.metrics import Metrics
 
 __all__ = [
     "LayerSpec",
+    "Metrics",
     "Pipeline",
     "StepResult",
     "add_loss",
     "add_metric",
+    "latest",
     "register_boundary_type",
     "run_on_threads",
 ]
@@ -28,10 +32,12 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     homes = {
         "LayerSpec": "gpipe_hpc.models",
+        "Metrics": "gpipe_hpc.training.metrics",
         "Pipeline": "gpipe_hpc.pipeline",
         "StepResult": "gpipe_hpc.engine.sums.results",
         "add_loss": "gpipe_hpc.models",
         "add_metric": "gpipe_hpc.models",
+        "latest": "gpipe_hpc.checkpoint",
         "register_boundary_type": "gpipe_hpc.comm.pickling",
         "run_on_threads": "gpipe_hpc.comm.threads",
     }

@@ -304,7 +304,11 @@ class Pipeline:
         return result
 
     def evaluate(self, inputs: Nest = None, targets: Nest = None) -> StepResult:
-        """Return the loss of a global batch in evaluation mode, over all replicas."""
+        """Return the result of a global batch in evaluation mode: its `loss` is over all replicas.
+
+        The same `StepResult` on every rank, as of `step`, but without gradients: `loss`, `losses`,
+        `metrics`, `weight`.
+        """
         with together(self.world, "evaluation"):
             feed = self._feed("evaluation", inputs, targets, self.loss_fn)
             return self._steps.evaluate(feed)
@@ -360,10 +364,35 @@ class Pipeline:
         path: str | Path,
         optimizer: torch.optim.Optimizer | None = None,
         extra: Mapping[str, Any] | None = None,
+        *,
+        step: int | None = None,
+        keep: int | None = None,
     ) -> Path:
-        """Write a checkpoint that any layout can load: whole, or CheckpointError; `extra`: JSON."""
-        with together(self.world, f"saving {path}"):
-            return checkpoint.save(self, Path(path), optimizer, dict(extra or {}))
+        """Write a checkpoint that any layout can load, whole or not at all; return where it is.
+
+        `extra`: JSON, kept beside. With a `step`, `path` is a folder of several: it becomes
+        `path/step_<step>`, one of the same step is replaced, and of all in there the `keep` that
+        were written last stay (None: all). `gpipe_hpc.latest(path)` finds the newest again.
+        Raises CheckpointError if `path` exists (without a step) or cannot be written.
+        """
+        kept = dict(extra or {})
+        if step is None:
+            if keep is not None:
+                raise ConfigError(
+                    f"save: expected a step for keep={keep} to count by, got none; add "
+                    f"step=pipe.steps_done"
+                )
+            with together(self.world, f"saving {path}"):
+                return checkpoint.save(self, Path(path), optimizer, kept)
+        with together(self.world, f"saving step {step} in {path}"):
+            return checkpoint.save_numbered(
+                Path(path),
+                step,
+                keep,
+                self.everybody,
+                leads=self.world.rank == self.everybody.ranks[0],
+                save=lambda place: checkpoint.save(self, place, optimizer, kept),
+            )
 
     def load(
         self,

@@ -9,6 +9,7 @@ from gpipe_hpc.checkpoint.background import BackgroundSaver
 from gpipe_hpc.checkpoint.folder import PARTIAL_SUFFIX, has_files, read_facts, read_owner, sync
 from gpipe_hpc.checkpoint.loading import load
 from gpipe_hpc.checkpoint.metadata import StoredTensor, fill
+from gpipe_hpc.checkpoint.numbered import latest, save_numbered, step_name
 from gpipe_hpc.checkpoint.saving import save
 from gpipe_hpc.checkpoint.verifying import Verified, verify
 
@@ -19,10 +20,13 @@ __all__ = [
     "Verified",
     "fill",
     "has_files",
+    "latest",
     "load",
     "read_facts",
     "read_owner",
     "save",
+    "save_numbered",
+    "step_name",
     "sync",
     "verify",
 ]

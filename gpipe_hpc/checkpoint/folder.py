@@ -82,7 +82,7 @@ def _newest_older(path: Path) -> Path | None:
     Nothing else of them is read.
     """
     path = path.absolute()
-    own = _steps_done(path, looks_whole=False)
+    own = steps_done(path, looks_whole=False)
     older: list[tuple[int, Path]] = []
     # Of the same name but for its number: not one cut short or put away.
     name = re.sub(r"\d+", "*", path.name)
@@ -91,13 +91,13 @@ def _newest_older(path: Path) -> Path | None:
     for folder in path.parent.glob(name):
         if folder == path or re.sub(r"\d+", "*", folder.name) != name:
             continue
-        steps = _steps_done(folder)
+        steps = steps_done(folder)
         if steps is not None and (own is None or steps < own):
             older.append((steps, folder))
     return max(older)[1] if older else None
 
 
-def _steps_done(path: Path, looks_whole: bool = True) -> int | None:
+def steps_done(path: Path, looks_whole: bool = True) -> int | None:
     """Return a checkpoint's step; None if it has none, or a file without its size at writing."""
     try:
         facts = read_manifest(path)

@@ -120,7 +120,10 @@ def _prepare(path: Path, partial: Path, facts: Facts) -> None:
             ) from error
     try:
         if path.exists():
-            raise CheckpointError(f"checkpoint {path}: expected a new name, got an existing one")
+            raise CheckpointError(
+                f"checkpoint {path}: expected a new name, got an existing one; {_free(path)} is "
+                f"free, and pipe.save(folder, step=...) finds a name by itself"
+            )
         _clear(partial)
         missing = [folder for folder in partial.parents if not folder.exists()]
         partial.mkdir(parents=True)
@@ -133,6 +136,14 @@ def _prepare(path: Path, partial: Path, facts: Facts) -> None:
             f"checkpoint {path}: expected to make a folder there, got {error}; "
             f"{os_remedy(error) or 'choose a path that can be written'}"
         ) from error
+
+
+def _free(path: Path) -> Path:
+    """Return a name like this one that nothing has."""
+    number = 2
+    while os.path.lexists(path.with_name(f"{path.name}_{number}")):
+        number += 1
+    return path.with_name(f"{path.name}_{number}")
 
 
 def _clear(partial: Path) -> None:

@@ -6,7 +6,12 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+if TYPE_CHECKING:
+    from gpipe_hpc.pipeline import Pipeline
+
+METRICS_FILE: Final = "metrics.jsonl"
 
 Scalars = Mapping[str, float | int | None]
 
@@ -69,7 +74,20 @@ class TensorBoard:
 
 
 class Metrics:
-    """Several writers as one, closed on leaving a ``with`` block."""
+    """Several writers as one, closed on leaving a ``with`` block.
+
+    A script's own: ``with Metrics.of(pipe, "runs/mine") as metrics:``, and after each step
+    ``metrics.write(pipe.steps_done, result.scalars() | {"lr": lr})``, on every rank.
+    """
+
+    @classmethod
+    def of(cls, pipe: "Pipeline", folder: str | Path) -> "Metrics":
+        """Return what writes `metrics.jsonl` and `tensorboard/` in `folder`, on rank 0 alone.
+
+        What an earlier run wrote there past `pipe.steps_done` is dropped, so load a checkpoint
+        before.
+        """
+        return cls() if pipe.world.rank else open_metrics(Path(folder), pipe.steps_done)
 
     def __init__(self, *writers: MetricsWriter) -> None:
         self._writers = writers
@@ -102,7 +120,7 @@ def open_metrics(run_dir: Path, resumed_step: int | None = 0) -> Metrics:
     What an earlier run wrote there past `resumed_step` is dropped; nothing if that is None.
     """
     return Metrics(
-        JsonLines(run_dir / "metrics.jsonl", resumed_step),
+        JsonLines(run_dir / METRICS_FILE, resumed_step),
         TensorBoard(run_dir / "tensorboard", resumed_step),
     )
 

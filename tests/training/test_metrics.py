@@ -5,9 +5,16 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
 
+from gpipe_hpc import Metrics, Pipeline, add_loss, add_metric, run_on_threads
 from gpipe_hpc.training.metrics import JsonLines, open_metrics
+
+
+def mean_square(output, target):
+    return (output - target).square().mean()
 
 
 def steps_of(path) -> list[int]:
@@ -76,3 +83,55 @@ def test_tensorboard_has_the_same_scalars(tmp_path):
         (3, 9.0),
     ]
     assert steps_of(tmp_path / "metrics.jsonl") == [1, 2, 3]
+
+
+def test_a_script_writes_its_own_on_rank_0(tmp_path):
+    """`from gpipe_hpc import Metrics`: the trainer's writers were not for scripts."""
+
+    def body(world):
+        pipe = Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], mean_square, world=world)
+        with Metrics.of(pipe, tmp_path / "mine") as metrics:
+            for lr in (0.1, 0.2):
+                result = pipe.step(torch.ones(2, 4), torch.zeros(2, 4))
+                metrics.write(pipe.steps_done, result.scalars() | {"lr": lr})
+        return result.loss
+
+    losses = run_on_threads(2, body)
+    lines = [
+        json.loads(line) for line in (tmp_path / "mine/metrics.jsonl").read_text().splitlines()
+    ]
+    assert [(line["step"], line["lr"]) for line in lines] == [(1, 0.1), (2, 0.2)]
+    assert lines[-1]["loss"] == losses[0] == losses[1]
+    assert list((tmp_path / "mine/tensorboard").glob("events.*"))
+
+
+def test_a_script_that_goes_on_drops_what_it_will_write_anew(tmp_path):
+    pipe = Pipeline([nn.Linear(4, 4)], mean_square)
+    for done, steps in ((0, 3), (1, 1)):
+        pipe.restore_position(done, 1.0)
+        with Metrics.of(pipe, tmp_path) as metrics:
+            for _ in range(steps):
+                result = pipe.step(torch.ones(2, 4), torch.zeros(2, 4))
+                metrics.write(pipe.steps_done, result.scalars())
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+
+
+class Reporting(nn.Linear):
+    def forward(self, x):
+        add_loss("penalty", x.square().mean())
+        add_metric("spread", x.std(), weight=len(x))
+        return super().forward(x)
+
+
+def test_the_result_of_a_step_is_short_to_read():
+    """It printed the tensor of all micro-batches' sums."""
+    pipe = Pipeline([Reporting(4, 4)], mean_square)
+    result = pipe.step(torch.ones(2, 4), torch.zeros(2, 4))
+    assert repr(result) == (
+        f"StepResult(loss={result.loss:.6g}, losses/main={result.losses['main']:.6g}, "
+        f"losses/penalty={result.losses['penalty']:.6g}, metrics/spread=0, weight=2)"
+    )
+    assert repr(
+        Pipeline([nn.Linear(4, 4)], mean_square).evaluate(torch.ones(2, 4), torch.ones(2, 4))
+    )

@@ -89,7 +89,7 @@ class StepLoss:
         return list(zip(self.rows, _positions(self.rows), strict=True))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StepResult:
     """What a step or an evaluation gave; the same on every rank.
 
@@ -100,6 +100,21 @@ class StepResult:
     _loss: StepLoss
     is_skipped: bool = False
     loss_scale: float = 1.0
+
+    def __repr__(self) -> str:
+        numbers = {**self.scalars(), "weight": self.weight}
+        text = ", ".join(f"{name}={value:.6g}" for name, value in numbers.items())
+        return f"StepResult({text}{', is_skipped=True' if self.is_skipped else ''})"
+
+    def scalars(self) -> dict[str, float]:
+        """Return what a line of metrics says: `loss`, its parts if several, and the metrics."""
+        parts = self.losses
+        shown = {f"losses/{name}": value for name, value in parts.items()} if len(parts) > 1 else {}
+        return {
+            "loss": self.loss,
+            **shown,
+            **{f"metrics/{name}": value for name, value in self.metrics.items()},
+        }
 
     @property
     def loss(self) -> float:

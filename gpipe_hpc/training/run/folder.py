@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from gpipe_hpc.checkpoint import PARTIAL_SUFFIX, has_files, read_facts, read_owner
+from gpipe_hpc.checkpoint import PARTIAL_SUFFIX, has_files, read_facts, read_owner, step_name
 from gpipe_hpc.errors import CheckpointError, ConfigError
 from gpipe_hpc.training.run.identity import run_id
 
@@ -83,7 +83,7 @@ class Checkpoints:
 
     def path(self, step: int) -> Path:
         """Return where the checkpoint of a step belongs."""
-        return self._folder / f"{_PREFIX}{step:08d}"
+        return self._folder / step_name(step)
 
     def all(self) -> list[Path]:
         """Return the whole checkpoints, oldest first; what a kill cut short is not among them."""

@@ -1,0 +1,122 @@
+"""A script's checkpoints in one folder, named by step: the newest, and which of them may go.
+
+Newest is what was written last. A script that went back to step 50 writes 60 once more, and what an
+earlier start had left at 80 is then the older one.
+"""
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+from gpipe_hpc.checkpoint.agreement import all_or_none
+from gpipe_hpc.checkpoint.folder import PARTIAL_SUFFIX, is_ours, steps_done
+from gpipe_hpc.checkpoint.manifest import MANIFEST
+from gpipe_hpc.comm.group import Group
+from gpipe_hpc.errors import CheckpointError, ConfigError
+
+log = logging.getLogger("gpipe_hpc.checkpoint")
+
+_NAME: Final = re.compile(r"step_\d{8,}")
+_BEFORE: Final = f".before{PARTIAL_SUFFIX}"
+
+
+def step_name(step: int) -> str:
+    """Return the name of the checkpoint of a step; names of later steps sort behind."""
+    return f"step_{step:08d}"
+
+
+def latest(folder: str | Path) -> Path | None:
+    """Return the checkpoint in `folder` that was written last and is whole; None if there is none.
+
+    Whole as far as its manifest and the sizes of its files tell: loading it verifies every byte.
+    """
+    for path in reversed(_by_age(Path(folder))):
+        if steps_done(path) is not None:
+            return path
+    return None
+
+
+def save_numbered(
+    folder: Path,
+    step: int,
+    keep: int | None,
+    group: Group,
+    *,
+    leads: bool,
+    save: Callable[[Path], Path],
+) -> Path:
+    """Let `save` write the checkpoint of a step into `folder`, and remove what is too old.
+
+    All ranks call it; one of them `leads`. One of the same step is replaced once the new one is
+    whole, and comes back if that fails. But for the newest `keep` all go, with None none.
+    Raises ConfigError for a step or number that cannot be, and as `save`.
+    """
+    if step < 0 or (keep is not None and keep < 1):
+        raise ConfigError(
+            f"save: bad step or keep, expected a step of 0 or more and at least 1 to keep, got "
+            f"step={step} and keep={keep}; correct them"
+        )
+    path = folder.absolute() / step_name(step)
+    before = path.with_name(path.name + _BEFORE)
+    all_or_none(group, lambda: _put_aside(path, before) if leads else None)
+    try:
+        saved = save(path)
+    except BaseException:
+        if leads and before.exists() and not path.exists():
+            before.rename(path)
+        raise
+    if leads:
+        doomed = [] if keep is None else _by_age(path.parent)[:-keep]
+        for each in [before, *doomed]:
+            _remove(each)
+    return saved
+
+
+def _by_age(folder: Path) -> list[Path]:
+    """Return the checkpoints of a folder, the one that was written last at the end."""
+    found: list[tuple[int, str, Path]] = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for entry in os.scandir(folder):
+            path = Path(entry.path)
+            # One without a manifest is no checkpoint, or was cut short.
+            with contextlib.suppress(OSError):
+                if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                    found.append(((path / MANIFEST).stat().st_mtime_ns, entry.name, path))
+    return [path for _, _, path in sorted(found)]
+
+
+def _put_aside(path: Path, before: Path) -> None:
+    """Free the name of a checkpoint; CheckpointError if something else has it."""
+    if not os.path.lexists(path):
+        return
+    strange = [name for name in _names(path) if not is_ours(name)]
+    if strange:
+        raise CheckpointError(
+            f"checkpoint {path}: expected at most an earlier checkpoint of this step there, got "
+            f"{strange[0]}; move it away, or save in another folder"
+        )
+    _remove(before)
+    path.rename(before)
+
+
+def _names(path: Path) -> Iterator[str]:
+    if path.is_symlink() or not path.is_dir():
+        yield "a file or link"
+    else:
+        yield from (each.name for each in path.iterdir())
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint, under another name first: a kill must not leave half of it."""
+    try:
+        if path.exists():
+            aside = path.with_name(path.name.removesuffix(_BEFORE) + f".removed{PARTIAL_SUFFIX}")
+            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(path.rename(aside))
+    except OSError as error:
+        log.warning("checkpoint %s: expected to remove it, got %s; look at it", path, error)
