@@ -1,6 +1,6 @@
 """`python -m gpipe_hpc.train`: train a model, in one process or under a launcher."""
 
-from gpipe_hpc.training.signals import StopRequest, end_when_interrupted
+from gpipe_hpc.training.signals import StopRequest
 
 
 def main() -> None:
@@ -8,7 +8,6 @@ def main() -> None:
     # First of all: torch takes seconds to load, and a signal may come meanwhile.
     stop = StopRequest()
     stop.listen()
-    end_when_interrupted(stop=stop)
     from gpipe_hpc.training.command import run_command
 
     run_command(stop)

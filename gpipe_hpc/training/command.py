@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -35,11 +36,13 @@ def run_command(stop: StopRequest) -> None:
 
     def task(job: Job) -> int:
         if job.number is None:
-            return _train(job.config, stop)
+            return _train(job.config, stop, sys.argv[1:])
         return _train_of_sweep(job, stop)
 
     code = run_jobs(task, "train", unshared="run.dir")
-    if code in (FAILED_EXIT_CODE, BAD_CONFIG_EXIT_CODE) and dist.is_initialized():
+    has_failed = code in (FAILED_EXIT_CODE, BAD_CONFIG_EXIT_CODE)
+    # Whoever has asked it to stop waits, and may soon kill it.
+    if (has_failed and dist.is_initialized()) or code == REQUEUE_EXIT_CODE:
         end_soon(code)
     sys.exit(code)
 
@@ -54,7 +57,7 @@ def _train_of_sweep(job: Job, stop: StopRequest) -> int:
     num_threads = torch.get_num_threads()
     try:
         _refuse_launcher()
-        return _train(job.config, stop)
+        return _train(job.config, stop, job.words)
     except GpipeError as error:
         return say_error(error)
     finally:
@@ -71,12 +74,12 @@ def _refuse_launcher() -> None:
         )
 
 
-def _train(config: Config, stop: StopRequest) -> int:
+def _train(config: Config, stop: StopRequest, words: Sequence[str]) -> int:
     world: World | None = None
     try:
         doubts = check_config(config, detect_launch().world_size)
         world = join_world(config)
-        return run_training(config, world, stop, doubts)
+        return run_training(config, world, stop, doubts, words)
     except GpipeError as error:
         log.debug("where it happened", exc_info=True)
         is_echo = isinstance(error, PeerError) or getattr(world, "speaks", None) is False

@@ -1,4 +1,4 @@
-"""How the process of a failed run ends: soon."""
+"""How the process of a run ends that failed or was asked to stop: soon."""
 
 import atexit
 import contextlib

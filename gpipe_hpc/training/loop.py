@@ -10,6 +10,7 @@ import torch
 
 from gpipe_hpc.comm.group import broadcast_object
 from gpipe_hpc.comm.mesh import Mesh
+from gpipe_hpc.comm.torchrun_report import tell_torchrun
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config
 from gpipe_hpc.training.logs import rank_log
@@ -18,9 +19,10 @@ from gpipe_hpc.training.neighbour import DEFAULT_FOLDER, NeighbourCopies, open_c
 from gpipe_hpc.training.one_step import Trained, refuse_non_finite, train_one_step
 from gpipe_hpc.training.peak import peak_memory_bytes, used_memory_bytes
 from gpipe_hpc.training.progress import Progress
+from gpipe_hpc.training.run.again import command_again
 from gpipe_hpc.training.run.folder import REQUEUE_FILE
 from gpipe_hpc.training.run.identity import Run
-from gpipe_hpc.training.run.opening import begin, lock_folder
+from gpipe_hpc.training.run.opening import begin, own_folder
 from gpipe_hpc.training.session import Session, last_step, open_session
 from gpipe_hpc.training.signals import REQUEUE_EXIT_CODE, StopRequest
 from gpipe_hpc.training.step_edge import Agreed, StepEdge, Told
@@ -33,18 +35,23 @@ log = logging.getLogger("gpipe_hpc.train")
 
 
 def run_training(
-    config: Config, world: World, stop: StopRequest, doubts: Sequence[str] = ()
+    config: Config,
+    world: World,
+    stop: StopRequest,
+    doubts: Sequence[str] = (),
+    words: Sequence[str] = (),
 ) -> int:
     """Train as the settings say; return the exit code of the process.
 
-    `doubts` about the settings are logged as warnings, on rank 0.
+    `doubts` about the settings are logged as warnings, on rank 0. `words`: the settings as they
+    were typed, for the command that starts the run again.
 
     0 when the run is finished or reached train.stop_at, REQUEUE_EXIT_CODE when a signal asked
     it to stop early. Raises GpipeError on every rank if one fails.
     """
     with ExitStack() as stack:
         with together(world, "preparing the run folder"):
-            lock = stack.enter_context(lock_folder(config)) if world.rank == 0 else None
+            lock = stack.enter_context(own_folder(config, stop)) if world.rank == 0 else None
             begun = None if lock is None else begin(config, lock)
             run: Run = broadcast_object(world.everybody, begun, root=0)
         if config.train.num_threads is not None:
@@ -55,12 +62,14 @@ def run_training(
             log.warning(doubt)
         copies = _copies(config, world, run)
         if copies is not None:
-            stop.at_last = copies.remove
-            stack.push(lambda kind, error, trace: _end_copies(copies, stop, error))
+            stack.push(lambda kind, error, trace: _end_copies(copies, error))
         before_bytes = used_memory_bytes(world.device)
         opened = open_session(config, world, run, lock, copies)
         session = stack.enter_context(closing(opened))
-        return _Loop(session, stop, before_bytes).run()
+        if copies is not None:
+            stack.enter_context(stop.doing_last(copies.remove))
+        stack.enter_context(stop.between_steps())
+        return _Loop(session, stop, words, before_bytes).run()
 
 
 def _copies(config: Config, world: World, run: Run) -> NeighbourCopies | None:
@@ -79,21 +88,30 @@ def _copies(config: Config, world: World, run: Run) -> NeighbourCopies | None:
     return open_copies(world, root, run.name, about)
 
 
-def _end_copies(copies: NeighbourCopies, stop: StopRequest, error: BaseException | None) -> None:
-    """Remove copies in memory, unless a failure ended the run: then a restart may need them."""
-    stop.at_last = None
-    if error is None or "KeyboardInterrupt" in f"{type(error).__name__} {error}":
+def _end_copies(copies: NeighbourCopies, error: BaseException | None) -> None:
+    """Remove copies in memory, unless a failure ended the run: then a restart may need them.
+
+    Where Ctrl-C ends a process at once it removes those of its host itself.
+    """
+    if error is None:
         copies.remove()
 
 
 class _Loop:
     """One run over its steps, on one rank."""
 
-    def __init__(self, session: Session, stop: StopRequest, memory_before_bytes: int) -> None:
+    def __init__(
+        self,
+        session: Session,
+        stop: StopRequest,
+        words: Sequence[str],
+        memory_before_bytes: int,
+    ) -> None:
         self._session = session
         self._pipe = session.pipe
         self._config = session.config
-        self._stop = stop
+        self._stop, self._words = stop, words
+        self._is_stopped = False  # all ranks agree
         self._leads = session.pipe.world.rank == 0
         self._last = max(last_step(session.config.train), self._pipe.steps_done)
         self._validated = -1
@@ -123,14 +141,14 @@ class _Loop:
 
     def _steps(self, metrics: Metrics | None, progress: Progress | None) -> int:
         pipe, every = self._pipe, self._config.checkpoint.every
-        stopped = False
-        first = pipe.steps_done
-        while pipe.steps_done < self._last and not stopped:
+        first = saved = pipe.steps_done
+        self._ask()
+        while pipe.steps_done < self._last and not self._is_stopped:
             began_s = time.perf_counter()
             trained = self._step()
             done = pipe.steps_done
             agreed = self._meet()
-            stopped = agreed.is_stopped
+            self._is_stopped = agreed.is_stopped
             if metrics is not None and progress is not None:
                 step_time_s = time.perf_counter() - began_s
                 scalars = self._scalars(trained, agreed, step_time_s)
@@ -140,24 +158,36 @@ class _Loop:
                 ledger.note(agreed, step_time_s, trained.batch.num_samples, trained.result.loss)
             if agreed.is_written:
                 self._say_stall(metrics, "checkpoint_stall_s", self._session.finish_save())
-            if every and done % every == 0 and done < self._last and not stopped:
+            if every and done % every == 0 and done < self._last and not self._is_stopped:
                 self._say_stall(metrics, "checkpoint_stall_s", self._save())
-            if self._is_copied(done) and not stopped:
+                saved = done
+                self._ask()
+            if self._is_copied(done) and not self._is_stopped:
                 self._say_stall(metrics, "neighbour_stall_s", self._session.copy())
-            if self._validates(done):
+            if self._validates(done) and not self._is_stopped:
                 self._validate(metrics, progress)
                 self._reporter.refresh()
         if pipe.steps_done > first:
-            self._say_stall(metrics, "checkpoint_stall_s", self._session.save())
+            finish = self._session.save if pipe.steps_done > saved else self._session.finish_save
+            self._say_stall(metrics, "checkpoint_stall_s", finish())
         self._say_corrupt()
-        if not stopped and self._validated != pipe.steps_done:
+        if not self._is_stopped and self._validated != pipe.steps_done:
             self._validate(metrics, progress)
         if progress is not None:
             progress.close()
-        code = self._leave(stopped)
+        if self._is_stopped and self._leads:
+            (self._session.run_folder / REQUEUE_FILE).write_text(f"{pipe.steps_done}\n")
         if pipe.steps_done > first:
-            self._reporter.finish(Ended("stopped" if stopped else "done"))
-        return code
+            self._reporter.finish(Ended("stopped" if self._is_stopped else "done"))
+        return self._leave()
+
+    def _ask(self) -> bool:
+        """Return whether some rank wants to stop; the same call on every rank."""
+        asked = torch.tensor([float(self._stop.came)])
+        with together(self._pipe.world, "asking whether to stop"):
+            self._pipe.everybody.all_reduce(asked)
+        self._is_stopped = self._is_stopped or asked.item() > 0
+        return self._is_stopped
 
     def _scalars(
         self, trained: Trained, agreed: Agreed, step_time_s: float
@@ -165,7 +195,7 @@ class _Loop:
         """Return what a line of metrics.jsonl says of a step."""
         pipe, (batch, result, lr, norm) = self._pipe, trained
         scalars = {
-            "loss": result.loss,
+            **result.scalars(),
             "lr": lr,
             "grad_norm": norm,
             "step_time_s": step_time_s,
@@ -182,9 +212,7 @@ class _Loop:
         if pipe.loss_scale is not None:
             scalars["loss_scale"] = result.loss_scale
             scalars["skipped_steps"] = pipe.loss_scale.num_skipped
-        if len(result.losses) > 1:
-            scalars |= {f"losses/{name}": value for name, value in result.losses.items()}
-        return scalars | {f"metrics/{name}": value for name, value in result.metrics.items()}
+        return scalars
 
     def _tokens_per_s(self, samples_per_s: float) -> dict[str, float]:
         tokens = tokens_per_sample(self._config.data)
@@ -244,7 +272,7 @@ class _Loop:
 
     def _validate(self, metrics: Metrics | None, progress: Progress | None) -> None:
         self._validated = self._pipe.steps_done
-        found = validate(self._session)
+        found = validate(self._session, self._ask)
         if found is None or metrics is None or progress is None:
             return
         self._reporter.ledger.validation_loss = found.loss
@@ -271,14 +299,16 @@ class _Loop:
         if tally.count and self._leads:
             log.warning("%d corrupt samples were found and passed over", tally.count)
 
-    def _leave(self, stopped: bool) -> int:
-        if not stopped:
+    def _leave(self) -> int:
+        if not self._is_stopped:
             return 0
         if self._leads:
-            mark = self._session.run_folder / REQUEUE_FILE
-            mark.write_text(f"{self._pipe.steps_done}\n")
-            log.warning(
-                "stopped by a signal after step %d: start this run again to go on",
-                self._pipe.steps_done,
+            folder, done = self._session.run_folder, self._pipe.steps_done
+            by = self._stop.signal.name if self._stop.signal else "a signal to another rank"
+            text = (
+                f"stopped by {by} after step {done}; start this run again to go on:\n"
+                f"    {command_again(folder, self._words)}"
             )
+            log.warning("%s", text)
+            tell_torchrun(text, is_cause=True)
         return REQUEUE_EXIT_CODE

@@ -1,6 +1,7 @@
 """The validation loss, through the pipeline, over every sample."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import closing
 from typing import NamedTuple
 
@@ -14,10 +15,11 @@ class Validation(NamedTuple):
     metrics: dict[str, float]
 
 
-def validate(session: Session) -> Validation | None:
+def validate(session: Session, stops: Callable[[], bool]) -> Validation | None:
     """Evaluate on the validation samples, the tail included; None if there are none.
 
-    Batches are weighted as the loss says (by samples, or by tokens not ignored).
+    Batches are weighted as the loss says (by samples, or by tokens not ignored). `stops`: asked
+    after each batch, the same answer on every rank, whether to leave it; then None too.
     """
     total = weight = 0.0
     sums: dict[str, float] = defaultdict(float)
@@ -30,6 +32,8 @@ def validate(session: Session) -> Validation | None:
             for name, (part, count) in result.metric_sums.items():
                 sums[name] += part
                 weights[name] += count
+            if stops():
+                return None
     if not weight:
         return None
     metrics = {name: sums[name] / weights[name] for name in sums if weights[name]}

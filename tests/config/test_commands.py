@@ -141,13 +141,15 @@ def test_drawing_what_cannot_be_drawn_ends_with_code_2(say):
 def test_a_signal_ends_a_sweep_and_jobs_without_folders_get_their_own(say, monkeypatch):
     stop, folders = StopRequest(), []
 
-    def train(config, world, stop, doubts):
+    def train(config, world, stop, doubts, words):
+        assert f"optimizer.lr={len(folders) + 1}" in words
         folders.append(config.run.dir)
         if len(folders) == 2:
             stop.signal = 15
         return 75 if stop.came else 0
 
     monkeypatch.setattr(command, "run_training", train)
+    monkeypatch.setattr(command, "end_soon", sys.exit)  # this process goes on
     say("-m", "optimizer.lr=1,2,3", "train.keep_freed_memory=false")
     assert exit_code(run_command, stop) == 75
     assert len(folders) == 2 and folders[0].startswith("runs/")

@@ -41,7 +41,9 @@ def concerned(path):
     return "step_00000006" in str(path) and os.environ.get("BAD_RANK", "1") == os.environ["RANK"]
 
 
-def build(slow=False, full=False, **keywords):
+def build(slow=False, full=False, **own):
+    # Of the preset only what the test sets comes along.
+    keywords = {"vocab_size": 256, "block_size": 16, "num_heads": 4, "dropout": 0.0, **own}
     if slow:
         FileSystemWriter.write_data = write_slowly
     if full:
@@ -130,7 +132,8 @@ def test_a_full_disk_is_named_by_all(start_ranks, tiny, tmp_path):
     ranks = start_ranks(2, *tiny, *full, env={"PYTHONPATH": str(tmp_path)}).wait(20)
     for code, output in zip(ranks.codes, ranks.outputs, strict=True):
         assert code not in (0, None)
-        assert "rank 1: checkpoint" in output and "Traceback" not in output, output
+        # Of a traceback there are the frames of the user's disk.py alone.
+        assert "rank 1: checkpoint" in output and "/gpipe_hpc/" not in output, output
         assert "no space left" in output, output
         assert " MB free and the checkpoint takes about " in output, output
     names = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
@@ -220,7 +223,7 @@ def test_a_full_disk_is_named_by_all_at_a_later_step(start_ranks, tiny, tmp_path
     ranks = start_ranks(2, *tiny, *behind, env={"PYTHONPATH": str(tmp_path)}).wait(30)
     for code, output in zip(ranks.codes, ranks.outputs, strict=True):
         assert code not in (0, None)
-        assert "no space left" in output and "Traceback" not in output, output
+        assert "no space left" in output and "/gpipe_hpc/" not in output, output
     names = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
     assert names == ["step_00000003"], "what was cut short takes no room"
 

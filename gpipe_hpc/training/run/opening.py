@@ -3,13 +3,15 @@
 import os
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 from gpipe_hpc.checkpoint import read_facts
 from gpipe_hpc.config import Config, config_yaml
-from gpipe_hpc.errors import ConfigError, os_remedy
+from gpipe_hpc.errors import ConfigError, GpipeError, os_remedy
+from gpipe_hpc.training.metrics import METRICS_FILE
 from gpipe_hpc.training.run.changed_settings import SETTINGS, Change, changes, read_settings
 from gpipe_hpc.training.run.folder import (
     REQUEUE_FILE,
@@ -21,13 +23,39 @@ from gpipe_hpc.training.run.folder import (
 from gpipe_hpc.training.run.identity import Run, read_run, write_run
 from gpipe_hpc.training.run.lock import RunLock
 from gpipe_hpc.training.session import last_step
+from gpipe_hpc.training.signals import StopRequest
 
 CONFIG_FILE: Final = "config.yaml"
 
 
-def lock_folder(config: Config) -> RunLock:
-    """Make the folder of a run and lock it; ConfigError or RunFolderError if that cannot be."""
+@contextmanager
+def own_folder(config: Config, stop: StopRequest) -> Iterator[RunLock]:
+    """Make the folder of a run and lock it; ConfigError or RunFolderError if that cannot be.
+
+    A new folder in runs/, which nobody has named, goes again if the run fails, or is interrupted,
+    before its first step is done: there is nothing in it that was not said.
+    """
     folder = Path(config.run.dir or default_run_folder()).absolute()
+    is_passing = config.run.dir is None and not folder.exists()
+
+    def clear() -> None:
+        if is_passing and not _has_begun(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    try:
+        with stop.doing_last(clear), _locked(folder) as lock, stop.doing_last(lock.give_back):
+            yield lock
+    except GpipeError:
+        clear()
+        raise
+
+
+def _has_begun(folder: Path) -> bool:
+    metrics = folder / METRICS_FILE
+    return any(folder.glob("checkpoints/*")) or (metrics.exists() and metrics.stat().st_size > 0)
+
+
+def _locked(folder: Path) -> RunLock:
     try:
         restart = find_restart(folder)
         folder.mkdir(parents=True, exist_ok=True)
