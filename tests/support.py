@@ -1,17 +1,22 @@
 """What tests of several folders need: losses, batches, layers, and what a run wrote and says."""
 
 import copy
+import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.config import check_config, compose_config
+from gpipe_hpc.training.loop import run_training
+from gpipe_hpc.training.signals import StopRequest
 
 Batch = tuple[Tensor, Tensor]
 Named = dict[str, Tensor]
@@ -150,6 +155,14 @@ def assert_close(ours: Trained, other: Trained, near: float) -> None:
             assert torch.allclose(tensor, theirs[name], rtol=near, atol=near), name
 
 
+def train_here(ranks: int, *overrides: str) -> None:
+    """Train as the command would, with the ranks as threads of this process, to a good end."""
+    config = compose_config(overrides)
+    check_config(config, ranks)
+    codes = run_on_threads(ranks, lambda world: run_training(config, world, StopRequest()))
+    assert codes == [0] * ranks
+
+
 def metrics(run: Path) -> list[dict[str, Any]]:
     """Return what metrics.jsonl of a run says, a dictionary a line."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -181,3 +194,41 @@ def same(left: Tensor | None, right: Tensor | None) -> bool:
 def all_same(one: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None]) -> bool:
     """Say whether two states are equal to the bit."""
     return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
+
+
+def covering(*axes: Sequence[Any], strength: int = 2) -> list[tuple[Any, ...]]:
+    """Return few combinations in which any values of any `strength` axes meet.
+
+    Faults that no single setting shows come from two that meet, seldom from three: a cover of
+    pairs is a tenth of the whole product. Greedy, and the same every time.
+    """
+
+    def meetings(values: tuple[Any, ...]) -> set[tuple[tuple[int, int], ...]]:
+        places = [(axis, axes[axis].index(value)) for axis, value in enumerate(values)]
+        return set(itertools.combinations(places, min(strength, len(axes))))
+
+    product = {values: meetings(values) for values in itertools.product(*axes)}
+    missing = set().union(*product.values())
+    chosen = []
+    while missing:
+        best = max(product, key=lambda values: len(product[values] & missing))
+        chosen.append(best)
+        missing -= product.pop(best)
+    return chosen
+
+
+def product_of(names: str, *axes: Sequence[Any], strength: int = 2) -> pytest.MarkDecorator:
+    """Parametrise by the whole product, of which all that is not in a cover is slow."""
+    fast = covering(*axes, strength=strength)
+    return pytest.mark.parametrize(
+        names,
+        [
+            pytest.param(*values, marks=[] if values in fast else pytest.mark.slow)
+            for values in itertools.product(*axes)
+        ],
+    )
+
+
+def cover_of(names: str, *axes: Sequence[Any], strength: int = 2) -> pytest.MarkDecorator:
+    """Parametrise by a cover of the product."""
+    return pytest.mark.parametrize(names, covering(*axes, strength=strength))

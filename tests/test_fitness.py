@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
@@ -76,11 +75,11 @@ def broken_imports(part: str, tree: ast.Module) -> Iterator[str]:
             yield f"{line}: {part} (row {ROW_OF[part]}) imports {name} (row {row})"
 
 
-@pytest.mark.parametrize("path", FILES, ids=label)
-def test_imports_follow_the_table(path):
-    part = part_of(path)
-    assert part in ROW_OF, f"{label(path)} has no row in the import table"
-    assert list(broken_imports(part, TREES[path])) == []
+def test_imports_follow_the_table():
+    for path in FILES:
+        part = part_of(path)
+        assert part in ROW_OF, f"{label(path)} has no row in the import table"
+        assert list(broken_imports(part, TREES[path])) == [], label(path)
 
 
 def test_import_rule_sees_what_it_forbids():
@@ -127,10 +126,13 @@ FORBIDDEN = re.compile(
 )
 
 
-@pytest.mark.parametrize("path", FILES, ids=label)
-def test_nothing_is_put_off_or_silenced(path):
-    lines = path.read_text("utf-8").splitlines()
-    found = [f"{n}: {line.strip()}" for n, line in enumerate(lines, 1) if FORBIDDEN.search(line)]
+def test_nothing_is_put_off_or_silenced():
+    found = [
+        f"{label(path)}:{number}: {line.strip()}"
+        for path in FILES
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
+        if FORBIDDEN.search(line)
+    ]
     assert found == []
 
 
@@ -149,9 +151,9 @@ def mutable_state(tree: ast.Module) -> Iterator[str]:
             yield name
 
 
-@pytest.mark.parametrize("path", FILES, ids=label)
-def test_modules_hold_no_mutable_state(path):
-    assert list(mutable_state(TREES[path])) == []
+def test_modules_hold_no_mutable_state():
+    for path in FILES:
+        assert list(mutable_state(TREES[path])) == [], label(path)
 
 
 def test_state_rule_sees_what_it_forbids():
@@ -166,22 +168,40 @@ def group_options() -> list[str]:
 
 
 # Tried first, since most options go with one of them.
-LIKELY = ("model=gpt", "model=vgg16", "model=mlp", "data=synthetic", "data=synthetic_images")
+TOKENS = ("model=gpt", "data=synthetic")
+IMAGES = ("model=vgg16", "model=mlp", "data=synthetic_images")
+
+
+# What a preset has the user name.
+NAMED = {"data=own": ("data._target_=my.module.dataset",)}
+
+
+def compose_with_a_partner(option: str, text: str) -> Config:
+    """Each kind of data fits some model; each other option some kind of data."""
+    partners = "model=" if option.startswith("data=") else "data="
+    others = [each for each in group_options() if each.startswith(partners)]
+    likely = (IMAGES, TOKENS)["data.vocab_size" in text or "seq_len" in text]
+    refusals = []
+    for partner in sorted(others, key=lambda each: each not in likely):
+        try:
+            return compose_config([option, partner, *NAMED.get(option, ())])
+        except ConfigError as error:
+            refusals.append(str(error))
+    pytest.fail(f"nothing goes with {option}: {refusals}")
 
 
 @pytest.mark.parametrize("option", group_options())
 def test_every_yaml_composes(option):
-    """Each kind of data fits some model; each other option some kind of data."""
-    partners = "model=" if option.startswith("data=") else "data="
-    others = [each for each in group_options() if each.startswith(partners)]
-    refusals = []
-    for partner in sorted(others, key=lambda each: each not in LIKELY):
-        try:
-            compose_config([option, partner, *NAMED.get(option, ())])
-            return
-        except ConfigError as error:
-            refusals.append(str(error))
-    pytest.fail(f"nothing goes with {option}: {refusals}")
+    """And explains each setting of its kind of data or optimizer, and none besides."""
+    group, name = option.split("=")
+    path = ROOT / "conf" / group / f"{name}.yaml"
+    config = compose_with_a_partner(option, path.read_text("utf-8"))
+    text = OmegaConf.load(path)
+    if group == "data":
+        assert set(config.data.written()) == set(text)
+    if group == "optimizer":
+        del text["defaults"]
+        assert list(undocumented(config.optimizer, text)) == []
 
 
 def undocumented(schema: object, written: object, path: str = "") -> Iterator[str]:
@@ -194,18 +214,6 @@ def undocumented(schema: object, written: object, path: str = "") -> Iterator[st
             yield from undocumented(getattr(schema, name), written[name], f"{path}{name}.")
 
 
-# What a preset has the user name.
-NAMED = {"data=own": ("data._target_=my.module.dataset",)}
-
-
-def compose_with_some_model(option: str) -> Config:
-    """Compose with a model for tokens, images or vectors, whichever the data fits."""
-    for partner in ("model=gpt", "model=vgg16", "model=own"):
-        with suppress(ConfigError):
-            return compose_config([option, partner, *NAMED.get(option, ())])
-    return compose_config([option, "model=mlp", *NAMED.get(option, ())])
-
-
 def test_every_setting_is_explained_in_yaml():
     written = OmegaConf.load(ROOT / "conf" / "config.yaml")
     for part in ("defaults", "hydra"):
@@ -214,15 +222,6 @@ def test_every_setting_is_explained_in_yaml():
     assert set(written) == sections
     for section in sections - {"loss"}:
         assert list(undocumented(getattr(Config(), section), written[section])) == []
-    for option in group_options():
-        group, name = option.split("=")
-        text = OmegaConf.load(ROOT / "conf" / group / f"{name}.yaml")
-        if group == "data":
-            assert set(compose_with_some_model(option).data.written()) == set(text), option
-        if group == "optimizer":
-            del text["defaults"]
-            optimizer = compose_with_some_model(option).optimizer
-            assert list(undocumented(optimizer, text)) == [], option
 
 
 def commands_of(path: Path) -> Iterator[str]:

@@ -277,6 +277,7 @@ class Right(Wrong):
     factor = 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("entrant", "error"), [(Right, 0.0), (Wrong, 1.0)])
 def test_a_worker_measures_how_wrong_gradients_are(tmp_path, entrant, error):
     worker = Worker({"somebody": entrant}, "tiny")
@@ -340,6 +341,7 @@ def test_plot_is_well_formed_and_names_its_series():
     assert text == draw_panels([panel, empty, replace(panel, is_log=True)], title="t")
 
 
+@pytest.mark.slow
 def test_who_cannot_be_loaded_is_absent_and_says_why(tmp_path):
     plain = Contestant("plain", "benchmarks.contestants.plain:Plain", 1)
     nobody = Contestant("nobody", "no_such_module:Nobody", 1)
@@ -416,6 +418,7 @@ def state_of(pid):
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+@pytest.mark.slow
 def test_processes_are_stopped_while_they_wait(tmp_path):
     crew = Crew([Contestant("plain", "benchmarks.contestants.plain:Plain", 1)], "tiny", tmp_path)
     try:
@@ -460,6 +463,7 @@ def has_ended(pid):
         return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["closes", "is killed"])
 def test_processes_and_their_children_end_with_who_conducts_them(tmp_path, until, end):
     """The kernel kills the first of them alone: children stayed stopped for good."""
@@ -482,6 +486,7 @@ def test_processes_and_their_children_end_with_who_conducts_them(tmp_path, until
                 os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_is_reported(tmp_path):
     contestant = Contestant("plain", "benchmarks.contestants.plain:Plain", 1)
     crew = Crew([contestant], "tiny", tmp_path)
@@ -506,6 +511,7 @@ class Ends(Right):
             os._exit(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_refused", [0, 2])
 def test_who_ends_a_process_leaves_the_others_what_they_have(tmp_path, monkeypatch, num_refused):
     """Both stand in one process; one ends it amid the block, and it may not start at once."""
@@ -543,6 +549,7 @@ class Hangs(Right):
             time.sleep(600.0)
 
 
+@pytest.mark.slow
 def test_who_hangs_when_opened_again_is_ended_and_the_others_go_on(tmp_path, monkeypatch):
     """It was waited for as long as for any answer, 120 s, once for each such cell."""
     marks = tmp_path / "marks"

@@ -156,6 +156,7 @@ def test_a_signal_ends_a_sweep_and_jobs_without_folders_get_their_own(say, monke
     assert [folder.rpartition("/")[2] for folder in folders] == ["1", "2"]
 
 
+@pytest.mark.slow
 def test_jobs_of_a_sweep_train_as_they_do_alone(start, tiny, tmp_path):
     settings = (*tiny, "train.steps=2", "model.dropout=0.1", "lr.warmup_steps=0")
     swept = start("-m", *settings, "optimizer.lr=1e-3,1e-2", "run.dir=of/${optimizer.lr}")
@@ -166,6 +167,7 @@ def test_jobs_of_a_sweep_train_as_they_do_alone(start, tiny, tmp_path):
     assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"of", "alone"}
 
 
+@pytest.mark.slow
 def test_a_sweep_under_a_launcher_is_refused(start_ranks, tiny):
     """Job 2 would take over the connections of job 1, whatever its own settings say of them."""
     ranks = start_ranks(2, "-m", *tiny, "optimizer.lr=1,2").wait(60)
@@ -174,9 +176,16 @@ def test_a_sweep_under_a_launcher_is_refused(start_ranks, tiny):
 
 
 REFERRING = [p for p in sorted(conf_dir().glob("model/*.yaml")) if "${data." in p.read_text()]
+DIFFERENT = ("resnet_small", "gpt", "unet", "vgg16")  # each goes with other data
 
 
-@pytest.mark.parametrize("path", REFERRING, ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=[] if path.stem in DIFFERENT else pytest.mark.slow, id=path.stem)
+        for path in REFERRING
+    ],
+)
 def test_a_model_without_fitting_data_is_told_what_goes_with_it(path):
     """model=resnet_small was told what goes with an MLP and a VGG."""
     other = "synthetic" if "data.num_classes" in path.read_text() else "synthetic_vectors"

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from tests.support import product_of
 
 SEED = 7
 WIDTH, VOCAB, CLASSES = 8, 11, 5
@@ -95,12 +96,16 @@ def train_pipeline(plain, dropout, stages, replicas, **settings):
     return plain.unite(run_on_threads(stages * replicas, body), stages)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("recompute", ["always", "except_last", "never"])
-@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
-@pytest.mark.parametrize("microbatches", [1, 3, 8])
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("stages", [1, 2, 4])
+@product_of(
+    "stages, replicas, microbatches, schedule, recompute, dropout",
+    (4, 2, 1),
+    (2, 1),
+    (3, 8, 1),
+    ("gpipe", "one_f_one_b"),
+    ("always", "except_last", "never"),
+    (0.3, 0.0),
+    strength=3,
+)
 def test_training_equals_the_plain_loop(
     plain, references, stages, replicas, microbatches, schedule, recompute, dropout
 ):

@@ -47,7 +47,7 @@ def test_a_dropped_pipeline_leaves_nothing_open(processes, tmp_path, until, shar
         gc.collect()
         until(lambda: still_open() == (1, 0), 20, "the first one is gone")
         before = len(os.listdir("/proc/self/fd"))
-        for _ in range(3):
+        for _ in range(2):
             build(shares_memory=shares_memory).step(INPUTS, TARGETS)
         gc.collect()
         until(lambda: still_open() == (1, 0), 20, "its threads have ended")

@@ -152,10 +152,8 @@ def test_the_reference_is_not_constant(reference):
 
 
 FAST = [
-    {"stages": 2, "microbatches": 4, "recompute": "never"},
-    {"stages": 2, "microbatches": 1, "recompute": "except_last"},
     {"stages": 2, "replicas": 2, "microbatches": 3, "recompute": "always"},
-    {"stages": 4, "microbatches": 1, "recompute": "always"},
+    {"stages": 2, "microbatches": 1, "recompute": "never"},
     {"stages": 4, "microbatches": 6, "recompute": "except_last"},
 ]
 
@@ -242,12 +240,12 @@ def test_each_schedule_on_two_processes_in_shared_memory(
         assert_order(one[1], one[2])
 
 
-GLOO = ["interleaved", "zb_v", "dualpipe"]
+ON_FOUR = [("interleaved", 2, 2), ("zb_v", 4, 1), ("dualpipe", 4, 1)]
 
 
 @pytest.mark.parametrize("shares_memory", [False, True])
 def test_some_schedules_on_four_processes(plain, reference, processes, tmp_path, shares_memory):
-    """Four stages, then two stages of two replicas; over Gloo and over shared memory."""
+    """Four stages, or two stages of two replicas; over Gloo and over shared memory."""
 
     def body(rank):
         world = process_world(shares_memory)
@@ -255,13 +253,12 @@ def test_some_schedules_on_four_processes(plain, reference, processes, tmp_path,
             train_rank(
                 plain, world, stages=stages, replicas=replicas, microbatches=4, schedule=name
             )[0]
-            for name in GLOO
-            for stages, replicas in ((4, 1), (2, 2))
+            for name, stages, replicas in ON_FOUR
         ]
 
     ranks = processes(4, body, tmp_path)
     for place, trainings in enumerate(zip(*ranks, strict=True)):
-        assert_plain(plain, reference, list(trainings), (4, 2)[place % 2], 4)
+        assert_plain(plain, reference, list(trainings), ON_FOUR[place][1], 4)
 
 
 @pytest.mark.parametrize("shares_memory", [False, True])
@@ -270,22 +267,22 @@ def test_hundreds_of_micro_batches_run_ahead_of_one_another(processes, tmp_path,
 
     def body(rank):
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (128, hard))
         layers = [LayerSpec(nn.Linear, 1, 1, bias=False) for _ in range(4)]
         pipe = Pipeline(
             layers,
             lambda output, target: (output - target).square().mean(),
-            microbatches=300,
+            microbatches=150,
             schedule="looped_bfs",
             recompute="never",
             world=process_world(shares_memory),
         )
-        batch = torch.arange(300.0).view(-1, 1), torch.zeros(300, 1)
+        batch = torch.arange(150.0).view(-1, 1), torch.zeros(150, 1)
         return [pipe.step(*batch).microbatch_losses for _ in range(2)][1]
 
     for losses in processes(2, body, tmp_path):
         scale = losses[1]
-        assert losses == pytest.approx([scale * n * n for n in range(300)], rel=1e-4)
+        assert losses == pytest.approx([scale * n * n for n in range(150)], rel=1e-4)
 
 
 def test_evaluation_and_prediction_follow_any_placement(plain):

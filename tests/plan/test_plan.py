@@ -1,9 +1,6 @@
 """The command that plans: its report, its refusals, and its numbers against a run."""
 
-import os
 import re
-import subprocess
-import sys
 import weakref
 from collections import Counter
 from dataclasses import replace
@@ -364,18 +361,9 @@ def test_activations_are_those_of_a_run(schedule, ranks, counts, recompute):
         assert rank.activation_bytes <= most <= rank.activation_bytes + 2 * boundary
 
 
-def test_exit_codes():
-    def code(*overrides):
-        done = subprocess.run(
-            [sys.executable, "-m", "gpipe_hpc.plan", *MLP, *overrides],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        return done.returncode, done.stdout, done.stderr
-
-    done, out, err = code("pipeline.memory_bytes=1e5")
-    assert done == 3 and "too much on rank" in out and not err
-    done, out, err = code("pipeline.partition=[9]")
-    assert done == 2 and not out and err.startswith("gpipe_hpc: config: bad pipeline.partition")
+def test_exit_codes(start):
+    too_much = start(*MLP, "pipeline.memory_bytes=1e5", module="gpipe_hpc.plan").wait()
+    assert too_much.code == 3 and "too much on rank" in too_much.output
+    wrong = start(*MLP, "pipeline.partition=[9]", module="gpipe_hpc.plan").wait()
+    assert wrong.code == 2
+    assert wrong.output.startswith("gpipe_hpc: config: bad pipeline.partition")

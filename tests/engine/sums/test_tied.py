@@ -55,17 +55,18 @@ def plain(num_microbatches: int) -> tuple[list[tuple[float, float]], list[nn.Par
 
 
 CASES = [
-    (1, 1, 2, "gpipe", {}),
-    (2, 1, 3, "gpipe", {}),
-    (4, 2, 2, "one_f_one_b", {}),
-    (2, 1, 4, "zb_v", {}),
-    (2, 1, 4, "interleaved", {"stages_per_rank": 2}),
-    (4, 1, 4, "chimera", {}),
+    (1, 1, 2, "gpipe", {}, "always"),
+    (2, 1, 3, "gpipe", {}, "never"),
+    (4, 2, 2, "one_f_one_b", {}, "always"),
+    (2, 1, 4, "zb_v", {}, "never"),
+    (2, 1, 4, "interleaved", {"stages_per_rank": 2}, "never"),
+    (4, 1, 4, "chimera", {}, "always"),
 ]
 
 
-@pytest.mark.parametrize("recompute", ["never", "always"])
-@pytest.mark.parametrize(("stages", "replicas", "microbatches", "schedule", "options"), CASES)
+@pytest.mark.parametrize(
+    ("stages", "replicas", "microbatches", "schedule", "options", "recompute"), CASES
+)
 def test_tied_gpt_trains_as_the_plain_one(
     stages, replicas, microbatches, schedule, options, recompute
 ):

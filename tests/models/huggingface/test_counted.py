@@ -15,8 +15,12 @@ from gpipe_hpc.models.huggingface.library import transformers_part
 from gpipe_hpc.models.huggingface.valueless import run_as_with_values
 from gpipe_hpc.planning.counted import count_model
 from gpipe_hpc.planning.stages import count_stages
+from tests.support import covering
 
 CPU = torch.device("cpu")
+
+
+WAYS = ("sdpa", "eager"), ("bfloat16", "float32")
 
 
 def run_keeping(layers: list[nn.Module], given, precision: str, runs: int):
@@ -45,12 +49,12 @@ def run_keeping(layers: list[nn.Module], given, precision: str, runs: int):
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()), crossing
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize(
-    "family, with_mask",
-    [(family, mask) for family in ("gpt2", "llama", "gemma3_text") for mask in (False, True)]
-    + [("vit", False)],
+    "family, attention, precision, with_mask",
+    [
+        *covering(("gpt2", "llama", "gemma3_text"), *WAYS, (False, True)),
+        *((*each, False) for each in covering(("vit",), *WAYS)),
+    ],
 )
 def test_what_is_counted_is_what_is_kept(
     configs, batch_of, family, attention, precision, with_mask

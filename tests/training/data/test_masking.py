@@ -1,21 +1,19 @@
 """Masked language modelling: what is hidden, and that a model cannot see its targets."""
 
-import json
 import math
 
 import numpy as np
 import pytest
 import torch
 
-from gpipe_hpc import Pipeline, run_on_threads
+from gpipe_hpc import Pipeline
 from gpipe_hpc.config import check_config, compose_config
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import build_bert, build_gpt, sees_ahead, token_cross_entropy
 from gpipe_hpc.training.data import open_data
 from gpipe_hpc.training.data.synthetic import SyntheticTokensConfig
 from gpipe_hpc.training.data.text import TokensConfig
-from gpipe_hpc.training.loop import run_training
-from gpipe_hpc.training.signals import StopRequest
+from tests.support import losses, train_here
 
 SETTINGS = {"num_samples": 400, "seq_len": 50, "vocab_size": 64, "objective": "masked"}
 
@@ -129,11 +127,8 @@ BERT = (
 
 
 def trained(folder, ranks: int, *settings: str) -> list[float]:
-    config = compose_config([*BERT, *settings, f"run.dir={folder}"])
-    check_config(config, ranks)
-    run_on_threads(ranks, lambda world: run_training(config, world, StopRequest()))
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line["loss"] for line in lines if "loss" in line]
+    train_here(ranks, *BERT, *settings, f"run.dir={folder}")
+    return losses(folder)
 
 
 def test_a_bert_is_not_trained_on_the_next_token(tmp_path):
