@@ -134,7 +134,7 @@ def _composed_jobs(*, reads_data: bool) -> list[Job]:
                     collect
                 )()
         except EXPECTED as error:
-            raise complaint(error) from error
+            raise complaint(error) from None
         except SystemExit as leaving:
             # Nothing but composing has run: 1 is Hydra's code for what it could not compose.
             if leaving.code == FAILED_EXIT_CODE:

@@ -106,6 +106,11 @@ def unknown_setting(key: str) -> ConfigError:
             f"{key}; it belongs to {section}={', '.join(kinds)}: choose that"
         )
     names = [each.rpartition(".")[2] for each in own]
+    if name == "_target_":
+        return ConfigError(
+            f"config: {section} takes no function of your own, expected one of "
+            f"{', '.join(names)}, got {key}; only model, data and loss have a _target_"
+        )
     meant = nearest(name, names)
     found = f"{section}.{meant}" if section and meant else nearest(key, settings())
     hint = f"did you mean {found}? " if found else ""

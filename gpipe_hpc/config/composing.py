@@ -171,7 +171,7 @@ def compose_config(overrides: Sequence[str] = (), *, reads_data: bool = True) ->
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
             composed = compose("config", list(overrides), return_hydra_config=True)
     except EXPECTED as error:
-        raise complaint(error) from error
+        raise complaint(error) from None
     told = Told.of(composed.hydra)
     with open_dict(composed):
         del composed["hydra"]

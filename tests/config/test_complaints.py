@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 
+from gpipe_hpc.comm.tracebacks import users_traceback
 from gpipe_hpc.config import compose_config
 from gpipe_hpc.config.composing import conf_dir
 from gpipe_hpc.errors import ConfigError
@@ -19,6 +20,8 @@ CASES = {
     "train=5": r"train is a group of settings, expected one of train\.steps",
     "model=gtp": r"no preset model=gtp.*did you mean gpt\?",
     "data.paths=README.md": r"data\.paths is no setting of the chosen data.*jsonl, text, tokens",
+    "optimizer._target_=a.b": r"optimizer takes no function of your own.*only model, data and loss",
+    "lr._target_=a.b": r"lr takes no function of your own",
     "foo": r"cannot read 'foo', expected NAME=VALUE",
     "a=[1": r"cannot read 'a=\[1'",
     "pipeline.memory_bytes=much": r"bad pipeline\.memory_bytes.*24GB",
@@ -35,6 +38,8 @@ def test_one_line_says_what_is_wrong_and_what_may_be_meant(word):
         compose_config([word])
     text = str(refusal.value)
     assert text.startswith("config: ") and "\n" not in text and "append to your config" not in text
+    # What a command shows above it: a traceback through Hydra is nobody's.
+    assert users_traceback(refusal.value) == ""
 
 
 def test_a_file_that_names_a_removed_setting_is_told_so(tmp_path, monkeypatch):
