@@ -1,6 +1,7 @@
 """Whole runs on small real files: every kind of data, resumption, corrupt samples, who reads."""
 
 import json
+import os
 import re
 import signal
 import threading
@@ -469,3 +470,35 @@ def test_run_that_reads_ahead_leaves_at_once_when_told_to(start, tiny, until, nu
     command.signal(number)
     command.wait(20)
     assert (command.code == 75) == (code == 75)
+
+
+ITEMS = """
+class Items:
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return torch.full((64,), float(index)), index % 10
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_read_outlive_the_signal_that_stops_the_run(start, until, tmp_path):
+    """A cluster signals all processes of a job: readers ended, and with them the last step."""
+    (tmp_path / "users_items.py").write_text(f"import torch\n\n{ITEMS}")
+    words = ("data=own", "data._target_=users_items.Items", "data.workers=2", "train.steps=100000")
+    command = start(*MLP, *COMMON[:-4], *words, "run.dir=run")
+    until(lambda: re.search(r"step +\d+/100000", command.output), 90, "steps were done")
+    children = Path(f"/proc/{command.pid}/task/{command.pid}/children").read_text().split()
+    readers = [
+        int(child)
+        for child in children
+        if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
+    assert len(readers) == 2
+    for reader in readers:
+        os.kill(reader, signal.SIGTERM)
+    command.signal(signal.SIGTERM)
+    command.wait(30)
+    assert command.code == 75, command.output
+    until(lambda: not any(Path(f"/proc/{reader}").exists() for reader in readers), 20, "all ended")
