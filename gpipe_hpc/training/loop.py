@@ -13,6 +13,7 @@ from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.torchrun_report import tell_torchrun
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config
+from gpipe_hpc.planning.units import bytes_text
 from gpipe_hpc.training.logs import rank_log
 from gpipe_hpc.training.metrics import Metrics, open_metrics
 from gpipe_hpc.training.neighbour import DEFAULT_FOLDER, NeighbourCopies, open_copies
@@ -289,6 +290,15 @@ class _Loop:
                 " (idle over total)",
                 plan.makespan,
                 100 * plan.bubble,
+            )
+        foreseen = self._session.foreseen
+        if foreseen is not None:
+            fullest = max(foreseen.ranks, key=lambda rank: rank.total_bytes)
+            log.info(
+                "planned memory: %s on the fullest rank (stage rank %d), of it %s activations",
+                bytes_text(fullest.total_bytes),
+                foreseen.ranks.index(fullest),
+                bytes_text(fullest.activation_bytes),
             )
         baseline = self._session.baseline
         if baseline is not None:

@@ -50,6 +50,7 @@ from gpipe_hpc.training.data import (
     tolerance,
     validation_batches,
 )
+from gpipe_hpc.training.foresight import Foresight, foresee
 from gpipe_hpc.training.neighbour import Found, NeighbourCopies
 from gpipe_hpc.training.optimizer import build_optimizer, own_options
 from gpipe_hpc.training.position import IDENTITY, check_data, goes_on
@@ -107,6 +108,7 @@ class Session:
     saver: BackgroundSaver
     copies: NeighbourCopies | None = None  # in memory, where the settings ask for them
     baseline: float | None = None  # on rank 0: the loss of guessing, where it is known
+    foreseen: Foresight | None = None  # on rank 0, where the layers can be counted
     position: int = 0  # samples consumed since the start of the run
     _batches: Batches | None = None
 
@@ -252,6 +254,12 @@ def open_session(
     example = _example(config, world, source, sampler)
     cut = _stored_cut(resumed, in_memory)
     pipe = _pipeline(config, world, layers, loss_fn, cut, example)
+    look_ahead = None
+    if source is not None and source.train.num_samples:
+        look_ahead = partial(
+            foresee, pipe, layers, loss_fn, partial(_microbatch, config, source, sampler)
+        )
+    foreseen = patiently(world, "counting the layers", look_ahead)
     optimizer = build_optimizer(pipe.named_parameters(), config.optimizer)
     is_needed = source is None and (pipe.needs_inputs or pipe.needs_targets)
     needed = partial(_open_later, config, run.folder) if is_needed else None
@@ -276,6 +284,7 @@ def open_session(
         BackgroundSaver(pipe),
         copies,
         None if opened is None else opened.baseline,
+        foreseen,
     )
     extra = _take_over(pipe, optimizer, resumed, in_memory, copies)
     if extra is not None and goes_on(extra, identity, config.checkpoint.data):
@@ -444,11 +453,15 @@ def _example(
     is_needed = config.pipeline.partition == "time" or config.pipeline.recompute == "budget"
     if source is None or not is_needed:
         return None
+    with together(world, "reading an example"):
+        return _microbatch(config, source, sampler)
+
+
+def _microbatch(config: Config, source: DataSource, sampler: ShuffledSampler) -> tuple[Nest, Nest]:
+    """Read the first micro-batch of the run, which is as large as any."""
     indices, _ = sampler.batch(0)
     pieces = config.pipeline.replicas * config.pipeline.microbatches * config.train.accumulation
-    own = indices[: max(1, -(-len(indices) // pieces))]
-    with together(world, "reading an example"):
-        return _read(config, source, own)
+    return _read(config, source, indices[: max(1, -(-len(indices) // pieces))])
 
 
 def _check_objective(layers: Sequence[Layer], data: TokenDataConfig) -> None:

@@ -1,8 +1,34 @@
-"""How much a step trains on in a second."""
+"""How much a step trains on in a second, and how far from the best that is."""
+
+import torch
 
 from gpipe_hpc.config import DataConfig, TokenDataConfig
+from gpipe_hpc.planning.device_peaks import peak_flops_per_s
+from gpipe_hpc.training.session import Session
 
 
 def tokens_per_sample(data: DataConfig) -> int | None:
     """Return the tokens of a sample, None where samples are no sequences of tokens."""
     return data.seq_len if isinstance(data, TokenDataConfig) else None
+
+
+def device_flops_per_s(session: Session) -> float | None:
+    """Return what a rank's device could do at best: as the settings say, or known by its name."""
+    train, device = session.config.train, session.pipe.world.device
+    if train.device_flops_per_s is not None:
+        return train.device_flops_per_s
+    if device.type != "cuda":
+        return None
+    return peak_flops_per_s(torch.cuda.get_device_name(device), train.precision)
+
+
+def share_of_peak(session: Session, samples_per_s: float | None) -> float | None:
+    """Return the model's FLOPs a second over what all devices could do; None if not known.
+
+    Counted are the FLOPs of forward and backward. Those of recomputation are no gain for anybody.
+    """
+    peak, foreseen = device_flops_per_s(session), session.foreseen
+    if peak is None or foreseen is None or samples_per_s is None:
+        return None
+    steps_per_s = samples_per_s / session.config.train.batch_size
+    return foreseen.model_flops * steps_per_s / (peak * session.pipe.world.size)

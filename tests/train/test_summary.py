@@ -61,6 +61,11 @@ def test_one_rank_says_what_it_did(train, tiny, tmp_path, repository):
     assert summary["expected"]["bubble"] == pytest.approx(0, abs=1e-9)
     assert (run / "trace" / "planned.json").exists()
     assert "done after step 5 of 5" in output and "peak memory" in output
+    planned = summary["ranks"][0]["planned_memory"]
+    parts = [nbytes for name, nbytes in planned.items() if name != "total_bytes"]
+    assert sum(parts) == planned["total_bytes"]
+    num_parameters = 256 * 16 + 16 * 16 + 12 * 16 * 16 + 13 * 16 + 2 * 16 + 16 * 256
+    assert planned["weight_bytes"] == pytest.approx(4 * num_parameters, rel=0.1)
     text = (repository / "docs" / "reference" / "files.md").read_text()
     documented = set(re.findall(r"`([a-z_]+)`", text))
     assert set(keys_of(summary)) <= documented
@@ -79,6 +84,51 @@ def test_what_is_drawn_is_what_metrics_and_summary_say(train, start, tiny, tmp_p
     assert float(bubbles[0]) == pytest.approx(100 * line["bubble"], abs=0.051)
     taken = sorted(each["pipeline_s"] for each in lines(run)[1:5])
     assert line["pipeline_s"] == taken[1]  # of four the faster in the middle
+
+
+def test_the_share_of_a_devices_peak_is_that_of_counted_flops(train, start, tiny, tmp_path):
+    """Recomputation does not count: it is no gain for anybody."""
+    settings = (*tiny, "pipeline.recompute=always")
+    train(2, *settings, "train.steps=3", "train.device_flops_per_s=1e9", "run.dir=run")
+    summary = summary_of(tmp_path / "run")
+    pace = summary["throughput"]
+    never = ("pipeline.stages=2", "pipeline.recompute=never")
+    plan = start(*settings, *never, module="gpipe_hpc.plan").wait()
+    flops = float(re.search(r"ranks: ([\d.]+) MFLOP a step", plan.output)[1]) * 1e6
+    expected = flops * pace["samples_per_s"] / 8 / (2 * 1e9)
+    assert pace["share_of_peak"] == pytest.approx(expected, rel=0.01)
+    (again,) = (a for a in summary["advice"] if a["settings"] == "pipeline.recompute=never")
+    assert again["gain"] > 0.1 and again["more_bytes"] > 0
+
+
+MODEL = """
+import torch
+from torch import nn
+from gpipe_hpc import LayerSpec
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.linear(x) * (1.0 if float(x.sum()) > 0 else 1.0)  # no value on the meta device
+
+def build():
+    return [LayerSpec(nn.Linear, 64, 64), LayerSpec(Counts)]
+"""
+
+
+def test_a_model_that_cannot_be_counted_is_trained_without_a_plan(train, tmp_path, environ):
+    (tmp_path / "uncountable.py").write_text(MODEL)
+    settings = ("model=own", "model._target_=uncountable.build", "data=synthetic_vectors")
+    more = ("pipeline.partition=uniform", "train.steps=3", "run.dir=run", "train.validate_every=0")
+    path = {"PYTHONPATH": f"{tmp_path}:{environ.get('PYTHONPATH', '')}"}
+    output = train(1, *settings, *more, env=path)
+    assert "memory was not planned" in output and "Traceback" not in output
+    summary = summary_of(tmp_path / "run")
+    assert summary["ranks"][0]["planned_memory"] is None and summary["advice"] == []
+    assert summary["ranks"][0]["idle_causes"] and summary["throughput"]["tokens_per_s"] is None
 
 
 @SLOW

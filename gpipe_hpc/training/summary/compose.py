@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.pipeline import Pipeline
+from gpipe_hpc.planning.forecast import RankForecast
 from gpipe_hpc.schedule import Timeline, simulate
 from gpipe_hpc.training.peak import PEAK_MEANING
 from gpipe_hpc.training.session import Session, last_step
 from gpipe_hpc.training.summary.figures import RankFigures, idle_of_ranks
 from gpipe_hpc.training.summary.ledger import Ledger
-from gpipe_hpc.training.throughput import tokens_per_sample
+from gpipe_hpc.training.throughput import (
+    device_flops_per_s,
+    share_of_peak,
+    tokens_per_sample,
+)
 
 SUMMARY_FILE: Final = "summary.json"
 _FORMAT: Final = 1
@@ -85,6 +90,7 @@ def compose_summary(
         "traced_step": None if traced is None else _traced(traced),
         "peak_memory_meaning": PEAK_MEANING.get(pipe.world.device.type, PEAK_MEANING["cpu"]),
         "ranks": _ranks(session, ranks, traced),
+        "advice": [] if traced is None else _advice(session, traced),
     }
 
 
@@ -110,12 +116,14 @@ def _throughput(session: Session, ledger: Ledger) -> dict[str, Any]:
     return {
         "samples_per_s": samples_per_s,
         "tokens_per_s": tokens_per_s,
+        "device_flops_per_s": device_flops_per_s(session),
+        "share_of_peak": share_of_peak(session, samples_per_s),
     }
 
 
 def expected_timeline(pipe: Pipeline) -> Timeline | None:
     """Return a step as simulated for the layers measured before the run; None if none were."""
-    costs = pipe.partition.stage_costs()
+    costs = pipe.partition.stage_costs() if pipe.partition.is_measured else None
     return None if costs is None else simulate(pipe.schedule, costs)
 
 
@@ -137,10 +145,31 @@ def _ranks(
         times *= len(ranks)
     else:
         times = idle_of_ranks(ranks, traced.pipeline_s, traced.replicas)
+    planned = None if session.foreseen is None else session.foreseen.ranks
     return [
-        figures._asdict() | {"stages": list(figures.stages)} | own
+        figures._asdict()
+        | {"stages": list(figures.stages)}
+        | own
+        | {"planned_memory": None if planned is None else _planned(planned[figures.stage_rank])}
         for figures, own in zip(ranks, times, strict=True)
     ]
+
+
+def _planned(rank: RankForecast) -> dict[str, int]:
+    parts = ("weight", "cast", "gradient", "optimizer", "activation", "total")
+    return {f"{part}_bytes": getattr(rank, f"{part}_bytes") for part in parts}
+
+
+def _advice(session: Session, traced: Traced) -> list[dict[str, Any]]:
+    """Return what would make the traced step of the first replica faster."""
+    config, foreseen = session.config, session.foreseen
+    if foreseen is None:
+        return []
+    pipeline, finer = config.pipeline, 2 * config.pipeline.microbatches
+    pieces = pipeline.replicas * config.train.accumulation * finer
+    has_samples = config.train.batch_size >= pieces
+    found = foreseen.advice(session.pipe, traced.replicas[0], finer if has_samples else None)
+    return [each._asdict() | {"text": each.text()} for each in found]
 
 
 def _finite(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from gpipe_hpc.planning.units import bytes_text
+from gpipe_hpc.planning.units import bytes_text, flops_text
 
 _MAX_RANKS: Final = 16  # lines of a table; of more ranks those at the ends are shown
 _CAUSES: Final = {
@@ -17,7 +17,7 @@ _CAUSES: Final = {
 def summary_text(summary: Mapping[str, Any]) -> str:
     """Return the closing table, without an end of line; what is not known is left out."""
     parts = [_heading(summary), _pace(summary), _comparison(summary)]
-    parts += [_ranks(summary), _stalls(summary)]
+    parts += [_ranks(summary), _stalls(summary), _advice(summary)]
     return "\n".join(filter(None, parts))
 
 
@@ -34,10 +34,26 @@ def _pace(summary: Mapping[str, Any]) -> str:
     words = [f"{pace['samples_per_s']:,.4g} samples/s"]
     if pace["tokens_per_s"] is not None:
         words.append(f"{pace['tokens_per_s']:,.0f} tokens/s")
+    if pace["share_of_peak"] is not None:
+        best = flops_text(pace["device_flops_per_s"])
+        words.append(f"{pace['share_of_peak']:.1%} of the devices' peak ({best}/s each)")
     return (
         f"a step took {_time(step['step_time_s'])}, {_time(step['outside_pipeline_s'])} of it "
         f"outside the pipeline (medians): {', '.join(words)}"
     )
+
+
+def _advice(summary: Mapping[str, Any]) -> str:
+    """Return the advice that saves most, and how sure of it one can be."""
+    if not summary["advice"]:
+        return ""
+    first = summary["advice"][0]
+    text = f"advice: {first['text']}, simulated with what this run's actions took"
+    if first["assumes"]:
+        return f"{text} and assuming {first['assumes']}"
+    more = first["more_bytes"]
+    change = f"{bytes_text(abs(more))} {'more' if more > 0 else 'less'}" if more else "as much"
+    return f"{text}; the fullest rank needs {change} memory"
 
 
 def _comparison(summary: Mapping[str, Any]) -> str:
@@ -66,10 +82,13 @@ def _ranks(summary: Mapping[str, Any]) -> str:
     causes = [n for n in _CAUSES if has_causes and (several or n != "other_replicas_s")]
     columns = [*["busy", "idle"] * has_times, *(_CAUSES[name] for name in causes)]
     units = [f"{head} {clock.unit}" for head in columns]
-    rows = [["rank", "stages", *units, "peak memory", "above start"]]
+    has_plan = any(each["planned_memory"] for each in shown)
+    memory = ["peak memory", "above start", *["planned"] * has_plan]
+    rows = [["rank", "stages", *units, *memory]]
     for each in shown:
         times = [clock.text(each[name]) for name in ("busy_s", "idle_s")] if has_times else []
         why = each["idle_causes"] or {}
+        planned = each["planned_memory"]
         peak, before = each["peak_memory_bytes"], each["memory_before_bytes"]
         rows.append(
             [
@@ -79,6 +98,7 @@ def _ranks(summary: Mapping[str, Any]) -> str:
                 *(clock.text(why.get(name)) for name in causes),
                 bytes_text(peak),
                 bytes_text(max(0, peak - before)),
+                *[bytes_text(planned["total_bytes"]) if planned else ""] * has_plan,
             ]
         )
     return "\n".join(filter(None, [_caption(summary, len(shown)), aligned(rows)]))

@@ -1,0 +1,173 @@
+"""What would make a step faster: other settings, laid out and simulated for what a run measured."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+from gpipe_hpc.drawing.comparison import mean_costs
+from gpipe_hpc.errors import GpipeError
+from gpipe_hpc.models import Layer, stage_layers
+from gpipe_hpc.planning.counted import ModelCount
+from gpipe_hpc.planning.forecast import forecast
+from gpipe_hpc.planning.gauges import MEASURED, LayerTimes
+from gpipe_hpc.planning.layout import Layout, lay_out
+from gpipe_hpc.planning.partition import Partition
+from gpipe_hpc.planning.request import Request
+from gpipe_hpc.schedule import Op, Timeline, simulate
+
+_LEAST_GAIN: Final = 0.02  # of the time in the pipeline; less is within what runs differ by
+_MAX_ACTIONS: Final = 50_000  # of a table: of larger ones nothing is said, as it would take minutes
+_SCHEDULES: Final[tuple[tuple[str, Mapping[str, Any]], ...]] = (
+    ("gpipe", MappingProxyType({})),
+    ("one_f_one_b", MappingProxyType({})),
+    ("interleaved", MappingProxyType({"stages_per_rank": 2})),
+    ("zb_h1", MappingProxyType({})),
+    ("zb_h2", MappingProxyType({})),
+    ("zb_v", MappingProxyType({})),
+    ("dualpipe_v", MappingProxyType({})),
+)
+
+
+class Advice(NamedTuple):
+    """Settings as on the command line, and what they bring.
+
+    `gain`: the share of the simulated time in the pipeline that they save. `more_bytes`: how much
+    more memory the fullest rank then needs, as planned; less than 0: less; None where not planned.
+    `assumes`: what the simulation takes for granted, if that is much.
+    """
+
+    settings: str
+    gain: float
+    more_bytes: int | None = None
+    assumes: str = ""
+
+    def text(self) -> str:
+        """Return it in one line: ``pipeline.schedule=one_f_one_b: -7 %``."""
+        return f"{self.settings}: {-100 * self.gain:.0f} % of the time in the pipeline"
+
+
+@dataclass(frozen=True)
+class Known:
+    """A gauge of figures that are there: what layers took in a run, and what was counted."""
+
+    layers: Sequence[Layer]
+    times: tuple[LayerTimes, ...]
+    count: ModelCount
+    measure: str = MEASURED
+
+
+def advise(
+    request: Request,
+    layout: Layout,
+    gauge: Known,
+    *,
+    limit_bytes: float | None = None,
+    finer: int | None = None,
+) -> list[Advice]:
+    """Return what would save time on the same ranks, the most first; the training stays the same.
+
+    Other orders of the work, another cut, no recomputation, more micro-batches: each by itself,
+    unless it needs more than `limit_bytes` on some rank. `finer`: what pipeline.microbatches would
+    be for twice as many micro-batches; None where there are too few samples. Both the layout that
+    ran and the others are simulated for the gauge's times, with free transfers.
+    """
+    if sum(map(len, layout.schedule.ranks)) > _MAX_ACTIONS or request.recompute == "budget":
+        return []
+    before = _Trial.of(request, layout, gauge)
+    found = []
+    for settings, other, its_gauge, assumes in _others(request, layout, gauge, finer):
+        try:
+            after = _Trial.of(other, lay_out(other, its_gauge), its_gauge)
+        except GpipeError:
+            continue  # not for these numbers of ranks, layers and micro-batches
+        gain = 1.0 - after.pipeline_s / before.pipeline_s if before.pipeline_s else 0.0
+        more_bytes = None if assumes else after.fullest_bytes - before.fullest_bytes
+        is_too_much = limit_bytes is not None and after.fullest_bytes > limit_bytes
+        if gain >= _LEAST_GAIN and not (is_too_much and more_bytes):
+            found.append(Advice(settings, gain, more_bytes, assumes))
+    return sorted(found, key=lambda each: -each.gain)
+
+
+class _Trial(NamedTuple):
+    """A layout as simulated, and what its fullest rank is planned to hold."""
+
+    pipeline_s: float
+    fullest_bytes: int
+
+    @classmethod
+    def of(cls, request: Request, layout: Layout, gauge: Known) -> "_Trial":
+        costs = Partition(layout.partition.counts, (), MEASURED, gauge.times).stage_costs()
+        assert costs is not None, "the times are known"
+        foreseen = forecast(
+            gauge.count,
+            layout.partition.counts,
+            layout.schedule,
+            request.optimizer_states,
+            layout.recomputed,
+        )
+        fullest = max(rank.total_bytes for rank in foreseen.ranks)
+        return cls(simulate(layout.schedule, costs).makespan, fullest)
+
+
+_Other = tuple[str, Request, Known, str]
+
+
+def _others(request: Request, layout: Layout, gauge: Known, finer: int | None) -> Iterator[_Other]:
+    """Yield settings to try, the request with them, what it is tried on, and what that assumes."""
+    kept = layout.partition
+    same_cut = replace(request, partition=kept)
+    own = layout.schedule.name, dict(request.options)
+    for name, options in _SCHEDULES:
+        if (name, dict(options)) == own:
+            continue
+        words = [f"pipeline.schedule={name}"]
+        words += [f"pipeline.options.{key}={value}" for key, value in options.items()]
+        other = replace(same_cut, schedule=name, schedule_options=dict(options))
+        yield " ".join(words), other, gauge, ""
+    cut = Partition((), tuple(t.forward + t.backward for t in gauge.times), MEASURED, gauge.times)
+    anew = cut.cut_anew(len(kept.counts))
+    if anew.counts != kept.counts:
+        words = [f"pipeline.partition=[{','.join(map(str, anew.counts))}]"]
+        yield words[0], replace(request, partition=anew), gauge, ""
+    if any(action.op is Op.R for row in layout.schedule.ranks for action in row):
+        yield "pipeline.recompute=never", replace(same_cut, recompute="never"), gauge, ""
+    if finer is None:
+        return
+    halves = tuple(LayerTimes(*(part / 2 for part in each)) for each in gauge.times)
+    yield (
+        f"pipeline.microbatches={finer}",
+        replace(same_cut, microbatches=2 * request.microbatches),
+        replace(gauge, times=halves),
+        "that half a micro-batch takes half the time",
+    )
+
+
+def layer_times(
+    timeline: Timeline, counts: Sequence[int], basis: Sequence[LayerTimes]
+) -> tuple[LayerTimes, ...]:
+    """Return what each layer took in a measured step.
+
+    What each op of a stage took is spread over its layers as `basis` says, which may be of any
+    unit: measured alone, or counted. Halves of a backward that was not split are as in the basis.
+    """
+    costs = mean_costs(timeline)
+    measured = {op: costs.of_compute(op, timeline.num_stages) for op in (Op.F, Op.B, Op.I, Op.W)}
+    times: list[LayerTimes] = []
+    for stage, span in enumerate(stage_layers(counts)):
+        own = [basis[layer] for layer in span]
+        took = {op: seconds[stage] for op, seconds in measured.items()}
+        forward = _spread(took[Op.F], [each.forward for each in own])
+        backward = _spread(took[Op.B] or took[Op.I] + took[Op.W], [each.backward for each in own])
+        for each, ahead, back in zip(own, forward, backward, strict=True):
+            share = each.of_input / each.backward if each.backward else 0.5
+            times.append(LayerTimes(ahead, back, share * back, (1 - share) * back))
+    return tuple(times)
+
+
+def _spread(total: float, weights: Sequence[float]) -> list[float]:
+    """Share a total out by weights, evenly where they say nothing."""
+    whole = sum(weights)
+    if not whole:
+        return [total / len(weights) for _ in weights]
+    return [total * weight / whole for weight in weights]

@@ -1,0 +1,81 @@
+"""What is foreseen of a run before its first step, on rank 0: memory, and FLOPs of a step."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gpipe_hpc.comm.nests import Nest
+from gpipe_hpc.engine.loss import LossFunction
+from gpipe_hpc.models import Layer, LayerSpec, normalise_layers
+from gpipe_hpc.pipeline import Pipeline
+from gpipe_hpc.planning import Counted, Example
+from gpipe_hpc.planning.advice import Advice, Known, advise, layer_times
+from gpipe_hpc.planning.forecast import RankForecast, forecast
+from gpipe_hpc.planning.meta import meta_copy
+from gpipe_hpc.schedule import Timeline
+
+log = logging.getLogger("gpipe_hpc.train")
+
+
+@dataclass(frozen=True)
+class Foresight:
+    """Counted for the micro-batches of the first batch.
+
+    `ranks`: what each rank of a replica will hold at its fullest. `model_flops`: of a step of all
+    replicas, recomputation not counted. `counted` knows the layers, without any weights.
+    """
+
+    ranks: tuple[RankForecast, ...]
+    model_flops: int
+    counted: Counted
+
+    def advice(self, pipe: Pipeline, measured: Timeline, finer: int | None) -> list[Advice]:
+        """Return what would make a measured step faster; see `advise`."""
+        basis = pipe.partition.times or self.counted.times
+        times = layer_times(measured, pipe.partition.counts, basis)
+        known = Known(self.counted.layers, times, self.counted.count)
+        limit, device = pipe.request.memory_bytes, pipe.world.device
+        assert not isinstance(limit, str), "the pipeline has read it"
+        if limit is None and device.type == "cuda":
+            limit = torch.cuda.get_device_properties(device).total_memory
+        return advise(pipe.request, pipe.layout, known, limit_bytes=limit, finer=finer)
+
+
+def foresee(
+    pipe: Pipeline,
+    layers: Sequence[Layer],
+    loss_fn: LossFunction,
+    example: Callable[[], tuple[Nest, Nest] | None],
+) -> Foresight | None:
+    """Count the model on one micro-batch, the `example`; None where it cannot be counted.
+
+    That is no reason to refuse a run: why is told in the log.
+    """
+    try:
+        given = example()
+        if given is None:
+            return None
+        request, counts = pipe.request, pipe.partition.counts
+        # Those that come built would be kept with all their weights.
+        light = [
+            layer if isinstance(layer, LayerSpec) else meta_copy(layer, f"layers.{index}")
+            for index, layer in enumerate(normalise_layers(layers))
+        ]
+        on = Example(*given, loss_fn, request.seed, pipe.world.device)
+        counted = Counted(light, on, request.precision, shares_casts=not request.offload)
+        found = forecast(
+            counted.count,
+            counts,
+            pipe.schedule,
+            request.optimizer_states,
+            pipe.layout.recomputed,
+        )
+        num_runs = pipe.num_microbatches * pipe.mesh.replicas
+        flops = sum(each.forward_flops + each.backward_flops for each in found.stages) * num_runs
+        return Foresight(found.ranks, flops, counted)
+    except Exception as error:
+        log.info("memory was not planned, as layers could not be counted: %s", error)
+        log.debug("where it happened", exc_info=True)
+        return None

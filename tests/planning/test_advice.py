@@ -1,0 +1,97 @@
+"""Advice: what a simulation of other settings brings, for what layers took in a measured step."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_hpc.models import LayerSpec
+from gpipe_hpc.planning import LayerTimes, Partition, Request, lay_out
+from gpipe_hpc.planning.advice import Known, advise, layer_times
+from gpipe_hpc.planning.counted import count_model
+from gpipe_hpc.planning.gauges import MEASURED
+from gpipe_hpc.schedule import Costs, simulate
+
+LAYERS = [LayerSpec(nn.Linear, 16, 16) for _ in range(8)]
+COUNT = count_model(LAYERS, torch.empty(4, 16, device="meta"))
+EVEN = (LayerTimes(1.0, 2.0, 1.0, 1.0),) * 8
+
+
+def known(times=EVEN):
+    return Known(LAYERS, times, COUNT)
+
+
+def asked(**wishes):
+    request = Request(stages=4, microbatches=8, partition="uniform", recompute="never")
+    return replace(request, **wishes)
+
+
+def advice(request, gauge, **more):
+    found = advise(request, lay_out(request, gauge), gauge, **more)
+    return {each.settings: each for each in found}
+
+
+def test_gains_are_those_of_the_simulator():
+    """gpipe at K = 4, M = 8 takes 66 with two layers a stage; zb_h1 12 less; 1F1B as long."""
+    found = advice(asked(), known())
+    assert "pipeline.schedule=one_f_one_b" not in found  # which takes as long
+    assert found["pipeline.schedule=zb_h1"].gain == pytest.approx(1 - 54 / 66)
+    assert "-18 %" in found["pipeline.schedule=zb_h1"].text()
+    gains = [each.gain for each in found.values()]
+    assert gains == sorted(gains, reverse=True) and gains[-1] >= 0.02
+
+
+def test_a_bad_cut_is_told_with_the_better_one():
+    times = (*(LayerTimes(3.0, 6.0, 3.0, 3.0),) * 2, *EVEN[2:])
+    found = advice(asked(), known(times))
+    cut = found["pipeline.partition=[1,1,3,3]"]
+    assert cut.gain == pytest.approx(
+        1 - simulated((1, 1, 3, 3), times) / simulated((2,) * 4, times)
+    )
+
+
+def simulated(counts, times):
+    partition = Partition(counts, (), MEASURED, times)
+    layout = lay_out(asked(partition=list(counts)), known(times))
+    return simulate(layout.schedule, partition.stage_costs()).makespan
+
+
+def test_recomputation_is_weighed_with_its_memory():
+    request = asked(recompute="always", schedule="one_f_one_b")
+    found = advice(request, known())["pipeline.recompute=never"]
+    assert found.gain == pytest.approx(1 - 66 / 82) and found.more_bytes > 0
+    fits = advice(request, known(), limit_bytes=1e9)
+    assert "pipeline.recompute=never" in fits
+    assert "pipeline.recompute=never" not in advice(request, known(), limit_bytes=100)
+
+
+def test_more_micro_batches_are_told_where_there_are_samples_with_what_that_assumes():
+    found = advice(asked(), known(), finer=16)["pipeline.microbatches=16"]
+    assert found.gain == pytest.approx(1 - (16 + 3) / 2 / (8 + 3))
+    assert "half the time" in found.assumes and found.more_bytes is None
+    assert not any("microbatches" in settings for settings in advice(asked(), known()))
+
+
+def test_one_rank_has_no_bubble_and_gets_no_advice():
+    assert advice(asked(stages=1), known()) == {}
+
+
+def test_what_does_not_fit_the_numbers_is_passed_over():
+    """Eight layers on eight ranks leave no second stage to a rank."""
+    found = advice(asked(stages=8, microbatches=5), known())
+    assert found and all("interleaved" not in settings for settings in found)
+
+
+def test_measured_times_are_spread_over_the_layers_as_the_basis_says():
+    basis = tuple(LayerTimes(f, 10 * f, 4 * f, 6 * f) for f in (1.0, 3.0, 2.0, 2.0))
+    costs = Costs(forward=[8.0, 2.0], backward=[4.0, 6.0])
+    request = Request(stages=2, microbatches=4, partition=[2, 2], recompute="never")
+    gauge = Known(LAYERS[:4], basis, count_model(LAYERS[:4], torch.empty(4, 16, device="meta")))
+    timeline = simulate(lay_out(request, gauge).schedule, costs)
+    times = layer_times(timeline, [2, 2], basis)
+    assert [each.forward for each in times] == [2.0, 6.0, 1.0, 1.0]
+    assert [each.backward for each in times] == pytest.approx([1.0, 3.0, 3.0, 3.0])
+    assert times[1].of_input == pytest.approx(1.2) and times[1].of_weight == pytest.approx(1.8)
+    nothing = layer_times(timeline, [2, 2], (LayerTimes(0.0, 0.0, 0.0, 0.0),) * 4)
+    assert [each.forward for each in nothing] == [4.0, 4.0, 1.0, 1.0]
