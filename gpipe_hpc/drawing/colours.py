@@ -1,4 +1,7 @@
-"""The colours of drawings: one hue an op, one tint a pipeline or stage of a rank."""
+"""The colours of drawings: one hue an op, one tint a pipeline or stage of a rank.
+
+Those of actions stay on a dark page, what they stand on changes with it.
+"""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -27,11 +30,40 @@ HUES: Final[Mapping[Op, Hue]] = MappingProxyType(
         Op.R: Hue("recompute", "#ea9a7c", "#9c4630"),
     }
 )
+# What runs beside compute: thin bars below the row of its rank.
+BESIDE: Final[Mapping[Op, Hue]] = MappingProxyType(
+    {
+        Op.OFFLOAD: Hue("copy to the host", "#d9822b", "#d9822b"),
+        Op.FETCH: Hue("copy back", "#3f6fd8", "#3f6fd8"),
+        Op.REDUCE_GRAD: Hue("reduction over replicas", "#8a8a94", "#8a8a94"),
+    }
+)
+PAGE: Final = "#ffffff"
 IDLE: Final = "#ececec"
 INK: Final = "#1b1b1b"
 PALE_INK: Final = "#ffffff"
 MUTED: Final = "#666666"
 MEMORY: Final = "#8c8c9e"
+RULE: Final = "#bbbbbb"
+
+
+class Ground(NamedTuple):
+    """What a colour is for, and which one stands for it on a dark page."""
+
+    name: str
+    dark: str
+
+
+GROUNDS: Final[Mapping[str, Ground]] = MappingProxyType(
+    {
+        PAGE: Ground("page", "#17171b"),
+        IDLE: Ground("idle", "#2b2b32"),
+        INK: Ground("ink", "#ececf1"),
+        MUTED: Ground("muted", "#a6a6b2"),
+        MEMORY: Ground("memory", "#7f7f92"),
+        RULE: Ground("rule", "#55555f"),
+    }
+)
 
 
 def fill(op: Op, tint: int, num_tints: int) -> str:
@@ -73,6 +105,7 @@ class Tints:
             for microbatch in sorted(ways)
         }
         self.num_ways = len(numbers)
+        self._starts = [dict(way).get(0, 0) for way in numbers]
         self._turn_of = _turns(dict(next(iter(numbers), ())))
         self.num_turns = 1 + max(self._turn_of.values(), default=0)
 
@@ -90,10 +123,20 @@ class Tints:
     def words(self) -> str:
         """Say what tints stand for; nothing where there is one."""
         if self.num_ways > 1:
-            return f"light to dark: {self.num_ways} ways through the ranks"
+            starts = ", ".join(map(str, self._starts))
+            return f"light to dark: micro-batches that start on rank {starts}"
         if self.num_turns > 1:
-            return f"light to dark: first to last of a rank's {self.num_turns} stages"
+            stages: list[list[int]] = [[] for _ in range(self.num_turns)]
+            for stage, turn in self._turn_of.items():
+                stages[turn].append(stage)
+            return f"light to dark: stages {', '.join(map(_range, stages))}"
         return ""
+
+
+def _range(stages: list[int]) -> str:
+    """Return stages that follow one another as text; what does not, by its ends."""
+    low, high = min(stages), max(stages)
+    return str(low) if low == high else f"{low}-{high}"
 
 
 def _turns(rank_of: Mapping[int, int]) -> dict[int, int]:

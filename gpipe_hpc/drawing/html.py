@@ -7,8 +7,8 @@ from html import escape
 from pathlib import Path
 from typing import Any, Final
 
-from gpipe_hpc.drawing.colours import IDLE, INK, MEMORY, MUTED, ink_on
-from gpipe_hpc.drawing.scene import LEFT, LETTER, RIGHT, Box, Scene, Section, Text
+from gpipe_hpc.drawing.colours import GROUNDS, ink_on
+from gpipe_hpc.drawing.scene import LEFT, LETTER, MARK_HEIGHT, RIGHT, Box, Scene, Section, Text
 from gpipe_hpc.schedule.table.dependencies import Thing
 from gpipe_hpc.schedule.timeline import Event
 
@@ -43,9 +43,9 @@ def _scene(scene: Scene) -> dict[str, Any]:
     palette: dict[str, int] = {}
     sections = [_section(section, scene, palette) for section in scene.sections]
     fixed = [
-        {"t": each.text, "s": each.size, "a": each.anchor, "b": each.bold, "c": each.ink}
+        {"t": each.text, "s": each.size, "a": each.anchor, "b": each.bold, "c": _name(each.ink)}
         if isinstance(each, Text)
-        else {"w": each.width, "h": each.height, "c": each.fill}
+        else {"w": each.width, "h": each.height, "c": _name(each.fill)}
         for each in scene.fixed
     ]
     return {
@@ -56,10 +56,9 @@ def _scene(scene: Scene) -> dict[str, Any]:
         "letter": LETTER,
         "span": scene.span,
         "unit": scene.clock.unit,
-        "idle": IDLE,
-        "memory": MEMORY,
-        "muted": MUTED,
-        "ink": INK,
+        # Of what is no action: by its name its colour on a light and on a dark page.
+        "grounds": {each.name: [light, each.dark] for light, each in GROUNDS.items()},
+        "markHeight": MARK_HEIGHT,
         "things": list(Thing),
         "fixed": [
             {"x": each.x, "y": each.y, **rest}
@@ -69,6 +68,11 @@ def _scene(scene: Scene) -> dict[str, Any]:
         "palette": list(palette),
         "inks": [ink_on(colour) for colour in palette],
     }
+
+
+def _name(colour: str) -> str:
+    """Return the name of a colour that changes with the page, any other as it is."""
+    return GROUNDS[colour].name if colour in GROUNDS else colour
 
 
 def _section(section: Section, scene: Scene, palette: dict[str, int]) -> dict[str, Any]:
@@ -105,6 +109,12 @@ def _section(section: Section, scene: Scene, palette: dict[str, int]) -> dict[st
                 "size": row.label_size,
                 "span": row.span,
                 **columns(row.boxes),
+                "marks": {
+                    "y": row.mark_y,
+                    "start": [_short(mark.start) for mark in row.marks],
+                    "took": [_short(mark.duration) for mark in row.marks],
+                    "colour": [palette.setdefault(m.fill, len(palette)) for m in row.marks],
+                },
             }
             for row in section.rows
         ],

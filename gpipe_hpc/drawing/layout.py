@@ -2,16 +2,18 @@
 
 import math
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
-from gpipe_hpc.drawing.colours import HUES, IDLE, MUTED, Tints, fill
+from gpipe_hpc.drawing.colours import BESIDE, HUES, IDLE, MUTED, Tints, fill
 from gpipe_hpc.drawing.scene import (
     LEFT,
     LETTER,
+    MARK_HEIGHT,
     RIGHT,
     Axis,
     Box,
     Clock,
+    Mark,
     Rect,
     Row,
     Scene,
@@ -27,6 +29,9 @@ from gpipe_hpc.schedule.waits import DataFlow
 
 _TICK_SIZE: Final = 11.0
 _NARROWEST, _WIDEST = 960.0, 1800.0
+_LEGEND_LINE: Final = 18.0
+_WORD_LETTER: Final = 6.6  # width of a letter of the words, on average
+_SMALL_LABEL: Final = 8.0
 
 
 def layout(
@@ -45,11 +50,14 @@ def layout(
     clock = clock_for(longest, unit)
     scene = Scene(width or _natural_width(timelines, longest), longest * clock.factor, clock)
     scene.height = 8.0
-    for index, timeline in enumerate(timelines):
+    shown: list[Legend] = []
+    for timeline in timelines:
         tints = Tints(timeline)
         _add_heading(scene, timeline)
-        if index == 0:
-            _add_legend(scene, timelines, tints)
+        legend = _legend(timeline, tints)
+        if legend not in shown:
+            _add_legend(scene, legend)
+            shown.append(legend)
         _add_section(scene, timeline, tints)
     _add_table(scene, table)
     scene.height += 8
@@ -95,30 +103,61 @@ def _size_and_peaks(timeline: Timeline) -> str:
     )
     peaks = timeline.peak_activations
     listed = " ".join(map(str, peaks)) if len(peaks) <= 16 else f"{min(peaks)} to {max(peaks)}"
-    return f"{size}; peak activations by rank: {listed} (micro-batches of one stage)"
+    return f"{size}; peak activations by rank: {listed} ({_unit_of_memory(timeline)})"
+
+
+def _unit_of_memory(timeline: Timeline) -> str:
+    """Say what activations are counted in: of another cut, it is as much larger or smaller."""
+    of = "one stage" if timeline.num_stages == 1 else f"one of {timeline.num_stages} stages"
+    return f"micro-batches of {of}"
 
 
 def _count(number: int, word: str, plural: str = "s") -> str:
     return f"{number} {word}{'' if number == 1 else plural}"
 
 
-def _add_legend(scene: Scene, timelines: Sequence[Timeline], tints: Tints) -> None:
-    used = {event.action.op for each in timelines for row in each.events for event in row}
-    x, y = LEFT, scene.height
+class Legend(NamedTuple):
+    """What colours stand for: patches with their words, and what light and dark mean."""
+
+    entries: tuple[tuple[tuple[str, ...], str], ...]
+    tints: str
+
+
+def _legend(timeline: Timeline, tints: Tints) -> Legend:
+    """Return the legend of what a timeline shows."""
+    used = {event.action.op for row in timeline.events for event in row}
     entries = [
-        ([fill(op, tint, len(tints)) for tint in range(len(tints))], hue.words)
+        (tuple(fill(op, tint, len(tints)) for tint in range(len(tints))), hue.words)
         for op, hue in HUES.items()
         if op in used
     ]
-    for colours, words in [*entries, ([IDLE], "idle")]:
+    beside = {mark.event.action.op for row in _marks(timeline, 1.0) for mark in row}
+    entries.append(((IDLE,), "idle"))
+    entries += [((hue.light,), hue.words) for op, hue in BESIDE.items() if op in beside]
+    return Legend(tuple(entries), tints.words)
+
+
+def _add_legend(scene: Scene, legend: Legend) -> None:
+    """Add patches and words, on as many lines as the width asks for."""
+    x = LEFT
+
+    def make_room(width: float) -> float:
+        if x > LEFT and x + width > scene.width - 8:
+            scene.height += _LEGEND_LINE
+            return LEFT
+        return x
+
+    for colours, words in legend.entries:
+        x = make_room(14 * len(colours) + 6 + _WORD_LETTER * len(words))
         for colour in colours:
-            scene.fixed.append(Rect(x, y, 14, 12, colour))
+            scene.fixed.append(Rect(x, scene.height, 14, 12, colour))
             x += 14
-        scene.fixed.append(Text(x + 6, y + 10, words))
-        x += 28 + 6.6 * len(words)
-    if tints.words:
-        scene.fixed.append(Text(x, y + 10, tints.words, ink=MUTED))
-    scene.height += 22
+        scene.fixed.append(Text(x + 6, scene.height + 10, words))
+        x += 26 + _WORD_LETTER * len(words)
+    if legend.tints:
+        x = make_room(_WORD_LETTER * len(legend.tints))
+        scene.fixed.append(Text(x, scene.height + 10, legend.tints, ink=MUTED))
+    scene.height += _LEGEND_LINE + 4
 
 
 def _add_section(scene: Scene, timeline: Timeline, tints: Tints) -> None:
@@ -126,13 +165,17 @@ def _add_section(scene: Scene, timeline: Timeline, tints: Tints) -> None:
     clock, top = scene.clock, scene.height
     height = _row_height(timeline.num_ranks)
     gap = 3.0 if height >= 16 else 1.0 if height >= 6 else 0.0
+    marks = _marks(timeline, clock.factor) if height >= 16 else [()] * timeline.num_ranks
+    if any(marks):
+        gap = MARK_HEIGHT + 4
     pitch = height + gap
     span = timeline.makespan * clock.factor
     boxes = _boxes(timeline, tints, clock)
+    size = _fitting_size(boxes, height, scene)
     rows: list[Row] = []
-    for rank, own in enumerate(boxes):
+    for rank, (own, beside) in enumerate(zip(boxes, marks, strict=True)):
         y = top + rank * pitch
-        rows.append(Row(rank, y, height, _label_size(height), span, own))
+        rows.append(Row(rank, y, height, size, span, own, beside))
         share = 1 - timeline.busy[rank] / timeline.makespan if span > 0 else 0.0
         _label(scene, rank, y, height, pitch, f"{share:.0%} idle")
     scene.height += timeline.num_ranks * pitch
@@ -181,6 +224,35 @@ def _boxes(timeline: Timeline, tints: Tints, clock: Clock) -> list[tuple[Box, ..
     return rows
 
 
+def _fitting_size(boxes: Sequence[tuple[Box, ...]], height: float, scene: Scene) -> float:
+    """Return the size at which all labels fit, within bounds; one for all, as print has it."""
+    fitting = [
+        (box.duration * scene.scale - 2) / (len(box.label) * LETTER)
+        for row in boxes
+        for box in row
+        if box.duration > 0
+    ]
+    usual = _label_size(height)
+    return min(usual, max(_SMALL_LABEL, min(fitting, default=usual)))
+
+
+def _marks(timeline: Timeline, factor: float) -> list[tuple[Mark, ...]]:
+    """Return what ran beside the compute of each rank and took time."""
+    return [
+        tuple(
+            Mark(
+                (event.start_s - timeline.start_s) * factor,
+                event.duration_s * factor,
+                BESIDE[event.action.op].light,
+                event,
+            )
+            for event in row
+            if event.action.op in BESIDE and event.duration_s > 0
+        )
+        for row in timeline.events
+    ]
+
+
 def _add_axis(scene: Scene, top: float, span: float) -> Axis:
     """Add a time axis below what was added last."""
     axis = Axis(scene.height, top, span)
@@ -198,7 +270,7 @@ def _add_strips(
     full = max((step.live for curve in curves for step in curve), default=0)
     if not full:
         return ()
-    words = "live activations (micro-batches of one stage)"
+    words = f"live activations ({_unit_of_memory(timeline)})"
     scene.fixed.append(Text(LEFT, scene.height + 10, words, 12, bold=True))
     scene.height += 18
     height = max(2.0, round(row_height * 0.75))

@@ -6,8 +6,9 @@ from typing import Final
 
 from PIL import Image, ImageDraw, ImageFont
 
-from gpipe_hpc.drawing.colours import IDLE, MEMORY, MUTED
+from gpipe_hpc.drawing.colours import IDLE, MEMORY, MUTED, PAGE, RULE
 from gpipe_hpc.drawing.scene import (
+    MARK_HEIGHT,
     Axis,
     Rect,
     Row,
@@ -25,7 +26,7 @@ _ANCHORS: Final = {"start": "ls", "middle": "ms", "end": "rs"}
 
 def render_png(scene: Scene) -> bytes:
     """Return a scene as the bytes of a PNG file, two dots for each of its pixels."""
-    image = Image.new("RGB", (round(scene.width * _DOTS), round(scene.height * _DOTS)), "#ffffff")
+    image = Image.new("RGB", (round(scene.width * _DOTS), round(scene.height * _DOTS)), PAGE)
     pen = _Pen(ImageDraw.Draw(image))
     for each in scene.fixed:
         if isinstance(each, Text):
@@ -59,7 +60,7 @@ class _Pen:
 
     def text(self, text: Text) -> None:
         # The font that Pillow brings has one weight: a stroke makes it bold.
-        stroke = 0.6 if text.bold else 0
+        stroke = 0.3 if text.bold else 0
         self._draw.text(
             (text.x * _DOTS, text.y * _DOTS),
             text.text,
@@ -83,16 +84,19 @@ def _draw_row(pen: _Pen, scene: Scene, row: Row) -> None:
         gap = 0.5 if width >= 3 else 0.0
         pen.rect(Rect(left, row.y, width - gap, row.height, box.fill))
         if gap:
-            pen.rect(Rect(left + width - gap, row.y, gap, row.height, "#ffffff"))
+            pen.rect(Rect(left + width - gap, row.y, gap, row.height, PAGE))
         if label_fits(box.label, row.label_size, width):
             middle = left + width / 2
             base = row.y + row.height / 2 + row.label_size * 0.36
             pen.text(Text(middle, base, box.label, row.label_size, "middle", ink=ink_of(box)))
+    for mark in row.marks:
+        left, width = scene.x(mark.start), mark.duration * scene.scale
+        pen.rect(Rect(left, row.mark_y, max(0.5, width - 0.5), MARK_HEIGHT, mark.fill))
 
 
 def _draw_strip(pen: _Pen, scene: Scene, strip: Strip) -> None:
     base = strip.y + strip.height
-    pen.rect(Rect(scene.x(0), base, strip.span * scene.scale, 0.5, "#bbbbbb"))
+    pen.rect(Rect(scene.x(0), base, strip.span * scene.scale, 0.5, RULE))
     ends = [*(step.time_s for step in strip.steps[1:]), strip.span]
     for step, end in zip(strip.steps, ends, strict=bool(strip.steps)):
         if step.live:

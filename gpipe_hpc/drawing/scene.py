@@ -18,6 +18,9 @@ LEFT: Final = 76.0
 RIGHT: Final = 76.0
 # Width of a letter over its size, of the digits that boxes are labelled with.
 LETTER: Final = 0.62
+# The smallest label that can be read, and how high marks are.
+LEAST_LABEL: Final = 7.0
+MARK_HEIGHT: Final = 4.0
 
 
 class Text(NamedTuple):
@@ -54,8 +57,17 @@ class Box(NamedTuple):
     wait: Wait | None
 
 
+class Mark(NamedTuple):
+    """What runs beside compute, a copy or a reduction: from `start` for `duration`."""
+
+    start: float
+    duration: float
+    fill: str
+    event: Event
+
+
 class Row(NamedTuple):
-    """The boxes of one rank, over the grey of its idle time up to `span`."""
+    """The boxes of one rank, over the grey of its idle time up to `span`; marks below them."""
 
     rank: int
     y: float
@@ -63,6 +75,12 @@ class Row(NamedTuple):
     label_size: float
     span: float
     boxes: tuple[Box, ...]
+    marks: tuple[Mark, ...] = ()
+
+    @property
+    def mark_y(self) -> float:
+        """Return where the marks stand."""
+        return self.y + self.height + 1.5
 
 
 class Strip(NamedTuple):
@@ -149,7 +167,7 @@ def round_step(least: float) -> float:
 
 def label_fits(label: str, size: float, width: float) -> bool:
     """Return whether a label fits into a box."""
-    return size >= 7 and len(label) * size * LETTER + 2 <= width
+    return size >= LEAST_LABEL and len(label) * size * LETTER + 2 <= width
 
 
 def ink_of(box: Box) -> str:

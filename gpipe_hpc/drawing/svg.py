@@ -5,9 +5,10 @@ from dataclasses import replace
 from typing import Final
 from xml.sax.saxutils import escape
 
-from gpipe_hpc.drawing.colours import IDLE, MEMORY, MUTED
+from gpipe_hpc.drawing.colours import GROUNDS, IDLE, MEMORY, MUTED, PAGE, RULE
 from gpipe_hpc.drawing.layout import layout
 from gpipe_hpc.drawing.scene import (
+    MARK_HEIGHT,
     Axis,
     Box,
     Clock,
@@ -21,9 +22,13 @@ from gpipe_hpc.drawing.scene import (
 )
 from gpipe_hpc.schedule.timeline import Timeline
 
+# Colours stand in attributes, which every program reads; a dark page overrides them by class.
+_DARK: Final = "".join(f".{name}{{fill:{dark}}}" for name, dark in GROUNDS.values())
 _STYLE: Final = (
     "text{font-family:Helvetica,Arial,sans-serif}"
-    ".cell{text-anchor:middle}rect.op{stroke:#ffffff;stroke-width:0.7}"
+    f".cell{{text-anchor:middle}}rect.op{{stroke:{PAGE};stroke-width:0.7}}"
+    f"@media (prefers-color-scheme:dark){{{_DARK}"
+    f"rect.op{{stroke:{GROUNDS[PAGE].dark}}}path.line{{fill:none;stroke:{GROUNDS[MUTED].dark}}}}}"
 )
 
 
@@ -46,7 +51,7 @@ def render_svg(scene: Scene) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} '
         f'viewBox="0 0 {scene.width:g} {scene.height:g}" role="img">',
         f"<style>{_STYLE}</style>",
-        f'<rect {size} fill="#ffffff"/>',
+        f"<rect {size} {_fill(PAGE)}/>",
         *(_text(each) if isinstance(each, Text) else _rect(each) for each in scene.fixed),
     ]
     for section in scene.sections:
@@ -81,15 +86,21 @@ def _text(text: Text) -> str:
     weight = ' font-weight="bold"' if text.bold else ""
     return (
         f'<text x="{text.x:.2f}" y="{text.y:.2f}" font-size="{text.size:g}" '
-        f'fill="{text.ink}"{anchor}{weight}>{escape(text.text)}</text>'
+        f"{_fill(text.ink)}{anchor}{weight}>{escape(text.text)}</text>"
     )
 
 
 def _rect(rect: Rect) -> str:
     return (
         f'<rect x="{rect.x:.2f}" y="{rect.y:.2f}" width="{rect.width:.2f}" '
-        f'height="{rect.height:g}" fill="{rect.fill}"/>'
+        f'height="{rect.height:g}" {_fill(rect.fill)}/>'
     )
+
+
+def _fill(colour: str) -> str:
+    """Return the attributes of a colour that a dark page may change."""
+    ground = f'class="{GROUNDS[colour].name}" ' if colour in GROUNDS else ""
+    return f'{ground}fill="{colour}"'
 
 
 def _row(scene: Scene, row: Row) -> Iterator[str]:
@@ -110,11 +121,22 @@ def _row(scene: Scene, row: Row) -> Iterator[str]:
                 f'font-size="{row.label_size:g}" fill="{ink_of(box)}">{box.label}</text>'
             )
         yield text + "</g>"
+    for mark in row.marks:
+        end, clock = mark.start + mark.duration, scene.clock
+        title = (
+            f"{mark.event.action}, rank {row.rank}: {clock.show(mark.start)} to {clock.show(end)}"
+        )
+        yield (
+            f"<g><title>{escape(title)}</title>"
+            f'<rect x="{scene.x(mark.start):.2f}" y="{row.mark_y:g}" '
+            f'width="{mark.duration * scene.scale:.2f}" height="{MARK_HEIGHT:g}" '
+            f'fill="{mark.fill}"/></g>'
+        )
 
 
 def _strip(scene: Scene, strip: Strip) -> Iterator[str]:
     base = strip.y + strip.height
-    yield _rect(Rect(scene.x(0), base, strip.span * scene.scale, 0.6, "#bbbbbb"))
+    yield _rect(Rect(scene.x(0), base, strip.span * scene.scale, 0.6, RULE))
     if not strip.steps:
         return
     path = [f"M{scene.x(strip.steps[0].time_s):.2f} {base:g}"]
@@ -122,13 +144,14 @@ def _strip(scene: Scene, strip: Strip) -> Iterator[str]:
         height = strip.height * step.live / strip.full
         path.append(f"H{scene.x(step.time_s):.2f}V{base - height:.2f}")
     path.append(f"H{scene.x(strip.span):.2f}V{base:g}Z")
-    yield f'<path d="{"".join(path)}" fill="{MEMORY}"/>'
+    yield f'<path d="{"".join(path)}" {_fill(MEMORY)}/>'
 
 
 def _axis(scene: Scene, axis: Axis) -> Iterator[str]:
-    yield f'<path d="M{scene.x(0):g} {axis.y:g}H{scene.x(axis.span):.2f}" stroke="{MUTED}"/>'
+    line = f'class="line" stroke="{MUTED}"'
+    yield f'<path d="M{scene.x(0):g} {axis.y:g}H{scene.x(axis.span):.2f}" {line}/>'
     for tick in scene.ticks():
         if tick <= axis.span * 1.000001:
             x = scene.x(tick)
-            yield f'<path d="M{x:.2f} {axis.y:g}v4" stroke="{MUTED}"/>'
+            yield f'<path d="M{x:.2f} {axis.y:g}v4" {line}/>'
             yield _text(Text(x, axis.y + 16, f"{tick:.6g}", 11, "middle", ink=MUTED))

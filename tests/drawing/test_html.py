@@ -74,3 +74,30 @@ def test_page_of_many_actions_stays_small():
     )
     page = render_html(layout([Timeline(rows, 64, 128)]), "")
     assert len(page) / (64 * 128) < 100
+
+
+def test_page_turns_dark_and_knows_both_colours_of_all_that_is_no_action(timeline):
+    page = render_html(layout([timeline]), "")
+    assert "@media (prefers-color-scheme: dark)" in page
+    assert 'matchMedia("(prefers-color-scheme: dark)")' in page
+    scene = scene_in(page)
+    names = {"page", "idle", "ink", "muted", "memory", "rule"}
+    assert set(scene["grounds"]) == names
+    for light, dark in scene["grounds"].values():
+        assert light != dark
+    used = {each["c"] for each in scene["fixed"]}
+    assert {"ink", "muted", "idle"} <= used
+    # Whatever the page asks for by name is there.
+    assert set(re.findall(r'ground\("(\w+)"\)', page)) <= names
+
+
+def test_page_says_why_an_action_waited(timeline):
+    scene = scene_in(render_html(layout([timeline]), ""))
+    row = scene["sections"][0]["rows"][1]
+    reasons = {
+        action: scene["things"][why]
+        for action, why, maker in zip(row["action"], row["why"], row["maker"], strict=True)
+        if maker >= 0
+    }
+    assert reasons["1F0"] == "output"
+    assert reasons["1B0"] == "gradient"

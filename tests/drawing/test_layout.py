@@ -4,14 +4,15 @@ import itertools
 
 import pytest
 
-from gpipe_hpc.drawing.colours import HUES, IDLE, Tints, fill, ink_on
+from gpipe_hpc.drawing.colours import GROUNDS, HUES, IDLE, INK, MUTED, PAGE, Tints, fill, ink_on
 from gpipe_hpc.drawing.layout import layout
-from gpipe_hpc.drawing.scene import Text, clock_for, round_step
+from gpipe_hpc.drawing.scene import MARK_HEIGHT, Rect, Text, clock_for, label_fits, round_step
 from gpipe_hpc.schedule import (
     Costs,
     Event,
     Op,
     Timeline,
+    add_offload,
     build,
     from_text,
     lower,
@@ -78,7 +79,8 @@ def distance(one, other, eye):
 @pytest.mark.parametrize("eye", EYES.values(), ids=EYES)
 def test_ops_differ_for_every_eye(eye):
     """In CIE76, where 2.3 is just noticeable: 16 and more between any tints of two ops."""
-    colours = {op: [fill(op, tint, 2) for tint in (0, 1)] for op in HUES} | {"idle": [IDLE]}
+    colours = {op: [fill(op, tint, 2) for tint in (0, 1)] for op in HUES}
+    colours["idle, on a light page and on a dark one"] = [IDLE, GROUNDS[IDLE].dark]
     for (_, ones), (_, others) in itertools.combinations(colours.items(), 2):
         assert min(distance(one, other, eye) for one in ones for other in others) > 16
 
@@ -90,6 +92,81 @@ def test_tints_of_an_op_go_from_light_to_dark_and_labels_stay_readable():
         assert lightness == sorted(lightness, reverse=True) and len(set(tints)) == 4
         for each in tints:
             assert abs(lab(each, EYES["normal"])[0] - lab(ink_on(each), EYES["normal"])[0]) > 40
+
+
+@pytest.mark.parametrize("ink", [INK, MUTED])
+def test_words_are_readable_on_a_light_page_and_on_a_dark_one(ink):
+    """By the contrast of WCAG 2, of which 4.5 is asked for."""
+    for one, page in ((ink, PAGE), (GROUNDS[ink].dark, GROUNDS[PAGE].dark)):
+        low, high = sorted(luminance(each) for each in (one, page))
+        assert (high + 0.05) / (low + 0.05) >= 4.5
+
+
+def luminance(colour):
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return sum(a * b for a, b in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("gpipe", {}, ""),
+        ("zb_v", {}, "light to dark: stages 0-3, 4-7"),
+        ("interleaved", {"stages_per_rank": 3}, "light to dark: stages 0-3, 4-7, 8-11"),
+        ("chimera", {}, "light to dark: micro-batches that start on rank 0, 3"),
+    ],
+)
+def test_the_legend_says_what_light_and_dark_stand_for(name, options, words):
+    timeline = timeline_of(name, **options)
+    assert Tints(timeline).words == words
+    texts = [each.text for each in layout([timeline]).fixed if isinstance(each, Text)]
+    assert (words in texts) == bool(words)
+
+
+def test_each_of_compared_timelines_has_the_legend_of_its_own_colours():
+    """The tints of the first alone were explained, and the ops of all stood beside it."""
+    scene = layout([timeline_of("gpipe"), timeline_of("zb_v"), timeline_of("gpipe")])
+    texts = [each.text for each in scene.fixed if isinstance(each, Text)]
+    assert texts.count("backward") == 1
+    assert texts.count("input gradient") == texts.count("light to dark: stages 0-3, 4-7") == 1
+    assert texts.index("backward") < texts.index("input gradient")
+
+
+def test_a_legend_that_is_too_long_goes_on_in_a_new_line():
+    table = add_offload(build("zb_v", ranks=2, microbatches=6, recompute="always"))
+    costs = Costs(1, None, 1, 1, 1, offload=0.5, fetch=0.5, reduction=1)
+    scene = layout([simulate(lower(table), costs)], width=500)
+    patches = [each for each in scene.fixed if isinstance(each, Rect)]
+    assert len({patch.y for patch in patches}) > 1
+    assert max(patch.x + patch.width for patch in patches) < 500
+
+
+def test_copies_and_reductions_stand_below_the_row_of_their_rank():
+    table = add_offload(build("gpipe", ranks=2, microbatches=4))
+    costs = Costs(1, 2, offload=0.5, fetch=0.5, reduction=1)
+    timeline = simulate(lower(table), costs)
+    scene = layout([timeline])
+    first, second = scene.sections[0].rows
+    assert [str(mark.event.action) for mark in first.marks] == [
+        str(event.action)
+        for event in timeline.events[0]
+        if event.action.op in ("OFFLOAD", "FETCH", "REDUCE_GRAD")
+    ]
+    assert first.y + first.height < first.mark_y < first.mark_y + MARK_HEIGHT < second.y
+    texts = [each.text for each in scene.fixed if isinstance(each, Text)]
+    assert {"copy to the host", "copy back", "reduction over replicas"} <= set(texts)
+    assert not any(row.marks for row in layout([timeline_of("gpipe")]).sections[0].rows)
+
+
+def test_labels_of_two_digits_shrink_so_that_all_have_their_number():
+    """Of 16 micro-batches on 8 ranks, those from 10 on had none."""
+    timeline = timeline_of("interleaved", ranks=8, microbatches=16)
+    scene = layout([timeline])
+    for row in scene.sections[0].rows:
+        assert 8 <= row.label_size <= 11
+        for box in row.boxes:
+            assert label_fits(box.label, row.label_size, box.duration * scene.scale)
 
 
 def test_tints_follow_the_stages_of_a_rank_or_the_ways_of_micro_batches():
@@ -175,9 +252,9 @@ def test_layout_shows_idle_time_and_all_timelines_on_one_scale():
             assert idle + busy == pytest.approx(last)
     bottoms = [section.axes[-1].y for section in scene.sections]
     assert bottoms[0] < scene.sections[1].rows[0].y and bottoms[1] < scene.height
-    # A legend names the ops that any of them has, once.
+    # Each legend names the ops of its timeline.
     words = [each.text for each in scene.fixed if isinstance(each, Text)]
-    assert words.count("forward") == 1 and "weight gradient" in words
+    assert words.count("forward") == 2 and words.count("weight gradient") == 1
     assert "recompute" not in words
 
 

@@ -3,11 +3,13 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from gpipe_hpc.drawing import draw_svg, draw_text
+from gpipe_hpc.drawing.colours import GROUNDS
 from gpipe_hpc.drawing.text import draw_text_memory
 from gpipe_hpc.schedule import (
     Costs,
     Event,
     Timeline,
+    add_offload,
     build,
     from_text,
     lower,
@@ -119,3 +121,31 @@ def test_svg_shows_the_memory_of_every_rank_and_its_peak():
 def test_svg_of_nothing():
     root = ET.fromstring(draw_svg(Timeline(events=((),), num_stages=1, num_microbatches=1)))
     assert root.tag == f"{SVG}svg" and "makespan 0, bubble 0.0%" in "".join(root.itertext())
+
+
+def test_svg_turns_dark_with_the_page_but_for_its_actions():
+    """What stands on the page has a class that the style overrides; numbers in boxes have none."""
+    picture = draw_svg(timeline_of())
+    root = ET.fromstring(picture)
+    style = root.find(f"{SVG}style").text
+    dark = style[style.index("@media (prefers-color-scheme:dark)") :]
+    grounds = {ground.name: light for light, ground in GROUNDS.items()}
+    for name in grounds:
+        assert f".{name}{{fill:{GROUNDS[grounds[name]].dark}}}" in dark
+    for each in root.iter():
+        kind, colour = each.get("class"), each.get("fill")
+        if kind in grounds:
+            assert colour == grounds[kind]
+        elif colour in GROUNDS:
+            assert kind == "cell"  # ink on a box, which stays
+    assert {each.get("class") for each in root.iter(f"{SVG}text")} == {"ink", "muted", "cell"}
+    lines = [path for path in root.iter(f"{SVG}path") if path.get("stroke")]
+    assert lines
+    assert {path.get("class") for path in lines} == {"line"}
+
+
+def test_svg_shows_copies_with_their_times():
+    table = add_offload(build("gpipe", ranks=1, microbatches=4))
+    timeline = simulate(table, Costs(forward=1, backward=2, offload=0.5, fetch=0.5))
+    tips = [title.text for title in ET.fromstring(draw_svg(timeline)).iter(f"{SVG}title")]
+    assert "0OFFLOAD0, rank 0: 1 to 1.5" in tips
