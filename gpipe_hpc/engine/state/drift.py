@@ -75,6 +75,8 @@ class Drift:
         self._position = group.ranks.index(rank)
         self._modules = modules_of(self._layers)
         self._children = self._children_now()
+        self._named: list[tuple[str, nn.Module, tuple[str, ...]]] = []  # what the table is of
+        self._table: dict[str, Place] = {}
         self._names = sorted(self._places())
         self._kinds = self._kinds_now()
         self._before: dict[str, _Found] = {}
@@ -232,9 +234,13 @@ class Drift:
         """Return what tells whether there are other modules: to walk them all takes long."""
         return [id(child) for _, m in self._modules for child in m._modules.values()]
 
-    def _places(self) -> dict[str, Place]:
-        """Return where buffers are kept, by global name."""
-        return {f"{path}.{n}": Place(m, n) for path, m in self._modules for n in m._buffers}
+    def _places(self) -> Mapping[str, Place]:
+        """Return where buffers are kept, by global name; made anew where names have changed."""
+        named = [(path, m, tuple(m._buffers)) for path, m in self._modules if m._buffers]
+        if named != self._named:
+            self._named = named
+            self._table = {f"{path}.{n}": Place(m, n) for path, m, names in named for n in names}
+        return self._table
 
     def _kinds_now(self) -> dict[str, Any]:
         return {name: _kind_at(place) for name, place in self._places().items()}

@@ -275,6 +275,34 @@ def test_buffers_of_other_shapes_and_new_ones(policy, caplog):
     assert any("layers.0.last" in text for text in said)
 
 
+class Renaming(nn.Module):
+    """Put its buffer under another name in the second step: as many as before."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.register_buffer("first", torch.zeros(WIDTH, dtype=torch.float64))
+        self.num_forwards = 0
+
+    def forward(self, x):
+        self.num_forwards += 1
+        if self.num_forwards == 2:
+            del self.first
+            self.register_buffer("second", x.detach().mean(0))
+        return self.linear(x)
+
+
+def test_a_buffer_under_another_name_is_found():
+    def body(world):
+        pipe = make(world, Renaming, num_layers=1, replicas=2)
+        for seed in range(3):
+            step(pipe, batch(4, seed=seed))
+        return buffers_of(pipe)
+
+    found = holders(run_on_threads(2, body))
+    assert list(found) == ["layers.0.second"] and all_equal(found["layers.0.second"])
+
+
 def test_without_changes_nothing_is_sent(monkeypatch):
     """What tells the holders rides with the flags of used parameters."""
     calls = []
