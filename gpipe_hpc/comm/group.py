@@ -53,6 +53,12 @@ class Group(Protocol):
         Each rank sends its own value alone. Values as for `all_gather_object`.
         """
 
+    def broadcast_object(self, value: Any, root: int) -> Any:
+        """Return world rank `root`'s value on every rank; what others give is passed over.
+
+        It travels once to each rank, along a tree. Values as for `all_gather_object`.
+        """
+
 
 class Done:
     """A collective that needed no waiting."""
@@ -90,12 +96,14 @@ class SoloGroup:
         """Return the one value."""
         return [value]
 
+    def broadcast_object(self, value: Any, root: int) -> Any:
+        """Return the one value."""
+        return value
+
 
 def broadcast_object(group: Group, value: Any, root: int) -> Any:
     """Return world rank `root`'s value on every rank of the group."""
-    own = root in group.ranks and value is not None
-    gathered = group.all_gather_object(value if own else None)
-    return gathered[group.ranks.index(root)]
+    return group.broadcast_object(value, root)
 
 
 def rank_names(ranks: Sequence[int]) -> str:

@@ -88,6 +88,19 @@ class TorchGroup:
         """Return every rank's value on world rank `root`, None elsewhere; read as those above."""
         return self._exchanged(value, partial(self._gather_at, root=root))
 
+    def broadcast_object(self, value: Any, root: int) -> Any:
+        """Return world rank `root`'s value; read as those above."""
+        what = f"a collective of {rank_names(self.ranks)}"
+        own = bytearray(dumps(value, what) if dist.get_rank() == root else b"")
+        size = torch.tensor([len(own)])
+        self.broadcast(size, root)
+        if dist.get_rank() == root:
+            self.broadcast(torch.frombuffer(own, dtype=torch.uint8), root)
+            return value
+        told = torch.empty(int(size), dtype=torch.uint8)
+        self.broadcast(told, root)
+        return loads(told.numpy().data, f"{what}, from rank {root}")
+
     def _exchanged(
         self, value: Any, gather: Callable[[torch.Tensor], list[torch.Tensor] | None]
     ) -> list[Any] | None:

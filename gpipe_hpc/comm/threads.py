@@ -78,6 +78,11 @@ class ThreadGroup:
         values = self.all_gather_object(value)
         return values if self._rank == root else None
 
+    def broadcast_object(self, value: Any, root: int) -> Any:
+        """Return world rank `root`'s value: the object itself."""
+        values = self.all_gather_object(value if self._rank == root else None)
+        return values[self.ranks.index(root)]
+
 
 class ThreadWorld:
     """One thread's view of a ThreadHub; `device` is where this rank computes."""

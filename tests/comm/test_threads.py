@@ -36,17 +36,19 @@ def test_collectives():
     assert run_on_threads(3, body) == [(6.0, 2.0, words)] * 3
 
 
-def test_the_greatest_and_what_one_rank_gathers():
+def test_the_greatest_and_what_one_rank_gathers_or_tells():
     def body(world):
         group = everybody(world)
         most = torch.tensor([float(world.rank), -float(world.rank)])
         group.all_reduce_max(most)
-        return most.tolist(), group.gather_object(f"from {world.rank}", 1)
+        gathered = group.gather_object(f"from {world.rank}", 1)
+        return most.tolist(), gathered, group.broadcast_object(f"from {world.rank}", 2)
 
     words = ["from 0", "from 1", "from 2"]
-    expected = [([2.0, 0.0], words if rank == 1 else None) for rank in range(3)]
+    expected = [([2.0, 0.0], words if rank == 1 else None, "from 2") for rank in range(3)]
     assert run_on_threads(3, body) == expected
     assert SoloGroup(0).gather_object("own", 0) == ["own"]
+    assert SoloGroup(0).broadcast_object("own", 0) == "own"
 
 
 def test_sums_are_taken_in_rank_order_whoever_comes_first():

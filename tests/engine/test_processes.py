@@ -249,15 +249,16 @@ def test_hundreds_of_steps_do_not_grow(processes, tmp_path, shares_memory):
         assert after[1] - before[1] < 12e6
 
 
-def test_one_rank_gathers_values_of_any_size(processes, tmp_path):
+def test_one_rank_gathers_or_tells_values_of_any_size(processes, tmp_path):
     def body(rank):
         world = start_world()
         most = torch.tensor([rank, -rank], dtype=torch.float64)
         world.everybody.all_reduce_max(most)
-        return most.tolist(), world.everybody.gather_object([rank] * rank * 1000, 0)
+        own, group = [rank] * rank * 1000, world.everybody
+        return most.tolist(), group.gather_object(own, 0), group.broadcast_object(own, 1)
 
     values = [[rank] * rank * 1000 for rank in range(3)]
-    expected = [([2.0, 0.0], values if rank == 0 else None) for rank in range(3)]
+    expected = [([2.0, 0.0], values if rank == 0 else None, values[1]) for rank in range(3)]
     assert processes(3, body, tmp_path) == expected
 
 
