@@ -37,8 +37,9 @@ TOO_LARGE_EXIT_CODE: Final = 3
 
 
 class Plan(NamedTuple):
-    """A plan as text, and whether every rank fits into the memory it was given."""
+    """A layout, what it would need and take as text, and whether every rank fits its memory."""
 
+    layout: Layout
     text: str
     fits: bool
 
@@ -92,13 +93,17 @@ def make_plan(config: Config) -> Plan:
     found = forecast(gauge.count, counts, layout.schedule, states, layout.recomputed)
     assumptions = Assumptions(config.plan.flops_per_s, config.pipeline.memory_bytes)
     sections = Sections(
-        heading="\n".join([*_heading(config, gauge, layout, sample), *doubts]),
+        heading="\n".join([*_heading(config, gauge, layout, sample), *map(_warning, doubts)]),
         cut_by=_cut_by(config.pipeline.partition, layout.partition),
         searched=layout.searched,
         recomputed=layout.budget,
     )
     text = report(layers, gauge.count, counts, layout.schedule, found, assumptions, sections)
-    return Plan(text, all(map(assumptions.fits, found.ranks)))
+    return Plan(layout, text, all(map(assumptions.fits, found.ranks)))
+
+
+def _warning(doubt: str) -> str:
+    return f"Warning: {doubt.removeprefix('config: ')}"
 
 
 def _lay_out(request: Request, gauge: Gauge) -> Layout:

@@ -62,6 +62,33 @@ def test_schedules_with_several_stages_a_rank(schedule):
     assert f"{schedule}, 8 micro-batches on 4 ranks" in text
 
 
+def test_the_best_placement_can_be_planned():
+    """`plan` refused it: expected placement one_each, looped, mirrored, or wave."""
+    best = ("pipeline.schedule=auto", "+pipeline.options.placement=best")
+    text = planned("data=synthetic", "pipeline.stages=2", *best, "+pipeline.options.trials=3").text
+    assert re.search(
+        r"Placements compared:\nauto: one_each with 1 stages a rank, .*FLOP a step", text
+    )
+    assert "auto: wave with 2 stages a rank" in text
+
+
+def test_a_plan_says_what_it_assumes():
+    """Two replicas were 4 ranks; it was not said where 4 came from, nor of which data."""
+    text = planned("data=synthetic", "pipeline.replicas=2").text
+    assert "\n8 ranks: 2 replicas of 4 ranks, 4 stages (pipeline.stages is not set" in text
+    assert "of data SyntheticTokens (shapes alone, nothing is read), train.batch_size=32" in text
+    named = planned("data=synthetic", "pipeline.stages=2").text
+    assert "\n2 ranks, 2 stages\n" in named and "not set" not in named
+
+
+def test_more_microbatches_than_samples_are_warned_of():
+    """32 samples were planned in 64 micro-batches without a word."""
+    settings = ("data=synthetic", "pipeline.replicas=2", "pipeline.microbatches=32")
+    said = "Warning: train.batch_size=32 is less than replicas x accumulation x microbatches = 64"
+    assert said in planned(*settings).text
+    assert said not in planned(*settings, "train.batch_size=64").text
+
+
 def test_memory_decides():
     small = planned(*MLP, "pipeline.memory_bytes=100000")
     assert not small.fits and "too much on rank 0" in small.text

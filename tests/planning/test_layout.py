@@ -1,0 +1,217 @@
+"""One lay-out: `plan` and `train` decide the same for the same settings and figures."""
+
+import pickle
+import threading
+from dataclasses import fields, replace
+from importlib import import_module
+from itertools import cycle, product
+
+import pytest
+from torch import nn
+
+import gpipe_hpc.pipeline
+import gpipe_hpc.planning.gauges
+from gpipe_hpc import Pipeline, run_on_threads
+from gpipe_hpc.comm.pickling import dumps, loads
+from gpipe_hpc.config import PipelineConfig, build_target, compose_config, conf_dir
+from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.models import LayerSpec, loss_function
+from gpipe_hpc.plan import make_plan, microbatch, samples_per_microbatch
+from gpipe_hpc.planning import LayerTimes, Request, lay_out
+from gpipe_hpc.planning.counted import count_model
+from gpipe_hpc.schedule import build, schedule_names, to_text
+from gpipe_hpc.training import session
+from gpipe_hpc.training.asking import request_of
+
+FOREIGN = {"huggingface", "own"}  # models that are not of the zoo
+PRESETS = sorted({path.stem for path in (conf_dir() / "model").glob("*.yaml")} - FOREIGN)
+# What else may decide a layout; the numbers of choices have no common divisor.
+OTHERS = zip(
+    cycle(["time", "parameters", "uniform"]),
+    cycle(["except_last", "always", "never", "budget"]),
+    cycle([1, 1, 2, 1, 1]),
+    strict=False,
+)
+BOTH = dict(zip(product(PRESETS, schedule_names()), OTHERS, strict=False))
+# Each preset that is counted within a second once, and each schedule at least.
+QUICK = [name for name in PRESETS if name not in {"alexnet", "amoebanet_d", "googlenet"}]
+QUICK.remove("resnet1001_v2")
+SOME = list(zip(QUICK, cycle(schedule_names()), strict=False))
+
+
+def data_for(preset):
+    if preset == "mlp":
+        return ["data=synthetic_vectors", f"model.widths={[64] * 12}"]
+    if preset.startswith("unet"):
+        return ["data=synthetic_masks"]
+    return [
+        "data=synthetic"
+        if preset.startswith(("gpt", "bert", "transformer"))
+        else "data=synthetic_images"
+    ]
+
+
+def settings(preset, schedule, folder):
+    partition, recompute, replicas = BOTH[preset, schedule]
+    options = {"auto": ["+pipeline.options.trials=3"], "file": [f"+pipeline.options.path={folder}"]}
+    if schedule == "file":
+        folder.write_text(to_text(build("zb_v", ranks=2, microbatches=4)))
+    return [
+        *(f"model={preset}", f"pipeline.schedule={schedule}", f"pipeline.partition={partition}"),
+        *("pipeline.stages=2", "pipeline.microbatches=2", "train.accumulation=2"),
+        *(f"pipeline.recompute={recompute}", "pipeline.memory_bytes=1e13", "train.batch_size=8"),
+        *(f"pipeline.replicas={replicas}", f"pipeline.offload={str(replicas == 2).lower()}"),
+        *options.get(schedule, []),
+        *data_for(preset),
+    ]
+
+
+@pytest.fixture
+def same_gauge(monkeypatch):
+    """Let a run count, too, and build nothing; equal models are counted once."""
+    known, lock = {}, threading.Lock()
+
+    def counted(layers, *example, **how):
+        with lock:
+            if repr(how) not in known:
+                known[repr(how)] = count_model(layers, *example, **how)
+            return known[repr(how)]
+
+    monkeypatch.setattr(gpipe_hpc.planning.gauges, "count_model", counted)
+    monkeypatch.setattr(gpipe_hpc.pipeline, "Measured", lambda counted: counted)
+    monkeypatch.setattr(Pipeline, "_build", lambda self, model: None)
+
+
+def laid_out_by_a_run(config):
+    """Return the layout of each rank, as `train` has them decided."""
+    sample = microbatch(config.data, samples_per_microbatch(config))
+    layers, loss_fn = build_target("model", config.model), loss_function(sample.loss)
+
+    def body(world):
+        # Rank 0 alone reads an example.
+        example = (sample.inputs, sample.targets) if world.rank == 0 else None
+        return session._pipeline(config, world, layers, loss_fn, None, example).layout
+
+    return run_on_threads(config.pipeline.stages * config.pipeline.replicas, body)
+
+
+def check_plan_against_run(preset, schedule, folder):
+    config = compose_config(settings(preset, schedule, folder / "table.txt"))
+    planned = make_plan(config).layout
+    for ran in laid_out_by_a_run(config):
+        assert ran.digest() == planned.digest()
+        assert ran.partition == planned.partition and ran.recomputed == planned.recomputed
+    assert planned.tables.training.num_microbatches == 4 and planned.tables.training.is_lowered
+
+
+@pytest.mark.parametrize(("preset", "schedule"), SOME)
+def test_a_plan_is_what_is_run(preset, schedule, same_gauge, tmp_path):
+    """`plan` had a lay-out of its own, which refused what `train` accepted."""
+    check_plan_against_run(preset, schedule, tmp_path)
+
+
+def test_every_schedule_is_planned():
+    assert {schedule for _, schedule in SOME} == set(schedule_names())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_plan_is_what_is_run(preset, same_gauge, tmp_path):
+    for schedule in schedule_names():
+        check_plan_against_run(preset, schedule, tmp_path)
+
+
+FLOPS = (LayerTimes(1.0, 2.0, 1.0, 1.0), LayerTimes(3.0, 6.0, 3.0, 3.0))
+LAYERS = [LayerSpec(nn.Linear, 4, 4) for _ in range(8)]
+
+
+class Given:
+    """A gauge that knows the times of the layers, and cannot be asked for more."""
+
+    measure, layers, times = "FLOPs", LAYERS, FLOPS * 4
+
+
+def test_a_layout_travels_as_it_is():
+    """Rank 0 tells it to the others: nothing in it may need code of a user's."""
+    request = Request(stages=2, microbatches=4, schedule="zb_v", partition="time", offload=True)
+    layout = lay_out(request, Given())
+    for copy in (loads(dumps(layout, "a layout"), "a layout"), pickle.loads(pickle.dumps(layout))):
+        assert copy == layout and copy.digest() == layout.digest()
+
+
+def test_the_digest_knows_all_that_decides_a_run():
+    request = Request(stages=2, microbatches=4, partition="time")
+    layout = lay_out(request, Given())
+    others = [
+        lay_out(replace(request, **change), Given())
+        for change in (
+            {"partition": [5, 3]},
+            {"schedule": "one_f_one_b"},
+            {"recompute": "never"},
+            {"offload": True},
+            {"microbatches": 5},
+            {"replicas": 2},
+        )
+    ]
+    others += [replace(layout, recomputed=again) for again in ((), (frozenset({1}),) * 2)]
+    assert len({each.digest() for each in (layout, *others)}) == 1 + len(others)
+    assert replace(layout, searched="words").digest() == layout.digest()
+
+
+def test_rank_0_alone_searches(monkeypatch):
+    """With schedule=auto every rank searched, twice: once for the number of stages."""
+    module, searched = import_module("gpipe_hpc.schedule.search.auto"), []
+    search = module.search
+
+    def noted(*args, **options):
+        searched.append(threading.current_thread().name)
+        return search(*args, **options)
+
+    monkeypatch.setattr(module, "search", noted)
+
+    def body(world):
+        pipe = Pipeline(LAYERS, nn.functional.mse_loss, schedule="auto", world=world)
+        return pipe.layout.digest()
+
+    assert len(set(run_on_threads(3, body))) == 1
+    assert searched == ["rank0 at work"]
+
+
+@pytest.mark.parametrize("setting", ["stages", "microbatches", "recompute", "schedule"])
+def test_ranks_that_ask_for_different_things_are_refused(setting):
+    """Only the table was compared, after each rank had made its own; stages let them hang."""
+    unlike = {
+        "stages": (1, 2),
+        "microbatches": (2, 3),
+        "recompute": ("never", "always"),
+        "schedule": ("gpipe", build("gpipe", ranks=2, microbatches=1)),
+    }
+
+    def body(world):
+        given = {setting: unlike[setting][world.rank]}
+        with pytest.raises(ConfigError, match=f"expected the same {setting} on every rank"):
+            Pipeline(LAYERS, nn.functional.mse_loss, world=world, **given)
+
+    run_on_threads(2, body, timeout_s=5.0)
+
+
+def test_the_best_placement_is_found_for_whatever_the_gauge_tells():
+    options = {"placement": "best", "trials": 5}
+    request = Request(
+        stages=2, microbatches=4, schedule="auto", schedule_options=options, partition="time"
+    )
+    layout = lay_out(request, Given())
+    assert layout.searched.count("\n") == 2 and "FLOP a step" in layout.searched
+    with pytest.raises(ConfigError, match="expected partition 'time'"):
+        lay_out(replace(request, partition="uniform"), Given())
+    with pytest.raises(ConfigError, match="no costs, got costs"):
+        lay_out(replace(request, schedule_options={**options, "costs": {}}), Given())
+
+
+def test_every_setting_of_a_pipeline_is_one_of_a_request_by_name():
+    """So a new one is written in the schema, in conf/ and where it is used."""
+    named = {each.name for each in fields(Request)}
+    assert {each.name for each in fields(PipelineConfig)} - named == {"options"}
+    changed = compose_config(["pipeline.buffers=first", "train.seed=3", "train.accumulation=2"])
+    asked = request_of(changed)
+    assert (asked.buffers, asked.seed, asked.microbatches) == ("first", 3, 16)
