@@ -180,6 +180,7 @@ class ExportConfig:
     """How weights are exported."""
 
     dtype: str | None = None
+    prefix: str = "layers."
     trust: bool = False
 
 

@@ -57,7 +57,9 @@ def export_run(config: Config) -> Path:
         )
     layers = normalise_layers(build_target("model", model))
     target = folder / "exported" / checkpoint.path.name
-    return export_checkpoint(checkpoint, layers, target, dtype=config.export.dtype)
+    return export_checkpoint(
+        checkpoint, layers, target, dtype=config.export.dtype, prefix=config.export.prefix
+    )
 
 
 def _stored_model(settings: Path, trusts: bool) -> dict[str, Any]:

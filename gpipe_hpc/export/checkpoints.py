@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gpipe_hpc.checkpoint import Verified, fill, verify
 from gpipe_hpc.comm.group import SoloGroup
 from gpipe_hpc.errors import CheckpointError
-from gpipe_hpc.export.files import SHARD_BYTES, ExportFolder, Exporting, Shard, in_files
+from gpipe_hpc.export.files import DEFAULT_PREFIX, SHARD_BYTES, ExportFolder, Exporting, Shard
 from gpipe_hpc.models import Layer, build_layer, find_ties, first_names, global_name
 from gpipe_hpc.models.huggingface.library import safetensors
 
@@ -26,15 +26,16 @@ def export_checkpoint(
     folder: str | Path,
     shard_bytes: int = SHARD_BYTES,
     dtype: str | None = None,
+    prefix: str = DEFAULT_PREFIX,
 ) -> Path:
     """Write the weights of a checkpoint to a new folder.
 
     `layers`: the model that was trained; none of it is allocated. A file holds whole layers.
-    `dtype` and tied parameters: as for `export_safetensors`.
+    `dtype`, `prefix` and tied parameters: as for `export_safetensors`.
     Raises as `export_safetensors`, and CheckpointError if the checkpoint is damaged or of another
     model. What layers keep by `get_extra_state` is left out, with a warning.
     """
-    target = ExportFolder(folder, dtype)
+    target = ExportFolder(folder, dtype, prefix)
     safetensors()
     if isinstance(checkpoint, Verified):
         source = checkpoint
@@ -48,7 +49,7 @@ def export_checkpoint(
     for number, indices in enumerate(files, start=1):
         shard: Shard = {}
         for index in indices:
-            shard |= in_files(index, modules[index], _read(source, index, empty[index]))
+            shard |= target.named(index, modules[index], _read(source, index, empty[index]))
         name, sizes_of_file = target.write(shard, number, len(files))
         sizes[name] = sizes_of_file
     target.finish(sizes, target.companion_files(modules))

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from gpipe_hpc.checkpoint import PARTIAL_SUFFIX, sync
 from gpipe_hpc.errors import CheckpointError, ConfigError, os_remedy
-from gpipe_hpc.models import global_name
 from gpipe_hpc.models.huggingface.library import safetensors, safetensors_torch
 
 INDEX_FILE: Final = "model.safetensors.index.json"
+DEFAULT_PREFIX: Final = "layers."
+"""As in checkpoints and messages; with none the names are those of a plain nn.Sequential."""
+
 SHARD_BYTES: Final = 5_000_000_000
 """What files hold at most, unless a single tensor or layer is larger: transformers' habit."""
 
@@ -44,15 +46,19 @@ class ExportFolder:
     """A new folder under way; it has its name once `finish` has run.
 
     `dtype`: of the weights in it, by name; None as they are. Raises ConfigError for another one.
+    `prefix`: ahead of the index of a layer, in the names of tensors.
     """
 
-    def __init__(self, folder: str | Path, dtype: str | None = None) -> None:
+    def __init__(
+        self, folder: str | Path, dtype: str | None = None, prefix: str = DEFAULT_PREFIX
+    ) -> None:
         if dtype is not None and dtype not in DTYPES:
             raise ConfigError(
                 f"export: unknown dtype, expected {', '.join(DTYPES)} or null to keep that of the "
                 f"weights, got {dtype!r}; choose one of them"
             )
         self.dtype = None if dtype is None else DTYPES[dtype]
+        self.prefix = prefix
         self.path = Path(folder).absolute()
         self.partial = self.path.with_name(self.path.name + PARTIAL_SUFFIX)
 
@@ -92,6 +98,21 @@ class ExportFolder:
         is_kept = self.dtype is None or not tensor.is_floating_point()
         return tensor if is_kept else tensor.to(self.dtype)
 
+    def named(self, index: int, layer: nn.Module, own: Shard) -> Shard:
+        """Return tensors of a layer, given by their names in it, by those in files.
+
+        Raises ConfigError for a prefix where the layer names its tensors by itself.
+        """
+        if not isinstance(layer, Exporting):
+            return {f"{self.prefix}{index}.{name}": tensor for name, tensor in own.items()}
+        if self.prefix != DEFAULT_PREFIX:
+            raise ConfigError(
+                f"config: bad export.prefix, expected {DEFAULT_PREFIX!r} for a model of "
+                f"transformers, whose weights have the names that it knows, got {self.prefix!r}; "
+                f"leave it out"
+            )
+        return layer.exported(own)
+
     def companion_files(self, layers: Iterable[nn.Module]) -> Mapping[str, Companion]:
         """Return what goes with the weights, of the first layer that has some."""
         for layer in layers:
@@ -126,13 +147,6 @@ class ExportFolder:
             sync(self.path.parent)
         except OSError as error:
             raise _unwritten(self.path, error) from error
-
-
-def in_files(index: int, layer: nn.Module, own: Shard) -> Shard:
-    """Return tensors of a layer, given by their names in it, by those in files."""
-    if isinstance(layer, Exporting):
-        return layer.exported(own)
-    return {global_name(index, name): tensor for name, tensor in own.items()}
 
 
 def _unwritten(path: Path, error: Exception) -> CheckpointError:

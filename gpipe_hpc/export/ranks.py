@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from gpipe_hpc.comm.world import together
-from gpipe_hpc.export.files import SHARD_BYTES, ExportFolder, Exporting, Shard, in_files
+from gpipe_hpc.export.files import DEFAULT_PREFIX, SHARD_BYTES, ExportFolder, Exporting, Shard
 from gpipe_hpc.models import global_name
 from gpipe_hpc.models.huggingface.library import safetensors
 
@@ -20,22 +20,26 @@ def export_safetensors(
     folder: str | Path,
     shard_bytes: int = SHARD_BYTES,
     dtype: str | None = None,
+    prefix: str = DEFAULT_PREFIX,
 ) -> Path:
     """Write all parameters and kept buffers to a new folder; every rank calls it.
 
     Each stage writes its own files, of at most `shard_bytes` if its tensors allow; the first rank
     writes the index. The folder appears whole, by one rename, or not at all. `dtype`: of the
-    weights, float32, bfloat16 or float16; None as they are. Tied parameters of a model of
+    weights, float32, bfloat16 or float16; None as they are. `prefix`: ahead of the index of a
+    layer in their names; "" gives the names of a plain nn.Sequential. Tied parameters of a model of
     transformers are stored once, as it stores them, those of others under each of their names, as
     `load_state_dict` wants them. Raises CheckpointError if the folder exists or cannot be written,
     and ConfigError for another dtype, and where safetensors is not installed.
     """
-    target = ExportFolder(folder, dtype)
+    target = ExportFolder(folder, dtype, prefix)
     with together(pipe.world, f"export to {target.path}"):
         safetensors()
         if pipe.world.rank == 0:
             target.prepare()
-        shards = {s: _shards(tensors, shard_bytes) for s, tensors in _own_tensors(pipe).items()}
+        shards = {
+            s: _shards(tensors, shard_bytes) for s, tensors in _own_tensors(pipe, target).items()
+        }
         numbers: dict[int, int] = {}
         for counts in pipe.everybody.all_gather_object({s: len(x) for s, x in shards.items()}):
             numbers |= counts
@@ -49,7 +53,7 @@ def export_safetensors(
     return target.path
 
 
-def _own_tensors(pipe: "Pipeline") -> dict[int, Shard]:
+def _own_tensors(pipe: "Pipeline", target: ExportFolder) -> dict[int, Shard]:
     """Return what this rank is to write of each stage, by the names in files."""
     found: dict[int, Shard] = {}
     for index, stage in pipe.stages.items():
@@ -70,7 +74,7 @@ def _own_tensors(pipe: "Pipeline") -> dict[int, Shard]:
                 state = module.state_dict()
                 kept = {n for n in state if n.rpartition(".")[2] != "_extra_state"}
                 own = {n: tensor for n, tensor in state.items() if n in kept}
-            found[index] |= in_files(layer, module, own)
+            found[index] |= target.named(layer, module, own)
     return found
 
 

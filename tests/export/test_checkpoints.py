@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
-from gpipe_hpc.errors import CheckpointError
+from gpipe_hpc.errors import CheckpointError, ConfigError
 from gpipe_hpc.export import export_checkpoint, export_safetensors
 from gpipe_hpc.models import build_model, token_cross_entropy
 from gpipe_hpc.models.huggingface import huggingface_layers
@@ -85,4 +85,34 @@ def test_a_checkpoint_cut_short_is_named_and_nothing_is_made(tmp_path: Path):
     listed.write_bytes(listed.read_bytes()[:50])
     with pytest.raises(CheckpointError, match=r"expected the file \.metadata as it was"):
         export_checkpoint(tmp_path / "checkpoint", layers, tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+
+
+def test_without_a_prefix_a_plain_sequential_loads_it(tmp_path: Path):
+    """Its names began with `layers.`, so a user had to rename each before load_state_dict."""
+    layers = [LayerSpec(nn.Linear, 4, 6), nn.Tanh(), LayerSpec(nn.Linear, 6, 2)]
+    inputs, targets = torch.randn(5, 4), torch.tensor([0, 1, 1, 0, 1])
+
+    def body(world: Any) -> torch.Tensor:
+        pipe = Pipeline(layers, nn.functional.cross_entropy, world=world)
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
+        pipe.step(inputs, targets)
+        optimizer.step()
+        pipe.save(tmp_path / "checkpoint", optimizer)
+        export_safetensors(pipe, tmp_path / "ranks", prefix="")
+        return pipe.predict(inputs)
+
+    expected = run_on_threads(2, body)[0]
+    export_checkpoint(tmp_path / "checkpoint", layers, tmp_path / "one", prefix="")
+    for folder in (tmp_path / "ranks", tmp_path / "one"):
+        plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+        plain.load_state_dict(stored(folder))
+        assert torch.equal(plain(inputs), expected)
+
+
+def test_a_model_of_transformers_keeps_its_names(tmp_path: Path):
+    layers = huggingface_layers(GPT2)
+    pipe = Pipeline(layers, token_cross_entropy)
+    with pytest.raises(ConfigError, match=r"export\.prefix, expected 'layers\.' for a model"):
+        export_safetensors(pipe, tmp_path / "exported", prefix="")
     assert not (tmp_path / "exported").exists()
