@@ -1,5 +1,6 @@
 """Is there room in memory for what a checkpoint brings beside the model?"""
 
+import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
@@ -7,7 +8,7 @@ from typing import Final
 import torch
 
 from gpipe_hpc.comm.group import Group, rank_names
-from gpipe_hpc.comm.transport.shared import host_identity
+from gpipe_hpc.comm.machine import shared_identity
 from gpipe_hpc.errors import CheckpointError
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
@@ -19,7 +20,7 @@ def check_room(path: Path, group: Group, needed: Mapping[torch.device, int]) -> 
 
     `needed`: this rank's, by device. All ranks call it; CheckpointError on all of them.
     """
-    host = host_identity()
+    host = shared_identity("mnt") or socket.gethostname()
     own = {f"{host} {device}": (size, free_bytes(device)) for device, size in needed.items()}
     told: list[dict[str, tuple[int, int | None]]] = group.all_gather_object(own)
     for place in sorted({name for part in told for name in part}):

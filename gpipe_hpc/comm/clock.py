@@ -2,7 +2,8 @@
 
 import os
 import zlib
-from pathlib import Path
+
+from gpipe_hpc.comm.machine import shared_identity
 
 
 def clock_identity() -> int:
@@ -11,9 +12,5 @@ def clock_identity() -> int:
     That is the monotonic clock of a running kernel, in one time namespace. Where the system does
     not tell, the process is alone with its clock.
     """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = os.readlink("/proc/self/ns/time")
-    except OSError:
-        boot, namespace = "process", f"{os.uname().nodename} {os.getpid()}"
-    return zlib.crc32(f"{boot} {namespace}".encode())
+    alone = f"process {os.uname().nodename} {os.getpid()}"
+    return zlib.crc32((shared_identity("time") or alone).encode())

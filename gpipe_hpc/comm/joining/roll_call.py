@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import Store
 from gpipe_hpc import __version__
 from gpipe_hpc.comm.joining.launcher import Launch
 from gpipe_hpc.comm.joining.secret import PROOF_BYTES, SECRET_VARIABLE, Secret
+from gpipe_hpc.comm.machine import shared_identity
 from gpipe_hpc.errors import LaunchError
 
 # How long past its time a rank stays for others to hear, or to speak.
@@ -82,11 +83,7 @@ class Member:
 
 def _machine() -> str:
     """Return a text that processes share if one's 127.0.0.1 is the other's."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/net')}"
-    except OSError:
-        return socket.gethostname()
+    return shared_identity("net") or socket.gethostname()
 
 
 def _started(pid: int) -> str:

@@ -102,16 +102,6 @@ class SharedTransport:
         self._behind = []
 
 
-def host_identity() -> str:
-    """Return a text that two processes share if they can share memory; empty: with nobody."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        # One mount namespace: a socket's path means the same to both.
-        return f"{boot} {os.readlink('/proc/self/ns/mnt')}"
-    except OSError:
-        return ""
-
-
 def why_not_shared() -> str:
     """Return why this process cannot share memory with others of its host; empty if it can.
 

@@ -7,11 +7,11 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final
 
 from torch.distributed.distributed_c10d import Store
 
+from gpipe_hpc.comm.machine import shared_identity
 from gpipe_hpc.comm.watch.helper import Helper
 from gpipe_hpc.comm.watch.lines import Message
 from gpipe_hpc.comm.watch.neighbours import dials, neighbours
@@ -33,7 +33,7 @@ class Introduction:
     def __init__(self, store: Store, helper: Helper, rank: int, size: int) -> None:
         self._store, self._helper, self._rank = store, helper, rank
         self._missing = set(neighbours(rank, size))
-        self._network = network_identity()
+        self._network = shared_identity("net") or socket.gethostname()
         self._is_open_outside = False
         self._pause_s = _FIRST_PAUSE_S
         self._due_s = time.monotonic()
@@ -81,15 +81,6 @@ class Introduction:
 
     def _point(self, other: int, host: str, port: int) -> None:
         self._helper.send(kind="peer", rank=other, host=host, port=port)
-
-
-def network_identity() -> str:
-    """Return a text that is equal where two processes share their loopback interface."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/net')}"
-    except OSError:
-        return socket.gethostname()
 
 
 def outside_address() -> str:

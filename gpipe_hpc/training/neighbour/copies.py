@@ -16,7 +16,7 @@ import torch
 from gpipe_hpc.checkpoint.host_copy import HostBuffer
 from gpipe_hpc.checkpoint.rank_state import StateError, fits, pack, restore, unpack
 from gpipe_hpc.comm.exchange import Exchange, Move
-from gpipe_hpc.comm.transport.shared import host_identity
+from gpipe_hpc.comm.machine import shared_identity
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.training.neighbour.files import CopyFolder, CopyWriter
@@ -181,7 +181,7 @@ def open_copies(
     a text that ranks share where they share `root`.
     """
     with together(world, "opening copies in memory"):
-        own = host or host_identity() or socket.gethostname()
+        own = host or shared_identity("mnt") or socket.gethostname()
         hosts = world.everybody.all_gather_object(own)
         folder = CopyFolder(root, run_name)
         folder.open()

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple
 
+from gpipe_hpc.comm.machine import shared_identity
 from gpipe_hpc.errors import RunFolderError
 
 log = logging.getLogger("gpipe_hpc.train")
@@ -229,12 +230,8 @@ def myself() -> Owner:
 
 
 def _machine() -> str:
-    """Return what is alike where process numbers mean the same: the boot and their namespace."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return socket.gethostname()
+    """Return what is alike where process numbers mean the same."""
+    return shared_identity("pid") or socket.gethostname()
 
 
 def _started(pid: int) -> int | None:

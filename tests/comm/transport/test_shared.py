@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from gpipe_hpc.comm.threads import run_on_threads
 from gpipe_hpc.comm.transport.base import PlacedChannel
-from gpipe_hpc.comm.transport.shared import SharedTransport, host_identity, open_shared_transport
+from gpipe_hpc.comm.transport.shared import SharedTransport, open_shared_transport
 from gpipe_hpc.comm.transport.shared_channel import SharedReceiver, SharedSender
 from gpipe_hpc.schedule import Channel
 
@@ -327,7 +327,3 @@ def test_it_opens_under_any_temporary_folder_and_leaves_nothing_there(
     assert run_on_threads(2, body) == [1.0, 0.0]
     assert list(folder.iterdir()) == []
     assert set(Path("/tmp").glob("gpipe_hpc_*")) <= others
-
-
-def test_processes_of_one_host_have_one_identity():
-    assert host_identity() == host_identity() != ""

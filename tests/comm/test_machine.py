@@ -1,0 +1,63 @@
+"""One function says which machine a process is on, by the namespace that is to be shared."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+import gpipe_hpc
+from gpipe_hpc.comm.clock import clock_identity
+from gpipe_hpc.comm.joining import roll_call
+from gpipe_hpc.comm.machine import shared_identity
+from gpipe_hpc.training.run import lock
+
+NAMESPACES = ("net", "mnt", "pid", "time")
+
+
+@pytest.fixture
+def in_a_container(monkeypatch):
+    """Return a function: give this process a namespace of its own, by its name."""
+    real = os.readlink
+
+    def enter(namespace):
+        own = f"/proc/self/ns/{namespace}"
+        monkeypatch.setattr(os, "readlink", lambda p: "other" if p == own else real(p))
+
+    return enter
+
+
+@pytest.mark.parametrize("entered", NAMESPACES)
+def test_another_namespace_is_another_place_for_what_it_divides_alone(in_a_container, entered):
+    before = {name: shared_identity(name) for name in NAMESPACES}
+    assert all(before.values()) and len({*before.values()}) == len(NAMESPACES)
+    in_a_container(entered)
+    after = {name: shared_identity(name) for name in NAMESPACES}
+    assert {name for name in NAMESPACES if before[name] != after[name]} == {entered}
+
+
+@pytest.mark.parametrize(
+    ("asks", "namespace"),
+    [(roll_call._machine, "net"), (lock._machine, "pid"), (clock_identity, "time")],
+    ids=["roll call", "lock of a run", "clock"],
+)
+def test_each_asks_about_the_namespace_that_it_lives_by(in_a_container, asks, namespace):
+    before = asks()
+    in_a_container("mnt")
+    assert asks() == before
+    in_a_container(namespace)
+    assert asks() != before
+
+
+def test_where_the_system_does_not_tell_it_is_empty(monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError("hidden")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert [shared_identity(name) for name in NAMESPACES] == [""] * len(NAMESPACES)
+
+
+def test_nobody_else_asks():
+    """The same question stood in six files, with four answers for a system that does not tell."""
+    package = Path(gpipe_hpc.__file__).parent
+    asking = [p for p in package.rglob("*.py") if "boot_id" in p.read_text("utf-8")]
+    assert [p.relative_to(package).as_posix() for p in asking] == ["comm/machine.py"]
