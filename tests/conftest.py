@@ -1,6 +1,7 @@
 """Fixtures that several folders of tests use."""
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -20,6 +21,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 # Two cores and many small tensors: threads only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is there by now out of all garbage collections: a full one took 0.4 s."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

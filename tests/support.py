@@ -232,3 +232,23 @@ def product_of(names: str, *axes: Sequence[Any], strength: int = 2) -> pytest.Ma
 def cover_of(names: str, *axes: Sequence[Any], strength: int = 2) -> pytest.MarkDecorator:
     """Parametrise by a cover of the product."""
     return pytest.mark.parametrize(names, covering(*axes, strength=strength))
+
+
+def in_turn(
+    names: str, kinds: Sequence[Any], others: Sequence[Any], *, each: int
+) -> pytest.MarkDecorator:
+    """Parametrise each kind by `each` of the others, which take turns; what is left out is slow."""
+    step = max(1, len(others) // each)
+    fast = {
+        (kind, (kind + step * turn) % len(others))
+        for kind in range(len(kinds))
+        for turn in range(each)
+    }
+    return pytest.mark.parametrize(
+        names,
+        [
+            pytest.param(kind, other, marks=[] if (k, o) in fast else pytest.mark.slow)
+            for k, kind in enumerate(kinds)
+            for o, other in enumerate(others)
+        ],
+    )

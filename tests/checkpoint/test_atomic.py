@@ -11,6 +11,7 @@ from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.checkpoint import loading, memory
 from gpipe_hpc.checkpoint.manifest import MANIFEST, manifest_text, read_manifest
 from gpipe_hpc.errors import CheckpointError, HalfLoadedError
+from tests.support import cover_of
 
 
 def truncated(path, monkeypatch):
@@ -46,13 +47,12 @@ def without_a_buffer(path, monkeypatch):
     (path / MANIFEST).write_bytes(manifest_text(facts))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize(
-    "fault",
-    [truncated, flipped, no_room, no_allocation, without_a_buffer],
-    ids=lambda f: f.__name__,
+@cover_of(
+    "num_ranks, fault, trained",
+    (2, 4, 1),
+    (truncated, flipped, no_room, no_allocation, without_a_buffer),
+    (1, 0),
 )
-@pytest.mark.parametrize("trained", [0, 1])
 def test_after_a_refusal_nothing_has_changed(
     saved, new_run, same, monkeypatch, num_ranks, fault, trained
 ):

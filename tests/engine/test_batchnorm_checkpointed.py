@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gpipe_hpc import Pipeline, run_on_threads
-from tests.support import assert_close, batch, together, train_ranks
+from tests.support import assert_close, batch, cover_of, together, train_ranks
 
 SAMPLES, MICROBATCHES = 12, 3
 
@@ -62,9 +62,12 @@ def train(reentrant, recompute, schedule="gpipe", replicas=1, kind=Checkpointed,
     return together(ranks)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("recompute", ["always", "except_last", "never"])
-@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b", "zb_h1"])
+@cover_of(
+    "reentrant, recompute, schedule",
+    (True, False),
+    ("always", "except_last", "never"),
+    ("gpipe", "one_f_one_b", "zb_h1"),
+)
 def test_counts_one_batch_a_step(reentrant, recompute, schedule):
     """The same layers without their own checkpoint are the reference; see test_batchnorm.py."""
     ours = train(reentrant, recompute, schedule)

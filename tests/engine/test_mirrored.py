@@ -84,7 +84,7 @@ def label(value):
 
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize(("stages", "settings", "num_copies"), MIRRORED, ids=label)
-def test_copies_are_equal_to_the_bit_after_twenty_steps(stages, settings, num_copies, replicas):
+def test_copies_are_equal_to_the_bit_after_eight_steps(stages, settings, num_copies, replicas):
     """In weights, gradients and both moments of AdamW; with three micro-batches for two ways."""
 
     def body(world):
@@ -92,7 +92,7 @@ def test_copies_are_equal_to_the_bit_after_twenty_steps(stages, settings, num_co
             world, stages=stages, replicas=replicas, microbatches=5, recompute="never", **settings
         )
         start = {name: p.detach().clone() for name, p in pipe.named_parameters()}
-        results = train(pipe, optimizer, batches(20, 13, 3, 2))
+        results = train(pipe, optimizer, batches(8, 13, 3, 2))
         moved = [not torch.equal(p, start[n]) for n, p in pipe.named_parameters()]
         return state_of(pipe, optimizer), results, all(moved)
 
@@ -107,7 +107,7 @@ def test_copies_of_real_processes_are_equal_to_the_bit(processes, tmp_path):
 
     def body(rank):
         pipe, optimizer = make(stages=2, replicas=2, microbatches=4, schedule="dualpipe")
-        return state_of(pipe, optimizer) if train(pipe, optimizer, batches(20, 13, 3, 2)) else None
+        return state_of(pipe, optimizer) if train(pipe, optimizer, batches(8, 13, 3, 2)) else None
 
     assert set(assert_one(processes(4, body, tmp_path))) == {4}
 

@@ -10,7 +10,7 @@ from torch import nn
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.comm.transport.memory import MemoryTransport
 from gpipe_hpc.errors import ActionError
-from tests.support import batches
+from tests.support import batches, cover_of
 
 WIDTH = 4
 RECOMPUTE = ["always", "except_last", "never"]
@@ -60,9 +60,7 @@ def backwards(count):
     return range(count)[::-1]
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b", "zb_h1"])
-@pytest.mark.parametrize("recompute", RECOMPUTE)
+@cover_of("schedule, recompute, stages", ("gpipe", "one_f_one_b", "zb_h1"), RECOMPUTE, (4, 2))
 def test_a_layer_that_asks_is_told_the_same_as_in_one_piece(plain, recompute, schedule, stages):
     """Recomputed, every float of a boundary said that it required a gradient."""
     data = batches(2)

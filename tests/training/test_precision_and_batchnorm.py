@@ -63,6 +63,7 @@ def test_an_overflow_is_logged_and_kept(train, tmp_path):
     assert (last["step"], last["loss_scale"], last["skipped_steps"]) == (4, 32768.0, 1)
 
 
+@pytest.mark.slow
 def test_a_too_small_microbatch_is_refused_before_the_first_step(start_ranks, tmp_path):
     # 30 samples: the last batch of the epoch has 6, so micro-batches of 1.
     small = ("data.num_samples=30", "train.steps=4", "pipeline.microbatches=4", "run.dir=run")

@@ -471,8 +471,10 @@ def test_a_torch_that_cannot_tell_gets_whole_backwards(function, monkeypatch):
     compare(partial(Apply, function), True)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1", "zb_v", "auto"])
-@pytest.mark.parametrize("function", [equilibrium, force])
+@pytest.mark.parametrize(
+    "function, schedule",
+    [(equilibrium, "gpipe"), (force, "zb_h1"), (equilibrium, "zb_v"), (force, "auto")],
+)
 def test_pipelines(function, schedule):
     torch.manual_seed(0)
     inputs, targets = torch.randn(2, 8, 4, dtype=torch.float64)

@@ -13,6 +13,7 @@ from gpipe_hpc.engine.stage import Stage
 from gpipe_hpc.engine.work import Keep, Recipe, StageWork
 from gpipe_hpc.models import build_model, token_cross_entropy
 from gpipe_hpc.schedule import Op, schedule_names
+from tests.support import cover_of
 
 NAMES = [name for name in schedule_names() if name != "file"]
 SIZES = {"vocab_size": 13, "block_size": 5, "num_layers": 7, "num_heads": 2, "width": 8}
@@ -52,6 +53,9 @@ def convolutions():
     return [*first, LayerSpec(Skipping, 1, 0).popping("a")]
 
 
+MODELS = ("gpt", "convolutions")
+
+
 def check(name, model, recompute, **settings):
     settings = {"schedule": name, "recompute": recompute, "microbatches": 4, **settings}
     ranks = settings.get("stages", 2)
@@ -66,9 +70,7 @@ def check(name, model, recompute, **settings):
         assert all(torch.equal(own[n], g) for n, g in gradients.items())
 
 
-@pytest.mark.parametrize("model", ["gpt", "convolutions"])
-@pytest.mark.parametrize("recompute", ["always", "never"])
-@pytest.mark.parametrize("name", ["gpipe", "zb_v", "zb_h2"])
+@cover_of("name, model, recompute", ("gpipe", "zb_v", "zb_h2"), MODELS, ("always", "never"))
 def test_offloading_changes_no_bit(name, model, recompute):
     check(name, model, recompute)
 

@@ -12,7 +12,7 @@ from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.comm.joining.start import start_world
 from gpipe_hpc.engine.memory import outlets
 from gpipe_hpc.errors import ActionError
-from tests.support import batches, square_sum
+from tests.support import batches, cover_of, square_sum
 
 WIDTH, ROWS = 4, 16
 both_ways = pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "gloo"])
@@ -130,9 +130,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("recompute", ["always", "except_last", "never"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", KINDS)
+@cover_of("kind, layout, recompute", [*KINDS], [*LAYOUTS], ("always", "except_last", "never"))
 def test_memory_that_a_layer_uses_again(plain, kind, layout, recompute):
     """The next micro-batch wrote over what was kept, or sent, of the last one."""
     data, (stages, settings) = batches(2, ROWS, WIDTH), LAYOUTS[layout]

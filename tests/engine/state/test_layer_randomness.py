@@ -18,7 +18,15 @@ from torch.utils.checkpoint import checkpoint
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.errors import ActionError
 from gpipe_hpc.planning.measured import measure_layers
-from tests.support import Trained, assert_close, batches, square_sum, together, train_ranks
+from tests.support import (
+    Trained,
+    assert_close,
+    batches,
+    cover_of,
+    square_sum,
+    together,
+    train_ranks,
+)
 
 WIDTH, SAMPLES, MICROBATCHES, STEPS, SEED = 4, 8, 4, 3, 5
 
@@ -143,12 +151,15 @@ def model(kind):
     return [nn.Linear(WIDTH, WIDTH, dtype=torch.float64), kind(), nn.Tanh(), kind(), kind()]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("recompute", ["always", "except_last", "never"])
-@pytest.mark.parametrize(("schedule", "ranks"), [("gpipe", 1), ("one_f_one_b", 2), ("zb_v", 2)])
-def test_numbers_are_those_of_the_published_formula(plain, kind, recompute, schedule, ranks):
+@cover_of(
+    "kind, recompute, layout",
+    [*KINDS],
+    ("always", "except_last", "never"),
+    (("gpipe", 1), ("one_f_one_b", 2), ("zb_v", 2)),
+)
+def test_numbers_are_those_of_the_published_formula(plain, kind, recompute, layout):
     """They came from wherever the generators stood, in R from further on."""
-    layers = model(KINDS[kind])
+    layers, (schedule, ranks) = model(KINDS[kind]), layout
     ours = train(layers, ranks, schedule=schedule, recompute=recompute)
     assert_close(ours, train_plain(plain, layers), 1e-11)
 

@@ -6,11 +6,19 @@ Buffers are compared as well as losses and gradients.
 
 import copy
 
-import pytest
 import torch
 from torch import nn
 
-from tests.support import Trained, assert_close, batches, descend, square_sum, together, train_ranks
+from tests.support import (
+    Trained,
+    assert_close,
+    batches,
+    descend,
+    in_turn,
+    square_sum,
+    together,
+    train_ranks,
+)
 
 WIDTH, SAMPLES, STEPS, RATE = 4, 11, 3, 0.1
 LARGE = 10_000  # so many numbers for each of the width are not copied beforehand
@@ -241,8 +249,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda at: "-".join(map(str, at[1].values())))
+@in_turn("kind, layout", [*KINDS], LAYOUTS, each=3)
 def test_trains_as_the_plain_loop(kind, layout):
     """Averages were moved by R as well, and under 1F1B even losses were others."""
     ranks, options = layout

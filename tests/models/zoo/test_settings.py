@@ -44,11 +44,10 @@ ZOO = {
     "vgg16": VGG,
     "vgg19": VGG,
 }
-# One of each family trains in every run of the tests, the others in those of the slow ones.
-QUICK = ("alexnet", "amoebanet_d_tiny", "bert48", "googlenet", "gpt", "mlp", "resnet50")
-QUICK += ("resnet110_v2", "resnet_small", "transformer_l", "unet_tiny", "vgg16")
-# Not of the zoo: the models of a library.
-FOREIGN = {"huggingface"}
+# One of each kind trains in every run of the tests, the others in those of the slow ones.
+QUICK = ("bert48", "mlp", "resnet_small", "unet_tiny")
+# Not of the zoo: the models of a library, and those of users.
+FOREIGN = {"huggingface", "own"}
 
 
 def names(group: str) -> set[str]:

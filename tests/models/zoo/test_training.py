@@ -186,13 +186,13 @@ def test_trains_as_in_one_piece(case: Case):
     assert_same(pipelined(case, "uniform", schedule="zb_h1", recompute="never"), expected)
 
 
-LONG = ("amoebanet_d", "googlenet", "resnet50", "resnet110_v2")
+QUICK = ("vgg", "transformer_l", "resnet_small")
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=name, marks=[pytest.mark.slow] if name in LONG else [])
+        pytest.param(case, id=name, marks=[] if name in QUICK else [pytest.mark.slow])
         for name, case in CUT_CASES.items()
     ],
 )
