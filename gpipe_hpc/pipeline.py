@@ -47,10 +47,12 @@ from gpipe_hpc.models import Layer, find_ties, layer_stages, normalise_layers, p
 from gpipe_hpc.planning import (
     Counted,
     Example,
+    Gauge,
     Layout,
     Measured,
     Request,
     check_conservation,
+    cut,
     cut_table,
     lay_out,
 )
@@ -171,8 +173,13 @@ class Pipeline:
 
     def _lay_out(self, model: list[Layer], example: tuple[Nest, Nest] | None) -> Layout:
         """Return the layout that rank 0 decides on, which alone measures and needs an example."""
-        world = self.world
-        work = partial(self._decide, model, example) if world.rank == 0 else None
+        world, request, work = self.world, self.request, None
+        if world.rank == 0:
+            with together(world, "start"):
+                gauge = self._gauge(model, example)
+                # Layers are measured on the thread that will run them: another one has other
+                # memory (arenas of glibc) and other settings of torch. A search may take long.
+                work = partial(lay_out, replace(request, partition=cut(request, gauge)), gauge)
         decided = patiently(world, "laying out", work)
         with together(world, "start"):
             layout: Layout = broadcast_object(self.everybody, decided, root=0)
@@ -181,13 +188,14 @@ class Pipeline:
                 log.info("%s", text)
         return layout
 
-    def _decide(self, model: list[Layer], example: tuple[Nest, Nest] | None) -> Layout:
+    def _gauge(self, model: list[Layer], example: tuple[Nest, Nest] | None) -> Gauge:
+        """Return what measures the layers on one micro-batch, if there is one."""
         request, given = self.request, None
         if example is not None:
             inputs, targets = (with_tensors(part, "example") for part in example)
             given = Example(inputs, targets, self.loss_fn, request.seed, self.world.device)
         counted = Counted(model, given, request.precision, shares_casts=not request.offload)
-        return lay_out(request, Measured(counted))
+        return Measured(counted)
 
     def _compile(self, wish: bool | str) -> None:
         """Let the layers run compiled, if that is wished."""

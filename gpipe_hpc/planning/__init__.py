@@ -2,7 +2,7 @@
 
 from gpipe_hpc.planning.cut_table import check_conservation, cut_table
 from gpipe_hpc.planning.gauges import Counted, Example, Gauge, LayerTimes, Measured
-from gpipe_hpc.planning.layout import Layout, lay_out
+from gpipe_hpc.planning.layout import Layout, cut, lay_out
 from gpipe_hpc.planning.measured import LayerCost, measure_layers
 from gpipe_hpc.planning.minimax import by_hand, minimax, uniform
 from gpipe_hpc.planning.optimizer import OptimizerMemory
@@ -24,6 +24,7 @@ __all__ = [
     "by_hand",
     "check_conservation",
     "choose_partition",
+    "cut",
     "cut_table",
     "lay_out",
     "measure_layers",

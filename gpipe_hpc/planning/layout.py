@@ -1,8 +1,8 @@
 """Decide how a model is laid out: cut, table and recomputation."""
 
 import hashlib
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Final
 
 from gpipe_hpc.engine.tables import Tables
 from gpipe_hpc.errors import ConfigError, ScheduleError
@@ -13,7 +13,7 @@ from gpipe_hpc.planning.partition import Partition, choose_partition
 from gpipe_hpc.planning.request import Request
 from gpipe_hpc.planning.tables import make_tables, recomputes, table_asked_for
 from gpipe_hpc.planning.units import flops_text
-from gpipe_hpc.schedule import Schedule, build, digest, num_stages, simulate
+from gpipe_hpc.schedule import Schedule, digest, num_stages, simulate
 
 
 @dataclass(frozen=True)
@@ -52,46 +52,54 @@ def lay_out(request: Request, gauge: Gauge) -> Layout:
     The same request and the same figures give the same layout, whoever asks. Raises ConfigError,
     ModelError, PartitionError or ScheduleError for what cannot work.
     """
-    ordered = _cut_and_order(request, gauge)
-    partition, table, mode = ordered.partition, ordered.table, request.recompute
-    budget = None
-    if mode == "budget":
+    partition, table, searched = _ordered(request, cut(request, gauge))
+    budget, recompute = None, request.recompute
+    if recompute == "budget":
         budget = _fit(request, partition, table, gauge)
-        table, mode = budget.schedule, "never"
+        table, recompute = budget.schedule, "never"
     skips = long_skips(skip_routes(find_skips(gauge.layers), partition.counts))
     return Layout(
         partition,
-        make_tables(table, mode, skips, request.offload),
+        make_tables(table, recompute, skips, request.offload),
         budget.recomputed if budget else None,
         request.replicas,
-        ordered.searched,
+        searched,
         budget.text if budget else "",
     )
 
 
-class _Ordered(NamedTuple):
-    """A cut, a table without communication, and what was compared to find them."""
+def cut(request: Request, gauge: Gauge) -> Partition:
+    """Make the cut of a layout, the only part for which a gauge may run layers.
 
-    partition: Partition
-    table: Schedule
-    searched: str = ""
+    A request for that cut (`partition=`), or for the layout's own, gives the same layout. Raises
+    what `lay_out` raises.
+    """
+    given = request.partition
+    if _compares_placements(request) and isinstance(given, Partition) and given.times:
+        return given  # of whichever placement was the best: its times are what counts
+    return choose_partition(given, _num_stages(request), gauge)
 
 
-def _cut_and_order(request: Request, gauge: Gauge) -> _Ordered:
-    ranks, microbatches, options = _ranks(request), request.microbatches, request.options
+def _compares_placements(request: Request) -> bool:
+    return request.schedule == "auto" and request.options.get("placement") == "best"
+
+
+def _num_stages(request: Request) -> int:
     if request.schedule != "auto":
-        table = table_asked_for(
-            request.schedule, ranks=ranks, microbatches=microbatches, options=options
-        )
-        return _Ordered(choose_partition(request.partition, table.num_stages, gauge), table)
-    if options.get("placement") == "best":
-        return _best_placement(request, gauge)
-    count = num_stages("auto", ranks=ranks, microbatches=microbatches, **options)
-    partition = choose_partition(request.partition, count, gauge)
-    if partition.times:
-        options.setdefault("costs", partition.stage_costs())
-    table = build("auto", ranks=ranks, microbatches=microbatches, **options)
-    return _Ordered(partition, table)
+        return _table(request).num_stages  # refuses what cannot be built before layers are run
+    if _compares_placements(request):
+        return _ranks(request)
+    size = {"ranks": _ranks(request), "microbatches": request.microbatches}
+    return num_stages("auto", **size, **request.options)
+
+
+def _table(request: Request, **options: object) -> Schedule:
+    return table_asked_for(
+        request.schedule,
+        ranks=_ranks(request),
+        microbatches=request.microbatches,
+        options={**options, **request.options},
+    )
 
 
 def _ranks(request: Request) -> int:
@@ -99,16 +107,24 @@ def _ranks(request: Request) -> int:
     return request.stages
 
 
+def _ordered(request: Request, partition: Partition) -> tuple[Partition, Schedule, str]:
+    """Return the cut, a table without communication, and what was compared to find them."""
+    if request.schedule != "auto":
+        return partition, _table(request), ""
+    if _compares_placements(request):
+        return _best_placement(request, partition)
+    costs = {"costs": partition.stage_costs()} if partition.times else {}
+    return partition, _table(request, **costs), ""
+
+
 # What `placement=best` tries: a name of `auto`, and the stages of a rank.
 _PLACEMENTS: Final = (("one_each", 1), ("wave", 2), ("looped", 2))
 _WORTH_MORE_STAGES: Final = 0.99  # of the time with fewer
 
 
-def _best_placement(request: Request, gauge: Gauge) -> _Ordered:
+def _best_placement(request: Request, given: Partition) -> tuple[Partition, Schedule, str]:
     """Search an order on several placements for what layers take; return the fastest, simulated."""
-    ranks, given = _ranks(request), request.partition
-    if not (isinstance(given, Partition) and given.times):
-        given = choose_partition(given, ranks, gauge)
+    ranks = _ranks(request)
     if not given.times or "costs" in request.options:
         raise ConfigError(
             f"schedule 'auto': placement 'best' compares placements for measured layers, expected "
@@ -118,7 +134,7 @@ def _best_placement(request: Request, gauge: Gauge) -> _Ordered:
     best: tuple[float, Partition, Schedule] | None = None
     lines: list[str] = []
     for placement, each in _PLACEMENTS:
-        if each > 1 and ranks * each > len(gauge.layers):
+        if each > 1 and ranks * each > len(given.costs):
             continue
         partition = given.cut_anew(ranks * each)
         table, took = _searched(request, partition, placement, each)
@@ -127,7 +143,7 @@ def _best_placement(request: Request, gauge: Gauge) -> _Ordered:
         if best is None or took < best[0] * _WORTH_MORE_STAGES:
             best = took, partition, table
     assert best is not None, "one stage a rank is among them"
-    return _Ordered(*best[1:], "\n".join(lines))
+    return *best[1:], "\n".join(lines)
 
 
 def _searched(
@@ -140,7 +156,7 @@ def _searched(
     limit = options.get("limit")
     if limit is not None:  # in micro-batches of a rank's whole share, whatever its stages
         options["limit"] = [x * each for x in limit] if isinstance(limit, list) else limit * each
-    table = build("auto", ranks=_ranks(request), microbatches=request.microbatches, **options)
+    table = _table(replace(request, schedule_options=options))
     return table, simulate(table, costs).makespan
 
 

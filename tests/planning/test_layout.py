@@ -17,7 +17,7 @@ from gpipe_hpc.config import PipelineConfig, build_target, compose_config, conf_
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import LayerSpec, loss_function
 from gpipe_hpc.plan import make_plan, microbatch, samples_per_microbatch
-from gpipe_hpc.planning import LayerTimes, Request, lay_out
+from gpipe_hpc.planning import LayerTimes, Measured, Request, cut, lay_out
 from gpipe_hpc.planning.counted import count_model
 from gpipe_hpc.schedule import build, schedule_names, to_text
 from gpipe_hpc.training import session
@@ -137,6 +137,45 @@ def test_a_layout_travels_as_it_is():
     layout = lay_out(request, Given())
     for copy in (loads(dumps(layout, "a layout"), "a layout"), pickle.loads(pickle.dumps(layout))):
         assert copy == layout and copy.digest() == layout.digest()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"schedule": "zb_v"},
+        {"schedule": "auto", "schedule_options": {"trials": 5}},
+        {"schedule": "auto", "schedule_options": {"trials": 5, "placement": "best"}},
+    ],
+    ids=str,
+)
+def test_a_cut_that_is_known_gives_the_same_layout_unmeasured(settings):
+    """A resumed run keeps the cut of its checkpoint, whatever the layers take today."""
+    request = Request(stages=2, microbatches=4, partition="time", **settings)
+    layout = lay_out(request, Given())
+
+    class Silent:
+        measure, layers = "FLOPs", LAYERS
+
+    for known in (layout.partition, cut(request, Given())):
+        again = lay_out(replace(request, partition=known), Silent())
+        assert again.digest() == layout.digest() and again.partition == layout.partition
+
+
+def test_layers_are_measured_on_the_thread_that_runs_them(monkeypatch):
+    """On a thread of its own glibc gives memory from another arena, and torch's settings differ."""
+    noted = []
+
+    def times(self):
+        noted.append(threading.current_thread().name)
+        return FLOPS * 4
+
+    monkeypatch.setattr(Measured, "times", property(times))
+
+    def body(world):
+        Pipeline(LAYERS, nn.functional.mse_loss, partition="time", world=world)
+
+    run_on_threads(2, body)
+    assert set(noted) == {"rank0"}
 
 
 def test_the_digest_knows_all_that_decides_a_run():
