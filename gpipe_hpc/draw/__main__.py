@@ -3,7 +3,7 @@
 import sys
 
 from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs, say_error
-from gpipe_hpc.draw.pictures import draw, put
+from gpipe_hpc.draw.pictures import columns_of_terminal, draw, put
 from gpipe_hpc.errors import GpipeError
 
 
@@ -18,7 +18,8 @@ def main() -> None:
 
 def _task(job: Job) -> int:
     try:
-        put(draw(job.config), job.config.draw.out)
+        out = job.config.draw.out
+        put(draw(job.config, columns_of_terminal(out)), out)
     except BrokenPipeError:
         raise  # whoever reads has gone, see run_jobs
     except (GpipeError, OSError) as error:

@@ -1,5 +1,6 @@
 """What is drawn, and in which format."""
 
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -38,16 +39,24 @@ class Subject(NamedTuple):
     table: Table = ()
 
 
-def draw(config: Config) -> str | bytes:
+class Size(NamedTuple):
+    """How wide a picture is asked to be, and how many columns the page of a text has, if any."""
+
+    width: int | None = None
+    columns: int | None = None
+
+
+def draw(config: Config, columns: int | None = None) -> str | bytes:
     """Return the picture, page, trace or table that the settings ask for.
 
+    `columns` is the width of the terminal that shows a text: longer lines go on in panels below.
     Of run.dir the typical measured step above its simulation; without, schedules as simulated.
     """
     check_drawing(config)
     if config.draw.format == "table":
         return standings(config, config.pipeline.stages or DEFAULT_STAGES)
-    run, width = config.run.dir, config.draw.width
-    return _FORMATS[config.draw.format](measured(Path(run)) if run else simulated(config), width)
+    run, size = config.run.dir, Size(config.draw.width, columns)
+    return _FORMATS[config.draw.format](measured(Path(run)) if run else simulated(config), size)
 
 
 def put(picture: str | bytes, out: str | None) -> None:
@@ -70,6 +79,11 @@ def put(picture: str | bytes, out: str | None) -> None:
         )
     else:
         sys.stdout.buffer.write(picture)
+
+
+def columns_of_terminal(out: str | None) -> int | None:
+    """Return how many columns what is written has room for; None where it is no terminal."""
+    return None if out or not sys.stdout.isatty() else shutil.get_terminal_size().columns
 
 
 def measured(run_folder: Path) -> Subject:
@@ -120,16 +134,18 @@ def simulated(config: Config) -> Subject:
     return Subject(tuple(timelines))
 
 
-def _text(subject: Subject, width: int | None) -> str:
+def _text(subject: Subject, size: Size) -> str:
     longest = max(timeline.makespan for timeline in subject.timelines)
-    columns = width or num_columns(subject.timelines)
+    columns = size.width or num_columns(subject.timelines)
     parts: list[str] = []
     for timeline in subject.timelines:
         share = timeline.makespan / longest if longest > 0 else 1.0
         own = max(1, round(columns * share))
         title = [f"{timeline.name}:"] if len(subject.timelines) > 1 else []
-        picture = draw_text(timeline, own, subject.unit)
-        parts.append("\n".join([*title, picture, "", draw_text_memory(timeline, own)]))
+        picture = draw_text(timeline, own, subject.unit, size.columns)
+        parts.append(
+            "\n".join([*title, picture, "", draw_text_memory(timeline, own, size.columns)])
+        )
     if subject.table:
         parts.append(_table(subject.table))
     return "\n\n".join(parts)
@@ -146,26 +162,26 @@ def _table(table: Table) -> str:
     )
 
 
-def _svg(subject: Subject, width: int | None) -> str:
+def _svg(subject: Subject, size: Size) -> str:
     timelines, unit, table = subject
-    return render_svg(layout(timelines, unit=unit, width=width, table=table))
+    return render_svg(layout(timelines, unit=unit, width=size.width, table=table))
 
 
-def _png(subject: Subject, width: int | None) -> bytes:
+def _png(subject: Subject, size: Size) -> bytes:
     timelines, unit, table = subject
-    return render_png(layout(timelines, unit=unit, width=width, table=table))
+    return render_png(layout(timelines, unit=unit, width=size.width, table=table))
 
 
-def _html(subject: Subject, width: int | None) -> str:
+def _html(subject: Subject, size: Size) -> str:
     timelines, unit, table = subject
-    scene = layout(timelines, unit=unit, width=width)
+    scene = layout(timelines, unit=unit, width=size.width)
     return render_html(scene, ", ".join(timeline.name for timeline in timelines), table)
 
 
-def _trace(subject: Subject, width: int | None) -> str:
+def _trace(subject: Subject, size: Size) -> str:
     return chrome_trace(subject.timelines)
 
 
-_FORMATS: Final[Mapping[str, Callable[[Subject, int | None], str | bytes]]] = MappingProxyType(
+_FORMATS: Final[Mapping[str, Callable[[Subject, Size], str | bytes]]] = MappingProxyType(
     {"text": _text, "svg": _svg, "png": _png, "html": _html, "trace": _trace}
 )

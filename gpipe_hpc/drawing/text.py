@@ -1,7 +1,8 @@
 """A timeline as text: one line a rank."""
 
 import string
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from gpipe_hpc.drawing.colours import HUES
@@ -14,42 +15,64 @@ from gpipe_hpc.schedule.timeline import Event, Timeline
 _FILL: Final = {Op.F: "-", Op.B: "=", Op.I: "~", Op.W: "+", Op.R: "*"}
 _DIGITS: Final = "." + string.digits[1:] + string.ascii_lowercase
 _WIDEST: Final = 240
-_LONGEST_LEGEND: Final = 92
+_LEAST_PANEL: Final = 20
 
 
-def draw_text(timeline: Timeline, width: int | None = None, unit: str = "") -> str:
+def draw_text(
+    timeline: Timeline, width: int | None = None, unit: str = "", page: int | None = None
+) -> str:
     """Draw a line of cells for each rank, dots where it idles, and a legend.
 
     A cell holds op and micro-batch (`F0`), with stage where a rank holds several (`2F0`), cut off
     where time is too short for it. `width` is the number of columns the time axis takes; None: just
     enough for every label, 240 at most. `unit` names the unit of time; times in ``s`` are shown in
-    ms or us where they are short.
+    ms or us where they are short. `page` is the number of columns of the page, the names of ranks
+    included: longer lines go on in panels below. None: no end.
     """
     cells = _cells(timeline)
     with_stage = _with_stage(cells)
     columns = width or num_columns([timeline])
     scale = columns / timeline.makespan if timeline.makespan > 0 else 0.0
-    lines = [
-        f"{_rank(timeline, rank)} {_line(timeline, row, scale, columns, with_stage)}"
-        for rank, row in enumerate(cells)
-    ]
-    return "\n".join([*lines, _legend(timeline, cells, unit)])
+    lines = [_line(timeline, row, scale, columns, with_stage) for row in cells]
+    return "\n".join([*_panels(timeline, lines, page), _fold(_legend(timeline, cells, unit), page)])
 
 
-def draw_text_memory(timeline: Timeline, width: int | None = None) -> str:
+def draw_text_memory(timeline: Timeline, width: int | None = None, page: int | None = None) -> str:
     """Draw a line for each rank with the most micro-batches of one stage kept in each column.
 
     Beyond 9 it counts on in letters (a is 10), beyond 35 it stays at ``+``; a dot is none. The
-    columns are those of `draw_text`.
+    columns and panels are those of `draw_text`.
     """
     columns = width or num_columns([timeline])
     ranks = range(timeline.num_ranks)
     peaks = " ".join(map(str, timeline.peak_activations))
-    lines = [
-        f"{_rank(timeline, rank)} {_memory_line(timeline, curve, columns)}"
-        for rank, curve in enumerate(live_activations(timeline, each) for each in ranks)
-    ]
-    return "\n".join([*lines, f"live activations (micro-batches of one stage), peaks {peaks}"])
+    curves = (live_activations(timeline, rank) for rank in ranks)
+    lines = [_memory_line(timeline, curve, columns) for curve in curves]
+    words = f"live activations (micro-batches of one stage), peaks {peaks}"
+    return "\n".join([*_panels(timeline, lines, page), _fold(words, page)])
+
+
+def _panels(timeline: Timeline, lines: Sequence[str], page: int | None) -> Iterator[str]:
+    """Yield the lines of all ranks with their names; what is too long for the page goes on below.
+
+    Panels have a blank line between them, and each says at which column of the whole it starts.
+    """
+    names = [f"{_rank(timeline, rank)} " for rank in range(timeline.num_ranks)]
+    longest = max(map(len, lines), default=0)
+    room = longest
+    if page is not None:
+        room = max(_LEAST_PANEL, page - max(map(len, names), default=0))
+    for first in range(0, max(longest, 1), max(room, 1)):
+        if first:
+            yield ""
+        if longest > room:
+            yield f"columns {first} to {min(first + room, longest) - 1} of {longest}:"
+        for name, line in zip(names, lines, strict=True):
+            yield f"{name}{line[first : first + room]}"
+
+
+def _fold(words: str, page: int | None) -> str:
+    return words if page is None else textwrap.fill(words, max(_LEAST_PANEL, page))
 
 
 def num_columns(timelines: Sequence[Timeline]) -> int:

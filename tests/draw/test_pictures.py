@@ -12,7 +12,7 @@ from PIL import Image
 
 from gpipe_hpc.config import check_config, compose_config
 from gpipe_hpc.draw import draw
-from gpipe_hpc.draw.pictures import put
+from gpipe_hpc.draw.pictures import columns_of_terminal, put
 from gpipe_hpc.errors import ConfigError, DataError, ScheduleError
 from gpipe_hpc.schedule import Costs, Timeline, build, simulate
 from gpipe_hpc.training.traces.files import write_trace
@@ -183,6 +183,17 @@ def test_pictures_go_to_a_file_or_to_standard_output(tmp_path, capsysbinary):
     assert (tmp_path / "a.png").read_bytes() == b"\x89PNG"
     put(b"\x89PNG", None)
     assert capsysbinary.readouterr().out == b"\x89PNG"
+
+
+def test_a_text_takes_the_width_of_the_terminal_that_shows_it(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    assert columns_of_terminal("file.txt") is None
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert columns_of_terminal(None) == columns_of_terminal("") == 60
+    assert columns_of_terminal("file.txt") is None
+    text = draw(compose_config(SMALL), columns=60)
+    assert max(map(len, text.splitlines())) <= 60
+    assert max(map(len, draw(compose_config(SMALL)).splitlines())) > 60
 
 
 def test_a_terminal_gets_no_bytes(monkeypatch):

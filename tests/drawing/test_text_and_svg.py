@@ -75,6 +75,23 @@ def test_text_of_memory_counts_on_in_letters():
     assert line.startswith("rank 0 123456789abcdefghijklmnopqrstuvwxyz++")
 
 
+@pytest.mark.parametrize("page", [40, 80])
+def test_text_goes_on_below_where_the_page_is_narrow(page):
+    """A terminal broke each line where it stood, and ranks no longer stood below one another."""
+    timeline = simulate(build("zb_v", ranks=4, microbatches=8), Costs(1, None, 1, 1))
+    whole = [line for line in draw_text(timeline).splitlines() if line.startswith("rank")]
+    lines = draw_text(timeline, page=page).splitlines()
+    assert max(map(len, lines)) <= page
+    parts = [[line[7:] for line in lines if line.startswith(f"rank {r} ")] for r in range(4)]
+    assert len(parts[0]) > 1
+    assert [f"rank {rank} {''.join(part)}" for rank, part in enumerate(parts)] == whole
+    memory = draw_text_memory(timeline, page=page).splitlines()
+    assert max(map(len, memory)) <= page
+    assert sum(line.startswith("columns ") for line in memory) == len(parts[0])
+    wide = draw_text(timeline, page=300)
+    assert wide == draw_text(timeline)
+
+
 def test_text_of_nothing():
     assert "makespan 0" in draw_text(Timeline(events=((),), num_stages=1, num_microbatches=1))
 

@@ -6,9 +6,9 @@ from types import MappingProxyType
 from typing import Final
 
 from gpipe_hpc.errors import ScheduleError
-from gpipe_hpc.schedule.families.greedy import Rules, list_schedule
 from gpipe_hpc.schedule.families.options import even_ranks, whole
 from gpipe_hpc.schedule.families.orders import in_slots, tabulate
+from gpipe_hpc.schedule.search.list_scheduling import Rules, list_schedule
 from gpipe_hpc.schedule.table.actions import Action, Op
 from gpipe_hpc.schedule.table.placements import mirrored
 from gpipe_hpc.schedule.table.schedule import Placement, Schedule

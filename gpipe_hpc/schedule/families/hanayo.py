@@ -1,8 +1,8 @@
 """Hanayo: stages in waves down and up the ranks, without a second copy of the weights."""
 
-from gpipe_hpc.schedule.families.greedy import Priority, Rules, list_schedule
 from gpipe_hpc.schedule.families.options import whole
 from gpipe_hpc.schedule.families.orders import tabulate
+from gpipe_hpc.schedule.search.list_scheduling import Priority, Rules, list_schedule
 from gpipe_hpc.schedule.table.actions import Action, Op
 from gpipe_hpc.schedule.table.placements import wave
 from gpipe_hpc.schedule.table.schedule import Schedule

@@ -1,6 +1,6 @@
 """Auto: an order found for given costs, by list scheduling and local search."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import groupby
@@ -8,22 +8,13 @@ from typing import Any, Final
 
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.costs import Costs, per_stage
-from gpipe_hpc.schedule.families.chimera import chimera
-from gpipe_hpc.schedule.families.dualpipe import dualpipe, dualpipe_v
-from gpipe_hpc.schedule.families.gems import gems
-from gpipe_hpc.schedule.families.gpipe import gpipe
-from gpipe_hpc.schedule.families.greedy import Priority, Rules, list_schedule
-from gpipe_hpc.schedule.families.hanayo import hanayo
-from gpipe_hpc.schedule.families.interleaved import interleaved
-from gpipe_hpc.schedule.families.looped_bfs import looped_bfs
-from gpipe_hpc.schedule.families.one_f_one_b import one_f_one_b
+from gpipe_hpc.schedule.families.known import FAMILIES
 from gpipe_hpc.schedule.families.options import whole
 from gpipe_hpc.schedule.families.orders import tabulate
-from gpipe_hpc.schedule.families.zero_bubble import zb_h1, zb_h2
-from gpipe_hpc.schedule.families.zero_bubble_v import v_half, zb_v
 from gpipe_hpc.schedule.memory import Memory, peak_memory
 from gpipe_hpc.schedule.search.bounds import lower_bound
 from gpipe_hpc.schedule.search.join import join_backwards
+from gpipe_hpc.schedule.search.list_scheduling import Priority, Rules, list_schedule
 from gpipe_hpc.schedule.search.local_search import improve
 from gpipe_hpc.schedule.simulator import simulate
 from gpipe_hpc.schedule.table.actions import Action, Op
@@ -232,22 +223,20 @@ def _named(placement: Placement, may_split: bool) -> Iterator[Schedule]:
     each = max(1, placement.num_stages // ranks)
     pipelines = len(placement.routes)
     passes = len(list(groupby(placement.route_of)))
-    makers: list[Callable[..., Schedule]] = [
-        gpipe,
-        one_f_one_b,
-        zb_h1,
-        zb_h2,
-        zb_v,
-        v_half,
-        dualpipe,
-        dualpipe_v,
-        gems,
-        partial(gems, replications=max(1, passes // 2)),
-        partial(chimera, pipelines=pipelines),
-        partial(chimera, pipelines=pipelines, scaling="forward_doubling"),
-        partial(looped_bfs, stages_per_rank=each),
-        partial(interleaved, stages_per_rank=each),
-        partial(hanayo, waves=max(1, each // 2)),
+    tried: dict[str, list[dict[str, Any]]] = {
+        "gems": [{}, {"replications": max(1, passes // 2)}],
+        "chimera": [
+            {"pipelines": pipelines},
+            {"pipelines": pipelines, "scaling": "forward_doubling"},
+        ],
+        "looped_bfs": [{"stages_per_rank": each}],
+        "interleaved": [{"stages_per_rank": each}],
+        "hanayo": [{"waves": max(1, each // 2)}],
+    }
+    makers = [
+        partial(family, **options)
+        for name, family in FAMILIES.items()
+        for options in tried.get(name, [{}])
     ]
     for make in makers:
         try:
