@@ -52,6 +52,10 @@ class LaunchError(GpipeError, RuntimeError):
     """The ranks could not be brought together; names who is missing."""
 
 
+class StalledError(GpipeError, RuntimeError):
+    """Work that does nothing any more, as where a file server does not answer; says where it is."""
+
+
 class ActionError(GpipeError, RuntimeError):
     """An action of the table failed on this rank; names rank, stage, micro-batch and action."""
 

@@ -1,16 +1,16 @@
 """Work of some ranks that takes longer than any wait between ranks may."""
 
 import logging
-import sys
-import threading
+import math
 import time
-import traceback
 from collections.abc import Callable
-from typing import Final, Generic, TypeVar
+from typing import Final, TypeVar
 
 import torch
 
+from gpipe_hpc.comm.at_work import Work
 from gpipe_hpc.comm.world import World, together
+from gpipe_hpc.errors import StalledError
 
 T = TypeVar("T")
 
@@ -18,21 +18,24 @@ log = logging.getLogger("gpipe_hpc.comm")
 
 _MEET_EVERY_S: Final = 1.0
 _SAY_AFTER_S: Final = 60.0
-_NUM_FRAMES: Final = 4
+_NUM_LOOKS: Final = 20  # in the time in which idle work ends: on a large host each takes a while
 
 
-def patiently(world: World, where: str, work: Callable[[], T] | None) -> T | None:
+def patiently(
+    world: World, where: str, work: Callable[[], T] | None, *, idle_s: float = math.inf
+) -> T | None:
     """Do `work` on those ranks that have some, while all stay in touch; return its result.
 
     Every rank calls it. The work is done by a thread of its own, and the ranks meet once a second
     until all are done: so none waits for long in one collective, which a time-out would end, and
     the failure of one is heard of by all. What `work` raises is raised on its rank. Work that takes
-    long says where it is after a minute, and then each time after twice as long: a file system
-    that does not answer raises nothing.
+    long says where it is after a minute, and then each time after twice as long. A file system that
+    does not answer raises nothing: work that neither reads, writes nor computes for `idle_s` ends
+    all with a StalledError.
     """
-    began_s, say_s = time.monotonic(), _SAY_AFTER_S
+    began_s, say_s, look_s = time.monotonic(), _SAY_AFTER_S, 0.0
     with together(world, where):
-        done = None if work is None else _Work(work)
+        done = None if work is None else Work(work)
         while True:
             if done is not None:
                 done.wait(_MEET_EVERY_S)
@@ -46,42 +49,13 @@ def patiently(world: World, where: str, work: Callable[[], T] | None) -> T | Non
                     *(world.rank, where, spent_s, done.stack()),
                 )
                 say_s *= 2
+            looks = done is not None and not done.is_over and spent_s > look_s
+            look_s = spent_s + idle_s / _NUM_LOOKS if looks else look_s
+            if looks and done is not None and done.idle_s() > idle_s:
+                raise StalledError(
+                    f"{where}: expected work that reads, writes or computes, got none of it for "
+                    f"{idle_s:g} s; look whether the file system of the data answers, or raise "
+                    f"comm.timeout_s. It is in\n{done.stack()}"
+                )
             if not num_left.item():
                 return None if done is None else done.result()
-
-
-class _Work(Generic[T]):
-    """A call on a thread of its own; a daemon, so that nobody waits for it who has to leave."""
-
-    def __init__(self, call: Callable[[], T]) -> None:
-        self._call, self._over = call, threading.Event()
-        self._found: list[T] = []
-        self._error: BaseException | None = None
-        name = f"{threading.current_thread().name} at work"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    @property
-    def is_over(self) -> bool:
-        """Say whether it has returned; raises what it raised."""
-        if self._over.is_set() and self._error is not None:
-            raise self._error
-        return self._over.is_set()
-
-    def wait(self, timeout_s: float) -> None:
-        self._over.wait(timeout_s)
-
-    def stack(self) -> str:
-        """Return the calls that the work is in, the innermost last."""
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        return "".join(traceback.format_stack(frame)[-_NUM_FRAMES:]) if frame else "(it has ended)"
-
-    def result(self) -> T:
-        return self._found[0]
-
-    def _run(self) -> None:
-        try:
-            self._found.append(self._call())
-        except BaseException as error:
-            self._error = error
-        self._over.set()

@@ -236,7 +236,7 @@ def open_session(
     first = None
     if world.rank == 0:
         first = partial(_open_first, config, run.folder, resumed, in_memory)
-    opened = patiently(world, "opening the data", first)
+    opened = patiently(world, "opening the data", first, idle_s=config.comm.timeout_s)
     source = None if opened is None else opened.source
     with together(world, "opening the run"):
         facts: DataFacts = broadcast_object(everybody, opened and opened.facts, root=0)
@@ -263,7 +263,10 @@ def open_session(
     optimizer = build_optimizer(pipe.named_parameters(), config.optimizer)
     is_needed = source is None and (pipe.needs_inputs or pipe.needs_targets)
     needed = partial(_open_later, config, run.folder) if is_needed else None
-    own = patiently(world, "opening the data", needed) or (source, facts)
+    own = patiently(world, "opening the data", needed, idle_s=config.comm.timeout_s) or (
+        source,
+        facts,
+    )
     with together(world, "comparing the data"):
         source, seen = own
         check_agreement(everybody, {"data": seen.digests})

@@ -1,14 +1,17 @@
 """Work that takes longer than a wait between ranks may."""
 
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from gpipe_hpc import run_on_threads
 from gpipe_hpc.comm import patience
 from gpipe_hpc.comm.patience import patiently
-from gpipe_hpc.errors import DataError, PeerError
+from gpipe_hpc.errors import DataError, PeerError, StalledError
 
 
 @pytest.fixture(autouse=True)
@@ -92,3 +95,58 @@ def test_work_that_hangs_is_named_with_where_it_is(monkeypatch, caplog):
     run_on_threads(2, body)
     assert "rank 1: opening takes long" in caplog.text and "hang_on_a_disk" in caplog.text
     assert "rank 0: opening" not in caplog.text
+
+
+def test_work_that_does_nothing_any_more_ends_all():
+    """It was named after a minute, and again after two, and never ended."""
+    told = {}
+    answer = threading.Event()
+
+    def read_from_a_dead_file_server():
+        answer.wait()
+
+    def body(world):
+        work = read_from_a_dead_file_server if world.rank == 1 else None
+        try:
+            patiently(world, "opening", work, idle_s=0.5)
+        except (StalledError, PeerError) as error:
+            told[world.rank] = type(error), str(error)
+            raise
+
+    try:
+        with pytest.raises(StalledError, match=r"(?s)0.5 s; .*read_from_a_dead_file_server"):
+            run_on_threads(3, body)
+    finally:
+        answer.set()
+    assert [told[rank][0] for rank in range(3)] == [PeerError, StalledError, PeerError]
+    assert "rank 1: opening" in told[0][1]
+
+
+def compute(until_s):
+    while time.monotonic() < until_s:
+        sum(range(10_000))
+
+
+def read(until_s):
+    """Read a byte now and then: next to no computing."""
+    with Path("/dev/zero").open("rb", buffering=0) as file:
+        while time.monotonic() < until_s:
+            file.read(1)
+            time.sleep(0.1)
+
+
+def let_a_process_compute(until_s):
+    seconds = until_s - time.monotonic()
+    program = f"import time\nend = time.monotonic() + {seconds}\nwhile time.monotonic() < end: pass"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("work", [compute, read, let_a_process_compute])
+def test_work_that_does_something_goes_on(work):
+    """Indexing terabytes takes hours, some of it in other processes."""
+
+    def body(world):
+        end_s = time.monotonic() + 3.0
+        return patiently(world, "opening", lambda: work(end_s) or "done", idle_s=1.0)
+
+    assert run_on_threads(1, body) == ["done"]

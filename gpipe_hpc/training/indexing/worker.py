@@ -1,7 +1,6 @@
 """A process that indexes: reads tasks, a line of JSON each, and writes what it found."""
 
 import json
-import signal
 import sys
 from typing import Any, BinaryIO
 
@@ -31,6 +30,4 @@ def serve(tasks: BinaryIO, parts: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
-    # Ctrl-C comes to all processes of a terminal: this one ends when there are no more tasks.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     serve(sys.stdin.buffer, sys.stdout.buffer)
