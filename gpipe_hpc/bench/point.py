@@ -21,7 +21,8 @@ from gpipe_hpc.training.joining import join_world
 from gpipe_hpc.training.one_step import refuse_non_finite, train_one_step
 from gpipe_hpc.training.peak import peak_memory_bytes
 from gpipe_hpc.training.run.identity import UNRECORDED, Run
-from gpipe_hpc.training.session import Session, open_session
+from gpipe_hpc.training.session import Session
+from gpipe_hpc.training.start import open_session
 from gpipe_hpc.training.step_edge import StepEdge, Told
 from gpipe_hpc.training.throughput import tokens_per_sample
 

@@ -14,6 +14,7 @@ from gpipe_hpc.comm.torchrun_report import tell_torchrun
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config
 from gpipe_hpc.planning.units import bytes_text
+from gpipe_hpc.training.horizon import last_step
 from gpipe_hpc.training.logs import rank_log
 from gpipe_hpc.training.metrics import Metrics, open_metrics
 from gpipe_hpc.training.neighbour import DEFAULT_FOLDER, NeighbourCopies, open_copies
@@ -24,8 +25,9 @@ from gpipe_hpc.training.run.again import command_again
 from gpipe_hpc.training.run.folder import REQUEUE_FILE
 from gpipe_hpc.training.run.identity import Run
 from gpipe_hpc.training.run.opening import begin, own_folder
-from gpipe_hpc.training.session import Session, last_step, open_session
+from gpipe_hpc.training.session import Session
 from gpipe_hpc.training.signals import REQUEUE_EXIT_CODE, StopRequest
+from gpipe_hpc.training.start import open_session
 from gpipe_hpc.training.step_edge import Agreed, StepEdge, Told
 from gpipe_hpc.training.summary.compose import Ended
 from gpipe_hpc.training.summary.reporting import Reporter

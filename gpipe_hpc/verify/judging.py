@@ -11,7 +11,8 @@ from gpipe_hpc.config import Config, build_target
 from gpipe_hpc.models import LayerSpec, layer_name, normalise_layers
 from gpipe_hpc.training.lr import set_lr
 from gpipe_hpc.training.optimizer import build_optimizer
-from gpipe_hpc.training.session import Session, loss_of
+from gpipe_hpc.training.session import Session
+from gpipe_hpc.training.start import loss_of
 from gpipe_hpc.verify.comparing import Report, Verdict, add_all
 from gpipe_hpc.verify.plain import AUTOCAST, Layout, PlainStep, PlainTraining
 from gpipe_hpc.verify.watching import Kind, Observations

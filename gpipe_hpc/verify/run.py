@@ -20,10 +20,12 @@ from gpipe_hpc.comm.world import World
 from gpipe_hpc.config import Config, build_target, check_config
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import count_parameters, normalise_layers
+from gpipe_hpc.training.horizon import last_step
 from gpipe_hpc.training.joining import join_world
 from gpipe_hpc.training.one_step import train_one_step
 from gpipe_hpc.training.run.identity import UNRECORDED, Run
-from gpipe_hpc.training.session import Session, last_step, open_session
+from gpipe_hpc.training.session import Session
+from gpipe_hpc.training.start import open_session
 from gpipe_hpc.verify.comparing import Report
 from gpipe_hpc.verify.judging import Facts, Judge
 from gpipe_hpc.verify.watching import (

@@ -10,8 +10,9 @@ from typing import Any, Final, NamedTuple
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planning.forecast import RankForecast
 from gpipe_hpc.schedule import Timeline, simulate
+from gpipe_hpc.training.horizon import last_step
 from gpipe_hpc.training.peak import PEAK_MEANING
-from gpipe_hpc.training.session import Session, last_step
+from gpipe_hpc.training.session import Session
 from gpipe_hpc.training.summary.figures import RankFigures, idle_of_ranks
 from gpipe_hpc.training.summary.ledger import Ledger
 from gpipe_hpc.training.throughput import (

@@ -7,7 +7,7 @@ import pytest
 from gpipe_hpc import Pipeline
 from gpipe_hpc.config import compose_config
 from gpipe_hpc.planning import OptimizerMemory
-from gpipe_hpc.training import session
+from gpipe_hpc.training.start import building
 
 # What each keyword of `Pipeline` is when these settings are given, none of which is a default.
 GIVEN = {
@@ -38,8 +38,8 @@ def keywords():
     """Return what `Pipeline` is called with."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "Pipeline", lambda *_, **keywords: found.update(keywords))
-        session._pipeline(compose_config(list(GIVEN)), "world", [], None, None, None)
+        patch.setattr(building, "Pipeline", lambda *_, **keywords: found.update(keywords))
+        building.build_pipeline(compose_config(list(GIVEN)), "world", [], None, None, None)
     return found
 
 

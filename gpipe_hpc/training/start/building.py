@@ -1,0 +1,51 @@
+"""From the settings to the pipeline and its loss."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from gpipe_hpc.comm.nests import Nest
+from gpipe_hpc.comm.world import World
+from gpipe_hpc.config import Config, bind_loss
+from gpipe_hpc.engine.loss import LossFunction
+from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.models import Layer, loss_function
+from gpipe_hpc.pipeline import Pipeline
+from gpipe_hpc.planning import Partition
+from gpipe_hpc.planning.gauges import MEASURED
+from gpipe_hpc.training.asking import request_of
+from gpipe_hpc.training.data import DataFacts
+
+
+def loss_of(config: Config, facts: DataFacts) -> LossFunction:
+    """Return the loss that the settings name, or else the one that fits the data."""
+    if config.loss:
+        return bind_loss(config.loss)
+    if facts.loss is None:
+        raise ConfigError(
+            "config: no loss is known to fit these data, expected targets that are one tensor of "
+            "numbers or classes, got others; name one, as loss._target_=my.module.loss_fn"
+        )
+    return loss_function(facts.loss)
+
+
+def build_pipeline(
+    config: Config,
+    world: World,
+    layers: Sequence[Layer],
+    loss_fn: LossFunction,
+    cut: Mapping[str, Any] | None,
+    example: tuple[Nest, Nest] | None,
+) -> Pipeline:
+    """Return the pipeline that the settings ask for; `cut`: that of what the run goes on from."""
+    request = replace(request_of(config), partition=_partition(config, cut))
+    return Pipeline(layers, loss_fn, **vars(request), example=example, world=world)
+
+
+def _partition(config: Config, cut: Mapping[str, Any] | None) -> Any:
+    """Return the cut asked for; a measured one is that of the checkpoint, if it fits."""
+    policy = config.pipeline.partition
+    if policy != "time" or cut is None:
+        return policy
+    stored = Partition.stored(cut)
+    return stored if stored.measure == MEASURED else policy

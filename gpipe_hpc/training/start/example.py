@@ -1,0 +1,36 @@
+"""Samples of the run's data, read before it trains: to measure layers on, or to check them."""
+
+from gpipe_hpc.comm.nests import Nest
+from gpipe_hpc.comm.world import World, together
+from gpipe_hpc.config import Config
+from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.training.data import BatchReader, DataSource, Request, ShuffledSampler, tolerance
+
+
+def example_of(
+    config: Config, world: World, source: DataSource | None, sampler: ShuffledSampler
+) -> tuple[Nest, Nest] | None:
+    """Read one micro-batch to measure or count layers on; rank 0 alone does so."""
+    is_needed = config.pipeline.partition == "time" or config.pipeline.recompute == "budget"
+    if source is None or not is_needed:
+        return None
+    with together(world, "reading an example"):
+        return first_microbatch(config, source, sampler)
+
+
+def first_microbatch(
+    config: Config, source: DataSource, sampler: ShuffledSampler
+) -> tuple[Nest, Nest]:
+    """Read the first micro-batch of the run, which is as large as any."""
+    indices, _ = sampler.batch(0)
+    pieces = config.pipeline.replicas * config.pipeline.microbatches * config.train.accumulation
+    return read_samples(config, source, indices[: max(1, -(-len(indices) // pieces))])
+
+
+def read_samples(config: Config, source: DataSource, indices: list[int]) -> tuple[Nest, Nest]:
+    """Return inputs and targets of some samples to train on; ConfigError if there are none."""
+    if not indices:
+        raise ConfigError("data: expected at least one sample to train on, got none")
+    reader = BatchReader(source.train, True, True, tolerance(config.data))
+    reading = reader.read(Request(indices, epoch=0))
+    return reading.inputs, reading.targets

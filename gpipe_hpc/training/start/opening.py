@@ -1,0 +1,95 @@
+"""From the settings to the session of a run on this rank."""
+
+from functools import partial
+
+from gpipe_hpc.checkpoint import BackgroundSaver
+from gpipe_hpc.comm.patience import patiently
+from gpipe_hpc.comm.world import World, together
+from gpipe_hpc.config import Config, build_target
+from gpipe_hpc.training.data import CorruptTally, ShuffledSampler, tolerance
+from gpipe_hpc.training.foresight import foresee
+from gpipe_hpc.training.neighbour import NeighbourCopies
+from gpipe_hpc.training.optimizer import build_optimizer
+from gpipe_hpc.training.position import goes_on
+from gpipe_hpc.training.run.folder import Checkpoints
+from gpipe_hpc.training.run.identity import Run
+from gpipe_hpc.training.run.lock import RunLock
+from gpipe_hpc.training.session import Session
+from gpipe_hpc.training.start.building import build_pipeline, loss_of
+from gpipe_hpc.training.start.checks import check_model
+from gpipe_hpc.training.start.data import Opened, open_data_first, open_data_where_needed
+from gpipe_hpc.training.start.example import example_of, first_microbatch
+from gpipe_hpc.training.start.origin import Origin
+
+
+def open_session(
+    config: Config,
+    world: World,
+    run: Run,
+    lock: RunLock | None,
+    copies: NeighbourCopies | None = None,
+) -> Session:
+    """Build the run on this rank and, where there is a checkpoint to resume, take it over.
+
+    `lock`: of the run folder, on rank 0. `copies`: of the ranks' states in memory; what is found
+    there goes before an older checkpoint.
+    """
+    checkpoints = Checkpoints(run.folder, config.checkpoint.keep)
+    origin = Origin(config, world, run, checkpoints, copies)
+    opened = open_data_first(config, world, run.folder, origin.check_data)
+    session = _built(config, world, run, lock, copies, checkpoints, origin, opened)
+    extra = origin.take_over(session.pipe, session.optimizer, opened.identity)
+    if extra is not None and goes_on(extra, opened.identity, config.checkpoint.data):
+        session.position = int(extra["position"])
+        session.tally = CorruptTally(session.tally.limit, extra.get("corrupt", ()))
+    if copies is not None:
+        copies.forget_others()
+    session.tally.add(opened.facts.corrupt, says=world.rank == 0)
+    return session
+
+
+def _built(
+    config: Config,
+    world: World,
+    run: Run,
+    lock: RunLock | None,
+    copies: NeighbourCopies | None,
+    checkpoints: Checkpoints,
+    origin: Origin,
+    opened: Opened,
+) -> Session:
+    """Return the session of a run that has not yet taken over any state."""
+    sampler = ShuffledSampler(opened.facts.num_samples, config.train.batch_size, config.train.seed)
+    with together(world, "opening the run"):
+        if world.rank == 0:
+            origin.make_way()
+        layers = build_target("model", config.model)
+        loss_fn = loss_of(config, opened.facts)
+        check_model(config, opened.source, layers)
+    example = example_of(config, world, opened.source, sampler)
+    pipe = build_pipeline(config, world, layers, loss_fn, origin.cut, example)
+    look_ahead = None
+    if opened.source is not None and opened.source.train.num_samples:
+        read = partial(first_microbatch, config, opened.source, sampler)
+        look_ahead = partial(foresee, pipe, layers, loss_fn, read)
+    foreseen = patiently(world, "counting the layers", look_ahead)
+    is_needed = pipe.needs_inputs or pipe.needs_targets
+    source = open_data_where_needed(config, world, run.folder, opened, is_needed=is_needed)
+    return Session(
+        config,
+        pipe,
+        build_optimizer(pipe.named_parameters(), config.optimizer),
+        source,
+        opened.facts,
+        opened.identity,
+        sampler,
+        checkpoints,
+        run.folder,
+        CorruptTally(tolerance(config.data)),
+        run.name,
+        lock,
+        BackgroundSaver(pipe),
+        copies,
+        opened.baseline,
+        foreseen,
+    )

@@ -1,0 +1,158 @@
+"""What a start of a run goes on from: copies in memory, a checkpoint, or nothing."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from gpipe_hpc.checkpoint import Verified, read_facts
+from gpipe_hpc.comm.group import broadcast_object
+from gpipe_hpc.comm.world import World, together
+from gpipe_hpc.config import Config
+from gpipe_hpc.pipeline import Pipeline
+from gpipe_hpc.training.data import Identity
+from gpipe_hpc.training.horizon import last_step
+from gpipe_hpc.training.neighbour import Found, NeighbourCopies
+from gpipe_hpc.training.optimizer import own_options
+from gpipe_hpc.training.position import check_data
+from gpipe_hpc.training.run.folder import Checkpoints
+from gpipe_hpc.training.run.identity import Run
+from gpipe_hpc.training.run.resuming import newest_listed, newest_whole
+
+log = logging.getLogger("gpipe_hpc.train")
+
+MEMORY: Final = Path("in memory")
+
+
+class Resumed(NamedTuple):
+    """A checkpoint to start from; `cut`: the partition it was saved with; `extra`: the run's.
+
+    `verified`: None where nobody has looked whether it is whole.
+    """
+
+    path: Path
+    steps_done: int
+    cut: dict[str, Any]
+    extra: dict[str, Any]
+    verified: Verified | None = None
+
+    @classmethod
+    def of(
+        cls, path: Path, facts: Mapping[str, Any], verified: Verified | None = None
+    ) -> "Resumed":
+        """Return what a checkpoint's manifest says."""
+        return cls(path, facts["steps_done"], facts["partition"], facts["extra"], verified)
+
+
+class Origin:
+    """Where a run stands before this start, found by all ranks together.
+
+    `in_memory`: copies of all ranks' states, if they are as new as the checkpoint; then nobody has
+    looked whether that is whole.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        run: Run,
+        checkpoints: Checkpoints,
+        copies: NeighbourCopies | None,
+    ) -> None:
+        self._config, self._world, self._run = config, world, run
+        self._checkpoints, self._copies = checkpoints, copies
+        with together(world, "opening the run"):
+            self.in_memory: Found | None = None if copies is None else copies.find()
+            self.resumed = self._found()
+            if self.in_memory is not None and self.resumed is not None:
+                is_newer = self.resumed.steps_done > self.in_memory.step
+                self.in_memory = None if is_newer else self.in_memory
+
+    @property
+    def cut(self) -> Mapping[str, Any] | None:
+        """Return the partition of what the run goes on from."""
+        if self.in_memory is not None:
+            cut: Mapping[str, Any] = self.in_memory.about["partition"]
+            return cut
+        return None if self.resumed is None else self.resumed.cut
+
+    def check_data(self, identity: Identity) -> None:
+        """Refuse, on rank 0, to go on with other data in silence."""
+        policy, resumed = self._config.checkpoint.data, self.resumed
+        if self.in_memory is not None:
+            check_data(MEMORY, self.in_memory.about["extra"], identity, policy)
+        elif resumed is not None and last_step(self._config.train) > resumed.steps_done:
+            check_data(resumed.path, resumed.extra, identity, policy)
+
+    def make_way(self) -> None:
+        """Put away, on rank 0, what an earlier start saved past the step of this one."""
+        resumed, last = self.resumed, last_step(self._config.train)
+        found = None if resumed is None else resumed.path
+        done = 0 if resumed is None else resumed.steps_done
+        if last <= done:
+            if found is not None and self._config.train.steps:
+                log.warning(
+                    "nothing to train: %s has %d steps done, train.steps or train.stop_at asks for "
+                    "%d; raise it, or start over with checkpoint.resume=never",
+                    found,
+                    done,
+                    last,
+                )
+            return
+        for path in self._checkpoints.set_aside(found):
+            log.warning("starting from step %d: what an earlier run saved is now %s", done, path)
+
+    def take_over(
+        self, pipe: Pipeline, optimizer: torch.optim.Optimizer, identity: Identity
+    ) -> dict[str, Any] | None:
+        """Fill pipeline and optimizer from memory or disk; return what was kept beside, if any."""
+        if self.in_memory is not None and self._copies is not None:
+            extra = self._copies.restore(self.in_memory, pipe, optimizer)
+            if extra is not None:
+                log.info("resumed from copies in memory: %d steps done", pipe.steps_done)
+                return extra
+            log.warning("copies in memory are of another cut: the newest whole checkpoint is read")
+            self._fall_back(identity)
+        if self.resumed is None:
+            return None
+        with own_options(optimizer):
+            extra = pipe.load(self.resumed.verified or self.resumed.path, optimizer)
+        log.info("resumed from %s: %d steps done", self.resumed.path, pipe.steps_done)
+        return extra
+
+    def _fall_back(self, identity: Identity) -> None:
+        """Turn from copies in memory to the newest checkpoint that is whole."""
+        with together(self._world, "opening the run"):
+            self.in_memory = None
+            self.resumed = self._found()
+            if self._world.rank == 0:
+                self.check_data(identity)
+                self.make_way()
+
+    def _found(self) -> Resumed | None:
+        """Return the checkpoint to start from, if any: the newest that is whole.
+
+        Where there is as new a state in memory the files are not read, and `verified` is None.
+        """
+        world, resume, is_repeated = (
+            self._world,
+            self._config.checkpoint.resume,
+            self._run.is_repeated,
+        )
+        if self.in_memory is not None:
+            leads = world.rank == 0
+            listed = newest_listed(self._checkpoints, resume, is_repeated) if leads else None
+            own = None if listed is None else Resumed.of(listed, read_facts(listed))
+            resumed: Resumed | None = broadcast_object(world.everybody, own, root=0)
+            if resumed is None or resumed.steps_done <= self.in_memory.step:
+                return resumed
+
+        def say(activity: str) -> None:
+            world.activity = activity
+
+        found = newest_whole(
+            self._checkpoints, resume, is_repeated, world.everybody, world.rank, say
+        )
+        return None if found is None else Resumed.of(found.path, found.facts, found)
