@@ -1,6 +1,7 @@
 """`Pipeline`: a model cut into stages on ranks, trained as if it were in one piece."""
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc import checkpoint
+from gpipe_hpc.comm.clock import clock_identity
 from gpipe_hpc.comm.group import Group, broadcast_object
 from gpipe_hpc.comm.joining.start import DEFAULT_TIMEOUT_S, start_world
 from gpipe_hpc.comm.mesh import Mesh
@@ -33,7 +35,7 @@ from gpipe_hpc.engine.feed import Feed, random_keys
 from gpipe_hpc.engine.loss import LossFunction
 from gpipe_hpc.engine.microbatches import share_of
 from gpipe_hpc.engine.precision import scaling
-from gpipe_hpc.engine.recorder import StepTimes
+from gpipe_hpc.engine.recorder import Recorded, StepTimes, on_one_clock
 from gpipe_hpc.engine.state.drift import POLICIES
 from gpipe_hpc.engine.steps import Site, Steps
 from gpipe_hpc.engine.sums.loss_scale import LossScale
@@ -348,12 +350,18 @@ class Pipeline:
             )
 
     def timeline(self) -> Timeline:
-        """Return when the actions of the last step ran on each rank of this replica, in seconds."""
-        recorded = self.last_step_events()
-        rows: list[tuple[Event, ...]] = self._site.pipeline.all_gather_object(recorded)
+        """Return when the actions of the last step ran on each rank of this replica, in seconds.
+
+        All on the clock of the replica's first rank; ranks of other hosts to within the time of a
+        message.
+        """
+        group = self._site.pipeline
+        group.all_reduce(torch.zeros(1))  # which all leave together
+        own = Recorded(clock_identity(), time.perf_counter(), self.last_step_events())
+        rows = on_one_clock(group.all_gather_object(own))
         table = self.schedule
         size = table.num_stages, table.num_microbatches
-        return Timeline(tuple(rows), *size, table.name, table.skips)
+        return Timeline(rows, *size, table.name, table.skips)
 
     def last_step_events(self) -> tuple[Event, ...]:
         """Return when the actions of the last step ran on this rank, in seconds of its clock."""

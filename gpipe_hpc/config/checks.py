@@ -263,6 +263,12 @@ def _doubts(config: Config) -> Iterator[str]:
             f"config: lr.warmup_steps={config.lr.warmup_steps} is longer than "
             f"train.steps={train.steps}; the learning rate never reaches optimizer.lr"
         )
+    last = train.steps if train.stop_at is None else min(train.steps, train.stop_at)
+    if config.trace.from_step is not None and config.trace.steps and config.trace.from_step > last:
+        yield (
+            f"config: trace.from_step={config.trace.from_step} lies after the last step, {last}; "
+            f"no step is traced"
+        )
     if train.stop_at is not None and train.stop_at > train.steps:
         yield (
             f"config: train.stop_at={train.stop_at} lies after train.steps={train.steps} and is "

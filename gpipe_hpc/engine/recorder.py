@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,29 @@ class StepTimes(NamedTuple):
     busy_s: float
     start_s: float = math.inf
     end_s: float = -math.inf
+
+
+class Recorded(NamedTuple):
+    """What a rank tells of a step: its clock, that clock's time when all met, and its events."""
+
+    clock: int
+    met_s: float
+    events: tuple[Event, ...]
+
+
+def on_one_clock(ranks: Sequence[Recorded]) -> tuple[tuple[Event, ...], ...]:
+    """Return the events of all ranks on the clock of the first; clocks of hosts differ by days."""
+    first = ranks[0]
+    return tuple(
+        each.events
+        if each.clock == first.clock
+        else tuple(_later(event, first.met_s - each.met_s) for event in each.events)
+        for each in ranks
+    )
+
+
+def _later(event: Event, by_s: float) -> Event:
+    return event._replace(start_s=event.start_s + by_s, end_s=event.end_s + by_s)
 
 
 class Recorder:
