@@ -73,6 +73,8 @@ def test_settings_that_work_pass(overrides, world_size):
         (["lr.warmup_steps=500", "train.steps=100"], "lr.warmup_steps=500 is longer"),
         (["train.stop_at=400"], "train.stop_at=400 lies after"),
         (["train.batch_size=7"], "some micro-batches stay empty"),
+        (["trace.from_step=400"], "trace.from_step=400 lies after the last step, 300"),
+        (["trace.from_step=9", "train.stop_at=8"], "no step is traced"),
     ],
 )
 def test_doubtful_settings_warn(overrides, words):
