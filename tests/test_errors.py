@@ -15,7 +15,8 @@ from gpipe_hpc.errors import GpipeError, os_remedy
 from gpipe_hpc.models.huggingface.configs import read_json
 from gpipe_hpc.schedule import build
 from gpipe_hpc.training.data.paths import unreadable
-from gpipe_hpc.training.run.opening import lock_folder
+from gpipe_hpc.training.run.opening import own_folder
+from gpipe_hpc.training.signals import StopRequest
 from gpipe_hpc.training.traces.files import read_trace
 
 LONG = "n" * 300
@@ -46,7 +47,7 @@ def no_descriptor_left():
         lambda path: put("text", str(path)),
         lambda path: read_trace(path),
         lambda path: build("file", ranks=1, microbatches=1, path=str(path)),
-        lambda path: lock_folder(compose_config([f"run.dir={path}"])),
+        lambda path: own_folder(compose_config([f"run.dir={path}"]), StopRequest()).__enter__(),
         lambda path: Pipeline([nn.Linear(2, 2)], nn.MSELoss()).save(path),
     ],
     ids=["picture", "trace", "schedule", "run_folder", "checkpoint"],
