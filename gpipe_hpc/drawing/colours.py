@@ -4,6 +4,7 @@ Those of actions stay on a dark page, what they stand on changes with it.
 """
 
 from collections.abc import Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -66,6 +67,7 @@ GROUNDS: Final[Mapping[str, Ground]] = MappingProxyType(
 )
 
 
+@cache
 def fill(op: Op, tint: int, num_tints: int) -> str:
     """Return the colour of an op, the lightest for tint 0."""
     hue = HUES[op]

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from gpipe_hpc.drawing.colours import GROUNDS, ink_on
 from gpipe_hpc.drawing.scene import LEFT, LETTER, MARK_HEIGHT, RIGHT, Box, Scene, Section, Text
+from gpipe_hpc.schedule.table.actions import Action
 from gpipe_hpc.schedule.table.dependencies import Thing
 from gpipe_hpc.schedule.timeline import Event
 
@@ -41,7 +42,8 @@ def _table(table: Sequence[Sequence[str]]) -> str:
 def _scene(scene: Scene) -> dict[str, Any]:
     """Return a scene in the form that page.html reads; times in the unit shown."""
     palette: dict[str, int] = {}
-    sections = [_section(section, scene, palette) for section in scene.sections]
+    kinds: dict[str, int] = {}
+    sections = [_section(section, scene, palette, kinds) for section in scene.sections]
     fixed = [
         {"t": each.text, "s": each.size, "a": each.anchor, "b": each.bold, "c": _name(each.ink)}
         if isinstance(each, Text)
@@ -65,6 +67,7 @@ def _scene(scene: Scene) -> dict[str, Any]:
             for each, rest in zip(scene.fixed, fixed, strict=True)
         ],
         "sections": sections,
+        "kinds": list(kinds),
         "palette": list(palette),
         "inks": [ink_on(colour) for colour in palette],
     }
@@ -75,13 +78,26 @@ def _name(colour: str) -> str:
     return GROUNDS[colour].name if colour in GROUNDS else colour
 
 
-def _section(section: Section, scene: Scene, palette: dict[str, int]) -> dict[str, Any]:
-    start_s, factor = section.timeline.start_s, scene.clock.factor
+def _section(
+    section: Section, scene: Scene, palette: dict[str, int], kinds: dict[str, int]
+) -> dict[str, Any]:
+    factor = scene.clock.factor
     numbers: dict[Event, int] = {}
     things = list(Thing)
     for row in section.rows:
         for box in row.boxes:
             numbers[box.event] = len(numbers)
+
+    def kind(action: Action) -> int:
+        """Return the number of an action's text, in which * stands for the micro-batch."""
+        peer = "" if action.peer is None else f"@{action.peer}"
+        return kinds.setdefault(f"{action.stage}{action.op.value}*{peer}", len(kinds))
+
+    def ahead(box: Box) -> float:
+        """Return how long ahead of its start there was what a box waited for; mostly 0."""
+        if box.wait is None or box.wait.over_s == box.event.start_s:
+            return 0
+        return _short((box.event.start_s - box.wait.over_s) * factor)
 
     def columns(boxes: Sequence[Box]) -> dict[str, list[Any]]:
         """Return one list for each property: a tenth of the size of an object for each box."""
@@ -89,14 +105,13 @@ def _section(section: Section, scene: Scene, palette: dict[str, int]) -> dict[st
         return {
             "start": [_short(box.start) for box in boxes],
             "took": [_short(box.duration) for box in boxes],
-            "idle": [_short(box.idle) for box in boxes],
-            "action": [str(box.event.action) for box in boxes],
-            "label": [box.label for box in boxes],
+            "kind": [kind(box.event.action) for box in boxes],
+            "microbatch": [box.event.action.microbatch for box in boxes],
             "colour": [palette.setdefault(box.fill, len(palette)) for box in boxes],
             "maker": [numbers.get(wait.maker, -1) if wait else -1 for wait in waits],
-            "send": [str(wait.send.action) if wait and wait.send else 0 for wait in waits],
+            "send": [kind(wait.send.action) if wait and wait.send else -1 for wait in waits],
             "why": [things.index(wait.thing) if wait else 0 for wait in waits],
-            "over": [_short((wait.over_s - start_s) * factor) if wait else 0 for wait in waits],
+            "ahead": [ahead(box) for box in boxes],
         }
 
     return {

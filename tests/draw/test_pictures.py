@@ -56,7 +56,7 @@ def test_png_shows_the_boxes_in_their_colours():
 
 
 def test_html_and_trace_hold_the_schedule():
-    assert '"0F3"' in drawn("draw.format=html")
+    assert '"0F*"' in drawn("draw.format=html")
     events = json.loads(drawn("draw.format=trace"))["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X", "s", "f", "C"}
     trace = json.loads(drawn("draw.format=trace", "draw.costs.send=[1,1,1,1,1,1,1,1]"))
