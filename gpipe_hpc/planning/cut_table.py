@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from gpipe_hpc.errors import PartitionError
 from gpipe_hpc.models import Layer, layer_name, layer_parameters, stage_layers
+from gpipe_hpc.planning.columns import aligned, compressed
 
 
 def cut_table(
@@ -13,27 +14,27 @@ def cut_table(
     holders: Sequence[Sequence[int]] | None = None,
     costs: Sequence[float] | None = None,
     measure: str = "time",
-    parameters: Sequence[int] | None = None,
 ) -> str:
     """Return a cut as a text table: stage, rank, layers, parameters, share.
 
     ``counts`` are the layers of each stage, ``holders`` the ranks of each stage (default: stage k
     on rank k). ``costs`` are one number a layer in the unit called ``measure``; the share of each
-    stage in their sum fills the last column (default: the parameters themselves). ``parameters``
-    are the layers' own counts where they are known already. A last line has the sums and how far
-    the dearest stage is above the mean. Raises `PartitionError` when the cut misses a layer.
+    stage in their sum fills the last column (default: the parameters themselves). A last line has
+    the sums and how far the dearest stage is above the mean. Raises `PartitionError` when the cut
+    misses a layer.
     """
     if sum(counts) != len(layers):
         raise PartitionError(
             f"partition: does not hold the whole model, expected {len(layers)} layers, got "
             f"{sum(counts)} in {list(counts)}; cut the model anew"
         )
-    sizes = list(layer_parameters(layers) if parameters is None else parameters)
+    sizes = layer_parameters(layers)
     weights = list(sizes if costs is None else costs)
     ranks = holders if holders is not None else [[stage] for stage in range(len(counts))]
     whole = sum(weights)
     shares: list[float] = []
-    rows = [["stage", "rank", "layers", "", "parameters", f"% {_unit(costs, measure)}"]]
+    unit = "parameters" if costs is None else measure
+    rows = [["stage", "rank", "layers", "", "parameters", f"% {unit}"]]
     for stage, span in enumerate(stage_layers(counts)):
         shares.append(sum(weights[i] for i in span) / whole if whole else 0.0)
         rows.append(
@@ -48,49 +49,7 @@ def cut_table(
         )
     over = 100 * (max(shares) * len(shares) - 1) if whole else 0.0
     rows.append(["all", "", f"{len(layers)}", "", f"{sum(sizes):,}", f"max +{over:.1f}"])
-    return _aligned(rows, right={0, 4, 5})
-
-
-def _unit(costs: Sequence[float] | None, measure: str) -> str:
-    return "parameters" if costs is None else measure
-
-
-def compressed(names: Sequence[str]) -> str:
-    """Return names in order with repeats folded: ``Embedding, 4 x (Attention, MLP), Norm``."""
-    parts: list[str] = []
-    start = 0
-    while start < len(names):
-        repeats = {period: _repeats(names, start, period) for period in range(1, 9)}
-        folded = {p: r for p, r in repeats.items() if r > 1}
-        # The fold that swallows most names; the shorter of two that swallow as many.
-        period = max(folded, key=lambda p: (p * folded[p], -p), default=1)
-        group = ", ".join(names[start : start + period])
-        times = folded.get(period, 1)
-        wrapped = f"({group})" if period > 1 else group
-        parts.append(f"{times} x {wrapped}" if times > 1 else group)
-        start += period * times
-    return ", ".join(parts)
-
-
-def _repeats(names: Sequence[str], start: int, period: int) -> int:
-    """Return how often the group of ``period`` names at ``start`` stands there in a row."""
-    group = list(names[start : start + period])
-    times = 1
-    while list(names[start + times * period : start + (times + 1) * period]) == group:
-        times += 1
-    return times if len(group) == period else 1
-
-
-def _aligned(rows: Sequence[Sequence[str]], right: set[int]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    return "\n".join(lines)
+    return aligned(rows, left={1, 2, 3})
 
 
 def check_conservation(whole: Mapping[str, int], stages: Iterable[Mapping[str, int]]) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from gpipe_hpc.planning.counted import ModelCount
 from gpipe_hpc.planning.optimizer import OptimizerMemory
@@ -24,10 +23,10 @@ Recomputed = Sequence[Collection[int]]
 
 
 @dataclass(frozen=True)
-class RankForecast:
-    """What one rank holds at its fullest, and sends to other ranks in a step; bytes.
+class RankStates:
+    """What a rank holds all the time, in bytes, and the stages that it is for.
 
-    `cast_bytes`: copies of weights in a lower precision, made once a step.
+    `cast_bytes`: copies of weights in a lower precision, made once a step for all micro-batches.
     """
 
     stages: tuple[int, ...]
@@ -36,14 +35,25 @@ class RankForecast:
     cast_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Return the sum of weights, their casts, gradients and optimizer."""
+        weights = self.weight_bytes + self.cast_bytes
+        return weights + self.gradient_bytes + self.optimizer_bytes
+
+
+@dataclass(frozen=True)
+class RankForecast(RankStates):
+    """What one rank holds at its fullest, and sends to other ranks in a step; bytes."""
+
     activation_bytes: int
     sent_bytes: int
 
     @property
     def total_bytes(self) -> int:
-        """Return the sum of weights, their casts, gradients, optimizer and activations."""
-        weights = self.weight_bytes + self.cast_bytes
-        return weights + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
+        """Return the sum of all that it holds."""
+        return super().total_bytes + self.activation_bytes
 
 
 @dataclass(frozen=True)
@@ -76,7 +86,7 @@ def forecast(
         stages=stages,
         ranks=tuple(
             RankForecast(
-                *rank_states(model, stages, schedule.placement, rank, optimizer_states),
+                **vars(rank_states(model, stages, schedule.placement, rank, optimizer_states)),
                 activation_bytes=round(peak),
                 sent_bytes=sum(sent_bytes(action, stages) for action in schedule.ranks[rank]),
             )
@@ -128,26 +138,6 @@ def sent_bytes(action: Action, stages: Sequence[StageCount]) -> int:
     if action.op is Op.SEND_B:
         return sum((stage.input if peer is None else stage.received[peer]).gradients)
     return 0
-
-
-class RankStates(NamedTuple):
-    """What a rank holds all the time, in bytes, and the stages that it is for.
-
-    `cast_bytes`: only within a step, but for all of its micro-batches.
-    """
-
-    stages: tuple[int, ...]
-    parameters: int
-    weight_bytes: int
-    cast_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        """Return the sum of weights, their casts, gradients and optimizer."""
-        weights = self.weight_bytes + self.cast_bytes
-        return weights + self.gradient_bytes + self.optimizer_bytes
 
 
 def rank_states(

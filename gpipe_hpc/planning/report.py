@@ -1,10 +1,11 @@
 """A forecast as text: layers, the cut, ranks, and the step."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from gpipe_hpc.models import Layer, skip_routes
+from gpipe_hpc.planning.columns import aligned, folded
 from gpipe_hpc.planning.counted import ModelCount
 from gpipe_hpc.planning.cut_table import cut_table
 from gpipe_hpc.planning.forecast import Forecast, RankForecast
@@ -13,7 +14,6 @@ from gpipe_hpc.planning.trial import LayerCount
 from gpipe_hpc.planning.units import bytes_text, flops_text
 from gpipe_hpc.schedule import Schedule
 
-_LONGEST_GROUP: Final = 32
 _MAX_SKIPS: Final = 24  # lines of a table
 _NOTES: Final = (
     "Counted, not measured: FLOPs of matrix products, convolutions and attention; activations that "
@@ -31,14 +31,6 @@ class Assumptions:
     def fits(self, rank: RankForecast) -> bool:
         """Say whether a rank stays within the memory, if that is known."""
         return self.memory_bytes is None or rank.total_bytes <= self.memory_bytes
-
-
-class Group(NamedTuple):
-    """`period` layers from `start` on that stand there `times` in a row."""
-
-    start: int
-    period: int
-    times: int
 
 
 def layer_table(model: ModelCount) -> str:
@@ -66,7 +58,7 @@ def layer_table(model: ModelCount) -> str:
             "",
         ]
     )
-    return _aligned(rows, left={0, 2})
+    return aligned(rows, left={0, 2})
 
 
 _FIGURES: Final = ("forward", "backward", "activations", "output")
@@ -92,18 +84,7 @@ def stage_table(
         holders=[placement.holders(stage) for stage in range(placement.num_stages)],
         costs=[float(count.flops) for count in model.layers],
         measure="FLOPs",
-        parameters=owned_parameters(model),
     )
-
-
-def owned_parameters(model: ModelCount) -> list[int]:
-    """Return the parameters of each layer that no layer before it has."""
-    sizes = [count.parameters for count in model.layers]
-    for tie in model.ties:
-        for index, name in tie.places[1:]:
-            weights = {weight.name: weight for weight in model.layers[index].weights}
-            sizes[index] -= weights[name].num_elements
-    return sizes
 
 
 def rank_table(ranks: Sequence[RankForecast], assumptions: Assumptions) -> str:
@@ -130,7 +111,7 @@ def rank_table(ranks: Sequence[RankForecast], assumptions: Assumptions) -> str:
         rows.append([*numbers, verdict])
     if assumptions.memory_bytes is None:
         rows = [row[:-1] for row in rows]
-    return _aligned(rows, left={1})
+    return aligned(rows, left={1})
 
 
 def step_text(found: Forecast, schedule: Schedule, assumptions: Assumptions) -> str:
@@ -211,37 +192,5 @@ def skip_table(model: ModelCount, counts: Sequence[int]) -> str:
         layers, stages = f"{skip.source} to {skip.destination}", f"{source} to {destination}"
         rows.append([skip.name, layers, stages, nbytes])
     more = len(crossing) - _MAX_SKIPS
-    lines = [title, _aligned(rows, left={0})] if crossing else [title.rstrip(":")]
+    lines = [title, aligned(rows, left={0})] if crossing else [title.rstrip(":")]
     return "\n".join([*lines, *([f"and {more} more"] if more > 0 else [])])
-
-
-def folded(items: Sequence[Hashable]) -> Iterator[Group]:
-    """Yield equal neighbours, and groups of neighbours that repeat, as one."""
-    numbers: dict[Hashable, int] = {}
-    names = [numbers.setdefault(item, len(numbers)) for item in items]
-    start = 0
-    while start < len(names):
-        repeats = {p: _repeats(names, start, p) for p in range(1, _LONGEST_GROUP + 1)}
-        repeated = {period: times for period, times in repeats.items() if times > 1}
-        # The group that swallows most layers; the shorter of two that swallow as many.
-        period = max(repeated, key=lambda p: (p * repeated[p], -p), default=1)
-        yield Group(start, period, repeated.get(period, 1))
-        start += period * repeated.get(period, 1)
-
-
-def _repeats(names: Sequence[int], start: int, period: int) -> int:
-    end = start + period
-    while end < len(names) and names[end] == names[end - period]:
-        end += 1
-    return max(1, (end - start) // period)
-
-
-def _aligned(rows: Sequence[Sequence[str]], left: set[int]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )

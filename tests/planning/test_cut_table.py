@@ -12,7 +12,7 @@ from gpipe_hpc.models import (
     stage_layers,
 )
 from gpipe_hpc.planning import check_conservation, cut_table, minimax
-from gpipe_hpc.planning.cut_table import compressed
+from gpipe_hpc.planning.columns import compressed
 
 
 def test_the_table_of_a_cut():

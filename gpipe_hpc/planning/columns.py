@@ -1,0 +1,55 @@
+"""Tables of text: columns that stand under one another, and neighbours that repeat as one."""
+
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from typing import NamedTuple
+
+
+class Group(NamedTuple):
+    """`period` items from `start` on that stand there `times` in a row."""
+
+    start: int
+    period: int
+    times: int
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int]) -> str:
+    """Return rows as lines; the columns `left` begin at one place, the others end at one."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def compressed(names: Sequence[str]) -> str:
+    """Return names in order with repeats folded: ``Embedding, 4 x (Attention, MLP), Norm``."""
+    parts: list[str] = []
+    for start, period, times in folded(names, longest=8):
+        group = ", ".join(names[start : start + period])
+        wrapped = f"({group})" if period > 1 else group
+        parts.append(f"{times} x {wrapped}" if times > 1 else group)
+    return ", ".join(parts)
+
+
+def folded(items: Sequence[Hashable], longest: int = 32) -> Iterator[Group]:
+    """Yield equal neighbours, and groups of up to `longest` neighbours that repeat, as one."""
+    numbers: dict[Hashable, int] = {}
+    names = [numbers.setdefault(item, len(numbers)) for item in items]
+    start = 0
+    while start < len(names):
+        repeats = {p: _repeats(names, start, p) for p in range(1, longest + 1)}
+        repeated = {period: times for period, times in repeats.items() if times > 1}
+        # The group that swallows most items; the shorter of two that swallow as many.
+        period = max(repeated, key=lambda p: (p * repeated[p], -p), default=1)
+        yield Group(start, period, repeated.get(period, 1))
+        start += period * repeated.get(period, 1)
+
+
+def _repeats(names: Sequence[int], start: int, period: int) -> int:
+    end = start + period
+    while end < len(names) and names[end] == names[end - period]:
+        end += 1
+    return max(1, (end - start) // period)
