@@ -30,6 +30,11 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--budget-s", type=float, default=9000.0, help="for all of it")
     parser.add_argument("--resume", action="store_true", help="keep the blocks there are")
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="with --resume: measure the blocks asked for also where they are there",
+    )
     parser.add_argument("--size", choices=("full", "tiny"), default="full")
     parser.add_argument("--to", type=Path, default=HERE, help="folder of figures, README and plots")
     parser.add_argument(
@@ -97,6 +102,10 @@ def main() -> None:
     parts = args.parts.split(",")
     kept = args.to / "figures.json"
     figures = load_figures(kept) if args.resume and kept.exists() else new_figures()
+    there: Collection[str] = figures.blocks
+    if args.again:
+        fresh = new_figures()
+        figures.machine, figures.date, there = fresh.machine, fresh.date, ()
     who, absent = contestants(args.without.split(","))
     end_s = time.monotonic() + args.budget_s
 
@@ -123,7 +132,7 @@ def main() -> None:
         first_share = FIRST_SHARE if "rest" in parts else 1.0
         for part, blocks, share in (("first", first, first_share), ("rest", rest, 1.0)):
             if part in parts:
-                asked = chosen(blocks, args.blocks, figures.blocks)
+                asked = chosen(blocks, args.blocks, there)
                 todo = [each.of(named) for each in asked]
                 left_s = share * (end_s - time.monotonic())
                 run_blocks(
