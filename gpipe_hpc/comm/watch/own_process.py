@@ -3,10 +3,12 @@
 import contextlib
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Final
 
 _STOPPED: Final = "Tt"  # by a signal, by a debugger
+_WRITING_S: Final = 0.3  # that a signal handler takes to write stacks
 _EXIT_CODE_FIELD: Final = 49  # of those behind the name in /proc/PID/stat
 
 
@@ -70,6 +72,25 @@ class OwnProcess:
                 signal.pidfd_send_signal(self._handle, number)
             else:
                 os.kill(self._pid, number)
+
+    def stacks(self, number: int | None, file: str, max_bytes: int) -> str:
+        """Return the stacks as the rank's signal handler writes them, without its interpreter.
+
+        `number`: the signal, None where there is no handler; `file`: what the handler writes into.
+        """
+        if number is None:
+            return "(its interpreter does not answer)"
+        path = Path(file)
+        try:
+            before = path.stat().st_size
+            self.send(number)
+            time.sleep(_WRITING_S)
+            with path.open("rb") as written:
+                written.seek(before)
+                text = written.read(max_bytes).decode(errors="replace")
+        except OSError as error:
+            return f"(no stack: {error})"
+        return f"(holds the interpreter's lock)\n{text}"
 
     def _exists(self) -> bool:
         assert self._pid is not None, "a thread's own process is there"
