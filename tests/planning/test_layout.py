@@ -20,8 +20,8 @@ from gpipe_hpc.plan import make_plan, microbatch, samples_per_microbatch
 from gpipe_hpc.planning import LayerTimes, Measured, Request, cut, lay_out
 from gpipe_hpc.planning.counted import count_model
 from gpipe_hpc.schedule import build, schedule_names, to_text
-from gpipe_hpc.training import session
 from gpipe_hpc.training.asking import request_of
+from gpipe_hpc.training.start import building
 
 FOREIGN = {"huggingface", "own"}  # models that are not of the zoo
 PRESETS = sorted({path.stem for path in (conf_dir() / "model").glob("*.yaml")} - FOREIGN)
@@ -90,7 +90,7 @@ def laid_out_by_a_run(config):
     def body(world):
         # Rank 0 alone reads an example.
         example = (sample.inputs, sample.targets) if world.rank == 0 else None
-        return session._pipeline(config, world, layers, loss_fn, None, example).layout
+        return building.build_pipeline(config, world, layers, loss_fn, None, example).layout
 
     return run_on_threads(config.pipeline.stages * config.pipeline.replicas, body)
 
