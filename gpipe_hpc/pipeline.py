@@ -35,7 +35,7 @@ from gpipe_hpc.engine.feed import Feed, random_keys
 from gpipe_hpc.engine.loss import LossFunction
 from gpipe_hpc.engine.microbatches import share_of
 from gpipe_hpc.engine.precision import scaling
-from gpipe_hpc.engine.recorder import Recorded, StepTimes, on_one_clock
+from gpipe_hpc.engine.recorder import Moments, Recorded, StepTimes, on_one_clock
 from gpipe_hpc.engine.state.drift import POLICIES
 from gpipe_hpc.engine.steps import Site, Steps
 from gpipe_hpc.engine.sums.loss_scale import LossScale
@@ -58,7 +58,7 @@ from gpipe_hpc.planning import (
     cut_table,
     lay_out,
 )
-from gpipe_hpc.schedule import Event, Op, Timeline, canonical_schedule
+from gpipe_hpc.schedule import Op, Timeline, canonical_schedule
 
 log = logging.getLogger("gpipe_hpc.pipeline")
 
@@ -357,15 +357,17 @@ class Pipeline:
         """
         group = self._site.pipeline
         group.all_reduce(torch.zeros(1))  # which all leave together
-        own = Recorded(clock_identity(), time.perf_counter(), self.last_step_events())
+        own = Recorded(
+            clock_identity(), time.perf_counter(), self.last_step_moments().events(self.stage_rank)
+        )
         rows = on_one_clock(group.all_gather_object(own))
         table = self.schedule
         size = table.num_stages, table.num_microbatches
         return Timeline(rows, *size, table.name, table.skips)
 
-    def last_step_events(self) -> tuple[Event, ...]:
+    def last_step_moments(self) -> Moments:
         """Return when the actions of the last step ran on this rank, in seconds of its clock."""
-        return self._steps.recorder.events(self.stage_rank)
+        return self._steps.recorder.moments
 
     def last_step_times(self) -> StepTimes:
         """Return when this rank computed in the last step."""

@@ -9,7 +9,15 @@ from gpipe_hpc.bench.sweep import Point
 
 _HEAD: Final = (
     *("ranks", "threads", "batch", "micro-batches", "backend"),
-    *("ms a step", "quartiles", "samples/s", "tokens/s", "speed-up", "bubble %", "peak MB a rank"),
+    *(
+        "ms a step",
+        "quartiles",
+        "samples/s",
+        "tokens/s",
+        "speed-up",
+        "bubble % of total",
+        "peak MB a rank",
+    ),
 )
 
 

@@ -2,7 +2,9 @@
 
 import math
 import time
+from array import array
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +30,24 @@ class StepTimes(NamedTuple):
     busy_s: float
     start_s: float = math.inf
     end_s: float = -math.inf
+
+
+class Moments(NamedTuple):
+    """The actions of a step, and start and end of each in turn; 16 bytes an action."""
+
+    actions: tuple[Action, ...]
+    seconds: "array[float]"  # a class that takes no parameter before Python 3.12
+
+    @property
+    def busy_s(self) -> float:
+        """Return how long all actions took together."""
+        spans = zip(self.seconds[0::2], self.seconds[1::2], strict=True)
+        return sum(end - start for start, end in spans)
+
+    def events(self, rank: int) -> tuple[Event, ...]:
+        """Return them as events of a rank."""
+        starts, ends = self.seconds[0::2], self.seconds[1::2]
+        return tuple(map(Event, repeat(rank), self.actions, starts, ends))
 
 
 class Recorded(NamedTuple):
@@ -65,6 +85,7 @@ class Recorder:
         self.spans: list[Span] = []
         self.begin: object = None
         self._host_begin_s = 0.0
+        self._read: Moments | None = None
 
     def mark(self) -> object:
         """Return the present."""
@@ -77,29 +98,34 @@ class Recorder:
 
     def start_step(self) -> None:
         """Forget the last step's spans and begin a new one."""
-        self.spans = []
+        self.spans, self._read = [], None
         self._host_begin_s = time.perf_counter()
         self.begin = self.mark()
 
     def add(self, action: Action, start: object) -> None:
         """Note that an action ran from `start` until now."""
         self.spans.append(Span(action, start, self.mark()))
+        self._read = None
+
+    @property
+    def moments(self) -> Moments:
+        """Return the step's actions in seconds of the host's monotonic clock; marks are read once.
+
+        What is returned does not change any more.
+        """
+        if self._read is None:
+            marks = (mark for span in self.spans for mark in (span.start, span.end))
+            seconds = array("d", map(self._seconds, marks))
+            self._read = Moments(tuple(span.action for span in self.spans), seconds)
+        return self._read
 
     @property
     def times(self) -> StepTimes:
         """Return when this rank computed."""
-        if not self.spans:
+        moments = self.moments
+        if not moments.actions:
             return StepTimes(0.0)
-        moments = [(self._seconds(span.start), self._seconds(span.end)) for span in self.spans]
-        busy_s = sum(end - start for start, end in moments)
-        return StepTimes(busy_s, moments[0][0], max(end for _, end in moments))
-
-    def events(self, rank: int) -> tuple[Event, ...]:
-        """Return the step's events, in seconds of the host's monotonic clock."""
-        return tuple(
-            Event(rank, span.action, self._seconds(span.start), self._seconds(span.end))
-            for span in self.spans
-        )
+        return StepTimes(moments.busy_s, moments.seconds[0], max(moments.seconds[1::2]))
 
     def _seconds(self, mark: object) -> float:
         if isinstance(mark, float):

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,18 +24,17 @@ class Foresight:
     """Counted for the micro-batches of the first batch.
 
     `ranks`: what each rank of a replica will hold at its fullest. `model_flops`: of a step of all
-    replicas, recomputation not counted. `counted` knows the layers, without any weights.
+    replicas, recomputation not counted. `known`: the layers, without any weights, and their FLOPs.
     """
 
     ranks: tuple[RankForecast, ...]
     model_flops: int
-    counted: Counted
+    known: Known
 
     def advice(self, pipe: Pipeline, measured: Timeline, finer: int | None) -> list[Advice]:
         """Return what would make a measured step faster; see `advise`."""
-        basis = pipe.partition.times or self.counted.times
-        times = layer_times(measured, pipe.partition.counts, basis)
-        known = Known(self.counted.layers, times, self.counted.count)
+        basis = pipe.partition.times or self.known.times
+        known = replace(self.known, times=layer_times(measured, pipe.partition.counts, basis))
         limit, device = pipe.request.memory_bytes, pipe.world.device
         assert not isinstance(limit, str), "the pipeline has read it"
         if limit is None and device.type == "cuda":
@@ -74,7 +73,7 @@ def foresee(
         )
         num_runs = pipe.num_microbatches * pipe.mesh.replicas
         flops = sum(each.forward_flops + each.backward_flops for each in found.stages) * num_runs
-        return Foresight(found.ranks, flops, counted)
+        return Foresight(found.ranks, flops, Known(light, counted.times, counted.count))
     except Exception as error:
         log.info("memory was not planned, as layers could not be counted: %s", error)
         log.debug("where it happened", exc_info=True)

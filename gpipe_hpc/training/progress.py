@@ -113,7 +113,7 @@ class Progress:
         elif samples is not None:
             parts.append(f"{samples:,.1f} samples/s")
         if bubble is not None:
-            parts.append(f"bubble {bubble:.1%}")
+            parts.append(f"bubble {bubble:.1%} of total")
         if self._times_s:
             parts.append(f"{_clock(median(self._times_s) * (self._last - step))} left")
         return "  ".join(parts)

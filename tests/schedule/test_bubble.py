@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 
 import pytest
@@ -111,3 +112,15 @@ def test_empty_micro_batches_that_never_ran_are_waited_for_by_nobody():
     rows = tuple(tuple(e for e in row if e.action.microbatch != 1) for row in timeline.events)
     causes = explain_measured(replace(timeline, events=rows))
     assert all(min(own) >= 0 for own in causes)
+
+
+def test_a_bubble_is_computed_in_one_place(repository):
+    """Three places did so, with three totals: metrics, `draw` and `bench` disagreed."""
+    computes = re.compile(r"1(\.0)? - .*busy")
+    found = [
+        path.relative_to(repository).as_posix()
+        for folder in ("gpipe_hpc", "benchmarks", "experiments")
+        for path in sorted((repository / folder).rglob("*.py"))
+        if computes.search(path.read_text())
+    ]
+    assert found == ["gpipe_hpc/schedule/timeline.py"]

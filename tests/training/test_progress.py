@@ -34,14 +34,14 @@ def test_line_names_all_that_a_watcher_wants():
     progress = quiet(0, 300)
     progress.update(1, SCALARS)
     assert progress.line(100, SCALARS) == (
-        "step 100/300  loss 2.3457  123.4 samples/s  bubble 11.2%  1:40 left"
+        "step 100/300  loss 2.3457  123.4 samples/s  bubble 11.2% of total  1:40 left"
     )
 
 
 def test_of_text_it_says_tokens():
     progress = quiet(0, 300)
     progress.update(1, SCALARS | {"tokens_per_s": 15800.4})
-    assert progress.line(1, {}) == "step   1/300  15,800 tokens/s  bubble 11.2%  2:30 left"
+    assert progress.line(1, {}) == "step   1/300  15,800 tokens/s  bubble 11.2% of total  2:30 left"
 
 
 def test_unknown_values_are_left_out():

@@ -37,7 +37,7 @@ class RankFigures(NamedTuple):
             tuple(pipe.stages),
             socket.gethostname(),
             name,
-            None if median is None else median.busy_s,
+            None if median is None else median.moments.busy_s,
             peak_memory_bytes(device),
             memory_before_bytes,
         )

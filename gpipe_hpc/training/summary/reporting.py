@@ -1,11 +1,12 @@
 """The report of a run while it goes on: what each step adds, and what is said in the end."""
 
 import logging
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from gpipe_hpc.comm.world import together
+from gpipe_hpc.errors import os_remedy
 from gpipe_hpc.training.session import Session
 from gpipe_hpc.training.step_edge import Agreed
 from gpipe_hpc.training.summary.compose import (
@@ -18,10 +19,33 @@ from gpipe_hpc.training.summary.compose import (
 from gpipe_hpc.training.summary.figures import RankFigures
 from gpipe_hpc.training.summary.ledger import Ledger
 from gpipe_hpc.training.summary.table import summary_text
-from gpipe_hpc.training.traces.files import forget_later_traces, write_planned, write_trace
-from gpipe_hpc.training.traces.held import HeldSteps, TracedStep, gather_steps, timelines_of
+from gpipe_hpc.training.traces.files import (
+    forget_later_traces,
+    trace_name,
+    write_planned,
+    write_trace,
+)
+from gpipe_hpc.training.traces.held import (
+    HeldStep,
+    HeldSteps,
+    TracedStep,
+    gather_steps,
+    timelines_of,
+)
 
 log = logging.getLogger("gpipe_hpc.train")
+
+
+@contextmanager
+def _telling() -> Iterator[None]:
+    """Tell what keeps a report from being made; that is no reason to end a run."""
+    try:
+        yield
+    except OSError as error:
+        remedy = os_remedy(error) or "look at the folder"
+        log.warning("summary: expected to write it into the run folder, got %s; %s", error, remedy)
+    except Exception:
+        log.warning("summary: it could not be made; the run itself is whole", exc_info=True)
 
 
 class Reporter:
@@ -47,13 +71,16 @@ class Reporter:
         """
         step = self._pipe.steps_done
         if self._held.wants(step):
-            self._held.take(step, agreed.pipeline_s, self._pipe.last_step_events(), origin_s)
+            moments = self._pipe.last_step_moments()
+            self._held.take(HeldStep(step, agreed.pipeline_s, moments, origin_s))
 
     def refresh(self) -> None:
         """Write how the run stands, for whoever looks before its end; the same call everywhere."""
         ranks = self._gather_figures()
         if ranks:
-            self._write(Ended("running"), ranks, None)
+            with _telling():
+                summary = self._compose(Ended("running"), ranks, None)
+                write_summary(self._session.run_folder, summary)
 
     def finish(self, ended: Ended) -> None:
         """Write traces and summary and show the closing table; the same call everywhere."""
@@ -66,9 +93,12 @@ class Reporter:
             everybody = self._pipe.everybody
             traced = gather_steps(everybody, kept, median, self._pipe.mesh.stages)
         if ranks:
-            with together(self._pipe.world, "writing the summary"):
-                summary = self._write(ended, ranks, self._keep_traces(traced))
+            with _telling():
+                found = self._median_of(traced)
+                summary = self._compose(ended, ranks, found)
                 log.info("%s", summary_text(summary))
+                self._keep_traces(traced)
+                write_summary(self._session.run_folder, summary)
 
     def fail(self, error: BaseException) -> None:
         """Write on rank 0 what it knows by itself of a run that failed; whatever that meets, stays.
@@ -79,7 +109,8 @@ class Reporter:
             if self._session.lock is not None:
                 self._session.lock.check()  # the folder may be another run's by now
             text = f"{type(error).__name__}: {error}"
-            self._write(Ended("failed", text), [self._figures()], None)
+            summary = self._compose(Ended("failed", text), [self._figures()], None)
+            write_summary(self._session.run_folder, summary)
 
     def _figures(self) -> RankFigures:
         return RankFigures.of(self._pipe, self._held.median, self._before_bytes)
@@ -89,24 +120,23 @@ class Reporter:
         with together(self._pipe.world, "gathering the ranks' figures"):
             return self._pipe.everybody.gather_object(self._figures(), root=0) or ()
 
-    def _keep_traces(self, traced: Sequence[TracedStep]) -> Traced | None:
-        """Write the traces; return the median step."""
+    def _median_of(self, traced: Sequence[TracedStep]) -> Traced | None:
+        for each in traced:
+            if each.is_median:
+                replicas = timelines_of(each, self._pipe.schedule)
+                return Traced(each.step, each.pipeline_s, replicas, trace_name(each.step))
+        return None
+
+    def _keep_traces(self, traced: Sequence[TracedStep]) -> None:
         folder, pipe = self._session.run_folder, self._pipe
         forget_later_traces(folder, pipe.steps_done)
         if self.planned is not None and traced:
             write_planned(self.planned, folder)
-        found = None
         for each in traced:
             replicas = timelines_of(each, pipe.schedule)
-            path = write_trace(replicas, folder, each.step, is_median=each.is_median)
-            if each.is_median:
-                file = path.relative_to(folder).as_posix()
-                found = Traced(each.step, each.pipeline_s, replicas, file)
-        return found
+            write_trace(replicas, folder, each.step, is_median=each.is_median)
 
-    def _write(
+    def _compose(
         self, ended: Ended, ranks: Sequence[RankFigures], traced: Traced | None
     ) -> dict[str, Any]:
-        summary = compose_summary(self._session, self.ledger, ended, ranks, traced, self.planned)
-        write_summary(self._session.run_folder, summary)
-        return summary
+        return compose_summary(self._session, self.ledger, ended, ranks, traced, self.planned)

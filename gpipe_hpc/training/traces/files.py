@@ -12,12 +12,16 @@ PLANNED: Final = "planned.json"
 _STEPS: Final = "step_*.json"
 
 
+def trace_name(step: int) -> str:
+    """Return where the trace of a step lies in a run's folder."""
+    return f"{FOLDER}/step_{step:08d}.json"
+
+
 def write_trace(
     replicas: list[Timeline], run_folder: Path, step: int, *, is_median: bool = True
 ) -> Path:
     """Keep the timeline of a step, of each replica one, in a file of its own."""
-    name = f"step_{step:08d}.json"
-    return _write(run_folder / FOLDER / name, replicas, {"step": step, "is_median": is_median})
+    return _write(run_folder / trace_name(step), replicas, {"step": step, "is_median": is_median})
 
 
 def write_planned(timeline: Timeline, run_folder: Path) -> Path:

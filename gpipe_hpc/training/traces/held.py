@@ -6,25 +6,20 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from gpipe_hpc.comm.group import Group
-from gpipe_hpc.schedule import Action, Event, Schedule, Timeline, parse_action
+from gpipe_hpc.engine.recorder import Moments
+from gpipe_hpc.schedule import Event, Schedule, Timeline, parse_action
 
 
 class HeldStep(NamedTuple):
-    """One step of one rank, in little memory; `pipeline_s` is what it took all ranks together.
+    """One step of one rank; `pipeline_s` is what it took all ranks together.
 
-    `moments` are start and end of each action in turn, in seconds that all ranks count alike.
+    `origin_s`: the moment of this rank's clock from which all ranks count.
     """
 
     step: int
     pipeline_s: float
-    actions: tuple[Action, ...]
-    moments: "array[float]"  # a class that takes no parameter before Python 3.12
-
-    @property
-    def busy_s(self) -> float:
-        """Return the time that this rank computed."""
-        spans = zip(self.moments[0::2], self.moments[1::2], strict=True)
-        return sum(end - start for start, end in spans)
+    moments: Moments
+    origin_s: float = 0.0
 
 
 class HeldSteps:
@@ -43,10 +38,9 @@ class HeldSteps:
             return self._steps.maxlen != 0
         return step >= self._first_step and len(self._steps) != self._steps.maxlen
 
-    def take(self, step: int, pipeline_s: float, events: Sequence[Event], origin_s: float) -> None:
-        """Hold a step; `origin_s` is the moment from which all ranks count."""
-        moments = array("d", (m - origin_s for e in events for m in (e.start_s, e.end_s)))
-        self._steps.append(HeldStep(step, pipeline_s, tuple(e.action for e in events), moments))
+    def take(self, held: HeldStep) -> None:
+        """Hold a step."""
+        self._steps.append(held)
 
     @property
     def steps(self) -> tuple[HeldStep, ...]:
@@ -82,7 +76,10 @@ def gather_steps(
 
     Each rank sends its own rows alone.
     """
-    own = [(list(map(str, each.actions)), each.moments.tolist()) for each in held]
+    own = [
+        (list(map(str, each.moments.actions)), [m - each.origin_s for m in each.moments.seconds])
+        for each in held
+    ]
     everybody: list[Any] | None = group.gather_object(own, root=0)
     if everybody is None:
         return []
@@ -91,7 +88,7 @@ def gather_steps(
             each.step,
             each.pipeline_s,
             tuple(
-                tuple(_events(rank % num_stage_ranks, *told[number]))
+                _events(rank % num_stage_ranks, *told[number])
                 for rank, told in enumerate(everybody)
             ),
             num_stage_ranks,
@@ -101,10 +98,8 @@ def gather_steps(
     ]
 
 
-def _events(rank: int, actions: Sequence[str], moments: Sequence[float]) -> list[Event]:
-    parsed = map(parse_action, actions)
-    spans = zip(parsed, moments[0::2], moments[1::2], strict=True)
-    return [Event(rank, action, start, end) for action, start, end in spans]
+def _events(rank: int, actions: Sequence[str], seconds: Sequence[float]) -> tuple[Event, ...]:
+    return Moments(tuple(map(parse_action, actions)), array("d", seconds)).events(rank)
 
 
 def timelines_of(traced: TracedStep, table: Schedule) -> list[Timeline]:

@@ -1,8 +1,11 @@
 """Steps held in memory: which, how many, and how they come together."""
 
+from array import array
+
 from gpipe_hpc.comm.threads import run_on_threads
+from gpipe_hpc.engine.recorder import Moments
 from gpipe_hpc.schedule import Costs, build, simulate
-from gpipe_hpc.training.traces.held import HeldSteps, gather_steps, timelines_of
+from gpipe_hpc.training.traces.held import HeldStep, HeldSteps, gather_steps, timelines_of
 
 SCHEDULE = build("gpipe", ranks=2, microbatches=3)
 
@@ -11,10 +14,16 @@ def timeline(pace):
     return simulate(SCHEDULE, Costs(forward=pace, backward=2 * pace))
 
 
+def moments_of(events, later_s):
+    seconds = (m + later_s for e in events for m in (e.start_s, e.end_s))
+    return Moments(tuple(e.action for e in events), array("d", seconds))
+
+
 def hold(held, step, pace, rank=0, origin_s=0.0):
     measured = timeline(pace)
     if held.wants(step):
-        held.take(step, measured.makespan, measured.events[rank], origin_s)
+        moments = moments_of(measured.events[rank], origin_s)
+        held.take(HeldStep(step, measured.makespan, moments, origin_s))
 
 
 def test_the_last_steps_are_held_and_no_more():
@@ -45,7 +54,7 @@ def test_the_median_step_is_typical_not_the_second():
     assert held.median.step == 7
     hold(held, 8, 1.25)
     assert held.median.step == 8  # the faster of the two in the middle
-    assert held.median.busy_s == 3 * 3 * 1.25
+    assert held.median.moments.busy_s == 3 * 3 * 1.25
 
 
 def test_rank_0_gathers_the_rows_of_all_replicas_on_one_clock():
@@ -55,13 +64,9 @@ def test_rank_0_gathers_the_rows_of_all_replicas_on_one_clock():
         held, origin_s = HeldSteps(4), 5000.0 * world.rank
         for step, pace in ((1, 4.0), (2, 1.0), (3, 2.0)):
             measured = timeline(pace)
-            rows = measured.events[world.rank % 2]
-            late = 0.5 * (world.rank // 2)
-            shifted = [
-                e._replace(start_s=e.start_s + late + origin_s, end_s=e.end_s + late + origin_s)
-                for e in rows
-            ]
-            held.take(step, measured.makespan + 0.5, shifted, origin_s)
+            late_s = 0.5 * (world.rank // 2)
+            moments = moments_of(measured.events[world.rank % 2], late_s + origin_s)
+            held.take(HeldStep(step, measured.makespan + 0.5, moments, origin_s))
         return gather_steps(world.everybody, held.steps, held.median, num_stage_ranks=2)
 
     first, *others = run_on_threads(4, body)

@@ -1,0 +1,96 @@
+"""The closing table: what is known, and no more; of many ranks those at the ends."""
+
+from gpipe_hpc.training.summary.table import summary_text
+
+
+def rank(number, busy_s=None, peak=100, idle_causes=None, planned=None):
+    return {
+        "rank": number,
+        "stages": [number],
+        "busy_s": busy_s,
+        "idle_s": None if busy_s is None else 2.0 - busy_s,
+        "idle_causes": idle_causes,
+        "peak_memory_bytes": peak * 2**20,
+        "memory_before_bytes": 60 * 2**20,
+        "planned_memory": planned,
+    }
+
+
+def summary(ranks, **more):
+    return {
+        "outcome": "done",
+        "first_step": 3,
+        "last_step": 9,
+        "steps_asked": 9,
+        "layout": {"ranks": len(ranks), "replicas": 1},
+        "throughput": dict.fromkeys(
+            ("samples_per_s", "tokens_per_s", "device_flops_per_s", "share_of_peak")
+        ),
+        "step": dict.fromkeys(("step_time_s", "pipeline_s", "outside_pipeline_s", "bubble")),
+        "expected": None,
+        "stalls_s": {},
+        "traced_step": None,
+        "ranks": ranks,
+        "advice": [],
+    } | more
+
+
+def test_of_a_run_that_knows_little_the_little_is_said():
+    assert summary_text(summary([rank(0)])).splitlines() == [
+        "done after step 9 of 9, 6 of them in this start",
+        "rank  stages  peak memory  above start",
+        "   0       0      100 MiB     40.0 MiB",
+    ]
+
+
+def test_all_that_is_known_is_said():
+    causes = {
+        "fill_and_drain_s": 0.25,
+        "imbalance_s": 0.125,
+        "transfers_s": 0.125,
+        "other_replicas_s": 0.5,
+    }
+    own = rank(0, 1.0, idle_causes=causes, planned={"total_bytes": 2**30})
+    pace = {
+        "samples_per_s": 10.0,
+        "tokens_per_s": 12345.0,
+        "device_flops_per_s": 989e12,
+        "share_of_peak": 0.4321,
+    }
+    step = {"step_time_s": 2.5, "pipeline_s": 2.0, "outside_pipeline_s": 0.5, "bubble": 0.25}
+    text = summary_text(
+        summary(
+            [own],
+            layout={"ranks": 1, "replicas": 2},
+            throughput=pace,
+            step=step,
+            expected={"pipeline_s": 1.5, "bubble": 0.125},
+            stalls_s={"a": 1.0, "b": 2.0},
+            traced_step={"step": 7, "pipeline_s": 2.0},
+            advice=[
+                {"text": "x=1: -7 % of it", "more_bytes": -(2**20), "assumes": ""},
+                {"text": "y=2", "more_bytes": 0, "assumes": ""},
+            ],
+        )
+    )
+    assert "10 samples/s, 12,345 tokens/s, 43.2% of the devices' peak (989 TFLOP/s each)" in text
+    assert (
+        "2.000 s in the pipeline a step, bubble 25.0% (idle over total); expected: 1.500 s" in text
+    )
+    assert "step 7, the median of those traced:" in text
+    line = next(line for line in text.splitlines() if line.strip().startswith("0 "))
+    assert line.split() == [
+        *("0", "0", "1.000", "1.000", "0.250", "0.125", "0.125", "0.500"),
+        *("100", "MiB", "40.0", "MiB", "1.00", "GiB"),
+    ]
+    assert "held the run up for 3.000 s" in text
+    assert text.splitlines()[-1].startswith("advice: x=1: -7 % of it, simulated")
+    assert text.endswith("the fullest rank needs 1.00 MiB less memory")
+
+
+def test_of_a_thousand_ranks_those_at_the_ends_are_shown():
+    ranks = [rank(number, busy_s=1 + (number % 7) / 10, peak=100 + number) for number in range(999)]
+    lines = summary_text(summary(ranks)).splitlines()
+    assert len(lines) < 20 and "of 999 ranks" in lines[1]
+    shown = [int(line.split()[0]) for line in lines[3:]]
+    assert shown == sorted(shown) and {0, 998} <= set(shown)
