@@ -96,7 +96,8 @@ def load_config(composed: DictConfig, told: Told, *, reads_data: bool = True) ->
     assert is_dataclass(plain), f"conf/config.yaml is not under the schema: {type(plain)}"
     _refuse_forced_keys(plain, "")
     found = vars(plain)
-    data = data_config(found["data"]) if reads_data else DataConfig()
+    chosen = preset("data", told.choices.get("data"))
+    data = data_config(found["data"], chosen) if reads_data else DataConfig()
     config = Config(**found | {"data": data})
     spell(config)
     return config

@@ -35,7 +35,7 @@ def build_target(section: str, settings: Mapping[str, Any]) -> Any:
 def bind_target(section: str, settings: Mapping[str, Any]) -> "partial[Any]":
     """Return what ``<section>._target_`` names with the section's other settings bound to it."""
     path = settings["_target_"]
-    target = _locate(section, path)
+    target = locate(section, path)
     keywords = {name: value for name, value in settings.items() if name != "_target_"}
     try:
         parameters = inspect.signature(target).parameters.values()
@@ -119,7 +119,11 @@ def _holder(path: str) -> object:
         return shown
 
 
-def _locate(section: str, path: str) -> Callable[..., Any]:
+def locate(section: str, path: str) -> Callable[..., Any]:
+    """Return the function or class that ``<section>._target_`` names.
+
+    Raises ConfigError where there is none, or importing its module fails.
+    """
     module, _, name = path.rpartition(".")
     _see_current_folder()
     with own_call(f"config: {section}._target_={path}: importing {module}", ConfigError):

@@ -97,3 +97,12 @@ def test_its_settings_are_checked_as_those_of_all(new_kind, word, message):
 def test_its_settings_are_in_the_help(new_kind):
     shown = help_of("train", conf_dir(), ["data=stairs"])
     assert "stairs" in shown and "data.flights=5" in shown
+
+
+def test_a_preset_may_name_a_plain_data_set(new_kind, tmp_path):
+    """Its settings beside those of data=own are keywords of the user's function."""
+    (tmp_path / "plain.py").write_text("def pairs(size):\n    return [([0.5], 1)] * size\n")
+    text = "_target_: plain.pairs\nsize: 7\nvalidation_fraction: 0\n"
+    (tmp_path / "conf" / "data" / "plain.yaml").write_text(text)
+    config = compose_config(["model={_target_:my.build}", "data=plain"])
+    assert open_data(config.data).train.num_samples == 7
