@@ -24,7 +24,7 @@ from gpipe_hpc.drawing.scene import (
 )
 from gpipe_hpc.schedule.memory import Step, live_activations
 from gpipe_hpc.schedule.table.actions import COMPUTE
-from gpipe_hpc.schedule.timeline import Timeline
+from gpipe_hpc.schedule.timeline import Timeline, idle_share
 from gpipe_hpc.schedule.waits import DataFlow
 
 _TICK_SIZE: Final = 11.0
@@ -176,7 +176,7 @@ def _add_section(scene: Scene, timeline: Timeline, tints: Tints) -> None:
     for rank, (own, beside) in enumerate(zip(boxes, marks, strict=True)):
         y = top + rank * pitch
         rows.append(Row(rank, y, height, size, span, own, beside))
-        share = 1 - timeline.busy[rank] / timeline.makespan if span > 0 else 0.0
+        share = idle_share(timeline.busy[rank], 1, timeline.makespan)
         _label(scene, rank, y, height, pitch, f"{share:.0%} idle")
     scene.height += timeline.num_ranks * pitch
     axes = [_add_axis(scene, top, span)]
