@@ -19,9 +19,10 @@ from gpipe_hpc.comm.joining.start import DEFAULT_TIMEOUT_S, start_world
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.patience import patiently
+from gpipe_hpc.comm.tracebacks import OwnFramesLeftOut
 from gpipe_hpc.comm.watch.settings import DEFAULT_SILENCE_S
 from gpipe_hpc.comm.world import World, together
-from gpipe_hpc.config.spelling import canonical_precision, num_bytes
+from gpipe_hpc.config.spelling import canonical_precision, num_bytes, suggestion
 from gpipe_hpc.engine.arrays import with_tensors
 from gpipe_hpc.engine.assembly import (
     build_stages,
@@ -44,7 +45,7 @@ from gpipe_hpc.engine.sums.results import StepResult
 from gpipe_hpc.engine.sums.statistics import gather_batchnorm, say_batchnorm
 from gpipe_hpc.engine.sums.tied import join_ties
 from gpipe_hpc.engine.wiring import wire
-from gpipe_hpc.errors import ConfigError, DataError
+from gpipe_hpc.errors import ConfigError, DataError, KeywordError
 from gpipe_hpc.models import Layer, find_ties, layer_stages, normalise_layers, parameter_sizes
 from gpipe_hpc.planning import (
     Counted,
@@ -99,18 +100,30 @@ def _by_keyword(
     """Let a constructor be called with the fields of a record as keywords, each with its type."""
 
     def decorate(make: TakesRecord) -> TakesKeywords[P]:
+        own, given = signature(make), signature(record)
+
         def init(
             self: Any, layers: Layers, loss_fn: LossFunction, /, *args: P.args, **kwargs: P.kwargs
         ) -> None:
-            make(self, layers, loss_fn, record(*args, **kwargs))
+            with OwnFramesLeftOut():
+                _refuse_unknown(kwargs, given.parameters)
+                make(self, layers, loss_fn, record(*args, **kwargs))
 
-        own, given = signature(make), signature(record)
         positional = list(own.parameters.values())[:-1]
         shown = own.replace(parameters=[*positional, *given.parameters.values()])
         init.__dict__["__signature__"] = shown  # what `help` and editors show
         return init
 
     return decorate
+
+
+def _refuse_unknown(given: Iterable[str], known: Iterable[str]) -> None:
+    for name in given:
+        if name not in known:
+            raise KeywordError(
+                f"Pipeline: unknown keyword {name}, expected some of {', '.join(known)}, got "
+                f"{name}; {suggestion(name, known)}correct it"
+            )
 
 
 class Pipeline:

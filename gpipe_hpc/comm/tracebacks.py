@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from gpipe_hpc.errors import GpipeError
+from gpipe_hpc.errors import ActionError, GpipeError, ModelError
 
 TRACEBACK_VARIABLE: Final = "GPIPE_HPC_TRACEBACK"
 
@@ -66,7 +66,14 @@ def leave_out_own_frames(error: BaseException) -> None:
             # What we tried before, and then tried again, is not what failed.
             above.__suppress_context__ = True
             return
-        frames, is_ours = list(_users(each.__traceback__)), isinstance(each, GpipeError)
+        # What a library says of a file that it cannot read is in our message; of a layer, a user
+        # may have taken it from a library.
+        ran_users = above is None or isinstance(above, ActionError | ModelError)
+        counts_installed = ran_users or not isinstance(above, GpipeError)
+        frames, is_ours = (
+            list(_users(each.__traceback__, counts_installed)),
+            isinstance(each, GpipeError),
+        )
         if frames or is_ours:
             each.__traceback__ = _linked(frames)
         is_shown = bool(frames) or (not is_ours and _ends_here(each.__traceback__))
@@ -118,21 +125,26 @@ def _ends_here(trace: TracebackType | None) -> bool:
     return file.startswith(_OURS)
 
 
-def _users(trace: TracebackType | None) -> Iterator[TracebackType]:
-    """Yield the frames from the first that is the user's; none of ours."""
+def _users(trace: TracebackType | None, counts_installed: bool) -> Iterator[TracebackType]:
+    """Yield the frames from the first that is the user's; none of ours.
+
+    `counts_installed`: that may be in an installed package, too.
+    """
     is_below = False
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
-        is_below = is_below or _is_users(name)
+        is_below = is_below or _is_users(name, counts_installed)
         if is_below and not name.startswith(_OURS):
             yield trace
         trace = trace.tb_next
 
 
-def _is_users(file: str) -> bool:
+def _is_users(file: str, counts_installed: bool) -> bool:
     if file.startswith((_OURS, _TORCHS, "<frozen ")):
         return False
-    return not file.startswith(_PYTHONS) or file.startswith(_PACKAGES)
+    if file.startswith(_PACKAGES):
+        return counts_installed
+    return not file.startswith(_PYTHONS)
 
 
 def _linked(frames: list[TracebackType]) -> TracebackType | None:

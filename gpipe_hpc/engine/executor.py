@@ -25,7 +25,7 @@ from gpipe_hpc.engine.state.keyed import Keyed
 from gpipe_hpc.engine.state.passage import LayerState
 from gpipe_hpc.engine.wiring import Wiring
 from gpipe_hpc.engine.work import Keep, Part, Recipe, StageWork, Start
-from gpipe_hpc.errors import ActionError, DataError
+from gpipe_hpc.errors import ActionError, DataError, memory_remedy
 from gpipe_hpc.models import Reports, reporting
 from gpipe_hpc.schedule import Action, Channel, Op, Schedule, channel_of
 
@@ -126,7 +126,9 @@ class Executor:
             raise type(error)(f"{self._position(index)}: {error}") from error
         except Exception as error:
             what = ": ".join([*getattr(error, "__notes__", ())[:1], type(error).__name__])
-            raise ActionError(f"{self._position(index)}: {what}: {error}") from error
+            raise ActionError(
+                f"{self._position(index)}: {what}: {error}{memory_remedy(error)}"
+            ) from error
         finally:
             for work in self._works.values():
                 work.end()

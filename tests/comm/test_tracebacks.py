@@ -4,11 +4,20 @@ import traceback
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.comm.tracebacks import leave_out_own_frames, users_traceback
-from gpipe_hpc.errors import ActionError, CheckpointError, ModelError, PeerError, ScheduleError
+from gpipe_hpc.errors import (
+    ActionError,
+    CheckpointError,
+    ConfigError,
+    KeywordError,
+    ModelError,
+    PeerError,
+    ScheduleError,
+)
 
 
 class Raising(nn.Module):
@@ -89,6 +98,25 @@ def test_a_mistaken_setting_is_one_message_at_the_users_line():
     assert "did you mean gpipe?" in text
 
 
+def test_a_mistaken_keyword_is_one_message_with_the_nearest():
+    """It named a record inside of us, and no keyword that is like it."""
+    with pytest.raises(TypeError, match=r"unknown keyword schedul, .*; did you mean schedule\?"):
+        trained(schedul="gpipe")
+    names, _ = caught(KeywordError, schedul="gpipe")
+    assert names == [["caught", "trained"]]
+
+
+class Hungry(nn.Module):
+    def forward(self, x):
+        return torch.empty(10**15)
+
+
+def test_memory_that_is_used_up_has_a_remedy():
+    names, text = caught(ActionError, last=Hungry())
+    assert names[1] == ["forward"]
+    assert "memory is used up: take more micro-batches" in text.splitlines()[-1]
+
+
 def test_what_cannot_be_saved_is_one_message(tmp_path):
     pipe = Pipeline([nn.Linear(4, 4)], mean_square)
     with pytest.raises(CheckpointError) as found:
@@ -148,6 +176,26 @@ def test_a_command_shows_the_frames_behind_its_message():
     assert text.startswith("Traceback") and 'self.size = {}["size"]' in text
     assert "ModelError" not in text, "the command prints that itself"
     assert users_traceback(ScheduleError("a message of ours")) == ""
+
+
+def load_what_is_not_there():
+    try:
+        OmegaConf.load("not_there.yaml")
+    except OSError as error:
+        raise ConfigError(f"a run: expected its settings, got {error}") from error
+
+
+def test_what_a_library_says_of_a_file_is_not_the_users():
+    """`export run.dir=nope` showed the frames of the library that reads YAML."""
+    with pytest.raises(ConfigError) as found:
+        load_what_is_not_there()
+    cause = found.value.__cause__
+    within = [f for f in traceback.extract_tb(cause.__traceback__) if "omegaconf" in f.filename]
+    assert within, "the library's frames are there"
+    # As it is in the package: the frame of this file, which is a user's, is not.
+    cause.__traceback__ = cause.__traceback__.tb_next
+    assert users_traceback(found.value) == ""
+    assert found.value.__cause__ is None
 
 
 def test_it_ends_on_errors_that_cause_one_another():

@@ -176,6 +176,15 @@ def test_a_folder_without_measured_steps_says_how_to_get_one(tmp_path):
         drawn(f"run.dir={tmp_path}")
 
 
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    """It advised to run with traces, whatever was wrong with the name."""
+    with pytest.raises(ConfigError, match=r"bad run\.dir, .* got '.*/nope', which is not there"):
+        draw(compose_config([f"run.dir={tmp_path}/nope"]))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"got '.*/file', which is no folder"):
+        draw(compose_config([f"run.dir={tmp_path}/file"]))
+
+
 def test_pictures_go_to_a_file_or_to_standard_output(tmp_path, capsysbinary):
     put("text \u00b7", str(tmp_path / "a.txt"))
     put(b"\x89PNG", str(tmp_path / "a.png"))

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from gpipe_hpc.errors import DataError, os_remedy
+from gpipe_hpc.errors import ConfigError, DataError, os_remedy
 from gpipe_hpc.schedule import Event, Timeline, parse_action
 
 FOLDER: Final = "trace"
@@ -88,8 +88,13 @@ def read_replicas(path: Path) -> list[Timeline]:
 def typical_trace(run_folder: Path) -> Path:
     """Return the trace of the newest start's median step; DataError if there is none.
 
-    Of files that do not say which that is, the last step's.
+    Of files that do not say which that is, the last step's. ConfigError if there is no such folder.
     """
+    if not run_folder.is_dir():
+        raise ConfigError(
+            f"config: bad run.dir, expected the folder of a run, got {str(run_folder)!r}, which is "
+            f"{'no folder' if run_folder.exists() else 'not there'}; correct it, or look in runs/"
+        )
     found = sorted((run_folder / FOLDER).glob(_STEPS))
     if not found:
         raise DataError(
