@@ -1,6 +1,6 @@
 """Auto: an order found for given costs, by list scheduling and local search."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import groupby
@@ -47,21 +47,19 @@ def auto(
     placement: str = "one_each",
     stages_per_rank: int = 2,
     trials: int = 200,
-    skips: Iterable[Sequence[int]] = (),
 ) -> Schedule:
     """Search an order for measured or given costs under a memory limit; see `search`.
 
     `costs` are those of `Costs`, by default F = I = W; `limit` is in stage micro-batches, one for
     all ranks or one for each. `placement` is ``one_each``, ``looped``, ``wave`` (both with
-    `stages_per_rank`) or ``mirrored``; `skips` are the pairs of stages of long skips. No worse than
-    any schedule known by name on that placement and under that limit, simulated.
+    `stages_per_rank`) or ``mirrored``. No worse than any schedule known by name on that placement
+    and under that limit, simulated.
     """
     if not isinstance(costs, Costs):
         costs = _named_costs(costs or {"forward": 1, "input_gradient": 1, "weight_gradient": 1})
     where = place(placement, ranks, microbatches, stages_per_rank)
     whole("auto", "trials", trials, least=0)
-    pairs = tuple((source, destination) for source, destination in skips)
-    return search(where, costs, limit=limit, trials=trials, skips=pairs).schedule
+    return search(where, costs, limit=limit, trials=trials).schedule
 
 
 def _named_costs(costs: Mapping[str, Any]) -> Costs:

@@ -157,5 +157,7 @@ def _swapped(schedule: Schedule, swap: Swap) -> Schedule:
     row = schedule.ranks[rank]
     row = (*row[:first], *row[middle:end], *row[first:middle], *row[end:])
     rows = (*schedule.ranks[:rank], row, *schedule.ranks[rank + 1 :])
-    bounds = None if schedule.max_activations is None else bounds_of(rows)
+    bounds = schedule.max_activations
+    if bounds is not None:
+        bounds = (*bounds[:rank], *bounds_of([row]), *bounds[rank + 1 :])
     return replace(schedule, ranks=rows, max_activations=bounds)

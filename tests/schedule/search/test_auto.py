@@ -188,5 +188,3 @@ def test_skips_are_part_of_what_is_searched():
     assert found.makespan == simulate(found.schedule, costs).makespan
     blind = replace(search(placement, costs, trials=20).schedule, skips=skips)
     assert found.makespan <= simulate(blind, costs).makespan
-    by_name = build("auto", ranks=4, microbatches=6, trials=0, skips=[[0, 3]])
-    assert by_name.skips == skips
