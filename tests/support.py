@@ -152,7 +152,8 @@ def assert_close(ours: Trained, other: Trained, near: float) -> None:
     ]:
         assert mine.keys() == theirs.keys()
         for name, tensor in mine.items():
-            assert torch.allclose(tensor, theirs[name], rtol=near, atol=near), name
+            other_dense = theirs[name].to_dense()
+            assert torch.allclose(tensor.to_dense(), other_dense, rtol=near, atol=near), name
 
 
 def train_here(ranks: int, *overrides: str) -> None:
@@ -235,20 +236,19 @@ def cover_of(names: str, *axes: Sequence[Any], strength: int = 2) -> pytest.Mark
 
 
 def in_turn(
-    names: str, kinds: Sequence[Any], others: Sequence[Any], *, each: int
+    names: str, kinds: Sequence[Any], others: Sequence[Any], *, each: int, slow: int = 0
 ) -> pytest.MarkDecorator:
-    """Parametrise each kind by `each` of the others, which take turns; what is left out is slow."""
-    step = max(1, len(others) // each)
-    fast = {
-        (kind, (kind + step * turn) % len(others))
-        for kind in range(len(kinds))
-        for turn in range(each)
-    }
+    """Parametrise each kind by `each` of the others, which take turns; `slow` more are slow."""
+    step = max(1, len(others) // (each + slow))
     return pytest.mark.parametrize(
         names,
         [
-            pytest.param(kind, other, marks=[] if (k, o) in fast else pytest.mark.slow)
-            for k, kind in enumerate(kinds)
-            for o, other in enumerate(others)
+            pytest.param(
+                kind,
+                others[(place + step * turn) % len(others)],
+                marks=[] if turn < each else pytest.mark.slow,
+            )
+            for place, kind in enumerate(kinds)
+            for turn in range(each + slow)
         ],
     )

@@ -21,7 +21,7 @@ from gpipe_hpc.schedule import (
     simulate,
     to_text,
 )
-from tests.support import class_sum
+from tests.support import class_sum, cover_of
 
 SEED, WIDTH, CLASSES, NUM_BLOCKS = 7, 6, 5, 14
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
@@ -185,13 +185,17 @@ VARIANTS = [
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("recompute", ["never", "always", "except_last"])
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize(
-    ("name", "options"), VARIANTS, ids=[setting_id({"": n} | o) for n, o in VARIANTS]
+@cover_of(
+    "variant, recompute, stages, replicas",
+    range(len(VARIANTS)),
+    ("never", "always", "except_last"),
+    (2, 4),
+    (1, 2),
 )
-def test_the_whole_grid(plain, reference, options_of, name, options, stages, replicas, recompute):
+def test_a_grid_of_options_and_layouts(
+    plain, reference, options_of, variant, stages, replicas, recompute
+):
+    name, options = VARIANTS[variant]
     fewest = 2 * options.get("replications", 0) or 1
     for microbatches in sorted({fewest, 2, 3, 5, 8}):
         on_threads(

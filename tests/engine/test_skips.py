@@ -109,10 +109,9 @@ def test_gradients_are_those_of_the_plain_model(plain, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["except_last", "never"])
 @pytest.mark.parametrize("name", NAMES)
-def test_with_replicas_and_few_ranks(plain, name, recompute):
-    for ranks, replicas in ((4, 1), (2, 2)):
+def test_with_replicas_and_few_ranks(plain, name):
+    for ranks, replicas, recompute in ((4, 1, "except_last"), (2, 2, "never")):
         for num in (1, 4, 10):
             try:
                 build(name, ranks=ranks, microbatches=num, **options_of(name))

@@ -123,12 +123,12 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on(start_ranks, tiny, tmp_path,
     assert ranks.codes == [75, 75], ranks.outputs
 
 
-@pytest.mark.timeout(900)
-def test_a_thousand_steps_on_a_busy_machine_raise_no_alarm(start_ranks, tiny):
+@pytest.mark.timeout(500)
+def test_hundreds_of_steps_on_a_busy_machine_raise_no_alarm(start_ranks, tiny):
     """Each core is wanted by several others all the time."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
     try:
-        ranks = start_ranks(4, *tiny, "train.steps=1000", "run.dir=run").wait(800)
+        ranks = start_ranks(4, *tiny, "train.steps=250", "run.dir=run").wait(400)
     finally:
         for each in busy:
             each.kill()

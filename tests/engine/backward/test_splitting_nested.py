@@ -19,6 +19,7 @@ from gpipe_hpc.engine.routes import Edge, StageRoutes
 from gpipe_hpc.engine.stage import Stage
 from gpipe_hpc.engine.work import Keep, Recipe, StageWork
 from gpipe_hpc.errors import ModelError
+from tests.engine.catalogue import PRODUCTS, SELF_DIFFERENTIATING, Pair, equilibrium, force
 from tests.support import mean_square
 
 MIDDLE = StageRoutes((Edge(-1),), (Edge(1),))
@@ -30,22 +31,6 @@ class Nobody:
 
     def note(self, part, noted):
         return []
-
-
-def linear():
-    return nn.Linear(4, 4)
-
-
-class Apply(nn.Module):
-    """Turn a function of (layer, input) into a layer that has two others of a kind."""
-
-    def __init__(self, function, kind=linear):
-        super().__init__()
-        self.function = function
-        self.first, self.second = kind(), kind()
-
-    def forward(self, x):
-        return self.function(self, x)
 
 
 def key(layer):
@@ -98,244 +83,17 @@ def compare(make, splits, recomputes=False, shape=(5, 4)):
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-class ByMatrix(nn.Module):
-    """Multiply with a parameter by a given function."""
-
-    def __init__(self, product):
-        super().__init__()
-        self.product, self.weight = product, nn.Parameter(torch.randn(4, 4) / 2)
-
-    def forward(self, x):
-        return self.product(x, self.weight)
-
-
-class Convolution(nn.Conv1d):
-    def __init__(self):
-        super().__init__(1, 1, 3, padding=1)
-
-    def forward(self, x):
-        return super().forward(x[:, None])[:, 0]
-
-
-class OnlyBias(nn.Linear):
-    def __init__(self):
-        super().__init__(4, 4)
-        self.weight.requires_grad_(False)
-
-
-KINDS = {
-    "matmul": lambda: ByMatrix(torch.matmul),
-    "einsum": lambda: ByMatrix(partial(torch.einsum, "bi,ij->bj")),
-    "a matrix from the left": lambda: ByMatrix(lambda x, w: (w @ x.t()).t()),
-    "convolution": Convolution,
-    "frozen weight": OnlyBias,
-    "no bias": lambda: nn.Linear(4, 4, bias=False),
-}
-
-
-def fixed_point(function, start):
-    for _ in range(200):
-        start, before = function(start), start
-        if (start - before).norm() < 1e-14:
-            break
-    return start
-
-
-def equilibrium(layer, x):
-    """The layer of the tutorial "Deep implicit layers" (Kolter, Duvenaud, Johnson 2020)."""
-
-    def f(z):
-        return torch.tanh(layer.first(z) * 0.3 + layer.second(x))
-
-    with torch.no_grad():
-        z = fixed_point(f, torch.zeros_like(x))
-    if not torch.is_grad_enabled():
-        return z
-    z = f(z)
-    z0 = z.clone().detach().requires_grad_()
-    f0 = f(z0)
-
-    def solve(gradient):
-        def step(y):
-            return torch.autograd.grad(f0, z0, y, retain_graph=True)[0] + gradient
-
-        return fixed_point(step, gradient)
-
-    z.register_hook(solve)
-    return z
-
-
-def regularised_equilibrium(layer, x):
-    """With the norm of the Jacobian beside it (Bai, Koltun, Kolter 2021)."""
-    z = equilibrium(layer, x)
-    with torch.enable_grad():
-        z0 = z.detach().requires_grad_()
-        f0 = torch.tanh(layer.first(z0) * 0.3 + layer.second(x))
-        (v,) = torch.autograd.grad(f0, z0, torch.ones_like(f0), create_graph=True)
-    return z + v.square()
-
-
-def hook_on_its_own_linear(layer, x):
-    z = layer.first(x)
-    y = layer.second(torch.tanh(z))
-    likeness, y = y.square().sum(), y * 1
-    if y.requires_grad:
-        y.register_hook(lambda g: g + torch.autograd.grad(likeness, [z], retain_graph=True)[0])
-    return y
-
-
-def hook_with_a_graph(layer, x):
-    z = layer.first(x)
-    y = layer.second(torch.tanh(z))
-    likeness, y = y.square().sum(), y * 1
-
-    def hook(gradient):
-        with torch.enable_grad():
-            (slope,) = torch.autograd.grad(likeness, z, create_graph=True)
-            (bend,) = torch.autograd.grad(slope.square().sum(), z, retain_graph=True)
-        return gradient + bend
-
-    if y.requires_grad:
-        y.register_hook(hook)
-    return y
-
-
-def hook_with_backward_to_an_input(layer, x):
-    z0 = torch.ones_like(x).requires_grad_()
-    y, y0 = layer.second(layer.first(x)), layer.first(z0)
-
-    def hook(gradient):
-        y0.backward(gradient, inputs=[z0], retain_graph=True)
-        given, z0.grad = z0.grad, None
-        return gradient + given
-
-    if y.requires_grad:
-        y.register_hook(hook)
-    return y
-
-
-def hook_with_backward(layer, x):
-    """What comes by `backward()` in a hook adds to `.grad`, whose it may be."""
-    y, aside = layer.second(x), layer.first(x.detach()).square().sum()
-    if y.requires_grad:
-        y.register_hook(lambda g: aside.backward())
-    return y
-
-
-def slope_alone(layer, x):
-    with torch.enable_grad():
-        given = x.detach().requires_grad_()
-        energy = layer.second(torch.tanh(layer.first(given))).square().sum()
-        (slope,) = torch.autograd.grad(energy, given)
-    return layer.first(x) + layer.second(x + slope)
-
-
-def slope_of_the_same_graph(layer, x):
-    with torch.enable_grad():
-        x = x if x.requires_grad else x.detach().requires_grad_()
-        y = layer.second(torch.tanh(layer.first(x)))
-        (slope,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
-    return y + slope
-
-
-def force(layer, x):
-    """Energy and force, as models of molecules have them."""
-    with torch.enable_grad():
-        x = x if x.requires_grad else x.detach().requires_grad_()
-        energy = layer.second(torch.tanh(layer.first(x))).square().sum(-1, keepdim=True)
-        (slope,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
-    return energy - slope
-
-
-def penalty(layer, x):
-    with torch.enable_grad():
-        x = x if x.requires_grad else x.detach().requires_grad_()
-        y = layer.second(torch.tanh(layer.first(x)))
-        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        return y + (slope.norm(dim=-1, keepdim=True) - 1).square()
-
-
-def bend(layer, x):
-    """Second derivatives, as the residual of a differential equation has them."""
-    with torch.enable_grad():
-        x = x if x.requires_grad else x.detach().requires_grad_()
-        y = layer.second(torch.tanh(layer.first(x)))
-        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        (second,) = torch.autograd.grad(slope.square().sum(), x, create_graph=True)
-        return y + second
-
-
-def jacobian(layer, x):
-    with torch.enable_grad():
-        given = x.detach().requires_grad_()
-        y = layer.second(torch.tanh(layer.first(given))).sum(0)
-        (found,) = torch.autograd.grad(y, given, torch.eye(4).to(y), is_grads_batched=True)
-    return layer.first(x) + layer.second(x + found.sum(0))
-
-
-class _Inner(torch.autograd.Function):
-    """Keep a graph from the forward, and run it in the backward."""
-
-    @staticmethod
-    def forward(ctx, x, layer, way, *parameters):
-        with torch.enable_grad():
-            ctx.x = x.detach().requires_grad_()
-            ctx.y = layer.second(torch.tanh(layer.first(ctx.x)))
-        ctx.way, ctx.parameters = way, parameters
-        return ctx.y.detach()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if ctx.way == "backward":
-            torch.autograd.backward(ctx.y, gradient)
-            return ctx.x.grad, *[None] * (2 + len(ctx.parameters))
-        wanted = (ctx.x, *ctx.parameters)
-        given, *rest = torch.autograd.grad(ctx.y, wanted, gradient, allow_unused=True)
-        return given, None, None, *rest
-
-
-def inner_backward(layer, x):
-    return _Inner.apply(x, layer, "backward")
-
-
-def inner_slope(layer, x):
-    return _Inner.apply(x, layer, "grad") + layer.second(layer.first(x))
-
-
-def inner_gradients(layer, x):
-    return _Inner.apply(x, layer, "grad", *(p for p in layer.parameters() if p.requires_grad))
-
-
-FUNCTIONS = [
-    equilibrium,
-    regularised_equilibrium,
-    hook_on_its_own_linear,
-    hook_with_a_graph,
-    hook_with_backward_to_an_input,
-    hook_with_backward,
-    slope_alone,
-    slope_of_the_same_graph,
-    force,
-    penalty,
-    bend,
-    jacobian,
-    inner_backward,
-    inner_slope,
-    inner_gradients,
-]
-
-
 @each_way
 @pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", SELF_DIFFERENTIATING, ids=lambda f: f.__name__)
 def test_gradients_are_those_of_autograd(function, recomputes, splits):
-    compare(partial(Apply, function), splits, recomputes)
+    compare(partial(Pair, function), splits, recomputes)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("function", SELF_DIFFERENTIATING, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("kind", PRODUCTS)
 def test_other_functions_of_a_parameter(kind, function):
-    compare(partial(Apply, function, KINDS[kind]), True)
+    compare(partial(Pair, function, PRODUCTS[kind]), True)
 
 
 @each_way
@@ -348,7 +106,7 @@ def test_complex_weights_and_their_slopes(splits):
         return found.real + found.imag
 
     kind = partial(nn.Linear, 4, 4, dtype=torch.complex128)
-    compare(partial(Apply, slope, kind), splits)
+    compare(partial(Pair, slope, kind), splits)
 
 
 def hook_with_two_backwards(layer, x):
@@ -359,7 +117,7 @@ def hook_with_two_backwards(layer, x):
 
 
 def test_two_backwards_in_a_hook_add_both():
-    compare(partial(Apply, hook_with_two_backwards), True)
+    compare(partial(Pair, hook_with_two_backwards), True)
 
 
 def backward_in_the_forward(layer, x):
@@ -382,7 +140,7 @@ def hook_with_backward_that_keeps_a_graph(layer, x):
 )
 def test_what_would_need_gradients_of_parameters_at_once_is_refused(function):
     with pytest.raises(ModelError, match=r"calls backward\(\) on .* or with create_graph"):
-        engine(Apply(function), torch.randn(5, 4), True)
+        engine(Pair(function), torch.randn(5, 4), True)
 
 
 def asked_of_grad(y, wanted):
@@ -414,7 +172,7 @@ def test_a_forward_that_asks_for_a_gradient_of_its_weight_is_refused(ask, is_in_
         return z * slope.sum()
 
     with pytest.raises(ModelError, match=r"with respect to a parameter \(4, 4\).*torch.func.grad"):
-        engine(Apply(forward), torch.randn(5, 4), True)
+        engine(Pair(forward), torch.randn(5, 4), True)
 
 
 @each_way
@@ -425,7 +183,7 @@ def test_a_forward_may_ask_for_gradients_of_other_parameters(splits):
             (slope,) = torch.autograd.grad(y.sum(), layer.second.bias, create_graph=True)
         return layer.second(y + slope)
 
-    compare(partial(Apply, forward), splits)
+    compare(partial(Pair, forward), splits)
 
 
 def test_slopes_of_a_product_of_two_inputs_need_a_whole_backward():
@@ -438,7 +196,7 @@ def test_slopes_of_a_product_of_two_inputs_need_a_whole_backward():
         return y + slope[0]
 
     def make(creates):
-        layer = Apply(bilinear)
+        layer = Pair(bilinear)
         layer.weight, layer.creates = nn.Parameter(torch.randn(4, 4, 4)), creates
         return layer
 
@@ -458,17 +216,17 @@ def test_slopes_of_a_weight_that_was_swapped_are_refused():
         return y + slope
 
     with pytest.raises(ModelError, match="was replaced between"):
-        engine(Apply(noisy), torch.randn(5, 4), True)
+        engine(Pair(noisy), torch.randn(5, 4), True)
 
 
 @pytest.mark.parametrize("function", [equilibrium, force])
 def test_a_torch_that_cannot_tell_gets_whole_backwards(function, monkeypatch):
     monkeypatch.setattr(joints, "_will_execute", None)
-    work = work_of(Apply(function))
+    work = work_of(Pair(function))
     (output,) = work.forward(0, [torch.randn(5, 4)], 5, key, Recipe(Keep.GRAPH, True))
     work.backward(0, [ramp(output)])
     assert not work.weights(0), "nothing was left for W"
-    compare(partial(Apply, function), True)
+    compare(partial(Pair, function), True)
 
 
 @pytest.mark.parametrize(
@@ -478,7 +236,7 @@ def test_a_torch_that_cannot_tell_gets_whole_backwards(function, monkeypatch):
 def test_pipelines(function, schedule):
     torch.manual_seed(0)
     inputs, targets = torch.randn(2, 8, 4, dtype=torch.float64)
-    model = nn.Sequential(*(Apply(function).double() for _ in range(4)))
+    model = nn.Sequential(*(Pair(function).double() for _ in range(4)))
     settings = {"schedule": schedule, "microbatches": 4}
     if schedule == "auto":
         settings |= {"partition": "time", "example": (inputs[:2], targets[:2])}

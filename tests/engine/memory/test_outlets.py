@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,91 +11,10 @@ from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.comm.joining.start import start_world
 from gpipe_hpc.engine.memory import outlets
 from gpipe_hpc.errors import ActionError
+from tests.engine.catalogue import ROWS, WIDTH, Aside, Detached, Scratch, Uses, of_numpy
 from tests.support import batches, cover_of, square_sum
 
-WIDTH, ROWS = 4, 16
 both_ways = pytest.mark.parametrize("shares_memory", [True, False], ids=["shared", "gloo"])
-
-
-class _Into(torch.autograd.Function):
-    """A product into memory that is there already, and its gradient, too."""
-
-    @staticmethod
-    def forward(ctx, x, weight, output, gradient):
-        ctx.save_for_backward(x, weight)
-        ctx.gradient = gradient
-        torch.mm(x.detach(), weight.detach(), out=output)
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx, given):
-        x, weight = ctx.saved_tensors
-        torch.mm(given, weight.T, out=ctx.gradient)
-        return ctx.gradient.view_as(ctx.gradient), x.T @ given, None, None
-
-
-class Scratch(nn.Module):
-    """Return the same memory every time, and the same for gradients."""
-
-    def __init__(self, memory=torch.zeros):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64))
-        self.memory = [memory((ROWS, WIDTH), dtype=torch.float64) for _ in range(2)]
-
-    def forward(self, x):
-        output, gradient = (memory[: len(x)] for memory in self.memory)
-        return _Into.apply(x, self.weight, output, gradient)
-
-
-class Detached(nn.Module):
-    """Return the very tensor it keeps, cut off from its last graph."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-        self.register_buffer("last", torch.zeros(0, WIDTH, dtype=torch.float64), persistent=False)
-
-    def forward(self, x):
-        y = self.linear(x)
-        if len(self.last) != len(y):
-            self.last = torch.zeros_like(y)
-        self.last = self.last.detach().copy_(y)
-        return self.last
-
-
-class Aside(nn.Module):
-    """Pass a tensor along that it fills anew each time."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-        self.mean = torch.zeros(1, dtype=torch.float64)
-
-    def forward(self, x):
-        self.mean.fill_(float(x.detach().mean()))
-        return {"x": self.linear(x), "mean": self.mean}
-
-
-class Uses(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-
-    def forward(self, nest):
-        return self.linear(nest["x"] * (1 + nest["mean"]))
-
-
-def of_numpy(shape, dtype):
-    """Return a tensor whose memory a new storage is made of at each call of `of_numpy`."""
-    return NumpyMemory(np.zeros(shape))
-
-
-class NumpyMemory:
-    def __init__(self, array):
-        self.array = array
-
-    def __getitem__(self, rows):
-        return torch.from_numpy(self.array[rows])
 
 
 KINDS = {

@@ -18,102 +18,16 @@ from torch.utils.checkpoint import checkpoint
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.errors import ActionError
 from gpipe_hpc.planning.measured import measure_layers
+from tests.engine.catalogue import Draw, FromAll, FromNumpy, FromPython, seed_all
 from tests.support import (
     Trained,
-    assert_close,
     batches,
-    cover_of,
     square_sum,
     together,
     train_ranks,
 )
 
 WIDTH, SAMPLES, MICROBATCHES, STEPS, SEED = 4, 8, 4, 3, 5
-
-
-class Draw(nn.Linear):
-    """Scale by numbers that `draw` gives."""
-
-    def __init__(self):
-        super().__init__(WIDTH, WIDTH, dtype=torch.float64)
-
-    def forward(self, x):
-        return super().forward(x) * (1 + self.draw())
-
-
-class FromPython(Draw):
-    def draw(self):
-        return random.random() + random.gauss(0, 0.1)
-
-
-class FromNumpy(Draw):
-    def draw(self):
-        return np.random.rand() + 0.1 * np.random.randn()
-
-
-class FromAll(Draw):
-    """Draw from everything there is, generators of its own included."""
-
-    def __init__(self):
-        super().__init__()
-        self.second = torch.Generator()
-        self.first = random.Random(0)
-        self.third = np.random.default_rng(0)
-        self.old = np.random.RandomState(0)
-
-    def draw(self):
-        own = torch.rand(1, generator=self.second).item() + self.first.random()
-        return own + self.third.random() + self.old.rand() + random.random() + torch.rand(1).item()
-
-
-class FromOwn(Draw):
-    """Draw from a generator that a submodule holds."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Module()
-        self.inner.generator = torch.Generator().manual_seed(1)
-
-    def draw(self):
-        return torch.rand(WIDTH, generator=self.inner.generator, dtype=torch.float64)
-
-
-class Dropping(Draw):
-    """Draw another number of times each run."""
-
-    def draw(self):
-        return sum(random.random() for _ in range(random.randrange(1, 5)))
-
-
-KINDS = {each.__name__: each for each in (FromPython, FromNumpy, FromAll, FromOwn, Dropping)}
-
-
-def seed_all(plain, layer_key, layer):
-    """Seed everything as the published formula says."""
-
-    def key(source):
-        return plain.key(3, layer_key, source)
-
-    torch.default_generator.manual_seed(layer_key)
-    random.seed(key(0))
-    np.random.seed([key(1) % 2**32, key(1) >> 32])
-    own = [
-        (name, value)
-        for prefix, part in layer.named_modules()
-        for name, value in ((f"{prefix}.{n}", v) for n, v in sorted(vars(part).items()))
-        if isinstance(
-            value, torch.Generator | random.Random | np.random.Generator | np.random.RandomState
-        )
-    ]
-    for place, (_, value) in enumerate(own):
-        source = key(2 + place)
-        words = [source % 2**32, source >> 32]
-        if isinstance(value, torch.Generator):
-            value.manual_seed(source)
-        elif isinstance(value, np.random.Generator):
-            value.bit_generator.state = np.random.PCG64(words).state
-        else:
-            value.seed(source if isinstance(value, random.Random) else words)
 
 
 BATCHES = batches(STEPS, SAMPLES, WIDTH)
@@ -149,19 +63,6 @@ def train(layers, ranks=2, **options):
 def model(kind):
     torch.manual_seed(0)
     return [nn.Linear(WIDTH, WIDTH, dtype=torch.float64), kind(), nn.Tanh(), kind(), kind()]
-
-
-@cover_of(
-    "kind, recompute, layout",
-    [*KINDS],
-    ("always", "except_last", "never"),
-    (("gpipe", 1), ("one_f_one_b", 2), ("zb_v", 2)),
-)
-def test_numbers_are_those_of_the_published_formula(plain, kind, recompute, layout):
-    """They came from wherever the generators stood, in R from further on."""
-    layers, (schedule, ranks) = model(KINDS[kind]), layout
-    ours = train(layers, ranks, schedule=schedule, recompute=recompute)
-    assert_close(ours, train_plain(plain, layers), 1e-11)
 
 
 def test_the_users_own_numbers_go_on_as_without_a_step():
