@@ -101,7 +101,8 @@ def say_error(error: Exception, *, says_kind: bool = False, is_echo: bool = Fals
     `says_kind`: the message begins with the error's kind. `is_echo`: another rank has failed
     before, and says where. torchrun is told the same.
     """
-    kind = f"{type(error).__name__}: " if says_kind else ""
+    kinds = (each.__name__ for each in type(error).__mro__)
+    kind = f"{next(each for each in kinds if each[0] != '_')}: " if says_kind else ""
     frames = "" if is_echo else users_traceback(error)
     text = f"{frames}gpipe_hpc: {kind}{error}"
     print(text, file=sys.stderr, flush=True)

@@ -6,9 +6,9 @@ import sys
 import pytest
 
 from gpipe_hpc.config import commands, compose_config, conf_dir
-from gpipe_hpc.config.commands import exit_code_of, run_jobs
+from gpipe_hpc.config.commands import exit_code_of, run_jobs, say_error
 from gpipe_hpc.draw.__main__ import main as draw
-from gpipe_hpc.errors import ConfigError, DataError, ScheduleError
+from gpipe_hpc.errors import ConfigError, DataError, ModelError, ScheduleError
 from gpipe_hpc.training import command
 from gpipe_hpc.training.command import run_command
 from gpipe_hpc.training.signals import StopRequest
@@ -195,3 +195,13 @@ def test_a_model_without_fitting_data_is_told_what_goes_with_it(path):
     compose_config([f"model={path.stem}", f"data={named}"])
     if path.stem == "resnet_small":
         assert named == "digits"
+
+
+def test_an_error_is_called_by_a_name_that_users_know(capsys):
+    """A run said `_LossError: ...`, a name of a file of ours."""
+
+    class _Inner(ModelError):
+        pass
+
+    assert say_error(_Inner("loss: failed"), says_kind=True) == 2
+    assert capsys.readouterr().err == "gpipe_hpc: ModelError: loss: failed\n"
