@@ -53,8 +53,8 @@ def test_rows_are_those_that_were_saved(how, tmp_path, arrays):
             assert target == y[row]
             seen.append(row)
     assert sorted(seen) == list(range(ROWS))
-    # From all over, not the end of files that are sorted.
-    assert sorted(seen[30:]) != list(range(30, 40))
+    # From all over, not a part of files that may be sorted.
+    assert max(seen[30:]) - min(seen[30:]) > 20
 
 
 def test_no_samples_have_the_shape_of_some(tmp_path, arrays):
