@@ -33,9 +33,8 @@ RECEIVES: Final = frozenset({Op.RECV_F, Op.RECV_B})
 COPIES: Final = frozenset({Op.OFFLOAD, Op.FETCH})
 BACKWARDS: Final = frozenset({Op.B, Op.I, Op.W})
 
-_PATTERN: Final = re.compile(
-    r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|OFFLOAD|FETCH|F|B|I|W|R)(\d*)(?:@(\d+))?"
-)
+_NAMES: Final = "|".join(sorted(Op, key=len, reverse=True))
+_PATTERN: Final = re.compile(rf"(\d+)({_NAMES})(\d*)(?:@(\d+))?")
 
 
 class Action(NamedTuple):
