@@ -3,19 +3,24 @@
 import contextlib
 import gc
 import json
+import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -300,6 +305,44 @@ def torchrun(environ: dict[str, str], tmp_path: Path) -> Iterator[Callable[..., 
     yield launch
     for each in launches:
         each.kill()
+
+
+def run_processes(size, body, folder, timeout_s=60.0):
+    """Run `body(rank)` in `size` forked processes that share a Gloo group; return the results."""
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+
+    def target(rank):
+        torch.set_num_threads(1)
+        try:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{folder}/rendezvous",
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=timeout_s),
+            )
+            answer = (rank, True, body(rank))
+        except BaseException:
+            answer = (rank, False, traceback.format_exc())
+        queue.put(pickle.dumps(answer))
+
+    workers = [context.Process(target=target, args=(rank,), daemon=True) for rank in range(size)]
+    for worker in workers:
+        worker.start()
+    answers = sorted(pickle.loads(queue.get()) for _ in workers)
+    for worker in workers:
+        worker.join(timeout_s)
+    failures = [text for _, is_good, text in answers if not is_good]
+    assert not failures, "\n".join(failures)
+    assert [worker.exitcode for worker in workers] == [0] * size
+    return [value for _, _, value in answers]
+
+
+@pytest.fixture(scope="session")
+def processes():
+    """Return `run_processes(size, body, folder)`."""
+    return run_processes
 
 
 @pytest.fixture(scope="session")

@@ -1,20 +1,15 @@
-"""A plain training loop with nothing of gpipe_hpc in it, and a way to run ranks as processes.
+"""A plain training loop with nothing of gpipe_hpc in it.
 
 Training is compared with `train_plain`: one process, one micro-batch after the other. It derives
 the published random keys itself, from the formula in the docstring of models/randomness.py.
 """
 
-import multiprocessing
-import pickle
-import traceback
 from collections import namedtuple
 from dataclasses import dataclass, field
-from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 GOLDEN = 0x9E3779B97F4A7C15
 MASK = 2**64 - 1
@@ -224,38 +219,6 @@ def merge(ranks):
     return whole
 
 
-def run_processes(size, body, folder, timeout_s=60.0):
-    """Run `body(rank)` in `size` forked processes that share a Gloo group; return the results."""
-    context = multiprocessing.get_context("fork")
-    queue = context.SimpleQueue()
-
-    def target(rank):
-        torch.set_num_threads(1)
-        try:
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{folder}/rendezvous",
-                rank=rank,
-                world_size=size,
-                timeout=timedelta(seconds=timeout_s),
-            )
-            answer = (rank, True, body(rank))
-        except BaseException:
-            answer = (rank, False, traceback.format_exc())
-        queue.put(pickle.dumps(answer))
-
-    workers = [context.Process(target=target, args=(rank,), daemon=True) for rank in range(size)]
-    for worker in workers:
-        worker.start()
-    answers = sorted(pickle.loads(queue.get()) for _ in workers)
-    for worker in workers:
-        worker.join(timeout_s)
-    failures = [text for _, is_good, text in answers if not is_good]
-    assert not failures, "\n".join(failures)
-    assert [worker.exitcode for worker in workers] == [0] * size
-    return [value for _, _, value in answers]
-
-
 @pytest.fixture(scope="session")
 def plain():
     """Return the plain loop and what compares with it."""
@@ -269,9 +232,3 @@ def plain():
         train_rank=train_rank,
         unite=unite,
     )
-
-
-@pytest.fixture(scope="session")
-def processes():
-    """Return `run_processes(size, body, folder)`."""
-    return run_processes

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
-from gpipe_hpc.comm import exchange
+from gpipe_hpc.comm import byte_moves
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.training.neighbour import files, open_copies
 from gpipe_hpc.training.neighbour.copies import choose_holders
@@ -200,7 +200,7 @@ def test_a_host_that_is_lost_loses_nothing(hosts):
 
 
 def test_ranks_that_changed_hosts_get_their_states_sent(hosts, monkeypatch):
-    monkeypatch.setattr(exchange, "PIECE_BYTES", 100)
+    monkeypatch.setattr(byte_moves, "PIECE_BYTES", 100)
     whole = save_at(hosts, 2)
     other = ("two", "one", "two", "one")
     assert go_on(hosts, hosts=other) == [(2, {"position": 2}, losses) for losses in whole]

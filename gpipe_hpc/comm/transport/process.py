@@ -21,7 +21,7 @@ from gpipe_hpc.comm.transport.wire import (
     EMPTY,
     WORD_LENGTH,
     Catalogue,
-    Slot,
+    Expectation,
     TensorMeta,
     Word,
     assemble,
@@ -40,15 +40,15 @@ class Link:
         self.serial = 0
         self.posted: list[_Posted] = []
         self.catalogue = Catalogue()
-        self._slots: dict[tuple[str, int], Slot] = {}
+        self._places: dict[tuple[str, int], Expectation] = {}
 
-    def slot(self, lane: str, microbatch: int) -> Slot:
+    def place(self, lane: str, microbatch: int) -> Expectation:
         """Return the memory of one micro-batch's place in one table."""
         key = (lane, microbatch)
-        slot = self._slots.get(key)
-        if slot is None:
-            slot = self._slots[key] = Slot()
-        return slot
+        place = self._places.get(key)
+        if place is None:
+            place = self._places[key] = Expectation()
+        return place
 
 
 class _Posted(NamedTuple):
@@ -85,20 +85,20 @@ class ProcessTransport:
         link = self._links[channel]
         structure, tensors = disassemble(nest) if num_samples else (EMPTY, [])
         number, header = link.catalogue.identify(structure)
-        slot = link.slot(lane, microbatch)
+        place = link.place(lane, microbatch)
         word = Word(link.serial, microbatch, number, len(header), num_samples)
         link.serial += 1
         parts: list[tuple[Lane, torch.Tensor]] = [
             (link.prompt, torch.tensor(word, dtype=torch.int64))
         ]
-        as_expected = slot.expected == number
-        if slot.expected is not None and not as_expected:
-            parts += [(link.prompt, _filler(meta, self._device)) for meta in slot.metas]
+        as_expected = place.expected == number
+        if place.expected is not None and not as_expected:
+            parts += [(link.prompt, _filler(meta, self._device)) for meta in place.metas]
         if header:
             parts.append((link.late, torch.frombuffer(bytearray(header), dtype=torch.uint8)))
         way = link.prompt if as_expected else link.late
         parts += [(way, tensor.contiguous()) for tensor in tensors]
-        slot.saw(number, structure)
+        place.saw(number, structure)
         try:
             self._outbox.put(link.peer, parts, self._payload)
         except RuntimeError as error:
@@ -107,13 +107,13 @@ class ProcessTransport:
     def post(self, channel: PlacedChannel, lane: str, microbatch: int) -> None:
         """Post the word's buffer and those of the structure that is expected."""
         link = self._links[channel]
-        slot = link.slot(lane, microbatch)
+        place = link.place(lane, microbatch)
         try:
             word = self._payload.receive_word(link.prompt, link.peer, WORD_LENGTH)
-            tensors = [self._payload.receive(link.prompt, link.peer, meta) for meta in slot.metas]
+            tensors = [self._payload.receive(link.prompt, link.peer, meta) for meta in place.metas]
         except RuntimeError as error:
             raise lost(error, f"rank {channel.source_rank}") from error
-        link.posted.append(_Posted(lane, microbatch, slot.expected, word, tensors))
+        link.posted.append(_Posted(lane, microbatch, place.expected, word, tensors))
 
     def wait(self, channel: PlacedChannel, lane: str, microbatch: int) -> Message:
         """Return the oldest posted message of the channel."""
@@ -147,7 +147,7 @@ class ProcessTransport:
         if word.structure != posted.expected:
             late = [self._payload.receive(link.late, link.peer, m) for m in structure.metas]
             tensors = [part.wait() for part in late]
-        link.slot(posted.lane, posted.microbatch).saw(word.structure, structure)
+        link.place(posted.lane, posted.microbatch).saw(word.structure, structure)
         if word.num_samples == 0:
             return Message(None, 0)
         return Message(assemble(structure, tensors), word.num_samples)

@@ -213,7 +213,7 @@ class Catalogue:
         return self._structures[number]
 
 
-class Slot:
+class Expectation:
     """What both ends of a channel remember of one micro-batch's place in it.
 
     Receives are posted for the expected structure. It is expected once it came twice in a row

@@ -15,7 +15,7 @@ import torch
 
 from gpipe_hpc.checkpoint.host_copy import HostBuffer
 from gpipe_hpc.checkpoint.rank_state import StateError, fits, pack, restore, unpack
-from gpipe_hpc.comm.exchange import Exchange, Move
+from gpipe_hpc.comm.byte_moves import ByteMoves, Move
 from gpipe_hpc.comm.machine import shared_identity
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.errors import ConfigError
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gpipe_hpc.train")
 
-_SAVING, _RESTORING = 0, 1  # serials of exchanges
+_SAVING, _RESTORING = 0, 1  # serials of byte moves
 
 
 class NeighbourCopies:
@@ -44,7 +44,7 @@ class NeighbourCopies:
         self._whole: list[int] = []  # steps of which all ranks have a copy, at most two
         self._buffer = HostBuffer(world.device)
         moves = [Move(r, holder) for r, holder in enumerate(self._holders) if r != holder]
-        self._exchange = Exchange(world, moves, _SAVING)
+        self._moves = ByteMoves(world, moves, _SAVING)
         if world.rank == 0 and len(set(hosts)) == 1:
             log.warning(
                 "checkpoint.neighbour_every: all ranks are on one host, so copies stay in its "
@@ -129,7 +129,7 @@ class NeighbourCopies:
         holder = self._holders[self._world.rank]
         if holder == self._world.rank:
             writers[holder].write(own)
-        self._exchange.run(
+        self._moves.run(
             {} if holder == self._world.rank else {holder: own},
             {rank: sizes[rank] for rank in sources if rank != self._world.rank},
             lambda source, piece: writers[source].write(piece),
@@ -164,7 +164,7 @@ class NeighbourCopies:
         pieces: list[torch.Tensor] = []
         reader = found.readers[self._world.rank]
         is_own = reader == self._world.rank
-        Exchange(self._world, moves, _RESTORING).run(
+        ByteMoves(self._world, moves, _RESTORING).run(
             {r: state for r, state in found.states.items() if r != self._world.rank},
             {} if is_own else {reader: sizes[self._world.rank]},
             lambda _, piece: pieces.append(piece.clone()),

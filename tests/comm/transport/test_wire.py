@@ -15,7 +15,7 @@ from gpipe_hpc.comm.transport.wire import (
     EMPTY,
     MAX_STRUCTURE_BYTES,
     Catalogue,
-    Slot,
+    Expectation,
     Structure,
     TensorMeta,
     assemble,
@@ -158,11 +158,11 @@ def test_metas_are_those_of_the_tensors_in_order():
 
 
 def expectations(structures):
-    """Return what a slot expects before each of some messages."""
-    slot, expected = Slot(), []
+    """Return what a place expects before each of some messages."""
+    place, expected = Expectation(), []
     for structure in structures:
-        expected.append(slot.expected)
-        slot.saw(structure, EMPTY)
+        expected.append(place.expected)
+        place.saw(structure, EMPTY)
     return expected
 
 
@@ -265,8 +265,8 @@ def test_a_tensor_that_is_no_plain_array_is_refused_by_name(tensor, kind):
 
 
 def test_a_slot_knows_what_it_expects_also_once_the_catalogue_has_forgotten_it():
-    slot, structure = Slot(), disassemble(torch.ones(4, 2))[0]
-    slot.saw(7, structure)
-    assert (slot.expected, slot.metas) == (7, structure.metas)
-    slot.saw(8, EMPTY)
-    assert (slot.expected, slot.metas) == (None, ())
+    place, structure = Expectation(), disassemble(torch.ones(4, 2))[0]
+    place.saw(7, structure)
+    assert (place.expected, place.metas) == (7, structure.metas)
+    place.saw(8, EMPTY)
+    assert (place.expected, place.metas) == (None, ())

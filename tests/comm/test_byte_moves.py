@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from gpipe_hpc import run_on_threads
-from gpipe_hpc.comm import exchange
-from gpipe_hpc.comm.exchange import Exchange, Move
+from gpipe_hpc.comm import byte_moves
+from gpipe_hpc.comm.byte_moves import ByteMoves, Move
 from gpipe_hpc.comm.processes import ProcessWorld
 
 
@@ -14,7 +14,7 @@ def exchanged(world, sizes):
     sent = [torch.arange(size).to(torch.uint8) for size in sizes]
     moves = [Move(rank, (rank + 1) % world.size) for rank in range(world.size)]
     came = []
-    lines = Exchange(world, moves, serial=0)
+    lines = ByteMoves(world, moves, serial=0)
     source = (world.rank - 1) % world.size
     for _ in range(2):
         lines.run(
@@ -34,14 +34,14 @@ def expected(sizes):
 
 @pytest.mark.parametrize("sizes", [(0, 0), (1, 350), (300, 300), (5, 0, 1000)])
 def test_bytes_arrive_whole_and_in_order(monkeypatch, sizes):
-    monkeypatch.setattr(exchange, "PIECE_BYTES", 100)
+    monkeypatch.setattr(byte_moves, "PIECE_BYTES", 100)
     came = run_on_threads(len(sizes), lambda world: exchanged(world, sizes))
     assert came == expected(sizes)
 
 
 @pytest.mark.parametrize("shares_memory", [True, False])
 def test_bytes_arrive_between_processes(monkeypatch, processes, tmp_path, shares_memory):
-    monkeypatch.setattr(exchange, "PIECE_BYTES", 100)
+    monkeypatch.setattr(byte_moves, "PIECE_BYTES", 100)
     sizes = (1, 350, 1000)
 
     def body(rank):

@@ -26,10 +26,10 @@ class Move(NamedTuple):
     destination: int
 
 
-class Exchange:
+class ByteMoves:
     """Moves of bytes between ranks, the same on every rank; each move may happen many times.
 
-    `serial` tells apart exchanges of one world that live at the same time.
+    `serial` tells apart those of one world that live at the same time.
     """
 
     def __init__(self, world: World, moves: Sequence[Move], serial: int) -> None:
