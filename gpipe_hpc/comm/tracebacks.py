@@ -28,6 +28,7 @@ _OURS: Final = str(Path(__file__).parent.parent) + os.sep
 _TORCHS: Final = _folder_of("torch")
 _PYTHONS: Final = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES: Final = tuple(sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib"))
+_OF_LAYERS: Final = (ActionError, ModelError)
 
 
 def shows_all_frames() -> bool:
@@ -55,8 +56,8 @@ def leave_out_own_frames(error: BaseException) -> None:
     """Cut the tracebacks of an error and of what caused it.
 
     What was raised in here begins at the first frame of the user's. Where none is his, nothing is
-    left of one of our messages, and a cause whose text such a message repeats is not shown twice.
-    What none of this is true of, as a broken invariant of ours, keeps its whole traceback.
+    left of one of our messages, nor of what such a message was made of. What none of this is true
+    of, as a broken invariant of ours, keeps its whole traceback.
     """
     if shows_all_frames():
         return
@@ -66,32 +67,23 @@ def leave_out_own_frames(error: BaseException) -> None:
             # What we tried before, and then tried again, is not what failed.
             above.__suppress_context__ = True
             return
-        # What a library says of a file that it cannot read is in our message; of a layer, a user
-        # may have taken it from a library.
-        ran_users = above is None or isinstance(above, ActionError | ModelError)
-        counts_installed = ran_users or not isinstance(above, GpipeError)
-        frames, is_ours = (
-            list(_users(each.__traceback__, counts_installed)),
-            isinstance(each, GpipeError),
-        )
-        if frames or is_ours:
+        # A layer may be a library's; what one says of a file it cannot read is in our message.
+        counts_installed = not isinstance(above, GpipeError) or isinstance(above, _OF_LAYERS)
+        frames = list(_users(each.__traceback__, counts_installed))
+        is_ours = isinstance(each, GpipeError)
+        if frames or is_ours or isinstance(each, KeyboardInterrupt):
             each.__traceback__ = _linked(frames)
-        is_shown = bool(frames) or (not is_ours and _ends_here(each.__traceback__))
-        if above is not None and _is_told(each, above) and not is_shown:
+        is_bug = isinstance(above, _OF_LAYERS) and not is_ours and _ends_here(each.__traceback__)
+        if isinstance(above, GpipeError) and not frames and not is_bug:
             above.__cause__, above.__suppress_context__ = _cause(each), True
         else:
             above = each
 
 
-def _is_told(error: BaseException, above: BaseException) -> bool:
-    """Say whether a message of ours repeats the text of its cause."""
-    return isinstance(above, GpipeError) and str(error) in str(above)
-
-
 def users_traceback(error: BaseException) -> str:
     """Return the user's own frames behind an error that a command says, as Python shows them.
 
-    Those of its cause if it is one of our messages, empty where none of them is his.
+    Those of its cause if it is one of our messages; of a fault of ours the whole, else nothing.
     """
     leave_out_own_frames(error)
     shown = _cause(error) if isinstance(error, GpipeError) else error

@@ -1,6 +1,7 @@
 """From the command line to exit codes: the one job it describes, or each of a sweep in turn."""
 
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -33,6 +34,7 @@ from gpipe_hpc.errors import (
 DONE_EXIT_CODE: Final = 0
 FAILED_EXIT_CODE: Final = 1
 BAD_CONFIG_EXIT_CODE: Final = 2
+INTERRUPTED_EXIT_CODE: Final = 128 + signal.SIGINT  # as shells say it
 
 # Hydra prints what it finds wrong and leaves, unless this is set.
 _HYDRA_RAISES: Final = "HYDRA_FULL_ERROR"
@@ -68,6 +70,14 @@ def run_jobs(task: Task, command: str, unshared: str | None = None) -> int:
         with _broken_pipe_ends():
             print(help_of(command, conf_dir(), words))
         return DONE_EXIT_CODE
+    try:
+        return _run_all(task, command, unshared)
+    except KeyboardInterrupt:
+        print("\ngpipe_hpc: interrupted", file=sys.stderr, flush=True)
+        return INTERRUPTED_EXIT_CODE
+
+
+def _run_all(task: Task, command: str, unshared: str | None) -> int:
     try:
         jobs = _composed_jobs(reads_data=command != "draw")
         _refuse_shared(jobs, unshared)

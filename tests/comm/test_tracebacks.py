@@ -7,6 +7,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
+import gpipe_hpc
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.comm.tracebacks import leave_out_own_frames, users_traceback
 from gpipe_hpc.errors import (
@@ -194,6 +195,24 @@ def test_what_a_library_says_of_a_file_is_not_the_users():
     assert within, "the library's frames are there"
     # As it is in the package: the frame of this file, which is a user's, is not.
     cause.__traceback__ = cause.__traceback__.tb_next
+    assert users_traceback(found.value) == ""
+    assert found.value.__cause__ is None
+
+
+def test_ctrl_c_in_a_step_shows_where_the_script_was(monkeypatch):
+    names = {}
+    text = "def pressed(*_):\n    raise KeyboardInterrupt"
+    exec(compile(text, gpipe_hpc.__file__, "exec"), names)  # in a frame of ours
+    monkeypatch.setattr("gpipe_hpc.pipeline.Pipeline._feed", names["pressed"])
+    names, _ = caught(KeyboardInterrupt)
+    assert names == [["caught", "trained"]]
+
+
+def test_what_the_system_refuses_us_is_in_our_message(tmp_path):
+    """`train run.dir=/proc/run` showed where we had tried to make it."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError) as found:
+        Pipeline([nn.Linear(4, 4)], mean_square).save(tmp_path / "file" / "below")
     assert users_traceback(found.value) == ""
     assert found.value.__cause__ is None
 

@@ -205,3 +205,14 @@ def test_an_error_is_called_by_a_name_that_users_know(capsys):
 
     assert say_error(_Inner("loss: failed"), says_kind=True) == 2
     assert capsys.readouterr().err == "gpipe_hpc: ModelError: loss: failed\n"
+
+
+def test_ctrl_c_ends_a_command_in_a_line(say, capsys):
+    """`plan` and `verify` showed where in us they were."""
+
+    def task(job):
+        raise KeyboardInterrupt
+
+    say()
+    assert run_jobs(task, "plan") == 130
+    assert capsys.readouterr().err == "\ngpipe_hpc: interrupted\n"
