@@ -1,8 +1,16 @@
 """DeepSpeed's PipelineModule: 1F1B, each stage one layer of it, so that the cut is everybody's."""
 
 import itertools
+import os
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
+
+from benchmarks.peers.environment import EXTENSIONS
+
+# Where the environment has compiled them.
+os.environ["TORCH_EXTENSIONS_DIR"] = str(Path(sys.prefix) / EXTENSIONS)
 
 import deepspeed
 import torch

@@ -1,5 +1,6 @@
 """A Python environment of their own for peers that the project does not depend on."""
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -9,6 +10,15 @@ from pathlib import Path
 import torch
 
 PACKAGES = ("deepspeed", "torchgpipe")
+EXTENSIONS = "extensions"
+# DeepSpeed compiles its collectives at their first use, for longer than a contestant may take; one
+# that is killed amid that leaves a lock, and whoever comes next waits for ever.
+_COMPILE = f"""
+import os, sys
+os.environ["TORCH_EXTENSIONS_DIR"] = os.path.join(sys.prefix, "{EXTENSIONS}")
+from deepspeed.comm.torch import build_shm_op
+build_shm_op()
+"""
 
 
 class NoEnvironmentError(Exception):
@@ -40,6 +50,8 @@ def peer_python(folder: Path) -> str:
         raise NoEnvironmentError(f"pip would not install {wanted} alone, but {names}")
     _run([*install, "--quiet", *PACKAGES])
     _run([str(python), "-c", "import torch, deepspeed, torchgpipe"])
+    with contextlib.suppress(NoEnvironmentError):  # without a compiler DeepSpeed does without
+        _run([str(python), "-c", _COMPILE])
     done.touch()
     return str(python)
 
