@@ -2,7 +2,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from gpipe_hpc.schedule import (
@@ -87,13 +87,15 @@ def test_a_measured_step_is_explained_as_a_simulated_one(costs, name, microbatch
     options = {"waves": 1} if name == "hanayo" else {}
     bare = build(name, ranks=4, microbatches=microbatches, **options)
     costs = replace(costs, reduction=0.0)
-    timeline = measured(simulate(lower(bare), costs))
+    simulated = simulate(lower(bare), costs)
+    assume(simulated.makespan > 1e-3)  # less is lost on a clock that began long ago
+    timeline = measured(simulated)
     ranks = explain_measured(timeline)
     for own, busy in zip(ranks, timeline.busy, strict=True):
         assert sum(own) == pytest.approx(timeline.makespan - busy, abs=1e-9)
         assert min(own) >= -1e-9
     total = timeline.makespan * timeline.num_ranks
-    shares = [sum(part) / total if total else 0.0 for part in zip(*ranks, strict=True)]
+    shares = [sum(part) / total for part in zip(*ranks, strict=True)]
     assert shares == pytest.approx(list(explain_bubble(lower(bare), costs)), abs=1e-9)
     assert sum(shares) == pytest.approx(timeline.bubble, abs=1e-9)
 
