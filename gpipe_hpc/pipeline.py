@@ -32,11 +32,11 @@ from gpipe_hpc.engine.assembly import (
     gather_parameters,
 )
 from gpipe_hpc.engine.compiling import chosen_backend
-from gpipe_hpc.engine.feed import Feed, random_keys
 from gpipe_hpc.engine.loss import LossFunction
-from gpipe_hpc.engine.microbatches import share_of
+from gpipe_hpc.engine.microbatches import Pieces, share_of
 from gpipe_hpc.engine.precision import scaling
 from gpipe_hpc.engine.recorder import Moments, Recorded, StepTimes, on_one_clock
+from gpipe_hpc.engine.run import Run, random_keys
 from gpipe_hpc.engine.state.drift import POLICIES
 from gpipe_hpc.engine.steps import Site, Steps
 from gpipe_hpc.engine.sums.loss_scale import LossScale
@@ -265,7 +265,6 @@ class Pipeline:
             self.stages,
             wiring,
             tied,
-            self.num_layers,
             scaling(self.precision),
             request.buffers,
         )
@@ -322,7 +321,7 @@ class Pipeline:
         """
         # As under no_grad: what a step does is not for the caller's inference mode to say.
         with together(self.world, f"step {self.steps_done}"), torch.inference_mode(False):
-            result = self._steps.train(self._feed("training", inputs, targets, self.loss_fn))
+            result = self._steps.train(self._run("training", inputs, targets, self.loss_fn))
         self.steps_done += 1
         return result
 
@@ -333,8 +332,8 @@ class Pipeline:
         `metrics`, `weight`.
         """
         with together(self.world, "evaluation"):
-            feed = self._feed("evaluation", inputs, targets, self.loss_fn)
-            return self._steps.evaluate(feed)
+            run = self._run("evaluation", inputs, targets, self.loss_fn)
+            return self._steps.evaluate(run)
 
     def predict(self, inputs: Nest = None) -> Nest:
         """Return the model's outputs for this replica's inputs, in order, on each of its ranks.
@@ -343,7 +342,7 @@ class Pipeline:
         was no sample.
         """
         with together(self.world, "prediction"):
-            return self._steps.predict(self._feed("prediction", inputs, None, None))
+            return self._steps.predict(self._run("prediction", inputs, None, None))
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip gradients by the norm over all stages; return that norm, the same on every rank.
@@ -463,19 +462,24 @@ class Pipeline:
         """Say whether this rank speaks for a stage: the first of those that hold a copy of it."""
         return self.schedule.placement.holders(stage)[0] == self.stage_rank
 
-    def _feed(self, lane: str, inputs: Nest, targets: Nest, loss_fn: LossFunction | None) -> Feed:
+    def _run(self, lane: str, inputs: Nest, targets: Nest, loss_fn: LossFunction | None) -> Run:
+        """Return what a run works on: this replica's share, cut into micro-batches."""
         count = self.num_microbatches
         own = range(self.replica * count, (self.replica + 1) * count)
         held = [index for stage in self.stages.values() for index in stage.layers]
         keys = random_keys(self.seed, self.steps_done, own, [*held, self.num_layers])
-        feed = Feed(lane=lane, keys=keys, loss_fn=loss_fn)
-        if self.needs_inputs:
-            if inputs is None:
-                raise DataError(
-                    f"rank {self.world.rank}: expected inputs, as it holds stage 0, got None; "
-                    f"pass this replica's share on ranks with pipe.needs_inputs"
-                )
-            feed.give_inputs(with_tensors(inputs, "inputs"), count)
-        if self.needs_targets and targets is not None:
-            feed.give_targets(with_tensors(targets, "targets"), count)
-        return feed
+        if self.needs_inputs and inputs is None:
+            raise DataError(
+                f"rank {self.world.rank}: expected inputs, as it holds stage 0, got None; "
+                f"pass this replica's share on ranks with pipe.needs_inputs"
+            )
+        uses_targets = self.needs_targets and targets is not None
+        return Run(
+            lane,
+            keys,
+            Pieces.of(with_tensors(inputs, "inputs"), count, "inputs")
+            if self.needs_inputs
+            else None,
+            Pieces.of(with_tensors(targets, "targets"), count, "targets") if uses_targets else None,
+            loss_fn,
+        )

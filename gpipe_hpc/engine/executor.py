@@ -2,31 +2,24 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from typing import NamedTuple
 
 import torch
-from torch import nn
 
-from gpipe_hpc.comm.nests import Nest, map_tensors
+from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.transport.base import Message, PlacedChannel
 from gpipe_hpc.comm.transport.wire import assemble, disassemble
 from gpipe_hpc.comm.world import World
-from gpipe_hpc.engine.feed import Feed
-from gpipe_hpc.engine.loss import LossFunction, LossTerm, check_graph, loss_term
+from gpipe_hpc.engine.loss import LossTerm, Noted
+from gpipe_hpc.engine.microbatch import Keep, Made, Recipe, StageWork
 from gpipe_hpc.engine.precision import keeping_casts
 from gpipe_hpc.engine.recorder import Recorder
 from gpipe_hpc.engine.routes import BATCH
-from gpipe_hpc.engine.segment import Noted
+from gpipe_hpc.engine.run import Run
 from gpipe_hpc.engine.stage import Stage
-from gpipe_hpc.engine.state.buffers import Lasting
-from gpipe_hpc.engine.state.keyed import Keyed
-from gpipe_hpc.engine.state.passage import LayerState
 from gpipe_hpc.engine.wiring import Wiring
-from gpipe_hpc.engine.work import Keep, Part, Recipe, StageWork, Start
-from gpipe_hpc.errors import ActionError, DataError, memory_remedy
-from gpipe_hpc.models import Reports, reporting
+from gpipe_hpc.errors import ActionError, memory_remedy
 from gpipe_hpc.schedule import Action, Channel, Op, Schedule, channel_of
 
 Place = tuple[int, int]
@@ -35,7 +28,18 @@ Place = tuple[int, int]
 Hop = tuple[int, int, int]
 """From a stage to a stage, and a micro-batch."""
 
-Call = Callable[[], None]
+
+class Gain(NamedTuple):
+    """What the forward of a stage adds to the outcome of a run."""
+
+    stage: int
+    microbatch: int
+    num_samples: int
+    made: Made
+
+
+Call = Callable[[Run], Gain | None]
+"""An action, bound to what it works with."""
 
 
 @dataclass
@@ -50,6 +54,17 @@ class Outcome:
     outputs: dict[int, Nest] = field(default_factory=dict)
     noted: dict[int, list[Noted]] = field(default_factory=lambda: defaultdict(list))
     samples: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+
+    def add(self, gain: Gain) -> None:
+        """Add what one forward has made."""
+        stage, microbatch, num_samples, made = gain
+        self.samples[stage] += num_samples
+        if made.noted:
+            self.noted[microbatch] += made.noted
+        if made.term is not None:
+            self.losses[microbatch] = made.term
+        for output in made.outputs:
+            self.outputs[microbatch] = output
 
 
 class Executor:
@@ -66,23 +81,16 @@ class Executor:
         stages: Mapping[int, Stage],
         wiring: Wiring,
         world: World,
-        num_layers: int,
     ) -> None:
         self._schedule = schedule
         self._stages = stages
         self._wiring = wiring
         self._world = world
-        self._num_layers = num_layers
         self._precision = next((stage.precision for stage in stages.values()), "float32")
         self.recorder = Recorder(world.device)
         # Made and not yet taken by the next stage or a SEND: outputs upwards, gradients downwards.
         self._made: dict[Hop, Message] = {}
-        self._feed = _no_feed()
-        self._outcome = Outcome()
-        self._seeds: dict[torch.dtype, torch.Tensor] = {}  # where backward starts, by dtype
-        self._loss_lasting = Lasting()
-        self._loss_state: tuple[LossFunction, LayerState] | None = None
-        self._works = {i: StageWork(stage, self, wiring.peers) for i, stage in stages.items()}
+        self._works = {i: StageWork(stage, wiring.peers) for i, stage in stages.items()}
         binders: dict[Op, Callable[[Action], Call]] = {
             Op.F: self._bind_forward,
             Op.R: self._bind_recompute,
@@ -99,16 +107,15 @@ class Executor:
         }
         self._actions = schedule.ranks[rank]
         self._all = frozenset(self._actions)
-        self._stage_of = {layer: stage for stage in stages.values() for layer in stage.layers}
         self._last_forwards = {a.stage: a for a in self._actions if a.op is Op.F}
         self._program = [(action, binders[action.op](action)) for action in self._actions]
 
-    def run(self, feed: Feed) -> Outcome:
-        """Run the whole list on `feed`; leaves torch's random generators as they were.
+    def run(self, run: Run) -> Outcome:
+        """Run the whole list; leaves torch's random generators as they were.
 
         Raises ActionError if an action failed, ConnectionError or TimeoutError if a wait did.
         """
-        self._feed, self._outcome, self._seeds = feed, Outcome(), {}
+        outcome = Outcome()
         self.recorder.start_step()
         for work in self._works.values():
             work.begin()
@@ -118,7 +125,9 @@ class Executor:
             with torch.inference_mode(False), keeping_casts(self._precision, self._world.device):
                 while index < len(self._program):
                     self._world.activity, call = self._program[index]
-                    call()
+                    gain = call(run)
+                    if gain is not None:
+                        outcome.add(gain)
                     index += 1
             self._world.activity = "waiting until all it sent has left"
             self._wiring.transport.finish()
@@ -132,13 +141,10 @@ class Executor:
         finally:
             for work in self._works.values():
                 work.end()
-            self._loss_lasting.settle()
         self._world.activity = "ending"
         num_left = sum(work.num_kept for work in self._works.values())
         num_left += len(self._made)
         assert num_left == 0, f"rank {self._world.rank}: {num_left} stored values never used"
-        # The batch and the outputs belong to the caller alone from here on.
-        outcome, self._feed, self._outcome = self._outcome, _no_feed(), Outcome()
         return outcome
 
     def _position(self, index: int) -> str:
@@ -167,24 +173,19 @@ class Executor:
         ends_step = recipe.keep is not Keep.NOTHING and action == self._last_forwards[stage]
         statistics, copies = self._stages[stage].statistics, self._wiring.reductions[stage]
 
-        def forward() -> None:
-            messages = [take() for take in takes]
+        def forward(run: Run) -> Gain:
+            messages = [take(run) for take in takes]
             num_samples = messages[0].num_samples
             start = self.recorder.mark()
-            outputs = work.forward(
-                microbatch,
-                [message.nest for message in messages],
-                num_samples,
-                self._feed.keys(microbatch),
-                recipe,
-            )
+            parts = [message.nest for message in messages]
+            made = work.forward(run, microbatch, parts, num_samples, recipe)
             if num_samples:
                 self.recorder.add(action, start)
-                self._outcome.samples[stage] += num_samples
-            for hop, output in zip(hops, outputs, strict=True):
-                self._made[hop] = Message(output, num_samples)
+            for hop, part in zip(hops, made.parts, strict=True):
+                self._made[hop] = Message(part, num_samples)
             if ends_step:
                 statistics.start_reduction(copies)
+            return Gain(stage, microbatch, num_samples, made)
 
         return forward
 
@@ -195,35 +196,16 @@ class Executor:
         keep = Keep.INPUT if Action(Op.R, *place) in self._all else Keep.GRAPH
         return Recipe(keep, splits, offloads=Action(Op.OFFLOAD, *place) in self._all)
 
-    def _bind_weights(self, action: Action) -> Call:
-        stage, microbatch = _place(action)
-        work = self._works[stage]
-
-        def weights() -> None:
-            start = self.recorder.mark()
-            if work.weights(microbatch):
-                self.recorder.add(action, start)
-
-        return weights
-
     def _bind_recompute(self, action: Action) -> Call:
         stage, microbatch = _place(action)
         work = self._works[stage]
 
-        def recompute() -> None:
+        def recompute(run: Run) -> None:
             start = self.recorder.mark()
-            if work.recompute(microbatch, self._feed.keys(microbatch)):
+            if work.recompute(run, microbatch):
                 self.recorder.add(action, start)
 
         return recompute
-
-    def _bind_offload(self, action: Action) -> Call:
-        stage, microbatch = _place(action)
-        return partial(self._works[stage].offload, microbatch)
-
-    def _bind_fetch(self, action: Action) -> Call:
-        stage, microbatch = _place(action)
-        return partial(self._works[stage].fetch, microbatch)
 
     def _bind_backward(self, action: Action) -> Call:
         stage, microbatch = _place(action)
@@ -231,8 +213,8 @@ class Executor:
         takes = [self._bind_take(edge.stage, stage, microbatch) for edge in routes.destinations]
         hops = [(stage, edge.stage, microbatch) for edge in routes.sources if edge.stage != BATCH]
 
-        def backward() -> None:
-            gradients = [gradient for take in takes for gradient in take().nest or ()]
+        def backward(run: Run) -> None:
+            gradients = [gradient for take in takes for gradient in take(run).nest or ()]
             num_samples = work.num_samples(microbatch)
             start = self.recorder.mark()
             parts = work.backward(microbatch, gradients)
@@ -243,39 +225,61 @@ class Executor:
 
         return backward
 
-    def _bind_take(self, source: int, stage: int, microbatch: int) -> Callable[[], Message]:
+    def _bind_weights(self, action: Action) -> Call:
+        stage, microbatch = _place(action)
+        work = self._works[stage]
+
+        def weights(run: Run) -> None:
+            start = self.recorder.mark()
+            if work.weights(microbatch):
+                self.recorder.add(action, start)
+
+        return weights
+
+    def _bind_offload(self, action: Action) -> Call:
+        stage, microbatch = _place(action)
+        work = self._works[stage]
+        return lambda run: work.offload(microbatch)
+
+    def _bind_fetch(self, action: Action) -> Call:
+        stage, microbatch = _place(action)
+        work = self._works[stage]
+        return lambda run: work.fetch(microbatch)
+
+    def _bind_take(self, source: int, stage: int, microbatch: int) -> Callable[[Run], Message]:
         """Return how a stage gets what another one made for it: an output, or gradients."""
+        device, transport = self._world.device, self._wiring.transport
         if source == BATCH:
-            return lambda: self._first_input(microbatch)
+            return lambda run: run.input(microbatch, device)
         route = self._schedule.placement.route_of[microbatch]
         channel = self._wiring.channels.get(Channel(source, stage, route))
         if channel is not None:
-            return lambda: self._wiring.transport.wait(channel, self._feed.lane, microbatch)
+            return lambda run: transport.wait(channel, run.lane, microbatch)
         hop = (source, stage, microbatch)
         if source > stage:
-            return lambda: self._made.pop(hop)
-        return lambda: _handed_over(self._made.pop(hop))
+            return lambda run: self._made.pop(hop)
+        return lambda run: _handed_over(self._made.pop(hop))
 
     def _bind_send(self, action: Action) -> Call:
         microbatch = _place(action)[1]
         channel, transport = self._channel(action), self._wiring.transport
         hop = (channel.channel.source, channel.channel.destination, microbatch)
 
-        def send() -> None:
+        def send(run: Run) -> None:
             nest, num_samples = self._made.pop(hop)
-            transport.send(channel, self._feed.lane, microbatch, nest, num_samples)
+            transport.send(channel, run.lane, microbatch, nest, num_samples)
 
         return send
 
     def _bind_receive(self, action: Action) -> Call:
         channel, transport = self._channel(action), self._wiring.transport
         microbatch = _place(action)[1]
-        return lambda: transport.post(channel, self._feed.lane, microbatch)
+        return lambda run: transport.post(channel, run.lane, microbatch)
 
     def _bind_reduce(self, action: Action) -> Call:
         stage, group = self._stages[action.stage], self._wiring.reductions[action.stage]
 
-        def reduce() -> None:
+        def reduce(run: Run) -> None:
             stage.statistics.start_reduction(group)  # if no forward of the stage came here
             stage.gradients.start_reduction(group)
 
@@ -283,94 +287,6 @@ class Executor:
 
     def _channel(self, transfer: Action) -> PlacedChannel:
         return self._wiring.channels[channel_of(transfer, self._schedule.placement)]
-
-    def _first_input(self, microbatch: int) -> Message:
-        feed = self._feed
-        assert feed.inputs is not None and feed.num_samples is not None, "checked before the run"
-        return Message(self._on_device(feed.inputs[microbatch]), feed.num_samples[microbatch])
-
-    def _on_device(self, nest: Nest) -> Nest:
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
-            own = tensor.clone() if tensor.is_inference() else tensor.detach()
-            return own.to(self._world.device, non_blocking=True)
-
-        return map_tensors(moved, nest)
-
-    def note(self, part: Part, noted: list[Noted]) -> list[Start]:
-        """Take what layers of one micro-batch reported; return the losses, for backward."""
-        if not part.again:
-            self._outcome.noted[part.microbatch] += [each.without_graph() for each in noted]
-            for layer, reports in noted:
-                if reports.statistics:
-                    self._stage_of[layer].statistics.note(part.microbatch, reports.statistics)
-        return [self._start(total) for each in noted for total in each.reports.losses.values()]
-
-    def finish(self, part: Part, output: Nest) -> list[Start]:
-        """Take the loss, or the output, at the end of the last stage; return the loss."""
-        feed, (microbatch, num_samples, again, _) = self._feed, part
-        if feed.loss_fn is None:
-            # Copied: the last layer may write into it again for the next micro-batch.
-            self._outcome.outputs[microbatch] = map_tensors(lambda t: t.detach().clone(), output)
-            return []
-        samples = num_samples if feed.target_samples is None else feed.target_samples[microbatch]
-        if samples != num_samples:
-            raise DataError(
-                f"targets: expected {num_samples} samples in micro-batch {microbatch}, as its "
-                f"inputs have, got {samples}; give every rank the same slice of the batch"
-            )
-        target = None if feed.targets is None else self._on_device(feed.targets[microbatch])
-        keyed = self._stages[self._schedule.num_stages - 1].keyed
-        state, passage = self._state_of_loss(feed.loss_fn, keyed), part.passage
-        alone = keyed.alone([state.draws], passage.start(self._num_layers))
-        number = feed.keys(microbatch)(self._num_layers)
-        is_idle = microbatch != 0 and not passage.looks and state.is_idle
-        if not is_idle:
-            passage.begin(state)
-        with alone as drawing, reporting(Reports()) as reports:
-            if is_idle:
-                drawing.seed_torchs(number)
-                seeded: AbstractContextManager[object] = nullcontext()
-            else:
-                seeded = state.seed(drawing, number, checks=microbatch == 0)
-            try:
-                with seeded:
-                    term = loss_term(feed.loss_fn, output, target, num_samples)
-                check_graph(term, output)
-            except Exception as error:
-                passage.fail(error)
-                raise
-            if not is_idle:
-                passage.end(state, term.total, state.end(drawing))
-        passage.close([state], drawing, keyed)
-        if not again:
-            self._outcome.losses[microbatch] = term.without_graph()
-        starts = [self._start(term.total)]
-        if reports:
-            starts += self.note(part, [Noted(self._num_layers, reports)])
-        return starts
-
-    def _state_of_loss(self, loss_fn: LossFunction, keyed: Keyed) -> LayerState:
-        """Return what is known of the state that a loss changes; a module may have buffers."""
-        known = self._loss_state
-        if known is None or known[0] is not loss_fn:
-            module = loss_fn if isinstance(loss_fn, nn.Module) else nn.Module()
-            name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-            where = f"loss_fn ({name})"
-            state = LayerState(self._num_layers, module, where, keyed, self._loss_lasting)
-            known = self._loss_state = loss_fn, state
-        return known[1]
-
-    def _start(self, total: torch.Tensor) -> Start:
-        if self._feed.seed is None:
-            return Start(total, torch.ones_like(total))
-        if total.dtype not in self._seeds:
-            self._seeds[total.dtype] = self._feed.seed.to(total.dtype)
-        # A copy: a loss of the user's may write into what its backward is given.
-        return Start(total, self._seeds[total.dtype].clone())
-
-
-def _no_feed() -> Feed:
-    return Feed("", lambda _: lambda _: 0)
 
 
 def _place(action: Action) -> Place:

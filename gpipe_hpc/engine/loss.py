@@ -1,13 +1,14 @@
 """What a micro-batch adds to the loss, and how backward starts before its weight is known."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from gpipe_hpc.comm.nests import Nest, tensors_of
 from gpipe_hpc.errors import ModelError
-from gpipe_hpc.models import add_metric
+from gpipe_hpc.models import Reports, add_metric
 
 LossFunction = Callable[[Any, Any], Any]
 """Takes (output, target) of a micro-batch; returns the mean over its samples, or (sum, weight).
@@ -24,9 +25,23 @@ class LossTerm(NamedTuple):
 
     def without_graph(self) -> "LossTerm":
         """Return the same numbers, held by no graph."""
-        weight = self.weight
-        weight = alone(weight) if isinstance(weight, torch.Tensor) else weight
-        return LossTerm(alone(self.total), weight)
+        return LossTerm(alone(self.total), _alone(self.weight))
+
+
+class Noted(NamedTuple):
+    """What one layer, by its global index, reported of one micro-batch.
+
+    The loss function counts as the layer behind the last.
+    """
+
+    layer: int
+    reports: Reports
+
+    def without_graph(self) -> "Noted":
+        """Return the same numbers, held by no graph."""
+        losses = {name: alone(total) for name, total in self.reports.losses.items()}
+        metrics = {name: (_alone(s), _alone(w)) for name, (s, w) in self.reports.metrics.items()}
+        return Noted(self.layer, replace(self.reports, losses=losses, metrics=metrics))
 
 
 def alone(number: torch.Tensor) -> torch.Tensor:
@@ -36,6 +51,10 @@ def alone(number: torch.Tensor) -> torch.Tensor:
     would be as much for each micro-batch.
     """
     return number.detach().clone()
+
+
+def _alone(number: torch.Tensor | float) -> torch.Tensor | float:
+    return alone(number) if isinstance(number, torch.Tensor) else number
 
 
 def loss_term(function: LossFunction, output: Nest, target: Nest, num_samples: int) -> LossTerm:

@@ -1,12 +1,27 @@
 """Cutting a batch into micro-batches, and putting outputs together again."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from gpipe_hpc.comm.nests import Nest, flatten, tensors_of, unflatten
 from gpipe_hpc.errors import DataError
+
+
+class Pieces(NamedTuple):
+    """A batch cut into micro-batches, and how many samples each has."""
+
+    nests: list[Nest]
+    sizes: list[int]
+
+    @classmethod
+    def of(cls, batch: Nest, num_microbatches: int, what: str) -> "Pieces":
+        """Cut this replica's share; DataError if it has no samples to cut."""
+        total = num_samples_of(batch, what)
+        slices = [share_of(total, num_microbatches, m, 1) for m in range(num_microbatches)]
+        sizes = [piece.stop - piece.start for piece in slices]
+        return cls(cut(batch, num_microbatches, what), sizes)
 
 
 def num_samples_of(batch: Nest, what: str) -> int:

@@ -12,8 +12,8 @@ from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 
+from gpipe_hpc.engine.layers.segment import Segment
 from gpipe_hpc.engine.routes import State
-from gpipe_hpc.engine.segment import Segment
 from gpipe_hpc.errors import ModelError
 
 log = logging.getLogger("gpipe_hpc.pipeline")
@@ -107,5 +107,4 @@ def _kind(segment: Segment, given: State) -> tuple[Hashable, ...]:
 
 def _last(segment: Segment) -> str:
     """Name the layer whose output leaves a segment."""
-    index = max(segment.layers)
-    return f"layers.{index} ({type(segment.layers[index]).__name__})"
+    return segment.layers[-1].where

@@ -1,19 +1,18 @@
 """One stage: its layers, their parameters and buffers by global name, and what leaves it."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import nn
 
 from gpipe_hpc.engine.compiling import compile_layers
+from gpipe_hpc.engine.layers.segment import PlacedLayer, Segment
 from gpipe_hpc.engine.routes import StageRoutes
-from gpipe_hpc.engine.segment import Segment
 from gpipe_hpc.engine.state.buffers import Home, Lasting, homes_of
 from gpipe_hpc.engine.state.keyed import Keyed
-from gpipe_hpc.engine.state.passage import LayerState
+from gpipe_hpc.engine.state.layer import LayerState
 from gpipe_hpc.engine.sums.gradients import StageGradients
 from gpipe_hpc.engine.sums.statistics import StageStatistics
 from gpipe_hpc.models import (
@@ -74,9 +73,8 @@ class Stage:
         self.recomputed = recomputed
         self.keyed = Keyed(device)
         self.lasting = Lasting()
-        self._states = self._layer_states()
-        self._names = dict(names or {})
-        self._calls: dict[int, Callable[..., Any]] = {}
+        self.is_compiled = False
+        self._placed = self._place_layers(names or {})
         self.whole = self._segment(self.layers)
         self._segments = {False: ((self.whole, False),), True: self._cut_segments()}
 
@@ -117,14 +115,11 @@ class Stage:
                     named[global_name(index, f"{name}._extra_state".lstrip("."))] = module
         return named
 
-    @property
-    def is_compiled(self) -> bool:
-        """Say whether the layers run compiled."""
-        return bool(self._calls)
-
     def compile(self, backend: str) -> None:
         """Let the layers run compiled from now on."""
-        self._calls.update(compile_layers(self.layers, backend))
+        self.is_compiled = True
+        for index, call in compile_layers(self.layers, backend).items():
+            self._placed[index].call = call
 
     def segments(self, recomputes: bool) -> tuple[tuple[Segment, bool], ...]:
         """Return the layers in runs, each with whether an ``R`` makes its graph.
@@ -140,22 +135,16 @@ class Stage:
         return tuple((self._segment(list(indices)), again) for again, indices in runs)
 
     def _segment(self, indices: Iterable[int]) -> Segment:
-        layers = {index: self.layers[index] for index in indices}
-        return Segment(self.index, layers, self._names, self.keyed, self._calls, self._states)
+        return Segment(self.index, [self._placed[index] for index in indices], self.keyed)
 
-    def _layer_states(self) -> dict[int, LayerState]:
+    def _place_layers(self, names: Mapping[int, SkipNames]) -> dict[int, PlacedLayer]:
         homes = {index: homes_of(layer) for index, layer in self.layers.items()}
-        return {
-            index: LayerState(
-                index,
-                layer,
-                f"layers.{index} ({type(layer).__name__})",
-                self.keyed,
-                self.lasting,
-                _sharing(index, homes),
-            )
-            for index, layer in self.layers.items()
-        }
+        placed = {}
+        for index, layer in self.layers.items():
+            where, sharing = f"layers.{index} ({type(layer).__name__})", _sharing(index, homes)
+            state = LayerState(index, layer, where, self.keyed, self.lasting, sharing)
+            placed[index] = PlacedLayer(index, layer, state, names.get(index, SkipNames()))
+        return placed
 
 
 def _sharing(index: int, homes: Mapping[int, Sequence[tuple[str, Home]]]) -> list[tuple[str, Home]]:

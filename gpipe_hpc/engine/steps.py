@@ -1,6 +1,6 @@
 """Whole steps of one rank: run a table, put together what all ranks know, finish gradients."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -9,11 +9,11 @@ from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.engine.executor import Executor, Outcome
-from gpipe_hpc.engine.feed import Feed
 from gpipe_hpc.engine.loss import backward_seed, final_divisor
 from gpipe_hpc.engine.microbatches import join
 from gpipe_hpc.engine.outputs import broadcast_nest
 from gpipe_hpc.engine.recorder import Recorder
+from gpipe_hpc.engine.run import Run
 from gpipe_hpc.engine.stage import Stage, training_modes
 from gpipe_hpc.engine.state.drift import Drift
 from gpipe_hpc.engine.sums.gradients import unite_flags
@@ -69,7 +69,6 @@ class Steps:
         stages: dict[int, Stage],
         wiring: Wiring,
         tied: list[TiedParameter],
-        num_layers: int,
         loss_scale: LossScale | None = None,
         buffers: str = "average",
     ) -> None:
@@ -80,8 +79,7 @@ class Steps:
         self._wiring = wiring
         self._tied = tied
         self._trainer, self._evaluator = (
-            Executor(table, site.stage_rank, stages, wiring, site.world, num_layers)
-            for table in tables
+            Executor(table, site.stage_rank, stages, wiring, site.world) for table in tables
         )
         self._drifts = {
             index: Drift(stage.layers, wiring.reductions[index], site.world.rank, buffers)
@@ -97,17 +95,19 @@ class Steps:
         """Return what was recorded of the last training step."""
         return self._trainer.recorder
 
-    def train(self, feed: Feed) -> StepResult:
+    def train(self, run: Run) -> StepResult:
         """Run forward, backward and reduction; replace the gradients of all parameters."""
-        self._refuse_empty(feed)
+        self._refuse_empty(run)
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-        feed.seed = seed = backward_seed(self.weight) * scale
+        seed = backward_seed(self.weight) * scale
         for stage in self._stages.values():
             stage.gradients.clear(self._wiring.reductions[stage.index])
             stage.statistics.clear()
         for tied in self._tied:
             tied.clear()
-        loss = self._run(self._trainer, feed)
+        self._begin()
+        outcome = self._trainer.run(replace(run, seed=seed))
+        loss = self._loss_of(outcome)
         for tied in self._tied:
             tied.start_reduction()
         divisor = final_divisor(loss.weight, seed)
@@ -139,50 +139,55 @@ class Steps:
         scale.update(overflowed=overflowed)
         return overflowed
 
-    def evaluate(self, feed: Feed) -> StepResult:
+    def evaluate(self, run: Run) -> StepResult:
         """Return the loss of a global batch, in evaluation mode."""
+        self._begin()
         with training_modes(self._stages.values(), False):
-            return StepResult(self._run(self._evaluator, feed))
+            outcome = self._evaluator.run(run)
+        return StepResult(self._loss_of(outcome))
 
-    def predict(self, feed: Feed) -> Nest:
+    def predict(self, run: Run) -> Nest:
         """Return the outputs of this replica's micro-batches put together, on each of its ranks."""
         site = self._site
+        self._begin()
         with training_modes(self._stages.values(), False):
-            outputs = self._executed(self._evaluator, feed).outputs
+            outcome = self._evaluator.run(run)
+        self._end(outcome)
         everywhere: dict[int, Nest] = {}
         for holder in self._placement.holders(self._placement.num_stages - 1):
             root = site.mesh.world_rank(site.replica, holder)
-            everywhere |= broadcast_nest(outputs, site.pipeline, root, site.world)
+            everywhere |= broadcast_nest(outcome.outputs, site.pipeline, root, site.world)
         return join([everywhere[m] for m in sorted(everywhere)])
 
-    def _refuse_empty(self, feed: Feed) -> None:
+    def _refuse_empty(self, run: Run) -> None:
         """Raise DataError where replicas would wait in vain to normalise a micro-batch."""
-        if self._wiring.peers is None or feed.num_samples is None or all(feed.num_samples):
+        if self._wiring.peers is None or run.inputs is None or all(run.inputs.sizes):
             return
         raise DataError(
             f"replica {self._site.replica}: expected samples in every micro-batch, as BatchNorm "
             f"normalises each over all replicas, got none in micro-batch "
-            f"{feed.num_samples.index(0)}; use larger batches, fewer micro-batches, or "
+            f"{run.inputs.sizes.index(0)}; use larger batches, fewer micro-batches, or "
             f"normalise_over_replicas=False"
         )
 
-    def _run(self, executor: Executor, feed: Feed) -> StepLoss:
-        """Run a table and return the loss, which all ranks know.
+    def _begin(self) -> None:
+        """Begin a run: note what buffers are like."""
+        for drift in self._drifts.values():
+            drift.begin()
+
+    def _end(self, outcome: Outcome) -> None:
+        """End it: note which of them it has changed."""
+        for index, drift in self._drifts.items():
+            drift.end(outcome.samples.get(index, 0))
+
+    def _loss_of(self, outcome: Outcome) -> StepLoss:
+        """End a run and return its loss, which all ranks know.
 
         All ranks wait here for all others: none goes on behind a step that failed on one.
         """
-        outcome = self._executed(executor, feed)
+        self._end(outcome)
         first = self._site.replica * self._placement.num_microbatches
         return self._exchange(
             {first + m: term for m, term in outcome.losses.items()},
             {first + m: noted for m, noted in outcome.noted.items()},
         )
-
-    def _executed(self, executor: Executor, feed: Feed) -> Outcome:
-        """Run a table, and note which buffers it has changed."""
-        for drift in self._drifts.values():
-            drift.begin()
-        outcome = executor.run(feed)
-        for index, drift in self._drifts.items():
-            drift.end(outcome.samples.get(index, 0))
-        return outcome

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from gpipe_hpc.comm.group import SoloGroup
+from gpipe_hpc.engine.microbatch import Keep, Recipe, StageWork
 from gpipe_hpc.engine.routes import Edge, StageRoutes
+from gpipe_hpc.engine.run import Run
 from gpipe_hpc.engine.stage import Stage
-from gpipe_hpc.engine.work import Keep, Recipe, StageWork, Start
 from gpipe_hpc.models import SkipNames, add_loss
 
 CPU = torch.device("cpu")
@@ -43,17 +44,7 @@ class Layer(nn.Module):
         return (y, *stashed) if stashed else y
 
 
-class Listener:
-    """Take the losses that layers report, as the executor does."""
-
-    def __init__(self):
-        self.losses = []
-
-    def note(self, part, noted):
-        totals = [total for each in noted for total in each.reports.losses.values()]
-        if not part.again:
-            self.losses += [total.item() for total in totals]
-        return [Start(total, torch.tensor(0.5)) for total in totals]
+RUN = Run("test", lambda microbatch: lambda layer: layer, seed=torch.tensor(0.5))
 
 
 def run(recomputed, splits):
@@ -62,23 +53,23 @@ def run(recomputed, splits):
     calls = Counter()
     layers = {i: Layer(i, calls) for i in range(FIRST, FIRST + NUM_LAYERS)}
     stage = Stage(1, layers, CPU, ROUTES, names=NAMES, recomputed=recomputed)
-    listener = Listener()
-    work = StageWork(stage, listener)
+    work = StageWork(stage)
     stage.gradients.clear(SoloGroup(0))
     inputs = [torch.randn(2, WIDTH, requires_grad=True) for _ in range(3)]
     keep = Keep.GRAPH if recomputed == frozenset() else Keep.INPUT
     parts = [(inputs[0], inputs[1]), (inputs[2],)]
-    outputs = work.forward(0, parts, 2, lambda layer: layer, Recipe(keep, splits))
-    has_run = work.recompute(0, lambda layer: layer) if keep is Keep.INPUT else False
+    made = work.forward(RUN, 0, parts, 2, Recipe(keep, splits))
+    losses = [total.item() for each in made.noted for total in each.reports.losses.values()]
+    has_run = work.recompute(RUN, 0) if keep is Keep.INPUT else False
     assert has_run == bool(recomputed is None or recomputed)
-    flat = [tensor for part in outputs for tensor in part]
+    flat = [tensor for part in made.parts for tensor in part]
     gradients = work.backward(0, [torch.full_like(t, 0.1 * (i + 1)) for i, t in enumerate(flat)])
     if splits:
         work.weights(0)
     assert work.num_kept == 0
     given = [gradient for part in gradients for gradient in part]
     weights = [p.grad for p in stage.named_parameters().values()]
-    return [t.detach() for t in flat], given, weights, listener.losses, calls
+    return [t.detach() for t in flat], given, weights, losses, calls
 
 
 SUBSETS = [
@@ -115,11 +106,11 @@ def test_recomputed_layers_keep_their_input_alone():
                 StageRoutes((Edge(-1),), (Edge(1),)),
                 recomputed=recomputed,
             )
-            work = StageWork(stage, Listener())
+            work = StageWork(stage)
             x = torch.ones(2, 4, requires_grad=True)
-            work.forward(0, [x], 2, lambda layer: 0, Recipe(Keep.INPUT))
+            work.forward(RUN, 0, [x], 2, Recipe(Keep.INPUT))
             saved.clear()  # the first one makes a graph, to see which outputs need a gradient
-            work.forward(1, [x], 2, lambda layer: 0, Recipe(Keep.INPUT))
+            work.forward(RUN, 1, [x], 2, Recipe(Keep.INPUT))
         return len(saved)
 
     whole = count(frozenset())

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_hpc.engine.routes import Edge, StageRoutes, State
+from gpipe_hpc.engine.microbatch import Keep, Recipe, StageWork
+from gpipe_hpc.engine.routes import Edge, StageRoutes
+from gpipe_hpc.engine.run import Run
 from gpipe_hpc.engine.stage import Stage, training_modes
 from gpipe_hpc.errors import ModelError
 
@@ -29,7 +31,10 @@ def stage_of(*layers, first=0):
 
 def run(stage, boundary, key):
     """Run all layers; return their output."""
-    return stage.whole.run(State(boundary, {}), key)[0].nest
+    made = StageWork(stage).forward(
+        Run("test", lambda microbatch: key), 0, [boundary], 1, Recipe(Keep.NOTHING)
+    )
+    return made.parts[0]
 
 
 def no_key(layer):
@@ -48,7 +53,9 @@ def test_in_place_layer_may_start_from_a_leaf_that_requires_grad():
     stage = stage_of(nn.ReLU(inplace=True))
     for _ in range(2):
         boundary = torch.tensor([-1.0, 2.0], requires_grad=True)
-        run(stage, boundary, no_key).sum().backward()
+        work = StageWork(stage)
+        work.forward(Run("test", lambda microbatch: no_key), 0, [boundary], 2, Recipe(Keep.GRAPH))
+        work.backward(0, [torch.ones(2)])
         assert boundary.grad.tolist() == [0.0, 1.0]
 
 

@@ -276,13 +276,13 @@ def live_bytes(layers, loss_fn, counts, ranks, schedule, microbatches, recompute
         pipe.step(*batch)  # the first one copies, to see whether layers write in place
         live = Live(pipe.parameters())
         for stage in pipe.stages.values():
-            run = stage.whole.run
+            protect = stage.whole.protect
 
-            def noted(state, *rest, run=run):
+            def noted(state, modes, protect=protect):
                 live.inputs += map(weakref.ref, tensors_of(state))
-                return run(state, *rest)
+                return protect(state, modes)
 
-            stage.whole.run = noted
+            stage.whole.protect = noted
         hooks = torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: Saved(tensor, live), lambda saved: saved.tensor
         )

@@ -14,9 +14,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from gpipe_hpc.engine.microbatch import Keep, Recipe, StageWork
 from gpipe_hpc.engine.routes import stage_routes
+from gpipe_hpc.engine.run import Run
 from gpipe_hpc.engine.stage import Stage
-from gpipe_hpc.engine.work import Keep, Recipe, StageWork, Start
 from gpipe_hpc.errors import ConfigError, PartitionError
 from gpipe_hpc.models import (
     LayerSpec,
@@ -146,17 +147,9 @@ class Births(TorchDispatchMode):
         return sum(nbytes for storage, nbytes in self.made.values() if not storage.expired())
 
 
-class Listener:
+def total(output, target):
     """End the last stage with a sum, which keeps nothing."""
-
-    def __init__(self) -> None:
-        self.gradient = torch.tensor(1.0)
-
-    def note(self, part, noted):
-        return []
-
-    def finish(self, part, output):
-        return [Start(output.sum(), self.gradient)]
+    return output.sum(), 1.0
 
 
 def parts_of(layers, first, routes):
@@ -185,18 +178,18 @@ def kept_by_the_engine(layers, counts, index, recomputed) -> tuple[int, int]:
         names={i: skip_names(layers[i]) for i in span},
         recomputed=frozenset(recomputed),
     )
-    work = StageWork(stage, Listener())
+    work, run = StageWork(stage), Run("test", lambda _: lambda _: 0, loss_fn=total)
     recipe = Recipe(Keep.INPUT)
     # The first time copies inputs, to see whether layers write into them.
-    work.forward(0, parts_of(layers, span.start, routes), SAMPLES, lambda _: 0, recipe)
+    work.forward(run, 0, parts_of(layers, span.start, routes), SAMPLES, recipe)
     parts = parts_of(layers, span.start, routes)
     with Births(stage.named_parameters().values()) as births:
         for part in parts:
             tree_map_only(Tensor, births.note, part)
-        work.forward(1, parts, SAMPLES, lambda _: 0, recipe)
+        work.forward(run, 1, parts, SAMPLES, recipe)
         del part, parts
         kept = births.alive()
-        work.recompute(1, lambda _: 0)
+        work.recompute(run, 1)
         return kept, births.alive()
 
 

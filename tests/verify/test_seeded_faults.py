@@ -1,6 +1,7 @@
 """Faults put back into the engine one by one: the comparison finds each, and says where."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import cycle
 
 import pytest
@@ -9,12 +10,12 @@ import torch
 from gpipe_hpc.checkpoint import contents
 from gpipe_hpc.engine import steps
 from gpipe_hpc.engine.memory import outlets
+from gpipe_hpc.engine.microbatch import StageWork
 from gpipe_hpc.engine.promises import Promises
 from gpipe_hpc.engine.state import passage
 from gpipe_hpc.engine.state.buffers import LayerBuffers
 from gpipe_hpc.engine.state.drift import Drift
 from gpipe_hpc.engine.state.keyed import Drawing
-from gpipe_hpc.engine.work import StageWork
 from gpipe_hpc.errors import ActionError
 from gpipe_hpc.models import batchnorm
 from gpipe_hpc.verify.comparing import Verdict
@@ -129,11 +130,12 @@ def test_another_mask_in_recomputation(compared, monkeypatch):
     """R draws under another key than F: the first recomputed dropout layer is named."""
     monkeypatch.setattr(passage, "_is_moved", lambda one, other: False)
     recompute = StageWork.recompute
-    monkeypatch.setattr(
-        StageWork,
-        "recompute",
-        lambda self, m, key: recompute(self, m, lambda layer: key(layer) + 1),
-    )
+
+    def recompute_otherwise(self, run, microbatch):
+        other = replace(run, keys=lambda m: lambda layer: run.keys(m)(layer) + 1)
+        return recompute(self, other, microbatch)
+
+    monkeypatch.setattr(StageWork, "recompute", recompute_otherwise)
     report = compared("model.kind=dropped", "pipeline.recompute=always")
     assert "gradients" in differing(report) and "loss" not in differing(report)
     assert "step 1, micro-batch 0, layers.1 (Dropped): its output when it was recompu" in str(

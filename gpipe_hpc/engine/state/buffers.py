@@ -103,7 +103,8 @@ class LayerBuffers:
     """The buffers of one layer and of its submodules; `where` names the layer in messages.
 
     Statistics of our own BatchNorm layers are not among them: no forward changes those.
-    `sharing`: homes of other layers of the stage that hold one of the same tensors.
+    `sharing`: homes of other layers of the stage that hold one of the same tensors. `homes`: all
+    places where a forward of the layer may find buffers.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class LayerBuffers:
         self._lasting = lasting
         named = [*homes_of(layer), *sharing]
         self._prefixes = [prefix for prefix, _ in named]
-        self._homes = [home for _, home in named]
+        self.homes = [home for _, home in named]
         self._moving: set[Place] = set()
         self._silent: set[Place] = set()  # those of them whose versions stay the same
         self._last_step: int | None = None  # in which it ran
@@ -127,16 +128,16 @@ class LayerBuffers:
     @property
     def exist(self) -> bool:
         """Say whether there are any buffers."""
-        return any(self._homes)
+        return any(self.homes)
 
     def begin(self, *, returns: bool) -> Before:
         """Note the buffers ahead of a forward of training; copies stand in for those that move.
 
         `returns`: an R will ask for what is noted.
         """
-        if not any(self._homes):
+        if not any(self.homes):
             return NO_BUFFERS
-        homes = tuple(map(dict, self._homes))
+        homes = tuple(map(dict, self.homes))
         if self._lasting.num_steps == 0:
             large = (each for each in self._found() if not self._copies(each))
             self._at_hand = {each.place: _copy(each.tensor) for each in large}
@@ -154,7 +155,7 @@ class LayerBuffers:
 
     def matters(self, before: Before) -> bool:
         """Say whether there is anything for `again` to do."""
-        return before is not NO_BUFFERS or any(self._homes)
+        return before is not NO_BUFFERS or any(self.homes)
 
     @contextmanager
     def again(self, before: Before) -> Iterator[None]:
@@ -163,7 +164,7 @@ class LayerBuffers:
         Raises ModelError if the value of one is not known any more, and if one changes that the
         forward left alone.
         """
-        now = tuple(map(dict, self._homes))
+        now = tuple(map(dict, self.homes))
         start = self._start(before)
         try:
             self._settle_in(start)
@@ -180,9 +181,14 @@ class LayerBuffers:
                 f"recompute=never"
             )
 
+    @property
+    def move(self) -> bool:
+        """Say whether any is known to move."""
+        return bool(self._moving)
+
     def moving(self) -> list[Found]:
         """Return the buffers that are known to move, as they are now."""
-        return [e for e in self._found() if e.place in self._moving] if self._moving else []
+        return [each for each in self._found() if each.place in self._moving]
 
     def changes(self, found: Sequence[Found]) -> str:
         """Return the names of those of `found` that have changed since; empty if none has."""
@@ -191,7 +197,7 @@ class LayerBuffers:
     def _found(self) -> list[Found]:
         return [
             Found((number, name), tensor, version_of(tensor), None)
-            for number, home in enumerate(self._homes)
+            for number, home in enumerate(self.homes)
             for name, tensor in home.items()
             if tensor is not None
         ]
@@ -208,7 +214,7 @@ class LayerBuffers:
                 stand_in = copies.get(id(tensor))
                 if stand_in is None:
                     stand_in = copies[id(tensor)] = _copy(tensor)
-                self._homes[number][name] = stand_in
+                self.homes[number][name] = stand_in
                 each = Found(each.place, tensor, version, stand_in)
             noted.append(each)
         return noted
@@ -218,7 +224,7 @@ class LayerBuffers:
         moved = self._changed(before.found)
         for each in before.found:
             place = number, name = each.place
-            home, original = self._homes[number], each.stand_in is None
+            home, original = self.homes[number], each.stand_in is None
             if each.stand_in is not None and version_of(each.tensor) != each.version:
                 raise self._held_twice(place)
             if home.get(name) is not (each.tensor if original else each.stand_in):
@@ -257,12 +263,12 @@ class LayerBuffers:
         elif returns or self._last_step == self._lasting.num_steps:
             raise self._lost(each.place, each.tensor)
         if each.place in self._silent:  # what the next forward finds must not look the same
-            self._homes[number][name] = _copy(each.tensor)
+            self.homes[number][name] = _copy(each.tensor)
 
     def _changed(self, found: Sequence[Found]) -> set[Place]:
         """Return the places that hold something else than what was found, or than its copy."""
         changed: set[Place] = set()
-        homes = self._homes
+        homes = self.homes
         num_gone = 0
         for place, tensor, version, stand_in in found:
             now = homes[place[0]].get(place[1])
@@ -276,7 +282,7 @@ class LayerBuffers:
 
     def _start(self, before: Before) -> Sequence[Home]:
         """Return what is in each home where a forward is run again."""
-        homes = [dict(home) for home in before.homes] or [{} for _ in self._homes]
+        homes = [dict(home) for home in before.homes] or [{} for _ in self.homes]
         copies: dict[int, torch.Tensor] = {}
         for place, tensor, version, _ in before.found:
             number, name = place
@@ -291,7 +297,7 @@ class LayerBuffers:
         return homes
 
     def _settle_in(self, homes: Sequence[Home]) -> None:
-        for home, wanted in zip(self._homes, homes, strict=True):
+        for home, wanted in zip(self.homes, homes, strict=True):
             home.clear()
             home.update(wanted)
 

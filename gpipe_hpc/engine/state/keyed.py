@@ -21,6 +21,7 @@ from gpipe_hpc.engine.state.sources import (
     OwnGenerator,
     ProcessMarks,
     ProcessStates,
+    have_stayed,
     numpy_mark,
     seed_numpy,
     seed_python,
@@ -56,6 +57,34 @@ class Draws:
         if not self.is_known or self.is_suspected or self.own:
             return False
         return not (self.torch or self.python or self.numpy)
+
+    def learned(self) -> tuple[bool, ...]:
+        """Return what runs find out."""
+        return self.is_known, self.is_suspected, self.torch, self.python, self.numpy
+
+
+class Known(NamedTuple):
+    """What is known of layers that run together, in the modes that they are in.
+
+    `draws_torchs`: one draws from torch's generators. `may_draw_others`: one draws from Python's or
+    NumPy's, or it is not known.
+    """
+
+    draws: tuple[Draws, ...] = ()
+    draws_torchs: bool = False
+    may_draw_others: bool = False
+
+    @classmethod
+    def of(cls, draws: tuple[Draws, ...]) -> "Known":
+        """Sum up what is known of each."""
+        return cls(
+            draws,
+            any(each.torch for each in draws),
+            any(each.python or each.numpy or not each.is_known for each in draws),
+        )
+
+
+_NOBODY: Final = Known()
 
 
 class _Watch(TorchDispatchMode):
@@ -108,6 +137,7 @@ class Keyed:
     def __init__(self, device: torch.device) -> None:
         self.generators = generators_of(device)
         self.was_disturbed = False  # whether others draw from torch's generators amid our steps
+        self.num_learned = 0  # how often a run has found out what some layer draws from
         self._current: Drawing | None = None  # the block that we are in
         self._backward: list[torch.Tensor] | None = None  # torch's states ahead of the one we run
         self._has_told = False
@@ -119,14 +149,14 @@ class Keyed:
         """Begin a step: whoever has drawn since the last one was free to."""
         self._left = self._marks = None
 
-    def alone(self, draws: Sequence[Draws] = (), start: ProcessMarks | None = None) -> "Drawing":
-        """Return a block for runs of layers, of which `draws` tells, within which nobody else runs.
+    def alone(self, known: Known = _NOBODY, start: ProcessMarks | None = None) -> "Drawing":
+        """Return a block for runs of layers, of which `known` tells, within which nobody else runs.
 
         Afterwards the generators are as they were: the user's own, whom they also serve, sees no
         change. `start`: where Python's and NumPy's stood when an earlier run of the same layers
         drew from them as they were.
         """
-        return Drawing(self, draws, start)
+        return Drawing(self, known, start)
 
     @contextmanager
     def let_go(self) -> Iterator[None]:
@@ -152,17 +182,19 @@ class Keyed:
             if inside.process is not None:
                 inside.process.restore()
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Keep ranks that are threads of this process apart from a backward within the block.
+    def backward(self, *, lets_go: bool) -> AbstractContextManager[object]:
+        """Return a block that keeps ranks that are threads of this process apart from a backward.
 
         `torch.utils.checkpoint` within a layer seeds the process's generators there and runs the
         layer's forward again. On a device such a backward runs on a thread of torch's own, which
-        could not let go: there the lock is not taken.
+        could not let go: there the lock is not taken. `lets_go`: `let_go` may be called within.
         """
         if len(self.generators) > 1:
-            yield
-            return
+            return _UNWATCHED
+        return self._backward_that_lets_go() if lets_go else GENERATOR_LOCK
+
+    @contextmanager
+    def _backward_that_lets_go(self) -> Iterator[None]:
         with GENERATOR_LOCK:
             self._backward = [generator.get_state() for generator in self.generators]
             try:
@@ -192,8 +224,9 @@ class Drawing:
 
     __slots__ = (
         "_before",
-        "_draws",
+        "_found",
         "_keyed",
+        "_known",
         "_marks",
         "_own",
         "_process",
@@ -203,9 +236,10 @@ class Drawing:
         "unkeyed",
     )
 
-    def __init__(self, keyed: Keyed, draws: Sequence[Draws], start: ProcessMarks | None) -> None:
-        self._keyed, self._draws, self._start = keyed, draws, start
+    def __init__(self, keyed: Keyed, known: Known, start: ProcessMarks | None) -> None:
+        self._keyed, self._known, self._start = keyed, known, start
         self._process: ProcessStates | None = None
+        self._found: tuple[bool, ...] | None = None  # what was known ahead of a run that looks
         self._seeded: bytes | None = None
         self._marks: ProcessMarks | None = None
         self._own: list[object] = []
@@ -217,15 +251,11 @@ class Drawing:
         # Not once a step: ranks that are threads would save one another's seeds.
         self._states = [generator.get_state() for generator in keyed.generators]
         self._before, keyed._current = keyed._current, self
-        draws_torchs = is_process_wide = False
-        for draws in self._draws:
-            draws_torchs |= draws.torch
-            is_process_wide |= draws.python or draws.numpy or not draws.is_known
-        if draws_torchs:
+        if self._known.draws_torchs:
             state = _bytes(self._states)
             keyed.was_disturbed |= keyed._left is not None and keyed._left != state
             keyed._left = state
-        if self._start is not None or is_process_wide:
+        if self._start is not None or self._known.may_draw_others:
             self._process = ProcessStates.now()
             if keyed._marks is not None and any(ProcessMarks.now().differ(keyed._marks)):
                 keyed.tell_of_others()
@@ -275,6 +305,7 @@ class Drawing:
         is_new = not draws.is_known
         if not (checks or is_new or draws.python or draws.numpy or draws.own):
             return _UNWATCHED
+        self._found = draws.learned() if checks or is_new else None
         if self._process is not None and self._start is None:
             if draws.python or is_new:
                 seed_python(key)
@@ -307,6 +338,9 @@ class Drawing:
             draws.python |= python
             draws.numpy |= numpy
             self._marks, draws.is_known = None, True
+        if self._found is not None:
+            self._keyed.num_learned += draws.learned() != self._found
+            self._found = None
         may_draw = draws.torch or draws.is_suspected
         if not (may_draw or draws.python or draws.numpy):
             return _NOTHING
@@ -322,8 +356,11 @@ class Drawing:
 
         A few times: if it goes on, others draw, whose numbers a search puts back.
         """
-        keyed, now = self._keyed, ProcessMarks.now()
+        keyed = self._keyed
         assert keyed._marks is not None, "taken on entering"
+        if have_stayed(keyed._marks):
+            return
+        now = ProcessMarks.now()
         before, keyed._marks = keyed._marks, now
         has_moved = any(now.differ(before))
         if not has_moved or keyed._num_searches > _MAX_SEARCHES:
@@ -333,7 +370,8 @@ class Drawing:
             keyed.tell_of_others()
             return
         self.unkeyed = before
-        for draws in self._draws:
+        keyed.num_learned += 1
+        for draws in self._known.draws:
             draws.is_known = False
 
 

@@ -1,88 +1,16 @@
 """What goes with the runs of layers: what a first forward notes, and what its R makes of that."""
 
-import logging
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Final, NamedTuple, Protocol
 
-from torch import nn
-
 from gpipe_hpc.comm.nests import Nest
-from gpipe_hpc.engine.state.buffers import NO_BUFFERS, Before, Found, Home, Lasting, LayerBuffers
-from gpipe_hpc.engine.state.keyed import Drawing, Drawn, Draws, Keyed
+from gpipe_hpc.engine.state.buffers import NO_BUFFERS, Before
+from gpipe_hpc.engine.state.keyed import Drawing, Drawn, Keyed
+from gpipe_hpc.engine.state.layer import LayerState
 from gpipe_hpc.engine.state.sketch import Sketch, difference, sketch_of
-from gpipe_hpc.engine.state.sources import ProcessMarks, own_generators
+from gpipe_hpc.engine.state.sources import ProcessMarks
 from gpipe_hpc.errors import ModelError
-
-log = logging.getLogger("gpipe_hpc.pipeline")
-
-
-class LayerState:
-    """What is known of one layer's state: its buffers, and what it draws from.
-
-    `index` is the layer's in the model, and `where` its name in messages.
-    """
-
-    def __init__(
-        self,
-        index: int,
-        layer: nn.Module,
-        where: str,
-        keyed: Keyed,
-        lasting: Lasting,
-        sharing: Sequence[tuple[str, Home]] = (),
-    ) -> None:
-        self.index, self.where = index, where
-        self.buffers = LayerBuffers(layer, where, lasting, sharing)
-        self._layer = layer
-        self._elsewhere = [id(generator) for generator in keyed.generators]
-        self._draws = {True: Draws(), False: Draws()}
-        self._is_told = False
-        for draws in self._draws.values():
-            draws.own = own_generators(layer, self._elsewhere)
-
-    @property
-    def draws(self) -> Draws:
-        """Return what it draws from in the mode that it is in."""
-        return self._draws[self._layer.training]
-
-    @property
-    def is_idle(self) -> bool:
-        """Say whether it has no buffers and draws nothing, as far as is known."""
-        return not self.buffers.exist and self._draws[self._layer.training].are_none
-
-    def seed(self, drawing: Drawing, key: int, *, checks: bool) -> AbstractContextManager[object]:
-        """Seed the generators for a run of the layer; return the block to run it in.
-
-        `checks`: find out whether it has begun to draw from torch's.
-        """
-        draws = self.draws
-        return drawing.seed(draws, key, checks=checks or draws.is_suspected)
-
-    def end(self, drawing: Drawing) -> Drawn:
-        """End a run of the layer; return how much it drew."""
-        draws = self.draws
-        is_new = not draws.is_known
-        drawn = drawing.end(draws)
-        if is_new:  # some make their generator in their first forward
-            draws.own = own_generators(self._layer, self._elsewhere)
-        return drawn
-
-    def tell_of_backward(self, found: Sequence[Found]) -> None:
-        """Warn if buffers that forwards change have changed in a backward too."""
-        changed = self.buffers.changes(found)
-        if changed:
-            self.tell(
-                f"buffer {changed} was changed in a backward, expected in forwards alone, as each "
-                f"micro-batch has a copy of its own; if torch.utils.checkpoint in the layer runs "
-                f"its forward again there, leave that to recompute=always"
-            )
-
-    def tell(self, message: str) -> None:
-        """Warn of the layer, once."""
-        if not self._is_told:
-            self._is_told = True
-            log.warning("%s: %s", self.where, message)
 
 
 class Trace(NamedTuple):

@@ -5,7 +5,7 @@ import random
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ FIRST_OWN: Final = 2
 _WORDS: Final = 624  # of the Mersenne twister's state; the position follows
 _STATE_BYTES: Final = 4 * (_WORDS + 1)
 _HEAD_BYTES: Final = object.__basicsize__
+_FEW_BYTES: Final = 4 * 4  # the position, and three words
 
 PythonState = tuple[Any, ...]
 
@@ -80,6 +81,24 @@ class ProcessMarks(NamedTuple):
             np.random.set_state(state)
 
 
+def have_stayed(marks: ProcessMarks) -> bool:
+    """Say whether nobody has drawn since `marks`, by a few words of them; 0.6 us.
+
+    Each draw moves the position; where that begins anew, the words change as well. Another seed
+    makes other words.
+    """
+    generator = _global_python()
+    if generator.gauss_next != marks.gauss or not _lie_behind_the_head():
+        return False
+    if ctypes.string_at(id(generator) + _HEAD_BYTES, _FEW_BYTES) != marks.python[:_FEW_BYTES]:
+        return False
+    numpy = _global_numpy()
+    if not isinstance(numpy, np.random.MT19937):
+        return not marks.numpy
+    end = _address_of(numpy) + _STATE_BYTES - _FEW_BYTES
+    return ctypes.string_at(end, _FEW_BYTES) == marks.numpy[-_FEW_BYTES:]
+
+
 def _global_python() -> Any:
     module: Any = random
     return module._inst
@@ -129,7 +148,13 @@ def numpy_mark() -> bytes:
     generator = _global_numpy()
     if not isinstance(generator, np.random.MT19937):
         return b""
-    return ctypes.string_at(generator.ctypes.state_address, _STATE_BYTES)
+    return ctypes.string_at(_address_of(generator), _STATE_BYTES)
+
+
+@lru_cache(maxsize=4)
+def _address_of(generator: np.random.MT19937) -> int:
+    address: int = generator.ctypes.state_address
+    return address
 
 
 def _global_numpy() -> Any:

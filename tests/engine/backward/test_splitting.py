@@ -10,20 +10,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpipe_hpc.comm.group import SoloGroup
+from gpipe_hpc.engine.microbatch import Keep, Recipe, StageWork
 from gpipe_hpc.engine.routes import Edge, StageRoutes
+from gpipe_hpc.engine.run import Run
 from gpipe_hpc.engine.stage import Stage
-from gpipe_hpc.engine.work import Keep, Recipe, StageWork
 from gpipe_hpc.models import build_layer, build_model
 
 CPU = torch.device("cpu")
 MIDDLE = StageRoutes((Edge(-1),), (Edge(1),))
-
-
-class Nobody:
-    """Take no notice of what layers report."""
-
-    def note(self, part, noted):
-        return []
 
 
 class Apply(nn.Module):
@@ -189,22 +183,21 @@ class Step:
     has_weights: bool
 
 
-def key(layer):
-    return 17
+RUN = Run("test", lambda microbatch: lambda layer: 17)
 
 
 def run_stage(layer, boundary, *, splits, recomputes=False, context=nullcontext, num_steps=2):
     """Run one micro-batch after the other through a layer, and return what the last left."""
     stage = Stage(0, {0: layer}, CPU, MIDDLE)
-    work = StageWork(stage, Nobody())
+    work = StageWork(stage)
     keep = Keep.INPUT if recomputes else Keep.GRAPH
     for microbatch in range(num_steps):  # the first copies, to see whether layers write in place
         boundary = boundary.detach().requires_grad_(boundary.dtype != torch.int64)
         stage.gradients.clear(SoloGroup(0))
         with context():
-            (output,) = work.forward(microbatch, [boundary], 2, key, Recipe(keep, splits))
+            (output,) = work.forward(RUN, microbatch, [boundary], 2, Recipe(keep, splits)).parts
             if recomputes:
-                assert work.recompute(microbatch, key)
+                assert work.recompute(RUN, microbatch)
         ramp = torch.linspace(0.1, 1, output.numel()).view(output.shape).to(output.dtype)
         (given,) = work.backward(microbatch, [ramp] if output.requires_grad else [])
         parameters = list(stage.named_parameters().values())
@@ -311,10 +304,10 @@ def test_frozen_input_and_what_is_no_tensor():
     """A stage that begins with data: nothing to send back, all gradients in W."""
     layer = Apply(lambda s, nest: F.linear(nest["x"], s.w) * nest["scale"], w=(3, 4))
     for splits in (False, True):
-        work = StageWork(Stage(0, {0: layer}, CPU, MIDDLE), Nobody())
+        work = StageWork(Stage(0, {0: layer}, CPU, MIDDLE))
         work.stage.gradients.clear(SoloGroup(0))
         nest = {"x": torch.ones(2, 4), "scale": 2, "none": None}
-        (output,) = work.forward(0, [nest], 2, key, Recipe(Keep.GRAPH, splits))
+        (output,) = work.forward(RUN, 0, [nest], 2, Recipe(Keep.GRAPH, splits)).parts
         assert work.backward(0, [torch.ones_like(output)]) == [()]
         assert layer.w.grad is None if splits else layer.w.grad.eq(4).all()
         assert work.weights(0) is splits

@@ -8,21 +8,15 @@ from torch import nn
 
 from gpipe_hpc import Pipeline, run_on_threads
 from gpipe_hpc.comm.group import SoloGroup
+from gpipe_hpc.engine.microbatch import Keep, Recipe, StageWork
 from gpipe_hpc.engine.routes import Edge, StageRoutes
+from gpipe_hpc.engine.run import Run
 from gpipe_hpc.engine.stage import Stage
-from gpipe_hpc.engine.work import Keep, Recipe, StageWork
 from gpipe_hpc.errors import ModelError
 
 MIDDLE = StageRoutes((Edge(-1),), (Edge(1),))
 each_way = pytest.mark.parametrize("splits", [False, True], ids=["whole", "split"])
 BOUNDARY = torch.linspace(-1, 1, 20).view(5, 4)
-
-
-class Nobody:
-    """Take no notice of what layers report."""
-
-    def note(self, part, noted):
-        return []
 
 
 class Scaled(nn.Linear):
@@ -32,17 +26,16 @@ class Scaled(nn.Linear):
         return super().forward(x) * self.weight.sum()
 
 
-def key(layer):
-    return 17
+RUN = Run("test", lambda microbatch: lambda layer: 17)
 
 
 def run(layer, splits, between=lambda: None):
     """Run one micro-batch; call `between` after the forward. Return the parameters' gradients."""
     stage = Stage(0, {0: layer}, torch.device("cpu"), MIDDLE)
     stage.gradients.clear(SoloGroup(0))
-    work = StageWork(stage, Nobody())
+    work = StageWork(stage)
     given = BOUNDARY.clone().requires_grad_()
-    (output,) = work.forward(0, [given], 5, key, Recipe(Keep.GRAPH, splits))
+    (output,) = work.forward(RUN, 0, [given], 5, Recipe(Keep.GRAPH, splits)).parts
     between()
     work.backward(0, [torch.ones_like(output)])
     if splits:

@@ -11,20 +11,14 @@ from torch.utils.checkpoint import checkpoint
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.comm.group import SoloGroup
+from gpipe_hpc.engine.microbatch import Keep, Recipe, StageWork
 from gpipe_hpc.engine.routes import Edge, StageRoutes
+from gpipe_hpc.engine.run import Run
 from gpipe_hpc.engine.stage import Stage
-from gpipe_hpc.engine.work import Keep, Recipe, StageWork
 from gpipe_hpc.errors import ActionError
 from tests.support import mean_square, resident_bytes
 
 MIDDLE = StageRoutes((Edge(-1),), (Edge(1),))
-
-
-class Nobody:
-    """Take no notice of what layers report."""
-
-    def note(self, part, noted):
-        return []
 
 
 class Apply(nn.Module):
@@ -40,12 +34,11 @@ class Apply(nn.Module):
         return self.function(self, x)
 
 
-def key(layer):
-    return 17
+RUN = Run("test", lambda microbatch: lambda layer: 17)
 
 
 def work_of(layer):
-    work = StageWork(Stage(0, {0: layer}, torch.device("cpu"), MIDDLE), Nobody())
+    work = StageWork(Stage(0, {0: layer}, torch.device("cpu"), MIDDLE))
     work.stage.gradients.clear(SoloGroup(0))
     return work
 
@@ -54,9 +47,9 @@ def gradients(layer, *, splits, keep=Keep.GRAPH):
     """Return whether each parameter has none after I, or B, and all gradients after W."""
     work = work_of(layer)
     boundary = torch.linspace(-1, 1, 20).view(5, 4).requires_grad_()
-    (output,) = work.forward(0, [boundary], 5, key, Recipe(keep, splits))
+    (output,) = work.forward(RUN, 0, [boundary], 5, Recipe(keep, splits)).parts
     if keep is Keep.INPUT:
-        work.recompute(0, key)
+        work.recompute(RUN, 0)
     work.backward(0, [torch.ones_like(output)])
     early = [p.grad is None for p in layer.parameters()]
     if splits:
@@ -83,7 +76,7 @@ def test_hooks_of_parameters_are_called_once_and_never_with_none():
     for splits in (False, True):
         calls.clear()
         work = work_of(layer)
-        work.forward(0, [torch.ones(5, 4)], 5, key, Recipe(Keep.GRAPH, splits))
+        work.forward(RUN, 0, [torch.ones(5, 4)], 5, Recipe(Keep.GRAPH, splits))
         work.backward(0, [torch.ones(5, 3)])
         assert len(calls) == (0 if splits else 2)
         work.weights(0)
@@ -218,7 +211,7 @@ def test_i_releases_all_but_what_w_needs_and_w_the_rest():
         with torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: Saved(tensor, census), lambda saved: saved.tensor
         ):
-            (output,) = work.forward(0, [boundary], 16, key, Recipe(Keep.GRAPH, splits=True))
+            (output,) = work.forward(RUN, 0, [boundary], 16, Recipe(Keep.GRAPH, splits=True)).parts
         gradient = torch.randn_like(output)
         del output, boundary
         # The linear layers keep their inputs, tanh and sigmoid their outputs.
@@ -240,7 +233,7 @@ def test_dozens_of_steps_without_the_garbage_collector_do_not_grow():
     try:
         for step in range(71):
             work, boundary = work_of(layer), torch.randn(512, 256, requires_grad=True)
-            (output,) = work.forward(0, [boundary], 512, key, Recipe(Keep.GRAPH, splits=True))
+            (output,) = work.forward(RUN, 0, [boundary], 512, Recipe(Keep.GRAPH, splits=True)).parts
             work.backward(0, [torch.ones_like(output)])
             work.weights(0)
             if step in (20, 70):

@@ -15,9 +15,10 @@ from torch import nn
 from gpipe_hpc import Pipeline, run_on_threads
 from gpipe_hpc.comm.group import SoloGroup
 from gpipe_hpc.engine.backward import joints
+from gpipe_hpc.engine.microbatch import Keep, Recipe, StageWork
 from gpipe_hpc.engine.routes import Edge, StageRoutes
+from gpipe_hpc.engine.run import Run
 from gpipe_hpc.engine.stage import Stage
-from gpipe_hpc.engine.work import Keep, Recipe, StageWork
 from gpipe_hpc.errors import ModelError
 from tests.engine.catalogue import PRODUCTS, SELF_DIFFERENTIATING, Pair, equilibrium, force
 from tests.support import mean_square
@@ -26,21 +27,13 @@ MIDDLE = StageRoutes((Edge(-1),), (Edge(1),))
 each_way = pytest.mark.parametrize("splits", [False, True], ids=["whole", "split"])
 
 
-class Nobody:
-    """Take no notice of what layers report."""
-
-    def note(self, part, noted):
-        return []
-
-
-def key(layer):
-    return 17
+RUN = Run("test", lambda microbatch: lambda layer: 17)
 
 
 def work_of(layer):
     stage = Stage(0, {0: layer}, torch.device("cpu"), MIDDLE)
     stage.gradients.clear(SoloGroup(0))
-    return StageWork(stage, Nobody())
+    return StageWork(stage)
 
 
 def engine(layer, boundary, splits, recomputes=False, num_steps=2):
@@ -49,9 +42,9 @@ def engine(layer, boundary, splits, recomputes=False, num_steps=2):
     for number in range(num_steps):
         given = boundary.detach().requires_grad_()
         keep = Keep.INPUT if recomputes else Keep.GRAPH
-        (output,) = work.forward(number, [given], len(given), key, Recipe(keep, splits))
+        (output,) = work.forward(RUN, number, [given], len(given), Recipe(keep, splits)).parts
         if recomputes:
-            work.recompute(number, key)
+            work.recompute(RUN, number)
         (back,) = work.backward(number, [ramp(output)])
         if splits:
             work.weights(number)
@@ -223,7 +216,7 @@ def test_slopes_of_a_weight_that_was_swapped_are_refused():
 def test_a_torch_that_cannot_tell_gets_whole_backwards(function, monkeypatch):
     monkeypatch.setattr(joints, "_will_execute", None)
     work = work_of(Pair(function))
-    (output,) = work.forward(0, [torch.randn(5, 4)], 5, key, Recipe(Keep.GRAPH, True))
+    (output,) = work.forward(RUN, 0, [torch.randn(5, 4)], 5, Recipe(Keep.GRAPH, True)).parts
     work.backward(0, [ramp(output)])
     assert not work.weights(0), "nothing was left for W"
     compare(partial(Pair, function), True)

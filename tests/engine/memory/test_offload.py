@@ -8,13 +8,15 @@ from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.engine.memory.offload import HostCopy
+from gpipe_hpc.engine.microbatch import Keep, Recipe, StageWork
 from gpipe_hpc.engine.routes import Edge, StageRoutes
+from gpipe_hpc.engine.run import Run
 from gpipe_hpc.engine.stage import Stage
-from gpipe_hpc.engine.work import Keep, Recipe, StageWork
 from gpipe_hpc.models import build_model, token_cross_entropy
 from gpipe_hpc.schedule import Op, schedule_names
 from tests.support import cover_of
 
+RUN = Run("test", lambda microbatch: lambda layer: 0)
 NAMES = [name for name in schedule_names() if name != "file"]
 SIZES = {"vocab_size": 13, "block_size": 5, "num_layers": 7, "num_heads": 2, "width": 8}
 TOKENS = torch.randint(13, (11, 6), generator=torch.Generator().manual_seed(0))
@@ -88,13 +90,6 @@ def kept_after(recipe, layers, *, offload):
     stage = Stage(0, dict(enumerate(layers)), torch.device("cpu"), StageRoutes((Edge(-1),), ()))
     references = []
 
-    class Listener:
-        def note(self, part, noted):
-            return []
-
-        def finish(self, part, output):
-            return []
-
     original = HostCopy._pack
 
     def pack(self, tensor):
@@ -105,9 +100,9 @@ def kept_after(recipe, layers, *, offload):
 
     HostCopy._pack = pack
     try:
-        work = StageWork(stage, Listener())
+        work = StageWork(stage)
         x = torch.randn(4, 8).requires_grad_()
-        work.forward(0, [x], 4, lambda layer: 0, recipe)
+        work.forward(RUN, 0, [x], 4, recipe)
         del x
     finally:
         HostCopy._pack = original
@@ -117,7 +112,7 @@ def kept_after(recipe, layers, *, offload):
     if offload:
         work.fetch(0)
     if recipe.keep is Keep.INPUT:
-        work.recompute(0, lambda layer: 0)
+        work.recompute(RUN, 0)
     work.backward(0, [])
     return alive
 

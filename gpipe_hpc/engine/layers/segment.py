@@ -1,0 +1,123 @@
+"""Layers of a stage that are run, and recomputed, together."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from gpipe_hpc.comm.nests import Nest, flatten, unflatten
+from gpipe_hpc.engine.routes import State
+from gpipe_hpc.engine.state.keyed import Keyed
+from gpipe_hpc.engine.state.layer import LayerState, Roll
+from gpipe_hpc.errors import ModelError
+from gpipe_hpc.models import SkipNames, run_layer
+
+
+class PlacedLayer:
+    """One layer in its place: its global index, its skips, and its state.
+
+    `call`: what runs it, the module itself or what it was compiled to.
+    """
+
+    __slots__ = ("_names", "_place", "call", "has_skips", "index", "state")
+
+    def __init__(
+        self, index: int, call: Callable[..., Any], state: LayerState, names: SkipNames
+    ) -> None:
+        self.index, self.call, self.state = index, call, state
+        self._names, self._place = names, f"layers.{index}"
+        self.has_skips = bool(names.stashes or names.pops)
+
+    @property
+    def where(self) -> str:
+        """Return its name in messages."""
+        return self.state.where
+
+    def with_skips(self, stashed: dict[str, Nest]) -> Callable[[Nest], Nest]:
+        """Return what runs it on a nest; its pops leave `stashed`, its stashes come into it."""
+        return lambda nest: run_layer(self.call, self._names, nest, stashed, self._place)
+
+
+class Segment:
+    """Consecutive layers of one stage, in their order. They never write into what they are given.
+
+    A segment may end with the loss, which counts as the layer behind the last.
+    """
+
+    def __init__(self, stage: int, layers: Sequence[PlacedLayer], keyed: Keyed) -> None:
+        self.layers = tuple(layers)
+        self._stage, self._keyed = stage, keyed
+        self.states = tuple(layer.state for layer in layers)
+        self._roll = self._roll_with_loss = Roll(self.states, keyed)
+        self._indices = tuple(layer.index for layer in layers)
+        # By training mode (dropout writes in place in one only): whether the layers were seen
+        # to leave the input alone.
+        self._leaves_input_alone: dict[bool, bool] = {}
+
+    @property
+    def place(self) -> tuple[tuple[int, ...], bool]:
+        """Return what tells its runs from those of others: its layers, and the mode."""
+        return self._indices, any(state.layer.training for state in self.states)
+
+    def roll(self, loss: LayerState | None = None) -> Roll:
+        """Return which layers have state; `loss`: that of the loss, if it runs behind them."""
+        if loss is None:
+            return self._roll
+        if self._roll_with_loss.states[-1] is not loss:
+            self._roll_with_loss = Roll([*self.states, loss], self._keyed)
+        return self._roll_with_loss
+
+    def protect(self, state: State, modes: Sequence[bool]) -> tuple[State, "Watch"]:
+        """Return what the layers may run on in place of `state`, and what tells if they write.
+
+        `state` stays as it is: it may be needed for recomputation, and its storage may belong to
+        the user or to another rank. So its tensors are copied where layers write into them; the
+        first run finds out. Its containers are made anew always: a layer may put other values into
+        a dict or list. `modes`: whether each layer is in training.
+        """
+        mode = any(modes[: len(self.layers)])
+        is_known = self._leaves_input_alone.get(mode)
+        if is_known and isinstance(state.nest, torch.Tensor) and not state.stashed:
+            return State(state.nest, {}), Watch(mode, [state.nest], is_copy=False)
+        leaves, tree = flatten(state)
+        if is_known:
+            return _state(unflatten(leaves, tree)), Watch(mode, state.tensors(), is_copy=False)
+        copied = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        copies = [leaf for leaf in copied if isinstance(leaf, torch.Tensor)]
+        return _state(unflatten(copied, tree)), Watch(mode, copies, is_copy=True)
+
+    def learn(self, watch: "Watch") -> None:
+        """Take notice of whether the layers wrote into what they were given.
+
+        Raises ModelError if they did so for the first time, and it was no copy.
+        """
+        if watch.is_copy and watch.tensors:
+            self._leaves_input_alone[watch.is_training] = not watch.shows_writes()
+        elif watch.shows_writes():
+            first, last = self._indices[0], self._indices[-1]
+            raise ModelError(
+                f"stage {self._stage} (layers {first} to {last}): a layer wrote in place into the "
+                f"stage's input in this micro-batch, but not in the first; use inplace=False "
+                f"there, or write in place always"
+            )
+
+
+class Watch:
+    """The tensors that layers were given, and how often each had been written to before."""
+
+    __slots__ = ("_versions", "is_copy", "is_training", "tensors")
+
+    def __init__(
+        self, is_training: bool, tensors: Sequence[torch.Tensor], *, is_copy: bool
+    ) -> None:
+        self.is_training, self.tensors, self.is_copy = is_training, tensors, is_copy
+        self._versions = [tensor._version for tensor in tensors]
+
+    def shows_writes(self) -> bool:
+        """Say whether any was written to since."""
+        return self._versions != [tensor._version for tensor in self.tensors]
+
+
+def _state(nest: Nest) -> State:
+    assert isinstance(nest, State), f"expected a State, got {type(nest).__name__}"
+    return nest

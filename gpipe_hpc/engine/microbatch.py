@@ -1,0 +1,429 @@
+"""What a stage does with one micro-batch: F, R, B or I, W, OFFLOAD and FETCH."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from enum import Enum
+from itertools import accumulate, pairwise
+from typing import Any, Final, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge
+
+from gpipe_hpc.comm.group import Group
+from gpipe_hpc.comm.nests import Nest, map_tensors, tensors_of
+from gpipe_hpc.engine.backward.calls import accumulate_gradients, edge_of
+from gpipe_hpc.engine.backward.joints import can_join
+from gpipe_hpc.engine.backward.splitting import Deferred
+from gpipe_hpc.engine.layers.segment import Segment
+from gpipe_hpc.engine.layers.surroundings import Inside, Manner, Surroundings
+from gpipe_hpc.engine.loss import LossFunction, LossTerm, Noted, check_graph, loss_term
+from gpipe_hpc.engine.memory.kept import Kept, KeptSegment
+from gpipe_hpc.engine.memory.offload import HostCopy
+from gpipe_hpc.engine.memory.outlets import Outlets, apart
+from gpipe_hpc.engine.promises import Promises
+from gpipe_hpc.engine.routes import BATCH, State
+from gpipe_hpc.engine.run import Run
+from gpipe_hpc.engine.stage import Stage
+from gpipe_hpc.engine.state.buffers import Lasting
+from gpipe_hpc.engine.state.layer import LayerState
+from gpipe_hpc.engine.state.passage import EVALUATION, Again, Forward, Returning
+from gpipe_hpc.errors import ModelError
+
+Gradients = Sequence[torch.Tensor | None]
+_NOTHING: Final = nullcontext()
+
+
+class Keep(Enum):
+    """What a forward leaves behind for the backward."""
+
+    NOTHING = "nothing"  # evaluation
+    INPUT = "input"  # of layers that are recomputed the input alone: an R will make the rest
+    GRAPH = "graph"  # everything autograd saved
+
+
+class Recipe(NamedTuple):
+    """How a stage's forward of one micro-batch prepares its backward."""
+
+    keep: Keep
+    splits: bool = False  # the backward comes as I and W
+    offloads: bool = False  # what is kept goes to the host until FETCH
+
+
+class Made(NamedTuple):
+    """What the forward of one micro-batch made, held by no graph.
+
+    `parts`: one for each destination; a tensor's requires_grad says what B will be given. At the
+    end of the last stage: `term`, what it adds to the loss, or `outputs`, one, if that is wanted.
+    `noted`: what layers and the loss reported.
+    """
+
+    parts: list[Nest]
+    term: LossTerm | None = None
+    outputs: tuple[Nest, ...] = ()
+    noted: Sequence[Noted] = ()
+
+
+class _Part(NamedTuple):
+    """A micro-batch of a run, with the number of its samples."""
+
+    run: Run
+    microbatch: int
+    num_samples: int
+
+
+class _Ran(NamedTuple):
+    """What the run of one segment made. `losses`: where a backward begins besides the output."""
+
+    state: State
+    noted: list[Noted]
+    term: LossTerm | None
+    losses: list[torch.Tensor]
+
+
+class StageWork:
+    """Run one stage's actions, and keep what lies between them.
+
+    An empty micro-batch (no samples) calls no layer and adds nothing. `peers`: the ranks that
+    BatchNorm layers normalise a micro-batch with; None for this one alone.
+    """
+
+    def __init__(self, stage: Stage, peers: Group | None = None) -> None:
+        self.stage = stage
+        self._is_last = not stage.routes.destinations
+        self._is_first = stage.routes.sources[0].stage == BATCH
+        self._parameters = [p for layer in stage.layers.values() for p in layer.parameters()]
+        self._surroundings = Surroundings(stage, self._parameters, peers)
+        self._promises = Promises()
+        self._outlets = Outlets()
+        self._loss: tuple[LossFunction, LayerState] | None = None
+        self._lasting_of_loss = Lasting()
+        self._kept: dict[int, Kept] = {}
+        self._deferred: dict[int, Deferred] = {}
+        self._stream: torch.cuda.Stream | None = None  # of copies to the host, once there are any
+        self._num_begun = 0
+
+    def begin(self) -> None:
+        """Begin a step, or an evaluation."""
+        self._num_begun += 1
+        self._surroundings.begin()
+        self._promises.begin(self._parameters)
+        self.stage.within.begin()
+
+    def end(self) -> None:
+        """End it, also one that failed: all that layers have changed is where it belongs."""
+        self.stage.within.end()
+        self.stage.lasting.settle()
+        self._lasting_of_loss.settle()
+
+    @property
+    def num_kept(self) -> int:
+        """Return how many micro-batches something is kept of."""
+        return len(self._kept) + len(self._deferred)
+
+    def forward(
+        self, run: Run, microbatch: int, parts: Sequence[Nest], num_samples: int, recipe: Recipe
+    ) -> Made:
+        """Run the layers, and the loss behind the last, on one part from each source."""
+        routes = self.stage.routes
+        if num_samples == 0:
+            if recipe.keep is not Keep.NOTHING:
+                self._kept[microbatch] = Kept([], [0 for _ in parts], 0)
+            return Made([None for _ in routes.destinations])
+        part = _Part(run, microbatch, num_samples)
+        state = routes.gather(parts)
+        if recipe.keep is Keep.NOTHING:
+            return self._evaluated(part, state)
+        host = self._host_copy() if recipe.offloads else None
+        deferred = self._defers(recipe.splits, host)
+        kept: list[KeptSegment] = []
+        noted: list[Noted] = []
+        segments = self.stage.segments(recipe.keep is Keep.INPUT)
+        for number, (segment, recomputes) in enumerate(segments):
+            is_end = number == len(segments) - 1
+            given = state
+            leaves = [tensor for tensor in given.tensors() if tensor.requires_grad]
+            if recomputes:
+                # Its outputs say which gradients shall come.
+                has_graph = self._promises.needs_graph(segment, given)
+                returning = Returning(tries=self._num_begun == 1)
+                manner = Manner(returning, has_graph, shares_casts=host is None)
+                state, reported, term, _ = self._run(part, segment, given, manner, is_end=is_end)
+                reported, term = _without_graph(reported, term)
+                state = _marked(state, self._promises.flags(segment, given, state, has_graph))
+                state = apart(state, given.tensors())
+                left = tensors_of(self._left(state, is_end))
+                promised = tuple([tensor.requires_grad for tensor in left])
+                versions = tuple([tensor._version for tensor in given.tensors()])
+                kept.append(
+                    KeptSegment(segment, given, leaves, [], [], returning, promised, versions)
+                )
+            else:
+                # A graph that moves to the host may hold no cast that others use as well.
+                manner = Manner(Forward(), True, host is None, deferred, host)
+                state, reported, term, losses = self._run(
+                    part, segment, given, manner, is_end=is_end
+                )
+                edges = [_edge(tensor) for tensor in _differentiable(self._left(state, is_end))]
+                starts = _starts(run, losses)
+                reported, term = _without_graph(reported, term)
+                kept.append(KeptSegment(segment, None, leaves, edges, starts))
+                if not (is_end and self._is_last):
+                    ends = [*edges, *(edge for edge, _ in starts)]
+                    state = _cut_off(state)
+                    state = self._outlets.apart(state, given.tensors(), segment.place, ends)
+            noted += reported
+            if host is not None:
+                host.hold(tensors_of(given) if recomputes else leaves)
+        num_leaves = [len(_differentiable(each)) for each in parts]
+        self._kept[microbatch] = Kept(kept, num_leaves, num_samples, deferred, host)
+        if noted:
+            statistics = [pair for each in noted for pair in each.reports.statistics]
+            self.stage.statistics.note(microbatch, statistics)
+        return Made(routes.scatter(state), term, noted=noted)
+
+    def _evaluated(self, part: _Part, given: State) -> Made:
+        """Run the layers and keep nothing."""
+        manner = Manner(EVALUATION)
+        state, noted, term, _ = self._run(part, self.stage.whole, given, manner, is_end=True)
+        noted, term = _without_graph(noted, term)
+        if not self._is_last:
+            state = _cut_off(state)
+            return Made(self.stage.routes.scatter(apart(state, given.tensors())), noted=noted)
+        if term is not None:
+            return Made([], term, noted=noted)
+        # Copied: the last layer may write into it again for the next micro-batch.
+        output = map_tensors(lambda tensor: tensor.detach().clone(), state.nest)
+        return Made([], outputs=(output,), noted=noted)
+
+    def _defers(self, splits: bool, host: HostCopy | None) -> Deferred | None:
+        """Return what takes weight gradients in place of autograd, if anything does."""
+        if self.stage.is_compiled or not splits or not can_join():
+            return None
+        return Deferred(None if host is None else host.hold)
+
+    def recompute(self, run: Run, microbatch: int) -> bool:
+        """Run layers again, this time for the graph; False if there was nothing to do."""
+        kept = self._kept[microbatch]
+        part = _Part(run, microbatch, kept.num_samples)
+        has_run = False
+        if kept.host is not None:
+            kept.host.wait()
+        for number, each in enumerate(kept.segments):
+            segment, given, leaves, _, _, returning, promised, _ = each
+            if given is None:
+                continue
+            if each.is_written():
+                raise self._written(microbatch)
+            is_end = number == len(kept.segments) - 1
+            assert returning is not None, "made by the forward"
+            manner = Manner(Again(returning), True, kept.host is None, kept.deferred)
+            state, *_, losses = self._run(part, segment, given, manner, is_end=is_end)
+            left = self._promises.keep(segment, promised, tensors_of(self._left(state, is_end)))
+            edges = [None if tensor is None else edge_of(tensor) for tensor in left]
+            starts = _starts(run, losses)
+            kept.segments[number] = KeptSegment(segment, None, leaves, edges, starts)
+            has_run = True
+        return has_run
+
+    def _run(
+        self, part: _Part, segment: Segment, given: State, manner: Manner, *, is_end: bool
+    ) -> _Ran:
+        """Run the layers of a segment, and behind the last one of the model the loss."""
+        key = part.run.keys(part.microbatch)
+        loss = self._state_of_loss(part.run.loss_fn) if is_end and self._is_last else None
+        roll = segment.roll(loss)
+        roll.call()
+        if self._surroundings.casts:
+            # Autocast remembers casts of leaves until the step ends; only those of weights shall.
+            given = _no_leaves(given)
+        (nest, stashed), watch = segment.protect(given, roll.modes)
+        noted: list[Noted] = []
+        losses: list[torch.Tensor] = []
+        term: LossTerm | None = None
+        with self._surroundings.around(segment, roll, manner) as inside:
+            reports = inside.reports
+            for place, layer in enumerate(segment.layers):
+                call = layer.with_skips(stashed) if stashed or layer.has_skips else layer.call
+                block = inside.enter(place, key(layer.index))
+                try:
+                    if block is None:
+                        nest = call(nest)
+                    else:
+                        with block:
+                            nest = call(nest)
+                except Exception as error:
+                    inside.fail(error)
+                    error.add_note(layer.where)
+                    raise
+                if block is not None:
+                    inside.leave(place, nest)
+                if reports:
+                    losses += reports.losses.values()
+                    noted.append(Noted(layer.index, reports.take()))
+            segment.learn(watch)
+            if loss is not None:
+                inside.end_layers()
+                term = self._end(part, nest, inside, loss, len(segment.layers))
+                losses.append(term.total)
+                if reports:
+                    losses += reports.losses.values()
+                    noted.append(Noted(loss.index, reports.take()))
+        return _Ran(State(nest, stashed), noted, term, losses)
+
+    def _end(
+        self, part: _Part, output: Nest, inside: Inside, loss: LayerState, place: int
+    ) -> LossTerm:
+        """Run the loss: the layer behind the last, at this place of the roll."""
+        run, microbatch, num_samples = part
+        assert run.loss_fn is not None, "known from the state"
+        target = run.target(microbatch, num_samples, self.stage.device)
+        block = inside.enter(place, run.keys(microbatch)(loss.index))
+        try:
+            with block or _NOTHING:
+                term = loss_term(run.loss_fn, output, target, num_samples)
+            check_graph(term, output)
+        except Exception as error:
+            inside.fail(error)
+            raise
+        if block is not None:
+            inside.leave(place, term.total)
+        return term
+
+    def _state_of_loss(self, loss_fn: LossFunction | None) -> LayerState | None:
+        """Return what is known of the state that a loss changes; a module may have buffers."""
+        if loss_fn is None:
+            return None
+        known = self._loss
+        if known is None or known[0] is not loss_fn:
+            module = loss_fn if isinstance(loss_fn, nn.Module) else nn.Module()
+            where = f"loss_fn ({getattr(loss_fn, '__name__', type(loss_fn).__name__)})"
+            index, keyed = max(self.stage.layers) + 1, self.stage.keyed
+            state = LayerState(index, module, where, keyed, self._lasting_of_loss)
+            known = self._loss = loss_fn, state
+        return known[1]
+
+    def backward(self, microbatch: int, gradients: Gradients) -> list[Gradients]:
+        """Run B or I: accumulate parameter gradients; return for each source those of its leaves.
+
+        After a forward that splits, most parameter gradients are left to `weights`.
+        `gradients`: one for each output that required a gradient.
+        """
+        kept = self._kept.pop(microbatch)
+        if kept.host is not None:
+            kept.host.wait()
+        found = list(gradients)
+        while kept.segments:
+            found = self._through(kept.segments.pop(), found)
+        if kept.deferred:
+            self._deferred[microbatch] = kept.deferred
+        if not self._is_first:
+            arrived = [gradient for gradient in gradients if gradient is not None]
+            found = apart(found, arrived)
+        if len(kept.num_leaves) == 1:
+            return [tuple(found)]
+        ends = accumulate(kept.num_leaves, initial=0)
+        return [tuple(found[first:last]) for first, last in pairwise(ends)]
+
+    def _through(self, kept: KeptSegment, gradients: Gradients) -> list[torch.Tensor | None]:
+        """Run the backward of one segment; return the gradients of its input's leaves."""
+        pairs = zip(kept.edges, gradients, strict=True)
+        entered = [(e, g) for e, g in pairs if e is not None and g is not None]
+        entered += kept.starts
+        if entered:
+            edges, given = [edge for edge, _ in entered], [gradient for _, gradient in entered]
+            states = [state for state in kept.segment.states if state.buffers.move]
+            moving = [(state, state.buffers.moving()) for state in states]
+            with self._surroundings.backward():
+                accumulate_gradients(edges, given)
+            self.stage.gradients.own()
+            for state, buffers in moving:
+                state.tell_of_backward(buffers)
+        return [leaf.grad for leaf in kept.leaves]
+
+    def weights(self, microbatch: int) -> bool:
+        """Run W; False if there was nothing left to do."""
+        deferred = self._deferred.pop(microbatch, None)
+        if deferred is not None:
+            deferred.run()
+            self.stage.gradients.own()
+        return deferred is not None
+
+    def offload(self, microbatch: int) -> None:
+        """Start moving what is kept of a micro-batch to the host."""
+        host = self._kept[microbatch].host
+        if host is not None:
+            host.offload()
+
+    def fetch(self, microbatch: int) -> None:
+        """Start moving it back."""
+        host = self._kept[microbatch].host
+        if host is not None:
+            host.fetch(self.stage.device)
+
+    def num_samples(self, microbatch: int) -> int:
+        """Return the size of a micro-batch whose forward has run and whose backward has not."""
+        return self._kept[microbatch].num_samples
+
+    def _host_copy(self) -> HostCopy:
+        stage = self.stage
+        modules = stage.layers.values()
+        lasting = [t for m in modules for t in (*m.parameters(), *m.buffers())]
+        if stage.device.type == "cuda" and self._stream is None:
+            stream: Any = torch.cuda.Stream
+            self._stream = stream(stage.device)
+        return HostCopy(lasting, self._stream)
+
+    def _left(self, state: State, is_end: bool) -> Nest:
+        """Return what of a segment's output gradients come back for, in their order."""
+        return self.stage.routes.scatter(state) if is_end else state
+
+    def _written(self, microbatch: int) -> ModelError:
+        layers = self.stage.layers
+        return ModelError(
+            f"stage {self.stage.index} (layers {min(layers)} to {max(layers)}): expected the input "
+            f"of micro-batch {microbatch} as it was in its forward, got it written to since; let "
+            f"the layer or hook that keeps it keep a copy (clone)"
+        )
+
+
+def _starts(run: Run, losses: Sequence[torch.Tensor]) -> list[tuple[GradientEdge, torch.Tensor]]:
+    """Return where a backward begins besides the output, each with its gradient."""
+    return [(edge_of(loss), run.gradient_of(loss)) for loss in losses if loss.requires_grad]
+
+
+def _without_graph(
+    noted: Sequence[Noted], term: LossTerm | None
+) -> tuple[list[Noted], LossTerm | None]:
+    term = None if term is None else term.without_graph()
+    return [each.without_graph() for each in noted], term
+
+
+def _edge(tensor: torch.Tensor) -> GradientEdge | None:
+    # An edge instead of the tensor: the output's own memory is free once it has left.
+    return edge_of(tensor) if tensor.requires_grad else None
+
+
+def _differentiable(nest: Nest) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors_of(nest) if tensor.requires_grad]
+
+
+def _marked(state: State, flags: Sequence[bool]) -> State:
+    """Return the tensors of a state as leaves without a graph that require a gradient or not."""
+    values = iter(flags)
+
+    def marked(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().requires_grad_(next(values))
+
+    return cast(State, map_tensors(marked, state))
+
+
+def _no_leaves(state: State) -> State:
+    viewed = map_tensors(lambda t: t.view_as(t) if t.requires_grad and t.is_leaf else t, state)
+    return cast(State, viewed)
+
+
+def _cut_off(state: State) -> State:
+    """Return a segment's output as the next one gets it: new leaves, that nobody else holds."""
+    cut_off = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), state)
+    return cast(State, cut_off)

@@ -1,0 +1,75 @@
+"""What one run of a table works on; frozen, and handed to each action."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gpipe_hpc.comm.nests import Nest, map_tensors
+from gpipe_hpc.comm.transport.base import Message
+from gpipe_hpc.engine.loss import LossFunction
+from gpipe_hpc.engine.microbatches import Pieces
+from gpipe_hpc.engine.state.keyed import LayerKey
+from gpipe_hpc.errors import DataError
+from gpipe_hpc.models import microbatch_keys
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run works on; None where this rank needs none.
+
+    `lane` keeps apart what training and evaluation expect of a channel. `keys` gives, for a
+    micro-batch of this replica, the key of each layer. `inputs`, `targets`: by micro-batch.
+    `loss_fn`: None if the outputs themselves are wanted. `seed`: the gradient that backward starts
+    from, a scalar; None for 1.
+    """
+
+    lane: str
+    keys: Callable[[int], LayerKey]
+    inputs: Pieces | None = None
+    targets: Pieces | None = None
+    loss_fn: LossFunction | None = None
+    seed: torch.Tensor | None = None
+
+    def input(self, microbatch: int, device: torch.device) -> Message:
+        """Return what the first stage is given of a micro-batch."""
+        assert self.inputs is not None, "checked before the run"
+        nests, sizes = self.inputs
+        return Message(_moved(nests[microbatch], device), sizes[microbatch])
+
+    def target(self, microbatch: int, num_samples: int, device: torch.device) -> Nest:
+        """Return what the loss of a micro-batch is given; DataError if it is of another size."""
+        if self.targets is None:
+            return None
+        nests, sizes = self.targets
+        if sizes[microbatch] != num_samples:
+            raise DataError(
+                f"targets: expected {num_samples} samples in micro-batch {microbatch}, as its "
+                f"inputs have, got {sizes[microbatch]}; give every rank the same slice of the batch"
+            )
+        return _moved(nests[microbatch], device)
+
+    def gradient_of(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the gradient that a backward starts from at a loss.
+
+        A new one each time: a loss of the user's may write into what its backward is given.
+        """
+        if self.seed is None:
+            return torch.ones_like(loss)
+        return self.seed.to(loss.dtype, copy=True)
+
+
+def random_keys(
+    seed: int, step: int, microbatches: range, layers: Sequence[int]
+) -> Callable[[int], LayerKey]:
+    """Return the published keys of a step: of `layers`, for `microbatches` of the global batch."""
+    keys = microbatch_keys(seed, step, microbatches, layers)
+    return lambda microbatch: keys[microbatch].__getitem__
+
+
+def _moved(nest: Nest, device: torch.device) -> Nest:
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        own = tensor.clone() if tensor.is_inference() else tensor.detach()
+        return own.to(device, non_blocking=True)
+
+    return map_tensors(moved, nest)
