@@ -477,6 +477,7 @@ class Pipeline:
         return Run(
             lane,
             keys,
+            self.num_layers,
             Pieces.of(with_tensors(inputs, "inputs"), count, "inputs")
             if self.needs_inputs
             else None,

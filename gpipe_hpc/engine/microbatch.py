@@ -231,7 +231,7 @@ class StageWork:
     ) -> _Ran:
         """Run the layers of a segment, and behind the last one of the model the loss."""
         key = part.run.keys(part.microbatch)
-        loss = self._state_of_loss(part.run.loss_fn) if is_end and self._is_last else None
+        loss = self._state_of_loss(part.run) if is_end and self._is_last else None
         roll = segment.roll(loss)
         roll.call()
         if self._surroundings.casts:
@@ -290,16 +290,17 @@ class StageWork:
             inside.leave(place, term.total)
         return term
 
-    def _state_of_loss(self, loss_fn: LossFunction | None) -> LayerState | None:
+    def _state_of_loss(self, run: Run) -> LayerState | None:
         """Return what is known of the state that a loss changes; a module may have buffers."""
+        loss_fn = run.loss_fn
         if loss_fn is None:
             return None
         known = self._loss
         if known is None or known[0] is not loss_fn:
             module = loss_fn if isinstance(loss_fn, nn.Module) else nn.Module()
             where = f"loss_fn ({getattr(loss_fn, '__name__', type(loss_fn).__name__)})"
-            index, keyed = max(self.stage.layers) + 1, self.stage.keyed
-            state = LayerState(index, module, where, keyed, self._lasting_of_loss)
+            keyed, lasting = self.stage.keyed, self._lasting_of_loss
+            state = LayerState(run.num_layers, module, where, keyed, lasting)
             known = self._loss = loss_fn, state
         return known[1]
 

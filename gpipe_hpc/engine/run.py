@@ -20,12 +20,14 @@ class Run:
 
     `lane` keeps apart what training and evaluation expect of a channel. `keys` gives, for a
     micro-batch of this replica, the key of each layer. `inputs`, `targets`: by micro-batch.
-    `loss_fn`: None if the outputs themselves are wanted. `seed`: the gradient that backward starts
-    from, a scalar; None for 1.
+    `num_layers`: of the whole model; behind them the loss has a key, too. `loss_fn`: None if the
+    outputs themselves are wanted. `seed`: the gradient that backward starts from, a scalar; None
+    for 1.
     """
 
     lane: str
     keys: Callable[[int], LayerKey]
+    num_layers: int
     inputs: Pieces | None = None
     targets: Pieces | None = None
     loss_fn: LossFunction | None = None

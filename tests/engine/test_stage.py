@@ -32,7 +32,7 @@ def stage_of(*layers, first=0):
 def run(stage, boundary, key):
     """Run all layers; return their output."""
     made = StageWork(stage).forward(
-        Run("test", lambda microbatch: key), 0, [boundary], 1, Recipe(Keep.NOTHING)
+        Run("test", lambda microbatch: key, 1), 0, [boundary], 1, Recipe(Keep.NOTHING)
     )
     return made.parts[0]
 
@@ -54,7 +54,9 @@ def test_in_place_layer_may_start_from_a_leaf_that_requires_grad():
     for _ in range(2):
         boundary = torch.tensor([-1.0, 2.0], requires_grad=True)
         work = StageWork(stage)
-        work.forward(Run("test", lambda microbatch: no_key), 0, [boundary], 2, Recipe(Keep.GRAPH))
+        work.forward(
+            Run("test", lambda microbatch: no_key, 1), 0, [boundary], 2, Recipe(Keep.GRAPH)
+        )
         work.backward(0, [torch.ones(2)])
         assert boundary.grad.tolist() == [0.0, 1.0]
 

@@ -39,9 +39,9 @@ class PlacedLayer:
 
 
 class Segment:
-    """Consecutive layers of one stage, in their order. They never write into what they are given.
+    """Consecutive layers of one stage, in their order; a stage may have none.
 
-    A segment may end with the loss, which counts as the layer behind the last.
+    They never write into what they are given. The loss may run behind them, as one layer more.
     """
 
     def __init__(self, stage: int, layers: Sequence[PlacedLayer], keyed: Keyed) -> None:
@@ -63,7 +63,7 @@ class Segment:
         """Return which layers have state; `loss`: that of the loss, if it runs behind them."""
         if loss is None:
             return self._roll
-        if self._roll_with_loss.states[-1] is not loss:
+        if loss not in self._roll_with_loss.states:
             self._roll_with_loss = Roll([*self.states, loss], self._keyed)
         return self._roll_with_loss
 

@@ -117,7 +117,8 @@ class Inside:
         self._keyed, self._roll, self._blocks = keyed, roll, blocks
         self._passage, self._has_graph, _, self._deferred, _ = manner
         self._looks = self._passage.looks
-        self._drawing = keyed.alone(roll.known, self._passage.start(roll.states[0].index))
+        start = self._passage.start(roll.states[0].index) if roll.states else None
+        self._drawing = keyed.alone(roll.known, start)
         self.reports = Reports()
         self._reporting = reporting(self.reports)
         self._opened: ExitStack | None = None

@@ -120,7 +120,7 @@ class Roll:
         # Now and then one layer is looked at anew: it may have begun to draw from torch's.
         self._num_runs += 1
         rounds, left = divmod(self._num_runs, _EVERY)
-        self.turn = -1 if left else rounds % len(modes)
+        self.turn = -1 if left or not modes else rounds % len(modes)
 
     def _look_up(self, modes: tuple[bool, ...]) -> None:
         self.modes, self._num_learned = modes, self._keyed.num_learned

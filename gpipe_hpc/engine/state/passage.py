@@ -148,7 +148,7 @@ class Returning:
 
     def close(self, states: Sequence[LayerState], drawing: Drawing, keyed: Keyed) -> None:
         """Note where Python's and NumPy's generators stood if a layer drew from them unkeyed."""
-        if drawing.unkeyed is not None:
+        if drawing.unkeyed is not None and states:
             self.starts[states[0].index] = drawing.unkeyed
 
 

@@ -183,7 +183,7 @@ class Step:
     has_weights: bool
 
 
-RUN = Run("test", lambda microbatch: lambda layer: 17)
+RUN = Run("test", lambda microbatch: lambda layer: 17, 1)
 
 
 def run_stage(layer, boundary, *, splits, recomputes=False, context=nullcontext, num_steps=2):

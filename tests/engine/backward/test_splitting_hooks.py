@@ -26,7 +26,7 @@ class Scaled(nn.Linear):
         return super().forward(x) * self.weight.sum()
 
 
-RUN = Run("test", lambda microbatch: lambda layer: 17)
+RUN = Run("test", lambda microbatch: lambda layer: 17, 1)
 
 
 def run(layer, splits, between=lambda: None):

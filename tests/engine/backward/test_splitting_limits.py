@@ -34,7 +34,7 @@ class Apply(nn.Module):
         return self.function(self, x)
 
 
-RUN = Run("test", lambda microbatch: lambda layer: 17)
+RUN = Run("test", lambda microbatch: lambda layer: 17, 1)
 
 
 def work_of(layer):

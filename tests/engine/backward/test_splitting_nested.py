@@ -27,7 +27,7 @@ MIDDLE = StageRoutes((Edge(-1),), (Edge(1),))
 each_way = pytest.mark.parametrize("splits", [False, True], ids=["whole", "split"])
 
 
-RUN = Run("test", lambda microbatch: lambda layer: 17)
+RUN = Run("test", lambda microbatch: lambda layer: 17, 1)
 
 
 def work_of(layer):

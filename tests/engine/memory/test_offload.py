@@ -16,7 +16,7 @@ from gpipe_hpc.models import build_model, token_cross_entropy
 from gpipe_hpc.schedule import Op, schedule_names
 from tests.support import cover_of
 
-RUN = Run("test", lambda microbatch: lambda layer: 0)
+RUN = Run("test", lambda microbatch: lambda layer: 0, 1)
 NAMES = [name for name in schedule_names() if name != "file"]
 SIZES = {"vocab_size": 13, "block_size": 5, "num_layers": 7, "num_heads": 2, "width": 8}
 TOKENS = torch.randint(13, (11, 6), generator=torch.Generator().manual_seed(0))
