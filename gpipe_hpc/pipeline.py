@@ -34,7 +34,7 @@ from gpipe_hpc.engine.assembly import (
 from gpipe_hpc.engine.compiling import chosen_backend
 from gpipe_hpc.engine.loss import LossFunction
 from gpipe_hpc.engine.microbatches import Pieces, share_of
-from gpipe_hpc.engine.precision import scaling
+from gpipe_hpc.engine.precision import check_precision, scaling
 from gpipe_hpc.engine.recorder import Moments, Recorded, StepTimes, on_one_clock
 from gpipe_hpc.engine.run import Run, random_keys
 from gpipe_hpc.engine.state.drift import POLICIES
@@ -167,6 +167,7 @@ class Pipeline:
         )
         with together(self.world, "start"):
             model = normalise_layers(layers)
+            check_precision(request.precision)
             if request.buffers not in POLICIES:
                 raise ConfigError(
                     f"pipeline.buffers: expected one of {', '.join(POLICIES)}, got "

@@ -19,6 +19,15 @@ PRECISIONS: Final = MappingProxyType(
 _AS_IT_IS: Final = nullcontext()
 
 
+def check_precision(precision: str) -> None:
+    """Raise ConfigError if nobody knows a precision."""
+    if precision not in PRECISIONS:
+        raise ConfigError(
+            f"precision: unknown, expected one of {', '.join(PRECISIONS)}, got {precision!r}; "
+            f"choose one of them"
+        )
+
+
 def casting(
     precision: str, device: torch.device, *, shared: bool = True
 ) -> AbstractContextManager[object]:
@@ -28,11 +37,7 @@ def casting(
     gradients; boundaries have whatever dtype the layers give. float32: everything as the layers
     have it. `shared`: whether casts of parameters may be those of other such blocks.
     """
-    if precision not in PRECISIONS:
-        raise ConfigError(
-            f"precision: unknown, expected one of {', '.join(PRECISIONS)}, got {precision!r}; "
-            f"choose one of them"
-        )
+    check_precision(precision)
     dtype = PRECISIONS[precision]
     if dtype is None:
         return _AS_IT_IS
