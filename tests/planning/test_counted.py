@@ -214,6 +214,15 @@ def test_the_loss_belongs_to_the_last_stage():
     assert extra == [0, model.loss.activation_bytes]
 
 
+def test_the_cost_of_the_loss_is_added_to_the_last_layer_alone():
+    layers = [LayerSpec(nn.Linear, 8, 8) for _ in range(3)]
+    model = count_model(layers, vectors(5, 8), vectors(5, 8), lambda y, t: (y @ t.T).sum())
+    assert model.loss is not None and model.loss.forward_flops > 0
+    costs = [cost for each in count_stages(model, [1, 2]) for cost in each.forward_costs]
+    plain = [layer.forward_flops for layer in model.layers]
+    assert costs == [*plain[:-1], plain[-1] + model.loss.forward_flops]
+
+
 def test_tied_parameters_count_once():
     tied = build_model("gpt2")
     model = count_model(tied, tokens(1, 8))
