@@ -115,6 +115,7 @@ def test_every_schedule_is_planned():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # on a busy machine, for the models of a thousand layers
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_plan_is_what_is_run(preset, same_gauge, tmp_path):
     for schedule in schedule_names():
