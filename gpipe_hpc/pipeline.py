@@ -23,28 +23,28 @@ from gpipe_hpc.comm.tracebacks import OwnFramesLeftOut
 from gpipe_hpc.comm.watch.settings import DEFAULT_SILENCE_S
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config.spelling import canonical_precision, num_bytes, suggestion
-from gpipe_hpc.engine.arrays import with_tensors
-from gpipe_hpc.engine.assembly import (
+from gpipe_hpc.engine.batch.arrays import with_tensors
+from gpipe_hpc.engine.batch.cutting import Pieces, share_of
+from gpipe_hpc.engine.layers.compiling import chosen_backend
+from gpipe_hpc.engine.layers.precision import check_precision, scaling
+from gpipe_hpc.engine.recorder import Moments, Recorded, StepTimes, on_one_clock
+from gpipe_hpc.engine.run import Run, random_keys
+from gpipe_hpc.engine.stages.assembly import (
     build_stages,
     by_stage,
     check_agreement,
     equalise_copies,
     gather_parameters,
 )
-from gpipe_hpc.engine.compiling import chosen_backend
-from gpipe_hpc.engine.loss import LossFunction
-from gpipe_hpc.engine.microbatches import Pieces, share_of
-from gpipe_hpc.engine.precision import check_precision, scaling
-from gpipe_hpc.engine.recorder import Moments, Recorded, StepTimes, on_one_clock
-from gpipe_hpc.engine.run import Run, random_keys
+from gpipe_hpc.engine.stages.wiring import wire
 from gpipe_hpc.engine.state.drift import POLICIES
 from gpipe_hpc.engine.steps import Site, Steps
+from gpipe_hpc.engine.sums.loss import LossFunction
 from gpipe_hpc.engine.sums.loss_scale import LossScale
 from gpipe_hpc.engine.sums.norms import clip_by_global_norm
 from gpipe_hpc.engine.sums.results import StepResult
 from gpipe_hpc.engine.sums.statistics import gather_batchnorm, say_batchnorm
 from gpipe_hpc.engine.sums.tied import join_ties
-from gpipe_hpc.engine.wiring import wire
 from gpipe_hpc.errors import ConfigError, DataError, KeywordError
 from gpipe_hpc.models import Layer, find_ties, layer_stages, normalise_layers, parameter_sizes
 from gpipe_hpc.planning import (

@@ -11,14 +11,14 @@ from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.transport.base import Message, PlacedChannel
 from gpipe_hpc.comm.transport.wire import assemble, disassemble
 from gpipe_hpc.comm.world import World
-from gpipe_hpc.engine.loss import LossTerm, Noted
+from gpipe_hpc.engine.layers.precision import keeping_casts
 from gpipe_hpc.engine.microbatch import Keep, Made, Recipe, StageWork
-from gpipe_hpc.engine.precision import keeping_casts
 from gpipe_hpc.engine.recorder import Recorder
-from gpipe_hpc.engine.routes import BATCH
 from gpipe_hpc.engine.run import Run
-from gpipe_hpc.engine.stage import Stage
-from gpipe_hpc.engine.wiring import Wiring
+from gpipe_hpc.engine.stages.routes import BATCH
+from gpipe_hpc.engine.stages.stage import Stage
+from gpipe_hpc.engine.stages.wiring import Wiring
+from gpipe_hpc.engine.sums.loss import LossTerm, Noted
 from gpipe_hpc.errors import ActionError, memory_remedy
 from gpipe_hpc.schedule import Action, Channel, Op, Schedule, channel_of
 

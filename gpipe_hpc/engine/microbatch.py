@@ -17,17 +17,17 @@ from gpipe_hpc.engine.backward.joints import can_join
 from gpipe_hpc.engine.backward.splitting import Deferred
 from gpipe_hpc.engine.layers.segment import Segment
 from gpipe_hpc.engine.layers.surroundings import Inside, Manner, Surroundings
-from gpipe_hpc.engine.loss import LossFunction, LossTerm, Noted, check_graph, loss_term
 from gpipe_hpc.engine.memory.kept import Kept, KeptSegment
 from gpipe_hpc.engine.memory.offload import HostCopy
 from gpipe_hpc.engine.memory.outlets import Outlets, apart
-from gpipe_hpc.engine.promises import Promises
-from gpipe_hpc.engine.routes import BATCH, State
+from gpipe_hpc.engine.memory.promises import Promises
 from gpipe_hpc.engine.run import Run
-from gpipe_hpc.engine.stage import Stage
+from gpipe_hpc.engine.stages.routes import BATCH, State
+from gpipe_hpc.engine.stages.stage import Stage
 from gpipe_hpc.engine.state.buffers import Lasting
 from gpipe_hpc.engine.state.layer import LayerState
 from gpipe_hpc.engine.state.passage import EVALUATION, Again, Forward, Returning
+from gpipe_hpc.engine.sums.loss import LossFunction, LossTerm, Noted, check_graph, loss_term
 from gpipe_hpc.errors import ModelError
 
 Gradients = Sequence[torch.Tensor | None]

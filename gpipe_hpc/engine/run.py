@@ -7,9 +7,9 @@ import torch
 
 from gpipe_hpc.comm.nests import Nest, map_tensors
 from gpipe_hpc.comm.transport.base import Message
-from gpipe_hpc.engine.loss import LossFunction
-from gpipe_hpc.engine.microbatches import Pieces
+from gpipe_hpc.engine.batch.cutting import Pieces
 from gpipe_hpc.engine.state.keyed import LayerKey
+from gpipe_hpc.engine.sums.loss import LossFunction
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.models import microbatch_keys
 

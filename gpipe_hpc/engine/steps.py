@@ -8,20 +8,20 @@ from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.world import World
+from gpipe_hpc.engine.batch.cutting import join
+from gpipe_hpc.engine.batch.outputs import broadcast_nest
 from gpipe_hpc.engine.executor import Executor, Outcome
-from gpipe_hpc.engine.loss import backward_seed, final_divisor
-from gpipe_hpc.engine.microbatches import join
-from gpipe_hpc.engine.outputs import broadcast_nest
 from gpipe_hpc.engine.recorder import Recorder
 from gpipe_hpc.engine.run import Run
-from gpipe_hpc.engine.stage import Stage, training_modes
+from gpipe_hpc.engine.stages.stage import Stage, training_modes
+from gpipe_hpc.engine.stages.tables import Tables
+from gpipe_hpc.engine.stages.wiring import Wiring
 from gpipe_hpc.engine.state.drift import Drift
 from gpipe_hpc.engine.sums.gradients import unite_flags
+from gpipe_hpc.engine.sums.loss import backward_seed, final_divisor
 from gpipe_hpc.engine.sums.loss_scale import LossScale, any_overflow
 from gpipe_hpc.engine.sums.results import Exchange, StepLoss, StepResult
 from gpipe_hpc.engine.sums.tied import TiedParameter
-from gpipe_hpc.engine.tables import Tables
-from gpipe_hpc.engine.wiring import Wiring
 from gpipe_hpc.errors import DataError
 
 

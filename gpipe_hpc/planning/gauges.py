@@ -7,8 +7,8 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
-from gpipe_hpc.engine.loss import LossFunction
-from gpipe_hpc.engine.precision import casting
+from gpipe_hpc.engine.layers.precision import casting
+from gpipe_hpc.engine.sums.loss import LossFunction
 from gpipe_hpc.errors import ConfigError, PartitionError
 from gpipe_hpc.models import Layer
 from gpipe_hpc.planning.counted import ModelCount, count_model

@@ -4,7 +4,7 @@ import hashlib
 from dataclasses import dataclass, replace
 from typing import Final
 
-from gpipe_hpc.engine.tables import Tables
+from gpipe_hpc.engine.stages.tables import Tables
 from gpipe_hpc.errors import ConfigError, ScheduleError
 from gpipe_hpc.models import find_skips, long_skips, skip_routes
 from gpipe_hpc.planning.budget.fitting import Budget, choose_recompute

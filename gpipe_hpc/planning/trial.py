@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_hpc.comm.nests import map_tensors, tensors_of
-from gpipe_hpc.engine.precision import casting, keeping_casts
+from gpipe_hpc.engine.layers.precision import casting, keeping_casts
 from gpipe_hpc.engine.state.buffers import Home, version_of
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import SkipNames, run_layer

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from gpipe_hpc.comm.nests import Nest
-from gpipe_hpc.engine.loss import LossFunction
+from gpipe_hpc.engine.sums.loss import LossFunction
 from gpipe_hpc.models import Layer, LayerSpec, normalise_layers
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planning import Counted, Example

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from gpipe_hpc.engine.microbatch import Keep, Recipe, StageWork
-from gpipe_hpc.engine.routes import stage_routes
 from gpipe_hpc.engine.run import Run
-from gpipe_hpc.engine.stage import Stage
+from gpipe_hpc.engine.stages.routes import stage_routes
+from gpipe_hpc.engine.stages.stage import Stage
 from gpipe_hpc.errors import ConfigError, PartitionError
 from gpipe_hpc.models import (
     LayerSpec,

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpipe_hpc.engine.precision import casting, keeping_casts
+from gpipe_hpc.engine.layers.precision import casting, keeping_casts
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import LayerSpec, build_gpt, build_mlp, build_model, token_cross_entropy
 from gpipe_hpc.planning.counted import count_model

@@ -10,8 +10,8 @@ import torch
 from gpipe_hpc.checkpoint import contents
 from gpipe_hpc.engine import steps
 from gpipe_hpc.engine.memory import outlets
+from gpipe_hpc.engine.memory.promises import Promises
 from gpipe_hpc.engine.microbatch import StageWork
-from gpipe_hpc.engine.promises import Promises
 from gpipe_hpc.engine.state import passage
 from gpipe_hpc.engine.state.buffers import LayerBuffers
 from gpipe_hpc.engine.state.drift import Drift

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from gpipe_hpc.comm.nests import Nest, flatten, unflatten
-from gpipe_hpc.engine.routes import State
+from gpipe_hpc.engine.stages.routes import State
 from gpipe_hpc.engine.state.keyed import Keyed
 from gpipe_hpc.engine.state.layer import LayerState, Roll
 from gpipe_hpc.errors import ModelError

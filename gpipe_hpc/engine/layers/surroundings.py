@@ -11,10 +11,10 @@ from torch import nn
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.engine.backward.splitting import Deferred, DeferWeights
+from gpipe_hpc.engine.layers.precision import StageCasts
 from gpipe_hpc.engine.layers.segment import Segment
 from gpipe_hpc.engine.memory.offload import HostCopy
-from gpipe_hpc.engine.precision import StageCasts
-from gpipe_hpc.engine.stage import Stage
+from gpipe_hpc.engine.stages.stage import Stage
 from gpipe_hpc.engine.state.keyed import Keyed
 from gpipe_hpc.engine.state.layer import LayerState, Roll
 from gpipe_hpc.engine.state.passage import Passage

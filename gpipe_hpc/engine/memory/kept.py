@@ -8,7 +8,7 @@ from torch.autograd.graph import GradientEdge
 from gpipe_hpc.engine.backward.splitting import Deferred
 from gpipe_hpc.engine.layers.segment import Segment
 from gpipe_hpc.engine.memory.offload import HostCopy
-from gpipe_hpc.engine.routes import State
+from gpipe_hpc.engine.stages.routes import State
 from gpipe_hpc.engine.state.passage import Returning
 
 

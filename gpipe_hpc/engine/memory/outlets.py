@@ -13,7 +13,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from gpipe_hpc.comm.nests import map_tensors, tensors_of
-from gpipe_hpc.engine.routes import State
+from gpipe_hpc.engine.stages.routes import State
 
 N = TypeVar("N")
 

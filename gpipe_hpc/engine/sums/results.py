@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from gpipe_hpc.comm.group import Group
-from gpipe_hpc.engine.loss import LossTerm, Noted
+from gpipe_hpc.engine.sums.loss import LossTerm, Noted
 from gpipe_hpc.models import MAIN_LOSS
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.world import World
-from gpipe_hpc.engine.stage import Stage
+from gpipe_hpc.engine.stages.stage import Stage
 from gpipe_hpc.engine.sums.gradients import Bucket, unite_flags
 from gpipe_hpc.models import Tie
 from gpipe_hpc.schedule import Placement

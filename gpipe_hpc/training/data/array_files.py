@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gpipe_hpc.engine.arrays import as_tensor
+from gpipe_hpc.engine.batch.arrays import as_tensor
 from gpipe_hpc.errors import DataError, MissingDataError
 from gpipe_hpc.training.data.paths import unreadable
 

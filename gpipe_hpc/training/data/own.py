@@ -23,7 +23,7 @@ from gpipe_hpc.comm.nests import Nest, map_tensors
 from gpipe_hpc.config import bind_target
 from gpipe_hpc.config.data import DataConfig, Shape, Shapes
 from gpipe_hpc.config.targets import own_call
-from gpipe_hpc.engine.arrays import with_tensors
+from gpipe_hpc.engine.batch.arrays import with_tensors
 from gpipe_hpc.errors import ConfigError, DataError
 from gpipe_hpc.models import GENERATOR_LOCK
 from gpipe_hpc.training.data.dataset import Dataset

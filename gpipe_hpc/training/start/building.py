@@ -7,7 +7,7 @@ from typing import Any
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.config import Config, bind_loss
-from gpipe_hpc.engine.loss import LossFunction
+from gpipe_hpc.engine.sums.loss import LossFunction
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import Layer, loss_function
 from gpipe_hpc.pipeline import Pipeline

@@ -9,7 +9,7 @@ from gpipe_hpc.comm.group import broadcast_object
 from gpipe_hpc.comm.patience import patiently
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config
-from gpipe_hpc.engine.assembly import check_agreement
+from gpipe_hpc.engine.stages.assembly import check_agreement
 from gpipe_hpc.training.data import DataFacts, DataSource, Identity, identify, open_data
 
 log = logging.getLogger("gpipe_hpc.train")

@@ -16,9 +16,9 @@ from gpipe_hpc import Pipeline, run_on_threads
 from gpipe_hpc.comm.group import SoloGroup
 from gpipe_hpc.engine.backward import joints
 from gpipe_hpc.engine.microbatch import Keep, Recipe, StageWork
-from gpipe_hpc.engine.routes import Edge, StageRoutes
 from gpipe_hpc.engine.run import Run
-from gpipe_hpc.engine.stage import Stage
+from gpipe_hpc.engine.stages.routes import Edge, StageRoutes
+from gpipe_hpc.engine.stages.stage import Stage
 from gpipe_hpc.errors import ModelError
 from tests.engine.catalogue import PRODUCTS, SELF_DIFFERENTIATING, Pair, equilibrium, force
 from tests.support import mean_square

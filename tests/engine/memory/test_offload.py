@@ -9,9 +9,9 @@ from torch import nn
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.engine.memory.offload import HostCopy
 from gpipe_hpc.engine.microbatch import Keep, Recipe, StageWork
-from gpipe_hpc.engine.routes import Edge, StageRoutes
 from gpipe_hpc.engine.run import Run
-from gpipe_hpc.engine.stage import Stage
+from gpipe_hpc.engine.stages.routes import Edge, StageRoutes
+from gpipe_hpc.engine.stages.stage import Stage
 from gpipe_hpc.models import build_model, token_cross_entropy
 from gpipe_hpc.schedule import Op, schedule_names
 from tests.support import cover_of

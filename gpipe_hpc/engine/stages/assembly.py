@@ -11,8 +11,8 @@ from torch import nn
 
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.world import World
-from gpipe_hpc.engine.routes import stage_routes
-from gpipe_hpc.engine.stage import Stage
+from gpipe_hpc.engine.stages.routes import stage_routes
+from gpipe_hpc.engine.stages.stage import Stage
 from gpipe_hpc.engine.state.drift import equalise_buffers
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import (

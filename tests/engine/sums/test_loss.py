@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe_hpc.comm.group import SoloGroup
-from gpipe_hpc.engine.loss import LossTerm, Noted, backward_seed, final_divisor, loss_term
+from gpipe_hpc.engine.sums.loss import LossTerm, Noted, backward_seed, final_divisor, loss_term
 from gpipe_hpc.engine.sums.results import Exchange
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import Reports

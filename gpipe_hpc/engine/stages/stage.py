@@ -7,9 +7,9 @@ from itertools import groupby
 import torch
 from torch import nn
 
-from gpipe_hpc.engine.compiling import compile_layers
+from gpipe_hpc.engine.layers.compiling import compile_layers
 from gpipe_hpc.engine.layers.segment import PlacedLayer, Segment
-from gpipe_hpc.engine.routes import StageRoutes
+from gpipe_hpc.engine.stages.routes import StageRoutes
 from gpipe_hpc.engine.state.buffers import Home, Lasting, homes_of
 from gpipe_hpc.engine.state.keyed import Keyed
 from gpipe_hpc.engine.state.layer import LayerState

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterable, Sequence
 import torch
 
 from gpipe_hpc.engine.layers.segment import Segment
-from gpipe_hpc.engine.routes import State
+from gpipe_hpc.engine.stages.routes import State
 from gpipe_hpc.errors import ModelError
 
 log = logging.getLogger("gpipe_hpc.pipeline")

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from gpipe_hpc.engine.microbatch import Keep, Recipe, StageWork
-from gpipe_hpc.engine.routes import Edge, StageRoutes
 from gpipe_hpc.engine.run import Run
-from gpipe_hpc.engine.stage import Stage, training_modes
+from gpipe_hpc.engine.stages.routes import Edge, StageRoutes
+from gpipe_hpc.engine.stages.stage import Stage, training_modes
 from gpipe_hpc.errors import ModelError
 
 CPU = torch.device("cpu")
