@@ -95,6 +95,7 @@ def test_a_mistake_of_all_ranks_is_shown_once(failed, kind, words):
     assert line.startswith("gpipe_hpc: rank ") and " stops too: " in line and words in line
 
 
+@pytest.mark.slow
 def test_all_is_shown_when_asked_for(failed):
     first, second = failed("layer", GPIPE_HPC_TRACEBACK="full")
     assert any("/gpipe_hpc/" in line for line in second)

@@ -72,6 +72,7 @@ def test_one_rank_says_what_it_did(train, tiny, tmp_path, repository):
     assert {key for each in lines(run) for key in each} <= documented
 
 
+@pytest.mark.slow
 def test_what_is_drawn_is_what_metrics_and_summary_say(train, start, tiny, tmp_path):
     """metrics.jsonl said 10.2 % where `draw` said 14.1 %."""
     train(2, *tiny, "train.steps=6", "trace.steps=4", "trace.from_step=2", "run.dir=run")
@@ -86,6 +87,7 @@ def test_what_is_drawn_is_what_metrics_and_summary_say(train, start, tiny, tmp_p
     assert line["pipeline_s"] == taken[1]  # of four the faster in the middle
 
 
+@pytest.mark.slow
 def test_the_share_of_a_devices_peak_is_that_of_counted_flops(train, start, tiny, tmp_path):
     """Recomputation does not count: it is no gain for anybody."""
     settings = (*tiny, "pipeline.recompute=always")
@@ -119,6 +121,7 @@ def build():
 """
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_counted_is_trained_without_a_plan(train, tmp_path, environ):
     (tmp_path / "uncountable.py").write_text(MODEL)
     settings = ("model=own", "model._target_=uncountable.build", "data=synthetic_vectors")
@@ -171,6 +174,7 @@ def test_a_run_that_fails_says_so_and_why(start_ranks, tiny, tmp_path):
     assert summary["ranks"][0]["peak_memory_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_a_report_that_fails_changes_no_failure(start, tiny, tmp_path):
     """summary.json cannot be written, as a folder stands there: the run's own error is told."""
     (tmp_path / "run" / "summary.json").mkdir(parents=True)
@@ -186,6 +190,7 @@ def test_a_report_that_cannot_be_written_ends_no_run(train, tiny, tmp_path):
     assert "Traceback" not in output and "done after step 4 of 4" in output
 
 
+@pytest.mark.slow
 def test_a_start_that_trains_nothing_leaves_the_summary_as_it_is(train, tiny, tmp_path):
     train(1, *tiny, "train.steps=2", "run.dir=run")
     before = (tmp_path / "run" / "summary.json").read_bytes()
