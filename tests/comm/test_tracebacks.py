@@ -163,7 +163,7 @@ def test_a_broken_invariant_of_ours_keeps_its_traceback(monkeypatch):
     def broken(self, feed):
         assert not feed, "an invariant"
 
-    monkeypatch.setattr("gpipe_hpc.pipeline.Pipeline._feed", lambda *_: broken(None, [1]))
+    monkeypatch.setattr("gpipe_hpc.pipeline.Pipeline._run", lambda *_: broken(None, [1]))
     with pytest.raises(AssertionError) as found:
         trained()
     names, _ = shown(found.value)
@@ -203,7 +203,7 @@ def test_ctrl_c_in_a_step_shows_where_the_script_was(monkeypatch):
     names = {}
     text = "def pressed(*_):\n    raise KeyboardInterrupt"
     exec(compile(text, gpipe_hpc.__file__, "exec"), names)  # in a frame of ours
-    monkeypatch.setattr("gpipe_hpc.pipeline.Pipeline._feed", names["pressed"])
+    monkeypatch.setattr("gpipe_hpc.pipeline.Pipeline._run", names["pressed"])
     names, _ = caught(KeyboardInterrupt)
     assert names == [["caught", "trained"]]
 
