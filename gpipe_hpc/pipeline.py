@@ -18,7 +18,7 @@ from gpipe_hpc.comm.group import Group, broadcast_object
 from gpipe_hpc.comm.joining.start import DEFAULT_TIMEOUT_S, start_world
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.nests import Nest
-from gpipe_hpc.comm.patience import patiently
+from gpipe_hpc.comm.patience import patiently, patiently_here
 from gpipe_hpc.comm.tracebacks import OwnFramesLeftOut
 from gpipe_hpc.comm.watch.settings import DEFAULT_SILENCE_S
 from gpipe_hpc.comm.world import World, together
@@ -180,23 +180,29 @@ class Pipeline:
         self.request = replace(request, stages=self.mesh.stages)
         self.loss_fn, self.num_layers = loss_fn, len(model)
         self.seed, self.precision, self.steps_done = request.seed, request.precision, 0
-        self.layout = self._lay_out(model, given.example)
+        self.layout = self._lay_out(model, given.example, given.timeout_s)
         self.partition, self.schedule = self.layout.partition, self.layout.schedule
         with together(self.world, "start"):
             check_agreement(self.everybody, {"layout": self.layout.digest()})
             self._build(model)
             self._compile(request.compile)
 
-    def _lay_out(self, model: list[Layer], example: tuple[Nest, Nest] | None) -> Layout:
+    def _lay_out(
+        self, model: list[Layer], example: tuple[Nest, Nest] | None, timeout_s: float
+    ) -> Layout:
         """Return the layout that rank 0 decides on, which alone measures and needs an example."""
-        world, request, work = self.world, self.request, None
-        if world.rank == 0:
-            with together(world, "start"):
-                gauge = self._gauge(model, example)
-                # Layers are measured on the thread that will run them: another one has other
-                # memory (arenas of glibc) and other settings of torch. A search may take long.
-                work = partial(lay_out, replace(request, partition=cut(request, gauge)), gauge)
-        decided = patiently(world, "laying out", work)
+        world, request = self.world, self.request
+
+        def measure() -> Callable[[], Layout]:
+            gauge = self._gauge(model, example)
+            return partial(lay_out, replace(request, partition=cut(request, gauge)), gauge)
+
+        # Layers are measured on the thread that will run them: another one has other memory
+        # (arenas of glibc) and other settings of torch. Both this and a search may take long.
+        search = patiently_here(
+            world, "start", measure if world.rank == 0 else None, idle_s=timeout_s
+        )
+        decided = patiently(world, "laying out", search)
         with together(world, "start"):
             layout: Layout = broadcast_object(self.everybody, decided, root=0)
         if world.rank == 0:
@@ -369,11 +375,12 @@ class Pipeline:
         message.
         """
         group = self._site.pipeline
-        group.all_reduce(torch.zeros(1))  # which all leave together
-        own = Recorded(
-            clock_identity(), time.perf_counter(), self.last_step_moments().events(self.stage_rank)
-        )
-        rows = on_one_clock(group.all_gather_object(own))
+        with together(self.world, "gathering a timeline"):
+            group.all_reduce(torch.zeros(1))  # which all leave together
+            met_s = time.perf_counter()
+            events = self.last_step_moments().events(self.stage_rank)
+            own = Recorded(clock_identity(), met_s, events)
+            rows = on_one_clock(group.all_gather_object(own))
         table = self.schedule
         size = table.num_stages, table.num_microbatches
         return Timeline(rows, *size, table.name, table.skips)

@@ -1,4 +1,4 @@
-"""A call on a thread of its own, and whether it still does something."""
+"""A call on a thread of its own, and whether a thread still does something."""
 
 import contextlib
 import os
@@ -25,9 +25,8 @@ class Work(Generic[T]):
         self._found: list[T] = []
         self._error: BaseException | None = None
         name = f"{threading.current_thread().name} at work"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-        self._alive_s, self._seen = time.monotonic(), self._effort()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
 
     @property
     def is_over(self) -> bool:
@@ -39,6 +38,25 @@ class Work(Generic[T]):
     def wait(self, timeout_s: float) -> None:
         """Return when it is over, or after so long."""
         self._over.wait(timeout_s)
+
+    def result(self) -> T:
+        """Return what it gave, once it is over."""
+        return self._found[0]
+
+    def _run(self) -> None:
+        try:
+            self._found.append(self._call())
+        except BaseException as error:
+            self._error = error
+        self._over.set()
+
+
+class Watched:
+    """What a thread does, seen from another one."""
+
+    def __init__(self, thread: threading.Thread) -> None:
+        self._thread = thread
+        self._alive_s, self._seen = time.monotonic(), self._effort()
 
     def idle_s(self) -> float:
         """Return since when it has done nothing, as far as the calls to this function saw.
@@ -56,13 +74,9 @@ class Work(Generic[T]):
         return now_s - self._alive_s
 
     def stack(self) -> str:
-        """Return the calls that the work is in, the innermost last."""
+        """Return the calls that it is in, the innermost last."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         return "".join(traceback.format_stack(frame)[-_NUM_FRAMES:]) if frame else "(it has ended)"
-
-    def result(self) -> T:
-        """Return what it gave, once it is over."""
-        return self._found[0]
 
     def _effort(self) -> "_Effort | None":
         """Return what the thread and the processes of this one have done; None if not known."""
@@ -75,13 +89,6 @@ class Work(Generic[T]):
             with contextlib.suppress(OSError, ValueError, LookupError):  # it has ended
                 parts.append(_Effort.of(child))
         return _Effort(sum(p.computed_s for p in parts), sum(p.num_moved for p in parts))
-
-    def _run(self) -> None:
-        try:
-            self._found.append(self._call())
-        except BaseException as error:
-            self._error = error
-        self._over.set()
 
 
 class _Effort(NamedTuple):

@@ -12,7 +12,7 @@ from gpipe_hpc.config.data_checks import DATA_CHOICES, DATA_RANGES
 from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.config.schema import Config, PipelineConfig, SGDConfig
 from gpipe_hpc.config.spelling import suggestion
-from gpipe_hpc.schedule import schedule_names
+from gpipe_hpc.schedule import nearest_schedule, schedule_names
 
 _INF: Final = math.inf
 _LARGEST: Final = 2**63 - 1  # of an integer of torch
@@ -157,7 +157,9 @@ def _check_choices(config: Config) -> None:
     for setting, choices in _CHOICES.items():
         value = _value(config, setting)
         if value is not None and value not in choices:
-            remedy = f"{suggestion(value, choices)}choose one of them"
+            is_schedule = setting == "pipeline.schedule"
+            hint = _meant(value) if is_schedule else suggestion(value, choices)
+            remedy = f"{hint}choose one of them"
             raise refuse(setting, f"one of {', '.join(choices)}", value, remedy)
 
 
@@ -176,7 +178,14 @@ def _check_draw(config: Config) -> None:
     for name in config.draw.compare:
         if name not in schedule_names():
             known = ", ".join(schedule_names())
-            raise refuse("draw.compare", f"names out of {known}", name, "choose among them")
+            remedy = f"{_meant(name)}choose among them"
+            raise refuse("draw.compare", f"names out of {known}", name, remedy)
+
+
+def _meant(name: str) -> str:
+    """Return ``did you mean NAME? `` of a schedule, which goes by several names; or nothing."""
+    meant = nearest_schedule(name)
+    return "" if meant is None else f"did you mean {meant}? "
 
 
 def _is_time(number: object) -> bool:

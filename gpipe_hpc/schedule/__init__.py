@@ -18,7 +18,13 @@ from gpipe_hpc.schedule.memory import Held, Memory, memory_over_time, peak_memor
 from gpipe_hpc.schedule.passes.lowering import forward_only, lower
 from gpipe_hpc.schedule.passes.offload import add_offload
 from gpipe_hpc.schedule.passes.recompute import add_recompute
-from gpipe_hpc.schedule.registry import build, canonical_schedule, num_stages, schedule_names
+from gpipe_hpc.schedule.registry import (
+    build,
+    canonical_schedule,
+    nearest_schedule,
+    num_stages,
+    schedule_names,
+)
 from gpipe_hpc.schedule.search.auto import Found, place, search
 from gpipe_hpc.schedule.search.bounds import lower_bound
 from gpipe_hpc.schedule.simulator import simulate
@@ -76,6 +82,7 @@ __all__ = [
     "lower",
     "lower_bound",
     "memory_over_time",
+    "nearest_schedule",
     "num_stages",
     "one_f_one_b",
     "parse_action",

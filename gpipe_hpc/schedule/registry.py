@@ -50,6 +50,14 @@ def canonical_schedule(name: str) -> str:
     return known.get(bare) or _ALIASES.get(bare, name)
 
 
+def nearest_schedule(name: str) -> str | None:
+    """Return our name of the schedule that was probably meant, None if none is like it."""
+    bare = re.sub(r"[^a-z0-9]", "", name.lower())
+    known = {**_ALIASES, **{each.replace("_", ""): each for each in SCHEDULES}}
+    found = get_close_matches(bare, known, n=1)
+    return known[found[0]] if found else None
+
+
 def schedule_names() -> tuple[str, ...]:
     """Return the names that `build` knows."""
     return tuple(SCHEDULES)
@@ -86,8 +94,8 @@ def _checked(name: str, ranks: int, microbatches: int, options: Mapping[str, Any
     """Return our name of a schedule; refuse unknown ones, and options that it has not."""
     name = canonical_schedule(name)
     if name not in SCHEDULES:
-        meant = get_close_matches(name.lower(), SCHEDULES, n=1)
-        hint = f"; did you mean {meant[0]}?" if meant else ""
+        meant = nearest_schedule(name)
+        hint = f"; did you mean {meant}?" if meant else ""
         raise ScheduleError(
             f"schedule: unknown name, expected one of {', '.join(SCHEDULES)}, got {name!r}{hint}"
         )

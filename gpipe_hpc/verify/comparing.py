@@ -45,7 +45,7 @@ class Compared:
             return f"equal to the bit ({self.count})"
         off = f"{self.num_off} of {self.count}, by at most {self.distance:.1e} of their size"
         if self.verdict is Verdict.ROUNDING:
-            return f"equal but for rounding ({off})"
+            return f"equal except for rounding ({off})"
         return f"DIFFERENT ({off}; first {self.where})"
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from gpipe_hpc import run_on_threads
 from gpipe_hpc.comm import patience
-from gpipe_hpc.comm.patience import patiently
+from gpipe_hpc.comm.patience import patiently, patiently_here
 from gpipe_hpc.errors import DataError, PeerError, StalledError
 
 
@@ -30,14 +30,31 @@ def test_others_wait_for_longer_than_the_time_out():
     assert run_on_threads(3, body, timeout_s=0.8) == ["found", None, None]
 
 
-def test_each_gets_what_its_own_work_gave():
+def test_others_wait_as_long_for_work_on_the_calling_thread():
+    """Rank 0 measured layers while the others waited in one collective: it timed out."""
+
     def body(world):
-        return patiently(world, "opening", lambda: time.sleep(0.1 * world.rank) or world.rank)
+        here = threading.get_ident()
+
+        def work():
+            time.sleep(2)
+            return threading.get_ident() == here
+
+        return patiently_here(world, "measuring", work if world.rank == 0 else None)
+
+    assert run_on_threads(3, body, timeout_s=0.8) == [True, None, None]
+
+
+@pytest.mark.parametrize("do", [patiently, patiently_here])
+def test_each_gets_what_its_own_work_gave(do):
+    def body(world):
+        return do(world, "opening", lambda: time.sleep(0.1 * world.rank) or world.rank)
 
     assert run_on_threads(3, body) == [0, 1, 2]
 
 
-def test_failure_ends_all_with_its_reason():
+@pytest.mark.parametrize("do", [patiently, patiently_here])
+def test_failure_ends_all_with_its_reason(do):
     told = []
 
     def body(world):
@@ -46,7 +63,7 @@ def test_failure_ends_all_with_its_reason():
             raise DataError("data: x is not there")
 
         try:
-            patiently(world, "opening", fail if world.rank == 1 else None)
+            do(world, "opening", fail if world.rank == 1 else None)
         except (DataError, PeerError) as error:
             told.append((world.rank, type(error), str(error)))
             raise
@@ -58,6 +75,43 @@ def test_failure_ends_all_with_its_reason():
         (1, DataError, "data: x is not there"),
         (2, PeerError, "rank 1: data: x is not there"),
     ]
+
+
+def test_work_here_ends_with_the_failure_of_another_rank():
+    """What another rank met while this one worked is what this one says."""
+    told = []
+
+    def body(world):
+        if world.rank == 1:
+            world.fail("rank 1: gone")
+            raise DataError("gone")
+        try:
+            patiently_here(world, "measuring", lambda: time.sleep(0.3))
+        except PeerError as error:
+            told.append(str(error))
+            raise
+
+    with pytest.raises(DataError, match=r"^gone$"):
+        run_on_threads(2, body)
+    assert told == ["rank 1: gone"]
+
+
+def test_work_here_that_does_nothing_ends_the_others():
+    """A layer that waited for ever while it was measured would have held all ranks for ever."""
+    told, is_heard = [], threading.Event()
+
+    def body(world):
+        try:
+            work = (lambda: is_heard.wait(20)) if world.rank == 0 else None
+            patiently_here(world, "measuring", work, idle_s=0.5)
+        except PeerError as error:
+            told.append(str(error))
+            is_heard.set()
+            raise
+
+    with pytest.raises(StalledError, match=r"got none of it for 0\.5 s"):
+        run_on_threads(2, body)
+    assert "rank 0: measuring: expected work" in told[0] and "is_heard.wait(20)" in told[0]
 
 
 def test_what_a_rank_does_is_shown_anew_at_each_meeting():

@@ -43,6 +43,16 @@ def test_unknown_names_are_refused_with_the_nearest():
         check_config(compose_config(["pipeline.schedule=one_f_one_bee"]), 1)
 
 
+@pytest.mark.parametrize(("given", "meant"), [("1f1d", "one_f_one_b"), ("zbv1", "zb_v")])
+def test_the_nearest_may_be_a_name_that_the_field_gives(given, meant):
+    """1f1d was refused without a word of 1F1B, as it is unlike one_f_one_b."""
+    with pytest.raises(ScheduleError, match=f"did you mean {meant}"):
+        build(given, ranks=2, microbatches=4)
+    for setting in (f"pipeline.schedule={given}", f"draw.compare=[{given}]"):
+        with pytest.raises(ConfigError, match=f"did you mean {meant}"):
+            check_config(compose_config([setting]), 1)
+
+
 @pytest.mark.parametrize(
     ("given", "bytes_"),
     [

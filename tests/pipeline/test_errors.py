@@ -18,7 +18,7 @@ from gpipe_hpc.errors import (
     ScheduleError,
 )
 from gpipe_hpc.schedule import build
-from tests.support import linears, mean_square
+from tests.support import batch, linears, mean_square
 
 WIDTH = 4
 
@@ -259,3 +259,23 @@ def test_non_finite_microbatch_is_seen_by_its_place():
     for loss, losses in run_on_threads(4, body):
         assert math.isnan(loss)
         assert [math.isnan(value) for value in losses] == [i == 5 for i in range(8)]
+
+
+def test_a_timeline_that_another_rank_does_not_come_to_ends_with_its_reason():
+    """The ranks that gathered it got a bare ConnectionError."""
+    told = []
+
+    def body(world):
+        pipe = Pipeline(linears(4), mean_square, microbatches=2, world=world)
+        pipe.step(*batch(4))
+        if world.rank == 1:
+            raise DataError("mine")
+        try:
+            pipe.timeline()
+        except PeerError as error:
+            told.append(str(error))
+            raise
+
+    with pytest.raises(DataError, match="mine"):
+        run_on_threads(2, body)
+    assert told == ["rank 1: DataError: mine"]

@@ -2,6 +2,7 @@
 
 import pickle
 import threading
+import time
 from dataclasses import fields, replace
 from importlib import import_module
 from itertools import cycle, product
@@ -177,6 +178,22 @@ def test_layers_are_measured_on_the_thread_that_runs_them(monkeypatch):
 
     run_on_threads(2, body)
     assert set(noted) == {"rank0"}
+
+
+def test_measuring_may_take_longer_than_a_rank_waits_for_another(monkeypatch):
+    """The others waited in one collective: measuring a big model ended with a time-out."""
+
+    def times(self):
+        time.sleep(3)
+        return FLOPS * 4
+
+    monkeypatch.setattr(Measured, "times", property(times))
+
+    def body(world):
+        pipe = Pipeline(LAYERS, nn.functional.mse_loss, partition="time", world=world)
+        return pipe.layout.digest()
+
+    assert len(set(run_on_threads(2, body, timeout_s=1.5))) == 1
 
 
 def test_the_digest_knows_all_that_decides_a_run():

@@ -39,7 +39,14 @@ def build_pipeline(
 ) -> Pipeline:
     """Return the pipeline that the settings ask for; `cut`: that of what the run goes on from."""
     request = replace(request_of(config), partition=_partition(config, cut))
-    return Pipeline(layers, loss_fn, **vars(request), example=example, world=world)
+    return Pipeline(
+        layers,
+        loss_fn,
+        **vars(request),
+        example=example,
+        timeout_s=config.comm.timeout_s,
+        world=world,
+    )
 
 
 def _partition(config: Config, cut: Mapping[str, Any] | None) -> Any:

@@ -48,8 +48,9 @@ def _check_batchnorm(config: Config, source: DataSource | None, layers: Sequence
     smallest = total % batch if ends and total % batch else batch
     pieces = replicas * config.pipeline.microbatches * config.train.accumulation
     indices = list(range(max(1, smallest // pieces)))
+    model = normalise_layers(layers)
     try:
-        check_batchnorm(normalise_layers(layers), lambda: read_samples(config, source, indices)[0])
+        check_batchnorm(model, lambda: read_samples(config, source, indices)[0])
     except ModelError as error:
         raise ModelError(
             f"{error} (the smallest batch of the run has {smallest} samples)"

@@ -27,9 +27,10 @@ GIVEN = {
     "pipeline.normalise_over_replicas=true": ("normalise_over_replicas", True),
     "pipeline.buffers=first": ("buffers", "first"),
     "train.compile=true": ("compile", True),
+    "comm.timeout_s=33": ("timeout_s", 33.0),
 }
-# The times are the world's, which is started before.
-TIMES = {"timeout_s", "silence_s", "stall_s"}
+# Those of the world, which is started before.
+TIMES = {"silence_s", "stall_s"}
 ELSEWHERE = {"layers", "loss_fn", "example", "device", "world", *TIMES}
 
 
