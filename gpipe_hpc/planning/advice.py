@@ -17,7 +17,7 @@ from gpipe_hpc.planning.request import Request
 from gpipe_hpc.schedule import Op, Timeline, simulate
 
 _LEAST_GAIN: Final = 0.02  # of the time in the pipeline; less is within what runs differ by
-_MAX_ACTIONS: Final = 50_000  # of a table: of larger ones nothing is said, as it would take minutes
+MOST_ACTIONS: Final = 50_000  # of a table: of larger ones nothing is said, as it would take minutes
 _SCHEDULES: Final[tuple[tuple[str, Mapping[str, Any]], ...]] = (
     ("gpipe", MappingProxyType({})),
     ("one_f_one_b", MappingProxyType({})),
@@ -64,15 +64,17 @@ def advise(
     *,
     limit_bytes: float | None = None,
     finer: int | None = None,
+    most_actions: int = MOST_ACTIONS,
 ) -> list[Advice]:
     """Return what would save time on the same ranks, the most first; the training stays the same.
 
     Other orders of the work, another cut, no recomputation, more micro-batches: each by itself,
     unless it needs more than `limit_bytes` on some rank. `finer`: what pipeline.microbatches would
     be for twice as many micro-batches; None where there are too few samples. Both the layout that
-    ran and the others are simulated for the gauge's times, with free transfers.
+    ran and the others are simulated for the gauge's times, with free transfers. Nothing is said of
+    a table of more than `most_actions`; a thousand of them take half a second.
     """
-    if sum(map(len, layout.schedule.ranks)) > _MAX_ACTIONS or request.recompute == "budget":
+    if sum(map(len, layout.schedule.ranks)) > most_actions or request.recompute == "budget":
         return []
     before = _Trial.of(request, layout, gauge)
     found = []

@@ -31,7 +31,9 @@ class Foresight:
     model_flops: int
     known: Known
 
-    def advice(self, pipe: Pipeline, measured: Timeline, finer: int | None) -> list[Advice]:
+    def advice(
+        self, pipe: Pipeline, measured: Timeline, finer: int | None, most_actions: int
+    ) -> list[Advice]:
         """Return what would make a measured step faster; see `advise`."""
         basis = pipe.partition.times or self.known.times
         known = replace(self.known, times=layer_times(measured, pipe.partition.counts, basis))
@@ -39,7 +41,14 @@ class Foresight:
         assert not isinstance(limit, str), "the pipeline has read it"
         if limit is None and device.type == "cuda":
             limit = torch.cuda.get_device_properties(device).total_memory
-        return advise(pipe.request, pipe.layout, known, limit_bytes=limit, finer=finer)
+        return advise(
+            pipe.request,
+            pipe.layout,
+            known,
+            limit_bytes=limit,
+            finer=finer,
+            most_actions=most_actions,
+        )
 
 
 def foresee(

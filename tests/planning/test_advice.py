@@ -84,6 +84,13 @@ def test_more_micro_batches_are_told_where_there_are_samples_with_what_that_assu
     assert not any("microbatches" in settings for settings in advice(asked(), known()))
 
 
+def test_a_table_that_would_take_too_long_gets_none():
+    """A run that was stopped simulated for 20 s before it said how to go on."""
+    size = sum(map(len, lay_out(asked(), known()).schedule.ranks))
+    assert advice(asked(), known(), most_actions=size)
+    assert not advice(asked(), known(), most_actions=size - 1)
+
+
 def test_one_rank_has_no_bubble_and_gets_no_advice():
     assert advice(asked(stages=1), known()) == {}
 

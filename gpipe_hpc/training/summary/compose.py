@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.pipeline import Pipeline
+from gpipe_hpc.planning.advice import MOST_ACTIONS
 from gpipe_hpc.planning.forecast import RankForecast
 from gpipe_hpc.schedule import Timeline, simulate
 from gpipe_hpc.training.horizon import last_step
@@ -23,6 +24,7 @@ from gpipe_hpc.training.throughput import (
 
 SUMMARY_FILE: Final = "summary.json"
 _FORMAT: Final = 1
+_MOST_ACTIONS_IN_HASTE: Final = 5_000
 _DEFINITION: Final = (
     "idle time of all ranks over their total time, from the first action of any rank to the end of "
     "the last"
@@ -91,7 +93,7 @@ def compose_summary(
         "traced_step": None if traced is None else _traced(traced),
         "peak_memory_meaning": PEAK_MEANING.get(pipe.world.device.type, PEAK_MEANING["cpu"]),
         "ranks": _ranks(session, ranks, traced),
-        "advice": [] if traced is None else _advice(session, traced),
+        "advice": [] if traced is None else _advice(session, traced, ended),
     }
 
 
@@ -161,15 +163,20 @@ def _planned(rank: RankForecast) -> dict[str, int]:
     return {f"{part}_bytes": getattr(rank, f"{part}_bytes") for part in parts}
 
 
-def _advice(session: Session, traced: Traced) -> list[dict[str, Any]]:
-    """Return what would make the traced step of the first replica faster."""
+def _advice(session: Session, traced: Traced, ended: Ended) -> list[dict[str, Any]]:
+    """Return what would make the traced step of the first replica faster.
+
+    Of a run that was stopped only what takes a moment: the other ranks have left, and whoever
+    stopped it may soon kill this one.
+    """
     config, foreseen = session.config, session.foreseen
     if foreseen is None:
         return []
     pipeline, finer = config.pipeline, 2 * config.pipeline.microbatches
     pieces = pipeline.replicas * config.train.accumulation * finer
     has_samples = config.train.batch_size >= pieces
-    found = foreseen.advice(session.pipe, traced.replicas[0], finer if has_samples else None)
+    most = _MOST_ACTIONS_IN_HASTE if ended.outcome == "stopped" else MOST_ACTIONS
+    found = foreseen.advice(session.pipe, traced.replicas[0], finer if has_samples else None, most)
     return [each._asdict() | {"text": each.text()} for each in found]
 
 

@@ -2,10 +2,13 @@
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 
-from gpipe_hpc.training.summary.compose import write_summary
+from gpipe_hpc.config import compose_config
+from gpipe_hpc.training.summary import compose
+from gpipe_hpc.training.summary.compose import Ended, Traced, write_summary
 
 
 def test_what_is_no_number_becomes_null(tmp_path):
@@ -25,3 +28,19 @@ def test_a_reader_never_finds_half_a_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no space left"):
         write_summary(tmp_path, {"outcome": "done"})
     assert seen == [{"outcome": "running"}] == [json.loads(path.read_text())]
+
+
+def test_a_run_that_was_stopped_spends_little_time_on_advice():
+    """Its other ranks had left, and a launcher ends the last one soon after."""
+    given = {}
+
+    def advice(pipe, measured, finer, most_actions):
+        given[outcome] = most_actions
+        return []
+
+    session = SimpleNamespace(
+        config=compose_config([]), foreseen=SimpleNamespace(advice=advice), pipe=None
+    )
+    for outcome in ("done", "stopped"):
+        assert compose._advice(session, Traced(1, 1.0, [None], "file"), Ended(outcome)) == []
+    assert given["stopped"] <= given["done"] / 10
