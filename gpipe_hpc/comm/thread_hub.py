@@ -41,6 +41,11 @@ class ThreadHub:
         self.queues: dict[PlacedChannel, deque[tuple[int, Message]]] = {}
         self._exchanges: dict[ExchangeKey, _Exchange] = {}
 
+    def refuse_failed(self, what: str) -> None:
+        """Raise ConnectionError if a rank has failed: what is left of its step is no message."""
+        if self.report is not None:
+            raise ConnectionError(f"another rank has failed, ahead of {what}")
+
     def wait_for(self, ready: Callable[[], T | None], what: str) -> T:
         """Return what `ready` gives once it is not None; call with `changed` held.
 

@@ -139,11 +139,12 @@ class Executor:
                 f"{self._position(index)}: {what}: {error}{memory_remedy(error)}"
             ) from error
         finally:
+            # A step that failed leaves nothing behind: no memory, and nothing for the next one.
+            num_left = len(self._made) + sum(work.num_kept for work in self._works.values())
+            self._made.clear()
             for work in self._works.values():
                 work.end()
         self._world.activity = "ending"
-        num_left = sum(work.num_kept for work in self._works.values())
-        num_left += len(self._made)
         assert num_left == 0, f"rank {self._world.rank}: {num_left} stored values never used"
         return outcome
 

@@ -111,7 +111,12 @@ class StageWork:
         self.stage.within.begin()
 
     def end(self) -> None:
-        """End it, also one that failed: all that layers have changed is where it belongs."""
+        """End it, also one that failed: all that layers have changed is where it belongs.
+
+        Nothing is kept any longer.
+        """
+        self._kept.clear()
+        self._deferred.clear()
         self.stage.within.end()
         self.stage.lasting.settle()
         self._lasting_of_loss.settle()

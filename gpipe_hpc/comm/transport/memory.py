@@ -33,6 +33,7 @@ class MemoryTransport:
         self._catalogues[channel].identify(structure)
         with self._hub.changed:
             # Rebuilt here, so that both ends see the same new leaves as over a network.
+            self._hub.refuse_failed(f"rank {channel.destination_rank}")
             message = Message(assemble(structure, tensors), num_samples)
             self._hub.queues[channel].append((microbatch, message))
             self._hub.changed.notify_all()
@@ -46,6 +47,7 @@ class MemoryTransport:
         queue = self._hub.queues[channel]
         what = f"rank {channel.source_rank}"
         with self._hub.changed:
+            self._hub.refuse_failed(what)
             self._hub.wait_for(lambda: True if queue else None, what)
             came, message = queue.popleft()
         assert came == microbatch, f"{channel}: expected micro-batch {microbatch}, got {came}"
