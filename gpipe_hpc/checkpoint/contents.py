@@ -20,8 +20,8 @@ class Contents(NamedTuple):
     """What to write.
 
     `tensors`: those that this rank writes, by their names in the checkpoint; each tensor is one
-    rank's. They are the model's own, not copies. `facts`: the manifest but for files and tensors,
-    the same on every rank. `num_bytes`: of all ranks' tensors.
+    rank's. They are the model's own, not copies. `facts`: the manifest except for files and
+    tensors, the same on every rank. `num_bytes`: of all ranks' tensors.
     """
 
     tensors: dict[str, Tensor]

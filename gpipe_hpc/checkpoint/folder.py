@@ -84,7 +84,7 @@ def _newest_older(path: Path) -> Path | None:
     path = path.absolute()
     own = steps_done(path, looks_whole=False)
     older: list[tuple[int, Path]] = []
-    # Of the same name but for its number: not one cut short or put away.
+    # Of the same name except for its number: not one cut short or put away.
     name = re.sub(r"\d+", "*", path.name)
     if not name:
         return None

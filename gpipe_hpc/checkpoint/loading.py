@@ -52,7 +52,7 @@ def load(
     """Fill the pipeline's parameters and buffers, and the optimizer; return `extra`.
 
     The layout may be another one than at saving. The optimizer's groups take the options that
-    their parameters had, but for how a machine computes (foreach, fused, capturable,
+    their parameters had, except for how a machine computes (foreach, fused, capturable,
     differentiable). Raises CheckpointError on all ranks if there is no whole checkpoint at the
     path, it is of another model or kind of optimizer, one group's parameters had different
     options, or memory lacks: then nothing has changed on any rank. Raises HalfLoadedError if

@@ -51,7 +51,7 @@ def settings_of(path: Path) -> Iterator[Explained]:
 
 
 def sections_of(path: Path) -> list[Section]:
-    """Return the sections of the main file, but for Hydra's own."""
+    """Return the sections of the main file, except for Hydra's own."""
     found: dict[str, Section] = {}
     for each in settings_of(path):
         name, _, rest = each.name.partition(".")

@@ -45,8 +45,8 @@ class StepEdge:
     """Where all ranks meet after each step.
 
     Ranks on several hosts have several clocks. There each counts its time from the moment at which
-    it left the edge before, which all leave together but for the time of a message. `origin_s`: the
-    moment of this rank's clock from which all count the step after it.
+    it left the edge before, which all leave together except for the time of a message.
+    `origin_s`: the moment of this rank's clock from which all count the step after it.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ _PLAIN: Final = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 class PlainStatistics:
     """The BatchNorm modules of a model and what they are given in a step.
 
-    `copies`: for each layer its copies, alike but for what they keep.
+    `copies`: for each layer its copies, alike except for what they keep.
     """
 
     def __init__(self, copies: Sequence[Mapping[Any, nn.Module]]) -> None:

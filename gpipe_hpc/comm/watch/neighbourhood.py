@@ -90,7 +90,7 @@ class Neighbourhood:
         return [(link, message) for message in messages]
 
     def tell(self, message: Message, without: Link | None = None) -> None:
-        """Send something to all neighbours that can be reached, but for one."""
+        """Send something to all neighbours that can be reached, except for one."""
         for link in self.links.values():
             if link is not without and link.is_up and link.talk is not None:
                 link.talk.line.send(message)

@@ -378,7 +378,7 @@ class Watcher:
         self._spread({"kind": "warning", "name": name, "text": text}, again_s=self._silence_s / 2)
 
     def _waiting(self, silent: int) -> str:
-        """Return who waits here and at the neighbours, but for the silent one itself."""
+        """Return who waits here and at the neighbours, except for the silent one itself."""
         doings = {self._rank: self._told.text}
         doings |= {link.rank: link.doing for link in self._near.links.values() if not link.has_left}
         doings.pop(silent, None)

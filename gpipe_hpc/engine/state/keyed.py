@@ -287,11 +287,6 @@ class Drawing:
             self._process.restore()
         return _Inside(torchs, process)
 
-    def seed_torchs(self, key: int) -> None:
-        """Seed for the run of a layer that draws nothing, as far as is known."""
-        for generator in self._keyed.generators:
-            generator.manual_seed(key)
-
     def seed(
         self, draws: Draws, key: int, *, checks: bool = False
     ) -> AbstractContextManager[object]:

@@ -146,7 +146,7 @@ class Blueprint:
         return loaded
 
     def _whole_around(self, path: str, part: nn.Module) -> Any:
-        """Return the model without values but for one part; what others hold is left out."""
+        """Return the model without values except for one part; what others hold is left out."""
         if not path:
             return part
         model = self.model

@@ -51,7 +51,7 @@ def choose_recompute(
     each parameter; `seconds` are those of the forward of each layer, where they were measured.
     Chosen is the least sum over all R of a step: of the seconds, or of the FLOPs and one more for
     each byte that a layer gives, so that what has no FLOPs is not for nothing. It is exact for the
-    memory that `forecast` foresees, but for a stage or rank with thousands of choices.
+    memory that `forecast` foresees, except for a stage or rank with thousands of choices.
 
     Raises PartitionError, naming the ranks and what they lack, where nothing fits; ConfigError for
     a limit that is none.

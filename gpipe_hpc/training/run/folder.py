@@ -96,7 +96,7 @@ class Checkpoints:
         return next((p for p in reversed(self._named()) if _may_be_of(name, p)), None)
 
     def prune(self) -> None:
-        """Remove the run's own but for the newest `keep`, of those abandoned too, and cut ones.
+        """Remove the run's own except for the newest `keep`, of those abandoned too, and cut ones.
 
         What cannot be removed is told, and stays.
         """
