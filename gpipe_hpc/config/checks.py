@@ -67,7 +67,7 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "comm.backend": ("auto", "gloo", "nccl"),
         "lr.decay": ("cosine", "constant"),
         "trace.keep": ("median", "all"),
-        "draw.format": ("text", "svg", "png", "html", "trace", "table"),
+        "draw.format": ("auto", "text", "svg", "png", "html", "trace", "table"),
         **DATA_CHOICES,
     }
 )
@@ -175,6 +175,13 @@ def _check_draw(config: Config) -> None:
                 cost,
                 f"write it as draw.costs.{name}=1.5 or [1,1.5]",
             )
+    if config.run.dir and config.draw.compare:
+        raise refuse(
+            "draw.compare",
+            "nothing beside run.dir: a run is drawn beside its own simulation",
+            config.draw.compare,
+            "leave one of the two out",
+        )
     for name in config.draw.compare:
         if name not in schedule_names():
             known = ", ".join(schedule_names())

@@ -154,7 +154,7 @@ class CostsConfig:
 class DrawConfig:
     """What ``python -m gpipe_hpc.draw`` makes."""
 
-    format: str = "text"
+    format: str = "auto"
     out: str | None = None
     width: int | None = None
     compare: list[str] = field(default_factory=list)

@@ -8,8 +8,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from gpipe_hpc.config import Config
+from gpipe_hpc.config import Config, DrawConfig
 from gpipe_hpc.config.checks import check_drawing
+from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.draw.tables import standings
 from gpipe_hpc.drawing import draw_text
 from gpipe_hpc.drawing.chrome_trace import chrome_trace
@@ -46,6 +47,19 @@ class Size(NamedTuple):
     columns: int | None = None
 
 
+_ENDINGS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "": "text",
+        ".txt": "text",
+        ".svg": "svg",
+        ".png": "png",
+        ".html": "html",
+        ".json": "trace",
+        ".md": "table",
+    }
+)
+
+
 def draw(config: Config, columns: int | None = None) -> str | bytes:
     """Return the picture, page, trace or table that the settings ask for.
 
@@ -53,10 +67,29 @@ def draw(config: Config, columns: int | None = None) -> str | bytes:
     Of run.dir the typical measured step above its simulation; without, schedules as simulated.
     """
     check_drawing(config)
-    if config.draw.format == "table":
+    form = format_of(config.draw)
+    if form == "table":
         return standings(config, config.pipeline.stages or DEFAULT_STAGES)
     run, size = config.run.dir, Size(config.draw.width, columns)
-    return _FORMATS[config.draw.format](measured(Path(run)) if run else simulated(config), size)
+    return _FORMATS[form](measured(Path(run)) if run else simulated(config), size)
+
+
+def format_of(settings: DrawConfig) -> str:
+    """Return the format to draw in: where none is named the one that draw.out ends in, or text.
+
+    Raises ConfigError for an ending that is none.
+    """
+    ending = Path(settings.out or "").suffix.lower()
+    if settings.format != "auto":
+        return settings.format
+    if ending not in _ENDINGS:
+        raise refuse(
+            "draw.out",
+            f"a file that ends in one of {', '.join(filter(None, _ENDINGS))}",
+            settings.out,
+            "correct it, or set draw.format",
+        )
+    return _ENDINGS[ending]
 
 
 def put(picture: str | bytes, out: str | None) -> None:

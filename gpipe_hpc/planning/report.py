@@ -134,6 +134,11 @@ def step_text(found: Forecast, schedule: Schedule, assumptions: Assumptions) -> 
         over = [str(i) for i, rank in enumerate(found.ranks) if not assumptions.fits(rank)]
         verdict = f"too much on rank {', '.join(over)}" if over else "every rank fits"
         lines.append(f"memory: {verdict}, with {limit} a rank")
+        if over:
+            lines.append(
+                "to need less: pipeline.recompute=budget (finds what fits, if anything does), "
+                "another schedule, more stages, more micro-batches"
+            )
     return "\n".join(lines)
 
 

@@ -10,9 +10,9 @@ import xml.etree.ElementTree as ET
 import pytest
 from PIL import Image
 
-from gpipe_hpc.config import check_config, compose_config
+from gpipe_hpc.config import DrawConfig, check_config, compose_config
 from gpipe_hpc.draw import draw
-from gpipe_hpc.draw.pictures import columns_of_terminal, put
+from gpipe_hpc.draw.pictures import columns_of_terminal, format_of, put
 from gpipe_hpc.errors import ConfigError, DataError, ScheduleError
 from gpipe_hpc.schedule import Costs, Timeline, build, simulate
 from gpipe_hpc.training.traces.files import write_trace
@@ -116,7 +116,7 @@ def test_trace_of_a_run_has_both_as_processes(run_folder):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("draw.format=pdf", "draw.format, expected one of text, svg, png, html, trace"),
+        ("draw.format=pdf", "draw.format, expected one of auto, text, svg, png, html, trace"),
         ("draw.width=0", "draw.width"),
         ("draw.costs.forward=-1", "draw.costs.forward, expected a time of 0 or more"),
         ("draw.costs.forward=[1,x]", "draw.costs.forward"),
@@ -239,3 +239,31 @@ def test_table_names_every_schedule_and_what_a_search_gains():
     few = ["draw.format=table", "pipeline.stages=2", "pipeline.microbatches=4"]
     unequal = draw(compose_config([*few, "draw.costs.forward=[1,1.6]"]))
     assert "Searched orders" in unequal and "mirrored" in unequal
+
+
+def format_for(out):
+    return format_of(DrawConfig(out=out))
+
+
+@pytest.mark.parametrize(
+    ("out", "form"),
+    [
+        *((None, "text"), ("", "text"), ("a.d/plain", "text"), ("a.SVG", "svg"), ("a.png", "png")),
+        *(("a.html", "html"), ("a.json", "trace"), ("a.md", "table"), ("a.txt", "text")),
+    ],
+)
+def test_the_ending_of_the_file_chooses_the_format(out, form):
+    """`draw.out=a.png` alone wrote a text into a.png."""
+    assert format_for(out) == form
+    assert format_of(DrawConfig("html", out)) == "html"
+
+
+def test_an_ending_that_is_no_format_is_refused():
+    with pytest.raises(ConfigError, match=r"draw.out, expected a file that ends in one of .*jpg"):
+        format_for("a.jpg")
+
+
+def test_schedules_to_compare_beside_a_run_are_refused(run_folder):
+    """They were passed over in silence."""
+    with pytest.raises(ConfigError, match=r"draw.compare, expected nothing beside run.dir"):
+        draw(compose_config([f"run.dir={run_folder}", "draw.compare=[zb_v]"]))

@@ -136,6 +136,7 @@ def test_ranks_that_do_not_fit_are_named():
     lines = rank_table(found.ranks, limit).splitlines()
     assert [line.split()[-1] for line in lines] == ["fits", "yes", "NO"]
     assert "too much on rank 1" in step_text(found, schedule, limit)
+    assert "to need less: pipeline.recompute=budget" in step_text(found, schedule, limit)
     exact = Assumptions(memory_bytes=found.ranks[1].total_bytes)
     assert "every rank fits" in step_text(found, schedule, exact)
     assert "fits" not in rank_table(found.ranks, Assumptions())
