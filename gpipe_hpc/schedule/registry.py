@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from types import MappingProxyType
@@ -58,6 +58,21 @@ def nearest_schedule(name: str) -> str | None:
     return known[found[0]] if found else None
 
 
+def _unknown_option(name: str, option: str, known: Sequence[str]) -> ScheduleError:
+    """Return what is wrong, the nearest option, and which schedules have one of that name."""
+    meant = get_close_matches(option.lower(), known, n=1)
+    others = [
+        each for each, build in SCHEDULES.items() if option in inspect.signature(build).parameters
+    ]
+    remedy = f"; did you mean {meant[0]}?" if meant else ""
+    if not meant and others:
+        remedy = f"; {option} is an option of {', '.join(others)}"
+    return ScheduleError(
+        f"schedule {name!r}: unknown option, expected "
+        f"{'one of ' + ', '.join(known) if known else 'no options'}, got {option!r}{remedy}"
+    )
+
+
 def schedule_names() -> tuple[str, ...]:
     """Return the names that `build` knows."""
     return tuple(SCHEDULES)
@@ -102,10 +117,7 @@ def _checked(name: str, ranks: int, microbatches: int, options: Mapping[str, Any
     known = [key for key in inspect.signature(SCHEDULES[name]).parameters if key not in _COUNTS]
     for option in options:
         if option not in known:
-            raise ScheduleError(
-                f"schedule {name!r}: unknown option, expected "
-                f"{'one of ' + ', '.join(known) if known else 'no options'}, got {option!r}"
-            )
+            raise _unknown_option(name, option, known)
     whole(name, "ranks", ranks)
     whole(name, "microbatches", microbatches)
     return name

@@ -47,7 +47,8 @@ def test_a_file_is_read(tmp_path):
     ("name", "options", "said"),
     [
         ("1f1c", {}, "unknown name"),
-        ("gpipe", {"waves": 2}, "unknown option"),
+        ("gpipe", {"waves": 2}, "unknown option.*waves is an option of hanayo"),
+        ("auto", {"placment": "best"}, "unknown option.*did you mean placement"),
         ("interleaved", {"stages_per_rank": 0}, "stages_per_rank must be a whole number"),
         ("auto", {"placement": "best"}, "expected placement one_each"),
     ],
