@@ -6,10 +6,15 @@ loads torch and the user's module, which takes seconds and some hundred megabyte
 
 import os
 import signal
+import threading
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import parent_process, resource_tracker
+from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing.popen_spawn_posix import Popen
+from multiprocessing.process import BaseProcess
 from pickle import PicklingError
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from gpipe_hpc.comm.tracebacks import users_traceback
 from gpipe_hpc.errors import DataError, GpipeError
 from gpipe_hpc.training.data.reading import BatchReader, Reading, Request
+from gpipe_hpc.training.signals import STOP_SIGNALS
 
 
 class _Failed(NamedTuple):
@@ -60,7 +66,8 @@ class ProcessReaders:
     def __next__(self) -> Reading:
         try:
             if self._left is None:
-                self._left = iter(self._loader())
+                with _signals_wait():
+                    self._left = iter(self._loader())
             found = next(self._left)
         except (PicklingError, AttributeError, TypeError) as error:
             raise DataError(
@@ -91,7 +98,7 @@ class ProcessReaders:
             prefetch_factor=self.prefetch,
             timeout=self.timeout_s,
             worker_init_fn=_stay,
-            multiprocessing_context="spawn",
+            multiprocessing_context=_Spawning(),
             generator=torch.Generator(),  # it draws a seed: not from the generator of the run
         )
 
@@ -100,14 +107,59 @@ def _as_it_is(reading: Any) -> Any:
     return reading
 
 
-def _stay(number: int) -> None:
-    """Let this process outlive the signal by which a cluster asks the run to stop.
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Return a block in which the signals that stop a run wait: none is lost.
 
-    The run needs it for the step that it finishes first, then ends it: by the second signal.
+    Processes that start in it are born so, and a signal to the whole job does not end them before
+    they can say for themselves that they outlive it.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _next_one_ends)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        # Where it starts Python's process that tracks resources, it lets some of them through.
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _next_one_ends(number: int, frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+class _Handle(Popen):
+    """How the run holds a process that reads: one that ignores SIGTERM has to be killed."""
+
+    def terminate(self) -> None:
+        self.kill()
+
+
+class _Process(SpawnProcess):
+    @staticmethod
+    def _Popen(process_obj: BaseProcess) -> Popen:
+        return _Handle(process_obj)
+
+
+class _Spawning(SpawnContext):
+    """Starts processes anew, as `spawn` does, and kills them where it should terminate them."""
+
+    Process = _Process
+
+
+def _stay(number: int) -> None:
+    """Let this process outlive the signals by which a cluster asks the run to stop, not the run.
+
+    The run needs it for the step that it finishes first, and ends it then.
+    """
+    for each in STOP_SIGNALS:
+        signal.signal(each, signal.SIG_IGN)  # what waited since the start is dropped
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    threading.Thread(target=_leave_with_run, name="leaves-with-run", daemon=True).start()
+
+
+def _leave_with_run() -> None:
+    """End this process with the one that started it, also in the midst of a long read.
+
+    torch looks only between reads, and not for a run that ended before this process was ready.
+    """
+    run = parent_process()
+    assert run is not None, "a process that reads was not started by a run"
+    run.join()
+    os._exit(1)
