@@ -1,0 +1,1 @@
+"""Ways to combine gradients over replicas, each with what it brought."""

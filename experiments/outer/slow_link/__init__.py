@@ -1,0 +1,1 @@
+"""Replicas on two hosts that a slow link joins: what each way to combine them gives a user."""

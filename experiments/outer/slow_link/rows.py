@@ -1,0 +1,86 @@
+"""The contestants: sets of overrides of `gpipe_hpc.train`, and which ranks stand on which host."""
+
+from typing import Final, NamedTuple
+
+Places = tuple[tuple[int, ...], tuple[int, ...]]
+
+# Of every row. The rate of learning stays, so that losses compare at any time; the steps are
+# more than any row makes: a row ends by its time.
+COMMON: Final = (
+    "model=gpt",
+    "model.num_layers=4",
+    "model.width=256",
+    "data=python_source",
+    "data.seq_len=64",
+    "train.batch_size=16",
+    "train.steps=1000000",
+    "train.validate_batches=8",
+    "optimizer=adamw",
+    "optimizer.lr=1e-3",
+    "lr.decay=constant",
+    "lr.warmup_steps=20",
+    "pipeline.partition=parameters",
+    "pipeline.recompute=never",
+    "checkpoint.every=0",
+    "trace.steps=0",
+)
+
+_ONE_EACH: Final[Places] = ((0,), (1,))
+_TWO_EACH: Final[Places] = ((0, 1), (2, 3))
+_STAGE_A_HOST: Final[Places] = ((0, 2), (1, 3))  # rank = replica x stages + stage
+
+
+class Row(NamedTuple):
+    """One contestant. `validate_every`: steps between validations, some seconds apart."""
+
+    name: str
+    what: str
+    places: Places
+    overrides: tuple[str, ...]
+    validate_every: int
+
+
+def _replicas(name: str, what: str, *overrides: str, validate_every: int) -> Row:
+    """Return a row of two replicas of one stage, one on each host."""
+    settings = ("pipeline.replicas=2", "pipeline.microbatches=1", *overrides)
+    return Row(name, what, _ONE_EACH, settings, validate_every)
+
+
+BASE: Final = "plain"
+
+# How two replicas are combined over the link.
+METHODS: Final = (_replicas(BASE, "every gradient is summed, in float32", validate_every=5),)
+
+# Which part of the layout the link cuts.
+LAYOUTS: Final = (
+    Row(
+        "replicas_2",
+        "2 replicas of 1 stage, one on each host",
+        _ONE_EACH,
+        ("pipeline.replicas=2", "pipeline.microbatches=4"),
+        5,
+    ),
+    Row(
+        "stages_2",
+        "1 pipeline of 2 stages, one on each host",
+        _ONE_EACH,
+        ("pipeline.stages=2", "pipeline.microbatches=4"),
+        20,
+    ),
+    Row(
+        "replicas_4",
+        "2 pipelines of 2 stages, one on each host",
+        _TWO_EACH,
+        ("pipeline.stages=2", "pipeline.replicas=2", "pipeline.microbatches=4"),
+        5,
+    ),
+    Row(
+        "stages_4",
+        "2 pipelines of 2 stages, their first stages on one host",
+        _STAGE_A_HOST,
+        ("pipeline.stages=2", "pipeline.replicas=2", "pipeline.microbatches=4"),
+        20,
+    ),
+)
+
+ROWS: Final = {row.name: row for row in (*METHODS, *LAYOUTS)}

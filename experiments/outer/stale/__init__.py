@@ -1,0 +1,1 @@
+"""Stale-synchronous parallel training with a sharded parameter server: an exercise."""

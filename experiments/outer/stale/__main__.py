@@ -1,0 +1,173 @@
+"""Steps a second and loss of stale-synchronous training, for several bounds and slow workers.
+
+python -m experiments.outer.stale --seconds 20 --bounds 0,1,4,16
+
+Workers and shards are processes of this machine. A worker waits, on top of computing, for as long
+as its machine is said to be busy with something else: `random`: a tenth of all iterations, any
+worker's, take ten times as long; `one`: worker 0 always takes three times as long.
+"""
+
+import argparse
+import multiprocessing
+import os
+import random
+import secrets
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from multiprocessing.connection import Listener
+from typing import Final, NamedTuple
+
+import torch
+
+from experiments.outer.stale.remote import ADDRESS, RemoteShard, serve
+from experiments.outer.stale.shard import Shard, Values, divided
+from experiments.outer.stale.text_model import (
+    Text,
+    initial_values,
+    read_text,
+    update_of,
+    validation_loss,
+)
+from experiments.outer.stale.working import work
+
+_BUSY_S: Final = 0.010
+_LOOK_S: Final = 0.5
+_FOREVER: Final = 1 << 40
+
+
+class Setting(NamedTuple):
+    """What one line of the table runs with."""
+
+    delays: str
+    bound: int
+    workers: int
+    shards: int
+    rate: float
+
+
+class Moment(NamedTuple):
+    """What the shards held: iterations that all workers have finished, and the loss there."""
+
+    seconds: float
+    iterations: int
+    loss: float
+    most_ahead: int
+
+
+def delay_s(delays: str, worker: int, clock: int) -> float:
+    """Return how long a worker's iteration is held up; the same each time."""
+    if delays == "one":
+        return _BUSY_S * (3 if worker == 0 else 1)
+    chance = random.Random(clock * 1009 + worker).random()
+    return _BUSY_S * (10 if chance < 0.1 else 1)
+
+
+def run(setting: Setting, text: Text, seconds: float) -> list[Moment]:
+    """Train for some seconds; return what was seen on the way."""
+    context = multiprocessing.get_context("fork")
+    values = initial_values()
+    parts = list(divided(values, setting.shards))
+    key = secrets.token_bytes(32)
+    with ExitStack() as stack:
+        listeners = [Listener((ADDRESS, 0), authkey=key) for _ in parts]
+        processes = [
+            context.Process(target=_serve, args=(part, setting, listener), daemon=True)
+            for part, listener in zip(parts, listeners, strict=True)
+        ]
+        ports = [int(listener.address[1]) for listener in listeners]
+        processes += [
+            context.Process(target=_work, args=(parts, ports, key, setting, worker, text))
+            for worker in range(setting.workers)
+        ]
+        for process in processes:
+            process.start()
+            stack.callback(process.join)
+            stack.callback(process.kill)
+        for listener in listeners:
+            listener.close()
+        shards = [RemoteShard(port, key, part) for port, part in zip(ports, parts, strict=True)]
+        return _watched(shards, text, seconds)
+
+
+def _serve(part: Values, setting: Setting, listener: Listener) -> None:
+    torch.set_num_threads(1)
+    serve(Shard(part, setting.workers, setting.bound), listener, setting.workers + 1)
+
+
+def _work(
+    parts: Sequence[Values],
+    ports: Sequence[int],
+    key: bytes,
+    setting: Setting,
+    worker: int,
+    text: Text,
+) -> None:
+    torch.set_num_threads(1)
+    shards = [RemoteShard(port, key, part) for port, part in zip(ports, parts, strict=True)]
+
+    def compute(values: Values, clock: int) -> Values:
+        time.sleep(delay_s(setting.delays, worker, clock))
+        return update_of(values, text, worker, clock, setting.rate / setting.workers)
+
+    try:
+        work(shards, [list(part) for part in parts], worker, range(_FOREVER), compute)
+    except (EOFError, ConnectionError):
+        os._exit(1)  # the shards have ended
+
+
+def _watched(shards: Sequence[RemoteShard], text: Text, seconds: float) -> list[Moment]:
+    began_s = time.monotonic()
+    found: list[Moment] = []
+    while not found or found[-1].seconds < seconds:
+        time.sleep(_LOOK_S)
+        passed_s = time.monotonic() - began_s
+        answers = [shard.settled() for shard in shards]
+        values = {name: value for _, part in answers for name, value in part.items()}
+        iterations = min(facts["iterations"] for facts, _ in answers)
+        ahead = max(facts["most_ahead"] for facts, _ in answers)
+        found.append(Moment(passed_s, iterations, validation_loss(values, text), ahead))
+    return found
+
+
+def line_of(setting: Setting, moments: Sequence[Moment], common: int) -> str:
+    """Return a line of the table; `common`: iterations that every setting has reached."""
+    last = moments[-1]
+    after = next(moment for moment in moments if moment.iterations >= common)
+    return (
+        f"| {setting.delays} | {setting.bound} | {last.iterations / last.seconds:.1f} | "
+        f"{last.most_ahead} | {last.loss:.3f} | {after.loss:.3f} |"
+    )
+
+
+def main() -> None:
+    """Run all settings and print the table."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.outer.stale")
+    parser.add_argument("--seconds", type=float, default=20.0, help="for each line")
+    parser.add_argument("--bounds", default="0,1,4,16")
+    parser.add_argument("--delays", default="random,one")
+    parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--shards", type=int, default=2)
+    parser.add_argument("--rate", type=float, default=0.5, help="of plain gradient descent")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    text = read_text()
+    settings = [
+        Setting(delays, int(bound), args.workers, args.shards, args.rate)
+        for delays in args.delays.split(",")
+        for bound in args.bounds.split(",")
+    ]
+    found = [run(setting, text, args.seconds) for setting in settings]
+    common = min(moments[-1].iterations for moments in found)
+    print(f"loss on held-out text before training: {validation_loss(initial_values(), text):.3f}")
+    print(
+        "| slow | s | iterations/s | most ahead | "
+        f"loss after {args.seconds:g} s | after {common} iterations |"
+    )
+    print("|---|---:|---:|---:|---:|---:|")
+    for setting, moments in zip(settings, found, strict=True):
+        print(line_of(setting, moments, common))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""The link between two hosts from outside: count what passes, cut it, restore it."""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+from experiments.two_hosts.machine import start_asked
+
+_LEAST_QUEUE_BYTES: Final = 128_000
+_RELAY: Final = "experiments.two_hosts.relay"
+
+
+class OneWay(NamedTuple):
+    """What went one way: packets with their headers.
+
+    `late_s`: 99 of 100 packets came at most so much later than the link's rate and delay say, as
+    this machine had other work; a power of two of microseconds.
+    """
+
+    passed_bytes: int
+    passed_packets: int
+    lost_packets: int
+    late_s: float
+
+    def since(self, before: "OneWay") -> "OneWay":
+        """Return what went after `before`; the lateness is that of all."""
+        return OneWay(
+            self.passed_bytes - before.passed_bytes,
+            self.passed_packets - before.passed_packets,
+            self.lost_packets - before.lost_packets,
+            self.late_s,
+        )
+
+
+class Counts(NamedTuple):
+    """What went from the first host to the second, and back."""
+
+    there: OneWay
+    back: OneWay
+
+    def since(self, before: "Counts") -> "Counts":
+        """Return what went after `before`."""
+        return Counts(self.there.since(before.there), self.back.since(before.back))
+
+
+class Link:
+    """A process that carries packets between the ends of two hosts.
+
+    `rate`: bits a second each way, counted with the packets' own headers; 0: without bound.
+    `delay_s`: each way, beside the time on the wire. `queue_bytes`: how much may wait for the wire
+    before packets are lost; None: as much as is under way on the link and back, at least 128 kB.
+    """
+
+    def __init__(
+        self, ends: Sequence[int], rate: float, delay_s: float, queue_bytes: int | None
+    ) -> None:
+        least = max(_LEAST_QUEUE_BYTES, int(2 * rate / 8 * delay_s))
+        self.rate, self.delay_s = rate, delay_s
+        self._asker = start_asked(
+            [sys.executable, "-m", _RELAY],
+            kept=ends,
+            ends=list(ends),
+            rate=rate,
+            delay_s=delay_s,
+            queue_bytes=least if queue_bytes is None else queue_bytes,
+        )
+        for end in ends:
+            os.close(end)
+        try:
+            self._asker.first_answer()
+        except BaseException:
+            self._asker.end()
+            raise
+
+    def counts(self) -> Counts:
+        """Return what has passed so far."""
+        return _counts(self._asker.ask(do="count"))
+
+    def cut(self) -> None:
+        """Lose all packets from now on, both ways, in silence; interfaces stay up."""
+        self._asker.ask(do="cut")
+
+    def restore(self) -> None:
+        """Let packets pass again."""
+        self._asker.ask(do="restore")
+
+    def shape(self, rate: float, delay_s: float) -> None:
+        """Change the rate and the delay from now on."""
+        self.rate, self.delay_s = rate, delay_s
+        self._asker.ask(do="shape", rate=rate, delay_s=delay_s)
+
+    def end(self) -> None:
+        """End the process; the interfaces of both hosts vanish."""
+        self._asker.end()
+
+
+def _counts(answer: list[dict[str, Any]]) -> Counts:
+    there, back = (OneWay(**way) for way in answer)
+    return Counts(there, back)

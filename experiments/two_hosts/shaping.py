@@ -1,0 +1,76 @@
+"""One direction of a link, without its packets' ways in and out: when each is due."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
+
+_LATE_STEPS: Final = 24  # of the histogram of lateness: powers of two of microseconds
+
+
+@dataclass
+class Direction:
+    """A queue that lets `rate` bits a second pass and hands each packet on `delay_s` later.
+
+    As at the port of a switch: packets wait until those before them are on the wire, and one that
+    finds more than `queue_bytes` waiting is lost. A rate of 0 is without bound. Times are those of
+    one clock, in seconds.
+    """
+
+    rate: float
+    delay_s: float
+    queue_bytes: int
+    is_cut: bool = False
+    passed_bytes: int = 0
+    passed_packets: int = 0
+    lost_packets: int = 0
+    _free_s: float = 0.0  # when the last packet is on the wire
+    _waiting: deque[tuple[float, bytes]] = field(default_factory=deque)
+    _late: list[int] = field(default_factory=lambda: [0] * _LATE_STEPS)
+
+    def offer(self, packet: bytes, now_s: float) -> bool:
+        """Take a packet; False if it is lost, as the link is cut or the queue is full."""
+        behind_s = max(0.0, self._free_s - now_s)
+        is_full = self.rate > 0 and behind_s * self.rate / 8 > self.queue_bytes
+        if self.is_cut or is_full:
+            self.lost_packets += 1
+            return False
+        wire_s = len(packet) * 8 / self.rate if self.rate else 0.0
+        self._free_s = now_s + behind_s + wire_s
+        self._waiting.append((self._free_s + self.delay_s, packet))
+        return True
+
+    def due(self, now_s: float) -> list[bytes]:
+        """Return what arrives by now, in order; each counts as passed."""
+        found = []
+        while self._waiting and self._waiting[0][0] <= now_s:
+            due_s, packet = self._waiting.popleft()
+            found.append(packet)
+            self.passed_bytes += len(packet)
+            self.passed_packets += 1
+            step = int((now_s - due_s) * 1e6).bit_length()
+            self._late[min(step, _LATE_STEPS - 1)] += 1
+        return found
+
+    @property
+    def next_due_s(self) -> float | None:
+        """Return when the next packet arrives, None without one."""
+        return self._waiting[0][0] if self._waiting else None
+
+    def cut(self) -> None:
+        """Lose what is on the way and whatever comes, until `restore`."""
+        self.is_cut = True
+        self.lost_packets += len(self._waiting)
+        self._waiting.clear()
+
+    def restore(self) -> None:
+        """Let packets pass again."""
+        self.is_cut = False
+
+    def late_s(self, share: float) -> float:
+        """Return a bound of the lateness of this share of the packets: a power of two of us."""
+        rest = share * sum(self._late)
+        for step, count in enumerate(self._late):
+            rest -= count
+            if rest <= 0:
+                return (1 << step) * 1e-6 if step else 0.0
+        return float(1 << _LATE_STEPS) * 1e-6
