@@ -1,4 +1,4 @@
-"""The processes of one point: started, waited for, ended."""
+"""The processes of one measurement: started, waited for, ended."""
 
 import contextlib
 import json
@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.bench.figures import Measured
 from gpipe_hpc.bench.sweep import Point
@@ -18,19 +18,34 @@ _POINT: Final = "gpipe_hpc.bench.point"
 _GRACE_S: Final = 45.0  # torchrun itself waits 30 s for its ranks before it ends them by force
 
 
+class Failed(NamedTuple):
+    """Ranks that brought nothing, and why."""
+
+    why: str
+
+
 def measure(point: Point, words: Sequence[str], limit_s: float) -> Measured:
     """Run a point in processes of its own; `words` are the user's overrides."""
+    own = [*words, *point.overrides]
+    told = run_ranks(_POINT, point.ranks, point.threads, own, limit_s)
+    return Measured(point, failed=told.why) if isinstance(told, Failed) else Measured(point, **told)
+
+
+def run_ranks(
+    module: str, ranks: int, threads: int, words: Sequence[str], limit_s: float
+) -> dict[str, Any] | Failed:
+    """Run a module on ranks of this machine; return what rank 0 wrote to its bench.out, as JSON."""
     with tempfile.TemporaryDirectory(prefix="gpipe_hpc_bench_") as folder:
         result, log = Path(folder) / "point.json", Path(folder) / "log"
-        own = [*_without_sweep(words), *point.overrides, f"bench.out={result}"]
-        launch = [sys.executable, "-m", _POINT]
-        if point.ranks > 1:
+        own = [*_without_sweep(words), f"bench.out={result}"]
+        launch = [sys.executable, "-m", module]
+        if ranks > 1:
             torchrun = ("torch.distributed.run", "--standalone", "--nproc_per_node")
-            launch = [sys.executable, "-m", *torchrun, str(point.ranks), "-m", _POINT]
+            launch = [sys.executable, "-m", *torchrun, str(ranks), "-m", module]
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [*launch, *own],
-                env={**os.environ, "OMP_NUM_THREADS": str(point.threads)},
+                env={**os.environ, "OMP_NUM_THREADS": str(threads)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -39,12 +54,13 @@ def measure(point: Point, words: Sequence[str], limit_s: float) -> Measured:
             try:
                 code = process.wait(limit_s)
             except subprocess.TimeoutExpired:
-                return Measured(point, failed=f"took longer than bench.limit_s={limit_s:g} s")
+                return Failed(f"took longer than bench.limit_s={limit_s:g} s")
             finally:
                 _end(process)
         if code or not result.exists():
-            return Measured(point, failed=_reason(log.read_text(errors="replace"), code))
-        return Measured(point, **json.loads(result.read_text()))
+            return Failed(_reason(log.read_text(errors="replace"), code))
+        told: dict[str, Any] = json.loads(result.read_text())
+        return told
 
 
 def _without_sweep(words: Sequence[str]) -> list[str]:

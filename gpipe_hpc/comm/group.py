@@ -1,10 +1,14 @@
 """Collectives over a fixed set of ranks."""
 
+import threading
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+
+from gpipe_hpc.comm.collectives.plan import Plan
+from gpipe_hpc.comm.collectives.shards import checked_counts
 
 
 class Pending(Protocol):
@@ -12,6 +16,32 @@ class Pending(Protocol):
 
     def wait(self) -> None:
         """Return when the result is in place (on CUDA: when the current stream may use it)."""
+
+
+class Piece(NamedTuple):
+    """A tensor that goes to, or comes from, a world rank; contiguous in memory."""
+
+    rank: int
+    tensor: torch.Tensor
+
+
+class Sent:
+    """What this rank has sent within a group by exchanges, those of plans among them.
+
+    What a backend's own collectives send is not known here.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.num_bytes = 0
+        self.num_messages = 0
+
+    def count(self, pieces: Sequence[Piece]) -> None:
+        """Count pieces that leave."""
+        num_bytes = sum(piece.tensor.nbytes for piece in pieces)
+        with self._lock:  # plans are carried out beside the main thread
+            self.num_bytes += num_bytes
+            self.num_messages += len(pieces)
 
 
 class Group(Protocol):
@@ -26,6 +56,14 @@ class Group(Protocol):
         """Return the number of ranks."""
 
     @property
+    def position(self) -> int:
+        """Return where this rank stands in `ranks`."""
+
+    @property
+    def sent(self) -> Sent:
+        """Return what this rank has sent within the group so far."""
+
+    @property
     def torch_group(self) -> dist.ProcessGroup | None:
         """Return the torch process group behind it, None where ranks are threads or one."""
 
@@ -38,8 +76,43 @@ class Group(Protocol):
     def all_reduce_max(self, tensor: torch.Tensor) -> None:
         """Put the greatest value of each element over the group in its place."""
 
+    def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
+        """Start filling `tensor` with world rank `root`'s."""
+
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Fill `tensor` with world rank `root`'s."""
+
+    def start_exchange(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> Pending:
+        """Start sending and receiving pieces, all at once; they must not overlap in memory.
+
+        Messages between two ranks keep their order, and never meet other traffic. Each has the
+        size that its receiver expects. An exchange with one side empty is a send or a receive.
+        """
+
+    def start_plan(self, plan: Plan, tensor: torch.Tensor, what: str) -> Pending:
+        """Start carrying out this rank's `plan` over the elements of `tensor`, in place.
+
+        Plans of a group follow one another in the order in which they are started, beside what the
+        calling thread does. `what`: the same words on every rank, for messages. Raises ConfigError,
+        at `wait`, if the neighbours start something else.
+        """
+
+    def start_reduce_scatter(
+        self, whole: torch.Tensor, counts: Sequence[int] | None = None
+    ) -> Pending:
+        """Start summing over the group so that each rank gets its shard of the sum, in place.
+
+        `whole` is flat and holds the shards of all ranks one behind the other, `counts` elements
+        each, which may differ and be 0; None: as even as can be, see `shards`. At the end this
+        rank's shard of `whole` is summed and the rest of it means nothing. A rank sends all shards
+        except its own, once. Raises ConfigError if the counts do not fit.
+        """
+
+    def start_all_gather(self, whole: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
+        """Start filling `whole`, of which each rank has its own shard, with all ranks' shards.
+
+        Shards as for `start_reduce_scatter`. A rank sends all shards except one, once.
+        """
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's value, in rank order.
@@ -73,6 +146,8 @@ class SoloGroup:
     def __init__(self, rank: int) -> None:
         self.ranks: tuple[int, ...] = (rank,)
         self.size = 1
+        self.position = 0
+        self.sent = Sent()
         self.torch_group: dist.ProcessGroup | None = None
 
     def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
@@ -85,8 +160,34 @@ class SoloGroup:
     def all_reduce_max(self, tensor: torch.Tensor) -> None:
         """Leave `tensor` as it is."""
 
+    def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
+        """Leave `tensor` as it is."""
+        return Done()
+
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Leave `tensor` as it is."""
+
+    def start_exchange(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> Pending:
+        """Exchange nothing: there is nobody else."""
+        assert not sends and not receives, f"rank {self.ranks[0]} is alone in its group"
+        return Done()
+
+    def start_plan(self, plan: Plan, tensor: torch.Tensor, what: str) -> Pending:
+        """Leave `tensor` as it is."""
+        assert not plan, f"{what}: a rank that is alone in its group has nothing to send"
+        return Done()
+
+    def start_reduce_scatter(
+        self, whole: torch.Tensor, counts: Sequence[int] | None = None
+    ) -> Pending:
+        """Leave `whole` as it is."""
+        checked_counts(whole, counts, 1)
+        return Done()
+
+    def start_all_gather(self, whole: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
+        """Leave `whole` as it is."""
+        checked_counts(whole, counts, 1)
+        return Done()
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return the one value."""

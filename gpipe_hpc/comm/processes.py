@@ -16,8 +16,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from gpipe_hpc.comm.collectives.carrier import Carrier, Parts, Traffic
+from gpipe_hpc.comm.collectives.menu import start_all_gather, start_reduce_scatter
+from gpipe_hpc.comm.collectives.on_stream import StreamCarrier
+from gpipe_hpc.comm.collectives.plan import Plan
+from gpipe_hpc.comm.collectives.shards import checked_counts, shards
+from gpipe_hpc.comm.collectives.turns import Note
 from gpipe_hpc.comm.failure import Board, FailureBoard, SoloBoard, lost
-from gpipe_hpc.comm.group import Group, Pending, SoloGroup, rank_names
+from gpipe_hpc.comm.group import (
+    Done,
+    Group,
+    Pending,
+    Piece,
+    Sent,
+    SoloGroup,
+    rank_names,
+)
 from gpipe_hpc.comm.joining.secret import SECRET_VARIABLE, Secret, secret_for_all
 from gpipe_hpc.comm.joining.source import own_source, unequal_sources
 from gpipe_hpc.comm.machine import shared_identity
@@ -42,6 +56,7 @@ log = logging.getLogger("gpipe_hpc.comm")
 
 _BREAK_TAG = 2**30
 _LATE_TAG = 2**28
+_EXCHANGE_TAG = 2**29  # and the numbers of kinds of traffic behind it
 
 _Groups = list[tuple[dist.ProcessGroup, tuple[int, ...]]]
 
@@ -52,14 +67,19 @@ class TorchGroup:
     def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...], pulse: Pulse) -> None:
         self.ranks = ranks
         self.size = len(ranks)
+        self.position = ranks.index(dist.get_rank())
+        self.sent = Sent()
         self.torch_group = group
         self._pulse = pulse
+        self._carrier = Carrier(ranks, self.position, self._exchange, self._await)
+        self._stream_carrier = StreamCarrier(
+            ranks, self.position, self._exchange, warm_up=self.all_reduce
+        )
 
     def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
         """Start summing `tensor` in place."""
         work = dist.all_reduce(tensor, group=self.torch_group, async_op=True)
-        assert work is not None, f"not a member of {rank_names(self.ranks)}"
-        return _Collective(work, self.ranks, self._pulse)
+        return self._collective(work)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum `tensor` in place."""
@@ -69,14 +89,88 @@ class TorchGroup:
         """Put the greatest of each element in its place."""
         greatest = dist.ReduceOp.MAX
         work = dist.all_reduce(tensor, op=greatest, group=self.torch_group, async_op=True)
-        assert work is not None, f"not a member of {rank_names(self.ranks)}"
-        _Collective(work, self.ranks, self._pulse).wait()
+        self._collective(work).wait()
+
+    def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
+        """Start filling `tensor` with world rank `root`'s."""
+        return self._collective(dist.broadcast(tensor, root, group=self.torch_group, async_op=True))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Fill `tensor` with world rank `root`'s."""
-        work = dist.broadcast(tensor, root, group=self.torch_group, async_op=True)
+        self.start_broadcast(tensor, root).wait()
+
+    def start_exchange(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> Pending:
+        """Start sending and receiving over the group's own connections."""
+        return self._start(Traffic.CALLER, sends, receives, self._await)
+
+    def start_plan(self, plan: Plan, tensor: torch.Tensor, what: str) -> Pending:
+        """Start a plan: over NCCL on a stream of its own, else on a thread of its own.
+
+        CUDA tensors go over Gloo by way of the host, which then waits for them.
+        """
+        if self._uses_nccl(tensor):
+            return self._stream_carrier.start(plan, tensor, what)
+        return self._carrier.start(plan, tensor, what)
+
+    def start_reduce_scatter(
+        self, whole: torch.Tensor, counts: Sequence[int] | None = None
+    ) -> Pending:
+        """Sum shards along a ring; equal ones over NCCL by its own.
+
+        Gloo's own is an all-reduce inside: twice the bytes.
+        """
+        sizes = checked_counts(whole, counts, self.size)
+        if not self._uses_nccl(whole) or len(set(sizes)) > 1:
+            return start_reduce_scatter(self, whole, counts)
+        own = shards(whole, counts, self.size)[self.position]
+        work = dist.reduce_scatter_tensor(own, whole, group=self.torch_group, async_op=True)
+        return self._collective(work)
+
+    def start_all_gather(self, whole: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
+        """Gather shards along a ring; equal ones over NCCL by its own."""
+        sizes = checked_counts(whole, counts, self.size)
+        if not self._uses_nccl(whole) or len(set(sizes)) > 1:
+            return start_all_gather(self, whole, counts)
+        own = shards(whole, counts, self.size)[self.position]
+        work = dist.all_gather_into_tensor(whole, own, group=self.torch_group, async_op=True)
+        return self._collective(work)
+
+    def _uses_nccl(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_cuda and "nccl" in str(dist.get_backend_config(self.torch_group))
+
+    def _collective(self, work: dist.Work | None) -> Pending:
         assert work is not None, f"not a member of {rank_names(self.ranks)}"
-        _Collective(work, self.ranks, self._pulse).wait()
+        what = f"a collective of {rank_names(self.ranks)}"
+        return _Works([work], self.ranks, what, self._await)
+
+    def _await(self, ranks: Sequence[int] | None) -> None:
+        self._pulse.waits_for = ranks
+
+    def _exchange(self, traffic: Traffic, sends: Parts, receives: Parts, note: Note) -> None:
+        out, into = ([Piece(self.ranks[i], t) for i, t in parts] for parts in (sends, receives))
+        self._start(traffic, out, into, note).wait()
+
+    def _start(
+        self, traffic: Traffic, sends: Sequence[Piece], receives: Sequence[Piece], note: Note
+    ) -> Pending:
+        if traffic is not Traffic.GREETING:
+            self.sent.count(sends)
+        group, tag = self.torch_group, _EXCHANGE_TAG + traffic.value
+        peers = sorted({piece.rank for piece in (*sends, *receives)})
+        what = f"{rank_names(peers)} in an exchange of {rank_names(self.ranks)}"
+        # What is expected first, so that nothing that comes has to wait.
+        operations = [
+            dist.P2POp(start, piece.tensor, piece.rank, group, tag)
+            for start, pieces in ((dist.irecv, receives), (dist.isend, sends))
+            for piece in pieces
+        ]
+        if not operations:
+            return Done()
+        try:
+            works = dist.batch_isend_irecv(operations)
+        except RuntimeError as error:
+            raise lost(error, what) from error
+        return _Works(works, peers, what, note)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's value in rank order; read as `gpipe_hpc.comm.pickling` allows."""
@@ -149,19 +243,22 @@ class TorchGroup:
         return [part[:count] for part, count in zip(gathered, counts, strict=True)]
 
 
-class _Collective:
-    """A collective under way whose failure names its ranks."""
+class _Works:
+    """What is under way with some ranks, whose failure names them."""
 
-    def __init__(self, work: dist.Work, ranks: tuple[int, ...], pulse: Pulse) -> None:
-        self._work, self._ranks, self._pulse = work, ranks, pulse
+    def __init__(
+        self, works: Sequence[dist.Work], ranks: Sequence[int], what: str, note: Note
+    ) -> None:
+        self._works, self._ranks, self._what, self._note = works, ranks, what, note
 
     def wait(self) -> None:
-        self._pulse.waits_for = self._ranks
+        self._note(self._ranks)
         try:
-            self._work.wait()
+            for work in self._works:
+                work.wait()
         except RuntimeError as error:
-            raise lost(error, f"a collective of {rank_names(self._ranks)}") from error
-        self._pulse.waits_for = None
+            raise lost(error, self._what) from error
+        self._note(None)
 
 
 class ProcessWorld:
@@ -270,10 +367,9 @@ class ProcessWorld:
         """Form the groups `members` and return the one this rank is in."""
         own: Group | None = None
         for ranks in map(tuple, members):
-            if len(ranks) > 1:
-                formed = TorchGroup(self._new_group(ranks), ranks, self._pulse)
+            formed = self._new_group(ranks) if len(ranks) > 1 else None
             if self.rank in ranks:
-                own = formed if len(ranks) > 1 else SoloGroup(self.rank)
+                own = TorchGroup(formed, ranks, self._pulse) if formed else SoloGroup(self.rank)
         assert own is not None, f"rank {self.rank} is in none of {members}"
         return own
 

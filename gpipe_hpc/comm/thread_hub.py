@@ -6,7 +6,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import torch
 
 from gpipe_hpc.comm.group import rank_names
 from gpipe_hpc.comm.joining.secret import Secret
@@ -19,6 +21,16 @@ POLL_S = 0.05
 
 ExchangeKey = tuple[tuple[int, ...], int]
 """The ranks that exchange values, and a serial number."""
+
+
+class MailKey(NamedTuple):
+    """A message between two ranks of a group."""
+
+    group: ExchangeKey
+    traffic: object
+    source: int
+    destination: int
+    number: int  # of the messages of this kind between the two
 
 
 @dataclass
@@ -39,6 +51,7 @@ class ThreadHub:
         self.report: str | None = None
         self.secret = Secret(secrets.token_bytes(32), "this process")
         self.queues: dict[PlacedChannel, deque[tuple[int, Message]]] = {}
+        self.mail: dict[MailKey, torch.Tensor] = {}
         self._exchanges: dict[ExchangeKey, _Exchange] = {}
 
     def refuse_failed(self, what: str) -> None:
@@ -81,3 +94,15 @@ class ThreadHub:
             if exchange.num_taken == len(ranks):
                 del self._exchanges[key]
         return values
+
+    def put_mail(self, key: MailKey, tensor: torch.Tensor) -> None:
+        """Leave a message; the receiver owns the tensor."""
+        with self.changed:
+            self.mail[key] = tensor
+            self.changed.notify_all()
+
+    def take_mail(self, key: MailKey) -> torch.Tensor:
+        """Return a message, once it is there."""
+        with self.changed:
+            self.wait_for(lambda: self.mail.get(key), f"rank {key.source}")
+            return self.mail.pop(key)

@@ -4,15 +4,21 @@ The same engine runs on them as on processes; only this file and the in-memory t
 """
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from gpipe_hpc.comm.group import Group, Pending, SoloGroup, rank_names
+from gpipe_hpc.comm.collectives.carrier import Carrier, Parts, Traffic
+from gpipe_hpc.comm.collectives.menu import start_all_gather, start_reduce_scatter
+from gpipe_hpc.comm.collectives.plan import Plan
+from gpipe_hpc.comm.collectives.turns import Note
+from gpipe_hpc.comm.group import Group, Pending, Piece, Sent, SoloGroup, rank_names
 from gpipe_hpc.comm.pickling import check_travels
-from gpipe_hpc.comm.thread_hub import ExchangeKey, ThreadHub
+from gpipe_hpc.comm.thread_hub import ExchangeKey, MailKey, ThreadHub
 from gpipe_hpc.comm.tracebacks import leave_out_own_frames
 from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
 from gpipe_hpc.comm.transport.memory import MemoryTransport
@@ -21,18 +27,44 @@ from gpipe_hpc.errors import LaunchError, PeerError
 T = TypeVar("T")
 
 
-class _ThreadAllReduce:
-    """An all-reduce under way: the contribution is out, the sum is taken at `wait`."""
+class _ThreadCollective:
+    """A collective under way: the contribution is out, the result is taken at `wait`."""
 
-    def __init__(self, hub: ThreadHub, key: ExchangeKey, tensor: torch.Tensor) -> None:
-        self._hub, self._key, self._tensor = hub, key, tensor
+    def __init__(
+        self,
+        hub: ThreadHub,
+        key: ExchangeKey,
+        tensor: torch.Tensor,
+        result: Callable[[list[torch.Tensor]], torch.Tensor],
+    ) -> None:
+        self._hub, self._key, self._tensor, self._result = hub, key, tensor, result
 
     def wait(self) -> None:
-        parts = self._hub.collect(self._key)
-        total = parts[0].clone()
-        for part in parts[1:]:
-            total += part
-        self._tensor.copy_(total)
+        self._tensor.copy_(self._result(self._hub.collect(self._key)))
+
+
+def _in_rank_order(parts: list[torch.Tensor]) -> torch.Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+class _ThreadExchange:
+    """An exchange under way: what is sent is out, what comes is taken at `wait`."""
+
+    def __init__(self, hub: ThreadHub, receives: Sequence[tuple[MailKey, torch.Tensor]]) -> None:
+        self._hub, self._receives = hub, receives
+
+    def wait(self) -> None:
+        for key, tensor in self._receives:
+            came = self._hub.take_mail(key)
+            if (came.dtype, came.numel()) != (tensor.dtype, tensor.numel()):
+                raise ConnectionError(
+                    f"exchange: expected {tensor.numel()} x {tensor.dtype} from rank "
+                    f"{key.source}, got {came.numel()} x {came.dtype}; the ranks do not do the same"
+                )
+            tensor.copy_(came.view(tensor.shape))
 
 
 class ThreadGroup:
@@ -41,8 +73,13 @@ class ThreadGroup:
     def __init__(self, hub: ThreadHub, ranks: tuple[int, ...], rank: int, serial: int) -> None:
         self.ranks = ranks
         self.size = len(ranks)
+        self.position = ranks.index(rank)
+        self.sent = Sent()
         self.torch_group: dist.ProcessGroup | None = None
         self._hub, self._rank, self._serial = hub, rank, serial
+        self._name: ExchangeKey = (ranks, serial)
+        self._num_mails: dict[tuple[Traffic, int, int], int] = defaultdict(int)
+        self._carrier = Carrier(ranks, self.position, self._exchange, lambda ranks: None)
 
     def _next_key(self, value: Any) -> ExchangeKey:
         self._serial += 1
@@ -52,7 +89,7 @@ class ThreadGroup:
 
     def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
         """Contribute a copy of `tensor`; the sum lands in it at `wait`."""
-        return _ThreadAllReduce(self._hub, self._next_key(tensor.clone()), tensor)
+        return _ThreadCollective(self._hub, self._next_key(tensor.clone()), tensor, _in_rank_order)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum `tensor` in place."""
@@ -63,10 +100,52 @@ class ThreadGroup:
         parts = self._hub.collect(self._next_key(tensor.clone()))
         tensor.copy_(torch.stack(parts).amax(0))
 
+    def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
+        """Contribute a copy of `tensor`; the root's lands in it at `wait`."""
+        key = self._next_key(tensor.clone())
+        return _ThreadCollective(self._hub, key, tensor, itemgetter(self.ranks.index(root)))
+
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Fill `tensor` with world rank `root`'s."""
-        parts = self._hub.collect(self._next_key(tensor.clone()))
-        tensor.copy_(parts[self.ranks.index(root)])
+        self.start_broadcast(tensor, root).wait()
+
+    def start_exchange(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> Pending:
+        """Leave copies of what is sent; what comes lands at `wait`."""
+        return self._start(Traffic.CALLER, sends, receives)
+
+    def start_plan(self, plan: Plan, tensor: torch.Tensor, what: str) -> Pending:
+        """Start a plan on the group's own thread."""
+        return self._carrier.start(plan, tensor, what)
+
+    def start_reduce_scatter(
+        self, whole: torch.Tensor, counts: Sequence[int] | None = None
+    ) -> Pending:
+        """Sum shards along a ring."""
+        return start_reduce_scatter(self, whole, counts)
+
+    def start_all_gather(self, whole: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
+        """Gather shards along a ring."""
+        return start_all_gather(self, whole, counts)
+
+    def _start(
+        self, traffic: Traffic, sends: Sequence[Piece], receives: Sequence[Piece]
+    ) -> Pending:
+        if traffic is not Traffic.GREETING:
+            self.sent.count(sends)
+        for piece in sends:
+            self._hub.put_mail(self._mail(traffic, self._rank, piece.rank), piece.tensor.clone())
+        keys = [self._mail(traffic, piece.rank, self._rank) for piece in receives]
+        awaited = zip(keys, (piece.tensor for piece in receives), strict=True)
+        return _ThreadExchange(self._hub, list(awaited))
+
+    def _mail(self, traffic: Traffic, source: int, destination: int) -> MailKey:
+        number = self._num_mails[traffic, source, destination]
+        self._num_mails[traffic, source, destination] += 1
+        return MailKey(self._name, traffic, source, destination, number)
+
+    def _exchange(self, traffic: Traffic, sends: Parts, receives: Parts, note: Note) -> None:
+        out, into = ([Piece(self.ranks[i], t) for i, t in parts] for parts in (sends, receives))
+        self._start(traffic, out, into).wait()
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's value: the object itself, if it could travel between processes."""
@@ -155,6 +234,6 @@ def run_on_threads(
         first = (causes or failures)[0]
         leave_out_own_frames(first)
         raise first
-    if hub.queues and any(hub.queues.values()):
+    if hub.mail or any(hub.queues.values()):
         raise LaunchError("threads: expected every message consumed, got some left over")
     return results

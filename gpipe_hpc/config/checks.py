@@ -50,6 +50,7 @@ _RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
         "train.device_flops_per_s": (1, _INF),
         "verify.steps": (1, _INF),
         "bench.steps": (1, _INF),
+        "bench.repeats": (1, _INF),
         "bench.limit_s": (1, _INF),
         "pipeline.memory_bytes": (1, _INF),
         **DATA_RANGES,

@@ -48,7 +48,7 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
             _but("verify"),
         ),
         "bench": Command(
-            "Measure the speed of a model and settings over a sweep.",
+            "Measure the speed of a model and settings over a sweep, or of collectives.",
             "python -m gpipe_hpc.bench bench.ranks=[1,2] bench.microbatches=[4,8]",
             _but("bench"),
         ),

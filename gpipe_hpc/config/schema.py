@@ -188,12 +188,17 @@ class ExportConfig:
 class BenchConfig:
     """Over what ``python -m gpipe_hpc.bench`` sweeps; an empty list means the run's own setting."""
 
+    workloads: list[str] = field(default_factory=lambda: ["steps"])
     ranks: list[int] = field(default_factory=list)
     threads: list[int] = field(default_factory=lambda: [1])
     batch_sizes: list[int] = field(default_factory=list)
     microbatches: list[int] = field(default_factory=list)
     backends: list[str] = field(default_factory=list)
     steps: int = 5
+    message_bytes: list[int] = field(
+        default_factory=lambda: [1024, 16384, 262144, 1048576, 4194304, 16777216]
+    )
+    repeats: int = 15
     limit_s: float = 600.0
     out: str | None = None
 

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from gpipe_hpc.comm.group import Group
+from gpipe_hpc.comm.packed import broadcast_packed
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.engine.stages.routes import stage_routes
 from gpipe_hpc.engine.stages.stage import Stage
-from gpipe_hpc.engine.state.drift import equalise_buffers
+from gpipe_hpc.engine.state.drift import copy_of, plain_buffers, take_over
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import (
     Layer,
@@ -140,10 +141,24 @@ def check_agreement(world: Group, facts: dict[str, object]) -> None:
 
 
 def equalise_copies(stages: Mapping[int, Stage], copies: Mapping[int, Group]) -> None:
-    """Give every copy of a stage the parameters and buffers of its first: that of replica 0."""
+    """Give every copy of a stage the parameters and buffers of its first: that of replica 0.
+
+    Stages with the same holders go together, packed into few broadcasts.
+    """
+    by_ranks: dict[tuple[int, ...], list[int]] = {}
+    for index in sorted(stages):
+        by_ranks.setdefault(copies[index].ranks, []).append(index)
+    for ranks, indices in by_ranks.items():
+        _equalise([stages[index] for index in indices], copies[indices[0]], ranks[0])
+
+
+def _equalise(stages: Sequence[Stage], group: Group, root: int) -> None:
+    if group.size == 1:
+        return
+    parameters = [p.data for stage in stages for p in stage.named_parameters().values()]
+    places = [place for stage in stages for place in plain_buffers(stage.layers)]
+    values = [copy_of(place) for place in places]
     with torch.no_grad():
-        for index, stage in sorted(stages.items()):
-            group = copies[index]
-            for parameter in stage.named_parameters().values():
-                group.broadcast(parameter.data, root=group.ranks[0])
-            equalise_buffers(stage.layers, group)
+        broadcast_packed(group, [*parameters, *values], root)
+    for place, value in zip(places, values, strict=True):
+        take_over(place, value)

@@ -280,15 +280,22 @@ def modules_of(
     return list(modules.values())
 
 
-def equalise_buffers(layers: Mapping[int, nn.Module], group: Group) -> None:
-    """Give all holders of a stage the buffers of the first, also those no checkpoint keeps."""
+def plain_buffers(layers: Mapping[int, nn.Module]) -> list[Place]:
+    """Return where the layers keep plain buffers, also those that no checkpoint keeps."""
     modules = modules_of(layers, pooled=True)
     places = [Place(module, name) for _, module in modules for name in module._buffers]
-    plain = [p for p in places if p.buffer is not None and _is_plain(_present(p))]
-    values = _broadcast([_present(place) for place in plain], group, group.ranks[0])
-    for place, value in zip(plain, values, strict=True):
-        if not _same(_present(place), value):
-            place.put(value)
+    return [p for p in places if p.buffer is not None and _is_plain(_present(p))]
+
+
+def copy_of(place: Place) -> torch.Tensor:
+    """Return a copy of what a buffer holds, in one row or none."""
+    return _present(place).resolve_conj().resolve_neg().contiguous().clone()
+
+
+def take_over(place: Place, value: torch.Tensor) -> None:
+    """Give a buffer a value of its own shape; what has it already is left alone."""
+    if not _same(_present(place), value):
+        place.put(value)
 
 
 def _found(place: Place) -> _Found:

@@ -7,6 +7,7 @@ from torch import nn
 
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.mesh import Mesh
+from gpipe_hpc.comm.packed import broadcast_packed
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.engine.stages.stage import Stage
 from gpipe_hpc.engine.sums.gradients import Bucket, unite_flags
@@ -46,10 +47,10 @@ class TiedParameter:
             used = unite_flags(self._used, self._group)
             self._bucket.finish(divisor.to(device=self._parameter.device), used)
 
-    def equalise(self, root: int) -> None:
-        """Take over the value of world rank `root`."""
-        with torch.no_grad():
-            self._group.broadcast(self._parameter.data, root)
+    @property
+    def value(self) -> torch.Tensor:
+        """Return what the parameter holds, apart from any graph."""
+        return self._parameter.data
 
 
 def join_ties(
@@ -65,6 +66,8 @@ def join_ties(
     Returns those that this rank holds.
     """
     joined = []
+    copies: dict[tuple[Group, int], list[torch.Tensor]] = {}
+    groups: dict[tuple[tuple[int, ...], int], Group] = {}
     for tie in ties:
         places = sorted({stage_of_layer[layer] for layer, _ in tie.places})
         holders = sorted({rank for stage in places for rank in placement.holders(stage)})
@@ -75,6 +78,10 @@ def join_ties(
             held = next(stage for index, stage in stages.items() if index in places)
             tied = TiedParameter(held.tied[tie.name], group)
             root = mesh.world_rank(0, placement.holders(stage_of_layer[tie.places[0][0]])[0])
-            tied.equalise(root)
             joined.append(tied)
+            first = groups.setdefault((group.ranks, root), group)
+            copies.setdefault((first, root), []).append(tied.value)
+    for (first, root), values in copies.items():
+        with torch.no_grad():
+            broadcast_packed(first, values, root)
     return joined

@@ -1,0 +1,85 @@
+"""What carries out the plans of one group, in turn, beside what the rank computes."""
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from functools import partial
+
+import torch
+
+from gpipe_hpc.comm.collectives.agreement import Agreement
+from gpipe_hpc.comm.collectives.carrying import carry_out
+from gpipe_hpc.comm.collectives.plan import Place, Plan
+from gpipe_hpc.comm.collectives.turns import Note, Turn, Turns
+
+
+class Traffic(Enum):
+    """Kinds of messages within a group that never meet; those of a kind keep their order."""
+
+    CALLER = 0
+    PLAN = 1
+    GREETING = 2
+
+
+Parts = Sequence[tuple[int, torch.Tensor]]
+Exchange = Callable[[Traffic, Parts, Parts, Note], None]
+"""Sends and receives, with positions of ranks; waits, telling for whom."""
+
+
+class Carrier:
+    """Carry out plans over tensors on the host; `listener` hears for whom a caller waits."""
+
+    def __init__(
+        self, ranks: Sequence[int], position: int, exchange: Exchange, listener: Note
+    ) -> None:
+        self._position, self._exchange, self._listener = position, exchange, listener
+        self._agreement = Agreement(Place(len(ranks), position), ranks)
+        self._turns = Turns(f"collectives of {len(ranks)} ranks")
+
+    def start(self, plan: Plan, tensor: torch.Tensor, what: str) -> "Carried":
+        """Start a plan behind those started before; see `Group.start_plan`."""
+        flat = flattened(tensor)
+        turn = self._turns.start(partial(self._carry, plan, flat, named(what, tensor)))
+        return Carried(turn, self._listener, flat, tensor)
+
+    def _carry(self, plan: Plan, flat: torch.Tensor, what: str, note: Note) -> None:
+        self._agreement.reach(
+            what, lambda out, into: self._exchange(Traffic.GREETING, out, into, note)
+        )
+        carry_out(
+            plan,
+            flat,
+            self._position,
+            lambda out, into: self._exchange(Traffic.PLAN, out, into, note),
+        )
+
+
+class Carried:
+    """A plan under way."""
+
+    def __init__(
+        self, turn: Turn, listener: Note, flat: torch.Tensor, tensor: torch.Tensor
+    ) -> None:
+        self._turn, self._listener = turn, listener
+        self._flat, self._tensor = flat, tensor
+
+    def wait(self) -> None:
+        """Return when the result is in place; raise what ended the plan."""
+        self._turn.wait(self._listener)
+        give_back(self._flat, self._tensor)
+
+
+def named(what: str, tensor: torch.Tensor) -> str:
+    """Return what is done to which elements, the same words where the same is done."""
+    return f"{what} of {tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def flattened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor in one row, on the host: its own memory where it can be."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+def give_back(flat: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Put elements in one row back into the tensor that they are of."""
+    own = tensor.detach()
+    if own.device != flat.device or own.data_ptr() != flat.data_ptr():
+        own.copy_(flat.view(tensor.shape))

@@ -1,0 +1,139 @@
+"""The algorithms over Gloo, and what happens when a rank is gone or does something else."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from gpipe_hpc.comm.collectives.menu import (
+    ALL_REDUCE_NAMES,
+    BROADCAST_NAMES,
+    start_all_reduce,
+    start_broadcast,
+)
+from gpipe_hpc.comm.group import Piece
+from gpipe_hpc.comm.joining.start import start_world
+from gpipe_hpc.comm.world import together
+from gpipe_hpc.errors import ConfigError, PeerError
+
+DTYPES = (
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.complex64),
+)
+
+
+def parts_of(size, length, dtype=torch.float64):
+    torch.manual_seed(length)
+    return [torch.randint(-9, 9, (length,)).to(dtype) for _ in range(size)]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_sums_shards_and_broadcasts_between_processes(processes, tmp_path, size):
+    """Whole numbers, so that every order of summing has the same bits."""
+
+    def body(rank):
+        world = start_world(device="cpu", timeout_s=60)  # it ends with its last name
+        group = world.everybody
+        wrong = []
+        for algorithm in ALL_REDUCE_NAMES[1:]:
+            for length, dtype in [(1000, d) for d in DTYPES] + [(n, DTYPES[0]) for n in (0, 1, 3)]:
+                parts = parts_of(size, length, dtype)
+                own = parts[rank].clone()
+                start_all_reduce(group, own, algorithm, block_bytes=1024).wait()
+                if not torch.equal(own, sum(parts[1:], parts[0])):
+                    wrong.append((algorithm, length, dtype))
+        for algorithm in BROADCAST_NAMES:
+            for root in (0, size - 1):
+                parts = parts_of(size, 1000)
+                own = parts[rank].clone()
+                hosts = [i // 2 for i in range(size)]
+                options = {"block_bytes": 1024, "hosts": hosts}
+                start_broadcast(group, own, root, algorithm, **options).wait()
+                if not torch.equal(own, parts[root]):
+                    wrong.append((algorithm, root))
+        parts = parts_of(size, 999)
+        own = parts[rank].clone()
+        before = group.sent.num_bytes
+        group.start_reduce_scatter(own).wait()
+        scattered = group.sent.num_bytes - before
+        group.start_all_gather(own).wait()
+        if not torch.equal(own, sum(parts[1:], parts[0])):
+            wrong.append("reduce-scatter and all-gather")
+        return wrong, scattered
+
+    found = processes(size, body, tmp_path)
+    assert [wrong for wrong, _ in found] == [[]] * size
+    # All shards but its own, once: (R-1)/R of the bytes.
+    shards = [len(part) for part in torch.tensor_split(torch.zeros(999), size)]
+    assert [sent for _, sent in found] == [8 * (999 - own) for own in shards]
+
+
+def test_plans_go_on_beside_the_calling_thread_and_the_groups_other_collectives(
+    processes, tmp_path
+):
+    def body(rank):
+        world = start_world(device="cpu", timeout_s=60)  # it ends with its last name
+        group = world.everybody
+        buckets = [torch.full((50_000,), float(rank + i)) for i in range(6)]
+        algorithms = ["ring", "chain", "rank_order", "tree", "ring", "rabenseifner"]
+        pending = [
+            start_all_reduce(group, bucket, name)
+            for bucket, name in zip(buckets, algorithms, strict=True)
+        ]
+        told = [group.all_gather_object((rank, turn)) for turn in range(3)]
+        into = torch.zeros(3)
+        group.start_exchange([Piece(1 - rank, torch.ones(3))], [Piece(1 - rank, into)]).wait()
+        for each in reversed(pending):
+            each.wait()
+        assert told == [[(0, turn), (1, turn)] for turn in range(3)] and into.sum() == 3
+        return [bucket.unique().tolist() for bucket in buckets]
+
+    assert processes(2, body, tmp_path) == [[[2.0 * i + 1.0] for i in range(6)]] * 2
+
+
+def test_ranks_that_do_not_start_the_same_are_all_told(processes, tmp_path):
+    """Gloo would have left a stale tail, or ended a process."""
+
+    def body(rank):
+        world = start_world(device="cpu", timeout_s=60)
+        began_s = time.monotonic()
+        try:
+            with together(world, "a sum"):
+                start_all_reduce(world.everybody, torch.ones(10 + (rank == 2)), "ring").wait()
+        except (ConfigError, PeerError) as error:
+            return str(error), time.monotonic() - began_s
+
+    for told, took_s in processes(3, body, tmp_path):
+        assert "expected the same one on every rank" in told
+        assert "of 10 x float32" in told and "of 11 x float32" in told and took_s < 30
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_within_a_plan_is_named_on_all_others(tmp_path, start_ranks):
+    """The news come by the watch; the plan's thread hears of it by its broken connections."""
+    script = tmp_path / "dies.py"
+    script.write_text(
+        "import os, signal, sys, torch\n"
+        "from gpipe_hpc.comm.collectives.menu import start_all_reduce\n"
+        "from gpipe_hpc.comm.joining.start import start_world\n"
+        "from gpipe_hpc.comm.world import together\n"
+        "world = start_world(device='cpu', timeout_s=60)\n"
+        "with together(world, 'the sums'):\n"
+        "    for turn in range(1000):\n"
+        "        if turn == 20 and world.rank == 1:\n"
+        "            os.kill(os.getpid(), signal.SIGKILL)\n"
+        "        start_all_reduce(world.everybody, torch.ones(1000), 'ring').wait()\n"
+    )
+    began_s = time.monotonic()
+    ranks = start_ranks(
+        3, module="dies", env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}"}
+    )
+    ranks.wait(60)
+    assert time.monotonic() - began_s < 45
+    assert ranks.codes[1] == -signal.SIGKILL
+    for rank in (0, 2):
+        assert ranks.codes[rank] == 1
+        assert "another failed: rank 1" in ranks.outputs[rank]
+        assert "died" in ranks.outputs[rank] and "killed by SIGKILL" in ranks.outputs[rank]

@@ -1,0 +1,100 @@
+"""What a caller gets wrong, and what a failing rank means for those that wait in a plan."""
+
+import pytest
+import torch
+
+from gpipe_hpc.comm.collectives.menu import (
+    start_all_gather,
+    start_all_reduce,
+    start_broadcast,
+    start_reduce_scatter,
+)
+from gpipe_hpc.comm.group import SoloGroup
+from gpipe_hpc.comm.threads import run_on_threads
+from gpipe_hpc.comm.world import together
+from gpipe_hpc.errors import ConfigError, PeerError
+
+ALONE = SoloGroup(0)
+
+
+@pytest.mark.parametrize(
+    ("start", "message"),
+    [
+        (lambda t: start_all_reduce(ALONE, t, "rings"), "one of backend, ring, .*got 'rings'"),
+        (lambda t: start_broadcast(ALONE, t, 0, "tree"), "one of backend, binomial.*got 'tree'"),
+        (lambda t: start_reduce_scatter(ALONE, t, None, "tree"), "one of ring, halving"),
+        (lambda t: start_all_gather(ALONE, t, None, "tree"), "one of ring, doubling"),
+        (lambda t: start_all_reduce(ALONE, t, "chain", block_bytes=0), "1 byte at least, got 0"),
+        (lambda t: start_broadcast(ALONE, t, 3, "chain"), "root among .*got 3"),
+        (lambda t: start_broadcast(ALONE, t, 0, "hierarchical"), "host of each of 1 ranks"),
+        (lambda t: ALONE.start_reduce_scatter(t, [5]), "sum 6, got 1 with the sum 5"),
+        (lambda t: ALONE.start_all_gather(t, [3, 3]), "expected 1 counts.*got 2"),
+        (lambda t: ALONE.start_all_gather(t, [7, -1]), "none negative"),
+        (lambda t: ALONE.start_reduce_scatter(t.view(2, 3)), r"flat.*got shape \(2, 3\)"),
+        (lambda t: ALONE.start_reduce_scatter(t[::2]), "flat contiguous"),
+    ],
+)
+def test_a_mistake_is_answered_before_anything_is_sent(start, message):
+    with pytest.raises(ConfigError, match=message):
+        start(torch.zeros(6))
+
+
+def refused(size, body):
+    """Run a body on threads; return what each rank raised."""
+    told = {}
+
+    def caught(world):
+        try:
+            with together(world, "a sum"):
+                body(world)
+        except (ConfigError, PeerError) as error:
+            told[world.rank] = str(error)
+            raise
+
+    with pytest.raises((ConfigError, PeerError)):
+        run_on_threads(size, caught, timeout_s=20)
+    return told
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda group, odd: start_all_reduce(group, torch.zeros(7 if odd else 6), "ring"),
+        lambda group, odd: start_all_reduce(group, torch.zeros(6), "tree" if odd else "ring"),
+        lambda group, odd: start_all_reduce(
+            group, torch.zeros(6, dtype=torch.int32 if odd else torch.int64), "ring"
+        ),
+        lambda group, odd: group.start_all_gather(torch.zeros(6), [3, 3, 0] if odd else [2, 2, 2]),
+        lambda group, odd: start_broadcast(group, torch.zeros(6), int(odd), "chain"),
+    ],
+)
+def test_ranks_that_start_different_things_all_hear_of_it(start):
+    told = refused(3, lambda world: start(world.everybody, world.rank == 2).wait())
+    assert told.keys() == {0, 1, 2}
+    assert all("expected the same one on every rank" in each for each in told.values()), told
+
+
+def test_a_rank_that_fails_ends_the_plans_of_all():
+    def body(world):
+        start_all_reduce(world.everybody, torch.zeros(6), "ring").wait()
+        if world.rank == 1:
+            raise ConfigError("rank 1: the cause")
+        start_all_reduce(world.everybody, torch.zeros(6), "ring").wait()
+
+    told = refused(3, body)
+    assert told.keys() == {0, 1, 2} and all("the cause" in each for each in told.values())
+
+
+def test_after_a_failure_no_plan_behind_it_is_carried_out():
+    def body(world):
+        first = start_all_reduce(world.everybody, torch.zeros(7 if world.rank else 6), "ring")
+        behind = start_all_reduce(world.everybody, torch.zeros(3), "ring")
+        errors = []
+        for pending in (first, behind):
+            with pytest.raises((ConfigError, ConnectionError)) as caught:
+                pending.wait()
+            errors.append(caught.value)
+        assert errors[0] is errors[1]
+        return "same"
+
+    assert run_on_threads(2, body, timeout_s=10) == ["same", "same"]

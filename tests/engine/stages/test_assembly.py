@@ -1,0 +1,73 @@
+"""What ranks tell one another before the first step."""
+
+import torch
+from torch import nn
+
+from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.comm.threads import ThreadGroup
+from tests.support import mean_square
+
+WIDTH = 4
+
+
+def counted(monkeypatch):
+    """Count the broadcasts that each group starts."""
+    started = []
+    own = ThreadGroup.start_broadcast
+
+    def start(group, tensor, root):
+        started.append((group.ranks, group.position))
+        return own(group, tensor, root)
+
+    monkeypatch.setattr(ThreadGroup, "start_broadcast", start)
+    return started
+
+
+def layers(value):
+    made = []
+    for _ in range(10):
+        made += [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)]
+    for layer in made:
+        for tensor in [*layer.parameters(), *layer.buffers()]:
+            tensor.data.fill_(value)
+    return made
+
+
+def test_the_start_sends_a_stage_at_once_not_one_tensor_at_a_time(monkeypatch):
+    """Forty parameters, and the buffers by themselves, were a collective each."""
+    started = counted(monkeypatch)
+
+    def body(world):
+        pipe = Pipeline(
+            layers(float(world.rank + 1)),
+            mean_square,
+            stages=2,
+            replicas=2,
+            schedule="interleaved",
+            world=world,
+        )
+        return list(pipe.parameters()), pipe.stage_rank
+
+    for parameters, rank in run_on_threads(4, body):
+        assert len(parameters) >= 16
+        # Those of replica 0, whose ranks are 0 and 1.
+        assert all(bool((p == rank + 1.0).all()) for p in parameters)
+    # One for each rank, though it holds two stages.
+    assert sorted(started) == [((0, 2), 0), ((0, 2), 1), ((1, 3), 0), ((1, 3), 1)]
+
+
+def test_ties_with_the_same_holders_go_together(monkeypatch):
+    started = counted(monkeypatch)
+
+    def body(world):
+        linear = LayerSpec(nn.Linear, WIDTH, WIDTH)
+        ties = {"weight": "matrix", "bias": "offset"}
+        layers = [linear.tied(ties), linear, linear.tied(ties)]
+        pipe = Pipeline(layers, mean_square, stages=2, world=world)
+        tied = pipe.stages[0 if world.rank == 0 else 1].tied
+        return {name: value.detach().clone() for name, value in tied.items()}
+
+    first, last = run_on_threads(2, body)
+    assert first.keys() == last.keys() and len(first) == 2
+    assert all(torch.equal(first[name], last[name]) for name in first)
+    assert sorted(started) == [((0, 1), 0), ((0, 1), 1)]
