@@ -42,8 +42,8 @@ def found(name, validation, *, steps=100, seconds=50.0, there=10_000_000, back=4
 def test_the_table_times_rows_to_the_base_rows_last_loss():
     rows = {
         BASE: found(BASE, [(10.0, 4.0), (50.0, 3.0)]),
-        "stages_2": found("stages_2", [(5.0, 3.5), (10.0, 3.0), (50.0, 2.0)], steps=400),
-        "stages_4": found("stages_4", [(50.0, 3.1)], back=20_000_000),
+        "stages": found("stages", [(5.0, 3.5), (10.0, 3.0), (50.0, 2.0)], steps=400),
+        "stages_of_2": found("stages_of_2", [(50.0, 3.1)], back=20_000_000),
     }
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table(rows).splitlines()]
     assert [line[2:] for line in lines[2:]] == [
@@ -60,10 +60,10 @@ def test_a_loss_counts_as_reached_when_it_is_validated():
 
 
 def test_the_picture_has_both_panels():
-    rows = {name: found(name, [(1.0, 4.0), (9.0, 3.0)]) for name in (BASE, "stages_2")}
+    rows = {name: found(name, [(1.0, 4.0), (9.0, 3.0)]) for name in (BASE, "stages")}
     text = picture(rows, "title")
     ET.fromstring(text)
-    for words in ("ways to combine", "ways to lay out", BASE, "stages_2"):
+    for words in ("ways to combine", "ways to lay out", BASE, "stages"):
         assert words in text
 
 
@@ -81,7 +81,7 @@ SMALL = (
 def test_a_short_form_gives_a_table_that_theory_agrees_with(two_hosts, tmp_path):
     """Bytes over the link: of replicas the gradients, whatever the batch; of stages activations."""
     two_hosts()  # or skip
-    args = parsed(["--seconds", "3", "--rows", "plain,stages_2", "--out", str(tmp_path), *SMALL])
+    args = parsed(["--seconds", "3", "--rows", "plain,stages", "--out", str(tmp_path), *SMALL])
     rows = measured(args)
     config = compose_config([*COMMON, *SMALL])
     width, tokens = 32, config.train.batch_size * 16
@@ -89,10 +89,10 @@ def test_a_short_form_gives_a_table_that_theory_agrees_with(two_hosts, tmp_path)
     parameters = 256 * width + 16 * width + 12 * width**2 + 13 * width + 2 * width + 256 * width
     gradients, activations = 4 * parameters, 4 * tokens * width
     assert gradients <= rows["plain"].step_bytes <= 1.3 * gradients + 20_000
-    assert activations <= rows["stages_2"].step_bytes <= 1.3 * activations + 20_000
+    assert activations <= rows["stages"].step_bytes <= 1.3 * activations + 20_000
     for row in rows.values():
         assert row.steps > 2 and row.validation and row.losses[-1][1] < 5.7
     written = json.loads((tmp_path / "figures.json").read_text())
-    assert list(written) == ["plain", "stages_2"]
+    assert list(written) == ["plain", "stages"]
     assert table(rows) in (tmp_path / "table.md").read_text()
     write(tmp_path / "again", rows, "")  # what has been written once can be written anywhere

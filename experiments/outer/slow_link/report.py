@@ -41,7 +41,10 @@ def picture(found: Mapping[str, Found], title: str) -> str:
     """Return an SVG: validation loss over seconds of training, methods beside layouts."""
     panels = {
         what: curves
-        for what, rows in (("ways to combine", METHODS), ("ways to lay out", LAYOUTS))
+        for what, rows in (
+            ("ways to combine", METHODS),
+            ("ways to lay out", (ROWS[BASE], *LAYOUTS)),
+        )
         if (curves := _curves(found, rows))
     }
     return draw(panels, "seconds of training", "validation loss, nats a byte", title)

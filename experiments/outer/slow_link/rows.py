@@ -12,7 +12,7 @@ COMMON: Final = (
     "model.width=256",
     "data=python_source",
     "data.seq_len=64",
-    "train.batch_size=16",
+    "train.batch_size=8",
     "train.steps=1000000",
     "train.validate_batches=8",
     "optimizer=adamw",
@@ -49,37 +49,39 @@ def _replicas(name: str, what: str, *overrides: str, validate_every: int) -> Row
 BASE: Final = "plain"
 
 # How two replicas are combined over the link.
-METHODS: Final = (_replicas(BASE, "every gradient is summed, in float32", validate_every=5),)
+METHODS: Final = (
+    _replicas(BASE, "2 replicas, one on each host; every gradient is summed", validate_every=5),
+)
 
-# Which part of the layout the link cuts.
+
+def _layout(name: str, what: str, places: Places, *overrides: str, validate_every: int) -> Row:
+    return Row(name, what, places, ("pipeline.stages=2", *overrides), validate_every)
+
+
+# Which part of the layout the link cuts; pieces of two samples in each.
 LAYOUTS: Final = (
-    Row(
-        "replicas_2",
-        "2 replicas of 1 stage, one on each host",
-        _ONE_EACH,
-        ("pipeline.replicas=2", "pipeline.microbatches=4"),
-        5,
-    ),
-    Row(
-        "stages_2",
+    _layout(
+        "stages",
         "1 pipeline of 2 stages, one on each host",
         _ONE_EACH,
-        ("pipeline.stages=2", "pipeline.microbatches=4"),
-        20,
+        "pipeline.microbatches=4",
+        validate_every=20,
     ),
-    Row(
-        "replicas_4",
+    _layout(
+        "replicas_of_2",
         "2 pipelines of 2 stages, one on each host",
         _TWO_EACH,
-        ("pipeline.stages=2", "pipeline.replicas=2", "pipeline.microbatches=4"),
-        5,
+        "pipeline.replicas=2",
+        "pipeline.microbatches=2",
+        validate_every=5,
     ),
-    Row(
-        "stages_4",
-        "2 pipelines of 2 stages, their first stages on one host",
+    _layout(
+        "stages_of_2",
+        "2 pipelines of 2 stages, the first stages of both on one host",
         _STAGE_A_HOST,
-        ("pipeline.stages=2", "pipeline.replicas=2", "pipeline.microbatches=4"),
-        20,
+        "pipeline.replicas=2",
+        "pipeline.microbatches=2",
+        validate_every=20,
     ),
 )
 

@@ -31,7 +31,7 @@ from experiments.outer.stale.text_model import (
 )
 from experiments.outer.stale.working import work
 
-_BUSY_S: Final = 0.010
+_BUSY_S: Final = 0.030
 _LOOK_S: Final = 0.5
 _FOREVER: Final = 1 << 40
 
