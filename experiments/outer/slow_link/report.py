@@ -19,7 +19,8 @@ def table(found: Mapping[str, Found], base: str = BASE) -> str:
         f"seconds to {base}'s last loss | of its time |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
-    target_s, target = found[base].validation[-1] if base in found else (None, None)
+    ends = found[base].validation if base in found else []
+    target_s, target = ends[-1] if ends else (None, None)
     for name, each in found.items():
         row = ROWS[name]
         reached = None if target is None else seconds_to(each.validation, target)
