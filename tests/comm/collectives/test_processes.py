@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -137,3 +138,32 @@ def test_a_rank_that_dies_within_a_plan_is_named_on_all_others(tmp_path, start_r
         assert ranks.codes[rank] == 1
         assert "another failed: rank 1" in ranks.outputs[rank]
         assert "died" in ranks.outputs[rank] and "killed by SIGKILL" in ranks.outputs[rank]
+
+
+def test_who_waits_for_a_plan_says_for_whom(processes, tmp_path, until):
+    """The watch names the rank that holds up the others, not all that take part."""
+
+    def body(rank):
+        world = start_world(device="cpu", timeout_s=60)
+        start_all_reduce(world.everybody, torch.ones(8), "tree").wait()  # they have met
+        seen, looking = [], threading.Thread(target=lambda: seen.append(look(world)))
+        if rank == 0:
+            looking.start()
+        if rank == 2:
+            until((tmp_path / "seen").exists, 40, "another rank waits for this one")
+        start_all_reduce(world.everybody, torch.ones(8), "tree").wait()
+        if rank == 0:
+            looking.join()
+        assert world._pulse.waits_for is None
+        return seen
+
+    def look(world):
+        pulse = world._pulse
+        until(lambda: pulse.waits_for == [2], 40, "this rank waits for rank 2")
+        assert pulse.waits
+        told = str(pulse)
+        (tmp_path / "seen").touch()
+        return told
+
+    (told,), _, _ = processes(3, body, tmp_path)
+    assert told.endswith("waiting for rank 2")
