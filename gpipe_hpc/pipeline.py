@@ -202,6 +202,8 @@ class Pipeline:
         search = patiently_here(
             world, "start", measure if world.rank == 0 else None, idle_s=timeout_s
         )
+        if world.rank == 0 and request.schedule == "auto":
+            log.info("searching an order of the work ...")
         decided = patiently(world, "laying out", search)
         with together(world, "start"):
             layout: Layout = broadcast_object(self.everybody, decided, root=0)

@@ -28,6 +28,7 @@ from gpipe_hpc.planning.forecast import forecast
 from gpipe_hpc.planning.gauges import COUNTED
 from gpipe_hpc.planning.meta import META
 from gpipe_hpc.planning.report import Assumptions, Sections, report
+from gpipe_hpc.planning.shares import microbatch_shares
 from gpipe_hpc.planning.units import bytes_text
 from gpipe_hpc.planning.vocabulary import check_vocabulary
 from gpipe_hpc.training.asking import request_of
@@ -90,8 +91,13 @@ def make_plan(config: Config) -> Plan:
     gauge = Counted(layers, example, request.precision, shares_casts=not request.offload)
     layout = _lay_out(request, gauge)
     states, counts = request.optimizer_states, layout.partition.counts
-    found = forecast(gauge.count, counts, layout.schedule, states, layout.recomputed)
-    assumptions = Assumptions(config.plan.flops_per_s, config.pipeline.memory_bytes)
+    shares = microbatch_shares(
+        config.train.batch_size, replicas=request.replicas, microbatches=request.microbatches
+    )
+    found = forecast(gauge.count, counts, layout.schedule, states, layout.recomputed, shares)
+    assumptions = Assumptions(
+        config.plan.flops_per_s, config.pipeline.memory_bytes, config.pipeline.recompute
+    )
     sections = Sections(
         heading="\n".join([*_heading(config, gauge, layout, sample), *map(_warning, doubts)]),
         cut_by=_cut_by(config.pipeline.partition, layout.partition),

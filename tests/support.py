@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.config import check_config, compose_config
+from gpipe_hpc.schedule import Costs, Timeline, build, simulate
 from gpipe_hpc.training.loop import run_training
 from gpipe_hpc.training.signals import StopRequest
 
@@ -154,6 +155,26 @@ def assert_close(ours: Trained, other: Trained, near: float) -> None:
         for name, tensor in mine.items():
             other_dense = theirs[name].to_dense()
             assert torch.allclose(tensor.to_dense(), other_dense, rtol=near, atol=near), name
+
+
+RUN_COSTS = Costs(
+    forward=[1, 2, 1, 3], input_gradient=2, weight_gradient=[1, 1, 2, 1], recompute=1, send=0.5
+)
+
+
+def measured_run(
+    name: str, costs: Costs = RUN_COSTS, recompute: str = "never", start_s: float = 100.0
+) -> Timeline:
+    """Return a timeline as a run has it: compute alone, on a clock that starts anywhere."""
+    timeline = simulate(build(name, ranks=4, microbatches=6, recompute=recompute), costs)
+    rows = tuple(
+        tuple(
+            event._replace(start_s=event.start_s + start_s, end_s=event.end_s + start_s)
+            for event in row
+        )
+        for row in timeline.events
+    )
+    return Timeline(rows, timeline.num_stages, timeline.num_microbatches, name)
 
 
 def train_here(ranks: int, *overrides: str) -> None:

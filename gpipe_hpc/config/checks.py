@@ -176,13 +176,6 @@ def _check_draw(config: Config) -> None:
                 cost,
                 f"write it as draw.costs.{name}=1.5 or [1,1.5]",
             )
-    if config.run.dir and config.draw.compare:
-        raise refuse(
-            "draw.compare",
-            "nothing beside run.dir: a run is drawn beside its own simulation",
-            config.draw.compare,
-            "leave one of the two out",
-        )
     for name in config.draw.compare:
         if name not in schedule_names():
             known = ", ".join(schedule_names())
@@ -292,6 +285,24 @@ def _doubts(config: Config) -> Iterator[str]:
             f"ignored"
         )
     yield from _empty_microbatches(config)
+    yield from _unused_vocabulary(config)
+
+
+_MUCH_LARGER: Final = 4  # times the data's vocabulary; a few more rows make a size even
+
+
+def _unused_vocabulary(config: Config) -> Iterator[str]:
+    size = config.model.get("vocab_size")
+    if type(size) is not int or not isinstance(config.data, TokenDataConfig):
+        return
+    used = num_tokens_of(config.data)
+    if size >= _MUCH_LARGER * used:
+        yield (
+            f"config: model.vocab_size={size} is far more than the {used} tokens that the data "
+            f"have (data.vocab_size={config.data.vocab_size}); the rows of the others take memory "
+            f"and time for nothing, unless the model knows them from elsewhere: set "
+            f"model.vocab_size={used}, or correct data.vocab_size"
+        )
 
 
 def _empty_microbatches(config: Config) -> Iterator[str]:

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpipe_hpc.comm.torchrun_report import tell_torchrun
 from gpipe_hpc.comm.tracebacks import users_traceback
-from gpipe_hpc.config.complaints import EXPECTED, complaint
+from gpipe_hpc.config.complaints import EXPECTED, complaint, unknown_option
 from gpipe_hpc.config.composing import Told, load_config, register_schemas
 from gpipe_hpc.config.help import help_of
 from gpipe_hpc.config.presets import conf_dir
@@ -135,6 +135,7 @@ def _composed_jobs(*, reads_data: bool) -> list[Job]:
         except ConfigError as error:
             wrong.append(error)
 
+    _refuse_options(sys.argv[1:])
     register_schemas()
     # Hydra writes multirun.yaml for every sweep; conf/config.yaml sends it here.
     with tempfile.TemporaryDirectory(prefix="gpipe_hpc_") as scratch:
@@ -159,6 +160,25 @@ def _composed_jobs(*, reads_data: bool) -> list[Job]:
             "in this process, got one that gave none back; leave it out, or start a run for each"
         )
     return jobs
+
+
+# Of Hydra's own command line.
+_OPTIONS: Final = frozenset(
+    {
+        *("-m", "--multirun", "-r", "--run", "--resolve", "--version", "-h"),
+        *("-c", "--cfg", "-p", "--package", "-i", "--info", "-sc", "--shell-completion"),
+        *("-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir"),
+        *("--experimental-rerun", "--help", "--hydra-help"),
+    }
+)
+
+
+def _refuse_options(words: Sequence[str]) -> None:
+    """Raise ConfigError for ``--steps=5`` and the like, which Hydra answers with its own usage."""
+    for word in words:
+        known = word.partition("=")[0] in _OPTIONS
+        if word.startswith("-") and not known:
+            raise unknown_option(word)
 
 
 @contextmanager

@@ -95,6 +95,31 @@ def _override(error: Exception) -> tuple[str, str]:
     return (could_not[1], "") if could_not else ("", "")
 
 
+def unknown_option(word: str) -> ConfigError:
+    """Return the ConfigError for a word such as ``--steps=5``: settings have no dashes."""
+    name, _, value = word.lstrip("-").partition("=")
+    wanted = name.replace("-", "_")
+    every = list(settings())
+    last = {each: each.rpartition(".")[2] for each in every}
+    found = wanted if wanted in last.values() else nearest(wanted, last.values())
+    same = [wanted] if wanted in every and "." in wanted else []
+    same = same or [each for each in every if last[each] == found]
+    meant = min(same, key=_by_use, default=None)
+    hint = f"did you mean {meant}={value or '...'}? " if meant else ""
+    return ConfigError(
+        f"config: cannot read {word!r}, expected NAME=VALUE, got an option with a dash; {hint}see "
+        f"--help"
+    )
+
+
+_MUCH_USED: Final = ("train", "pipeline", "optimizer", "data", "model")
+
+
+def _by_use(setting: str) -> int:
+    section = setting.partition(".")[0]
+    return _MUCH_USED.index(section) if section in _MUCH_USED else len(_MUCH_USED)
+
+
 def unknown_setting(key: str) -> ConfigError:
     """Return the ConfigError for a setting that is not there, with what was probably meant."""
     section, _, name = key.rpartition(".")

@@ -1,7 +1,7 @@
 """Help on the screen: what a command does, its settings with their meanings, an example."""
 
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -61,6 +61,7 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
 )
 _GROUPS: Final = ("model", "data", "optimizer")
 _WIDTH: Final = 100
+_COLUMN: Final = 36  # where meanings begin
 
 
 def list_of_commands() -> str:
@@ -79,8 +80,14 @@ def list_of_commands() -> str:
 
 
 def help_of(name: str, conf: Path, words: Sequence[str]) -> str:
-    """Return the help of a command; `words` may choose the presets whose settings are shown."""
+    """Return the help of a command: what it is about first, then what is used most.
+
+    `words` may choose the presets whose settings are shown, and name the sections to show alone.
+    """
     command = COMMANDS[name]
+    sections = {each.name: each for each in sections_of(conf / "config.yaml")}
+    shown = [each for each in _order(name, sections) if each not in command.without]
+    wanted = [each for each in shown if each in words]
     lines = [
         f"python -m gpipe_hpc.{name} NAME=VALUE ...",
         "",
@@ -89,15 +96,25 @@ def help_of(name: str, conf: Path, words: Sequence[str]) -> str:
         f"example: {command.example}",
         "",
         "A list is written NAME=[1,2], nothing is written NAME=null. With -m each combination of",
-        "values (NAME=1,2) runs as a separate job.",
+        "values (NAME=1,2) runs as a separate job. --help SECTION shows one section alone:",
+        *textwrap.wrap(", ".join(shown), _WIDTH),
     ]
-    for group in _GROUPS:
-        lines += _group(group, conf, words)
-    for section in sections_of(conf / "config.yaml"):
-        if section.name not in command.without:
-            lines += ["", f"{section.name}: {section.meaning}".rstrip(": ")]
-            lines += _rows(section.settings)
+    for each in wanted or shown:
+        if each in _GROUPS:
+            lines += _group(each, conf, words)
+        else:
+            lines += ["", f"{each}: {sections[each].meaning}".rstrip(": ")]
+            lines += _rows(sections[each].settings)
     return "\n".join(lines)
+
+
+_MUCH_USED: Final = ("train", "pipeline", "model", "data", "optimizer", "run", "checkpoint")
+
+
+def _order(name: str, sections: Collection[str]) -> list[str]:
+    """Return sections and groups of presets: a command's own, those that are used most, others."""
+    own = [name] if name in sections else []
+    return list(dict.fromkeys([*own, *_MUCH_USED, *_GROUPS, *sections]))
 
 
 def _group(group: str, conf: Path, words: Sequence[str]) -> Iterator[str]:
@@ -126,9 +143,14 @@ def _default(group: str, conf: Path) -> str:
 
 
 def _rows(settings: Iterable[Explained]) -> Iterator[str]:
+    """Yield each setting with its default, and its meaning beside it where there is room."""
     for each in settings:
-        if each.default:
-            yield f"  {each.name}={each.default}"
-            yield from textwrap.wrap(
-                each.meaning, _WIDTH, initial_indent="      ", subsequent_indent="      "
-            )
+        if not each.default:
+            continue
+        head = f"  {each.name}={each.default}"
+        meaning = textwrap.wrap(each.meaning, _WIDTH - _COLUMN, break_on_hyphens=False)
+        if len(head) + 2 > _COLUMN or not meaning:
+            yield head
+        else:
+            yield f"{head:<{_COLUMN}}{meaning.pop(0)}"
+        yield from (" " * _COLUMN + line for line in meaning)

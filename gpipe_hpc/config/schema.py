@@ -179,6 +179,7 @@ class VerifyConfig:
 class ExportConfig:
     """How weights are exported."""
 
+    out: str | None = None
     dtype: str | None = None
     prefix: str = "layers."
     trust: bool = False

@@ -19,7 +19,8 @@ def main() -> None:
 def _task(job: Job) -> int:
     try:
         out = job.config.draw.out
-        put(draw(job.config, columns_of_terminal(out)), out)
+        given = {word.lstrip("+").partition("=")[0] for word in job.words}
+        put(draw(job.config, columns_of_terminal(out), given), out)
     except BrokenPipeError:
         raise  # whoever reads has gone, see run_jobs
     except (GpipeError, OSError) as error:

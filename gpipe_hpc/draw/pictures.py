@@ -2,11 +2,12 @@
 
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.config import Config, DrawConfig
 from gpipe_hpc.config.checks import check_drawing
@@ -14,14 +15,27 @@ from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.draw.tables import standings
 from gpipe_hpc.drawing import draw_text
 from gpipe_hpc.drawing.chrome_trace import chrome_trace
-from gpipe_hpc.drawing.comparison import compare, mean_costs, schedule_of
+from gpipe_hpc.drawing.comparison import compare
 from gpipe_hpc.drawing.html import render_html
 from gpipe_hpc.drawing.layout import layout
 from gpipe_hpc.drawing.png import render_png
 from gpipe_hpc.drawing.svg import render_svg
 from gpipe_hpc.drawing.text import draw_text_memory, num_columns
 from gpipe_hpc.errors import ConfigError, os_remedy
-from gpipe_hpc.schedule import Costs, Timeline, build, lower, simulate
+from gpipe_hpc.schedule import (
+    Costs,
+    Op,
+    Schedule,
+    Timeline,
+    build,
+    costs_for_others,
+    lower,
+    mean_costs,
+    num_stages,
+    recompute_of,
+    schedule_of,
+    simulate,
+)
 from gpipe_hpc.training.traces.files import read_trace, typical_trace
 
 DEFAULT_STAGES = 4
@@ -60,18 +74,20 @@ _ENDINGS: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
-def draw(config: Config, columns: int | None = None) -> str | bytes:
+def draw(config: Config, columns: int | None = None, given: Collection[str] = ()) -> str | bytes:
     """Return the picture, page, trace or table that the settings ask for.
 
     `columns` is the width of the terminal that shows a text: longer lines go on in panels below.
-    Of run.dir the typical measured step above its simulation; without, schedules as simulated.
+    Of run.dir the typical measured step above its simulation, and above those of draw.compare;
+    without, schedules as simulated. `given`: the names of the settings that were typed; beside a
+    run pipeline.schedule is another schedule to compare only if it is one of them.
     """
     check_drawing(config)
     form = format_of(config.draw)
     if form == "table":
         return standings(config, config.pipeline.stages or DEFAULT_STAGES)
     run, size = config.run.dir, Size(config.draw.width, columns)
-    return _FORMATS[form](measured(Path(run)) if run else simulated(config), size)
+    return _FORMATS[form](measured(Path(run), config, given) if run else simulated(config), size)
 
 
 def format_of(settings: DrawConfig) -> str:
@@ -119,32 +135,85 @@ def columns_of_terminal(out: str | None) -> int | None:
     return None if out or not sys.stdout.isatty() else shutil.get_terminal_size().columns
 
 
-def measured(run_folder: Path) -> Subject:
-    """Return the typical measured step of a run, that of median time, above its simulation.
+def measured(run_folder: Path, config: Config, given: Collection[str]) -> Subject:
+    """Return the typical measured step of a run, that of median time, above simulations.
 
-    Simulated is the order that was measured, each op at its measured mean on each stage, transfers
-    free: what is left is the time that costs do not explain.
+    The first one is of the order that was measured, each op at its measured mean on each stage,
+    transfers free: what is left is the time that costs do not explain. Those of other schedules
+    have the same costs.
     """
+    for setting in _OF_THE_RUN:
+        if setting in given:
+            raise refuse(
+                setting,
+                "nothing beside run.dir, which has its own",
+                attrgetter(setting)(config),
+                "leave it out",
+            )
     timeline = read_trace(typical_trace(run_folder))
     # Bare: a run records no transfers, and what was empty in it, a W say, no reduction can await.
     planned = simulate(schedule_of(timeline), mean_costs(timeline))
+    recompute = config.pipeline.recompute
+    if "pipeline.recompute" not in given:
+        recompute = recompute_of(timeline)
+    others = _chosen(config) if "pipeline.schedule" in given else _chosen(config)[1:]
     return Subject(
         (
             replace(timeline, name=f"{timeline.name}, measured"),
             replace(planned, name=f"{timeline.name}, simulated from measured costs"),
+            *(_elsewise(timeline, name, options, recompute) for name, options in others),
         ),
         "s",
         compare(timeline, planned),
     )
 
 
+_OF_THE_RUN: Final = (
+    "pipeline.stages",
+    "pipeline.microbatches",
+    "train.accumulation",
+    "draw.costs.forward",
+    "draw.costs.backward",
+    "draw.costs.input_gradient",
+    "draw.costs.weight_gradient",
+    "draw.costs.recompute",
+    "draw.costs.send",
+)
+
+
+def _elsewise(
+    timeline: Timeline, name: str, options: Mapping[str, Any], recompute: str
+) -> Timeline:
+    """Return how another schedule would run what a run measured, on the same ranks."""
+    costs = costs_for_others(timeline)
+    ranks, microbatches = timeline.num_ranks, timeline.num_microbatches
+    if name == "auto":
+        count = num_stages(name, ranks=ranks, microbatches=microbatches, **options)
+        options = {"costs": costs.recut(ranks, count), **options}
+    schedule = build(name, ranks=ranks, microbatches=microbatches, recompute=recompute, **options)
+    own = costs.recut(schedule.num_ranks, schedule.num_stages)
+    words = f"{name}, simulated from measured costs"
+    if _splits(schedule) and not any(e.action.op is Op.I for row in timeline.events for e in row):
+        words += " (I and W as halves of B)"
+    return replace(simulate(schedule, own), name=words)
+
+
+def _splits(schedule: Schedule) -> bool:
+    return any(action.op is Op.I for row in schedule.ranks for action in row)
+
+
+def _chosen(config: Config) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return pipeline.schedule and those of draw.compare; those without pipeline.options."""
+    pipeline = config.pipeline
+    return [(pipeline.schedule, pipeline.options), *((name, {}) for name in config.draw.compare)]
+
+
 def simulated(config: Config) -> Subject:
-    """Return pipeline.schedule and those of draw.compare; those without pipeline.options.
+    """Return pipeline.schedule and those of draw.compare.
 
     All are of the same model on the same ranks: of draw.costs a number is that of a rank's share.
     """
     pipeline = config.pipeline
-    chosen = [(pipeline.schedule, pipeline.options), *((name, {}) for name in config.draw.compare)]
     costs = Costs(
         forward=config.draw.costs.forward,
         backward=config.draw.costs.backward,
@@ -154,7 +223,7 @@ def simulated(config: Config) -> Subject:
         send=config.draw.costs.send,
     )
     timelines: list[Timeline] = []
-    for name, options in chosen:
+    for name, options in _chosen(config):
         schedule = build(
             name,
             ranks=pipeline.stages or DEFAULT_STAGES,

@@ -1,67 +1,12 @@
 """A measured timeline beside its simulation."""
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import fmean
 from typing import NamedTuple
 
 from gpipe_hpc.drawing.colours import HUES
 from gpipe_hpc.drawing.scene import clock_for
-from gpipe_hpc.schedule.costs import Costs
-from gpipe_hpc.schedule.table.actions import COMPUTE, Op
-from gpipe_hpc.schedule.table.schedule import Placement, Schedule
+from gpipe_hpc.schedule.table.actions import COMPUTE
 from gpipe_hpc.schedule.timeline import Timeline
-
-
-def schedule_of(timeline: Timeline) -> Schedule:
-    """Return the bare table that a timeline ran.
-
-    Micro-batches that never ran, being empty, and stages that did not run one of the others count
-    as placed on the first way.
-    """
-    ways: dict[int, dict[int, int]] = defaultdict(dict)
-    for rank, row in enumerate(timeline.events):
-        for event in row:
-            op, stage, microbatch, _ = event.action
-            if op in COMPUTE and microbatch is not None:
-                ways[microbatch][stage] = rank
-    first = ways[min(ways)] if ways else {}
-    usual = {stage: first.get(stage, 0) for stage in range(timeline.num_stages)}
-    numbers: dict[tuple[int, ...], int] = {}
-    route_of: list[int] = []
-    for microbatch in range(timeline.num_microbatches):
-        way = usual | ways.get(microbatch, {})
-        route = tuple(way[stage] for stage in range(timeline.num_stages))
-        route_of.append(numbers.setdefault(route, len(numbers)))
-    rows = tuple(
-        tuple(event.action for event in row if event.action.op in COMPUTE)
-        for row in timeline.events
-    )
-    return Schedule(
-        timeline.name, Placement(tuple(numbers), tuple(route_of)), rows, skips=timeline.skips
-    )
-
-
-def mean_costs(timeline: Timeline) -> Costs:
-    """Return what each op took on each stage, on average over micro-batches; transfers are free."""
-    durations: dict[tuple[Op, int], list[float]] = defaultdict(list)
-    for row in timeline.events:
-        for event in row:
-            if event.action.op in COMPUTE:
-                durations[event.action.op, event.action.stage].append(event.duration_s)
-
-    def of(op: Op) -> list[float]:
-        """Return the means of an op by stage; 0 where a stage never ran it."""
-        times = (durations.get((op, stage)) for stage in range(timeline.num_stages))
-        return [fmean(time) if time else 0.0 for time in times]
-
-    return Costs(
-        forward=of(Op.F),
-        backward=of(Op.B),
-        input_gradient=of(Op.I),
-        weight_gradient=of(Op.W),
-        recompute=of(Op.R),
-    )
 
 
 class Spent(NamedTuple):

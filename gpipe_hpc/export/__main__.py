@@ -1,10 +1,12 @@
 """`python -m gpipe_hpc.export run.dir=FOLDER`: the weights of a run as safetensors.
 
-Takes the newest checkpoint, or the one of `checkpoint.resume`, and writes
-`run.dir/exported/<checkpoint>`. What the folder holds is read, not run: see `export.trust`.
+Takes the newest checkpoint, or the one of `checkpoint.resume`, and writes `export.out`, by default
+`run.dir/exported/<checkpoint>`. What the run's folder holds is read, not run: see `export.trust`.
 """
 
+import os
 import sys
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ def main() -> None:
     Exit codes: 0 done, 1 failed, 2 settings that cannot work. Of a sweep (-m) the first that is
     not 0.
     """
-    sys.exit(run_jobs(_task, "export"))
+    sys.exit(run_jobs(_task, "export", unshared="export.out"))
 
 
 def _task(job: Job) -> int:
@@ -57,9 +59,22 @@ def export_run(config: Config) -> Path:
         )
     layers = normalise_layers(build_target("model", model))
     target = folder / "exported" / checkpoint.path.name
+    if config.export.out:
+        target = Path(config.export.out)
+    if os.path.lexists(target):
+        raise ConfigError(
+            f"config: bad export.out, expected a new folder, got {target}, which exists; remove "
+            f"it, or set export.out={_free_name(target)}"
+        )
     return export_checkpoint(
         checkpoint, layers, target, dtype=config.export.dtype, prefix=config.export.prefix
     )
+
+
+def _free_name(taken: Path) -> Path:
+    """Return a name like one that is taken, which is not."""
+    numbered = (taken.with_name(f"{taken.name}_{number}") for number in count(2))
+    return next(path for path in numbered if not os.path.lexists(path))
 
 
 def _stored_model(settings: Path, trusts: bool) -> dict[str, Any]:

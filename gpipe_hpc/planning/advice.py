@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from gpipe_hpc.drawing.comparison import mean_costs
 from gpipe_hpc.errors import GpipeError
 from gpipe_hpc.models import Layer, stage_layers
 from gpipe_hpc.planning.counted import ModelCount
@@ -14,7 +13,7 @@ from gpipe_hpc.planning.gauges import MEASURED, LayerTimes
 from gpipe_hpc.planning.layout import Layout, lay_out
 from gpipe_hpc.planning.partition import Partition
 from gpipe_hpc.planning.request import Request
-from gpipe_hpc.schedule import Op, Timeline, simulate
+from gpipe_hpc.schedule import Op, Timeline, mean_costs, num_stages, simulate
 
 _LEAST_GAIN: Final = 0.02  # of the time in the pipeline; less is within what runs differ by
 MOST_ACTIONS: Final = 50_000  # of a table: of larger ones nothing is said, as it would take minutes
@@ -27,14 +26,16 @@ _SCHEDULES: Final[tuple[tuple[str, Mapping[str, Any]], ...]] = (
     ("zb_v", MappingProxyType({})),
     ("dualpipe_v", MappingProxyType({})),
 )
+_SPLITTING: Final = frozenset({"zb_h1", "zb_h2", "zb_v", "dualpipe_v"})
+"""Those whose gain is in weight gradients that wait."""
 
 
 class Advice(NamedTuple):
     """Settings as on the command line, and what they bring.
 
-    `gain`: the share of the simulated time in the pipeline that they save. `more_bytes`: how much
-    more memory the fullest rank then needs, as planned; less than 0: less; None where not planned.
-    `assumes`: what the simulation takes for granted, if that is much.
+    `gain`: the share of the time in the pipeline that they save. `more_bytes`: how much more memory
+    the fullest rank then needs, as planned; less than 0: less; None where not planned. `assumes`:
+    what the simulation takes for granted, if that is much.
     """
 
     settings: str
@@ -62,6 +63,8 @@ def advise(
     layout: Layout,
     gauge: Known,
     *,
+    measured_s: float = 0.0,
+    shares: Sequence[float] = (),
     limit_bytes: float | None = None,
     finer: int | None = None,
     most_actions: int = MOST_ACTIONS,
@@ -69,21 +72,30 @@ def advise(
     """Return what would save time on the same ranks, the most first; the training stays the same.
 
     Other orders of the work, another cut, no recomputation, more micro-batches: each by itself,
-    unless it needs more than `limit_bytes` on some rank. `finer`: what pipeline.microbatches would
-    be for twice as many micro-batches; None where there are too few samples. Both the layout that
-    ran and the others are simulated for the gauge's times, with free transfers. Nothing is said of
-    a table of more than `most_actions`; a thousand of them take half a second.
+    unless it needs more than `limit_bytes` on some rank. One rank alone can only recompute less.
+    `finer`: what pipeline.microbatches would be for twice as many micro-batches; None where there
+    are too few samples. Both the layout that ran and the others are simulated for the gauge's
+    times, with free transfers; what is saved so is told as a share of `measured_s`, the time in the
+    pipeline with transfers and all else. `shares`: how large the micro-batches are; nothing runs
+    for empty ones, and the gauge's times are the mean of the others. Nothing is said of a table of
+    more than `most_actions`; a thousand of them take half a second.
     """
     if sum(map(len, layout.schedule.ranks)) > most_actions or request.recompute == "budget":
         return []
-    before = _Trial.of(request, layout, gauge)
+    present = tuple(float(share > 0) for share in shares)
+    before = _Trial.of(request, layout, gauge, present)
+    whole_s = max(measured_s, before.pipeline_s)
     found = []
     for settings, other, its_gauge, assumes in _others(request, layout, gauge, finer):
         try:
-            after = _Trial.of(other, lay_out(other, its_gauge), its_gauge)
+            of_finer = other.microbatches != request.microbatches
+            laid_out = lay_out(other, its_gauge)
+            after = _Trial.of(other, laid_out, its_gauge, () if of_finer else present)
         except GpipeError:
             continue  # not for these numbers of ranks, layers and micro-batches
-        gain = 1.0 - after.pipeline_s / before.pipeline_s if before.pipeline_s else 0.0
+        gain = (before.pipeline_s - after.pipeline_s) / whole_s if whole_s else 0.0
+        if _is_by_hand(request) and len(laid_out.partition.counts) != len(layout.partition.counts):
+            settings += f" {_cut_words(laid_out.partition)}"
         more_bytes = None if assumes else after.fullest_bytes - before.fullest_bytes
         is_too_much = limit_bytes is not None and after.fullest_bytes > limit_bytes
         if gain >= _LEAST_GAIN and not (is_too_much and more_bytes):
@@ -99,7 +111,9 @@ class _Trial(NamedTuple):
     fullest_bytes: int
 
     @classmethod
-    def of(cls, request: Request, layout: Layout, gauge: Known) -> "_Trial":
+    def of(
+        cls, request: Request, layout: Layout, gauge: Known, present: Sequence[float]
+    ) -> "_Trial":
         costs = Partition(layout.partition.counts, (), MEASURED, gauge.times).stage_costs()
         assert costs is not None, "the times are known"
         foreseen = forecast(
@@ -108,8 +122,10 @@ class _Trial(NamedTuple):
             layout.schedule,
             request.optimizer_states,
             layout.recomputed,
+            present,
         )
         fullest = max(rank.total_bytes for rank in foreseen.ranks)
+        costs = replace(costs, shares=present)
         return cls(simulate(layout.schedule, costs).makespan, fullest)
 
 
@@ -120,21 +136,35 @@ def _others(request: Request, layout: Layout, gauge: Known, finer: int | None) -
     """Yield settings to try, the request with them, what it is tried on, and what that assumes."""
     kept = layout.partition
     same_cut = replace(request, partition=kept)
-    own = layout.schedule.name, dict(request.options)
-    for name, options in _SCHEDULES:
-        if (name, dict(options)) == own:
-            continue
-        words = [f"pipeline.schedule={name}"]
-        words += [f"pipeline.options.{key}={value}" for key, value in options.items()]
-        other = replace(same_cut, schedule=name, schedule_options=dict(options))
-        yield " ".join(words), other, gauge, ""
+    if any(action.op is Op.R for row in layout.schedule.ranks for action in row):
+        yield "pipeline.recompute=never", replace(same_cut, recompute="never"), gauge, ""
+    if layout.schedule.num_ranks == 1:
+        return
     cut = Partition((), tuple(t.forward + t.backward for t in gauge.times), MEASURED, gauge.times)
     anew = cut.cut_anew(len(kept.counts))
     if anew.counts != kept.counts:
-        words = [f"pipeline.partition=[{','.join(map(str, anew.counts))}]"]
-        yield words[0], replace(request, partition=anew), gauge, ""
-    if any(action.op is Op.R for row in layout.schedule.ranks for action in row):
-        yield "pipeline.recompute=never", replace(same_cut, recompute="never"), gauge, ""
+        yield _cut_words(anew), replace(request, partition=anew), gauge, ""
+    # A cut by hand is for its number of stages; for another one it would be refused.
+    own_cut = cut if _is_by_hand(request) else kept
+    for name, options in _SCHEDULES:
+        if (name, dict(options)) == (layout.schedule.name, request.options):
+            continue
+        if request.compile and name in _SPLITTING:
+            continue  # compiled layers make weight gradients together with those of inputs
+        words = [f"pipeline.schedule={name}"]
+        words += [f"pipeline.options.{key}={value}" for key, value in options.items()]
+        left_out = [f"pipeline.options.{key}" for key in request.options if key not in options]
+        words += [f"(without {', '.join(left_out)})"] if left_out else []
+        fits = num_stages(
+            name, ranks=layout.schedule.num_ranks, microbatches=request.microbatches, **options
+        ) == len(kept.counts)
+        other = replace(
+            request,
+            partition=kept if fits else own_cut,
+            schedule=name,
+            schedule_options=dict(options),
+        )
+        yield " ".join(words), other, gauge, ""
     if finer is None:
         return
     halves = tuple(LayerTimes(*(part / 2 for part in each)) for each in gauge.times)
@@ -144,6 +174,15 @@ def _others(request: Request, layout: Layout, gauge: Known, finer: int | None) -
         replace(gauge, times=halves),
         "that half a micro-batch takes half the time",
     )
+
+
+def _is_by_hand(request: Request) -> bool:
+    """Say whether the user has given the layers of each stage."""
+    return not isinstance(request.partition, str | Partition)
+
+
+def _cut_words(partition: Partition) -> str:
+    return f"pipeline.partition=[{','.join(map(str, partition.counts))}]"
 
 
 def layer_times(

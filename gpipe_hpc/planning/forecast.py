@@ -1,7 +1,7 @@
 """From counted layers, a cut and a schedule to what each rank holds, sends and waits for."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpipe_hpc.planning.counted import ModelCount
 from gpipe_hpc.planning.optimizer import OptimizerMemory
@@ -17,6 +17,8 @@ from gpipe_hpc.schedule import (
     peak_memory,
     simulate,
 )
+from gpipe_hpc.schedule.costs import shares_of_each
+from gpipe_hpc.schedule.table.actions import SENDS
 
 Recomputed = Sequence[Collection[int]]
 """For each stage the layers, by their index, that its R runs again."""
@@ -64,6 +66,7 @@ class Forecast:
     ranks: tuple[RankForecast, ...]
     timeline: Timeline
     step_flops: int  # of all ranks, recomputation included
+    num_empty: int = 0  # micro-batches without a sample
 
 
 def forecast(
@@ -72,29 +75,51 @@ def forecast(
     schedule: Schedule,
     optimizer_states: int | OptimizerMemory,
     recomputed: Recomputed | None = None,
+    shares: Sequence[float] = (),
 ) -> Forecast:
     """Forecast one step of a model cut into stages of `counts` layers under a lowered schedule.
 
     `optimizer_states` is what the optimizer keeps for each trained parameter;
-    `recomputed` what an R runs again, all layers of its stage if None. Transfers and the reduction
-    over replicas take no time.
+    `recomputed` what an R runs again, all layers of its stage if None; `shares` how large each
+    micro-batch is, if not all are as large as the counted one (see `microbatch_shares`): work and
+    activations go with the samples. Transfers and the reduction over replicas take no time.
     """
     stages = count_stages(model, counts)
-    peaks = peak_memory(schedule, activation_memory(stages, recomputed))
-    timeline = simulate(schedule, flop_costs(stages, recomputed))
+    memory = replace(activation_memory(stages, recomputed), shares=shares)
+    peaks = peak_memory(schedule, memory)
+    timeline = simulate(schedule, replace(flop_costs(stages, recomputed), shares=shares))
+    each = shares_of_each(shares, schedule.num_microbatches)
     return Forecast(
         stages=stages,
         ranks=tuple(
             RankForecast(
                 **vars(rank_states(model, stages, schedule.placement, rank, optimizer_states)),
                 activation_bytes=round(peak),
-                sent_bytes=sum(sent_bytes(action, stages) for action in schedule.ranks[rank]),
+                sent_bytes=_sum_sent(schedule.ranks[rank], stages, each),
             )
             for rank, peak in enumerate(peaks)
         ),
         timeline=timeline,
         step_flops=round(sum(timeline.busy)),
+        num_empty=sum(share == 0 for share in shares),
     )
+
+
+def held_bytes(
+    model: ModelCount,
+    counts: Sequence[int],
+    schedule: Schedule,
+    optimizer_states: int | OptimizerMemory,
+    recomputed: Recomputed | None = None,
+) -> list[int]:
+    """Return what each rank holds at its fullest, as `forecast` does, without timing a step."""
+    stages = count_stages(model, counts)
+    peaks = peak_memory(schedule, activation_memory(stages, recomputed))
+    return [
+        rank_states(model, stages, schedule.placement, rank, optimizer_states).total_bytes
+        + round(peak)
+        for rank, peak in enumerate(peaks)
+    ]
 
 
 def activation_memory(stages: Sequence[StageCount], recomputed: Recomputed | None = None) -> Memory:
@@ -127,6 +152,18 @@ def flop_costs(stages: Sequence[StageCount], recomputed: Recomputed | None = Non
             for source, stage in enumerate(stages)
             for destination, carried in stage.sent.items()
         },
+    )
+
+
+def _sum_sent(row: Sequence[Action], stages: Sequence[StageCount], shares: Sequence[float]) -> int:
+    """Return the bytes that the actions of a rank send, for micro-batches of these shares."""
+    sends = ((action, action.microbatch) for action in row if action.op in SENDS)
+    return round(
+        sum(
+            sent_bytes(send, stages) * shares[number]
+            for send, number in sends
+            if number is not None
+        )
     )
 
 

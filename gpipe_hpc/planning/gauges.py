@@ -1,5 +1,7 @@
 """What the layers of a model cost: measured by running them, or counted without running them."""
 
+import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +16,8 @@ from gpipe_hpc.models import Layer
 from gpipe_hpc.planning.counted import ModelCount, count_model
 from gpipe_hpc.planning.measured import measure_layers
 from gpipe_hpc.planning.trial import LayerCount
+
+log = logging.getLogger("gpipe_hpc.pipeline")
 
 MEASURED: Final = "time"
 COUNTED: Final = "FLOPs"
@@ -79,8 +83,9 @@ class Counted:
         """Return the counted FLOPs and bytes; ConfigError without an example, or ModelError."""
         if self.example is None:
             raise ConfigError(
-                "recompute: 'budget' counts layers on one micro-batch, expected example=(inputs, "
-                "targets), got none; pass it, or choose another recompute"
+                "memory_bytes: to keep within it, layers are counted on one micro-batch, expected "
+                "example=(inputs, targets), got none; pass it, or leave out memory_bytes and "
+                "recompute='budget'"
             )
         return count_model(
             self.layers,
@@ -133,6 +138,8 @@ class Measured:
                 "partition: 'time' measures layers on one micro-batch, expected example=(inputs, "
                 "targets), got none; pass it, or use partition='parameters'"
             )
+        log.info("timing %d layers on one micro-batch ...", len(self.layers))
+        began_s = time.perf_counter()
         with casting(self.counted.precision, example.device):
             measured = measure_layers(
                 self.layers,
@@ -142,6 +149,7 @@ class Measured:
                 seed=example.seed,
                 device=example.device,
             )
+        log.info("timed the layers in %.1f s", time.perf_counter() - began_s)
         return tuple(
             LayerTimes(each.forward_s, each.backward_s, each.input_s, each.weight_s)
             for each in measured

@@ -9,6 +9,7 @@ from gpipe_hpc.planning.columns import aligned, folded
 from gpipe_hpc.planning.counted import ModelCount
 from gpipe_hpc.planning.cut_table import cut_table
 from gpipe_hpc.planning.forecast import Forecast, RankForecast
+from gpipe_hpc.planning.shortage import shortage
 from gpipe_hpc.planning.stages import count_stages
 from gpipe_hpc.planning.trial import LayerCount
 from gpipe_hpc.planning.units import bytes_text, flops_text
@@ -23,10 +24,14 @@ _NOTES: Final = (
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What the numbers stand on: the device's speed and memory, None where not given."""
+    """What the numbers stand on: the device's speed and memory, None where not given.
+
+    `recompute`: as it was asked for.
+    """
 
     flops_per_s: float | None = None
     memory_bytes: float | None = None
+    recompute: str = "except_last"
 
     def fits(self, rank: RankForecast) -> bool:
         """Say whether a rank stays within the memory, if that is known."""
@@ -118,7 +123,8 @@ def step_text(found: Forecast, schedule: Schedule, assumptions: Assumptions) -> 
     """Return bubble and time of a step, and its FLOPs."""
     timeline, num_ranks = found.timeline, schedule.num_ranks
     lines = [
-        f"{schedule.name}, {schedule.num_microbatches} micro-batches on {num_ranks} ranks: "
+        f"{schedule.name}, {schedule.num_microbatches} micro-batches"
+        f"{f' ({found.num_empty} of them empty)' if found.num_empty else ''} on {num_ranks} ranks: "
         f"{flops_text(found.step_flops)} a step, recomputation included",
         f"expected bubble {100 * timeline.bubble:.1f} % (idle over total)",
     ]
@@ -131,14 +137,13 @@ def step_text(found: Forecast, schedule: Schedule, assumptions: Assumptions) -> 
         lines.append(f"expected step time {seconds:.4g} s at {rate}/s a rank")
     if assumptions.memory_bytes is not None:
         limit = bytes_text(assumptions.memory_bytes)
-        over = [str(i) for i, rank in enumerate(found.ranks) if not assumptions.fits(rank)]
-        verdict = f"too much on rank {', '.join(over)}" if over else "every rank fits"
-        lines.append(f"memory: {verdict}, with {limit} a rank")
-        if over:
-            lines.append(
-                "to need less: pipeline.recompute=budget (finds what fits, if anything does), "
-                "another schedule, more stages, more micro-batches"
-            )
+        lacking = shortage(
+            found.ranks,
+            assumptions.memory_bytes,
+            recompute=assumptions.recompute,
+            schedule=schedule.name,
+        )
+        lines.append(f"memory: {lacking or f'every rank fits, with {limit} a rank'}")
     return "\n".join(lines)
 
 

@@ -58,16 +58,24 @@ def make_tables(
             f"schedule {table.name!r}: a lowered table has its transfers, expected those of the "
             f"skips between stages {_pairs(skips)}, got {_pairs(table.skips)}; give the bare table"
         )
-    table = replace(table, skips=skips)
-    if not (table.is_lowered or recomputes(table)):
-        table = add_recompute(table, recompute)
-    if offload and not any(action.op is Op.OFFLOAD for row in table.ranks for action in row):
-        table = add_offload(table)
+    table = dressed(replace(table, skips=skips), recompute, offload)
     training = table if table.is_lowered else lower(table)
     check(training)
     evaluation = lower(forward_only(table))
     check(evaluation)
     return Tables(training, evaluation)
+
+
+def dressed(table: Schedule, recompute: str, offload: bool) -> Schedule:
+    """Return a table with the recomputation and the copies to the host that it lacks.
+
+    What a rank of it holds is what a rank of the lowered table holds.
+    """
+    if not (table.is_lowered or recomputes(table)):
+        table = add_recompute(table, recompute)
+    if offload and not any(action.op is Op.OFFLOAD for row in table.ranks for action in row):
+        table = add_offload(table)
+    return table
 
 
 def recomputes(table: Schedule) -> bool:

@@ -4,13 +4,13 @@ from collections.abc import Iterable, Sequence
 
 
 def bytes_text(nbytes: float) -> str:
-    """Return bytes with a unit of 1024: ``1.50 GiB``."""
-    return _scaled(nbytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+    """Return bytes with a unit of 1000, as memory is sold and set: ``8.00 GB``, ``80.0 GB``."""
+    return _scaled(nbytes, ("B", "kB", "MB", "GB", "TB", "PB"))
 
 
 def flops_text(flops: float) -> str:
     """Return FLOPs with a unit of 1000: ``1.50 TFLOP``."""
-    return _scaled(flops, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
+    return _scaled(flops, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
 
 
 def ranges_text(numbers: Iterable[int], most: int = 12) -> str:
@@ -35,10 +35,10 @@ def _run_text(run: Sequence[int], step: int) -> str:
     return f"{run[0]}-{run[-1]}" + (f" by {step}" if step > 1 else "")
 
 
-def _scaled(amount: float, base: int, units: Sequence[str]) -> str:
+def _scaled(amount: float, units: Sequence[str]) -> str:
     step = 0
-    while amount >= base and step < len(units) - 1:
-        amount /= base
+    while amount >= 1000 and step < len(units) - 1:
+        amount /= 1000
         step += 1
     if step == 0:
         return f"{round(amount)} {units[0]}"

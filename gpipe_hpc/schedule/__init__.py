@@ -14,6 +14,12 @@ from gpipe_hpc.schedule.comparison import (
 from gpipe_hpc.schedule.costs import Costs, Link
 from gpipe_hpc.schedule.families.gpipe import gpipe
 from gpipe_hpc.schedule.families.one_f_one_b import one_f_one_b
+from gpipe_hpc.schedule.measured import (
+    costs_for_others,
+    mean_costs,
+    recompute_of,
+    schedule_of,
+)
 from gpipe_hpc.schedule.memory import Held, Memory, memory_over_time, peak_memory
 from gpipe_hpc.schedule.passes.lowering import forward_only, lower
 from gpipe_hpc.schedule.passes.offload import add_offload
@@ -25,7 +31,7 @@ from gpipe_hpc.schedule.registry import (
     num_stages,
     schedule_names,
 )
-from gpipe_hpc.schedule.search.auto import Found, place, search
+from gpipe_hpc.schedule.search.auto import Found, Within, place, search
 from gpipe_hpc.schedule.search.bounds import lower_bound
 from gpipe_hpc.schedule.simulator import simulate
 from gpipe_hpc.schedule.table.actions import Action, Op, parse_action
@@ -60,6 +66,7 @@ __all__ = [
     "Skip",
     "Standing",
     "Timeline",
+    "Within",
     "add_offload",
     "add_recompute",
     "arrival",
@@ -69,6 +76,7 @@ __all__ = [
     "check",
     "compare",
     "comparison_table",
+    "costs_for_others",
     "counterpart",
     "dependencies",
     "digest",
@@ -81,6 +89,7 @@ __all__ = [
     "idle_share",
     "lower",
     "lower_bound",
+    "mean_costs",
     "memory_over_time",
     "nearest_schedule",
     "num_stages",
@@ -89,7 +98,9 @@ __all__ = [
     "peak_memory",
     "place",
     "provides",
+    "recompute_of",
     "schedule_names",
+    "schedule_of",
     "search",
     "search_gains",
     "simulate",

@@ -1,9 +1,9 @@
 """What actions cost: the simulator's input."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, Protocol
 
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.table.actions import Op
@@ -39,6 +39,10 @@ class Costs:
     `skip_bytes`, by (source stage, destination stage), over the bandwidth; those not named have
     none. `reduction` is one ``REDUCE_GRAD``, `offload` and `fetch` are copies to the host and back,
     which run beside compute. None: not given.
+
+    All of these are of a whole micro-batch. `shares` has a number for each micro-batch of the table
+    where some are smaller: its share of the samples of a whole one, 0 for an empty one. It costs
+    that share of time and bytes; latencies stay. Empty: all micro-batches are whole.
     """
 
     forward: Cost | None = None
@@ -54,6 +58,7 @@ class Costs:
     reduction: Cost = 0.0
     offload: Cost = 0.0
     fetch: Cost = 0.0
+    shares: Sequence[float] = ()
 
     def of_compute(self, op: Op, num_stages: int) -> list[float]:
         """Return the cost of a compute op, or a copy, on each stage; refuse an op without one."""
@@ -70,10 +75,15 @@ class Costs:
         """Return the cost of reducing the gradients of each stage."""
         return per_stage("reduction", self.reduction, num_stages)
 
-    def transfer_times(self, num_stages: int) -> Callable[[int | Skip, tuple[int, int]], float]:
-        """Return the cost of a transfer as a function of the way it goes and of its two ranks.
+    def of_shares(self, num_microbatches: int) -> list[float]:
+        """Return the share of a whole micro-batch that each one of a table is."""
+        return shares_of_each(self.shares, num_microbatches)
 
-        A way is a boundary, by the stage ahead of it, or a skip; ranks are (source, destination).
+    def transfer_times(self, num_stages: int) -> "TransferTime":
+        """Return the cost of a transfer as a function of its way, its two ranks and its share.
+
+        A way is a boundary, by the stage ahead of it, or a skip; ranks are (source, destination);
+        the share is that of a whole micro-batch which is sent.
         """
         fixed = per_stage("send", self.send, num_stages)
         sizes = per_stage("boundary_bytes", self.boundary_bytes, num_stages)
@@ -81,11 +91,11 @@ class Costs:
         amounts = per_stage("skip_bytes", list(self.skip_bytes.values()), len(skips))
         skip_sizes = dict(zip(skips, amounts, strict=True))
 
-        def time(way: int | Skip, ranks: tuple[int, int]) -> float:
+        def time(way: int | Skip, ranks: tuple[int, int], share: float = 1.0) -> float:
             link = self.links.get(ranks, self.link)
             if isinstance(way, tuple):
-                return link.latency + skip_sizes.get(way, 0.0) / link.bandwidth
-            return fixed[way] + link.latency + sizes[way] / link.bandwidth
+                return link.latency + share * skip_sizes.get(way, 0.0) / link.bandwidth
+            return share * fixed[way] + link.latency + share * sizes[way] / link.bandwidth
 
         return time
 
@@ -122,6 +132,26 @@ class Costs:
         """Return the same costs with transfers and copies that take no time."""
         free = replace(self, send=0.0, boundary_bytes=0.0, skip_bytes={}, link=Link(), links={})
         return replace(free, offload=0.0, fetch=0.0)
+
+
+class TransferTime(Protocol):
+    """How long a transfer takes."""
+
+    def __call__(self, way: int | Skip, ranks: tuple[int, int], share: float = 1.0) -> float:
+        """Return the time of a way between two ranks, for a share of a whole micro-batch."""
+        ...
+
+
+def shares_of_each(shares: Sequence[float], num_microbatches: int) -> list[float]:
+    """Return a share for each micro-batch of a table, 1 where none are given; refuse others."""
+    if not shares:
+        return [1.0] * num_microbatches
+    if len(shares) != num_microbatches or not all(0 <= share <= 1 for share in shares):
+        raise ScheduleError(
+            f"costs: shares has a number from 0 to 1 for each micro-batch, expected "
+            f"{num_microbatches}, got {list(shares)}"
+        )
+    return list(shares)
 
 
 _FIELD_OF: Final = {

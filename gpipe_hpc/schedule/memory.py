@@ -7,7 +7,7 @@ from operator import itemgetter
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from gpipe_hpc.schedule.costs import Cost, per_stage
+from gpipe_hpc.schedule.costs import Cost, per_stage, shares_of_each
 from gpipe_hpc.schedule.table.actions import Action, Op
 from gpipe_hpc.schedule.table.dependencies import Thing
 from gpipe_hpc.schedule.table.lifetimes import Life, Place, in_flight, kept, received
@@ -33,6 +33,9 @@ class Memory:
     sent or taken on the same rank, and where it is received from ``RECV`` on: an output until the
     ``F`` that takes it starts, which counts it among what it keeps, a gradient until its ``B`` or
     ``I`` ends. A sent value is counted to the ``SEND``, which only starts the transfer.
+
+    All of these are of a whole micro-batch; of one that is smaller the share that `shares` says, as
+    in `Costs`.
     """
 
     forward: Cost = 1.0
@@ -44,6 +47,7 @@ class Memory:
     output: Cost = 0.0
     gradient: Cost = 0.0
     skips: Mapping[Skip, float] = field(default_factory=lambda: MappingProxyType({}))
+    shares: Sequence[float] = ()
 
 
 # Each stage micro-batch counts as one, recomputed or not.
@@ -66,7 +70,7 @@ class Step(NamedTuple):
 
 def peak_memory(schedule: Schedule, memory: Memory) -> tuple[float, ...]:
     """Return for each rank the most that it holds at once."""
-    keeper = _Keeper(memory, schedule.num_stages, schedule.skips)
+    keeper = _Keeper(memory, schedule.num_stages, schedule.num_microbatches, schedule.skips)
     weights = per_stage("weights", memory.weights, schedule.num_stages)
     return tuple(
         sum(weights[stage] for stage in schedule.placement.stages_of(rank)) + keeper.peak(row)
@@ -77,7 +81,7 @@ def peak_memory(schedule: Schedule, memory: Memory) -> tuple[float, ...]:
 def memory_over_time(timeline: Timeline, memory: Memory, rank: int) -> list[Held]:
     """Return what a rank holds, weights left out: added as an action starts, freed as it ends."""
     events = timeline.events[rank]
-    keeper = _Keeper(memory, timeline.num_stages, timeline.skips)
+    keeper = _Keeper(memory, timeline.num_stages, timeline.num_microbatches, timeline.skips)
     changes: list[tuple[float, float]] = []
     for event, added, freed in zip(
         events, *keeper.changes([event.action for event in events]), strict=True
@@ -112,8 +116,11 @@ def live_activations(timeline: Timeline, rank: int) -> list[Step]:
 class _Keeper:
     """What each stage keeps, resolved."""
 
-    def __init__(self, memory: Memory, num_stages: int, skips: Sequence[Skip]) -> None:
+    def __init__(
+        self, memory: Memory, num_stages: int, num_microbatches: int, skips: Sequence[Skip]
+    ) -> None:
         self.num_stages, self.skips = num_stages, skips
+        self.shares = shares_of_each(memory.shares, num_microbatches)
         self.forward = per_stage("forward", memory.forward, num_stages)
         self.boundary = per_stage("boundary", memory.boundary, num_stages)
         if memory.recompute is None:
@@ -156,22 +163,29 @@ class _Keeper:
         ends: dict[Place, int] = {}
         for life in lives[Thing.ACTIVATIONS]:
             amount = (self.boundary if life.place in again else self.forward)[life.stage]
+            amount *= self._share(life)
             added[life.first] += amount
             freed[life.last] += amount
             ends[life.place] = life.last
         for life in lives[Thing.RECOMPUTED]:
-            added[life.first] += self.recompute[life.stage]
-            freed[life.last] += self.recompute[life.stage]
+            amount = self.recompute[life.stage] * self._share(life)
+            added[life.first] += amount
+            freed[life.last] += amount
         for life in lives[Thing.INPUT_SHARE]:
             # Freed earlier than all else.
-            share = min(self._whole(life.place, again), self.input_gradient[life.stage])
-            freed[life.last] += share
-            freed[ends[life.place]] -= share
+            early = min(self._whole(life.place, again), self.input_gradient[life.stage])
+            early *= self._share(life)
+            freed[life.last] += early
+            freed[ends[life.place]] -= early
         for life in lives[Thing.COPY]:
             here = (self.boundary if life.place in again else self.forward)[life.stage]
             moved = here if self.offload is None else min(here, self.offload[life.stage])
+            moved *= self._share(life)
             freed[life.first] += moved
             added[life.last] += moved
+
+    def _share(self, life: Life) -> float:
+        return 1.0 if life.microbatch is None else self.shares[life.microbatch]
 
     def _whole(self, place: Place, again: Collection[Place]) -> float:
         """Return what is kept of a stage micro-batch as its backward starts."""
@@ -184,14 +198,14 @@ class _Keeper:
         """Count what goes from one stage to another, on its way."""
         for life in in_flight(row, self.num_stages, self.skips):
             assert life.peer is not None, f"{life} goes nowhere"
-            amount = self._passed(life.stage, life.peer)
+            amount = self._passed(life.stage, life.peer) * self._share(life)
             added[life.first] += amount
             freed[life.last] += amount
         for life in received(row):
             source = life.peer
             if source is None:
                 source = life.stage + (-1 if row[life.first].op is Op.RECV_F else 1)
-            amount = self._passed(source, life.stage)
+            amount = self._passed(source, life.stage) * self._share(life)
             added[life.first] += amount
             if source < life.stage:
                 added[life.last] -= amount  # an input, which its stage keeps or drops

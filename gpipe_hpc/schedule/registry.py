@@ -14,11 +14,11 @@ from gpipe_hpc.schedule.families.known import FAMILIES
 from gpipe_hpc.schedule.families.options import whole
 from gpipe_hpc.schedule.garbage import collector_paused
 from gpipe_hpc.schedule.passes.recompute import add_recompute
-from gpipe_hpc.schedule.search.auto import auto, place
+from gpipe_hpc.schedule.search.auto import Within, auto, place
 from gpipe_hpc.schedule.table.actions import Op
-from gpipe_hpc.schedule.table.schedule import Schedule
+from gpipe_hpc.schedule.table.schedule import Placement, Schedule
 
-_COUNTS: Final = ("ranks", "microbatches")
+_NO_OPTIONS: Final = ("ranks", "microbatches", "within")
 
 # Each takes (ranks, microbatches) and its own options as further keywords.
 SCHEDULES: Final[Mapping[str, Callable[..., Schedule]]] = MappingProxyType(
@@ -73,6 +73,10 @@ def _unknown_option(name: str, option: str, known: Sequence[str]) -> ScheduleErr
     )
 
 
+def _options_of(name: str) -> list[str]:
+    return [key for key in inspect.signature(SCHEDULES[name]).parameters if key not in _NO_OPTIONS]
+
+
 def schedule_names() -> tuple[str, ...]:
     """Return the names that `build` knows."""
     return tuple(SCHEDULES)
@@ -80,14 +84,25 @@ def schedule_names() -> tuple[str, ...]:
 
 @collector_paused()
 def build(
-    name: str, *, ranks: int, microbatches: int, recompute: str = "never", **options: Any
+    name: str,
+    *,
+    ranks: int,
+    microbatches: int,
+    recompute: str = "never",
+    within: Callable[[Placement], Within] | None = None,
+    **options: Any,
 ) -> Schedule:
     """Build the bare table of compute of a schedule known by name.
 
     `microbatches` counts those of a whole pipeline's step; `recompute` is ``always``,
-    ``except_last`` or ``never``; `options` are the schedule's own keywords.
+    ``except_last`` or ``never``; `options` are the schedule's own keywords. `within`: what ranks
+    may hold, for ``auto`` alone.
     """
     name = _checked(name, ranks, microbatches, options)
+    if within is not None:
+        if name != "auto" or not callable(within):  # typed as if it were an option
+            raise _unknown_option(name, "within", _options_of(name))
+        options = {**options, "within": within}
     bare = SCHEDULES[name](ranks=ranks, microbatches=microbatches, **options)
     if any(action.op is Op.R for row in bare.ranks for action in row):
         return bare  # a file that places recomputation itself
@@ -101,7 +116,7 @@ def num_stages(name: str, *, ranks: int, microbatches: int, **options: Any) -> i
     """
     name = _checked(name, ranks, microbatches, options)
     parameters = inspect.signature(SCHEDULES[name]).parameters.values()
-    defaults = {each.name: each.default for each in parameters if each.name not in _COUNTS}
+    defaults = {each.name: each.default for each in parameters if each.name not in _NO_OPTIONS}
     return _NUM_STAGES.get(name, partial(_times, 1))(ranks, microbatches, **{**defaults, **options})
 
 
@@ -114,7 +129,7 @@ def _checked(name: str, ranks: int, microbatches: int, options: Mapping[str, Any
         raise ScheduleError(
             f"schedule: unknown name, expected one of {', '.join(SCHEDULES)}, got {name!r}{hint}"
         )
-    known = [key for key in inspect.signature(SCHEDULES[name]).parameters if key not in _COUNTS]
+    known = _options_of(name)
     for option in options:
         if option not in known:
             raise _unknown_option(name, option, known)

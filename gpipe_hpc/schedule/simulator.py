@@ -68,6 +68,7 @@ class _Clock:
         self.graph = graph
         self.steps = _steps(graph, costs)
         self.transfer_time = costs.transfer_times(graph.schedule.num_stages)
+        self.shares = costs.of_shares(graph.schedule.num_microbatches)
         self.starts = [0.0] * len(graph.actions)
         self.ends = [0.0] * len(graph.actions)
         self.arrivals = [0.0] * len(graph.actions)
@@ -80,11 +81,13 @@ class _Clock:
         """Give all nodes their times, in an order that respects their waits."""
         actions, ranks, waits = self.graph.actions, self.graph.ranks, self.graph.waits
         starts, ends, arrivals, steps = self.starts, self.ends, self.arrivals, self.steps
-        copied_at = self.copied_at
+        copied_at, shares = self.copied_at, self.shares
         free_at = [0.0] * self.graph.schedule.num_ranks
         for node in order:
-            op, stage, _, peer = actions[node]
+            op, stage, microbatch, peer = actions[node]
             duration, computes, destination, way = steps[op, stage, peer]
+            if duration and microbatch is not None:
+                duration *= shares[microbatch]
             rank = ranks[node]
             start = free_at[rank]
             for wait in waits[node]:
@@ -119,7 +122,7 @@ class _Clock:
         if link[0] == link[1]:
             return
         begin = max(self.ends[node], self.link_free_at.get(link, 0.0))
-        end = begin + self.transfer_time(way, link)
+        end = begin + self.transfer_time(way, link, self.shares[action.microbatch])
         self.link_free_at[link] = self.arrivals[node] = end
         if action.op in SENDS:
             self.starts[node], self.ends[node] = begin, end

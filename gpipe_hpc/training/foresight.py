@@ -14,6 +14,7 @@ from gpipe_hpc.planning import Counted, Example
 from gpipe_hpc.planning.advice import Advice, Known, advise, layer_times
 from gpipe_hpc.planning.forecast import RankForecast, forecast
 from gpipe_hpc.planning.meta import meta_copy
+from gpipe_hpc.planning.shares import microbatch_shares
 from gpipe_hpc.schedule import Timeline
 
 log = logging.getLogger("gpipe_hpc.train")
@@ -25,11 +26,13 @@ class Foresight:
 
     `ranks`: what each rank of a replica will hold at its fullest. `model_flops`: of a step of all
     replicas, recomputation not counted. `known`: the layers, without any weights, and their FLOPs.
+    `shares`: how large the micro-batches of the first replica are, see `microbatch_shares`.
     """
 
     ranks: tuple[RankForecast, ...]
     model_flops: int
     known: Known
+    shares: tuple[float, ...] = ()
 
     def advice(
         self, pipe: Pipeline, measured: Timeline, finer: int | None, most_actions: int
@@ -45,10 +48,19 @@ class Foresight:
             pipe.request,
             pipe.layout,
             known,
+            measured_s=measured.makespan,
+            shares=self.shares,
             limit_bytes=limit,
             finer=finer,
             most_actions=most_actions,
         )
+
+
+def shares_of(pipe: Pipeline, num_samples: int) -> tuple[float, ...]:
+    """Return how large the micro-batches of the first replica are, of so many samples in all."""
+    return microbatch_shares(
+        num_samples, replicas=pipe.mesh.replicas, microbatches=pipe.num_microbatches
+    )
 
 
 def foresee(
@@ -56,9 +68,11 @@ def foresee(
     layers: Sequence[Layer],
     loss_fn: LossFunction,
     example: Callable[[], tuple[Nest, Nest] | None],
+    num_samples: int,
 ) -> Foresight | None:
     """Count the model on one micro-batch, the `example`; None where it cannot be counted.
 
+    `num_samples`: of the global batch, of which the example is one of the largest micro-batches.
     That is no reason to refuse a run: why is told in the log.
     """
     try:
@@ -66,6 +80,7 @@ def foresee(
         if given is None:
             return None
         request, counts = pipe.request, pipe.partition.counts
+        shares = shares_of(pipe, num_samples)
         # Those that come built would be kept with all their weights.
         light = [
             layer if isinstance(layer, LayerSpec) else meta_copy(layer, f"layers.{index}")
@@ -79,10 +94,13 @@ def foresee(
             pipe.schedule,
             request.optimizer_states,
             pipe.layout.recomputed,
+            shares,
         )
-        num_runs = pipe.num_microbatches * pipe.mesh.replicas
-        flops = sum(each.forward_flops + each.backward_flops for each in found.stages) * num_runs
-        return Foresight(found.ranks, flops, Known(light, counted.times, counted.count))
+        of_largest = sum(each.forward_flops + each.backward_flops for each in found.stages)
+        largest = -(-num_samples // pipe.num_global_microbatches)
+        flops = round(of_largest * num_samples / largest)
+        known = Known(light, counted.times, counted.count)
+        return Foresight(found.ranks, flops, known, shares)
     except Exception as error:
         log.info("memory was not planned, as layers could not be counted: %s", error)
         log.debug("where it happened", exc_info=True)

@@ -13,7 +13,9 @@ from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.torchrun_report import tell_torchrun
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config
+from gpipe_hpc.planning.shortage import shortage
 from gpipe_hpc.planning.units import bytes_text
+from gpipe_hpc.training.foresight import Foresight
 from gpipe_hpc.training.horizon import last_step
 from gpipe_hpc.training.logs import rank_log
 from gpipe_hpc.training.metrics import Metrics, open_metrics
@@ -182,6 +184,8 @@ class _Loop:
             (self._session.run_folder / REQUEUE_FILE).write_text(f"{pipe.steps_done}\n")
         if pipe.steps_done > first:
             self._reporter.finish(Ended("stopped" if self._is_stopped else "done"))
+        elif first and not self._is_stopped:
+            self._say_nothing_was_trained()
         return self._leave()
 
     def _ask(self) -> bool:
@@ -302,9 +306,34 @@ class _Loop:
                 foreseen.ranks.index(fullest),
                 bytes_text(fullest.activation_bytes),
             )
+            self._warn_of_memory(foreseen)
         baseline = self._session.baseline
         if baseline is not None:
             log.info("loss of always guessing from frequencies: %.4f nats", baseline)
+
+    def _say_nothing_was_trained(self) -> None:
+        """Say so at the end, below whatever else the start has said."""
+        train = self._config.train
+        if self._leads and train.steps:
+            log.warning(
+                "nothing to train: the run has %d steps done, train.steps or train.stop_at asks "
+                "for %d; raise it, or start over with checkpoint.resume=never",
+                self._pipe.steps_done,
+                last_step(train),
+            )
+
+    def _warn_of_memory(self, foreseen: Foresight) -> None:
+        pipeline = self._config.pipeline
+        if pipeline.memory_bytes is None:
+            return
+        lacking = shortage(
+            foreseen.ranks,
+            pipeline.memory_bytes,
+            recompute=pipeline.recompute,
+            schedule=pipeline.schedule,
+        )
+        if lacking:
+            log.warning("memory: %s; the run goes on all the same", lacking)
 
     def _say_corrupt(self) -> None:
         tally = self._session.tally

@@ -61,6 +61,11 @@ class Session:
     position: int = 0  # samples consumed since the start of the run
     _batches: Batches | None = None
 
+    @property
+    def batch_size(self) -> int:
+        """Return the samples of a global batch, except for a smaller last one of an epoch."""
+        return min(self.sampler.batch_size, self.sampler.num_samples)
+
     def next_batch(self) -> Batch:
         """Return this rank's part of the next global batch to train on; `position` stays."""
         if self._batches is None:

@@ -6,6 +6,7 @@ import pytest
 
 from gpipe_hpc.comm.tracebacks import users_traceback
 from gpipe_hpc.config import compose_config
+from gpipe_hpc.config.commands import run_jobs
 from gpipe_hpc.config.composing import conf_dir
 from gpipe_hpc.errors import ConfigError
 
@@ -40,6 +41,25 @@ def test_one_line_says_what_is_wrong_and_what_may_be_meant(word):
     assert text.startswith("config: ") and "\n" not in text and "append to your config" not in text
     # What a command shows above it: a traceback through Hydra is nobody's.
     assert users_traceback(refusal.value) == ""
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("--steps=5", "train.steps=5"),
+        ("--batch-size=8", "train.batch_size=8"),
+        ("--lr", "optimizer.lr=..."),
+        ("-pipeline.stages=4", "pipeline.stages=4"),
+        ("--schedul=gpipe", "pipeline.schedule=gpipe"),
+    ],
+)
+def test_an_option_with_dashes_is_told_the_setting(monkeypatch, capsys, word, meant):
+    """`plan --steps=5` was answered with the usage of Hydra's own command line."""
+    monkeypatch.setattr("sys.argv", ["plan", word])
+    assert run_jobs(lambda job: 0, "plan") == 2
+    said = capsys.readouterr()
+    assert f"config: cannot read '{word}', expected NAME=VALUE" in said.err
+    assert f"did you mean {meant}?" in said.err and "usage:" not in said.err + said.out
 
 
 def test_a_file_that_names_a_removed_setting_is_told_so(tmp_path, monkeypatch):

@@ -263,7 +263,62 @@ def test_an_ending_that_is_no_format_is_refused():
         format_for("a.jpg")
 
 
-def test_schedules_to_compare_beside_a_run_are_refused(run_folder):
-    """They were passed over in silence."""
-    with pytest.raises(ConfigError, match=r"draw.compare, expected nothing beside run.dir"):
-        draw(compose_config([f"run.dir={run_folder}", "draw.compare=[zb_v]"]))
+def beside(run_folder, *words):
+    names = {word.partition("=")[0] for word in words}
+    return draw(compose_config([f"run.dir={run_folder}", "draw.width=90", *words]), given=names)
+
+
+def test_other_schedules_are_simulated_with_what_a_run_measured(run_folder):
+    """They were passed over in silence, later refused, though the run's costs were there."""
+    text = beside(run_folder, "draw.compare=[gpipe,zb_h1]")
+    heads = [line for line in text.splitlines() if line.endswith(":") and "simulated" in line]
+    assert heads == [
+        "one_f_one_b, simulated from measured costs:",
+        "gpipe, simulated from measured costs:",
+        "zb_h1, simulated from measured costs (I and W as halves of B):",
+    ]
+    # Forwards of 2 ms, backwards of 4: four micro-batches, and one more of fill and drain.
+    spans = [
+        line.split("makespan ")[1].split(",")[0] for line in text.splitlines() if "span " in line
+    ]
+    assert spans[1:3] == ["30 ms", "30 ms"] and float(spans[3].split()[0]) < 30
+
+
+def test_a_schedule_that_is_named_beside_a_run_is_one_to_compare(run_folder):
+    """`draw run.dir=RUN pipeline.schedule=zb_v` drew the run as if nothing had been asked."""
+    looped = ("pipeline.schedule=interleaved", "pipeline.options.stages_per_rank=2")
+    assert "interleaved, simulated from measured costs" in beside(run_folder, *looped)
+    assert "gpipe" not in beside(run_folder)
+    searched = beside(run_folder, "pipeline.schedule=auto", "pipeline.options.trials=2")
+    assert "auto, simulated from measured costs" in searched
+
+
+def test_what_a_run_has_of_its_own_is_refused_beside_it(run_folder):
+    for word in ("pipeline.stages=8", "pipeline.microbatches=3", "draw.costs.forward=2"):
+        with pytest.raises(
+            ConfigError, match=r"expected nothing beside run\.dir, which has its own"
+        ):
+            beside(run_folder, word)
+
+
+def test_the_command_looks_at_what_was_typed(run_folder):
+    words = [f"run.dir={run_folder}", "pipeline.schedule=zb_v", "draw.width=90"]
+    done = subprocess.run(
+        [sys.executable, "-m", "gpipe_hpc.draw", *words], capture_output=True, text=True, check=True
+    )
+    assert "zb_v, simulated from measured costs" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("outcome", "said"),
+    [
+        ("failed", "it failed after step 3, and a run writes timelines when it ends well"),
+        ("running", "it runs still, or was killed after step 3"),
+        ("done", "run with trace.steps=1 or more"),
+    ],
+)
+def test_a_run_without_a_timeline_says_why(tmp_path, outcome, said):
+    """A run that had failed was told to set trace.steps, which was 20."""
+    (tmp_path / "summary.json").write_text(json.dumps({"outcome": outcome, "last_step": 3}))
+    with pytest.raises(DataError, match=said):
+        beside(tmp_path)

@@ -161,3 +161,17 @@ def test_extra_states_are_left_out_with_a_warning(tmp_path, caplog):
     found = safetensors.load_file(folder / "model.safetensors")
     assert found.keys() == {"layers.0.weight", "layers.0.bias"}
     assert "layers.0._extra_state is left out" in caplog.text
+
+
+def test_a_second_export_is_told_a_name_that_is_free(run):
+    """The name was fixed: who was told to name another folder could not."""
+    pytest.importorskip("safetensors", reason="safetensors is not installed")
+    folder = run("gpipe_hpc.models.build_mlp", widths=[2, 2])
+    first = export(folder)
+    with pytest.raises(ConfigError, match=r"export.out, expected a new folder.*set export\.out="):
+        export(folder)
+    with pytest.raises(ConfigError) as refusal:
+        export(folder)
+    name = str(refusal.value).rpartition("export.out=")[2]
+    again = export_run(compose_config([f"run.dir={folder}", f"export.out={name}"]))
+    assert again != first and (again / "model.safetensors").exists()

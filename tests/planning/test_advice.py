@@ -95,6 +95,48 @@ def test_one_rank_has_no_bubble_and_gets_no_advice():
     assert advice(asked(stages=1), known()) == {}
 
 
+def test_one_rank_is_told_of_recomputation_alone():
+    """It was told to order the work of one rank anew, for halves of a backward that sum to less."""
+    uneven = (LayerTimes(1.0, 4.0, 1.0, 1.0),) * 8
+    request = asked(stages=1, recompute="always")
+    assert list(advice(request, known(uneven), finer=16)) == ["pipeline.recompute=never"]
+
+
+def test_gains_are_shares_of_the_measured_time():
+    """18 % of a simulation without transfers were promised of a step that transfers doubled."""
+    found = advice(asked(), known(), measured_s=132.0)
+    assert found["pipeline.schedule=zb_h1"].gain == pytest.approx((66 - 54) / 132)
+
+
+def test_empty_micro_batches_are_no_part_of_the_gain():
+    """Three of eight micro-batches have a sample: there is less to drain, and as much to fill."""
+    shares = (1.0,) * 3 + (0.0,) * 5
+    found = advice(asked(), known(), shares=shares)["pipeline.schedule=zb_h1"]
+    few = advice(asked(microbatches=3), known())["pipeline.schedule=zb_h1"]
+    assert found.gain == pytest.approx(few.gain)
+
+
+def test_advice_can_be_followed_beside_what_the_user_has_set():
+    """The advised command was refused: an option of another schedule, a cut into fewer stages."""
+    request = asked(
+        schedule="looped_bfs", schedule_options={"stages_per_rank": 2}, partition=[1] * 8
+    )
+    found = advice(request, known())
+    (text,) = (each for each in found if "=zb_h1" in each)
+    assert text == (
+        "pipeline.schedule=zb_h1 (without pipeline.options.stages_per_rank) "
+        "pipeline.partition=[2,2,2,2]"
+    )
+    by_hand = advice(asked(partition=[2] * 4), known())
+    assert any(each.endswith("pipeline.partition=[1,1,1,1,1,1,1,1]") for each in by_hand)
+    assert "pipeline.schedule=zb_h1" in by_hand  # as many stages: the cut may stay
+
+
+def test_compiled_layers_are_not_told_to_split_backwards():
+    """Compiled, they make weight gradients together with those of inputs: W has nothing to do."""
+    assert not any("zb_" in each for each in advice(asked(compile=True), known()))
+
+
 def test_what_does_not_fit_the_numbers_is_passed_over():
     """Eight layers on eight ranks leave no second stage to a rank."""
     found = advice(asked(stages=8, microbatches=5), known())

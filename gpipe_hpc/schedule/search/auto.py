@@ -1,10 +1,10 @@
 """Auto: an order found for given costs, by list scheduling and local search."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import groupby
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.costs import Costs, per_stage
@@ -39,6 +39,23 @@ class Found:
         return max(0.0, self.makespan / self.lower_bound - 1.0) if self.lower_bound > 0 else 0.0
 
 
+class Within(NamedTuple):
+    """What each rank may hold, in the unit of `memory`, one number a rank.
+
+    A run holds what `dressed` makes of a bare table: with recomputation, and with copies to the
+    host. Where no order keeps within the limits, the search takes the one that exceeds them least.
+    """
+
+    memory: Memory
+    limits: Sequence[float]
+    dressed: Callable[[Schedule], Schedule]
+
+    def excess(self, schedule: Schedule) -> float:
+        """Return by how much the fullest rank exceeds its limit, 0 for none."""
+        peaks = peak_memory(self.dressed(schedule), self.memory)
+        return max(0.0, *(peak - most for peak, most in zip(peaks, self.limits, strict=True)))
+
+
 def auto(
     ranks: int,
     microbatches: int,
@@ -47,19 +64,22 @@ def auto(
     placement: str = "one_each",
     stages_per_rank: int = 2,
     trials: int = 200,
+    within: Callable[[Placement], Within] | None = None,
 ) -> Schedule:
     """Search an order for measured or given costs under a memory limit; see `search`.
 
     `costs` are those of `Costs`, by default F = I = W; `limit` is in stage micro-batches, one for
     all ranks or one for each. `placement` is ``one_each``, ``looped``, ``wave`` (both with
     `stages_per_rank`) or ``mirrored``. No worse than any schedule known by name on that placement
-    and under that limit, simulated.
+    and under that limit, simulated. `within` says what ranks may hold on a placement; it is no
+    setting, but follows from what a rank's memory is.
     """
     if not isinstance(costs, Costs):
         costs = _named_costs(costs or {"forward": 1, "input_gradient": 1, "weight_gradient": 1})
     where = place(placement, ranks, microbatches, stages_per_rank)
     whole("auto", "trials", trials, least=0)
-    return search(where, costs, limit=limit, trials=trials).schedule
+    bound = None if within is None else within(where)
+    return search(where, costs, limit=limit, trials=trials, within=bound).schedule
 
 
 def _named_costs(costs: Mapping[str, Any]) -> Costs:
@@ -97,6 +117,7 @@ def search(
     memory: Memory | None = None,
     trials: int = 200,
     skips: tuple[Skip, ...] = (),
+    within: Within | None = None,
 ) -> Found:
     """Find an order of a placement's actions that is fast under given costs.
 
@@ -104,15 +125,22 @@ def search(
     schedules and list schedules of several rules are starting points; the best few are improved by
     up to `trials` swaps, and as many attempts to join halves of backwards: these are split only if
     the costs of both are given, and only where that saves time. Transfers over `skips` are waited
-    for as those between neighbours are. Refuses a limit that nothing fits.
+    for as those between neighbours are. Refuses a limit that nothing fits; `within` is a further
+    one, which may be exceeded where it must.
     """
-    room = _Room(placement, memory or Memory(), limit)
+    room = _Room(placement, memory or Memory(), limit, within)
     may_split = costs.input_gradient is not None and costs.weight_gradient is not None
-    tables = _named(placement, may_split), _listed(placement, costs, may_split, room)
-    named, listed = (
-        list(_timed((replace(table, skips=skips) for table in each), costs, room))
-        for each in tables
+    tables = (
+        [replace(table, skips=skips) for table in each]
+        for each in (
+            _named(placement, may_split),
+            _listed(placement, costs, may_split, room),
+        )
     )
+    found = [[table for table in each if room.fits_limit(table)] for each in tables]
+    if within is not None:
+        room.bear(min((within.excess(table) for each in found for table in each), default=0.0))
+    named, listed = (list(_timed(iter(each), costs, room)) for each in found)
     if not named and not listed:
         raise ScheduleError(
             f"schedule 'auto': no order fits, expected a limit with room for one micro-batch in "
@@ -166,7 +194,11 @@ class _Room:
     """The memory limit, and whether a table keeps to it."""
 
     def __init__(
-        self, placement: Placement, memory: Memory, limit: float | Sequence[float] | None
+        self,
+        placement: Placement,
+        memory: Memory,
+        limit: float | Sequence[float] | None,
+        within: Within | None = None,
     ) -> None:
         num_ranks = placement.num_ranks
         limits = [limit] * num_ranks if isinstance(limit, int | float) else limit
@@ -177,8 +209,20 @@ class _Room:
             )
         self.limits = None if limits is None else [float(one) for one in limits]
         self.memory = memory
+        self.within = within
+        self._borne = 0.0
+
+    def bear(self, excess: float) -> None:
+        """Let ranks exceed what they may hold by so much, the least that an order can do with."""
+        self._borne = excess
 
     def fits(self, schedule: Schedule) -> bool:
+        """Return whether no rank ever holds more than its limit, and than it may."""
+        if self.within is not None and self.within.excess(schedule) > self._borne:
+            return False
+        return self.fits_limit(schedule)
+
+    def fits_limit(self, schedule: Schedule) -> bool:
         """Return whether no rank ever holds more than its limit."""
         if self.limits is None:
             return True
@@ -262,7 +306,7 @@ def _listed(placement: Placement, costs: Costs, may_split: bool, room: _Room) ->
     for order in orders:
         durations = {op: costs.of_compute(op, num_stages) for op in order}
         for priority in (_deepest_first(order), _oldest_first(order)):
-            for limits in _limits(placement, most):
+            for limits in _limits(placement, most, is_tight=room.within is not None):
                 try:
                     rows = list_schedule(placement, Rules(durations, priority, transfers, limits))
                 except ScheduleError:
@@ -270,11 +314,27 @@ def _listed(placement: Placement, costs: Costs, may_split: bool, room: _Room) ->
                 yield tabulate("auto", placement, rows)
 
 
-def _limits(placement: Placement, most: list[int] | None) -> list[list[int] | None]:
-    """Return bounds to try: the one given, and those of one and of two pipelines full."""
+def _limits(
+    placement: Placement, most: list[int] | None, *, is_tight: bool
+) -> list[list[int] | None]:
+    """Return bounds to try: the one given, and those of one and of two pipelines full.
+
+    Where memory is tight, also lower ones, down to one micro-batch in each stage of a rank.
+    """
     tried: list[list[int] | None] = [most]
-    for depth in (1, 2):
-        full = [depth * placement.num_stages] * placement.num_ranks
+    num_ranks = placement.num_ranks
+    bounds = [[depth * placement.num_stages] * num_ranks for depth in (1, 2)]
+    if is_tight:
+        held = [len(placement.stages_of(rank)) for rank in range(num_ranks)]
+        depth = 1
+        while depth < placement.num_stages:
+            bounds.append([max(1, depth * each) for each in held])
+            # As one_f_one_b: the earlier a rank is in the pipeline, the more it has under way.
+            bounds.append(
+                [max(1, min(depth, num_ranks - rank) * each) for rank, each in enumerate(held)]
+            )
+            depth *= 2
+    for full in bounds:
         lower = full if most is None else [min(pair) for pair in zip(full, most, strict=True)]
         if lower not in tried:
             tried.append(lower)

@@ -158,6 +158,15 @@ class TextSource:
         return unigram_entropy(self.train.corpus, self.validation.corpus, self.train.vocab_size)
 
 
+def about_text(what: str, train: TokenWindows, validation: TokenWindows) -> str:
+    """Return what the log says of text: where it is from, how long it is, and its samples."""
+    num_tokens = train.corpus.num_tokens + validation.corpus.num_tokens
+    return (
+        f"{what}: {num_tokens:,} tokens; {train.num_samples:,} samples of {train.seq_len} tokens "
+        f"to train on, {validation.num_samples:,} held back"
+    )
+
+
 def unigram_entropy(
     train: TokenText, validation: TokenText, vocab_size: int, limit: int = 1 << 24
 ) -> float:

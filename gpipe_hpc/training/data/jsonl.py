@@ -14,7 +14,7 @@ import numpy.typing as npt
 from gpipe_hpc.config import TokenDataConfig
 from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.errors import DataError
-from gpipe_hpc.training.data.corpus import TextSource, Tokens, TokenWindows
+from gpipe_hpc.training.data.corpus import TextSource, Tokens, TokenWindows, about_text
 from gpipe_hpc.training.data.corruption import CorruptTally, tolerance
 from gpipe_hpc.training.data.indices import Keeping, indexed
 from gpipe_hpc.training.data.names import Names
@@ -191,7 +191,14 @@ def open_jsonl(config: JsonLinesConfig, spare: Path | None = None) -> TextSource
             f"{config.seq_len} tokens to train on, got {train.corpus.num_tokens}; give more "
             f"documents or lower data.seq_len"
         )
-    return TextSource(train, validation, corrupt={**lines.wrong, **held.wrong})
+    num_documents = int(is_kept.sum() + is_held.sum())
+    where = f"{', '.join(config.paths)} ({num_documents:,} documents)"
+    return TextSource(
+        train,
+        validation,
+        corrupt={**lines.wrong, **held.wrong},
+        about=about_text(where, train, validation),
+    )
 
 
 def _find_lines(patterns: Sequence[str], key: str, keeping: Keeping, tally: CorruptTally) -> Lines:

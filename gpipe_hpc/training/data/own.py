@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from gpipe_hpc.comm.nests import Nest, map_tensors
+from gpipe_hpc.comm.nests import Nest, flatten, map_tensors
 from gpipe_hpc.config import bind_target
 from gpipe_hpc.config.data import DataConfig, Shape, Shapes
 from gpipe_hpc.config.targets import own_call
@@ -138,9 +138,7 @@ class OwnDataset:
         wanted = list(indices) or [0]
         with _kept_generators():
             found = [self._item(index, epoch) for index in wanted]
-            where = f"data: putting items {wanted[0]} to {wanted[-1]} of {self.name} together"
-            with own_call(where, DataError):
-                batch = self.collate(found)
+            batch = self._together(wanted, found)
         pair = self._pair(batch)
         return pair if indices else map_tensors(lambda tensor: tensor[:0], pair)
 
@@ -152,6 +150,20 @@ class OwnDataset:
         _seed_generators(_key(self.seed, epoch, index))
         with own_call(f"data: reading item {index} of {self.name}", DataError):
             return self.items[index]
+
+    def _together(self, indices: Sequence[int], items: list[Any]) -> Any:
+        """Put items together; where that fails say which one is unlike the first."""
+        try:
+            return self.collate(items)
+        except Exception:
+            where = f"data: putting items {_numbers(indices)} of {self.name} together"
+            first, *others = map(_described, items)
+            for index, other in zip(indices[1:], others, strict=True):
+                if other != first:
+                    where += f" (item {indices[0]} is {first}, item {index} is {other})"
+                    break
+            with own_call(where, DataError):
+                raise
 
     def _apart(
         self, read: Callable[[Sequence[int]], Any], indices: Sequence[int], epoch: int
@@ -212,6 +224,27 @@ def _dataset(made: Any, collate: Collate, seed: int, config: OwnDataConfig) -> O
             f"{type(made).__name__}; return one whose items have numbers from 0 on"
         )
     return OwnDataset(made, collate, seed, config.target)
+
+
+_MOST_NUMBERS: Final = 6  # in a message
+
+
+def _numbers(indices: Sequence[int]) -> str:
+    """Return numbers as a list, which need not follow one another: the first few of many."""
+    shown = ", ".join(map(str, indices[:_MOST_NUMBERS]))
+    left = len(indices) - _MOST_NUMBERS
+    return f"{shown} and {left} more" if left > 0 else shown
+
+
+def _described(item: Any) -> str:
+    """Return the dtypes and shapes of the arrays of an item, and the types of all else."""
+    shown = [
+        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+        if isinstance(leaf, torch.Tensor | np.ndarray)
+        else type(leaf).__name__
+        for leaf in flatten(item)[0]
+    ]
+    return f"({', '.join(shown)})"
 
 
 def _shape(batch: torch.Tensor, num_samples: int) -> Shape:

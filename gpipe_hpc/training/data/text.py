@@ -13,7 +13,7 @@ from typing import Final
 from gpipe_hpc.config import TokenDataConfig
 from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.errors import DataError
-from gpipe_hpc.training.data.corpus import Corpus, Segment, TextSource, TokenWindows
+from gpipe_hpc.training.data.corpus import Corpus, Segment, TextSource, TokenWindows, about_text
 from gpipe_hpc.training.data.mapped import MappedFiles
 from gpipe_hpc.training.data.paths import expand
 from gpipe_hpc.training.data.token_files import (
@@ -199,10 +199,13 @@ def _source(
     what: str,
 ) -> TextSource:
     maps = MappedFiles()
-    source = TextSource(
-        TokenWindows(Corpus(train, vocab_size, maps), seq_len, vocab_size),
-        TokenWindows(Corpus(validation, vocab_size, maps), seq_len, vocab_size),
+    windows, held = (
+        TokenWindows(Corpus(part, vocab_size, maps), seq_len, vocab_size)
+        for part in (train, validation)
     )
+    num_files = len({each.file.path for each in (*train, *validation)})
+    where = f"{what} ({num_files:,} file{'s' * (num_files > 1)})"
+    source = TextSource(windows, held, about=about_text(where, windows, held))
     if not source.train.num_samples:
         raise DataError(
             f"data: too little text in {what}, expected more than data.seq_len={seq_len} tokens to "

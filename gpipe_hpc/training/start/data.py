@@ -38,8 +38,9 @@ def open_data_first(
 
     def first() -> Opened:
         source, facts = _open(config, folder)
-        if source.about:
-            log.info("data: %s", source.about)
+        counts = f"{source.train.num_samples:,} samples to train on, "
+        counts += f"{source.validation.num_samples:,} held back"
+        log.info("data: %s", source.about or counts)
         identity = identify(source, config.data, config.train)
         check(identity)
         return Opened(source, facts, identity, source.baseline())

@@ -11,8 +11,10 @@ def example_of(
     config: Config, world: World, source: DataSource | None, sampler: ShuffledSampler
 ) -> tuple[Nest, Nest] | None:
     """Read one micro-batch to measure or count layers on; rank 0 alone does so."""
-    is_needed = config.pipeline.partition == "time" or config.pipeline.recompute == "budget"
-    if source is None or not is_needed:
+    pipeline = config.pipeline
+    searches_in_memory = pipeline.schedule == "auto" and pipeline.memory_bytes is not None
+    is_counted = pipeline.recompute == "budget" or searches_in_memory
+    if source is None or not (pipeline.partition == "time" or is_counted):
         return None
     with together(world, "reading an example"):
         return first_microbatch(config, source, sampler)

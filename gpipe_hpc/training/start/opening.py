@@ -71,7 +71,7 @@ def _built(
     look_ahead = None
     if opened.source is not None and opened.source.train.num_samples:
         read = partial(first_microbatch, config, opened.source, sampler)
-        look_ahead = partial(foresee, pipe, layers, loss_fn, read)
+        look_ahead = partial(foresee, pipe, layers, loss_fn, read, len(sampler.batch(0)[0]))
     foreseen = patiently(world, "counting the layers", look_ahead)
     is_needed = pipe.needs_inputs or pipe.needs_targets
     source = open_data_where_needed(config, world, run.folder, opened, is_needed=is_needed)

@@ -92,14 +92,6 @@ class Origin:
         found = None if resumed is None else resumed.path
         done = 0 if resumed is None else resumed.steps_done
         if last <= done:
-            if found is not None and self._config.train.steps:
-                log.warning(
-                    "nothing to train: %s has %d steps done, train.steps or train.stop_at asks for "
-                    "%d; raise it, or start over with checkpoint.resume=never",
-                    found,
-                    done,
-                    last,
-                )
             return
         for path in self._checkpoints.set_aside(found):
             log.warning("starting from step %d: what an earlier run saved is now %s", done, path)

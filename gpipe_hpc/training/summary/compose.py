@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -11,6 +12,7 @@ from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planning.advice import MOST_ACTIONS
 from gpipe_hpc.planning.forecast import RankForecast
 from gpipe_hpc.schedule import Timeline, simulate
+from gpipe_hpc.training.foresight import shares_of
 from gpipe_hpc.training.horizon import last_step
 from gpipe_hpc.training.peak import PEAK_MEANING
 from gpipe_hpc.training.session import Session
@@ -124,10 +126,16 @@ def _throughput(session: Session, ledger: Ledger) -> dict[str, Any]:
     }
 
 
-def expected_timeline(pipe: Pipeline) -> Timeline | None:
-    """Return a step as simulated for the layers measured before the run; None if none were."""
+def expected_timeline(pipe: Pipeline, num_samples: int) -> Timeline | None:
+    """Return a step as simulated for the layers measured before the run; None if none were.
+
+    Of the first replica, for a global batch of `num_samples`: its smaller micro-batches, and the
+    empty ones, take as much less.
+    """
     costs = pipe.partition.stage_costs() if pipe.partition.is_measured else None
-    return None if costs is None else simulate(pipe.schedule, costs)
+    if costs is None:
+        return None
+    return simulate(pipe.schedule, replace(costs, shares=shares_of(pipe, num_samples)))
 
 
 def _traced(traced: Traced) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class Reporter:
         self._held = HeldSteps(trace.steps, trace.from_step)
         self.ledger = Ledger(session.pipe.steps_done)
         leads = session.pipe.world.rank == 0
-        self.planned = expected_timeline(session.pipe) if leads else None
+        self.planned = expected_timeline(session.pipe, session.batch_size) if leads else None
 
     def hold(self, agreed: Agreed, origin_s: float) -> None:
         """Hold when this rank's actions ran in the last step, if that is one to be traced.

@@ -101,7 +101,21 @@ def _ranks(summary: Mapping[str, Any]) -> str:
                 *[bytes_text(planned["total_bytes"]) if planned else ""] * has_plan,
             ]
         )
-    return "\n".join(filter(None, [_caption(summary, len(shown)), aligned(rows)]))
+    return "\n".join(filter(None, [_caption(summary, len(shown)), aligned(rows), _legend(summary)]))
+
+
+def _legend(summary: Mapping[str, Any]) -> str:
+    """Say what the columns of memory count, which are not meant to be equal."""
+    parts = [
+        f"peak memory: {summary['peak_memory_meaning']}",
+        "above start: of it, since the start",
+    ]
+    if any(each["planned_memory"] for each in summary["ranks"]):
+        parts.append(
+            "planned: weights, gradients, optimizer and activations as counted, without Python, "
+            "workspaces and what transfers take"
+        )
+    return "\n".join(parts)
 
 
 def _caption(summary: Mapping[str, Any], num_shown: int) -> str:

@@ -98,10 +98,30 @@ def typical_trace(run_folder: Path) -> Path:
     found = sorted((run_folder / FOLDER).glob(_STEPS))
     if not found:
         raise DataError(
-            f"run {run_folder}: expected a measured timeline under {FOLDER}/, got none; run with "
-            f"trace.steps=1 or more"
+            f"run {run_folder}: expected a measured timeline under {FOLDER}/, got none; "
+            f"{_why_untraced(run_folder)}"
         )
     return next((path for path in reversed(found) if _is_median(path)), found[-1])
+
+
+def _why_untraced(run_folder: Path) -> str:
+    """Return why a run has left no timeline, as far as its summary says, and what to do."""
+    try:
+        summary = json.loads((run_folder / "summary.json").read_text())
+        outcome, last = str(summary["outcome"]), int(summary["last_step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        outcome, last = "", 0
+    if outcome == "failed":
+        return (
+            f"it failed after step {last}, and a run writes timelines when it ends well: start it "
+            f"again, it goes on from its newest checkpoint"
+        )
+    if outcome == "running":
+        return (
+            f"it runs still, or was killed after step {last}: a run writes timelines when it ends; "
+            f"wait for it, or stop it with Ctrl-C or SIGTERM"
+        )
+    return "run with trace.steps=1 or more"
 
 
 def _is_median(path: Path) -> bool:

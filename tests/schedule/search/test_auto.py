@@ -11,6 +11,8 @@ from gpipe_hpc.schedule import (
     Memory,
     Op,
     ScheduleError,
+    Within,
+    add_recompute,
     build,
     check,
     lower,
@@ -114,6 +116,40 @@ def test_backwards_are_split_only_where_it_helps():
     row = found.schedule.ranks[0]
     assert any(action.op is Op.B for action in row)
     assert found.makespan == simulate(build("zb_h1", ranks=3, microbatches=6), ONE_EACH).makespan
+
+
+RECOMPUTED = Memory(forward=10.0, boundary=1.0)
+
+
+def with_r(schedule):
+    return add_recompute(schedule, "always")
+
+
+@pytest.mark.parametrize(
+    ("dressed", "limits"), [(with_r, [12.0, 13.0, 14.0]), (lambda table: table, [30.0, 20.0, 10.0])]
+)
+def test_what_ranks_may_hold_is_that_of_the_table_as_it_runs(dressed, limits):
+    """With recomputation a rank has room for many boundaries, and for one micro-batch in full."""
+    placement = place("one_each", 3, 6)
+    within = Within(RECOMPUTED, limits, dressed)
+    found = search(placement, ONE_EACH, within=within, trials=10)
+    peaks = peak_memory(dressed(found.schedule), RECOMPUTED)
+    assert all(peak <= most for peak, most in zip(peaks, limits, strict=True))
+    free = search(placement, ONE_EACH, trials=10)
+    assert within.excess(free.schedule) > 0 and found.makespan >= free.makespan
+
+
+def test_where_nothing_fits_the_order_that_needs_least_is_found():
+    within = Within(RECOMPUTED, [5.0] * 3, lambda table: table)
+    found = search(place("one_each", 3, 6), ONE_EACH, within=within, trials=10).schedule
+    assert peak_memory(found, RECOMPUTED) == (10.0, 10.0, 10.0)
+    assert build("auto", ranks=3, microbatches=6, trials=10, within=lambda placement: within)
+
+
+@pytest.mark.parametrize("name", ["auto", "gpipe"])
+def test_what_ranks_may_hold_is_no_setting(name):
+    with pytest.raises(ScheduleError, match=r"unknown option, expected .*got 'within'"):
+        build(name, ranks=2, microbatches=2, within=3)
 
 
 def test_memory_in_bytes():

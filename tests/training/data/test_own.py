@@ -61,6 +61,10 @@ def pairs_of_dicts(items):
     return {"x": whole["x"]}, whole["y"]
 
 
+def ragged(size=10):
+    return [(torch.zeros(5 + (i == 7)), i) for i in range(size)]
+
+
 def number():
     return 3
 
@@ -267,3 +271,13 @@ def test_a_data_set_that_cannot_be_handed_over_is_said(mine):
     with pytest.raises(DataError, match=r"cannot be handed to processes.*data\.workers=0"):
         next(readings)
     readings.close()
+
+
+def test_an_item_that_does_not_fit_the_others_is_named(mine):
+    """`items 3 to 5` named a range, of which most were not in the batch."""
+    train = open_data(settings(f"{mine}.ragged", "data.validation_fraction=0")).train.whole
+    with pytest.raises(DataError) as failure:
+        train.read_inputs([3, 9, 7, 1, 5])
+    text = str(failure.value)
+    assert "putting items 3, 9, 7, 1, 5 of " in text
+    assert "(item 3 is (float32[5], int), item 7 is (float32[6], int))" in text

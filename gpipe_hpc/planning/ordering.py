@@ -1,0 +1,279 @@
+"""The order of the work on a cut: a schedule known by name, or one that is searched."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+from gpipe_hpc.errors import ConfigError, GpipeError, PartitionError, ScheduleError
+from gpipe_hpc.planning.budget.fitting import Budget, choose_recompute
+from gpipe_hpc.planning.forecast import activation_memory, flop_costs, held_bytes, rank_states
+from gpipe_hpc.planning.gauges import Gauge
+from gpipe_hpc.planning.partition import Partition
+from gpipe_hpc.planning.request import Request
+from gpipe_hpc.planning.stages import count_stages
+from gpipe_hpc.planning.tables import dressed, recomputes, table_asked_for
+from gpipe_hpc.planning.units import bytes_text, flops_text
+from gpipe_hpc.schedule import Placement, Schedule, Within, num_stages, simulate
+
+
+class Order(NamedTuple):
+    """A cut and a table without communication for it.
+
+    `budget`: what is recomputed, where that was chosen by memory; the table then has its R.
+    `searched` says in words what was compared.
+    """
+
+    partition: Partition
+    table: Schedule
+    budget: Budget | None = None
+    searched: str = ""
+
+
+def order(request: Request, partition: Partition, gauge: Gauge) -> Order:
+    """Order the work of a cut as a request asks for; `auto` searches, within the memory if given.
+
+    Raises ConfigError, ModelError, PartitionError or ScheduleError for what cannot work.
+    """
+    if request.schedule != "auto":
+        return _with_budget(request, Order(partition, table_of(request)), gauge)
+    if compares_placements(request):
+        return _best_placement(request, partition, gauge)
+    return _searched(request, partition, gauge)
+
+
+def compares_placements(request: Request) -> bool:
+    """Say whether the best of several placements is asked for."""
+    return request.schedule == "auto" and request.options.get("placement") == "best"
+
+
+def stages_of(request: Request) -> int:
+    """Return into how many stages a model is cut at first; refuse what cannot be built."""
+    if request.schedule != "auto":
+        return table_of(request).num_stages  # refuses what cannot be built before layers are run
+    if compares_placements(request):
+        return ranks_of(request)
+    size = {"ranks": ranks_of(request), "microbatches": request.microbatches}
+    return num_stages("auto", **size, **request.options)
+
+
+def table_of(request: Request, **more: Any) -> Schedule:
+    """Return the bare table that is asked for; `more`: what `build` takes, options come first."""
+    return table_asked_for(
+        request.schedule,
+        ranks=ranks_of(request),
+        microbatches=request.microbatches,
+        options={**more, **request.options},
+    )
+
+
+def ranks_of(request: Request) -> int:
+    """Return the number of ranks of one pipeline."""
+    assert request.stages is not None, "a layout is for a known number of ranks"
+    return request.stages
+
+
+def _searched(request: Request, partition: Partition, gauge: Gauge) -> Order:
+    """Search an order for what layers take, or for equal stages where that is not known."""
+    costs = {"costs": partition.stage_costs()} if partition.times else {}
+    if request.memory_bytes is None:
+        return _with_budget(request, Order(partition, table_of(request, **costs)), gauge)
+    if request.recompute != "budget":
+        within = partial(_within, request, request.recompute, partition, gauge)
+        return Order(partition, table_of(request, **costs, within=within))
+    return _searched_with_budget(request, partition, gauge, costs)
+
+
+def _within(
+    request: Request, recompute: str, partition: Partition, gauge: Gauge, placement: Placement
+) -> Within:
+    """Return what ranks may hold on a placement beside weights, gradients and optimizer."""
+    model = gauge.count
+    stages = count_stages(model, partition.counts)
+    assert isinstance(request.memory_bytes, int | float), "the pipeline has read it"
+    states = (
+        rank_states(model, stages, placement, rank, request.optimizer_states)
+        for rank in range(placement.num_ranks)
+    )
+    return Within(
+        activation_memory(stages),
+        [request.memory_bytes - each.total_bytes for each in states],
+        partial(dressed, recompute=recompute, offload=request.offload),
+    )
+
+
+def _searched_with_budget(
+    request: Request, partition: Partition, gauge: Gauge, costs: dict[str, Any]
+) -> Order:
+    """Search orders that keep less and less, recompute what each must; return the fastest.
+
+    Raises PartitionError, that of the order which keeps least, where none fits.
+    """
+    best: tuple[float, Order] | None = None
+    refusal: PartitionError | None = None
+    for table in _thriftier(request, partition, gauge, costs):
+        try:
+            found = _with_budget(request, Order(partition, table), gauge)
+        except PartitionError as error:
+            refusal = error
+            continue
+        took = _time_of(found, gauge)
+        if best is None or took < best[0]:
+            best = took, found
+    if best is None:
+        assert refusal is not None, "some order was tried"
+        raise refusal
+    return best[1]
+
+
+def _thriftier(
+    request: Request, partition: Partition, gauge: Gauge, costs: dict[str, Any]
+) -> Iterator[Schedule]:
+    """Yield bare tables: the fastest that fits if nothing is recomputed, or if everything is.
+
+    Then those that keep no more than two pipelines full, and one; of equal ones the first.
+    """
+    seen: list[Schedule] = []
+    each = len(partition.counts)
+    for recompute, limit in (
+        ("never", None),
+        ("except_last", None),
+        ("except_last", 2 * each),
+        ("except_last", each),
+    ):
+        asked = request
+        if limit is not None:
+            if "limit" in request.options:
+                return
+            asked = replace(request, schedule_options={**request.options, "limit": limit})
+        within = partial(_within, request, recompute, partition, gauge)
+        table = table_of(asked, **costs, within=within)
+        if table not in seen:
+            seen.append(table)
+            yield table
+
+
+def _with_budget(request: Request, found: Order, gauge: Gauge) -> Order:
+    """Choose what an order recomputes, if that is asked for."""
+    if request.recompute != "budget":
+        return found
+    table = found.table
+    if table.is_lowered or recomputes(table):
+        raise ScheduleError(
+            f"schedule {table.name!r}: recompute 'budget' places recomputation itself, expected a "
+            f"bare table without R, got one with it or a lowered one; leave its R out"
+        )
+    if not isinstance(request.memory_bytes, int | float):
+        raise ConfigError(
+            f"recompute: 'budget' fits layers into memory, expected memory_bytes, got "
+            f"{request.memory_bytes}; give the bytes that a rank may fill"
+        )
+    budget = choose_recompute(
+        gauge.count,
+        found.partition.counts,
+        table,
+        request.memory_bytes,
+        request.optimizer_states,
+        [each.forward for each in found.partition.times] if found.partition.is_measured else (),
+    )
+    return found._replace(table=budget.schedule, budget=budget)
+
+
+def _time_of(found: Order, gauge: Gauge) -> float:
+    """Return how long an order takes, simulated, what it recomputes included.
+
+    In seconds where layers were measured, else in FLOPs.
+    """
+    partition = found.partition
+    recomputed = None if found.budget is None else found.budget.recomputed
+    costs = partition.stage_costs()
+    if costs is None:
+        costs = flop_costs(count_stages(gauge.count, partition.counts), recomputed)
+    elif recomputed is not None:
+        again = [sum(partition.times[layer].forward for layer in own) for own in recomputed]
+        costs = replace(costs, recompute=again)
+    return simulate(found.table, costs).makespan
+
+
+# What `placement=best` tries: a name of `auto`, and the stages of a rank.
+_PLACEMENTS: Final = (("one_each", 1), ("wave", 2), ("looped", 2))
+_WORTH_MORE_STAGES: Final = 0.99  # of the time with fewer
+
+
+class _Tried(NamedTuple):
+    """What an order on a placement takes and holds; `nbytes`: None where it cannot be counted."""
+
+    order: Order
+    time: float
+    nbytes: int | None
+
+    def beats(self, other: "_Tried", most_bytes: float | None) -> bool:
+        """Say whether it is worth more stages: it fits, or it is faster, or holds less."""
+        if most_bytes is not None and self.nbytes is not None and other.nbytes is not None:
+            fits, others_fit = self.nbytes <= most_bytes, other.nbytes <= most_bytes
+            if not (fits and others_fit):
+                return self.nbytes < other.nbytes
+        return self.time < other.time * _WORTH_MORE_STAGES
+
+
+def _best_placement(request: Request, given: Partition, gauge: Gauge) -> Order:
+    """Search an order on several placements for what layers take; return the best, simulated.
+
+    The best is the fastest of those that fit into the memory, or else the one that needs least.
+    """
+    ranks = ranks_of(request)
+    if not given.times or "costs" in request.options:
+        raise ConfigError(
+            f"schedule 'auto': placement 'best' compares placements for measured layers, expected "
+            f"partition 'time' and no costs, got {'costs' if given.times else 'another'}; correct "
+            f"that, or choose a placement by name"
+        )
+    limit_bytes = request.memory_bytes
+    assert not isinstance(limit_bytes, str), "the pipeline has read it"
+    best: _Tried | None = None
+    lines: list[str] = []
+    refusal: PartitionError | None = None
+    for placement, each in _PLACEMENTS:
+        if each > 1 and ranks * each > len(given.costs):
+            continue
+        head = f"auto: {placement} with {each} stage{'s' * (each > 1)} a rank"
+        try:
+            tried = _placed(request, given.cut_anew(ranks * each), gauge, placement, each)
+        except PartitionError as error:
+            refusal = refusal or error
+            lines.append(f"{head}, nothing fits")
+            continue
+        amount = f"{tried.time:.3f} s" if given.is_measured else flops_text(tried.time)
+        held = "" if tried.nbytes is None else f", {bytes_text(tried.nbytes)} on the fullest rank"
+        lines.append(f"{head}, {amount} a step{held}")
+        if best is None or tried.beats(best, limit_bytes):
+            best = tried
+    if best is None:
+        assert refusal is not None, "one stage a rank is among them"
+        raise refusal
+    return best.order._replace(searched="\n".join(lines))
+
+
+def _placed(
+    request: Request, partition: Partition, gauge: Gauge, placement: str, each: int
+) -> _Tried:
+    """Return the order that `auto` finds on a placement, how long it takes, and what it holds."""
+    options = {**request.options, "placement": placement, "stages_per_rank": each}
+    limit = options.get("limit")
+    if limit is not None:  # in micro-batches of a rank's whole share, whatever its stages
+        options["limit"] = [x * each for x in limit] if isinstance(limit, list) else limit * each
+    found = _searched(replace(request, schedule_options=options), partition, gauge)
+    dress: Callable[[Schedule], Schedule] = partial(
+        dressed,
+        recompute="never" if found.budget else request.recompute,
+        offload=request.offload,
+    )
+    whole = found._replace(table=dress(found.table))
+    recomputed = None if found.budget is None else found.budget.recomputed
+    try:
+        held = held_bytes(
+            gauge.count, partition.counts, whole.table, request.optimizer_states, recomputed
+        )
+    except GpipeError:
+        return _Tried(found, _time_of(whole, gauge), None)
+    return _Tried(found, _time_of(whole, gauge), max(held))

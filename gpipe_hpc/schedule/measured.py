@@ -1,0 +1,95 @@
+"""From a measured timeline to the table that was run, and to what any other would cost."""
+
+from collections import defaultdict
+from dataclasses import replace
+from statistics import fmean
+
+from gpipe_hpc.schedule.costs import Costs
+from gpipe_hpc.schedule.passes.recompute import add_recompute
+from gpipe_hpc.schedule.table.actions import COMPUTE, Op
+from gpipe_hpc.schedule.table.schedule import Placement, Schedule
+from gpipe_hpc.schedule.timeline import Timeline
+
+
+def schedule_of(timeline: Timeline) -> Schedule:
+    """Return the bare table that a timeline ran.
+
+    Micro-batches that never ran, being empty, and stages that did not run one of the others count
+    as placed on the first way.
+    """
+    ways: dict[int, dict[int, int]] = defaultdict(dict)
+    for rank, row in enumerate(timeline.events):
+        for event in row:
+            op, stage, microbatch, _ = event.action
+            if op in COMPUTE and microbatch is not None:
+                ways[microbatch][stage] = rank
+    first = ways[min(ways)] if ways else {}
+    usual = {stage: first.get(stage, 0) for stage in range(timeline.num_stages)}
+    numbers: dict[tuple[int, ...], int] = {}
+    route_of: list[int] = []
+    for microbatch in range(timeline.num_microbatches):
+        way = usual | ways.get(microbatch, {})
+        route = tuple(way[stage] for stage in range(timeline.num_stages))
+        route_of.append(numbers.setdefault(route, len(numbers)))
+    rows = tuple(
+        tuple(event.action for event in row if event.action.op in COMPUTE)
+        for row in timeline.events
+    )
+    return Schedule(
+        timeline.name, Placement(tuple(numbers), tuple(route_of)), rows, skips=timeline.skips
+    )
+
+
+def mean_costs(timeline: Timeline) -> Costs:
+    """Return what each op took on each stage, on average over micro-batches; transfers are free."""
+    durations: dict[tuple[Op, int], list[float]] = defaultdict(list)
+    for row in timeline.events:
+        for event in row:
+            if event.action.op in COMPUTE:
+                durations[event.action.op, event.action.stage].append(event.duration_s)
+
+    def of(op: Op) -> list[float]:
+        """Return the means of an op by stage; 0 where a stage never ran it."""
+        times = (durations.get((op, stage)) for stage in range(timeline.num_stages))
+        return [fmean(time) if time else 0.0 for time in times]
+
+    return Costs(
+        forward=of(Op.F),
+        backward=of(Op.B),
+        input_gradient=of(Op.I),
+        weight_gradient=of(Op.W),
+        recompute=of(Op.R),
+    )
+
+
+def costs_for_others(timeline: Timeline) -> Costs:
+    """Return what the ops of any schedule would cost on the stages of a measured one.
+
+    What never ran is filled in: the halves of a backward as half of it each, a backward as the sum
+    of its halves, a recomputation as the forward. Micro-batches that never ran are empty.
+    """
+    measured = mean_costs(timeline)
+    forward, whole, inputs, weights, again = (
+        measured.of_compute(op, timeline.num_stages) for op in (Op.F, Op.B, Op.I, Op.W, Op.R)
+    )
+    ran = {event.action.microbatch for row in timeline.events for event in row}
+    present = [float(number in ran) for number in range(timeline.num_microbatches)]
+    return replace(
+        measured,
+        backward=[b or i + w for b, i, w in zip(whole, inputs, weights, strict=True)],
+        input_gradient=[i or b / 2 for b, i in zip(whole, inputs, strict=True)],
+        weight_gradient=[w or b / 2 for b, w in zip(whole, weights, strict=True)],
+        recompute=[r or f for f, r in zip(forward, again, strict=True)],
+        shares=present,
+    )
+
+
+def recompute_of(timeline: Timeline) -> str:
+    """Return which mode of recomputation a timeline ran: always, except_last, or never."""
+    ops = [event.action.op for row in timeline.events for event in row]
+    if Op.R not in ops:
+        return "never"
+    bare = schedule_of(timeline)
+    rows = tuple(tuple(action for action in row if action.op is not Op.R) for row in bare.ranks)
+    everything = add_recompute(replace(bare, ranks=rows), "always")
+    return "always" if everything.ranks == bare.ranks else "except_last"

@@ -1,0 +1,91 @@
+"""What a run says of itself: at its start, and where there is nothing to do."""
+
+import re
+
+import pytest
+
+from gpipe_hpc.config import check_config, compose_config
+from tests.support import train_here
+
+
+def said(folder, ranks, *words):
+    """Return the log of the first rank of a run."""
+    train_here(ranks, f"run.dir={folder}", *words)
+    return (folder / "logs" / "rank0.log").read_text()
+
+
+def test_that_layers_are_timed_is_said_before_and_after(tiny, tmp_path):
+    """Nothing was said for as long as that took, which may be minutes."""
+    text = said(tmp_path, 1, *tiny, "train.steps=1", "pipeline.partition=time")
+    begun = re.search(r"timing (\d+) layers on one micro-batch \.\.\.", text)
+    done = re.search(r"timed the layers in [\d.]+ s", text)
+    assert begun and done and begun.start() < done.start() < text.index("stages:")
+    assert int(begun[1]) > 1
+
+
+def test_that_an_order_is_searched_is_said(tiny, tmp_path):
+    auto = ("pipeline.schedule=auto", "+pipeline.options.trials=2")
+    text = said(tmp_path, 2, *tiny, "train.steps=1", *auto)
+    assert text.index("searching an order of the work") < text.index("stages:")
+
+
+@pytest.mark.parametrize("kind", ["text", "python_source", "jsonl", "synthetic"])
+def test_the_data_are_told_whatever_their_kind(tiny, tmp_path, kind):
+    """Arrays and images were named with their samples, tokens and text were not."""
+    (tmp_path / "a.txt").write_text("words " * 2000)
+    (tmp_path / "a.py").write_text("words " * 2000)
+    (tmp_path / "a.jsonl").write_text('{"text": "%s"}\n' % ("words " * 200) * 60)
+    own = {
+        "text": [f"data.paths=[{tmp_path}/a.txt]"],
+        "python_source": [f"data.root={tmp_path}", "data.validation_percent=0"],
+        "jsonl": [f"data.paths=[{tmp_path}/a.jsonl]"],
+        "synthetic": [],
+    }[kind]
+    model = [word for word in tiny if not word.startswith("data")]
+    text = said(
+        tmp_path / "run", 1, *model, f"data={kind}", "data.seq_len=16", *own, "train.steps=1"
+    )
+    line = re.search(r"data: (.*)", text)[1]
+    assert re.search(r"[\d,]+ samples .*to train on, [\d,]+ held back", line), line
+    if kind != "synthetic":
+        assert str(tmp_path) in line and "tokens" in line
+
+
+def test_a_run_that_needs_more_than_it_may_use_is_warned_once(tiny, tmp_path):
+    """`plan` refused the same settings; the run said nothing of pipeline.memory_bytes."""
+    text = said(tmp_path, 2, *tiny, "train.steps=2", "pipeline.memory_bytes=20kB")
+    (warning,) = (line for line in text.splitlines() if "pipeline.memory_bytes allows" in line)
+    assert "WARNING" in warning and "allows 20.0 kB" in warning
+    assert re.search(r"ranks 0-1|ranks 0, 1", warning) and "the run goes on" in warning
+    ample = said(tmp_path / "ample", 2, *tiny, "train.steps=1", "pipeline.memory_bytes=1GB")
+    assert "pipeline.memory_bytes allows" not in ample
+
+
+def test_empty_micro_batches_are_expected_to_take_no_time(tiny, tmp_path):
+    """A run of 4 samples in 8 micro-batches was expected to take as long as one of 8."""
+    size = ("train.steps=1", "train.batch_size=4", "pipeline.partition=time")
+    text = said(tmp_path, 2, *tiny, *size, "pipeline.microbatches=8")
+    expected = float(re.search(r"expected from the measured layers: ([\d.]+) s", text)[1])
+    assert expected >= 0
+    planned = (tmp_path / "trace" / "planned.json").read_text()
+    spans = re.findall(r'\["0F(\d)", ([\d.e-]+), ([\d.e-]+)\]', planned)
+    took = {int(number): float(end) - float(begin) for number, begin, end in spans}
+    assert all(took[number] > 0 for number in range(4))
+    assert all(took[number] == 0 for number in range(4, 8))
+
+
+def test_that_nothing_was_trained_is_said_last(tiny, tmp_path):
+    """It stood above tables and lines that looked as if the run had begun."""
+    words = (*tiny, "train.steps=1")
+    said(tmp_path, 1, *words)
+    *_, last = said(tmp_path, 1, *words).splitlines()
+    assert "nothing to train: the run has 1 steps done" in last
+
+
+def test_a_vocabulary_that_the_data_do_not_use_is_told():
+    """gpt2 has 50,257 tokens, bytes are 256: the rest was trained in silence."""
+    words = ["model=gpt2", "data.seq_len=64"]
+    (doubt,) = check_config(compose_config(words), 1)
+    assert "model.vocab_size=50257 is far more than the 256 tokens" in doubt
+    assert "set model.vocab_size=256" in doubt
+    assert check_config(compose_config([*words, "model.vocab_size=512"]), 1) == []
