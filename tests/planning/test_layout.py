@@ -15,7 +15,7 @@ import gpipe_hpc.planning.gauges
 from gpipe_hpc import Pipeline, run_on_threads
 from gpipe_hpc.comm.pickling import dumps, loads
 from gpipe_hpc.config import PipelineConfig, build_target, compose_config, conf_dir
-from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.errors import ConfigError, ModelError
 from gpipe_hpc.models import LayerSpec, loss_function
 from gpipe_hpc.plan import make_plan, microbatch, samples_per_microbatch
 from gpipe_hpc.planning import LayerTimes, Measured, Request, cut, lay_out
@@ -131,6 +131,10 @@ class Given:
     """A gauge that knows the times of the layers, and cannot be asked for more."""
 
     measure, layers, times = "FLOPs", LAYERS, FLOPS * 4
+
+    @property
+    def count(self):
+        raise ModelError("layers.0: cannot be counted")
 
 
 def test_a_layout_travels_as_it_is():
