@@ -111,9 +111,10 @@ def main() -> None:
 
     def keep(figures: Figures) -> None:
         figures.save(kept)
-        report.write(figures, args.to)
+        rounded = load_figures(kept)  # what can be read off the file again
+        report.write(rounded, args.to)
         if args.to == HERE:
-            report.write_front_page(figures, HERE.parent.parent / "README.md")
+            report.write_front_page(rounded, HERE.parent.parent / "README.md")
 
     if "startup" in parts and "startup" not in figures.extras:
         figures.extras["startup"] = startup.measure()
