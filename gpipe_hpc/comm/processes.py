@@ -141,7 +141,7 @@ class TorchGroup:
     def _collective(self, work: dist.Work | None) -> Pending:
         assert work is not None, f"not a member of {rank_names(self.ranks)}"
         what = f"a collective of {rank_names(self.ranks)}"
-        return _Works([work], self.ranks, what, self._await)
+        return _Works([(self.ranks, work)], self._await, what)
 
     def _await(self, ranks: Sequence[int] | None) -> None:
         self._pulse.waits_for = ranks
@@ -159,32 +159,36 @@ class TorchGroup:
         peers = sorted({piece.rank for piece in (*sends, *receives)})
         if not peers:
             return Done()
-        what = f"{rank_names(peers)} in an exchange of {rank_names(self.ranks)}"
-        start = self._start_batch if self._uses_nccl((*sends, *receives)[0].tensor) else self._post
+        batched = self._uses_nccl((*sends, *receives)[0].tensor)
+        start = self._start_batch if batched else self._post
         try:
-            return _Works(start(sends, receives, tag), peers, what, note)
+            return _Works(start(sends, receives, tag), note)
         except RuntimeError as error:
-            raise lost(error, what) from error
+            raise lost(error, rank_names(peers)) from error
 
-    def _post(self, sends: Sequence[Piece], receives: Sequence[Piece], tag: int) -> list[dist.Work]:
+    def _post(self, sends: Sequence[Piece], receives: Sequence[Piece], tag: int) -> "_Started":
         """Start each message by itself; what is expected first, so that nothing has to wait.
 
         The group's own calls take half the time of torch's `isend` and `irecv` around them.
         """
         group, at = self.torch_group, self.ranks.index
-        came = [group.recv([piece.tensor], at(piece.rank), tag) for piece in receives]
-        return came + [group.send([piece.tensor], at(piece.rank), tag) for piece in sends]
+        return [
+            ([piece.rank], start([piece.tensor], at(piece.rank), tag))
+            for start, pieces in ((group.recv, receives), (group.send, sends))
+            for piece in pieces
+        ]
 
     def _start_batch(
         self, sends: Sequence[Piece], receives: Sequence[Piece], tag: int
-    ) -> list[dist.Work]:
+    ) -> "_Started":
         """Start all messages at once, as NCCL needs them: one after the other would wait."""
         operations = [
             dist.P2POp(start, piece.tensor, piece.rank, self.torch_group, tag)
             for start, pieces in ((dist.irecv, receives), (dist.isend, sends))
             for piece in pieces
         ]
-        return dist.batch_isend_irecv(operations)
+        peers = sorted({piece.rank for piece in (*sends, *receives)})
+        return [(peers, work) for work in dist.batch_isend_irecv(operations)]
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's value in rank order; read as `gpipe_hpc.comm.pickling` allows."""
@@ -257,21 +261,23 @@ class TorchGroup:
         return [part[:count] for part, count in zip(gathered, counts, strict=True)]
 
 
-class _Works:
-    """What is under way with some ranks, whose failure names them."""
+_Started = list[tuple[Sequence[int], dist.Work]]
+"""What is under way, each with the ranks that it waits for."""
 
-    def __init__(
-        self, works: Sequence[dist.Work], ranks: Sequence[int], what: str, note: Note
-    ) -> None:
-        self._works, self._ranks, self._what, self._note = works, ranks, what, note
+
+class _Works:
+    """What is under way with other ranks; a failure names those of what has failed, or `what`."""
+
+    def __init__(self, started: _Started, note: Note, what: str | None = None) -> None:
+        self._started, self._note, self._what = started, note, what
 
     def wait(self) -> None:
-        self._note(self._ranks)
-        try:
-            for work in self._works:
+        for ranks, work in self._started:
+            self._note(ranks)
+            try:
                 work.wait()
-        except RuntimeError as error:
-            raise lost(error, self._what) from error
+            except RuntimeError as error:
+                raise lost(error, self._what or rank_names(ranks)) from error
         self._note(None)
 
 
