@@ -1,6 +1,7 @@
 """One row: train on two hosts for some seconds, and note what came of it."""
 
 import json
+import math
 import signal
 import time
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from experiments.outer.slow_link.plot import Curve
 from experiments.outer.slow_link.rows import COMMON, Row
 from experiments.two_hosts import Counts, Ranks, TwoHosts, start_ranks
 
-_LOOK_S: Final = 0.2
+_LOOK_S: Final = 0.01  # so that counts are taken close to the edges of steps
 _START_S: Final = 240.0  # until the first step, on a busy machine
 _END_S: Final = 120.0
 _NOT_COUNTED: Final = 2  # steps at the start: they pay for what is done once
@@ -31,7 +32,7 @@ class Found(NamedTuple):
     counted_steps: int
     there_bytes: int  # over the link in the steps counted, from the first host to the second
     back_bytes: int
-    lost_packets: int
+    lost_packets: int  # of the whole run
     late_s: float
 
     @property
@@ -41,8 +42,8 @@ class Found(NamedTuple):
 
     @property
     def step_bytes(self) -> float:
-        """Return what passed over the link in a step, the way that more passed."""
-        return max(self.there_bytes, self.back_bytes) / self.counted_steps
+        """Return what passed over the link in a step, the way that more passed; NaN unknown."""
+        return max(self.there_bytes, self.back_bytes) / (self.counted_steps or math.nan)
 
 
 class RowError(Exception):
@@ -62,60 +63,88 @@ def run_row(
     words = ["-m", "gpipe_hpc.train", *COMMON, *row.overrides, *overrides]
     words += [f"train.validate_every={row.validate_every}", f"run.dir={run}"]
     ranks = start_ranks(pair, row.places, words, folder=folder, logs=run / "said", port=port)
+    watched = _Watched(row, pair, ranks, run / "metrics.jsonl")
     try:
-        first = _reached(ranks, run, 0.0, _START_S, num_steps=_NOT_COUNTED)
-        before = pair.link.counts()
-        last = _reached(ranks, run, seconds, seconds * 20 + _START_S)
-        passed = pair.link.counts().since(before)
+        watched.until(0.0, _START_S)
+        watched.until(seconds, 20 * seconds + _START_S)
         ranks.signal(signal.SIGTERM)  # training ends at the edge of its step
         ranks.wait(_END_S)
     finally:
         ranks.end()
-    return _found(row.name, run, last - first, passed)
+    return watched.found()
 
 
-def _reached(ranks: Ranks, run: Path, seconds: float, limit_s: float, num_steps: int = 1) -> int:
-    """Wait until the steps have taken some seconds; return how many there are by then."""
-    deadline_s = time.monotonic() + limit_s
-    while True:
-        lines = _steps_of(run)
-        if len(lines) >= num_steps and sum(line["step_time_s"] for line in lines) >= seconds:
-            return len(lines)
-        if set(ranks.codes) != {None} or time.monotonic() > deadline_s:
-            said = "\n".join(ranks.outputs)
-            raise RowError(f"{len(lines)} steps after {limit_s:g} s or an end; ranks said:\n{said}")
-        time.sleep(_LOOK_S)
+class _Watched:
+    """A run under way, seen through its metrics and the link's counts.
 
+    What passes in a validation is not counted: those of a pipeline send activations, too.
+    """
 
-def _lines_of(run: Path) -> list[dict[str, float]]:
-    path = run / "metrics.jsonl"
-    if not path.exists():
-        return []
-    whole = path.read_text("utf-8").rpartition("\n")[0]
-    return [json.loads(line) for line in whole.splitlines()]
+    def __init__(self, row: Row, pair: TwoHosts, ranks: Ranks, metrics: Path) -> None:
+        self._row, self._pair, self._ranks, self._metrics = row, pair, ranks, metrics
+        self._num_read = 0  # bytes of the metrics
+        self._seconds = 0.0
+        self._losses: Curve = []
+        self._validation: Curve = []
+        self._since: tuple[int, Counts] | None = None  # steps and counts where counting began
+        self._counted, self._there, self._back = 0, 0, 0
 
+    def until(self, seconds: float, limit_s: float) -> None:
+        """Return once the steps have taken some seconds; raises RowError."""
+        deadline_s = time.monotonic() + limit_s
+        while not self._losses or self._seconds < seconds:
+            if None not in self._ranks.codes or time.monotonic() > deadline_s:
+                said = "\n".join(self._ranks.outputs)
+                raise RowError(f"{len(self._losses)} steps, and an end; ranks said:\n{said}")
+            time.sleep(_LOOK_S)
+            for line in self._new_lines():
+                self._take(line)
 
-def _steps_of(run: Path) -> list[dict[str, float]]:
-    return [line for line in _lines_of(run) if "step_time_s" in line]
+    def _new_lines(self) -> list[dict[str, float]]:
+        if not self._metrics.exists():
+            return []
+        with self._metrics.open("rb") as file:
+            file.seek(self._num_read)
+            whole, end, _ = file.read().rpartition(b"\n")
+        self._num_read += len(whole) + len(end)
+        return [json.loads(line) for line in whole.splitlines()]
 
-
-def _found(name: str, run: Path, counted_steps: int, passed: Counts) -> Found:
-    seconds, losses, validation = 0.0, [], []
-    for line in _lines_of(run):
+    def _take(self, line: dict[str, float]) -> None:
         if "step_time_s" in line:
-            seconds += line["step_time_s"]
-            losses.append((seconds, line["loss"]))
+            self._seconds += line["step_time_s"]
+            self._losses.append((self._seconds, line["loss"]))
+            if line["step"] == _NOT_COUNTED:
+                self._begin()
+            if line["step"] % self._row.validate_every == 0:
+                self._end()
         elif "validation_loss" in line:
-            validation.append((seconds, line["validation_loss"]))
-    return Found(
-        name=name,
-        steps=len(losses),
-        seconds=seconds,
-        losses=losses,
-        validation=validation,
-        counted_steps=counted_steps,
-        there_bytes=passed.there.passed_bytes,
-        back_bytes=passed.back.passed_bytes,
-        lost_packets=passed.there.lost_packets + passed.back.lost_packets,
-        late_s=max(passed.there.late_s, passed.back.late_s),
-    )
+            self._validation.append((self._seconds, line["validation_loss"]))
+            self._begin()
+
+    def _begin(self) -> None:
+        self._since = len(self._losses), self._pair.link.counts()
+
+    def _end(self) -> None:
+        if self._since is not None:
+            steps, before = self._since
+            passed = self._pair.link.counts().since(before)
+            self._counted += len(self._losses) - steps
+            self._there += passed.there.passed_bytes
+            self._back += passed.back.passed_bytes
+            self._since = None
+
+    def found(self) -> Found:
+        """Return what there was, when all ranks have ended."""
+        counts = self._pair.link.counts()
+        return Found(
+            name=self._row.name,
+            steps=len(self._losses),
+            seconds=self._seconds,
+            losses=self._losses,
+            validation=self._validation,
+            counted_steps=self._counted,
+            there_bytes=self._there,
+            back_bytes=self._back,
+            lost_packets=counts.there.lost_packets + counts.back.lost_packets,
+            late_s=max(counts.there.late_s, counts.back.late_s),
+        )
