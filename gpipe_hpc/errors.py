@@ -102,14 +102,3 @@ def os_remedy(error: BaseException | None) -> str | None:
     """Return what to do about an error of the operating system, by its errno; None if unknown."""
     number = error.errno if isinstance(error, OSError) else None
     return None if number is None else _REMEDIES.get(number)
-
-
-def memory_remedy(error: BaseException) -> str:
-    """Return what to do about an error of memory that is used up, for behind it; else nothing."""
-    is_full = type(error).__name__ in ("OutOfMemoryError", "MemoryError")
-    if not is_full and "can't allocate memory" not in str(error):
-        return ""
-    return (
-        "; memory is used up: take more micro-batches or more stages, recompute=always, or a "
-        "smaller batch (python -m gpipe_hpc.plan says what a layout needs)"
-    )

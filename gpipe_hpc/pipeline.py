@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, Final, ParamSpec
 
 import torch
 from torch import nn
@@ -88,6 +88,8 @@ class Keywords(Request):
         )
 
 
+_OF_WORLD: Final = ("device", "timeout_s", "silence_s", "stall_s")
+
 P = ParamSpec("P")
 Layers = nn.Sequential | Sequence[Layer]
 TakesRecord = Callable[[Any, Layers, LossFunction, Keywords], None]
@@ -100,34 +102,83 @@ def _by_keyword(
     """Let a constructor be called with the fields of a record as keywords, each with its type."""
 
     def decorate(make: TakesRecord) -> TakesKeywords[P]:
-        own, given = signature(make), signature(record)
-
-        def init(
-            self: Any, layers: Layers, loss_fn: LossFunction, /, *args: P.args, **kwargs: P.kwargs
-        ) -> None:
-            with OwnFramesLeftOut():
-                _refuse_unknown(kwargs, given.parameters)
-                make(self, layers, loss_fn, record(*args, **kwargs))
-
+        own, fields_of_record = signature(make), signature(record).parameters
         positional = list(own.parameters.values())[:-1]
-        shown = own.replace(parameters=[*positional, *given.parameters.values()])
+
+        def init(self: Any, /, *args: Any, **kwargs: Any) -> None:
+            with OwnFramesLeftOut():
+                # First of all, so that what is mistaken is told as one message of one rank.
+                world = _world_of(kwargs)
+                with together(world, "start"):
+                    layers, loss_fn = _model_and_loss(args, kwargs)
+                    _refuse_unknown(kwargs, fields_of_record)
+                    build: Callable[..., Keywords] = record
+                    given = build(**{**kwargs, "world": world})
+                make(self, layers, loss_fn, given)
+
+        shown = own.replace(parameters=[*positional, *fields_of_record.values()])
         init.__dict__["__signature__"] = shown  # what `help` and editors show
         return init
 
     return decorate
 
 
+def _world_of(given: Mapping[str, Any]) -> World:
+    """Return the world that is given, or else joined as the keywords say."""
+    world: World | None = given.get("world")
+    if world is not None:
+        return world
+    return start_world(**{name: given[name] for name in _OF_WORLD if name in given})
+
+
+def _model_and_loss(args: Sequence[Any], given: dict[str, Any]) -> tuple[Layers, LossFunction]:
+    """Return the first two arguments, by place or taken from those by name."""
+    names = ("layers", "loss_fn")
+    found = dict(zip(names, args, strict=False))
+    twice = [name for name in found if name in given]
+    found |= {name: given.pop(name) for name in names if name in given}
+    if len(args) > len(names) or twice or len(found) < len(names):
+        by_place = f"{len(args)} by place" + "".join(f", {name} once more" for name in twice)
+        raise KeywordError(
+            f"Pipeline: expected the layers, the loss, and all else by keyword, got {by_place}; "
+            f"write Pipeline(layers, loss_fn, stages=2, microbatches=8)"
+        )
+    _refuse_no_loss(found["loss_fn"])
+    return found["layers"], found["loss_fn"]
+
+
+def _refuse_no_loss(loss_fn: object) -> None:
+    if loss_fn is None:  # it only predicts
+        return
+    if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
+        got = f"the class {loss_fn.__name__}; make it, as {loss_fn.__name__}()"
+    elif not callable(loss_fn):
+        got = f"{type(loss_fn).__name__}; give a function"
+    else:
+        return
+    raise ConfigError(f"loss_fn: expected a function of (output, target), got {got}")
+
+
 def _refuse_unknown(given: Iterable[str], known: Iterable[str]) -> None:
     for name in given:
         if name not in known:
+            near = suggestion(name, known)
+            some = "one that help(Pipeline) lists" if near else f"some of {', '.join(known)}"
             raise KeywordError(
-                f"Pipeline: unknown keyword {name}, expected some of {', '.join(known)}, got "
-                f"{name}; {suggestion(name, known)}correct it"
+                f"Pipeline: unknown keyword {name}, expected {some}, got {name}; {near}correct it"
             )
 
 
+def _name_of(loss_fn: LossFunction | None) -> dict[str, object]:
+    """Return what a loss is called, if there is one: ranks that need none may have none."""
+    if loss_fn is None:
+        return {}
+    inner = getattr(loss_fn, "func", loss_fn)  # of a functools.partial
+    return {"loss_fn": getattr(inner, "__qualname__", type(inner).__qualname__)}
+
+
 class Pipeline:
-    """A sequential model on `stages` x `replicas` ranks.
+    """A sequential model on `stages` x `replicas` ranks. Every rank makes it.
 
     `layers`: an nn.Sequential, or a sequence of modules and LayerSpecs; a rank builds only its
     own. `loss_fn(output, target)` returns the mean over the micro-batch's samples or a pair
@@ -158,14 +209,10 @@ class Pipeline:
 
     @_by_keyword(Keywords)
     def __init__(self, layers: Layers, loss_fn: LossFunction, given: Keywords) -> None:
-        request = given.request()
-        self.world = given.world or start_world(
-            device=given.device,
-            timeout_s=given.timeout_s,
-            silence_s=given.silence_s,
-            stall_s=given.stall_s,
-        )
+        assert given.world is not None, "joined before"
+        self.world = given.world
         with together(self.world, "start"):
+            request = given.request()
             model = normalise_layers(layers)
             check_precision(request.precision)
             if request.buffers not in POLICIES:
@@ -173,7 +220,7 @@ class Pipeline:
                     f"pipeline.buffers: expected one of {', '.join(POLICIES)}, got "
                     f"{request.buffers!r}"
                 )
-            facts = {"number of layers": len(model), **request.facts()}
+            facts = {"number of layers": len(model), **_name_of(loss_fn), **request.facts()}
             check_agreement(self.world.everybody, facts)
             self.mesh = Mesh.fit(self.world.size, request.stages, request.replicas)
             self._site = Site.of(self.world, self.mesh)
@@ -322,11 +369,12 @@ class Pipeline:
     def step(self, inputs: Nest = None, targets: Nest = None) -> StepResult:
         """Run forward, backward and reduction on this replica's share of a global batch.
 
-        Both are tensors, arrays of NumPy's or nests of them. `inputs` are used by ranks with
-        `needs_inputs`, `targets` by those with `needs_targets`; elsewhere None will do. Replaces
-        `.grad` of every parameter: the gradient of the global loss, None where no replica used the
-        parameter. Where gradients overflowed float16 all are None and the result's `is_skipped` is
-        True; such a step counts, so the batch is passed over and the learning rate goes on.
+        Every rank calls it. Both are tensors, arrays of NumPy's or nests of them. `inputs` are used
+        by ranks with `needs_inputs`, `targets` by those with `needs_targets`; elsewhere None will
+        do. Replaces `.grad` of every parameter: the gradient of the global loss, None where no
+        replica used the parameter. Where gradients overflowed float16 all are None and the result's
+        `is_skipped` is True; such a step counts, so the batch is passed over and the learning rate
+        goes on.
         """
         # As under no_grad: what a step does is not for the caller's inference mode to say.
         with together(self.world, f"step {self.steps_done}"), torch.inference_mode(False):
@@ -337,8 +385,8 @@ class Pipeline:
     def evaluate(self, inputs: Nest = None, targets: Nest = None) -> StepResult:
         """Return the result of a global batch in evaluation mode: its `loss` is over all replicas.
 
-        The same `StepResult` on every rank, as of `step`, but without gradients: `loss`, `losses`,
-        `metrics`, `weight`.
+        Every rank calls it. The same `StepResult` on every rank, as of `step`, but without
+        gradients: `loss`, `losses`, `metrics`, `weight`.
         """
         with together(self.world, "evaluation"):
             run = self._run("evaluation", inputs, targets, self.loss_fn)
@@ -347,8 +395,8 @@ class Pipeline:
     def predict(self, inputs: Nest = None) -> Nest:
         """Return the model's outputs for this replica's inputs, in order, on each of its ranks.
 
-        Tensors of the micro-batches are put together along the first dimension; None if there
-        was no sample.
+        Every rank of the replica calls it. Tensors of the micro-batches are put together along the
+        first dimension; None if there was no sample.
         """
         with together(self.world, "prediction"):
             return self._steps.predict(self._run("prediction", inputs, None, None))
@@ -356,7 +404,8 @@ class Pipeline:
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip gradients by the norm over all stages; return that norm, the same on every rank.
 
-        Raises ConfigError if `max_norm` is negative, which would turn the gradients round.
+        Every rank calls it, also one without parameters. Raises ConfigError if `max_norm` is
+        negative, which would turn the gradients round.
         """
         if not max_norm >= 0:
             raise ConfigError(f"clip_grad_norm_: expected max_norm of 0 or more, got {max_norm}")
@@ -373,8 +422,8 @@ class Pipeline:
     def timeline(self) -> Timeline:
         """Return when the actions of the last step ran on each rank of this replica, in seconds.
 
-        All on the clock of the replica's first rank; ranks of other hosts to within the time of a
-        message.
+        Every rank of the replica calls it. All on the clock of the replica's first rank; ranks of
+        other hosts to within the time of a message.
         """
         group = self._site.pipeline
         with together(self.world, "gathering a timeline"):
@@ -410,10 +459,11 @@ class Pipeline:
     ) -> Path:
         """Write a checkpoint that any layout can load, whole or not at all; return where it is.
 
-        `extra`: JSON, kept beside. With a `step`, `path` is a folder of several: it becomes
-        `path/step_<step>`, one of the same step is replaced, and of all in there the `keep` that
-        were written last stay (None: all). `gpipe_hpc.latest(path)` finds the newest again.
-        Raises CheckpointError if `path` exists (without a step) or cannot be written.
+        Every rank calls it, with the same path. `extra`: JSON, kept beside. With a `step`, `path`
+        is a folder of several: it becomes `path/step_<step>`, one of the same step is replaced, and
+        of all in there the `keep` that were written last stay (None: all). `gpipe_hpc.latest(path)`
+        finds the newest again. Raises CheckpointError if `path` exists (without a step) or cannot
+        be written.
         """
         kept = dict(extra or {})
         if step is None:
@@ -441,8 +491,9 @@ class Pipeline:
     ) -> dict[str, Any]:
         """Load a checkpoint, of any layout, and its groups' options; return its `extra`.
 
-        Every byte is verified first, unless `checkpoint.verify` has done so. CheckpointError if it
-        is damaged, or of another model, kind of optimizer or grouping: then nothing has changed.
+        Every rank calls it. Every byte is verified first, unless `checkpoint.verify` has done so.
+        CheckpointError if it is damaged, or of another model, kind of optimizer or grouping: then
+        nothing has changed.
         """
         source = path if isinstance(path, checkpoint.Verified) else Path(path)
         where = source if isinstance(source, Path) else source.path

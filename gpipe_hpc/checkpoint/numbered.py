@@ -10,8 +10,9 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from operator import index
 from pathlib import Path
-from typing import Final
+from typing import Final, SupportsIndex
 
 from gpipe_hpc.checkpoint.agreement import all_or_none
 from gpipe_hpc.checkpoint.folder import PARTIAL_SUFFIX, is_ours, steps_done
@@ -56,12 +57,14 @@ def save_numbered(
     whole, and comes back if that fails. But for the newest `keep` all go, with None none.
     Raises ConfigError for a step or number that cannot be, and as `save`.
     """
-    if step < 0 or (keep is not None and keep < 1):
+    number, num_kept = _whole(step), None if keep is None else _whole(keep)
+    if number is None or number < 0 or (keep is not None and (num_kept is None or num_kept < 1)):
         raise ConfigError(
-            f"save: bad step or keep, expected a step of 0 or more and at least 1 to keep, got "
-            f"step={step} and keep={keep}; correct them"
+            f"save: bad step or keep, expected a whole number of 0 or more for the step and of 1 "
+            f"or more to keep, got step={step!r} and keep={keep!r}; correct them, as "
+            f"step=pipe.steps_done"
         )
-    path = folder.absolute() / step_name(step)
+    path = folder.absolute() / step_name(number)
     before = path.with_name(path.name + _BEFORE)
     all_or_none(group, lambda: _put_aside(path, before) if leads else None)
     try:
@@ -71,10 +74,20 @@ def save_numbered(
             before.rename(path)
         raise
     if leads:
-        doomed = [] if keep is None else _by_age(path.parent)[:-keep]
+        doomed = [] if num_kept is None else _by_age(path.parent)[:-num_kept]
         for each in [before, *doomed]:
             _remove(each)
     return saved
+
+
+def _whole(number: object) -> int | None:
+    """Return a whole number, of NumPy's or torch's too; None for anything else."""
+    if isinstance(number, bool) or not isinstance(number, SupportsIndex):
+        return None
+    try:
+        return index(number)
+    except TypeError:  # a tensor of something else
+        return None
 
 
 def _by_age(folder: Path) -> list[Path]:

@@ -8,15 +8,20 @@ import contextlib
 import json
 import math
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Final
 
 FILE_VARIABLE: Final = "TORCHELASTIC_ERROR_FILE"
+_STDERR: Final = 2
 
 
-def tell_torchrun(text: str, *, is_cause: bool) -> None:
-    """Leave `text` as what ended this process; no effect where no torchrun has started it.
+def tell_torchrun(message: str, *, is_cause: bool, whole: str = "") -> None:
+    """Leave `message` as what ended this process; no effect where no torchrun has started it.
+
+    `whole`: the message below its traceback, which is left instead where torchrun prints elsewhere
+    than this process does: its report is then all that is seen.
 
     torchrun counts whole seconds and calls the earliest file the root cause, and in one second
     that of the lowest rank. So the time of the rank that failed is rounded down, and that of those
@@ -26,7 +31,17 @@ def tell_torchrun(text: str, *, is_cause: bool) -> None:
     if not path:
         return
     moment = math.floor(time.time()) if is_cause else math.ceil(time.time())
-    lines = text.strip().splitlines() or [""]
-    told = {"message": lines[-1], "extraInfo": {"py_callstack": text, "timestamp": str(moment)}}
+    shown = (message if not whole or _is_seen() else whole).strip()
+    lines = shown.splitlines() or [""]
+    told = {"message": lines[-1], "extraInfo": {"py_callstack": shown, "timestamp": str(moment)}}
     with contextlib.suppress(OSError):
         Path(path).write_text(json.dumps({"message": told}), "utf-8")
+
+
+def _is_seen() -> bool:
+    """Say whether what this process prints comes out where its launcher's own words do."""
+    try:
+        own, launchers = os.fstat(_STDERR), os.stat(f"/proc/{os.getppid()}/fd/{_STDERR}")
+    except OSError:
+        return False
+    return sys.platform == "linux" and os.path.samestat(own, launchers)

@@ -55,9 +55,10 @@ class OwnFramesLeftOut:
 def leave_out_own_frames(error: BaseException) -> None:
     """Cut the tracebacks of an error and of what caused it.
 
-    What was raised in here begins at the first frame of the user's. Where none is his, nothing is
-    left of one of our messages, nor of what such a message was made of. What none of this is true
-    of, as a broken invariant of ours, keeps its whole traceback.
+    What was raised in here begins at the first frame of the user's, without those of torch: how it
+    calls a layer's forward says nothing. Where none is his, nothing is left of one of our messages,
+    nor of what such a message was made of. What none of this is true of, as a broken invariant of
+    ours, keeps its whole traceback.
     """
     if shows_all_frames():
         return
@@ -69,7 +70,8 @@ def leave_out_own_frames(error: BaseException) -> None:
             return
         # A layer may be a library's; what one says of a file it cannot read is in our message.
         counts_installed = not isinstance(above, GpipeError) or isinstance(above, _OF_LAYERS)
-        frames = list(_users(each.__traceback__, counts_installed))
+        is_within = isinstance(above, GpipeError) or _passes_here(each.__traceback__)
+        frames = list(_users(each.__traceback__, counts_installed, keeps_torchs=not is_within))
         is_ours = isinstance(each, GpipeError)
         if frames or is_ours or isinstance(each, KeyboardInterrupt):
             each.__traceback__ = _linked(frames)
@@ -78,6 +80,23 @@ def leave_out_own_frames(error: BaseException) -> None:
             above.__cause__, above.__suppress_context__ = _cause(each), True
         else:
             above = each
+
+
+def join_cause(error: BaseException) -> None:
+    """Let one of our messages and its cause be shown as one, which ends the process.
+
+    The frames of the cause stand below those of the message, which repeats what the cause says.
+    """
+    last = error
+    while isinstance(last, GpipeError) and not shows_all_frames():
+        cause = error.__cause__
+        if cause is None:
+            return
+        both = [*_frames(error.__traceback__), *_frames(cause.__traceback__)]
+        error.__traceback__ = _linked(both)
+        error.__cause__, error.__context__ = cause.__cause__, cause.__context__
+        error.__suppress_context__ = cause.__suppress_context__  # set by a cause, too
+        last = cause
 
 
 def users_traceback(error: BaseException) -> str:
@@ -111,24 +130,35 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def _ends_here(trace: TracebackType | None) -> bool:
     """Say whether the innermost frame is ours, not that of a library that we or a layer called."""
-    file = ""
+    files = [each.tb_frame.f_code.co_filename for each in _frames(trace)]
+    return bool(files) and files[-1].startswith(_OURS)
+
+
+def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
     while trace is not None:
-        file, trace = trace.tb_frame.f_code.co_filename, trace.tb_next
-    return file.startswith(_OURS)
+        yield trace
+        trace = trace.tb_next
 
 
-def _users(trace: TracebackType | None, counts_installed: bool) -> Iterator[TracebackType]:
+def _passes_here(trace: TracebackType | None) -> bool:
+    """Say whether any frame is ours."""
+    return any(each.tb_frame.f_code.co_filename.startswith(_OURS) for each in _frames(trace))
+
+
+def _users(
+    trace: TracebackType | None, counts_installed: bool, *, keeps_torchs: bool
+) -> Iterator[TracebackType]:
     """Yield the frames from the first that is the user's; none of ours.
 
-    `counts_installed`: that may be in an installed package, too.
+    `counts_installed`: that may be in an installed package, too. `keeps_torchs`: torch's below it.
     """
     is_below = False
-    while trace is not None:
-        name = trace.tb_frame.f_code.co_filename
+    left_out = (_OURS,) if keeps_torchs else (_OURS, _TORCHS)
+    for each in _frames(trace):
+        name = each.tb_frame.f_code.co_filename
         is_below = is_below or _is_users(name, counts_installed)
-        if is_below and not name.startswith(_OURS):
-            yield trace
-        trace = trace.tb_next
+        if is_below and not name.startswith(left_out):
+            yield each
 
 
 def _is_users(file: str, counts_installed: bool) -> bool:

@@ -1,9 +1,11 @@
 """What an error that nobody catches prints in a script of several ranks: one message.
 
-It stands, with the user's traceback, on the rank where it happened. The others say in a line why
-they stop. torchrun is told the same, so that its own report ends with the cause.
+It stands, below the user's traceback, on the rank where it happened. The others say in a line why
+they stop, and so does each rank that Ctrl-C ends. torchrun is told the same, so that its own report
+ends with the cause.
 """
 
+import signal
 import sys
 import traceback
 import weakref
@@ -13,8 +15,8 @@ from types import TracebackType
 from typing import Protocol
 
 from gpipe_hpc.comm.torchrun_report import tell_torchrun
-from gpipe_hpc.comm.tracebacks import leave_out_own_frames, shows_all_frames
-from gpipe_hpc.errors import PeerError
+from gpipe_hpc.comm.tracebacks import join_cause, leave_out_own_frames, shows_all_frames
+from gpipe_hpc.errors import GpipeError, PeerError
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -32,52 +34,117 @@ class Telling(Protocol):
         """Tell every rank that this one failed."""
 
 
+def watch_start(rank: int, size: int) -> None:
+    """Let `sys.excepthook` show one message for each error of ours.
+
+    Until the ranks are together, a mistake of all of them is shown in full by rank 0 alone.
+    """
+    _hook().start(rank, size)
+
+
 def watch_uncaught(world: Telling) -> None:
-    """Let `sys.excepthook` tell of errors that end this process; what was there prints them."""
-    sys.excepthook = _Uncaught(world, sys.excepthook)
+    """Let `sys.excepthook` also tell the other ranks of what ends this process."""
+    _hook().watch(world)
+
+
+def unwatch() -> None:
+    """Put back the hook that was there, as torch wraps what it finds when it forms its group."""
+    if isinstance(sys.excepthook, _Uncaught):
+        sys.excepthook = sys.excepthook.before
+
+
+def _hook() -> "_Uncaught":
+    hook = sys.excepthook
+    if not isinstance(hook, _Uncaught):
+        hook = _Uncaught(hook)
+        sys.excepthook = hook
+    return hook
 
 
 class _Uncaught:
-    def __init__(self, world: Telling, before: Hook) -> None:
-        # The hook must not keep the world: it closes what it opened once nobody uses it.
-        self._world, self._before = weakref.ref(world), before
+    """The hook; what was there before prints what is not ours to say."""
+
+    def __init__(self, before: Hook) -> None:
+        self.before = before
+        self._rank, self._size = 0, 1
+        self._is_joining = False
+        # The hook must not keep a world: it closes what it opened once nobody uses it.
+        self._worlds: list[weakref.ref[Telling]] = []
+
+    def start(self, rank: int, size: int) -> None:
+        self._rank, self._size, self._is_joining = rank, size, size > 1
+
+    def watch(self, world: Telling) -> None:
+        self._rank, self._is_joining = world.rank, False
+        self._worlds = [each for each in self._worlds if each() is not None]
+        self._worlds.append(weakref.ref(world))
 
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        world = self._world()
-        if world is None or not isinstance(error, Exception):
-            self._before(kind, error, trace)
+        if isinstance(error, KeyboardInterrupt) and self._size > 1:
+            self._end_interrupted(error)
+            return
+        if not isinstance(error, Exception):
+            self.before(kind, error, trace)
             return
         leave_out_own_frames(error)
-        line = _stops(world, error)
+        line = self._line(error)
+        join_cause(error)
+        if line is None or shows_all_frames():
+            self.before(kind, error, error.__traceback__)
         if line is None:
-            self._before(kind, error, error.__traceback__)
-            text = "".join(traceback.format_exception(error))
+            message = "".join(traceback.format_exception_only(error))
+            whole = "".join(traceback.format_exception(error))
+            tell_torchrun(message, is_cause=True, whole=whole)
         else:
-            text = line
-            if shows_all_frames():
-                self._before(kind, error, error.__traceback__)
-            print(line, file=sys.stderr, flush=True)
-        tell_torchrun(text, is_cause=line is None)
+            _say(line, f"rank {self._rank} stops, as another failed")
+
+    def _line(self, error: Exception) -> str | None:
+        """Return what a rank says that stops for another's failure.
+
+        None where the error is its own, so that all of it is to be shown.
+        """
+        if isinstance(error, PeerError):
+            return f"gpipe_hpc: rank {self._rank} stops, as another failed: {_first_line(error)}"
+        told = self._tell(f"{_place(error)}{type(error).__name__}: {error}")
+        is_all_ranks = self._is_joining and self._rank > 0 and isinstance(error, GpipeError)
+        if False not in told and not is_all_ranks:
+            return None
+        text = f"{type(error).__name__}: {_first_line(error)}"
+        return f"gpipe_hpc: rank {self._rank} stops too: {text}"
+
+    def _end_interrupted(self, error: KeyboardInterrupt) -> None:
+        # A launcher passes on what the terminal has sent to its processes too: this is one press.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        leave_out_own_frames(error)
+        place = _place(error).removesuffix(": ")
+        line = f"rank {self._rank} was interrupted" + (f" at {place}" if place else "")
+        _say(f"gpipe_hpc: {line}", line)
+        # From here on another ends the process at once, whatever it is in.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        self._tell(f"{_place(error)}interrupted")
+
+    def _tell(self, what: str) -> list[bool | None]:
+        """Tell the ranks of each world; return whether this rank's failure is the run's."""
+        worlds = [world for each in self._worlds if (world := each()) is not None]
+        for world in worlds:
+            if world.speaks is None:
+                world.fail(f"rank {world.rank}: {what}")
+        return [world.speaks for world in worlds]
 
 
-def _stops(world: Telling, error: Exception) -> str | None:
-    """Return the line of a rank that stops for another's failure; None where it is its own."""
-    if isinstance(error, PeerError):
-        return f"gpipe_hpc: rank {world.rank} stops, as another failed: {_first_line(error)}"
-    if world.speaks is None:
-        world.fail(f"rank {world.rank}: {_place(error)}{type(error).__name__}: {error}")
-    if world.speaks:
-        return None
-    return f"gpipe_hpc: rank {world.rank} stops too: {type(error).__name__}: {_first_line(error)}"
+def _say(line: str, reported: str) -> None:
+    """Print a line; torchrun, which has the cause from another rank, is told less."""
+    print(line, file=sys.stderr, flush=True)
+    tell_torchrun(reported, is_cause=False, whole=line)
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0]
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     """Return the user's innermost line, for ranks that do not see the traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: " if frames else ""

@@ -89,6 +89,8 @@ class _Together:
             raise heard from (error if shows_all_frames() else None)
         if isinstance(error, GpipeError) and not isinstance(error, PeerError):
             _tell(world, str(error))
+        elif isinstance(error, KeyboardInterrupt):
+            _tell(world, f"{where}: interrupted")
         elif not isinstance(error, GpipeError):
             _tell(world, f"{where}: {type(error).__name__}: {error}")
         leave_out_own_frames(error)

@@ -114,9 +114,9 @@ def say_error(error: Exception, *, says_kind: bool = False, is_echo: bool = Fals
     kinds = (each.__name__ for each in type(error).__mro__)
     kind = f"{next(each for each in kinds if each[0] != '_')}: " if says_kind else ""
     frames = "" if is_echo else users_traceback(error)
-    text = f"{frames}gpipe_hpc: {kind}{error}"
-    print(text, file=sys.stderr, flush=True)
-    tell_torchrun(text, is_cause=not is_echo)
+    text = f"gpipe_hpc: {kind}{error}"
+    print(f"{frames}{text}", file=sys.stderr, flush=True)
+    tell_torchrun(text, is_cause=not is_echo, whole=f"{frames}{text}")
     return exit_code_of(error)
 
 

@@ -67,11 +67,13 @@ def bind_loss(settings: Mapping[str, Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def own_call(where: str, kind: type[GpipeError]) -> Iterator[None]:
+def own_call(
+    where: str, kind: type[GpipeError], remedy: str = "correct it, or what it is called with"
+) -> Iterator[None]:
     """Return a block that calls the user's code: what it raises becomes our error of a `kind`.
 
-    The message names `where` it was called; the cause keeps the user's traceback. Errors of ours
-    pass.
+    The message names `where` it was called, and what to do; the cause keeps the user's traceback.
+    Errors of ours pass.
     """
     try:
         yield
@@ -79,8 +81,7 @@ def own_call(where: str, kind: type[GpipeError]) -> Iterator[None]:
         raise
     except Exception as error:
         raise kind(
-            f"{where}: failed, expected it to return, got {type(error).__name__}: {error}; correct "
-            f"it, or what it is called with"
+            f"{where}: failed, expected it to return, got {type(error).__name__}: {error}; {remedy}"
         ) from error
 
 

@@ -14,12 +14,13 @@ from gpipe_hpc.comm.world import World
 from gpipe_hpc.engine.layers.precision import keeping_casts
 from gpipe_hpc.engine.microbatch import Keep, Made, Recipe, StageWork
 from gpipe_hpc.engine.recorder import Recorder
+from gpipe_hpc.engine.remedies import remedy_of
 from gpipe_hpc.engine.run import Run
 from gpipe_hpc.engine.stages.routes import BATCH
 from gpipe_hpc.engine.stages.stage import Stage
 from gpipe_hpc.engine.stages.wiring import Wiring
 from gpipe_hpc.engine.sums.loss import LossTerm, Noted
-from gpipe_hpc.errors import ActionError, memory_remedy
+from gpipe_hpc.errors import ActionError
 from gpipe_hpc.schedule import Action, Channel, Op, Schedule, channel_of
 
 Place = tuple[int, int]
@@ -135,9 +136,9 @@ class Executor:
             raise type(error)(f"{self._position(index)}: {error}") from error
         except Exception as error:
             what = ": ".join([*getattr(error, "__notes__", ())[:1], type(error).__name__])
-            raise ActionError(
-                f"{self._position(index)}: {what}: {error}{memory_remedy(error)}"
-            ) from error
+            remedy = remedy_of(error)
+            shown = str(error) if remedy is None else f"{error}; {remedy}"
+            raise ActionError(f"{self._position(index)}: {what}: {shown}") from error
         finally:
             # A step that failed leaves nothing behind: no memory, and nothing for the next one.
             num_left = len(self._made) + sum(work.num_kept for work in self._works.values())

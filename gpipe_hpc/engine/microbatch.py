@@ -28,7 +28,7 @@ from gpipe_hpc.engine.state.buffers import Lasting
 from gpipe_hpc.engine.state.layer import LayerState
 from gpipe_hpc.engine.state.passage import EVALUATION, Again, Forward, Returning
 from gpipe_hpc.engine.sums.loss import LossFunction, LossTerm, Noted, check_graph, loss_term
-from gpipe_hpc.errors import ModelError
+from gpipe_hpc.errors import GpipeError, ModelError
 
 Gradients = Sequence[torch.Tensor | None]
 _NOTHING: Final = nullcontext()
@@ -290,6 +290,8 @@ class StageWork:
             check_graph(term, output)
         except Exception as error:
             inside.fail(error)
+            if not isinstance(error, GpipeError):  # ours say so themselves
+                error.add_note(loss.where)
             raise
         if block is not None:
             inside.leave(place, term.total)

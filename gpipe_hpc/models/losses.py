@@ -123,10 +123,20 @@ def mean_squared_error(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         # Broadcasting here would train on a wrong loss in silence.
         raise ModelError(
             f"mean_squared_error: shapes do not match, expected a target of shape "
-            f"{list(output.shape)}, got {list(target.shape)}; reshape one of the two"
+            f"{list(output.shape)}, got {list(target.shape)}; {_reshape(output, target)}"
         )
     total = F.mse_loss(_wide(output), _wide(target), reduction="sum")
     return total, torch.tensor(output.numel(), device=output.device)
+
+
+def _reshape(output: Tensor, target: Tensor) -> str:
+    """Return what to do about shapes that differ."""
+    if target.ndim == output.ndim - 1 and output.shape[-1] > 1:
+        return (
+            "if the targets are classes, give them as whole numbers (with data=arrays "
+            "data.targets_dtype=int64); else let the last layer have one output, or reshape"
+        )
+    return "reshape one of the two"
 
 
 def _wide(tensor: Tensor) -> Tensor:

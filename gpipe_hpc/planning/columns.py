@@ -12,7 +12,7 @@ class Group(NamedTuple):
     times: int
 
 
-def aligned(rows: Sequence[Sequence[str]], left: Collection[int]) -> str:
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:
     """Return rows as lines; the columns `left` begin at one place, the others end at one."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(

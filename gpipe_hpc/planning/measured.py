@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gpipe_hpc.comm.nests import map_tensors, tensors_of
 from gpipe_hpc.engine.backward.splitting import Deferred, DeferWeights
+from gpipe_hpc.engine.remedies import remedy_of
 from gpipe_hpc.engine.state.sources import process_generators_kept
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import (
@@ -37,18 +38,13 @@ class LayerCost:
     """What one layer costs for one micro-batch; seconds are the least that were measured.
 
     ``forward_s`` and ``backward_s`` are seconds without recomputation, ``input_s`` and ``weight_s``
-    those of a backward that is split in two. ``activation_bytes`` is what the forward keeps for the
-    backward (its input where it needs that; parameters and buffers are not counted),
-    ``output_bytes`` what crosses a boundary behind this layer.
+    those of a backward that is split in two. Bytes are counted, not measured: see `LayerCount`.
     """
 
     forward_s: float
     backward_s: float
     input_s: float
     weight_s: float
-    parameters: int
-    activation_bytes: int
-    output_bytes: int = 0
 
     @property
     def total_s(self) -> float:
@@ -144,17 +140,6 @@ class _Seconds(NamedTuple):
     of_weight: float
 
 
-class _Sizes(NamedTuple):
-    """See `LayerCost`."""
-
-    parameters: int
-    activation_bytes: int
-    output_bytes: int
-
-
-_UNKNOWN: Final = _Sizes(0, 0, 0)
-
-
 @dataclass(eq=False)
 class _Subject:
     """A layer, what it is run on, and the least times of each round."""
@@ -162,7 +147,6 @@ class _Subject:
     visit: Visit
     loss: "_Loss | None"
     rounds: list[_Seconds] = field(default_factory=list)
-    sizes: _Sizes = _UNKNOWN
 
     @property
     def best(self) -> _Seconds:
@@ -171,7 +155,7 @@ class _Subject:
 
     def cost(self) -> LayerCost:
         """Return the result."""
-        return LayerCost(*self.best, *self.sizes)
+        return LayerCost(*self.best)
 
     def spread(self, slack_s: float, last: bool = False) -> float:
         """Return by how much of a best time the next best round missed it, or the worst one.
@@ -192,6 +176,11 @@ _NEGLIGIBLE: Final = 0.005  # of the time of all layers
 _NEGLIGIBLE_S: Final = 20e-6
 _MOST_ROUNDS: Final = 10  # more for layers that stay uncertain
 _SHOWN: Final = 8  # layers in a message
+_FIT_LAYER: Final = "make the layer take what the layer before it (or the data) gives"
+_FIT_LOSS: Final = (
+    "correct the loss, or choose model, data and loss that fit each other (as many outputs as the "
+    "targets have classes)"
+)
 
 
 def _slack_s(subjects: Sequence[_Subject]) -> float:
@@ -234,7 +223,7 @@ class _Bench(NamedTuple):
     clock: Clock
 
     def run(self, subject: _Subject) -> list[Any]:
-        """Measure a layer for a round; return its output and stashes in the first, detached."""
+        """Measure a layer for a round; return its output and stashes, detached."""
         # In a function of its own, so that the layer is gone before the next one is built.
         visit = subject.visit
         index = visit.index
@@ -242,10 +231,8 @@ class _Bench(NamedTuple):
             private = _private(visit.layer, index)
             module = build_layer(private, index=index, seed=self.seed, device=self.device)
             trial = _Trial(visit, module, subject.loss, self)
-            results: list[Any] = []
-            if not subject.rounds:
-                results, subject.sizes = trial.sized()
-            subject.rounds.append(trial.seconds())
+            results, seconds = trial.measured()
+            subject.rounds.append(seconds)
         return results
 
 
@@ -258,25 +245,21 @@ class _Trial:
     loss: "_Loss | None"
     bench: _Bench
 
-    def sized(self) -> tuple[list[Any], _Sizes]:
-        """Return output and stashes, detached, and the layer's sizes."""
-        kept: dict[int, int] = {}
-        with torch.autograd.graph.saved_tensors_hooks(self._keeper(kept), _identity):
-            results, _ = self._pass(None)
-        parameters = sum(p.numel() for p in self.module.parameters())
-        output_bytes = sum(tensor.nbytes for tensor in tensors_of(results[0]))
-        return results, _Sizes(parameters, sum(kept.values()), output_bytes)
+    def measured(self) -> tuple[list[Any], _Seconds]:
+        """Return output and stashes, detached, and the least seconds of each part."""
+        results, (forward, backward) = self._least(lambda: None)
+        _, (_, of_input, of_weight) = self._least(Deferred)
+        return results, _Seconds(forward, backward, of_input, of_weight)
 
-    def seconds(self) -> _Seconds:
-        """Return the least seconds of each part."""
-        forward, backward = self._least(lambda: None)
-        _, of_input, of_weight = self._least(Deferred)
-        return _Seconds(forward, backward, of_input, of_weight)
-
-    def _least(self, deferred: Callable[[], Deferred | None]) -> list[float]:
+    def _least(self, deferred: Callable[[], Deferred | None]) -> tuple[list[Any], list[float]]:
+        """Run it several times; return output and stashes of the last, and the least seconds."""
         warmup, wanted = self.bench.warmup, self.bench.repetitions
-        times = [self._pass(deferred())[1] for _ in range(warmup + wanted)][warmup:]
-        return [min(column) for column in zip(*times, strict=True)]
+        times: list[tuple[float, ...]] = []
+        for _ in range(warmup + wanted):
+            results: list[Any] = []  # what the last one made is gone before the next begins
+            results, seconds = self._pass(deferred())
+            times.append(seconds)
+        return results, [min(column) for column in zip(*times[warmup:], strict=True)]
 
     def _pass(self, deferred: Deferred | None) -> tuple[list[Any], tuple[float, ...]]:
         """Run one forward and backward; return output and stashes, and the seconds of its parts.
@@ -315,23 +298,10 @@ class _Trial:
         except Exception as error:
             raise ModelError(
                 f"{where}: failed on the example micro-batch, expected it to run on "
-                f"{described(self.visit.given)}, got {type(error).__name__}: {error}; make the "
-                f"layer take what the layer before it (or the data) gives"
+                f"{described(self.visit.given)}, got {type(error).__name__}: {error}; "
+                f"{remedy_of(error) or _FIT_LAYER}"
             ) from error
         return map_tensors(_detached, results), tuple(seconds)
-
-    def _keeper(self, kept: dict[int, int]) -> Callable[[Tensor], Tensor]:
-        """Return a hook that notes the storage of each saved tensor, by address, in ``kept``."""
-        tensors = [*self.module.parameters(), *self.module.buffers()]
-        own = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-
-        def keep(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        return keep
 
 
 def _backward(ends: list[Tensor], seeds: list[Tensor]) -> None:
@@ -357,8 +327,7 @@ class _Loss(NamedTuple):
             raise _LossError(
                 f"loss: failed on the output of {where} and the example's targets, expected it to "
                 f"take output {described(output)} and targets {described(self.targets)}, got "
-                f"{type(error).__name__}: {error}; correct the loss, or choose model, data and "
-                f"loss that fit each other (as many outputs as the targets have classes)"
+                f"{type(error).__name__}: {error}; {remedy_of(error) or _FIT_LOSS}"
             ) from error
         total: Tensor = value[0] if isinstance(value, tuple) else value
         return total
@@ -375,10 +344,6 @@ def _private(layer: Layer, index: int) -> Layer:
             f"layers.{index}: cannot be measured, expected a module that copy.deepcopy copies, "
             f"got {type(error).__name__}: {error}; give a LayerSpec, or partition by parameters"
         ) from error
-
-
-def _identity(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _detached(tensor: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Final
+from typing import Any
 
 from gpipe_hpc.planning.optimizer import OptimizerMemory
 from gpipe_hpc.planning.partition import Partition
@@ -39,14 +39,18 @@ class Request:
         return dict(self.schedule_options or {})
 
     def facts(self) -> dict[str, object]:
-        """Return what must be the same on every rank, by name; the cut is for rank 0 to make."""
+        """Return what must be the same on every rank, by name.
+
+        A cut that was made before is for rank 0 alone to know.
+        """
         found = {each.name: getattr(self, each.name) for each in fields(Request)}
         if isinstance(self.schedule, Schedule):
             found["schedule"] = f"a table with digest {digest(self.schedule)}"
-        return {name: _plain(value) for name, value in found.items() if name not in _OF_RANK_0}
-
-
-_OF_RANK_0: Final = ("partition",)
+        if isinstance(self.partition, Partition):
+            del found["partition"]
+        elif not isinstance(self.partition, str):
+            found["partition"] = list(self.partition)
+        return {name: _plain(value) for name, value in found.items()}
 
 
 def _plain(value: object) -> object:

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_hpc.comm.nests import map_tensors, tensors_of
 from gpipe_hpc.engine.layers.precision import casting, keeping_casts
+from gpipe_hpc.engine.remedies import remedy_of
 from gpipe_hpc.engine.state.buffers import Home, version_of
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import SkipNames, run_layer
@@ -27,6 +28,12 @@ from gpipe_hpc.planning.meta import META, meta_copy
 from gpipe_hpc.planning.walk import Given, Passed, described
 
 CPU: Final = torch.device("cpu")
+_FIT_LAYER: Final = (
+    "make the layer take what the one before it gives, without reading values of tensors"
+)
+_FIT_LOSS: Final = (
+    "correct the loss, without reading values of tensors, or choose model and data that fit it"
+)
 
 
 class Weight(NamedTuple):
@@ -219,12 +226,12 @@ class Trial:
             forward = counter.get_total_flops()
             ends = _trained(results)
             seeds = [torch.ones_like(end) for end in ends]
-            if ends and wanted:
-                torch.autograd.grad(ends, wanted, seeds, retain_graph=True, allow_unused=True)
-            of_input = counter.get_total_flops() - forward
+            can_split = not (ends and wanted) or _can_split(ends, wanted, seeds)
+            before = counter.get_total_flops()
             if ends:
                 torch.autograd.backward(ends, seeds)
-            backward = counter.get_total_flops() - forward - of_input
+            backward = counter.get_total_flops() - before
+            of_input = before - forward if can_split else backward
         sizes = {key: tensor.untyped_storage().nbytes() for key, tensor in saved.items()}
         return results, sizes, (forward, of_input, backward)
 
@@ -235,14 +242,12 @@ class Trial:
                 f"loss: cannot be counted, expected it to run on the meta device, where tensors "
                 f"have shapes but no values, on the last layer's output "
                 f"{described(self.given.value)} and targets {described(self.module.targets)}, got "
-                f"{type(error).__name__}: {shown[0]}; correct the loss, without reading values "
-                f"of tensors, or choose model and data that fit it"
+                f"{type(error).__name__}: {shown[0]}; {remedy_of(error) or _FIT_LOSS}"
             )
         return ModelError(
             f"{self.where}: cannot be counted, expected it to run on the meta device, where "
             f"tensors have shapes but no values, on {described(self.given)}, got "
-            f"{type(error).__name__}: {shown[0]}; make the layer take what the one before it "
-            f"gives, without reading values of tensors"
+            f"{type(error).__name__}: {shown[0]}; {remedy_of(error) or _FIT_LAYER}"
         )
 
 
@@ -339,6 +344,20 @@ def fresh(tensor: Tensor) -> Tensor:
     """Return a tensor of the same shape in a storage of its own, a leaf of its own graph."""
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
     return empty.requires_grad_(tensor.requires_grad)
+
+
+def _can_split(ends: list[Tensor], wanted: list[Tensor], seeds: list[Tensor]) -> bool:
+    """Run the backward of the input alone; say whether there is one.
+
+    A reentrant `torch.utils.checkpoint` knows no such thing: its backward is one piece.
+    """
+    try:
+        torch.autograd.grad(ends, wanted, seeds, retain_graph=True, allow_unused=True)
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        return False
+    return True
 
 
 def _trained(nest: Any) -> list[Tensor]:

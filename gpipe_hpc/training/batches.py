@@ -18,7 +18,7 @@ from gpipe_hpc.training.data import (
     ProcessReaders,
     Readers,
     Reading,
-    Request,
+    ReadRequest,
     open_readers,
 )
 
@@ -59,7 +59,7 @@ class Batches:
             reader = BatchReader(dataset, pipe.needs_inputs, pipe.needs_targets, tally.limit)
             self._readers = open_readers(
                 reader,
-                (Request(each.indices[self._share(each)], each.epoch) for each in ahead),
+                (ReadRequest(each.indices[self._share(each)], each.epoch) for each in ahead),
                 settings.workers,
                 settings.prefetch,
                 timeout_s,

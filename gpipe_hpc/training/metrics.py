@@ -3,10 +3,14 @@
 import json
 import math
 import os
+import time
 from collections.abc import Mapping
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, SupportsFloat
+
+from gpipe_hpc.errors import ConfigError
 
 if TYPE_CHECKING:
     from gpipe_hpc.pipeline import Pipeline
@@ -14,6 +18,8 @@ if TYPE_CHECKING:
 METRICS_FILE: Final = "metrics.jsonl"
 
 Scalars = Mapping[str, float | int | None]
+Given = Mapping[str, SupportsFloat | None]
+"""Scalars as a script has them: numbers of torch and NumPy, too."""
 
 
 class MetricsWriter(Protocol):
@@ -77,7 +83,8 @@ class Metrics:
     """Several writers as one, closed on leaving a ``with`` block.
 
     A script's own: ``with Metrics.of(pipe, "runs/mine") as metrics:``, and after each step
-    ``metrics.write(pipe.steps_done, result.scalars() | {"lr": lr})``, on every rank.
+    ``metrics.write(pipe.steps_done, result.scalars() | {"lr": lr}, num_samples=64)``, on every
+    rank.
     """
 
     @classmethod
@@ -85,17 +92,37 @@ class Metrics:
         """Return what writes `metrics.jsonl` and `tensorboard/` in `folder`, on rank 0 alone.
 
         What an earlier run wrote there past `pipe.steps_done` is dropped, so load a checkpoint
-        before.
+        before. No rank waits for another.
         """
-        return cls() if pipe.world.rank else open_metrics(Path(folder), pipe.steps_done)
+        if pipe.world.rank:
+            return cls()
+        return cls(*_writers(Path(folder), pipe.steps_done), pace=Pace(pipe.steps_done))
 
-    def __init__(self, *writers: MetricsWriter) -> None:
-        self._writers = writers
+    def __init__(self, *writers: MetricsWriter, pace: "Pace | None" = None) -> None:
+        self._writers, self._pace = writers, pace
 
-    def write(self, step: int, scalars: Scalars) -> None:
-        """Record the scalars of a finished step everywhere."""
+    def write(
+        self,
+        step: int,
+        scalars: Given,
+        *,
+        num_samples: int | None = None,
+        grad_norm: SupportsFloat | None = None,
+    ) -> None:
+        """Record the scalars of a finished step everywhere.
+
+        In a script's own the first line of a step also has `step_time_s`, the seconds since the
+        step before (since `of`, for the first), and with `num_samples`, those of the global batch,
+        `samples_per_s`. `grad_norm`: what `pipe.clip_grad_norm_` returned. Numbers of torch and
+        NumPy are taken too. Raises ConfigError for what is no number.
+        """
+        if not self._writers:
+            return
+        paced = {} if self._pace is None else self._pace.of(step, num_samples)
+        norm = {} if grad_norm is None else {"grad_norm": grad_norm}
+        numbers = {name: _number(name, each) for name, each in {**norm, **scalars}.items()}
         for writer in self._writers:
-            writer.write(step, scalars)
+            writer.write(step, {**paced, **numbers})
 
     def close(self) -> None:
         """Close all writers."""
@@ -114,15 +141,50 @@ class Metrics:
         self.close()
 
 
+class Pace:
+    """What steps take, from one to the next."""
+
+    def __init__(self, steps_done: int) -> None:
+        self._step, self._ended_s = steps_done, time.perf_counter()
+
+    def of(self, step: int, num_samples: int | None) -> dict[str, float]:
+        """Return what a step took; nothing of one that was told before. Of several their mean."""
+        now_s = time.perf_counter()
+        num_steps = step - self._step
+        if num_steps <= 0:
+            return {}
+        seconds = (now_s - self._ended_s) / num_steps
+        self._step, self._ended_s = step, now_s
+        told = {"step_time_s": seconds}
+        return told if num_samples is None else {**told, "samples_per_s": num_samples / seconds}
+
+
 def open_metrics(run_dir: Path, resumed_step: int | None = 0) -> Metrics:
     """Return the writers of a run: ``metrics.jsonl`` and the folder ``tensorboard``.
 
     What an earlier run wrote there past `resumed_step` is dropped; nothing if that is None.
     """
-    return Metrics(
-        JsonLines(run_dir / METRICS_FILE, resumed_step),
-        TensorBoard(run_dir / "tensorboard", resumed_step),
+    return Metrics(*_writers(run_dir, resumed_step))
+
+
+def _writers(folder: Path, resumed_step: int | None) -> tuple[MetricsWriter, MetricsWriter]:
+    return (
+        JsonLines(folder / METRICS_FILE, resumed_step),
+        TensorBoard(folder / "tensorboard", resumed_step),
     )
+
+
+def _number(name: str, value: SupportsFloat | None) -> float | int | None:
+    """Return a number as Python's own: those of torch and NumPy are none that JSON knows."""
+    if value is None:
+        return None
+    try:
+        return int(value) if isinstance(value, Integral) else float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"metrics: {name} is no number, expected one for each step, got {value!r:.80}; leave "
+            f"it out, or write a mean of it"
+        ) from error
 
 
 def _finite(value: float | int | None) -> float | int | None:

@@ -4,6 +4,7 @@ import json
 import os
 import time
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -111,10 +112,29 @@ def test_nothing_else_is_removed_or_replaced(tmp_path):
     assert (tmp_path / "step_00000001" / "notes.txt").exists()
 
 
-@pytest.mark.parametrize("settings", [{"step": -1}, {"step": 1, "keep": 0}, {"keep": 3}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"step": -1},
+        {"step": 1, "keep": 0},
+        {"keep": 3},
+        {"step": "a"},
+        {"step": 1.5},
+        {"step": True},
+        {"step": torch.tensor(1.5)},
+        {"step": 1, "keep": "all"},
+    ],
+    ids=str,
+)
 def test_numbers_that_cannot_be_are_refused(tmp_path, settings):
+    """Texts ended in a TypeError of a comparison in here."""
     with pytest.raises(ConfigError, match="save: "):
         pipeline().save(tmp_path, **settings)
+
+
+@pytest.mark.parametrize("step", [7, np.int64(7), torch.tensor(7)], ids=repr)
+def test_whole_numbers_of_all_kinds_are_steps(tmp_path, step):
+    assert pipeline().save(tmp_path, step=step).name == "step_00000007"
 
 
 def test_a_name_that_is_taken_proposes_another(tmp_path):

@@ -9,7 +9,7 @@ from torch import nn
 
 import gpipe_hpc
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
-from gpipe_hpc.comm.tracebacks import leave_out_own_frames, users_traceback
+from gpipe_hpc.comm.tracebacks import join_cause, leave_out_own_frames, users_traceback
 from gpipe_hpc.errors import (
     ActionError,
     CheckpointError,
@@ -75,10 +75,70 @@ def test_a_layer_that_raises_shows_the_users_frames_alone():
     assert "layers.1 (Raising): KeyError: 'missing'" in text.splitlines()[-1]
 
 
+class Within(nn.Module):
+    """A layer of layers, one of which does not fit."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.Sequential(nn.ReLU(), nn.Linear(3, 4))
+
+    def forward(self, x):
+        return self.parts(x)
+
+
+def test_frames_of_torch_are_left_out_below_the_users():
+    """How nn.Sequential calls its parts stood there in eight frames."""
+    names, text = caught(ActionError, last=Within())
+    assert names == [["caught", "trained"], ["forward"]]
+    assert "torch/nn" not in text
+
+
+def test_frames_of_torch_stay_where_nothing_of_ours_is():
+    """A script's own errors are none of our business."""
+    with pytest.raises(RuntimeError) as found:
+        Within()(torch.zeros(2, 4))
+    leave_out_own_frames(found.value)
+    names, _ = shown(found.value)
+    assert "_call_impl" in names[0]
+
+
+def test_a_message_and_its_cause_become_one():
+    """The script's frames came after "The above exception was the direct cause"."""
+    with pytest.raises(ActionError) as found:
+        trained(last=Raising())
+    leave_out_own_frames(found.value)
+    join_cause(found.value)
+    name = "test_a_message_and_its_cause_become_one"
+    names, text = shown(found.value)
+    assert names == [[name, "trained", "forward", "look_up"]]
+    assert text.count("Traceback") == 1 and text.splitlines()[-1].endswith("KeyError: 'missing'")
+
+
+def chained(x):
+    try:
+        return {}["missing"]
+    except KeyError as error:
+        raise ValueError("not known") from error
+
+
+class Chaining(nn.Module):
+    def forward(self, x):
+        return chained(x)
+
+
+def test_causes_of_the_users_own_stay():
+    with pytest.raises(ActionError) as found:
+        trained(last=Chaining())
+    join_cause(found.value)
+    names, text = shown(found.value)
+    assert [each[-1] for each in names] == ["chained", "chained"]
+    assert text.count("direct cause") == 1 and "ValueError: not known" in text.splitlines()[-1]
+
+
 def test_a_loss_that_raises_shows_the_users_frames_alone():
     names, text = caught(ActionError, loss=raising_loss)
     assert names == [["caught", "trained"], ["raising_loss"]]
-    assert "ValueError: refused by the loss" in text.splitlines()[-1]
+    assert "loss_fn (raising_loss): ValueError: refused by the loss" in text.splitlines()[-1]
 
 
 def test_a_factory_that_raises_shows_the_users_frames_alone():

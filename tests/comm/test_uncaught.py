@@ -1,6 +1,8 @@
 """A script of several ranks that fails prints one message, and torchrun shows the cause last."""
 
 import json
+import re
+import signal
 import subprocess
 import sys
 
@@ -18,14 +20,30 @@ from gpipe_hpc import LayerSpec, Pipeline
 kind, rank = sys.argv[1], int(os.environ["RANK"])
 
 
-class Layer(nn.Linear):
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("in the backward")
+
+
+class Layer(nn.Module):
+    def __init__(self, *sizes):
+        super().__init__()
+        self.parts = nn.Sequential(nn.Linear(*sizes), nn.ReLU())
+
     def forward(self, x):
         if kind == "layer":
             raise KeyError("missing in the layer")
-        return super().forward(x)
+        return self.parts(Fails.apply(x) if kind == "backward" else x)
 
 
 def mean_square(output, target):
+    if kind == "loss":
+        raise ValueError("refused by the loss")
     return (output - target).square().mean()
 
 
@@ -34,9 +52,18 @@ if kind == "setting":
     settings["buffers"] = "mean"
 if kind == "scripts":
     settings["microbatches"] += rank
-pipe = Pipeline([LayerSpec(nn.Linear, 4, 4), LayerSpec(Layer, 4, 4)], mean_square, **settings)
-for step in range(3):
+if kind == "keyword":
+    settings["schedul"] = "gpipe"
+if kind == "waiting":
+    settings["timeout_s"] = -1
+if kind == "replicas":
+    settings["replicas"] = 3
+width = 5 if kind == "shape" else 4
+pipe = Pipeline([LayerSpec(nn.Linear, 4, 4), LayerSpec(Layer, width, 4)], mean_square, **settings)
+for step in range(10**9 if kind == "interrupted" else 3):
     pipe.step(torch.zeros(4, 4), torch.zeros(4, 4))
+    if step == 1:
+        print("under way", flush=True)
     if kind == "between" and rank == 1:
         raise RuntimeError("the user's own, between two steps")
 """
@@ -62,21 +89,37 @@ def failed(start_ranks, script):
 
 def _plain(output):
     """Return the lines of an output without torch's names of ranks."""
-    return [line.partition("]: ")[2] or line for line in output.splitlines() if line]
+    lines = [line.partition("]: ")[2] or line for line in output.splitlines() if line]
+    return [line for line in lines if line != "under way"]
+
+
+IN_LAYERS = [
+    ("layer", "layers.1 (Layer): KeyError: 'missing in the layer'"),
+    ("shape", "layers.1 (Layer): RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+    ("backward", "ValueError: in the backward"),
+    ("loss", "loss_fn (mean_square): ValueError: refused by the loss"),
+]
 
 
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("layer", "layers.1 (Layer): KeyError: 'missing in the layer'"),
+        IN_LAYERS[0],
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in IN_LAYERS[1:]),
         ("between", "RuntimeError: the user's own, between two steps"),
     ],
 )
 def test_the_others_say_one_line(failed, kind, words):
-    """They showed 50 lines of ConnectionResetErrors each, and the cause last."""
+    """They showed 50 lines of ConnectionResetErrors each, and the cause last.
+
+    What failed in a layer was shown twice, with a dozen frames of torch in between.
+    """
     first, second = failed(kind)
     assert second[0].startswith("Traceback") and words in second[-1]
-    assert not any("/gpipe_hpc/" in line for line in second), second
+    assert sum(line.startswith("Traceback") for line in second) == 1, second
+    frames = [line for line in second if line.lstrip().startswith("File ")]
+    assert not any("/gpipe_hpc/" in line or "/torch/" in line for line in frames), second
+    assert sum("script.py" in line for line in frames) == (1 if kind == "between" else 2)
     (line,) = first
     assert line.startswith("gpipe_hpc: rank 0 stops, as another failed: rank 1") and words in line
 
@@ -86,6 +129,9 @@ def test_the_others_say_one_line(failed, kind, words):
     [
         ("setting", "pipeline.buffers: expected one of average, first, each, got 'mean'"),
         ("scripts", "the same microbatches on every rank, got 2 on rank 0 and 3 on rank 1"),
+        ("keyword", "Pipeline: unknown keyword schedul, expected one that"),
+        pytest.param("waiting", "timeout_s: ", marks=pytest.mark.slow),
+        pytest.param("replicas", "3", marks=pytest.mark.slow),
     ],
 )
 def test_a_mistake_of_all_ranks_is_shown_once(failed, kind, words):
@@ -93,6 +139,23 @@ def test_a_mistake_of_all_ranks_is_shown_once(failed, kind, words):
     assert words in long[-1] and long[0].startswith("Traceback")
     (line,) = short
     assert line.startswith("gpipe_hpc: rank ") and " stops too: " in line and words in line
+
+
+def test_ctrl_c_is_one_line_for_each_rank(start_ranks, script, until):
+    """A rank that waited for another showed Gloo's text, and its own frames, beside the script's.
+
+    Each is told by its terminal, and once more by its launcher.
+    """
+    ranks = start_ranks(2, "interrupted", module="script")
+    until(lambda: all("under way" in output for output in ranks.outputs), 60, "both train")
+    for _ in range(2):
+        for each in ranks.commands:
+            each.signal(signal.SIGINT)
+    ranks.wait()
+    assert ranks.codes == [-signal.SIGINT] * 2, ranks.outputs
+    for rank, output in enumerate(ranks.outputs):
+        (line,) = _plain(output)
+        assert re.fullmatch(rf"gpipe_hpc: rank {rank} was interrupted( at script.py:\d+)?", line)
 
 
 @pytest.mark.slow
@@ -118,8 +181,23 @@ def test_torchrun_shows_the_cause_last(script, environ):
     assert ended.returncode == 1
     report = ended.stderr.partition("Root Cause")[2]
     assert "rank      : 1 " in report and "layers.1 (Layer): KeyError" in report, ended.stderr
-    assert 'raise KeyError("missing in the layer")' in report
+    # The traceback stands above, by the rank itself.
+    assert ended.stderr.count('raise KeyError("missing in the layer")') == 1
+    assert ended.stderr.count("Traceback") == 2  # and torchrun's own
     assert "rank 0 stops" in ended.stderr.partition("Failures:")[2].partition("Root Cause")[0]
+
+
+@pytest.mark.parametrize(("stderr", "told"), [(None, "words"), (subprocess.DEVNULL, "whole")])
+def test_torchrun_has_the_traceback_where_nothing_else_shows_it(tmp_path, repository, stderr, told):
+    """It was always shown twice; with the ranks' output in files the report is all there is."""
+    code = "from gpipe_hpc.comm.torchrun_report import tell_torchrun as tell; "
+    code += "tell('words', is_cause=True, whole='frames\\nwhole')"
+    path = tmp_path / "error.json"
+    env = {"TORCHELASTIC_ERROR_FILE": str(path), "PATH": ""}
+    subprocess.run([sys.executable, "-c", code], cwd=repository, env=env, stderr=stderr, check=True)
+    found = json.loads(path.read_text())["message"]
+    assert found["message"] == told
+    assert found["extraInfo"]["py_callstack"].splitlines()[-1] == told
 
 
 def test_torchruns_root_cause_is_the_rank_that_failed(tmp_path, monkeypatch):

@@ -261,6 +261,39 @@ def test_non_finite_microbatch_is_seen_by_its_place():
         assert [math.isnan(value) for value in losses] == [i == 5 for i in range(8)]
 
 
+@pytest.mark.parametrize(
+    ("args", "given", "words"),
+    [
+        ((), {}, r"all else by keyword, got 0 by place"),
+        ((linears(2),), {}, r"got 1 by place; write Pipeline\(layers, loss_fn"),
+        ((linears(2), mean_square, 4), {}, r"got 3 by place"),
+        ((linears(2), mean_square), {"loss_fn": mean_square}, r"loss_fn once more"),
+        ((linears(2), nn.MSELoss), {}, r"got the class MSELoss; make it, as MSELoss\(\)"),
+        ((linears(2), 3), {}, r"loss_fn: expected a function of \(output, target\), got int"),
+    ],
+)
+def test_what_a_pipeline_is_not_made_of(args, given, words):
+    """Python named functions in here; a class failed on the last rank, in the first step."""
+    with pytest.raises(ConfigError, match=words):
+        Pipeline(*args, **given)
+
+
+def test_layers_and_loss_may_be_given_by_name():
+    pipe = Pipeline(layers=linears(2), loss_fn=mean_square, microbatches=2)
+    assert math.isfinite(pipe.step(*batch(4)).loss)
+
+
+def test_a_mistaken_keyword_is_told_to_the_other_ranks():
+    """It was raised before the ranks were together, on each of them."""
+
+    def body(world):
+        wrong = {"schedul": "gpipe"} if world.rank == 1 else {}
+        Pipeline(linears(2), mean_square, world=world, **wrong)
+
+    errors = failures(3, body)
+    assert_all_report(errors, 1, ConfigError, "unknown keyword schedul")
+
+
 def test_a_timeline_that_another_rank_does_not_come_to_ends_with_its_reason():
     """The ranks that gathered it got a bare ConnectionError."""
     told = []

@@ -1,6 +1,8 @@
 """What a user of `Pipeline` may rely on, beside the numbers being right (tests/engine)."""
 
 import copy
+import inspect
+import re
 
 import numpy as np
 import pytest
@@ -302,6 +304,26 @@ def test_inputs_and_targets_may_be_nests():
 
     for loss, output in run_on_threads(2, body):
         assert loss == 16.0 and torch.equal(output, 4 * ones)
+
+
+def test_calls_that_ranks_make_together_say_so(repository):
+    """A script that saved on rank 0 alone waited for the others, and nothing had told it."""
+    public = {name: each for name, each in vars(Pipeline).items() if not name.startswith("_")}
+    calls = {name: each for name, each in public.items() if inspect.isfunction(each)}
+    together = {n for n, each in calls.items() if "with together(" in inspect.getsource(each)}
+    assert {"step", "evaluate", "save", "load", "timeline", "clip_grad_norm_"} <= together
+    page = (repository / "docs/reference/library.md").read_text()
+    rows = [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| `pipe.")]
+    told = {
+        name for call, who in rows if who.strip() in ("all", "replica") for name in _names(call)
+    }
+    assert told == together
+    for name, each in calls.items():
+        assert ("Every rank" in (each.__doc__ or "")) == (name in together), name
+
+
+def _names(call):
+    return re.findall(r"pipe\.(\w+)", call)
 
 
 def test_arrays_of_numpy_are_as_good_as_tensors():

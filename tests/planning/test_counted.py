@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from gpipe_hpc.engine.layers.precision import casting, keeping_casts
 from gpipe_hpc.errors import ModelError
@@ -274,6 +275,28 @@ def test_a_loss_that_cannot_be_counted_is_named():
     said = r"^loss: cannot .* output float32\[3, 4\] and targets int64\[7\].*; correct the loss"
     with pytest.raises(ModelError, match=said):
         count_model([LayerSpec(nn.Linear, 4, 4)], vectors(3, 4), tokens(7), F.cross_entropy)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+def test_a_layer_with_a_reentrant_checkpoint_is_counted():
+    """`recompute=budget` refused it, and said not to read values of tensors."""
+    layers = [LayerSpec(nn.Linear, 4, 4), LayerSpec(Checkpointed, True)]
+    counted = count_model(layers, vectors(3, 4)).layers[1]
+    other = count_model([layers[0], LayerSpec(Checkpointed, False)], vectors(3, 4)).layers[1]
+    forward = 2 * 3 * (4 * 8 + 8 * 4)
+    assert counted.forward_flops == other.forward_flops == forward
+    assert counted.backward_flops == 3 * forward  # its forward again, and both halves
+    assert counted.input_flops == counted.backward_flops, "it comes in one piece"
+    assert counted.activation_bytes == other.activation_bytes == 4 * 3 * 4
 
 
 class Counting(nn.Module):

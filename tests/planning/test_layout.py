@@ -238,22 +238,57 @@ def test_rank_0_alone_searches(monkeypatch):
     assert searched == ["rank0 at work"]
 
 
-@pytest.mark.parametrize("setting", ["stages", "microbatches", "recompute", "schedule"])
+UNLIKE = {
+    "stages": (1, 2),
+    "microbatches": (2, 3),
+    "recompute": ("never", "always"),
+    "schedule": ("gpipe", build("gpipe", ranks=2, microbatches=1)),
+    "partition": ("uniform", [4, 4]),
+}
+
+
+@pytest.mark.parametrize("setting", UNLIKE)
 def test_ranks_that_ask_for_different_things_are_refused(setting):
-    """Only the table was compared, after each rank had made its own; stages let them hang."""
-    unlike = {
-        "stages": (1, 2),
-        "microbatches": (2, 3),
-        "recompute": ("never", "always"),
-        "schedule": ("gpipe", build("gpipe", ranks=2, microbatches=1)),
-    }
+    """Only the table was compared, after each rank had made its own; stages let them hang.
+
+    Another partition than rank 0's went unnoticed.
+    """
 
     def body(world):
-        given = {setting: unlike[setting][world.rank]}
+        given = {setting: UNLIKE[setting][world.rank]}
         with pytest.raises(ConfigError, match=f"expected the same {setting} on every rank"):
             Pipeline(LAYERS, nn.functional.mse_loss, world=world, **given)
 
     run_on_threads(2, body, timeout_s=5.0)
+
+
+def test_ranks_with_other_losses_are_refused():
+    """The last rank's was taken, whatever the others had."""
+
+    def body(world):
+        loss_fn = (nn.functional.mse_loss, nn.functional.l1_loss)[world.rank]
+        with pytest.raises(ConfigError, match=r"same loss_fn .* mse_loss on rank 0 and l1_loss"):
+            Pipeline(LAYERS, loss_fn, world=world)
+
+    run_on_threads(2, body, timeout_s=5.0)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [{"partition": [4, 4]}, {"partition": (4, 4)}],
+        [{"partition": "time"}, {"partition": cut(Request(partition="time", stages=2), Given())}],
+    ],
+    ids=["a list and a tuple", "a cut that only one rank knows"],
+)
+def test_the_same_cut_said_otherwise_is_none_other(given, monkeypatch):
+    monkeypatch.setattr(Measured, "times", property(lambda self: FLOPS * 4))
+
+    def body(world):
+        loss_fn = None if world.rank == 0 else nn.functional.mse_loss
+        return Pipeline(LAYERS, loss_fn, world=world, **given[world.rank]).layout.digest()
+
+    assert len(set(run_on_threads(2, body, timeout_s=5.0))) == 1
 
 
 def test_the_best_placement_is_found_for_whatever_the_gauge_tells():

@@ -46,8 +46,6 @@ def test_a_gpt_with_its_loss_is_measured():
     assert len(costs) == len(layers)
     assert all(isinstance(cost, LayerCost) for cost in costs)
     assert all(cost.forward_s > 0 and cost.backward_s > 0 for cost in costs)
-    assert costs[1].parameters == 4 * 16 * 16 + 6 * 16
-    assert costs[1].output_bytes == 2 * 8 * 16 * 4
     # Equal blocks are one measurement.
     assert costs[1] == costs[3] == costs[5]
     assert costs[0].total_s == costs[0].forward_s + costs[0].backward_s
@@ -58,11 +56,10 @@ def test_one_layer_lives_at_a_time():
     layers = [LayerSpec(Spy, log), LayerSpec(Spy, log), LayerSpec(nn.ReLU), LayerSpec(Spy, [])]
     measure_layers(layers[:3], torch.ones(2, 4), repetitions=2, warmup=1, rounds=2, budget_s=0)
     # The input of the first layer asks for no gradient, the second's does: two measurements, of
-    # what it keeps, of its backward and of that in halves; the next round needs the first no more.
-    first, later = (["made", *["run"] * runs, "dropped"] for runs in (7, 6))
-    expected = [*first * 2, *later * 2]
-    assert log[: len(expected)] == expected
-    assert log[len(expected) :] in ([], later)  # where the real clock's two rounds differ
+    # its backward and of that in halves.
+    each = ["made", *["run"] * 6, "dropped"]
+    assert log[:32] == each * 4
+    assert log[32:] in ([], each)  # where the real clock's two rounds differ
 
 
 def test_the_halves_of_a_backward_are_measured_apart():
@@ -146,10 +143,8 @@ def test_frozen_layers_have_no_backward_until_something_trains():
     frozen = nn.Linear(4, 4).requires_grad_(False)
     costs = measure_layers([frozen, nn.Linear(4, 4), frozen], torch.ones(2, 4), **FAST)
     assert costs[0].backward_s == 0
-    assert costs[0].activation_bytes == 0
     assert costs[1].backward_s > 0
     assert costs[2].backward_s > 0
-    assert costs[2].parameters == 20
 
 
 def test_nests_with_integers_and_none_pass_between_layers():
@@ -167,19 +162,7 @@ def test_nests_with_integers_and_none_pass_between_layers():
             return self.linear(value["x"]) * value["mask"][..., None], 7
 
     costs = measure_layers([Split(), Join()], torch.arange(6).view(2, 3), **FAST)
-    assert costs[0].output_bytes == 6 * 4 + 6
-    assert costs[1].output_bytes == 18 * 4
     assert costs[1].backward_s > 0
-
-
-def test_activation_bytes_are_what_the_backward_keeps():
-    x = torch.ones(16, 4, requires_grad=True)
-    linear, relu, scale = measure_layers(
-        [nn.Linear(4, 8), nn.ReLU(), nn.Identity()], x, repetitions=1, warmup=0
-    )
-    assert linear.activation_bytes == 16 * 4 * 4  # its input; the weight is no activation
-    assert relu.activation_bytes == 16 * 8 * 4  # its output
-    assert scale.activation_bytes == 0
 
 
 def test_a_layer_that_does_not_fit_is_named():
@@ -201,7 +184,8 @@ def test_a_loss_that_fails_is_not_blamed_on_the_last_layer():
             measure_layers(layers, inputs, classes, loss)
         text = str(refusal.value)
         assert text.startswith("loss: failed on the output of layers.0 (Linear)")
-        assert "output float32[2, 3] and targets int64[2]" in text and "correct the loss" in text
+        assert "output float32[2, 3] and targets int64[2]" in text
+        assert ("correct the loss" if loss is broken else "classes count from 0") in text
         assert "make the layer" not in text
 
 
@@ -235,7 +219,6 @@ def test_skips_are_measured_where_they_are_made_and_used():
         LayerSpec(Pop).popping("a"),
     ]
     costs = measure_layers(layers, torch.ones(3, 4), **FAST)
-    assert costs[1].output_bytes == 3 * 2 * 4
-    assert costs[3].parameters == 10 and costs[3].backward_s > 0
+    assert costs[3].backward_s > 0
     with pytest.raises(ModelError, match=r"stashes 'a'.*got none"):
         measure_layers(layers[:3], torch.ones(3, 4), **FAST)

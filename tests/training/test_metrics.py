@@ -4,12 +4,15 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 from gpipe_hpc import Metrics, Pipeline, add_loss, add_metric, run_on_threads
+from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.training import metrics as metrics_module
 from gpipe_hpc.training.metrics import JsonLines, open_metrics
 
 
@@ -103,6 +106,40 @@ def test_a_script_writes_its_own_on_rank_0(tmp_path):
     assert [(line["step"], line["lr"]) for line in lines] == [(1, 0.1), (2, 0.2)]
     assert lines[-1]["loss"] == losses[0] == losses[1]
     assert list((tmp_path / "mine/tensorboard").glob("events.*"))
+
+
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_script_has_the_pace_of_its_steps(tmp_path, monkeypatch):
+    """Its lines had the loss alone."""
+    pipe = Pipeline([nn.Linear(4, 4)], mean_square)
+    now_s = 100.0
+    monkeypatch.setattr(metrics_module.time, "perf_counter", lambda: now_s)
+    with Metrics.of(pipe, tmp_path) as metrics:
+        now_s += 2.0
+        metrics.write(1, {"loss": 1.0}, num_samples=64, grad_norm=torch.tensor(0.5))
+        now_s += 100.0
+        metrics.write(1, {"validation_loss": 3.0})
+        now_s -= 100.0
+        now_s += 3.0
+        metrics.write(4, {"loss": np.float32(2.0), "steps": np.int64(3)}, num_samples=64)
+        now_s += 1.0
+        metrics.write(5, {"step_time_s": 7.0})
+    assert lines_of(tmp_path) == [
+        {"step": 1, "grad_norm": 0.5, "loss": 1.0, "step_time_s": 2.0, "samples_per_s": 32.0},
+        {"step": 1, "validation_loss": 3.0},
+        {"step": 4, "loss": 2.0, "steps": 3, "step_time_s": 1.0, "samples_per_s": 64.0},
+        {"step": 5, "step_time_s": 7.0},
+    ]
+
+
+@pytest.mark.parametrize("value", ["high", torch.zeros(2), [1.0]], ids=repr)
+def test_what_is_no_number_is_refused(tmp_path, value):
+    pipe = Pipeline([nn.Linear(4, 4)], mean_square)
+    with Metrics.of(pipe, tmp_path) as metrics, pytest.raises(ConfigError, match="metrics: note"):
+        metrics.write(1, {"note": value})
 
 
 def test_a_script_that_goes_on_drops_what_it_will_write_anew(tmp_path):

@@ -16,7 +16,7 @@ from gpipe_hpc.comm.thread_hub import ThreadHub
 from gpipe_hpc.comm.threads import ThreadWorld
 from gpipe_hpc.comm.timeouts import checked_timeout
 from gpipe_hpc.comm.tracebacks import OwnFramesLeftOut
-from gpipe_hpc.comm.uncaught import watch_uncaught
+from gpipe_hpc.comm.uncaught import unwatch, watch_start, watch_uncaught
 from gpipe_hpc.comm.watch.settings import DEFAULT_SILENCE_S, Watchfulness
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.errors import ConfigError
@@ -76,8 +76,13 @@ def _start(
     secret_file: str | None,
     watchfulness: Watchfulness,
 ) -> World:
+    launch = None if dist.is_initialized() else detect_launch()
+    if launch is None:
+        watch_start(dist.get_rank(), dist.get_world_size())
+    else:
+        watch_start(launch.rank, launch.world_size)
     timeout_s = checked_timeout(timeout_s, "timeout_s")
-    if dist.is_initialized():
+    if launch is None:
         chosen = _device(device, local_rank=None)
         # Whether its ranks are on one machine is not known here, so no secret is made for them.
         secret = job_secret(one_machine=False, secret_file=secret_file)
@@ -88,7 +93,6 @@ def _start(
             job_secret=secret,
             watchfulness=watchfulness,
         )
-    launch = detect_launch()
     chosen = _device(device, launch.local_rank)
     if launch.world_size == 1:
         return ThreadWorld(ThreadHub(1, timeout_s), 0, chosen)
@@ -104,6 +108,7 @@ def _start(
     if secret is not None and chosen_backend == "gloo":
         # NCCL's own threads ask the store at times when they must not wait for Python.
         store = SealedStore(store, secret.derive("store"))
+    unwatch()
     dist.init_process_group(
         chosen_backend,
         store=store,
@@ -111,6 +116,7 @@ def _start(
         world_size=launch.world_size,
         timeout=timedelta(seconds=timeout_s),
     )
+    watch_start(launch.rank, launch.world_size)
     # The group calls the store from C++ and does not keep the Python object alive.
     atexit.register(leave_default_group, store)
     return ProcessWorld(

@@ -129,14 +129,19 @@ def by_stage(parameters: Sequence[ParameterInfo]) -> list[dict[str, int]]:
 
 
 def check_agreement(world: Group, facts: dict[str, object]) -> None:
-    """Raise ConfigError, on every rank, if ranks were started with different facts."""
-    everybody = world.all_gather_object(facts)
-    for rank, theirs in zip(world.ranks, everybody, strict=True):
-        for name, value in everybody[0].items():
-            if theirs.get(name) != value:
+    """Raise ConfigError, on every rank, if ranks were started with different facts.
+
+    A rank that knows nothing of a fact leaves it out.
+    """
+    first: dict[str, tuple[int, object]] = {}
+    for rank, theirs in zip(world.ranks, world.all_gather_object(facts), strict=True):
+        for name, value in theirs.items():
+            known_by, known = first.setdefault(name, (rank, value))
+            if value != known:
                 raise ConfigError(
-                    f"start: expected the same {name} on every rank, got {value} on rank 0 and "
-                    f"{theirs.get(name)} on rank {rank}; start all ranks with one configuration"
+                    f"start: expected the same {name} on every rank, got {known} on rank "
+                    f"{known_by} and {value} on rank {rank}; start all ranks with one "
+                    f"configuration"
                 )
 
 

@@ -15,7 +15,7 @@ from gpipe_hpc.training.data.dataset import (
 from gpipe_hpc.training.data.identity import Identity, differences, identify
 from gpipe_hpc.training.data.masking import hide_tokens
 from gpipe_hpc.training.data.processes import ProcessReaders
-from gpipe_hpc.training.data.reading import BatchReader, Readers, Reading, Request
+from gpipe_hpc.training.data.reading import BatchReader, Readers, Reading, ReadRequest
 from gpipe_hpc.training.data.sampler import PlannedBatch, ShuffledSampler, validation_batches
 
 __all__ = [
@@ -28,9 +28,9 @@ __all__ = [
     "Identity",
     "PlannedBatch",
     "ProcessReaders",
+    "ReadRequest",
     "Readers",
     "Reading",
-    "Request",
     "ShuffledSampler",
     "differences",
     "identify",
@@ -57,7 +57,7 @@ def open_data(config: DataConfig, seed: int = 0, spare: Path | None = None) -> D
 
 def open_readers(
     reader: BatchReader,
-    requests: Iterable[Request],
+    requests: Iterable[ReadRequest],
     num_workers: int,
     prefetch: int,
     timeout_s: float,

@@ -96,13 +96,14 @@ class ArraysConfig(DataConfig):
     def _pairs(self, which: str, inputs: str, targets: str | None) -> "ArrayPairs":
         # One archive may hold both.
         other = targets or inputs
-        return ArrayPairs(
-            Rows(open_array(inputs, self.inputs_key, which, "inputs"), self.inputs_dtype),
-            Rows(
-                open_array(other, self.targets_key, which, "targets", is_given=targets is not None),
-                self.targets_dtype,
-            ),
+        stored = (
+            open_array(inputs, self.inputs_key, which, "inputs"),
+            open_array(other, self.targets_key, which, "targets", is_given=targets is not None),
         )
+        wanted = {"inputs_dtype": self.inputs_dtype, "targets_dtype": self.targets_dtype}
+        for each, (name, dtype) in zip(stored, wanted.items(), strict=True):
+            _refuse_complex(each, name, dtype)
+        return ArrayPairs(*map(Rows, stored, wanted.values()))
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class Rows:
         if self.wanted != "auto":
             chosen: torch.dtype = getattr(torch, self.wanted)
             return chosen
-        if own == torch.bool or own.is_complex:
+        if own == torch.bool:
             return own
         return torch.float32 if own.is_floating_point else torch.int64
 
@@ -187,6 +188,18 @@ def open_arrays(config: ArraysConfig) -> PairSource:
         f"{validation.num_samples} held back; {loss_text(loss)}"
     )
     return PairSource(train, validation, loss, about)
+
+
+def _refuse_complex(stored: StoredArray, setting: str, wanted: str) -> None:
+    """Raise ConfigError for complex numbers that would lose a half, or end in a layer of floats."""
+    if stored.dtype.is_complex and wanted != "stored":
+        raise refuse(
+            f"data.{setting}",
+            f"stored for complex numbers, as {stored} holds",
+            wanted,
+            "set that where the model takes complex numbers, else save real and imaginary parts as "
+            "numbers of their own, as np.stack([x.real, x.imag], 1)",
+        )
 
 
 def _refuse_unlike(train: Rows, validation: Rows) -> None:

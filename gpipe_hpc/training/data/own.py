@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from gpipe_hpc.comm.nests import Nest, flatten, map_tensors
 from gpipe_hpc.config import bind_target
@@ -37,6 +37,9 @@ from gpipe_hpc.training.data.pairs import (
 )
 
 _STREAM: Final = 7  # apart from those of the sampler, of images, of hidden tokens
+_TOGETHER: Final = (
+    "let items be tensors, arrays or numbers of one shape, or put them together in data.collate"
+)
 Collate = Callable[[list[Any]], Any]
 
 
@@ -162,7 +165,7 @@ class OwnDataset:
                 if other != first:
                     where += f" (item {indices[0]} is {first}, item {index} is {other})"
                     break
-            with own_call(where, DataError):
+            with own_call(where, DataError, _TOGETHER):
                 raise
 
     def _apart(
@@ -177,10 +180,15 @@ class OwnDataset:
 
     def _pair(self, batch: Any) -> tuple[Nest, Nest]:
         if not isinstance(batch, tuple | list) or len(batch) != 2:
-            got = f"{len(batch)} of them" if isinstance(batch, tuple | list) else type(batch)
+            got, pair = type(batch).__name__, "(input, target)"
+            if isinstance(batch, tuple | list):
+                got = f"{len(batch)} of them"
+            elif isinstance(batch, Mapping) and len(batch) > 1:
+                got = f"a {got} of {', '.join(map(str, batch))}"
+                pair = "({}, {})".format(*(f"item[{name!r}]" for name in list(batch)[:2]))
             raise DataError(
                 f"data: a batch of {self.name} is no pair, expected (inputs, targets), got {got}; "
-                f"let an item be a pair (input, target), or make pairs in data.collate"
+                f"let __getitem__ return a pair, as {pair}, or make pairs in data.collate"
             )
         inputs, targets = (with_tensors(part, f"data: {self.name}") for part in batch)
         return inputs, targets
@@ -199,6 +207,12 @@ def open_own(config: OwnDataConfig, seed: int) -> PairSource:
     if config.collate is not None:
         collate = bind_target("data.collate", {"_target_": config.collate})
     if isinstance(made, tuple) and len(made) == 2:
+        if all(isinstance(each, np.ndarray | torch.Tensor) for each in made):
+            raise DataError(
+                f"data: data._target_={config.target} returned two arrays, expected a data set, or "
+                f"two for training and validation; return torch.utils.data.TensorDataset(inputs, "
+                f"targets), of tensors"
+            )
         train, validation = (_dataset(part, collate, seed, config) for part in made)
         whole: Dataset = train
         held: Dataset = validation
@@ -218,10 +232,15 @@ def open_own(config: OwnDataConfig, seed: int) -> PairSource:
 def _dataset(made: Any, collate: Collate, seed: int, config: OwnDataConfig) -> OwnDataset:
     is_apart = isinstance(made, ReadsApart)
     if not hasattr(made, "__len__") or not (is_apart or hasattr(made, "__getitem__")):
+        remedy = "return one whose items have numbers from 0 on"
+        if isinstance(made, DataLoader):
+            remedy = "return its data set: batches and their order are made here"
+        elif isinstance(made, IterableDataset):
+            remedy = f"{remedy}, as items are drawn in an order that a run can go on in"
         raise DataError(
             f"data: data._target_={config.target} returned no data set, expected something with "
             f"__len__ and __getitem__ (or a pair of them, for training and validation), got "
-            f"{type(made).__name__}; return one whose items have numbers from 0 on"
+            f"{type(made).__name__}; {remedy}"
         )
     return OwnDataset(made, collate, seed, config.target)
 

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from gpipe_hpc.comm.tracebacks import users_traceback
 from gpipe_hpc.errors import DataError, GpipeError
-from gpipe_hpc.training.data.reading import BatchReader, Reading, Request
+from gpipe_hpc.training.data.reading import BatchReader, Reading, ReadRequest
 from gpipe_hpc.training.signals import STOP_SIGNALS
 
 
@@ -38,7 +38,7 @@ class _Readings(Dataset[Any]):
     def __init__(self, reader: BatchReader) -> None:
         self.reader = reader
 
-    def __getitem__(self, request: Request) -> Reading | _Failed:
+    def __getitem__(self, request: ReadRequest) -> Reading | _Failed:
         try:
             return self.reader.read(request)
         except GpipeError as error:
@@ -54,7 +54,7 @@ class ProcessReaders:
     """
 
     reader: BatchReader
-    requests: Iterable[Request]
+    requests: Iterable[ReadRequest]
     num_workers: int
     prefetch: int = 2
     timeout_s: float = 600.0

@@ -25,7 +25,7 @@ from gpipe_hpc.training.data.dataset import CorruptSampleError, Dataset, read_bo
 _CLOSING_S: Final = 5.0
 
 
-class Request(NamedTuple):
+class ReadRequest(NamedTuple):
     """Samples to read, as they are in an epoch."""
 
     indices: list[int]
@@ -54,7 +54,7 @@ class BatchReader:
     targets: bool
     tolerance: int = 0
 
-    def read(self, request: Request) -> Reading:
+    def read(self, request: ReadRequest) -> Reading:
         """Return the samples of a request; raise DataError where one cannot be had."""
         used, corrupt = list(request.indices), dict[str, str]()
         inputs = targets = None
@@ -96,7 +96,7 @@ class _Sample:
 class Task(NamedTuple):
     """A request on its way, and where its reading will be."""
 
-    request: Request
+    request: ReadRequest
     reading: "Future[Reading]"
 
 
@@ -109,11 +109,11 @@ class Readers:
     """
 
     reader: BatchReader
-    requests: Iterable[Request]
+    requests: Iterable[ReadRequest]
     num_workers: int = 0
     prefetch: int = 2
     timeout_s: float = 600.0
-    _left: Iterator[Request] = field(init=False, repr=False)
+    _left: Iterator[ReadRequest] = field(init=False, repr=False)
     _ahead: "deque[Future[Reading]]" = field(default_factory=deque, init=False, repr=False)
     _tasks: "SimpleQueue[Task | None]" = field(default_factory=SimpleQueue, init=False, repr=False)
     _threads: list[threading.Thread] = field(default_factory=list, init=False, repr=False)

@@ -4,7 +4,7 @@ from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config
 from gpipe_hpc.errors import ConfigError
-from gpipe_hpc.training.data import BatchReader, DataSource, Request, ShuffledSampler, tolerance
+from gpipe_hpc.training.data import BatchReader, DataSource, ReadRequest, ShuffledSampler, tolerance
 
 
 def example_of(
@@ -34,5 +34,5 @@ def read_samples(config: Config, source: DataSource, indices: list[int]) -> tupl
     if not indices:
         raise ConfigError("data: expected at least one sample to train on, got none")
     reader = BatchReader(source.train, True, True, tolerance(config.data))
-    reading = reader.read(Request(indices, epoch=0))
+    reading = reader.read(ReadRequest(indices, epoch=0))
     return reading.inputs, reading.targets

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+from gpipe_hpc.planning.columns import aligned
 from gpipe_hpc.planning.units import bytes_text, flops_text
 
 _MAX_RANKS: Final = 16  # lines of a table; of more ranks those at the ends are shown
@@ -166,12 +167,3 @@ class _Clock(NamedTuple):
         return (
             "" if seconds is None else f"{seconds * self.factor:.{3 if self.unit == 's' else 1}f}"
         )
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table with columns of even width, all to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )

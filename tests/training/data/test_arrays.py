@@ -171,6 +171,20 @@ def test_settings_that_cannot_be_are_refused(word, message):
         check_config(compose_config(words), 1)
 
 
+@pytest.mark.parametrize("wanted", ["auto", "float32"])
+@pytest.mark.parametrize("what", ["inputs", "targets"])
+def test_complex_numbers_are_refused_unless_they_are_wanted(tmp_path, arrays, what, wanted):
+    """They ended in a layer of floats, or lost their imaginary parts."""
+    x, y = arrays
+    named = save("npy", tmp_path, x, y)
+    np.save(tmp_path / "z.npy", np.zeros((ROWS, 2), np.complex64))
+    named[what] = str(tmp_path / "z.npy")
+    with pytest.raises(ConfigError, match=rf"data\.{what}_dtype, expected stored .*x\.imag"):
+        open_data(ArraysConfig(**named, **{f"{what}_dtype": wanted}))
+    kept = open_data(ArraysConfig(**named, **{f"{what}_dtype": "stored"})).train
+    assert getattr(kept, f"read_{what}")([0]).dtype == torch.complex64
+
+
 def test_a_plan_knows_the_shapes(tmp_path, arrays):
     config = ArraysConfig(**save("npz", tmp_path, *arrays))
     sample = microbatch(config, 6)

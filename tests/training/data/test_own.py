@@ -10,7 +10,7 @@ import torch
 from gpipe_hpc.config import check_config, compose_config
 from gpipe_hpc.errors import ConfigError, DataError
 from gpipe_hpc.plan import microbatch
-from gpipe_hpc.training.data import BatchReader, Request, identify, open_data, open_readers
+from gpipe_hpc.training.data import BatchReader, ReadRequest, identify, open_data, open_readers
 
 MODULE = '''
 import random
@@ -67,6 +67,31 @@ def ragged(size=10):
 
 def number():
     return 3
+
+
+def loader():
+    return torch.utils.data.DataLoader(Items(), batch_size=2)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(Items())
+
+
+def arrays():
+    return np.zeros((4, 2)), np.zeros(4)
+
+
+class Picture:
+    """As PIL's: nothing that a batch can be made of."""
+
+
+def pictures():
+    return [(Picture(), 1)] * 4
+
+
+def triples():
+    return [(1, 2, 3)] * 4
 
 
 def fails(size=3):
@@ -139,7 +164,7 @@ def test_who_needs_both_reads_an_item_once(mine):
     source = open_data(settings(f"{mine}.both", "data.size=5"))
     read = source.train.items.read
     read.clear()
-    reading = BatchReader(source.train, inputs=True, targets=True).read(Request([4, 2], 0))
+    reading = BatchReader(source.train, inputs=True, targets=True).read(ReadRequest([4, 2], 0))
     assert read == [4, 2]
     assert torch.equal(reading.inputs[:, 1:], reading.targets)
 
@@ -172,6 +197,12 @@ def test_items_that_are_no_pairs_need_a_collate(mine):
     ("target", "kind", "message"),
     [
         ("number", DataError, r"returned no data set, expected something with __len__.*got int"),
+        ("loader", DataError, r"got DataLoader; return its data set"),
+        ("Stream", DataError, r"got Stream; .* items are drawn in an order"),
+        ("arrays", DataError, r"returned two arrays, .*TensorDataset\(inputs, targets\)"),
+        ("dicts", DataError, r"got a dict of x, y; .*as \(item\['x'\], item\['y'\]\)"),
+        ("triples", DataError, r"no pair, .*got 3 of them"),
+        ("pictures", DataError, r"TypeError: .*Picture.*let items be tensors"),
         ("fails", ConfigError, r"data\._target_=users_items\.fails.*ValueError: no such folder"),
         ("Failing", DataError, r"reading item \d of users_items\.Failing.*KeyError: 'lost'"),
         ("missing", ConfigError, r"data\._target_ names nothing that can be imported"),
@@ -233,7 +264,12 @@ def test_processes_that_read_ahead_give_the_same(mine, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     train = open_data(settings(f"{mine}.Items", "data.size=20"), seed=3).train
     reader = BatchReader(train, inputs=True, targets=True)
-    requests = [Request([1, 5, 2], 0), Request([], 0), Request([7], 4), Request([0, 3], 1)]
+    requests = [
+        ReadRequest([1, 5, 2], 0),
+        ReadRequest([], 0),
+        ReadRequest([7], 4),
+        ReadRequest([0, 3], 1),
+    ]
     readings = open_readers(reader, iter(requests), 2, 2, 60.0)
     before = torch.get_rng_state()
     try:
@@ -255,7 +291,9 @@ def test_what_fails_in_a_process_is_told_with_the_users_frames(mine, tmp_path, m
     items = sys.modules.get(mine) or __import__(mine)
     source = open_data(settings(f"{mine}.both", "data.size=5"))
     object.__setattr__(source.train, "items", items.Failing())
-    readings = open_readers(BatchReader(source.train, True, True), [Request([1], 0)], 1, 2, 60.0)
+    readings = open_readers(
+        BatchReader(source.train, True, True), [ReadRequest([1], 0)], 1, 2, 60.0
+    )
     try:
         with pytest.raises(DataError, match=r"(?s)item 1 .*KeyError: 'lost'.*in helper"):
             next(readings)
@@ -267,7 +305,9 @@ def test_what_fails_in_a_process_is_told_with_the_users_frames(mine, tmp_path, m
 def test_a_data_set_that_cannot_be_handed_over_is_said(mine):
     source = open_data(settings(f"{mine}.both", "data.size=5"))
     source.train.items.draw = lambda: 3
-    readings = open_readers(BatchReader(source.train, True, True), [Request([1], 0)], 1, 2, 60.0)
+    readings = open_readers(
+        BatchReader(source.train, True, True), [ReadRequest([1], 0)], 1, 2, 60.0
+    )
     with pytest.raises(DataError, match=r"cannot be handed to processes.*data\.workers=0"):
         next(readings)
     readings.close()
@@ -281,3 +321,4 @@ def test_an_item_that_does_not_fit_the_others_is_named(mine):
     text = str(failure.value)
     assert "putting items 3, 9, 7, 1, 5 of " in text
     assert "(item 3 is (float32[5], int), item 7 is (float32[6], int))" in text
+    assert "data.collate" in text

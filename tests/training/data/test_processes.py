@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpipe_hpc.training.data import BatchReader, ProcessReaders, Request
+from gpipe_hpc.training.data import BatchReader, ProcessReaders, ReadRequest
 from gpipe_hpc.training.signals import STOP_SIGNALS
 
 MODULE = """
@@ -77,7 +77,7 @@ def is_there(pid: int) -> bool:
 
 
 def readers(dataset: Numbers) -> ProcessReaders:
-    requests = [Request([number, 7, 3], 0) for number in range(6)]
+    requests = [ReadRequest([number, 7, 3], 0) for number in range(6)]
     return ProcessReaders(BatchReader(dataset, True, True), requests, 1, timeout_s=60)
 
 

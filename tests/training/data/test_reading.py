@@ -13,10 +13,10 @@ from gpipe_hpc.training.data import (
     CorruptSampleError,
     CorruptTally,
     Readers,
-    Request,
+    ReadRequest,
 )
 
-REQUESTS = [Request([epoch, 7, 3, 9 - epoch], epoch) for epoch in range(8)]
+REQUESTS = [ReadRequest([epoch, 7, 3, 9 - epoch], epoch) for epoch in range(8)]
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def test_search_for_a_readable_sample_ends(tolerance, corrupt):
 
 
 def test_empty_share_is_read_like_any_other(files, tmp_path):
-    reading = BatchReader(Numbers(), True, True, tolerance=3).read(Request([], 0))
+    reading = BatchReader(Numbers(), True, True, tolerance=3).read(ReadRequest([], 0))
     assert len(reading.inputs) == len(reading.targets) == 0
 
 

@@ -1,0 +1,94 @@
+"""What torch's commonest errors in layers and losses are answered with, each as torch words it."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from gpipe_hpc import LayerSpec, Pipeline
+from gpipe_hpc.engine.remedies import remedy_of
+from gpipe_hpc.errors import ActionError, ModelError
+from gpipe_hpc.models import loss_function
+from gpipe_hpc.planning.counted import count_model
+
+FLOATS = "data.inputs_dtype=float32"
+cross_entropy = nn.functional.cross_entropy
+
+
+def failed(layer, inputs, loss=cross_entropy, targets=None):
+    targets = torch.zeros(len(inputs), dtype=torch.int64) if targets is None else targets
+    with pytest.raises(ActionError) as found:
+        Pipeline([layer], loss).step(inputs, targets)
+    return str(found.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool])
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (lambda: nn.Linear(4, 4), (2, 4)),
+        (lambda: nn.Conv2d(1, 4, 3), (2, 1, 4, 4)),
+        (lambda: nn.LSTM(4, 4), (2, 4)),
+        (lambda: nn.LayerNorm(4), (2, 4)),
+        (lambda: nn.BatchNorm1d(4), (2, 4)),
+    ],
+)
+def test_whole_numbers_for_a_layer_of_floats(layer, shape, dtype):
+    """Pictures of uint8 ended in torch's text alone."""
+    assert FLOATS in failed(layer(), torch.ones(shape, dtype=dtype))
+
+
+def test_numbers_as_numpy_makes_them():
+    assert "array.astype('float32')" in failed(nn.Linear(4, 4), np.zeros((2, 4)))
+
+
+def test_vectors_of_another_size():
+    said = "takes vectors of 784 numbers and was given some of 28"
+    assert said in failed(nn.Linear(784, 10), torch.zeros(2, 28, 28))
+
+
+def test_floats_for_a_table():
+    assert "data.inputs_dtype=int64" in failed(nn.Embedding(4, 4), torch.zeros(2))
+
+
+def test_a_number_beyond_the_table():
+    assert "more rows" in failed(nn.Embedding(4, 4), torch.tensor([1, 4]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32, torch.bool])
+def test_classes_of_another_type(dtype):
+    said = failed(nn.Linear(4, 4), torch.zeros(2, 4), targets=torch.zeros(2, dtype=dtype))
+    assert "data.targets_dtype=int64" in said
+
+
+def test_classes_in_a_column():
+    targets = torch.zeros(2, 1, dtype=torch.int64)
+    assert "as targets[:, 0]" in failed(nn.Linear(4, 4), torch.zeros(2, 4), targets=targets)
+
+
+def test_a_class_beyond_the_outputs():
+    """Classes that count from 1, or numbers that are no classes."""
+    said = failed(nn.Linear(4, 4), torch.zeros(2, 4), targets=torch.tensor([1, 4]))
+    assert "classes count from 0" in said and "data.targets_dtype=float32" in said
+
+
+def test_classes_as_floats_where_their_loss_is_that_of_numbers():
+    """`data=arrays` chooses the loss by the targets; the message said to reshape."""
+    loss = loss_function("mean_squared_error")
+    said = failed(nn.Linear(4, 4), torch.zeros(2, 4), loss, torch.zeros(2))
+    assert "data.targets_dtype=int64" in said
+    said = failed(nn.Linear(4, 1), torch.zeros(2, 4), loss, torch.zeros(2))
+    assert "reshape" in said and "int64" not in said
+
+
+def test_the_same_is_said_where_layers_are_measured_or_counted():
+    layers, inputs = [LayerSpec(nn.Conv2d, 1, 4, 3)], torch.ones(2, 1, 4, 4, dtype=torch.int64)
+    targets = torch.zeros(2)
+    with pytest.raises(ModelError, match=FLOATS):
+        Pipeline(layers, cross_entropy, partition="time", example=(inputs, targets))
+    with pytest.raises(ModelError, match=FLOATS):
+        count_model(layers, inputs)
+
+
+def test_what_is_not_known_has_no_remedy():
+    assert remedy_of(ValueError("something else")) is None
