@@ -5,6 +5,7 @@ they stop, and so does each rank that Ctrl-C ends. torchrun is told the same, so
 ends with the cause.
 """
 
+import re
 import signal
 import sys
 import traceback
@@ -105,7 +106,7 @@ class _Uncaught:
 
         None where the error is its own, so that all of it is to be shown.
         """
-        if isinstance(error, PeerError):
+        if isinstance(error, PeerError) and not _tells_of(error, self._rank):
             return f"gpipe_hpc: rank {self._rank} stops, as another failed: {_first_line(error)}"
         told = self._tell(f"{_place(error)}{type(error).__name__}: {error}")
         is_all_ranks = self._is_joining and self._rank > 0 and isinstance(error, GpipeError)
@@ -138,6 +139,11 @@ def _say(line: str, reported: str) -> None:
     """Print a line; torchrun, which has the cause from another rank, is told less."""
     print(line, file=sys.stderr, flush=True)
     tell_torchrun(reported, is_cause=False, whole=line)
+
+
+def _tells_of(error: PeerError, rank: int) -> bool:
+    """Say whether the report is this rank's own: it has waited in vain, and nobody has failed."""
+    return re.match(rf"rank {rank}\b", str(error)) is not None
 
 
 def _first_line(error: BaseException) -> str:

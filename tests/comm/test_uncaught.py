@@ -8,6 +8,9 @@ import sys
 
 import pytest
 
+from gpipe_hpc.comm.uncaught import watch_start, watch_uncaught
+from gpipe_hpc.errors import ConfigError, PeerError
+
 SCRIPT = """
 import os
 import sys
@@ -185,6 +188,85 @@ def test_torchrun_shows_the_cause_last(script, environ):
     assert ended.stderr.count('raise KeyError("missing in the layer")') == 1
     assert ended.stderr.count("Traceback") == 2  # and torchrun's own
     assert "rank 0 stops" in ended.stderr.partition("Failures:")[2].partition("Root Cause")[0]
+
+
+class Rank:
+    """One that can tell others."""
+
+    def __init__(self, rank, *, speaks):
+        self.rank, self.told, self._speaks = rank, [], speaks
+
+    @property
+    def speaks(self):
+        return self._speaks if self.told else None
+
+    def fail(self, report):
+        self.told.append(report)
+
+
+def hooked(monkeypatch, *worlds, size=2):
+    """Return a list of what the hook that was there before prints, with ours around it."""
+    printed = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: printed.append(error))
+    watch_start(worlds[0].rank, size)
+    for each in worlds:
+        watch_uncaught(each)
+    return printed
+
+
+def end_with(error):
+    try:
+        raise error
+    except Exception as raised:
+        sys.excepthook(type(raised), raised, raised.__traceback__)
+
+
+@pytest.mark.parametrize(
+    ("error", "lines"),
+    [
+        (PeerError("rank 1: step 2: waited in vain"), []),
+        (PeerError("rank 10: step 2: failed"), ["stops, as another failed: rank 10: step 2"]),
+    ],
+)
+def test_a_rank_whose_own_report_stands_shows_where_it_waited(monkeypatch, capsys, error, lines):
+    """It said that another had failed, and nobody showed a line of the script."""
+    printed = hooked(monkeypatch, rank := Rank(1, speaks=True))
+    end_with(error)
+    assert printed == ([] if lines else [error]) and not (lines and rank.told)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == len(lines) and all(
+        words in line for words, line in zip(lines, said, strict=True)
+    )
+
+
+@pytest.mark.parametrize("speaks", [True, False])
+def test_a_script_with_two_pipelines_tells_the_ranks_of_both(monkeypatch, capsys, speaks):
+    """The hooks stood within one another, and the inner one printed a line of its own."""
+    worlds = [Rank(1, speaks=speaks), Rank(1, speaks=True)]
+    printed = hooked(monkeypatch, *worlds)
+    end_with(error := ValueError("mine"))
+    assert [len(each.told) for each in worlds] == [1, 1]
+    assert all("ValueError: mine" in each.told[0] for each in worlds)
+    said = capsys.readouterr().err
+    assert (printed, said) == ([error], "") if speaks else not printed and said.count("\n") == 1
+
+
+def test_a_mistake_before_the_ranks_are_together_is_shown_by_rank_0(monkeypatch, capsys):
+    for rank in range(3):
+        printed = []
+        monkeypatch.setattr(sys, "excepthook", lambda *shown: printed.append(shown[1]))
+        watch_start(rank, 3)
+        end_with(error := ConfigError("timeout_s: bad"))
+        said = capsys.readouterr().err
+        if rank == 0:
+            assert printed == [error] and not said
+        else:
+            assert not printed and said == f"gpipe_hpc: rank {rank} stops too: {LINE}\n"
+        end_with(error := ValueError("the script's own"))
+        assert printed[-1] is error
+
+
+LINE = "ConfigError: timeout_s: bad"
 
 
 @pytest.mark.parametrize(("stderr", "told"), [(None, "words"), (subprocess.DEVNULL, "whole")])
