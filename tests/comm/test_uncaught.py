@@ -204,11 +204,11 @@ class Rank:
         self.told.append(report)
 
 
-def hooked(monkeypatch, *worlds, size=2):
+def hooked(monkeypatch, *worlds, at=1, size=2):
     """Return a list of what the hook that was there before prints, with ours around it."""
     printed = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: printed.append(error))
-    watch_start(worlds[0].rank, size)
+    watch_start(at, size)
     for each in worlds:
         watch_uncaught(each)
     return printed
@@ -251,22 +251,15 @@ def test_a_script_with_two_pipelines_tells_the_ranks_of_both(monkeypatch, capsys
     assert (printed, said) == ([error], "") if speaks else not printed and said.count("\n") == 1
 
 
-def test_a_mistake_before_the_ranks_are_together_is_shown_by_rank_0(monkeypatch, capsys):
-    for rank in range(3):
-        printed = []
-        monkeypatch.setattr(sys, "excepthook", lambda *shown: printed.append(shown[1]))
-        watch_start(rank, 3)
-        end_with(error := ConfigError("timeout_s: bad"))
-        said = capsys.readouterr().err
-        if rank == 0:
-            assert printed == [error] and not said
-        else:
-            assert not printed and said == f"gpipe_hpc: rank {rank} stops too: {LINE}\n"
-        end_with(error := ValueError("the script's own"))
-        assert printed[-1] is error
-
-
-LINE = "ConfigError: timeout_s: bad"
+@pytest.mark.parametrize("rank", range(3))
+def test_a_mistake_before_the_ranks_are_together_is_shown_by_rank_0(monkeypatch, capsys, rank):
+    printed = hooked(monkeypatch, at=rank, size=3)
+    end_with(error := ConfigError("timeout_s: bad"))
+    said = capsys.readouterr().err
+    line = f"gpipe_hpc: rank {rank} stops too: ConfigError: timeout_s: bad\n"
+    assert (printed, said) == (([error], "") if rank == 0 else ([], line))
+    end_with(error := ValueError("the script's own"))
+    assert printed[-1] is error
 
 
 @pytest.mark.parametrize(("stderr", "told"), [(None, "words"), (subprocess.DEVNULL, "whole")])
