@@ -93,8 +93,9 @@ class Group(Protocol):
         """Start carrying out this rank's `plan` over the elements of `tensor`, in place.
 
         Plans of a group follow one another in the order in which they are started, beside what the
-        calling thread does. `what`: the same words on every rank, for messages. Raises ConfigError,
-        at `wait`, if the neighbours start something else.
+        calling thread does, which leaves `tensor` alone until `wait`. `what`: the same words on
+        every rank, for messages. Raises ConfigError, at `wait`, if the neighbours start something
+        else.
         """
 
     def start_reduce_scatter(

@@ -112,6 +112,7 @@ def start_broadcast(
                 f"{'none' if hosts is None else len(hosts)}; pass hosts="
             )
         plan = hierarchical_broadcast(_place(group), position, tensor.numel(), hosts)
+        algorithm = f"{algorithm}, hosts {[hosts.index(host) for host in hosts]},"
     else:
         plan = _broadcast_plan(algorithm, _place(group), position, tensor.numel(), block)
     what = f"broadcast by {algorithm} from rank {root}, blocks of {block}"

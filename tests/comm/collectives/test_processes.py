@@ -54,6 +54,11 @@ def test_sums_shards_and_broadcasts_between_processes(processes, tmp_path, size)
                 start_broadcast(group, own, root, algorithm, **options).wait()
                 if not torch.equal(own, parts[root]):
                     wrong.append((algorithm, root))
+        for dtype in (torch.bool, torch.float8_e4m3fn):  # what travels, though nothing sums it
+            own = torch.full((100,), rank % 2).to(dtype)
+            start_broadcast(group, own, 1, "scatter_ring").wait()
+            if not bool((own.float() == 1.0).all()):
+                wrong.append(dtype)
         parts = parts_of(size, 999)
         own = parts[rank].clone()
         before = group.sent.num_bytes

@@ -1,0 +1,94 @@
+"""Plans over tensors of a GPU, with streams that note what comes behind what, and tensors of a CPU.
+
+No GPU takes part: what is shown is that the order is kept by streams, and that the host waits for
+nothing.
+"""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from gpipe_hpc.comm.collectives.carrier import Traffic
+from gpipe_hpc.comm.collectives.on_stream import StreamCarrier
+from gpipe_hpc.comm.collectives.plan import Place
+from gpipe_hpc.comm.collectives.ring import ring_all_reduce
+
+
+class Streams:
+    """Streams that only note what happens on them; a wait on the host would have no attribute."""
+
+    def __init__(self):
+        self.log = []
+        self.current = _Stream(self, "caller's")
+
+    def make(self, device):
+        return _Stream(self, "own")
+
+    def current_stream(self, device=None):
+        return self.current
+
+    @contextmanager
+    def stream(self, stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+
+class _Stream:
+    def __init__(self, streams, name):
+        self.streams, self.name = streams, name
+
+    def wait_stream(self, other):
+        self.streams.log.append(f"{self.name} behind {other.name}")
+
+    def record_event(self):
+        self.streams.log.append(f"event of {self.name}")
+        return f"event of {self.name}"
+
+    def wait_event(self, event):
+        self.streams.log.append(f"{self.name} behind {event}")
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    found = Streams()
+    monkeypatch.setattr(torch.cuda, "Stream", found.make)
+    monkeypatch.setattr(torch.cuda, "current_stream", found.current_stream)
+    monkeypatch.setattr(torch.cuda, "stream", found.stream)
+    monkeypatch.setattr(
+        torch.Tensor,
+        "record_stream",
+        lambda tensor, stream: found.log.append(f"memory kept for {stream.name}"),
+    )
+    return found
+
+
+def test_a_plan_is_put_on_its_own_stream_between_what_was_and_what_comes(streams):
+    """The other rank always has as much: the sum is twice the own."""
+    warmed = []
+
+    def exchange(traffic, sends, receives, note):
+        streams.log.append(f"{traffic.name} on {streams.current.name}")
+        for (_, out), (_, into) in zip(sends, receives, strict=True):
+            into.copy_(out if len(out) == len(into) else out[:1])
+
+    carrier = StreamCarrier((0, 1), 0, exchange, warmed.append)
+    plan, tensor = ring_all_reduce(Place(2, 0), 6), torch.ones(6)
+    pending = carrier.start(plan, tensor, "a sum")
+    assert streams.log == [
+        "GREETING on caller's",
+        "own behind caller's",
+        "PLAN on own",
+        "PLAN on own",
+        "event of own",
+        "memory kept for own",
+    ]
+    pending.wait()
+    assert streams.log[-1] == "caller's behind event of own"
+    assert tensor.tolist() == [2.0] * 6 and len(warmed) == 1
+    streams.log.clear()
+    carrier.start(plan, tensor, "a sum").wait()
+    # The neighbours have greeted, the communicator is there: nothing comes ahead of the plan.
+    assert streams.log[:2] == ["own behind caller's", "PLAN on own"] and len(warmed) == 1
+    assert Traffic.GREETING.name not in " ".join(streams.log)
