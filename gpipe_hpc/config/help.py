@@ -35,7 +35,7 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
             "Say what a run would need and take, before it starts.",
             "python -m gpipe_hpc.plan model=gpt2 data=synthetic data.vocab_size=50257 "
             "pipeline.stages=4 pipeline.memory_bytes=24GB",
-            _but("plan"),
+            (*_but("plan"), "lr", "run", "checkpoint", "comm", "trace"),
         ),
         "draw": Command(
             "Draw schedules, simulated or as a run measured them.",
