@@ -30,7 +30,7 @@ def test_help_begins_with_what_is_used_most():
         text = help_of(name, conf_dir(), [])
         sections = re.findall(r"^  (\w+)[.=]", text, re.MULTILINE)
         assert sections[0] == first
-        assert sections.index("pipeline") < sections.index("run")
+        assert "pipeline" in list(dict.fromkeys(sections))[:3]
 
 
 def test_help_of_one_section_is_that_section_alone():
