@@ -1,5 +1,6 @@
 """What a run says of itself: at its start, and where there is nothing to do."""
 
+import json
 import re
 
 import pytest
@@ -59,6 +60,26 @@ def test_a_run_that_needs_more_than_it_may_use_is_warned_once(tiny, tmp_path):
     assert re.search(r"ranks 0-1|ranks 0, 1", warning) and "the run goes on" in warning
     ample = said(tmp_path / "ample", 2, *tiny, "train.steps=1", "pipeline.memory_bytes=1GB")
     assert "pipeline.memory_bytes allows" not in ample
+
+
+@pytest.mark.parametrize("recompute", ["never", "budget"])
+def test_a_searched_order_keeps_within_the_memory_of_a_run(tiny, tmp_path, recompute):
+    """`auto` ran the order that keeps most, whatever pipeline.memory_bytes said."""
+    auto = ("pipeline.schedule=auto", "+pipeline.options.trials=2", "train.steps=1")
+    size = (*tiny, *auto, "train.batch_size=64", "pipeline.microbatches=8")
+    said(tmp_path / "free", 2, *size, "pipeline.recompute=never")
+    free = [rank["planned_memory"] for rank in summary(tmp_path / "free")["ranks"]]
+    fullest = max(free, key=lambda planned: planned["total_bytes"])
+    limit = fullest["total_bytes"] - 0.4 * fullest["activation_bytes"]
+    own = (f"pipeline.recompute={recompute}", f"pipeline.memory_bytes={limit:.0f}")
+    text = said(tmp_path / "bound", 2, *size, *own)
+    held = [rank["planned_memory"] for rank in summary(tmp_path / "bound")["ranks"]]
+    assert all(planned["total_bytes"] <= limit for planned in held)
+    assert "pipeline.memory_bytes allows" not in text
+
+
+def summary(folder):
+    return json.loads((folder / "summary.json").read_text())
 
 
 def test_empty_micro_batches_are_expected_to_take_no_time(tiny, tmp_path):
