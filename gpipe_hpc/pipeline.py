@@ -41,8 +41,9 @@ from gpipe_hpc.engine.state.drift import POLICIES
 from gpipe_hpc.engine.steps import Site, Steps
 from gpipe_hpc.engine.sums.loss import LossFunction
 from gpipe_hpc.engine.sums.loss_scale import LossScale
-from gpipe_hpc.engine.sums.norms import clip_by_global_norm
+from gpipe_hpc.engine.sums.norms import Norms, clip_by_norm, gather_norms
 from gpipe_hpc.engine.sums.results import StepResult
+from gpipe_hpc.engine.sums.squares import parts_of
 from gpipe_hpc.engine.sums.statistics import gather_batchnorm, say_batchnorm
 from gpipe_hpc.engine.sums.tied import join_ties
 from gpipe_hpc.errors import ConfigError, DataError, KeywordError
@@ -197,6 +198,8 @@ class Pipeline:
     has seen; integers and bools are the first's where they differ, which is said by name), first
     (that of the first copy that saw a sample), or each (left as they are, said by name).
     `compile`: torch.compile each layer, True or the name of a backend.
+    `noise_over`: microbatches or replicas, to measure in each step how much the gradients of these
+    parts of the batch differ, as `AdaScale` needs: the result's `parts`.
     `timeout_s`: how long a rank waits for another. `silence_s`: without a sign of life for so long
     a rank counts as lost. `stall_s`: a rank that lives but does nothing new for so long is named;
     None for ten times the longest so far.
@@ -222,6 +225,7 @@ class Pipeline:
                 )
             facts = {"number of layers": len(model), **_name_of(loss_fn), **request.facts()}
             check_agreement(self.world.everybody, facts)
+            self._norms: Norms | None = None
             self.mesh = Mesh.fit(self.world.size, request.stages, request.replicas)
             self._site = Site.of(self.world, self.mesh)
         self.request = replace(request, stages=self.mesh.stages)
@@ -314,7 +318,11 @@ class Pipeline:
         wiring = wire(world, mesh, self.schedule, normalises_together=normalises_together)
         equalise_copies(self.stages, wiring.reductions)
         homes = layer_stages(self.partition.counts)
-        tied = join_ties(find_ties(model), self.stages, homes, placement, mesh, world)
+        ties = find_ties(model)
+        self._tied_names = frozenset(tie.name for tie in ties)
+        tied = join_ties(ties, self.stages, homes, placement, mesh, world)
+        part_of = self._measure_parts(request.noise_over) if request.noise_over else ()
+        self.num_parts = len(set(part_of))
         self._steps = Steps(
             self._site,
             layout.tables,
@@ -323,9 +331,20 @@ class Pipeline:
             tied,
             scaling(self.precision),
             request.buffers,
+            part_of,
         )
         self.needs_inputs = 0 in held
         self.needs_targets = self.schedule.num_stages - 1 in held
+
+    def _measure_parts(self, parts: str) -> tuple[int, ...]:
+        """Let this rank's stages measure the parts of gradients; return which there are."""
+        placement = self.schedule.placement
+        found = parts_of(parts, self.mesh.replicas, placement)
+        for index, stage in self.stages.items():
+            every = range(placement.num_microbatches)
+            own = [m for m in every if placement.rank_of(index, m) == self.stage_rank]
+            stage.measure_parts(parts, own)
+        return found
 
     @property
     def everybody(self) -> Group:
@@ -376,6 +395,7 @@ class Pipeline:
         `is_skipped` is True; such a step counts, so the batch is passed over and the learning rate
         goes on.
         """
+        self._norms = None
         # As under no_grad: what a step does is not for the caller's inference mode to say.
         with together(self.world, f"step {self.steps_done}"), torch.inference_mode(False):
             result = self._steps.train(self._run("training", inputs, targets, self.loss_fn))
@@ -410,14 +430,30 @@ class Pipeline:
         if not max_norm >= 0:
             raise ConfigError(f"clip_grad_norm_: expected max_norm of 0 or more, got {max_norm}")
         with together(self.world, "clipping"):
-            return clip_by_global_norm(
-                dict(self.named_parameters()),
-                {info.name for info in self.all_parameters if self._counts(info.stage)},
-                [info.name for info in self.all_parameters],
-                max_norm,
-                self._site.pipeline,
-                self.world.device,
-            )
+            norms = self._gather_norms()
+            return clip_by_norm(dict(self.named_parameters()), norms, max_norm)
+
+    def grad_square(self) -> float:
+        """Return the squared norm of this step's gradient before clipping, without tied parameters.
+
+        Over all stages, the same on every rank. All ranks call it, after `step`; where gradients
+        were clipped it needs no message.
+        """
+        with together(self.world, "adding up norms"):
+            known = self._norms or self._gather_norms()
+            return known.square_without(self._tied_names)
+
+    def _gather_norms(self) -> Norms:
+        """Return the norms of all gradients as they are now; the first ones of a step are kept."""
+        norms = gather_norms(
+            dict(self.named_parameters()),
+            {info.name for info in self.all_parameters if self._counts(info.stage)},
+            [info.name for info in self.all_parameters],
+            self._site.pipeline,
+            self.world.device,
+        )
+        self._norms = self._norms or norms
+        return norms
 
     def timeline(self) -> Timeline:
         """Return when the actions of the last step ran on each rank of this replica, in seconds.

@@ -90,7 +90,7 @@ def make_plan(config: Config) -> Plan:
     example = Example(sample.inputs, sample.targets, loss_fn, request.seed, device)
     gauge = Counted(layers, example, request.precision, shares_casts=not request.offload)
     layout = _lay_out(request, gauge)
-    states, counts = request.optimizer_states, layout.partition.counts
+    states, counts = request.kept_states, layout.partition.counts
     shares = microbatch_shares(
         config.train.batch_size, replicas=request.replicas, microbatches=request.microbatches
     )

@@ -17,6 +17,7 @@ from gpipe_hpc.config.data import (
 from gpipe_hpc.config.presets import conf_dir
 from gpipe_hpc.config.schema import (
     AdamWConfig,
+    BatchRampConfig,
     BenchConfig,
     CheckpointConfig,
     CommConfig,
@@ -24,6 +25,8 @@ from gpipe_hpc.config.schema import (
     CostsConfig,
     DrawConfig,
     ExportConfig,
+    LAMBConfig,
+    LARSConfig,
     LrConfig,
     OptimizerConfig,
     PipelineConfig,
@@ -39,6 +42,7 @@ from gpipe_hpc.config.targets import bind_loss, bind_target, build_target, check
 
 __all__ = [
     "AdamWConfig",
+    "BatchRampConfig",
     "BenchConfig",
     "CheckpointConfig",
     "CommConfig",
@@ -48,6 +52,8 @@ __all__ = [
     "DrawConfig",
     "ExportConfig",
     "ImageDataConfig",
+    "LAMBConfig",
+    "LARSConfig",
     "LrConfig",
     "OptimizerConfig",
     "PipelineConfig",

@@ -10,7 +10,7 @@ from gpipe_hpc.comm.timeouts import MAX_TIMEOUT_S
 from gpipe_hpc.config.data import TokenDataConfig, mask_token_of, num_tokens_of
 from gpipe_hpc.config.data_checks import DATA_CHOICES, DATA_RANGES
 from gpipe_hpc.config.refusal import refuse
-from gpipe_hpc.config.schema import Config, PipelineConfig, SGDConfig
+from gpipe_hpc.config.schema import Config, PipelineConfig, SGDConfig, TrainConfig
 from gpipe_hpc.config.spelling import suggestion
 from gpipe_hpc.schedule import nearest_schedule, schedule_names
 
@@ -26,6 +26,9 @@ _RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
         "train.steps": (0, _INF),
         "train.stop_at": (0, _INF),
         "train.batch_size": (1, _INF),
+        "train.batch_ramp.start": (1, _INF),
+        "train.batch_ramp.steps": (0, _INF),
+        "train.batch_ramp.increment": (1, _INF),
         "train.accumulation": (1, _INF),
         "train.seed": (0, 2**64 - 1),
         "train.validate_every": (0, _INF),
@@ -38,7 +41,11 @@ _RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
         "optimizer.eps": (0, _INF),
         "optimizer.momentum": (0, 1),
         "optimizer.alpha": (0, 1),
+        "optimizer.trust": (0, _INF),
         "lr.warmup_steps": (0, _INF),
+        "lr.warmup_from": (0, _INF),
+        "lr.base_batch_size": (1, _INF),
+        "lr.smoothing": (0, 1),
         "lr.min_ratio": (0, 1),
         "checkpoint.every": (0, _INF),
         "checkpoint.keep": (1, _INF),
@@ -67,6 +74,8 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "checkpoint.data": ("same", "new", "any"),
         "comm.backend": ("auto", "gloo", "nccl"),
         "lr.decay": ("cosine", "constant"),
+        "lr.scaling": ("linear", "sqrt", "adascale"),
+        "lr.noise_over": ("microbatches", "replicas"),
         "trace.keep": ("median", "all"),
         "draw.format": ("auto", "text", "svg", "png", "html", "trace", "table"),
         **DATA_CHOICES,
@@ -90,6 +99,7 @@ def check_config(config: Config, world_size: int) -> list[str]:
     _check_partition(config.pipeline.partition, mesh.stages)
     _check_budget(config.pipeline)
     _check_optimizer(config)
+    _check_batches(config)
     config.data.check()
     _check_model(config)
     return list(_doubts(config))
@@ -116,6 +126,7 @@ def check_planning(config: Config, num_stages: int) -> list[str]:
     _check_partition(config.pipeline.partition, num_stages)
     _check_budget(config.pipeline)
     _check_optimizer(config)
+    _check_batches(config)
     _check_model(config)
     return list(_empty_microbatches(config))
 
@@ -231,6 +242,45 @@ def _check_optimizer(config: Config) -> None:
         raise refuse("optimizer.nesterov", "false without momentum", True, "set momentum above 0")
 
 
+def _check_batches(config: Config) -> None:
+    """Check what goes with large batches: the ramp, and AdaScale."""
+    _check_ramp(config.train)
+    if config.lr.scaling != "adascale":
+        return
+    if config.lr.base_batch_size is None:
+        raise refuse(
+            "lr.base_batch_size",
+            "the samples of the batch that optimizer.lr is meant for, with lr.scaling=adascale",
+            None,
+            "set it, as lr.base_batch_size=32",
+        )
+    if config.lr.smoothing is not None and config.lr.smoothing >= 1:
+        raise refuse(
+            "lr.smoothing", "less than 1, or null", config.lr.smoothing, "0.9 looks back ten steps"
+        )
+
+
+def _check_ramp(train: TrainConfig) -> None:
+    ramp = train.batch_ramp
+    if ramp.start is None:
+        return
+    if ramp.start > train.batch_size:
+        raise refuse(
+            "train.batch_ramp.start",
+            f"at most train.batch_size={train.batch_size}, which the batch grows to",
+            ramp.start,
+            "raise train.batch_size or lower train.batch_ramp.start",
+        )
+    if ramp.steps < 1:
+        raise refuse(
+            "train.batch_ramp.steps",
+            f"the number of steps over which the batch grows from {ramp.start} to "
+            f"{train.batch_size} samples",
+            ramp.steps,
+            "set it, as train.batch_ramp.steps=1000, or train.batch_ramp.start=null for no ramp",
+        )
+
+
 def _check_model(config: Config) -> None:
     model = config.model
     if not isinstance(model.get("_target_"), str):
@@ -268,6 +318,17 @@ def _check_mask(model_size: object, data: TokenDataConfig) -> None:
 
 def _doubts(config: Config) -> Iterator[str]:
     train = config.train
+    if config.lr.scaling == "adascale" and not isinstance(config.optimizer, SGDConfig):
+        yield (
+            "config: lr.scaling=adascale is derived for optimizer=sgd; with another optimizer its "
+            "gain is a guess"
+        )
+    ramp = train.batch_ramp
+    if ramp.start is not None and ramp.steps > train.steps:
+        yield (
+            f"config: train.batch_ramp.steps={ramp.steps} is longer than train.steps="
+            f"{train.steps}; the batch never grows to train.batch_size"
+        )
     if config.lr.warmup_steps > train.steps > 0:
         yield (
             f"config: lr.warmup_steps={config.lr.warmup_steps} is longer than "
@@ -308,8 +369,12 @@ def _unused_vocabulary(config: Config) -> Iterator[str]:
 def _empty_microbatches(config: Config) -> Iterator[str]:
     train, pipeline = config.train, config.pipeline
     num_microbatches = pipeline.replicas * train.accumulation * pipeline.microbatches
-    if train.batch_size < num_microbatches:
+    start = train.batch_ramp.start
+    name, smallest = "train.batch_size", train.batch_size
+    if start is not None and start < train.batch_size:
+        name, smallest = "train.batch_ramp.start", start
+    if smallest < num_microbatches:
         yield (
-            f"config: train.batch_size={train.batch_size} is less than replicas x accumulation x "
+            f"config: {name}={smallest} is less than replicas x accumulation x "
             f"microbatches = {num_microbatches}; some micro-batches stay empty"
         )

@@ -29,12 +29,22 @@ class PipelineConfig:
 
 
 @dataclass
+class BatchRampConfig:
+    """How the global batch grows to ``train.batch_size``."""
+
+    start: int | None = None
+    steps: int = 0
+    increment: int = 1
+
+
+@dataclass
 class TrainConfig:
     """The length of a run, its batches and what is reported on the way."""
 
     steps: int = 300
     stop_at: int | None = None
     batch_size: int = 32
+    batch_ramp: BatchRampConfig = field(default_factory=BatchRampConfig)
     accumulation: int = 1
     seed: int = 0
     precision: str = "float32"
@@ -85,12 +95,35 @@ class RMSPropConfig(OptimizerConfig):
 
 
 @dataclass
+class LARSConfig(OptimizerConfig):
+    """LARS: You, Gitman, Ginsburg, Large batch training of convolutional networks, 2017."""
+
+    momentum: float = 0.9
+    trust: float = 0.001
+    adapt_vectors: bool = False
+
+
+@dataclass
+class LAMBConfig(OptimizerConfig):
+    """LAMB: You et al., Large batch optimization for deep learning, 2019."""
+
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-6
+    adapt_vectors: bool = False
+
+
+@dataclass
 class LrConfig:
     """The learning rate over the run, as a factor on ``optimizer.lr``."""
 
     warmup_steps: int = 0
     decay: str = "cosine"
     min_ratio: float = 0.1
+    warmup_from: float = 0.0
+    base_batch_size: int | None = None
+    scaling: str = "linear"
+    noise_over: str = "microbatches"
+    smoothing: float | None = None
 
 
 @dataclass

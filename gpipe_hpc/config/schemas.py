@@ -5,6 +5,8 @@ from typing import Any, Final
 from gpipe_hpc.config.schema import (
     AdamWConfig,
     Config,
+    LAMBConfig,
+    LARSConfig,
     RMSPropConfig,
     SGDConfig,
 )
@@ -14,4 +16,6 @@ SCHEMAS: Final[tuple[tuple[str, Any], ...]] = (
     ("adamw", AdamWConfig),
     ("sgd", SGDConfig),
     ("rmsprop", RMSPropConfig),
+    ("lars", LARSConfig),
+    ("lamb", LAMBConfig),
 )

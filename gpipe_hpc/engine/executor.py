@@ -283,6 +283,8 @@ class Executor:
 
         def reduce(run: Run) -> None:
             stage.statistics.start_reduction(group)  # if no forward of the stage came here
+            if stage.squares is not None:
+                stage.squares.before_reduction(stage.named_parameters().values())
             stage.gradients.start_reduction(group)
 
         return reduce

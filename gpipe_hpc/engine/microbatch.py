@@ -325,6 +325,8 @@ class StageWork:
             found = self._through(kept.segments.pop(), found)
         if kept.deferred:
             self._deferred[microbatch] = kept.deferred
+        if self.stage.squares is not None:
+            self.stage.squares.note(microbatch, is_last=not kept.deferred)
         if not self._is_first:
             arrived = [gradient for gradient in gradients if gradient is not None]
             found = apart(found, arrived)
@@ -355,6 +357,8 @@ class StageWork:
         if deferred is not None:
             deferred.run()
             self.stage.gradients.own()
+            if self.stage.squares is not None:
+                self.stage.squares.note(microbatch, is_last=True)
         return deferred is not None
 
     def offload(self, microbatch: int) -> None:

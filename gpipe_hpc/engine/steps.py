@@ -21,6 +21,7 @@ from gpipe_hpc.engine.sums.gradients import unite_flags
 from gpipe_hpc.engine.sums.loss import backward_seed, final_divisor
 from gpipe_hpc.engine.sums.loss_scale import LossScale, any_overflow
 from gpipe_hpc.engine.sums.results import Exchange, StepLoss, StepResult
+from gpipe_hpc.engine.sums.squares import GradientParts
 from gpipe_hpc.engine.sums.tied import TiedParameter
 from gpipe_hpc.errors import DataError
 
@@ -71,8 +72,10 @@ class Steps:
         tied: list[TiedParameter],
         loss_scale: LossScale | None = None,
         buffers: str = "average",
+        part_of: tuple[int, ...] = (),
     ) -> None:
         self.loss_scale = loss_scale
+        self._part_of = part_of
         self._site = site
         self._placement = tables.training.placement
         self._stages = stages
@@ -103,11 +106,13 @@ class Steps:
         for stage in self._stages.values():
             stage.gradients.clear(self._wiring.reductions[stage.index])
             stage.statistics.clear()
+            if stage.squares is not None:
+                stage.squares.begin()
         for tied in self._tied:
             tied.clear()
         self._begin()
         outcome = self._trainer.run(replace(run, seed=seed))
-        loss = self._loss_of(outcome)
+        loss = self._loss_of(outcome, self._squares() if self._part_of else None)
         for tied in self._tied:
             tied.start_reduction()
         divisor = final_divisor(loss.weight, seed)
@@ -125,7 +130,22 @@ class Steps:
         for stage in self._stages.values():
             stage.statistics.finish(is_kept=not is_skipped)
             self._drifts[stage.index].settle(flags[stage.index])
-        return StepResult(loss, is_skipped, scale)
+        return StepResult(loss, is_skipped, scale, self._parts(loss, divisor))
+
+    def _squares(self) -> dict[int, torch.Tensor]:
+        """Return the squares of this rank's parts of the gradients, by global micro-batch."""
+        first = self._site.replica * self._placement.num_microbatches
+        found: dict[int, torch.Tensor] = {}
+        for stage in self._stages.values():
+            for own, square in ({} if stage.squares is None else stage.squares.take()).items():
+                known = found.get(first + own)
+                found[first + own] = square if known is None else known + square
+        return found
+
+    def _parts(self, loss: StepLoss, divisor: torch.Tensor) -> GradientParts | None:
+        if loss.squares is None:
+            return None
+        return GradientParts(loss.squares / divisor.square(), loss.terms[1], self._part_of)
 
     def _drop_overflow(self, scale: LossScale) -> bool:
         """Set all gradients to None, on every rank, if one of any rank is not finite."""
@@ -180,7 +200,9 @@ class Steps:
         for index, drift in self._drifts.items():
             drift.end(outcome.samples.get(index, 0))
 
-    def _loss_of(self, outcome: Outcome) -> StepLoss:
+    def _loss_of(
+        self, outcome: Outcome, squares: dict[int, torch.Tensor] | None = None
+    ) -> StepLoss:
         """End a run and return its loss, which all ranks know.
 
         All ranks wait here for all others: none goes on behind a step that failed on one.
@@ -190,4 +212,5 @@ class Steps:
         return self._exchange(
             {first + m: term for m, term in outcome.losses.items()},
             {first + m: noted for m, noted in outcome.noted.items()},
+            squares,
         )

@@ -120,7 +120,7 @@ class _Trial(NamedTuple):
             gauge.count,
             layout.partition.counts,
             layout.schedule,
-            request.optimizer_states,
+            request.kept_states,
             layout.recomputed,
             present,
         )

@@ -92,7 +92,7 @@ def _within(
     stages = count_stages(model, partition.counts)
     assert isinstance(request.memory_bytes, int | float), "the pipeline has read it"
     states = (
-        rank_states(model, stages, placement, rank, request.optimizer_states)
+        rank_states(model, stages, placement, rank, request.kept_states)
         for rank in range(placement.num_ranks)
     )
     return Within(
@@ -173,7 +173,7 @@ def _with_budget(request: Request, found: Order, gauge: Gauge) -> Order:
         found.partition.counts,
         table,
         request.memory_bytes,
-        request.optimizer_states,
+        request.kept_states,
         [each.forward for each in found.partition.times] if found.partition.is_measured else (),
     )
     return found._replace(table=budget.schedule, budget=budget)
@@ -272,7 +272,7 @@ def _placed(
     recomputed = None if found.budget is None else found.budget.recomputed
     try:
         held = held_bytes(
-            gauge.count, partition.counts, whole.table, request.optimizer_states, recomputed
+            gauge.count, partition.counts, whole.table, request.kept_states, recomputed
         )
     except GpipeError:
         return _Tried(found, _time_of(whole, gauge), None)

@@ -32,6 +32,13 @@ class Request:
     normalise_over_replicas: bool = False
     buffers: str = "average"
     compile: bool | str = False
+    noise_over: str | None = None
+
+    @property
+    def kept_states(self) -> OptimizerMemory:
+        """Return what is kept for each trained parameter beside it and its gradient."""
+        states = OptimizerMemory.of(self.optimizer_states)
+        return states._replace(gradient_copies=int(self.noise_over == "microbatches"))
 
     @property
     def options(self) -> dict[str, Any]:

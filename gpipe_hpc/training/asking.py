@@ -16,4 +16,5 @@ def request_of(config: Config) -> Request:
         microbatches=config.pipeline.microbatches * config.train.accumulation,
         schedule_options=config.pipeline.options,
         optimizer_states=optimizer_memory(config.optimizer),
+        noise_over=config.lr.noise_over if config.lr.scaling == "adascale" else None,
     )

@@ -92,7 +92,7 @@ def foresee(
             counted.count,
             counts,
             pipe.schedule,
-            request.optimizer_states,
+            request.kept_states,
             pipe.layout.recomputed,
             shares,
         )

@@ -145,10 +145,10 @@ class _Loop:
                 raise
 
     def _steps(self, metrics: Metrics | None, progress: Progress | None) -> int:
-        pipe, every = self._pipe, self._config.checkpoint.every
+        pipe, session, every = self._pipe, self._session, self._config.checkpoint.every
         first = saved = pipe.steps_done
         self._ask()
-        while pipe.steps_done < self._last and not self._is_stopped:
+        while pipe.steps_done < self._last and not self._is_stopped and not session.is_complete:
             began_s = time.perf_counter()
             trained = self._step()
             done = pipe.steps_done
@@ -213,7 +213,11 @@ class _Loop:
             "peak_memory_bytes": agreed.peak_memory_bytes,
             "peak_memory_rank": agreed.peak_memory_rank,
             "position": self._session.position,
+            "batch_size": batch.num_samples,
         }
+        if self._session.adascale is not None:
+            scalars["gain"] = self._session.adascale.gain
+            scalars["base_steps"] = self._session.adascale.progress
         if self._session.tally.limit:
             scalars["corrupt_samples"] = self._session.tally.count
         if pipe.loss_scale is not None:
@@ -315,10 +319,13 @@ class _Loop:
         """Say so at the end, below whatever else the start has said."""
         train = self._config.train
         if self._leads and train.steps:
+            adascale, done = self._session.adascale, self._pipe.steps_done
+            worth = "" if adascale is None else f", worth {adascale.progress:.0f} of the base batch"
             log.warning(
-                "nothing to train: the run has %d steps done, train.steps or train.stop_at asks "
+                "nothing to train: the run has %d steps done%s, train.steps or train.stop_at asks "
                 "for %d; raise it, or start over with checkpoint.resume=never",
-                self._pipe.steps_done,
+                done,
+                worth,
                 last_step(train),
             )
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from gpipe_hpc.engine.sums.results import StepResult
@@ -33,11 +34,20 @@ def train_one_step(session: Session, look: Callable[[], None] | None = None) -> 
     norm = None
     if config.train.clip_norm is not None:
         norm = float(pipe.clip_grad_norm_(config.train.clip_norm))
-    lr = lr_at(pipe.steps_done - 1, config)
+    lr = _lr(session, batch, result)
     set_lr(session.optimizer, lr)
     session.optimizer.step()
     session.position = batch.position
     return Trained(batch, result, lr, norm)
+
+
+def _lr(session: Session, batch: Batch, result: StepResult) -> float:
+    config, adascale = session.config, session.adascale
+    if adascale is None:
+        return lr_at(session.pipe.steps_done - 1, config)
+    assert config.lr.base_batch_size is not None, "the settings were checked"
+    adascale.update(result, batch.num_samples / config.lr.base_batch_size)
+    return adascale.rate(partial(lr_at, config=config))
 
 
 def refuse_non_finite(session: Session, trained: Trained) -> None:

@@ -8,9 +8,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpipe_hpc.config import AdamWConfig, OptimizerConfig, RMSPropConfig, SGDConfig
+from gpipe_hpc.config import (
+    AdamWConfig,
+    LAMBConfig,
+    LARSConfig,
+    OptimizerConfig,
+    RMSPropConfig,
+    SGDConfig,
+)
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.planning import OptimizerMemory
+from gpipe_hpc.training.large_batch.lamb import LAMB
+from gpipe_hpc.training.large_batch.lars import LARS
 from gpipe_hpc.training.masters import drop_masters, is_low, keep_masters
 
 log = logging.getLogger("gpipe_hpc.train")
@@ -25,14 +34,19 @@ def build_optimizer(
 
     Weights in 16 bits get float32 masters (`keep_masters`) unless ``config.masters`` is false: then
     a warning says so. Frozen parameters are left out. Parameters of two or more dimensions decay,
-    biases and norms do not. The groups carry ``param_names``, the global names, in the order given.
+    biases and norms do not; nor do LARS and LAMB adapt their steps, unless
+    ``config.adapt_vectors``. The groups carry ``param_names``, the global names, in the order
+    given.
     """
     trained = [(name, each) for name, each in named_parameters if each.requires_grad]
     decayed = [(name, each) for name, each in trained if each.ndim >= 2]
     plain = [(name, each) for name, each in trained if each.ndim < 2]
     groups: list[dict[str, Any]] = [
-        {"params": parameters, "weight_decay": decay}
-        for parameters, decay in ((decayed, config.weight_decay), (plain, 0.0))
+        {"params": parameters, "weight_decay": decay, **_adapted(config, is_plain=is_plain)}
+        for parameters, decay, is_plain in (
+            (decayed, config.weight_decay, False),
+            (plain, 0.0, True),
+        )
         if parameters
     ]
     if not groups:
@@ -70,10 +84,22 @@ def _of_kind(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.opt
                 momentum=config.momentum,
                 centered=config.centered,
             )
+        case LARSConfig():
+            return LARS(groups, config.lr, momentum=config.momentum, trust=config.trust)
+        case LAMBConfig():
+            beta1, beta2 = config.betas
+            return LAMB(groups, config.lr, betas=(beta1, beta2), eps=config.eps)
     raise ConfigError(
         f"optimizer: unknown kind, expected one of conf/optimizer, got {type(config).__name__}; "
-        f"choose optimizer=adamw, sgd or rmsprop"
+        f"choose optimizer=adamw, sgd, rmsprop, lars or lamb"
     )
+
+
+def _adapted(config: OptimizerConfig, *, is_plain: bool) -> dict[str, bool]:
+    """Return whether steps follow the norms of the group's parameters, where the kind does so."""
+    if not isinstance(config, LARSConfig | LAMBConfig):
+        return {}
+    return {"adapt": config.adapt_vectors or not is_plain}
 
 
 @contextmanager
@@ -98,7 +124,11 @@ def _states_per_parameter(config: OptimizerConfig) -> int:
             return int(config.momentum > 0)
         case RMSPropConfig():
             return 1 + int(config.momentum > 0) + int(config.centered)
+        case LARSConfig():
+            return int(config.momentum > 0)
+        case LAMBConfig():
+            return 2
     raise ConfigError(
         f"optimizer: unknown kind, expected one of conf/optimizer, got {type(config).__name__}; "
-        f"choose optimizer=adamw, sgd or rmsprop"
+        f"choose optimizer=adamw, sgd, rmsprop, lars or lamb"
     )

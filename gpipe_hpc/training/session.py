@@ -27,6 +27,7 @@ from gpipe_hpc.training.data import (
 )
 from gpipe_hpc.training.foresight import Foresight
 from gpipe_hpc.training.horizon import last_step
+from gpipe_hpc.training.large_batch.adascale import AdaScale
 from gpipe_hpc.training.neighbour import NeighbourCopies
 from gpipe_hpc.training.position import IDENTITY
 from gpipe_hpc.training.run.changed_settings import SETTINGS, settings_of
@@ -34,6 +35,9 @@ from gpipe_hpc.training.run.folder import OWNER, Checkpoints
 from gpipe_hpc.training.run.lock import RunLock
 
 log = logging.getLogger("gpipe_hpc.train")
+
+ADASCALE: Final = "adascale"
+"""The key, among what a checkpoint keeps for its run, of AdaScale's state."""
 
 _GRACE_S: Final = 5.0  # for a file that is being written when a run fails
 
@@ -59,6 +63,7 @@ class Session:
     baseline: float | None = None  # on rank 0: the loss of guessing, where it is known
     foreseen: Foresight | None = None  # on rank 0, where the layers can be counted
     position: int = 0  # samples consumed since the start of the run
+    adascale: AdaScale | None = None
     _batches: Batches | None = None
 
     @property
@@ -66,11 +71,16 @@ class Session:
         """Return the samples of a global batch, except for a smaller last one of an epoch."""
         return min(self.sampler.batch_size, self.sampler.num_samples)
 
+    @property
+    def is_complete(self) -> bool:
+        """Say whether AdaScale has done all steps that the run was to have, in fewer."""
+        return self.adascale is not None and self.adascale.progress >= self.config.train.steps
+
     def next_batch(self) -> Batch:
         """Return this rank's part of the next global batch to train on; `position` stays."""
         if self._batches is None:
             num_left = max(0, last_step(self.config.train) - self.pipe.steps_done)
-            plan = islice(self.sampler.batches(self.position), num_left)
+            plan = islice(self.sampler.batches(self.position, self.pipe.steps_done), num_left)
             dataset = None if self.source is None else self.source.train
             self._batches = self._read(dataset, plan, "training samples")
         return next(self._batches)
@@ -109,6 +119,7 @@ class Session:
             IDENTITY: self.identity,
             OWNER: self.run_name,
             SETTINGS: settings_of(self.config),
+            **({} if self.adascale is None else {ADASCALE: self.adascale.state()}),
         }
 
     def save(self) -> float:

@@ -26,6 +26,8 @@ REFUSED = [
     ("optimizer.betas=[0.9]", "optimizer.betas, expected two numbers"),
     ("optimizer.betas=[0.9,1.0]", "optimizer.betas, expected two numbers"),
     ("lr.decay=linear", "lr.decay, expected one of cosine, constant"),
+    ("lr.warmup_from=-1", "lr.warmup_from, expected at least 0"),
+    ("lr.base_batch_size=0", "lr.base_batch_size, expected at least 1"),
     ("lr.min_ratio=1.5", "lr.min_ratio, expected 0 to 1"),
     ("data.vocab_size=128", "data.vocab_size, expected 256 or more"),
     ("model.vocab_size=10", "model.vocab_size, expected at least data.vocab_size=256, got 10"),

@@ -12,7 +12,15 @@ from torch import nn
 from gpipe_hpc import Pipeline, run_on_threads
 from gpipe_hpc.comm.nests import tensors_of
 from gpipe_hpc.comm.transport.memory import MemoryTransport
-from gpipe_hpc.config import AdamWConfig, RMSPropConfig, SGDConfig, check_config, compose_config
+from gpipe_hpc.config import (
+    AdamWConfig,
+    LAMBConfig,
+    LARSConfig,
+    RMSPropConfig,
+    SGDConfig,
+    check_config,
+    compose_config,
+)
 from gpipe_hpc.errors import ConfigError, ModelError, PartitionError
 from gpipe_hpc.models import build_model, long_skips, skip_routes, token_cross_entropy
 from gpipe_hpc.models.losses import segmentation
@@ -303,6 +311,9 @@ def test_samples_of_the_largest_microbatch():
         SGDConfig(momentum=0.0),
         RMSPropConfig(),
         RMSPropConfig(momentum=0.5, centered=True),
+        LARSConfig(),
+        LARSConfig(momentum=0.0),
+        LAMBConfig(),
     ],
     ids=str,
 )

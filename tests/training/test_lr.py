@@ -45,6 +45,30 @@ def test_warmup_longer_than_the_run_only_rises(steps):
     assert rates == sorted(rates) and rates[-1] <= 2.0
 
 
+def scaled(batch_size, scaling="linear", **more) -> Config:
+    return Config(
+        optimizer=OptimizerConfig(lr=0.1),
+        lr=LrConfig(decay="constant", base_batch_size=32, scaling=scaling, **more),
+        train=TrainConfig(batch_size=batch_size),
+    )
+
+
+def test_grows_with_the_batch():
+    assert lr_at(0, scaled(256)) == pytest.approx(0.8)
+    assert lr_at(0, scaled(8)) == pytest.approx(0.025)
+    assert lr_at(0, scaled(512, "sqrt")) == pytest.approx(0.4)
+    assert lr_at(0, scaled(256, "adascale")) == 0.1  # its gain comes on top
+
+
+def test_warms_up_from_the_rate_of_the_base_batch():
+    """Goyal et al. 2017, section 2.2: from lr to k lr by the same amount a step."""
+    config = scaled(256, warmup_steps=7, warmup_from=1.0)
+    rates = [lr_at(step, config) for step in range(9)]
+    assert rates == pytest.approx([0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.8, 0.8])
+    from_nothing = [lr_at(step, scaled(256, warmup_steps=2)) for step in range(3)]
+    assert from_nothing == pytest.approx([0.4, 0.8, 0.8])
+
+
 def test_all_groups_get_the_rate():
     parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
     optimizer = torch.optim.SGD([{"params": [each]} for each in parameters], lr=1.0)

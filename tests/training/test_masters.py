@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
-from gpipe_hpc.config import AdamWConfig, RMSPropConfig, SGDConfig
+from gpipe_hpc.config import AdamWConfig, LAMBConfig, LARSConfig, RMSPropConfig, SGDConfig
 from gpipe_hpc.models import mean_squared_error
 from gpipe_hpc.planning import OptimizerMemory
 from gpipe_hpc.planning.trial import Weight
@@ -19,8 +19,11 @@ CONFIGS = [
     SGDConfig(lr=1e-3, weight_decay=0.1, momentum=0.9),
     SGDConfig(lr=1e-3, momentum=0.0),
     RMSPropConfig(lr=1e-4, momentum=0.5, centered=True),
+    LARSConfig(lr=1.0, weight_decay=0.1),
+    LARSConfig(lr=1.0, momentum=0.0, adapt_vectors=True),
+    LAMBConfig(lr=1e-3, weight_decay=0.1),
 ]
-IDS = ["adamw", "sgd", "plain_sgd", "rmsprop"]
+IDS = ["adamw", "sgd", "plain_sgd", "rmsprop", "lars", "plain_lars", "lamb"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -4,7 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_hpc.config import AdamWConfig, OptimizerConfig, RMSPropConfig, SGDConfig
+from gpipe_hpc import LAMB, LARS
+from gpipe_hpc.config import (
+    AdamWConfig,
+    LAMBConfig,
+    LARSConfig,
+    OptimizerConfig,
+    RMSPropConfig,
+    SGDConfig,
+)
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.training.lr import set_lr
 from gpipe_hpc.training.optimizer import build_optimizer
@@ -25,7 +33,11 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 3))
 
 
-@pytest.mark.parametrize(("config", "kind"), CASES, ids=IDS)
+OWN = [(LARSConfig(weight_decay=0.5), LARS), (LAMBConfig(weight_decay=0.5), LAMB)]
+ALL, ALL_IDS = CASES + OWN, [*IDS, "lars", "lamb"]
+
+
+@pytest.mark.parametrize(("config", "kind"), ALL, ids=ALL_IDS)
 def test_matrices_decay_and_nothing_else(model, config, kind):
     optimizer = build_optimizer(model.named_parameters(), config)
     assert isinstance(optimizer, kind)
@@ -76,7 +88,7 @@ def test_frozen_parameters_are_left_out(model):
     assert sorted(names) == ["1.bias", "1.weight", "2.bias", "2.weight"]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=IDS)
+@pytest.mark.parametrize("config", [config for config, _ in ALL], ids=ALL_IDS)
 def test_rank_without_parameters_has_the_same_face(config):
     optimizer = build_optimizer([], config)
     optimizer.zero_grad(set_to_none=True)

@@ -14,6 +14,7 @@ from gpipe_hpc.engine.state.buffers import Home, Lasting, homes_of
 from gpipe_hpc.engine.state.keyed import Keyed
 from gpipe_hpc.engine.state.layer import LayerState
 from gpipe_hpc.engine.sums.gradients import StageGradients
+from gpipe_hpc.engine.sums.squares import Squares, squares_of
 from gpipe_hpc.engine.sums.statistics import StageStatistics
 from gpipe_hpc.models import (
     Conversion,
@@ -61,6 +62,7 @@ class Stage:
         self.tied = {name: named[name] for name in set(self._aliases.values())}
         own = {name: p for name, p in named.items() if name not in self.tied}
         self.gradients = StageGradients(own)
+        self.squares: Squares | None = None
         converted = [convert_batchnorm(m, f"layers.{i}") for i, m in self.layers.items()]
         self.batchnorm = Conversion.of(converted)
         self.within = Within()
@@ -105,6 +107,12 @@ class Stage:
                 if name in kept:
                     named[global_name(index, name)] = buffer
         return named
+
+    def measure_parts(self, parts: str, microbatches: Sequence[int]) -> None:
+        """Measure the parts of gradients from now on; `microbatches`: those that run here."""
+        tied = set(self.tied)
+        own = [p for name, p in self.named_parameters().items() if name not in tied]
+        self.squares = squares_of(parts, own, microbatches)
 
     def extra_states(self) -> dict[str, nn.Module]:
         """Return the modules with a `get_extra_state` of their own, by the state's global name."""

@@ -13,6 +13,7 @@ import torch
 
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.engine.sums.loss import LossTerm, Noted
+from gpipe_hpc.engine.sums.squares import GradientParts
 from gpipe_hpc.models import MAIN_LOSS
 
 
@@ -34,10 +35,12 @@ class StepLoss:
 
     `terms` is float64[rows, replicas x micro-batches] in global order: sums of the main loss, its
     weights, and what `rows` name. Reading a property waits for the device; nothing before does.
+    `squares`: float64[replicas x micro-batches], those of the gradients' parts, if measured.
     """
 
     terms: torch.Tensor
     rows: tuple[Row, ...] = ()
+    squares: torch.Tensor | None = None
 
     @property
     def weight(self) -> torch.Tensor:
@@ -93,12 +96,14 @@ class StepResult:
     """What a step or an evaluation gave; the same on every rank.
 
     `is_skipped`: gradients overflowed float16 on some rank, so there are none on any.
-    `loss_scale`: what backward was scaled by.
+    `loss_scale`: what backward was scaled by. `parts`: how much the gradients of the step's parts
+    differ, with `noise_over`.
     """
 
     _loss: StepLoss
     is_skipped: bool = False
     loss_scale: float = 1.0
+    parts: GradientParts | None = None
 
     def __repr__(self) -> str:
         numbers = {**self.scalars(), "weight": self.weight}
@@ -161,23 +166,36 @@ class Exchange:
         self._rows: tuple[Row, ...] = ()
 
     def __call__(
-        self, own: Mapping[int, LossTerm], noted: Mapping[int, Sequence[Noted]]
+        self,
+        own: Mapping[int, LossTerm],
+        noted: Mapping[int, Sequence[Noted]],
+        squares: Mapping[int, torch.Tensor] | None = None,
     ) -> StepLoss:
-        """Return the loss of the step; `own` and `noted` are by global micro-batch."""
+        """Return the loss of the step; all are by global micro-batch.
+
+        `squares` are those of this rank's stages, on all ranks or on none.
+        """
         found = _found(noted)
-        terms, is_new = self._sum(own, found)
+        terms, summed, is_new = self._sum(own, found, squares)
         if is_new:
             everybody = self._group.all_gather_object(sorted(found))
             self._rows = tuple(sorted({*self._rows, *(row for rows in everybody for row in rows)}))
-            terms, _ = self._sum(own, found)
-        return StepLoss(terms, self._rows)
+            terms, summed, _ = self._sum(own, found, squares)
+        return StepLoss(terms, self._rows, None if squares is None else summed)
 
-    def _sum(self, own: Mapping[int, LossTerm], found: Found) -> tuple[torch.Tensor, bool]:
-        """Return the terms of all ranks, and whether some rank has rows that are new."""
+    def _sum(
+        self,
+        own: Mapping[int, LossTerm],
+        found: Found,
+        squares: Mapping[int, torch.Tensor] | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, bool]:
+        """Return the terms of all ranks, their squares, and whether some rank has new rows."""
         places = dict(zip(self._rows, _positions(self._rows), strict=True))
         num_terms = _num_terms(self._rows) * self._num_global
+        num_all = num_terms + (0 if squares is None else self._num_global)
         num_own_new = sum(row not in places for row in found)
-        entries: dict[int, torch.Tensor | float] = {num_terms: float(num_own_new)}
+        entries: dict[int, torch.Tensor | float] = {num_all: float(num_own_new)}
+        entries |= {num_terms + index: square for index, square in (squares or {}).items()}
         for index, term in own.items():
             entries[index] = term.total
             entries[self._num_global + index] = term.weight
@@ -185,14 +203,15 @@ class Exchange:
             for index, numbers in by_microbatch.items() if row in places else ():
                 for offset, number in enumerate(numbers):
                     entries[(places[row] + offset) * self._num_global + index] = number
-        flat = self._flat(entries, num_terms + 1)
+        flat = self._flat(entries, num_all + 1)
         self._group.all_reduce(flat)
         num_new = flat[-1:]
         if self._device.type != "cpu":
             # The device is not waited for within a step: this one number travels on the host.
             num_new = torch.tensor([num_own_new])
             self._group.all_reduce(num_new)
-        return flat[:-1].view(-1, self._num_global), int(num_new) > 0
+        terms = flat[:num_terms].view(-1, self._num_global)
+        return terms, flat[num_terms:num_all], int(num_new) > 0
 
     def _flat(self, entries: Mapping[int, torch.Tensor | float], size: int) -> torch.Tensor:
         """Return float64[size] with these entries, else zeros; a device is not waited for."""

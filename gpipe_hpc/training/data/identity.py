@@ -20,6 +20,7 @@ Identity = Mapping[str, Any]
 """What JSON can hold."""
 
 _ORDER: Final = 1  # raised where the sampler gives another order
+_RAMP: Final = "train.batch_ramp"  # its start, steps and increment
 _NUM_LOOKED_AT: Final = 16  # samples, from the first to the last
 
 
@@ -39,10 +40,13 @@ def identify(source: DataSource, data: DataConfig, train: TrainConfig) -> Identi
     """
     dataset = source.train
     settings = {k: v for k, v in data.written().items() if k not in data.no_matter}
+    ramp = train.batch_ramp
     return {
         "order": _ORDER,
         "train.seed": train.seed,
         "train.batch_size": train.batch_size,
+        # None without one, as in checkpoints that know of none.
+        _RAMP: None if ramp.start is None else [ramp.start, ramp.steps, ramp.increment],
         "samples": dataset.num_samples,
         "digest": hashlib.sha256(dataset.digest().encode()).hexdigest()[:16],
         "content": _content(dataset),
@@ -57,7 +61,7 @@ def differences(was: Identity, now: Identity) -> list[str]:
 
     Settings and their two values where they explain it, else that the files are others.
     """
-    order = ("train.seed", "train.batch_size")
+    order = ("train.seed", "train.batch_size", _RAMP)
     found = [_change(name, was, now) for name in order if was.get(name) != now.get(name)]
     keys = ("order", "samples", "digest", "content")
     if all(was.get(key) == now.get(key) for key in keys):

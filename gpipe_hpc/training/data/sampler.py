@@ -4,7 +4,7 @@ The position is the number of samples consumed since the start. It alone goes in
 no state depends on replicas or stages, so a run resumes exactly on another layout.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -27,27 +27,33 @@ class PlannedBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class ShuffledSampler:
-    """Each epoch in an order of its own, keyed by (seed, epoch); every sample once an epoch."""
+    """Each epoch in an order of its own, keyed by (seed, epoch); every sample once an epoch.
+
+    `size_at`: the batch size of the step behind so many finished ones; None for always
+    `batch_size`, the largest.
+    """
 
     num_samples: int
     batch_size: int
     seed: int
+    size_at: Callable[[int], int] | None = None
 
-    def batches(self, position: int) -> Iterator["PlannedBatch"]:
-        """Yield global batches from a position on, without end."""
+    def batches(self, position: int, step: int = 0) -> Iterator["PlannedBatch"]:
+        """Yield global batches from a position on, after `step` finished steps, without end."""
         while True:
-            indices, after = self.batch(position)
+            size = self.batch_size if self.size_at is None else self.size_at(step)
+            indices, after = self.batch(position, size)
             yield PlannedBatch(indices, position // self.num_samples, after)
-            position = after
+            position, step = after, step + 1
 
-    def batch(self, position: int) -> tuple[list[int], int]:
-        """Return the global batch at a position and the position after it.
+    def batch(self, position: int, size: int | None = None) -> tuple[list[int], int]:
+        """Return the global batch of a `size` at a position and the position after it.
 
         A batch never spans two epochs: the last of an epoch may be smaller, nothing is dropped or
-        padded.
+        padded. Without a size it has `batch_size`.
         """
         epoch, offset = divmod(position, self.num_samples)
-        size = min(self.batch_size, self.num_samples - offset)
+        size = min(size or self.batch_size, self.num_samples - offset)
         places = np.arange(offset, offset + size, dtype=np.uint64)
         order = permute(places, self.num_samples, key=(self.seed, epoch))
         return [int(index) for index in order], position + size

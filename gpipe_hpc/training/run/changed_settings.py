@@ -65,7 +65,7 @@ class Change(NamedTuple):
     def is_of_data(self) -> bool:
         """Say whether it changes which samples come when."""
         named = ("kind of data", "train.seed", "train.batch_size")
-        return self.setting.startswith("data.") or self.setting in named
+        return self.setting.startswith(("data.", "train.batch_ramp.")) or self.setting in named
 
     def __str__(self) -> str:
         return f"{self.setting}: was {self.was}, is {self.now}"

@@ -9,6 +9,7 @@ from gpipe_hpc.planning.batchnorm import check_batchnorm
 from gpipe_hpc.planning.vocabulary import check_vocabulary
 from gpipe_hpc.training.data import DataSource
 from gpipe_hpc.training.horizon import last_step
+from gpipe_hpc.training.large_batch.ramp import smallest_batch
 from gpipe_hpc.training.start.example import read_samples
 
 
@@ -42,10 +43,7 @@ def _check_batchnorm(config: Config, source: DataSource | None, layers: Sequence
         return
     if config.pipeline.normalise_over_replicas and replicas > 1:
         return
-    total, batch = source.train.num_samples, min(config.train.batch_size, source.train.num_samples)
-    # The last batch of an epoch may be smaller, if the run comes that far.
-    ends = last_step(config.train) * batch > total - total % batch
-    smallest = total % batch if ends and total % batch else batch
+    smallest = smallest_batch(source.train.num_samples, last_step(config.train), config.train)
     pieces = replicas * config.pipeline.microbatches * config.train.accumulation
     indices = list(range(max(1, smallest // pieces)))
     model = normalise_layers(layers)

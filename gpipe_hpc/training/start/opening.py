@@ -1,25 +1,33 @@
 """From the settings to the session of a run on this rank."""
 
+import logging
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from gpipe_hpc.checkpoint import BackgroundSaver
 from gpipe_hpc.comm.patience import patiently
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config, build_target
+from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.training.data import CorruptTally, ShuffledSampler, tolerance
 from gpipe_hpc.training.foresight import foresee
+from gpipe_hpc.training.large_batch.adascale import AdaScale
+from gpipe_hpc.training.large_batch.ramp import batch_size_at
 from gpipe_hpc.training.neighbour import NeighbourCopies
 from gpipe_hpc.training.optimizer import build_optimizer
 from gpipe_hpc.training.position import goes_on
 from gpipe_hpc.training.run.folder import Checkpoints
 from gpipe_hpc.training.run.identity import Run
 from gpipe_hpc.training.run.lock import RunLock
-from gpipe_hpc.training.session import Session
+from gpipe_hpc.training.session import ADASCALE, Session
 from gpipe_hpc.training.start.building import build_pipeline, loss_of
 from gpipe_hpc.training.start.checks import check_model
 from gpipe_hpc.training.start.data import Opened, open_data_first, open_data_where_needed
 from gpipe_hpc.training.start.example import example_of, first_microbatch
 from gpipe_hpc.training.start.origin import Origin
+
+log = logging.getLogger("gpipe_hpc.train")
 
 
 def open_session(
@@ -42,6 +50,8 @@ def open_session(
     if extra is not None and goes_on(extra, opened.identity, config.checkpoint.data):
         session.position = int(extra["position"])
         session.tally = CorruptTally(session.tally.limit, extra.get("corrupt", ()))
+    if extra is not None and session.adascale is not None:
+        _restore(session.adascale, extra, session.pipe.steps_done)
     if copies is not None:
         copies.forget_others()
     session.tally.add(opened.facts.corrupt, says=world.rank == 0)
@@ -59,7 +69,10 @@ def _built(
     opened: Opened,
 ) -> Session:
     """Return the session of a run that has not yet taken over any state."""
-    sampler = ShuffledSampler(opened.facts.num_samples, config.train.batch_size, config.train.seed)
+    train = config.train
+    sampler = ShuffledSampler(
+        opened.facts.num_samples, train.batch_size, train.seed, partial(batch_size_at, train=train)
+    )
     with together(world, "opening the run"):
         if world.rank == 0:
             origin.make_way()
@@ -92,4 +105,26 @@ def _built(
         copies,
         opened.baseline,
         foreseen,
+        adascale=_adascale(config, pipe),
+    )
+
+
+def _adascale(config: Config, pipe: Pipeline) -> AdaScale | None:
+    lr = config.lr
+    if lr.scaling != "adascale":
+        return None
+    assert lr.base_batch_size is not None, "the settings were checked"
+    return AdaScale(pipe, config.train.batch_size / lr.base_batch_size, smoothing=lr.smoothing)
+
+
+def _restore(adascale: AdaScale, extra: Mapping[str, Any], steps_done: int) -> None:
+    """Go on with what a checkpoint keeps; one of a run without AdaScale keeps nothing."""
+    if ADASCALE in extra:
+        adascale.restore(extra[ADASCALE])
+        return
+    adascale.progress = float(steps_done)
+    log.warning(
+        "the checkpoint is of a run without lr.scaling=adascale: its %d steps count as steps of "
+        "the base batch, and the noise is measured anew",
+        steps_done,
     )

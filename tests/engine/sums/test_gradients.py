@@ -7,7 +7,7 @@ from torch import nn
 from gpipe_hpc.comm.group import SoloGroup
 from gpipe_hpc.comm.threads import run_on_threads
 from gpipe_hpc.engine.sums.gradients import StageGradients, unite_flags
-from gpipe_hpc.engine.sums.norms import clip_by_global_norm
+from gpipe_hpc.engine.sums.norms import clip_by_norm, gather_norms
 
 SOLO, CPU = SoloGroup(0), torch.device("cpu")
 ONE = torch.tensor(1.0, dtype=torch.float64)
@@ -137,7 +137,8 @@ def test_norm_and_clipping_are_torchs_to_the_bit_for_every_cut(cut, dtype):
         mine = names[:cut] if world.rank == 0 else names[cut:]
         own = {name: p for name, p in with_gradients().items() if name in mine}
         group = world.group([(0, 1)])
-        got = clip_by_global_norm(own, set(own), names, 0.5, group, world.device)
+        norms = gather_norms(own, set(own), names, group, world.device)
+        got = clip_by_norm(own, norms, 0.5)
         return got, {name: p.grad for name, p in own.items()}
 
     for got, gradients in run_on_threads(2, body):
@@ -148,7 +149,7 @@ def test_norm_and_clipping_are_torchs_to_the_bit_for_every_cut(cut, dtype):
 
 
 def test_norm_without_any_gradient_is_zero():
-    assert clip_by_global_norm({}, set(), ["a"], 1.0, SOLO, CPU).item() == 0.0
+    assert clip_by_norm({}, gather_norms({}, set(), ["a"], SOLO, CPU), 1.0).item() == 0.0
 
 
 def test_parameter_held_by_two_ranks_counts_once_and_is_clipped_on_both():
@@ -156,7 +157,8 @@ def test_parameter_held_by_two_ranks_counts_once_and_is_clipped_on_both():
         own = parameters((2,))
         own["0"].grad = torch.tensor([3.0, 4.0])
         counted = {"0"} if world.rank == 1 else set()
-        norm = clip_by_global_norm(own, counted, ["0"], 1.0, world.group([(0, 1)]), CPU)
+        norms = gather_norms(own, counted, ["0"], world.group([(0, 1)]), CPU)
+        norm = clip_by_norm(own, norms, 1.0)
         return norm.item(), own["0"].grad
 
     for norm, gradient in run_on_threads(2, body):

@@ -27,6 +27,7 @@ GIVEN = {
     "pipeline.normalise_over_replicas=true": ("normalise_over_replicas", True),
     "pipeline.buffers=first": ("buffers", "first"),
     "train.compile=true": ("compile", True),
+    "lr.scaling=adascale": ("noise_over", "microbatches"),
     "comm.timeout_s=33": ("timeout_s", 33.0),
 }
 # Those of the world, which is started before.

@@ -1,0 +1,137 @@
+"""AdaScale: the learning rate of a large batch, from how noisy its gradient is.
+
+Johnson et al., AdaScale SGD: a user-friendly algorithm for distributed training, 2020
+(arXiv 2007.05105), algorithm 1 and appendix B.3.
+"""
+
+from collections.abc import Callable, Mapping
+from math import isfinite
+from typing import Final
+
+from gpipe_hpc.engine.sums.results import StepResult
+from gpipe_hpc.errors import CheckpointError, ConfigError
+from gpipe_hpc.pipeline import Pipeline
+
+_LEAST_VARIANCE: Final = 1e-6  # as in appendix B.3: a gain of 1 where nothing is known
+
+
+class AdaScale:
+    """The gain of a batch over one `scale` times smaller, measured as training goes on.
+
+    With g the gradient of a batch of the base size, its variance v and the squared norm q of its
+    mean, a step on `scale` such batches is worth (v + q) / (v / scale + q) steps on one: as many as
+    `scale` where noise is all there is, one where there is none. So much longer it may be, and so
+    many steps of the learning rate's schedule it does::
+
+        pipe = Pipeline(layers, loss_fn, noise_over="microbatches", ...)
+        adascale = AdaScale(pipe, scale=8)  # batches have 8 times the samples of those lr is for
+        while adascale.progress < num_steps:  # steps of the base batch
+            result = pipe.step(inputs, targets)
+            pipe.clip_grad_norm_(1.0)
+            adascale.update(result)
+            for group in optimizer.param_groups:
+                group["lr"] = adascale.rate(schedule)  # gain x schedule(steps of the base batch)
+            optimizer.step()
+
+    The rule is derived for stochastic gradient descent. `smoothing`: what averages of v and q keep
+    from step to step; None for 1 - parts / 1000, at least 0. The averages start without bias, as in
+    fairscale. All ranks have the same numbers. In a checkpoint: ``extra={"adascale":
+    adascale.state()}``. Raises ConfigError for a pipeline without `noise_over`, and for a scale or
+    smoothing that cannot be.
+    """
+
+    def __init__(self, pipe: Pipeline, scale: float, *, smoothing: float | None = None) -> None:
+        if pipe.request.noise_over is None:
+            raise ConfigError(
+                "AdaScale: expected a pipeline that measures its gradients' noise, got "
+                "noise_over=None; make it with Pipeline(..., noise_over='microbatches')"
+            )
+        if smoothing is None:
+            smoothing = max(0.0, 1.0 - pipe.num_parts / 1000)
+        if not 0 <= smoothing < 1:
+            raise ConfigError(
+                f"AdaScale: expected a smoothing of 0 or more, below 1, got {smoothing}; 0.9 looks "
+                f"back about ten steps"
+            )
+        self._pipe, self.smoothing = pipe, smoothing
+        self.scale = _checked(scale)
+        self.progress = 0.0
+        self._before = 0.0
+        # Biased averages of v and q, and the sum of their weights.
+        self._variance = self._square = self._weight = 0.0
+
+    @property
+    def gain(self) -> float:
+        """Return how many steps of the base batch the last step was worth; 1 before the first."""
+        if not self._weight:
+            return 1.0
+        variance, square = self._variance / self._weight, self._square / self._weight
+        return (variance + square) / (variance / self.scale + square)
+
+    def update(self, result: StepResult, scale: float | None = None) -> float:
+        """Take in what a step measured; return the gain.
+
+        All ranks call it once a step, before or after clipping and before the next `step`.
+        `scale`: of this step's batch, if it is another one. A step that was skipped, and one with
+        fewer than two parts that have samples, teaches nothing.
+        """
+        if scale is not None:
+            self.scale = _checked(scale)
+        if result.parts is None:
+            raise ConfigError(
+                "AdaScale: expected the result of a training step, got that of an evaluation; "
+                "pass what pipe.step returned"
+            )
+        total = self._pipe.grad_square()
+        mean, num_parts = result.parts.mean_square()
+        if num_parts > 1 and not result.is_skipped and isfinite(mean) and isfinite(total):
+            # Of the whole batch's gradient; a base batch has `scale` times as much.
+            variance = (mean - total) / (num_parts - 1)
+            self._average(max(self.scale * variance, _LEAST_VARIANCE), max(total - variance, 0.0))
+        self._before = self.progress
+        self.progress += self.gain
+        return self.gain
+
+    def rate(self, schedule: Callable[[int], float]) -> float:
+        """Return the learning rate of the step that `update` has been told of.
+
+        `schedule` takes the number of finished steps of the base batch.
+        """
+        return self.gain * schedule(int(self._before))
+
+    def state(self) -> dict[str, float]:
+        """Return what goes on after a checkpoint: numbers that JSON keeps exactly."""
+        return {
+            "progress": self.progress,
+            "variance": self._variance,
+            "square": self._square,
+            "weight": self._weight,
+            "scale": self.scale,
+        }
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Go on from what `state` returned; raises CheckpointError for anything else."""
+        expected = self.state()
+        if state.keys() != expected.keys():
+            raise CheckpointError(
+                f"AdaScale: expected a state of {', '.join(expected)}, got {', '.join(state)}; "
+                f"pass what AdaScale.state returned"
+            )
+        self.progress = self._before = float(state["progress"])
+        self._variance, self._square = float(state["variance"]), float(state["square"])
+        self._weight, self.scale = float(state["weight"]), float(state["scale"])
+
+    def _average(self, variance: float, square: float) -> None:
+        kept = self.smoothing
+        self._variance = kept * self._variance + (1 - kept) * variance
+        self._square = kept * self._square + (1 - kept) * square
+        self._weight = kept * self._weight + (1 - kept)
+
+
+def _checked(scale: float) -> float:
+    if not (scale > 0 and isfinite(scale)):
+        raise ConfigError(
+            f"AdaScale: expected a scale above 0, got {scale}; it is the samples of a batch over "
+            f"those of the batch that the learning rate is meant for"
+        )
+    return float(scale)

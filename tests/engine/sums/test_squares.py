@@ -1,0 +1,135 @@
+"""What each part of a batch adds to the gradients, measured while they are added up."""
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.engine.sums.squares import GradientParts, MicrobatchSquares
+from tests.support import batch, square_sum
+
+WIDTH, NUM = 4, 5
+
+
+class Twice(nn.Module):
+    """A weight that a split backward leaves to W in one place, and not in the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64))
+        self.norm = nn.LayerNorm(WIDTH, dtype=torch.float64)
+
+    def forward(self, inputs):
+        return self.norm(nn.functional.linear(inputs, self.weight) + inputs * self.weight[0])
+
+
+def layers() -> list[LayerSpec]:
+    linear = LayerSpec(nn.Linear, WIDTH, WIDTH, dtype=torch.float64)
+    return [linear, LayerSpec(Twice), LayerSpec(nn.Tanh), linear]
+
+
+def expected(inputs, targets) -> list[float]:
+    """Return the squared norm of what each micro-batch adds, by autograd on it alone."""
+    found = []
+    pieces = zip(inputs.tensor_split(NUM), targets.tensor_split(NUM), strict=True)
+    for piece, wanted in pieces:
+        pipe = Pipeline(layers(), square_sum)
+        pipe.step(piece, wanted)
+        share = len(piece) / len(inputs)
+        found.append(share**2 * sum(p.grad.square().sum().item() for p in pipe.parameters()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (1, {}),
+        (1, {"recompute": "always"}),
+        (2, {"stages": 2}),
+        (2, {"stages": 2, "schedule": "one_f_one_b"}),
+        (2, {"stages": 2, "schedule": "zb_h1"}),
+        (2, {"stages": 2, "schedule": "zb_h1", "recompute": "always"}),
+        (2, {"stages": 2, "schedule": "zb_v", "recompute": "never"}),
+    ],
+)
+def test_of_unequal_microbatches_and_split_backwards(ranks, options):
+    """A parameter may get a part of its gradient in I and another in W; 22 = 5 + 5 + 4 + 4 + 4."""
+    inputs, targets = batch(22, dtype=torch.float64)
+
+    def body(world):
+        pipe = Pipeline(
+            layers(),
+            square_sum,
+            noise_over="microbatches",
+            microbatches=NUM,
+            partition="uniform",
+            world=world,
+            **options,
+        )
+        found = []
+        for _ in range(2):  # a second step begins with gradients that are there
+            result = pipe.step(inputs, targets)
+            found.append(result.parts.squares.tolist())
+        assert found[0] == found[1]
+        return found[0], result.parts.mean_square(), pipe.grad_square()
+
+    for squares, (mean, number), total in run_on_threads(ranks, body):
+        wanted = expected(inputs, targets)
+        assert squares == pytest.approx(wanted, rel=1e-10)
+        shares = [5 / 22, 5 / 22, 4 / 22, 4 / 22, 4 / 22]
+        by_hand = sum(w / a for w, a in zip(wanted, shares, strict=True))
+        assert mean == pytest.approx(by_hand, rel=1e-10) and number == NUM
+        assert 0 < total <= mean * (1 + 1e-10), "a mean is no longer than the mean of lengths"
+
+
+def test_a_frozen_parameter_adds_nothing():
+    inputs, targets = batch(22, dtype=torch.float64)
+    found = []
+    for is_frozen in (False, True):
+        pipe = Pipeline(layers(), square_sum, noise_over="microbatches", microbatches=NUM)
+        pipe.step(inputs, targets)
+        for name, parameter in pipe.named_parameters():
+            if name.startswith("layers.1."):
+                parameter.requires_grad_(not is_frozen)
+        result = pipe.step(inputs, targets)
+        found.append(result.parts.squares.sum().item())
+    assert 0 < found[1] < found[0]
+
+
+def test_a_parameter_that_some_microbatches_do_not_use():
+    parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))]
+    squares = MicrobatchSquares(parameters)
+    squares.begin()
+    parameters[0].grad = torch.tensor([1.0, 2.0, 2.0])
+    squares.note(0, is_last=True)
+    parameters[1].grad = torch.tensor([3.0, 4.0])
+    squares.note(1, is_last=True)
+    parameters[0].grad.add_(1.0)
+    squares.note(2, is_last=True)
+    assert {m: s.item() for m, s in squares.take().items()} == pytest.approx(
+        {0: 9.0, 1: 25.0, 2: 3.0}
+    )
+
+
+def test_parts_of_unequal_weight_are_weighed():
+    """The mean over many draws is what is estimated: 6 sigma for 4,000 draws of 13 samples."""
+    generator = torch.Generator().manual_seed(0)
+    sizes, deviation, mean = (1, 2, 3, 7), 2.0, 1.5
+    starts = [sum(sizes[:place]) for place in range(len(sizes))]
+    part_of = tuple(s for s, size in zip(starts, sizes, strict=True) for _ in range(size))
+    weights = torch.ones(13, dtype=torch.float64)
+    variances, squares = [], []
+    for _ in range(4000):
+        draws = mean + deviation * torch.randn(13, generator=generator, dtype=torch.float64)
+        measured = torch.zeros(13, dtype=torch.float64)
+        for start, size in zip(starts, sizes, strict=True):
+            measured[start] = (draws[start : start + size].sum() / 13).square()
+        found, number = GradientParts(measured, weights, part_of).mean_square()
+        total = draws.mean().square().item()
+        variances.append((found - total) / (number - 1))
+        squares.append(total - variances[-1])
+    assert number == 4
+    for drawn, wanted in ((variances, deviation**2 / 13), (squares, mean**2)):
+        values = torch.tensor(drawn)
+        assert abs(values.mean() - wanted) < 6 * values.std() / 4000**0.5
+        assert values.std() / 4000**0.5 < 0.02 * max(wanted, 0.5), "too wide to tell"
