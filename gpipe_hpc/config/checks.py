@@ -43,7 +43,7 @@ _RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
         "optimizer.alpha": (0, 1),
         "optimizer.trust": (0, _INF),
         "lr.warmup_steps": (0, _INF),
-        "lr.warmup_from": (0, _INF),
+        "lr.start_ratio": (0, _INF),
         "lr.base_batch_size": (1, _INF),
         "lr.smoothing": (0, 1),
         "lr.min_ratio": (0, 1),

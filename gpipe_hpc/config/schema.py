@@ -119,7 +119,7 @@ class LrConfig:
     warmup_steps: int = 0
     decay: str = "cosine"
     min_ratio: float = 0.1
-    warmup_from: float = 0.0
+    start_ratio: float = 0.0
     base_batch_size: int | None = None
     scaling: str = "linear"
     noise_over: str = "microbatches"

@@ -11,7 +11,7 @@ from gpipe_hpc.training.large_batch.ramp import batch_size_at
 def lr_at(step: int, config: Config) -> float:
     """Return the learning rate of the step that follows `step` finished ones.
 
-    Rises linearly over ``lr.warmup_steps``, from ``lr.warmup_from`` of ``optimizer.lr``, and
+    Rises linearly over ``lr.warmup_steps``, from ``lr.start_ratio`` of ``optimizer.lr``, and
     reaches the peak at the last of them, then follows half a cosine down to ``lr.min_ratio`` of it
     at ``train.steps``, or stays. Past ``train.steps`` it stays at the end's value. The peak is
     ``optimizer.lr`` times what the batch of this step is worth (`scale_at`). With AdaScale a step
@@ -20,7 +20,7 @@ def lr_at(step: int, config: Config) -> float:
     assert step >= 0, f"step {step}"
     peak, shape = config.optimizer.lr * scale_at(step, config), config.lr
     if step < shape.warmup_steps:
-        start = config.optimizer.lr * shape.warmup_from
+        start = config.optimizer.lr * shape.start_ratio
         return start + (peak - start) * (step + 1) / shape.warmup_steps
     if shape.decay == "constant":
         return peak

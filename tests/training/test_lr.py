@@ -62,7 +62,7 @@ def test_grows_with_the_batch():
 
 def test_warms_up_from_the_rate_of_the_base_batch():
     """Goyal et al. 2017, section 2.2: from lr to k lr by the same amount a step."""
-    config = scaled(256, warmup_steps=7, warmup_from=1.0)
+    config = scaled(256, warmup_steps=7, start_ratio=1.0)
     rates = [lr_at(step, config) for step in range(9)]
     assert rates == pytest.approx([0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.8, 0.8])
     from_nothing = [lr_at(step, scaled(256, warmup_steps=2)) for step in range(3)]

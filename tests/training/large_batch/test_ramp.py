@@ -75,7 +75,7 @@ def test_every_sample_once_an_epoch_whatever_the_ramp(samples, start, more, step
 
 
 def test_the_rate_follows_the_batch_of_the_step():
-    """Goyal et al.: lr x batch / base; with warmup_from=1 it rises from that of the base batch."""
+    """Goyal et al.: lr x batch / base; with start_ratio=1 it rises from that of the base batch."""
     config = Config(
         optimizer=OptimizerConfig(lr=0.5),
         lr=LrConfig(decay="constant", base_batch_size=4),
