@@ -3,6 +3,8 @@
 import re
 from typing import Final, NamedTuple
 
+from gpipe_hpc.errors import GpipeError
+
 
 class _Known(NamedTuple):
     """Errors whose text matches, and what to do about them."""
@@ -52,6 +54,11 @@ _KNOWN: Final = (
         "layer ahead of it that reshapes, as nn.Flatten()",
     ),
     _Known(
+        re.compile(r"expected input\[.*\] to have \d+ channels, but got \d+ channels"),
+        "pictures are [samples, channels, height, width]: store those without channels as "
+        "array[:, None], those with channels behind as np.moveaxis(array, -1, 1)",
+    ),
+    _Known(
         re.compile(r"'indices' to have one of the following scalar types: Long, Int"),
         "it looks up rows by their numbers and was given floats: give it whole numbers (with "
         "data=arrays data.inputs_dtype=int64)",
@@ -77,6 +84,12 @@ _KNOWN: Final = (
         "(of tokens as many as there are different ones)",
     ),
 )
+
+
+def with_remedy(error: BaseException, otherwise: str) -> str:
+    """Return the kind and text of an error and what to do; messages of ours say so themselves."""
+    text = f"{type(error).__name__}: {error}"
+    return text if isinstance(error, GpipeError) else f"{text}; {remedy_of(error) or otherwise}"
 
 
 def remedy_of(error: BaseException) -> str | None:

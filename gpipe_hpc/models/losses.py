@@ -136,6 +136,8 @@ def _reshape(output: Tensor, target: Tensor) -> str:
             "if the targets are classes, give them as whole numbers (with data=arrays "
             "data.targets_dtype=int64); else let the last layer have one output, or reshape"
         )
+    if target.shape == output.shape[:-1]:
+        return "store the targets as array[:, None], or end the model with nn.Flatten(0)"
     return "reshape one of the two"
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gpipe_hpc.comm.nests import map_tensors, tensors_of
 from gpipe_hpc.engine.backward.splitting import Deferred, DeferWeights
-from gpipe_hpc.engine.remedies import remedy_of
+from gpipe_hpc.engine.remedies import with_remedy
 from gpipe_hpc.engine.state.sources import process_generators_kept
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import (
@@ -298,8 +298,7 @@ class _Trial:
         except Exception as error:
             raise ModelError(
                 f"{where}: failed on the example micro-batch, expected it to run on "
-                f"{described(self.visit.given)}, got {type(error).__name__}: {error}; "
-                f"{remedy_of(error) or _FIT_LAYER}"
+                f"{described(self.visit.given)}, got {with_remedy(error, _FIT_LAYER)}"
             ) from error
         return map_tensors(_detached, results), tuple(seconds)
 
@@ -327,7 +326,7 @@ class _Loss(NamedTuple):
             raise _LossError(
                 f"loss: failed on the output of {where} and the example's targets, expected it to "
                 f"take output {described(output)} and targets {described(self.targets)}, got "
-                f"{type(error).__name__}: {error}; {remedy_of(error) or _FIT_LOSS}"
+                f"{with_remedy(error, _FIT_LOSS)}"
             ) from error
         total: Tensor = value[0] if isinstance(value, tuple) else value
         return total

@@ -47,6 +47,12 @@ def test_vectors_of_another_size():
     assert said in failed(nn.Linear(784, 10), torch.zeros(2, 28, 28))
 
 
+@pytest.mark.parametrize("shape", [(2, 28, 28), (2, 28, 28, 1)])
+def test_pictures_without_channels_or_with_channels_behind(shape):
+    said = failed(nn.Conv2d(1, 4, 3), torch.zeros(shape))
+    assert "array[:, None]" in said and "np.moveaxis" in said
+
+
 def test_floats_for_a_table():
     assert "data.inputs_dtype=int64" in failed(nn.Embedding(4, 4), torch.zeros(2))
 
@@ -78,7 +84,11 @@ def test_classes_as_floats_where_their_loss_is_that_of_numbers():
     said = failed(nn.Linear(4, 4), torch.zeros(2, 4), loss, torch.zeros(2))
     assert "data.targets_dtype=int64" in said
     said = failed(nn.Linear(4, 1), torch.zeros(2, 4), loss, torch.zeros(2))
-    assert "reshape" in said and "int64" not in said
+    assert "array[:, None]" in said and "int64" not in said
+    with pytest.raises(ModelError) as found:
+        pair = (torch.zeros(2, 4), torch.zeros(2))
+        Pipeline([nn.Linear(4, 4)], loss, partition="time", example=pair)
+    assert str(found.value).endswith("or reshape"), "a second remedy stood behind it"
 
 
 def test_the_same_is_said_where_layers_are_measured_or_counted():

@@ -136,6 +136,11 @@ def _open_npy(path: Path) -> StoredArray:
 def _open_npz(path: Path) -> _Openers:
     with zipfile.ZipFile(path) as archive:
         members = [each for each in archive.infolist() if each.filename.endswith(".npy")]
+    if not members:
+        raise DataError(
+            f"data: {path} is an archive without arrays, as torch.save writes one, expected .npy, "
+            f".npz or .safetensors; save it anew, as np.save('x.npy', tensor.numpy())"
+        )
     found: dict[str | None, Callable[[], StoredArray]] = {}
     for each in members:
         name = each.filename.removesuffix(".npy")

@@ -7,6 +7,7 @@ loads torch and the user's module, which takes seconds and some hundred megabyte
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -66,7 +67,9 @@ class ProcessReaders:
     def __next__(self) -> Reading:
         try:
             if self._left is None:
-                with _signals_wait():
+                with _signals_wait(), warnings.catch_warnings():
+                    # Of what cannot be pickled: the error below says so.
+                    warnings.filterwarnings("ignore", "Got pickle error")
                     self._left = iter(self._loader())
             found = next(self._left)
         except (PicklingError, AttributeError, TypeError) as error:

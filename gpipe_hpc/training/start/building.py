@@ -24,7 +24,9 @@ def loss_of(config: Config, facts: DataFacts) -> LossFunction:
     if facts.loss is None:
         raise ConfigError(
             "config: no loss is known to fit these data, expected targets that are one tensor of "
-            "numbers or classes, got others; name one, as loss._target_=my.module.loss_fn"
+            "numbers or of classes as whole numbers, got others (truth values, texts, nests); give "
+            "classes numbers (with data=arrays data.targets_dtype=int64), or name a loss, as "
+            "loss._target_=my.module.loss_fn"
         )
     return loss_function(facts.loss)
 

@@ -126,6 +126,7 @@ def wrong(folder):
     np.savez(folder / "two.npz", a=np.zeros(4), b=np.zeros(4))
     (folder / "cut.npy").write_bytes((folder / "x.npy").read_bytes()[:-8])
     (folder / "text.txt").write_text("hello")
+    torch.save(torch.zeros(4), folder / "saved.pt")
     (folder / "bad.npz").write_bytes((folder / "two.npz").read_bytes()[:200])
     (folder / "bad.safetensors").write_bytes(struct.pack("<Q", 2**40) + b"{}")
     x = "x.npy"
@@ -143,10 +144,11 @@ def wrong(folder):
     yield "cut.npy", x, {}, r"damaged"
     yield "bad.npz", x, {}, r"damaged"
     yield "bad.safetensors", x, {}, r"damaged"
+    yield "saved.pt", x, {}, r"without arrays, as torch\.save writes one.*tensor\.numpy"
     yield "text.txt", x, {}, r"no file of arrays, expected \.npy, \.npz or \.safetensors.*b'hello'"
 
 
-@pytest.mark.parametrize("number", range(15))
+@pytest.mark.parametrize("number", range(16))
 def test_what_cannot_be_is_refused(tmp_path, number):
     inputs, targets, settings, message = list(wrong(tmp_path))[number]
     named = {"inputs": str(tmp_path / inputs), **settings}
