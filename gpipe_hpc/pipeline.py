@@ -27,6 +27,7 @@ from gpipe_hpc.engine.batch.arrays import with_tensors
 from gpipe_hpc.engine.batch.cutting import Pieces, share_of
 from gpipe_hpc.engine.layers.compiling import chosen_backend
 from gpipe_hpc.engine.layers.precision import check_precision, scaling
+from gpipe_hpc.engine.outer.settings import Outer
 from gpipe_hpc.engine.recorder import Moments, Recorded, StepTimes, on_one_clock
 from gpipe_hpc.engine.run import Run, random_keys
 from gpipe_hpc.engine.stages.assembly import (
@@ -86,6 +87,7 @@ class Keywords(Request):
             recompute=self.recompute.lower(),
             precision=canonical_precision(self.precision),
             memory_bytes=num_bytes(self.memory_bytes, "memory_bytes"),
+            outer=outer_of(self.outer),
         )
 
 
@@ -160,6 +162,23 @@ def _refuse_no_loss(loss_fn: object) -> None:
     raise ConfigError(f"loss_fn: expected a function of (output, target), got {got}")
 
 
+def outer_of(given: Outer | Mapping[str, Any]) -> Outer:
+    """Return the settings of the outer data parallelism; ConfigError for an unknown one."""
+    if isinstance(given, Outer):
+        return given
+    known = [each.name for each in fields(Outer)]
+    for name in given:
+        if name not in known:
+            raise ConfigError(
+                f"outer: unknown setting {name}, expected some of {', '.join(known)}; "
+                f"{suggestion(name, known)}correct it"
+            )
+    named = dict(given)
+    if "bucket_bytes" in named:
+        named["bucket_bytes"] = num_bytes(named["bucket_bytes"], "outer.bucket_bytes")
+    return Outer(**named)
+
+
 def _refuse_unknown(given: Iterable[str], known: Iterable[str]) -> None:
     for name in given:
         if name not in known:
@@ -191,7 +210,8 @@ class Pipeline:
     example too). `offload`: kept activations wait on the host where their backward is not near.
     `partition`: parameters, uniform, time (needs `example=(inputs, targets)` of one micro-batch),
     or the number of layers of each stage. `precision`: float32, or bfloat16 or float16 by
-    autocast, the latter with a loss scale.
+    autocast, the latter with a loss scale. `outer`: an `Outer`, or a dict of its fields: how
+    replicas, and mirrored placements, combine their gradients.
     `normalise_over_replicas`: BatchNorm normalises a micro-batch of all replicas as one.
     `buffers`: what becomes of those that forwards change where replicas, or mirrored placements,
     hold copies of a stage. At the end of a step: average (each copy weighs as many samples as it
@@ -332,6 +352,7 @@ class Pipeline:
             scaling(self.precision),
             request.buffers,
             part_of,
+            request.combining,
         )
         self.needs_inputs = 0 in held
         self.needs_targets = self.schedule.num_stages - 1 in held

@@ -60,6 +60,7 @@ _RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
         "bench.repeats": (1, _INF),
         "bench.limit_s": (1, _INF),
         "pipeline.memory_bytes": (1, _INF),
+        "outer.bucket_bytes": (1, _INF),
         **DATA_RANGES,
     }
 )

@@ -17,7 +17,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from gpipe_hpc.config.presets import presets_with, settings_of_presets
 from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.config.removed import refusal_of_removed
-from gpipe_hpc.config.schema import Config
+from gpipe_hpc.config.schema import Config, OuterConfig
 from gpipe_hpc.config.schemas import SCHEMAS
 from gpipe_hpc.config.spelling import nearest, suggestion
 from gpipe_hpc.errors import ConfigError
@@ -32,7 +32,7 @@ _WORDS: Final = {
 }
 
 
-_GROUPS: Final = ("data", "optimizer")
+_GROUPS: Final = ("data", "optimizer", "outer")
 
 
 def complaint(error: Exception) -> ConfigError:
@@ -182,7 +182,8 @@ def _typed() -> Iterator[tuple[str, Any]]:
     yield from _below(Config, "")
     for _, schema in SCHEMAS:
         if schema is not Config:
-            yield from _below(schema, "optimizer.")
+            group = "outer" if issubclass(schema, OuterConfig) else "optimizer"
+            yield from _below(schema, f"{group}.")
     for name in settings_of_presets("data"):
         yield f"data.{name}", None
 

@@ -59,7 +59,7 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
         ),
     }
 )
-_GROUPS: Final = ("model", "data", "optimizer")
+_GROUPS: Final = ("model", "data", "optimizer", "outer")
 _WIDTH: Final = 100
 _COLUMN: Final = 36  # where meanings begin
 

@@ -113,6 +113,14 @@ class LAMBConfig(OptimizerConfig):
 
 
 @dataclass
+class OuterConfig:
+    """How the replicas' copies of a stage combine their gradients."""
+
+    bucket_bytes: Any = "25MB"
+    overlap: bool = True
+
+
+@dataclass
 class LrConfig:
     """The learning rate over the run, as a factor on ``optimizer.lr``."""
 
@@ -244,6 +252,7 @@ class Config:
     model: dict[str, Any] = field(default_factory=dict)
     data: DataConfig = MISSING
     optimizer: OptimizerConfig = MISSING
+    outer: OuterConfig = field(default_factory=OuterConfig)
     lr: LrConfig = field(default_factory=LrConfig)
     loss: dict[str, Any] = field(default_factory=dict)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)

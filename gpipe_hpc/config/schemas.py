@@ -7,12 +7,14 @@ from gpipe_hpc.config.schema import (
     Config,
     LAMBConfig,
     LARSConfig,
+    OuterConfig,
     RMSPropConfig,
     SGDConfig,
 )
 
 SCHEMAS: Final[tuple[tuple[str, Any], ...]] = (
     ("config", Config),
+    ("outer", OuterConfig),
     ("adamw", AdamWConfig),
     ("sgd", SGDConfig),
     ("rmsprop", RMSPropConfig),

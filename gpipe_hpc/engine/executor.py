@@ -2,7 +2,9 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,6 +15,7 @@ from gpipe_hpc.comm.transport.wire import assemble, disassemble
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.engine.layers.precision import keeping_casts
 from gpipe_hpc.engine.microbatch import Keep, Made, Recipe, StageWork
+from gpipe_hpc.engine.outer.turns import Turns
 from gpipe_hpc.engine.recorder import Recorder
 from gpipe_hpc.engine.remedies import remedy_of
 from gpipe_hpc.engine.run import Run
@@ -22,6 +25,7 @@ from gpipe_hpc.engine.stages.wiring import Wiring
 from gpipe_hpc.engine.sums.loss import LossTerm, Noted
 from gpipe_hpc.errors import ActionError
 from gpipe_hpc.schedule import Action, Channel, Op, Schedule, channel_of
+from gpipe_hpc.schedule.table.lifetimes import ENDS_BACKWARD
 
 Place = tuple[int, int]
 """A stage and a micro-batch."""
@@ -71,8 +75,9 @@ class Outcome:
 class Executor:
     """Run the actions of one rank, in their order, on its stages.
 
-    `schedule` is lowered; `rank` is the position in the pipeline. All stores are empty after a
-    run. A failure names rank, stage, micro-batch and action.
+    `schedule` is lowered; `rank` is the position in the pipeline. `overlaps`: whether buckets of
+    gradients may leave within a stage's last backward. All stores are empty after a run. A failure
+    names rank, stage, micro-batch and action.
     """
 
     def __init__(
@@ -82,6 +87,8 @@ class Executor:
         stages: Mapping[int, Stage],
         wiring: Wiring,
         world: World,
+        *,
+        overlaps: bool = True,
     ) -> None:
         self._schedule = schedule
         self._stages = stages
@@ -108,6 +115,9 @@ class Executor:
         }
         self._actions = schedule.ranks[rank]
         self._all = frozenset(self._actions)
+        self._turns = Turns(self._actions, stages, self._before_reduction)
+        self._overlaps = overlaps
+        self._last_backwards = {a.stage: a for a in self._actions if a.op in ENDS_BACKWARD}
         self._last_forwards = {a.stage: a for a in self._actions if a.op is Op.F}
         self._program = [(action, binders[action.op](action)) for action in self._actions]
 
@@ -120,6 +130,7 @@ class Executor:
         self.recorder.start_step()
         for work in self._works.values():
             work.begin()
+        self._turns.begin()
         index = 0
         try:
             # Under the caller's inference mode, writes in place could not be told.
@@ -214,12 +225,14 @@ class Executor:
         work, routes = self._works[stage], self._stages[stage].routes
         takes = [self._bind_take(edge.stage, stage, microbatch) for edge in routes.destinations]
         hops = [(stage, edge.stage, microbatch) for edge in routes.sources if edge.stage != BATCH]
+        watch = self._bind_watch(action)
 
         def backward(run: Run) -> None:
             gradients = [gradient for take in takes for gradient in take(run).nest or ()]
             num_samples = work.num_samples(microbatch)
             start = self.recorder.mark()
-            parts = work.backward(microbatch, gradients)
+            with watch():
+                parts = work.backward(microbatch, gradients)
             if num_samples:
                 self.recorder.add(action, start)
             for hop, part in zip(hops, parts, strict=False):
@@ -229,14 +242,24 @@ class Executor:
 
     def _bind_weights(self, action: Action) -> Call:
         stage, microbatch = _place(action)
-        work = self._works[stage]
+        work, watch = self._works[stage], self._bind_watch(action)
 
         def weights(run: Run) -> None:
             start = self.recorder.mark()
-            if work.weights(microbatch):
+            with watch():
+                has_run = work.weights(microbatch)
+            if has_run:
                 self.recorder.add(action, start)
 
         return weights
+
+    def _bind_watch(self, action: Action) -> Callable[[], AbstractContextManager[None]]:
+        """Return what goes around a backward: of a stage's last one, what lets buckets leave."""
+        last = self._last_backwards[action.stage]
+        is_summed = self._wiring.reductions[action.stage].size > 1
+        if self._overlaps and is_summed and action.microbatch == last.microbatch:
+            return partial(self._turns.watching, action.stage, is_last=action == last)
+        return nullcontext
 
     def _bind_offload(self, action: Action) -> Call:
         stage, microbatch = _place(action)
@@ -279,15 +302,14 @@ class Executor:
         return lambda run: transport.post(channel, run.lane, microbatch)
 
     def _bind_reduce(self, action: Action) -> Call:
-        stage, group = self._stages[action.stage], self._wiring.reductions[action.stage]
+        return lambda run: self._turns.reach(action)
 
-        def reduce(run: Run) -> None:
-            stage.statistics.start_reduction(group)  # if no forward of the stage came here
-            if stage.squares is not None:
-                stage.squares.before_reduction(stage.named_parameters().values())
-            stage.gradients.start_reduction(group)
-
-        return reduce
+    def _before_reduction(self, stage: int, number: int) -> None:
+        """Do what goes ahead of the reduction of a bucket: it then holds what all copies add."""
+        own = self._stages[stage]
+        own.statistics.start_reduction(self._wiring.reductions[stage])  # if no forward came here
+        if own.squares is not None:
+            own.squares.before_reduction(own.gradients.parameters_of(number))
 
     def _channel(self, transfer: Action) -> PlacedChannel:
         return self._wiring.channels[channel_of(transfer, self._schedule.placement)]

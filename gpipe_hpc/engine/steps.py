@@ -11,6 +11,8 @@ from gpipe_hpc.comm.world import World
 from gpipe_hpc.engine.batch.cutting import join
 from gpipe_hpc.engine.batch.outputs import broadcast_nest
 from gpipe_hpc.engine.executor import Executor, Outcome
+from gpipe_hpc.engine.outer.settings import Outer
+from gpipe_hpc.engine.outer.ways import choose_way
 from gpipe_hpc.engine.recorder import Recorder
 from gpipe_hpc.engine.run import Run
 from gpipe_hpc.engine.stages.stage import Stage, training_modes
@@ -73,7 +75,9 @@ class Steps:
         loss_scale: LossScale | None = None,
         buffers: str = "average",
         part_of: tuple[int, ...] = (),
+        outer: Outer | None = None,
     ) -> None:
+        outer = outer or Outer()
         self.loss_scale = loss_scale
         self._part_of = part_of
         self._site = site
@@ -82,8 +86,13 @@ class Steps:
         self._wiring = wiring
         self._tied = tied
         self._trainer, self._evaluator = (
-            Executor(table, site.stage_rank, stages, wiring, site.world) for table in tables
+            Executor(table, site.stage_rank, stages, wiring, site.world, overlaps=outer.overlap)
+            for table in (tables.training, tables.evaluation)
         )
+        for index, stage in stages.items():
+            copies = wiring.reductions[index]
+            way = choose_way(outer, copies) if copies.size > 1 else None
+            stage.gradients.sum_over(way, tables.buckets[index] if tables.buckets else ())
         self._drifts = {
             index: Drift(stage.layers, wiring.reductions[index], site.world.rank, buffers)
             for index, stage in stages.items()
@@ -104,7 +113,7 @@ class Steps:
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         seed = backward_seed(self.weight) * scale
         for stage in self._stages.values():
-            stage.gradients.clear(self._wiring.reductions[stage.index])
+            stage.gradients.clear()
             stage.statistics.clear()
             if stage.squares is not None:
                 stage.squares.begin()

@@ -17,7 +17,12 @@ from gpipe_hpc.models.batchnorm import (
     shifted_sums,
 )
 from gpipe_hpc.models.building import build_layer, seeded_generators
-from gpipe_hpc.models.counting import count_parameters, layer_parameters, parameter_sizes
+from gpipe_hpc.models.counting import (
+    count_parameters,
+    layer_parameters,
+    parameter_sizes,
+    sizes_of_layers,
+)
 from gpipe_hpc.models.cut import layer_stages, long_skips, skip_routes, stage_layers
 from gpipe_hpc.models.direction import sees_ahead
 from gpipe_hpc.models.layers import Layer, LayerSpec, layer_name, normalise_layers
@@ -133,6 +138,7 @@ __all__ = [
     "sees_ahead",
     "segmentation",
     "shifted_sums",
+    "sizes_of_layers",
     "skip_names",
     "skip_routes",
     "source_key",

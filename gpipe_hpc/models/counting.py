@@ -35,6 +35,17 @@ def parameter_sizes(layers: Sequence[Layer]) -> dict[str, int]:
     return {name: p.numel() for owned in _owned_parameters(layers) for name, p in owned.items()}
 
 
+def sizes_of_layers(layers: Sequence[Layer]) -> list[dict[str, tuple[int, torch.dtype]]]:
+    """Return for each layer the elements and the dtype of its parameters, by global name.
+
+    Builds and counts as `layer_parameters` does.
+    """
+    return [
+        {name: (p.numel(), p.dtype) for name, p in owned.items()}
+        for owned in _owned_parameters(layers)
+    ]
+
+
 def _owned_parameters(layers: Sequence[Layer]) -> Iterator[dict[str, nn.Parameter]]:
     """Yield what each layer has that no layer before it has: a tied parameter once."""
     ties = {global_name(*place): tie for tie in find_ties(layers) for place in tie.places}

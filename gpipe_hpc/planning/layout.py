@@ -1,10 +1,20 @@
 """Decide how a model is laid out: cut, table and recomputation."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gpipe_hpc.engine.outer.buckets import Buckets, Sized, fill_buckets
 from gpipe_hpc.engine.stages.tables import Tables
-from gpipe_hpc.models import find_skips, long_skips, skip_routes
+from gpipe_hpc.models import (
+    Layer,
+    find_skips,
+    find_ties,
+    long_skips,
+    sizes_of_layers,
+    skip_routes,
+    stage_layers,
+)
 from gpipe_hpc.planning.gauges import Gauge
 from gpipe_hpc.planning.ordering import compares_placements, order, stages_of
 from gpipe_hpc.planning.partition import Partition, choose_partition
@@ -39,7 +49,9 @@ class Layout:
         """Return a hash of all that decides a run, the same in every process."""
         again = [sorted(layers) for layers in self.recomputed or ()]
         runs_all = self.recomputed is None
-        decided = self.partition.counts, runs_all, again, self.replicas, *map(digest, self.tables)
+        training, evaluation, buckets = self.tables
+        tables = digest(training), digest(evaluation), buckets
+        decided = self.partition.counts, runs_all, again, self.replicas, *tables
         return hashlib.sha256(repr(decided).encode()).hexdigest()
 
 
@@ -51,9 +63,12 @@ def lay_out(request: Request, gauge: Gauge) -> Layout:
     """
     partition, table, budget, searched = order(request, cut(request, gauge), gauge)
     skips = long_skips(skip_routes(find_skips(gauge.layers), partition.counts))
+    buckets = _buckets(request, partition, table, gauge.layers)
     return Layout(
         partition,
-        make_tables(table, "never" if budget else request.recompute, skips, request.offload),
+        make_tables(
+            table, "never" if budget else request.recompute, skips, request.offload, buckets
+        ),
         budget.recomputed if budget else None,
         request.replicas,
         searched,
@@ -71,3 +86,31 @@ def cut(request: Request, gauge: Gauge) -> Partition:
     if compares_placements(request) and isinstance(given, Partition) and given.times:
         return given  # of whichever placement was the best: its times are what counts
     return choose_partition(given, stages_of(request), gauge)
+
+
+def _buckets(
+    request: Request, partition: Partition, table: Schedule, layers: Sequence[Layer]
+) -> tuple[Buckets, ...]:
+    """Return the buckets of each stage; none of those that have no other copy to be summed with.
+
+    A tied parameter is in none: it is summed over all that hold it, at the end of a step.
+    """
+    placement = table.placement
+    spans = stage_layers(partition.counts)
+    copied = [request.replicas * len(placement.holders(stage)) > 1 for stage in range(len(spans))]
+    if not any(copied):
+        return ()
+    tied = {tie.name for tie in find_ties(layers)}
+    sizes = [
+        {name: Sized(*size) for name, size in each.items() if name not in tied}
+        for each in sizes_of_layers(layers)
+    ]
+    return tuple(
+        fill_buckets(
+            {name: sized for layer in span for name, sized in sizes[layer].items()},
+            request.combining.bucket_bytes,
+        )
+        if has_copies
+        else ()
+        for span, has_copies in zip(spans, copied, strict=True)
+    )

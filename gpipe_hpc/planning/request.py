@@ -1,9 +1,10 @@
 """What a user asks for: everything that decides how a run is laid out and what it computes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from gpipe_hpc.engine.outer.settings import Outer
 from gpipe_hpc.planning.optimizer import OptimizerMemory
 from gpipe_hpc.planning.partition import Partition
 from gpipe_hpc.schedule import Schedule, digest
@@ -33,12 +34,19 @@ class Request:
     buffers: str = "average"
     compile: bool | str = False
     noise_over: str | None = None
+    outer: Outer | Mapping[str, Any] = field(default_factory=Outer)
 
     @property
     def kept_states(self) -> OptimizerMemory:
         """Return what is kept for each trained parameter beside it and its gradient."""
         states = OptimizerMemory.of(self.optimizer_states)
         return states._replace(gradient_copies=int(self.noise_over == "microbatches"))
+
+    @property
+    def combining(self) -> Outer:
+        """Return how replicas combine their gradients, once the settings are made of it."""
+        assert isinstance(self.outer, Outer), f"settings not made yet: {self.outer}"
+        return self.outer
 
     @property
     def options(self) -> dict[str, Any]:

@@ -1,9 +1,11 @@
 """From what a user asked for to the tables that are run."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from gpipe_hpc.engine.outer.buckets import Buckets, bucket_counts
 from gpipe_hpc.engine.stages.tables import Tables
 from gpipe_hpc.errors import ConfigError, ScheduleError
 from gpipe_hpc.schedule import (
@@ -47,11 +49,13 @@ def make_tables(
     recompute: str,
     skips: tuple[tuple[int, int], ...] = (),
     offload: bool = False,
+    buckets: tuple[Buckets, ...] = (),
 ) -> Tables:
     """Lower and check the tables that a bare or lowered one asks for.
 
     `recompute` applies to a bare one without R, `offload` to a bare one without OFFLOAD. `skips`:
-    the pairs of stages between which the model's skips go. Raises ScheduleError.
+    the pairs of stages between which the model's skips go. `buckets`: those of each stage, empty if
+    none has another copy. Raises ScheduleError.
     """
     if table.is_lowered and table.skips != skips:
         raise ScheduleError(
@@ -59,11 +63,31 @@ def make_tables(
             f"skips between stages {_pairs(skips)}, got {_pairs(table.skips)}; give the bare table"
         )
     table = dressed(replace(table, skips=skips), recompute, offload)
-    training = table if table.is_lowered else lower(table)
+    training = table if table.is_lowered else lower(table, bucket_counts(buckets))
     check(training)
+    _check_buckets(training, bucket_counts(buckets))
     evaluation = lower(forward_only(table))
     check(evaluation)
-    return Tables(training, evaluation)
+    return Tables(training, evaluation, buckets)
+
+
+def _check_buckets(table: Schedule, counts: Mapping[int, int]) -> None:
+    """Refuse a lowered table that reduces other buckets than the model's stages have."""
+    found = Counter(
+        action.stage
+        for rank, row in enumerate(table.ranks)
+        for action in row
+        if action.op is Op.REDUCE_GRAD
+        and action.bucket is not None
+        and rank == table.placement.holders(action.stage)[0]
+    )
+    for stage, count in sorted(found.items()):
+        if count != counts.get(stage, 0):
+            raise ScheduleError(
+                f"schedule {table.name!r}: reduces the gradients of stage {stage} in {count} "
+                f"buckets, expected the {counts.get(stage, 0)} that outer.bucket_bytes makes of "
+                f"them; give the bare table, or write {stage}REDUCE_GRAD once, without a number"
+            )
 
 
 def dressed(table: Schedule, recompute: str, offload: bool) -> Schedule:

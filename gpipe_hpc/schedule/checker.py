@@ -1,5 +1,6 @@
 """The checker: proves, before anything runs, that a table trains and cannot hang."""
 
+from collections import defaultdict
 from types import MappingProxyType
 from typing import Final, NoReturn
 
@@ -25,9 +26,9 @@ def check(schedule: Schedule) -> None:
     """Refuse a table, bare or lowered, that breaks a rule; names rank, position, action, reason.
 
     Every action once, on its rank, none missing, after what it needs; channels first in first out;
-    one reduction for each stage and holder, in one order where ranks share stages; live activations
-    and posted receives within declared bounds; no deadlock, whether a ``SEND`` is buffered or
-    blocks until its ``RECV`` is posted.
+    each bucket of a stage reduced once on each holder, in one order where ranks share stages; live
+    activations and posted receives within declared bounds; no deadlock, whether a ``SEND`` is
+    buffered or blocks until its ``RECV`` is posted.
     """
     if schedule.num_ranks != schedule.placement.num_ranks:
         raise ScheduleError(
@@ -148,26 +149,38 @@ def _check_channels(graph: Precedence, sends: list[int], posts: list[int]) -> No
 def _check_reductions(graph: Precedence) -> None:
     """A lowered table with a backward reduces each stage on each holder, another one nothing.
 
-    Holders of several stages take part in the same order, or they would wait for one another.
+    All holders of a stage have the same buckets: all in one, or those from 0 on, each once. Holders
+    of several stages take part in the same order, or they would wait for one another.
     """
     schedule, placement = graph.schedule, graph.schedule.placement
-    found = {
-        (action.stage, graph.ranks[node]): node
-        for node, action in enumerate(graph.actions)
-        if action.op is Op.REDUCE_GRAD
-    }
+    found: dict[tuple[int, int], dict[int | None, int]] = defaultdict(dict)
+    for node, action in enumerate(graph.actions):
+        if action.op is Op.REDUCE_GRAD:
+            if not _has_backward(graph):
+                graph.refuse(node, "reduces in a table without backward; drop it")
+            found[action.stage, graph.ranks[node]][action.bucket] = node
     if not _has_backward(graph):
-        for node in found.values():
-            graph.refuse(node, "reduces in a table without backward; drop it")
         return
     for stage in range(schedule.num_stages):
-        for rank in placement.holders(stage):
-            if (stage, rank) not in found:
-                raise ScheduleError(
-                    f"schedule {schedule.name!r}, rank {rank}: {Action(Op.REDUCE_GRAD, stage)} "
-                    f"is missing, expected one on each of ranks {placement.holders(stage)}, "
-                    "got none; add it"
-                )
+        holders = placement.holders(stage)
+        all_in_one = any(None in found[stage, rank] for rank in holders)
+        most = max((len(found[stage, rank]) for rank in holders), default=0)
+        buckets = (None,) if all_in_one or not most else tuple(range(most))
+        for rank in holders:
+            for bucket in buckets:
+                if bucket not in found[stage, rank]:
+                    raise ScheduleError(
+                        f"schedule {schedule.name!r}, rank {rank}: "
+                        f"{Action(Op.REDUCE_GRAD, stage, bucket)} is missing, expected one on each "
+                        f"of ranks {holders}, got none; add it"
+                    )
+            for bucket, node in found[stage, rank].items():
+                if bucket not in buckets:
+                    graph.refuse(
+                        node,
+                        f"reduces a bucket beside {Action(Op.REDUCE_GRAD, stage)}, which reduces "
+                        "all of them, expected one or the other; drop one",
+                    )
     reduction_order(graph)
 
 

@@ -1,6 +1,6 @@
 """The simulator: when each action of a table would run, given what actions cost."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
@@ -128,13 +128,16 @@ class _Clock:
             self.starts[node], self.ends[node] = begin, end
 
     def reduce(self, costs: list[float]) -> None:
-        """Give the reductions their times."""
+        """Give the reductions their times; the buckets of a stage share its cost equally."""
         free_at: dict[int, float] = defaultdict(float)
-        for nodes in reduction_order(self.graph):
+        order = reduction_order(self.graph)
+        buckets = Counter(self.graph.actions[nodes[0]].stage for nodes in order)
+        for nodes in order:
             ranks = [self.graph.ranks[node] for node in nodes]
             start = max(self.starts[node] for node in nodes)
             start = max(start, *(free_at[rank] for rank in ranks))
-            end = start + costs[self.graph.actions[nodes[0]].stage]
+            stage = self.graph.actions[nodes[0]].stage
+            end = start + costs[stage] / buckets[stage]
             for node, rank in zip(nodes, ranks, strict=True):
                 self.starts[node], self.ends[node] = start, end
                 free_at[rank] = end

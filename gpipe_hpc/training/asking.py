@@ -2,7 +2,8 @@
 
 from dataclasses import fields, replace
 
-from gpipe_hpc.config import Config
+from gpipe_hpc.config import Config, OuterConfig
+from gpipe_hpc.engine.outer.settings import Outer
 from gpipe_hpc.planning import Request
 from gpipe_hpc.training.optimizer import optimizer_memory
 
@@ -17,4 +18,9 @@ def request_of(config: Config) -> Request:
         schedule_options=config.pipeline.options,
         optimizer_states=optimizer_memory(config.optimizer),
         noise_over=config.lr.noise_over if config.lr.scaling == "adascale" else None,
+        outer=_outer(config.outer),
     )
+
+
+def _outer(config: OuterConfig) -> Outer:
+    return Outer(**{each.name: getattr(config, each.name) for each in fields(Outer)})

@@ -12,7 +12,7 @@ from gpipe_hpc.schedule import Channel, Placement, Schedule
 
 @dataclass(frozen=True)
 class Wiring:
-    """How a rank is connected: its channels, and the group that reduces each of its stages.
+    """How a rank is connected: its channels, and the group of the copies of each of its stages.
 
     `peers`: the ranks that normalise each micro-batch with this one, None for itself alone.
     """

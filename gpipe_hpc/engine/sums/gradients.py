@@ -1,68 +1,13 @@
-"""Gradients: flat buckets where replicas are summed over, tensors of their own where not."""
+"""Gradients of a stage: flat buckets where copies are summed over, tensors of their own if not."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from gpipe_hpc.comm.group import Group, Pending
-
-
-class Bucket:
-    """The gradients of parameters of one dtype in one flat buffer.
-
-    Autograd accumulates into views of it in place. Each view has a version counter of its own,
-    which tells whether a micro-batch has used the parameter: no hook runs for that.
-    """
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        first = parameters[0]
-        self.parameters = parameters
-        self._flat = torch.zeros(
-            sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device
-        )
-        self._views: list[torch.Tensor] = []
-        self._versions: list[int] = []
-        self._pending: Pending | None = None
-
-    def clear(self) -> None:
-        """Set all gradients to zero and hand the views to the parameters."""
-        self._flat.zero_()
-        parts = torch.split(self._flat, [p.numel() for p in self.parameters])
-        # `.data` gives each view a version counter of its own; plain views would share one.
-        self._views = [part.data.view_as(p) for part, p in zip(parts, self.parameters, strict=True)]
-        self._versions = [view._version for view in self._views]
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            parameter.grad = view
-
-    def own(self) -> None:
-        """Do nothing: the memory is the bucket's."""
-
-    def used(self) -> list[bool]:
-        """Say of each parameter whether a micro-batch of this replica has used it."""
-        return [
-            parameter.grad is not view or view._version != version
-            for parameter, view, version in zip(
-                self.parameters, self._views, self._versions, strict=True
-            )
-        ]
-
-    def start_reduction(self, group: Group) -> None:
-        """Start summing the buffer over the replicas."""
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            if parameter.grad is not view and parameter.grad is not None:
-                view.copy_(parameter.grad)  # a hook of the user's put another tensor there
-                parameter.grad = view
-        self._pending = group.start_all_reduce(self._flat) if group.size > 1 else None
-
-    def finish(self, divisor: torch.Tensor, used: list[bool]) -> None:
-        """Wait for the sum, divide it, and leave None where no replica used the parameter."""
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
-        self._flat.div_(divisor)
-        for parameter, view, is_used in zip(self.parameters, self._views, used, strict=True):
-            parameter.grad = view if is_used else None
+from gpipe_hpc.comm.group import Group
+from gpipe_hpc.engine.outer.bucket import Bucket
+from gpipe_hpc.engine.outer.ways import Way
 
 
 class Unreduced:
@@ -102,11 +47,11 @@ class Unreduced:
         """Say of each parameter whether a micro-batch has used it."""
         return [parameter.grad is not None for parameter in self.parameters]
 
-    def start_reduction(self, group: Group) -> None:
+    def start_reduction(self, way: Way | None) -> None:
         """Check that there is nothing to sum."""
-        assert group.size == 1, f"the stage's gradients are summed over {group.size} ranks"
+        assert way is None, "the stage's gradients are summed over other ranks"
 
-    def finish(self, divisor: torch.Tensor, used: list[bool]) -> None:
+    def finish(self, divisor: torch.Tensor, used: Sequence[bool]) -> None:
         """Divide the gradients."""
         pairs = zip(self.parameters, used, strict=True)
         present = [p.grad for p, is_used in pairs if is_used and p.grad is not None]
@@ -115,51 +60,77 @@ class Unreduced:
 
 
 class StageGradients:
-    """The gradients of one stage, by dtype and device of its trainable parameters."""
+    """The gradients of one stage's trainable parameters, in buckets.
+
+    `way`: how they are summed over the copies of the stage; None: it has no other. `buckets`: the
+    names of the parameters of each bucket; without, one bucket for each dtype and device.
+    """
 
     def __init__(self, named_parameters: Mapping[str, nn.Parameter]) -> None:
-        self._parameters = list(named_parameters.values())
-        self._trained: list[bool] = []
-        self.buckets: list[Bucket] | list[Unreduced] = []
+        self._named = dict(named_parameters)
+        self._way: Way | None = None
+        self._names: Sequence[Sequence[str]] = ()
+        self._trained: list[bool] | None = None
+        self._buckets: list[list[Bucket] | list[Unreduced]] = []
         self._used: list[list[bool]] = []
 
-    def clear(self, group: Group) -> None:
-        """Begin a step whose gradients are summed over `group`.
+    def sum_over(self, way: Way | None, names: Sequence[Sequence[str]] = ()) -> None:
+        """Sum the gradients over other copies from now on, in buckets of these parameters."""
+        self._way, self._names, self._trained = way, names, None
 
-        Buckets are made anew if parameters were frozen or unfrozen.
-        """
-        trained = [p.requires_grad for p in self._parameters]
+    def clear(self) -> None:
+        """Begin a step; buckets are made anew if parameters were frozen or unfrozen."""
+        trained = [p.requires_grad for p in self._named.values()]
         if trained != self._trained:
             self._trained = trained
-            kinds = _by_kind(p for p in self._parameters if p.requires_grad)
-            self.buckets = (
-                [Bucket(k) for k in kinds] if group.size > 1 else [Unreduced(k) for k in kinds]
-            )
-        for parameter in self._parameters:
+            self._buckets = [self._make(group) for group in self._groups()]
+        for parameter in self._named.values():
             if not parameter.requires_grad:
                 parameter.grad = None
-        for bucket in self.buckets:
+        for bucket in self.each():
             bucket.clear()
+
+    def _groups(self) -> list[list[nn.Parameter]]:
+        groups = [[self._named[name] for name in names] for names in self._names]
+        return groups or [list(self._named.values())]
+
+    def _make(self, group: Iterable[nn.Parameter]) -> list[Bucket] | list[Unreduced]:
+        kinds = _by_kind(p for p in group if p.requires_grad)
+        if self._way is None:
+            return [Unreduced(kind) for kind in kinds]
+        return [Bucket(kind) for kind in kinds]
+
+    def each(self) -> list[Bucket | Unreduced]:
+        """Return all of this step's buckets, those of one number after the other."""
+        return [bucket for buckets in self._buckets for bucket in buckets]
+
+    @property
+    def num_buckets(self) -> int:
+        """Return how many numbers of buckets there are; one may hold no trainable parameter."""
+        return len(self._buckets)
+
+    def parameters_of(self, number: int) -> list[nn.Parameter]:
+        """Return the trainable parameters of a bucket."""
+        return [p for bucket in self._buckets[number] for p in bucket.parameters]
 
     def own(self) -> None:
         """Make gradients that a call of autograd has just made this stage's own."""
-        for bucket in self.buckets:
+        for bucket in self.each():
             bucket.own()
 
-    def start_reduction(self, group: Group) -> None:
-        """Start the reduction of every bucket; the stage's last contribution has come."""
-        self._used = [bucket.used() for bucket in self.buckets]
-        for bucket in self.buckets:
-            bucket.start_reduction(group)
+    def start_reduction(self, number: int) -> None:
+        """Start the reduction of a bucket; its last contribution has come."""
+        for bucket in self._buckets[number]:
+            bucket.start_reduction(self._way)
 
     def used_flags(self) -> list[bool]:
         """Return which trainable parameters this replica used, bucket by bucket."""
-        return [flag for bucket in self._used for flag in bucket]
+        return [flag for bucket in self.each() for flag in bucket.used()]
 
-    def finish(self, divisor: torch.Tensor, used: list[bool]) -> None:
+    def finish(self, divisor: torch.Tensor, used: Sequence[bool]) -> None:
         """Finish every bucket; `used` is `used_flags` united over the replicas."""
         start = 0
-        for bucket in self.buckets:
+        for bucket in self.each():
             stop = start + len(bucket.parameters)
             bucket.finish(divisor.to(device=bucket.parameters[0].device), used[start:stop])
             start = stop

@@ -9,8 +9,10 @@ from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.packed import broadcast_packed
 from gpipe_hpc.comm.world import World
+from gpipe_hpc.engine.outer.bucket import Bucket
+from gpipe_hpc.engine.outer.ways import AllReduce
 from gpipe_hpc.engine.stages.stage import Stage
-from gpipe_hpc.engine.sums.gradients import Bucket, unite_flags
+from gpipe_hpc.engine.sums.gradients import unite_flags
 from gpipe_hpc.models import Tie
 from gpipe_hpc.schedule import Placement
 
@@ -26,7 +28,7 @@ class TiedParameter:
         self._parameter = parameter
         self._group = group
         self._bucket = Bucket([parameter])
-        self._used = [False]
+        self._way = AllReduce(group) if group.size > 1 else None
 
     def clear(self) -> None:
         """Begin a step."""
@@ -38,13 +40,12 @@ class TiedParameter:
     def start_reduction(self) -> None:
         """Start summing over all holders; the step's last backward is done."""
         if self._parameter.requires_grad:
-            self._used = self._bucket.used()
-            self._bucket.start_reduction(self._group)
+            self._bucket.start_reduction(self._way)
 
     def finish(self, divisor: torch.Tensor) -> None:
         """Finish the sum and divide it."""
         if self._parameter.requires_grad:
-            used = unite_flags(self._used, self._group)
+            used = unite_flags(self._bucket.used(), self._group)
             self._bucket.finish(divisor.to(device=self._parameter.device), used)
 
     @property

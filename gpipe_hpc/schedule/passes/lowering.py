@@ -1,23 +1,32 @@
 """Lowering: from a bare table of compute to the table that ranks run, pass by pass."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.garbage import collector_paused
 from gpipe_hpc.schedule.passes.communication import add_communication
+from gpipe_hpc.schedule.passes.last_weights import gather_last_weights
 from gpipe_hpc.schedule.passes.reduction import add_reductions
 from gpipe_hpc.schedule.table.actions import Op
 from gpipe_hpc.schedule.table.schedule import Schedule
 
 
 @collector_paused()
-def lower(schedule: Schedule) -> Schedule:
-    """Add reductions, sends and receives to a bare table; its order of compute stays."""
+def lower(schedule: Schedule, buckets: Mapping[int, int] | None = None) -> Schedule:
+    """Add reductions, sends and receives to a bare table; its order of compute stays.
+
+    `buckets`: into how many a stage's gradients are divided, by stage; the others' are reduced at
+    once. Where there are some, the last ``W`` of a rank come stage by stage, so that the buckets of
+    the first leave while the others' weight gradients are made.
+    """
     if schedule.is_lowered:
         raise ScheduleError(
             f"schedule {schedule.name!r}: is lowered already, expected a bare table of compute"
         )
-    return add_reductions(add_communication(schedule))
+    if buckets:
+        schedule = gather_last_weights(schedule)
+    return add_reductions(add_communication(schedule), buckets)
 
 
 def forward_only(schedule: Schedule) -> Schedule:

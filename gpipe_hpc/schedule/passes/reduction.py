@@ -1,5 +1,6 @@
 """Pass: reduce the gradients of a stage as soon as its last one is made."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from gpipe_hpc.schedule.table.actions import COMPUTE, SENDS, Action, Op
@@ -8,8 +9,11 @@ from gpipe_hpc.schedule.table.precedence import build_precedence, execution_orde
 from gpipe_hpc.schedule.table.schedule import Schedule
 
 
-def add_reductions(schedule: Schedule) -> Schedule:
-    """Put one ``REDUCE_GRAD`` on every holder of a stage, after its last ``B`` or ``W`` there.
+def add_reductions(schedule: Schedule, buckets: Mapping[int, int] | None = None) -> Schedule:
+    """Put the ``REDUCE_GRAD`` of every stage on its holders, after its last ``B`` or ``W`` there.
+
+    One for each of the stage's `buckets`, in the order in which a backward completes them; one for
+    all of the stage where it is not in there.
 
     There, behind the send that others wait for, it overlaps the drain. A holder that runs no
     backward of the stage takes part at its end. Stages with several holders are reduced in one
@@ -20,7 +24,7 @@ def add_reductions(schedule: Schedule) -> Schedule:
         return schedule
     turns = _turns(schedule)
     rows = tuple(
-        _rank(row, schedule.placement.stages_of(rank), turns)
+        _rank(row, schedule.placement.stages_of(rank), turns, buckets or {})
         for rank, row in enumerate(schedule.ranks)
     )
     return replace(schedule, ranks=rows)
@@ -49,7 +53,10 @@ def _turns(schedule: Schedule) -> dict[int, int]:
 
 
 def _rank(
-    row: tuple[Action, ...], stages: tuple[int, ...], turns: dict[int, int]
+    row: tuple[Action, ...],
+    stages: tuple[int, ...],
+    turns: dict[int, int],
+    buckets: Mapping[int, int],
 ) -> tuple[Action, ...]:
     """Place the reductions of one rank, behind the sends of the backward they follow."""
     last = {action.stage: at for at, action in enumerate(row) if action.op in ENDS_BACKWARD}
@@ -59,7 +66,7 @@ def _rank(
     due: list[int] = []
     for at, action in enumerate(row):
         if due and action.op not in SENDS:
-            placed.extend(Action(Op.REDUCE_GRAD, stage) for stage in due)
+            placed.extend(reduction for stage in due for reduction in _reductions(stage, buckets))
             due.clear()
         placed.append(action)
         if last.get(action.stage) == at:
@@ -69,5 +76,12 @@ def _rank(
             while in_turn and (in_turn[0] in ready or in_turn[0] not in last):
                 due.append(in_turn.pop(0))
     idle = [stage for stage in stages if stage not in last and stage not in turns]
-    placed.extend(Action(Op.REDUCE_GRAD, stage) for stage in (*due, *in_turn, *idle))
+    for stage in (*due, *in_turn, *idle):
+        placed.extend(_reductions(stage, buckets))
     return tuple(placed)
+
+
+def _reductions(stage: int, buckets: Mapping[int, int]) -> tuple[Action, ...]:
+    if stage not in buckets:
+        return (Action(Op.REDUCE_GRAD, stage),)
+    return tuple(Action(Op.REDUCE_GRAD, stage, bucket) for bucket in range(buckets[stage]))

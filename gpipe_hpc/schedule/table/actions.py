@@ -42,7 +42,11 @@ class Action(NamedTuple):
 
     ``SEND_F(s, m)`` sends the output of stage s, ``RECV_F(s, m)`` posts the buffer for its input,
     ``SEND_B(s, m)`` sends the gradient of its input, ``RECV_B(s, m)`` posts the buffer for the
-    gradient of its output. ``microbatch`` is None for ``REDUCE_GRAD`` alone.
+    gradient of its output.
+
+    ``REDUCE_GRAD(s, b)`` starts summing bucket b of the gradients of stage s over those that hold
+    it: its number stands where other actions have the micro-batch. Without one, ``0REDUCE_GRAD``,
+    it starts all that the stage has.
 
     `peer` is the stage at the other end of a transfer over a long skip, None for the neighbour:
     ``SEND_F(s, m, d)`` sends what stage s stashed for stage d, ``RECV_F(d, m, s)`` posts for it;
@@ -56,6 +60,12 @@ class Action(NamedTuple):
     stage: int
     microbatch: int | None = None
     peer: int | None = None
+
+    @property
+    def bucket(self) -> int | None:
+        """Return which bucket of its stage a reduction is for; None: all of them."""
+        assert self.op is Op.REDUCE_GRAD, f"{self} has no bucket"
+        return self.microbatch
 
     def __str__(self) -> str:
         """Return the text form: ``2F0``, ``1SEND_F3``, over a skip ``1SEND_F3@4``."""
@@ -76,9 +86,8 @@ def parse_action(text: str) -> Action:
         )
     stage, name, microbatch, peer = match.groups()
     op = Op(name)
-    if (op is Op.REDUCE_GRAD) == bool(microbatch):
-        needed = "no micro-batch" if op is Op.REDUCE_GRAD else "a micro-batch"
-        raise ScheduleError(f"action: {op} takes {needed}, got {text!r}")
+    if op is not Op.REDUCE_GRAD and not microbatch:
+        raise ScheduleError(f"action: {op} takes a micro-batch, got {text!r}")
     if peer and op not in SENDS and op not in RECEIVES:
         raise ScheduleError(f"action: {op} has no other end, expected no @{peer}, got {text!r}")
     return Action(

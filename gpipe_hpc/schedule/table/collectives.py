@@ -2,39 +2,40 @@
 
 from collections import defaultdict, deque
 
-from gpipe_hpc.schedule.table.actions import Op
+from gpipe_hpc.schedule.table.actions import Action, Op
 from gpipe_hpc.schedule.table.precedence import Precedence
 
 
 def reduction_order(graph: Precedence) -> list[list[int]]:
     """Return the reductions, each as its nodes on all its ranks, in an order that runs.
 
-    Every rank takes part in one after the other, as its list has them; a stage with several holders
-    is reduced when it is the turn of each. Refuses lists that wait for one another in a circle.
+    Every rank takes part in one after the other, as its list has them; a bucket of a stage with
+    several holders is reduced when it is the turn of each. Refuses lists that wait for one another
+    in a circle.
     """
     queues: list[deque[int]] = [deque() for _ in range(graph.schedule.num_ranks)]
-    members: dict[int, list[int]] = defaultdict(list)
+    members: dict[Action, list[int]] = defaultdict(list)
     for node, action in enumerate(graph.actions):
         if action.op is Op.REDUCE_GRAD:
             queues[graph.ranks[node]].append(node)
-            members[action.stage].append(node)
+            members[action].append(node)
     order: list[list[int]] = []
-    arrived: dict[int, int] = defaultdict(int)
+    arrived: dict[Action, int] = defaultdict(int)
     awake = deque(queue[0] for queue in queues if queue)
     while awake:
-        stage = graph.actions[awake.popleft()].stage
-        arrived[stage] += 1
-        if arrived[stage] < len(members[stage]):
+        action = graph.actions[awake.popleft()]
+        arrived[action] += 1
+        if arrived[action] < len(members[action]):
             continue
-        order.append(members[stage])
-        for node in members[stage]:
+        order.append(members[action])
+        for node in members[action]:
             queue = queues[graph.ranks[node]]
             queue.popleft()
             if queue:
                 awake.append(queue[0])
     for queue in queues:
         if queue:
-            _refuse_circle(graph, queue[0], members[graph.actions[queue[0]].stage], queues)
+            _refuse_circle(graph, queue[0], members[graph.actions[queue[0]]], queues)
     return order
 
 

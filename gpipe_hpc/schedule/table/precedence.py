@@ -118,7 +118,7 @@ def _index(graph: Precedence) -> None:
     placement, makers = graph.schedule.placement, graph.makers
     num_microbatches = placement.num_microbatches
     met: dict[Kind, list[tuple[Op, Column]]] = {}
-    reductions: dict[tuple[int, int], int] = {}
+    reductions: dict[tuple[int, int, int | None], int] = {}
     for node, (action, rank) in enumerate(zip(graph.actions, graph.ranks, strict=True)):
         op, stage, microbatch, peer = action
         columns = met.get((op, stage, peer))
@@ -129,11 +129,12 @@ def _index(graph: Precedence) -> None:
             or placement.rank_of(stage, microbatch) != rank
         ):
             _check_entry(graph, node)
-            if microbatch is None:  # a reduction: one on every holder, and nobody waits for it
-                first = reductions.setdefault((stage, rank), node)
+            if op is Op.REDUCE_GRAD:  # one on every holder, and nobody waits for it
+                first = reductions.setdefault((stage, rank, action.bucket), node)
                 if first != node:
                     _refuse_twice(graph, node, first, action)
                 continue
+            assert microbatch is not None, "checked with the entry"
             columns = met[op, stage, peer] = [
                 (need.op, makers.setdefault(kind_of(need), [NOWHERE] * num_microbatches))
                 for need in provides(action)
@@ -153,8 +154,6 @@ def _check_entry(graph: Precedence, node: int) -> None:
     if peer is not None:
         _check_peer(graph, node)
     if op is Op.REDUCE_GRAD:
-        if microbatch is not None:
-            graph.refuse(node, f"expected no micro-batch, got {microbatch}")
         if rank not in placement.holders(stage):
             graph.refuse(node, f"wrong rank, expected one of {placement.holders(stage)}")
         return
@@ -201,7 +200,7 @@ def _resolve(graph: Precedence) -> None:
     leaves_with = _overlaps(graph)
     for node, action in enumerate(graph.actions):
         op, stage, microbatch, peer = action
-        if microbatch is None:
+        if op is Op.REDUCE_GRAD or microbatch is None:
             append(_own_weights(graph, node))
             continue
         kinds = needs.get((op, stage, peer))

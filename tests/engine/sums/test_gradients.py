@@ -6,10 +6,12 @@ from torch import nn
 
 from gpipe_hpc.comm.group import SoloGroup
 from gpipe_hpc.comm.threads import run_on_threads
+from gpipe_hpc.engine.outer.ways import AllReduce
 from gpipe_hpc.engine.sums.gradients import StageGradients, unite_flags
 from gpipe_hpc.engine.sums.norms import clip_by_norm, gather_norms
 
 SOLO, CPU = SoloGroup(0), torch.device("cpu")
+NAMES = [["2"], ["1", "0"]]
 ONE = torch.tensor(1.0, dtype=torch.float64)
 
 
@@ -22,16 +24,24 @@ def on_two_ranks(body):
     return run_on_threads(2, lambda world: body(world.group([(0, 1)]), world.rank))
 
 
+def summed(named, group=SOLO, names=()):
+    """Return the gradients of parameters at the start of a step, to be summed over a group."""
+    gradients = StageGradients(named)
+    gradients.sum_over(AllReduce(group) if group.size > 1 else None, names)
+    gradients.clear()
+    return gradients
+
+
 def finish(gradients, group=SOLO):
-    gradients.start_reduction(group)
+    for number in range(gradients.num_buckets):
+        gradients.start_reduction(number)
     gradients.finish(ONE, unite_flags(gradients.used_flags(), group))
 
 
 def test_gradients_that_are_summed_over_ranks_lie_in_one_buffer_for_each_dtype():
     def body(group, rank):
         named = parameters((2, 3), (4,))
-        gradients = StageGradients(named)
-        gradients.clear(group)
+        gradients = summed(named, group)
         for parameter in named.values():
             for _ in range(2):
                 (parameter.square() * (rank + 1)).sum().backward()
@@ -44,12 +54,31 @@ def test_gradients_that_are_summed_over_ranks_lie_in_one_buffer_for_each_dtype()
         assert torch.equal(second, torch.full((4,), 12.0))
 
 
+def test_a_stage_has_the_buckets_it_is_given_each_a_buffer_of_its_own():
+    """Their numbers stay when parameters are frozen: the table names them."""
+    named = parameters((2,), (3,), (4,))
+
+    def body(group, rank):
+        gradients = summed(named if rank == 0 else parameters((2,), (3,), (4,)), group, NAMES)
+        parts = [gradients.parameters_of(number) for number in range(gradients.num_buckets)]
+        starts = [[p.grad.untyped_storage().data_ptr() for p in part] for part in parts]
+        gradients._named["2"].requires_grad_(False)
+        gradients.clear()
+        frozen = [len(gradients.parameters_of(n)) for n in range(gradients.num_buckets)]
+        finish(gradients, group)
+        return [[p.numel() for p in part] for part in parts], starts, frozen
+
+    for sizes, starts, frozen in on_two_ranks(body):
+        assert sizes == [[4], [3, 2]] and frozen == [0, 2]
+        assert len({start for part in starts for start in part}) == 2
+
+
 def test_gradients_that_nobody_else_adds_to_take_no_memory_before_the_first_backward():
     # A schedule that keeps all micro-batches holds the most just before it.
     named = parameters((2, 3), (4,))
     gradients = StageGradients(named)
     for _ in range(2):
-        gradients.clear(SOLO)
+        gradients.clear()
         assert [p.grad for p in named.values()] == [None, None]
         for parameter in named.values():
             for _ in range(2):
@@ -62,9 +91,8 @@ def test_gradients_that_nobody_else_adds_to_take_no_memory_before_the_first_back
 def test_sparse_gradient_becomes_dense(num_ranks):
     def body(world):
         table = nn.Embedding(4, 2, sparse=True)
-        gradients = StageGradients(dict(table.named_parameters()))
         group = world.group([tuple(range(num_ranks))])
-        gradients.clear(group)
+        gradients = summed(dict(table.named_parameters()), group)
         for _ in range(2):
             table(torch.tensor([1, 1, 3])).sum().backward()
             gradients.own()
@@ -77,9 +105,8 @@ def test_sparse_gradient_becomes_dense(num_ranks):
 
 def test_each_dtype_has_a_bucket():
     named = parameters((2,)) | {"double": nn.Parameter(torch.ones(3, dtype=torch.float64))}
-    gradients = StageGradients(named)
-    gradients.clear(SOLO)
-    assert [len(bucket.parameters) for bucket in gradients.buckets] == [1, 1]
+    gradients = summed(named)
+    assert [len(bucket.parameters) for bucket in gradients.each()] == [1, 1]
     named["double"].sum().backward()
     finish(gradients)
     assert named["0"].grad is None and named["double"].grad.dtype == torch.float64
@@ -87,8 +114,7 @@ def test_each_dtype_has_a_bucket():
 
 def test_zero_gradient_is_used_and_no_gradient_is_none():
     named = parameters((2,), (2,))
-    gradients = StageGradients(named)
-    gradients.clear(SOLO)
+    gradients = summed(named)
     (named["0"] * 0).sum().backward()
     finish(gradients)
     assert named["0"].grad.tolist() == [0.0, 0.0] and named["1"].grad is None
@@ -96,8 +122,7 @@ def test_zero_gradient_is_used_and_no_gradient_is_none():
 
 def test_gradient_that_a_hook_replaced_is_kept():
     named = parameters((2,))
-    gradients = StageGradients(named)
-    gradients.clear(SOLO)
+    gradients = summed(named)
     named["0"].grad = torch.full((2,), 5.0)
     finish(gradients)
     assert named["0"].grad.tolist() == [5.0, 5.0]
@@ -107,8 +132,7 @@ def test_used_on_any_replica_is_used_on_all():
     def body(world):
         group = world.group([(0, 1)])
         named = parameters((2,), (2,), (2,))
-        gradients = StageGradients(named)
-        gradients.clear(group)
+        gradients = summed(named, group)
         named[str(world.rank)].sum().backward()
         finish(gradients, group)
         return [None if p.grad is None else p.grad.tolist() for p in named.values()]

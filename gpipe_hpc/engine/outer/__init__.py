@@ -1,0 +1,1 @@
+"""The outer data parallelism: how the copies of a stage combine their gradients."""

@@ -1,0 +1,72 @@
+"""A bucket: gradients in one flat buffer, summed over the copies of their stage."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from gpipe_hpc.comm.group import Pending
+from gpipe_hpc.engine.outer.ways import Way
+
+
+class Bucket:
+    """The gradients of parameters of one dtype, one behind the other in one flat buffer.
+
+    Autograd accumulates into views of it in place. Each view has a version counter of its own,
+    which tells whether a micro-batch has used the parameter: no hook runs for that.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        first = parameters[0]
+        kinds = {(p.dtype, p.device) for p in parameters}
+        assert len(kinds) == 1, f"a bucket is of one kind, got {kinds}"
+        self.parameters = list(parameters)
+        self._flat = torch.zeros(
+            sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device
+        )
+        self._views: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._used: list[bool] = []
+        self._pending: Pending | None = None
+        self.has_left = False
+
+    def clear(self) -> None:
+        """Set all gradients to zero and hand the views to the parameters."""
+        self._flat.zero_()
+        parts = torch.split(self._flat, [p.numel() for p in self.parameters])
+        # `.data` gives each view a version counter of its own; plain views would share one.
+        self._views = [part.data.view_as(p) for part, p in zip(parts, self.parameters, strict=True)]
+        self._versions = [view._version for view in self._views]
+        self._pending, self.has_left = None, False
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            parameter.grad = view
+
+    def own(self) -> None:
+        """Do nothing: the memory is the bucket's."""
+
+    def used(self) -> list[bool]:
+        """Say of each parameter whether a micro-batch of this replica had used it at the start."""
+        return self._used
+
+    def start_reduction(self, way: Way | None) -> None:
+        """Start summing the buffer over the copies; None: there is no other.
+
+        The last gradient of each of its parameters has come.
+        """
+        triples = zip(self.parameters, self._views, self._versions, strict=True)
+        self._used = [p.grad is not view or view._version != old for p, view, old in triples]
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            if parameter.grad is not view and parameter.grad is not None:
+                view.copy_(parameter.grad)  # a hook of the user's put another tensor there
+                parameter.grad = view
+        self.has_left = True
+        self._pending = None if way is None else way.start(self._flat)
+
+    def finish(self, divisor: torch.Tensor, used: Sequence[bool]) -> None:
+        """Wait for the sum, divide it, and leave None where no replica used the parameter."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        self._flat.div_(divisor)
+        for parameter, view, is_used in zip(self.parameters, self._views, used, strict=True):
+            parameter.grad = view if is_used else None

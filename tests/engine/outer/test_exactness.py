@@ -1,0 +1,170 @@
+"""Gradients summed in buckets over replicas are those of one process, whenever buckets leave."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.engine.outer.ways import AllReduce
+from gpipe_hpc.errors import ActionError
+from gpipe_hpc.schedule import Action, Op, schedule_names
+from tests.support import batches, square_sum
+
+WIDTH, ROWS, MICROBATCHES = 4, 16, 4
+SCHEDULES = sorted({*schedule_names()} - {"file", "auto"})
+
+
+class Block(nn.Module):
+    """Two matrices, and a scale that every other block leaves out."""
+
+    def __init__(self, width, scales):
+        super().__init__()
+        self.first, self.second = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.scale = nn.Parameter(torch.ones(width))
+        self.scales, self.drop = scales, nn.Dropout(0.2)
+
+    def forward(self, x):
+        out = self.drop(self.second(torch.tanh(self.first(x))))
+        return x + (out * self.scale if self.scales else out)
+
+
+def make_block(width, scales):
+    return Block(width, scales).double()
+
+
+def make(layers, world, stages, **options):
+    specs = [LayerSpec(factory, *args) for factory, args in layers]
+    return Pipeline(
+        specs,
+        square_sum,
+        stages=stages,
+        replicas=world.size // stages,
+        microbatches=MICROBATCHES,
+        seed=5,
+        world=world,
+        partition="uniform",
+        **options,
+    )
+
+
+def train(plain, layers, ranks, stages, **options):
+    data = batches(3, ROWS, WIDTH)
+
+    def body(world):
+        pipe = make(layers, world, stages, **options)
+        sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)  # noqa: E731
+        return plain.train_rank(pipe, data, optimizer=sgd, max_norm=0.5)
+
+    return plain.unite(run_on_threads(ranks, body), stages)
+
+
+def expected(plain, layers, replicas):
+    return plain.train(
+        layers,
+        square_sum,
+        batches(3, ROWS, WIDTH),
+        seed=5,
+        replicas=replicas,
+        microbatches=MICROBATCHES,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        max_norm=0.5,
+    )
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_two_replicas_are_one_process_in_every_schedule(plain, schedule, overlap):
+    layers = [plain.Recipe(make_block, (WIDTH, i % 2 == 0)) for i in range(8)]
+    outer = {"bucket_bytes": 300, "overlap": overlap}
+    ours = train(plain, layers, 4, 2, schedule=schedule, outer=outer)
+    assert ours.distance(expected(plain, layers, 2)) < 1e-12
+
+
+@pytest.mark.parametrize("recompute", ["always", "except_last", "never"])
+@pytest.mark.parametrize("bucket_bytes", [8, 1000, "25MB"])
+def test_two_replicas_are_one_process_to_the_bit(plain, bucket_bytes, recompute):
+    layers = [plain.Recipe(make_block, (WIDTH, i % 2 == 0)) for i in range(4)]
+    outer = {"bucket_bytes": bucket_bytes}
+    ours = train(plain, layers, 4, 2, schedule="one_f_one_b", recompute=recompute, outer=outer)
+    assert not ours.differences(expected(plain, layers, 2))
+
+
+def test_four_replicas_are_one_process_but_for_the_order_of_the_sum(plain):
+    layers = [plain.Recipe(make_block, (WIDTH, True)) for _ in range(2)]
+    ours = train(plain, layers, 4, 1, outer={"bucket_bytes": 300})
+    assert ours.distance(expected(plain, layers, 4)) < 1e-10
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
+def test_buckets_leave_within_the_last_backward(plain, schedule):
+    """From the second step on; in the table's order, on all replicas the same."""
+    start = AllReduce.start
+
+    def body(world):
+        layers = [plain.Recipe(make_block, (WIDTH, True)) for _ in range(4)]
+        pipe = make(layers, world, 2, schedule=schedule, outer={"bucket_bytes": 8})
+        left = []
+
+        def noted(way, flat):
+            left.append((world.activity, flat.numel()))
+            return start(way, flat)
+
+        for stage in pipe.stages.values():
+            stage.gradients._way.start = partial(noted, stage.gradients._way)
+        for inputs, targets in batches(3, ROWS, WIDTH):
+            part = pipe.share(ROWS)
+            pipe.step(inputs[part], targets[part])
+        return left
+
+    for stage_rank in range(2):
+        first, other = (run for run in run_on_threads(4, body)[stage_rank::2])
+        assert [size for _, size in first] == [size for _, size in other]
+        per_step = len(first) // 3
+        later = [action for action, _ in first[per_step:]]
+        assert {action.op for action in later} <= {Op.B, Op.W}, "they wait for their action"
+        assert all(isinstance(action, Action) for action in later)
+
+
+class Twice(nn.Module):
+    """Its weight gets a gradient from a backward within the backward; as often as it is told."""
+
+    times = 1
+
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Linear(width, width, dtype=torch.float64)
+
+    def forward(self, x):
+        for _ in range(Twice.times):
+            x = checkpoint(self.inner, x, use_reentrant=True)
+        return x
+
+
+def test_a_layer_with_backwards_within_its_backward_is_waited_for(plain, monkeypatch):
+    monkeypatch.setattr(Twice, "times", 3)
+    layers = [plain.Recipe(make_block, (WIDTH, True)), plain.Recipe(Twice, (WIDTH,))]
+    ours = train(plain, layers, 2, 1, recompute="never", outer={"bucket_bytes": 8})
+    assert ours.distance(expected(plain, layers, 2)) < 1e-12
+
+
+def test_a_gradient_that_comes_after_its_bucket_has_left_is_refused(plain, monkeypatch):
+    """Twice as many backwards as in the steps before: without a word it would be lost."""
+    layers = [plain.Recipe(make_block, (WIDTH, True)), plain.Recipe(Twice, (WIDTH,))]
+
+    def body(world):
+        pipe = make(layers, world, 1, recompute="never", outer={"bucket_bytes": 8})
+        (inputs, targets), part = batches(1, ROWS, WIDTH)[0], pipe.share(ROWS)
+        for _ in range(2):
+            pipe.step(inputs[part], targets[part])
+        world.everybody.all_reduce(torch.zeros(1))
+        if world.rank == 0:
+            Twice.times = 2
+        world.everybody.all_reduce(torch.zeros(1))
+        pipe.step(inputs[part], targets[part])
+
+    monkeypatch.setattr(Twice, "times", 1)
+    with pytest.raises(ActionError, match=r"layers\.1\.inner.*had left.*outer\.overlap=false"):
+        run_on_threads(2, body)
