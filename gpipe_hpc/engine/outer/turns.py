@@ -21,7 +21,8 @@ class Turns:
 
     A bucket starts when its action comes, or within the stage's last backward (`watching`) as soon
     as all its gradients have come, but never ahead of one that stands before it: all copies start
-    theirs in one order. `row` is the rank's list; `before` is called for a stage ahead of its first.
+    theirs in one order. `row` is the rank's list; `before` is called for a stage ahead of its
+    first bucket.
     """
 
     def __init__(
