@@ -18,11 +18,16 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+# How long an example takes says nothing on a machine that others use too.
+hypothesis.settings.register_profile("gpipe_hpc", deadline=None)
+hypothesis.settings.load_profile("gpipe_hpc")
 
 # Two cores and many small tensors: threads only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

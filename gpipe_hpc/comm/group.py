@@ -1,7 +1,7 @@
 """Collectives over a fixed set of ranks."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,6 +16,32 @@ class Pending(Protocol):
 
     def wait(self) -> None:
         """Return when the result is in place (on CUDA: when the current stream may use it)."""
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Call this once when it is done, maybe on another thread; else once it was waited for."""
+
+
+class Calls:
+    """What is to be called once something is done: at once where it is done already."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: list[Callable[[], None]] | None = []
+
+    def add(self, call: Callable[[], None]) -> None:
+        """Call this when it is done."""
+        with self._lock:
+            if self._waiting is not None:
+                self._waiting.append(call)
+                return
+        call()
+
+    def make(self) -> None:
+        """Call all: it is done."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, None
+        for call in waiting or ():
+            call()
 
 
 class Piece(NamedTuple):
@@ -139,6 +165,10 @@ class Done:
 
     def wait(self) -> None:
         """Return at once."""
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Call it at once."""
+        call()
 
 
 class SoloGroup:

@@ -24,6 +24,7 @@ from gpipe_hpc.comm.collectives.shards import checked_counts, shards
 from gpipe_hpc.comm.collectives.turns import Note
 from gpipe_hpc.comm.failure import Board, FailureBoard, SoloBoard, lost
 from gpipe_hpc.comm.group import (
+    Calls,
     Done,
     Group,
     Pending,
@@ -79,7 +80,7 @@ class TorchGroup:
     def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
         """Start summing `tensor` in place."""
         work = dist.all_reduce(tensor, group=self.torch_group, async_op=True)
-        return self._collective(work)
+        return self._collective(work, tensor)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum `tensor` in place."""
@@ -89,11 +90,12 @@ class TorchGroup:
         """Put the greatest of each element in its place."""
         greatest = dist.ReduceOp.MAX
         work = dist.all_reduce(tensor, op=greatest, group=self.torch_group, async_op=True)
-        self._collective(work).wait()
+        self._collective(work, tensor).wait()
 
     def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
         """Start filling `tensor` with world rank `root`'s."""
-        return self._collective(dist.broadcast(tensor, root, group=self.torch_group, async_op=True))
+        work = dist.broadcast(tensor, root, group=self.torch_group, async_op=True)
+        return self._collective(work, tensor)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Fill `tensor` with world rank `root`'s."""
@@ -124,7 +126,7 @@ class TorchGroup:
             return start_reduce_scatter(self, whole, counts)
         own = shards(whole, counts, self.size)[self.position]
         work = dist.reduce_scatter_tensor(own, whole, group=self.torch_group, async_op=True)
-        return self._collective(work)
+        return self._collective(work, whole)
 
     def start_all_gather(self, whole: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
         """Gather shards along a ring; equal ones over NCCL by its own."""
@@ -133,15 +135,16 @@ class TorchGroup:
             return start_all_gather(self, whole, counts)
         own = shards(whole, counts, self.size)[self.position]
         work = dist.all_gather_into_tensor(whole, own, group=self.torch_group, async_op=True)
-        return self._collective(work)
+        return self._collective(work, whole)
 
     def _uses_nccl(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cuda and "nccl" in str(dist.get_backend_config(self.torch_group))
 
-    def _collective(self, work: dist.Work | None) -> Pending:
+    def _collective(self, work: dist.Work | None, tensor: torch.Tensor) -> Pending:
         assert work is not None, f"not a member of {rank_names(self.ranks)}"
         what = f"a collective of {rank_names(self.ranks)}"
-        return _Works([(self.ranks, work)], self._await, what)
+        started: _Started = [(self.ranks, work)]
+        return _Works(started, self._await, what, tells=not tensor.is_cuda)
 
     def _await(self, ranks: Sequence[int] | None) -> None:
         self._pulse.waits_for = ranks
@@ -266,10 +269,22 @@ _Started = list[tuple[Sequence[int], dist.Work]]
 
 
 class _Works:
-    """What is under way with other ranks; a failure names those of what has failed, or `what`."""
+    """What is under way with other ranks; a failure names those of what has failed, or `what`.
 
-    def __init__(self, started: _Started, note: Note, what: str | None = None) -> None:
+    `tells`: it is one work, whose future says when it is done. On a device that would be as soon as
+    the work stands on its stream.
+    """
+
+    def __init__(
+        self, started: _Started, note: Note, what: str | None = None, *, tells: bool = False
+    ) -> None:
         self._started, self._note, self._what = started, note, what
+        self._tells, self._calls = tells, Calls()
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        self._calls.add(call)
+        if self._tells:
+            self._started[0][1].get_future().add_done_callback(lambda _: self._calls.make())
 
     def wait(self) -> None:
         for ranks, work in self._started:
@@ -279,6 +294,7 @@ class _Works:
             except RuntimeError as error:
                 raise lost(error, self._what or rank_names(ranks)) from error
         self._note(None)
+        self._calls.make()
 
 
 class ProcessWorld:

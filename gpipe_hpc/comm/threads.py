@@ -16,7 +16,7 @@ from gpipe_hpc.comm.collectives.carrier import Carrier, Parts, Traffic
 from gpipe_hpc.comm.collectives.menu import start_all_gather, start_reduce_scatter
 from gpipe_hpc.comm.collectives.plan import Plan
 from gpipe_hpc.comm.collectives.turns import Note
-from gpipe_hpc.comm.group import Group, Pending, Piece, Sent, SoloGroup, rank_names
+from gpipe_hpc.comm.group import Calls, Group, Pending, Piece, Sent, SoloGroup, rank_names
 from gpipe_hpc.comm.pickling import check_travels
 from gpipe_hpc.comm.thread_hub import ExchangeKey, MailKey, ThreadHub
 from gpipe_hpc.comm.tracebacks import leave_out_own_frames
@@ -38,9 +38,14 @@ class _ThreadCollective:
         result: Callable[[list[torch.Tensor]], torch.Tensor],
     ) -> None:
         self._hub, self._key, self._tensor, self._result = hub, key, tensor, result
+        self._calls = Calls()
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        self._calls.add(call)
 
     def wait(self) -> None:
         self._tensor.copy_(self._result(self._hub.collect(self._key)))
+        self._calls.make()
 
 
 def _in_rank_order(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -55,6 +60,10 @@ class _ThreadExchange:
 
     def __init__(self, hub: ThreadHub, receives: Sequence[tuple[MailKey, torch.Tensor]]) -> None:
         self._hub, self._receives = hub, receives
+        self._calls = Calls()
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        self._calls.add(call)
 
     def wait(self) -> None:
         for key, tensor in self._receives:
@@ -65,6 +74,7 @@ class _ThreadExchange:
                     f"{key.source}, got {came.numel()} x {came.dtype}; the ranks do not do the same"
                 )
             tensor.copy_(came.view(tensor.shape))
+        self._calls.make()
 
 
 class ThreadGroup:

@@ -15,7 +15,7 @@ from gpipe_hpc.comm.transport.wire import assemble, disassemble
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.engine.layers.precision import keeping_casts
 from gpipe_hpc.engine.microbatch import Keep, Made, Recipe, StageWork
-from gpipe_hpc.engine.outer.turns import Turns
+from gpipe_hpc.engine.outer.departures import Departures
 from gpipe_hpc.engine.recorder import Recorder
 from gpipe_hpc.engine.remedies import remedy_of
 from gpipe_hpc.engine.run import Run
@@ -115,7 +115,7 @@ class Executor:
         }
         self._actions = schedule.ranks[rank]
         self._all = frozenset(self._actions)
-        self._turns = Turns(self._actions, stages, self._before_reduction)
+        self._departures = Departures(self._actions, stages, self.recorder, self._before_reduction)
         self._overlaps = overlaps
         self._last_backwards = {a.stage: a for a in self._actions if a.op in ENDS_BACKWARD}
         self._last_forwards = {a.stage: a for a in self._actions if a.op is Op.F}
@@ -130,7 +130,7 @@ class Executor:
         self.recorder.start_step()
         for work in self._works.values():
             work.begin()
-        self._turns.begin()
+        self._departures.begin()
         index = 0
         try:
             # Under the caller's inference mode, writes in place could not be told.
@@ -258,7 +258,7 @@ class Executor:
         last = self._last_backwards[action.stage]
         is_summed = self._wiring.reductions[action.stage].size > 1
         if self._overlaps and is_summed and action.microbatch == last.microbatch:
-            return partial(self._turns.watching, action.stage, is_last=action == last)
+            return partial(self._departures.watching, action.stage, is_last=action == last)
         return nullcontext
 
     def _bind_offload(self, action: Action) -> Call:
@@ -302,7 +302,7 @@ class Executor:
         return lambda run: transport.post(channel, run.lane, microbatch)
 
     def _bind_reduce(self, action: Action) -> Call:
-        return lambda run: self._turns.reach(action)
+        return lambda run: self._departures.reach(action)
 
     def _before_reduction(self, stage: int, number: int) -> None:
         """Do what goes ahead of the reduction of a bucket: it then holds what all copies add."""

@@ -3,13 +3,16 @@
 import math
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
 
+from gpipe_hpc.comm.group import Pending
 from gpipe_hpc.schedule import Action, Event
+from gpipe_hpc.schedule.table.actions import COMPUTE
 
 
 class Span(NamedTuple):
@@ -33,16 +36,30 @@ class StepTimes(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """The actions of a step, and start and end of each in turn; 16 bytes an action."""
+    """The actions of a step, and start and end of each in turn; 16 bytes an action.
+
+    Compute, and what ran beside it: reductions.
+    """
 
     actions: tuple[Action, ...]
     seconds: "array[float]"  # a class that takes no parameter before Python 3.12
 
     @property
     def busy_s(self) -> float:
-        """Return how long all actions took together."""
-        spans = zip(self.seconds[0::2], self.seconds[1::2], strict=True)
-        return sum(end - start for start, end in spans)
+        """Return how long all compute took together."""
+        return sum(end - start for start, end in self._computed())
+
+    @property
+    def times(self) -> StepTimes:
+        """Return when there was compute."""
+        computed = self._computed()
+        if not computed:
+            return StepTimes(0.0)
+        return StepTimes(self.busy_s, computed[0][0], max(end for _, end in computed))
+
+    def _computed(self) -> list[tuple[float, float]]:
+        spans = zip(self.actions, self.seconds[0::2], self.seconds[1::2], strict=True)
+        return [(start, end) for action, start, end in spans if action.op in COMPUTE]
 
     def events(self, rank: int) -> tuple[Event, ...]:
         """Return them as events of a rank."""
@@ -73,6 +90,21 @@ def _later(event: Event, by_s: float) -> Event:
     return event._replace(start_s=event.start_s + by_s, end_s=event.end_s + by_s)
 
 
+class _Beside:
+    """Something that runs beside the compute; another thread may say when it is done."""
+
+    def __init__(self, action: Action, start: object) -> None:
+        self._action, self._start = action, start
+        self._end: object = None
+
+    def end(self, mark: Callable[[], object]) -> None:
+        self._end = mark()
+
+    def span(self, mark: Callable[[], object]) -> Span:
+        """Return from when to when it ran; until now if nobody has said it yet."""
+        return Span(self._action, self._start, mark() if self._end is None else self._end)
+
+
 class Recorder:
     """Take marks around actions and turn them into events, in seconds.
 
@@ -83,6 +115,7 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
         self.spans: list[Span] = []
+        self._beside: list[_Beside] = []
         self.begin: object = None
         self._host_begin_s = 0.0
         self._read: Moments | None = None
@@ -98,7 +131,7 @@ class Recorder:
 
     def start_step(self) -> None:
         """Forget the last step's spans and begin a new one."""
-        self.spans, self._read = [], None
+        self.spans, self._beside, self._read = [], [], None
         self._host_begin_s = time.perf_counter()
         self.begin = self.mark()
 
@@ -107,25 +140,29 @@ class Recorder:
         self.spans.append(Span(action, start, self.mark()))
         self._read = None
 
+    def add_beside(self, action: Action, start: object, pending: Pending) -> None:
+        """Note that something runs beside the compute, from `start` until it is done."""
+        beside = _Beside(action, start)
+        self._beside.append(beside)
+        pending.when_done(partial(beside.end, self.mark))
+
     @property
     def moments(self) -> Moments:
         """Return the step's actions in seconds of the host's monotonic clock; marks are read once.
 
-        What is returned does not change any more.
+        What is returned does not change any more. What ran beside compute is over.
         """
         if self._read is None:
-            marks = (mark for span in self.spans for mark in (span.start, span.end))
+            spans = [*self.spans, *(each.span(self.mark) for each in self._beside)]
+            marks = (mark for span in spans for mark in (span.start, span.end))
             seconds = array("d", map(self._seconds, marks))
-            self._read = Moments(tuple(span.action for span in self.spans), seconds)
+            self._read = Moments(tuple(span.action for span in spans), seconds)
         return self._read
 
     @property
     def times(self) -> StepTimes:
         """Return when this rank computed."""
-        moments = self.moments
-        if not moments.actions:
-            return StepTimes(0.0)
-        return StepTimes(moments.busy_s, moments.seconds[0], max(moments.seconds[1::2]))
+        return self.moments.times
 
     def _seconds(self, mark: object) -> float:
         if isinstance(mark, float):

@@ -37,12 +37,15 @@ class Costs:
     ``boundary_bytes[s]`` over its bandwidth; `links` names those between two ranks, (source,
     destination), that differ from `link`. A transfer over a skip takes the link's latency plus its
     `skip_bytes`, by (source stage, destination stage), over the bandwidth; those not named have
-    none. `reduction` is one ``REDUCE_GRAD``, `offload` and `fetch` are copies to the host and back,
-    which run beside compute. None: not given.
+    none. `reduction` is all that a stage reduces; `bucket_shares` says by stage how that is
+    divided over its buckets (any unit; without, equally). Where `reduces_within`, a bucket leaves
+    within the stage's last backward, once that has come as far as the shares of those up to it.
+    `offload` and `fetch` are copies to the host and back, which run beside compute. None: not
+    given.
 
-    All of these are of a whole micro-batch. `shares` has a number for each micro-batch of the table
-    where some are smaller: its share of the samples of a whole one, 0 for an empty one. It costs
-    that share of time and bytes; latencies stay. Empty: all micro-batches are whole.
+    All but reductions are of a whole micro-batch. `shares` has a number for each micro-batch of the
+    table where some are smaller: its share of the samples of a whole one, 0 for an empty one. It
+    costs that share of time and bytes; latencies stay. Empty: all micro-batches are whole.
     """
 
     forward: Cost | None = None
@@ -56,6 +59,8 @@ class Costs:
     link: Link = Link()
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     reduction: Cost = 0.0
+    bucket_shares: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    reduces_within: bool = False
     offload: Cost = 0.0
     fetch: Cost = 0.0
     shares: Sequence[float] = ()
@@ -78,6 +83,16 @@ class Costs:
     def of_shares(self, num_microbatches: int) -> list[float]:
         """Return the share of a whole micro-batch that each one of a table is."""
         return shares_of_each(self.shares, num_microbatches)
+
+    def of_buckets(self, stage: int, num_buckets: int) -> list[float]:
+        """Return which part of a stage's reduction each of its buckets is; they add up to 1."""
+        given = list(self.bucket_shares.get(stage, [1.0] * num_buckets))
+        if len(given) != num_buckets or not sum(given) > 0 or min(given) < 0:
+            raise ScheduleError(
+                f"costs: bucket_shares of stage {stage}, expected an amount for each of its "
+                f"{num_buckets} buckets, got {given}"
+            )
+        return [each / sum(given) for each in given]
 
     def transfer_times(self, num_stages: int) -> "TransferTime":
         """Return the cost of a transfer as a function of its way, its two ranks and its share.

@@ -39,7 +39,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     graph = build_precedence(schedule)
     clock = _Clock(graph, costs)
     clock.run(execution_order(graph, graph.waits))
-    clock.reduce(costs.of_reduction(schedule.num_stages))
+    clock.reduce(costs)
     return clock.timeline()
 
 
@@ -127,20 +127,35 @@ class _Clock:
         if action.op in SENDS:
             self.starts[node], self.ends[node] = begin, end
 
-    def reduce(self, costs: list[float]) -> None:
-        """Give the reductions their times; the buckets of a stage share its cost equally."""
+    def reduce(self, costs: Costs) -> None:
+        """Give the reductions their times."""
+        schedule = self.graph.schedule
         free_at: dict[int, float] = defaultdict(float)
         order = reduction_order(self.graph)
-        buckets = Counter(self.graph.actions[nodes[0]].stage for nodes in order)
+        numbers = Counter(self.graph.actions[nodes[0]].stage for nodes in order)
+        totals = costs.of_reduction(schedule.num_stages)
+        shares = {stage: costs.of_buckets(stage, count) for stage, count in numbers.items()}
         for nodes in order:
+            _, stage, bucket, _ = self.graph.actions[nodes[0]]
+            share = shares[stage]
             ranks = [self.graph.ranks[node] for node in nodes]
-            start = max(self.starts[node] for node in nodes)
-            start = max(start, *(free_at[rank] for rank in ranks))
-            stage = self.graph.actions[nodes[0]].stage
-            end = start + costs[stage] / buckets[stage]
+            ready = [self.starts[node] for node in nodes]
+            if costs.reduces_within:
+                come = sum(share[: (bucket or 0) + 1])
+                ready = [self._complete(node, come) for node in nodes]
+            start = max(*ready, *(free_at[rank] for rank in ranks))
+            end = start + totals[stage] * share[bucket or 0]
             for node, rank in zip(nodes, ranks, strict=True):
                 self.starts[node], self.ends[node] = start, end
                 free_at[rank] = end
+
+    def _complete(self, node: int, come: float) -> float:
+        """Return when a bucket is complete, once its stage's last backward has come so far."""
+        last = max(self.graph.waits[node], default=None)
+        if last is None:
+            return self.starts[node]
+        start, end = self.starts[last], self.ends[last]
+        return start + (end - start) * come
 
     def timeline(self) -> Timeline:
         """Return the events; a ``RECV`` ends when its value is there."""

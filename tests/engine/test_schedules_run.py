@@ -129,17 +129,32 @@ def assert_plain(plain, reference, ranks, stages, microbatches):
     assert whole.distance(reference(num_microbatches)) < 1e-10
 
 
+def assert_reductions(reductions, computed):
+    for reduction in reductions:
+        last = max(e.start_s for e in computed if e.action.stage == reduction.action.stage)
+        assert last <= reduction.start_s <= reduction.end_s
+    starts = [reduction.start_s for reduction in reductions]
+    assert starts == sorted(starts)
+
+
 def assert_order(timeline, schedule):
-    """On each rank the simulated order, and between ranks nothing ahead of what it needs."""
+    """On each rank the simulated order, and between ranks nothing ahead of what it needs.
+
+    Reductions run beside compute, in the table's order; they may start within the last backward.
+    """
     simulated = simulate(schedule, COSTS)
     for ours, theirs in zip(timeline.events, simulated.events, strict=True):
         in_time = sorted(theirs, key=lambda event: event.start_s)
         expected = [event.action for event in in_time if event.action.op in COMPUTE]
-        assert [event.action for event in ours] == expected
-        for before, after in itertools.pairwise(ours):
+        computed = [event for event in ours if event.action.op in COMPUTE]
+        assert [event.action for event in computed] == expected
+        for before, after in itertools.pairwise(computed):
             assert before.start_s <= before.end_s <= after.start_s
+        assert_reductions([event for event in ours if event.action.op is Op.REDUCE_GRAD], computed)
     ends = {event.action: event.end_s for row in timeline.events for event in row}
     for event in itertools.chain(*timeline.events):
+        if event.action.op is Op.REDUCE_GRAD:
+            continue
         for needed in dependencies(event.action, schedule.num_stages, schedule.num_microbatches):
             if needed in ends:
                 assert ends[needed] <= event.start_s, f"{event.action} ahead of {needed}"

@@ -17,6 +17,7 @@ from gpipe_hpc.schedule import (
 
 BARE = build("gpipe", ranks=2, microbatches=2)
 LOWERED = lower(BARE)  # its rows stand in test_lowering.py
+IN_BUCKETS = lower(BARE, {0: 3, 1: 1})
 
 
 def edited(schedule, rank, old, new):
@@ -68,6 +69,16 @@ def edited(schedule, rank, old, new):
         (LOWERED, 0, "0B0 0REDUCE_GRAD", "0REDUCE_GRAD 0B0", r"0REDUCE_GRAD: waits for 0B0"),
         (LOWERED, 0, "0REDUCE_GRAD", "0REDUCE_GRAD 0REDUCE_GRAD", r"0REDUCE_GRAD is done twice"),
         (LOWERED, 0, "0REDUCE_GRAD", "0REDUCE_GRAD 1REDUCE_GRAD", r"1REDUCE_GRAD: wrong rank"),
+        (IN_BUCKETS, 0, "0REDUCE_GRAD1 ", "", r"rank 0: 0REDUCE_GRAD1 is missing"),
+        (IN_BUCKETS, 0, "D1 0REDUCE_GRAD2", "D1 0REDUCE_GRAD1", r"0REDUCE_GRAD1 is done twice"),
+        (
+            IN_BUCKETS,
+            0,
+            "D1 0REDUCE_GRAD2",
+            "D1 0REDUCE_GRAD",
+            r"reduces a bucket beside",
+        ),
+        (IN_BUCKETS, 0, "0B0 0REDUCE_GRAD0", "0REDUCE_GRAD0 0B0", r"0REDUCE_GRAD0: waits for 0B0"),
     ],
 )
 def test_refusals_name_rank_position_action_and_reason(schedule, rank, old, new, message):
@@ -136,6 +147,17 @@ def test_ranks_and_placement_must_agree():
     placement = Placement(((0, 1),), (0,))
     with pytest.raises(ScheduleError, match="expected 2, got 1"):
         check(Schedule("short", placement, ((parse_action("0F0"),),)))
+
+
+def test_mirrored_stages_have_the_same_buckets_on_all_holders_in_one_order():
+    """Else one would wait for a bucket that the other starts behind another, or never."""
+    mirrored = lower(build("gems", ranks=2, microbatches=2), {0: 2, 1: 2})
+    check(mirrored)
+    crossed = edited(mirrored, 0, "1REDUCE_GRAD0 1REDUCE_GRAD1", "1REDUCE_GRAD1 1REDUCE_GRAD0")
+    with pytest.raises(ScheduleError, match=r"1REDUCE_GRAD[01]: waits for its copy on rank 1"):
+        check(crossed)
+    with pytest.raises(ScheduleError, match="rank 0: 1REDUCE_GRAD1 is missing"):
+        check(edited(mirrored, 0, "1REDUCE_GRAD0 1REDUCE_GRAD1", "1REDUCE_GRAD0"))
 
 
 def torch_table(schedule_class, num_stages, num_microbatches):

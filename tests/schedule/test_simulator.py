@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from gpipe_hpc.schedule import (
@@ -118,6 +120,20 @@ def test_reductions_overlap_compute_and_run_one_at_a_time():
     assert found["0B0"] == (4, 6)
     assert found["0REDUCE_GRAD"] == (9, 13)
     assert (timeline.makespan, timeline.busy) == (13, (6,))
+
+
+def test_buckets_share_the_reduction_and_may_leave_within_the_last_backward():
+    """The first is complete after a quarter of it; the second waits for the first one's sum."""
+    lowered = lower(from_text("0F0,0B0\n"), {0: 2})
+    costs = Costs(forward=1, backward=4, reduction=8, bucket_shares={0: [1, 3]})
+    found = spans(simulate(lowered, costs))
+    assert found["0REDUCE_GRAD0"] == (5, 7) and found["0REDUCE_GRAD1"] == (7, 13)
+    found = spans(simulate(lowered, replace(costs, reduces_within=True)))
+    assert found["0REDUCE_GRAD0"] == (2, 4) and found["0REDUCE_GRAD1"] == (5, 11)
+    found = spans(simulate(lowered, Costs(forward=1, backward=4, reduction=8)))
+    assert found["0REDUCE_GRAD0"] == (5, 9) and found["0REDUCE_GRAD1"] == (9, 13)
+    with pytest.raises(ScheduleError, match="bucket_shares of stage 0, expected an amount for"):
+        simulate(lowered, replace(costs, bucket_shares={0: [1]}))
 
 
 def test_a_mirrored_reduction_starts_when_its_last_holder_is_ready():

@@ -62,6 +62,10 @@ class Carried:
         self._turn, self._listener = turn, listener
         self._flat, self._tensor = flat, tensor
 
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Call this when the plan is carried out, on the thread that does it."""
+        self._turn.calls.add(call)
+
     def wait(self) -> None:
         """Return when the result is in place; raise what ended the plan."""
         self._turn.wait(self._listener)

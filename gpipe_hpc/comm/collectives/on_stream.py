@@ -13,6 +13,7 @@ from gpipe_hpc.comm.collectives.agreement import Agreement
 from gpipe_hpc.comm.collectives.carrier import Exchange, Parts, Traffic, named
 from gpipe_hpc.comm.collectives.carrying import carry_out
 from gpipe_hpc.comm.collectives.plan import Place, Plan
+from gpipe_hpc.comm.group import Calls
 
 
 class StreamCarrier:
@@ -60,10 +61,16 @@ class OnStream:
 
     def __init__(self, done: torch.cuda.Event) -> None:
         self._done = done
+        self._calls = Calls()
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Call this once the current stream stands behind the plan."""
+        self._calls.add(call)
 
     def wait(self) -> None:
         """Put the current stream behind the plan."""
         torch.cuda.current_stream().wait_event(self._done)
+        self._calls.make()
 
 
 def _unheard(ranks: Sequence[int] | None) -> None:

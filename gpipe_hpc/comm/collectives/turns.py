@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from gpipe_hpc.comm.group import Calls
+
 Note = Callable[[Sequence[int] | None], None]
 """Takes the ranks that are waited for; None once they have come."""
 
@@ -25,6 +27,7 @@ class Turn:
         self._line = line
         self._job: Callable[[Note], None] | None = job
         self._done = threading.Event()
+        self.calls = Calls()
         self._failure: BaseException | None = None
         self._awaited: Sequence[int] | None = None
         self._listener: Note | None = None
@@ -53,6 +56,7 @@ class Turn:
             failed = failure
         self._failure = failed
         self._done.set()
+        self.calls.make()
         return failed
 
     def _note(self, ranks: Sequence[int] | None) -> None:

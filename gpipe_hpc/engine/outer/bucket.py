@@ -48,10 +48,10 @@ class Bucket:
         """Say of each parameter whether a micro-batch of this replica had used it at the start."""
         return self._used
 
-    def start_reduction(self, way: Way | None) -> None:
+    def start_reduction(self, way: Way | None) -> Pending | None:
         """Start summing the buffer over the copies; None: there is no other.
 
-        The last gradient of each of its parameters has come.
+        The last gradient of each of its parameters has come. Returns what is under way.
         """
         triples = zip(self.parameters, self._views, self._versions, strict=True)
         self._used = [p.grad is not view or view._version != old for p, view, old in triples]
@@ -61,6 +61,7 @@ class Bucket:
                 parameter.grad = view
         self.has_left = True
         self._pending = None if way is None else way.start(self._flat)
+        return self._pending
 
     def finish(self, divisor: torch.Tensor, used: Sequence[bool]) -> None:
         """Wait for the sum, divide it, and leave None where no replica used the parameter."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from gpipe_hpc.comm.group import Group
+from gpipe_hpc.comm.group import Group, Pending
 from gpipe_hpc.engine.outer.bucket import Bucket
 from gpipe_hpc.engine.outer.ways import Way
 
@@ -47,9 +47,10 @@ class Unreduced:
         """Say of each parameter whether a micro-batch has used it."""
         return [parameter.grad is not None for parameter in self.parameters]
 
-    def start_reduction(self, way: Way | None) -> None:
+    def start_reduction(self, way: Way | None) -> Pending | None:
         """Check that there is nothing to sum."""
         assert way is None, "the stage's gradients are summed over other ranks"
+        return None
 
     def finish(self, divisor: torch.Tensor, used: Sequence[bool]) -> None:
         """Divide the gradients."""
@@ -118,10 +119,13 @@ class StageGradients:
         for bucket in self.each():
             bucket.own()
 
-    def start_reduction(self, number: int) -> None:
-        """Start the reduction of a bucket; its last contribution has come."""
-        for bucket in self._buckets[number]:
-            bucket.start_reduction(self._way)
+    def start_reduction(self, number: int) -> list[Pending]:
+        """Start the reduction of a bucket; its last contribution has come.
+
+        Returns what is under way.
+        """
+        started = [bucket.start_reduction(self._way) for bucket in self._buckets[number]]
+        return [pending for pending in started if pending is not None]
 
     def used_flags(self) -> list[bool]:
         """Return which trainable parameters this replica used, bucket by bucket."""

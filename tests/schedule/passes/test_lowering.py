@@ -122,3 +122,22 @@ def test_lowering_twice_or_a_table_that_deadlocks_is_refused():
         lower(lower(build("gpipe", ranks=2, microbatches=1)))
     with pytest.raises(ScheduleError, match="deadlock"):
         lower(from_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n"))
+
+
+def test_each_bucket_of_a_stage_is_reduced_behind_its_last_backward():
+    lowered = lower(build("gpipe", ranks=2, microbatches=2), {0: 2, 1: 1})
+    assert rows_of(lowered) == [
+        "0F0 0SEND_F0 0RECV_B1 0F1 0SEND_F1 0RECV_B0 0B1 0B0 0REDUCE_GRAD0 0REDUCE_GRAD1",
+        "1RECV_F0 1RECV_F1 1F0 1F1 1B1 1SEND_B1 1B0 1SEND_B0 1REDUCE_GRAD0",
+    ]
+    check(lowered)
+
+
+def test_the_last_weight_gradients_end_one_stage_after_the_other():
+    """So that its buckets leave while those of the other are made; sums keep their order."""
+    row = rows_from("0F0 0F1 1F0 1F1 1I0 0I0 1I1 0I1 0W0 1W0 0W1 1W1")
+    bare = Schedule("both", Placement(((0, 0),), (0, 0)), row)
+    lowered = lower(bare, {0: 1, 1: 1})
+    assert rows_of(lowered)[0].endswith("1W0 1W1 1REDUCE_GRAD0 0W0 0W1 0REDUCE_GRAD0")
+    check(lowered)
+    assert "0W0 1W0 0W1 0REDUCE_GRAD 1W1" in rows_of(lower(bare))[0]

@@ -8,6 +8,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from gpipe_hpc.engine.recorder import Recorder
 from gpipe_hpc.engine.stages.stage import Stage
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.schedule import Action, Op
@@ -16,20 +17,25 @@ Place = tuple[int, int]
 """A stage and the number of one of its buckets."""
 
 
-class Turns:
+class Departures:
     """Starts the reductions of one rank's list, one after the other, as the list has them.
 
     A bucket starts when its action comes, or within the stage's last backward (`watching`) as soon
     as all its gradients have come, but never ahead of one that stands before it: all copies start
     theirs in one order. `row` is the rank's list; `before` is called for a stage ahead of its
-    first bucket.
+    buckets.
     """
 
     def __init__(
-        self, row: Sequence[Action], stages: Mapping[int, Stage], before: Callable[[int, int], None]
+        self,
+        row: Sequence[Action],
+        stages: Mapping[int, Stage],
+        recorder: Recorder,
+        before: Callable[[int, int], None],
     ) -> None:
         self._reductions = [action for action in row if action.op is Op.REDUCE_GRAD]
         self._stages = stages
+        self._recorder = recorder
         self._before = before
         self._order: list[Place] = []
         self._num_started = 0
@@ -61,7 +67,9 @@ class Turns:
         stage, number = self._order[self._num_started]
         self._num_started += 1
         self._before(stage, number)
-        self._stages[stage].gradients.start_reduction(number)
+        start = self._recorder.mark()
+        for pending in self._stages[stage].gradients.start_reduction(number):
+            self._recorder.add_beside(Action(Op.REDUCE_GRAD, stage, number), start, pending)
 
     @contextmanager
     def watching(self, stage: int, *, is_last: bool) -> Iterator[None]:
