@@ -96,7 +96,10 @@ def make_plan(config: Config) -> Plan:
     )
     found = forecast(gauge.count, counts, layout.schedule, states, layout.recomputed, shares)
     assumptions = Assumptions(
-        config.plan.flops_per_s, config.pipeline.memory_bytes, config.pipeline.recompute
+        config.plan.flops_per_s,
+        config.pipeline.memory_bytes,
+        config.pipeline.recompute,
+        can_cut=samples_per_microbatch(config) > 1,
     )
     sections = Sections(
         heading="\n".join([*_heading(config, gauge, layout, sample), *map(_warning, doubts)]),

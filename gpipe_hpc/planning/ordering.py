@@ -241,11 +241,14 @@ def _best_placement(request: Request, given: Partition, gauge: Gauge) -> Order:
             tried = _placed(request, given.cut_anew(ranks * each), gauge, placement, each)
         except PartitionError as error:
             refusal = refusal or error
-            lines.append(f"{head}, nothing fits")
+            lines.append(f"{head}: nothing fits")
             continue
-        amount = f"{tried.time:.3f} s" if given.is_measured else flops_text(tried.time)
+        # Counted, the time of a step is that of so many FLOPs: fewer than all ranks have together.
+        amount = f"{tried.time:.3f} s"
+        if not given.is_measured:
+            amount = f"as long as {flops_text(tried.time)} of one rank"
         held = "" if tried.nbytes is None else f", {bytes_text(tried.nbytes)} on the fullest rank"
-        lines.append(f"{head}, {amount} a step{held}")
+        lines.append(f"{head}: a step takes {amount}{held}")
         if best is None or tried.beats(best, limit_bytes):
             best = tried
     if best is None:

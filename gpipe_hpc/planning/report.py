@@ -26,12 +26,13 @@ _NOTES: Final = (
 class Assumptions:
     """What the numbers stand on: the device's speed and memory, None where not given.
 
-    `recompute`: as it was asked for.
+    `recompute`: as it was asked for; `can_cut`: whether micro-batches have several samples.
     """
 
     flops_per_s: float | None = None
     memory_bytes: float | None = None
     recompute: str = "except_last"
+    can_cut: bool = True
 
     def fits(self, rank: RankForecast) -> bool:
         """Say whether a rank stays within the memory, if that is known."""
@@ -142,6 +143,7 @@ def step_text(found: Forecast, schedule: Schedule, assumptions: Assumptions) -> 
             assumptions.memory_bytes,
             recompute=assumptions.recompute,
             schedule=schedule.name,
+            can_cut=assumptions.can_cut,
         )
         lines.append(f"memory: {lacking or f'every rank fits, with {limit} a rank'}")
     return "\n".join(lines)

@@ -7,12 +7,17 @@ from gpipe_hpc.planning.units import bytes_text, ranges_text
 
 
 def shortage(
-    ranks: Sequence[RankForecast], limit_bytes: float, *, recompute: str, schedule: str
+    ranks: Sequence[RankForecast],
+    limit_bytes: float,
+    *,
+    recompute: str,
+    schedule: str,
+    can_cut: bool = True,
 ) -> str:
     """Return which ranks of a pipeline need more than a limit, how much, and what would help.
 
-    `recompute` and `schedule` are what they run with, which is not advised again. Nothing where
-    every rank fits.
+    `recompute` and `schedule` are what they run with, which is not advised again; `can_cut`: whether
+    micro-batches have more than one sample. Nothing where every rank fits.
     """
     over = [index for index, rank in enumerate(ranks) if rank.total_bytes > limit_bytes]
     if not over:
@@ -34,7 +39,8 @@ def shortage(
     if recompute != "budget":
         remedies.append("pipeline.recompute=budget (finds what fits, if anything does)")
     if schedule != "auto":
-        remedies.append("pipeline.schedule=auto (searches an order that fits)")
+        remedies.append("pipeline.schedule=auto (searches for an order that fits)")
     remedies.append("more stages")
-    remedies.append("more micro-batches of fewer samples")
+    if can_cut:
+        remedies.append("more micro-batches of fewer samples")
     return f"{head}; to need less: {', '.join(remedies)}"

@@ -338,6 +338,7 @@ class _Loop:
             pipeline.memory_bytes,
             recompute=pipeline.recompute,
             schedule=pipeline.schedule,
+            can_cut=self._session.batch_size > self._pipe.num_global_microbatches,
         )
         if lacking:
             log.warning("memory: %s; the run goes on all the same", lacking)

@@ -75,7 +75,7 @@ def test_the_best_placement_can_be_planned():
     best = ("pipeline.schedule=auto", "+pipeline.options.placement=best")
     text = planned("data=synthetic", "pipeline.stages=2", *best, "+pipeline.options.trials=3").text
     assert re.search(
-        r"Placements compared:\nauto: one_each with 1 stage a rank, .*FLOP a step", text
+        r"Placements compared:\nauto: one_each with 1 stage a rank: a step takes .*FLOP of", text
     )
     assert "auto: wave with 2 stages a rank" in text
 
@@ -167,7 +167,7 @@ def test_placements_are_compared_with_their_memory():
     best = (*AUTO, "pipeline.microbatches=4", "+pipeline.options.placement=best")
     best = (*best, "+pipeline.options.trials=1", "pipeline.stages=2")
     text = planned(*best, "pipeline.recompute=never").text
-    line = r"auto: (\w+) with \d stages? a rank, .* a step, ([\d.]+) MB on the fullest rank"
+    line = r"auto: (\w+) with \d stages? a rank: .* of one rank, ([\d.]+) MB on the fullest rank"
     held = {name: float(amount) for name, amount in re.findall(line, text)}
     assert set(held) == {"one_each", "wave", "looped"}
     for recompute in ("never", "budget"):
@@ -183,6 +183,9 @@ def test_a_plan_that_does_not_fit_says_what_each_remedy_is_worth_trying():
     text = planned(*size, "pipeline.memory_bytes=20MB").text
     assert "need up to" in text and "pipeline.memory_bytes allows 20.0 MB" in text
     assert "to need less: pipeline.recompute=budget" in text and "pipeline.schedule=auto" in text
+    assert "micro-batches of fewer samples" in text
+    single = planned(*size, "pipeline.memory_bytes=20MB", "pipeline.microbatches=32").text
+    assert "to need less" in single and "fewer samples" not in single
     hopeless = planned(*size, "pipeline.memory_bytes=1MB").text
     assert "optimizer alone take" in hopeless and "recompute=budget" not in hopeless
 

@@ -297,7 +297,7 @@ def test_the_best_placement_is_found_for_whatever_the_gauge_tells():
         stages=2, microbatches=4, schedule="auto", schedule_options=options, partition="time"
     )
     layout = lay_out(request, Given())
-    assert layout.searched.count("\n") == 2 and "FLOP a step" in layout.searched
+    assert layout.searched.count("\n") == 2 and "FLOP of one rank" in layout.searched
     with pytest.raises(ConfigError, match="expected partition 'time'"):
         lay_out(replace(request, partition="uniform"), Given())
     with pytest.raises(ConfigError, match="no costs, got costs"):
