@@ -16,8 +16,8 @@ def shortage(
 ) -> str:
     """Return which ranks of a pipeline need more than a limit, how much, and what would help.
 
-    `recompute` and `schedule` are what they run with, which is not advised again; `can_cut`: whether
-    micro-batches have more than one sample. Nothing where every rank fits.
+    `recompute` and `schedule` are what they run with, which is not advised again; `can_cut`:
+    whether micro-batches have more than one sample. Nothing where every rank fits.
     """
     over = [index for index, rank in enumerate(ranks) if rank.total_bytes > limit_bytes]
     if not over:
