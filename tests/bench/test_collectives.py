@@ -69,6 +69,7 @@ def test_every_algorithm_is_timed_and_what_was_found_survives_json(processes, tm
         for name in (BACKEND, *names)
         for size in (64, 40_000)
     }
+    # A rank has as many elements as another: 4 x 2 divides both.
     assert all(len(t.seconds) == 2 and t.median_s > 0 for t in found.timings)
     assert all((t.form_s is None) == (t.algorithm == BACKEND) for t in found.timings)
     assert all((t.block_bytes > 0) == (t.algorithm == "chain") for t in found.timings)

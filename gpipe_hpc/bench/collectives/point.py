@@ -5,14 +5,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from gpipe_hpc.bench.collectives.figures import Found, Timing
 from gpipe_hpc.comm.collectives.costs import FORMS, Link
-from gpipe_hpc.comm.collectives.fitting import Sample, fit
+from gpipe_hpc.comm.collectives.fitting import Fit, Sample, fit
 from gpipe_hpc.comm.collectives.menu import (
     BACKEND,
     DEFAULT_BLOCK_BYTES,
@@ -22,6 +22,7 @@ from gpipe_hpc.comm.collectives.menu import (
     start_reduce_scatter,
 )
 from gpipe_hpc.comm.collectives.shards import shards
+from gpipe_hpc.comm.collectives.tuned import measured_link
 from gpipe_hpc.comm.collectives.tuning import predicted, terms
 from gpipe_hpc.comm.group import Group, Pending
 from gpipe_hpc.comm.world import World, together
@@ -56,27 +57,44 @@ def _measure(config: Config) -> None:
         Path(config.bench.out).write_text(json.dumps(found.told()))
 
 
+class _Case(NamedTuple):
+    """What is timed: an algorithm over a vector of so many bytes."""
+
+    collective: str
+    algorithm: str
+    num_bytes: int
+    block_bytes: int = 0  # of chains
+
+
 def time_all(world: World, sizes: Sequence[int], repeats: int) -> Found:
     """Time every algorithm over float32 vectors of `sizes` bytes; the same on every rank.
 
-    The link is fitted to all of ours except the chains, whose best block it tells: what the closed
-    form says of a chain is foretold.
+    The link is fitted to all of ours except the chains: what the closed form says of a chain is
+    foretold. Their blocks are the best over a link that is measured ahead.
     """
     group = world.group([tuple(range(world.size))])
-    fixed: list[tuple[str, str, int]] = []
-    chains: list[tuple[str, str, int]] = []
-    for collective, names in FORMS.items():
-        for num_bytes in sizes:
-            for name in (BACKEND, *names):
-                case = (collective, name, num_bytes)
-                (chains if name == "chain" else fixed).append(case)
-    timings = [_time(world, group, repeats, *case) for case in fixed]
-    fitted = fit([_sample(t) for t in timings if t.algorithm != BACKEND])
-    for collective, name, num_bytes in chains:
-        block = predicted(collective, name, fitted.link, group.size, num_bytes).block_bytes
-        timings.append(_time(world, group, repeats, collective, name, num_bytes, block))
-    timings.sort(key=lambda t: (t.collective, t.num_bytes))
-    return Found(group.size, tuple(_formed(t, fitted.link) for t in timings), fitted)
+    ahead = measured_link(group, world.device).link
+    cases = [
+        _Case(collective, name, num_bytes, _block(ahead, collective, name, group.size, num_bytes))
+        for collective, names in FORMS.items()
+        # As many elements for each rank: backends cut no other way.
+        for num_bytes in sorted({_divided(size, group.size) for size in sizes})
+        for name in (BACKEND, *names)
+    ]
+    timings = _time(world, group, cases, repeats)
+    ours = [t for t in timings if t.algorithm not in (BACKEND, "chain")]
+    fitted: Fit = group.broadcast_object(fit([_sample(each) for each in ours]), group.ranks[0])
+    return Found(group.size, tuple(_formed(each, fitted.link) for each in timings), fitted)
+
+
+def _divided(num_bytes: int, size: int) -> int:
+    """Return the bytes, about as many, of which each rank has as many elements."""
+    return 4 * size * max(1, round(num_bytes / (4 * size)))
+
+
+def _block(link: Link, collective: str, name: str, size: int, num_bytes: int) -> int:
+    is_chain = name == "chain"
+    return predicted(collective, name, link, size, num_bytes).block_bytes if is_chain else 0
 
 
 def _sample(timing: Timing) -> Sample:
@@ -93,41 +111,37 @@ def _formed(timing: Timing, link: Link) -> Timing:
     return Timing(**{**vars(timing), "form_s": seconds})
 
 
-def _time(
-    world: World,
-    group: Group,
-    repeats: int,
-    collective: str,
-    algorithm: str,
-    num_bytes: int,
-    block_bytes: int = DEFAULT_BLOCK_BYTES,
-) -> Timing:
-    """Time one case; each repetition begins with all ranks together."""
-    # As many elements for each rank: backends cut no other way.
-    per_rank = max(1, round(num_bytes / (4 * group.size)))
-    vector = torch.zeros(per_rank * group.size, device=world.device)
-    run = _runner(group, collective, algorithm, vector, block_bytes)
-    own_s = []
-    for turn in range(_WARM_UP + repeats):
-        group.all_reduce(torch.zeros(1))
-        began_s = time.perf_counter()
-        run()
-        _finish(world)
-        if turn >= _WARM_UP:
-            own_s.append(time.perf_counter() - began_s)
-    slowest_s = map(max, zip(*group.all_gather_object(own_s), strict=True))
-    block = block_bytes if algorithm == "chain" else 0
-    return Timing(
-        group.size, collective, algorithm, vector.nbytes, tuple(slowest_s), block_bytes=block
-    )
+def _time(world: World, group: Group, cases: Sequence[_Case], repeats: int) -> list[Timing]:
+    """Time the cases in turn, round after round: what disturbs for a while disturbs them all.
+
+    Each begins with all ranks together.
+    """
+    longest = torch.zeros(max(case.num_bytes for case in cases) // 4, device=world.device)
+    runs = [_runner(group, case, longest[: case.num_bytes // 4]) for case in cases]
+    own_s: list[list[float]] = []
+    for _ in range(_WARM_UP + repeats):
+        own_s.append([])
+        for run in runs:
+            group.all_reduce(torch.zeros(1))
+            began_s = time.perf_counter()
+            run()
+            _finish(world)
+            own_s[-1].append(time.perf_counter() - began_s)
+    # By rank, round and case.
+    told_s = torch.tensor(group.all_gather_object(own_s[_WARM_UP:]), dtype=torch.float64)
+    slowest_s = told_s.amax(0).T.tolist()
+    return [
+        Timing(group.size, *case[:3], tuple(seconds), block_bytes=case.block_bytes)
+        for case, seconds in zip(cases, slowest_s, strict=True)
+    ]
 
 
-def _runner(
-    group: Group, collective: str, algorithm: str, vector: torch.Tensor, block_bytes: int
-) -> Callable[[], None]:
+def _runner(group: Group, case: _Case, vector: torch.Tensor) -> Callable[[], None]:
     """Return what carries out a collective once, to its end."""
+    collective, algorithm, _, block_bytes = case
     if algorithm == BACKEND:
         return _backends_own(group, collective, vector)
+    block_bytes = block_bytes or DEFAULT_BLOCK_BYTES
     starts: dict[str, Callable[[], Pending]] = {
         "all_reduce": lambda: start_all_reduce(group, vector, algorithm, block_bytes=block_bytes),
         "broadcast": lambda: start_broadcast(
