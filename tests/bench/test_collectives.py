@@ -43,6 +43,7 @@ def test_tables_say_what_failed_what_the_tuner_picks_and_how_long_buckets_should
     assert "2 ranks: alpha 100 us" in told and "within 12 %" in told
     # 2 start-ups of 100 us are 5 % of what 19 times their time brings over.
     assert "outer.bucket_bytes=3800000" in told
+    assert "takes 0 % longer than the fastest" in told  # all take as long
     assert told.count("\n| 2 | ") == len(FORMS) and "backend ms" in told
 
 

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.comm.collectives.costs import FORMS, Link, bus_factor
 from gpipe_hpc.comm.collectives.fitting import Fit
@@ -94,7 +94,7 @@ def advice(found: Sequence[Found]) -> str:
     measured = [each for each in found if each.fit is not None]
     lines = [line for each in measured for line in _links(each)]
     lines += ["", f"| {' | '.join(_ADVICE_HEAD)} |", "|" + "---:|" * len(_ADVICE_HEAD)]
-    lines += [f"| {' | '.join(cells)} |" for each in measured for cells in _picks(each)]
+    lines += [f"| {' | '.join(_pick_cells(p))} |" for each in measured for p in _picks(each)]
     return "\n".join(lines)
 
 
@@ -126,6 +126,8 @@ def _links(found: Found) -> Iterator[str]:
         f"ns/B ({rate}), gamma {1e9 * link.add_s:.4g} ns/B; half of our algorithms' times are "
         f"within {100 * found.fit.error:.0f} % of their closed forms."
     )
+    over = statistics.median(pick.over for pick in _picks(found))
+    yield f"  What the tuner picks takes {100 * over:.0f} % longer than the fastest of ours (median)."
     advised = bucket_bytes(link, found.ranks)
     if advised is not None:
         yield (
@@ -134,7 +136,20 @@ def _links(found: Found) -> Iterator[str]:
         )
 
 
-def _picks(found: Found) -> Iterator[list[str]]:
+class _Pick(NamedTuple):
+    """What the tuner picks in a case, beside what was measured to be the fastest of ours."""
+
+    pick: Timing
+    fastest: Timing
+    backend: Timing | None
+
+    @property
+    def over(self) -> float:
+        """Return by what share the pick takes longer than the fastest."""
+        return self.pick.median_s / self.fastest.median_s - 1
+
+
+def _picks(found: Found) -> Iterator[_Pick]:
     assert found.fit is not None, "a link was fitted"
     ordered = sorted(found.timings, key=_case)
     for (collective, num_bytes), some in groupby(ordered, key=_case):
@@ -142,17 +157,21 @@ def _picks(found: Found) -> Iterator[list[str]]:
         ours = [timing for name, timing in timings.items() if name in FORMS[collective]]
         pick = choose(collective, found.fit.link, found.ranks, num_bytes)
         fastest = min(ours, key=lambda timing: timing.median_s)
-        backend = timings.get(BACKEND)
-        yield [
-            str(found.ranks),
-            collective,
-            str(num_bytes),
-            pick.algorithm,
-            f"{1e3 * timings[pick.algorithm].median_s:.4g}",
-            fastest.algorithm,
-            f"{1e3 * fastest.median_s:.4g}",
-            "" if backend is None else f"{1e3 * backend.median_s:.4g}",
-        ]
+        yield _Pick(timings[pick.algorithm], fastest, timings.get(BACKEND))
+
+
+def _pick_cells(each: _Pick) -> list[str]:
+    pick, fastest, backend = each
+    return [
+        str(pick.ranks),
+        pick.collective,
+        str(pick.num_bytes),
+        pick.algorithm,
+        f"{1e3 * pick.median_s:.4g}",
+        fastest.algorithm,
+        f"{1e3 * fastest.median_s:.4g}",
+        "" if backend is None else f"{1e3 * backend.median_s:.4g}",
+    ]
 
 
 def _case(timing: Timing) -> tuple[str, int]:
