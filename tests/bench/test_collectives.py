@@ -43,7 +43,12 @@ def test_tables_say_what_failed_what_the_tuner_picks_and_how_long_buckets_should
     assert "2 ranks: alpha 100 us" in told and "within 12 %" in told
     # 2 start-ups of 100 us are 5 % of what 19 times their time brings over.
     assert "outer.bucket_bytes=3800000" in told
-    assert "takes 0 % longer than the fastest" in told  # all take as long
+    assert "takes 0 % longer than our fastest" in told  # all take as long
+    chain = Timing(2, "broadcast", "chain", 1024, (1e-3,), 1024, 1.5e-3)
+    slower = [
+        t for t in found[0].timings if (t.collective, t.algorithm) == ("broadcast", "binomial")
+    ]
+    assert "takes 100 % longer" in advice([Found(2, (chain, *slower), FIT)])
     assert told.count("\n| 2 | ") == len(FORMS) and "backend ms" in told
 
 

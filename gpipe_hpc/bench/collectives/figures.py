@@ -127,7 +127,7 @@ def _links(found: Found) -> Iterator[str]:
         f"within {100 * found.fit.error:.0f} % of their closed forms."
     )
     over = statistics.median(pick.over for pick in _picks(found))
-    yield f"  What the tuner picks takes {100 * over:.0f} % longer than the fastest of ours (median)."
+    yield f"  What the tuner picks takes {100 * over:.0f} % longer than our fastest (median)."
     advised = bucket_bytes(link, found.ranks)
     if advised is not None:
         yield (
