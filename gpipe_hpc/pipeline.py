@@ -204,9 +204,10 @@ class Pipeline:
     own. `loss_fn(output, target)` returns the mean over the micro-batch's samples or a pair
     (sum, weight). `stages`: ranks of one pipeline, None for world size / replicas.
     `schedule`: a name with `schedule_options`, or a Schedule; `auto` searches an order for the
-    measured layers where the partition is by `time`. `recompute`: always, except_last, never, or
-    budget: the least with which no rank needs more than `memory_bytes` for weights, gradients,
-    `optimizer_states` numbers a parameter (or an OptimizerMemory), and activations (needs an
+    measured layers where the partition is by `time`, one with which no rank needs more than
+    `memory_bytes`, if that is given. `recompute`: always, except_last, never, or budget: the least
+    with which no rank needs more than `memory_bytes` for weights, gradients, `optimizer_states`
+    numbers a parameter (or an OptimizerMemory), and activations (both need an
     example too). `offload`: kept activations wait on the host where their backward is not near.
     `partition`: parameters, uniform, time (needs `example=(inputs, targets)` of one micro-batch),
     or the number of layers of each stage. `precision`: float32, or bfloat16 or float16 by

@@ -88,3 +88,30 @@ def test_a_limit_counts_whole_shares_on_any_placement():
 def test_the_best_placement_needs_measured_layers():
     with pytest.raises(ConfigError, match=r"placement 'best'.*expected partition 'time'"):
         trained("auto", "parameters", ranks=2, num_layers=8, placement="best")
+
+
+def test_memory_is_counted_on_an_example():
+    """`memory_bytes` was passed over in silence; it is kept to, which needs an example."""
+    layers = [LayerSpec(nn.Linear, 4, 4) for _ in range(4)]
+
+    def table(world, **more):
+        settings = {"schedule": "auto", "schedule_options": {"trials": 2}, "recompute": "never"}
+        pipe = Pipeline(
+            layers, nn.functional.mse_loss, microbatches=8, world=world, **settings, **more
+        )
+        return pipe.schedule
+
+    def most(tables):
+        return max(peak_activations(row).size for row in tables[0].ranks)
+
+    with pytest.raises(ConfigError, match=r"memory_bytes: .* expected example=\(inputs, targets\)"):
+        run_on_threads(2, lambda world: table(world, memory_bytes=1e9))
+    example = (INPUTS[:1], INPUTS[:1])
+    ample, tight = (
+        run_on_threads(
+            2, lambda world, limit=limit: table(world, memory_bytes=limit, example=example)
+        )
+        for limit in (1e9, 1.0)
+    )
+    # Rank 1, which is fuller, keeps one; rank 0 may keep two without being as full.
+    assert most(tight) == 2 < most(ample)
