@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from inspect import signature
@@ -27,6 +27,7 @@ from gpipe_hpc.engine.batch.arrays import with_tensors
 from gpipe_hpc.engine.batch.cutting import Pieces, share_of
 from gpipe_hpc.engine.layers.compiling import chosen_backend
 from gpipe_hpc.engine.layers.precision import check_precision, scaling
+from gpipe_hpc.engine.outer.saying import say_inexact
 from gpipe_hpc.engine.outer.settings import Outer
 from gpipe_hpc.engine.recorder import Moments, Recorded, StepTimes, on_one_clock
 from gpipe_hpc.engine.run import Run, random_keys
@@ -176,6 +177,8 @@ def outer_of(given: Outer | Mapping[str, Any]) -> Outer:
     named = dict(given)
     if "bucket_bytes" in named:
         named["bucket_bytes"] = num_bytes(named["bucket_bytes"], "outer.bucket_bytes")
+    if isinstance(named.get("compress"), str):
+        named["compress"] = canonical_precision(named["compress"])
     return Outer(**named)
 
 
@@ -354,7 +357,10 @@ class Pipeline:
             request.buffers,
             part_of,
             request.combining,
+            request.seed,
         )
+        if world.rank == 0 and layout.tables.buckets:
+            say_inexact(request.combining)
         self.needs_inputs = 0 in held
         self.needs_targets = self.schedule.num_stages - 1 in held
 
@@ -568,6 +574,26 @@ class Pipeline:
         """Return what scales the loss in float16, its `value` the same on every rank; else None."""
         return self._steps.loss_scale
 
+    def outer_state(self) -> dict[str, torch.Tensor]:
+        """Return what this rank keeps between steps for combining copies: residuals, by name."""
+        return self._steps.compression.state()
+
+    def outer_wanted(self, stored: Collection[str]) -> list[str]:
+        """Return which of the tensors in a checkpoint `restore_outer` needs on this rank."""
+        return list(self._steps.compression.wanted(stored))
+
+    def restore_outer(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Go on with what a checkpoint kept of `outer_state`; what it has not starts anew."""
+        self._steps.compression.restore(tensors)
+
+    @property
+    def outer_sent_bytes(self) -> int:
+        """Return how many bytes this rank has sent so far to combine copies inexactly, counted.
+
+        What the backend's own allreduce sends is not counted.
+        """
+        return self._steps.compression.sent_bytes
+
     def restore_position(
         self, steps_done: int, loss_weight: float, loss_scale: Mapping[str, float] | None = None
     ) -> None:
@@ -602,4 +628,5 @@ class Pipeline:
             else None,
             Pieces.of(with_tensors(targets, "targets"), count, "targets") if uses_targets else None,
             loss_fn,
+            step=self.steps_done,
         )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gpipe_hpc.checkpoint.agreement import all_or_none
-from gpipe_hpc.checkpoint.folder import model_tensors
+from gpipe_hpc.checkpoint.folder import OUTER, model_tensors
 from gpipe_hpc.checkpoint.manifest import FORMAT, Facts, versions
 from gpipe_hpc.checkpoint.options import describe_groups, merge_groups
 from gpipe_hpc.checkpoint.states import encode
@@ -47,6 +47,7 @@ def collect(
                 held[name] = value
             else:
                 values[name] = value
+        held |= {OUTER + name: tensor for name, tensor in pipe.outer_state().items()}
     states, of_states = all_or_none(pipe.everybody, lambda: _extra_states(pipe))
     held |= of_states
     told = pipe.everybody.all_gather_object((_sizes(held), values, groups, states))

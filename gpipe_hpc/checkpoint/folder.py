@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gpipe_hpc.pipeline import Pipeline
 
 PARTIAL_SUFFIX: Final = ".partial"
+OUTER: Final = "outer."  # ahead of what is kept for combining the copies of a stage
 _OURS: Final = re.compile(rf"__\d+_\d+\.distcp|\.metadata(\.tmp)?|{re.escape(MANIFEST)}").fullmatch
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 

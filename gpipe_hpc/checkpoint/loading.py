@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_hpc.checkpoint.agreement import all_or_none
-from gpipe_hpc.checkpoint.folder import model_tensors, other_checkpoint, said
+from gpipe_hpc.checkpoint.folder import OUTER, model_tensors, other_checkpoint, said
 from gpipe_hpc.checkpoint.memory import check_room
 from gpipe_hpc.checkpoint.metadata import StoredTensor, fill
 from gpipe_hpc.checkpoint.options import stored_options
@@ -37,6 +37,7 @@ class _Plan(NamedTuple):
     `targets`: tensors to overwrite, by their names in the checkpoint. `wanted`: tensors to make,
     and where. `states`: the optimizer's entries by parameter and key: a name in the checkpoint.
     `options`: of the optimizer's groups. `extra_states`: modules, and what is stored of them.
+    `outer`: the names of what is kept for combining copies.
     """
 
     targets: dict[str, Tensor]
@@ -44,6 +45,7 @@ class _Plan(NamedTuple):
     states: dict[nn.Parameter, dict[str, str]]
     options: list[dict[str, Any]]
     extra_states: list[tuple[nn.Module, Any]]
+    outer: list[str]
 
 
 def load(
@@ -85,6 +87,7 @@ def load(
         _set_optimizer(optimizer, plan, values)
     for module, state in plan.extra_states:
         module.set_extra_state(decode(state, targets))
+    pipe.restore_outer({name.removeprefix(OUTER): targets[name] for name in plan.outer})
     facts = found.facts
     pipe.restore_position(facts["steps_done"], facts["loss_weight"], facts.get("loss_scale"))
     extra: dict[str, Any] = facts["extra"]
@@ -129,10 +132,15 @@ def _plan(pipe: "Pipeline", found: Verified, optimizer: torch.optim.Optimizer | 
     for _, state in extra_states:
         for name, on_cpu in tensor_names(state):
             wanted[name] = torch.device("cpu") if on_cpu else pipe.world.device
+    outer: list[str] = []
+    if optimizer is not None:
+        names = {name.removeprefix(OUTER) for name in stored if name.startswith(OUTER)}
+        outer = [OUTER + name for name in pipe.outer_wanted(names)]
+        wanted |= dict.fromkeys(outer, pipe.world.device)
     lacking = next((name for name in wanted if name not in stored), None)
     if lacking is not None:
         raise _lacks(path, lacking)
-    return _Plan(targets, wanted, states, options, extra_states)
+    return _Plan(targets, wanted, states, options, extra_states, outer)
 
 
 def _check_model(pipe: "Pipeline", path: Path, facts: Mapping[str, Any]) -> None:

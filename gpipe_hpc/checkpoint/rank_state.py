@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import nn
 
-from gpipe_hpc.checkpoint.folder import model_tensors
+from gpipe_hpc.checkpoint.folder import OUTER, model_tensors
 from gpipe_hpc.checkpoint.host_copy import HostBuffer, fill, lay_side_by_side, views
 from gpipe_hpc.checkpoint.states import PREFIX, decode, encode
 
@@ -150,6 +150,12 @@ def restore(pipe: "Pipeline", optimizer: torch.optim.Optimizer, state: StoredSta
     }
     for name, module in _modules(pipe).items():
         module.set_extra_state(decode(about["states"][name], own))
+    outer = {
+        name.removeprefix(OUTER): tensor.to(pipe.world.device, copy=True)
+        for name, tensor in tensors.items()
+        if name.startswith(OUTER)
+    }
+    pipe.restore_outer(outer)
     pipe.restore_position(about["steps_done"], about["loss_weight"], about["loss_scale"])
 
 
@@ -164,6 +170,7 @@ def _live(
         for key, value in optimizer.state.get(parameter, {}).items():
             into = tensors if isinstance(value, torch.Tensor) else values
             into[f"{_OPTIMIZER}{name}.{key}"] = value
+    tensors |= {OUTER + name: tensor for name, tensor in pipe.outer_state().items()}
     for name, module in _modules(pipe).items():
         states[name], own = encode(name, module.get_extra_state())
         tensors |= own

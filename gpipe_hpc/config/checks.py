@@ -61,6 +61,9 @@ _RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
         "bench.limit_s": (1, _INF),
         "pipeline.memory_bytes": (1, _INF),
         "outer.bucket_bytes": (1, _INF),
+        "outer.powersgd_rank": (1, _INF),
+        "outer.topk_fraction": (1e-9, 0.5),
+        "outer.qsgd_levels": (7, 127),
         **DATA_RANGES,
     }
 )
@@ -70,6 +73,7 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "pipeline.schedule": schedule_names(),
         "pipeline.buffers": ("average", "first", "each"),
         "pipeline.recompute": ("always", "except_last", "never", "budget"),
+        "outer.compress": ("none", "bfloat16", "float16", "powersgd", "topk", "qsgd"),
         "train.precision": ("float32", "bfloat16", "float16"),
         "train.device": ("auto", "cpu", "cuda"),
         "checkpoint.data": ("same", "new", "any"),

@@ -118,6 +118,10 @@ class OuterConfig:
 
     bucket_bytes: Any = "25MB"
     overlap: bool = True
+    compress: str = "none"
+    powersgd_rank: int = 2
+    topk_fraction: float = 0.01
+    qsgd_levels: int = 7
 
 
 @dataclass

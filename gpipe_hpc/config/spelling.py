@@ -46,6 +46,7 @@ def spell(config: Config) -> None:
     train.precision = canonical_precision(train.precision)
     train.device = _lower(train.device)
     pipeline.memory_bytes = num_bytes(pipeline.memory_bytes, "pipeline.memory_bytes")
+    config.outer.compress = canonical_precision(config.outer.compress)
     config.outer.bucket_bytes = num_bytes(config.outer.bucket_bytes, "outer.bucket_bytes")
 
 

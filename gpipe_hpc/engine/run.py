@@ -22,7 +22,7 @@ class Run:
     micro-batch of this replica, the key of each layer. `inputs`, `targets`: by micro-batch.
     `num_layers`: of the whole model; behind them the loss has a key, too. `loss_fn`: None if the
     outputs themselves are wanted. `seed`: the gradient that backward starts from, a scalar; None
-    for 1.
+    for 1. `step`: how many were done before.
     """
 
     lane: str
@@ -32,6 +32,7 @@ class Run:
     targets: Pieces | None = None
     loss_fn: LossFunction | None = None
     seed: torch.Tensor | None = None
+    step: int = 0
 
     def input(self, microbatch: int, device: torch.device) -> Message:
         """Return what the first stage is given of a micro-batch."""

@@ -11,8 +11,9 @@ from gpipe_hpc.comm.world import World
 from gpipe_hpc.engine.batch.cutting import join
 from gpipe_hpc.engine.batch.outputs import broadcast_nest
 from gpipe_hpc.engine.executor import Executor, Outcome
+from gpipe_hpc.engine.outer.compress.compression import Compression
 from gpipe_hpc.engine.outer.settings import Outer
-from gpipe_hpc.engine.outer.ways import choose_way
+from gpipe_hpc.engine.outer.ways import Way, choose_way
 from gpipe_hpc.engine.recorder import Recorder
 from gpipe_hpc.engine.run import Run
 from gpipe_hpc.engine.stages.stage import Stage, training_modes
@@ -76,8 +77,10 @@ class Steps:
         buffers: str = "average",
         part_of: tuple[int, ...] = (),
         outer: Outer | None = None,
+        seed: int = 0,
     ) -> None:
         outer = outer or Outer()
+        self.compression = Compression(outer, seed, may_skip=loss_scale is not None)
         self.loss_scale = loss_scale
         self._part_of = part_of
         self._site = site
@@ -91,7 +94,7 @@ class Steps:
         )
         for index, stage in stages.items():
             copies = wiring.reductions[index]
-            way = choose_way(outer, copies) if copies.size > 1 else None
+            way = self._way(outer, stage, copies) if copies.size > 1 else None
             stage.gradients.sum_over(way, tables.buckets[index] if tables.buckets else ())
         self._drifts = {
             index: Drift(stage.layers, wiring.reductions[index], site.world.rank, buffers)
@@ -101,6 +104,11 @@ class Steps:
         self._exchange = Exchange(num_global, site.everybody, site.world.device)
         # The loss weight of the last step; backward is seeded near its inverse.
         self.weight = torch.tensor(float(num_global), dtype=torch.float64, device=site.world.device)
+
+    def _way(self, outer: Outer, stage: Stage, copies: Group) -> Way:
+        if outer.compress != "none":
+            return self.compression.way(stage, copies)
+        return choose_way(outer, copies)
 
     @property
     def recorder(self) -> Recorder:
@@ -120,6 +128,7 @@ class Steps:
         for tied in self._tied:
             tied.clear()
         self._begin()
+        self.compression.begin(run.step, seed)
         outcome = self._trainer.run(replace(run, seed=seed))
         loss = self._loss_of(outcome, self._squares() if self._part_of else None)
         for tied in self._tied:
@@ -139,6 +148,7 @@ class Steps:
         for stage in self._stages.values():
             stage.statistics.finish(is_kept=not is_skipped)
             self._drifts[stage.index].settle(flags[stage.index])
+        self.compression.settle(is_kept=not is_skipped)
         return StepResult(loss, is_skipped, scale, self._parts(loss, divisor))
 
     def _squares(self) -> dict[int, torch.Tensor]:

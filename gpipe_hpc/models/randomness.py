@@ -16,6 +16,7 @@ With 64-bit unsigned arithmetic (everything modulo 2**64) and ``GOLDEN = 0x9E377
     init_key(seed, layer)                          == key(1, seed, layer)
     microbatch_key(seed, step, microbatch, layer)  == key(2, seed, step, microbatch, layer)
     source_key(layer_key, source)                  == key(3, layer_key, source)
+    message_key(seed, step, copy, stage, bucket)   == key(4, seed, step, copy, stage, bucket)
 
 ``torch.manual_seed(init_key(seed, i))`` precedes the building of layer ``i``;
 ``torch.manual_seed(microbatch_key(seed, step, m, i))`` precedes every forward (the recomputed one
@@ -28,6 +29,9 @@ no two give the same stream: ``random.seed(k(0))`` for Python's, ``numpy.random.
 k(1) >> 32])`` for NumPy's global one, and ``k(2)``, ``k(3)``, ... for generators that the layer
 itself holds, in the order of their dotted names, where ``k(n) == source_key(microbatch_key(seed,
 step, m, i), n)``. Those of torch, and Python's, take that number; NumPy's own the pair of words.
+
+``message_key`` seeds the generator by which a copy of a stage, counted over its holders in the order
+of ranks, rounds a compressed bucket of gradients (``outer.compress=qsgd``).
 
 ``mix64`` is the finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
 generators, 2014, variant 13). The key keeps the low bits since torch's CPU generator seeds itself
@@ -48,6 +52,7 @@ _GOLDEN: Final = 0x9E3779B97F4A7C15
 _INIT: Final = 1
 _MICROBATCH: Final = 2
 _SOURCE: Final = 3
+_MESSAGE: Final = 4
 
 GENERATOR_LOCK: Final = threading.RLock()
 """Held from re-seeding torch's CPU generator until its last draw.
@@ -99,6 +104,14 @@ def source_key(layer_key: int, source: int) -> int:
     """
     assert source >= 0, f"source {source} is negative"
     return _absorb(_absorb(_absorb(0, _SOURCE), layer_key), source) & (_MASK >> 1)
+
+
+def message_key(seed: int, step: int, copy: int, stage: int, bucket: int) -> int:
+    """Return the seed by which a copy of a stage rounds one of its buckets (0 <= key < 2**63)."""
+    state = _absorb(0, _MESSAGE)
+    for word in (seed, step, copy, stage, bucket):
+        state = _absorb(state, word)
+    return state & (_MASK >> 1)
 
 
 def microbatch_keys(

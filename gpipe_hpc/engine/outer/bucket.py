@@ -1,11 +1,13 @@
 """A bucket: gradients in one flat buffer, summed over the copies of their stage."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import nn
 
 from gpipe_hpc.comm.group import Pending
+from gpipe_hpc.engine.outer.items import Item
 from gpipe_hpc.engine.outer.ways import Way
 
 
@@ -16,11 +18,12 @@ class Bucket:
     which tells whether a micro-batch has used the parameter: no hook runs for that.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
+        self._names, parameters = list(named), list(named.values())
         first = parameters[0]
         kinds = {(p.dtype, p.device) for p in parameters}
         assert len(kinds) == 1, f"a bucket is of one kind, got {kinds}"
-        self.parameters = list(parameters)
+        self.parameters = parameters
         self._flat = torch.zeros(
             sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device
         )
@@ -60,8 +63,14 @@ class Bucket:
                 view.copy_(parameter.grad)  # a hook of the user's put another tensor there
                 parameter.grad = view
         self.has_left = True
-        self._pending = None if way is None else way.start(self._flat)
+        self._pending = None if way is None else way.start(self._flat, self._items())
         return self._pending
+
+    def _items(self) -> tuple[Item, ...]:
+        """Say what lies in the buffer."""
+        stops = list(accumulate(p.numel() for p in self.parameters))
+        rows = zip(self._names, self.parameters, stops, self._used, strict=True)
+        return tuple(Item(n, p.shape, stop - p.numel(), stop, used) for n, p, stop, used in rows)
 
     def finish(self, divisor: torch.Tensor, used: Sequence[bool]) -> None:
         """Wait for the sum, divide it, and leave None where no replica used the parameter."""

@@ -1,6 +1,6 @@
 """Gradients of a stage: flat buckets where copies are summed over, tensors of their own if not."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -91,14 +91,14 @@ class StageGradients:
         for bucket in self.each():
             bucket.clear()
 
-    def _groups(self) -> list[list[nn.Parameter]]:
-        groups = [[self._named[name] for name in names] for names in self._names]
-        return groups or [list(self._named.values())]
+    def _groups(self) -> list[dict[str, nn.Parameter]]:
+        groups = [{name: self._named[name] for name in names} for names in self._names]
+        return groups or [self._named]
 
-    def _make(self, group: Iterable[nn.Parameter]) -> list[Bucket] | list[Unreduced]:
-        kinds = _by_kind(p for p in group if p.requires_grad)
+    def _make(self, group: Mapping[str, nn.Parameter]) -> list[Bucket] | list[Unreduced]:
+        kinds = _by_kind({name: p for name, p in group.items() if p.requires_grad})
         if self._way is None:
-            return [Unreduced(kind) for kind in kinds]
+            return [Unreduced(list(kind.values())) for kind in kinds]
         return [Bucket(kind) for kind in kinds]
 
     def each(self) -> list[Bucket | Unreduced]:
@@ -140,10 +140,10 @@ class StageGradients:
             start = stop
 
 
-def _by_kind(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-    for parameter in parameters:
-        by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+def _by_kind(named: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]:
+    by_kind: dict[tuple[torch.dtype, torch.device], dict[str, nn.Parameter]] = {}
+    for name, parameter in named.items():
+        by_kind.setdefault((parameter.dtype, parameter.device), {})[name] = parameter
     return list(by_kind.values())
 
 

@@ -24,10 +24,10 @@ class TiedParameter:
     Its reduction is not overlapped: its last contribution comes with the end of the step.
     """
 
-    def __init__(self, parameter: nn.Parameter, group: Group) -> None:
+    def __init__(self, name: str, parameter: nn.Parameter, group: Group) -> None:
         self._parameter = parameter
         self._group = group
-        self._bucket = Bucket([parameter])
+        self._bucket = Bucket({name: parameter})
         self._way = AllReduce(group) if group.size > 1 else None
 
     def clear(self) -> None:
@@ -77,7 +77,7 @@ def join_ties(
         group = world.group([ranks, *others])
         if world.rank in ranks:
             held = next(stage for index, stage in stages.items() if index in places)
-            tied = TiedParameter(held.tied[tie.name], group)
+            tied = TiedParameter(tie.name, held.tied[tie.name], group)
             root = mesh.world_rank(0, placement.holders(stage_of_layer[tie.places[0][0]])[0])
             joined.append(tied)
             first = groups.setdefault((group.ranks, root), group)

@@ -108,9 +108,9 @@ def test_buckets_leave_within_the_last_backward(plain, schedule):
         pipe = make(layers, world, 2, schedule=schedule, outer={"bucket_bytes": 8})
         left = []
 
-        def noted(way, flat):
+        def noted(way, flat, items):
             left.append((world.activity, flat.numel()))
-            return start(way, flat)
+            return start(way, flat, items)
 
         for stage in pipe.stages.values():
             stage.gradients._way.start = partial(noted, stage.gradients._way)

@@ -1,0 +1,64 @@
+"""Jobs that are carried out one after the other beside what a rank computes."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from gpipe_hpc.comm.collectives.turns import Turn, Turns
+from gpipe_hpc.comm.group import Pending
+
+
+class BesideOnThread:
+    """Jobs of the host's memory, on a thread of their own."""
+
+    def __init__(self, name: str) -> None:
+        self._turns = Turns(name)
+
+    def start(self, job: Callable[[], None]) -> Pending:
+        """Start a job behind those before it."""
+        return _OnThread(self._turns.start(lambda note: job()))
+
+
+class _OnThread:
+    def __init__(self, turn: Turn) -> None:
+        self._turn = turn
+
+    def wait(self) -> None:
+        self._turn.wait(_unheard)
+
+
+class BesideOnStream:
+    """Jobs of a GPU's memory, on a stream of their own. Not tried here on two GPUs."""
+
+    def __init__(self, device: torch.device) -> None:
+        stream: Any = torch.cuda.Stream
+        self._stream: Any = stream(device)
+        self._device = device
+
+    def start(self, job: Callable[[], None]) -> Pending:
+        """Put a job on the stream, behind what the current one has to do so far."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            job()
+            return _OnStream(self._stream.record_event())
+
+
+class _OnStream:
+    def __init__(self, done: Any) -> None:
+        self._done = done
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._done)
+
+
+def _unheard(ranks: Sequence[int] | None) -> None:
+    """Tell nobody: the exchanges of the job say for whom they wait."""
+
+
+Beside = BesideOnThread | BesideOnStream
+
+
+def beside(name: str, device: torch.device) -> Beside:
+    """Return what carries out jobs on a device."""
+    return BesideOnStream(device) if device.type == "cuda" else BesideOnThread(name)
