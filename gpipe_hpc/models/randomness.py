@@ -30,8 +30,8 @@ k(1) >> 32])`` for NumPy's global one, and ``k(2)``, ``k(3)``, ... for generator
 itself holds, in the order of their dotted names, where ``k(n) == source_key(microbatch_key(seed,
 step, m, i), n)``. Those of torch, and Python's, take that number; NumPy's own the pair of words.
 
-``message_key`` seeds the generator by which a copy of a stage, counted over its holders in the order
-of ranks, rounds a compressed bucket of gradients (``outer.compress=qsgd``).
+``message_key`` seeds the generator by which a copy of a stage, counted over its holders in the
+order of ranks, rounds a compressed bucket of gradients (``outer.compress=qsgd``).
 
 ``mix64`` is the finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
 generators, 2014, variant 13). The key keeps the low bits since torch's CPU generator seeds itself
