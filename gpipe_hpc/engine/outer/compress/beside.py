@@ -24,6 +24,9 @@ class _OnThread:
     def __init__(self, turn: Turn) -> None:
         self._turn = turn
 
+    def when_done(self, call: Callable[[], None]) -> None:
+        self._turn.calls.add(call)
+
     def wait(self) -> None:
         self._turn.wait(_unheard)
 
@@ -47,9 +50,15 @@ class BesideOnStream:
 class _OnStream:
     def __init__(self, done: Any) -> None:
         self._done = done
+        self._calls: list[Callable[[], None]] = []
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        self._calls.append(call)
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self._done)
+        while self._calls:
+            self._calls.pop()()
 
 
 def _unheard(ranks: Sequence[int] | None) -> None:
