@@ -47,6 +47,7 @@ def _draw_one(axes: Any, found: Found, collective: str) -> None:
             axes.plot(*zip(*forms, strict=True), linestyle="--", linewidth=0.8, color=colour)
     axes.set_xscale("log")
     axes.set_yscale("log")
+    axes.minorticks_off()  # they were most of the file
     axes.set_title(f"{collective.replace('_', '-')}, {found.ranks} ranks")
     axes.set_xlabel("bytes")
     axes.set_ylabel("ms (dashed: closed form)")

@@ -1,6 +1,7 @@
 """What the ranks of one number do: time every algorithm at every size, and fit the link."""
 
 import json
+import random
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -114,19 +115,19 @@ def _formed(timing: Timing, link: Link) -> Timing:
 def _time(world: World, group: Group, cases: Sequence[_Case], repeats: int) -> list[Timing]:
     """Time the cases in turn, round after round: what disturbs for a while disturbs them all.
 
-    Each begins with all ranks together.
+    Each begins with all ranks together, and each round has an order of its own, the same on every
+    rank: what a case leaves behind in caches is not always for the same one.
     """
     longest = torch.zeros(max(case.num_bytes for case in cases) // 4, device=world.device)
     runs = [_runner(group, case, longest[: case.num_bytes // 4]) for case in cases]
-    own_s: list[list[float]] = []
-    for _ in range(_WARM_UP + repeats):
-        own_s.append([])
-        for run in runs:
+    own_s = [[0.0] * len(cases) for _ in range(_WARM_UP + repeats)]
+    for turn, took_s in enumerate(own_s):
+        for place in random.Random(turn).sample(range(len(cases)), len(cases)):
             group.all_reduce(torch.zeros(1))
             began_s = time.perf_counter()
-            run()
+            runs[place]()
             _finish(world)
-            own_s[-1].append(time.perf_counter() - began_s)
+            took_s[place] = time.perf_counter() - began_s
     # By rank, round and case.
     told_s = torch.tensor(group.all_gather_object(own_s[_WARM_UP:]), dtype=torch.float64)
     slowest_s = told_s.amax(0).T.tolist()
