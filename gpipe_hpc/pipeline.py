@@ -29,7 +29,7 @@ from gpipe_hpc.engine.layers.compiling import chosen_backend
 from gpipe_hpc.engine.layers.precision import check_precision, scaling
 from gpipe_hpc.engine.outer.saying import say_inexact
 from gpipe_hpc.engine.outer.settings import Outer
-from gpipe_hpc.engine.recorder import Moments, Recorded, StepTimes, on_one_clock
+from gpipe_hpc.engine.recorder import Moments, Recorded, StepMarks, StepTimes, on_one_clock
 from gpipe_hpc.engine.run import Run, random_keys
 from gpipe_hpc.engine.stages.assembly import (
     build_stages,
@@ -40,7 +40,7 @@ from gpipe_hpc.engine.stages.assembly import (
 )
 from gpipe_hpc.engine.stages.wiring import wire
 from gpipe_hpc.engine.state.drift import POLICIES
-from gpipe_hpc.engine.steps import Site, Steps
+from gpipe_hpc.engine.steps import Site, Steps, Tell
 from gpipe_hpc.engine.sums.loss import LossFunction
 from gpipe_hpc.engine.sums.loss_scale import LossScale
 from gpipe_hpc.engine.sums.norms import Norms, clip_by_norm, gather_norms
@@ -325,6 +325,8 @@ class Pipeline:
             layout.recomputed,
         )
         self.all_parameters = gather_parameters(self.stages, self._site.pipeline)
+        is_wide = any(info.is_double for info in self.all_parameters)
+        self._norm_dtype = torch.float64 if is_wide else torch.float32
         check_conservation(parameter_sizes(model), by_stage(self.all_parameters))
         self._cut_table = cut_table(
             model,
@@ -353,6 +355,7 @@ class Pipeline:
             self.stages,
             wiring,
             tied,
+            [info.name for info in self.all_parameters],
             scaling(self.precision),
             request.buffers,
             part_of,
@@ -413,7 +416,9 @@ class Pipeline:
         count = self.num_microbatches
         return share_of(num_samples, self.num_global_microbatches, self.replica * count, count)
 
-    def step(self, inputs: Nest = None, targets: Nest = None) -> StepResult:
+    def step(
+        self, inputs: Nest = None, targets: Nest = None, tell: Tell | None = None
+    ) -> StepResult:
         """Run forward, backward and reduction on this replica's share of a global batch.
 
         Every rank calls it. Both are tensors, arrays of NumPy's or nests of them. `inputs` are used
@@ -422,11 +427,15 @@ class Pipeline:
         replica used the parameter. Where gradients overflowed float16 all are None and the result's
         `is_skipped` is True; such a step counts, so the batch is passed over and the learning rate
         goes on.
+
+        `tell` is called when this rank's part of the pipeline has run. Of the at most 8 numbers
+        that it returns (a wish to stop, a time), every rank finds those of every rank in the
+        result: `result.told[rank]`. They travel with what ranks tell one another anyway.
         """
         self._norms = None
         # As under no_grad: what a step does is not for the caller's inference mode to say.
         with together(self.world, f"step {self.steps_done}"), torch.inference_mode(False):
-            result = self._steps.train(self._run("training", inputs, targets, self.loss_fn))
+            result = self._steps.train(self._run("training", inputs, targets, self.loss_fn), tell)
         self.steps_done += 1
         return result
 
@@ -479,6 +488,7 @@ class Pipeline:
             [info.name for info in self.all_parameters],
             self._site.pipeline,
             self.world.device,
+            self._norm_dtype,
         )
         self._norms = self._norms or norms
         return norms
@@ -502,11 +512,15 @@ class Pipeline:
 
     def last_step_moments(self) -> Moments:
         """Return when the actions of the last step ran on this rank, in seconds of its clock."""
-        return self._steps.recorder.moments
+        return self.last_step_marks().moments
 
     def last_step_times(self) -> StepTimes:
         """Return when this rank computed in the last step."""
-        return self._steps.recorder.times
+        return self.last_step_marks().times
+
+    def last_step_marks(self) -> StepMarks:
+        """Return the last step's marks, to be read later: that waits for a GPU."""
+        return self._steps.recorder.step
 
     def describe(self) -> str:
         """Return the cut as a table: stage, rank, layers, parameters, share of the costs."""

@@ -23,7 +23,7 @@ from gpipe_hpc.training.peak import peak_memory_bytes
 from gpipe_hpc.training.run.identity import UNRECORDED, Run
 from gpipe_hpc.training.session import Session
 from gpipe_hpc.training.start import open_session
-from gpipe_hpc.training.step_edge import StepEdge, Told
+from gpipe_hpc.training.step_edge import StepEdge, Told, agree
 from gpipe_hpc.training.throughput import tokens_per_sample
 
 _WARM_UP: Final = 2
@@ -71,20 +71,25 @@ def _steps(session: Session, num_steps: int) -> dict[str, Any]:
         refuse_non_finite(session, train_one_step(session))
         _finish(pipe.world)
         took_s = time.perf_counter() - began_s
-        agreed = edge.meet(Told(pipe.last_step_times(), 0), pipe.world.rank)
+        told = Told(pipe.last_step_times(), 0, origin_s=edge.origin_s)
+        agreed = agree(pipe.everybody.all_gather_object(told.numbers()))
+        edge.leave(time.perf_counter())
         if number >= _WARM_UP:
             own_s.append(took_s)
             idle_s += agreed.bubble * agreed.pipeline_s
             pipeline_s += agreed.pipeline_s
-    told = pipe.everybody.all_gather_object((own_s, peak_memory_bytes(pipe.world.device)))
+    steps_and_peaks = pipe.everybody.all_gather_object(
+        (own_s, peak_memory_bytes(pipe.world.device))
+    )
     tokens = config.train.batch_size * (tokens_per_sample(config.data) or 0)
     return {
         "steps_s": [
-            max(ranks_s) for ranks_s in zip(*(steps_s for steps_s, _ in told), strict=True)
+            max(ranks_s)
+            for ranks_s in zip(*(steps_s for steps_s, _ in steps_and_peaks), strict=True)
         ],
         "tokens": tokens,
         "bubble": idle_s / pipeline_s if pipeline_s else 0.0,
-        "peak_bytes": [peak for _, peak in told],
+        "peak_bytes": [peak for _, peak in steps_and_peaks],
     }
 
 

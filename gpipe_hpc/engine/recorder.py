@@ -105,46 +105,48 @@ class _Beside:
         return Span(self._action, self._start, mark() if self._end is None else self._end)
 
 
-class Recorder:
-    """Take marks around actions and turn them into events, in seconds.
+def take_mark(device: torch.device) -> object:
+    """Return the present: on a CPU `time.perf_counter()`, one clock for all processes of a host.
 
-    On a CPU a mark is `time.perf_counter()`: one clock for all processes of a host. On CUDA it
-    is an event on the current stream; reading them waits for the device, taking them does not.
+    On CUDA an event on the current stream: taking it does not wait for the device, reading does.
     """
+    if device.type != "cuda":
+        return time.perf_counter()
+    event: Any = torch.cuda.Event
+    mark = event(enable_timing=True)
+    mark.record()
+    return mark
 
-    def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
-        self.spans: list[Span] = []
+
+def seconds_between(first: object, second: object) -> float:
+    """Return the seconds from a mark to a later one of the same device."""
+    if isinstance(first, float) and isinstance(second, float):
+        return second - first
+    assert isinstance(first, torch.cuda.Event) and isinstance(second, torch.cuda.Event)
+    second.synchronize()
+    return float(first.elapsed_time(second)) / 1e3
+
+
+class StepMarks:
+    """When the actions of one step ran: marks that are read when somebody asks."""
+
+    def __init__(self, mark: Callable[[], object]) -> None:
+        """Begin now; `mark` returns the present."""
+        self._host_begin_s, self._begin, self._mark = time.perf_counter(), mark(), mark
+        self._spans: list[Span] = []
         self._beside: list[_Beside] = []
-        self.begin: object = None
-        self._host_begin_s = 0.0
         self._read: Moments | None = None
-
-    def mark(self) -> object:
-        """Return the present."""
-        if not self._on_cuda:
-            return time.perf_counter()
-        event: Any = torch.cuda.Event
-        mark = event(enable_timing=True)
-        mark.record()
-        return mark
-
-    def start_step(self) -> None:
-        """Forget the last step's spans and begin a new one."""
-        self.spans, self._beside, self._read = [], [], None
-        self._host_begin_s = time.perf_counter()
-        self.begin = self.mark()
 
     def add(self, action: Action, start: object) -> None:
         """Note that an action ran from `start` until now."""
-        self.spans.append(Span(action, start, self.mark()))
+        self._spans.append(Span(action, start, self._mark()))
         self._read = None
 
     def add_beside(self, action: Action, start: object, pending: Pending) -> None:
         """Note that something runs beside the compute, from `start` until it is done."""
         beside = _Beside(action, start)
         self._beside.append(beside)
-        pending.when_done(partial(beside.end, self.mark))
+        pending.when_done(partial(beside.end, self._mark))
 
     @property
     def moments(self) -> Moments:
@@ -153,20 +155,40 @@ class Recorder:
         What is returned does not change any more. What ran beside compute is over.
         """
         if self._read is None:
-            spans = [*self.spans, *(each.span(self.mark) for each in self._beside)]
-            marks = (mark for span in spans for mark in (span.start, span.end))
-            seconds = array("d", map(self._seconds, marks))
-            self._read = Moments(tuple(span.action for span in spans), seconds)
+            beside = [each.span(self._mark) for each in self._beside]
+            self._read = self._moments([*self._spans, *beside])
         return self._read
 
     @property
     def times(self) -> StepTimes:
-        """Return when this rank computed."""
-        return self.moments.times
+        """Return when this rank computed; what ran beside it may be under way still."""
+        return self._moments(self._spans).times
+
+    def _moments(self, spans: Sequence[Span]) -> Moments:
+        marks = (mark for span in spans for mark in (span.start, span.end))
+        return Moments(tuple(span.action for span in spans), array("d", map(self._seconds, marks)))
 
     def _seconds(self, mark: object) -> float:
         if isinstance(mark, float):
             return mark
-        assert isinstance(mark, torch.cuda.Event) and isinstance(self.begin, torch.cuda.Event)
-        mark.synchronize()
-        return self._host_begin_s + float(self.begin.elapsed_time(mark)) / 1e3
+        return self._host_begin_s + seconds_between(self._begin, mark)
+
+
+class Recorder:
+    """Take marks around the actions of a step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.mark: Callable[[], object] = partial(take_mark, device)
+        self.step = StepMarks(self.mark)
+
+    def start_step(self) -> None:
+        """Begin a new step; whoever holds the last one's marks may read them still."""
+        self.step = StepMarks(self.mark)
+
+    def add(self, action: Action, start: object) -> None:
+        """Note that an action ran from `start` until now."""
+        self.step.add(action, start)
+
+    def add_beside(self, action: Action, start: object, pending: Pending) -> None:
+        """Note that something runs beside the compute, from `start` until it is done."""
+        self.step.add_beside(action, start, pending)

@@ -1,8 +1,10 @@
 """Whole steps of one rank: run a table, put together what all ranks know, finish gradients."""
 
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.mesh import Mesh
@@ -20,10 +22,11 @@ from gpipe_hpc.engine.stages.stage import Stage, training_modes
 from gpipe_hpc.engine.stages.tables import Tables
 from gpipe_hpc.engine.stages.wiring import Wiring
 from gpipe_hpc.engine.state.drift import Drift
-from gpipe_hpc.engine.sums.gradients import unite_flags
+from gpipe_hpc.engine.sums.flags import Flags
 from gpipe_hpc.engine.sums.loss import backward_seed, final_divisor
-from gpipe_hpc.engine.sums.loss_scale import LossScale, any_overflow
-from gpipe_hpc.engine.sums.results import Exchange, StepLoss, StepResult
+from gpipe_hpc.engine.sums.loss_scale import LossScale, count_overflows
+from gpipe_hpc.engine.sums.meeting import Known, Meeting, Says
+from gpipe_hpc.engine.sums.results import StepLoss, StepResult
 from gpipe_hpc.engine.sums.squares import GradientParts
 from gpipe_hpc.engine.sums.tied import TiedParameter
 from gpipe_hpc.errors import DataError
@@ -63,8 +66,15 @@ class Site:
         return self.mesh.stage_rank_of(self.world.rank)
 
 
+Tell = Callable[[], Sequence[float]]
+"""Returns what a rank tells all others when its part of a pipeline has run: a few numbers."""
+
+
 class Steps:
-    """Train, evaluate and predict with the stages of one rank."""
+    """Train, evaluate and predict with the stages of one rank.
+
+    `names`: of all parameters of the model, the same on every rank.
+    """
 
     def __init__(
         self,
@@ -73,6 +83,7 @@ class Steps:
         stages: dict[int, Stage],
         wiring: Wiring,
         tied: list[TiedParameter],
+        names: Sequence[str],
         loss_scale: LossScale | None = None,
         buffers: str = "average",
         part_of: tuple[int, ...] = (),
@@ -101,7 +112,11 @@ class Steps:
             for index, stage in stages.items()
         }
         num_global = self._placement.num_microbatches * site.mesh.replicas
-        self._exchange = Exchange(num_global, site.everybody, site.world.device)
+        widths = {index: drift.num_flags for index, drift in self._drifts.items()}
+        self._flags = Flags.gathered(names, widths, site.everybody)
+        self._meeting = Meeting(
+            num_global, self._flags.size, site.everybody, site.world.rank, site.world.device
+        )
         # The loss weight of the last step; backward is seeded near its inverse.
         self.weight = torch.tensor(float(num_global), dtype=torch.float64, device=site.world.device)
 
@@ -115,8 +130,11 @@ class Steps:
         """Return what was recorded of the last training step."""
         return self._trainer.recorder
 
-    def train(self, run: Run) -> StepResult:
-        """Run forward, backward and reduction; replace the gradients of all parameters."""
+    def train(self, run: Run, tell: Tell | None = None) -> StepResult:
+        """Run forward, backward and reduction; replace the gradients of all parameters.
+
+        `tell` says what all others are told when this rank's part of the pipeline has run.
+        """
         self._refuse_empty(run)
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         seed = backward_seed(self.weight) * scale
@@ -130,26 +148,25 @@ class Steps:
         self._begin()
         self.compression.begin(run.step, seed)
         outcome = self._trainer.run(replace(run, seed=seed))
-        loss = self._loss_of(outcome, self._squares() if self._part_of else None)
+        squares = self._squares() if self._part_of else None
         for tied in self._tied:
             tied.start_reduction()
-        divisor = final_divisor(loss.weight, seed)
-        flags: dict[int, list[bool]] = {}
-        for stage in self._stages.values():
-            copies = self._wiring.reductions[stage.index]
-            used, drifted = stage.gradients.used_flags(), self._drifts[stage.index].flags()
-            united = unite_flags([*used, *drifted], copies)
-            stage.gradients.finish(divisor, united[: len(used)])
-            flags[stage.index] = united[len(used) :]
-        for tied in self._tied:
-            tied.finish(divisor)
-        self.weight = loss.weight
-        is_skipped = self.loss_scale is not None and self._drop_overflow(self.loss_scale)
-        for stage in self._stages.values():
+        known = self._end(outcome, self._own_flags, tell, self._overflows, squares)
+        divisor = final_divisor(known.loss.weight, seed)
+        self.weight = known.loss.weight
+        is_skipped = self.loss_scale is not None and bool(known.overflows > 0)
+        if self.loss_scale is not None:
+            self.loss_scale.update(overflowed=is_skipped)
+        if is_skipped:
+            self._drop_gradients()
+        else:
+            self._finish_gradients(divisor, known.flags)
+        for index, stage in self._stages.items():
             stage.statistics.finish(is_kept=not is_skipped)
-            self._drifts[stage.index].settle(flags[stage.index])
+            self._drifts[index].settle(self._flags.buffers(index, known.flags))
         self.compression.settle(is_kept=not is_skipped)
-        return StepResult(loss, is_skipped, scale, self._parts(loss, divisor))
+        parts = self._parts(known.loss, divisor)
+        return StepResult(known.loss, is_skipped, scale, parts, known.told, known.left_s)
 
     def _squares(self) -> dict[int, torch.Tensor]:
         """Return the squares of this rank's parts of the gradients, by global micro-batch."""
@@ -166,24 +183,52 @@ class Steps:
             return None
         return GradientParts(loss.squares / divisor.square(), loss.terms[1], self._part_of)
 
-    def _drop_overflow(self, scale: LossScale) -> bool:
-        """Set all gradients to None, on every rank, if one of any rank is not finite."""
-        site = self._site
-        parameters = [p for s in self._stages.values() for p in s.named_parameters().values()]
-        present = [p.grad for p in parameters if p.grad is not None]
-        overflowed = any_overflow(present, site.everybody, site.world.device)
-        if overflowed:
-            for parameter in parameters:
-                parameter.grad = None
-        scale.update(overflowed=overflowed)
-        return overflowed
+    def _own_flags(self) -> set[int]:
+        """Return what is set on this rank: which parameters it used, what its buffers did."""
+        flags: set[int] = set()
+        for index, stage in self._stages.items():
+            gradients = stage.gradients
+            flags |= self._flags.of_use(gradients.trained_names(), gradients.used_flags())
+            flags |= self._flags.of_buffers(index, self._drifts[index].flags())
+        tied = self._tied
+        return flags | self._flags.of_use([t.name for t in tied], [t.is_used for t in tied])
+
+    def _overflows(self) -> torch.Tensor | None:
+        """Return how many summed gradients of this rank are not finite, where the loss is scaled.
+
+        These are waited for: all ranks skip the step, or none.
+        """
+        if self.loss_scale is None:
+            return None
+        for stage in self._stages.values():
+            stage.gradients.wait()
+        for tied in self._tied:
+            tied.wait()
+        present = [p.grad for p in self._parameters() if p.grad is not None]
+        return count_overflows(present, self._site.world.device)
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters():
+            parameter.grad = None
+
+    def _finish_gradients(self, divisor: torch.Tensor, used: Collection[int]) -> None:
+        """Divide all gradients, and leave None where no rank has used the parameter."""
+        for stage in self._stages.values():
+            names = stage.gradients.trained_names()
+            stage.gradients.finish(divisor, self._flags.used(names, used))
+        for tied in self._tied:
+            (is_used,) = self._flags.used([tied.name], used)
+            tied.finish(divisor, is_used=is_used)
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for s in self._stages.values() for p in s.named_parameters().values()]
 
     def evaluate(self, run: Run) -> StepResult:
         """Return the loss of a global batch, in evaluation mode."""
         self._begin()
         with training_modes(self._stages.values(), False):
             outcome = self._evaluator.run(run)
-        return StepResult(self._loss_of(outcome))
+        return StepResult(self._end(outcome).loss)
 
     def predict(self, run: Run) -> Nest:
         """Return the outputs of this replica's micro-batches put together, on each of its ranks."""
@@ -191,7 +236,7 @@ class Steps:
         self._begin()
         with training_modes(self._stages.values(), False):
             outcome = self._evaluator.run(run)
-        self._end(outcome)
+        self._note(outcome)
         everywhere: dict[int, Nest] = {}
         for holder in self._placement.holders(self._placement.num_stages - 1):
             root = site.mesh.world_rank(site.replica, holder)
@@ -214,22 +259,26 @@ class Steps:
         for drift in self._drifts.values():
             drift.begin()
 
-    def _end(self, outcome: Outcome) -> None:
-        """End it: note which of them it has changed."""
+    def _note(self, outcome: Outcome) -> None:
+        """Note which buffers a run has changed."""
         for index, drift in self._drifts.items():
             drift.end(outcome.samples.get(index, 0))
 
-    def _loss_of(
-        self, outcome: Outcome, squares: dict[int, torch.Tensor] | None = None
-    ) -> StepLoss:
-        """End a run and return its loss, which all ranks know.
+    def _end(
+        self,
+        outcome: Outcome,
+        flags: Callable[[], Collection[int]] = frozenset,
+        tell: Tell | None = None,
+        overflows: Callable[[], torch.Tensor | None] = lambda: None,
+        squares: Mapping[int, torch.Tensor] | None = None,
+    ) -> Known:
+        """End a run; return its loss and what else all ranks then know.
 
         All ranks wait here for all others: none goes on behind a step that failed on one.
         """
-        self._end(outcome)
+        self._note(outcome)
         first = self._site.replica * self._placement.num_microbatches
-        return self._exchange(
-            {first + m: term for m, term in outcome.losses.items()},
-            {first + m: noted for m, noted in outcome.noted.items()},
-            squares,
-        )
+        losses = {first + m: term for m, term in outcome.losses.items()}
+        noted = {first + m: noted for m, noted in outcome.noted.items()}
+        told = () if tell is None else tell()
+        return self._meeting(Says(losses, noted, flags(), overflows(), told, squares))

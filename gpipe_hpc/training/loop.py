@@ -13,6 +13,8 @@ from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.torchrun_report import tell_torchrun
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config
+from gpipe_hpc.engine.recorder import StepTimes
+from gpipe_hpc.engine.sums.results import StepResult
 from gpipe_hpc.planning.shortage import shortage
 from gpipe_hpc.planning.units import bytes_text
 from gpipe_hpc.training.foresight import Foresight
@@ -30,8 +32,9 @@ from gpipe_hpc.training.run.opening import begin, own_folder
 from gpipe_hpc.training.session import Session
 from gpipe_hpc.training.signals import REQUEUE_EXIT_CODE, StopRequest
 from gpipe_hpc.training.start import open_session
-from gpipe_hpc.training.step_edge import Agreed, StepEdge, Told
+from gpipe_hpc.training.step_edge import Agreed, StepEdge, TimedStep, Told, agree
 from gpipe_hpc.training.summary.compose import Ended
+from gpipe_hpc.training.summary.ledger import Times
 from gpipe_hpc.training.summary.reporting import Reporter
 from gpipe_hpc.training.throughput import tokens_per_sample
 from gpipe_hpc.training.validation import validate
@@ -122,6 +125,7 @@ class _Loop:
         self._validated = -1
         with together(session.pipe.world, "the first step's edge"):
             self._edge = StepEdge(session.pipe.everybody)
+        self._before: TimedStep | None = None
         self._reporter = Reporter(session, memory_before_bytes)
 
     def run(self) -> int:
@@ -150,17 +154,16 @@ class _Loop:
         self._ask()
         while pipe.steps_done < self._last and not self._is_stopped and not session.is_complete:
             began_s = time.perf_counter()
-            trained = self._step()
+            trained, agreed, times = self._step()
             done = pipe.steps_done
-            agreed = self._meet()
             self._is_stopped = agreed.is_stopped
             if metrics is not None and progress is not None:
                 step_time_s = time.perf_counter() - began_s
-                scalars = self._scalars(trained, agreed, step_time_s)
+                scalars = self._scalars(trained, agreed, times, step_time_s)
                 metrics.write(done, scalars)
                 progress.update(done, scalars)
                 ledger = self._reporter.ledger
-                ledger.note(agreed, step_time_s, trained.batch.num_samples, trained.result.loss)
+                ledger.note(times, step_time_s, trained.batch.num_samples, trained.result.loss)
             if agreed.is_written:
                 self._say_stall(metrics, "checkpoint_stall_s", self._session.finish_save())
             if every and done % every == 0 and done < self._last and not self._is_stopped:
@@ -197,10 +200,10 @@ class _Loop:
         return self._is_stopped
 
     def _scalars(
-        self, trained: Trained, agreed: Agreed, step_time_s: float
+        self, trained: Trained, agreed: Agreed, times: Times | None, step_time_s: float
     ) -> dict[str, float | None]:
         """Return what a line of metrics.jsonl says of a step."""
-        pipe, (batch, result, lr, norm) = self._pipe, trained
+        pipe, (batch, result, lr, norm, _) = self._pipe, trained
         scalars = {
             **result.scalars(),
             "lr": lr,
@@ -208,8 +211,7 @@ class _Loop:
             "step_time_s": step_time_s,
             "samples_per_s": batch.num_samples / step_time_s,
             **self._tokens_per_s(batch.num_samples / step_time_s),
-            "bubble": agreed.bubble,
-            "pipeline_s": agreed.pipeline_s,
+            **(Times.none() if times is None else times.scalars()),
             "peak_memory_bytes": agreed.peak_memory_bytes,
             "peak_memory_rank": agreed.peak_memory_rank,
             "position": self._session.position,
@@ -229,10 +231,48 @@ class _Loop:
         tokens = tokens_per_sample(self._config.data)
         return {} if tokens is None else {"tokens_per_s": samples_per_s * tokens}
 
-    def _step(self) -> Trained:
-        trained = train_one_step(self._session)
+    def _step(self) -> tuple[Trained, Agreed, Times | None]:
+        """Train one step; return it, what all ranks know of it, and where its time went.
+
+        Ranks tell one another of a step behind its own pipeline. A GPU is still at work then, so
+        its times are those of the step before: nobody waits for a clock.
+        """
+        pipe, edge, before = self._pipe, self._edge, self._before
+        origin_s, is_late = edge.origin_s, pipe.world.device.type != "cpu"
+
+        def tell() -> tuple[float, ...]:
+            if is_late:
+                times = StepTimes(0.0) if before is None else before.marks.times
+            else:
+                times = pipe.last_step_times()
+            return Told(
+                times,
+                peak_memory_bytes(pipe.world.device),
+                wants_to_stop=self._stop.came,
+                # A checkpoint in the background: each rank's part is in its file.
+                has_written=self._session.saver.is_done,
+                origin_s=origin_s if before is None or not is_late else before.origin_s,
+            ).numbers()
+
+        trained = train_one_step(self._session, tell=tell)
         refuse_non_finite(self._session, trained)
-        pipe, result = self._pipe, trained.result
+        self._say_skipped(trained.result)
+        with together(pipe.world, "the step's edge"):
+            if self._session.lock is not None:
+                self._session.lock.check()
+        agreed = agree(trained.result.told)
+        edge.leave(trained.result.met_s)
+        this = TimedStep(pipe.steps_done, pipe.last_step_marks(), trained.laps, origin_s)
+        timed = before if is_late else this
+        self._before = this
+        if timed is None:
+            return trained, agreed, None
+        self._reporter.hold(timed, agreed.pipeline_s)
+        times = Times(agreed.pipeline_s, agreed.bubble, timed.laps.spent(agreed.pipeline_s))
+        return trained, agreed, times
+
+    def _say_skipped(self, result: StepResult) -> None:
+        pipe = self._pipe
         if result.is_skipped and self._leads and pipe.loss_scale is not None:
             log.warning(
                 "step %d: skipped, as gradients overflowed float16 at a loss scale of %g; it is "
@@ -241,25 +281,6 @@ class _Loop:
                 result.loss_scale,
                 pipe.loss_scale.value,
             )
-        return trained
-
-    def _meet(self) -> Agreed:
-        """Put together what ranks know of the step."""
-        pipe = self._pipe
-        told = Told(
-            pipe.last_step_times(),
-            peak_memory_bytes(pipe.world.device),
-            wants_to_stop=self._stop.came,
-            # A checkpoint in the background: each rank's part is in its file.
-            has_written=self._session.saver.is_done,
-        )
-        origin_s = self._edge.origin_s
-        with together(pipe.world, "the step's edge"):
-            if self._session.lock is not None:
-                self._session.lock.check()
-            agreed = self._edge.meet(told, pipe.world.rank)
-        self._reporter.hold(agreed, origin_s)
-        return agreed
 
     def _save(self) -> float:
         """Save in mid-run, as the settings say; return the seconds that the next step waits."""

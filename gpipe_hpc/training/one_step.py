@@ -5,11 +5,46 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+from gpipe_hpc.engine.recorder import seconds_between, take_mark
+from gpipe_hpc.engine.steps import Tell
 from gpipe_hpc.engine.sums.results import StepResult
 from gpipe_hpc.errors import NonFiniteError
 from gpipe_hpc.training.batches import Batch
 from gpipe_hpc.training.lr import lr_at, set_lr
 from gpipe_hpc.training.session import Session
+
+
+class Spent(NamedTuple):
+    """Where the time of a step went on this rank, in seconds.
+
+    `edge_s`: what `Pipeline.step` took beyond the pipeline of all ranks: what they tell one
+    another, and dividing the gradients.
+    """
+
+    reading_s: float
+    edge_s: float
+    clipping_s: float
+    optimizer_s: float
+
+
+class Laps(NamedTuple):
+    """Marks between the parts of a step; on a GPU, reading them waits for it."""
+
+    began: object
+    read: object
+    piped: object
+    looked: object
+    clipped: object
+    stepped: object
+
+    def spent(self, pipeline_s: float) -> Spent:
+        """Return where the time went; `pipeline_s`: the time in the pipeline of all ranks."""
+        return Spent(
+            seconds_between(self.began, self.read),
+            max(0.0, seconds_between(self.read, self.piped) - pipeline_s),
+            seconds_between(self.looked, self.clipped),
+            seconds_between(self.clipped, self.stepped),
+        )
 
 
 class Trained(NamedTuple):
@@ -19,26 +54,35 @@ class Trained(NamedTuple):
     result: StepResult
     lr: float
     norm: float | None
+    laps: Laps
 
 
-def train_one_step(session: Session, look: Callable[[], None] | None = None) -> Trained:
+def train_one_step(
+    session: Session, look: Callable[[], None] | None = None, tell: Tell | None = None
+) -> Trained:
     """Train on the next batch: forward, backward, clipping, the optimizer's step.
 
-    `look` is called when the gradients are there, before they are clipped.
+    `look` is called when the gradients are there, before they are clipped. `tell`: see
+    `Pipeline.step`.
     """
     pipe, config = session.pipe, session.config
+    mark = partial(take_mark, pipe.world.device)
+    began = mark()
     batch = session.next_batch()
-    result = pipe.step(batch.inputs, batch.targets)
+    read = mark()
+    result = pipe.step(batch.inputs, batch.targets, tell)
+    piped = mark()
     if look is not None:
         look()
-    norm = None
+    looked, norm = mark(), None
     if config.train.clip_norm is not None:
         norm = float(pipe.clip_grad_norm_(config.train.clip_norm))
+    clipped = mark()
     lr = _lr(session, batch, result)
     set_lr(session.optimizer, lr)
     session.optimizer.step()
     session.position = batch.position
-    return Trained(batch, result, lr, norm)
+    return Trained(batch, result, lr, norm, Laps(began, read, piped, looked, clipped, mark()))
 
 
 def _lr(session: Session, batch: Batch, result: StepResult) -> float:
@@ -52,7 +96,7 @@ def _lr(session: Session, batch: Batch, result: StepResult) -> float:
 
 def refuse_non_finite(session: Session, trained: Trained) -> None:
     """Raise NonFiniteError, on every rank, if a step's loss or norm is no number to go on from."""
-    pipe, (_, result, _, norm) = session.pipe, trained
+    pipe, (_, result, _, norm, _) = session.pipe, trained
     if not math.isfinite(result.loss):
         bad = [m for m, loss in enumerate(result.microbatch_losses) if not math.isfinite(loss)]
         replica, microbatch = divmod(bad[0], pipe.num_microbatches) if bad else (0, 0)

@@ -166,7 +166,8 @@ def run_step(session: Session) -> Facts:
     weight = pipe.loss_weight
     scale = 1.0 if pipe.loss_scale is None else pipe.loss_scale.value
     gradients: dict[str, Tensor | None] = {}
-    batch, result, lr, norm = train_one_step(session, lambda: gradients.update(_gradients(session)))
+    trained = train_one_step(session, lambda: gradients.update(_gradients(session)))
+    batch, result, lr, norm, _ = trained
     return {
         "own_inputs": batch.inputs,
         "own_targets": batch.targets,

@@ -72,11 +72,15 @@ class Bucket:
         rows = zip(self._names, self.parameters, stops, self._used, strict=True)
         return tuple(Item(n, p.shape, stop - p.numel(), stop, used) for n, p, stop, used in rows)
 
-    def finish(self, divisor: torch.Tensor, used: Sequence[bool]) -> None:
-        """Wait for the sum, divide it, and leave None where no replica used the parameter."""
+    def wait(self) -> None:
+        """Return when the sum is there (on CUDA: when the current stream may use it)."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
+
+    def finish(self, divisor: torch.Tensor, used: Sequence[bool]) -> None:
+        """Wait for the sum, divide it, and leave None where no replica used the parameter."""
+        self.wait()
         self._flat.div_(divisor)
         for parameter, view, is_used in zip(self.parameters, self._views, used, strict=True):
             parameter.grad = view if is_used else None

@@ -36,6 +36,7 @@ class ParameterInfo(NamedTuple):
     name: str
     stage: int
     num_elements: int
+    is_double: bool = False
 
 
 def build_stages(
@@ -111,13 +112,18 @@ def _share(tie: Tie, modules: Mapping[int, nn.Module]) -> None:
 def gather_parameters(stages: dict[int, Stage], pipeline: Group) -> tuple[ParameterInfo, ...]:
     """Return all parameters of the model in global order, each once, the same on every rank."""
     own = [
-        (stage.index, position, ParameterInfo(name, stage.index, parameter.numel()))
+        (stage.index, position, _info(name, stage.index, parameter))
         for stage in stages.values()
         for position, (name, parameter) in enumerate(stage.named_parameters().items())
         if stage.owns(name)
     ]
     everybody = sorted({entry for part in pipeline.all_gather_object(own) for entry in part})
     return tuple(info for _, _, info in everybody)
+
+
+def _info(name: str, stage: int, parameter: nn.Parameter) -> ParameterInfo:
+    is_double = parameter.dtype == torch.float64
+    return ParameterInfo(name, stage, parameter.numel(), is_double)
 
 
 def by_stage(parameters: Sequence[ParameterInfo]) -> list[dict[str, int]]:

@@ -4,8 +4,8 @@ Replicas, and mirrored placements, run other micro-batches through the copies of
 their layers count or average in buffers drifts apart. At the end of a step the copies are made
 equal, or it is said that they are not. BatchNorm layers that are pooled are none of this.
 
-Whether any holder has changed a buffer all of them learn with the flags that a step unites anyway;
-where none has, nothing else is sent.
+Whether any holder has changed a buffer all of them learn where all ranks meet behind the pipeline
+anyway; where none has, nothing else is sent.
 """
 
 import logging
@@ -78,6 +78,7 @@ class Drift:
         self._named: list[tuple[str, nn.Module, tuple[str, ...]]] = []  # what the table is of
         self._table: dict[str, Place] = {}
         self._names = sorted(self._places())
+        self._num_slots = max(1, len(self._names))  # all ranks know it, so it stays
         self._kinds = self._kinds_now()
         self._before: dict[str, _Found] = {}
         self._changed: set[str] = set()  # since the holders were made equal
@@ -104,8 +105,13 @@ class Drift:
                 self._changed.add(name)
         self._before = {}
 
+    @property
+    def num_flags(self) -> int:
+        """Return how many `flags` there are, the same all along."""
+        return self._num_slots + 1 + self._group.size if self._group.size > 1 else 0
+
     def flags(self) -> list[bool]:
-        """Return what every holder must know of every other: as many flags on each of them."""
+        """Return what every holder must know of every other."""
         if self._group.size == 1:
             return []
         places = self._places()
@@ -117,15 +123,28 @@ class Drift:
         )
         ran = [False] * self._group.size
         ran[self._position] = self._num_samples > 0
-        return [*(name in self._changed for name in self._names), is_unusual, *ran]
+        return [*self._slots(), is_unusual, *ran]
+
+    def _slots(self) -> list[bool]:
+        """Return which buffers are changed; where they are more or fewer by now, whether any is."""
+        if len(self._names) == self._num_slots:
+            return [name in self._changed for name in self._names]
+        return [bool(self._changed), *[False] * (self._num_slots - 1)]
+
+    def _changed_anywhere(self, slots: Sequence[bool]) -> list[str]:
+        if not any(slots):
+            return []
+        if len(self._names) != self._num_slots:
+            slots = unite_flags([name in self._changed for name in self._names], self._group)
+        return [name for name, flag in zip(self._names, slots, strict=True) if flag]
 
     def settle(self, united: Sequence[bool]) -> None:
         """Make the holders equal, or say that they are not; `united`: the flags of all holders."""
         if self._group.size == 1:
             return
-        changed = [n for n, flag in zip(self._names, united, strict=False) if flag]
-        is_unusual, *ran = united[len(self._names) :]
+        is_unusual, *ran = united[self._num_slots :]
         first = ran.index(True) if any(ran) else 0
+        changed = [] if is_unusual else self._changed_anywhere(united[: self._num_slots])
         if is_unusual:
             self._settle_unusual(first)
         elif changed and self._policy == "each":

@@ -52,6 +52,9 @@ class Unreduced:
         assert way is None, "the stage's gradients are summed over other ranks"
         return None
 
+    def wait(self) -> None:
+        """Return at once: nothing is summed."""
+
     def finish(self, divisor: torch.Tensor, used: Sequence[bool]) -> None:
         """Divide the gradients."""
         pairs = zip(self.parameters, used, strict=True)
@@ -130,6 +133,16 @@ class StageGradients:
     def used_flags(self) -> list[bool]:
         """Return which trainable parameters this replica used, bucket by bucket."""
         return [flag for bucket in self.each() for flag in bucket.used()]
+
+    def trained_names(self) -> list[str]:
+        """Return the names of the trainable parameters, in the order of `used_flags`."""
+        names = {id(parameter): name for name, parameter in self._named.items()}
+        return [names[id(p)] for bucket in self.each() for p in bucket.parameters]
+
+    def wait(self) -> None:
+        """Return when all sums are there."""
+        for bucket in self.each():
+            bucket.wait()
 
     def finish(self, divisor: torch.Tensor, used: Sequence[bool]) -> None:
         """Finish every bucket; `used` is `used_flags` united over the replicas."""

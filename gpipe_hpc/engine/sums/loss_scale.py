@@ -9,7 +9,6 @@ from typing import Final
 
 import torch
 
-from gpipe_hpc.comm.group import Group
 from gpipe_hpc.errors import NonFiniteError
 
 _INITIAL: Final = 2.0**16
@@ -61,15 +60,13 @@ class LossScale:
         self.num_skipped = int(state["num_skipped"])
 
 
-def any_overflow(gradients: Iterable[torch.Tensor], group: Group, device: torch.device) -> bool:
-    """Say, the same on every rank of the group, whether any gradient is infinite or NaN.
+def count_overflows(gradients: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return how many gradients hold an infinity or NaN, float64[]; the device is not waited for.
 
-    Waits for the device once, behind the agreement.
+    They are looked at as they were summed, before the scale is taken out of them.
     """
     present = [gradient for gradient in gradients if gradient.numel()]
-    count = torch.zeros(1, dtype=torch.float64, device=device)
-    if present:
-        peaks = torch.stack([p.double() for p in torch._foreach_norm(present, torch.inf)])
-        count += torch.isfinite(peaks).logical_not_().sum()
-    group.all_reduce(count)
-    return bool(count > 0)
+    if not present:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    peaks = torch.stack([p.double() for p in torch._foreach_norm(present, torch.inf)])
+    return torch.isfinite(peaks).logical_not_().sum().double()

@@ -15,24 +15,23 @@ class Norms(NamedTuple):
     """The norm of each parameter's gradient, over all stages; the same on every rank.
 
     `names`: of all parameters, in global order. `values`: float64[names], 0 where there is no
-    gradient. `present`: int32[names] on the host: 0 for no gradient, 2 where the model is of
-    float64, else 1.
+    gradient. `present`: float64[names], above 0 where there is one; of no elements on a GPU, which
+    would have to be waited for to know. `dtype`: the model's widest, at least float32.
     """
 
     names: Sequence[str]
     values: Tensor
     present: Tensor
+    dtype: torch.dtype
 
     def total(self) -> Tensor:
-        """Return the norm of the norms of those that have a gradient, in the model's precision."""
-        kinds, norms = self.present.tolist(), self.values
-        if not any(kinds):
-            return norms.new_zeros(())
-        if not all(kinds):
-            norms = norms[self.present.to(norms.device) > 0]
-        if max(kinds) == 1:
-            norms = norms.to(torch.float32)
-        combined: Tensor = torch.linalg.vector_norm(norms)
+        """Return the norm of the norms, in the model's precision.
+
+        Of those alone that have a gradient, as torch takes it; on a GPU zeros stand for the others,
+        which may change the last bit.
+        """
+        norms = self.values[self.present > 0] if len(self.present) else self.values
+        combined: Tensor = torch.linalg.vector_norm(norms.to(self.dtype))
         return combined
 
     def square_without(self, left_out: Collection[str]) -> float:
@@ -48,29 +47,25 @@ def gather_norms(
     all_names: Sequence[str],
     group: Group,
     device: torch.device,
+    dtype: torch.dtype = torch.float32,
 ) -> Norms:
     """Put together the norms of single parameters, in global order; all ranks of a pipeline call.
 
     As `torch.nn.utils.clip_grad_norm_` does in one process: never per bucket or stage, which
     would change the last bit with the cut. A parameter held by several ranks is among `counted`
-    on one of them.
+    on one of them. `dtype`: the widest of the model's parameters, at least float32. One sum over
+    the group.
     """
-    place = {name: index for index, name in enumerate(all_names)}
-    present = torch.zeros(len(all_names), dtype=torch.int32)
-    gradients = {name: p.grad for name, p in own.items() if p.grad is not None}
-    dtype = torch.float32
-    for gradient in gradients.values():
-        dtype = torch.promote_types(dtype, gradient.dtype)
-    # Wide enough for every stage's dtype; exact, as each place has one contributor.
-    norms = torch.zeros(len(all_names), dtype=torch.float64, device=device)
-    for name, norm in zip(gradients, _norms(list(gradients.values())), strict=True):
-        if name not in counted:
-            continue
-        norms[place[name]] = norm
-        present[place[name]] = 2 if dtype == torch.float64 else 1
-    group.all_reduce(norms)
-    group.all_reduce(present)
-    return Norms(all_names, norms, present)
+    gradients = {n: p.grad for n, p in own.items() if p.grad is not None and n in counted}
+    by_name = dict(zip(gradients, _norms(list(gradients.values())), strict=True))
+    # Exact: each place has one contributor. Wide enough for every stage's dtype.
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    sums = torch.stack([zero, *(by_name.get(name, zero) for name in all_names)])[1:]
+    if device.type == "cpu":
+        present = [name in by_name for name in all_names]
+        sums = torch.cat([sums, torch.tensor(present, dtype=torch.float64)])
+    group.all_reduce(sums)
+    return Norms(all_names, sums[: len(all_names)], sums[len(all_names) :], dtype)
 
 
 def clip_by_norm(own: Mapping[str, nn.Parameter], norms: Norms, max_norm: float) -> Tensor:
@@ -80,11 +75,18 @@ def clip_by_norm(own: Mapping[str, nn.Parameter], norms: Norms, max_norm: float)
     """
     total = norms.total()
     if max_norm < float("inf"):
-        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for parameter in own.values():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor.to(parameter.grad.dtype))
+        gradients = [p.grad for p in own.values() if p.grad is not None]
+        _scale(gradients, torch.clamp(max_norm / (total + 1e-6), max=1.0))
     return total
+
+
+def _scale(gradients: list[Tensor], factor: Tensor) -> None:
+    """Multiply gradients by a factor of at most 1; where it is known to be 1 they stay."""
+    if factor.device.type == "cpu" and factor == 1.0:
+        return
+    for dtype in {gradient.dtype for gradient in gradients}:
+        kind = [gradient for gradient in gradients if gradient.dtype == dtype]
+        torch._foreach_mul_(kind, factor.to(dtype))
 
 
 def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:

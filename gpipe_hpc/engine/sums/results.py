@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from gpipe_hpc.comm.group import Group
-from gpipe_hpc.engine.sums.loss import LossTerm, Noted
+from gpipe_hpc.engine.sums.loss import Noted
 from gpipe_hpc.engine.sums.squares import GradientParts
 from gpipe_hpc.models import MAIN_LOSS
 
@@ -88,7 +87,7 @@ class StepLoss:
         return totals
 
     def _places(self) -> list[tuple[Row, int]]:
-        return list(zip(self.rows, _positions(self.rows), strict=True))
+        return list(zip(self.rows, positions(self.rows), strict=True))
 
 
 @dataclass(frozen=True, repr=False)
@@ -97,13 +96,16 @@ class StepResult:
 
     `is_skipped`: gradients overflowed float16 on some rank, so there are none on any.
     `loss_scale`: what backward was scaled by. `parts`: how much the gradients of the step's parts
-    differ, with `noise_over`.
+    differ, with `noise_over`. `told`: of each rank the numbers that it told all others. `met_s`:
+    when this rank left the meeting behind the pipeline, on its own clock.
     """
 
     _loss: StepLoss
     is_skipped: bool = False
     loss_scale: float = 1.0
     parts: GradientParts | None = None
+    told: tuple[tuple[float, ...], ...] = ()
+    met_s: float = 0.0
 
     def __repr__(self) -> str:
         numbers = {**self.scalars(), "weight": self.weight}
@@ -152,85 +154,7 @@ class StepResult:
         return self._loss.microbatch_losses
 
 
-class Exchange:
-    """Put together what the ranks know of the losses of a step.
-
-    Each place has one contributor and zeros from everybody else, so the sums are exact. Which
-    rows there are, all ranks agree on when one has a row that is new.
-    """
-
-    def __init__(self, num_global: int, group: Group, device: torch.device) -> None:
-        self._num_global = num_global
-        self._group = group
-        self._device = device
-        self._rows: tuple[Row, ...] = ()
-
-    def __call__(
-        self,
-        own: Mapping[int, LossTerm],
-        noted: Mapping[int, Sequence[Noted]],
-        squares: Mapping[int, torch.Tensor] | None = None,
-    ) -> StepLoss:
-        """Return the loss of the step; all are by global micro-batch.
-
-        `squares` are those of this rank's stages, on all ranks or on none.
-        """
-        found = _found(noted)
-        terms, summed, is_new = self._sum(own, found, squares)
-        if is_new:
-            everybody = self._group.all_gather_object(sorted(found))
-            self._rows = tuple(sorted({*self._rows, *(row for rows in everybody for row in rows)}))
-            terms, summed, _ = self._sum(own, found, squares)
-        return StepLoss(terms, self._rows, None if squares is None else summed)
-
-    def _sum(
-        self,
-        own: Mapping[int, LossTerm],
-        found: Found,
-        squares: Mapping[int, torch.Tensor] | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, bool]:
-        """Return the terms of all ranks, their squares, and whether some rank has new rows."""
-        places = dict(zip(self._rows, _positions(self._rows), strict=True))
-        num_terms = _num_terms(self._rows) * self._num_global
-        num_all = num_terms + (0 if squares is None else self._num_global)
-        num_own_new = sum(row not in places for row in found)
-        entries: dict[int, torch.Tensor | float] = {num_all: float(num_own_new)}
-        entries |= {num_terms + index: square for index, square in (squares or {}).items()}
-        for index, term in own.items():
-            entries[index] = term.total
-            entries[self._num_global + index] = term.weight
-        for row, by_microbatch in found.items():
-            for index, numbers in by_microbatch.items() if row in places else ():
-                for offset, number in enumerate(numbers):
-                    entries[(places[row] + offset) * self._num_global + index] = number
-        flat = self._flat(entries, num_all + 1)
-        self._group.all_reduce(flat)
-        num_new = flat[-1:]
-        if self._device.type != "cpu":
-            # The device is not waited for within a step: this one number travels on the host.
-            num_new = torch.tensor([num_own_new])
-            self._group.all_reduce(num_new)
-        terms = flat[:num_terms].view(-1, self._num_global)
-        return terms, flat[num_terms:num_all], int(num_new) > 0
-
-    def _flat(self, entries: Mapping[int, torch.Tensor | float], size: int) -> torch.Tensor:
-        """Return float64[size] with these entries, else zeros; a device is not waited for."""
-        on_device = {}
-        row = [0.0] * size
-        for index, number in entries.items():
-            if isinstance(number, torch.Tensor) and number.device.type != "cpu":
-                on_device[index] = number
-            else:
-                row[index] = float(number)
-        is_pinned = self._device.type == "cuda"
-        host = torch.tensor(row, dtype=torch.float64, pin_memory=is_pinned)
-        flat = host.to(self._device, non_blocking=True)
-        for index, number in on_device.items():
-            flat[index] = number
-        return flat
-
-
-def _found(noted: Mapping[int, Sequence[Noted]]) -> Found:
+def find_rows(noted: Mapping[int, Sequence[Noted]]) -> Found:
     """Sort what layers reported by row."""
     found: dict[Row, dict[int, tuple[torch.Tensor | float, ...]]] = {}
     for index, layers in noted.items():
@@ -242,10 +166,11 @@ def _found(noted: Mapping[int, Sequence[Noted]]) -> Found:
     return found
 
 
-def _positions(rows: Sequence[Row]) -> list[int]:
+def positions(rows: Sequence[Row]) -> list[int]:
     """Return where the numbers of each row begin, behind the main loss and its weight."""
     return list(accumulate((2 - row.is_loss for row in rows[:-1]), initial=2)) if rows else []
 
 
-def _num_terms(rows: Sequence[Row]) -> int:
+def num_terms(rows: Sequence[Row]) -> int:
+    """Return how many numbers there are of each micro-batch."""
     return 2 + sum(2 - row.is_loss for row in rows)

@@ -12,7 +12,6 @@ from gpipe_hpc.comm.world import World
 from gpipe_hpc.engine.outer.bucket import Bucket
 from gpipe_hpc.engine.outer.ways import AllReduce
 from gpipe_hpc.engine.stages.stage import Stage
-from gpipe_hpc.engine.sums.gradients import unite_flags
 from gpipe_hpc.models import Tie
 from gpipe_hpc.schedule import Placement
 
@@ -25,6 +24,7 @@ class TiedParameter:
     """
 
     def __init__(self, name: str, parameter: nn.Parameter, group: Group) -> None:
+        self.name = name
         self._parameter = parameter
         self._group = group
         self._bucket = Bucket({name: parameter})
@@ -42,11 +42,19 @@ class TiedParameter:
         if self._parameter.requires_grad:
             self._bucket.start_reduction(self._way)
 
-    def finish(self, divisor: torch.Tensor) -> None:
-        """Finish the sum and divide it."""
+    @property
+    def is_used(self) -> bool:
+        """Say whether a micro-batch of this rank has used it; known once its sum was started."""
+        return self._parameter.requires_grad and self._bucket.used()[0]
+
+    def wait(self) -> None:
+        """Return when the sum is there."""
+        self._bucket.wait()
+
+    def finish(self, divisor: torch.Tensor, *, is_used: bool) -> None:
+        """Finish the sum and divide it; `is_used`: by any rank."""
         if self._parameter.requires_grad:
-            used = unite_flags(self._bucket.used(), self._group)
-            self._bucket.finish(divisor.to(device=self._parameter.device), used)
+            self._bucket.finish(divisor.to(device=self._parameter.device), [is_used])
 
     @property
     def value(self) -> torch.Tensor:

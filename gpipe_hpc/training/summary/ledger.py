@@ -4,11 +4,28 @@ import statistics
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from gpipe_hpc.training.step_edge import Agreed
+from gpipe_hpc.training.one_step import Spent
 
 _NUM_KEPT: Final = 10_000  # steps of which medians are taken: the newest
+
+
+class Times(NamedTuple):
+    """Where the time of a step went: in the pipeline of all ranks, and around it on rank 0."""
+
+    pipeline_s: float
+    bubble: float
+    spent: Spent
+
+    def scalars(self) -> dict[str, float | None]:
+        """Return them by name, as metrics.jsonl has them."""
+        return {"bubble": self.bubble, "pipeline_s": self.pipeline_s, **self.spent._asdict()}
+
+    @staticmethod
+    def none() -> dict[str, float | None]:
+        """Return the same names of a step whose times are not known."""
+        return dict.fromkeys(("bubble", "pipeline_s", *Spent._fields))
 
 
 @dataclass
@@ -27,11 +44,9 @@ class Ledger:
     last_loss: float | None = None
     validation_loss: float | None = None
     stalls_s: dict[str, float] = field(default_factory=dict)
-    _newest: deque[tuple[float, float, float]] = field(
-        default_factory=lambda: deque(maxlen=_NUM_KEPT)
-    )
+    _newest: deque[tuple[float, Times]] = field(default_factory=lambda: deque(maxlen=_NUM_KEPT))
 
-    def note(self, agreed: Agreed, step_time_s: float, num_samples: int, loss: float) -> None:
+    def note(self, times: Times | None, step_time_s: float, num_samples: int, loss: float) -> None:
         """Take in a finished step."""
         if self.num_steps == 1:
             self.num_samples, self.steps_s = 0, 0.0
@@ -39,7 +54,8 @@ class Ledger:
         self.num_steps += 1
         self.num_samples += num_samples
         self.steps_s += step_time_s
-        self._newest.append((step_time_s, agreed.pipeline_s, agreed.bubble))
+        if times is not None:
+            self._newest.append((step_time_s, times))
         self.first_loss = loss if self.first_loss is None else self.first_loss
         self.last_loss = loss
 
@@ -56,11 +72,10 @@ class Ledger:
         """Return the medians of a step: seconds, those in the pipeline and others; the bubble."""
         if not self._newest:
             return {"step_time_s": None, "pipeline_s": None, "outside_pipeline_s": None}
-        step_s, pipeline_s, bubble = zip(*self._newest, strict=True)
-        outside = [whole - part for whole, part in zip(step_s, pipeline_s, strict=True)]
+        outside = [step_s - times.pipeline_s for step_s, times in self._newest]
+        rows = [times.scalars() for _, times in self._newest]
         return {
-            "step_time_s": statistics.median(step_s),
-            "pipeline_s": statistics.median(pipeline_s),
+            "step_time_s": statistics.median(step_s for step_s, _ in self._newest),
             "outside_pipeline_s": statistics.median(outside),
-            "bubble": statistics.median(bubble),
+            **{name: statistics.median(row[name] or 0.0 for row in rows) for name in rows[0]},
         }

@@ -8,7 +8,7 @@ from typing import Any
 from gpipe_hpc.comm.world import together
 from gpipe_hpc.errors import os_remedy
 from gpipe_hpc.training.session import Session
-from gpipe_hpc.training.step_edge import Agreed
+from gpipe_hpc.training.step_edge import TimedStep
 from gpipe_hpc.training.summary.compose import (
     Ended,
     Traced,
@@ -64,15 +64,11 @@ class Reporter:
         leads = session.pipe.world.rank == 0
         self.planned = expected_timeline(session.pipe, session.batch_size) if leads else None
 
-    def hold(self, agreed: Agreed, origin_s: float) -> None:
-        """Hold when this rank's actions ran in the last step, if that is one to be traced.
-
-        `origin_s`: see `StepEdge`.
-        """
-        step = self._pipe.steps_done
-        if self._held.wants(step):
-            moments = self._pipe.last_step_moments()
-            self._held.take(HeldStep(step, agreed.pipeline_s, moments, origin_s))
+    def hold(self, timed: TimedStep, pipeline_s: float) -> None:
+        """Hold when this rank's actions ran in a step, if that is one to be traced."""
+        if self._held.wants(timed.step):
+            moments = timed.marks.moments
+            self._held.take(HeldStep(timed.step, pipeline_s, moments, timed.origin_s))
 
     def refresh(self) -> None:
         """Write how the run stands, for whoever looks before its end; the same call everywhere."""

@@ -7,6 +7,12 @@ from gpipe_hpc.planning.columns import aligned
 from gpipe_hpc.planning.units import bytes_text, flops_text
 
 _MAX_RANKS: Final = 16  # lines of a table; of more ranks those at the ends are shown
+_AROUND: Final = {
+    "reading_s": "reading",
+    "edge_s": "summing up",
+    "clipping_s": "clipping",
+    "optimizer_s": "optimizer",
+}
 _CAUSES: Final = {
     "fill_and_drain_s": "fill, drain",
     "imbalance_s": "imbalance",
@@ -40,8 +46,14 @@ def _pace(summary: Mapping[str, Any]) -> str:
         words.append(f"{pace['share_of_peak']:.1%} of the devices' peak ({best}/s each)")
     return (
         f"a step took {_time(step['step_time_s'])}, {_time(step['outside_pipeline_s'])} of it "
-        f"outside the pipeline (medians): {', '.join(words)}"
+        f"outside the pipeline{_around(step)} (medians): {', '.join(words)}"
     )
+
+
+def _around(step: Mapping[str, Any]) -> str:
+    """Say what took the time outside the pipeline."""
+    known = [f"{name} {_time(step[key])}" for key, name in _AROUND.items() if key in step]
+    return f" ({', '.join(known)})" if known else ""
 
 
 def _advice(summary: Mapping[str, Any]) -> str:

@@ -161,7 +161,7 @@ def test_norm_and_clipping_are_torchs_to_the_bit_for_every_cut(cut, dtype):
         mine = names[:cut] if world.rank == 0 else names[cut:]
         own = {name: p for name, p in with_gradients().items() if name in mine}
         group = world.group([(0, 1)])
-        norms = gather_norms(own, set(own), names, group, world.device)
+        norms = gather_norms(own, set(own), names, group, world.device, dtype)
         got = clip_by_norm(own, norms, 0.5)
         return got, {name: p.grad for name, p in own.items()}
 

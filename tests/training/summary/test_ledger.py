@@ -2,12 +2,13 @@
 
 import pytest
 
-from gpipe_hpc.training.step_edge import Agreed
-from gpipe_hpc.training.summary.ledger import Ledger
+from gpipe_hpc.training.one_step import Spent
+from gpipe_hpc.training.summary.ledger import Ledger, Times
 
 
 def note(ledger, step_time_s, pipeline_s, bubble=0.1, loss=1.0):
-    ledger.note(Agreed(pipeline_s, bubble, 1, 0, False, True), step_time_s, 6, loss)
+    spent = Spent(0.0, 0.25 * step_time_s, 0.0, 1.0)
+    ledger.note(Times(pipeline_s, bubble, spent), step_time_s, 6, loss)
 
 
 def test_the_first_step_counts_in_no_rate_unless_it_is_the_only_one():
@@ -21,7 +22,16 @@ def test_the_first_step_counts_in_no_rate_unless_it_is_the_only_one():
     medians = ledger.medians()
     assert (medians["step_time_s"], medians["pipeline_s"]) == (3.0, 2.0)
     assert medians["outside_pipeline_s"] == 0.5
+    assert (medians["edge_s"], medians["optimizer_s"]) == (0.75, 1.0)
     assert (ledger.num_steps, ledger.first_loss, ledger.last_loss) == (4, 3.0, 2.0)
+
+
+def test_a_step_whose_times_are_not_known_yet_counts_in_no_median():
+    """A GPU's times come with the step behind."""
+    ledger = Ledger(first_step=0)
+    for _ in range(2):
+        ledger.note(None, 2.0, 6, 1.0)
+    assert ledger.samples_per_s == 3.0 and ledger.medians()["pipeline_s"] is None
 
 
 def test_stalls_add_up_by_name():

@@ -1,0 +1,161 @@
+"""What all ranks tell one another behind the pipeline of a step: one sum over all of them.
+
+On a CPU it is one tensor. With a GPU what lies on the device is summed there, and what the host
+knows travels on the host meanwhile: neither waits for the other.
+"""
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import torch
+
+from gpipe_hpc.comm.group import Group
+from gpipe_hpc.engine.sums.loss import LossTerm, Noted
+from gpipe_hpc.engine.sums.results import Found, Row, StepLoss, find_rows, num_terms, positions
+from gpipe_hpc.errors import ConfigError
+
+NUM_TOLD: Final = 8
+"""How many numbers a rank may tell all others; always as many travel."""
+
+
+@dataclass(frozen=True)
+class Says:
+    """What one rank says.
+
+    `losses` and `noted`: by global micro-batch. `flags`: the numbers of those that are set.
+    `overflows`: how many of its gradients are not finite, float64[] on the device. `told`: at most
+    `NUM_TOLD` numbers for every rank. `squares`: of this rank's parts of the gradients, by global
+    micro-batch, on all ranks or on none.
+    """
+
+    losses: Mapping[int, LossTerm]
+    noted: Mapping[int, Sequence[Noted]] = field(default_factory=dict)
+    flags: Collection[int] = ()
+    overflows: torch.Tensor | None = None
+    told: Sequence[float] = ()
+    squares: Mapping[int, torch.Tensor] | None = None
+
+
+class Known(NamedTuple):
+    """What all ranks know then, the same on each.
+
+    `flags`: those set on any rank. `overflows`: the sum, float64[] on the device. `told`: a row for
+    each rank. `left_s`: when this rank left, on its clock.
+    """
+
+    loss: StepLoss
+    flags: frozenset[int]
+    overflows: torch.Tensor
+    told: tuple[tuple[float, ...], ...]
+    left_s: float
+
+
+class _Summed(NamedTuple):
+    terms: torch.Tensor
+    squares: torch.Tensor | None
+    overflows: torch.Tensor
+    num_new: int
+    flags: torch.Tensor
+    told: torch.Tensor
+    left_s: float
+
+
+class Meeting:
+    """Where all ranks meet: none goes on behind a step that failed on one.
+
+    `num_global`: micro-batches of the global batch. `num_flags`: the same on every rank. Each
+    number but a flag has one contributor and zeros from everybody else, so the sums are exact.
+    Which rows of a loss there are, all ranks agree on when one has a row that is new.
+    """
+
+    def __init__(
+        self, num_global: int, num_flags: int, group: Group, rank: int, device: torch.device
+    ) -> None:
+        self._num_global, self._num_flags = num_global, num_flags
+        self._group, self._device = group, device
+        self._place = group.ranks.index(rank)
+        self._rows: tuple[Row, ...] = ()
+
+    def __call__(self, says: Says) -> Known:
+        """Return what all say; the same call on every rank."""
+        found = find_rows(says.noted)
+        summed = self._sum(says, found)
+        if summed.num_new:
+            everybody = self._group.all_gather_object(sorted(found))
+            self._rows = tuple(sorted({*self._rows, *(row for rows in everybody for row in rows)}))
+            summed = self._sum(says, found)
+        return Known(
+            StepLoss(summed.terms, self._rows, summed.squares),
+            frozenset(summed.flags.nonzero().flatten().tolist()),
+            summed.overflows,
+            tuple(map(tuple, summed.told.view(-1, NUM_TOLD).tolist())),
+            summed.left_s,
+        )
+
+    def _sum(self, says: Says, found: Found) -> _Summed:
+        """Return the sums over all ranks of what they say, with the rows that all know of."""
+        terms, host = self._terms(says, found), self._host(says, found)
+        if self._device.type == "cpu":
+            flat = torch.cat([terms, host])
+            self._group.all_reduce(flat)
+            terms, host = torch.split(flat, [len(terms), len(host)])
+        else:
+            pending = self._group.start_all_reduce(terms)
+            self._group.all_reduce(host)
+            pending.wait()
+        left_s = time.perf_counter()
+        num_new, flags, told = torch.split(host, [1, self._num_flags, NUM_TOLD * self._group.size])
+        rows = terms[:-1].view(-1, self._num_global)
+        num_rows = num_terms(self._rows)
+        squares = None if says.squares is None else rows[num_rows]
+        return _Summed(rows[:num_rows], squares, terms[-1], int(num_new), flags, told, left_s)
+
+    def _terms(self, says: Says, found: Found) -> torch.Tensor:
+        """Return, as float64[n], the terms of the loss, the squares if any, and the overflows.
+
+        No device is waited for: numbers of the host travel there from pinned memory.
+        """
+        size = (num_terms(self._rows) + (says.squares is not None)) * self._num_global + 1
+        places = dict(zip(self._rows, positions(self._rows), strict=True))
+        entries: dict[int, torch.Tensor | float] = {}
+        for index, term in says.losses.items():
+            entries[index] = term.total
+            entries[self._num_global + index] = term.weight
+        for row, by_microbatch in found.items():
+            for index, numbers in by_microbatch.items() if row in places else ():
+                for offset, number in enumerate(numbers):
+                    entries[(places[row] + offset) * self._num_global + index] = number
+        for index, square in (says.squares or {}).items():
+            entries[num_terms(self._rows) * self._num_global + index] = square
+        if says.overflows is not None:
+            entries[size - 1] = says.overflows
+        on_device = {}
+        row_of = [0.0] * size
+        for index, number in entries.items():
+            if isinstance(number, torch.Tensor) and number.device.type != "cpu":
+                on_device[index] = number
+            else:
+                row_of[index] = float(number)
+        is_pinned = self._device.type == "cuda"
+        host = torch.tensor(row_of, dtype=torch.float64, pin_memory=is_pinned)
+        flat = host.to(self._device, non_blocking=True)
+        for index, number in on_device.items():
+            flat[index] = number
+        return flat
+
+    def _host(self, says: Says, found: Found) -> torch.Tensor:
+        """Return how many rows are new, the flags, and what is told: float64[n] on the host."""
+        if len(says.told) > NUM_TOLD:
+            raise ConfigError(
+                f"tell: expected at most {NUM_TOLD} numbers for the other ranks, got "
+                f"{len(says.told)}; tell less, or gather the rest behind the step"
+            )
+        start = 1 + self._num_flags + self._place * NUM_TOLD
+        row = [0.0] * (1 + self._num_flags + NUM_TOLD * self._group.size)
+        row[0] = float(sum(each not in self._rows for each in found))
+        for flag in says.flags:
+            row[1 + flag] = 1.0
+        row[start : start + len(says.told)] = map(float, says.told)
+        return torch.tensor(row, dtype=torch.float64)

@@ -1,0 +1,231 @@
+"""Where all ranks meet behind the pipeline: few sums, each exact, and what they carry."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.comm.group import Done
+from gpipe_hpc.engine.sums.flags import Flags
+from gpipe_hpc.engine.sums.loss import LossTerm
+from gpipe_hpc.engine.sums.meeting import NUM_TOLD, Meeting, Says
+from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.models import build_gpt, token_cross_entropy
+from gpipe_hpc.training.loop import run_training
+from tests.support import batch, linears, mean_square, token_batch, train_here
+
+CPU = torch.device("cpu")
+WAITED = ("all_reduce", "all_reduce_max", "broadcast", "all_gather_object", "gather_object")
+
+
+class Counted:
+    """A group that counts what is asked of it, by the number of its ranks."""
+
+    def __init__(self, group, counter):
+        self._group, self._counter = group, counter
+
+    def __getattr__(self, name):
+        found = getattr(self._group, name)
+        if name not in (*WAITED, "start_all_reduce") or self._group.size == 1:
+            return found
+
+        def call(*args, **kwargs):
+            self._counter["waited" if name in WAITED else "started", self._group.size] += 1
+            return found(*args, **kwargs)
+
+        return call
+
+
+def counting(world):
+    """Let a world's groups count; return the counter."""
+    counter, form = Counter(), world.group
+    world.group = lambda members: Counted(form(members), counter)
+    world.everybody = Counted(world.everybody, counter)
+    return counter
+
+
+class Drifting(nn.Module):
+    """Counts samples in a buffer, so replicas drift apart."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen += len(x)
+        return self.inner(x)
+
+
+PLAIN, NORMAL = linears(4), [LayerSpec(nn.Linear, 4, 4), LayerSpec(nn.BatchNorm1d, 4)] * 2
+DRIFTING = [LayerSpec(Drifting, 4), *linears(3)]
+TIED = build_gpt(vocab_size=11, block_size=8, num_layers=2, num_heads=2, width=8, tied=True)
+
+
+def count(layers, stages, replicas, *, max_norm=None, loss=mean_square, data=None, **options):
+    """Return what one step of each rank asks of its groups, once all is known."""
+
+    def body(world):
+        counter = counting(world)
+        pipe = Pipeline(
+            layers,
+            loss,
+            stages=stages,
+            replicas=replicas,
+            microbatches=2,
+            partition="uniform",
+            world=world,
+            **options,
+        )
+        inputs, targets = data or batch(8)
+        part = pipe.share(len(inputs))
+        for _ in range(3):
+            counter.clear()
+            pipe.step(inputs[part], targets[part])
+            if max_norm is not None:
+                pipe.clip_grad_norm_(max_norm)
+        return dict(counter)
+
+    return run_on_threads(stages * replicas, body)
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+@pytest.mark.parametrize(("stages", "replicas"), [(1, 2), (2, 1), (2, 2)])
+def test_a_step_waits_for_one_sum_and_clipping_for_another(stages, replicas, precision):
+    """A step waited for five: the loss, what was used, overflows, two norms."""
+    size, own = stages * replicas, {} if replicas == 1 else {("started", 2): 1}
+    options = {"precision": precision}
+    for each in count(PLAIN, stages, replicas, **options):
+        assert each == {("waited", size): 1} | own
+    expected = Counter({("waited", size): 1, **own})
+    if stages > 1:
+        expected["waited", stages] += 1
+    for each in count(PLAIN, stages, replicas, max_norm=0.1, **options):
+        assert each == expected
+
+
+def test_statistics_and_buffers_that_drift_cost_one_sum_of_their_holders_each():
+    for each in count(NORMAL, 2, 2):
+        assert each == {("waited", 4): 1, ("started", 2): 2}
+    for rank, each in enumerate(count(DRIFTING, 2, 2)):
+        own = {("waited", 2): 1} if rank in (0, 2) else {}
+        assert each == {("waited", 4): 1, ("started", 2): 1} | own
+
+
+def test_the_edge_of_a_step_of_training_costs_no_sum_of_its_own(tiny, tmp_path, monkeypatch):
+    """All that `train` tells at a step's edge travels with the loss."""
+    totals = []
+    for steps in (3, 7):
+        counters = []
+
+        def run(config, world, stop, counters=counters):
+            counters.append(counting(world))
+            return run_training(config, world, stop)
+
+        monkeypatch.setattr("tests.support.run_training", run)
+        train_here(
+            4,
+            *tiny,
+            "pipeline.stages=2",
+            "pipeline.replicas=2",
+            "train.clip_norm=1",
+            f"train.steps={steps}",
+            f"run.dir={tmp_path / str(steps)}",
+        )
+        totals.append(sum(n for c in counters for (kind, _), n in c.items() if kind == "waited"))
+    assert totals[1] - totals[0] == 4 * 2 * 4  # steps, sums a step, ranks
+
+
+def test_what_a_rank_tells_every_rank_finds_in_its_row():
+    def body(world):
+        pipe = Pipeline(linears(4), mean_square, stages=2, replicas=2, world=world)
+        data = batch(8)
+        part = pipe.share(8)
+        result = pipe.step(data[0][part], data[1][part], lambda: [world.rank, float("inf")])
+        silent = pipe.step(data[0][part], data[1][part])
+        return result.told, silent.told
+
+    told, silent = run_on_threads(4, body)[0]
+    assert [row[0] for row in told] == [0, 1, 2, 3] and {row[1] for row in told} == {float("inf")}
+    assert {len(row) for row in told} == {NUM_TOLD}
+    assert silent == ((0.0,) * NUM_TOLD,) * 4
+
+
+def test_a_rank_that_tells_too_much_is_told_so():
+    def body(world):
+        pipe = Pipeline(linears(4), mean_square, stages=2, world=world)
+        pipe.step(*batch(8), lambda: range(9 if world.rank else 1))
+
+    with pytest.raises(ConfigError, match=r"tell: expected at most 8 numbers .*, got 9"):
+        run_on_threads(2, body)
+
+
+class ElsewhereGroup:
+    """Stands for a group whose ranks compute on another device than the host."""
+
+    def __init__(self, group):
+        self._group, self.calls = group, []
+        self.ranks, self.size = group.ranks, group.size
+
+    def start_all_reduce(self, tensor):
+        self.calls.append("device")
+        self._group.all_reduce(tensor)
+        return Done()
+
+    def all_reduce(self, tensor):
+        assert tensor.device == CPU
+        self.calls.append("host")
+        self._group.all_reduce(tensor)
+
+    def all_gather_object(self, value):
+        return self._group.all_gather_object(value)
+
+
+class Elsewhere:
+    """A device that is not the host's, though its memory is."""
+
+    type = "elsewhere"
+
+
+def test_what_lies_on_a_device_is_summed_there_and_the_rest_on_the_host(monkeypatch):
+    """The flags came back from the host in a sum of their own; the times in two more."""
+    to = torch.Tensor.to
+    monkeypatch.setattr(
+        torch.Tensor,
+        "to",
+        lambda self, *args, **kw: self if isinstance(args[0], Elsewhere) else to(self, *args, **kw),
+    )
+
+    def body(world):
+        group = ElsewhereGroup(world.everybody)
+        met = Meeting(2, 3, group, world.rank, Elsewhere())
+        own = {world.rank: LossTerm(torch.tensor(2.0 + world.rank), 4.0)}
+        overflows = torch.tensor(float(world.rank), dtype=torch.float64)
+        return met(Says(own, {}, {world.rank, 2}, overflows, [7.0])), group.calls
+
+    for known, calls in run_on_threads(2, body):
+        assert calls == ["device", "host"]
+        assert known.loss.terms.tolist() == [[2.0, 3.0], [4.0, 4.0]]
+        assert known.flags == {0, 1, 2} and known.overflows == 1.0
+        assert [row[0] for row in known.told] == [7.0, 7.0]
+
+
+def test_flags_have_places_of_their_own():
+    flags = Flags(["a", "b"], [0, 3, 2])
+    assert flags.size == 7
+    used = flags.of_use(["b", "a"], [True, False])
+    united = used | flags.of_buffers(1, [False, True, True]) | flags.of_buffers(2, [True, False])
+    assert len(united) == 4
+    assert flags.used(["a", "b"], united) == [False, True]
+    assert flags.buffers(0, united) == []
+    assert flags.buffers(1, united) == [False, True, True]
+    assert flags.buffers(2, united) == [True, False]
+
+
+def test_a_tied_parameter_adds_its_own_reduction_alone():
+    """What of it was used was united in a sum of its own over all that hold it."""
+    data = token_batch(vocabulary=11)
+    for each in count(TIED, 2, 2, loss=token_cross_entropy, data=data):
+        assert each == {("waited", 4): 1, ("started", 2): 1, ("started", 4): 1}
