@@ -51,6 +51,15 @@ BASE: Final = "plain"
 # How two replicas are combined over the link.
 METHODS: Final = (
     _replicas(BASE, "2 replicas, one on each host; every gradient is summed", validate_every=5),
+    *(
+        _replicas(name, f"the same, {what}", f"outer.compress={name}", validate_every=every)
+        for name, what, every in (
+            ("bfloat16", "in 2 bytes a number", 10),
+            ("qsgd", "in 4 bits a number", 20),
+            ("topk", "1 number in 100", 20),
+            ("powersgd", "in two factors of rank 2", 20),
+        )
+    ),
 )
 
 
