@@ -346,7 +346,7 @@ class Pipeline:
         homes = layer_stages(self.partition.counts)
         ties = find_ties(model)
         self._tied_names = frozenset(tie.name for tie in ties)
-        tied = join_ties(ties, self.stages, homes, placement, mesh, world)
+        tied = join_ties(ties, self.stages, homes, placement, mesh, world, request.combining)
         part_of = self._measure_parts(request.noise_over) if request.noise_over else ()
         self.num_parts = len(set(part_of))
         self._steps = Steps(

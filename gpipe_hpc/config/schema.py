@@ -117,6 +117,9 @@ class OuterConfig:
     """How the replicas' copies of a stage combine their gradients."""
 
     bucket_bytes: Any = "25MB"
+    hierarchy: Any = "none"
+    order: str = "backend"
+    algorithm: str = "backend"
     overlap: bool = True
     compress: str = "none"
     powersgd_rank: int = 2

@@ -103,9 +103,14 @@ class Steps:
             Executor(table, site.stage_rank, stages, wiring, site.world, overlaps=outer.overlap)
             for table in (tables.training, tables.evaluation)
         )
-        for index, stage in stages.items():
+        ways: dict[Group, Way] = {}
+        for index, stage in sorted(stages.items()):  # in one order on all ranks that share stages
             copies = wiring.reductions[index]
-            way = self._way(outer, stage, copies) if copies.size > 1 else None
+            if copies.size > 1 and copies not in ways:
+                ways[copies] = choose_way(outer, copies, site.world.device)
+            way = ways.get(copies)
+            if way is not None and outer.compress != "none":
+                way = self.compression.way(stage, copies)
             stage.gradients.sum_over(way, tables.buckets[index] if tables.buckets else ())
         self._drifts = {
             index: Drift(stage.layers, wiring.reductions[index], site.world.rank, buffers)
@@ -119,11 +124,6 @@ class Steps:
         )
         # The loss weight of the last step; backward is seeded near its inverse.
         self.weight = torch.tensor(float(num_global), dtype=torch.float64, device=site.world.device)
-
-    def _way(self, outer: Outer, stage: Stage, copies: Group) -> Way:
-        if outer.compress != "none":
-            return self.compression.way(stage, copies)
-        return choose_way(outer, copies)
 
     @property
     def recorder(self) -> Recorder:

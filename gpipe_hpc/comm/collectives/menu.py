@@ -18,7 +18,7 @@ from gpipe_hpc.comm.collectives.halving import (
     rabenseifner_all_reduce,
     recursive_doubling_all_reduce,
 )
-from gpipe_hpc.comm.collectives.hierarchy import hierarchical_broadcast
+from gpipe_hpc.comm.collectives.hierarchy import hierarchical_all_reduce, hierarchical_broadcast
 from gpipe_hpc.comm.collectives.plan import Place, Plan
 from gpipe_hpc.comm.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from gpipe_hpc.comm.collectives.shards import checked_counts
@@ -61,7 +61,7 @@ ALL_GATHERS: Final[Mapping[str, Callable[[Place, tuple[int, ...]], Plan]]] = Map
     {"ring": ring_all_gather, "doubling": doubling_all_gather}
 )
 HIERARCHICAL: Final = "hierarchical"
-ALL_REDUCE_NAMES: Final = (BACKEND, *ALL_REDUCES)
+ALL_REDUCE_NAMES: Final = (BACKEND, *ALL_REDUCES, HIERARCHICAL)
 BROADCAST_NAMES: Final = (BACKEND, *BROADCASTS, HIERARCHICAL)
 
 
@@ -71,16 +71,22 @@ def start_all_reduce(
     algorithm: str = BACKEND,
     *,
     block_bytes: int = DEFAULT_BLOCK_BYTES,
+    hosts: Sequence[Hashable] | None = None,
 ) -> Pending:
     """Start summing `tensor` in place over the group by an algorithm of `ALL_REDUCE_NAMES`.
 
     The sum has the same bits on all ranks. ``rank_order`` alone adds each element in the order of
-    ranks; the others' order depends on where an element lies. Raises ConfigError.
+    ranks; the others' order depends on where an element lies. `hosts`: the host of each rank of the
+    group, which ``hierarchical`` needs. Raises ConfigError.
     """
     _check(algorithm, ALL_REDUCE_NAMES, "all-reduce")
     block = _block(block_bytes, tensor)
     if algorithm == BACKEND:
         return group.start_all_reduce(tensor)
+    if algorithm == HIERARCHICAL:
+        known = _checked_hosts(hosts, group, "all-reduce")
+        plan = hierarchical_all_reduce(_place(group), tensor.numel(), known)
+        return group.start_plan(plan, tensor, f"all-reduce by {algorithm}, {_numbered(known)}")
     plan = _all_reduce_plan(algorithm, _place(group), tensor.numel(), block)
     return group.start_plan(plan, tensor, f"all-reduce by {algorithm}, blocks of {block}")
 
@@ -106,17 +112,27 @@ def start_broadcast(
     if algorithm == BACKEND:
         return group.start_broadcast(tensor, root)
     if algorithm == HIERARCHICAL:
-        if hosts is None or len(hosts) != group.size:
-            raise ConfigError(
-                f"broadcast: expected the host of each of {group.size} ranks, got "
-                f"{'none' if hosts is None else len(hosts)}; pass hosts="
-            )
-        plan = hierarchical_broadcast(_place(group), position, tensor.numel(), hosts)
-        algorithm = f"{algorithm}, hosts {[hosts.index(host) for host in hosts]},"
+        known = _checked_hosts(hosts, group, "broadcast")
+        plan = hierarchical_broadcast(_place(group), position, tensor.numel(), known)
+        algorithm = f"{algorithm}, {_numbered(known)},"
     else:
         plan = _broadcast_plan(algorithm, _place(group), position, tensor.numel(), block)
     what = f"broadcast by {algorithm} from rank {root}, blocks of {block}"
     return group.start_plan(plan, tensor, what)
+
+
+def _checked_hosts(hosts: Sequence[Hashable] | None, group: Group, what: str) -> Sequence[Hashable]:
+    if hosts is None or len(hosts) != group.size:
+        raise ConfigError(
+            f"{what}: expected the host of each of {group.size} ranks, got "
+            f"{'none' if hosts is None else len(hosts)}; pass hosts="
+        )
+    return hosts
+
+
+def _numbered(hosts: Sequence[Hashable]) -> str:
+    """Return hosts in words that are the same on all ranks where the hosts are."""
+    return f"hosts {[hosts.index(host) for host in hosts]}"
 
 
 def start_reduce_scatter(

@@ -90,6 +90,15 @@ def renamed(plan: Plan, name: Callable[[int], int]) -> Plan:
     return tuple(Step(each(step.sends), each(step.adds), each(step.takes)) for step in plan)
 
 
+def shifted(plan: Plan, by: int) -> Plan:
+    """Return a plan for the elements from `by` on of a longer vector."""
+
+    def each(moved: tuple[Move, ...]) -> tuple[Move, ...]:
+        return tuple(Move(m.peer, Span(m.span.start + by, m.span.stop + by)) for m in moved)
+
+    return tuple(Step(each(step.sends), each(step.adds), each(step.takes)) for step in plan)
+
+
 def num_sent(plan: Plan) -> int:
     """Return the number of elements that a rank sends in its plan."""
     return sum(move.span.length for step in plan for move in step.sends)

@@ -1,11 +1,23 @@
 """What a user asks of the outer data parallelism."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from gpipe_hpc.errors import ConfigError
 
+HIERARCHIES: Final = ("none", "host")
+ORDERS: Final = ("backend", "rank")
+ALGORITHMS: Final = (
+    "backend",
+    "auto",
+    "ring",
+    "recursive_doubling",
+    "rabenseifner",
+    "tree",
+    "chain",
+)
 COMPRESSORS: Final = ("none", "bfloat16", "float16", "powersgd", "topk", "qsgd")
 
 
@@ -17,7 +29,11 @@ class Outer:
 
     `bucket_bytes`: the gradients of a stage are summed in buckets of at most so many bytes; a
     parameter that is larger has one of its own. `overlap`: a bucket may leave within the stage's
-    last backward, as soon as its last gradient has come; otherwise behind it.
+    last backward, as soon as its last gradient has come; otherwise behind it. `hierarchy`:
+    ``none``, or sum inside each ``host`` first and then between hosts, or with a number of copies
+    that counts as one host. `order`: ``backend``, or ``rank`` for sums in the order of ranks: the
+    same bits for any buckets. `algorithm`: of ``ALGORITHMS``; ``backend`` is Gloo's or NCCL's own,
+    ``auto`` measures the link at the start and chooses by size.
 
     `compress`: of `COMPRESSORS`, what copies send in place of their gradients; what it loses is
     added to the next step's. `powersgd_rank`: columns of a matrix's factors. `topk_fraction`: of a
@@ -27,6 +43,9 @@ class Outer:
 
     bucket_bytes: float = 25e6
     overlap: bool = True
+    hierarchy: str | int = "none"
+    order: str = "backend"
+    algorithm: str = "backend"
     compress: str = "none"
     powersgd_rank: int = 2
     topk_fraction: float = 0.01
@@ -39,8 +58,34 @@ class Outer:
                 f"outer.bucket_bytes: expected bytes above 0, got {self.bucket_bytes}; write it as "
                 "25MB"
             )
-        if self.compress not in COMPRESSORS:
+        _check_name("order", self.order, ORDERS)
+        _check_name("algorithm", self.algorithm, ALGORITHMS)
+        _check_name("compress", self.compress, COMPRESSORS)
+        if not isinstance(self.hierarchy, int):
+            _check_name("hierarchy", self.hierarchy, HIERARCHIES, "or a number of copies")
+        elif isinstance(self.hierarchy, bool) or self.hierarchy < 1:
             raise ConfigError(
-                f"outer.compress: expected one of {', '.join(COMPRESSORS)}, got {self.compress!r}; "
-                f"name one of them"
+                f"outer.hierarchy: expected none, host or a number of copies, got {self.hierarchy}"
             )
+        chosen = [
+            f"outer.{name}={value}"
+            for name, value in (
+                ("hierarchy", self.hierarchy),
+                ("order", self.order),
+                ("algorithm", self.algorithm),
+                ("compress", self.compress),
+            )
+            if value not in ("none", "backend")
+        ]
+        if len(chosen) > 1:
+            raise ConfigError(
+                f"outer: expected one way to sum, got {' and '.join(chosen)}; leave all but one out"
+            )
+
+
+def _check_name(setting: str, value: str, known: Sequence[str], more: str = "") -> None:
+    if value not in known:
+        raise ConfigError(
+            f"outer.{setting}: expected {' '.join([', '.join(known), more]).strip()}, got "
+            f"{value!r}; name one of them"
+        )

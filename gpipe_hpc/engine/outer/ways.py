@@ -5,7 +5,9 @@ from typing import Protocol
 
 import torch
 
+from gpipe_hpc.comm.collectives.menu import BACKEND
 from gpipe_hpc.comm.group import Group, Pending
+from gpipe_hpc.engine.outer.algorithms import ByAlgorithm, Tuned, hierarchical
 from gpipe_hpc.engine.outer.items import Item
 from gpipe_hpc.engine.outer.settings import Outer
 
@@ -31,6 +33,25 @@ class AllReduce:
         return self._group.start_all_reduce(flat)
 
 
-def choose_way(outer: Outer, group: Group) -> Way:
-    """Return the way that the settings ask for."""
-    return AllReduce(group)
+def way_of_tie(outer: Outer, group: Group) -> Way | None:
+    """Return the way for a tied parameter, whose copies lie on several stages; None for one copy.
+
+    One parameter at a time: of the settings only the order of summing counts.
+    """
+    if group.size == 1:
+        return None
+    return ByAlgorithm(group, "rank_order") if outer.order == "rank" else AllReduce(group)
+
+
+def choose_way(outer: Outer, group: Group, device: torch.device) -> Way:
+    """Return the way that the settings ask for; the same call on all copies.
+
+    Raises ConfigError for a hierarchy that does not fit the number of copies.
+    """
+    if outer.hierarchy != "none":
+        return hierarchical(group, outer.hierarchy)
+    if outer.order == "rank":
+        return ByAlgorithm(group, "rank_order")
+    if outer.algorithm == "auto":
+        return Tuned(group, device)
+    return AllReduce(group) if outer.algorithm == BACKEND else ByAlgorithm(group, outer.algorithm)

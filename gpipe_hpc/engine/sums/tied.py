@@ -10,7 +10,8 @@ from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.packed import broadcast_packed
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.engine.outer.bucket import Bucket
-from gpipe_hpc.engine.outer.ways import AllReduce
+from gpipe_hpc.engine.outer.settings import Outer
+from gpipe_hpc.engine.outer.ways import Way, way_of_tie
 from gpipe_hpc.engine.stages.stage import Stage
 from gpipe_hpc.models import Tie
 from gpipe_hpc.schedule import Placement
@@ -23,12 +24,12 @@ class TiedParameter:
     Its reduction is not overlapped: its last contribution comes with the end of the step.
     """
 
-    def __init__(self, name: str, parameter: nn.Parameter, group: Group) -> None:
+    def __init__(self, name: str, parameter: nn.Parameter, group: Group, way: Way | None) -> None:
         self.name = name
         self._parameter = parameter
         self._group = group
         self._bucket = Bucket({name: parameter})
-        self._way = AllReduce(group) if group.size > 1 else None
+        self._way = way
 
     def clear(self) -> None:
         """Begin a step."""
@@ -69,6 +70,7 @@ def join_ties(
     placement: Placement,
     mesh: Mesh,
     world: World,
+    outer: Outer,
 ) -> list[TiedParameter]:
     """Form the group of each tie and make its copies equal; the same call on every rank.
 
@@ -85,7 +87,8 @@ def join_ties(
         group = world.group([ranks, *others])
         if world.rank in ranks:
             held = next(stage for index, stage in stages.items() if index in places)
-            tied = TiedParameter(tie.name, held.tied[tie.name], group)
+            way = way_of_tie(outer, group)
+            tied = TiedParameter(tie.name, held.tied[tie.name], group, way)
             root = mesh.world_rank(0, placement.holders(stage_of_layer[tie.places[0][0]])[0])
             joined.append(tied)
             first = groups.setdefault((group.ranks, root), group)

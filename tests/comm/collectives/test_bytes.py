@@ -3,9 +3,12 @@
 tests/comm/collectives/test_costs.py holds the plans against theory.
 """
 
+from collections import defaultdict
+
 import pytest
 import torch
 
+from gpipe_hpc.comm.collectives.hierarchy import hierarchical_all_reduce
 from gpipe_hpc.comm.collectives.menu import (
     ALL_GATHERS,
     ALL_REDUCES,
@@ -48,6 +51,21 @@ def cases(size):
             lambda i, p=planner: p(Place(size, i), counts),
         )
     return found
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 0, 1, 1], [0, 1, 2]])
+def test_a_hierarchical_sum_crosses_between_hosts_once_for_each(hosts):
+    """2 (H-1)/H of the vector leave each host, however many ranks it has."""
+    size, count = len(hosts), 12 * 5
+    leaving = defaultdict(int)
+    for position in range(size):
+        plan = hierarchical_all_reduce(Place(size, position), count, hosts)
+        for step in plan:
+            for move in step.sends:
+                if hosts[move.peer] != hosts[position]:
+                    leaving[hosts[position]] += move.span.length
+    num_hosts = len(set(hosts))
+    assert set(leaving.values()) == {2 * count * (num_hosts - 1) // num_hosts}
 
 
 def counted(group, size):

@@ -32,6 +32,11 @@ def parts_of(size, length, dtype=torch.float64):
     return [torch.randn(length, dtype=torch.float64).to(dtype) for _ in range(size)]
 
 
+def hosts_of(size):
+    """Return hosts of three ranks and one of what is left."""
+    return [position // 3 for position in range(size)]
+
+
 def in_rank_order(parts):
     total = parts[0].clone()
     for part in parts[1:]:
@@ -65,7 +70,10 @@ def test_all_reduce_is_the_sum_with_the_same_bits_everywhere(algorithm, size):
     def body(world):
         group, own = world.everybody, [parts[world.rank].clone() for parts in given]
         started = [
-            start_all_reduce(group, tensor, algorithm, block_bytes=BLOCK_BYTES) for tensor in own
+            start_all_reduce(
+                group, tensor, algorithm, block_bytes=BLOCK_BYTES, hosts=hosts_of(size)
+            )
+            for tensor in own
         ]
         for pending in started:
             pending.wait()

@@ -4,7 +4,10 @@ from collections import defaultdict
 
 import pytest
 
-from gpipe_hpc.comm.collectives.hierarchy import hierarchical_broadcast
+from gpipe_hpc.comm.collectives.hierarchy import (
+    hierarchical_all_reduce,
+    hierarchical_broadcast,
+)
 from gpipe_hpc.comm.collectives.menu import ALL_GATHERS, ALL_REDUCES, BROADCASTS, REDUCE_SCATTERS
 from gpipe_hpc.comm.collectives.plan import (
     Place,
@@ -33,6 +36,8 @@ def families(size, count):
             yield f"broadcast {name} {root}", [planner(p, root, count, 5) for p in places]
     for hosts in ([0] * size, list(range(size)), [i // 2 for i in range(size)]):
         for root in {0, size - 1}:
+            plans = [hierarchical_all_reduce(p, count, hosts) for p in places]
+            yield f"all-reduce hierarchical {hosts}", plans
             plans = [hierarchical_broadcast(p, root, count, hosts) for p in places]
             yield f"broadcast hierarchical {hosts} {root}", plans
     for counts in (even_counts(count, size), uneven(count, size)):

@@ -8,8 +8,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.engine.outer.settings import ALGORITHMS
 from gpipe_hpc.engine.outer.ways import AllReduce
-from gpipe_hpc.errors import ActionError
+from gpipe_hpc.errors import ActionError, ConfigError
 from gpipe_hpc.schedule import Action, Op, schedule_names
 from tests.support import batches, square_sum
 
@@ -168,3 +169,71 @@ def test_a_gradient_that_comes_after_its_bucket_has_left_is_refused(plain, monke
     monkeypatch.setattr(Twice, "times", 1)
     with pytest.raises(ActionError, match=r"layers\.1\.inner.*had left.*outer\.overlap=false"):
         run_on_threads(2, body)
+
+
+WAYS = [
+    {"hierarchy": 2},
+    {"hierarchy": "host"},
+    {"order": "rank"},
+    {"algorithm": "auto"},
+    *({"algorithm": name} for name in ALGORITHMS[2:]),
+]
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(4, 2), (4, 1), (6, 2)])
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_each_way_to_sum_is_one_process(plain, way, ranks, stages):
+    layers = [plain.Recipe(make_block, (WIDTH, i % 2 == 0)) for i in range(4)]
+    replicas = ranks // stages
+    if way.get("hierarchy") == 2 and replicas % 2:
+        way = {"hierarchy": 3}
+    outer = {**way, "bucket_bytes": 300}
+    ours = train(plain, layers, ranks, stages, schedule="one_f_one_b", outer=outer)
+    whole = expected(plain, layers, replicas)
+    assert ours.distance(whole) < 1e-10
+    if replicas == 2 or way.get("order") == "rank":
+        assert not ours.differences(whole)
+
+
+@pytest.mark.parametrize("schedule", ["chimera", "dualpipe_v", "gems", "zb_v"])
+def test_sums_in_the_order_of_ranks_have_the_same_bits_for_any_buckets(plain, schedule):
+    """Mirrored stages have twice as many copies, in each replica those of one stage."""
+    layers = [plain.Recipe(make_block, (WIDTH, i % 2 == 0)) for i in range(8)]
+    trainings = [
+        train(
+            plain,
+            layers,
+            6,
+            2,
+            schedule=schedule,
+            outer={"order": "rank", "bucket_bytes": size, "overlap": overlap},
+        )
+        for size, overlap in ((8, True), (1000, False), (1e9, True))
+    ]
+    assert not trainings[0].differences(trainings[1])
+    assert not trainings[0].differences(trainings[2])
+    assert trainings[0].distance(expected(plain, layers, 3)) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("outer", "message"),
+    [
+        ({"bucket_bytes": 0}, r"outer\.bucket_bytes: expected bytes above 0"),
+        ({"bucket_bytes": "many"}, r"outer\.bucket_bytes"),
+        ({"buckets": 3}, "outer: unknown setting buckets.*bucket_bytes"),
+        ({"order": "rnak"}, r"outer\.order: expected backend, rank, got 'rnak'"),
+        ({"algorithm": "butterfly"}, r"outer\.algorithm: expected backend, auto, ring.*tree"),
+        ({"hierarchy": "rack"}, r"outer\.hierarchy: expected none, host or a number of copies"),
+        ({"hierarchy": 0}, r"outer\.hierarchy: expected none, host or a number"),
+        ({"hierarchy": 3}, r"outer\.hierarchy: expected a divisor of the 2 copies.*1, 2, or host"),
+        ({"order": "rank", "algorithm": "ring"}, "expected one way to sum, got.*and"),
+    ],
+)
+def test_what_cannot_be_is_refused_on_every_rank(plain, outer, message):
+    layers = [plain.Recipe(make_block, (WIDTH, True))]
+
+    def body(world):
+        with pytest.raises(ConfigError, match=message):
+            make(layers, world, 1, outer=outer)
+
+    run_on_threads(2, body)
