@@ -72,6 +72,10 @@ def contestants(epochs: int) -> dict[str, tuple[str, ...]]:
         "batch 64": (*SGD, f"train.batch_size={SMALL}", f"train.steps={small}", ONE),
         "batch 512 at the same rate": (*SGD, *eight, as_many),
         "linear scaling with warm-up": (*SGD[:2], *eight, as_many, base, warm, "lr.start_ratio=1"),
+        "linear scaling of 0.02": (
+            *("optimizer=sgd", "optimizer.lr=0.02"),
+            *(*eight, as_many, base, warm, "lr.start_ratio=1"),
+        ),
         "AdaScale": (*SGD, *eight, f"train.steps={small}", base, "lr.scaling=adascale"),
         "LARS": ("optimizer=lars", "optimizer.lr=10", *eight, as_many, warm),
         "LAMB": ("optimizer=lamb", "optimizer.lr=0.01", *eight, as_many, warm),

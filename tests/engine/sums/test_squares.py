@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
-from gpipe_hpc.engine.sums.squares import GradientParts, MicrobatchSquares
+from gpipe_hpc.engine.sums.squares import CopySquares, GradientParts, MicrobatchSquares
 from tests.support import batch, square_sum
 
 WIDTH, NUM = 4, 5
@@ -109,6 +109,63 @@ def test_a_parameter_that_some_microbatches_do_not_use():
     assert {m: s.item() for m, s in squares.take().items()} == pytest.approx(
         {0: 9.0, 1: 25.0, 2: 3.0}
     )
+
+
+def leave(measured, parameters):
+    """Let gradients leave as a bucket does: the sum of all ranks comes in their place."""
+    measured.before_reduction(parameters)
+    for parameter in parameters:
+        parameter.grad.mul_(100.0)
+
+
+def test_what_leaves_within_the_last_backward_is_that_microbatchs():
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    squares = MicrobatchSquares(parameters)
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.zeros(2)
+        squares.begin()
+        for parameter in parameters:
+            parameter.grad.add_(1.0)
+        squares.note(0, is_last=True)
+        parameters[2].grad.add_(3.0)
+        leave(squares, parameters[2:])
+        parameters[1].grad.add_(2.0)
+        parameters[0].grad.add_(1.0)
+        leave(squares, parameters[1:2])
+        squares.note(1, is_last=True)
+        leave(squares, parameters[:1])
+        found = {m: s.item() for m, s in squares.take().items()}
+        assert found == pytest.approx({0: 6.0, 1: 2 * (9.0 + 4.0 + 1.0)})
+
+
+def test_what_leaves_in_w_after_a_part_came_in_i():
+    parameter = nn.Parameter(torch.zeros(1))
+    squares = MicrobatchSquares([parameter])
+    parameter.grad = torch.zeros(1)
+    squares.begin()
+    parameter.grad.add_(1.0)
+    squares.note(0, is_last=False)
+    parameter.grad.add_(5.0)  # of another micro-batch, between the two
+    squares.note(1, is_last=True)
+    parameter.grad.add_(2.0)
+    leave(squares, [parameter])
+    squares.note(0, is_last=True)
+    assert {m: s.item() for m, s in squares.take().items()} == pytest.approx({0: 9.0, 1: 25.0})
+
+
+def test_buckets_of_a_copy_add_up():
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    squares = CopySquares(parameters, 4)
+    for _ in range(2):
+        for number, parameter in enumerate(parameters):
+            parameter.grad = torch.full((2,), float(number))
+        parameters[0].grad = None
+        squares.begin()
+        squares.before_reduction([])
+        for parameter in parameters[::-1]:
+            squares.before_reduction([parameter])
+        assert {m: s.item() for m, s in squares.take().items()} == pytest.approx({4: 10.0})
 
 
 def test_parts_of_unequal_weight_are_weighed():
