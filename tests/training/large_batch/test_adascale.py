@@ -10,6 +10,8 @@ from torch import nn
 
 from gpipe_hpc import AdaScale, LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.config import check_config, compose_config
+from gpipe_hpc.engine.outer.bucket import Bucket
+from gpipe_hpc.engine.sums.squares import MicrobatchSquares
 from gpipe_hpc.errors import CheckpointError, ConfigError
 from tests.support import batches, mean_square, metrics, square_sum, train_here
 
@@ -108,6 +110,20 @@ LAYOUTS = {
         },
     ),
     "mirrored": (2, {"stages": 2, "microbatches": 8, "schedule": "chimera"}),
+    "buckets that leave early": (
+        4,
+        {"stages": 2, "replicas": 2, "microbatches": 4, "outer": {"bucket_bytes": 200}},
+    ),
+    "buckets that leave within W": (
+        4,
+        {
+            "stages": 2,
+            "replicas": 2,
+            "microbatches": 4,
+            "schedule": "zb_h1",
+            "outer": {"bucket_bytes": 200},
+        },
+    ),
     "mirrored replicas": (
         4,
         {"stages": 2, "replicas": 2, "microbatches": 4, "schedule": "dualpipe"},
@@ -128,6 +144,31 @@ def test_equals_fairscale_in_every_layout(layout):
 def test_every_layout_has_the_same_gain(layout):
     ranks, options = LAYOUTS[layout]
     assert_alike(ours(ranks, **options), ours(1, microbatches=8), 1e-10)
+
+
+def test_sums_that_are_there_at_once_are_not_taken_for_a_microbatchs(monkeypatch):
+    """Other ranks' gradients may be in a bucket before the backward within which it left ends."""
+    ranks, options = LAYOUTS["buckets that leave within W"]
+    start, early = Bucket.start_reduction, []
+
+    def start_and_wait(self, way):
+        pending = start(self, way)
+        assert pending is not None, "there are two replicas"
+        pending.wait()
+        self._pending = None
+
+    look = MicrobatchSquares.before_reduction
+
+    def count(self, parameters):
+        early.append(sum(map(self._is_new, parameters)))
+        look(self, parameters)
+
+    monkeypatch.setattr(Bucket, "start_reduction", start_and_wait)
+    monkeypatch.setattr(MicrobatchSquares, "before_reduction", count)
+    found = ours(ranks, **options)
+    assert sum(early) > 0, "nothing left within a backward"
+    monkeypatch.undo()
+    assert_alike(found, ours(1, microbatches=8), 1e-10)
 
 
 @pytest.mark.parametrize(
