@@ -226,6 +226,23 @@ def test_two_hosts_train_as_one_does(two_hosts, tmp_path, tiny, train):
     assert gradients > 0 and all(way.passed_bytes > gradients for way in passed)
 
 
+def test_a_hierarchy_sends_each_gradient_over_the_link_once(two_hosts, tmp_path, tiny):
+    """A plain ring of two ranks a host crosses the link with one and a half times as much."""
+    passed = {}
+    for hierarchy in ("none", "host"):
+        pair = two_hosts(rate=0.0, delay_s=0.001)
+        words = ["-m", "gpipe_hpc.train", *tiny, "model.width=64", "data.vocab_size=1024"]
+        words += ["pipeline.replicas=4", "pipeline.microbatches=1", "train.steps=6"]
+        words += [f"outer.hierarchy={hierarchy}", f"run.dir={tmp_path}/{hierarchy}"]
+        ranks = start_ranks(pair, [[0, 1], [2, 3]], words, folder=tmp_path, logs=tmp_path / "logs")
+        assert ranks.wait(90.0) == [0] * 4, "\n".join(ranks.outputs)
+        passed[hierarchy] = pair.link.counts().there.passed_bytes
+    summary = json.loads((tmp_path / "host" / "summary.json").read_text())
+    gradients = 6 * summary["ranks"][0]["planned_memory"]["gradient_bytes"]
+    assert losses(tmp_path / "host") == pytest.approx(losses(tmp_path / "none"), rel=1e-5)
+    assert gradients <= passed["host"] <= passed["none"] - 0.4 * gradients
+
+
 def test_a_cut_link_stops_all_ranks_with_a_reason(two_hosts, tmp_path, tiny, until):
     """No rank waits for ever for a host that no packet reaches."""
     pair = two_hosts(rate=0.0, delay_s=0.001)

@@ -40,10 +40,13 @@ class Row(NamedTuple):
     validate_every: int
 
 
-def _replicas(name: str, what: str, *overrides: str, validate_every: int) -> Row:
-    """Return a row of two replicas of one stage, one on each host."""
-    settings = ("pipeline.replicas=2", "pipeline.microbatches=1", *overrides)
-    return Row(name, what, _ONE_EACH, settings, validate_every)
+def _replicas(
+    name: str, what: str, *overrides: str, validate_every: int, places: Places = _ONE_EACH
+) -> Row:
+    """Return a row of replicas of one stage, a rank each."""
+    replicas = f"pipeline.replicas={sum(map(len, places))}"
+    settings = (replicas, "pipeline.microbatches=1", *overrides)
+    return Row(name, what, places, settings, validate_every)
 
 
 BASE: Final = "plain"
@@ -59,6 +62,19 @@ METHODS: Final = (
             ("topk", "1 number in 100", 20),
             ("powersgd", "in two factors of rank 2", 20),
         )
+    ),
+    _replicas(
+        "plain_4",
+        "4 replicas, two on each host; every gradient is summed",
+        validate_every=5,
+        places=_TWO_EACH,
+    ),
+    _replicas(
+        "hierarchy",
+        "the same, first within each host and then between them",
+        "outer.hierarchy=host",
+        validate_every=5,
+        places=_TWO_EACH,
     ),
 )
 
