@@ -251,12 +251,15 @@ class Pipeline:
             check_agreement(self.world.everybody, facts)
             self._norms: Norms | None = None
             self.mesh = Mesh.fit(self.world.size, request.stages, request.replicas)
+            assert request.portions, "each replica has micro-batches"
             self._site = Site.of(self.world, self.mesh)
         self.request = replace(request, stages=self.mesh.stages)
         self.loss_fn, self.num_layers = loss_fn, len(model)
         self.seed, self.precision, self.steps_done = request.seed, request.precision, 0
         self.layout = self._lay_out(model, given.example, given.timeout_s)
-        self.partition, self.schedule = self.layout.partition, self.layout.schedule
+        self.partition = self.layout.partition
+        self._own = self.layout.of(self.replica)
+        self.schedule = self._own.schedule
         with together(self.world, "start"):
             check_agreement(self.everybody, {"layout": self.layout.digest()})
             self._build(model)
@@ -312,7 +315,7 @@ class Pipeline:
 
     def _build(self, model: list[Layer]) -> None:
         world, mesh, placement = self.world, self.mesh, self.schedule.placement
-        request, layout = self.request, self.layout
+        request, layout = self.request, self._own
         held = placement.stages_of(self.stage_rank)
         self.stages = build_stages(
             model,
@@ -341,7 +344,8 @@ class Pipeline:
         if world.rank == 0:
             say_batchnorm(self.batchnorm)
         normalises_together = request.normalise_over_replicas and bool(self.batchnorm.converted)
-        wiring = wire(world, mesh, self.schedule, normalises_together=normalises_together)
+        tables = [self.layout.of(replica).schedule for replica in range(mesh.replicas)]
+        wiring = wire(world, mesh, tables, normalises_together=normalises_together)
         equalise_copies(self.stages, wiring.reductions)
         homes = layer_stages(self.partition.counts)
         ties = find_ties(model)
@@ -352,6 +356,7 @@ class Pipeline:
         self._steps = Steps(
             self._site,
             layout.tables,
+            self.layout.portions,
             self.stages,
             wiring,
             tied,
@@ -370,7 +375,8 @@ class Pipeline:
     def _measure_parts(self, parts: str) -> tuple[int, ...]:
         """Let this rank's stages measure the parts of gradients; return which there are."""
         placement = self.schedule.placement
-        found = parts_of(parts, self.mesh.replicas, placement)
+        tables = [self.layout.of(replica).schedule for replica in range(self.mesh.replicas)]
+        found = parts_of(parts, [table.placement for table in tables])
         for index, stage in self.stages.items():
             every = range(placement.num_microbatches)
             own = [m for m in every if placement.rank_of(index, m) == self.stage_rank]
@@ -394,13 +400,18 @@ class Pipeline:
 
     @property
     def num_microbatches(self) -> int:
-        """Return the micro-batches of one replica's step."""
+        """Return the micro-batches of this replica's step."""
         return self.schedule.num_microbatches
+
+    @property
+    def microbatches(self) -> range:
+        """Return which of the global batch's micro-batches are this replica's."""
+        return self.layout.portions.of(self.replica)
 
     @property
     def num_global_microbatches(self) -> int:
         """Return the micro-batches of the global batch."""
-        return self.num_microbatches * self.mesh.replicas
+        return self.layout.portions.total
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         """Yield this rank's parameters by global name (`layers.<index>.<name>`), each once."""
@@ -413,8 +424,8 @@ class Pipeline:
 
     def share(self, num_samples: int) -> slice:
         """Return the slice of a global batch of `num_samples` that is this replica's."""
-        count = self.num_microbatches
-        return share_of(num_samples, self.num_global_microbatches, self.replica * count, count)
+        own = self.microbatches
+        return share_of(num_samples, self.num_global_microbatches, own.start, len(own))
 
     def step(
         self, inputs: Nest = None, targets: Nest = None, tell: Tell | None = None
@@ -624,9 +635,8 @@ class Pipeline:
     def _run(self, lane: str, inputs: Nest, targets: Nest, loss_fn: LossFunction | None) -> Run:
         """Return what a run works on: this replica's share, cut into micro-batches."""
         count = self.num_microbatches
-        own = range(self.replica * count, (self.replica + 1) * count)
         held = [index for stage in self.stages.values() for index in stage.layers]
-        keys = random_keys(self.seed, self.steps_done, own, [*held, self.num_layers])
+        keys = random_keys(self.seed, self.steps_done, self.microbatches, [*held, self.num_layers])
         if self.needs_inputs and inputs is None:
             raise DataError(
                 f"rank {self.world.rank}: expected inputs, as it holds stage 0, got None; "

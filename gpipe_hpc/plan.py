@@ -91,9 +91,8 @@ def make_plan(config: Config) -> Plan:
     gauge = Counted(layers, example, request.precision, shares_casts=not request.offload)
     layout = _lay_out(request, gauge)
     states, counts = request.kept_states, layout.partition.counts
-    shares = microbatch_shares(
-        config.train.batch_size, replicas=request.replicas, microbatches=request.microbatches
-    )
+    own = layout.portions.of(layout.portions.fullest)
+    shares = microbatch_shares(config.train.batch_size, layout.portions.total, own)
     found = forecast(gauge.count, counts, layout.schedule, states, layout.recomputed, shares)
     assumptions = Assumptions(
         config.plan.flops_per_s,
@@ -177,6 +176,9 @@ def _heading(config: Config, gauge: Gauge, layout: Layout, sample: Sample) -> li
         )
     if layout.replicas > 1:
         one = f"{layout.replicas * ranks} ranks: {layout.replicas} replicas of {one}; one is shown"
+        if not layout.portions.are_equal:
+            counts = ", ".join(map(str, layout.portions.counts))
+            one += f", that with the most micro-batches (the replicas have {counts})"
     return [
         f"{len(gauge.layers)} layers, {gauge.count.parameters:,} parameters",
         one,

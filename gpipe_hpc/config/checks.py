@@ -9,6 +9,7 @@ from typing import Any, Final
 from gpipe_hpc.comm.timeouts import MAX_TIMEOUT_S
 from gpipe_hpc.config.data import TokenDataConfig, mask_token_of, num_tokens_of
 from gpipe_hpc.config.data_checks import DATA_CHOICES, DATA_RANGES
+from gpipe_hpc.config.portions import portions_of
 from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.config.schema import Config, PipelineConfig, SGDConfig, TrainConfig
 from gpipe_hpc.config.spelling import suggestion
@@ -99,6 +100,7 @@ def check_config(config: Config, world_size: int) -> list[str]:
 
     check_ranges(config)
     _check_choices(config)
+    _check_portions(config)
     _check_draw(config)
     mesh = Mesh.fit(world_size, config.pipeline.stages, config.pipeline.replicas)
     _check_partition(config.pipeline.partition, mesh.stages)
@@ -117,6 +119,7 @@ def check_drawing(config: Config) -> None:
     """
     check_ranges(config)
     _check_choices(config)
+    _check_portions(config)
     _check_draw(config)
 
 
@@ -128,6 +131,7 @@ def check_planning(config: Config, num_stages: int) -> list[str]:
     """
     check_ranges(config)
     _check_choices(config)
+    _check_portions(config)
     _check_partition(config.pipeline.partition, num_stages)
     _check_budget(config.pipeline)
     _check_optimizer(config)
@@ -178,6 +182,18 @@ def _check_choices(config: Config) -> None:
             hint = _meant(value) if is_schedule else suggestion(value, choices)
             remedy = f"{hint}choose one of them"
             raise refuse(setting, f"one of {', '.join(choices)}", value, remedy)
+
+
+def _check_portions(config: Config) -> None:
+    portions = portions_of(config)
+    together = config.pipeline.normalise_over_replicas
+    if together and not portions.are_equal:
+        raise refuse(
+            "pipeline.normalise_over_replicas",
+            "false where outer.weights gives replicas unequal numbers of micro-batches",
+            together,
+            "there is none of each other replica to normalise each with; leave one of both out",
+        )
 
 
 def _check_draw(config: Config) -> None:

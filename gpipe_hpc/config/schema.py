@@ -125,6 +125,7 @@ class OuterConfig:
     powersgd_rank: int = 2
     topk_fraction: float = 0.01
     qsgd_levels: int = 7
+    weights: list[int] | None = None
 
 
 @dataclass

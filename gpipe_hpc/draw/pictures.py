@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.config import Config, DrawConfig
 from gpipe_hpc.config.checks import check_drawing
+from gpipe_hpc.config.portions import portions_of
 from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.draw.tables import standings
 from gpipe_hpc.drawing import draw_text
@@ -227,7 +228,7 @@ def simulated(config: Config) -> Subject:
         schedule = build(
             name,
             ranks=pipeline.stages or DEFAULT_STAGES,
-            microbatches=pipeline.microbatches * config.train.accumulation,
+            microbatches=portions_of(config).most,
             recompute=pipeline.recompute,
             **options,
         )

@@ -1,6 +1,7 @@
 """How schedules stand beside one another, as text."""
 
 from gpipe_hpc.config import Config
+from gpipe_hpc.config.portions import portions_of
 from gpipe_hpc.schedule import compare, comparison_table, gains_table, search_gains
 
 
@@ -10,7 +11,7 @@ def standings(config: Config, num_stages: int) -> str:
     The table is for equal stages: of a cost that is a list by stage it takes the mean.
     """
     costs = config.draw.costs
-    num_microbatches = config.pipeline.microbatches * config.train.accumulation
+    num_microbatches = portions_of(config).most
     forward, inputs, weights = (
         _mean(cost) for cost in (costs.forward, costs.input_gradient, costs.weight_gradient)
     )

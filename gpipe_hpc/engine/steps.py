@@ -14,6 +14,7 @@ from gpipe_hpc.engine.batch.cutting import join
 from gpipe_hpc.engine.batch.outputs import broadcast_nest
 from gpipe_hpc.engine.executor import Executor, Outcome
 from gpipe_hpc.engine.outer.compress.compression import Compression
+from gpipe_hpc.engine.outer.portions import Portions
 from gpipe_hpc.engine.outer.settings import Outer
 from gpipe_hpc.engine.outer.ways import Way, choose_way
 from gpipe_hpc.engine.recorder import Recorder
@@ -73,13 +74,14 @@ Tell = Callable[[], Sequence[float]]
 class Steps:
     """Train, evaluate and predict with the stages of one rank.
 
-    `names`: of all parameters of the model, the same on every rank.
+    `portions`: of all replicas. `names`: of all parameters of the model, the same on every rank.
     """
 
     def __init__(
         self,
         site: Site,
         tables: Tables,
+        portions: Portions,
         stages: dict[int, Stage],
         wiring: Wiring,
         tied: list[TiedParameter],
@@ -116,7 +118,8 @@ class Steps:
             index: Drift(stage.layers, wiring.reductions[index], site.world.rank, buffers)
             for index, stage in stages.items()
         }
-        num_global = self._placement.num_microbatches * site.mesh.replicas
+        self._first = portions.of(site.replica).start
+        num_global = portions.total
         widths = {index: drift.num_flags for index, drift in self._drifts.items()}
         self._flags = Flags.gathered(names, widths, site.everybody)
         self._meeting = Meeting(
@@ -170,7 +173,7 @@ class Steps:
 
     def _squares(self) -> dict[int, torch.Tensor]:
         """Return the squares of this rank's parts of the gradients, by global micro-batch."""
-        first = self._site.replica * self._placement.num_microbatches
+        first = self._first
         found: dict[int, torch.Tensor] = {}
         for stage in self._stages.values():
             for own, square in ({} if stage.squares is None else stage.squares.take()).items():
@@ -277,7 +280,7 @@ class Steps:
         All ranks wait here for all others: none goes on behind a step that failed on one.
         """
         self._note(outcome)
-        first = self._site.replica * self._placement.num_microbatches
+        first = self._first
         losses = {first + m: term for m, term in outcome.losses.items()}
         noted = {first + m: noted for m, noted in outcome.noted.items()}
         told = () if tell is None else tell()

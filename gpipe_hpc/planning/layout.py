@@ -2,10 +2,12 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from gpipe_hpc.engine.outer.buckets import Buckets, Sized, fill_buckets
+from gpipe_hpc.engine.outer.portions import Portions
 from gpipe_hpc.engine.stages.tables import Tables
+from gpipe_hpc.errors import ConfigError, ScheduleError
 from gpipe_hpc.models import (
     Layer,
     find_skips,
@@ -29,21 +31,33 @@ class Layout:
 
     `partition` is the cut; placement, order of the work and what is offloaded stand in `tables`.
     `recomputed`: the layers of each stage that an ``R`` runs again, by their index; None for all.
-    `replicas`: how many such pipelines run side by side. `searched` and `budget` say in words what
+    Both are those of the replica with the most micro-batches, and `others` those of replicas with
+    fewer. `portions`: how many each of the replicas has. `searched` and `budget` say in words what
     was compared and chosen; they decide nothing.
     """
 
     partition: Partition
     tables: Tables
     recomputed: tuple[frozenset[int], ...] | None = None
-    replicas: int = 1
+    portions: Portions = field(default_factory=Portions)
     searched: str = ""
     budget: str = ""
+    others: "tuple[Layout, ...]" = ()
 
     @property
     def schedule(self) -> Schedule:
         """Return the lowered table of a training step."""
         return self.tables.training
+
+    @property
+    def replicas(self) -> int:
+        """Return how many such pipelines run side by side."""
+        return len(self.portions.counts)
+
+    def of(self, replica: int) -> "Layout":
+        """Return the layout of one replica: its own tables, and what it recomputes."""
+        count = self.portions.counts[replica]
+        return next(e for e in (self, *self.others) if e.schedule.num_microbatches == count)
 
     def digest(self) -> str:
         """Return a hash of all that decides a run, the same in every process."""
@@ -51,7 +65,8 @@ class Layout:
         runs_all = self.recomputed is None
         training, evaluation, buckets = self.tables
         tables = digest(training), digest(evaluation), buckets
-        decided = self.partition.counts, runs_all, again, self.replicas, *tables
+        others = [each.digest() for each in self.others]
+        decided = self.partition.counts, runs_all, again, self.portions, others, *tables
         return hashlib.sha256(repr(decided).encode()).hexdigest()
 
 
@@ -61,6 +76,57 @@ def lay_out(request: Request, gauge: Gauge) -> Layout:
     The same request and the same figures give the same layout, whoever asks. Raises ConfigError,
     ModelError, PartitionError or ScheduleError for what cannot work.
     """
+    portions = request.portions
+    if not portions.are_equal:
+        _refuse_unequal(request)
+    most = _one(request.of_one(portions.most), gauge)
+    others = tuple(
+        replace(_fewer(request, most, number, gauge), portions=portions)
+        for number in sorted({*portions.counts} - {portions.most})
+    )
+    return replace(most, portions=portions, others=others)
+
+
+def _refuse_unequal(request: Request) -> None:
+    """Refuse what replicas with unequal numbers of micro-batches cannot do."""
+    if request.normalise_over_replicas:
+        raise ConfigError(
+            f"outer.weights: expected equal ones where BatchNorm normalises a micro-batch together "
+            f"with those of the other replicas, got {list(request.combining.weights or ())}; use "
+            f"normalise_over_replicas=false, or no weights"
+        )
+    if compares_placements(request):
+        raise ConfigError(
+            "outer.weights: expected one placement for all replicas, got schedule 'auto' with "
+            "placement 'best', which chooses one for a number of micro-batches; choose a "
+            "placement by name, or no weights"
+        )
+
+
+def _fewer(request: Request, most: Layout, microbatches: int, gauge: Gauge) -> Layout:
+    """Lay out the replicas with fewer micro-batches: the same cut on the same ranks."""
+    asked = replace(request.of_one(microbatches), partition=most.partition)
+    try:
+        found = _one(asked, gauge)
+    except (ConfigError, ScheduleError) as error:
+        raise type(error)(
+            f"outer.weights: expected a table of {microbatches} micro-batch(es), which some "
+            f"replicas are to run, got: {error}; use other weights, or more micro-batches"
+        ) from error
+    for stage in range(most.schedule.num_stages):
+        held, holds = (each.schedule.placement.holders(stage) for each in (most, found))
+        if held != holds:
+            raise ScheduleError(
+                f"outer.weights: schedule {found.schedule.name!r}: expected stage {stage} on the "
+                f"same ranks in every replica, got {list(held)} with "
+                f"{most.schedule.num_microbatches} micro-batches and {list(holds)} with "
+                f"{microbatches}; use another schedule, or no weights"
+            )
+    return found
+
+
+def _one(request: Request, gauge: Gauge) -> Layout:
+    """Lay out one replica with `request.microbatches`."""
     partition, table, budget, searched = order(request, cut(request, gauge), gauge)
     skips = long_skips(skip_routes(find_skips(gauge.layers), partition.counts))
     buckets = _buckets(request, partition, table, gauge.layers)
@@ -70,9 +136,8 @@ def lay_out(request: Request, gauge: Gauge) -> Layout:
             table, "never" if budget else request.recompute, skips, request.offload, buckets
         ),
         budget.recomputed if budget else None,
-        request.replicas,
-        searched,
-        budget.text if budget else "",
+        searched=searched,
+        budget=budget.text if budget else "",
     )
 
 
@@ -82,6 +147,7 @@ def cut(request: Request, gauge: Gauge) -> Partition:
     A request for that cut (`partition=`), or for the layout's own, gives the same layout. Raises
     what `lay_out` raises.
     """
+    request = request.of_one(request.portions.most)
     given = request.partition
     if compares_placements(request) and isinstance(given, Partition) and given.times:
         return given  # of whichever placement was the best: its times are what counts

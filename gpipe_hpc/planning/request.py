@@ -1,9 +1,10 @@
 """What a user asks for: everything that decides how a run is laid out and what it computes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from gpipe_hpc.engine.outer.portions import Portions
 from gpipe_hpc.engine.outer.settings import Outer
 from gpipe_hpc.planning.optimizer import OptimizerMemory
 from gpipe_hpc.planning.partition import Partition
@@ -47,6 +48,16 @@ class Request:
         """Return how replicas combine their gradients, once the settings are made of it."""
         assert isinstance(self.outer, Outer), f"settings not made yet: {self.outer}"
         return self.outer
+
+    @property
+    def portions(self) -> Portions:
+        """Return how the micro-batches are divided over replicas; ConfigError if they do not."""
+        return Portions.divide(self.microbatches, self.replicas, self.combining.weights)
+
+    def of_one(self, microbatches: int) -> "Request":
+        """Return what is asked of a replica with so many micro-batches: the others have as many."""
+        alike = replace(self.combining, weights=None)
+        return replace(self, microbatches=microbatches, outer=alike)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class Foresight:
 
     `ranks`: what each rank of a replica will hold at its fullest. `model_flops`: of a step of all
     replicas, recomputation not counted. `known`: the layers, without any weights, and their FLOPs.
-    `shares`: how large the micro-batches of the first replica are, see `microbatch_shares`.
+    `shares`: how large the micro-batches of the fullest replica are, see `microbatch_shares`.
     """
 
     ranks: tuple[RankForecast, ...]
@@ -57,10 +57,12 @@ class Foresight:
 
 
 def shares_of(pipe: Pipeline, num_samples: int) -> tuple[float, ...]:
-    """Return how large the micro-batches of the first replica are, of so many samples in all."""
-    return microbatch_shares(
-        num_samples, replicas=pipe.mesh.replicas, microbatches=pipe.num_microbatches
-    )
+    """Return how large the micro-batches of one replica are, of so many samples in all.
+
+    Of the first that has the most micro-batches.
+    """
+    portions = pipe.layout.portions
+    return microbatch_shares(num_samples, portions.total, portions.of(portions.fullest))
 
 
 def foresee(
@@ -91,7 +93,7 @@ def foresee(
         found = forecast(
             counted.count,
             counts,
-            pipe.schedule,
+            pipe.layout.schedule,
             request.kept_states,
             pipe.layout.recomputed,
             shares,

@@ -99,8 +99,10 @@ def refuse_non_finite(session: Session, trained: Trained) -> None:
     pipe, (_, result, _, norm, _) = session.pipe, trained
     if not math.isfinite(result.loss):
         bad = [m for m, loss in enumerate(result.microbatch_losses) if not math.isfinite(loss)]
-        replica, microbatch = divmod(bad[0], pipe.num_microbatches) if bad else (0, 0)
-        last = pipe.schedule.placement.rank_of(pipe.schedule.num_stages - 1, microbatch)
+        replica, microbatch = pipe.layout.portions.owner(bad[0]) if bad else (0, 0)
+        last = pipe.layout.of(replica).schedule.placement.rank_of(
+            pipe.schedule.num_stages - 1, microbatch
+        )
         raise NonFiniteError(
             f"step {pipe.steps_done}, rank {pipe.mesh.world_rank(replica, last)}, micro-batch "
             f"{microbatch} of replica {replica}: expected a finite loss, got {result.loss} "

@@ -37,7 +37,10 @@ class Judge:
         self._plain = PlainTraining(
             layers,
             loss_fn,
-            Layout(pipe.schedule, tuple(pipe.partition.counts), pipe.mesh.replicas),
+            Layout(
+                tuple(pipe.layout.of(replica).schedule for replica in range(pipe.mesh.replicas)),
+                tuple(pipe.partition.counts),
+            ),
             seed=config.train.seed,
             precision=config.train.precision,
             buffers=config.pipeline.buffers,
@@ -111,7 +114,7 @@ class Judge:
 
     def _cut(self, facts: Sequence[Facts]) -> list[tuple[Nest, Nest, int]]:
         """Return the global micro-batches: what ranks were given, cut by `torch.tensor_split`."""
-        count = self._plain.layout.num_microbatches * self._mesh.replicas
+        count = self._plain.layout.portions.total
         inputs = _split(_joined(self._by_replica(facts, "inputs")), count)
         targets = _split(_joined(self._by_replica(facts, "targets")), count)
         sizes = [_num_samples(piece) for piece in inputs]
@@ -198,10 +201,12 @@ class Judge:
 
 def _heading(config: Config, pipe: Any) -> str:
     total = sum(info.num_elements for info in pipe.all_parameters)
+    portions = pipe.layout.portions
+    each = portions.most if portions.are_equal else ", ".join(map(str, portions.counts))
     return (
         f"verify: {pipe.num_layers} layers, {total:,} parameters; {pipe.schedule.name}, "
         f"{pipe.mesh.stages} ranks a pipeline, {pipe.schedule.num_stages} stages, "
-        f"{pipe.mesh.replicas} replica(s), {pipe.num_microbatches} micro-batches, recompute "
+        f"{pipe.mesh.replicas} replica(s), {each} micro-batches, recompute "
         f"{config.pipeline.recompute}, {config.train.precision}; against one plain process:"
     )
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_hpc.comm.nests import Nest, map_tensors
+from gpipe_hpc.engine.outer.portions import Portions
 from gpipe_hpc.engine.state.sources import own_generators
 from gpipe_hpc.models import (
     GENERATOR_LOCK,
@@ -50,16 +51,15 @@ AUTOCAST: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 @dataclass(frozen=True)
 class Layout:
-    """What of a layout decides about sums and state: the table, the cut, the replicas."""
+    """What of a layout decides about sums and state: the cut, and the table of each replica."""
 
-    schedule: Schedule
+    schedules: tuple[Schedule, ...]
     counts: tuple[int, ...]
-    replicas: int
 
     @property
-    def num_microbatches(self) -> int:
-        """Return the micro-batches of one replica's step."""
-        return self.schedule.num_microbatches
+    def portions(self) -> Portions:
+        """Return the micro-batches of each replica."""
+        return Portions(tuple(schedule.num_microbatches for schedule in self.schedules))
 
     @property
     def stage_of(self) -> list[int]:
@@ -68,18 +68,21 @@ class Layout:
 
     def strand(self, stage: int, microbatch: int) -> Strand:
         """Return who runs a stage for a global micro-batch."""
-        replica, own = divmod(microbatch, self.num_microbatches)
-        return replica, self.schedule.placement.rank_of(stage, own)
+        replica, own = self.portions.owner(microbatch)
+        return replica, self.schedules[replica].placement.rank_of(stage, own)
 
     def strands(self, stage: int) -> list[Strand]:
         """Return all copies of a stage, by world rank."""
-        holders = self.schedule.placement.holders(stage)
-        return [(replica, rank) for replica in range(self.replicas) for rank in holders]
+        return [
+            (replica, rank)
+            for replica, schedule in enumerate(self.schedules)
+            for rank in schedule.placement.holders(stage)
+        ]
 
     def order(self, stage: int, strand: Strand) -> list[int]:
         """Return the global micro-batches in the order in which a copy adds up gradients."""
         replica, rank = strand
-        row = self.schedule.ranks[rank]
+        row = self.schedules[replica].ranks[rank]
         split = {a.microbatch for a in row if a.op is Op.W and a.stage == stage}
         found = [
             a.microbatch
@@ -88,7 +91,7 @@ class Layout:
             and a.microbatch is not None
             and (a.op is Op.W or (a.op is Op.B and a.microbatch not in split))
         ]
-        return [replica * self.num_microbatches + m for m in found]
+        return [self.portions.of(replica)[m] for m in found]
 
 
 @dataclass

@@ -68,7 +68,7 @@ class Observations:
 def watch_pipeline(pipe: Pipeline) -> Observations:
     """Watch every layer of a rank from now on; the world's activity says which micro-batch."""
     found = Observations()
-    first = pipe.replica * pipe.num_microbatches
+    first = pipe.microbatches.start
     for stage in pipe.stages.values():
         for index, layer in stage.layers.items():
             layer.register_forward_hook(_hook(pipe, found, index, first))

@@ -97,13 +97,14 @@ def sum_then_scale(layers, loss_fn, pieces, order, seed, step):
     """
     parameters = named(layers)
     replicas, terms = [], {}
-    for replica, own in enumerate(pieces):
+    for number, own in enumerate(pieces):
+        first = sum(map(len, pieces[:number]))
         for parameter in parameters.values():
             parameter.grad = None
         for m in order(len(own)):
             inputs, targets = own[m]
             if len(targets):
-                place = replica * len(own) + m
+                place = first + m
                 output = run_plain(layers, inputs, seed, step, place)
                 total, terms[place] = _add(loss_fn(output, targets))
                 if total.requires_grad:
@@ -152,25 +153,28 @@ def train_plain(
     max_norm=float("inf"),
     gradients_of=sum_then_scale,
     cut=torch.tensor_split,
+    shares=None,
 ):
     """Train in one process and return the Training.
 
+    `shares`: the micro-batches of each replica; None: `microbatches` of each.
     `order(M)` is the order of a replica's backwards, `cut(batch, pieces)` makes micro-batches,
     `gradients_of` is one of the two functions above.
     """
     layers = build_plain(recipes, seed)
     parameters = named(layers)
     steps = Training()
+    shares = shares or [microbatches] * replicas
     rule = optimizer(list(parameters.values())) if optimizer else None
     for step, (inputs, targets) in enumerate(batches):
         flat = list(
             zip(
-                cut(inputs, replicas * microbatches),
-                torch.tensor_split(targets, replicas * microbatches),
+                cut(inputs, sum(shares)),
+                torch.tensor_split(targets, sum(shares)),
                 strict=True,
             )
         )
-        pieces = [flat[r * microbatches : (r + 1) * microbatches] for r in range(replicas)]
+        pieces = [flat[sum(shares[:r]) : sum(shares[: r + 1])] for r in range(len(shares))]
         steps.losses.append(gradients_of(layers, loss_fn, pieces, order, seed, step))
         norm = torch.nn.utils.clip_grad_norm_(list(parameters.values()), max_norm)
         steps.norms.append(norm.item())

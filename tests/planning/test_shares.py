@@ -18,10 +18,9 @@ def test_shares_are_those_of_tensor_split(samples, replicas, microbatches):
     pieces = torch.arange(samples).tensor_split(replicas * microbatches)
     sizes = [len(piece) for piece in pieces]
     for replica in range(replicas):
-        own = sizes[replica * microbatches : (replica + 1) * microbatches]
-        shares = microbatch_shares(
-            samples, replicas=replicas, microbatches=microbatches, replica=replica
-        )
+        which = range(replica * microbatches, (replica + 1) * microbatches)
+        own = sizes[which.start : which.stop]
+        shares = microbatch_shares(samples, replicas * microbatches, which)
         if samples and set(own) != {sizes[0]}:
             assert [round(share * sizes[0]) for share in shares] == own
         else:

@@ -28,6 +28,7 @@ GPT = [
 LAYOUTS = {
     "gpipe": [],
     "replicas": ["pipeline.replicas=2", "pipeline.microbatches=2"],
+    "replicas of unequal speed": ["pipeline.replicas=2", "outer.weights=[1,3]"],
     "accumulation": ["train.accumulation=2", "pipeline.microbatches=2"],
     "zero bubble, V-shaped": ["pipeline.schedule=zb_v"],
     "mirrored": ["pipeline.schedule=chimera", "pipeline.recompute=always"],

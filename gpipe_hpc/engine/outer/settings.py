@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from gpipe_hpc.engine.outer.portions import checked_weights
 from gpipe_hpc.errors import ConfigError
 
 HIERARCHIES: Final = ("none", "host")
@@ -33,7 +34,9 @@ class Outer:
     ``none``, or sum inside each ``host`` first and then between hosts, or with a number of copies
     that counts as one host. `order`: ``backend``, or ``rank`` for sums in the order of ranks: the
     same bits for any buckets. `algorithm`: of ``ALGORITHMS``; ``backend`` is Gloo's or NCCL's own,
-    ``auto`` measures the link at the start and chooses by size.
+    ``auto`` measures the link at the start and chooses by size. `weights`: how
+    the micro-batches of a step are divided over replicas of unequal speed, a whole number for each;
+    None: evenly.
 
     `compress`: of `COMPRESSORS`, what copies send in place of their gradients; what it loses is
     added to the next step's. `powersgd_rank`: columns of a matrix's factors. `topk_fraction`: of a
@@ -50,6 +53,7 @@ class Outer:
     powersgd_rank: int = 2
     topk_fraction: float = 0.01
     qsgd_levels: int = 7
+    weights: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be; raises ConfigError."""
@@ -81,6 +85,8 @@ class Outer:
             raise ConfigError(
                 f"outer: expected one way to sum, got {' and '.join(chosen)}; leave all but one out"
             )
+        if self.weights is not None:
+            object.__setattr__(self, "weights", checked_weights(self.weights))
 
 
 def _check_name(setting: str, value: str, known: Sequence[str], more: str = "") -> None:

@@ -1,13 +1,13 @@
 """Connect the ranks of a mesh as a schedule's placement needs it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
 from gpipe_hpc.comm.world import World
-from gpipe_hpc.schedule import Channel, Placement, Schedule
+from gpipe_hpc.schedule import Channel, Placement, Schedule, digest
 
 
 @dataclass(frozen=True)
@@ -24,16 +24,18 @@ class Wiring:
 
 
 def wire(
-    world: World, mesh: Mesh, schedule: Schedule, *, normalises_together: bool = False
+    world: World, mesh: Mesh, schedules: Sequence[Schedule], *, normalises_together: bool = False
 ) -> Wiring:
     """Open all channels and reduction groups; the same call on every rank.
 
-    `normalises_together`: BatchNorm layers normalise a micro-batch over all replicas.
+    `schedules`: the table of each replica. `normalises_together`: BatchNorm layers normalise a
+    micro-batch over all replicas.
     """
     replica = mesh.replica_of(world.rank)
-    placed = {r: _placed_channels(mesh, schedule, r) for r in range(mesh.replicas)}
+    placed = {r: _placed_channels(mesh, schedules[r], r) for r in range(mesh.replicas)}
     transport = world.transport([c for channels in placed.values() for c in channels.values()])
-    reductions = _reductions(world, mesh, schedule.placement)
+    has_one_table = len({digest(schedule) for schedule in schedules}) == 1
+    reductions = _reductions(world, mesh, schedules[0].placement, shares_groups=has_one_table)
     peers = None
     if normalises_together and mesh.replicas > 1:
         # Its own: what a backward sums must not wait for gradients under way. All replicas run
@@ -42,19 +44,23 @@ def wire(
     return Wiring(transport, placed[replica], reductions, peers)
 
 
-def _reductions(world: World, mesh: Mesh, placement: Placement) -> dict[int, Group]:
+def _reductions(
+    world: World, mesh: Mesh, placement: Placement, *, shares_groups: bool
+) -> dict[int, Group]:
     """Form, for each stage of this rank, the group of all that hold a copy of it.
 
     Stages of one rank share its group over the replicas. A mirrored stage has a group of its own:
-    its holders may come to their reductions in different orders.
+    its holders may come to their reductions in different orders. So has each stage of a rank with
+    several where replicas run different tables (`shares_groups`: they do not).
     """
     own = mesh.stage_rank_of(world.rank)
+    shares_groups |= all(len(placement.stages_of(k)) < 2 for k in range(placement.num_ranks))
     over_replicas = world.group([mesh.replica_ranks(k) for k in range(mesh.stages)])
     groups: dict[int, Group] = {}
     for stage in range(placement.num_stages):
         holders = placement.holders(stage)
         group = over_replicas
-        if len(holders) > 1:
+        if len(holders) > 1 or not shares_groups:
             ranks = [mesh.world_rank(r, k) for r in range(mesh.replicas) for k in holders]
             others = [(rank,) for rank in range(mesh.size) if rank not in ranks]
             group = world.group([ranks, *others])

@@ -178,18 +178,21 @@ class GradientParts:
         return sum(squares[part] / share for part, share in used.items()), len(used)
 
 
-def parts_of(parts: str, num_replicas: int, placement: Placement) -> tuple[int, ...]:
+def parts_of(parts: str, placements: Sequence[Placement]) -> tuple[int, ...]:
     """Return the first global micro-batch of the part that each one belongs to.
 
-    `parts`: microbatches or replicas. ConfigError if there are fewer than two parts, ranks that
-    hold a stage for several of them, or another word.
+    `parts`: microbatches or replicas; `placements`: of each replica. ConfigError if there are fewer
+    than two parts, ranks that hold a stage for several of them, or another word.
     """
-    count, routes = placement.num_microbatches, placement.route_of
+    counts = [placement.num_microbatches for placement in placements]
     if parts == MICROBATCHES:
-        found = tuple(range(num_replicas * count))
+        found = tuple(range(sum(counts)))
     elif parts == REPLICAS:
         shared = [
-            s for s in range(placement.num_stages) if len(placement.holders(s)) < len(set(routes))
+            stage
+            for placement in placements
+            for stage in range(placement.num_stages)
+            if len(placement.holders(stage)) < len(set(placement.route_of))
         ]
         if shared:
             raise ConfigError(
@@ -197,9 +200,9 @@ def parts_of(parts: str, num_replicas: int, placement: Placement) -> tuple[int, 
                 f"copies of stage {shared[0]} that share one; use noise_over={MICROBATCHES}"
             )
         found = tuple(
-            replica * count + routes.index(route)
-            for replica in range(num_replicas)
-            for route in routes
+            sum(counts[:replica]) + placement.route_of.index(route)
+            for replica, placement in enumerate(placements)
+            for route in placement.route_of
         )
     else:
         raise ConfigError(
@@ -224,7 +227,7 @@ def squares_of(
     """Return what measures the parts on a stage whose copy here runs these `microbatches`."""
     if parts == MICROBATCHES:
         return MicrobatchSquares(parameters)
-    return CopySquares(parameters, min(microbatches))
+    return CopySquares(parameters, min(microbatches, default=0))
 
 
 def _square(tensors: Sequence[Tensor]) -> Tensor:

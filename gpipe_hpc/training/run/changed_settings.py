@@ -36,6 +36,9 @@ _LAYOUT: Final = frozenset(
         "train.steps",
         "train.accumulation",
         "train.compile",
+        "outer.bucket_bytes",
+        "outer.overlap",
+        "outer.weights",
         # A run that stopped at a corrupt sample may go on past it.
         "data.corrupt",
         "data.max_corrupt",

@@ -77,7 +77,8 @@ def compose_summary(
             "stages": pipe.schedule.num_stages,
             "replicas": pipe.mesh.replicas,
             "schedule": pipe.schedule.name,
-            "microbatches": pipe.num_microbatches,
+            "microbatches": pipe.layout.portions.most,
+            "microbatches_of_replicas": list(pipe.layout.portions.counts),
             "recompute": config.pipeline.recompute,
             "layers_of_stages": list(pipe.partition.counts),
             "partition": pipe.partition.measure,
@@ -129,13 +130,13 @@ def _throughput(session: Session, ledger: Ledger) -> dict[str, Any]:
 def expected_timeline(pipe: Pipeline, num_samples: int) -> Timeline | None:
     """Return a step as simulated for the layers measured before the run; None if none were.
 
-    Of the first replica, for a global batch of `num_samples`: its smaller micro-batches, and the
-    empty ones, take as much less.
+    Of the replica with the most micro-batches, for a global batch of `num_samples`: its smaller
+    micro-batches, and the empty ones, take as much less.
     """
     costs = pipe.partition.stage_costs() if pipe.partition.is_measured else None
     if costs is None:
         return None
-    return simulate(pipe.schedule, replace(costs, shares=shares_of(pipe, num_samples)))
+    return simulate(pipe.layout.schedule, replace(costs, shares=shares_of(pipe, num_samples)))
 
 
 def _traced(traced: Traced) -> dict[str, Any]:
@@ -172,7 +173,7 @@ def _planned(rank: RankForecast) -> dict[str, int]:
 
 
 def _advice(session: Session, traced: Traced, ended: Ended) -> list[dict[str, Any]]:
-    """Return what would make the traced step of the first replica faster.
+    """Return what would make the traced step of the fullest replica faster.
 
     Of a run that was stopped only what takes a moment: the other ranks have left, and whoever
     stopped it may soon kill this one.
@@ -184,7 +185,8 @@ def _advice(session: Session, traced: Traced, ended: Ended) -> list[dict[str, An
     pieces = pipeline.replicas * config.train.accumulation * finer
     has_samples = config.train.batch_size >= pieces
     most = _MOST_ACTIONS_IN_HASTE if ended.outcome == "stopped" else MOST_ACTIONS
-    found = foreseen.advice(session.pipe, traced.replicas[0], finer if has_samples else None, most)
+    measured = traced.replicas[session.pipe.layout.portions.fullest]
+    found = foreseen.advice(session.pipe, measured, finer if has_samples else None, most)
     return [each._asdict() | {"text": each.text()} for each in found]
 
 

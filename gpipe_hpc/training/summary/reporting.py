@@ -61,7 +61,8 @@ class Reporter:
         trace = session.config.trace
         self._held = HeldSteps(trace.steps, trace.from_step)
         self.ledger = Ledger(session.pipe.steps_done)
-        leads = session.pipe.world.rank == 0
+        layout, leads = session.pipe.layout, session.pipe.world.rank == 0
+        self._tables = [layout.of(replica).schedule for replica in range(layout.replicas)]
         self.planned = expected_timeline(session.pipe, session.batch_size) if leads else None
 
     def hold(self, timed: TimedStep, pipeline_s: float) -> None:
@@ -119,7 +120,7 @@ class Reporter:
     def _median_of(self, traced: Sequence[TracedStep]) -> Traced | None:
         for each in traced:
             if each.is_median:
-                replicas = timelines_of(each, self._pipe.schedule)
+                replicas = timelines_of(each, self._tables)
                 return Traced(each.step, each.pipeline_s, replicas, trace_name(each.step))
         return None
 
@@ -129,7 +130,7 @@ class Reporter:
         if self.planned is not None and traced:
             write_planned(self.planned, folder)
         for each in traced:
-            replicas = timelines_of(each, pipe.schedule)
+            replicas = timelines_of(each, self._tables)
             write_trace(replicas, folder, each.step, is_median=each.is_median)
 
     def _compose(

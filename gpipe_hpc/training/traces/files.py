@@ -39,6 +39,7 @@ def _write(path: Path, replicas: list[Timeline], more: dict[str, Any]) -> Path:
         "num_stages": first.num_stages,
         "num_microbatches": first.num_microbatches,
         "num_replicas": len(replicas),
+        "microbatches_of_replicas": [each.num_microbatches for each in replicas],
         "skips": first.skips,
         "ranks": [
             [[str(e.action), e.start_s - start_s, e.end_s - start_s] for e in row]
@@ -63,8 +64,10 @@ def read_replicas(path: Path) -> list[Timeline]:
     try:
         content = json.loads(path.read_text())
         rows = content["ranks"]
-        per_replica = len(rows) // content.get("num_replicas", 1)
-        size = content["num_stages"], content["num_microbatches"]
+        num_replicas = content.get("num_replicas", 1)
+        per_replica = len(rows) // num_replicas
+        counts = [content["num_microbatches"]] * num_replicas
+        counts = content.get("microbatches_of_replicas", counts)
         skips = tuple((source, destination) for source, destination in content.get("skips", ()))
         return [
             Timeline(
@@ -72,11 +75,12 @@ def read_replicas(path: Path) -> list[Timeline]:
                     tuple(Event(rank, parse_action(text), start, end) for text, start, end in row)
                     for rank, row in enumerate(rows[first : first + per_replica])
                 ),
-                *size,
+                content["num_stages"],
+                count,
                 content["name"],
                 skips,
             )
-            for first in range(0, len(rows), per_replica)
+            for first, count in zip(range(0, len(rows), per_replica), counts, strict=True)
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(

@@ -102,9 +102,9 @@ def _events(rank: int, actions: Sequence[str], seconds: Sequence[float]) -> tupl
     return Moments(tuple(map(parse_action, actions)), array("d", seconds)).events(rank)
 
 
-def timelines_of(traced: TracedStep, table: Schedule) -> list[Timeline]:
-    """Return a timeline for each replica; all ran the one table."""
+def timelines_of(traced: TracedStep, tables: Sequence[Schedule]) -> list[Timeline]:
+    """Return a timeline for each replica; `tables`: what each ran."""
     return [
         Timeline(rows, table.num_stages, table.num_microbatches, table.name, table.skips)
-        for rows in traced.replicas()
+        for rows, table in zip(traced.replicas(), tables, strict=True)
     ]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from gpipe_hpc.config import compose_config
+from gpipe_hpc.engine.outer.portions import Portions
 from gpipe_hpc.training.summary import compose
 from gpipe_hpc.training.summary.compose import Ended, Traced, write_summary
 
@@ -39,7 +40,9 @@ def test_a_run_that_was_stopped_spends_little_time_on_advice():
         return []
 
     session = SimpleNamespace(
-        config=compose_config([]), foreseen=SimpleNamespace(advice=advice), pipe=None
+        config=compose_config([]),
+        foreseen=SimpleNamespace(advice=advice),
+        pipe=SimpleNamespace(layout=SimpleNamespace(portions=Portions())),
     )
     for outcome in ("done", "stopped"):
         assert compose._advice(session, Traced(1, 1.0, [None], "file"), Ended(outcome)) == []

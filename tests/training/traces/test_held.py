@@ -73,7 +73,7 @@ def test_rank_0_gathers_the_rows_of_all_replicas_on_one_clock():
     assert others == [[], [], []]
     assert [(each.step, each.is_median) for each in first] == [(1, False), (2, False), (3, True)]
     for each, pace in zip(first, (4.0, 1.0, 2.0), strict=True):
-        one, other = timelines_of(each, SCHEDULE)
+        one, other = timelines_of(each, [SCHEDULE] * 2)
         assert one.events == timeline(pace).events
         assert other.start_s == 0.5 and other.bubble == one.bubble
         assert each.pipeline_s == one.makespan + 0.5
