@@ -226,7 +226,7 @@ def test_outputs_that_have_left_are_released(processes, tmp_path, shares_memory)
     assert first == [0] * 8 and second == []
 
 
-@both_ways
+@pytest.mark.parametrize("shares_memory", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_hundreds_of_steps_do_not_grow(processes, tmp_path, shares_memory):
     """Shapes change all the time; a boundary that leaked once a step would make 24 MB."""
 

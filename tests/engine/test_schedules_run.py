@@ -281,7 +281,7 @@ def test_some_schedules_on_four_processes(plain, reference, processes, tmp_path,
         assert_plain(plain, reference, list(trainings), ON_FOUR[place][1], 4)
 
 
-@pytest.mark.parametrize("shares_memory", [False, True])
+@pytest.mark.parametrize("shares_memory", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_hundreds_of_micro_batches_run_ahead_of_one_another(processes, tmp_path, shares_memory):
     """A looped table sends them all before it receives: once more than sockets or limits held."""
 

@@ -8,7 +8,6 @@ import pytest
 
 from gpipe_hpc.drawing import draw_svg, draw_text
 from gpipe_hpc.drawing.chrome_trace import chrome_trace
-from gpipe_hpc.drawing.comparison import schedule_of
 from gpipe_hpc.drawing.html import render_html
 from gpipe_hpc.drawing.layout import layout
 from gpipe_hpc.schedule import (
@@ -22,6 +21,7 @@ from gpipe_hpc.schedule import (
     simulate,
     to_text,
 )
+from gpipe_hpc.schedule.measured import schedule_of
 
 
 def spans(timeline):

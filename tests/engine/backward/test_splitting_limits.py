@@ -175,6 +175,7 @@ def test_a_loss_may_differentiate_layers(create_graph):
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_layers_work(backend):
     inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 4))

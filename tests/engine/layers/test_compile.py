@@ -146,6 +146,7 @@ def test_masks_are_those_of_the_uncompiled_with_and_without_a_graph(backend):
         assert torch.allclose(run(call, graph), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_sizes_and_layers_do_not_compile_without_end():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

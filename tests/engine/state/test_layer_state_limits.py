@@ -282,6 +282,7 @@ def test_with_a_budget_of_memory(memory_bytes):
             assert torch.allclose(value, theirs[name], rtol=1e-5), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["always", "never"])
 def test_compiled_and_in_bfloat16(recompute):
     torch.manual_seed(0)

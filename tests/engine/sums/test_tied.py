@@ -55,12 +55,17 @@ def plain(num_microbatches: int) -> tuple[list[tuple[float, float]], list[nn.Par
 
 
 CASES = [
-    (1, 1, 2, "gpipe", {}, "always"),
-    (2, 1, 3, "gpipe", {}, "never"),
     (4, 2, 2, "one_f_one_b", {}, "always"),
     (2, 1, 4, "zb_v", {}, "never"),
-    (2, 1, 4, "interleaved", {"stages_per_rank": 2}, "never"),
     (4, 1, 4, "chimera", {}, "always"),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            (1, 1, 2, "gpipe", {}, "always"),
+            (2, 1, 3, "gpipe", {}, "never"),
+            (2, 1, 4, "interleaved", {"stages_per_rank": 2}, "never"),
+        )
+    ),
 ]
 
 
