@@ -70,6 +70,13 @@ def contestants(epochs: int) -> dict[str, tuple[str, ...]]:
     growing = epochs * SAMPLES // 4 // 284
     return {
         "batch 64": (*SGD, f"train.batch_size={SMALL}", f"train.steps={small}", ONE),
+        # As many samples as AdaScale's run turned out to take.
+        "batch 64 for twice as long": (
+            *SGD,
+            f"train.batch_size={SMALL}",
+            f"train.steps={2 * small}",
+            ONE,
+        ),
         "batch 512 at the same rate": (*SGD, *eight, as_many),
         "linear scaling with warm-up": (*SGD[:2], *eight, as_many, base, warm, "lr.start_ratio=1"),
         "linear scaling of 0.02": (
