@@ -484,7 +484,7 @@ class Pipeline:
     def grad_square(self) -> float:
         """Return the squared norm of this step's gradient before clipping, without tied parameters.
 
-        Over all stages, the same on every rank. All ranks call it, after `step`; where gradients
+        Over all stages, the same on every rank. Every rank calls it, after `step`; where gradients
         were clipped it needs no message.
         """
         with together(self.world, "adding up norms"):
