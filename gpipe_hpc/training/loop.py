@@ -268,7 +268,8 @@ class _Loop:
         if timed is None:
             return trained, agreed, None
         self._reporter.hold(timed, agreed.pipeline_s)
-        times = Times(agreed.pipeline_s, agreed.bubble, timed.laps.spent(agreed.pipeline_s))
+        spent = timed.laps.spent(agreed.pipeline_s)
+        times = Times(agreed.pipeline_s, agreed.bubble, spent, agreed.busy_s)
         return trained, agreed, times
 
     def _say_skipped(self, result: StepResult) -> None:

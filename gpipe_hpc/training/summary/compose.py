@@ -16,6 +16,7 @@ from gpipe_hpc.training.foresight import shares_of
 from gpipe_hpc.training.horizon import last_step
 from gpipe_hpc.training.peak import PEAK_MEANING
 from gpipe_hpc.training.session import Session
+from gpipe_hpc.training.summary.balance import balance
 from gpipe_hpc.training.summary.figures import RankFigures, idle_of_ranks
 from gpipe_hpc.training.summary.ledger import Ledger
 from gpipe_hpc.training.throughput import (
@@ -62,6 +63,8 @@ def compose_summary(
     `planned`: the step as it was expected before the run.
     """
     pipe, config = session.pipe, session.config
+    can_differ = not config.pipeline.normalise_over_replicas
+    better = balance(ledger.busy_s, pipe.layout.portions) if can_differ else None
     return {
         "format": _FORMAT,
         "outcome": ended.outcome,
@@ -91,6 +94,7 @@ def compose_summary(
         "throughput": _throughput(session, ledger),
         "step": ledger.medians(),
         "expected": planned and {"pipeline_s": planned.makespan, "bubble": planned.bubble},
+        "balance": None if better is None else better.told(),
         "bubble_definition": _DEFINITION,
         "stalls_s": ledger.stalls_s,
         "traced_step": None if traced is None else _traced(traced),

@@ -24,7 +24,7 @@ _CAUSES: Final = {
 def summary_text(summary: Mapping[str, Any]) -> str:
     """Return the closing table, without an end of line; what is not known is left out."""
     parts = [_heading(summary), _pace(summary), _comparison(summary)]
-    parts += [_ranks(summary), _stalls(summary), _advice(summary)]
+    parts += [_ranks(summary), _stalls(summary), _balance(summary), _advice(summary)]
     return "\n".join(filter(None, parts))
 
 
@@ -156,6 +156,18 @@ def _shown(ranks: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def _stalls(summary: Mapping[str, Any]) -> str:
     seconds = sum(summary["stalls_s"].values())
     return f"checkpoints and copies held the run up for {seconds:.3f} s in all" if seconds else ""
+
+
+def _balance(summary: Mapping[str, Any]) -> str:
+    """Return the weights with which replicas of unequal speed would end together."""
+    better = summary["balance"]
+    if better is None:
+        return ""
+    weights = ",".join(map(str, better["weights"]))
+    return (
+        f"advice: outer.weights=[{weights}]: -{better['gain']:.0%} of the time that the slowest "
+        f"replica computed, if every micro-batch takes each replica as long as in this run"
+    )
 
 
 def _time(seconds: float | None) -> str:

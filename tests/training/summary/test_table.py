@@ -29,6 +29,7 @@ def summary(ranks, **more):
         "step": dict.fromkeys(("step_time_s", "pipeline_s", "outside_pipeline_s", "bubble")),
         "expected": None,
         "stalls_s": {},
+        "balance": None,
         "traced_step": None,
         "ranks": ranks,
         "advice": [],
@@ -99,3 +100,20 @@ def test_of_a_thousand_ranks_those_at_the_ends_are_shown():
     assert len(lines) < 21 and "of 999 ranks" in lines[1]
     shown = [int(line.split()[0]) for line in lines[3:-2]]
     assert shown == sorted(shown) and {0, 998} <= set(shown)
+
+
+def test_what_would_balance_replicas_is_said():
+    better = {"weights": [3, 1], "gain": 0.25}
+    (line,) = [x for x in summary_text(summary([], balance=better)).splitlines() if "advice" in x]
+    assert "outer.weights=[3,1]: -25% of the time that the slowest replica computed" in line
+
+
+def test_the_time_around_the_pipeline_is_said():
+    step = {"step_time_s": 2.5, "pipeline_s": 2.0, "outside_pipeline_s": 0.5, "bubble": 0.25}
+    around = {"reading_s": 0.1, "edge_s": 0.02, "clipping_s": 0.003, "optimizer_s": 0.3}
+    pace = dict.fromkeys(("tokens_per_s", "share_of_peak", "device_flops_per_s"))
+    text = summary_text(summary([], step=step | around, throughput=pace | {"samples_per_s": 10.0}))
+    assert (
+        "a step took 2.500 s, 0.500 s of it outside the pipeline (reading 0.100 s, summing up "
+        "20 ms, clipping 3 ms, optimizer 0.300 s) (medians)"
+    ) in text
