@@ -15,7 +15,11 @@ from gpipe_hpc.schedule import Action, Op, schedule_names
 from tests.support import batches, square_sum
 
 WIDTH, ROWS, MICROBATCHES = 4, 16, 4
-SCHEDULES = sorted({*schedule_names()} - {"file", "auto"})
+QUICK = ("one_f_one_b", "zb_v", "chimera")  # one way backwards, split, mirrored
+SCHEDULES = [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+    for name in sorted({*schedule_names()} - {"file", "auto"})
+]
 
 
 class Block(nn.Module):
@@ -75,7 +79,7 @@ def expected(plain, layers, replicas):
     )
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_replicas_are_one_process_in_every_schedule(plain, schedule, overlap):
     layers = [plain.Recipe(make_block, (WIDTH, i % 2 == 0)) for i in range(8)]
@@ -180,7 +184,10 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "stages"), [(4, 2), (4, 1), (6, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "stages"),
+    [(4, 2), (4, 1), pytest.param(6, 2, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_each_way_to_sum_is_one_process(plain, way, ranks, stages):
     layers = [plain.Recipe(make_block, (WIDTH, i % 2 == 0)) for i in range(4)]
@@ -195,7 +202,10 @@ def test_each_way_to_sum_is_one_process(plain, way, ranks, stages):
         assert not ours.differences(whole)
 
 
-@pytest.mark.parametrize("schedule", ["chimera", "dualpipe_v", "gems", "zb_v"])
+@pytest.mark.parametrize(
+    "schedule",
+    ["chimera", *(pytest.param(n, marks=pytest.mark.slow) for n in ("dualpipe_v", "gems", "zb_v"))],
+)
 def test_sums_in_the_order_of_ranks_have_the_same_bits_for_any_buckets(plain, schedule):
     """Mirrored stages have twice as many copies, in each replica those of one stage."""
     layers = [plain.Recipe(make_block, (WIDTH, i % 2 == 0)) for i in range(8)]
