@@ -32,7 +32,7 @@ from gpipe_hpc.training.run.opening import begin, own_folder
 from gpipe_hpc.training.session import Session
 from gpipe_hpc.training.signals import REQUEUE_EXIT_CODE, StopRequest
 from gpipe_hpc.training.start import open_session
-from gpipe_hpc.training.step_edge import Agreed, StepEdge, TimedStep, Told, agree
+from gpipe_hpc.training.step_edge import Agreed, StepEdge, TimedStep, Told, agree, is_told_late
 from gpipe_hpc.training.summary.compose import Ended
 from gpipe_hpc.training.summary.ledger import Times
 from gpipe_hpc.training.summary.reporting import Reporter
@@ -238,7 +238,7 @@ class _Loop:
         its times are those of the step before: nobody waits for a clock.
         """
         pipe, edge, before = self._pipe, self._edge, self._before
-        origin_s, is_late = edge.origin_s, pipe.world.device.type != "cpu"
+        origin_s, is_late = edge.origin_s, is_told_late(pipe.world.device)
 
         def tell() -> tuple[float, ...]:
             if is_late:

@@ -83,6 +83,11 @@ def agree(rows: Sequence[Sequence[float]]) -> Agreed:
     )
 
 
+def is_told_late(device: torch.device) -> bool:
+    """Say whether ranks tell the times of a step behind the next: its clock would be waited for."""
+    return device.type != "cpu"
+
+
 class StepEdge:
     """From when on ranks count the time of a step.
 
