@@ -27,7 +27,7 @@ from gpipe_hpc.engine.batch.arrays import with_tensors
 from gpipe_hpc.engine.batch.cutting import Pieces, share_of
 from gpipe_hpc.engine.layers.compiling import chosen_backend
 from gpipe_hpc.engine.layers.precision import check_precision, scaling
-from gpipe_hpc.engine.outer.saying import say_inexact
+from gpipe_hpc.engine.outer.saying import say_apart, say_inexact
 from gpipe_hpc.engine.outer.settings import Outer
 from gpipe_hpc.engine.recorder import Moments, Recorded, StepMarks, StepTimes, on_one_clock
 from gpipe_hpc.engine.run import Run, random_keys
@@ -344,13 +344,38 @@ class Pipeline:
         if world.rank == 0:
             say_batchnorm(self.batchnorm)
         normalises_together = request.normalise_over_replicas and bool(self.batchnorm.converted)
-        tables = [self.layout.of(replica).schedule for replica in range(mesh.replicas)]
-        wiring = wire(world, mesh, tables, normalises_together=normalises_together)
-        equalise_copies(self.stages, wiring.reductions)
+        is_apart = layout.tables.averaging is not None
+        if is_apart and normalises_together:
+            raise ConfigError(
+                "outer.every: replicas train apart, expected normalise_over_replicas=False, got "
+                "True, which joins them in every micro-batch; set one or the other"
+            )
+        if is_apart and request.noise_over:
+            raise ConfigError(
+                f"outer.every: replicas train apart, expected no noise_over, which compares their "
+                f"gradients in every step, got {request.noise_over}; set one or the other"
+            )
+        wiring = wire(
+            world,
+            mesh,
+            [self.layout.of(replica).schedule for replica in range(mesh.replicas)],
+            normalises_together=normalises_together,
+            is_apart=is_apart,
+        )
+        equalise_copies(self.stages, wiring.copies)
         homes = layer_stages(self.partition.counts)
         ties = find_ties(model)
         self._tied_names = frozenset(tie.name for tie in ties)
-        tied = join_ties(ties, self.stages, homes, placement, mesh, world, request.combining)
+        tied = join_ties(
+            ties,
+            self.stages,
+            homes,
+            placement,
+            mesh,
+            world,
+            request.combining,
+            is_apart=is_apart,
+        )
         part_of = self._measure_parts(request.noise_over) if request.noise_over else ()
         self.num_parts = len(set(part_of))
         self._steps = Steps(
@@ -369,6 +394,10 @@ class Pipeline:
         )
         if world.rank == 0 and layout.tables.buckets:
             say_inexact(request.combining)
+        if world.rank == 0 and is_apart:
+            say_apart(request.combining)
+        self._outer_due, self._versions_stepped = False, 0
+        self.last_outer_step = 0
         self.needs_inputs = 0 in held
         self.needs_targets = self.schedule.num_stages - 1 in held
 
@@ -445,9 +474,14 @@ class Pipeline:
         """
         self._norms = None
         # As under no_grad: what a step does is not for the caller's inference mode to say.
+        self.outer_step()
         with together(self.world, f"step {self.steps_done}"), torch.inference_mode(False):
             result = self._steps.train(self._run("training", inputs, targets, self.loss_fn), tell)
         self.steps_done += 1
+        apart = self._steps.apart
+        if apart is not None:
+            self._outer_due = apart.rounds.is_due(self.steps_done)
+            self._versions_stepped = self._versions()
         return result
 
     def evaluate(self, inputs: Nest = None, targets: Nest = None) -> StepResult:
@@ -456,6 +490,7 @@ class Pipeline:
         Every rank calls it. The same `StepResult` on every rank, as of `step`, but without
         gradients: `loss`, `losses`, `metrics`, `weight`.
         """
+        self._catch_up()
         with together(self.world, "evaluation"):
             run = self._run("evaluation", inputs, targets, self.loss_fn)
             return self._steps.evaluate(run)
@@ -466,6 +501,7 @@ class Pipeline:
         Every rank of the replica calls it. Tensors of the micro-batches are put together along the
         first dimension; None if there was no sample.
         """
+        self._catch_up()
         with together(self.world, "prediction"):
             return self._steps.predict(self._run("prediction", inputs, None, None))
 
@@ -554,6 +590,7 @@ class Pipeline:
         finds the newest again. Raises CheckpointError if `path` exists (without a step) or cannot
         be written.
         """
+        self._catch_up()
         kept = dict(extra or {})
         if step is None:
             if keep is not None:
@@ -599,25 +636,62 @@ class Pipeline:
         """Return what scales the loss in float16, its `value` the same on every rank; else None."""
         return self._steps.loss_scale
 
+    def outer_step(self) -> bool:
+        """Do what is due between replicas that train apart; say whether parameters were averaged.
+
+        To be called after each `optimizer.step()`, on all ranks; for others it does nothing. Where
+        it was not called, the next `step`, `evaluate`, `predict` or `save` does it first.
+        """
+        apart = self._steps.apart
+        if apart is None or not self._outer_due:
+            return False
+        self._outer_due = False
+        with together(self.world, f"outer step {self.steps_done}"), torch.inference_mode(False):
+            stepped = apart.step(self.steps_done)
+        if stepped:
+            self.last_outer_step = self.steps_done
+        return stepped
+
+    def _catch_up(self) -> None:
+        """Do the outer step that was not called for, if the optimizer has stepped since."""
+        if self._outer_due and self._versions() != self._versions_stepped:
+            self.outer_step()
+
+    def _versions(self) -> int:
+        return sum(parameter._version for parameter in self.parameters())
+
+    @property
+    def is_apart(self) -> bool:
+        """Say whether replicas train apart, and are averaged at outer steps."""
+        return self._steps.apart is not None
+
+    @property
+    def replicas_differ(self) -> bool:
+        """Say whether replicas may have other parameters than one another."""
+        apart = self._steps.apart
+        return apart is not None and apart.rounds.replicas_differ
+
     def outer_state(self) -> dict[str, torch.Tensor]:
         """Return what this rank keeps between steps for combining copies: residuals, by name."""
-        return self._steps.compression.state()
+        return self._steps.outer_state()
 
     def outer_wanted(self, stored: Collection[str]) -> list[str]:
         """Return which of the tensors in a checkpoint `restore_outer` needs on this rank."""
-        return list(self._steps.compression.wanted(stored))
+        return self._steps.outer_wanted(stored)
 
     def restore_outer(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Go on with what a checkpoint kept of `outer_state`; what it has not starts anew."""
-        self._steps.compression.restore(tensors)
+        self._steps.restore_outer(tensors)
+        self._outer_due = False
 
     @property
     def outer_sent_bytes(self) -> int:
-        """Return how many bytes this rank has sent so far to combine copies inexactly, counted.
+        """Return how many bytes this rank has sent so far for compressed sums or outer steps.
 
-        What the backend's own allreduce sends is not counted.
+        Those of exchanges are counted; of the backend's own allreduce, what a ring sends. What
+        sums of whole gradients send is not among them.
         """
-        return self._steps.compression.sent_bytes
+        return self._steps.outer_sent_bytes
 
     def restore_position(
         self, steps_done: int, loss_weight: float, loss_scale: Mapping[str, float] | None = None

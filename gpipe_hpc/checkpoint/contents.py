@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gpipe_hpc.checkpoint.agreement import all_or_none
+from gpipe_hpc.checkpoint.apart import described, named_by
 from gpipe_hpc.checkpoint.folder import OUTER, model_tensors
 from gpipe_hpc.checkpoint.manifest import FORMAT, Facts, versions
 from gpipe_hpc.checkpoint.options import describe_groups, merge_groups
@@ -37,12 +38,19 @@ def collect(
     Raises CheckpointError on all ranks for an extra state that cannot be written.
     """
     others = _others_buffers(pipe)
-    held = {name: tensor for name, tensor in model_tensors(pipe).items() if name not in others}
+    replica = pipe.replica if pipe.is_apart else 0
+    of_model = replica if pipe.replicas_differ else 0
+    held = {
+        named_by(of_model, name): tensor
+        for name, tensor in model_tensors(pipe).items()
+        if name not in others
+    }
     values: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     if optimizer is not None:
         groups = describe_groups(pipe.named_parameters(), optimizer)
-        for name, value in _optimizer_state(pipe, optimizer).items():
+        for own_name, value in _optimizer_state(pipe, optimizer).items():
+            name = named_by(replica, own_name)
             if isinstance(value, Tensor):
                 held[name] = value
             else:
@@ -92,14 +100,21 @@ def _others_buffers(pipe: "Pipeline") -> set[str]:
     return {
         f"model.{name}"
         for index, stage in pipe.stages.items()
-        if not _is_first(pipe, index)
+        if not (
+            _is_first_of_replica(pipe, index) if pipe.replicas_differ else _is_first(pipe, index)
+        )
         for name in stage.named_buffers()
     }
 
 
 def _is_first(pipe: "Pipeline", stage: int) -> bool:
     """Say whether this rank holds the first copy of a stage."""
-    return not pipe.replica and pipe.schedule.placement.holders(stage)[0] == pipe.stage_rank
+    return not pipe.replica and _is_first_of_replica(pipe, stage)
+
+
+def _is_first_of_replica(pipe: "Pipeline", stage: int) -> bool:
+    """Say whether this rank holds the first copy of a stage that its replica has."""
+    return pipe.schedule.placement.holders(stage)[0] == pipe.stage_rank
 
 
 def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -137,6 +152,7 @@ def _facts(
         "num_layers": pipe.num_layers,
         "stages": pipe.mesh.stages,
         "replicas": pipe.mesh.replicas,
+        "apart": described(pipe),
         "schedule": pipe.schedule.name,
         "microbatches": pipe.num_microbatches,
         "partition": pipe.partition._asdict(),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_hpc.checkpoint.agreement import all_or_none
+from gpipe_hpc.checkpoint.apart import Reading, average
 from gpipe_hpc.checkpoint.folder import OUTER, model_tensors, other_checkpoint, said
 from gpipe_hpc.checkpoint.memory import check_room
 from gpipe_hpc.checkpoint.metadata import StoredTensor, fill
@@ -37,7 +38,8 @@ class _Plan(NamedTuple):
     `targets`: tensors to overwrite, by their names in the checkpoint. `wanted`: tensors to make,
     and where. `states`: the optimizer's entries by parameter and key: a name in the checkpoint.
     `options`: of the optimizer's groups. `extra_states`: modules, and what is stored of them.
-    `outer`: the names of what is kept for combining copies.
+    `outer`: the names of what is kept for combining copies. `reading`: of which replica's state.
+    `model`: those of `targets` that are the model's.
     """
 
     targets: dict[str, Tensor]
@@ -46,6 +48,8 @@ class _Plan(NamedTuple):
     options: list[dict[str, Any]]
     extra_states: list[tuple[nn.Module, Any]]
     outer: list[str]
+    reading: Reading
+    model: dict[str, Tensor]
 
 
 def load(
@@ -82,6 +86,8 @@ def load(
             f"{said(error)}; the model is now partly loaded: end this process, look at the disk, "
             f"and start again"
         ) from error
+    with torch.no_grad():
+        average(plan.model, targets, plan.reading)
     values = found.facts["values"] | targets
     if optimizer is not None:
         _set_optimizer(optimizer, plan, values)
@@ -115,19 +121,22 @@ def _plan(pipe: "Pipeline", found: Verified, optimizer: torch.optim.Optimizer | 
     """Return what to do, having looked at all that can be wrong; changes nothing."""
     path, facts, stored = found
     _check_model(pipe, path, facts)
-    targets = model_tensors(pipe)
-    for name, tensor in targets.items():
+    reading = Reading.of(pipe, facts)
+    model = {reading.of_model(name): tensor for name, tensor in model_tensors(pipe).items()}
+    for name, tensor in model.items():
         _check_fits(path, name, tensor, stored.get(name))
-    _say_unknown(pipe, found, targets)
+    _say_unknown(pipe, found, model)
+    targets = dict(model)
     states: dict[nn.Parameter, dict[str, str]] = {}
     options: list[dict[str, Any]] = []
-    wanted: dict[str, torch.device] = {}
+    wanted = {other: tensor.device for n, tensor in model.items() for other in reading.others(n)}
     if optimizer is not None:
         named = list(pipe.named_parameters())
         options = stored_options(named, optimizer, facts.get("optimizer", []), path)
-        states = _stored_states(named, [*stored, *facts["values"]])
-        kept, wanted = _places(optimizer, states, stored)
+        states = _stored_states(named, [*stored, *facts["values"]], reading)
+        kept, made = _places(optimizer, states, stored)
         targets |= kept
+        wanted |= made
     extra_states = _extra_states(pipe, found)
     for _, state in extra_states:
         for name, on_cpu in tensor_names(state):
@@ -140,7 +149,7 @@ def _plan(pipe: "Pipeline", found: Verified, optimizer: torch.optim.Optimizer | 
     lacking = next((name for name in wanted if name not in stored), None)
     if lacking is not None:
         raise _lacks(path, lacking)
-    return _Plan(targets, wanted, states, options, extra_states, outer)
+    return _Plan(targets, wanted, states, options, extra_states, outer, reading, model)
 
 
 def _check_model(pipe: "Pipeline", path: Path, facts: Mapping[str, Any]) -> None:
@@ -200,14 +209,15 @@ def _say_unknown(pipe: "Pipeline", found: Verified, targets: Mapping[str, Tensor
 
 
 def _stored_states(
-    named: list[tuple[str, nn.Parameter]], names: list[str]
+    named: list[tuple[str, nn.Parameter]], names: list[str], reading: Reading
 ) -> dict[nn.Parameter, dict[str, str]]:
     """Return the optimizer's stored entries of each parameter, by key."""
     by_prefix: dict[str, dict[str, str]] = {}
     for full in names:
         prefix, _, key = full.rpartition(".")
         by_prefix.setdefault(prefix, {})[key] = full
-    found = {parameter: by_prefix.get(f"optimizer.{name}", {}) for name, parameter in named}
+    prefix_of = {name: reading.of_optimizer(f"optimizer.{name}") for name, _ in named}
+    found = {parameter: by_prefix.get(prefix_of[name], {}) for name, parameter in named}
     return {parameter: keys for parameter, keys in found.items() if keys}
 
 

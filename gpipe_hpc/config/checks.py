@@ -65,6 +65,12 @@ _RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
         "outer.powersgd_rank": (1, _INF),
         "outer.topk_fraction": (1e-9, 0.5),
         "outer.qsgd_levels": (7, 127),
+        "outer.every": (1, _INF),
+        "outer.lr": (0, _INF),
+        "outer.momentum": (0, 1),
+        "outer.parts": (1, _INF),
+        "outer.behind": (0, _INF),
+        "outer.mix": (0, 1),
         **DATA_RANGES,
     }
 )
@@ -107,6 +113,7 @@ def check_config(config: Config, world_size: int) -> list[str]:
     _check_budget(config.pipeline)
     _check_optimizer(config)
     _check_batches(config)
+    _check_outer(config)
     config.data.check()
     _check_model(config)
     return list(_doubts(config))
@@ -337,6 +344,26 @@ def _check_mask(model_size: object, data: TokenDataConfig) -> None:
         )
 
 
+def _check_outer(config: Config) -> None:
+    """Refuse a run that would end between two outer steps."""
+    every, steps = getattr(config.outer, "every", 1), config.train.steps
+    if config.pipeline.replicas > 1 and steps % every:
+        raise refuse(
+            "outer.every",
+            f"a divisor of train.steps={steps}, so that the run ends with an outer step",
+            every,
+            f"set outer.every={_nearest_divisor(steps, every)} or "
+            f"train.steps={(steps // every + 1) * every}",
+        )
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    return min(
+        (each for each in range(1, number + 1) if number % each == 0),
+        key=lambda each: abs(each - wanted),
+    )
+
+
 def _doubts(config: Config) -> Iterator[str]:
     train = config.train
     if config.lr.scaling == "adascale" and not isinstance(config.optimizer, SGDConfig):
@@ -366,6 +393,7 @@ def _doubts(config: Config) -> Iterator[str]:
             f"config: train.stop_at={train.stop_at} lies after train.steps={train.steps} and is "
             f"ignored"
         )
+    yield from _outer_doubts(config)
     yield from _empty_microbatches(config)
     yield from _unused_vocabulary(config)
 
@@ -384,6 +412,22 @@ def _unused_vocabulary(config: Config) -> Iterator[str]:
             f"have (data.vocab_size={config.data.vocab_size}); the rows of the others take memory "
             f"and time for nothing, unless the model knows them from elsewhere: set "
             f"model.vocab_size={used}, or correct data.vocab_size"
+        )
+
+
+def _outer_doubts(config: Config) -> Iterator[str]:
+    every, validates = getattr(config.outer, "every", 0), config.train.validate_every
+    if not every:
+        return
+    if config.pipeline.replicas == 1:
+        yield (
+            f"config: outer.every={every} is for several replicas, and pipeline.replicas is 1; the "
+            f"run trains as ever"
+        )
+    elif validates % every:
+        yield (
+            f"config: train.validate_every={validates} is no multiple of outer.every={every}; "
+            f"between outer steps a validation is the mean over the replicas' own models"
         )
 
 

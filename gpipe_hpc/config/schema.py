@@ -129,6 +129,26 @@ class OuterConfig:
 
 
 @dataclass
+class LocalSGDConfig(OuterConfig):
+    """Replicas train by themselves and are averaged: Stich, Local SGD converges fast, 2018."""
+
+    every: int = 16
+
+
+@dataclass
+class DiLoCoConfig(OuterConfig):
+    """Replicas train by themselves under an outer optimizer: Douillard et al., DiLoCo, 2023."""
+
+    every: int = 64
+    lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+    parts: int = 1
+    behind: int = 0
+    mix: float = 0.5
+
+
+@dataclass
 class LrConfig:
     """The learning rate over the run, as a factor on ``optimizer.lr``."""
 

@@ -5,8 +5,10 @@ from typing import Any, Final
 from gpipe_hpc.config.schema import (
     AdamWConfig,
     Config,
+    DiLoCoConfig,
     LAMBConfig,
     LARSConfig,
+    LocalSGDConfig,
     OuterConfig,
     RMSPropConfig,
     SGDConfig,
@@ -15,6 +17,8 @@ from gpipe_hpc.config.schema import (
 SCHEMAS: Final[tuple[tuple[str, Any], ...]] = (
     ("config", Config),
     ("outer", OuterConfig),
+    ("local_sgd", LocalSGDConfig),
+    ("diloco", DiLoCoConfig),
     ("adamw", AdamWConfig),
     ("sgd", SGDConfig),
     ("rmsprop", RMSPropConfig),

@@ -37,6 +37,7 @@ BESIDE: Final[Mapping[Op, Hue]] = MappingProxyType(
         Op.OFFLOAD: Hue("copy to the host", "#d9822b", "#d9822b"),
         Op.FETCH: Hue("copy back", "#3f6fd8", "#3f6fd8"),
         Op.REDUCE_GRAD: Hue("reduction over replicas", "#8a8a94", "#8a8a94"),
+        Op.AVERAGE: Hue("average of parameters over replicas", "#5b5b66", "#5b5b66"),
     }
 )
 PAGE: Final = "#ffffff"

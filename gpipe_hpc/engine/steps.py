@@ -13,6 +13,7 @@ from gpipe_hpc.comm.world import World
 from gpipe_hpc.engine.batch.cutting import join
 from gpipe_hpc.engine.batch.outputs import broadcast_nest
 from gpipe_hpc.engine.executor import Executor, Outcome
+from gpipe_hpc.engine.outer.apart.apart import Apart
 from gpipe_hpc.engine.outer.compress.compression import Compression
 from gpipe_hpc.engine.outer.portions import Portions
 from gpipe_hpc.engine.outer.settings import Outer
@@ -93,7 +94,10 @@ class Steps:
         seed: int = 0,
     ) -> None:
         outer = outer or Outer()
-        self.compression = Compression(outer, seed, may_skip=loss_scale is not None)
+        is_apart = tables.averaging is not None
+        self.compression = Compression(
+            outer, seed, may_skip=loss_scale is not None and not is_apart
+        )
         self.loss_scale = loss_scale
         self._part_of = part_of
         self._site = site
@@ -111,20 +115,37 @@ class Steps:
             if copies.size > 1 and copies not in ways:
                 ways[copies] = choose_way(outer, copies, site.world.device)
             way = ways.get(copies)
-            if way is not None and outer.compress != "none":
+            if way is not None and outer.compress != "none" and not is_apart:
                 way = self.compression.way(stage, copies)
-            stage.gradients.sum_over(way, tables.buckets[index] if tables.buckets else ())
+            stage.gradients.sum_over(way, tables.buckets[index] if way and tables.buckets else ())
         self._drifts = {
             index: Drift(stage.layers, wiring.reductions[index], site.world.rank, buffers)
             for index, stage in stages.items()
         }
+        self._portions = portions
         self._first = portions.of(site.replica).start
         num_global = portions.total
         widths = {index: drift.num_flags for index, drift in self._drifts.items()}
         self._flags = Flags.gathered(names, widths, site.everybody)
+        # Replicas that train apart have flags of their own, which the others do not set.
+        self._first_flag = self._flags.size * site.replica if is_apart else 0
+        num_flags = self._flags.size * (site.mesh.replicas if is_apart else 1)
         self._meeting = Meeting(
-            num_global, self._flags.size, site.everybody, site.world.rank, site.world.device
+            num_global, num_flags, site.everybody, site.world.rank, site.world.device
         )
+        self.apart = None
+        if is_apart:
+            self.apart = Apart(
+                outer,
+                site.world.rank,
+                site.mesh,
+                tables,
+                stages,
+                wiring,
+                tied,
+                self.compression,
+                buffers,
+            )
         # The loss weight of the last step; backward is seeded near its inverse.
         self.weight = torch.tensor(float(num_global), dtype=torch.float64, device=site.world.device)
 
@@ -149,13 +170,14 @@ class Steps:
         for tied in self._tied:
             tied.clear()
         self._begin()
-        self.compression.begin(run.step, seed)
+        if self.apart is None:
+            self.compression.begin(run.step, seed)
         outcome = self._trainer.run(replace(run, seed=seed))
         squares = self._squares() if self._part_of else None
         for tied in self._tied:
             tied.start_reduction()
         known = self._end(outcome, self._own_flags, tell, self._overflows, squares)
-        divisor = final_divisor(known.loss.weight, seed)
+        divisor = final_divisor(self._weight_to_divide_by(known.loss), seed)
         self.weight = known.loss.weight
         is_skipped = self.loss_scale is not None and bool(known.overflows > 0)
         if self.loss_scale is not None:
@@ -167,7 +189,12 @@ class Steps:
         for index, stage in self._stages.items():
             stage.statistics.finish(is_kept=not is_skipped)
             self._drifts[index].settle(self._flags.buffers(index, known.flags))
-        self.compression.settle(is_kept=not is_skipped)
+        if self.apart is None:
+            self.compression.settle(is_kept=not is_skipped)
+        else:
+            self.apart.end(outcome.samples)
+            replicas, of = range(self._site.mesh.replicas), self._portions.of
+            self.apart.note(torch.stack([known.loss.weight_of(of(r)) for r in replicas]))
         parts = self._parts(known.loss, divisor)
         return StepResult(known.loss, is_skipped, scale, parts, known.told, known.left_s)
 
@@ -226,11 +253,40 @@ class Steps:
     def _parameters(self) -> list[nn.Parameter]:
         return [p for s in self._stages.values() for p in s.named_parameters().values()]
 
+    def _weight_to_divide_by(self, loss: StepLoss) -> torch.Tensor:
+        """Return the global weight, or that of this replica's share where it trains by itself."""
+        if self.apart is None:
+            return loss.weight
+        return loss.weight_of(self._portions.of(self._site.replica))
+
+    def outer_state(self) -> dict[str, torch.Tensor]:
+        """Return what a checkpoint keeps of how copies are combined."""
+        apart = {} if self.apart is None else self.apart.state()
+        return {**self.compression.state(), **apart}
+
+    def outer_wanted(self, stored: Collection[str]) -> list[str]:
+        """Return which of the tensors of a checkpoint `restore_outer` needs."""
+        apart = [] if self.apart is None else self.apart.wanted(stored)
+        return [*self.compression.wanted(stored), *apart]
+
+    def restore_outer(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Go on with what a checkpoint kept; the parameters are loaded."""
+        self.compression.restore(tensors)
+        if self.apart is not None:
+            self.apart.restore(tensors)
+
+    @property
+    def outer_sent_bytes(self) -> int:
+        """Return how much this rank has sent so far to combine copies other than exactly."""
+        apart = 0 if self.apart is None else self.apart.rounds.sent_bytes
+        return self.compression.sent_bytes + apart
+
     def evaluate(self, run: Run) -> StepResult:
         """Return the loss of a global batch, in evaluation mode."""
         self._begin()
         with training_modes(self._stages.values(), False):
             outcome = self._evaluator.run(run)
+        self._end_apart(outcome)
         return StepResult(self._end(outcome).loss)
 
     def predict(self, run: Run) -> Nest:
@@ -240,6 +296,7 @@ class Steps:
         with training_modes(self._stages.values(), False):
             outcome = self._evaluator.run(run)
         self._note(outcome)
+        self._end_apart(outcome)
         everywhere: dict[int, Nest] = {}
         for holder in self._placement.holders(self._placement.num_stages - 1):
             root = site.mesh.world_rank(site.replica, holder)
@@ -261,6 +318,12 @@ class Steps:
         """Begin a run: note what buffers are like."""
         for drift in self._drifts.values():
             drift.begin()
+        if self.apart is not None:
+            self.apart.begin()
+
+    def _end_apart(self, outcome: Outcome) -> None:
+        if self.apart is not None:
+            self.apart.end(outcome.samples)
 
     def _note(self, outcome: Outcome) -> None:
         """Note which buffers a run has changed."""
@@ -284,4 +347,8 @@ class Steps:
         losses = {first + m: term for m, term in outcome.losses.items()}
         noted = {first + m: noted for m, noted in outcome.noted.items()}
         told = () if tell is None else tell()
-        return self._meeting(Says(losses, noted, flags(), overflows(), told, squares))
+        first_flag = self._first_flag
+        own = {first_flag + flag for flag in flags()}
+        known = self._meeting(Says(losses, noted, own, overflows(), told, squares))
+        united = {flag - first_flag for flag in known.flags}
+        return known._replace(flags=frozenset(f for f in united if 0 <= f < self._flags.size))

@@ -63,8 +63,9 @@ class Layout:
         """Return a hash of all that decides a run, the same in every process."""
         again = [sorted(layers) for layers in self.recomputed or ()]
         runs_all = self.recomputed is None
-        training, evaluation, buckets = self.tables
-        tables = digest(training), digest(evaluation), buckets
+        training, evaluation, buckets, averaging = self.tables
+        outer = None if averaging is None else digest(averaging)
+        tables = digest(training), digest(evaluation), buckets, outer
         others = [each.digest() for each in self.others]
         decided = self.partition.counts, runs_all, again, self.portions, others, *tables
         return hashlib.sha256(repr(decided).encode()).hexdigest()
@@ -133,7 +134,12 @@ def _one(request: Request, gauge: Gauge) -> Layout:
     return Layout(
         partition,
         make_tables(
-            table, "never" if budget else request.recompute, skips, request.offload, buckets
+            table,
+            "never" if budget else request.recompute,
+            skips,
+            request.offload,
+            buckets,
+            is_apart=request.combining.is_apart and request.replicas > 1,
         ),
         budget.recomputed if budget else None,
         searched=searched,

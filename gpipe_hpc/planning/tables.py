@@ -18,6 +18,8 @@ from gpipe_hpc.schedule import (
     forward_only,
     lower,
     schedule_names,
+    with_averages,
+    without_reductions,
 )
 
 
@@ -50,12 +52,14 @@ def make_tables(
     skips: tuple[tuple[int, int], ...] = (),
     offload: bool = False,
     buckets: tuple[Buckets, ...] = (),
+    *,
+    is_apart: bool = False,
 ) -> Tables:
     """Lower and check the tables that a bare or lowered one asks for.
 
     `recompute` applies to a bare one without R, `offload` to a bare one without OFFLOAD. `skips`:
     the pairs of stages between which the model's skips go. `buckets`: those of each stage, empty if
-    none has another copy. Raises ScheduleError.
+    none has another copy. `is_apart`: replicas train by themselves. Raises ScheduleError.
     """
     if table.is_lowered and table.skips != skips:
         raise ScheduleError(
@@ -68,7 +72,12 @@ def make_tables(
     _check_buckets(training, bucket_counts(buckets))
     evaluation = lower(forward_only(table))
     check(evaluation)
-    return Tables(training, evaluation, buckets)
+    if not is_apart:
+        return Tables(training, evaluation, buckets)
+    alone, averaging = without_reductions(training), with_averages(training)
+    for each in (alone, averaging):
+        check(each, is_apart=True)
+    return Tables(alone, evaluation, buckets, averaging)
 
 
 def _check_buckets(table: Schedule, counts: Mapping[int, int]) -> None:

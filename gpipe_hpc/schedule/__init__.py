@@ -21,6 +21,7 @@ from gpipe_hpc.schedule.measured import (
     schedule_of,
 )
 from gpipe_hpc.schedule.memory import Held, Memory, memory_over_time, peak_memory
+from gpipe_hpc.schedule.passes.averaging import with_averages, without_reductions
 from gpipe_hpc.schedule.passes.lowering import forward_only, lower
 from gpipe_hpc.schedule.passes.offload import add_offload
 from gpipe_hpc.schedule.passes.recompute import add_recompute
@@ -106,4 +107,6 @@ __all__ = [
     "simulate",
     "skip_of",
     "to_text",
+    "with_averages",
+    "without_reductions",
 ]

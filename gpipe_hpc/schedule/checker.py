@@ -6,7 +6,7 @@ from typing import Final, NoReturn
 
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.garbage import collector_paused
-from gpipe_hpc.schedule.table.actions import BACKWARDS, RECEIVES, SENDS, Action, Op
+from gpipe_hpc.schedule.table.actions import BACKWARDS, RECEIVES, REDUCTIONS, SENDS, Action, Op
 from gpipe_hpc.schedule.table.collectives import reduction_order
 from gpipe_hpc.schedule.table.dependencies import channel_of, counterpart
 from gpipe_hpc.schedule.table.lifetimes import peak_activations, peak_receives
@@ -22,13 +22,14 @@ from gpipe_hpc.schedule.table.schedule import Schedule
 
 
 @collector_paused()
-def check(schedule: Schedule) -> None:
+def check(schedule: Schedule, *, is_apart: bool = False) -> None:
     """Refuse a table, bare or lowered, that breaks a rule; names rank, position, action, reason.
 
     Every action once, on its rank, none missing, after what it needs; channels first in first out;
     each bucket of a stage reduced once on each holder, in one order where ranks share stages; live
     activations and posted receives within declared bounds; no deadlock, whether a ``SEND`` is
-    buffered or blocks until its ``RECV`` is posted.
+    buffered or blocks until its ``RECV`` is posted. `is_apart`: replicas train by themselves, so
+    what one rank of a pipeline holds is not reduced.
     """
     if schedule.num_ranks != schedule.placement.num_ranks:
         raise ScheduleError(
@@ -40,7 +41,7 @@ def check(schedule: Schedule) -> None:
     _check_own_order(graph)
     if schedule.is_lowered:
         _check_transfers(graph)
-        _check_reductions(graph)
+        _check_reductions(graph, is_apart=is_apart)
     _check_bounds(schedule)
     execution_order(graph, graph.waits)
     execution_order(graph, graph.rendezvous_waits)
@@ -146,42 +147,57 @@ def _check_channels(graph: Precedence, sends: list[int], posts: list[int]) -> No
                 )
 
 
-def _check_reductions(graph: Precedence) -> None:
+def _check_reductions(graph: Precedence, *, is_apart: bool) -> None:
     """A lowered table with a backward reduces each stage on each holder, another one nothing.
 
     All holders of a stage have the same buckets: all in one, or those from 0 on, each once. Holders
-    of several stages take part in the same order, or they would wait for one another.
+    of several stages take part in the same order, or they would wait for one another. Where
+    replicas train apart, stages that one rank holds need no reduction, but may be averaged.
     """
     schedule, placement = graph.schedule, graph.schedule.placement
-    found: dict[tuple[int, int], dict[int | None, int]] = defaultdict(dict)
+    found: dict[Op, _Found] = {op: defaultdict(dict) for op in (Op.REDUCE_GRAD, Op.AVERAGE)}
     for node, action in enumerate(graph.actions):
-        if action.op is Op.REDUCE_GRAD:
+        if action.op in REDUCTIONS:
             if not _has_backward(graph):
                 graph.refuse(node, "reduces in a table without backward; drop it")
-            found[action.stage, graph.ranks[node]][action.bucket] = node
+            found[action.op][action.stage, graph.ranks[node]][action.bucket] = node
     if not _has_backward(graph):
         return
     for stage in range(schedule.num_stages):
-        holders = placement.holders(stage)
-        all_in_one = any(None in found[stage, rank] for rank in holders)
-        most = max((len(found[stage, rank]) for rank in holders), default=0)
-        buckets = (None,) if all_in_one or not most else tuple(range(most))
-        for rank in holders:
-            for bucket in buckets:
-                if bucket not in found[stage, rank]:
-                    raise ScheduleError(
-                        f"schedule {schedule.name!r}, rank {rank}: "
-                        f"{Action(Op.REDUCE_GRAD, stage, bucket)} is missing, expected one on each "
-                        f"of ranks {holders}, got none; add it"
-                    )
-            for bucket, node in found[stage, rank].items():
-                if bucket not in buckets:
-                    graph.refuse(
-                        node,
-                        f"reduces a bucket beside {Action(Op.REDUCE_GRAD, stage)}, which reduces "
-                        "all of them, expected one or the other; drop one",
-                    )
+        is_needed = not is_apart or len(placement.holders(stage)) > 1
+        _check_buckets(graph, Op.REDUCE_GRAD, stage, found[Op.REDUCE_GRAD], is_needed=is_needed)
+        _check_buckets(graph, Op.AVERAGE, stage, found[Op.AVERAGE], is_needed=False)
     reduction_order(graph)
+
+
+_Found = dict[tuple[int, int], dict[int | None, int]]
+"""The nodes that reduce a stage on a rank, by bucket."""
+
+
+def _check_buckets(
+    graph: Precedence, op: Op, stage: int, found: _Found, *, is_needed: bool
+) -> None:
+    """All holders of a stage reduce the same buckets; `is_needed`: all of them at least."""
+    schedule, holders = graph.schedule, graph.schedule.placement.holders(stage)
+    all_in_one = any(None in found[stage, rank] for rank in holders)
+    most = max((len(found[stage, rank]) for rank in holders), default=0)
+    if not most and not is_needed:
+        return
+    buckets = (None,) if all_in_one or not most else tuple(range(most))
+    for rank in holders:
+        for bucket in buckets:
+            if bucket not in found[stage, rank]:
+                raise ScheduleError(
+                    f"schedule {schedule.name!r}, rank {rank}: {Action(op, stage, bucket)} is "
+                    f"missing, expected one on each of ranks {holders}, got none; add it"
+                )
+        for bucket, node in found[stage, rank].items():
+            if bucket not in buckets:
+                graph.refuse(
+                    node,
+                    f"reduces a bucket beside {Action(op, stage)}, which reduces all of them, "
+                    "expected one or the other; drop one",
+                )
 
 
 def _check_bounds(schedule: Schedule) -> None:

@@ -8,7 +8,14 @@ from typing import NamedTuple
 from gpipe_hpc.schedule.costs import Costs
 from gpipe_hpc.schedule.garbage import collector_paused
 from gpipe_hpc.schedule.passes.lowering import lower
-from gpipe_hpc.schedule.table.actions import COMPUTE, COPIES, RECEIVES, SENDS, Op
+from gpipe_hpc.schedule.table.actions import (
+    COMPUTE,
+    COPIES,
+    RECEIVES,
+    REDUCTIONS,
+    SENDS,
+    Op,
+)
 from gpipe_hpc.schedule.table.collectives import reduction_order
 from gpipe_hpc.schedule.table.dependencies import counterpart, dependencies, provides, skip_of
 from gpipe_hpc.schedule.table.precedence import (
@@ -132,15 +139,15 @@ class _Clock:
         schedule = self.graph.schedule
         free_at: dict[int, float] = defaultdict(float)
         order = reduction_order(self.graph)
-        numbers = Counter(self.graph.actions[nodes[0]].stage for nodes in order)
+        numbers = Counter(kind_of(self.graph.actions[nodes[0]]) for nodes in order)
         totals = costs.of_reduction(schedule.num_stages)
-        shares = {stage: costs.of_buckets(stage, count) for stage, count in numbers.items()}
+        shares = {kind: costs.of_buckets(kind[1], count) for kind, count in numbers.items()}
         for nodes in order:
-            _, stage, bucket, _ = self.graph.actions[nodes[0]]
-            share = shares[stage]
+            op, stage, bucket, _ = self.graph.actions[nodes[0]]
+            share = shares[op, stage, None]
             ranks = [self.graph.ranks[node] for node in nodes]
             ready = [self.starts[node] for node in nodes]
-            if costs.reduces_within:
+            if costs.reduces_within and op is Op.REDUCE_GRAD:
                 come = sum(share[: (bucket or 0) + 1])
                 ready = [self._complete(node, come) for node in nodes]
             start = max(*ready, *(free_at[rank] for rank in ranks))
@@ -206,7 +213,7 @@ def _destinations(graph: Precedence, kinds: set[Kind]) -> dict[Kind, int]:
     assert not graph.schedule.skips, "a value with several destinations is timed in a lowered table"
     takers: dict[Kind, int] = {}
     for kind in kinds:
-        if kind[0] is not Op.REDUCE_GRAD:
+        if kind[0] not in REDUCTIONS:
             for need in dependencies(action_of(kind), graph.schedule.num_stages, 1):
                 if need.stage != kind[1]:
                     takers[kind_of(need)] = kind[1]

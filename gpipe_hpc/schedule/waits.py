@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from gpipe_hpc.schedule.table.actions import COMPUTE, COPIES, SENDS, Action, Op
+from gpipe_hpc.schedule.table.actions import COMPUTE, COPIES, REDUCTIONS, SENDS, Action, Op
 from gpipe_hpc.schedule.table.dependencies import (
     CONSUMERS,
     Need,
@@ -47,7 +47,7 @@ class DataFlow:
         self._of_kind: dict[tuple[Op, int], tuple[Need, ...]] = {}
         for row in timeline.events:
             for event in row:
-                if event.action.op is not Op.REDUCE_GRAD:
+                if event.action.op not in REDUCTIONS:
                     self._makers.update(dict.fromkeys(provides(event.action), event))
 
     def waits(self, event: Event) -> Iterator[Wait]:

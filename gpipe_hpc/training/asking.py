@@ -23,4 +23,5 @@ def request_of(config: Config) -> Request:
 
 
 def _outer(config: OuterConfig) -> Outer:
-    return Outer(**{each.name: getattr(config, each.name) for each in fields(Outer)})
+    settings = vars(config)
+    return Outer(**{n: settings[n] for n in (each.name for each in fields(Outer)) if n in settings})

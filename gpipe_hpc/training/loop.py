@@ -123,6 +123,7 @@ class _Loop:
         self._leads = session.pipe.world.rank == 0
         self._last = max(last_step(session.config.train), self._pipe.steps_done)
         self._validated = -1
+        self._outer_sent_bytes = 0
         with together(session.pipe.world, "the first step's edge"):
             self._edge = StepEdge(session.pipe.everybody)
         self._before: TimedStep | None = None
@@ -220,6 +221,12 @@ class _Loop:
         if self._session.adascale is not None:
             scalars["gain"] = self._session.adascale.gain
             scalars["base_steps"] = self._session.adascale.progress
+        outer = self._config.outer
+        if getattr(outer, "every", 0) or outer.compress != "none":
+            scalars["outer_sent_bytes"] = pipe.outer_sent_bytes - self._outer_sent_bytes
+            self._outer_sent_bytes = pipe.outer_sent_bytes
+        if pipe.is_apart:
+            scalars["outer_step"] = int(pipe.last_outer_step == pipe.steps_done)
         if self._session.tally.limit:
             scalars["corrupt_samples"] = self._session.tally.count
         if pipe.loss_scale is not None:

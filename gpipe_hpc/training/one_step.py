@@ -60,7 +60,7 @@ class Trained(NamedTuple):
 def train_one_step(
     session: Session, look: Callable[[], None] | None = None, tell: Tell | None = None
 ) -> Trained:
-    """Train on the next batch: forward, backward, clipping, the optimizer's step.
+    """Train on the next batch: forward, backward, clipping, the optimizer's step, the outer step.
 
     `look` is called when the gradients are there, before they are clipped. `tell`: see
     `Pipeline.step`.
@@ -81,8 +81,10 @@ def train_one_step(
     lr = _lr(session, batch, result)
     set_lr(session.optimizer, lr)
     session.optimizer.step()
+    laps = Laps(began, read, piped, looked, clipped, mark())
+    pipe.outer_step()
     session.position = batch.position
-    return Trained(batch, result, lr, norm, Laps(began, read, piped, looked, clipped, mark()))
+    return Trained(batch, result, lr, norm, laps)
 
 
 def _lr(session: Session, batch: Batch, result: StepResult) -> float:

@@ -75,6 +75,13 @@ def _own_settings(config: Config, world_size: int) -> Config:
             "runs one micro-batch after another and cannot normalise several together; compare "
             "with pipeline.replicas=1"
         )
+    compress, every = config.outer.compress, int(getattr(config.outer, "every", 0))
+    if pipeline.replicas > 1 and (every or compress != "none"):
+        raise ConfigError(
+            f"verify: expected an exact way for replicas to combine their gradients, got "
+            f"outer.compress={compress} and outer.every={every}, which train otherwise than one "
+            f"process does; compare with outer=allreduce outer.compress=none"
+        )
     if world_size == 1 and pipeline.stages is None:
         pipeline = replace(pipeline, stages=DEFAULT_STAGES)
     checkpoint = replace(config.checkpoint, resume="never")

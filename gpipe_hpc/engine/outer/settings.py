@@ -42,6 +42,13 @@ class Outer:
     added to the next step's. `powersgd_rank`: columns of a matrix's factors. `topk_fraction`: of a
     bucket's numbers, those that are sent. `qsgd_levels`: to how many levels a number is rounded, on
     each side of 0.
+
+    `every`: above 0, replicas train apart, each on its own gradients, and every so many steps an
+    outer optimizer steps on how far the parameters have gone since, averaged over the replicas: SGD
+    of rate `lr`, with `momentum`, which may be `nesterov`'s. `parts`: the model's buckets are dealt
+    out into so many parts, averaged in turn, each every `every` steps. `behind`: the average of a
+    part arrives that many steps after it has left, while training goes on; then a parameter becomes
+    `mix` times what its replica has, plus the rest of what the outer optimizer made.
     """
 
     bucket_bytes: float = 25e6
@@ -53,7 +60,19 @@ class Outer:
     powersgd_rank: int = 2
     topk_fraction: float = 0.01
     qsgd_levels: int = 7
+    every: int = 0
+    lr: float = 1.0
+    momentum: float = 0.0
+    nesterov: bool = False
+    parts: int = 1
+    behind: int = 0
+    mix: float = 0.5
     weights: Sequence[int] | None = None
+
+    @property
+    def is_apart(self) -> bool:
+        """Say whether replicas train apart between outer steps."""
+        return self.every > 0
 
     def __post_init__(self) -> None:
         """Refuse what cannot be; raises ConfigError."""
@@ -87,6 +106,42 @@ class Outer:
             )
         if self.weights is not None:
             object.__setattr__(self, "weights", checked_weights(self.weights))
+        self._check_apart()
+
+    def _check_apart(self) -> None:
+        """Refuse an outer step that cannot be."""
+        if self.every < 0:
+            raise ConfigError(
+                f"outer.every: expected steps from one outer step to the next, or 0 for sums of "
+                f"gradients in each step, got {self.every}"
+            )
+        if not self.every:
+            for name, default in (("lr", 1.0), ("momentum", 0.0), ("parts", 1), ("behind", 0)):
+                if getattr(self, name) != default:
+                    raise ConfigError(
+                        f"outer.{name}: is for replicas that train apart, expected every of 1 or "
+                        f"more beside it, got 0; add every=64"
+                    )
+            return
+        if not (0 < self.lr < math.inf and 0 <= self.momentum < 1 and 0 <= self.mix < 1):
+            raise ConfigError(
+                f"outer: expected lr above 0, momentum and mix from 0 to below 1, got "
+                f"lr={self.lr}, momentum={self.momentum}, mix={self.mix}"
+            )
+        if self.nesterov and not self.momentum:
+            raise ConfigError(
+                "outer.nesterov: expected a momentum above 0, got 0; set momentum=0.9"
+            )
+        if not 1 <= self.parts <= self.every:
+            raise ConfigError(
+                f"outer.parts: expected 1 to outer.every={self.every}, as each part has a step of "
+                f"its own, got {self.parts}"
+            )
+        if not 0 <= self.behind < self.every:
+            raise ConfigError(
+                f"outer.behind: expected 0 to {self.every - 1}, so that a part has arrived before "
+                f"it leaves again after outer.every={self.every} steps, got {self.behind}"
+            )
 
 
 def _check_name(setting: str, value: str, known: Sequence[str], more: str = "") -> None:

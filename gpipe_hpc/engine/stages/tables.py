@@ -7,12 +7,14 @@ from gpipe_hpc.schedule import Schedule
 
 
 class Tables(NamedTuple):
-    """The lowered tables of a pipeline, both checked, and what the reductions in them are of.
+    """The lowered tables of a pipeline, all checked, and what the reductions in them are of.
 
     `buckets`: for each stage the buckets into which its gradients are gathered; empty where no
-    stage has another copy.
+    stage has another copy. `averaging`: where replicas train apart, the table of a step at whose
+    end parameters are averaged; None where every step sums gradients.
     """
 
     training: Schedule
     evaluation: Schedule
     buckets: tuple[Buckets, ...] = ()
+    averaging: Schedule | None = None

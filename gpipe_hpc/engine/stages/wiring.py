@@ -14,37 +14,47 @@ from gpipe_hpc.schedule import Channel, Placement, Schedule, digest
 class Wiring:
     """How a rank is connected: its channels, and the group of the copies of each of its stages.
 
-    `peers`: the ranks that normalise each micro-batch with this one, None for itself alone.
+    `copies`: all of them. `reductions`: those over which gradients are summed: where replicas train
+    apart, of this replica alone. `peers`: the ranks that normalise each micro-batch with this one,
+    None for itself alone.
     """
 
     transport: Transport
     channels: Mapping[Channel, PlacedChannel]
     reductions: Mapping[int, Group]
+    copies: Mapping[int, Group]
     peers: Group | None = None
 
 
 def wire(
-    world: World, mesh: Mesh, schedules: Sequence[Schedule], *, normalises_together: bool = False
+    world: World,
+    mesh: Mesh,
+    schedules: Sequence[Schedule],
+    *,
+    normalises_together: bool = False,
+    is_apart: bool = False,
 ) -> Wiring:
     """Open all channels and reduction groups; the same call on every rank.
 
     `schedules`: the table of each replica. `normalises_together`: BatchNorm layers normalise a
-    micro-batch over all replicas.
+    micro-batch over all replicas. `is_apart`: replicas train by themselves.
     """
     replica = mesh.replica_of(world.rank)
     placed = {r: _placed_channels(mesh, schedules[r], r) for r in range(mesh.replicas)}
     transport = world.transport([c for channels in placed.values() for c in channels.values()])
     has_one_table = len({digest(schedule) for schedule in schedules}) == 1
-    reductions = _reductions(world, mesh, schedules[0].placement, shares_groups=has_one_table)
+    placement = schedules[0].placement
+    copies = _copies(world, mesh, placement, shares_groups=has_one_table)
+    reductions = _within(world, mesh, placement) if is_apart else copies
     peers = None
     if normalises_together and mesh.replicas > 1:
         # Its own: what a backward sums must not wait for gradients under way. All replicas run
         # one table, so a rank's peers are those at its position.
         peers = world.group([mesh.replica_ranks(k) for k in range(mesh.stages)])
-    return Wiring(transport, placed[replica], reductions, peers)
+    return Wiring(transport, placed[replica], reductions, copies, peers)
 
 
-def _reductions(
+def _copies(
     world: World, mesh: Mesh, placement: Placement, *, shares_groups: bool
 ) -> dict[int, Group]:
     """Form, for each stage of this rank, the group of all that hold a copy of it.
@@ -64,6 +74,20 @@ def _reductions(
             ranks = [mesh.world_rank(r, k) for r in range(mesh.replicas) for k in holders]
             others = [(rank,) for rank in range(mesh.size) if rank not in ranks]
             group = world.group([ranks, *others])
+        if own in holders:
+            groups[stage] = group
+    return groups
+
+
+def _within(world: World, mesh: Mesh, placement: Placement) -> dict[int, Group]:
+    """Form, for each stage of this rank, the group of those of its replica that hold it."""
+    own = mesh.stage_rank_of(world.rank)
+    groups: dict[int, Group] = {}
+    for stage in range(placement.num_stages):
+        holders = placement.holders(stage)
+        members = [[mesh.world_rank(r, k) for k in holders] for r in range(mesh.replicas)]
+        inside = {rank for ranks in members for rank in ranks}
+        group = world.group([*members, *((r,) for r in range(mesh.size) if r not in inside)])
         if own in holders:
             groups[stage] = group
     return groups

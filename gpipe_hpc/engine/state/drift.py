@@ -64,16 +64,23 @@ class Drift:
 
     `policy`: average (of floating values, each holder's weighing as many samples as it has seen;
     others are the first's), first (the first holder's that has seen a sample) or each
-    (as they are).
+    (as they are). `pooled`: with the running statistics of BatchNorm, which otherwise are summed.
     """
 
     def __init__(
-        self, layers: Mapping[int, nn.Module], group: Group, rank: int, policy: str
+        self,
+        layers: Mapping[int, nn.Module],
+        group: Group,
+        rank: int,
+        policy: str,
+        *,
+        pooled: bool = False,
     ) -> None:
         assert policy in POLICIES, policy
         self._layers, self._group, self._policy = dict(layers), group, policy
         self._position = group.ranks.index(rank)
-        self._modules = modules_of(self._layers)
+        self._pooled = pooled
+        self._modules = modules_of(self._layers, pooled=pooled)
         self._children = self._children_now()
         self._named: list[tuple[str, nn.Module, tuple[str, ...]]] = []  # what the table is of
         self._table: dict[str, Place] = {}
@@ -89,7 +96,7 @@ class Drift:
         """Begin a run of the stage."""
         if self._group.size > 1:
             if self._children_now() != self._children:
-                self._modules = modules_of(self._layers)
+                self._modules = modules_of(self._layers, pooled=self._pooled)
                 self._children = self._children_now()
             self._before = {name: _found(place) for name, place in self._places().items()}
 
@@ -138,8 +145,16 @@ class Drift:
             slots = unite_flags([name in self._changed for name in self._names], self._group)
         return [name for name, flag in zip(self._names, slots, strict=True) if flag]
 
-    def settle(self, united: Sequence[bool]) -> None:
-        """Make the holders equal, or say that they are not; `united`: the flags of all holders."""
+    def suspect_all(self) -> None:
+        """Count all buffers as changed, unless each holder keeps its own: nobody knows of which."""
+        if self._group.size > 1 and self._policy != "each":
+            self._changed = set(self._names)
+
+    def settle(self, united: Sequence[bool], weight: float | None = None) -> None:
+        """Make the holders equal, or say that they are not; `united`: the flags of all holders.
+
+        `weight`: what this holder counts for in an average; None: the samples that it has seen.
+        """
         if self._group.size == 1:
             return
         is_unusual, *ran = united[self._num_slots :]
@@ -150,16 +165,16 @@ class Drift:
         elif changed and self._policy == "each":
             self._say_each(changed)
         elif changed:
-            self._settle_alike(changed, first, weighs_all=not any(ran))
+            counted = float(self._num_samples) if weight is None else weight
+            self._settle_alike(changed, first, counted if any(ran) else 1.0)
         self._changed, self._num_samples = set(), 0
 
-    def _settle_alike(self, changed: Sequence[str], first: int, *, weighs_all: bool) -> None:
+    def _settle_alike(self, changed: Sequence[str], first: int, weight: float) -> None:
         """Make buffers equal that have one shape and dtype on all holders."""
         places = self._places()
         averaged = [n for n in changed if self._policy == "average" and _is_float(places[n])]
         copied = [n for n in changed if n not in set(averaged)]
         if averaged:
-            weight = 1.0 if weighs_all else float(self._num_samples)
             buffers = [_present(places[name]) for name in averaged]
             for name, mean in zip(averaged, _averages(buffers, weight, self._group), strict=True):
                 places[name].put(mean)

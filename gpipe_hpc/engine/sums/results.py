@@ -47,6 +47,10 @@ class StepLoss:
         # cumsum adds from left to right: the global order, whatever the layout.
         return self.terms[1].cumsum(0)[-1]
 
+    def weight_of(self, microbatches: range) -> torch.Tensor:
+        """Return the weight of some of the global micro-batches, float64[] on the device."""
+        return self.terms[1, microbatches.start : microbatches.stop].cumsum(0)[-1]
+
     @cached_property
     def sums(self) -> dict[str, float]:
         """Return the sum of each part of the loss over the global batch, the main one first."""

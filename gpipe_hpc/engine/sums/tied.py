@@ -11,7 +11,7 @@ from gpipe_hpc.comm.packed import broadcast_packed
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.engine.outer.bucket import Bucket
 from gpipe_hpc.engine.outer.settings import Outer
-from gpipe_hpc.engine.outer.ways import Way, way_of_tie
+from gpipe_hpc.engine.outer.ways import way_of_tie
 from gpipe_hpc.engine.stages.stage import Stage
 from gpipe_hpc.models import Tie
 from gpipe_hpc.schedule import Placement
@@ -20,16 +20,19 @@ from gpipe_hpc.schedule import Placement
 class TiedParameter:
     """One parameter with places on several stages, maybe of several ranks.
 
-    Stages of one rank share the object. `group`: every rank, of every replica, that holds it.
-    Its reduction is not overlapped: its last contribution comes with the end of the step.
+    Stages of one rank share the object. `copies`: every rank, of every replica, that holds it.
+    `group`: those over which its gradients are summed; where replicas train apart, of its replica
+    alone. Its reduction is not overlapped: its last contribution comes with the end of the step.
     """
 
-    def __init__(self, name: str, parameter: nn.Parameter, group: Group, way: Way | None) -> None:
-        self.name = name
+    def __init__(
+        self, name: str, parameter: nn.Parameter, group: Group, copies: Group, outer: Outer
+    ) -> None:
+        self.name, self.copies = name, copies
         self._parameter = parameter
         self._group = group
         self._bucket = Bucket({name: parameter})
-        self._way = way
+        self._way = way_of_tie(outer, group)
 
     def clear(self) -> None:
         """Begin a step."""
@@ -58,6 +61,11 @@ class TiedParameter:
             self._bucket.finish(divisor.to(device=self._parameter.device), [is_used])
 
     @property
+    def parameter(self) -> nn.Parameter:
+        """Return the parameter."""
+        return self._parameter
+
+    @property
     def value(self) -> torch.Tensor:
         """Return what the parameter holds, apart from any graph."""
         return self._parameter.data
@@ -71,10 +79,12 @@ def join_ties(
     mesh: Mesh,
     world: World,
     outer: Outer,
+    *,
+    is_apart: bool = False,
 ) -> list[TiedParameter]:
-    """Form the group of each tie and make its copies equal; the same call on every rank.
+    """Form the groups of each tie and make its copies equal; the same call on every rank.
 
-    Returns those that this rank holds.
+    `is_apart`: replicas train by themselves. Returns those that this rank holds.
     """
     joined = []
     copies: dict[tuple[Group, int], list[torch.Tensor]] = {}
@@ -84,14 +94,16 @@ def join_ties(
         holders = sorted({rank for stage in places for rank in placement.holders(stage)})
         ranks = [mesh.world_rank(r, k) for r in range(mesh.replicas) for k in holders]
         others = [(rank,) for rank in range(mesh.size) if rank not in ranks]
-        group = world.group([ranks, *others])
+        everybody = group = world.group([ranks, *others])
+        if is_apart:
+            within = [[mesh.world_rank(r, k) for k in holders] for r in range(mesh.replicas)]
+            group = world.group([*within, *others])
         if world.rank in ranks:
             held = next(stage for index, stage in stages.items() if index in places)
-            way = way_of_tie(outer, group)
-            tied = TiedParameter(tie.name, held.tied[tie.name], group, way)
+            tied = TiedParameter(tie.name, held.tied[tie.name], group, everybody, outer)
             root = mesh.world_rank(0, placement.holders(stage_of_layer[tie.places[0][0]])[0])
             joined.append(tied)
-            first = groups.setdefault((group.ranks, root), group)
+            first = groups.setdefault((everybody.ranks, root), everybody)
             copies.setdefault((first, root), []).append(tied.value)
     for (first, root), values in copies.items():
         with torch.no_grad():

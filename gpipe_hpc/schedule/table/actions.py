@@ -20,6 +20,7 @@ class Op(StrEnum):
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
     REDUCE_GRAD = "REDUCE_GRAD"
+    AVERAGE = "AVERAGE"
     OFFLOAD = "OFFLOAD"
     FETCH = "FETCH"
 
@@ -31,6 +32,7 @@ COMPUTE: Final = frozenset({Op.F, Op.B, Op.I, Op.W, Op.R})
 SENDS: Final = frozenset({Op.SEND_F, Op.SEND_B})
 RECEIVES: Final = frozenset({Op.RECV_F, Op.RECV_B})
 COPIES: Final = frozenset({Op.OFFLOAD, Op.FETCH})
+REDUCTIONS: Final = frozenset({Op.REDUCE_GRAD, Op.AVERAGE})
 BACKWARDS: Final = frozenset({Op.B, Op.I, Op.W})
 
 _NAMES: Final = "|".join(sorted(Op, key=len, reverse=True))
@@ -48,6 +50,9 @@ class Action(NamedTuple):
     it: its number stands where other actions have the micro-batch. Without one, ``0REDUCE_GRAD``,
     it starts all that the stage has.
 
+    ``AVERAGE(s, b)`` starts averaging the parameters of bucket b of stage s over those that hold
+    it, behind the optimizer's step: where replicas train apart, in the table of an outer step.
+
     `peer` is the stage at the other end of a transfer over a long skip, None for the neighbour:
     ``SEND_F(s, m, d)`` sends what stage s stashed for stage d, ``RECV_F(d, m, s)`` posts for it;
     ``SEND_B(d, m, s)`` sends its gradient back, ``RECV_B(s, m, d)`` posts for that.
@@ -64,7 +69,7 @@ class Action(NamedTuple):
     @property
     def bucket(self) -> int | None:
         """Return which bucket of its stage a reduction is for; None: all of them."""
-        assert self.op is Op.REDUCE_GRAD, f"{self} has no bucket"
+        assert self.op in REDUCTIONS, f"{self} has no bucket"
         return self.microbatch
 
     def __str__(self) -> str:
@@ -86,7 +91,7 @@ def parse_action(text: str) -> Action:
         )
     stage, name, microbatch, peer = match.groups()
     op = Op(name)
-    if op is not Op.REDUCE_GRAD and not microbatch:
+    if op not in REDUCTIONS and not microbatch:
         raise ScheduleError(f"action: {op} takes a micro-batch, got {text!r}")
     if peer and op not in SENDS and op not in RECEIVES:
         raise ScheduleError(f"action: {op} has no other end, expected no @{peer}, got {text!r}")

@@ -2,7 +2,7 @@
 
 from collections import defaultdict, deque
 
-from gpipe_hpc.schedule.table.actions import Action, Op
+from gpipe_hpc.schedule.table.actions import REDUCTIONS, Action
 from gpipe_hpc.schedule.table.precedence import Precedence
 
 
@@ -16,7 +16,7 @@ def reduction_order(graph: Precedence) -> list[list[int]]:
     queues: list[deque[int]] = [deque() for _ in range(graph.schedule.num_ranks)]
     members: dict[Action, list[int]] = defaultdict(list)
     for node, action in enumerate(graph.actions):
-        if action.op is Op.REDUCE_GRAD:
+        if action.op in REDUCTIONS:
             queues[graph.ranks[node]].append(node)
             members[action].append(node)
     order: list[list[int]] = []

@@ -67,6 +67,7 @@ _NEEDS: Final = MappingProxyType(
         Op.RECV_F: (_Rule(Op.SEND_F, (Thing.MESSAGE,), _Where.PARTNER),),
         Op.RECV_B: (_Rule(Op.SEND_B, (Thing.MESSAGE,), _Where.PARTNER),),
         Op.REDUCE_GRAD: (_Rule(Op.W, (Thing.WEIGHT_GRADIENT,), _Where.ALL),),
+        Op.AVERAGE: (_Rule(Op.W, (Thing.WEIGHT_GRADIENT,), _Where.ALL),),
     }
 )
 # What is needed only where the table has it.
@@ -107,8 +108,9 @@ def needs(
     A need for ``I`` or ``W`` is also met by ``B``, which is the two in one (see `provides`). A need
     for ``R`` or ``FETCH`` binds where the table has that action. In a lowered table a value made on
     another rank comes through the ``RECV`` that `arrival` names. The destination of a skip needs
-    the forward of its source, the source the gradient of its destination. ``REDUCE_GRAD`` needs
-    every ``W`` of its stage; each rank that holds the stage waits for those it runs itself.
+    the forward of its source, the source the gradient of its destination. ``REDUCE_GRAD`` and
+    ``AVERAGE`` need every ``W`` of their stage; each rank that holds the stage waits for those it
+    runs itself.
     """
     op, stage, microbatch, _ = action
     found: list[Need] = []

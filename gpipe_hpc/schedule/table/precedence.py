@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Final, NamedTuple, NoReturn
 
 from gpipe_hpc.errors import ScheduleError
-from gpipe_hpc.schedule.table.actions import RECEIVES, SENDS, Action, Op
+from gpipe_hpc.schedule.table.actions import RECEIVES, REDUCTIONS, SENDS, Action, Op
 from gpipe_hpc.schedule.table.dependencies import (
     CONSUMERS,
     OPTIONAL,
@@ -118,7 +118,7 @@ def _index(graph: Precedence) -> None:
     placement, makers = graph.schedule.placement, graph.makers
     num_microbatches = placement.num_microbatches
     met: dict[Kind, list[tuple[Op, Column]]] = {}
-    reductions: dict[tuple[int, int, int | None], int] = {}
+    reductions: dict[tuple[Action, int], int] = {}
     for node, (action, rank) in enumerate(zip(graph.actions, graph.ranks, strict=True)):
         op, stage, microbatch, peer = action
         columns = met.get((op, stage, peer))
@@ -129,8 +129,8 @@ def _index(graph: Precedence) -> None:
             or placement.rank_of(stage, microbatch) != rank
         ):
             _check_entry(graph, node)
-            if op is Op.REDUCE_GRAD:  # one on every holder, and nobody waits for it
-                first = reductions.setdefault((stage, rank, action.bucket), node)
+            if op in REDUCTIONS:  # one on every holder, and nobody waits for it
+                first = reductions.setdefault((action, rank), node)
                 if first != node:
                     _refuse_twice(graph, node, first, action)
                 continue
@@ -153,7 +153,7 @@ def _check_entry(graph: Precedence, node: int) -> None:
         graph.refuse(node, f"no such stage, expected 0 to {placement.num_stages - 1}, got {stage}")
     if peer is not None:
         _check_peer(graph, node)
-    if op is Op.REDUCE_GRAD:
+    if op in REDUCTIONS:
         if rank not in placement.holders(stage):
             graph.refuse(node, f"wrong rank, expected one of {placement.holders(stage)}")
         return
@@ -200,7 +200,7 @@ def _resolve(graph: Precedence) -> None:
     leaves_with = _overlaps(graph)
     for node, action in enumerate(graph.actions):
         op, stage, microbatch, peer = action
-        if op is Op.REDUCE_GRAD or microbatch is None:
+        if op in REDUCTIONS or microbatch is None:
             append(_own_weights(graph, node))
             continue
         kinds = needs.get((op, stage, peer))

@@ -17,6 +17,7 @@ from gpipe_hpc.schedule.table.actions import (
     COMPUTE,
     COPIES,
     RECEIVES,
+    REDUCTIONS,
     SENDS,
     Action,
     Op,
@@ -66,7 +67,7 @@ def from_text(text: str, name: str = "file") -> Schedule:
         raise ScheduleError(f"schedule {name!r}: no action in the text, expected one at least")
     placement = _placement(cells, name)
     if _lacks_transfers(cells, placement):
-        cells = [cell for cell in cells if cell.action.op is not Op.REDUCE_GRAD]
+        cells = [cell for cell in cells if cell.action.op not in REDUCTIONS]
     placement = _with_idle_holders(placement, cells)
     rows: list[list[Action]] = [[] for _ in range(1 + max(cell.line for cell in cells))]
     blocks: dict[tuple[int, int], list[Action]] = {}
@@ -149,7 +150,7 @@ def _with_idle_holders(placement: Placement, cells: list[_Cell]) -> Placement:
     """Add a route for each rank that reduces a stage of which it runs no micro-batch."""
     first, idle = placement.routes[0], []
     for line, _, (op, stage, _, _), _ in cells:
-        if op is Op.REDUCE_GRAD and stage < len(first) and line not in placement.holders(stage):
+        if op in REDUCTIONS and stage < len(first) and line not in placement.holders(stage):
             idle.append((*first[:stage], line, *first[stage + 1 :]))
     return replace(placement, routes=placement.routes + tuple(idle))
 

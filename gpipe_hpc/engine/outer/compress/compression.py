@@ -23,12 +23,17 @@ class Compression:
         self._ways: list[tuple[Compressed, frozenset[str]]] = []
         self._jobs: dict[Group, Beside] = {}
 
-    def way(self, stage: Stage, copies: Group) -> Compressed:
-        """Return how the buckets of a stage are summed; ModelError if they cannot be so."""
+    def way(self, stage: Stage, copies: Group, *, wide: bool = False) -> Compressed:
+        """Return how the buckets of a stage are summed; ModelError if they cannot be so.
+
+        `wide`: what is summed is in float32 at least.
+        """
         named = stage.named_parameters()
         for name, parameter in named.items():
             if parameter.requires_grad and name not in stage.tied:
-                check_fits(self._outer.compress, name, parameter.dtype)
+                least = torch.float32 if wide else parameter.dtype
+                dtype = torch.promote_types(parameter.dtype, least)
+                check_fits(self._outer.compress, name, dtype)
         if copies not in self._jobs:
             self._jobs[copies] = beside("compressed sums", stage.device)
         way = Compressed(
