@@ -59,6 +59,7 @@ def run(ranks, outer, data, stages=2, optimizer=sgd, **options):
     def body(world):
         pipe = make(world, outer, stages, **dict(options))
         losses, stepped = train(pipe, optimizer(pipe), data)
+        pipe.outer_state()  # waits for what is under way
         return losses, weights(pipe), stepped
 
     return run_on_threads(ranks, body)
@@ -358,3 +359,15 @@ def test_normalising_over_replicas_is_refused():
         return "refused"
 
     assert run_on_threads(2, body) == ["refused"] * 2
+
+
+def test_replicas_with_unequal_numbers_of_micro_batches_count_by_them():
+    data = batches(4, ROWS, WIDTH)
+    unequal = {"weights": [3, 1]}
+    near(run(2, TOGETHER | unequal, data, 1), run(2, unequal, data, 1))
+
+
+@pytest.mark.parametrize("how", [{"hierarchy": 2}, {"order": "rank"}, {"algorithm": "ring"}])
+def test_parameters_are_averaged_by_every_way_to_sum(how):
+    data = batches(3, ROWS, WIDTH)
+    near(run(4, TOGETHER | how, data, 1), run(4, {}, data, 1))
