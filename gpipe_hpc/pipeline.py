@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Any, Concatenate, Final, ParamSpec
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -27,6 +27,8 @@ from gpipe_hpc.engine.batch.arrays import with_tensors
 from gpipe_hpc.engine.batch.cutting import Pieces, share_of
 from gpipe_hpc.engine.layers.compiling import chosen_backend
 from gpipe_hpc.engine.layers.precision import check_precision, scaling
+from gpipe_hpc.engine.outer.held import Held
+from gpipe_hpc.engine.outer.optimizers import Factory, make_optimizer
 from gpipe_hpc.engine.outer.saying import say_apart, say_inexact
 from gpipe_hpc.engine.outer.settings import Outer
 from gpipe_hpc.engine.recorder import Moments, Recorded, StepMarks, StepTimes, on_one_clock
@@ -95,6 +97,7 @@ class Keywords(Request):
 _OF_WORLD: Final = ("device", "timeout_s", "silence_s", "stall_s")
 
 P = ParamSpec("P")
+O = TypeVar("O", bound=torch.optim.Optimizer)
 Layers = nn.Sequential | Sequence[Layer]
 TakesRecord = Callable[[Any, Layers, LossFunction, Keywords], None]
 TakesKeywords = Callable[Concatenate[Any, Layers, LossFunction, P], None]
@@ -398,6 +401,7 @@ class Pipeline:
             say_apart(request.combining)
         self._outer_due, self._versions_stepped = False, 0
         self.last_outer_step = 0
+        self._has_optimizer = False
         self.needs_inputs = 0 in held
         self.needs_targets = self.schedule.num_stages - 1 in held
 
@@ -443,13 +447,58 @@ class Pipeline:
         return self.layout.portions.total
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
-        """Yield this rank's parameters by global name (`layers.<index>.<name>`), each once."""
+        """Yield this rank's parameters by global name (`layers.<index>.<name>`), each once.
+
+        Waits until those that other ranks have updated are there.
+        """
+        self.await_parameters()
         named = {n: p for s in self.stages.values() for n, p in s.named_parameters().items()}
         yield from named.items()
 
     def parameters(self) -> list[nn.Parameter]:
         """Return this rank's parameters; empty if its layers have none."""
         return [parameter for _, parameter in self.named_parameters()]
+
+    def optimizer(self, factory: Factory[O]) -> O:
+        """Return the optimizer that `factory` makes for this rank's parameters; all ranks call it.
+
+        `factory(parameters)` returns a torch.optim.Optimizer, with any groups and options. With
+        ``outer.shard`` it then has this rank's part of them, as one-dimensional parameters or as
+        whole ones, and its state is divided over the replicas and mirrored stages. Raises
+        ConfigError for an optimizer that cannot be divided so.
+        """
+        with together(self.world, "making the optimizer"):
+            whole = dict(self.named_parameters())
+            optimizer = make_optimizer(factory, list(whole.values()))
+            if self._steps.sharing is not None:
+                self._steps.sharing.take(optimizer, whole)
+            self._has_optimizer = True
+            return optimizer
+
+    @property
+    def is_sharded(self) -> bool:
+        """Return whether the optimizer's state is divided over the copies of stages."""
+        return self._steps.sharing is not None
+
+    def held_parameters(self) -> dict[str, Held]:
+        """Return what this rank's optimizer updates of its parameters, by global name."""
+        return self._steps.held()
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """Return the gradients of this rank's parameters by global name; all ranks call it.
+
+        They are `.grad`, or, where they are divided over the replicas, gathered copies; None where
+        no replica used the parameter.
+        """
+        with together(self.world, "gathering gradients"):
+            return self._steps.gradients()
+
+    def await_parameters(self) -> None:
+        """Return when all parameters are there that other ranks have updated."""
+        sharing = self._steps.sharing
+        if sharing is not None and sharing.is_under_way:
+            with together(self.world, "gathering parameters"):
+                sharing.wait()
 
     def share(self, num_samples: int) -> slice:
         """Return the slice of a global batch of `num_samples` that is this replica's."""
@@ -476,6 +525,7 @@ class Pipeline:
         # As under no_grad: what a step does is not for the caller's inference mode to say.
         self.outer_step()
         with together(self.world, f"step {self.steps_done}"), torch.inference_mode(False):
+            self._refuse_own_optimizer()
             result = self._steps.train(self._run("training", inputs, targets, self.loss_fn), tell)
         self.steps_done += 1
         apart = self._steps.apart
@@ -483,6 +533,16 @@ class Pipeline:
             self._outer_due = apart.rounds.is_due(self.steps_done)
             self._versions_stepped = self._versions()
         return result
+
+    def _refuse_own_optimizer(self) -> None:
+        """Raise ConfigError where an optimizer of the user's own would find no gradients."""
+        shard = self.request.combining.shard
+        if self._steps.sharing is not None and not self._has_optimizer:
+            raise ConfigError(
+                f"outer.shard={shard}: expected an optimizer made by pipe.optimizer ahead of the "
+                f"first step, got none; write optimizer = pipe.optimizer(lambda parameters: "
+                f"torch.optim.AdamW(parameters)), or use outer.shard=none"
+            )
 
     def evaluate(self, inputs: Nest = None, targets: Nest = None) -> StepResult:
         """Return the result of a global batch in evaluation mode: its `loss` is over all replicas.
@@ -515,7 +575,8 @@ class Pipeline:
             raise ConfigError(f"clip_grad_norm_: expected max_norm of 0 or more, got {max_norm}")
         with together(self.world, "clipping"):
             norms = self._gather_norms()
-            return clip_by_norm(dict(self.named_parameters()), norms, max_norm)
+            own = {name: held.parameter for name, held in self._steps.held_gradients().items()}
+            return clip_by_norm(own, norms, max_norm)
 
     def grad_square(self) -> float:
         """Return the squared norm of this step's gradient before clipping, without tied parameters.
@@ -529,11 +590,20 @@ class Pipeline:
 
     def _gather_norms(self) -> Norms:
         """Return the norms of all gradients as they are now; the first ones of a step are kept."""
+        held, sharing = self._steps.held_gradients(), self._steps.sharing
+        in_parts = sharing is not None and sharing.divides_gradients
+        # Of what is divided each rank counts its part, of all else the first that holds it.
+        is_first = not (in_parts and self.replica)
         norms = gather_norms(
-            dict(self.named_parameters()),
-            {info.name for info in self.all_parameters if self._counts(info.stage)},
+            {name: each.parameter for name, each in held.items()},
+            {
+                info.name
+                for info in self.all_parameters
+                if (is_first and self._counts(info.stage))
+                or (info.name in held and held[info.name].is_view)
+            },
             [info.name for info in self.all_parameters],
-            self._site.pipeline,
+            self.everybody if in_parts else self._site.pipeline,
             self.world.device,
             self._norm_dtype,
         )

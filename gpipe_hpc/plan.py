@@ -93,7 +93,15 @@ def make_plan(config: Config) -> Plan:
     states, counts = request.kept_states, layout.partition.counts
     own = layout.portions.of(layout.portions.fullest)
     shares = microbatch_shares(config.train.batch_size, layout.portions.total, own)
-    found = forecast(gauge.count, counts, layout.schedule, states, layout.recomputed, shares)
+    found = forecast(
+        gauge.count,
+        counts,
+        layout.schedule,
+        states,
+        layout.recomputed,
+        shares,
+        layout.sharing,
+    )
     assumptions = Assumptions(
         config.plan.flops_per_s,
         config.pipeline.memory_bytes,

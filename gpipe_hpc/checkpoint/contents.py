@@ -11,6 +11,7 @@ from gpipe_hpc.checkpoint.apart import described, named_by
 from gpipe_hpc.checkpoint.folder import OUTER, model_tensors
 from gpipe_hpc.checkpoint.manifest import FORMAT, Facts, versions
 from gpipe_hpc.checkpoint.options import describe_groups, merge_groups
+from gpipe_hpc.checkpoint.parts import Part, put_together
 from gpipe_hpc.checkpoint.states import encode
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ class Contents(NamedTuple):
     """What to write.
 
     `tensors`: those that this rank writes, by their names in the checkpoint; each tensor is one
-    rank's. They are the model's own, not copies. `facts`: the manifest except for files and
+    rank's. They are the model's own, not copies, except for states put together of several ranks'.
+    `facts`: the manifest except for files and
     tensors, the same on every rank. `num_bytes`: of all ranks' tensors.
     """
 
@@ -48,17 +50,21 @@ def collect(
     values: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     if optimizer is not None:
-        groups = describe_groups(pipe.named_parameters(), optimizer)
-        for own_name, value in _optimizer_state(pipe, optimizer).items():
+        named = {name: each.parameter for name, each in pipe.held_parameters().items()}
+        groups = describe_groups(named.items(), optimizer)
+        states, parts = _optimizer_state(pipe, optimizer)
+        for own_name, value in states.items():
             name = named_by(replica, own_name)
             if isinstance(value, Tensor):
                 held[name] = value
             else:
                 values[name] = value
         held |= {OUTER + name: tensor for name, tensor in pipe.outer_state().items()}
-    states, of_states = all_or_none(pipe.everybody, lambda: _extra_states(pipe))
+        if pipe.is_sharded:
+            held |= put_together(pipe, parts)
+    extra_states, of_states = all_or_none(pipe.everybody, lambda: _extra_states(pipe))
     held |= of_states
-    told = pipe.everybody.all_gather_object((_sizes(held), values, groups, states))
+    told = pipe.everybody.all_gather_object((_sizes(held), values, groups, extra_states))
     sizes = [part for part, _, _, _ in told]
     facts = _facts(
         pipe,
@@ -73,13 +79,26 @@ def collect(
     return Contents({n: t for n, t in held.items() if writers[n] == own}, facts, total)
 
 
-def _optimizer_state(pipe: "Pipeline", optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the optimizer's state of this rank's parameters as optimizer.<name>.<key>."""
-    return {
-        f"optimizer.{name}.{key}": value
-        for name, parameter in pipe.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
+def _optimizer_state(
+    pipe: "Pipeline", optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Any], dict[str, tuple[Part, Tensor]]]:
+    """Return the optimizer's state of this rank's parameters as optimizer.<name>.<key>.
+
+    Tensors have the shape of the whole parameter; what this rank has only a part of comes apart.
+    """
+    states: dict[str, Any] = {}
+    parts: dict[str, tuple[Part, Tensor]] = {}
+    for name, held in pipe.held_parameters().items():
+        for key, value in optimizer.state.get(held.parameter, {}).items():
+            full = f"optimizer.{name}.{key}"
+            if not (isinstance(value, Tensor) and held.goes_along(value)):
+                states[full] = value
+            elif held.is_part:
+                part = Part(full, held.start, held.stop, tuple(held.whole.shape))
+                parts[full] = part, value
+            else:
+                states[full] = value.view(held.whole.shape)
+    return states, parts
 
 
 def _extra_states(pipe: "Pipeline") -> tuple[dict[str, Any], dict[str, Tensor]]:

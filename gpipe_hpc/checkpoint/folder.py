@@ -145,7 +145,8 @@ def said(error: BaseException) -> str:
 
 
 def model_tensors(pipe: "Pipeline") -> dict[str, Tensor]:
-    """Return this rank's parameters and buffers as model.<global name>."""
+    """Return this rank's parameters and buffers as model.<global name>, once all are there."""
+    pipe.await_parameters()
     tensors: dict[str, Any] = {}
     for stage in pipe.stages.values():
         for name, parameter in stage.named_parameters().items():

@@ -6,7 +6,7 @@ anything overwritten, in place: there is never a second copy of the model.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -22,6 +22,7 @@ from gpipe_hpc.checkpoint.metadata import StoredTensor, fill
 from gpipe_hpc.checkpoint.options import stored_options
 from gpipe_hpc.checkpoint.states import decode, tensor_names
 from gpipe_hpc.checkpoint.verifying import Verified, verify
+from gpipe_hpc.engine.outer.held import Held
 from gpipe_hpc.errors import CheckpointError, HalfLoadedError
 
 if TYPE_CHECKING:
@@ -32,18 +33,27 @@ log = logging.getLogger("gpipe_hpc.checkpoint")
 _PART_BYTES: Final = 2**30
 
 
+class _Cut(NamedTuple):
+    """What a rank keeps of a stored tensor: the elements that it holds of a parameter."""
+
+    held: Held
+    device: torch.device
+
+
 class _Plan(NamedTuple):
     """What loading will do on this rank.
 
     `targets`: tensors to overwrite, by their names in the checkpoint. `wanted`: tensors to make,
-    and where. `states`: the optimizer's entries by parameter and key: a name in the checkpoint.
-    `options`: of the optimizer's groups. `extra_states`: modules, and what is stored of them.
-    `outer`: the names of what is kept for combining copies. `reading`: of which replica's state.
-    `model`: those of `targets` that are the model's.
+    and where. `cuts`: those of which this rank keeps a part: whose, and where. `states`: the
+    optimizer's entries by parameter and key: a name in the checkpoint. `options`: of the
+    optimizer's groups. `extra_states`: modules, and what is stored of them. `outer`: the names of
+    what is kept for combining copies. `reading`: of which replica's state. `model`: those of
+    `targets` that are the model's.
     """
 
     targets: dict[str, Tensor]
     wanted: dict[str, torch.device]
+    cuts: dict[str, _Cut]
     states: dict[nn.Parameter, dict[str, str]]
     options: list[dict[str, Any]]
     extra_states: list[tuple[nn.Module, Any]]
@@ -74,12 +84,13 @@ def load(
     made = all_or_none(everybody, lambda: _make(plan, found))
     targets = plan.targets | made
     if found.facts["format"] == 1:
-        all_or_none(everybody, lambda: _try_to_read(found, targets))
+        all_or_none(everybody, lambda: _try_to_read(found, [*targets, *plan.cuts]))
     # From here on this rank's state changes.
     try:
         for number, part in enumerate(_parts(targets), start=1):
             _note(pipe, f"reading {found.path}: part {number}")
             fill(found.path, found.stored, part)
+        targets |= {name: _cut_out(found, name, cut) for name, cut in plan.cuts.items()}
     except (OSError, ValueError) as error:
         raise HalfLoadedError(
             f"checkpoint {found.path}: expected to read again what was whole a moment ago, got "
@@ -130,11 +141,13 @@ def _plan(pipe: "Pipeline", found: Verified, optimizer: torch.optim.Optimizer | 
     states: dict[nn.Parameter, dict[str, str]] = {}
     options: list[dict[str, Any]] = []
     wanted = {other: tensor.device for n, tensor in model.items() for other in reading.others(n)}
+    cuts: dict[str, _Cut] = {}
     if optimizer is not None:
-        named = list(pipe.named_parameters())
+        held = pipe.held_parameters()
+        named = [(name, each.parameter) for name, each in held.items()]
         options = stored_options(named, optimizer, facts.get("optimizer", []), path)
         states = _stored_states(named, [*stored, *facts["values"]], reading)
-        kept, made = _places(optimizer, states, stored)
+        kept, made, cuts = _places(optimizer, states, stored, list(held.values()))
         targets |= kept
         wanted |= made
     extra_states = _extra_states(pipe, found)
@@ -149,7 +162,7 @@ def _plan(pipe: "Pipeline", found: Verified, optimizer: torch.optim.Optimizer | 
     lacking = next((name for name in wanted if name not in stored), None)
     if lacking is not None:
         raise _lacks(path, lacking)
-    return _Plan(targets, wanted, states, options, extra_states, outer, reading, model)
+    return _Plan(targets, wanted, cuts, states, options, extra_states, outer, reading, model)
 
 
 def _check_model(pipe: "Pipeline", path: Path, facts: Mapping[str, Any]) -> None:
@@ -225,8 +238,14 @@ def _places(
     optimizer: torch.optim.Optimizer,
     states: Mapping[nn.Parameter, Mapping[str, str]],
     stored: Mapping[str, StoredTensor],
-) -> tuple[dict[str, Tensor], dict[str, torch.device]]:
-    """Return the optimizer's tensors that can be overwritten, and where others are to be made."""
+    held: Sequence[Held],
+) -> tuple[dict[str, Tensor], dict[str, torch.device], dict[str, _Cut]]:
+    """Return the optimizer's tensors that can be overwritten, and where others are to be made.
+
+    Last come those of which this rank keeps a part, or keeps the elements in a row.
+    """
+    of = {each.parameter: each for each in held}
+    cuts: dict[str, _Cut] = {}
     counts_on_device = {
         parameter
         for group in optimizer.param_groups
@@ -244,11 +263,14 @@ def _places(
             is_beside = key != "step" or parameter in counts_on_device
             device = parameter.device if is_beside else torch.device("cpu")
             own = optimizer.state.get(parameter, {}).get(key)
-            if isinstance(own, Tensor) and _is_like(own, stored[full], device):
+            is_like_whole = key != "step" and stored[full].shape == of[parameter].whole.shape
+            if of[parameter].is_view and is_like_whole:
+                cuts[full] = _Cut(of[parameter], device)
+            elif isinstance(own, Tensor) and _is_like(own, stored[full], device):
                 kept[full] = own.detach()
             else:
                 wanted[full] = device
-    return kept, wanted
+    return kept, wanted, cuts
 
 
 def _is_like(tensor: Tensor, stored: StoredTensor, device: torch.device) -> bool:
@@ -280,8 +302,13 @@ def _needed_bytes(plan: _Plan, stored: Mapping[str, StoredTensor]) -> dict[torch
     for name, device in plan.wanted.items():
         size = stored[name].dtype.itemsize * stored[name].shape.numel()
         needed[device] = needed.get(device, 0) + size
+    for name, (held, device) in plan.cuts.items():
+        size = stored[name].dtype.itemsize * held.parameter.numel()
+        needed[device] = needed.get(device, 0) + size
     cpu = torch.device("cpu")
-    largest = max((stored[name].length for name in [*plan.targets, *plan.wanted]), default=0)
+    names = [*plan.targets, *plan.wanted, *plan.cuts]
+    # One that is cut is on the host twice, as it was stored and as it is read.
+    largest = max((stored[name].length * (1 + (name in plan.cuts)) for name in names), default=0)
     return needed | {cpu: needed.get(cpu, 0) + largest}
 
 
@@ -299,9 +326,17 @@ def _make(plan: _Plan, found: Verified) -> dict[str, Tensor]:
         ) from error
 
 
-def _try_to_read(found: Verified, targets: Mapping[str, Tensor]) -> None:
+def _cut_out(found: Verified, name: str, cut: _Cut) -> Tensor:
+    """Read a tensor and return the elements that this rank keeps of it."""
+    stored = found.stored[name]
+    whole = torch.empty(stored.shape, dtype=stored.dtype)
+    fill(found.path, found.stored, {name: whole})
+    return cut.held.part_of(whole).to(cut.device, copy=True)
+
+
+def _try_to_read(found: Verified, names: Iterable[str]) -> None:
     """Read each tensor once for nothing: without digests this tells whether it can be read."""
-    for name in targets:
+    for name in names:
         tensor = found.stored[name]
         try:
             fill(found.path, found.stored, {name: torch.empty(tensor.shape, dtype=tensor.dtype)})

@@ -114,7 +114,7 @@ def fits(pipe: "Pipeline", state: StoredState) -> bool:
     if stored.keys() != targets.keys():
         return False
     kinds = ((stored[name], target) for name, target in targets.items())
-    parameters = {name for name, _ in pipe.named_parameters()}
+    parameters = pipe.held_parameters().keys()
     owners = {_owner(name) for name in [*state.tensors, *state.about["values"]]}
     if not owners - {None} <= parameters or state.about["states"].keys() != _modules(pipe).keys():
         return False
@@ -131,7 +131,7 @@ def restore(pipe: "Pipeline", optimizer: torch.optim.Optimizer, state: StoredSta
     with torch.no_grad():
         for name, target in targets.items():
             target.copy_(tensors[name])
-    parameters = dict(pipe.named_parameters())
+    parameters = {name: held.parameter for name, held in pipe.held_parameters().items()}
     optimizer.state.clear()
     for full, value in {**tensors, **about["values"]}.items():
         name, _, key = full.removeprefix(_OPTIMIZER).rpartition(".")
@@ -166,8 +166,8 @@ def _live(
     tensors: dict[str, torch.Tensor] = dict(model_tensors(pipe))
     values: dict[str, Any] = {}
     states: dict[str, Any] = {}
-    for name, parameter in pipe.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
+    for name, held in pipe.held_parameters().items():
+        for key, value in optimizer.state.get(held.parameter, {}).items():
             into = tensors if isinstance(value, torch.Tensor) else values
             into[f"{_OPTIMIZER}{name}.{key}"] = value
     tensors |= {OUTER + name: tensor for name, tensor in pipe.outer_state().items()}

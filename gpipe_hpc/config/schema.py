@@ -126,6 +126,7 @@ class OuterConfig:
     topk_fraction: float = 0.01
     qsgd_levels: int = 7
     weights: list[int] | None = None
+    shard: str = "none"
 
 
 @dataclass

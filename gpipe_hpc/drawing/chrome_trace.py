@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from gpipe_hpc.drawing.colours import HUES
 from gpipe_hpc.schedule.memory import live_activations
-from gpipe_hpc.schedule.table.actions import COMPUTE, COPIES
+from gpipe_hpc.schedule.table.actions import COMPUTE, COPIES, Op
 from gpipe_hpc.schedule.timeline import Event, Timeline
 from gpipe_hpc.schedule.waits import DataFlow, Transfer
 
@@ -49,6 +49,8 @@ def _process(pid: int, timeline: Timeline) -> Iterator[TraceEvent]:
                 yield _slice(pid, event, timeline, flow)
             elif event.action.op in COPIES:
                 yield from _span(pid, event, timeline, "copy", f"copies of rank {rank}")
+            elif event.action.op is Op.UNSHARD:
+                yield from _span(pid, event, timeline, "gather", f"gatherings of rank {rank}")
         for time_s, live in live_activations(timeline, rank):
             yield {
                 "ph": "C",

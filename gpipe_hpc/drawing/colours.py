@@ -38,6 +38,7 @@ BESIDE: Final[Mapping[Op, Hue]] = MappingProxyType(
         Op.FETCH: Hue("copy back", "#3f6fd8", "#3f6fd8"),
         Op.REDUCE_GRAD: Hue("reduction over replicas", "#8a8a94", "#8a8a94"),
         Op.AVERAGE: Hue("average of parameters over replicas", "#5b5b66", "#5b5b66"),
+        Op.UNSHARD: Hue("parameters gathered", "#b0569e", "#b0569e"),
     }
 )
 PAGE: Final = "#ffffff"

@@ -76,7 +76,8 @@ class Executor:
     """Run the actions of one rank, in their order, on its stages.
 
     `schedule` is lowered; `rank` is the position in the pipeline. `overlaps`: whether buckets of
-    gradients may leave within a stage's last backward. All stores are empty after a run. A failure
+    gradients may leave within a stage's last backward, and gathered parameters be waited for within
+    its first forward, layer by layer. All stores are empty after a run. A failure
     names rank, stage, micro-batch and action.
     """
 
@@ -110,6 +111,7 @@ class Executor:
             Op.RECV_F: self._bind_receive,
             Op.RECV_B: self._bind_receive,
             Op.REDUCE_GRAD: self._bind_reduce,
+            Op.UNSHARD: self._bind_gather,
             Op.OFFLOAD: self._bind_offload,
             Op.FETCH: self._bind_fetch,
         }
@@ -303,6 +305,20 @@ class Executor:
 
     def _bind_reduce(self, action: Action) -> Call:
         return lambda run: self._departures.reach(action)
+
+    def _bind_gather(self, action: Action) -> Call:
+        stage = self._stages[action.stage]
+
+        def gather(run: Run) -> None:
+            shards = stage.shards
+            if shards is None or self._overlaps:
+                return  # each layer waits for its own
+            if action.bucket is None:
+                shards.wait_for_all()
+            else:
+                shards.wait(action.bucket)
+
+        return gather
 
     def _before_reduction(self, stage: int, number: int) -> None:
         """Do what goes ahead of the reduction of a bucket: it then holds what all copies add."""

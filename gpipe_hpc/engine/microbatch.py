@@ -246,9 +246,13 @@ class StageWork:
         noted: list[Noted] = []
         losses: list[torch.Tensor] = []
         term: LossTerm | None = None
+        shards = self.stage.shards
+        gathered = shards if shards is not None and shards.is_under_way else None
         with self._surroundings.around(segment, roll, manner) as inside:
             reports = inside.reports
             for place, layer in enumerate(segment.layers):
+                if gathered is not None:
+                    gathered.wait_for_layer(layer.index)
                 call = layer.with_skips(stashed) if stashed or layer.has_skips else layer.call
                 block = inside.enter(place, key(layer.index))
                 try:

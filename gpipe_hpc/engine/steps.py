@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.mesh import Mesh
@@ -15,6 +14,9 @@ from gpipe_hpc.engine.batch.outputs import broadcast_nest
 from gpipe_hpc.engine.executor import Executor, Outcome
 from gpipe_hpc.engine.outer.apart.apart import Apart
 from gpipe_hpc.engine.outer.compress.compression import Compression
+from gpipe_hpc.engine.outer.flat_sharing import FlatSharing
+from gpipe_hpc.engine.outer.held import Held
+from gpipe_hpc.engine.outer.optimizers import Sharing
 from gpipe_hpc.engine.outer.portions import Portions
 from gpipe_hpc.engine.outer.settings import Outer
 from gpipe_hpc.engine.outer.ways import Way, choose_way
@@ -118,6 +120,7 @@ class Steps:
             if way is not None and outer.compress != "none" and not is_apart:
                 way = self.compression.way(stage, copies)
             stage.gradients.sum_over(way, tables.buckets[index] if way and tables.buckets else ())
+        self.sharing = _sharing(outer, stages, wiring.reductions, tables)
         self._drifts = {
             index: Drift(stage.layers, wiring.reductions[index], site.world.rank, buffers)
             for index, stage in stages.items()
@@ -234,12 +237,16 @@ class Steps:
             stage.gradients.wait()
         for tied in self._tied:
             tied.wait()
-        present = [p.grad for p in self._parameters() if p.grad is not None]
+        gradients = [held.parameter.grad for held in self.held_gradients().values()]
+        present = [gradient for gradient in gradients if gradient is not None]
         return count_overflows(present, self._site.world.device)
 
     def _drop_gradients(self) -> None:
-        for parameter in self._parameters():
-            parameter.grad = None
+        for stage in self._stages.values():
+            for parameter in stage.named_parameters().values():
+                parameter.grad = None
+            if stage.shards is not None:
+                stage.shards.drop()
 
     def _finish_gradients(self, divisor: torch.Tensor, used: Collection[int]) -> None:
         """Divide all gradients, and leave None where no rank has used the parameter."""
@@ -250,8 +257,22 @@ class Steps:
             (is_used,) = self._flags.used([tied.name], used)
             tied.finish(divisor, is_used=is_used)
 
-    def _parameters(self) -> list[nn.Parameter]:
-        return [p for s in self._stages.values() for p in s.named_parameters().values()]
+    def held(self) -> dict[str, Held]:
+        """Return what this rank updates of its parameters, by global name."""
+        return self.held_gradients() if self.sharing is None else self.sharing.held()
+
+    def held_gradients(self) -> dict[str, Held]:
+        """Return what of its parameters this rank has gradients of, by global name."""
+        return {n: held for s in self._stages.values() for n, held in s.held().items()}
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """Return the gradients of this rank's parameters, whole; all ranks call it together."""
+        found: dict[str, torch.Tensor | None] = {}
+        for _, stage in sorted(self._stages.items()):
+            found |= {name: p.grad for name, p in stage.named_parameters().items()}
+            if stage.shards is not None:
+                found |= stage.shards.whole_gradients()
+        return found
 
     def _weight_to_divide_by(self, loss: StepLoss) -> torch.Tensor:
         """Return the global weight, or that of this replica's share where it trains by itself."""
@@ -352,3 +373,16 @@ class Steps:
         known = self._meeting(Says(losses, noted, own, overflows(), told, squares))
         united = {flag - first_flag for flag in known.flags}
         return known._replace(flags=frozenset(f for f in united if 0 <= f < self._flags.size))
+
+
+def _sharing(
+    outer: Outer, stages: Mapping[int, Stage], copies: Mapping[int, Group], tables: Tables
+) -> Sharing | None:
+    """Return how copies share the state of optimizers; None: each has its own, or is the only."""
+    if outer.shard == "none" or not tables.buckets:
+        return None
+    if outer.shard == "flat":
+        return FlatSharing(stages, copies, tables.buckets)
+    from gpipe_hpc.engine.outer.owner_sharing import OwnerSharing  # it takes a second to load
+
+    return OwnerSharing(stages, copies)

@@ -56,6 +56,7 @@ def export_safetensors(
 def _own_tensors(pipe: "Pipeline", target: ExportFolder) -> dict[int, Shard]:
     """Return what this rank is to write of each stage, by the names in files."""
     found: dict[int, Shard] = {}
+    pipe.await_parameters()
     for index, stage in pipe.stages.items():
         # One of those that hold a copy of the stage writes it.
         if pipe.replica or pipe.schedule.placement.holders(index)[0] != pipe.stage_rank:

@@ -123,6 +123,7 @@ class _Trial(NamedTuple):
             request.kept_states,
             layout.recomputed,
             present,
+            layout.sharing,
         )
         fullest = max(rank.total_bytes for rank in foreseen.ranks)
         costs = replace(costs, shares=present)

@@ -1,6 +1,6 @@
 """Count what the layers of a model cost without running them: see `LayerCount`."""
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from gpipe_hpc.models import (
     Tie,
     find_skips,
     find_ties,
+    global_name,
     layer_name,
     skip_names,
 )
@@ -43,15 +44,19 @@ class ModelCount:
 
     def weights(self, layers: Iterable[int]) -> list[Weight]:
         """Return the parameters of some layers, those tied among them once."""
+        return list(self.named_weights(layers).values())
+
+    def named_weights(self, layers: Iterable[int]) -> dict[str, Weight]:
+        """Return them by global name; a tied one has that of its first place."""
         tied = {place: tie.name for tie in self.ties for place in tie.places}
-        found: dict[Hashable, Weight] = {}
+        found: dict[str, Weight] = {}
         for index in layers:
             for weight in self.layers[index].weights:
-                key = tied.get((index, weight.name), (index, weight.name))
+                name = tied.get((index, weight.name), global_name(index, weight.name))
                 # Not every layer that shares a weight needs it cast.
-                cast_bytes = max(weight.cast_bytes, found.get(key, weight).cast_bytes)
-                found[key] = weight._replace(cast_bytes=cast_bytes)
-        return list(found.values())
+                cast_bytes = max(weight.cast_bytes, found.get(name, weight).cast_bytes)
+                found[name] = weight._replace(cast_bytes=cast_bytes)
+        return found
 
     @property
     def parameters(self) -> int:

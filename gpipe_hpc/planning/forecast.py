@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from gpipe_hpc.planning.counted import ModelCount
 from gpipe_hpc.planning.optimizer import OptimizerMemory
+from gpipe_hpc.planning.sharing import Shared, Sharing
 from gpipe_hpc.planning.stages import StageCount, count_stages
 from gpipe_hpc.schedule import (
     Action,
@@ -76,13 +77,15 @@ def forecast(
     optimizer_states: int | OptimizerMemory,
     recomputed: Recomputed | None = None,
     shares: Sequence[float] = (),
+    sharing: Sharing | None = None,
 ) -> Forecast:
     """Forecast one step of a model cut into stages of `counts` layers under a lowered schedule.
 
     `optimizer_states` is what the optimizer keeps for each trained parameter;
     `recomputed` what an R runs again, all layers of its stage if None; `shares` how large each
     micro-batch is, if not all are as large as the counted one (see `microbatch_shares`): work and
-    activations go with the samples. Transfers and the reduction over replicas take no time.
+    activations go with the samples; `sharing` how the optimizer's state is divided over copies,
+    None if each has it whole. Transfers and the reduction over replicas take no time.
     """
     stages = count_stages(model, counts)
     memory = replace(activation_memory(stages, recomputed), shares=shares)
@@ -93,7 +96,9 @@ def forecast(
         stages=stages,
         ranks=tuple(
             RankForecast(
-                **vars(rank_states(model, stages, schedule.placement, rank, optimizer_states)),
+                **vars(
+                    rank_states(model, stages, schedule.placement, rank, optimizer_states, sharing)
+                ),
                 activation_bytes=round(peak),
                 sent_bytes=_sum_sent(schedule.ranks[rank], stages, each),
             )
@@ -183,16 +188,25 @@ def rank_states(
     placement: Placement,
     rank: int,
     optimizer_states: int | OptimizerMemory,
+    sharing: Sharing | None = None,
 ) -> RankStates:
-    """Return what a rank holds all the time; weights tied among its stages once."""
+    """Return what a rank holds all the time; weights tied among its stages once.
+
+    Of states that are divided, what a rank of the first replica holds: of flat shards none holds
+    more.
+    """
     held = placement.stages_of(rank)
     weights = model.weights(i for stage in held for i in stages[stage].layers)
     trained = sum(weight.nbytes for weight in weights if weight.is_trained)
+    memory = OptimizerMemory.of(optimizer_states)
+    shared = Shared(memory.of_weights(weights), 0)
+    if sharing is not None:
+        shared = sharing.of_rank(model, stages, placement, rank, memory)
     return RankStates(
         stages=held,
         parameters=sum(weight.num_elements for weight in weights),
-        weight_bytes=sum(weight.nbytes for weight in weights),
+        weight_bytes=sum(weight.nbytes for weight in weights) + shared.padding_bytes,
         cast_bytes=sum(weight.cast_bytes for weight in weights),
-        gradient_bytes=trained,
-        optimizer_bytes=OptimizerMemory.of(optimizer_states).of_weights(weights),
+        gradient_bytes=trained + shared.padding_bytes,
+        optimizer_bytes=shared.optimizer_bytes,
     )

@@ -1,26 +1,22 @@
 """Decide how a model is laid out: cut, table and recomputation."""
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from gpipe_hpc.engine.outer.buckets import Buckets, Sized, fill_buckets
 from gpipe_hpc.engine.outer.portions import Portions
 from gpipe_hpc.engine.stages.tables import Tables
 from gpipe_hpc.errors import ConfigError, ScheduleError
 from gpipe_hpc.models import (
-    Layer,
     find_skips,
-    find_ties,
     long_skips,
-    sizes_of_layers,
     skip_routes,
-    stage_layers,
 )
+from gpipe_hpc.planning.buckets import buckets_of
 from gpipe_hpc.planning.gauges import Gauge
 from gpipe_hpc.planning.ordering import compares_placements, order, stages_of
 from gpipe_hpc.planning.partition import Partition, choose_partition
 from gpipe_hpc.planning.request import Request
+from gpipe_hpc.planning.sharing import Sharing
 from gpipe_hpc.planning.tables import make_tables
 from gpipe_hpc.schedule import Schedule, digest
 
@@ -32,8 +28,8 @@ class Layout:
     `partition` is the cut; placement, order of the work and what is offloaded stand in `tables`.
     `recomputed`: the layers of each stage that an ``R`` runs again, by their index; None for all.
     Both are those of the replica with the most micro-batches, and `others` those of replicas with
-    fewer. `portions`: how many each of the replicas has. `searched` and `budget` say in words what
-    was compared and chosen; they decide nothing.
+    fewer. `portions`: how many each of the replicas has. `shard`: as in `Outer`. `searched` and
+    `budget` say in words what was compared and chosen; they decide nothing.
     """
 
     partition: Partition
@@ -43,6 +39,12 @@ class Layout:
     searched: str = ""
     budget: str = ""
     others: "tuple[Layout, ...]" = ()
+    shard: str = "none"
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """Return how the optimizer's state is divided over copies; None: each has all of it."""
+        return Sharing.of(self.shard, len(self.portions.counts), self.tables.buckets)
 
     @property
     def schedule(self) -> Schedule:
@@ -129,8 +131,8 @@ def _fewer(request: Request, most: Layout, microbatches: int, gauge: Gauge) -> L
 def _one(request: Request, gauge: Gauge) -> Layout:
     """Lay out one replica with `request.microbatches`."""
     partition, table, budget, searched = order(request, cut(request, gauge), gauge)
+    buckets = buckets_of(request, partition.counts, table.placement, gauge.layers)
     skips = long_skips(skip_routes(find_skips(gauge.layers), partition.counts))
-    buckets = _buckets(request, partition, table, gauge.layers)
     return Layout(
         partition,
         make_tables(
@@ -139,11 +141,13 @@ def _one(request: Request, gauge: Gauge) -> Layout:
             skips,
             request.offload,
             buckets,
+            shard=request.combining.shard,
             is_apart=request.combining.is_apart and request.replicas > 1,
         ),
         budget.recomputed if budget else None,
         searched=searched,
         budget=budget.text if budget else "",
+        shard=request.combining.shard,
     )
 
 
@@ -158,31 +162,3 @@ def cut(request: Request, gauge: Gauge) -> Partition:
     if compares_placements(request) and isinstance(given, Partition) and given.times:
         return given  # of whichever placement was the best: its times are what counts
     return choose_partition(given, stages_of(request), gauge)
-
-
-def _buckets(
-    request: Request, partition: Partition, table: Schedule, layers: Sequence[Layer]
-) -> tuple[Buckets, ...]:
-    """Return the buckets of each stage; none of those that have no other copy to be summed with.
-
-    A tied parameter is in none: it is summed over all that hold it, at the end of a step.
-    """
-    placement = table.placement
-    spans = stage_layers(partition.counts)
-    copied = [request.replicas * len(placement.holders(stage)) > 1 for stage in range(len(spans))]
-    if not any(copied):
-        return ()
-    tied = {tie.name for tie in find_ties(layers)}
-    sizes = [
-        {name: Sized(*size) for name, size in each.items() if name not in tied}
-        for each in sizes_of_layers(layers)
-    ]
-    return tuple(
-        fill_buckets(
-            {name: sized for layer in span for name, sized in sizes[layer].items()},
-            request.combining.bucket_bytes,
-        )
-        if has_copies
-        else ()
-        for span, has_copies in zip(spans, copied, strict=True)
-    )

@@ -26,10 +26,16 @@ class OptimizerMemory(NamedTuple):
 
     def of_weights(self, weights: Iterable[Weight]) -> int:
         """Return the bytes for these weights; frozen ones need none."""
-        return sum(self._of_weight(weight) for weight in weights if weight.is_trained)
+        trained = [weight for weight in weights if weight.is_trained and weight.num_elements]
+        states = sum(self.of_elements(w.num_elements, w.nbytes // w.num_elements) for w in trained)
+        return states + self.copies_of(trained)
 
-    def _of_weight(self, weight: Weight) -> int:
-        copies = self.gradient_copies * weight.nbytes
-        if self.masters and weight.nbytes < _WIDE * weight.num_elements:
-            return (self.states + 1) * _WIDE * weight.num_elements + copies
-        return self.states * weight.nbytes + copies
+    def copies_of(self, weights: Iterable[Weight]) -> int:
+        """Return the bytes of the copies of these weights' gradients."""
+        return self.gradient_copies * sum(w.nbytes for w in weights if w.is_trained)
+
+    def of_elements(self, count: int, size: int) -> int:
+        """Return the bytes of the states, and masters, of so many trained numbers of a size."""
+        if self.masters and size < _WIDE:
+            return (self.states + 1) * _WIDE * count
+        return self.states * size * count

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.errors import ConfigError, GpipeError, PartitionError, ScheduleError
+from gpipe_hpc.planning.buckets import sharing_of
 from gpipe_hpc.planning.budget.fitting import Budget, choose_recompute
 from gpipe_hpc.planning.forecast import activation_memory, flop_costs, held_bytes, rank_states
 from gpipe_hpc.planning.gauges import Gauge
@@ -91,8 +92,9 @@ def _within(
     model = gauge.count
     stages = count_stages(model, partition.counts)
     assert isinstance(request.memory_bytes, int | float), "the pipeline has read it"
+    sharing = sharing_of(request, partition.counts, placement, gauge.layers)
     states = (
-        rank_states(model, stages, placement, rank, request.kept_states)
+        rank_states(model, stages, placement, rank, request.kept_states, sharing)
         for rank in range(placement.num_ranks)
     )
     return Within(
@@ -175,6 +177,7 @@ def _with_budget(request: Request, found: Order, gauge: Gauge) -> Order:
         request.memory_bytes,
         request.kept_states,
         [each.forward for each in found.partition.times] if found.partition.is_measured else (),
+        sharing_of(request, found.partition.counts, table.placement, gauge.layers),
     )
     return found._replace(table=budget.schedule, budget=budget)
 

@@ -21,6 +21,7 @@ from gpipe_hpc.schedule import (
     with_averages,
     without_reductions,
 )
+from gpipe_hpc.schedule.passes.gathers import add_gathers
 
 
 def table_asked_for(
@@ -53,13 +54,15 @@ def make_tables(
     offload: bool = False,
     buckets: tuple[Buckets, ...] = (),
     *,
+    shard: str = "none",
     is_apart: bool = False,
 ) -> Tables:
     """Lower and check the tables that a bare or lowered one asks for.
 
     `recompute` applies to a bare one without R, `offload` to a bare one without OFFLOAD. `skips`:
     the pairs of stages between which the model's skips go. `buckets`: those of each stage, empty if
-    none has another copy. `is_apart`: replicas train by themselves. Raises ScheduleError.
+    none has another copy. `shard`: as in `Outer`; with ``flat`` parameters are gathered ahead of
+    a stage's first forward. `is_apart`: replicas train by themselves. Raises ScheduleError.
     """
     if table.is_lowered and table.skips != skips:
         raise ScheduleError(
@@ -67,10 +70,13 @@ def make_tables(
             f"skips between stages {_pairs(skips)}, got {_pairs(table.skips)}; give the bare table"
         )
     table = dressed(replace(table, skips=skips), recompute, offload)
-    training = table if table.is_lowered else lower(table, bucket_counts(buckets))
+    counts = bucket_counts(buckets)
+    gathered = counts if shard == "flat" else {}
+    training = add_gathers(table if table.is_lowered else lower(table, counts), gathered)
     check(training)
-    _check_buckets(training, bucket_counts(buckets))
-    evaluation = lower(forward_only(table))
+    _check_buckets(training, Op.REDUCE_GRAD, counts)
+    _check_buckets(training, Op.UNSHARD, gathered)
+    evaluation = add_gathers(lower(forward_only(table)), gathered)
     check(evaluation)
     if not is_apart:
         return Tables(training, evaluation, buckets)
@@ -80,22 +86,22 @@ def make_tables(
     return Tables(alone, evaluation, buckets, averaging)
 
 
-def _check_buckets(table: Schedule, counts: Mapping[int, int]) -> None:
-    """Refuse a lowered table that reduces other buckets than the model's stages have."""
+def _check_buckets(table: Schedule, op: Op, counts: Mapping[int, int]) -> None:
+    """Refuse a lowered table that has other buckets than the model's stages."""
     found = Counter(
         action.stage
         for rank, row in enumerate(table.ranks)
         for action in row
-        if action.op is Op.REDUCE_GRAD
+        if action.op is op
         and action.bucket is not None
         and rank == table.placement.holders(action.stage)[0]
     )
     for stage, count in sorted(found.items()):
         if count != counts.get(stage, 0):
             raise ScheduleError(
-                f"schedule {table.name!r}: reduces the gradients of stage {stage} in {count} "
-                f"buckets, expected the {counts.get(stage, 0)} that outer.bucket_bytes makes of "
-                f"them; give the bare table, or write {stage}REDUCE_GRAD once, without a number"
+                f"schedule {table.name!r}: has {op} of stage {stage} for {count} buckets, expected "
+                f"the {counts.get(stage, 0)} that outer.bucket_bytes and outer.shard ask for; give "
+                f"the bare table, or write {stage}{op} once, without a number"
             )
 
 

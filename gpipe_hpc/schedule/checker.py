@@ -26,7 +26,8 @@ def check(schedule: Schedule, *, is_apart: bool = False) -> None:
     """Refuse a table, bare or lowered, that breaks a rule; names rank, position, action, reason.
 
     Every action once, on its rank, none missing, after what it needs; channels first in first out;
-    each bucket of a stage reduced once on each holder, in one order where ranks share stages; live
+    each bucket of a stage reduced once on each holder, in one order where ranks share stages, and
+    where parameters are gathered, each once on each holder, ahead of the stage's forwards; live
     activations and posted receives within declared bounds; no deadlock, whether a ``SEND`` is
     buffered or blocks until its ``RECV`` is posted. `is_apart`: replicas train by themselves, so
     what one rank of a pipeline holds is not reduced.
@@ -42,6 +43,7 @@ def check(schedule: Schedule, *, is_apart: bool = False) -> None:
     if schedule.is_lowered:
         _check_transfers(graph)
         _check_reductions(graph, is_apart=is_apart)
+        _check_gathers(graph)
     _check_bounds(schedule)
     execution_order(graph, graph.waits)
     execution_order(graph, graph.rendezvous_waits)
@@ -170,14 +172,24 @@ def _check_reductions(graph: Precedence, *, is_apart: bool) -> None:
     reduction_order(graph)
 
 
+def _check_gathers(graph: Precedence) -> None:
+    """A stage whose parameters are gathered on one holder has them gathered on each."""
+    found: _Found = defaultdict(dict)
+    for node, action in enumerate(graph.actions):
+        if action.op is Op.UNSHARD:
+            found[action.stage, graph.ranks[node]][action.bucket] = node
+    for stage in range(graph.schedule.num_stages):
+        _check_buckets(graph, Op.UNSHARD, stage, found, is_needed=False)
+
+
 _Found = dict[tuple[int, int], dict[int | None, int]]
-"""The nodes that reduce a stage on a rank, by bucket."""
+"""The nodes that reduce, or gather, a stage on a rank, by bucket."""
 
 
 def _check_buckets(
     graph: Precedence, op: Op, stage: int, found: _Found, *, is_needed: bool
 ) -> None:
-    """All holders of a stage reduce the same buckets; `is_needed`: all of them at least."""
+    """All holders of a stage have the same buckets; `is_needed`: all of them at least."""
     schedule, holders = graph.schedule, graph.schedule.placement.holders(stage)
     all_in_one = any(None in found[stage, rank] for rank in holders)
     most = max((len(found[stage, rank]) for rank in holders), default=0)
@@ -195,7 +207,7 @@ def _check_buckets(
             if bucket not in buckets:
                 graph.refuse(
                     node,
-                    f"reduces a bucket beside {Action(op, stage)}, which reduces all of them, "
+                    f"is of one bucket beside {Action(op, stage)}, which is of all of them, "
                     "expected one or the other; drop one",
                 )
 

@@ -40,12 +40,14 @@ class Costs:
     none. `reduction` is all that a stage reduces; `bucket_shares` says by stage how that is
     divided over its buckets (any unit; without, equally). Where `reduces_within`, a bucket leaves
     within the stage's last backward, once that has come as far as the shares of those up to it.
+    `gather` is all of a stage's parameters that are gathered (``UNSHARD``), divided likewise.
     `offload` and `fetch` are copies to the host and back, which run beside compute. None: not
     given.
 
-    All but reductions are of a whole micro-batch. `shares` has a number for each micro-batch of the
-    table where some are smaller: its share of the samples of a whole one, 0 for an empty one. It
-    costs that share of time and bytes; latencies stay. Empty: all micro-batches are whole.
+    All but reductions and gatherings are of a whole micro-batch. `shares` has a number for each
+    micro-batch of the table where some are smaller: its share of the samples of a whole one, 0 for
+    an empty one. It costs that share of time and bytes; latencies stay. Empty: all micro-batches
+    are whole.
     """
 
     forward: Cost | None = None
@@ -61,6 +63,7 @@ class Costs:
     reduction: Cost = 0.0
     bucket_shares: Mapping[int, Sequence[float]] = field(default_factory=dict)
     reduces_within: bool = False
+    gather: Cost = 0.0
     offload: Cost = 0.0
     fetch: Cost = 0.0
     shares: Sequence[float] = ()
@@ -79,6 +82,10 @@ class Costs:
     def of_reduction(self, num_stages: int) -> list[float]:
         """Return the cost of reducing the gradients of each stage."""
         return per_stage("reduction", self.reduction, num_stages)
+
+    def of_gather(self, num_stages: int) -> list[float]:
+        """Return the cost of gathering the parameters of each stage."""
+        return per_stage("gather", self.gather, num_stages)
 
     def of_shares(self, num_microbatches: int) -> list[float]:
         """Return the share of a whole micro-batch that each one of a table is."""
@@ -137,6 +144,7 @@ class Costs:
             weight_gradient=if_given("weight_gradient", self.weight_gradient),
             recompute=if_given("recompute", self.recompute),
             reduction=of_stages("reduction", self.reduction),
+            gather=of_stages("gather", self.gather),
             offload=of_stages("offload", self.offload),
             fetch=of_stages("fetch", self.fetch),
             send=_last_of("send", self.send, num_stages),
@@ -144,9 +152,9 @@ class Costs:
         )
 
     def without_transfers(self) -> "Costs":
-        """Return the same costs with transfers and copies that take no time."""
+        """Return the same costs with transfers, copies and gatherings that take no time."""
         free = replace(self, send=0.0, boundary_bytes=0.0, skip_bytes={}, link=Link(), links={})
-        return replace(free, offload=0.0, fetch=0.0)
+        return replace(free, offload=0.0, fetch=0.0, gather=0.0)
 
 
 class TransferTime(Protocol):

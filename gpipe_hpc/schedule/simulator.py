@@ -39,6 +39,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     another one after the other. Reductions overlap compute, on each rank one at a time; that of a
     mirrored stage starts when all its holders are ready. ``OFFLOAD`` and ``FETCH`` are copies: on
     each rank one at a time, in its order, beside compute; who uses what is fetched waits for it.
+    ``UNSHARD`` is over when the parameters are there: their gathering begins with the step, on each
+    rank one bucket after the other, in the order of its list.
     Time is linear in the number of actions.
     """
     if (schedule.overlaps or schedule.skips) and not schedule.is_lowered:
@@ -80,9 +82,15 @@ class _Clock:
         self.ends = [0.0] * len(graph.actions)
         self.arrivals = [0.0] * len(graph.actions)
         self.link_free_at: dict[tuple[int, int], float] = {}
-        # When each copy is done, and each rank free for another.
+        # When each copy, or gathering, is done, and each rank free for another.
         self.copied_at: dict[int, float] = {}
         self.copier_free_at = [0.0] * graph.schedule.num_ranks
+        self.gatherer_free_at = [0.0] * graph.schedule.num_ranks
+        totals = costs.of_gather(graph.schedule.num_stages)
+        self.gather_times = {
+            (stage, rank): [totals[stage] * part for part in costs.of_buckets(stage, len(nodes))]
+            for (stage, rank), nodes in graph.gathers.items()
+        }
 
     def run(self, order: Iterable[int]) -> None:
         """Give all nodes their times, in an order that respects their waits."""
@@ -109,6 +117,8 @@ class _Clock:
                 free_at[rank] = end
             elif op in COPIES:
                 self._copy(node, duration)
+            elif op is Op.UNSHARD:
+                self._gather(node)
             if destination >= 0:
                 self._transfer(node, destination, way)
 
@@ -119,6 +129,14 @@ class _Clock:
         end = begin + duration
         self.starts[node], self.ends[node] = begin, end
         self.copied_at[node] = self.copier_free_at[rank] = end
+
+    def _gather(self, node: int) -> None:
+        """Gather from the step's start on, once the bucket before is there."""
+        rank, action = self.graph.ranks[node], self.graph.actions[node]
+        begin = self.gatherer_free_at[rank]
+        end = begin + self.gather_times[action.stage, rank][action.bucket or 0]
+        self.starts[node], self.ends[node] = begin, end
+        self.copied_at[node] = self.gatherer_free_at[rank] = end
 
     def _transfer(self, node: int, destination: int, way: int | Skip) -> None:
         """Move a value once it is made and the link is free; not within a rank."""

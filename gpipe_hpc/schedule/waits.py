@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from gpipe_hpc.schedule.table.actions import COMPUTE, COPIES, REDUCTIONS, SENDS, Action, Op
+from gpipe_hpc.schedule.table.actions import COMPUTE, COPIES, OF_BUCKETS, SENDS, Action, Op
 from gpipe_hpc.schedule.table.dependencies import (
     CONSUMERS,
     Need,
@@ -43,11 +43,15 @@ class DataFlow:
     def __init__(self, timeline: Timeline) -> None:
         """Index all events but reductions, which nobody waits for."""
         self._timeline = timeline
+        self._gathers: dict[tuple[int, int], list[Event]] = {}
         self._makers: dict[Action, Event] = {}
         self._of_kind: dict[tuple[Op, int], tuple[Need, ...]] = {}
         for row in timeline.events:
             for event in row:
-                if event.action.op not in REDUCTIONS:
+                if event.action.op is Op.UNSHARD:
+                    place = event.action.stage, event.rank
+                    self._gathers.setdefault(place, []).append(event)
+                if event.action.op not in OF_BUCKETS:
                     self._makers.update(dict.fromkeys(provides(event.action), event))
 
     def waits(self, event: Event) -> Iterator[Wait]:
@@ -91,6 +95,10 @@ class DataFlow:
             kind = needs(event.action, of.num_stages, of.num_microbatches, of.skips)
             self._of_kind[op, stage] = kind
         for need, things in kind:
+            if need.op is Op.UNSHARD:
+                for gather in self._gathers.get((stage, event.rank), ()):
+                    yield gather, things[0]
+                continue
             maker = self._makers.get(Action(need.op, need.stage, microbatch))
             if maker is not None:
                 yield maker, things[0]

@@ -97,6 +97,7 @@ def foresee(
             request.kept_states,
             pipe.layout.recomputed,
             shares,
+            pipe.layout.sharing,
         )
         of_largest = sum(each.forward_flops + each.backward_flops for each in found.stages)
         largest = -(-num_samples // pipe.num_global_microbatches)

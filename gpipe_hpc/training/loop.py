@@ -91,6 +91,7 @@ def _copies(config: Config, world: World, run: Run) -> NeighbourCopies | None:
         "stages": pipeline.stages,
         "replicas": pipeline.replicas,
         "schedule": pipeline.schedule,
+        "shards": [config.outer.shard, config.outer.bucket_bytes],
     }
     root = Path(config.checkpoint.neighbour_dir or DEFAULT_FOLDER)
     return open_copies(world, root, run.name, about)

@@ -195,8 +195,8 @@ def run_step(session: Session) -> Facts:
 
 
 def _gradients(session: Session) -> dict[str, Tensor | None]:
-    named = session.pipe.named_parameters()
-    return {name: None if p.grad is None else _host(p.grad) for name, p in named}
+    gradients = session.pipe.gradients().items()
+    return {name: None if gradient is None else _host(gradient) for name, gradient in gradients}
 
 
 def _weights(session: Session) -> dict[str, Tensor]:
@@ -225,9 +225,10 @@ def checkpoint_state(session: Session) -> dict[str, Any]:
             for name, module in layer.named_modules():
                 if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
                     state[f"extra state of layers.{index}.{name}"] = module.get_extra_state()
-    for name, parameter in session.pipe.named_parameters():
-        for key, value in session.optimizer.state.get(parameter, {}).items():
-            state[f"optimizer state {key} of {name}"] = _host(value)
+    for name, held in session.pipe.held_parameters().items():
+        where = f"{name}[{held.start}:{held.stop}]" if held.is_part else name
+        for key, value in session.optimizer.state.get(held.parameter, {}).items():
+            state[f"optimizer state {key} of {where}"] = _host(value)
     return state
 
 

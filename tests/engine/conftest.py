@@ -228,6 +228,7 @@ def plain():
     """Return the plain loop and what compares with it."""
     return SimpleNamespace(
         Recipe=Recipe,
+        Training=Training,
         build=build_plain,
         key=key,
         merge=merge,

@@ -5,6 +5,8 @@ each element is ((x0 + x1) + x2) + ..., so the result does not depend on the cut
 buckets, on their order, or on where in a buffer an element lies, for any number of ranks.
 """
 
+from collections.abc import Sequence
+
 from gpipe_hpc.comm.collectives.plan import (
     Place,
     Plan,
@@ -16,23 +18,35 @@ from gpipe_hpc.comm.collectives.plan import (
 )
 
 
+def rank_order_reduce_scatter(place: Place, counts: Sequence[int]) -> Plan:
+    """Exchange shards and add each, at its owner, in the order of ranks."""
+    i = place.position
+    spans = spans_of(counts)
+    ahead, behind = _others(place)
+    step = Step(
+        sends=tuple(move for peer in ahead for move in moves(peer, spans[peer])),
+        adds=tuple(move for peer in behind for move in moves(peer, spans[i])),
+    )
+    return planned(iter((step,)))
+
+
 def rank_order_all_reduce(place: Place, count: int) -> Plan:
     """Exchange shards, add each in the order of ranks, gather the sums."""
     n, i = place
-    spans = spans_of(even_counts(count, n))
-    # At distance d from each rank, so that nobody is everybody's first.
-    ahead, behind = [(i + d) % n for d in range(1, n)], [(i - d) % n for d in range(1, n)]
-    return planned(
-        iter(
-            (
-                Step(
-                    sends=tuple(move for peer in ahead for move in moves(peer, spans[peer])),
-                    adds=tuple(move for peer in behind for move in moves(peer, spans[i])),
-                ),
-                Step(
-                    sends=tuple(move for peer in ahead for move in moves(peer, spans[i])),
-                    takes=tuple(move for peer in behind for move in moves(peer, spans[peer])),
-                ),
-            )
-        )
+    counts = even_counts(count, n)
+    spans = spans_of(counts)
+    ahead, behind = _others(place)
+    gather = Step(
+        sends=tuple(move for peer in ahead for move in moves(peer, spans[i])),
+        takes=tuple(move for peer in behind for move in moves(peer, spans[peer])),
     )
+    return rank_order_reduce_scatter(place, counts) + planned(iter((gather,)))
+
+
+def _others(place: Place) -> tuple[list[int], list[int]]:
+    """Return the others as they are sent to and received from, at growing distance from each rank.
+
+    So nobody is everybody's first.
+    """
+    n, i = place
+    return [(i + d) % n for d in range(1, n)], [(i - d) % n for d in range(1, n)]

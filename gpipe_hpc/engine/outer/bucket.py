@@ -1,7 +1,7 @@
 """A bucket: gradients in one flat buffer, summed over the copies of their stage."""
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -11,6 +11,23 @@ from gpipe_hpc.engine.outer.items import Item
 from gpipe_hpc.engine.outer.ways import Way
 
 
+class Room(NamedTuple):
+    """Memory for gradients: a flat buffer, and the part of it that is each parameter's."""
+
+    flat: torch.Tensor
+    parts: Sequence[torch.Tensor]
+
+    @classmethod
+    def for_all(cls, parameters: Sequence[nn.Parameter]) -> "Room":
+        """Make room for the gradients of parameters of one kind, one behind the other."""
+        kinds = {(p.dtype, p.device) for p in parameters}
+        assert len(kinds) == 1, f"a bucket is of one kind, got {kinds}"
+        sizes = [p.numel() for p in parameters]
+        first = parameters[0]
+        flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        return cls(flat, torch.split(flat, sizes))
+
+
 class Bucket:
     """The gradients of parameters of one dtype, one behind the other in one flat buffer.
 
@@ -18,15 +35,9 @@ class Bucket:
     which tells whether a micro-batch has used the parameter: no hook runs for that.
     """
 
-    def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
-        self._names, parameters = list(named), list(named.values())
-        first = parameters[0]
-        kinds = {(p.dtype, p.device) for p in parameters}
-        assert len(kinds) == 1, f"a bucket is of one kind, got {kinds}"
-        self.parameters = parameters
-        self._flat = torch.zeros(
-            sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device
-        )
+    def __init__(self, named: Mapping[str, nn.Parameter], room: Room | None = None) -> None:
+        self._names, self.parameters = list(named), list(named.values())
+        self._flat, self._parts = room or Room.for_all(self.parameters)
         self._views: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._used: list[bool] = []
@@ -36,9 +47,9 @@ class Bucket:
     def clear(self) -> None:
         """Set all gradients to zero and hand the views to the parameters."""
         self._flat.zero_()
-        parts = torch.split(self._flat, [p.numel() for p in self.parameters])
+        pairs = zip(self._parts, self.parameters, strict=True)
         # `.data` gives each view a version counter of its own; plain views would share one.
-        self._views = [part.data.view_as(p) for part, p in zip(parts, self.parameters, strict=True)]
+        self._views = [part.data.view_as(p) for part, p in pairs]
         self._versions = [view._version for view in self._views]
         self._pending, self.has_left = None, False
         for parameter, view in zip(self.parameters, self._views, strict=True):
@@ -68,9 +79,10 @@ class Bucket:
 
     def _items(self) -> tuple[Item, ...]:
         """Say what lies in the buffer."""
-        stops = list(accumulate(p.numel() for p in self.parameters))
-        rows = zip(self._names, self.parameters, stops, self._used, strict=True)
-        return tuple(Item(n, p.shape, stop - p.numel(), stop, used) for n, p, stop, used in rows)
+        begin = int(self._flat.storage_offset())
+        starts = [int(part.storage_offset()) - begin for part in self._parts]
+        rows = zip(self._names, self.parameters, starts, self._used, strict=True)
+        return tuple(Item(n, p.shape, at, at + p.numel(), used) for n, p, at, used in rows)
 
     def wait(self) -> None:
         """Return when the sum is there (on CUDA: when the current stream may use it)."""

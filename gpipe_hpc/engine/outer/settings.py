@@ -20,6 +20,7 @@ ALGORITHMS: Final = (
     "chain",
 )
 COMPRESSORS: Final = ("none", "bfloat16", "float16", "powersgd", "topk", "qsgd")
+SHARDS: Final = ("none", "flat", "oss")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,10 @@ class Outer:
     out into so many parts, averaged in turn, each every `every` steps. `behind`: the average of a
     part arrives that many steps after it has left, while training goes on; then a parameter becomes
     `mix` times what its replica has, plus the rest of what the outer optimizer made.
+
+    `shard`: how the optimizer's state is divided over the copies. ``none``: each has all of it.
+    ``flat``: each has an equal part of every bucket; gradients are summed to the part's owner alone
+    and parameters gathered from there. ``oss``: each has whole tensors, divided by fairscale's OSS.
     """
 
     bucket_bytes: float = 25e6
@@ -68,6 +73,7 @@ class Outer:
     behind: int = 0
     mix: float = 0.5
     weights: Sequence[int] | None = None
+    shard: str = "none"
 
     @property
     def is_apart(self) -> bool:
@@ -90,6 +96,7 @@ class Outer:
             raise ConfigError(
                 f"outer.hierarchy: expected none, host or a number of copies, got {self.hierarchy}"
             )
+        _check_name("shard", self.shard, SHARDS)
         chosen = [
             f"outer.{name}={value}"
             for name, value in (
@@ -106,7 +113,23 @@ class Outer:
             )
         if self.weights is not None:
             object.__setattr__(self, "weights", checked_weights(self.weights))
+        self._check_shard(chosen)
         self._check_apart()
+
+    def _check_shard(self, chosen: Sequence[str]) -> None:
+        """Refuse what does not go with a divided optimizer; `chosen`: other ways to sum."""
+        if self.shard == "flat" and chosen and self.order != "rank":
+            raise ConfigError(
+                f"outer.shard=flat: leaves each copy its part of the sum and goes with outer.order "
+                f"alone, expected no other way to sum, got {chosen[0]}; leave that out, or use "
+                f"outer.shard=oss"
+            )
+        if self.shard != "none" and self.is_apart:
+            raise ConfigError(
+                f"outer.shard: replicas that train apart (outer.every={self.every}) each need all "
+                f"of the optimizer's state, expected none, got {self.shard}; leave it out, or use "
+                f"outer=allreduce"
+            )
 
     def _check_apart(self) -> None:
         """Refuse an outer step that cannot be."""

@@ -5,7 +5,9 @@ from typing import Protocol
 
 import torch
 
+from gpipe_hpc.comm.collectives.direct import rank_order_reduce_scatter
 from gpipe_hpc.comm.collectives.menu import BACKEND
+from gpipe_hpc.comm.collectives.plan import Place, even_counts
 from gpipe_hpc.comm.group import Group, Pending
 from gpipe_hpc.engine.outer.algorithms import ByAlgorithm, Tuned, hierarchical
 from gpipe_hpc.engine.outer.items import Item
@@ -33,6 +35,25 @@ class AllReduce:
         return self._group.start_all_reduce(flat)
 
 
+class ReduceScatter:
+    """Each copy gets its equal part of the sum alone; the rest of the buffer means nothing then.
+
+    `in_rank_order`: each element is added in the order of ranks, as with `order` in `Outer`.
+    """
+
+    def __init__(self, group: Group, *, in_rank_order: bool) -> None:
+        self._group, self._in_rank_order = group, in_rank_order
+
+    def start(self, flat: torch.Tensor, items: Sequence[Item] = ()) -> Pending:
+        """Start summing this copy's part, in place; the buffer divides evenly."""
+        if not self._in_rank_order:
+            return self._group.start_reduce_scatter(flat)
+        place = Place(self._group.size, self._group.position)
+        counts = even_counts(flat.numel(), place.size)
+        plan = rank_order_reduce_scatter(place, counts)
+        return self._group.start_plan(plan, flat, "reduce-scatter in the order of ranks")
+
+
 def way_of_tie(outer: Outer, group: Group) -> Way | None:
     """Return the way for a tied parameter, whose copies lie on several stages; None for one copy.
 
@@ -48,6 +69,8 @@ def choose_way(outer: Outer, group: Group, device: torch.device) -> Way:
 
     Raises ConfigError for a hierarchy that does not fit the number of copies.
     """
+    if outer.shard == "flat":
+        return ReduceScatter(group, in_rank_order=outer.order == "rank")
     if outer.hierarchy != "none":
         return hierarchical(group, outer.hierarchy)
     if outer.order == "rank":

@@ -7,8 +7,11 @@ from itertools import groupby
 import torch
 from torch import nn
 
+from gpipe_hpc.comm.group import Group
 from gpipe_hpc.engine.layers.compiling import compile_layers
 from gpipe_hpc.engine.layers.segment import PlacedLayer, Segment
+from gpipe_hpc.engine.outer.held import Held
+from gpipe_hpc.engine.outer.stage_shards import StageShards
 from gpipe_hpc.engine.stages.routes import StageRoutes
 from gpipe_hpc.engine.state.buffers import Home, Lasting, homes_of
 from gpipe_hpc.engine.state.keyed import Keyed
@@ -63,6 +66,7 @@ class Stage:
         own = {name: p for name, p in named.items() if name not in self.tied}
         self.gradients = StageGradients(own)
         self.squares: Squares | None = None
+        self.shards: StageShards | None = None
         converted = [convert_batchnorm(m, f"layers.{i}") for i, m in self.layers.items()]
         self.batchnorm = Conversion.of(converted)
         self.within = Within()
@@ -93,6 +97,23 @@ class Stage:
                     seen.add(id(parameter))
                     named[self._aliases.get(name, name)] = parameter
         return named
+
+    def divide(self, buckets: Sequence[Sequence[str]], copies: Group) -> None:
+        """Divide the parameters over the copies of the stage; tied ones stay whole."""
+        layers = {
+            name: index
+            for index, layer in self.layers.items()
+            for name, _ in named_layer_parameters(index, layer)
+        }
+        own = {name: p for name, p in self.named_parameters().items() if name not in self.tied}
+        self.shards = StageShards(own, buckets, layers, copies)
+        self.gradients.divide(self.shards)
+
+    def held(self) -> dict[str, Held]:
+        """Return what this rank updates of the stage's parameters, by global name."""
+        whole = self.named_parameters() if self.shards is None else self.tied
+        held = {name: Held.all_of(parameter) for name, parameter in whole.items()}
+        return held if self.shards is None else self.shards.held | held
 
     def owns(self, name: str) -> bool:
         """Say whether a parameter of the stage has its first place here, or the only one."""

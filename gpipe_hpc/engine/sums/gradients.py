@@ -7,6 +7,8 @@ from torch import nn
 
 from gpipe_hpc.comm.group import Group, Pending
 from gpipe_hpc.engine.outer.bucket import Bucket
+from gpipe_hpc.engine.outer.sharded_bucket import ShardedBucket
+from gpipe_hpc.engine.outer.stage_shards import StageShards
 from gpipe_hpc.engine.outer.ways import Way
 
 
@@ -75,17 +77,28 @@ class StageGradients:
         self._way: Way | None = None
         self._names: Sequence[Sequence[str]] = ()
         self._trained: list[bool] | None = None
-        self._buckets: list[list[Bucket] | list[Unreduced]] = []
+        self._buckets: Sequence[list[Bucket] | list[Unreduced] | list[ShardedBucket]] = []
+        self._shards: StageShards | None = None
         self._used: list[list[bool]] = []
 
     def sum_over(self, way: Way | None, names: Sequence[Sequence[str]] = ()) -> None:
         """Sum the gradients over other copies from now on, in buckets of these parameters."""
         self._way, self._names, self._trained = way, names, None
 
+    def divide(self, shards: StageShards) -> None:
+        """Leave to each copy its shard of the sums from now on."""
+        self._shards = shards
+
     def clear(self) -> None:
-        """Begin a step; buckets are made anew if parameters were frozen or unfrozen."""
+        """Begin a step; buckets are made anew if parameters were frozen or unfrozen.
+
+        Those that are divided over the copies stay.
+        """
         trained = [p.requires_grad for p in self._named.values()]
-        if trained != self._trained:
+        if self._shards is not None:
+            self._shards.begin()
+            self._buckets = self._shards.buckets
+        elif trained != self._trained:
             self._trained = trained
             self._buckets = [self._make(group) for group in self._groups()]
         for parameter in self._named.values():
@@ -104,7 +117,7 @@ class StageGradients:
             return [Unreduced(list(kind.values())) for kind in kinds]
         return [Bucket(kind) for kind in kinds]
 
-    def each(self) -> list[Bucket | Unreduced]:
+    def each(self) -> list[Bucket | Unreduced | ShardedBucket]:
         """Return all of this step's buckets, those of one number after the other."""
         return [bucket for buckets in self._buckets for bucket in buckets]
 
@@ -149,7 +162,9 @@ class StageGradients:
         start = 0
         for bucket in self.each():
             stop = start + len(bucket.parameters)
-            bucket.finish(divisor.to(device=bucket.parameters[0].device), used[start:stop])
+            if bucket.parameters:
+                divisor = divisor.to(device=bucket.parameters[0].device)
+            bucket.finish(divisor, used[start:stop])
             start = stop
 
 

@@ -52,20 +52,24 @@ def gather_norms(
     """Put together the norms of single parameters, in global order; all ranks of a pipeline call.
 
     As `torch.nn.utils.clip_grad_norm_` does in one process: never per bucket or stage, which
-    would change the last bit with the cut. A parameter held by several ranks is among `counted`
-    on one of them. `dtype`: the widest of the model's parameters, at least float32. One sum over
-    the group.
+    would change the last bit with the cut. Ranks that hold parts of a parameter each count theirs:
+    the squares of the parts' norms are added. A parameter that several ranks hold as a whole is
+    among `counted` on one of them. `dtype`: the widest of the model's parameters, at least float32.
+    One sum over the group.
     """
     gradients = {n: p.grad for n, p in own.items() if p.grad is not None and n in counted}
-    by_name = dict(zip(gradients, _norms(list(gradients.values())), strict=True))
-    # Exact: each place has one contributor. Wide enough for every stage's dtype.
+    pairs = zip(gradients, _norms(list(gradients.values())), strict=True)
+    # The root of a number's square is the number again, to the bit, so nothing is lost where a
+    # place has one contributor. Wide enough for every stage's dtype.
+    by_name = {name: norm.double().square() for name, norm in pairs}
     zero = torch.zeros((), dtype=torch.float64, device=device)
     sums = torch.stack([zero, *(by_name.get(name, zero) for name in all_names)])[1:]
     if device.type == "cpu":
         present = [name in by_name for name in all_names]
         sums = torch.cat([sums, torch.tensor(present, dtype=torch.float64)])
     group.all_reduce(sums)
-    return Norms(all_names, sums[: len(all_names)], sums[len(all_names) :], dtype)
+    squares, kinds = sums[: len(all_names)], sums[len(all_names) :]
+    return Norms(all_names, squares.sqrt(), kinds, dtype)
 
 
 def clip_by_norm(own: Mapping[str, nn.Parameter], norms: Norms, max_norm: float) -> Tensor:

@@ -18,6 +18,7 @@ from gpipe_hpc.planning.budget.one_stage import Choices, Weights, stage_choices
 from gpipe_hpc.planning.counted import ModelCount
 from gpipe_hpc.planning.forecast import rank_states
 from gpipe_hpc.planning.optimizer import OptimizerMemory
+from gpipe_hpc.planning.sharing import Sharing
 from gpipe_hpc.planning.stages import StageCount, count_stages
 from gpipe_hpc.planning.storages import StageStorages
 from gpipe_hpc.planning.units import bytes_text, flops_text, ranges_text
@@ -44,11 +45,13 @@ def choose_recompute(
     limit_bytes: float,
     optimizer_states: int | OptimizerMemory,
     seconds: Sequence[float] = (),
+    sharing: Sharing | None = None,
 ) -> Budget:
     """Choose the layers to recompute, so that no rank's weights and activations exceed a limit.
 
     `schedule` is bare, without R; `optimizer_states` is how many numbers the optimizer keeps for
-    each parameter; `seconds` are those of the forward of each layer, where they were measured.
+    each parameter; `seconds` are those of the forward of each layer, where they were measured;
+    `sharing` says how the optimizer's state is divided over copies.
     Chosen is the least sum over all R of a step: of the seconds, or of the FLOPs and one more for
     each byte that a layer gives, so that what has no FLOPs is not for nothing. It is exact for the
     memory that `forecast` foresees, except for a stage or rank with thousands of choices.
@@ -63,7 +66,7 @@ def choose_recompute(
         )
     stages = count_stages(model, counts)
     table = add_recompute(schedule, "except_last")
-    limits = _limits(model, stages, table, limit_bytes, optimizer_states)
+    limits = _limits(model, stages, table, limit_bytes, optimizer_states, sharing)
     choices = _choices_of(stages, _layer_costs(model, stages, seconds), limits)
     runs = [0] * len(stages)
     for row in table.ranks:
@@ -143,11 +146,12 @@ def _limits(
     table: Schedule,
     limit_bytes: float,
     optimizer_states: int | OptimizerMemory,
+    sharing: Sharing | None,
 ) -> list[Limit]:
     """Return what the stages of each rank may keep, at each time that may be its fullest."""
     limits: list[Limit] = []
     for rank, row in enumerate(table.ranks):
-        states = rank_states(model, stages, table.placement, rank, optimizer_states)
+        states = rank_states(model, stages, table.placement, rank, optimizer_states, sharing)
         for moment in _moments(row):
             whole = sum(n * stages[s].activation_bytes for s, n in moment.whole.items())
             room = limit_bytes - states.total_bytes - whole

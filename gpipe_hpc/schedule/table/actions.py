@@ -21,6 +21,7 @@ class Op(StrEnum):
     RECV_B = "RECV_B"
     REDUCE_GRAD = "REDUCE_GRAD"
     AVERAGE = "AVERAGE"
+    UNSHARD = "UNSHARD"
     OFFLOAD = "OFFLOAD"
     FETCH = "FETCH"
 
@@ -33,6 +34,8 @@ SENDS: Final = frozenset({Op.SEND_F, Op.SEND_B})
 RECEIVES: Final = frozenset({Op.RECV_F, Op.RECV_B})
 COPIES: Final = frozenset({Op.OFFLOAD, Op.FETCH})
 REDUCTIONS: Final = frozenset({Op.REDUCE_GRAD, Op.AVERAGE})
+# These are of a stage's buckets, not of a micro-batch.
+OF_BUCKETS: Final = REDUCTIONS | {Op.UNSHARD}
 BACKWARDS: Final = frozenset({Op.B, Op.I, Op.W})
 
 _NAMES: Final = "|".join(sorted(Op, key=len, reverse=True))
@@ -53,6 +56,10 @@ class Action(NamedTuple):
     ``AVERAGE(s, b)`` starts averaging the parameters of bucket b of stage s over those that hold
     it, behind the optimizer's step: where replicas train apart, in the table of an outer step.
 
+    ``UNSHARD(s, b)`` lets the parameters of bucket b of stage s be used, whose parts come from
+    those that update them: ahead of the stage's first forward on each holder. The gathering began
+    behind the optimizer's step.
+
     `peer` is the stage at the other end of a transfer over a long skip, None for the neighbour:
     ``SEND_F(s, m, d)`` sends what stage s stashed for stage d, ``RECV_F(d, m, s)`` posts for it;
     ``SEND_B(d, m, s)`` sends its gradient back, ``RECV_B(s, m, d)`` posts for that.
@@ -68,8 +75,8 @@ class Action(NamedTuple):
 
     @property
     def bucket(self) -> int | None:
-        """Return which bucket of its stage a reduction is for; None: all of them."""
-        assert self.op in REDUCTIONS, f"{self} has no bucket"
+        """Return which bucket of its stage an action is for; None: all of them."""
+        assert self.op in OF_BUCKETS, f"{self} has no bucket"
         return self.microbatch
 
     def __str__(self) -> str:
@@ -91,7 +98,7 @@ def parse_action(text: str) -> Action:
         )
     stage, name, microbatch, peer = match.groups()
     op = Op(name)
-    if op not in REDUCTIONS and not microbatch:
+    if op not in OF_BUCKETS and not microbatch:
         raise ScheduleError(f"action: {op} takes a micro-batch, got {text!r}")
     if peer and op not in SENDS and op not in RECEIVES:
         raise ScheduleError(f"action: {op} has no other end, expected no @{peer}, got {text!r}")

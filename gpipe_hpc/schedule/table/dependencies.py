@@ -26,6 +26,7 @@ class Thing(StrEnum):
     COPY = "offloaded copy"
     MESSAGE = "message"
     WEIGHT_GRADIENT = "weight gradient"
+    PARAMETERS = "gathered parameters"
 
 
 class _Where(Enum):
@@ -36,6 +37,7 @@ class _Where(Enum):
     BEHIND = auto()  # the stage behind, and those that skips lead to
     PARTNER = auto()  # the other half of a transfer
     ALL = auto()  # its own, of all micro-batches
+    STAGE = auto()  # its own, for all micro-batches at once
 
 
 class _Rule(NamedTuple):
@@ -54,7 +56,11 @@ _BACKWARD: Final = (
 )
 _NEEDS: Final = MappingProxyType(
     {
-        Op.F: (_Rule(Op.F, (Thing.OUTPUT,), _Where.BEFORE),),
+        Op.F: (
+            _Rule(Op.UNSHARD, (Thing.PARAMETERS,), _Where.STAGE),
+            _Rule(Op.F, (Thing.OUTPUT,), _Where.BEFORE),
+        ),
+        Op.UNSHARD: (),
         Op.B: _BACKWARD,
         Op.I: _BACKWARD,
         # I hands on what W needs of what it was given.
@@ -71,7 +77,7 @@ _NEEDS: Final = MappingProxyType(
     }
 )
 # What is needed only where the table has it.
-OPTIONAL: Final = frozenset({Op.R, Op.FETCH})
+OPTIONAL: Final = frozenset({Op.R, Op.FETCH, Op.UNSHARD})
 # The ops that may need what another stage made, and by which op that comes from another rank.
 ARRIVES_BY: Final = MappingProxyType(
     {
@@ -106,11 +112,12 @@ def needs(
     """Return what an action needs of which others, those of its own stage first.
 
     A need for ``I`` or ``W`` is also met by ``B``, which is the two in one (see `provides`). A need
-    for ``R`` or ``FETCH`` binds where the table has that action. In a lowered table a value made on
-    another rank comes through the ``RECV`` that `arrival` names. The destination of a skip needs
-    the forward of its source, the source the gradient of its destination. ``REDUCE_GRAD`` and
-    ``AVERAGE`` need every ``W`` of their stage; each rank that holds the stage waits for those it
-    runs itself.
+    for ``R``, ``FETCH`` or ``UNSHARD`` binds where the table has that action; the last of these is
+    named without a bucket and means all that the stage has on the same rank. In a lowered table a
+    value made on another rank comes through the ``RECV`` that `arrival` names. The destination of a
+    skip needs the forward of its source, the source the gradient of its destination.
+    ``REDUCE_GRAD`` and ``AVERAGE`` need every ``W`` of their stage; each rank that holds the stage
+    waits for those it runs itself.
     """
     op, stage, microbatch, _ = action
     found: list[Need] = []
@@ -119,6 +126,8 @@ def needs(
             found.append(Need(Action(maker, stage, microbatch), things))
         elif where is _Where.PARTNER:
             found.append(Need(counterpart(action), things))
+        elif where is _Where.STAGE:
+            found.append(Need(Action(maker, stage), things))
         elif where is _Where.ALL:
             found += (Need(Action(maker, stage, m), things) for m in range(num_microbatches))
         else:

@@ -5,12 +5,12 @@ once those it waits for are. What cannot be ordered so is a deadlock.
 """
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, NamedTuple, NoReturn
 
 from gpipe_hpc.errors import ScheduleError
-from gpipe_hpc.schedule.table.actions import RECEIVES, REDUCTIONS, SENDS, Action, Op
+from gpipe_hpc.schedule.table.actions import OF_BUCKETS, RECEIVES, SENDS, Action, Op
 from gpipe_hpc.schedule.table.dependencies import (
     CONSUMERS,
     OPTIONAL,
@@ -36,8 +36,9 @@ class Precedence:
     """A table as a graph; nodes are numbered rank by rank, in table order.
 
     ``makers[op, stage, peer][microbatch]`` is the node that meets a need; ``waits[node]`` are the
-    nodes that an action waits for. A wait for another rank's node is a wait for a transfer: that
-    node is the ``SEND`` in a lowered table, the value's maker in a bare one.
+    nodes that an action waits for. ``gathers[stage, rank]`` are the ``UNSHARD`` of a holder, for
+    which the first forward of the stage there waits. A wait for another rank's node is a wait for
+    a transfer: that node is the ``SEND`` in a lowered table, the value's maker in a bare one.
     """
 
     schedule: Schedule
@@ -46,6 +47,7 @@ class Precedence:
     starts: list[int]
     makers: dict[Kind, Column]
     waits: Waits
+    gathers: dict[tuple[int, int], list[int]] = field(default_factory=dict)
 
     def where(self, node: int) -> str:
         """Say where a node stands: ``rank 1, position 3, 1B0``."""
@@ -118,7 +120,7 @@ def _index(graph: Precedence) -> None:
     placement, makers = graph.schedule.placement, graph.makers
     num_microbatches = placement.num_microbatches
     met: dict[Kind, list[tuple[Op, Column]]] = {}
-    reductions: dict[tuple[Action, int], int] = {}
+    on_holder: dict[tuple[Action, int], int] = {}
     for node, (action, rank) in enumerate(zip(graph.actions, graph.ranks, strict=True)):
         op, stage, microbatch, peer = action
         columns = met.get((op, stage, peer))
@@ -129,10 +131,12 @@ def _index(graph: Precedence) -> None:
             or placement.rank_of(stage, microbatch) != rank
         ):
             _check_entry(graph, node)
-            if op in REDUCTIONS:  # one on every holder, and nobody waits for it
-                first = reductions.setdefault((action, rank), node)
+            if op in OF_BUCKETS:  # one on every holder
+                first = on_holder.setdefault((action, rank), node)
                 if first != node:
                     _refuse_twice(graph, node, first, action)
+                if op is Op.UNSHARD:
+                    graph.gathers.setdefault((stage, rank), []).append(node)
                 continue
             assert microbatch is not None, "checked with the entry"
             columns = met[op, stage, peer] = [
@@ -153,7 +157,7 @@ def _check_entry(graph: Precedence, node: int) -> None:
         graph.refuse(node, f"no such stage, expected 0 to {placement.num_stages - 1}, got {stage}")
     if peer is not None:
         _check_peer(graph, node)
-    if op in REDUCTIONS:
+    if op in OF_BUCKETS:
         if rank not in placement.holders(stage):
             graph.refuse(node, f"wrong rank, expected one of {placement.holders(stage)}")
         return
@@ -198,9 +202,10 @@ def _resolve(graph: Precedence) -> None:
     needs: dict[Kind, list[_Need]] = {}
     ranks, append = graph.ranks, graph.waits.append
     leaves_with = _overlaps(graph)
+    gathers = dict(graph.gathers)
     for node, action in enumerate(graph.actions):
         op, stage, microbatch, peer = action
-        if op in REDUCTIONS or microbatch is None:
+        if op in OF_BUCKETS or microbatch is None:
             append(_own_weights(graph, node))
             continue
         kinds = needs.get((op, stage, peer))
@@ -224,6 +229,8 @@ def _resolve(graph: Precedence) -> None:
             elif leaves_with and ranks[maker] != rank:
                 maker = leaves_with.get(maker, maker)
             waits.append(maker)
+        if gathers and op is Op.F:
+            waits += gathers.pop((stage, rank), ())  # later ones come behind the first anyway
         append(tuple(waits))  # the garbage collector forgets tuples of numbers, not lists
 
 
@@ -278,7 +285,7 @@ def _needs(graph: Precedence, action: Action) -> list[_Need]:
 
 
 def _own_weights(graph: Precedence, node: int) -> tuple[int, ...]:
-    """Return what a reduction waits for: each holder for what it makes itself."""
+    """Return what an action of buckets waits for: each holder for what it makes itself."""
     schedule, rank = graph.schedule, graph.ranks[node]
     placement = schedule.placement
     needs = dependencies(graph.actions[node], schedule.num_stages, schedule.num_microbatches)

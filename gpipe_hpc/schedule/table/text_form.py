@@ -16,8 +16,8 @@ from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.table.actions import (
     COMPUTE,
     COPIES,
+    OF_BUCKETS,
     RECEIVES,
-    REDUCTIONS,
     SENDS,
     Action,
     Op,
@@ -57,8 +57,8 @@ def _cells_of(row: Sequence[Action], partner_of: Mapping[Action, Action]) -> Ite
 def from_text(text: str, name: str = "file") -> Schedule:
     """Read a table from text; who holds which stage follows from where its actions stand.
 
-    No bounds are declared. Reductions in a table without transfers, as torch dumps them, are left
-    to lowering. Raises `ScheduleError` naming line and cell, both counted from 1.
+    No bounds are declared. Reductions and gatherings in a table without transfers, as torch dumps
+    them, are left to lowering. Raises `ScheduleError` naming line and cell, both counted from 1.
     """
     lines = list(csv.reader(io.StringIO(text)))
     skips = _take_skips(lines, name)
@@ -67,7 +67,7 @@ def from_text(text: str, name: str = "file") -> Schedule:
         raise ScheduleError(f"schedule {name!r}: no action in the text, expected one at least")
     placement = _placement(cells, name)
     if _lacks_transfers(cells, placement):
-        cells = [cell for cell in cells if cell.action.op not in REDUCTIONS]
+        cells = [cell for cell in cells if cell.action.op not in OF_BUCKETS]
     placement = _with_idle_holders(placement, cells)
     rows: list[list[Action]] = [[] for _ in range(1 + max(cell.line for cell in cells))]
     blocks: dict[tuple[int, int], list[Action]] = {}
@@ -147,10 +147,10 @@ def _lacks_transfers(cells: list[_Cell], placement: Placement) -> bool:
 
 
 def _with_idle_holders(placement: Placement, cells: list[_Cell]) -> Placement:
-    """Add a route for each rank that reduces a stage of which it runs no micro-batch."""
+    """Add a route for each rank that reduces or gathers a stage without running a micro-batch."""
     first, idle = placement.routes[0], []
     for line, _, (op, stage, _, _), _ in cells:
-        if op in REDUCTIONS and stage < len(first) and line not in placement.holders(stage):
+        if op in OF_BUCKETS and stage < len(first) and line not in placement.holders(stage):
             idle.append((*first[:stage], line, *first[stage + 1 :]))
     return replace(placement, routes=placement.routes + tuple(idle))
 

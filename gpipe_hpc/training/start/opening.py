@@ -91,7 +91,7 @@ def _built(
     return Session(
         config,
         pipe,
-        build_optimizer(pipe.named_parameters(), config.optimizer),
+        pipe.optimizer(lambda _: build_optimizer(pipe.named_parameters(), config.optimizer)),
         source,
         opened.facts,
         opened.identity,

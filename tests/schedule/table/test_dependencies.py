@@ -16,8 +16,9 @@ from gpipe_hpc.schedule import (
 @pytest.mark.parametrize(
     ("action", "needs"),
     [
-        ("0F1", []),
-        ("1F1", ["0F1"]),
+        ("0F1", ["0UNSHARD"]),
+        ("1F1", ["1UNSHARD", "0F1"]),
+        ("1UNSHARD", []),
         ("1B1", ["1F1", "1FETCH1", "1R1", "2I1"]),
         ("1I1", ["1F1", "1FETCH1", "1R1", "2I1"]),
         ("2B1", ["2F1", "2FETCH1", "2R1"]),
@@ -64,9 +65,9 @@ def test_both_halves_of_a_transfer_are_on_one_channel_of_the_micro_batchs_route(
 @pytest.mark.parametrize(
     ("action", "needs"),
     [
-        ("0F1", []),
-        ("3F1", ["2F1", "0F1", "1F1"]),
-        ("2F1", ["1F1", "0F1"]),
+        ("0F1", ["0UNSHARD"]),
+        ("3F1", ["3UNSHARD", "2F1", "0F1", "1F1"]),
+        ("2F1", ["2UNSHARD", "1F1", "0F1"]),
         ("0B1", ["0F1", "0FETCH1", "0R1", "1I1", "2I1", "3I1"]),
         ("1I1", ["1F1", "1FETCH1", "1R1", "2I1", "3I1"]),
         ("0SEND_F1@3", ["0F1"]),

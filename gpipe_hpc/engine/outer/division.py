@@ -1,0 +1,51 @@
+"""How a row of elements is divided over the copies of a stage."""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+
+class Division(NamedTuple):
+    """A row of `num_elements`, divided over `num_copies` in equal parts.
+
+    The row is padded so that the parts are equal. With few elements the last copies have none.
+    """
+
+    num_elements: int
+    num_copies: int
+
+    @property
+    def part(self) -> int:
+        """Return the elements of each part, padding included."""
+        return -(-self.num_elements // self.num_copies)
+
+    @property
+    def padded(self) -> int:
+        """Return the elements of all parts, padding included."""
+        return self.part * self.num_copies
+
+    def span(self, position: int) -> tuple[int, int]:
+        """Return where the part of the copy at `position` begins and ends, without padding."""
+        start = min(position * self.part, self.num_elements)
+        return start, min(start + self.part, self.num_elements)
+
+
+class Piece(NamedTuple):
+    """Elements of a parameter, in a row, that one copy has."""
+
+    name: str
+    start: int
+    stop: int
+
+
+def pieces_of(sizes: Mapping[str, int], division: Division, position: int) -> Iterator[Piece]:
+    """Yield what the copy at `position` has of parameters that lie one behind the other in the row.
+
+    `sizes`: their numbers of elements. A parameter without elements is in no piece.
+    """
+    first, last = division.span(position)
+    at = 0
+    for name, count in sizes.items():
+        start, stop = max(first - at, 0), min(last - at, count)
+        if start < stop:
+            yield Piece(name, start, stop)
+        at += count

@@ -1,0 +1,48 @@
+"""What a rank's optimizer holds of a parameter."""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+
+class Held(NamedTuple):
+    """What this rank updates of a parameter: all of it, or some of its elements in a row.
+
+    `parameter` is what an optimizer steps on and keeps state for: `whole` itself, or a
+    one-dimensional view of its elements from `start` on.
+    """
+
+    parameter: nn.Parameter
+    whole: nn.Parameter
+    start: int = 0
+
+    @classmethod
+    def all_of(cls, parameter: nn.Parameter) -> "Held":
+        """Return that this rank updates a parameter as it is."""
+        return cls(parameter, parameter)
+
+    @property
+    def stop(self) -> int:
+        """Return where its elements end."""
+        return self.start + self.parameter.numel()
+
+    @property
+    def is_view(self) -> bool:
+        """Say whether `parameter` is a row of elements of `whole`, not `whole` itself."""
+        return self.parameter is not self.whole
+
+    @property
+    def is_part(self) -> bool:
+        """Say whether other ranks have some of the elements."""
+        return self.parameter.numel() < self.whole.numel()
+
+    def goes_along(self, state: torch.Tensor) -> bool:
+        """Say whether a tensor of an optimizer's state has a number for each element held."""
+        return self.is_view and state.shape == self.parameter.shape
+
+    def part_of(self, state: torch.Tensor) -> torch.Tensor:
+        """Return what is held of a state of the whole parameter: a view if it can be."""
+        if self.is_view and state.shape == self.whole.shape:
+            return state.reshape(-1)[self.start : self.stop]
+        return state

@@ -1,0 +1,68 @@
+"""Whether an optimizer's step on a matrix is its step on any part of the matrix's elements.
+
+It is tried out: kinds of optimizers are many, and a name says nothing.
+"""
+
+from collections import OrderedDict, defaultdict
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gpipe_hpc.errors import ConfigError
+
+_ROWS, _COLUMNS, _CUT, _STEPS = 4, 3, 5, 2
+# What an optimizer has for its own object.
+_HOOKS: Final = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+)
+
+
+def check_divisible(optimizer: Optimizer) -> None:
+    """Raise ConfigError unless the optimizer's step goes element by element.
+
+    Tries it with the options of each of its groups on a small matrix, whole and cut in two, with
+    the same numbers. The optimizer itself stays as it is.
+    """
+    name = type(optimizer).__name__
+    if any(optimizer.state.values()):
+        raise ConfigError(
+            f"outer.shard=flat: expected an optimizer that makes its state in its first step, got "
+            f"{name}, which has made one for whole parameters already; use outer.shard=oss, which "
+            f"divides whole tensors"
+        )
+    for group in optimizer.param_groups:
+        try:
+            whole, parts = (_stepped(optimizer, group, cuts) for cuts in (False, True))
+            differ = not torch.allclose(whole, parts, rtol=1e-4, atol=1e-7)
+            found = "a step on a matrix that is not that of its elements"
+        except Exception as error:
+            differ, found = True, f"{type(error).__name__}: {error}"
+        if differ:
+            raise ConfigError(
+                f"outer.shard=flat: expected an optimizer that updates each element by itself, got "
+                f"{name}: {found}; use outer.shard=oss, which divides whole tensors"
+            )
+
+
+def _stepped(optimizer: Optimizer, group: dict[str, Any], cuts: bool) -> torch.Tensor:
+    """Return a matrix after some steps, its elements in a row; `cuts`: as two parts of the row."""
+    generator = torch.Generator().manual_seed(0)
+    like = next(iter(group["params"]), torch.zeros(1))
+    row = torch.randn(_ROWS * _COLUMNS, generator=generator).to(like.device, like.dtype)
+    shapes = [row[:_CUT], row[_CUT:]] if cuts else [row.view(_ROWS, _COLUMNS)]
+    parameters = [nn.Parameter(part) for part in shapes]
+    probe = object.__new__(type(optimizer))
+    probe.__dict__.update(optimizer.__dict__)
+    probe.__dict__ |= {hooks: OrderedDict() for hooks in _HOOKS}
+    probe.state = defaultdict(dict)
+    probe.param_groups = [{**group, "params": parameters}]
+    for _ in range(_STEPS):
+        gradient = torch.randn(_ROWS * _COLUMNS, generator=generator).to(like.device, like.dtype)
+        split = [gradient[:_CUT], gradient[_CUT:]] if cuts else [gradient.view(_ROWS, _COLUMNS)]
+        for parameter, part in zip(parameters, split, strict=True):
+            parameter.grad = part
+        probe.step()
+    return torch.cat([parameter.detach().reshape(-1) for parameter in parameters]).float()

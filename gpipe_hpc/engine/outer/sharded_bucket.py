@@ -1,0 +1,137 @@
+"""A bucket whose sum and whose parameters are divided over the copies of their stage."""
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+import torch
+from torch import nn
+
+from gpipe_hpc.comm.group import Group, Pending
+from gpipe_hpc.engine.outer.bucket import Bucket, Room
+from gpipe_hpc.engine.outer.division import Division, pieces_of
+from gpipe_hpc.engine.outer.held import Held
+from gpipe_hpc.engine.outer.ways import Way
+
+
+class ShardedBucket:
+    """Parameters of one dtype and their gradients in two flat buffers, divided over the copies.
+
+    Each copy has an equal part of both, its shard. The gradients are summed so that each copy gets
+    its shard of the sum; what it updates by that, the others get when the parameters are gathered.
+    From now on the parameters are views of the one buffer. `named`: in the order of their memory.
+    """
+
+    def __init__(self, named: Mapping[str, nn.Parameter], group: Group) -> None:
+        sizes = [parameter.numel() for parameter in named.values()]
+        first = next(iter(named.values()))
+        division = Division(sum(sizes), group.size)
+        self._named, self._group = dict(named), group
+        self._own = slice(*division.span(group.position))
+        self._values = torch.zeros(division.padded, dtype=first.dtype, device=first.device)
+        self._gradients = torch.zeros_like(self._values)
+        starts = dict(zip(named, accumulate(sizes, initial=0), strict=False))
+        self._places = {n: slice(starts[n], starts[n] + p.numel()) for n, p in named.items()}
+        with torch.no_grad():
+            for name, parameter in named.items():
+                view = self._values[self._places[name]].view_as(parameter)
+                view.copy_(parameter)
+                parameter.data = view
+        self.held: dict[str, Held] = {}
+        self._held_at: dict[str, slice] = {}
+        for piece in pieces_of(dict(zip(named, sizes, strict=True)), division, group.position):
+            at = slice(starts[piece.name] + piece.start, starts[piece.name] + piece.stop)
+            self._held_at[piece.name] = at
+            own = nn.Parameter(self._values[at])
+            self.held[piece.name] = Held(own, named[piece.name], piece.start)
+        self._trained: list[str] = []
+        self._bucket = Bucket({}, self._room())
+        self._used: dict[str, bool] = {}
+        self._gathering: Pending | None = None
+
+    def _room(self) -> Room:
+        return Room(self._gradients, [self._gradients[self._places[n]] for n in self._trained])
+
+    @property
+    def whole(self) -> list[nn.Parameter]:
+        """Return the parameters whose shards these are."""
+        return list(self._named.values())
+
+    def begin(self) -> None:
+        """Begin a step; parameters may have been frozen or unfrozen."""
+        trained = [name for name, p in self._named.items() if p.requires_grad]
+        if trained != self._trained:
+            self._trained = trained
+            self._bucket = Bucket({name: self._named[name] for name in trained}, self._room())
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Return those that are trained in this step."""
+        return self._bucket.parameters
+
+    def clear(self) -> None:
+        """Set all gradients to zero and hand views of them to the parameters that are trained."""
+        self._bucket.clear()
+
+    def own(self) -> None:
+        """Do nothing: the memory is the bucket's."""
+
+    def used(self) -> list[bool]:
+        """Say of each trained parameter whether a micro-batch of this replica had used it."""
+        return self._bucket.used()
+
+    def start_reduction(self, way: Way | None) -> Pending | None:
+        """Start summing: each copy gets its shard of the sum. Returns what is under way."""
+        return self._bucket.start_reduction(way)
+
+    def wait(self) -> None:
+        """Return when this copy's shard of the sum is there; it is what the others have not."""
+        self._bucket.wait()
+        for parameter in self._named.values():
+            parameter.grad = None
+        for name, held in self.held.items():
+            held.parameter.grad = self._gradients[self._held_at[name]]
+
+    def finish(self, divisor: torch.Tensor, used: Sequence[bool]) -> None:
+        """Wait for the shard of the sum, divide it, and hand it to what an optimizer steps on.
+
+        The parameters themselves have no gradient then: nobody has all of it.
+        """
+        self.wait()
+        self._gradients[self._own].div_(divisor)
+        self._used = dict(zip(self._trained, used, strict=True))
+        for name, held in self.held.items():
+            if not self._used.get(name, False):
+                held.parameter.grad = None
+
+    def drop(self) -> None:
+        """Let go of the step's gradients; all copies do so."""
+        self._used = {}
+        for held in self.held.values():
+            held.parameter.grad = None
+
+    def whole_gradients(self) -> dict[str, torch.Tensor | None]:
+        """Gather copies of the gradients from all copies, which call it together.
+
+        None for a parameter that no replica used.
+        """
+        gathered = self._gradients.clone()
+        for name, held in self.held.items():
+            if held.parameter.grad is not None:  # maybe another tensor, put there since
+                gathered[self._held_at[name]] = held.parameter.grad
+        self._group.start_all_gather(gathered).wait()
+        return {
+            name: gathered[at].view_as(self._named[name]) if self._used.get(name) else None
+            for name, at in self._places.items()
+        }
+
+    def start_gathering(self) -> Pending:
+        """Start gathering the parameters, each copy's shard from that copy."""
+        assert self._gathering is None, "what was gathered before is waited for first"
+        self._gathering = self._group.start_all_gather(self._values)
+        return self._gathering
+
+    def wait_for_parameters(self) -> None:
+        """Return when all parameters are there."""
+        if self._gathering is not None:
+            gathering, self._gathering = self._gathering, None
+            gathering.wait()
