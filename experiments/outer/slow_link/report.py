@@ -31,7 +31,7 @@ def table(found: Mapping[str, Found], base: str = BASE) -> str:
             f"{each.steps_per_s:.2f}",
             f"{each.step_bytes / 1e6:.3f}",
             f"{each.validation[-1][1]:.3f}" if each.validation else "",
-            "not reached" if reached is None else f"{reached:.1f}",
+            "" if target is None else "not reached" if reached is None else f"{reached:.1f}",
             "" if share is None else f"{share:.2f}",
         ]
         lines.append("| " + " | ".join(cells) + " |")

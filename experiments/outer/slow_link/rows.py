@@ -64,6 +64,30 @@ METHODS: Final = (
         )
     ),
     _replicas(
+        "local_sgd",
+        "2 replicas train apart, averaged every 16 steps",
+        "outer=local_sgd",
+        "outer.every=16",
+        validate_every=32,
+    ),
+    _replicas(
+        "diloco",
+        "2 replicas train apart, an outer step every 64",
+        "outer=diloco",
+        "outer.every=64",
+        validate_every=64,
+    ),
+    _replicas(
+        "diloco_parts",
+        "the same in 4 parts, which arrive 8 steps later",
+        "outer=diloco",
+        "outer.every=64",
+        "outer.parts=4",
+        "outer.behind=8",
+        "outer.bucket_bytes=3MB",
+        validate_every=64,
+    ),
+    _replicas(
         "plain_4",
         "4 replicas, two on each host; every gradient is summed",
         validate_every=5,
