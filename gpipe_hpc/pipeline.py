@@ -171,6 +171,11 @@ def outer_of(given: Outer | Mapping[str, Any]) -> Outer:
     if isinstance(given, Outer):
         return given
     known = [each.name for each in fields(Outer)]
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"outer: expected an Outer or a dict of its settings, got {given!r}; write "
+            f"outer={{'compress': 'bfloat16'}}, or leave it out"
+        )
     for name in given:
         if name not in known:
             raise ConfigError(
@@ -513,9 +518,9 @@ class Pipeline:
         Every rank calls it. Both are tensors, arrays of NumPy's or nests of them. `inputs` are used
         by ranks with `needs_inputs`, `targets` by those with `needs_targets`; elsewhere None will
         do. Replaces `.grad` of every parameter: the gradient of the global loss, None where no
-        replica used the parameter. Where gradients overflowed float16 all are None and the result's
-        `is_skipped` is True; such a step counts, so the batch is passed over and the learning rate
-        goes on.
+        replica used the parameter. The next step may use its memory again: clone what you keep.
+        Where gradients overflowed float16 all are None and the result's `is_skipped` is True; such
+        a step counts, so the batch is passed over and the learning rate goes on.
 
         `tell` is called when this rank's part of the pipeline has run. Of the at most 8 numbers
         that it returns (a wish to stop, a time), every rank finds those of every rank in the

@@ -68,11 +68,16 @@ class Bucket:
         The last gradient of each of its parameters has come. Returns what is under way.
         """
         triples = zip(self.parameters, self._views, self._versions, strict=True)
-        self._used = [p.grad is not view or view._version != old for p, view, old in triples]
+        self._used = [
+            p.grad is not None and (p.grad is not view or view._version != old)
+            for p, view, old in triples
+        ]
         for parameter, view in zip(self.parameters, self._views, strict=True):
-            if parameter.grad is not view and parameter.grad is not None:
+            if parameter.grad is None:
+                view.zero_()  # a hook of the user's took the gradient away
+            elif parameter.grad is not view:
                 view.copy_(parameter.grad)  # a hook of the user's put another tensor there
-                parameter.grad = view
+            parameter.grad = view
         self.has_left = True
         self._pending = None if way is None else way.start(self._flat, self._items())
         return self._pending

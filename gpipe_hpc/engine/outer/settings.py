@@ -1,8 +1,9 @@
 """What a user asks of the outer data parallelism."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Final
 
 from gpipe_hpc.engine.outer.portions import checked_weights
@@ -21,6 +22,11 @@ ALGORITHMS: Final = (
 )
 COMPRESSORS: Final = ("none", "bfloat16", "float16", "powersgd", "topk", "qsgd")
 SHARDS: Final = ("none", "flat", "oss")
+
+# What a setting must be, by the type of its default.
+_KINDS: Final[Mapping[type, tuple[str, type | tuple[type, ...]]]] = MappingProxyType(
+    {bool: ("true or false", bool), int: ("a whole number", int), float: ("a number", (int, float))}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +88,7 @@ class Outer:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be; raises ConfigError."""
+        self._check_kinds()
         if not 0 < self.bucket_bytes < math.inf:
             raise ConfigError(
                 f"outer.bucket_bytes: expected bytes above 0, got {self.bucket_bytes}; write it as "
@@ -130,6 +137,18 @@ class Outer:
                 f"of the optimizer's state, expected none, got {self.shard}; leave it out, or use "
                 f"outer=allreduce"
             )
+
+    def _check_kinds(self) -> None:
+        """Refuse a value that is no number, no whole one, or neither true nor false."""
+        for each in fields(self):
+            what, fits = _KINDS.get(type(each.default), ("", object))
+            got = getattr(self, each.name)
+            is_bool = isinstance(got, bool)
+            if what and (not isinstance(got, fits) or is_bool is not (fits is bool)):
+                raise ConfigError(
+                    f"outer.{each.name}: expected {what}, got {got!r}; the default is "
+                    f"{each.default}"
+                )
 
     def _check_apart(self) -> None:
         """Refuse an outer step that cannot be."""

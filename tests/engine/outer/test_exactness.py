@@ -230,6 +230,13 @@ def test_sums_in_the_order_of_ranks_have_the_same_bits_for_any_buckets(plain, sc
     [
         ({"bucket_bytes": 0}, r"outer\.bucket_bytes: expected bytes above 0"),
         ({"bucket_bytes": "many"}, r"outer\.bucket_bytes"),
+        ({"bucket_bytes": None}, r"outer\.bucket_bytes: expected a number, got None"),
+        ({"overlap": "maybe"}, r"outer\.overlap: expected true or false, got 'maybe'"),
+        ({"powersgd_rank": 1.5}, r"outer\.powersgd_rank: expected a whole number, got 1\.5"),
+        ({"topk_fraction": "x"}, r"outer\.topk_fraction: expected a number, got 'x'"),
+        ({"every": True}, r"outer\.every: expected a whole number, got True"),
+        ("none", "outer: expected an Outer or a dict of its settings, got 'none'"),
+        (None, "outer: expected an Outer or a dict of its settings, got None"),
         ({"buckets": 3}, "outer: unknown setting buckets.*bucket_bytes"),
         ({"order": "rnak"}, r"outer\.order: expected backend, rank, got 'rnak'"),
         ({"algorithm": "butterfly"}, r"outer\.algorithm: expected backend, auto, ring.*tree"),
@@ -247,3 +254,41 @@ def test_what_cannot_be_is_refused_on_every_rank(plain, outer, message):
             make(layers, world, 1, outer=outer)
 
     run_on_threads(2, body)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_hook_that_takes_a_gradient_away_leaves_none(plain, overlap):
+    """With replicas `.grad` was a sum of contributions that the hook had taken away before."""
+
+    def taken(parameter):
+        parameter.grad = None
+
+    def body(world):
+        layers = [plain.Recipe(make_block, (WIDTH, True)) for _ in range(2)]
+        pipe = make(layers, world, 1, outer={"bucket_bytes": 300, "overlap": overlap})
+        named = dict(pipe.named_parameters())
+        (inputs, targets), part = batches(1, ROWS, WIDTH)[0], pipe.share(ROWS)
+        named["layers.0.first.weight"].register_post_accumulate_grad_hook(taken)
+        if pipe.replica == 1:  # its contribution is missing in the sum
+            named["layers.1.scale"].register_post_accumulate_grad_hook(taken)
+        for _ in range(2):
+            pipe.step(inputs[part], targets[part])
+        return {name: parameter.grad for name, parameter in named.items()}
+
+    first, second = run_on_threads(2, body)
+    assert [name for name, grad in first.items() if grad is None] == ["layers.0.first.weight"]
+    assert first.keys() == second.keys()
+    assert torch.equal(first["layers.1.scale"], second["layers.1.scale"])
+
+    def alone(world):
+        layers = [plain.Recipe(make_block, (WIDTH, True)) for _ in range(2)]
+        pipe = make(layers, world, 1)
+        inputs, targets = batches(1, ROWS, WIDTH)[0]
+        half = ROWS // 2
+        for _ in range(2):
+            pipe.step(inputs[:half], targets[:half])
+        return {name: p.grad.clone() for name, p in pipe.named_parameters()}
+
+    (own,) = run_on_threads(1, alone)
+    # The second replica's samples count, and its gradient is missing.
+    assert torch.allclose(first["layers.1.scale"], own["layers.1.scale"] / 2, atol=1e-12)
