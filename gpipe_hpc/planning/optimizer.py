@@ -12,12 +12,14 @@ class OptimizerMemory(NamedTuple):
     """`states`: numbers of a trained parameter, of its own size unless it has a master.
 
     `masters`: parameters smaller than float32 have one, of float32, and their states are so too.
-    `gradient_copies`: of each trained parameter's gradient.
+    `gradient_copies`: of each trained parameter's gradient. `outer_states`: numbers of a trained
+    parameter, of float32 or wider, for combining replicas: residuals, anchors, outer momenta.
     """
 
     states: int
     masters: bool = False
     gradient_copies: int = 0
+    outer_states: int = 0
 
     @classmethod
     def of(cls, given: "int | OptimizerMemory") -> "OptimizerMemory":
@@ -31,8 +33,10 @@ class OptimizerMemory(NamedTuple):
         return states + self.copies_of(trained)
 
     def copies_of(self, weights: Iterable[Weight]) -> int:
-        """Return the bytes of the copies of these weights' gradients."""
-        return self.gradient_copies * sum(w.nbytes for w in weights if w.is_trained)
+        """Return the bytes of what is whole on each copy: gradients, and what combining keeps."""
+        trained = [weight for weight in weights if weight.is_trained]
+        wide = sum(max(w.nbytes, _WIDE * w.num_elements) for w in trained)
+        return self.gradient_copies * sum(w.nbytes for w in trained) + self.outer_states * wide
 
     def of_elements(self, count: int, size: int) -> int:
         """Return the bytes of the states, and masters, of so many trained numbers of a size."""

@@ -16,7 +16,9 @@ def request_of(config: Config) -> Request:
         Request(**named),
         microbatches=config.pipeline.microbatches * config.train.accumulation,
         schedule_options=config.pipeline.options,
-        optimizer_states=optimizer_memory(config.optimizer),
+        optimizer_states=optimizer_memory(config.optimizer)._replace(
+            outer_states=_outer(config.outer).num_states if config.pipeline.replicas > 1 else 0
+        ),
         noise_over=config.lr.noise_over if config.lr.scaling == "adascale" else None,
         outer=_outer(config.outer),
     )

@@ -6,6 +6,8 @@ import pytest
 
 from gpipe_hpc.config import check_config, compose_config
 from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.planning.trial import Weight
+from gpipe_hpc.training.asking import request_of
 from gpipe_hpc.verify.run import verify
 from tests.support import train_here
 
@@ -73,3 +75,24 @@ def test_real_digits_are_learnt_nearly_as_well(words, tmp_path):
     more = ["train.steps=160", "train.batch_size=64", "outer.bucket_bytes=100kB"]
     train_here(2, *SMALL, *more, *words, f"run.dir={folder}")
     assert lines(folder)[-1]["validation_accuracy"] > 0.88
+
+
+@pytest.mark.parametrize(
+    ("words", "states"),
+    [
+        (["outer.compress=topk"], 1),
+        (["outer=local_sgd"], 1),
+        (["outer=diloco"], 2),
+        (["outer=diloco", "outer.compress=qsgd"], 3),
+        (["outer=diloco", "pipeline.replicas=1"], 0),
+        ([], 0),
+    ],
+)
+def test_a_plan_counts_what_is_kept_between_steps(words, states):
+    """Residual, anchor, momentum: a float32 of each parameter, as the run's own state says."""
+    memory = request_of(compose_config([*SMALL, *words])).optimizer_states
+    assert memory.outer_states == states
+    weight = Weight("weight", 10, 20, is_trained=True)
+    assert memory.of_weights([weight]) == memory._replace(outer_states=0).of_weights([weight]) + (
+        40 * states
+    )

@@ -86,6 +86,12 @@ class Outer:
         """Say whether replicas train apart between outer steps."""
         return self.every > 0
 
+    @property
+    def num_states(self) -> int:
+        """Return how many numbers of each parameter a copy keeps: residual, anchor, momentum."""
+        kept = self.compress != "none", self.is_apart, self.is_apart and self.momentum > 0
+        return sum(kept)
+
     def __post_init__(self) -> None:
         """Refuse what cannot be; raises ConfigError."""
         self._check_kinds()
