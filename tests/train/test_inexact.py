@@ -67,8 +67,10 @@ def test_verify_refuses_what_is_not_exact(words):
         (["outer=local_sgd"], 0.83),
         (["outer=diloco", "outer.every=16"], 0.87),
         (
-            ["outer=diloco", "outer.every=16", "outer.parts=2", "outer.behind=1"]
-            + ["outer.compress=qsgd", "outer.bucket_bytes=100kB"],
+            [
+                *("outer=diloco", "outer.every=16", "outer.parts=2", "outer.behind=1"),
+                *("outer.compress=qsgd", "outer.bucket_bytes=100kB"),
+            ],
             0.87,
         ),
     ],
