@@ -76,7 +76,7 @@ def edited(schedule, rank, old, new):
             0,
             "D1 0REDUCE_GRAD2",
             "D1 0REDUCE_GRAD",
-            r"reduces a bucket beside",
+            r"is of one bucket beside",
         ),
         (IN_BUCKETS, 0, "0B0 0REDUCE_GRAD0", "0REDUCE_GRAD0 0B0", r"0REDUCE_GRAD0: waits for 0B0"),
     ],
