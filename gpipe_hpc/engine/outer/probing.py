@@ -35,8 +35,9 @@ def check_divisible(optimizer: Optimizer) -> None:
         )
     for group in optimizer.param_groups:
         try:
-            whole, parts = (_stepped(optimizer, group, cuts) for cuts in (False, True))
-            differ = not torch.allclose(whole, parts, rtol=1e-4, atol=1e-7)
+            whole, parts = (_moved(optimizer, group, cuts) for cuts in (False, True))
+            # Held against how far it went: some go a thousandth of a weight.
+            differ = not bool((whole - parts).abs().max() <= 1e-6 * whole.abs().max())
             found = "a step on a matrix that is not that of its elements"
         except Exception as error:
             differ, found = True, f"{type(error).__name__}: {error}"
@@ -47,22 +48,24 @@ def check_divisible(optimizer: Optimizer) -> None:
             )
 
 
-def _stepped(optimizer: Optimizer, group: dict[str, Any], cuts: bool) -> torch.Tensor:
-    """Return a matrix after some steps, its elements in a row; `cuts`: as two parts of the row."""
+def _moved(optimizer: Optimizer, group: dict[str, Any], cuts: bool) -> torch.Tensor:
+    """Return how far some steps move the elements of a matrix; `cuts`: as two parts of a row."""
     generator = torch.Generator().manual_seed(0)
     like = next(iter(group["params"]), torch.zeros(1))
-    row = torch.randn(_ROWS * _COLUMNS, generator=generator).to(like.device, like.dtype)
+    row = torch.randn(_ROWS * _COLUMNS, generator=generator).to(like.device, torch.float64)
     shapes = [row[:_CUT], row[_CUT:]] if cuts else [row.view(_ROWS, _COLUMNS)]
-    parameters = [nn.Parameter(part) for part in shapes]
+    parameters = [nn.Parameter(part.clone()) for part in shapes]
     probe = object.__new__(type(optimizer))
     probe.__dict__.update(optimizer.__dict__)
     probe.__dict__ |= {hooks: OrderedDict() for hooks in _HOOKS}
     probe.state = defaultdict(dict)
     probe.param_groups = [{**group, "params": parameters}]
+    if not group.get("lr", 1.0):  # it rises later: what does not move tells nothing
+        probe.param_groups[0]["lr"] = 1e-3
     for _ in range(_STEPS):
-        gradient = torch.randn(_ROWS * _COLUMNS, generator=generator).to(like.device, like.dtype)
+        gradient = torch.randn(_ROWS * _COLUMNS, generator=generator).to(like.device, torch.float64)
         split = [gradient[:_CUT], gradient[_CUT:]] if cuts else [gradient.view(_ROWS, _COLUMNS)]
         for parameter, part in zip(parameters, split, strict=True):
             parameter.grad = part
         probe.step()
-    return torch.cat([parameter.detach().reshape(-1) for parameter in parameters]).float()
+    return torch.cat([parameter.detach().reshape(-1) for parameter in parameters]) - row

@@ -5,9 +5,11 @@ import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.config.schema import LAMBConfig, LARSConfig
 from gpipe_hpc.engine.outer.division import Division, pieces_of
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.schedule import Op, schedule_names
+from gpipe_hpc.training.optimizer import build_optimizer
 from tests.support import batches, square_sum
 
 WIDTH, ROWS, MICROBATCHES = 4, 16, 4
@@ -442,6 +444,28 @@ def test_optimizers_that_go_element_by_element_are_taken(plain, kind, options):
     factory = lambda parameters: kind(parameters, **options)  # noqa: E731
     ours = train(plain, layers, 2, 1, factory)
     assert ours.distance(expected(plain, layers, 2, factory)) < 1e-10
+
+
+@pytest.mark.parametrize(
+    "config", [LARSConfig(), LAMBConfig(), LARSConfig(lr=0.0)], ids=["lars", "lamb", "still"]
+)
+def test_optimizers_that_follow_norms_are_refused_by_name(plain, config):
+    """Also one that moves a weight by a thousandth, or not yet."""
+
+    def body(world):
+        pipe = make(blocks(plain), world, 1, outer={"shard": "flat"})
+        pipe.optimizer(lambda _: build_optimizer(pipe.named_parameters(), config))
+
+    kind = type(config).__name__.removesuffix("Config")
+    with pytest.raises(ConfigError, match=rf"got {kind}: .*use outer\.shard=oss"):
+        run_on_threads(2, body)
+
+
+def test_replicas_of_unequal_speed_share_the_state(plain):
+    """One runs three times as many micro-batches, and has half of the state."""
+    layers = blocks(plain)
+    ours = train(plain, layers, 2, 1, outer={"weights": [3, 1]})
+    assert ours.distance(expected(plain, layers, 2)) < 1e-10
 
 
 def test_groups_keep_their_options_and_names(plain):
