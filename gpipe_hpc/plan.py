@@ -24,23 +24,30 @@ from gpipe_hpc.config.data import Shape
 from gpipe_hpc.errors import GpipeError, PartitionError
 from gpipe_hpc.models import loss_function, normalise_layers
 from gpipe_hpc.planning import Counted, Example, Gauge, Layout, Partition, Request, lay_out
-from gpipe_hpc.planning.forecast import forecast
+from gpipe_hpc.planning.alternatives import (
+    Batch,
+    alternatives_text,
+    forecast_of,
+    try_others,
+)
+from gpipe_hpc.planning.forecast import Forecast
 from gpipe_hpc.planning.gauges import COUNTED
 from gpipe_hpc.planning.meta import META
 from gpipe_hpc.planning.report import Assumptions, Sections, report
-from gpipe_hpc.planning.shares import microbatch_shares
 from gpipe_hpc.planning.units import bytes_text
 from gpipe_hpc.planning.vocabulary import check_vocabulary
 from gpipe_hpc.training.asking import request_of
 
 DEFAULT_STAGES: Final = 4
 TOO_LARGE_EXIT_CODE: Final = 3
+_OTHERS_S: Final = 10.0  # for settings that are tried where those given do not fit
 
 
 class Plan(NamedTuple):
-    """A layout, what it would need and take as text, and whether every rank fits its memory."""
+    """A layout, what it would need and take, that as text, and whether every rank fits."""
 
     layout: Layout
+    forecast: Forecast
     text: str
     fits: bool
 
@@ -90,24 +97,17 @@ def make_plan(config: Config) -> Plan:
     example = Example(sample.inputs, sample.targets, loss_fn, request.seed, device)
     gauge = Counted(layers, example, request.precision, shares_casts=not request.offload)
     layout = _lay_out(request, gauge)
-    states, counts = request.kept_states, layout.partition.counts
-    own = layout.portions.of(layout.portions.fullest)
-    shares = microbatch_shares(config.train.batch_size, layout.portions.total, own)
-    found = forecast(
-        gauge.count,
-        counts,
-        layout.schedule,
-        states,
-        layout.recomputed,
-        shares,
-        layout.sharing,
-    )
+    counts = layout.partition.counts
+    found = forecast_of(layout, request, gauge, config.train.batch_size)
     assumptions = Assumptions(
         config.plan.flops_per_s,
         config.pipeline.memory_bytes,
         config.pipeline.recompute,
         can_cut=samples_per_microbatch(config) > 1,
     )
+    if config.pipeline.memory_bytes is not None and _may_help(found, config.pipeline.memory_bytes):
+        others = _others(config, request, gauge, config.pipeline.memory_bytes)
+        assumptions = replace(assumptions, others=others)
     sections = Sections(
         heading="\n".join([*_heading(config, gauge, layout, sample), *map(_warning, doubts)]),
         cut_by=_cut_by(config.pipeline.partition, layout.partition),
@@ -115,7 +115,7 @@ def make_plan(config: Config) -> Plan:
         recomputed=layout.budget,
     )
     text = report(layers, gauge.count, counts, layout.schedule, found, assumptions, sections)
-    return Plan(layout, text, all(map(assumptions.fits, found.ranks)))
+    return Plan(layout, found, text, all(map(assumptions.fits, found.ranks)))
 
 
 def _warning(doubt: str) -> str:
@@ -131,6 +131,32 @@ def _lay_out(request: Request, gauge: Gauge) -> Layout:
             raise
         least = lay_out(replace(request, recompute="except_last"), gauge)
         return replace(least, budget=str(error))
+
+
+def _may_help(found: Forecast, memory_bytes: float) -> bool:
+    """Say whether some rank has too much, but not before it has any activation."""
+    most = max(rank.total_bytes for rank in found.ranks)
+    lasting = max(rank.total_bytes - rank.activation_bytes for rank in found.ranks)
+    return lasting <= memory_bytes < most
+
+
+def _others(config: Config, request: Request, gauge: Counted, memory_bytes: float) -> str:
+    """Try a few other settings, and say which of them fit."""
+
+    def gauge_of(times: int) -> Gauge:
+        if times == 1:
+            return gauge
+        assert gauge.example is not None, "a plan is made of one"
+        microbatches = config.pipeline.microbatches * times
+        pipeline = replace(config.pipeline, microbatches=microbatches)
+        num_samples = samples_per_microbatch(replace(config, pipeline=pipeline))
+        sample = microbatch(config.data, num_samples)
+        example = gauge.example._replace(inputs=sample.inputs, targets=sample.targets)
+        return replace(gauge, example=example)
+
+    batch = Batch(config.train.batch_size, config.train.accumulation)
+    tried = try_others(request, batch, gauge_of, _OTHERS_S)
+    return alternatives_text(tried, memory_bytes, config.plan.flops_per_s)
 
 
 def _cut_by(policy: object, partition: Partition) -> str:

@@ -26,13 +26,15 @@ _NOTES: Final = (
 class Assumptions:
     """What the numbers stand on: the device's speed and memory, None where not given.
 
-    `recompute`: as it was asked for; `can_cut`: whether micro-batches have several samples.
+    `recompute`: as it was asked for; `can_cut`: whether micro-batches have several samples;
+    `others`: what other settings would need, in words, where these do not fit.
     """
 
     flops_per_s: float | None = None
     memory_bytes: float | None = None
     recompute: str = "except_last"
     can_cut: bool = True
+    others: str = ""
 
     def fits(self, rank: RankForecast) -> bool:
         """Say whether a rank stays within the memory, if that is known."""
@@ -144,6 +146,7 @@ def step_text(found: Forecast, schedule: Schedule, assumptions: Assumptions) -> 
             recompute=assumptions.recompute,
             schedule=schedule.name,
             can_cut=assumptions.can_cut,
+            others=assumptions.others,
         )
         lines.append(f"memory: {lacking or f'every rank fits, with {limit} a rank'}")
     return "\n".join(lines)

@@ -178,16 +178,33 @@ def test_placements_are_compared_with_their_memory():
         assert tight.fits, recompute
 
 
-def test_a_plan_that_does_not_fit_says_what_each_remedy_is_worth_trying():
+def test_a_plan_that_does_not_fit_says_which_other_settings_do():
+    """`budget` was advised, which advised `auto`, which advised `budget`; none of them fitted."""
     size = ("data=synthetic", "pipeline.stages=2", "pipeline.recompute=never")
     text = planned(*size, "pipeline.memory_bytes=20MB").text
     assert "need up to" in text and "pipeline.memory_bytes allows 20.0 MB" in text
-    assert "to need less: pipeline.recompute=budget" in text and "pipeline.schedule=auto" in text
-    assert "micro-batches of fewer samples" in text
+    assert "to need less" not in text and "other settings fit, the fastest first:" in text
+    fitting = [line.removeprefix("fits: ") for line in text.splitlines() if "fits: " in line]
+    assert 1 < len(fitting) <= 5 and any("microbatches=16" in line for line in fitting)
+    for line in fitting:
+        *overrides, number, unit = line.partition(" as long")[0].split()
+        found = planned(*size, "pipeline.memory_bytes=20MB", *overrides)
+        assert found.fits and f" {number} {unit} " in found.text, "as it is planned by itself"
+    slow = planned(*size, "pipeline.memory_bytes=20MB", "plan.flops_per_s=1e9").text
+    times_s = [float(each) for each in re.findall(r"fits: .* ([0-9.e+]+) s$", slow, re.M)]
+    assert times_s == sorted(times_s) and len(times_s) == len(fitting)
     single = planned(*size, "pipeline.memory_bytes=20MB", "pipeline.microbatches=32").text
-    assert "to need less" in single and "fewer samples" not in single
+    assert "other settings fit" in single and "fits: pipeline.microbatches" not in single
     hopeless = planned(*size, "pipeline.memory_bytes=1MB").text
     assert "optimizer alone take" in hopeless and "recompute=budget" not in hopeless
+    assert "other settings" not in hopeless
+
+
+def test_where_no_other_settings_fit_the_nearest_is_named():
+    size = ("data=synthetic", "pipeline.stages=2", "pipeline.microbatches=32")
+    most = max(each.total_bytes - each.activation_bytes for each in planned(*size).forecast.ranks)
+    text = planned(*size, f"pipeline.memory_bytes={most + 1000}").text
+    assert re.search(r"none of \d+ other settings fits; pipeline\.\S+.* needs least: ", text)
 
 
 def test_memory_decides():

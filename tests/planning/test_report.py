@@ -1,5 +1,7 @@
 """What a rank is said to hold and send, and how numbers are written."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -136,7 +138,10 @@ def test_ranks_that_do_not_fit_are_named():
     lines = rank_table(found.ranks, limit).splitlines()
     assert [line.split()[-1] for line in lines] == ["fits", "yes", "NO"]
     assert "memory: rank 1 needs" in step_text(found, schedule, limit)
-    assert "to need less: pipeline.recompute=budget" in step_text(found, schedule, limit)
+    advised = step_text(found, schedule, limit)
+    assert "to need less: more micro-batches" in advised and "recompute=budget" in advised
+    told = replace(limit, others="2 of 3 other settings fit")
+    assert "as counted)\n2 of 3 other settings fit" in step_text(found, schedule, told)
     exact = Assumptions(memory_bytes=found.ranks[1].total_bytes)
     assert "every rank fits" in step_text(found, schedule, exact)
     assert "fits" not in rank_table(found.ranks, Assumptions())
