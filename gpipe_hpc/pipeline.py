@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import torch
@@ -65,6 +66,7 @@ from gpipe_hpc.planning import (
     lay_out,
 )
 from gpipe_hpc.schedule import Op, Timeline, canonical_schedule
+from gpipe_hpc.schedule.passes.recompute import RECOMPUTE_MODES
 
 log = logging.getLogger("gpipe_hpc.pipeline")
 
@@ -94,6 +96,10 @@ class Keywords(Request):
         )
 
 
+# Keywords that the command line calls otherwise, or splits.
+_OF_COMMAND_LINE: Final[Mapping[str, str]] = MappingProxyType(
+    {"options": "schedule_options", "loss": "loss_fn", "model": "layers"}
+)
 _OF_WORLD: Final = ("device", "timeout_s", "silence_s", "stall_s")
 
 P = ParamSpec("P")
@@ -190,10 +196,20 @@ def outer_of(given: Outer | Mapping[str, Any]) -> Outer:
     return Outer(**named)
 
 
+def _check_choice(keyword: str, value: object, known: Collection[str]) -> None:
+    """Raise ConfigError for a value that is none of those known."""
+    if value not in known:
+        raise ConfigError(
+            f"{keyword}: expected one of {', '.join(known)}, got {value!r}; "
+            f"{suggestion(str(value), known)}correct it"
+        )
+
+
 def _refuse_unknown(given: Iterable[str], known: Iterable[str]) -> None:
     for name in given:
         if name not in known:
-            near = suggestion(name, known)
+            meant = _OF_COMMAND_LINE.get(name)
+            near = f"did you mean {meant}? " if meant else suggestion(name, known)
             some = "one that help(Pipeline) lists" if near else f"some of {', '.join(known)}"
             raise KeywordError(
                 f"Pipeline: unknown keyword {name}, expected {some}, got {name}; {near}correct it"
@@ -250,11 +266,8 @@ class Pipeline:
             request = given.request()
             model = normalise_layers(layers)
             check_precision(request.precision)
-            if request.buffers not in POLICIES:
-                raise ConfigError(
-                    f"pipeline.buffers: expected one of {', '.join(POLICIES)}, got "
-                    f"{request.buffers!r}"
-                )
+            _check_choice("pipeline.buffers", request.buffers, POLICIES)
+            _check_choice("recompute", request.recompute, (*RECOMPUTE_MODES, "budget"))
             facts = {"number of layers": len(model), **_name_of(loss_fn), **request.facts()}
             check_agreement(self.world.everybody, facts)
             self._norms: Norms | None = None

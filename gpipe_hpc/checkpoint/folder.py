@@ -29,7 +29,7 @@ def read_facts(path: Path) -> Facts:
         return read_manifest(path)
     except (OSError, ValueError) as error:
         older = _newest_older(path)
-        remedy = "look under run.dir/checkpoints" if older is None else other_checkpoint(path)
+        remedy = "correct the path" if older is None else other_checkpoint(path)
         if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
             remedy = os_remedy(error) or remedy
         is_absent = isinstance(error, FileNotFoundError) and not os.path.exists(path)

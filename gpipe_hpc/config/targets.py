@@ -9,6 +9,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any, Final
 
+from gpipe_hpc.config.spelling import suggestion
 from gpipe_hpc.errors import ConfigError, GpipeError, ModelError
 
 _BY_NAME: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -135,8 +136,8 @@ def locate(section: str, path: str) -> Callable[..., Any]:
                 raise
             raise ConfigError(
                 f"config: {section}._target_ names nothing that can be imported, expected "
-                f"MODULE.FUNCTION, got {path!r} ({type(error).__name__}: {error}); correct it, or "
-                f"put its folder on PYTHONPATH"
+                f"MODULE.FUNCTION, got {path!r} ({type(error).__name__}: {error}); "
+                f"{_remedy(error, name)}"
             ) from error
     if not callable(target):
         raise ConfigError(
@@ -145,6 +146,13 @@ def locate(section: str, path: str) -> Callable[..., Any]:
         )
     found: Callable[..., Any] = target
     return found
+
+
+def _remedy(error: Exception, name: str) -> str:
+    """Return what to do where a name was not found: of a module that was, one like it."""
+    if isinstance(error, AttributeError):
+        return f"{suggestion(name, [each for each in dir(error.obj) if each[0] != '_'])}correct it"
+    return "correct it, or put its folder on PYTHONPATH"
 
 
 def _see_current_folder() -> None:

@@ -120,6 +120,7 @@ def put(picture: str | bytes, out: str | None) -> None:
                 f"config: bad draw.out, expected a file in an existing folder, got {out!r} "
                 f"({error.strerror}); {os_remedy(error) or 'correct it, or make the folder'}"
             ) from error
+        print(f"wrote {out}")
     elif isinstance(picture, str):
         print(picture)
     elif sys.stdout.isatty():

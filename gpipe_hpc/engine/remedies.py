@@ -87,9 +87,10 @@ _KNOWN: Final = (
 
 
 def with_remedy(error: BaseException, otherwise: str) -> str:
-    """Return the kind and text of an error and what to do; messages of ours say so themselves."""
-    text = f"{type(error).__name__}: {error}"
-    return text if isinstance(error, GpipeError) else f"{text}; {remedy_of(error) or otherwise}"
+    """Return the kind and text of an error and what to do; messages of ours are as they are."""
+    if isinstance(error, GpipeError):
+        return str(error)
+    return f"{type(error).__name__}: {error}; {remedy_of(error) or otherwise}"
 
 
 def remedy_of(error: BaseException) -> str | None:

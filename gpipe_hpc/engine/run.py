@@ -46,9 +46,11 @@ class Run:
             return None
         nests, sizes = self.targets
         if sizes[microbatch] != num_samples:
+            known = f" ({sum(self.inputs[1])} inputs against {sum(sizes)})" if self.inputs else ""
             raise DataError(
                 f"targets: expected {num_samples} samples in micro-batch {microbatch}, as its "
-                f"inputs have, got {sizes[microbatch]}; give every rank the same slice of the batch"
+                f"inputs have, got {sizes[microbatch]}{known}; give as many targets as inputs, of "
+                f"the same slice of the batch on every rank"
             )
         return _moved(nests[microbatch], device)
 

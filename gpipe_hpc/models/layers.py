@@ -140,6 +140,9 @@ def call_factory(spec: LayerSpec, where: str) -> nn.Module:
     try:
         module = spec.factory(*spec.args, **spec.kwargs)
     except Exception as error:
+        # Where the call itself did not fit, this frame would stand there as the factory's.
+        trace = error.__traceback__
+        error.__traceback__ = None if trace is None else trace.tb_next
         raise ModelError(
             f"{where}: the factory {spec.name} failed, expected an nn.Module, got "
             f"{type(error).__name__}: {error}; correct the arguments of {spec!r}"

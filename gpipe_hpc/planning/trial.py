@@ -20,7 +20,7 @@ from gpipe_hpc.comm.nests import map_tensors, tensors_of
 from gpipe_hpc.engine.layers.precision import casting, keeping_casts
 from gpipe_hpc.engine.remedies import remedy_of
 from gpipe_hpc.engine.state.buffers import Home, version_of
-from gpipe_hpc.errors import ModelError
+from gpipe_hpc.errors import GpipeError, ModelError
 from gpipe_hpc.models import SkipNames, run_layer
 from gpipe_hpc.planning.attention import FLOP_FORMULAS, FusedKernels
 from gpipe_hpc.planning.casts import WeightCasts, storage_key
@@ -236,19 +236,26 @@ class Trial:
         return results, sizes, (forward, of_input, backward)
 
     def _failed(self, error: Exception) -> ModelError:
-        shown = str(error).strip().splitlines() or [""]
         if isinstance(self.module, Loss):
             return ModelError(
                 f"loss: cannot be counted, expected it to run on the meta device, where tensors "
                 f"have shapes but no values, on the last layer's output "
                 f"{described(self.given.value)} and targets {described(self.module.targets)}, got "
-                f"{type(error).__name__}: {shown[0]}; {remedy_of(error) or _FIT_LOSS}"
+                f"{_said(error, _FIT_LOSS)}"
             )
         return ModelError(
             f"{self.where}: cannot be counted, expected it to run on the meta device, where "
             f"tensors have shapes but no values, on {described(self.given)}, got "
-            f"{type(error).__name__}: {shown[0]}; {remedy_of(error) or _FIT_LAYER}"
+            f"{_said(error, _FIT_LAYER)}"
         )
+
+
+def _said(error: Exception, otherwise: str) -> str:
+    """Return the first line of an error and what to do; messages of ours are as they are."""
+    if isinstance(error, GpipeError):
+        return str(error)
+    shown = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {shown[0]}; {remedy_of(error) or otherwise}"
 
 
 @contextmanager

@@ -167,6 +167,25 @@ def test_a_mistaken_keyword_is_one_message_with_the_nearest():
     assert names == [["caught", "trained"]]
 
 
+def test_a_keyword_of_the_command_line_names_that_of_the_library():
+    """`options` was answered with the nearest spelling, which was none."""
+    _, text = caught(KeywordError, options={"blocks": 2})
+    assert "did you mean schedule_options?" in text
+
+
+@pytest.mark.parametrize(("given", "meant"), [("alway", "always"), ("budge", "budget")])
+def test_a_mistaken_recomputation_is_answered_with_all_there_are(given, meant):
+    """The list lacked budget, and nothing said what was meant."""
+    _, text = caught(ConfigError, recompute=given)
+    assert "always, except_last, never, budget" in text and f"did you mean {meant}?" in text
+
+
+def test_a_factory_called_with_too_little_shows_no_frame_of_ours():
+    """The call itself stood there, as if it were the factory's mistake."""
+    _, text = caught(ModelError, last=LayerSpec(nn.Linear, 32))
+    assert "call_factory" not in text and "missing 1 required" in text
+
+
 class Hungry(nn.Module):
     def forward(self, x):
         return torch.empty(10**15)

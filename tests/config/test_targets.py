@@ -52,6 +52,15 @@ def test_a_preset_of_ones_own_keeps_its_keywords(own_module, tmp_path):
     assert build_target("model", compose_config(words).model) == ("built", 128, 1)
 
 
+def test_a_name_that_a_module_lacks_is_answered_with_one_it_has(own_module):
+    """The advice was PYTHONPATH, though the module was found."""
+    with pytest.raises(ConfigError, match=r"did you mean build\?") as found:
+        bind_target("model", {"_target_": f"{own_module}.buidl"})
+    assert "PYTHONPATH" not in str(found.value)
+    with pytest.raises(ConfigError, match="PYTHONPATH"):
+        bind_target("model", {"_target_": f"{own_module}_absent.build"})
+
+
 def test_own_model_needs_no_preset_of_another(own_module):
     config = compose_config(["model=own", f"model._target_={own_module}.build"])
     assert build_target("model", config.model) == ("built", 256, 1)

@@ -190,6 +190,9 @@ def test_pictures_go_to_a_file_or_to_standard_output(tmp_path, capsysbinary):
     put(b"\x89PNG", str(tmp_path / "a.png"))
     assert (tmp_path / "a.txt").read_text("utf-8") == "text \u00b7"
     assert (tmp_path / "a.png").read_bytes() == b"\x89PNG"
+    assert capsysbinary.readouterr().out.decode().splitlines() == [
+        f"wrote {tmp_path / name}" for name in ("a.txt", "a.png")
+    ]
     put(b"\x89PNG", None)
     assert capsysbinary.readouterr().out == b"\x89PNG"
 

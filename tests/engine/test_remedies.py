@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline
-from gpipe_hpc.engine.remedies import remedy_of
+from gpipe_hpc.engine.remedies import remedy_of, with_remedy
 from gpipe_hpc.errors import ActionError, ModelError
 from gpipe_hpc.models import loss_function
 from gpipe_hpc.planning.counted import count_model
@@ -102,3 +102,13 @@ def test_the_same_is_said_where_layers_are_measured_or_counted():
 
 def test_what_is_not_known_has_no_remedy():
     assert remedy_of(ValueError("something else")) is None
+
+
+def test_a_message_of_ours_within_another_has_no_name_of_an_error():
+    """It read `ModelError: loss: ... got ModelError: ...`."""
+    assert with_remedy(ModelError("loss_fn: bad; correct it"), "x") == "loss_fn: bad; correct it"
+
+
+def test_targets_of_another_number_are_counted():
+    said = failed(nn.Linear(4, 4), torch.zeros(6, 4), targets=torch.zeros(4, dtype=torch.int64))
+    assert "6 inputs against 4" in said and "as many targets as inputs" in said
