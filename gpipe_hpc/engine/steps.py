@@ -33,7 +33,7 @@ from gpipe_hpc.engine.sums.meeting import Known, Meeting, Says
 from gpipe_hpc.engine.sums.results import StepLoss, StepResult
 from gpipe_hpc.engine.sums.squares import GradientParts
 from gpipe_hpc.engine.sums.tied import TiedParameter
-from gpipe_hpc.errors import DataError
+from gpipe_hpc.errors import DataError, ModelError
 
 
 @dataclass(frozen=True)
@@ -180,6 +180,7 @@ class Steps:
         for tied in self._tied:
             tied.start_reduction()
         known = self._end(outcome, self._own_flags, tell, self._overflows, squares)
+        self._refuse_frozen_in_part(known.flags)
         divisor = final_divisor(self._weight_to_divide_by(known.loss), seed)
         self.weight = known.loss.weight
         is_skipped = self.loss_scale is not None and bool(known.overflows > 0)
@@ -223,8 +224,23 @@ class Steps:
             gradients = stage.gradients
             flags |= self._flags.of_use(gradients.trained_names(), gradients.used_flags())
             flags |= self._flags.of_buffers(index, self._drifts[index].flags())
+            named = stage.named_parameters().items()
+            flags |= self._flags.of_frozen(n for n, p in named if not p.requires_grad)
         tied = self._tied
         return flags | self._flags.of_use([t.name for t in tied], [t.is_used for t in tied])
+
+    def _refuse_frozen_in_part(self, flags: Collection[int]) -> None:
+        """Raise ModelError, on every rank, for parameters that not all their holders train.
+
+        Their buckets do not hold the same: what was summed is no gradient.
+        """
+        names = self._flags.frozen_in_part(flags)
+        if names:
+            raise ModelError(
+                f"{names[0]}: expected each parameter to be trained on all ranks that hold it, or "
+                f"on none, got {len(names)} that some rank has frozen and another has used; set "
+                f"requires_grad alike on all ranks"
+            )
 
     def _overflows(self) -> torch.Tensor | None:
         """Return how many summed gradients of this rank are not finite, where the loss is scaled.

@@ -9,14 +9,15 @@ from gpipe_hpc.comm.group import Group
 class Flags:
     """Numbers for flags, the same on every rank.
 
-    One of each parameter of the model (`names`): whether a micro-batch has used it. Behind them
-    `widths` of each stage: what the holders of its buffers must know of one another.
+    Two of each parameter of the model (`names`): whether a micro-batch has used it, and whether it
+    is frozen. Behind them `widths` of each stage: what the holders of its buffers must know of one
+    another.
     """
 
     def __init__(self, names: Sequence[str], widths: Sequence[int]) -> None:
         self._numbers = {name: number for number, name in enumerate(names)}
         self._widths = widths
-        *self._starts, self.size = accumulate(widths, initial=len(names))
+        *self._starts, self.size = accumulate(widths, initial=2 * len(names))
 
     @classmethod
     def gathered(cls, names: Sequence[str], own: Mapping[int, int], group: Group) -> "Flags":
@@ -31,6 +32,15 @@ class Flags:
         """Return the numbers of those parameters that were used."""
         pairs = zip(names, used, strict=True)
         return {self._numbers[name] for name, is_used in pairs if is_used}
+
+    def of_frozen(self, names: Iterable[str]) -> set[int]:
+        """Return the numbers that say of parameters that they are frozen."""
+        return {len(self._numbers) + self._numbers[name] for name in names}
+
+    def frozen_in_part(self, united: Collection[int]) -> list[str]:
+        """Return the parameters that some rank has used and another has frozen."""
+        count = len(self._numbers)
+        return [n for n, at in self._numbers.items() if at in united and count + at in united]
 
     def of_buffers(self, stage: int, flags: Sequence[bool]) -> set[int]:
         """Return the numbers of those flags of a stage that are set."""

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.engine.outer.settings import ALGORITHMS
 from gpipe_hpc.engine.outer.ways import AllReduce
-from gpipe_hpc.errors import ActionError, ConfigError
+from gpipe_hpc.errors import ActionError, ConfigError, ModelError
 from gpipe_hpc.schedule import Action, Op, schedule_names
 from tests.support import batches, square_sum
 
@@ -292,3 +292,18 @@ def test_a_hook_that_takes_a_gradient_away_leaves_none(plain, overlap):
     (own,) = run_on_threads(1, alone)
     # The second replica's samples count, and its gradient is missing.
     assert torch.allclose(first["layers.1.scale"], own["layers.1.scale"] / 2, atol=1e-12)
+
+
+def test_a_parameter_that_one_replica_freezes_is_refused_on_all_by_name(plain):
+    """Of equal size, another one's gradient would be summed with it without a word."""
+    layers = [plain.Recipe(nn.Linear, (WIDTH, WIDTH, True, None, torch.float64)) for _ in range(2)]
+
+    def body(world):
+        pipe = make(layers, world, 1)
+        (inputs, targets), part = batches(1, ROWS, WIDTH)[0], pipe.share(ROWS)
+        frozen = "layers.1.bias" if world.rank else "layers.0.bias"
+        dict(pipe.named_parameters())[frozen].requires_grad_(False)
+        with pytest.raises(ModelError, match=r"layers\.0\.bias: expected .* trained on all ranks"):
+            pipe.step(inputs[part], targets[part])
+
+    run_on_threads(2, body)
