@@ -30,10 +30,12 @@ from gpipe_hpc.planning.alternatives import (
     forecast_of,
     try_others,
 )
+from gpipe_hpc.planning.counted import ModelCount
 from gpipe_hpc.planning.forecast import Forecast
 from gpipe_hpc.planning.gauges import COUNTED
 from gpipe_hpc.planning.meta import META
 from gpipe_hpc.planning.report import Assumptions, Sections, report
+from gpipe_hpc.planning.sums import sums_text
 from gpipe_hpc.planning.units import bytes_text
 from gpipe_hpc.planning.vocabulary import check_vocabulary
 from gpipe_hpc.training.asking import request_of
@@ -44,9 +46,10 @@ _OTHERS_S: Final = 10.0  # for settings that are tried where those given do not 
 
 
 class Plan(NamedTuple):
-    """A layout, what it would need and take, that as text, and whether every rank fits."""
+    """A layout, the counts, what it would need and take, as text too; whether every rank fits."""
 
     layout: Layout
+    model: ModelCount
     forecast: Forecast
     text: str
     fits: bool
@@ -113,9 +116,10 @@ def make_plan(config: Config) -> Plan:
         cut_by=_cut_by(config.pipeline.partition, layout.partition),
         searched=layout.searched,
         recomputed=layout.budget,
+        summed=sums_text(gauge.count, layout, request.combining),
     )
     text = report(layers, gauge.count, counts, layout.schedule, found, assumptions, sections)
-    return Plan(layout, found, text, all(map(assumptions.fits, found.ranks)))
+    return Plan(layout, gauge.count, found, text, all(map(assumptions.fits, found.ranks)))
 
 
 def _warning(doubt: str) -> str:

@@ -155,14 +155,15 @@ def step_text(found: Forecast, schedule: Schedule, assumptions: Assumptions) -> 
 class Sections(NamedTuple):
     """What the plan says in words.
 
-    Of what it is, who chose the cut, what was compared for the placement, and what a budget of
-    memory chose.
+    Of what it is, who chose the cut, what was compared for the placement, what a budget of
+    memory chose, and what copies of stages sum.
     """
 
     heading: str
     cut_by: str
     searched: str = ""
     recomputed: str = ""
+    summed: str = ""
 
 
 def report(
@@ -183,6 +184,7 @@ def report(
         sections.searched and f"Placements compared:\n{sections.searched}",
         sections.recomputed and f"Recomputed, to stay within the memory:\n{sections.recomputed}",
         f"Ranks, at their fullest:\n{rank_table(found.ranks, assumptions)}",
+        sections.summed and f"Over copies: {sections.summed}",
         step_text(found, schedule, assumptions),
         _NOTES,
     ]

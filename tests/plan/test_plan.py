@@ -27,6 +27,8 @@ from gpipe_hpc.models.losses import segmentation
 from gpipe_hpc.plan import make_plan, microbatch, samples_per_microbatch
 from gpipe_hpc.planning.counted import count_model
 from gpipe_hpc.planning.forecast import forecast
+from gpipe_hpc.planning.sums import ring_bytes
+from gpipe_hpc.planning.units import bytes_text
 from gpipe_hpc.schedule import build, lower
 from gpipe_hpc.training.data import open_data
 from gpipe_hpc.training.data.text import TextConfig
@@ -87,6 +89,43 @@ def test_a_plan_says_what_it_assumes():
     assert "of data SyntheticTokens (shapes alone, nothing is read), train.batch_size=32" in text
     named = planned("data=synthetic", "pipeline.stages=2").text
     assert "\n2 ranks, 2 stages\n" in named and "not set" not in named
+
+
+def test_a_plan_says_what_is_summed_over_replicas():
+    """A plan of two replicas did not say a word about their sums."""
+    assert "Over copies" not in planned(*MLP).text
+    twice = planned(*MLP, "pipeline.replicas=2", "outer.bucket_bytes=1MB")
+    counts = " + ".join(str(len(each)) for each in twice.layout.tables.buckets)
+    said = f"gradients are summed over 2 replicas: {counts} buckets of at most 1.00 MB or"
+    assert said in twice.text
+    least, most = sorted(rank.gradient_bytes for rank in twice.forecast.ranks)
+    amount = f"each rank sends {bytes_text(least)} to {bytes_text(most)} a step"
+    assert amount in twice.text, "2 (2 - 1) / 2 of its gradients"
+    four = planned(*MLP, "pipeline.replicas=4").text
+    assert f"sends {bytes_text(1.5 * least)} to {bytes_text(1.5 * most)} a step" in four
+    packed = planned(*MLP, "pipeline.replicas=2", "outer.compress=powersgd").text
+    assert "compressed (outer.compress=powersgd)" in packed and "each rank sends" not in packed
+    apart = planned(*MLP, "pipeline.replicas=2", "outer=local_sgd").text
+    assert "averaged over 2 replicas every 16 steps (outer.every=16)" in apart
+
+
+def test_mirrored_stages_and_tied_weights_are_summed_with_all_their_copies():
+    tied = ("data=synthetic", "pipeline.stages=2", "model.tied=true")
+    alone = planned("data=synthetic", "pipeline.stages=2", "pipeline.schedule=chimera")
+    assert "summed over the copies of a stage: " in alone.text
+    ranks = alone.forecast.ranks  # each has the whole model
+    assert ring_bytes_of(alone) == [rank.gradient_bytes for rank in ranks]
+    both = planned(*tied, "pipeline.replicas=2")
+    shared = both.forecast.ranks[0].gradient_bytes + both.forecast.ranks[1].gradient_bytes
+    shared -= 4 * planned(*tied, "pipeline.stages=1").forecast.ranks[0].parameters
+    assert shared > 0, "the embedding is on both ranks"
+    assert ring_bytes_of(both) == [
+        rank.gradient_bytes + shared / 2 for rank in both.forecast.ranks
+    ], "1.5 times of what is tied"
+
+
+def ring_bytes_of(found):
+    return ring_bytes(found.model, found.layout)
 
 
 def test_more_microbatches_than_samples_are_warned_of():
