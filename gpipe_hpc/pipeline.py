@@ -29,7 +29,7 @@ from gpipe_hpc.engine.batch.cutting import Pieces, share_of
 from gpipe_hpc.engine.layers.compiling import chosen_backend
 from gpipe_hpc.engine.layers.precision import check_precision, scaling
 from gpipe_hpc.engine.outer.held import Held
-from gpipe_hpc.engine.outer.optimizers import Factory, make_optimizer
+from gpipe_hpc.engine.outer.optimizers import Factory, Sharing, make_optimizer
 from gpipe_hpc.engine.outer.saying import say_apart, say_inexact
 from gpipe_hpc.engine.outer.settings import Outer
 from gpipe_hpc.engine.recorder import Moments, Recorded, StepMarks, StepTimes, on_one_clock
@@ -515,8 +515,12 @@ class Pipeline:
         """Return when all parameters are there that other ranks have updated."""
         sharing = self._steps.sharing
         if sharing is not None and sharing.is_under_way:
-            with together(self.world, "gathering parameters"):
-                sharing.wait()
+            self._await(sharing)
+
+    def _await(self, sharing: Sharing) -> None:
+        """Wait for what the optimizer's step has started on all ranks; no new call of theirs."""
+        with together(self.world, "gathering parameters"):
+            sharing.wait()
 
     def share(self, num_samples: int) -> slice:
         """Return the slice of a global batch of `num_samples` that is this replica's."""

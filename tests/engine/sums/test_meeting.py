@@ -214,11 +214,13 @@ def test_what_lies_on_a_device_is_summed_there_and_the_rest_on_the_host(monkeypa
 
 def test_flags_have_places_of_their_own():
     flags = Flags(["a", "b"], [0, 3, 2])
-    assert flags.size == 7
+    assert flags.size == 9
     used = flags.of_use(["b", "a"], [True, False])
     united = used | flags.of_buffers(1, [False, True, True]) | flags.of_buffers(2, [True, False])
     assert len(united) == 4
     assert flags.used(["a", "b"], united) == [False, True]
+    assert flags.frozen_in_part(united | flags.of_frozen(["a"])) == []
+    assert flags.frozen_in_part(united | flags.of_frozen(["a", "b"])) == ["b"]
     assert flags.buffers(0, united) == []
     assert flags.buffers(1, united) == [False, True, True]
     assert flags.buffers(2, united) == [True, False]
