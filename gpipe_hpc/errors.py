@@ -40,6 +40,10 @@ class MissingDataError(DataError, ConfigError):
     """A setting that names files or a folder of data where there are none."""
 
 
+class UnfitDataError(DataError, ConfigError):
+    """A setting that names data of another kind, or inputs and targets that are no pairs."""
+
+
 class CheckpointError(GpipeError):
     """A checkpoint that is missing, incomplete or of another model."""
 

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gpipe_hpc.engine.batch.arrays import as_tensor
-from gpipe_hpc.errors import DataError, MissingDataError
+from gpipe_hpc.errors import DataError, MissingDataError, UnfitDataError
 from gpipe_hpc.training.data.paths import unreadable
 
 _NPY: Final = b"\x93NUMPY"
@@ -47,7 +47,7 @@ class StoredArray:
 
     def rows(self, indices: Sequence[int]) -> Tensor:
         """Return these rows, a copy; DataError if the file cannot be read any more."""
-        with _readable(self.path):
+        with _readable(self.path, DataError):
             return self._numbers[torch.as_tensor(indices, dtype=torch.int64)]
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ def open_array(
     if None in found:
         if key is not None or not is_given:
             remedy = f"leave data.{what}_key out" if is_given else f"set {setting}"
-            raise DataError(
+            raise UnfitDataError(
                 f"data: {setting}: {file} holds one array without a name, expected an archive "
                 f"(.npz, .safetensors) to choose the {what} from, got .npy; {remedy}"
             )
@@ -87,7 +87,7 @@ def open_array(
     with _readable(file):
         array = found[chosen]()
     if not array.shape:
-        raise DataError(
+        raise UnfitDataError(
             f"data: {array} is a single number, expected a first dimension of samples; {_SAVE_ANEW}"
         )
     return array
@@ -101,7 +101,7 @@ def _chosen(file: Path, names: Sequence[str], key: str | None, what: str, is_giv
     if key is None and len(names) == 1 and is_given:
         return names[0]
     expected = f"one array, or one called {what!r}" if key is None else f"one called {key!r}"
-    raise DataError(
+    raise UnfitDataError(
         f"data: {file} does not say which array is the {what}, expected {expected}, got "
         f"{', '.join(names) or 'none'}; choose one with data.{what}_key=NAME"
     )
@@ -120,7 +120,7 @@ def _arrays_of(path: Path) -> _Openers:
         return _open_npz(path)
     if path.suffix == ".safetensors":
         return _open_safetensors(path)
-    raise DataError(
+    raise UnfitDataError(
         f"data: {path} is no file of arrays, expected .npy, .npz or .safetensors, got one that "
         f"starts with {head!r}; {_SAVE_ANEW}"
     )
@@ -137,7 +137,7 @@ def _open_npz(path: Path) -> _Openers:
     with zipfile.ZipFile(path) as archive:
         members = [each for each in archive.infolist() if each.filename.endswith(".npy")]
     if not members:
-        raise DataError(
+        raise UnfitDataError(
             f"data: {path} is an archive without arrays, as torch.save writes one, expected .npy, "
             f".npz or .safetensors; save it anew, as np.save('x.npy', tensor.numpy())"
         )
@@ -153,7 +153,7 @@ def _open_member(path: Path, name: str, member: zipfile.ZipInfo) -> StoredArray:
         shape, by_columns, dtype = _npy_header(stream, path)
         start = stream.tell()
     if member.file_size - start != math.prod(shape) * dtype.itemsize:
-        raise DataError(
+        raise UnfitDataError(
             f"data: {path}:{name} is damaged, expected {math.prod(shape) * dtype.itemsize} bytes "
             f"behind its header, got {member.file_size - start}; make it anew"
         )
@@ -176,7 +176,7 @@ def _npy_header(stream: IO[bytes], path: Path) -> tuple[tuple[int, ...], bool, n
         return np.lib.format.read_array_header_1_0(stream)
     if version == (2, 0):
         return np.lib.format.read_array_header_2_0(stream)
-    raise DataError(f"data: {path} holds an array of version {version}; {_SAVE_ANEW}")
+    raise UnfitDataError(f"data: {path} holds an array of version {version}; {_SAVE_ANEW}")
 
 
 def _start_of(path: Path, member: zipfile.ZipInfo) -> int:
@@ -208,18 +208,21 @@ def _tensor(array: npt.NDArray[Any]) -> Tensor:
 
 
 def _dtype_of(array: npt.NDArray[Any], path: Path) -> torch.dtype:
-    return as_tensor(np.empty(0, array.dtype), f"data: {path}").dtype
+    try:
+        return as_tensor(np.empty(0, array.dtype), f"data: {path}").dtype
+    except DataError as error:
+        raise UnfitDataError(str(error)) from error.__cause__
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Return a block whose errors of reading a file become DataError."""
+def _readable(path: Path, kind: type[DataError] = UnfitDataError) -> Iterator[None]:
+    """Return a block whose errors of reading a file become DataError, of what it holds a `kind`."""
     try:
         yield
     except OSError as error:
         raise unreadable(path, error) from error
     except (ValueError, EOFError, KeyError, zipfile.BadZipFile, SafetensorError) as error:
-        raise DataError(
+        raise kind(
             f"data: {path} is damaged or holds other things than numbers, expected arrays of "
             f"numbers, got {type(error).__name__}: {error}; {_SAVE_ANEW}"
         ) from error

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpipe_hpc.config.data import DataConfig, Shape, Shapes
 from gpipe_hpc.config.refusal import refuse
-from gpipe_hpc.errors import ConfigError, DataError
+from gpipe_hpc.errors import ConfigError, UnfitDataError
 from gpipe_hpc.training.data.array_files import StoredArray, open_array
 from gpipe_hpc.training.data.pairs import (
     PairSource,
@@ -145,13 +145,15 @@ class ArrayPairs:
     def __post_init__(self) -> None:
         length, other = (each.stored.shape[0] for each in (self.inputs, self.targets))
         if length != other:
-            raise DataError(
+            raise UnfitDataError(
                 f"data: inputs and targets differ in length, expected as many rows (the first "
                 f"dimension) in both, got {self.inputs.stored} and {self.targets.stored}; give "
                 f"the targets of these inputs"
             )
         if not length:
-            raise DataError(f"data: {self.inputs.stored} has no rows, expected samples; fill it")
+            raise UnfitDataError(
+                f"data: {self.inputs.stored} has no rows, expected samples; fill it"
+            )
         object.__setattr__(self, "num_samples", length)
 
     def read_inputs(self, indices: Sequence[int], epoch: int = 0) -> Tensor:
@@ -206,7 +208,7 @@ def _refuse_unlike(train: Rows, validation: Rows) -> None:
     ours = (train.dtype, train.stored.shape[1:])
     theirs = (validation.dtype, validation.stored.shape[1:])
     if ours != theirs:
-        raise DataError(
+        raise UnfitDataError(
             f"data: validation samples are unlike those to train on, expected rows as in "
             f"{train.stored}, got {validation.stored}; give both alike"
         )

@@ -24,7 +24,7 @@ from gpipe_hpc.config import bind_target
 from gpipe_hpc.config.data import DataConfig, Shape, Shapes
 from gpipe_hpc.config.targets import own_call
 from gpipe_hpc.engine.batch.arrays import with_tensors
-from gpipe_hpc.errors import ConfigError, DataError
+from gpipe_hpc.errors import ConfigError, DataError, UnfitDataError
 from gpipe_hpc.models import GENERATOR_LOCK
 from gpipe_hpc.training.data.dataset import Dataset
 from gpipe_hpc.training.data.hashing import hash_words
@@ -208,7 +208,7 @@ def open_own(config: OwnDataConfig, seed: int) -> PairSource:
         collate = bind_target("data.collate", {"_target_": config.collate})
     if isinstance(made, tuple) and len(made) == 2:
         if all(isinstance(each, np.ndarray | torch.Tensor) for each in made):
-            raise DataError(
+            raise UnfitDataError(
                 f"data: data._target_={config.target} returned two arrays, expected a data set, or "
                 f"two for training and validation; return torch.utils.data.TensorDataset(inputs, "
                 f"targets), of tensors"
@@ -220,13 +220,25 @@ def open_own(config: OwnDataConfig, seed: int) -> PairSource:
         train = _dataset(made, collate, seed, config)
         whole, held = split(train, config.validation_fraction, config.target)
     if not whole.num_samples:
-        raise DataError(f"data: {config.target} is empty, expected items to train on, got none")
-    loss = fitting_loss(whole.read_targets([0]))
+        raise UnfitDataError(
+            f"data: {config.target} is empty, expected items to train on, got none"
+        )
+    loss = fitting_loss(_first_targets(whole))
     about = (
         f"{config.target}: {whole.num_samples} items to train on, {held.num_samples} held back; "
         f"{loss_text(loss)}"
     )
     return PairSource(whole, held, loss, about)
+
+
+def _first_targets(whole: Dataset) -> Nest:
+    """Return the targets of the first item; UnfitDataError if items are no pairs."""
+    try:
+        return whole.read_targets([0])
+    except DataError as error:
+        if error.__cause__ is not None:  # it was the user's code that failed
+            raise
+        raise UnfitDataError(str(error)) from None
 
 
 def _dataset(made: Any, collate: Collate, seed: int, config: OwnDataConfig) -> OwnDataset:
@@ -237,7 +249,7 @@ def _dataset(made: Any, collate: Collate, seed: int, config: OwnDataConfig) -> O
             remedy = "return its data set: batches and their order are made here"
         elif isinstance(made, IterableDataset):
             remedy = f"{remedy}, as items are drawn in an order that a run can go on in"
-        raise DataError(
+        raise UnfitDataError(
             f"data: data._target_={config.target} returned no data set, expected something with "
             f"__len__ and __getitem__ (or a pair of them, for training and validation), got "
             f"{type(made).__name__}; {remedy}"

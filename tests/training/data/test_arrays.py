@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from gpipe_hpc.config import check_config, compose_config
+from gpipe_hpc.config.commands import exit_code_of
 from gpipe_hpc.errors import ConfigError, DataError
 from gpipe_hpc.plan import microbatch
 from gpipe_hpc.training.data import identify, open_data
@@ -154,8 +155,10 @@ def test_what_cannot_be_is_refused(tmp_path, number):
     named = {"inputs": str(tmp_path / inputs), **settings}
     if targets is not None:
         named["targets"] = str(tmp_path / targets)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=message) as raised:
         open_data(ArraysConfig(**named))
+    # Nothing was run: it ended with 1, as what fails while training.
+    assert exit_code_of(raised.value) == 2
 
 
 @pytest.mark.parametrize(

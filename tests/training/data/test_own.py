@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gpipe_hpc.config import check_config, compose_config
+from gpipe_hpc.config.commands import exit_code_of
 from gpipe_hpc.errors import ConfigError, DataError
 from gpipe_hpc.plan import microbatch
 from gpipe_hpc.training.data import BatchReader, ReadRequest, identify, open_data, open_readers
@@ -212,6 +213,8 @@ def test_items_that_are_no_pairs_need_a_collate(mine):
 def test_what_fails_is_named_with_the_users_frames(mine, target, kind, message):
     with pytest.raises(kind, match=message) as raised:
         open_data(settings(f"{mine}.{target}"))
+    own = ("pictures", "Failing")  # the user's code failed, which may have been the network
+    assert exit_code_of(raised.value) == (1 if target in own else 2)
     if target == "Failing":
         trace = raised.value.__cause__.__traceback__
         names = []
