@@ -31,7 +31,7 @@ from gpipe_hpc.planning.alternatives import (
     try_others,
 )
 from gpipe_hpc.planning.counted import ModelCount
-from gpipe_hpc.planning.forecast import Forecast
+from gpipe_hpc.planning.forecast import Forecast, least_bytes
 from gpipe_hpc.planning.gauges import COUNTED
 from gpipe_hpc.planning.meta import META
 from gpipe_hpc.planning.report import Assumptions, Sections, report
@@ -128,6 +128,17 @@ def _warning(doubt: str) -> str:
 
 def _lay_out(request: Request, gauge: Gauge) -> Layout:
     """Lay out as a run would; where nothing fits, show how far off the run is that needs least."""
+    if request.schedule == "auto":
+        hopeless = _without_search(request, gauge)
+        if hopeless is not None:
+            return hopeless
+        print(
+            f"plan: searching an order of {request.microbatches} micro-batches on "
+            f"{request.stages} ranks (pipeline.schedule=auto), which may take minutes; "
+            f"+pipeline.options.trials=0 searches less",
+            file=sys.stderr,
+            flush=True,
+        )
     try:
         return lay_out(request, gauge)
     except PartitionError as error:
@@ -135,6 +146,35 @@ def _lay_out(request: Request, gauge: Gauge) -> Layout:
             raise
         least = lay_out(replace(request, recompute="except_last"), gauge)
         return replace(least, budget=str(error))
+
+
+def _without_search(request: Request, gauge: Gauge) -> Layout | None:
+    """Return one_f_one_b in place of an order, where none fits as one micro-batch alone does not.
+
+    None where some order may fit, and for placements of several stages a rank.
+    """
+    if not isinstance(request.memory_bytes, int | float) or "placement" in request.options:
+        return None
+    found = lay_out(
+        replace(request, schedule="one_f_one_b", schedule_options=None, recompute="always"), gauge
+    )
+    held = least_bytes(
+        gauge.count,
+        found.partition.counts,
+        found.schedule.placement,
+        request.kept_states,
+        found.sharing,
+    )
+    rank, least = max(enumerate(held), key=lambda each: each[1].total_bytes)
+    if least.total_bytes <= request.memory_bytes:
+        return None
+    said = (
+        f"no order fits: one micro-batch needs {bytes_text(least.activation_bytes)} on rank {rank} "
+        f"beside {bytes_text(least.lasting_bytes)} of weights, gradients and optimizer, and "
+        f"pipeline.memory_bytes allows {bytes_text(request.memory_bytes)}; none was searched, "
+        f"one_f_one_b with recompute always is shown"
+    )
+    return replace(found, budget=said)
 
 
 def _may_help(found: Forecast, memory_bytes: float) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from gpipe_hpc.planning.counted import ModelCount
 from gpipe_hpc.planning.optimizer import OptimizerMemory
@@ -124,6 +125,40 @@ def held_bytes(
         rank_states(model, stages, schedule.placement, rank, optimizer_states).total_bytes
         + round(peak)
         for rank, peak in enumerate(peaks)
+    ]
+
+
+class Least(NamedTuple):
+    """What a rank holds all the time, and what one micro-batch takes beside it; bytes."""
+
+    lasting_bytes: int
+    activation_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Return the sum of both."""
+        return self.lasting_bytes + self.activation_bytes
+
+
+def least_bytes(
+    model: ModelCount,
+    counts: Sequence[int],
+    placement: Placement,
+    optimizer_states: int | OptimizerMemory,
+    sharing: Sharing | None = None,
+) -> list[Least]:
+    """Return for each rank what it holds in any order, whatever is recomputed or offloaded.
+
+    A backward has the activations of its stage for one micro-batch, kept or made again.
+    """
+    stages = count_stages(model, counts)
+    each = [min(stage.activation_bytes, stage.lives(stage.layers).full) for stage in stages]
+    return [
+        Least(
+            rank_states(model, stages, placement, rank, optimizer_states, sharing).total_bytes,
+            max((each[stage] for stage in placement.stages_of(rank)), default=0),
+        )
+        for rank in range(placement.num_ranks)
     ]
 
 

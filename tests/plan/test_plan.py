@@ -239,6 +239,21 @@ def test_a_plan_that_does_not_fit_says_which_other_settings_do():
     assert "other settings" not in hopeless
 
 
+def test_no_order_is_searched_where_one_micro_batch_does_not_fit(capsys):
+    """A search of 54 s ended with an order that did not fit; none could have."""
+    size = ("data=synthetic", "pipeline.stages=2", "pipeline.microbatches=4")
+    auto = ("pipeline.schedule=auto", "+pipeline.options.trials=0", "pipeline.recompute=never")
+    named = planned(*size, "pipeline.schedule=one_f_one_b", "pipeline.recompute=never")
+    last = named.forecast.ranks[1]  # holds one micro-batch at a time
+    hopeless = planned(*size, *auto, f"pipeline.memory_bytes={last.total_bytes - 1}")
+    assert not hopeless.fits and "no order fits: one micro-batch needs" in hopeless.text
+    assert "searching" not in capsys.readouterr().err
+    enough = max(each.total_bytes for each in named.forecast.ranks)
+    roomy = planned(*size, *auto, f"pipeline.memory_bytes={enough}")
+    assert roomy.fits and "no order fits" not in roomy.text
+    assert "searching an order of 4 micro-batches on 2 ranks" in capsys.readouterr().err
+
+
 def test_where_no_other_settings_fit_the_nearest_is_named():
     size = ("data=synthetic", "pipeline.stages=2", "pipeline.microbatches=32")
     most = max(each.total_bytes - each.activation_bytes for each in planned(*size).forecast.ranks)
