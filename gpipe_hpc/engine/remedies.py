@@ -31,9 +31,9 @@ _KNOWN: Final = (
             r"|input dtype \(torch\.(?:u?int\d+|bool)\) does not match weight"
             r"|not implemented for '(?:Long|Int|Byte|Char|Short|Bool)'"
         ),
-        "it was given whole numbers or truth values and computes with floats: give it floats (with "
-        "data=arrays data.inputs_dtype=float32, which keeps the values: the 0 to 255 of pictures "
-        "stay so)",
+        "it was given whole numbers or truth values and computes with floats: give it floats, as "
+        "inputs.float() (on the command line with data=arrays data.inputs_dtype=float32), which "
+        "keeps the values: the 0 to 255 of pictures stay so",
     ),
     _Known(
         re.compile(
@@ -45,8 +45,8 @@ _KNOWN: Final = (
     ),
     _Known(
         re.compile(r"mixed dtype"),
-        "its input and its weights have different types of numbers: give it floats of theirs (with "
-        "data=arrays data.inputs_dtype=float32)",
+        "its input and its weights have different types of numbers: give it floats of theirs, as "
+        "inputs.float() (on the command line with data=arrays data.inputs_dtype=float32)",
     ),
     _Known(
         re.compile(r"shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)"),
@@ -60,12 +60,13 @@ _KNOWN: Final = (
     ),
     _Known(
         re.compile(r"'indices' to have one of the following scalar types: Long, Int"),
-        "it looks up rows by their numbers and was given floats: give it whole numbers (with "
-        "data=arrays data.inputs_dtype=int64)",
+        "it looks up rows by their numbers and was given floats: give it whole numbers, as "
+        "inputs.long() (on the command line with data=arrays data.inputs_dtype=int64)",
     ),
     _Known(
         re.compile(r"expected (?:scalar type|target dtype to be) Long\b.* (?:found|got) \w+"),
-        "classes are whole numbers: give them as such (with data=arrays data.targets_dtype=int64)",
+        "classes are whole numbers: give them as such, as targets.long() (on the command line with "
+        "data=arrays data.targets_dtype=int64)",
     ),
     _Known(
         re.compile(r"0D or 1D target tensor expected"),
@@ -75,8 +76,8 @@ _KNOWN: Final = (
     _Known(
         re.compile(r"Target -?\d+ is out of bounds"),
         "classes count from 0 and are fewer than the model's outputs: correct the targets, or let "
-        "the last layer have more outputs (targets that are numbers, not classes, are floats: with "
-        "data=arrays data.targets_dtype=float32)",
+        "the last layer have more outputs (targets that are numbers, not classes, are floats: "
+        "targets.float(), on the command line with data=arrays data.targets_dtype=float32)",
     ),
     _Known(
         re.compile(r"index out of range in self"),

@@ -133,8 +133,9 @@ def _reshape(output: Tensor, target: Tensor) -> str:
     """Return what to do about shapes that differ."""
     if target.ndim == output.ndim - 1 and output.shape[-1] > 1:
         return (
-            "if the targets are classes, give them as whole numbers (with data=arrays "
-            "data.targets_dtype=int64); else let the last layer have one output, or reshape"
+            "if the targets are classes, give them as whole numbers, as targets.long() (on the "
+            "command line with data=arrays data.targets_dtype=int64); else let the last layer have "
+            "one output, or reshape"
         )
     if target.shape == output.shape[:-1]:
         return "store the targets as array[:, None], or end the model with nn.Flatten(0)"

@@ -35,7 +35,8 @@ def failed(layer, inputs, loss=cross_entropy, targets=None):
 )
 def test_whole_numbers_for_a_layer_of_floats(layer, shape, dtype):
     """Pictures of uint8 ended in torch's text alone."""
-    assert FLOATS in failed(layer(), torch.ones(shape, dtype=dtype))
+    said = failed(layer(), torch.ones(shape, dtype=dtype))
+    assert FLOATS in said and "as inputs.float() (on the command line" in said
 
 
 def test_numbers_as_numpy_makes_them():
@@ -76,6 +77,7 @@ def test_a_class_beyond_the_outputs():
     """Classes that count from 1, or numbers that are no classes."""
     said = failed(nn.Linear(4, 4), torch.zeros(2, 4), targets=torch.tensor([1, 4]))
     assert "classes count from 0" in said and "data.targets_dtype=float32" in said
+    assert "targets.float(), on the command line" in said
 
 
 def test_classes_as_floats_where_their_loss_is_that_of_numbers():
