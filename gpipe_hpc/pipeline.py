@@ -478,9 +478,9 @@ class Pipeline:
         return [parameter for _, parameter in self.named_parameters()]
 
     def optimizer(self, factory: Factory[O]) -> O:
-        """Return the optimizer that `factory` makes for this rank's parameters; all ranks call it.
+        """Return the optimizer that `factory` makes for this rank's parameters.
 
-        `factory(parameters)` returns a torch.optim.Optimizer, with any groups and options. With
+        Every rank calls it.         `factory(parameters)` returns a torch.optim.Optimizer, with any groups and options. With
         ``outer.shard`` it then has this rank's part of them, as one-dimensional parameters or as
         whole ones, and its state is divided over the replicas and mirrored stages. Raises
         ConfigError for an optimizer that cannot be divided so.
@@ -503,10 +503,10 @@ class Pipeline:
         return self._steps.held()
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        """Return the gradients of this rank's parameters by global name; all ranks call it.
+        """Return the gradients of this rank's parameters by global name.
 
-        They are `.grad`, or, where they are divided over the replicas, gathered copies; None where
-        no replica used the parameter.
+        Every rank calls it. They are `.grad`, or, where they are divided over the replicas,
+        gathered copies; None where no replica used the parameter.
         """
         with together(self.world, "gathering gradients"):
             return self._steps.gradients()
@@ -731,7 +731,7 @@ class Pipeline:
     def outer_step(self) -> bool:
         """Do what is due between replicas that train apart; say whether parameters were averaged.
 
-        To be called after each `optimizer.step()`, on all ranks; for others it does nothing. Where
+        Every rank calls it. To be called after each `optimizer.step()`, on all ranks; for others it does nothing. Where
         it was not called, the next `step`, `evaluate`, `predict` or `save` does it first.
         """
         apart = self._steps.apart

@@ -57,7 +57,7 @@ def assert_all_report(errors, failed, kind, *words):
         ({"schedule": 7}, ScheduleError, "a name .*got int"),
         ({"schedule": build("gpipe", ranks=2, microbatches=1)}, ConfigError, "3 ranks and 1"),
         ({"schedule_options": {"waves": 2}}, ScheduleError, "waves"),
-        ({"recompute": "often"}, ScheduleError, "always, except_last, never"),
+        ({"recompute": "often"}, ConfigError, "always, except_last, never"),
         ({"microbatches": 0}, ScheduleError, "microbatches"),
         ({"device": "tpu", "world": None}, ConfigError, "auto, cpu or cuda"),
     ],
