@@ -480,10 +480,10 @@ class Pipeline:
     def optimizer(self, factory: Factory[O]) -> O:
         """Return the optimizer that `factory` makes for this rank's parameters.
 
-        Every rank calls it.         `factory(parameters)` returns a torch.optim.Optimizer, with any groups and options. With
-        ``outer.shard`` it then has this rank's part of them, as one-dimensional parameters or as
-        whole ones, and its state is divided over the replicas and mirrored stages. Raises
-        ConfigError for an optimizer that cannot be divided so.
+        Every rank calls it. `factory(parameters)` returns a torch.optim.Optimizer, with any groups
+        and options. With ``outer.shard`` it then has this rank's part of them, as one-dimensional
+        parameters or as whole ones, and its state is divided over the replicas and mirrored stages.
+        Raises ConfigError for an optimizer that cannot be divided so.
         """
         with together(self.world, "making the optimizer"):
             whole = dict(self.named_parameters())
@@ -731,8 +731,9 @@ class Pipeline:
     def outer_step(self) -> bool:
         """Do what is due between replicas that train apart; say whether parameters were averaged.
 
-        Every rank calls it. To be called after each `optimizer.step()`, on all ranks; for others it does nothing. Where
-        it was not called, the next `step`, `evaluate`, `predict` or `save` does it first.
+        Every rank calls it, after each `optimizer.step()`; for replicas that do not train apart it
+        does nothing. Where it was not called, the next `step`, `evaluate`, `predict` or `save` does
+        it first.
         """
         apart = self._steps.apart
         if apart is None or not self._outer_due:
