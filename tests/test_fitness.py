@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from docs import generate
 from gpipe_hpc.config import Config, compose_config
 from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.pipeline import Keywords
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "gpipe_hpc"
@@ -284,6 +285,17 @@ def test_generated_pages_are_current():
     """`make docs` writes them."""
     for name, page in generate.pages().items():
         assert (ROOT / "docs" / "reference" / name).read_text("utf-8") == page, name
+
+
+def test_the_table_of_the_keywords_of_pipeline_is_current():
+    """The page named a record inside of us, which lacks six of the keywords."""
+    shown = {
+        each.name: "Outer()" if each.default is MISSING else repr(each.default)
+        for each in fields(Keywords)
+    }
+    page = (ROOT / "docs" / "reference" / "library.md").read_text("utf-8")
+    table = page.partition("| keyword | default | meaning |")[2].partition("\n\n")[0]
+    assert dict(re.findall(r"^\| `(\w+)` \| `(.*?)` \|", table, re.M)) == shown
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=label)
