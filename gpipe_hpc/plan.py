@@ -134,8 +134,8 @@ def _lay_out(request: Request, gauge: Gauge) -> Layout:
             return hopeless
         print(
             f"plan: searching an order of {request.microbatches} micro-batches on "
-            f"{request.stages} ranks (pipeline.schedule=auto), which may take minutes; "
-            f"+pipeline.options.trials=0 searches less",
+            f"{request.stages} ranks (pipeline.schedule=auto), which may take minutes; fewer "
+            f"pipeline.options.trials, as 0, take less time",
             file=sys.stderr,
             flush=True,
         )
