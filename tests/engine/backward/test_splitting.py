@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gpipe_hpc.comm.group import SoloGroup
 from gpipe_hpc.engine.microbatch import Keep, Recipe, StageWork
 from gpipe_hpc.engine.run import Run
 from gpipe_hpc.engine.stages.routes import Edge, StageRoutes
@@ -193,7 +192,7 @@ def run_stage(layer, boundary, *, splits, recomputes=False, context=nullcontext,
     keep = Keep.INPUT if recomputes else Keep.GRAPH
     for microbatch in range(num_steps):  # the first copies, to see whether layers write in place
         boundary = boundary.detach().requires_grad_(boundary.dtype != torch.int64)
-        stage.gradients.clear(SoloGroup(0))
+        stage.gradients.clear()
         with context():
             (output,) = work.forward(RUN, microbatch, [boundary], 2, Recipe(keep, splits)).parts
             if recomputes:
@@ -305,7 +304,7 @@ def test_frozen_input_and_what_is_no_tensor():
     layer = Apply(lambda s, nest: F.linear(nest["x"], s.w) * nest["scale"], w=(3, 4))
     for splits in (False, True):
         work = StageWork(Stage(0, {0: layer}, CPU, MIDDLE))
-        work.stage.gradients.clear(SoloGroup(0))
+        work.stage.gradients.clear()
         nest = {"x": torch.ones(2, 4), "scale": 2, "none": None}
         (output,) = work.forward(RUN, 0, [nest], 2, Recipe(Keep.GRAPH, splits)).parts
         assert work.backward(0, [torch.ones_like(output)]) == [()]

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_hpc.comm.group import SoloGroup
 from gpipe_hpc.engine.microbatch import Keep, Recipe, StageWork
 from gpipe_hpc.engine.run import Run
 from gpipe_hpc.engine.stages.routes import Edge, StageRoutes
@@ -54,7 +53,7 @@ def run(recomputed, splits):
     layers = {i: Layer(i, calls) for i in range(FIRST, FIRST + NUM_LAYERS)}
     stage = Stage(1, layers, CPU, ROUTES, names=NAMES, recomputed=recomputed)
     work = StageWork(stage)
-    stage.gradients.clear(SoloGroup(0))
+    stage.gradients.clear()
     inputs = [torch.randn(2, WIDTH, requires_grad=True) for _ in range(3)]
     keep = Keep.GRAPH if recomputed == frozenset() else Keep.INPUT
     parts = [(inputs[0], inputs[1]), (inputs[2],)]

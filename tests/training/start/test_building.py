@@ -6,6 +6,7 @@ import pytest
 
 from gpipe_hpc import Pipeline
 from gpipe_hpc.config import compose_config
+from gpipe_hpc.engine.outer.settings import Outer
 from gpipe_hpc.planning import OptimizerMemory
 from gpipe_hpc.training.start import building
 
@@ -27,6 +28,7 @@ GIVEN = {
     "pipeline.normalise_over_replicas=true": ("normalise_over_replicas", True),
     "pipeline.buffers=first": ("buffers", "first"),
     "train.compile=true": ("compile", True),
+    "outer.bucket_bytes=1000": ("outer", Outer(bucket_bytes=1000)),
     "lr.scaling=adascale": ("noise_over", "microbatches"),
     "comm.timeout_s=33": ("timeout_s", 33.0),
 }
