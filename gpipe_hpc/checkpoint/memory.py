@@ -1,18 +1,15 @@
 """Is there room in memory for what a checkpoint brings beside the model?"""
 
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
 
 import torch
 
 from gpipe_hpc.comm.group import Group, rank_names
+from gpipe_hpc.comm.host_memory import free_bytes as free_on_host
 from gpipe_hpc.comm.machine import shared_identity
 from gpipe_hpc.errors import CheckpointError
-
-_CGROUPS: Final = Path("/sys/fs/cgroup")
-_GIVEN_UP: Final = ("inactive_file ", "active_file ")
 
 
 def check_room(path: Path, group: Group, needed: Mapping[torch.device, int]) -> None:
@@ -45,42 +42,4 @@ def free_bytes(device: torch.device) -> int | None:
         return torch.cuda.mem_get_info(device)[0] + unused
     if device.type != "cpu":
         return None
-    return min([*_of_the_machine(), *_of_the_job()], default=None)
-
-
-def _of_the_machine() -> Iterator[int]:
-    for line in _lines(Path("/proc/meminfo")):
-        if line.startswith("MemAvailable:"):
-            yield 1024 * int(line.split()[1])
-
-
-def _of_the_job() -> Iterator[int]:
-    """Yield what each control group around this process leaves: those of Slurm, Kubernetes."""
-    for line in _lines(Path("/proc/self/cgroup")):
-        kinds, group = line.split(":", 2)[1:]
-        if kinds not in ("", "memory"):
-            continue
-        limit, used = ("memory.max", "memory.current")
-        root = _CGROUPS
-        if kinds == "memory":
-            limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
-            root = _CGROUPS / "memory"
-        folder = root / group.lstrip("/")
-        for each in [folder, *folder.parents]:
-            if each.is_relative_to(root):
-                yield from _headroom(each, limit, used)
-
-
-def _headroom(folder: Path, limit: str, used: str) -> Iterator[int]:
-    most, now = _lines(folder / limit), _lines(folder / used)
-    if most and now and most[0].isdigit():
-        # Pages of files are given up where memory lacks, also those read a moment ago.
-        cached = [line for line in _lines(folder / "memory.stat") if line.startswith(_GIVEN_UP)]
-        yield int(most[0]) - int(now[0]) + sum(int(line.split()[1]) for line in cached)
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
+    return free_on_host()

@@ -1,0 +1,478 @@
+"""The device on which a rank computes: the only module that knows what kinds of it there are.
+
+A `Device` is handed down to whatever moves tensors between host and device, runs something beside
+the compute, or asks for memory. Two are here: `HostDevice`, the CPU, and `Accelerator`, any that
+torch has. Tests bring another, which watches that nothing is used before it is there.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Final, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Generator, Tensor
+
+from gpipe_hpc.comm.host_memory import free_bytes, peak_bytes, used_bytes
+
+# By names of their own, as a device has a property `torch`.
+Dtype = torch.dtype
+
+
+class Event(Protocol):
+    """A mark in a stream: done once everything is done that was put there before it."""
+
+    def record(self, stream: "Stream | None" = None) -> None:
+        """Put the mark at the end of a stream; None for the current one."""
+
+    def wait(self, stream: "Stream | None" = None) -> None:
+        """Let what a stream gets from now on begin after the mark; None for the current one."""
+
+    def query(self) -> bool:
+        """Say whether the mark is done; True before it was recorded."""
+
+    def synchronize(self) -> None:
+        """Let the host wait for the mark."""
+
+    def elapsed_ms(self, later: "Event") -> float:
+        """Return the milliseconds to a later mark; both are done and were made with `timing`."""
+
+
+class Stream(Protocol):
+    """What the device does in order; several streams of one device run side by side."""
+
+    def wait_event(self, event: Event) -> None:
+        """Let what comes from now on begin after a mark."""
+
+    def wait_stream(self, other: "Stream") -> None:
+        """Let what comes from now on begin after all that another stream has to do so far."""
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Put a mark at the end, a new one without timing if none is given; return it."""
+
+    def synchronize(self) -> None:
+        """Let the host wait for all that the stream has to do so far."""
+
+
+class Device(Protocol):
+    """Where a rank computes, and how its memory, its streams and the host's memory meet."""
+
+    @property
+    def torch(self) -> torch.device:
+        """Return the device as torch names it, as ``cuda:3``: where new tensors are made."""
+
+    @property
+    def type(self) -> str:
+        """Return its kind, as torch's autocast wants it: ``cpu``, ``cuda``, ``xpu``."""
+
+    @property
+    def is_accelerator(self) -> bool:
+        """Say whether it has memory and streams of its own: what it is told, it does later."""
+
+    @property
+    def name(self) -> str:
+        """Return what it is called, as ``NVIDIA H100 80GB HBM3``."""
+
+    @property
+    def backend(self) -> str:
+        """Return torch.distributed's own backend for its tensors, as ``gloo``, ``nccl``."""
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Say whether a tensor lies in the memory of this device."""
+
+    def bring(self, tensor: Tensor, *, non_blocking: bool = False) -> Tensor:
+        """Return a tensor of the device with these values; the same if it lies there already.
+
+        `non_blocking`: the host goes on at once if the source is pinned, and must not write to it
+        before the current stream has come there.
+        """
+
+    def bring_into(self, own: Tensor, host: Tensor) -> None:
+        """Copy from pinned memory into a tensor of the device, on the current stream."""
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the host with these values once it has them: the host waits."""
+
+    def fetch_into(self, pinned: Tensor, tensor: Tensor) -> None:
+        """Copy into pinned memory on the current stream; the host does not wait.
+
+        Who reads `pinned` waits for an event that was recorded behind this.
+        """
+
+    def pinned(self, shape: Sequence[int], dtype: Dtype) -> Tensor:
+        """Return new host memory that copies run from and to beside what the device computes."""
+
+    def empty(self, shape: Sequence[int], dtype: Dtype) -> Tensor:
+        """Return a new tensor of the device with any values."""
+
+    def stream(self) -> Stream:
+        """Return a stream beside the current one."""
+
+    def current_stream(self) -> Stream:
+        """Return the stream that this thread's operators go to."""
+
+    def on(self, stream: Stream) -> AbstractContextManager[None]:
+        """Return a block within which this thread's operators go to a stream."""
+
+    def event(self, *, timing: bool = False) -> Event:
+        """Return a mark that is not recorded yet; `timing`: one that `elapsed_ms` can read."""
+
+    def lend(self, tensor: Tensor, stream: Stream) -> None:
+        """Keep a tensor's memory, once it is let go of, until a stream has done what it has to.
+
+        Needed where a stream uses a tensor that was made while another was current.
+        """
+
+    def synchronize(self) -> None:
+        """Let the host wait for everything that the device has to do."""
+
+    def use(self) -> None:
+        """Make this the device of the calling thread; each new thread that uses it calls this."""
+
+    def generators(self) -> list[Generator]:
+        """Return the generators that a layer on this device may draw from, the CPU's first."""
+
+    def memory_allocated(self) -> int:
+        """Return the bytes in use: of tensors on an accelerator, of this process on a CPU."""
+
+    def memory_peak(self) -> int:
+        """Return the most bytes in use so far, or since `reset_peak`."""
+
+    def memory_reserved(self) -> int:
+        """Return the bytes that torch holds of the device, used or not."""
+
+    def memory_total(self) -> int | None:
+        """Return the bytes that the device has; None on a CPU, whose memory ranks share."""
+
+    def memory_free(self) -> int | None:
+        """Return the bytes that may still be allocated; None where the system does not tell."""
+
+    def reset_peak(self) -> None:
+        """Begin a new peak; does nothing on a CPU, where the system keeps it."""
+
+    def out_of_memory(self, error: BaseException) -> bool:
+        """Say whether an error means that memory ran out."""
+
+
+class HostDevice:
+    """The CPU: everything is done when the call returns, so streams and marks have no work."""
+
+    torch: Final = torch.device("cpu")
+    type: Final = "cpu"
+    is_accelerator: Final = False
+    name: Final = "cpu"
+    backend: Final = "gloo"
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Say whether a tensor lies in the host's memory."""
+        return tensor.device.type == self.type
+
+    def bring(self, tensor: Tensor, *, non_blocking: bool = False) -> Tensor:
+        """Return the tensor itself, if it is one of the host."""
+        return tensor.to(self.torch)
+
+    def bring_into(self, own: Tensor, host: Tensor) -> None:
+        """Copy from one tensor to another."""
+        own.copy_(host)
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """Return the tensor itself, if it is one of the host."""
+        return tensor.to(self.torch)
+
+    def fetch_into(self, pinned: Tensor, tensor: Tensor) -> None:
+        """Copy from one tensor to another."""
+        pinned.copy_(tensor)
+
+    def pinned(self, shape: Sequence[int], dtype: Dtype) -> Tensor:
+        """Return plain memory: nothing copies beside the compute."""
+        return torch.empty(shape, dtype=dtype, device=self.torch)
+
+    def empty(self, shape: Sequence[int], dtype: Dtype) -> Tensor:
+        """Return a new tensor with any values."""
+        return torch.empty(shape, dtype=dtype, device=self.torch)
+
+    def stream(self) -> Stream:
+        """Return a stream that is always done."""
+        return _HostStream()
+
+    def current_stream(self) -> Stream:
+        """Return a stream that is always done."""
+        return _HostStream()
+
+    def on(self, stream: Stream) -> AbstractContextManager[None]:
+        """Return a block that changes nothing."""
+        return nullcontext()
+
+    def event(self, *, timing: bool = False) -> Event:
+        """Return a mark that tells the time of `time.perf_counter`."""
+        return _HostEvent()
+
+    def lend(self, tensor: Tensor, stream: Stream) -> None:
+        """Do nothing: no stream uses memory later."""
+
+    def synchronize(self) -> None:
+        """Do nothing: everything is done."""
+
+    def use(self) -> None:
+        """Do nothing: each thread has the CPU."""
+
+    def generators(self) -> list[Generator]:
+        """Return the CPU's generator."""
+        return [torch.default_generator]
+
+    def memory_allocated(self) -> int:
+        """Return the resident bytes of this process; 0 where the system does not tell."""
+        return used_bytes()
+
+    def memory_peak(self) -> int:
+        """Return the resident bytes of this process at the fullest."""
+        return peak_bytes()
+
+    def memory_reserved(self) -> int:
+        """Return the resident bytes of this process."""
+        return used_bytes()
+
+    def memory_total(self) -> None:
+        """Return None: the ranks of a machine share its memory."""
+
+    def memory_free(self) -> int | None:
+        """Return what the machine and the job's limits leave; None if the system does not tell."""
+        return free_bytes()
+
+    def reset_peak(self) -> None:
+        """Do nothing: the system keeps the peak."""
+
+    def out_of_memory(self, error: BaseException) -> bool:
+        """Say whether torch or Python got no memory from the system."""
+        return isinstance(error, MemoryError) or _NO_HOST_MEMORY in str(error)
+
+
+class _HostEvent:
+    def __init__(self) -> None:
+        self._at_s = 0.0
+
+    def record(self, stream: Stream | None = None) -> None:
+        self._at_s = perf_counter()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_ms(self, later: Event) -> float:
+        assert isinstance(later, _HostEvent), "marks of two kinds of devices"
+        return 1e3 * (later._at_s - self._at_s)
+
+
+class _HostStream:
+    def wait_event(self, event: Event) -> None:
+        pass
+
+    def wait_stream(self, other: Stream) -> None:
+        pass
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = _HostEvent() if event is None else event
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """A device of torch's accelerator: of CUDA (NVIDIA and AMD), XPU, or one out of the tree."""
+
+    torch: torch.device  # with its index
+
+    is_accelerator: Final = True
+
+    @property
+    def type(self) -> str:
+        """Return its kind, as ``cuda``."""
+        return self.torch.type
+
+    @property
+    def name(self) -> str:
+        """Return what its maker calls it; its kind where torch does not tell."""
+        ask = getattr(self._module, "get_device_name", None)
+        return self.type if ask is None else str(ask(self.torch.index))
+
+    @property
+    def backend(self) -> str:
+        """Return the backend that torch.distributed's table has for it; gloo if it has none."""
+        return dist.Backend.default_device_backend_map.get(self.type, "gloo")
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Say whether a tensor lies in the memory of a device of this kind."""
+        return tensor.device.type == self.type
+
+    def bring(self, tensor: Tensor, *, non_blocking: bool = False) -> Tensor:
+        """Return a tensor of the device with these values; see `Device.bring`."""
+        return tensor.to(self.torch, non_blocking=non_blocking)
+
+    def bring_into(self, own: Tensor, host: Tensor) -> None:
+        """Copy from pinned memory on the current stream; the host does not wait."""
+        own.copy_(host, non_blocking=True)
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the host; the host waits for it."""
+        return tensor.to(_HOST)
+
+    def fetch_into(self, pinned: Tensor, tensor: Tensor) -> None:
+        """Copy into pinned memory on the current stream; the host does not wait."""
+        pinned.copy_(tensor, non_blocking=True)
+
+    def pinned(self, shape: Sequence[int], dtype: Dtype) -> Tensor:
+        """Return new host memory whose pages stay where they are."""
+        return torch.empty(shape, dtype=dtype, device=_HOST, pin_memory=True)
+
+    def empty(self, shape: Sequence[int], dtype: Dtype) -> Tensor:
+        """Return a new tensor of the device with any values."""
+        return torch.empty(shape, dtype=dtype, device=self.torch)
+
+    def stream(self) -> Stream:
+        """Return a stream of torch's pool for this device."""
+        return _TorchStream(torch.Stream(self.torch))
+
+    def current_stream(self) -> Stream:
+        """Return the stream that this thread's operators go to."""
+        return _TorchStream(torch.accelerator.current_stream(self.torch))
+
+    def on(self, stream: Stream) -> AbstractContextManager[None]:
+        """Return a block within which this thread's operators go to a stream."""
+        return _current(_torchs(stream), self.torch)
+
+    def event(self, *, timing: bool = False) -> Event:
+        """Return a mark that is not recorded yet."""
+        return _TorchEvent(torch.Event(self.torch, enable_timing=timing))
+
+    def lend(self, tensor: Tensor, stream: Stream) -> None:
+        """Keep a tensor's memory until a stream has done what it has to."""
+        tensor.record_stream(_torchs(stream))
+
+    def synchronize(self) -> None:
+        """Let the host wait for everything that the device has to do."""
+        torch.accelerator.synchronize(self.torch)
+
+    def use(self) -> None:
+        """Make this the device of the calling thread."""
+        torch.accelerator.set_device_index(self.torch)
+
+    def generators(self) -> list[Generator]:
+        """Return the CPU's generator and the device's."""
+        return [torch.default_generator, self._module.default_generators[self.torch.index]]
+
+    def memory_allocated(self) -> int:
+        """Return the bytes of tensors on the device."""
+        return torch.accelerator.memory_allocated(self.torch)
+
+    def memory_peak(self) -> int:
+        """Return the most bytes of tensors on the device."""
+        return torch.accelerator.max_memory_allocated(self.torch)
+
+    def memory_reserved(self) -> int:
+        """Return the bytes that torch's allocator holds of the device."""
+        return torch.accelerator.memory_reserved(self.torch)
+
+    def memory_total(self) -> int | None:
+        """Return the bytes that the device has."""
+        return torch.accelerator.get_memory_info(self.torch)[1]
+
+    def memory_free(self) -> int | None:
+        """Return what nobody has of the device, and what torch's allocator holds unused."""
+        unused = self.memory_reserved() - self.memory_allocated()
+        return torch.accelerator.get_memory_info(self.torch)[0] + unused
+
+    def reset_peak(self) -> None:
+        """Begin a new peak of `memory_peak`."""
+        torch.accelerator.reset_peak_memory_stats(self.torch)
+
+    def out_of_memory(self, error: BaseException) -> bool:
+        """Say whether the device, a library on it or pinned memory ran out."""
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        return isinstance(error, RuntimeError) and any(text in str(error) for text in _RAN_OUT)
+
+    @property
+    def _module(self) -> Any:
+        return torch.get_device_module(self.torch)
+
+
+_HOST: Final = torch.device("cpu")
+_NO_HOST_MEMORY: Final = "DefaultCPUAllocator: can't allocate memory"
+# Of the driver where torch's allocator is not asked, of cuBLAS for its workspace, and of NCCL.
+_RAN_OUT: Final = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+
+
+class _TorchEvent:
+    def __init__(self, event: torch.Event) -> None:
+        self.torch = event
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.torch.record(self._stream(stream))
+
+    def wait(self, stream: Stream | None = None) -> None:
+        self.torch.wait(self._stream(stream))
+
+    def query(self) -> bool:
+        return self.torch.query()
+
+    def synchronize(self) -> None:
+        self.torch.synchronize()
+
+    def elapsed_ms(self, later: Event) -> float:
+        return self.torch.elapsed_time(_mark(later))
+
+    def _stream(self, stream: Stream | None) -> torch.Stream:
+        if stream is None:
+            return torch.accelerator.current_stream(self.torch.device)
+        return _torchs(stream)
+
+
+class _TorchStream:
+    def __init__(self, stream: torch.Stream) -> None:
+        self.torch = stream
+
+    def wait_event(self, event: Event) -> None:
+        self.torch.wait_event(_mark(event))
+
+    def wait_stream(self, other: Stream) -> None:
+        self.torch.wait_stream(_torchs(other))
+
+    def record_event(self, event: Event | None = None) -> Event:
+        if event is None:
+            event = _TorchEvent(torch.Event(self.torch.device))
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self.torch.synchronize()
+
+
+def _torchs(stream: Stream) -> torch.Stream:
+    assert isinstance(stream, _TorchStream), "a stream of another kind of device"
+    return stream.torch
+
+
+def _mark(event: Event) -> torch.Event:
+    assert isinstance(event, _TorchEvent), "a mark of another kind of device"
+    return event.torch
+
+
+@contextmanager
+def _current(stream: torch.Stream, device: torch.device) -> Iterator[None]:
+    # A stream of torch as a block remembers in itself what was before: two threads may not share.
+    before = torch.accelerator.current_stream(device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)

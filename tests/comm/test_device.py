@@ -1,0 +1,201 @@
+"""The two devices of the package: what the CPU does, and what is asked of torch's accelerator."""
+
+import threading
+
+import pytest
+import torch
+
+from gpipe_hpc.comm.device import Accelerator, Device, HostDevice
+
+
+class Played:
+    """torch's streams and events as far as the accelerator uses them: who did what, in order."""
+
+    def __init__(self):
+        self.log = []
+        self.current = threading.local()
+        outer = self
+
+        class Event:
+            def __init__(self, device, enable_timing=False):
+                self.device, self.at = device, None
+
+            def record(self, stream):
+                outer.log.append(("record", stream.name))
+
+            def wait(self, stream):
+                outer.log.append(("wait", stream.name))
+
+            def elapsed_time(self, other):
+                return 2.5
+
+        class Stream:
+            def __init__(self, device, name="side"):
+                self.device, self.name = device, name
+
+            def wait_event(self, event):
+                outer.log.append(("wait_event", self.name))
+
+            def wait_stream(self, other):
+                outer.log.append(("wait_stream", self.name, other.name))
+
+        self.Event, self.Stream = Event, Stream
+        self.main = Stream(torch.device("cuda", 1), "main")
+
+    def current_stream(self, device):
+        return getattr(self.current, "stream", self.main)
+
+    def set_stream(self, stream):
+        self.current.stream = stream
+
+
+@pytest.fixture
+def played(monkeypatch):
+    played = Played()
+    monkeypatch.setattr(torch, "Event", played.Event)
+    monkeypatch.setattr(torch, "Stream", played.Stream)
+    monkeypatch.setattr(torch.accelerator, "current_stream", played.current_stream)
+    monkeypatch.setattr(torch.accelerator, "set_stream", played.set_stream)
+    return played
+
+
+def cuda() -> Accelerator:
+    return Accelerator(torch.device("cuda", 1))
+
+
+def test_both_are_devices():
+    devices: list[Device] = [HostDevice(), cuda()]
+    assert [each.type for each in devices] == ["cpu", "cuda"]
+    assert [each.is_accelerator for each in devices] == [False, True]
+
+
+def test_the_backend_is_that_of_torchs_own_table():
+    assert HostDevice().backend == "gloo"
+    assert cuda().backend == "nccl"
+    assert Accelerator(torch.device("xpu", 0)).backend == "xccl"
+
+
+def test_a_block_puts_the_stream_back_whatever_happens(played):
+    device = cuda()
+    side = device.stream()
+    with pytest.raises(KeyError), device.on(side):
+        device.event().record()
+        raise KeyError
+    device.event().record()
+    assert played.log == [("record", "side"), ("record", "main")]
+
+
+def test_two_threads_are_on_one_stream_at_a_time(played):
+    """torch's own block keeps what was before in the stream: a second thread may not enter it."""
+    device = cuda()
+    side, found = device.stream(), []
+
+    def other():
+        with device.on(side):
+            found.append(torch.accelerator.current_stream(device.torch).name)
+        found.append(torch.accelerator.current_stream(device.torch).name)
+
+    with device.on(side):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        device.event().record()
+    assert found == ["side", "main"]
+    assert played.log == [("record", "side")]
+
+
+def test_waits_name_the_streams_that_wait(played):
+    device = cuda()
+    side = device.stream()
+    mark = side.record_event()
+    mark.wait()
+    side.wait_stream(device.current_stream())
+    device.current_stream().wait_event(mark)
+    assert played.log == [
+        ("record", "side"),
+        ("wait", "main"),
+        ("wait_stream", "side", "main"),
+        ("wait_event", "main"),
+    ]
+    assert mark.elapsed_ms(side.record_event()) == 2.5
+
+
+def test_memory_is_lent_to_the_stream(played):
+    lent = []
+
+    class Tensor:
+        def record_stream(self, stream):
+            lent.append(stream)
+
+    device = cuda()
+    side = device.stream()
+    device.lend(Tensor(), side)
+    assert lent == [side.torch]
+
+
+def test_free_memory_is_what_nobody_has_and_what_the_allocator_keeps(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (100, 1000))
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda device: 50)
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda device: 20)
+    assert cuda().memory_free() == 130
+    assert cuda().memory_total() == 1000
+
+
+def test_generators_are_the_cpus_and_the_devices(monkeypatch):
+    fake = type("module", (), {"default_generators": ("a", "b", "c")})
+    monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
+    assert cuda().generators() == [torch.default_generator, "b"]
+    assert HostDevice().generators() == [torch.default_generator]
+
+
+def test_the_name_is_its_makers(monkeypatch):
+    named = type("module", (), {"get_device_name": staticmethod(lambda index: f"H100 {index}")})
+    monkeypatch.setattr(torch, "get_device_module", lambda device: named)
+    assert cuda().name == "H100 1"
+    monkeypatch.setattr(torch, "get_device_module", lambda device: object())
+    assert cuda().name == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("device", "error", "is_it"),
+    [
+        (cuda(), torch.OutOfMemoryError("Tried to allocate 2 GiB"), True),
+        (cuda(), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), True),
+        (cuda(), torch.AcceleratorError("CUDA error: out of memory"), True),
+        (cuda(), RuntimeError("shapes cannot be multiplied"), False),
+        (cuda(), ValueError("out of memory"), False),
+        (HostDevice(), MemoryError(), True),
+        (HostDevice(), RuntimeError("shapes cannot be multiplied"), False),
+    ],
+)
+def test_what_says_that_memory_ran_out(device, error, is_it):
+    assert device.out_of_memory(error) is is_it
+
+
+def test_the_cpus_own_refusal_is_known():
+    with pytest.raises(RuntimeError) as refused:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert HostDevice().out_of_memory(refused.value)
+
+
+def test_the_cpu_tells_times_and_keeps_order():
+    device = HostDevice()
+    first, later = device.event(timing=True), device.event(timing=True)
+    first.record()
+    later.record(device.stream())
+    assert 0 <= first.elapsed_ms(later) < 60_000
+    with device.on(device.stream()):
+        tensor = device.bring(torch.arange(3.0), non_blocking=True)
+    into = device.pinned((3,), torch.float32)
+    device.fetch_into(into, tensor)
+    assert into.tolist() == [0.0, 1.0, 2.0]
+    assert device.holds(device.empty((2,), torch.int8))
+
+
+def test_the_cpu_knows_its_process():
+    device = HostDevice()
+    used = device.memory_allocated()
+    assert device.memory_peak() + 2**20 >= used > 2**20
+    assert device.memory_total() is None
+    free = device.memory_free()
+    assert free is None or free > 0
