@@ -40,9 +40,12 @@ class Costs:
     none. `reduction` is all that a stage reduces; `bucket_shares` says by stage how that is
     divided over its buckets (any unit; without, equally). Where `reduces_within`, a bucket leaves
     within the stage's last backward, once that has come as far as the shares of those up to it.
-    `gather` is all of a stage's parameters that are gathered (``UNSHARD``), divided likewise.
-    `offload` and `fetch` are copies to the host and back, which run beside compute. None: not
-    given.
+    Each bucket takes `reduction_latency` more, however small it is. `gather` is all of a stage's
+    parameters that are gathered (``UNSHARD``), divided likewise. `offload` and `fetch` are copies
+    to the host and back, which run beside compute. None: not given.
+
+    `paces` names ranks that are not as fast as the costs say: their compute takes so many times as
+    long.
 
     All but reductions and gatherings are of a whole micro-batch. `shares` has a number for each
     micro-batch of the table where some are smaller: its share of the samples of a whole one, 0 for
@@ -61,12 +64,14 @@ class Costs:
     link: Link = Link()
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     reduction: Cost = 0.0
+    reduction_latency: Cost = 0.0
     bucket_shares: Mapping[int, Sequence[float]] = field(default_factory=dict)
     reduces_within: bool = False
     gather: Cost = 0.0
     offload: Cost = 0.0
     fetch: Cost = 0.0
     shares: Sequence[float] = ()
+    paces: Mapping[int, float] = field(default_factory=dict)
 
     def of_compute(self, op: Op, num_stages: int) -> list[float]:
         """Return the cost of a compute op, or a copy, on each stage; refuse an op without one."""
@@ -82,6 +87,22 @@ class Costs:
     def of_reduction(self, num_stages: int) -> list[float]:
         """Return the cost of reducing the gradients of each stage."""
         return per_stage("reduction", self.reduction, num_stages)
+
+    def of_reduction_latency(self, num_stages: int) -> list[float]:
+        """Return what each bucket of each stage takes, whatever its size."""
+        return per_stage("reduction_latency", self.reduction_latency, num_stages)
+
+    def of_paces(self, num_ranks: int) -> list[float]:
+        """Return how many times as long each rank computes; refuse a rank that there is not."""
+        each = [1.0] * num_ranks
+        for rank, pace in self.paces.items():
+            if not (0 <= rank < num_ranks and 0 < pace < math.inf):
+                raise ScheduleError(
+                    f"costs: paces, expected a factor above 0 for ranks of 0 to {num_ranks - 1}, "
+                    f"got {pace} for rank {rank}"
+                )
+            each[rank] = float(pace)
+        return each
 
     def of_gather(self, num_stages: int) -> list[float]:
         """Return the cost of gathering the parameters of each stage."""
@@ -144,6 +165,7 @@ class Costs:
             weight_gradient=if_given("weight_gradient", self.weight_gradient),
             recompute=if_given("recompute", self.recompute),
             reduction=of_stages("reduction", self.reduction),
+            reduction_latency=_last_of("reduction_latency", self.reduction_latency, num_stages),
             gather=of_stages("gather", self.gather),
             offload=of_stages("offload", self.offload),
             fetch=of_stages("fetch", self.fetch),

@@ -46,9 +46,10 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     if (schedule.overlaps or schedule.skips) and not schedule.is_lowered:
         return _compute_of(simulate(lower(schedule), costs))
     graph = build_precedence(schedule)
-    clock = _Clock(graph, costs)
+    clock = Clock(graph, costs)
     clock.run(execution_order(graph, graph.waits))
-    clock.reduce(costs)
+    order = reduction_order(graph)
+    clock.reduce(order, clock.ready(order))
     return clock.timeline()
 
 
@@ -69,15 +70,16 @@ class _Step(NamedTuple):
     way: int | Skip
 
 
-class _Clock:
-    """The times of all nodes."""
+class Clock:
+    """The times of all nodes of one pipeline: first `run`, then `reduce`."""
 
     def __init__(self, graph: Precedence, costs: Costs) -> None:
         """Resolve the costs of the ops that the table has."""
-        self.graph = graph
+        self.graph, self.costs = graph, costs
         self.steps = _steps(graph, costs)
         self.transfer_time = costs.transfer_times(graph.schedule.num_stages)
         self.shares = costs.of_shares(graph.schedule.num_microbatches)
+        self.paces = costs.of_paces(graph.schedule.num_ranks)
         self.starts = [0.0] * len(graph.actions)
         self.ends = [0.0] * len(graph.actions)
         self.arrivals = [0.0] * len(graph.actions)
@@ -96,7 +98,7 @@ class _Clock:
         """Give all nodes their times, in an order that respects their waits."""
         actions, ranks, waits = self.graph.actions, self.graph.ranks, self.graph.waits
         starts, ends, arrivals, steps = self.starts, self.ends, self.arrivals, self.steps
-        copied_at, shares = self.copied_at, self.shares
+        copied_at, shares, paces = self.copied_at, self.shares, self.paces
         free_at = [0.0] * self.graph.schedule.num_ranks
         for node in order:
             op, stage, microbatch, peer = actions[node]
@@ -104,6 +106,8 @@ class _Clock:
             if duration and microbatch is not None:
                 duration *= shares[microbatch]
             rank = ranks[node]
+            if computes:
+                duration *= paces[rank]
             start = free_at[rank]
             for wait in waits[node]:
                 if ranks[wait] != rank:
@@ -152,33 +156,44 @@ class _Clock:
         if action.op in SENDS:
             self.starts[node], self.ends[node] = begin, end
 
-    def reduce(self, costs: Costs) -> None:
-        """Give the reductions their times."""
-        schedule = self.graph.schedule
+    def ready(self, order: list[list[int]]) -> list[list[float]]:
+        """Return when each holder of each reduction is ready for it; reductions as in `order`."""
+        parts = self._bucket_parts(order)
+        return [
+            [self._complete(node, parts) for node in nodes]
+            if self.costs.reduces_within and self.graph.actions[nodes[0]].op is Op.REDUCE_GRAD
+            else [self.starts[node] for node in nodes]
+            for nodes in order
+        ]
+
+    def reduce(self, order: list[list[int]], ready: list[list[float]]) -> None:
+        """Give the reductions their times, each once its holders are `ready` and free."""
+        num_stages = self.graph.schedule.num_stages
+        totals = self.costs.of_reduction(num_stages)
+        latencies = self.costs.of_reduction_latency(num_stages)
+        parts = self._bucket_parts(order)
         free_at: dict[int, float] = defaultdict(float)
-        order = reduction_order(self.graph)
-        numbers = Counter(kind_of(self.graph.actions[nodes[0]]) for nodes in order)
-        totals = costs.of_reduction(schedule.num_stages)
-        shares = {kind: costs.of_buckets(kind[1], count) for kind, count in numbers.items()}
-        for nodes in order:
+        for nodes, readies in zip(order, ready, strict=True):
             op, stage, bucket, _ = self.graph.actions[nodes[0]]
-            share = shares[op, stage, None]
             ranks = [self.graph.ranks[node] for node in nodes]
-            ready = [self.starts[node] for node in nodes]
-            if costs.reduces_within and op is Op.REDUCE_GRAD:
-                come = sum(share[: (bucket or 0) + 1])
-                ready = [self._complete(node, come) for node in nodes]
-            start = max(*ready, *(free_at[rank] for rank in ranks))
-            end = start + totals[stage] * share[bucket or 0]
+            start = max(*readies, *(free_at[rank] for rank in ranks))
+            end = start + (totals[stage] * parts[op, stage, None][bucket or 0] + latencies[stage])
             for node, rank in zip(nodes, ranks, strict=True):
                 self.starts[node], self.ends[node] = start, end
                 free_at[rank] = end
 
-    def _complete(self, node: int, come: float) -> float:
-        """Return when a bucket is complete, once its stage's last backward has come so far."""
+    def _bucket_parts(self, order: list[list[int]]) -> dict[Kind, list[float]]:
+        """Return which part of its stage's reduction each bucket is, by op and stage."""
+        numbers = Counter(kind_of(self.graph.actions[nodes[0]]) for nodes in order)
+        return {kind: self.costs.of_buckets(kind[1], count) for kind, count in numbers.items()}
+
+    def _complete(self, node: int, parts: dict[Kind, list[float]]) -> float:
+        """Return when a bucket is complete: once its stage's last backward has come so far."""
         last = max(self.graph.waits[node], default=None)
         if last is None:
             return self.starts[node]
+        op, stage, bucket, _ = self.graph.actions[node]
+        come = sum(parts[op, stage, None][: (bucket or 0) + 1])
         start, end = self.starts[last], self.ends[last]
         return start + (end - start) * come
 

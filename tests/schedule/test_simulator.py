@@ -189,3 +189,31 @@ def test_nothing_is_kept_in_evaluation_and_an_empty_timeline_has_no_bubble():
     assert simulate(bare, Costs(forward=1)).peak_activations == (1, 1)
     empty = Timeline(events=((), ()), num_stages=2, num_microbatches=1)
     assert (empty.makespan, empty.bubble, empty.peak_activations) == (0.0, 0.0, (0, 0))
+
+
+@pytest.mark.parametrize("schedule", [SPLIT, lower(SPLIT)], ids=["bare", "lowered"])
+def test_a_slow_rank_takes_as_many_times_as_long_for_compute_and_for_nothing_else(schedule):
+    costs = Costs(
+        forward=1, input_gradient=2, weight_gradient=3, send=0.5, reduction=7, paces={1: 2.0}
+    )
+    found = spans(simulate(schedule, costs))
+    assert found["0F0"] == (0, 1)
+    assert found["1F0"] == (1.5, 3.5)
+    assert found["1I0"] == (3.5, 7.5)
+    assert found["1W0"] == (7.5, 13.5)
+    assert found["0I0"] == (8, 10)
+    if schedule.is_lowered:
+        assert found["1REDUCE_GRAD"] == (13.5, 20.5)
+
+
+@pytest.mark.parametrize("paces", [{2: 1.5}, {-1: 1.0}, {0: 0.0}, {0: float("inf")}])
+def test_paces_that_make_no_sense_are_refused(paces):
+    with pytest.raises(ScheduleError, match="costs: paces, expected a factor above 0 for ranks of"):
+        simulate(SPLIT, Costs(forward=1, input_gradient=1, weight_gradient=1, paces=paces))
+
+
+def test_each_bucket_takes_the_latency_of_a_reduction():
+    lowered = lower(from_text("0F0,0B0\n"), {0: 2})
+    costs = Costs(forward=1, backward=4, reduction=8, reduction_latency=[0.5])
+    found = spans(simulate(lowered, costs))
+    assert found["0REDUCE_GRAD0"] == (5, 9.5) and found["0REDUCE_GRAD1"] == (9.5, 14)

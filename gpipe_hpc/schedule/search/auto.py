@@ -300,6 +300,7 @@ def _listed(placement: Placement, costs: Costs, may_split: bool, room: _Room) ->
         boundaries(stage, (route[stage], route[min(stage + 1, num_stages - 1)]))
         for stage in range(num_stages)
     ]
+    paces = costs.of_paces(placement.num_ranks)
     orders: list[tuple[Op, ...]] = [(Op.B, Op.F), (Op.F, Op.B)]
     if may_split:
         orders += [(Op.I, Op.F, Op.W), (Op.F, Op.I, Op.W), (Op.I, Op.W, Op.F)]
@@ -308,7 +309,8 @@ def _listed(placement: Placement, costs: Costs, may_split: bool, room: _Room) ->
         for priority in (_deepest_first(order), _oldest_first(order)):
             for limits in _limits(placement, most, is_tight=room.within is not None):
                 try:
-                    rows = list_schedule(placement, Rules(durations, priority, transfers, limits))
+                    rules = Rules(durations, priority, transfers, limits, paces)
+                    rows = list_schedule(placement, rules)
                 except ScheduleError:
                     continue  # too little room for this rule
                 yield tabulate("auto", placement, rows)

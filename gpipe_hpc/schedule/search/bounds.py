@@ -16,6 +16,7 @@ def lower_bound(placement: Placement, costs: Costs, may_split: bool) -> float:
     forward = costs.of_compute(Op.F, num_stages)
     back, weights = _halves(costs, num_stages, may_split)
     transfer = costs.transfer_times(num_stages)
+    paces = costs.of_paces(num_ranks)
     heads, tails = [float("inf")] * num_ranks, [float("inf")] * num_ranks
     longest = 0.0
     for at in sorted(set(placement.route_of)):
@@ -24,18 +25,18 @@ def lower_bound(placement: Placement, costs: Costs, may_split: bool) -> float:
         for stage, rank in enumerate(route):
             heads[rank] = min(heads[rank], head)
             tails[rank] = min(tails[rank], tail)
-            head += forward[stage]
-            tail += back[stage]
+            head += forward[stage] * paces[rank]
+            tail += back[stage] * paces[rank]
             after = route[min(stage + 1, num_stages - 1)]
             if after != rank:
                 head += transfer(stage, (rank, after))
                 tail += transfer(stage, (after, rank))
-        longest = max(longest, head + tail + weights[0])
+        longest = max(longest, head + tail + weights[0] * paces[route[0]])
     passing, later = [0.0] * num_ranks, [0.0] * num_ranks
     for at in placement.route_of:
         for stage, rank in enumerate(placement.routes[at]):
-            passing[rank] += forward[stage] + back[stage]
-            later[rank] += weights[stage]
+            passing[rank] += (forward[stage] + back[stage]) * paces[rank]
+            later[rank] += weights[stage] * paces[rank]
     spans = zip(heads, passing, later, tails, strict=True)
     busiest = max(head + work + max(after, tail) for head, work, after, tail in spans if work)
     return max(longest, busiest)

@@ -23,12 +23,14 @@ class Rules(NamedTuple):
 
     `durations[op][stage]` are times of the ops, which say whether backward is split; `transfers[s]`
     is that of the boundary behind stage s. `limits[rank]` bounds the live stage micro-batches.
+    `paces[rank]` is how many times as long a rank takes; empty: all take as long as it says.
     """
 
     durations: Mapping[Op, Sequence[float]]
     priority: Priority
     transfers: Sequence[float]
     limits: Sequence[int] | None = None
+    paces: Sequence[float] = ()
 
 
 def list_schedule(placement: Placement, rules: Rules) -> list[list[Action]]:
@@ -56,6 +58,7 @@ class _State:
         num_ranks, num_stages = placement.num_ranks, placement.num_stages
         self.rows: list[list[Action]] = [[] for _ in range(num_ranks)]
         self.free_at = [0.0] * num_ranks
+        self.paces = self.rules.paces or [1.0] * num_ranks
         self.live = [0] * num_ranks
         self.spare = _spare_room(placement)
         # For each rank, op and stage the micro-batches that are or will be ready, and when.
@@ -102,7 +105,7 @@ class _State:
         assert microbatch is not None, f"{action} has no micro-batch"
         heapq.heappop(self.queues[rank][op, stage])
         self.rows[rank].append(action)
-        end = now + self.rules.durations[op][stage]
+        end = now + self.rules.durations[op][stage] * self.paces[rank]
         self.free_at[rank] = end
         heapq.heappush(self.looks, (end, rank))
         self.live[rank] += (op in STARTS_ACTIVATIONS) - (op in ENDS_BACKWARD)

@@ -189,14 +189,27 @@ def test_the_same_search_finds_the_same_table():
     assert tables[0] == tables[1]
 
 
+def test_a_slow_rank_is_searched_for_as_a_slow_stage_is():
+    """With a stage for each rank it is the same, so orders, times and bounds are."""
+    times = {"input_gradient": [1.0, 1.0, 1.0], "weight_gradient": [0.5, 0.5, 0.5]}
+    slow = Costs(forward=[1.0, 1.0, 1.0], paces={1: 2.0}, **times)
+    same = Costs(forward=[1.0, 2.0, 1.0], **{k: [v[0], 2 * v[1], v[2]] for k, v in times.items()})
+    placement = place("one_each", 3, 5)
+    by_rank, by_stage = (search(placement, costs, limit=3) for costs in (slow, same))
+    assert by_rank == by_stage
+    even = search(placement, replace(slow, paces={}), limit=3)
+    assert even.lower_bound < by_rank.lower_bound
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(["gpipe", "one_f_one_b", "zb_h1", "zb_h2", "zb_v", "gems", "dualpipe_v"]),
     st.lists(st.floats(0.01, 5), min_size=24, max_size=24),
     st.floats(0, 2),
     st.integers(1, 6),
+    st.dictionaries(st.integers(0, 3), st.floats(0.2, 4)),
 )
-def test_no_table_beats_the_lower_bound(name, times, latency, microbatches):
+def test_no_table_beats_the_lower_bound(name, times, latency, microbatches, paces):
     bare = build(name, ranks=4, microbatches=microbatches)
     stages = bare.num_stages
     costs = Costs(
@@ -204,6 +217,7 @@ def test_no_table_beats_the_lower_bound(name, times, latency, microbatches):
         input_gradient=times[8 : 8 + stages],
         weight_gradient=times[16 : 16 + stages],
         link=Link(latency=latency),
+        paces=paces,
     )
     assert simulate(bare, costs).makespan >= lower_bound(bare.placement, costs, True) - 1e-9
 
