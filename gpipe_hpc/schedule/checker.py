@@ -8,7 +8,7 @@ from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.garbage import collector_paused
 from gpipe_hpc.schedule.table.actions import BACKWARDS, RECEIVES, REDUCTIONS, SENDS, Action, Op
 from gpipe_hpc.schedule.table.collectives import reduction_order
-from gpipe_hpc.schedule.table.dependencies import channel_of, counterpart
+from gpipe_hpc.schedule.table.dependencies import counterpart
 from gpipe_hpc.schedule.table.lifetimes import peak_activations, peak_receives
 from gpipe_hpc.schedule.table.precedence import (
     NOWHERE,
@@ -25,12 +25,12 @@ from gpipe_hpc.schedule.table.schedule import Schedule
 def check(schedule: Schedule, *, is_apart: bool = False) -> None:
     """Refuse a table, bare or lowered, that breaks a rule; names rank, position, action, reason.
 
-    Every action once, on its rank, none missing, after what it needs; channels first in first out;
-    each bucket of a stage reduced once on each holder, in one order where ranks share stages, and
-    where parameters are gathered, each once on each holder, ahead of the stage's forwards; live
-    activations and posted receives within declared bounds; no deadlock, whether a ``SEND`` is
-    buffered or blocks until its ``RECV`` is posted. `is_apart`: replicas train by themselves, so
-    what one rank of a pipeline holds is not reduced.
+    Every action once, on its rank, none missing, after what it needs; what one rank sends another
+    received in the order of the sends; each bucket of a stage reduced once on each holder, in one
+    order where ranks share stages, and where parameters are gathered, each once on each holder,
+    ahead of the stage's forwards; live activations and posted receives within declared bounds; no
+    deadlock, whether a ``SEND`` is buffered or blocks until its ``RECV`` is posted. `is_apart`:
+    replicas train by themselves, so what one rank of a pipeline holds is not reduced.
     """
     if schedule.num_ranks != schedule.placement.num_ranks:
         raise ScheduleError(
@@ -110,7 +110,7 @@ def _check_own_order(graph: Precedence) -> None:
 
 
 def _check_transfers(graph: Precedence) -> None:
-    """Sends and receives come in pairs, only between ranks, in one order on each channel."""
+    """Sends and receives come in pairs, only between ranks, in one order between any two."""
     nowhere = [NOWHERE] * graph.schedule.num_microbatches
     for kind, halves in graph.makers.items():
         if kind[0] not in SENDS and kind[0] not in RECEIVES:
@@ -124,29 +124,30 @@ def _check_transfers(graph: Precedence) -> None:
                 graph.refuse(node, f"has no partner, expected {missing}, got none; add it")
             if graph.ranks[partner] == graph.ranks[node]:
                 graph.refuse(node, "moves a value within its rank, expected no transfer; drop it")
-    for kind, sends in graph.makers.items():
-        if kind[0] in SENDS:
-            posts = graph.makers.get(kind_of(counterpart(action_of(kind))), nowhere)
-            _check_channels(graph, sends, posts)
+    _check_order(graph)
 
 
-def _check_channels(graph: Precedence, sends: list[int], posts: list[int]) -> None:
-    """Refuse receives of one kind that are posted in another order than sent."""
-    route_of = graph.schedule.placement.route_of
-    sent = sorted((node, route_of[index]) for index, node in enumerate(sends) if node != NOWHERE)
-    posted = sorted((node, route_of[index]) for index, node in enumerate(posts) if node != NOWHERE)
-    for route in sorted({route for _, route in sent}):
-        in_turn = [node for node, at in sent if at == route]
-        for send, post in zip(in_turn, (node for node, at in posted if at == route), strict=True):
-            if graph.actions[post].microbatch != graph.actions[send].microbatch:
-                expected = counterpart(graph.actions[send])
-                channel = channel_of(expected, graph.schedule.placement)
-                graph.refuse(
-                    post,
-                    f"is out of order on the channel from stage {channel.source} to "
-                    f"{channel.destination}, expected {expected} to match {graph.where(send)}, "
-                    f"got {graph.actions[post]}; post in the order of the sends",
-                )
+def _check_order(graph: Precedence) -> None:
+    """Refuse receives of what one rank sends another that are posted in another order than sent.
+
+    Whichever channels they are of: one queue between the two ranks carries all of them.
+    """
+    sent: dict[tuple[int, int], tuple[int, int]] = {}  # the last send and its post, by their ranks
+    for node, action in enumerate(graph.actions):
+        if action.op not in SENDS:
+            continue
+        post = graph.find(counterpart(action))
+        assert post is not None, f"{action} has a partner"
+        ends = graph.ranks[node], graph.ranks[post]
+        before, awaited = sent.get(ends, (NOWHERE, NOWHERE))
+        if post < awaited:
+            graph.refuse(
+                post,
+                f"is out of order among what rank {ends[0]} sends here, expected "
+                f"{graph.actions[awaited]} ahead of it, to match {graph.where(before)}; post in "
+                f"the order of the sends",
+            )
+        sent[ends] = node, post
 
 
 def _check_reductions(graph: Precedence, *, is_apart: bool) -> None:

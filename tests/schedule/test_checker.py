@@ -17,6 +17,10 @@ from gpipe_hpc.schedule import (
 
 BARE = build("gpipe", ranks=2, microbatches=2)
 LOWERED = lower(BARE)  # its rows stand in test_lowering.py
+# Two channels lead from rank 0 to rank 1, which uses what they bring in another order.
+ACROSS = lower(
+    from_text("0F0,0F1,2F0,2B0,0F2,2F1,2B1,2F2,2B2,0B0,0B1,0B2\n1F0,1F1,1F2,1B0,1B1,1B2\n")
+)
 IN_BUCKETS = lower(BARE, {0: 3, 1: 1})
 
 
@@ -62,8 +66,16 @@ def edited(schedule, rank, old, new):
             1,
             "1RECV_F0 1RECV_F1",
             "1RECV_F1 1RECV_F0",
-            r"rank 1, position 0, 1RECV_F1: is out of order on the channel from stage 0 to 1, "
-            r"expected 1RECV_F0 to match rank 0, position 1, 0SEND_F0",
+            r"rank 1, position 0, 1RECV_F1: is out of order among what rank 0 sends here, "
+            r"expected 1RECV_F0 ahead of it, to match rank 0, position 1, 0SEND_F0",
+        ),
+        (
+            ACROSS,
+            1,
+            "1RECV_B0 1RECV_F2",
+            "1RECV_F2 1RECV_B0",
+            r"1RECV_F2: is out of order among what rank 0 sends here, "
+            r"expected 1RECV_B0 ahead of it, to match rank 0, position \d+, 2SEND_B0; post in the",
         ),
         (LOWERED, 0, " 0REDUCE_GRAD", "", r"rank 0: 0REDUCE_GRAD is missing"),
         (LOWERED, 0, "0B0 0REDUCE_GRAD", "0REDUCE_GRAD 0B0", r"0REDUCE_GRAD: waits for 0B0"),

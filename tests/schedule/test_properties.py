@@ -95,7 +95,7 @@ def tables(draw):
 
 
 def replay(schedule):
-    """Run a lowered table with blocking sends; return whether it ends with channels in order."""
+    """Run a lowered table with blocking sends; return whether it ends, all received as sent."""
     placement, num_stages = schedule.placement, schedule.num_stages
     backward_of = {(a.stage, a.microbatch): a.op for r in schedule.ranks for a in r if a.op in "BI"}
     position = [0] * schedule.num_ranks
@@ -140,8 +140,9 @@ def replay(schedule):
                     other = action.stage + step if action.peer is None else action.peer
                     ends = (action.stage, other) if sends else (other, action.stage)
                     side = sent_on if sends else posted_on
-                    channel = (direction, ends, placement.route_of[action.microbatch])
-                    side.setdefault(channel, []).append(action.microbatch)
+                    # One queue for all that goes from one rank to another.
+                    queue = tuple(placement.rank_of(end, action.microbatch) for end in ends)
+                    side.setdefault(queue, []).append((direction, ends, action.microbatch))
                 position[rank] += 1
                 moved = True
     finished = all(at == len(row) for at, row in zip(position, schedule.ranks, strict=True))

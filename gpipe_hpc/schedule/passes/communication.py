@@ -3,7 +3,8 @@
 A ``SEND`` stands right after the action that makes its value, those over skips last. A ``RECV``
 posts a buffer one compute action ahead of its consumer, so that the transfer overlaps that compute.
 Where ranks would then block one another, were every ``SEND`` to wait until its ``RECV`` is posted,
-a post moves up.
+a post moves up. Of all that goes from one rank to another, over whichever channels, the posts stand
+in the order of the sends: one queue between the two then serves all channels.
 """
 
 from collections import defaultdict, deque
@@ -21,7 +22,7 @@ from gpipe_hpc.schedule.table.schedule import Schedule
 def add_communication(schedule: Schedule) -> Schedule:
     """Add ``SEND`` and ``RECV`` wherever a value crosses ranks; refuse a table that deadlocks."""
     traffic = _traffic(schedule)
-    placed = _Rendezvous(traffic, _due(schedule, traffic)).run()
+    placed = _Rendezvous(traffic, _due(traffic)).run()
     bounds = tuple(peak_receives(row).size for row in placed)
     return replace(schedule, ranks=placed, max_receives=bounds, overlaps=())
 
@@ -89,27 +90,26 @@ def _distance(send: Action) -> int:
     return 0 if send.peer is None else abs(send.peer - send.stage)
 
 
-def _due(schedule: Schedule, traffic: _Traffic) -> dict[int, int]:
+def _due(traffic: _Traffic) -> dict[int, int]:
     """Return for each transfer the index in its receiver's row ahead of which to post at latest.
 
-    Posts of one channel are due in the order of its sends, whatever the order of their consumers.
+    Posts of what one rank sends another are due in the order of the sends, whatever the order of
+    their consumers.
     """
-    route_of = schedule.placement.route_of
-    channels: dict[tuple[Op, int, int | None, int], list[int]] = defaultdict(list)
+    pairs: dict[tuple[int, int], list[int]] = defaultdict(list)
     slots = [0] * len(traffic.transfers)
-    for row in traffic.rows:
+    for rank, row in enumerate(traffic.rows):
         previous = 0
-        for index, ((op, stage, microbatch, peer), sends, numbers) in enumerate(row):
+        for index, (action, sends, numbers) in enumerate(row):
             if sends:
-                assert microbatch is not None, f"{op} of stage {stage} has no micro-batch"
-                channels[op, stage, peer, route_of[microbatch]].extend(numbers)
+                pairs[rank, traffic.transfers[numbers[0]].receiver].extend(numbers)
                 continue
             for number in numbers:
                 slots[number] = previous
-            if op in COMPUTE:
+            if action.op in COMPUTE:
                 previous = index
     due: dict[int, int] = {}
-    for numbers in channels.values():
+    for numbers in pairs.values():
         latest = len(traffic.rows[traffic.transfers[numbers[0]].receiver])
         late_first: list[tuple[int, int]] = []
         for number in reversed(numbers):
@@ -188,8 +188,8 @@ class _Rendezvous:
     def _post_ahead(self) -> None:
         """Break every circle of waiting ranks: post one receive where its rank stands.
 
-        The bare table has an order, so each circle holds a blocked ``SEND``. All earlier posts of
-        its channel are made, so the order of the channel stays.
+        The bare table has an order, so each circle holds a blocked ``SEND``. All that its rank has
+        sent the other one before is posted, so the order between the two stays.
         """
         asleep = dict(self.asleep)
         for circle in self._circles(asleep):

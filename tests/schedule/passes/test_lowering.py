@@ -1,3 +1,5 @@
+from collections import defaultdict
+
 import pytest
 
 from gpipe_hpc.schedule import (
@@ -12,6 +14,8 @@ from gpipe_hpc.schedule import (
     lower,
     parse_action,
 )
+from gpipe_hpc.schedule.table.actions import RECEIVES, SENDS
+from gpipe_hpc.schedule.table.dependencies import counterpart
 
 COMPUTE = {Op.F, Op.B, Op.I, Op.W, Op.R}
 
@@ -105,6 +109,36 @@ def test_receives_of_a_channel_are_posted_in_the_order_of_its_sends():
     posts = [str(action) for action in lowered.ranks[1] if action.op is Op.RECV_F]
     assert posts == ["1RECV_F0", "1RECV_F1"]
     check(lowered)
+
+
+# Stages 0 and 2 on rank 0, so both outputs of the first and gradients of the last go to rank 1.
+CROSSING = """0F0,0F1,2F0,2B0,0F2,2F1,2B1,2F2,2B2,0B0,0B1,0B2
+1F0,1F1,1F2,1B0,1B1,1B2
+"""
+
+
+def test_receives_from_a_rank_are_posted_in_the_order_of_its_sends_whatever_their_channels():
+    """Each channel was in order by itself, so each needed a communicator of its own."""
+    lowered = lower(from_text(CROSSING))
+    check(lowered)
+    assert rows_of(lowered)[1].startswith(
+        "1RECV_F0 1RECV_F1 1F0 1SEND_F0 1RECV_B0 1RECV_F2 1F1 1SEND_F1 1F2 1SEND_F2 1RECV_B1 1B0"
+    )
+
+
+def test_every_table_posts_what_comes_from_a_rank_in_the_order_of_its_sends(variant):
+    name, options = variant
+    bare = build(name, ranks=4, microbatches=8, **options)
+    for table in (lower(bare), lower(forward_only(bare))):
+        check(table)
+        at = {action: rank for rank, row in enumerate(table.ranks) for action in row}
+        sent, posted = defaultdict(list), defaultdict(list)
+        for action, rank in at.items():
+            if action.op in SENDS:
+                sent[rank, at[counterpart(action)]].append(counterpart(action))
+            elif action.op in RECEIVES:
+                posted[at[counterpart(action)], rank].append(action)
+        assert sent == posted and sent
 
 
 def test_a_post_moves_ahead_of_the_send_that_would_block_it():
