@@ -3,6 +3,7 @@
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.bubble import BubbleCauses, explain_bubble, explain_measured
 from gpipe_hpc.schedule.checker import check
+from gpipe_hpc.schedule.cluster import Cluster, ReductionTime
 from gpipe_hpc.schedule.comparison import (
     Gain,
     Standing,
@@ -14,6 +15,7 @@ from gpipe_hpc.schedule.comparison import (
 from gpipe_hpc.schedule.costs import Costs, Link
 from gpipe_hpc.schedule.families.gpipe import gpipe
 from gpipe_hpc.schedule.families.one_f_one_b import one_f_one_b
+from gpipe_hpc.schedule.job import Job, Meeting, ReplicaTimes, simulate_job
 from gpipe_hpc.schedule.measured import (
     costs_for_others,
     mean_costs,
@@ -53,15 +55,20 @@ __all__ = [
     "Action",
     "BubbleCauses",
     "Channel",
+    "Cluster",
     "Costs",
     "Event",
     "Found",
     "Gain",
     "Held",
+    "Job",
     "Link",
+    "Meeting",
     "Memory",
     "Op",
     "Placement",
+    "ReductionTime",
+    "ReplicaTimes",
     "Schedule",
     "ScheduleError",
     "Skip",
@@ -105,6 +112,7 @@ __all__ = [
     "search",
     "search_gains",
     "simulate",
+    "simulate_job",
     "skip_of",
     "to_text",
     "with_averages",

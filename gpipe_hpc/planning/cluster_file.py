@@ -1,0 +1,129 @@
+"""The description of a cluster as a YAML file."""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from gpipe_hpc.errors import ConfigError, ScheduleError
+from gpipe_hpc.schedule import Cluster, Link
+
+_LINK: Final = ("latency_s", "bandwidth_bytes_per_s")
+_WAY: Final = ("source", "destination")
+
+
+def read_cluster(path: str | Path) -> Cluster:
+    """Read a cluster from a file.
+
+        hosts: 1250                   # how many, or a list with the number of ranks of each
+        ranks_per_host: 8             # not with a list
+        links:
+          within: {latency_s: 3.0e-6, bandwidth_bytes_per_s: 300.0e9}
+          between: {latency_s: 8.0e-6, bandwidth_bytes_per_s: 40.0e9}
+          hosts:                      # those whose way to others is another one
+            17: {latency_s: 8.0e-6, bandwidth_bytes_per_s: 10.0e9}
+          ranks:                      # single ways from one rank to another
+            - {source: 3, destination: 4, latency_s: 1.0e-3, bandwidth_bytes_per_s: 1.0e9}
+        slow_ranks: {4711: 1.5}       # their compute takes so many times as long
+
+    Ranks and hosts count from 0, ranks host by host; see `Cluster` for what the numbers mean.
+    Raises ConfigError, which names the file and the key.
+    """
+    try:
+        read = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(
+            f"{path}: not readable as YAML, expected the description of a cluster, got {error}; "
+            "correct the path or the file"
+        ) from None
+    file = _File(path)
+    top = file.keys(read, "", {"hosts", "links"}, {"ranks_per_host", "slow_ranks"})
+    links = file.keys(top["links"], "links", {"within", "between"}, {"hosts", "ranks"})
+    ways = links.get("ranks") or []
+    if not isinstance(ways, list):
+        file.refuse("links.ranks", "a list", ways)
+    try:
+        return Cluster(
+            hosts=file.hosts(top),
+            within=file.link(links["within"], "links.within"),
+            between=file.link(links["between"], "links.between"),
+            host_links={
+                file.number(host, "links.hosts", least=0): file.link(link, f"links.hosts.{host}")
+                for host, link in file.named(links.get("hosts"), "links.hosts").items()
+            },
+            rank_links=dict(file.way(way, f"links.ranks[{at}]") for at, way in enumerate(ways)),
+            paces={
+                file.number(rank, "slow_ranks", least=0): file.amount(pace, f"slow_ranks.{rank}")
+                for rank, pace in file.named(top.get("slow_ranks"), "slow_ranks").items()
+            },
+        )
+    except ScheduleError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+class _File:
+    """Reads parts of a file; refuses what is not as it should be, by its key."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = path
+
+    def refuse(self, key: str, expected: str, got: object) -> NoReturn:
+        """Raise for one key."""
+        raise ConfigError(f"{self.path}: {key or 'top'}, expected {expected}, got {got!r}")
+
+    def named(self, value: object, key: str) -> Mapping[Any, Any]:
+        """Return what has keys; nothing where it is left out."""
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            self.refuse(key, "keys with values", value)
+        return value
+
+    def keys(
+        self, value: object, key: str, needed: Collection[str], optional: Collection[str] = ()
+    ) -> Mapping[str, Any]:
+        """Return what has these keys and no others."""
+        found = self.named(value, key)
+        if not set(needed) <= set(found) <= {*needed, *optional}:
+            also = f", and maybe {', '.join(sorted(optional))}" if optional else ""
+            self.refuse(
+                key, f"the keys {', '.join(sorted(needed))}{also}", ", ".join(map(str, found))
+            )
+        return found
+
+    def number(self, value: object, key: str, least: int) -> int:
+        """Return a whole number."""
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            self.refuse(key, f"a whole number from {least} up", value)
+        return value
+
+    def amount(self, value: object, key: str) -> float:
+        """Return a number."""
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            self.refuse(key, "a number", value)
+        return float(value)
+
+    def link(self, value: object, key: str) -> Link:
+        """Return a link."""
+        found = self.keys(value, key, _LINK)
+        latency, bandwidth = (self.amount(found[name], f"{key}.{name}") for name in _LINK)
+        return Link(latency, bandwidth)
+
+    def way(self, value: object, key: str) -> tuple[tuple[int, int], Link]:
+        """Return the link of one way, with its two ranks."""
+        found = self.keys(value, key, (*_LINK, *_WAY))
+        source, destination = (self.number(found[name], f"{key}.{name}", least=0) for name in _WAY)
+        return (source, destination), self.link({name: found[name] for name in _LINK}, key)
+
+    def hosts(self, top: Mapping[str, Any]) -> tuple[int, ...]:
+        """Return the number of ranks of each host."""
+        hosts = top["hosts"]
+        if isinstance(hosts, list):
+            if "ranks_per_host" in top:
+                self.refuse("ranks_per_host", "none beside a list of hosts", top["ranks_per_host"])
+            return tuple(self.number(ranks, "hosts", least=1) for ranks in hosts)
+        number = self.number(hosts, "hosts", least=1)
+        return (self.number(top.get("ranks_per_host"), "ranks_per_host", least=1),) * number

@@ -1,0 +1,180 @@
+"""A whole job: replicas of one pipeline, each on ranks and links of its own, that sum gradients."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from gpipe_hpc.errors import ScheduleError
+from gpipe_hpc.schedule.costs import Costs
+from gpipe_hpc.schedule.garbage import collector_paused
+from gpipe_hpc.schedule.passes.lowering import lower
+from gpipe_hpc.schedule.simulator import Clock
+from gpipe_hpc.schedule.table.actions import COMPUTE, Action
+from gpipe_hpc.schedule.table.collectives import reduction_order
+from gpipe_hpc.schedule.table.precedence import Precedence, build_precedence, execution_order
+from gpipe_hpc.schedule.table.schedule import Schedule
+from gpipe_hpc.schedule.timeline import Timeline, idle_share
+
+
+class ReplicaTimes(NamedTuple):
+    """One replica of a job: when it is done with what it does alone; times as in its costs.
+
+    `end_of_compute` is that of its last compute action, `end` that of anything but reductions;
+    `busy` has for each of its ranks the time it computes.
+    """
+
+    end_of_compute: float
+    end: float
+    busy: tuple[float, ...]
+
+
+class Meeting(NamedTuple):
+    """One reduction of a job: all holders in all replicas are `ready`, then it runs.
+
+    `last` is the replica that was ready last, the first of several.
+    """
+
+    action: Action
+    ready: float
+    start: float
+    end: float
+    last: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """One step of all replicas; those whose costs are one object share their times.
+
+    `costs` has those of each replica, `replicas` what it did, `meetings` the reductions in the
+    order in which they run.
+    """
+
+    schedule: Schedule
+    costs: tuple[Costs, ...]
+    replicas: tuple[ReplicaTimes, ...]
+    meetings: tuple[Meeting, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the number of ranks of all replicas."""
+        return len(self.replicas) * self.schedule.num_ranks
+
+    @cached_property
+    def end_of_compute(self) -> float:
+        """Return when the last rank has computed."""
+        return max(each.end_of_compute for each in self.replicas)
+
+    @cached_property
+    def end_without_reductions(self) -> float:
+        """Return when the step would end if reductions took no time."""
+        return max(each.end for each in self.replicas)
+
+    @cached_property
+    def makespan(self) -> float:
+        """Return the time of the step, from its start to the end of the last event of any rank."""
+        return max([self.end_without_reductions, *(each.end for each in self.meetings)])
+
+    @property
+    def bubble(self) -> float:
+        """Return the bubble of all ranks; see `idle_share`."""
+        busy = sum(sum(each.busy) for each in self.replicas)
+        return idle_share(busy, self.num_ranks, self.makespan)
+
+    @property
+    def reduction_share(self) -> float:
+        """Return which share of the step reductions add: what no other work of a rank hides."""
+        return 1.0 - self.end_without_reductions / self.makespan if self.makespan > 0 else 0.0
+
+    @property
+    def slowest(self) -> int:
+        """Return the replica that computes longest, the first of several."""
+        ends = [each.end_of_compute for each in self.replicas]
+        return ends.index(max(ends))
+
+    @collector_paused()
+    def timeline(self, replica: int) -> Timeline:
+        """Return the events of one replica, times anew, with the reductions of all."""
+        times = _Times(self.schedule)
+        clock = times.clock(self.costs[replica])
+        for nodes, meeting in zip(times.order, self.meetings, strict=True):
+            for node in nodes:
+                clock.starts[node], clock.ends[node] = meeting.start, meeting.end
+        return clock.timeline()
+
+
+@collector_paused()
+def simulate_job(schedule: Schedule, costs: Sequence[Costs]) -> Job:
+    """Time one step of replicas that run the same table and meet in its reductions.
+
+    `costs` has those of each replica: they may differ in `paces` and `links`, and in what the ops
+    take. Within a replica time passes as in `simulate`. A reduction starts once every rank of every
+    replica that holds the stage is ready and done with the one before, so the slowest one decides;
+    what it takes are the `reduction`, `reduction_latency` and `bucket_shares` of the first replica.
+    Gatherings are as in `simulate`, of each replica by itself.
+
+    A bare table is lowered. Replicas whose costs are the same object are timed once: time is linear
+    in the actions of one replica and in the number of different ones. Refuses a deadlock.
+    """
+    if not costs:
+        raise ScheduleError("job: no replicas, expected costs for one at least, got none")
+    times = _Times(schedule if schedule.is_lowered else lower(schedule))
+    meeting = times.clock(costs[0])
+    ready = meeting.ready(times.order)
+    last = [0] * len(ready)
+    found = {id(costs[0]): _alone(meeting)}
+    for number, each in enumerate(costs):
+        if id(each) in found:
+            continue
+        clock = times.clock(each)
+        found[id(each)] = _alone(clock)
+        for at, (most, more) in enumerate(zip(ready, clock.ready(times.order), strict=True)):
+            if max(more) > max(most):
+                last[at] = number
+            ready[at] = [max(pair) for pair in zip(most, more, strict=True)]
+    meeting.reduce(times.order, ready)
+    return Job(
+        schedule=times.graph.schedule,
+        costs=tuple(costs),
+        replicas=tuple(found[id(each)] for each in costs),
+        meetings=tuple(
+            Meeting(
+                times.graph.actions[nodes[0]],
+                max(own),
+                meeting.starts[nodes[0]],
+                meeting.ends[nodes[0]],
+                last[at],
+            )
+            for at, (nodes, own) in enumerate(zip(times.order, ready, strict=True))
+        ),
+    )
+
+
+class _Times:
+    """A table resolved once, and the clock of each replica that runs it."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.graph: Precedence = build_precedence(schedule)
+        self.order = reduction_order(self.graph)
+        self._passing = execution_order(self.graph, self.graph.waits)
+
+    def clock(self, costs: Costs) -> Clock:
+        """Return the times of everything but reductions."""
+        clock = Clock(self.graph, costs)
+        clock.run(self._passing)
+        return clock
+
+
+def _alone(clock: Clock) -> ReplicaTimes:
+    """Return what a replica did by itself."""
+    graph, starts, ends = clock.graph, clock.starts, clock.ends
+    computed = [
+        [node for node in range(first, end) if graph.actions[node].op in COMPUTE]
+        for first, end in pairwise(graph.starts)
+    ]
+    return ReplicaTimes(
+        end_of_compute=max((ends[node] for row in computed for node in row), default=0.0),
+        end=max(ends, default=0.0),
+        busy=tuple(sum(ends[node] - starts[node] for node in row) for row in computed),
+    )
