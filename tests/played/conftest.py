@@ -1,0 +1,18 @@
+"""A device that is played on one thread."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.played.device import PlayedDevice
+from tests.played.interpose import interposed
+from tests.played.tracker import Tracker
+
+
+@pytest.fixture
+def device() -> Iterator[PlayedDevice]:
+    """Return a device that the test's thread plays."""
+    with interposed():
+        played = PlayedDevice(Tracker())
+        with played.playing():
+            yield played

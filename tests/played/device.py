@@ -1,0 +1,180 @@
+"""A device that is played on CPU tensors: all is done at once, and watched as if it were not.
+
+It takes the place of `gpipe_hpc.comm.device.Accelerator`. What it cannot play: autograd runs
+backwards of CPU tensors on the thread that calls them, those of an accelerator on one of its own
+and on the streams of the forwards; kernels choose other algorithms; and nothing is ever slow.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+import torch
+from torch import Generator, Tensor
+
+from tests.played.clocks import Clock, Host
+from tests.played.interpose import PLAYED, kind_of, local, playing
+from tests.played.memories import Kind
+from tests.played.operators import PlayedMode
+from tests.played.places import Where, where
+from tests.played.streams import PlayedEvent, PlayedStream
+from tests.played.tracker import Access, HostWait, Tracker
+
+Site = tuple[str, Where]
+"""A method of a stream, a mark or the device, and the line that calls it."""
+
+
+class _Current(threading.local):
+    now: PlayedStream | None = None
+
+
+class PlayedDevice:
+    """The device of one rank. `ignores`: calls that shall do nothing, to see who finds out."""
+
+    torch: Final = PLAYED
+    type: Final = "cpu"
+    is_accelerator: Final = True
+    name: Final = "played"
+    backend: Final = "gloo"
+
+    def __init__(self, tracker: Tracker, ignores: frozenset[Site] = frozenset()) -> None:
+        self.tracker = tracker
+        self.host = Host()
+        self.host_waits: list[HostWait] = []
+        self.sites: set[Site] = set()
+        self._ignores = ignores
+        self._num_ticks = 0
+        self._default = PlayedStream(self)
+        self._streams = _Current()
+        self._all = [self._default]
+
+    # What the package asks for.
+
+    def holds(self, tensor: Tensor) -> bool:
+        return kind_of(tensor) is Kind.DEVICE
+
+    def bring(self, tensor: Tensor, *, non_blocking: bool = False) -> Tensor:
+        return tensor.to(self.torch, non_blocking=non_blocking)
+
+    def bring_into(self, own: Tensor, host: Tensor) -> None:
+        own.copy_(host, non_blocking=True)
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        return tensor.to("cpu")
+
+    def fetch_into(self, pinned: Tensor, tensor: Tensor) -> None:
+        pinned.copy_(tensor, non_blocking=True)
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
+        self.tracker.mark(tensor, Kind.PINNED)
+        return tensor
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.torch)
+
+    def stream(self) -> PlayedStream:
+        stream = PlayedStream(self)
+        self._all.append(stream)
+        return stream
+
+    def current_stream(self) -> PlayedStream:
+        return self._streams.now or self._default
+
+    @contextmanager
+    def on(self, stream: PlayedStream) -> Iterator[None]:
+        before, self._streams.now = self._streams.now, stream
+        try:
+            with self.playing():
+                yield
+        finally:
+            self._streams.now = before
+
+    def event(self, *, timing: bool = False) -> PlayedEvent:
+        return PlayedEvent(self, timing=timing)
+
+    def lend(self, tensor: Tensor, stream: PlayedStream) -> None:
+        memory = self.tracker.memory_of(tensor)
+        if memory is None or memory.kind is not Kind.DEVICE:
+            self.tracker.misplaced("lend", "expected a tensor of the device, got one of the host")
+        elif self.does("lend"):
+            memory.lent.add(stream.line.number)
+
+    def synchronize(self) -> None:
+        if self.does("synchronize"):
+            for stream in self._all:
+                stream.line.hear()
+                self.host.learn(stream.line.clock)
+            self.waits("synchronize", {})
+
+    def use(self) -> None:
+        """Do nothing: threads that a rank starts play its device."""
+
+    def generators(self) -> list[Generator]:
+        return [torch.default_generator]
+
+    def memory_allocated(self) -> int:
+        with self.tracker.lock:
+            self.tracker.hear_of_deaths()
+        return self.tracker.allocated
+
+    def memory_peak(self) -> int:
+        return self.tracker.peak
+
+    def memory_reserved(self) -> int:
+        return self.tracker.peak
+
+    def memory_total(self) -> int | None:
+        return 2**40
+
+    def memory_free(self) -> int | None:
+        return 2**40 - self.memory_allocated()
+
+    def reset_peak(self) -> None:
+        self.tracker.peak = self.tracker.allocated
+
+    def out_of_memory(self, error: BaseException) -> bool:
+        return isinstance(error, torch.OutOfMemoryError)
+
+    # What the tracker and the tests ask for.
+
+    def does(self, method: str) -> bool:
+        """Note a call; say whether it shall do what it is for."""
+        site = method, where()
+        self.sites.add(site)
+        return site not in self._ignores
+
+    def waits(self, operator: str, clock: Clock) -> None:
+        """Let the host wait for what a clock says; count and locate it."""
+        self.host.learn(clock)
+        self.host_waits.append(HostWait(operator, where()))
+
+    def reads(self, operator: str, tensor: Tensor) -> None:
+        """Let the host read a tensor of the device."""
+        line = self.current_stream().line
+        self.tracker.work(line, operator, [Access(tensor, False)])
+        self.waits(operator, line.clock)
+
+    def host_uses(self, operator: str, tensor: Tensor, *, is_write: bool) -> None:
+        """Let the host use a tensor of its own, which may be pinned."""
+        self.tracker.host_uses(self.host.clock, operator, tensor, is_write=is_write)
+
+    def tick(self) -> int:
+        self._num_ticks += 1
+        return self._num_ticks
+
+    @contextmanager
+    def playing(self) -> Iterator[None]:
+        """Let the calling thread play this device within the block."""
+        if playing.device is self:
+            yield
+            return
+        before, playing.device = playing.device, self
+        try:
+            with PlayedMode(self, local):
+                yield
+        finally:
+            playing.device = before

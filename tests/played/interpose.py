@@ -1,0 +1,255 @@
+"""What torch's Python face says of tensors of the device, while a device is played.
+
+Operators are seen where they are dispatched; but that a CPU tensor lies on the device, torch does
+not know: `tensor.device`, moves and factories are told here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.played.memories import Kind, storage_of
+from tests.played.operators import Local, Move
+
+if TYPE_CHECKING:
+    from tests.played.device import PlayedDevice
+
+PLAYED: Final = torch.device("cpu", 0)
+_HOST: Final = torch.device("cpu")
+_FACTORIES: Final = [
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_strided",
+    "eye",
+    "frombuffer",
+    "from_numpy",
+    "full",
+    "linspace",
+    "logspace",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "scalar_tensor",
+    "tensor",
+    "tril_indices",
+    "triu_indices",
+    "zeros",
+]
+_LIKE: Final = [
+    "empty_like",
+    "full_like",
+    "ones_like",
+    "rand_like",
+    "randint_like",
+    "randn_like",
+    "zeros_like",
+]
+_NEW: Final = ["new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"]
+
+own_device = torch._C.TensorBase.device.__get__
+
+
+class Playing(threading.local):
+    """The device that a thread plays; None where it plays none."""
+
+    device: PlayedDevice | None = None
+
+
+playing: Final = Playing()
+local: Final = Local()
+
+
+def kind_of(tensor: Tensor) -> Kind:
+    storage = storage_of(tensor)
+    memory = None if storage is None else storage.__dict__.get("played")
+    if memory is None and tensor.layout is torch.sparse_coo:
+        return kind_of(torch.Tensor._values(tensor))
+    return Kind.HOST if memory is None else memory.kind
+
+
+def _device(self: Tensor) -> torch.device:
+    own = own_device(self)
+    if own.type != "cpu" or kind_of(self) is not Kind.DEVICE:
+        return own
+    return PLAYED
+
+
+def _kind(device: torch.device) -> Kind:
+    return Kind.HOST if device.index is None else Kind.DEVICE
+
+
+def _to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    original = torch._C.TensorBase.to
+    if playing.device is None or self.is_meta:
+        return original(self, *args, **kwargs)
+    given, rest = dict(kwargs), list(args)
+    device, dtype = given.pop("device", None), given.pop("dtype", None)
+    if rest and isinstance(rest[0], Tensor):
+        device, dtype = rest[0].device, rest[0].dtype
+        rest = rest[1:]
+    elif rest and isinstance(rest[0], torch.dtype):
+        dtype, rest = rest[0], rest[1:]
+    elif rest:
+        device, rest = rest[0], rest[1:]
+        if rest and (rest[0] is None or isinstance(rest[0], torch.dtype)):
+            dtype, rest = rest[0], rest[1:]
+    late = rest.pop(0) if rest else given.pop("non_blocking", False)
+    copies = rest.pop(0) if rest else given.pop("copy", False)
+    if "other" in given:
+        other = given.pop("other")
+        device, dtype = other.device, other.dtype
+    dtype = self.dtype if dtype is None else dtype
+    target = None if device is None else torch.device(device)
+    if target is not None and target.type != "cpu":
+        return original(self, target, dtype, late, copies, **given)
+    of = kind_of(self)
+    is_move = target is not None and (_kind(target) is Kind.DEVICE) is not (of is Kind.DEVICE)
+    if not is_move:
+        return original(self, dtype, late, copies, **given)
+    assert target is not None
+    to = _kind(target)
+    if to is Kind.HOST and late:
+        to = Kind.PINNED  # as torch makes it for a copy that nobody waits for
+    local.move = Move(to, late)
+    try:
+        return original(self, dtype, late, True, **given)
+    finally:
+        local.move = None
+
+
+def _cpu(self: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
+    return self.to(_HOST, memory_format=memory_format)
+
+
+def _read(name: str) -> Callable[..., Any]:
+    original = getattr(torch._C.TensorBase, name)
+
+    @wraps(original)
+    def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        player = playing.device
+        if player is not None and not self.is_meta:
+            if kind_of(self) is Kind.DEVICE:
+                if name == "numpy" and not kwargs.get("force"):
+                    player.tracker.misplaced(
+                        "numpy", "expected a tensor of the host, got one of the device"
+                    )
+                player.reads(name, self)
+            else:
+                player.host_uses(name, self, is_write=False)
+        return original(self, *args, **kwargs)
+
+    return read
+
+
+def _set_item(self: Tensor, index: Any, value: Any) -> None:
+    original = torch._C.TensorBase.__setitem__
+    before = local.factory
+    if not isinstance(value, Tensor):
+        local.factory = None  # a number comes as an argument of the kernel
+    try:
+        original(self, index, value)
+    finally:
+        local.factory = before
+
+
+def _factory(original: Callable[..., Any], *, follows: bool) -> Callable[..., Any]:
+    """Say that what a factory makes is the host's unless a device is named.
+
+    `follows`: it takes the device of a tensor that it is given, if none is named.
+    """
+
+    @wraps(original)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if playing.device is None:
+            return original(*args, **kwargs)
+        named = kwargs.get("device")
+        target = None if named is None else torch.device(named)
+        before = local.factory
+        is_host = target.index is None if target is not None else not follows
+        if target is not None and target.type != "cpu":
+            is_host = False
+        if original is _AS_TENSOR and args and isinstance(args[0], Tensor):
+            return args[0].to(target or args[0].device, kwargs.get("dtype"))
+        if original in _FROM_DATA and target == PLAYED:
+            # Made on the host and brought, as torch does it: the host waits.
+            grad = kwargs.pop("requires_grad", False)
+            host = make(*args, **{**kwargs, "device": None})
+            return host.to(target).requires_grad_(grad)
+        local.factory = Kind.HOST if is_host else None
+        try:
+            return original(*args, **kwargs)
+        finally:
+            local.factory = before
+
+    return make
+
+
+_AS_TENSOR: Final = torch.as_tensor
+_FROM_DATA: Final = (torch.as_tensor, torch.tensor)
+
+
+def _inheriting(start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
+    """Let a thread play the device of the one that starts it: torch's modes are of a thread."""
+
+    @wraps(start)
+    def start_thread(self: threading.Thread) -> None:
+        device = playing.device
+        if device is not None:
+            run = self.run
+
+            def played() -> None:
+                with device.playing():
+                    run()
+
+            self.__dict__["run"] = played
+        start(self)
+
+    return start_thread
+
+
+def _grouping(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let tensors that torch groups by device be told by ours: all of a group are of one."""
+
+    @wraps(original)
+    def group(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+        found = original(*args, **kwargs)
+        return {
+            (next(t for t in lists[0] if t is not None).device, dtype): (lists, places)
+            for (_, dtype), (lists, places) in found.items()
+        }
+
+    return group
+
+
+@contextmanager
+def interposed() -> Iterator[None]:
+    """Let torch speak of played devices within the block, in all threads that play one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "device", property(_device), raising=False)
+        patch.setattr(torch.Tensor, "to", _to, raising=False)
+        patch.setattr(torch.Tensor, "cpu", _cpu, raising=False)
+        patch.setattr(torch.Tensor, "__setitem__", _set_item, raising=False)
+        for name in ("tolist", "numpy"):
+            patch.setattr(torch.Tensor, name, _read(name), raising=False)
+        for name in _FACTORIES:
+            patch.setattr(torch, name, _factory(getattr(torch, name), follows=False))
+        for name in _LIKE:
+            patch.setattr(torch, name, _factory(getattr(torch, name), follows=True))
+        for name in _NEW:
+            original = getattr(torch._C.TensorBase, name)
+            patch.setattr(torch.Tensor, name, _factory(original, follows=True), raising=False)
+        name = "_group_tensors_by_device_and_dtype"
+        patch.setattr(torch._C, name, _grouping(getattr(torch._C, name)))
+        patch.setattr(threading.Thread, "start", _inheriting(threading.Thread.start))
+        yield

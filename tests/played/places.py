@@ -1,0 +1,41 @@
+"""Where a call comes from: the line of the package, or else of the test."""
+
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+
+import gpipe_hpc
+
+_PACKAGE = str(Path(gpipe_hpc.__file__).parent) + "/"
+_ROOT = str(Path(gpipe_hpc.__file__).parent.parent) + "/"
+_HERE = str(Path(__file__).parent) + "/"
+_TESTS = _HERE + "test_"
+_TORCH = str(Path(torch.__file__).parent) + "/"
+
+
+class Where(NamedTuple):
+    """A line of a file."""
+
+    path: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.path.removeprefix(_ROOT)}:{self.line}"
+
+
+def where() -> Where:
+    """Return the innermost line of the package that is being run; of a test, if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    other: Where | None = None
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(_PACKAGE):
+            return Where(path, frame.f_lineno)
+        is_own = path.startswith(_HERE) and not path.startswith(_TESTS)
+        if other is None and not is_own and not path.startswith((_TORCH, "<")):
+            other = Where(path, frame.f_lineno)
+        frame = frame.f_back
+    return other or Where("?", 0)

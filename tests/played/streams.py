@@ -1,0 +1,92 @@
+"""Streams and marks of a played device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.played.clocks import Clock, Line, learn
+from tests.played.places import where
+
+if TYPE_CHECKING:
+    from tests.played.device import PlayedDevice
+
+
+class PlayedStream:
+    """A stream: its line of works, and what waits on it or for it."""
+
+    def __init__(self, device: PlayedDevice) -> None:
+        self.device = device
+        self.line = Line(device.tracker.next_line(), device.host)
+
+    def wait_event(self, event: PlayedEvent) -> None:
+        if self.device.does("wait_event"):
+            self._learn(event.clock)
+
+    def wait_stream(self, other: PlayedStream) -> None:
+        if self.device.does("wait_stream"):
+            other.line.hear()
+            self._learn(other.line.clock)
+
+    def _learn(self, clock: Clock) -> None:
+        with self.device.tracker.lock:
+            self.device.tracker.hear_of_deaths()
+            self.line.hear()
+            learn(self.line.clock, clock)
+
+    def record_event(self, event: PlayedEvent | None = None) -> PlayedEvent:
+        event = PlayedEvent(self.device, timing=False) if event is None else event
+        if self.device.does("record_event"):
+            event.take(self)
+        return event
+
+    def synchronize(self) -> None:
+        if self.device.does("synchronize"):
+            self.device.waits("stream.synchronize", self.line.clock)
+
+
+class PlayedEvent:
+    """A mark: what its stream knew when it was recorded; nothing before."""
+
+    def __init__(self, device: PlayedDevice, *, timing: bool) -> None:
+        self.device, self.timing = device, timing
+        self.clock: Clock = {}
+        self._was_asked = False
+        self._at = 0
+
+    def take(self, stream: PlayedStream) -> None:
+        with self.device.tracker.lock:
+            self.device.tracker.hear_of_deaths()
+            stream.line.hear()
+            self.clock, self._was_asked = dict(stream.line.clock), False
+            self._at = self.device.tick()
+
+    def record(self, stream: PlayedStream | None = None) -> None:
+        if self.device.does("record"):
+            self.take(stream or self.device.current_stream())
+
+    def wait(self, stream: PlayedStream | None = None) -> None:
+        if self.device.does("wait"):
+            (stream or self.device.current_stream())._learn(self.clock)
+
+    def query(self) -> bool:
+        """Say no when asked first, as a device may be late, then yes."""
+        host = self.device.host
+        is_known = all(host.clock.get(line, 0) >= time for line, time in self.clock.items())
+        if not is_known and not self._was_asked:
+            self._was_asked = True
+            return False
+        host.learn(self.clock)
+        return True
+
+    def synchronize(self) -> None:
+        if self.device.does("synchronize"):
+            self.device.waits("event.synchronize", self.clock)
+
+    def elapsed_ms(self, later: PlayedEvent) -> float:
+        assert self.timing and later.timing, f"{where()}: marks without timing have no time"
+        for mark in (self, later):
+            host = self.device.host.clock
+            assert all(host.get(line, 0) >= time for line, time in mark.clock.items()), (
+                f"{where()}: a mark is read that the host has not waited for"
+            )
+        return float(later._at - self._at)
