@@ -363,4 +363,4 @@ def test_draws_what_a_run_measured(start, train, tiny, tmp_path):
     picture = (tmp_path / "picture.svg").read_text()
     assert picture.startswith("<svg") and "0F0" in picture and "1B1" in picture
     bare = start("run.dir=nowhere", module="gpipe_hpc.draw").wait()
-    assert bare.code != 0 and "trace.steps" in bare.output
+    assert bare.code == 2 and "which is not there" in bare.output

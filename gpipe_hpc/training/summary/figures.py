@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gpipe_hpc.pipeline import Pipeline
-from gpipe_hpc.schedule import Timeline, explain_measured
+from gpipe_hpc.schedule import BubbleCauses, Timeline, explain_measured
 from gpipe_hpc.training.peak import peak_memory_bytes
 from gpipe_hpc.training.traces.held import HeldStep
 
@@ -52,8 +52,7 @@ def idle_of_ranks(
     it, while other replicas work; without `replicas` they are not known.
     """
     causes = [
-        {f"{name}_s": value for name, value in own._asdict().items() if name != "reduction_tail"}
-        | {"other_replicas_s": pipeline_s - timeline.makespan}
+        _causes(own, timeline, pipeline_s)
         for timeline in replicas
         for own in explain_measured(timeline)
     ]
@@ -65,3 +64,17 @@ def idle_of_ranks(
         }
         for number, figures in enumerate(ranks)
     ]
+
+
+def _causes(own: BubbleCauses, timeline: Timeline, pipeline_s: float) -> dict[str, float]:
+    """Return the seconds of each cause; they sum to the idle time within `pipeline_s`.
+
+    That ends when all actions of compute have run; a reduction may still be under way, and what is
+    left of it is part of summing up.
+    """
+    left_s = pipeline_s - (timeline.makespan - own.reduction_tail)
+    tail_s = min(own.reduction_tail, left_s)
+    seconds = own._replace(reduction_tail=tail_s)._asdict()
+    return {f"{name}_s": value for name, value in seconds.items()} | {
+        "other_replicas_s": left_s - tail_s
+    }

@@ -17,8 +17,10 @@ _CAUSES: Final = {
     "fill_and_drain_s": "fill, drain",
     "imbalance_s": "imbalance",
     "transfers_s": "transfers",
+    "reduction_tail_s": "reductions",
     "other_replicas_s": "replicas",
 }
+_OF_REPLICAS: Final = ("reduction_tail_s", "other_replicas_s")
 
 
 def summary_text(summary: Mapping[str, Any]) -> str:
@@ -92,7 +94,7 @@ def _ranks(summary: Mapping[str, Any]) -> str:
     has_times = any(each["busy_s"] is not None for each in shown)
     has_causes = any(each["idle_causes"] for each in shown)
     several = summary["layout"]["replicas"] > 1
-    causes = [n for n in _CAUSES if has_causes and (several or n != "other_replicas_s")]
+    causes = [n for n in _CAUSES if has_causes and (several or n not in _OF_REPLICAS)]
     columns = [*["busy", "idle"] * has_times, *(_CAUSES[name] for name in causes)]
     units = [f"{head} {clock.unit}" for head in columns]
     has_plan = any(each["planned_memory"] for each in shown)

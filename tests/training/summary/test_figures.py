@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpipe_hpc.schedule import Costs, build, simulate
+from gpipe_hpc.schedule import Costs, build, lower, simulate
 from gpipe_hpc.training.summary.figures import RankFigures, idle_of_ranks
 
 
@@ -25,6 +25,21 @@ def test_causes_of_all_ranks_of_all_replicas_sum_to_their_idle_time():
     assert told[2]["idle_causes"]["other_replicas_s"] == pytest.approx(1.0)
     assert told[2]["idle_causes"]["imbalance_s"] == 0.0
     assert told[3]["idle_causes"]["imbalance_s"] == pytest.approx(4 * 1.5)
+
+
+@pytest.mark.parametrize("beyond_s", [0.0, 3.0, 50.0])
+def test_what_reductions_take_behind_all_compute_is_idle_time(beyond_s):
+    """Up to the end of the pipeline's time: what other replicas compute meanwhile is theirs."""
+    lowered = lower(build("gpipe", ranks=2, microbatches=1))
+    timeline = simulate(lowered, Costs(forward=1, backward=2, reduction=[7, 20]))
+    pipeline_s = 6 + beyond_s
+    ranks = [figures(rank, timeline.busy[rank]) for rank in range(2)]
+    for each in idle_of_ranks(ranks, pipeline_s, [timeline]):
+        causes = each["idle_causes"]
+        tail_s = timeline.makespan - 6
+        assert causes["reduction_tail_s"] == pytest.approx(min(tail_s, beyond_s))
+        assert causes["other_replicas_s"] == pytest.approx(max(0.0, beyond_s - tail_s))
+        assert sum(causes.values()) == pytest.approx(each["idle_s"])
 
 
 def test_what_is_not_known_is_not_said():
