@@ -33,7 +33,8 @@ from gpipe_hpc.engine.sums.meeting import Known, Meeting, Says
 from gpipe_hpc.engine.sums.results import StepLoss, StepResult
 from gpipe_hpc.engine.sums.squares import GradientParts
 from gpipe_hpc.engine.sums.tied import TiedParameter
-from gpipe_hpc.errors import DataError, ModelError
+from gpipe_hpc.engine.sums.trained import Trained
+from gpipe_hpc.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -129,13 +130,18 @@ class Steps:
         self._first = portions.of(site.replica).start
         num_global = portions.total
         widths = {index: drift.num_flags for index, drift in self._drifts.items()}
-        self._flags = Flags.gathered(names, widths, site.everybody)
-        # Replicas that train apart have flags of their own, which the others do not set.
-        self._first_flag = self._flags.size * site.replica if is_apart else 0
-        num_flags = self._flags.size * (site.mesh.replicas if is_apart else 1)
-        self._meeting = Meeting(
-            num_global, num_flags, site.everybody, site.world.rank, site.world.device
+        self._flags = Flags.gathered(
+            names,
+            widths,
+            site.everybody,
+            replica=site.replica if is_apart else 0,
+            num_replicas=site.mesh.replicas if is_apart else 1,
         )
+        self._meeting = Meeting(
+            num_global, self._flags.size, site.everybody, site.world.rank, site.world.device
+        )
+        held = {n: p for stage in stages.values() for n, p in stage.named_parameters().items()}
+        self._trained = Trained(held, names, site.everybody)
         self.apart = None
         if is_apart:
             self.apart = Apart(
@@ -165,6 +171,8 @@ class Steps:
         self._refuse_empty(run)
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         seed = backward_seed(self.weight) * scale
+        if not self._trained.is_agreed:
+            self._agree_on_trained()
         for stage in self._stages.values():
             stage.gradients.clear()
             stage.statistics.clear()
@@ -176,11 +184,14 @@ class Steps:
         if self.apart is None:
             self.compression.begin(run.step, seed)
         outcome = self._trainer.run(replace(run, seed=seed))
+        self._take_in_late()
         squares = self._squares() if self._part_of else None
         for tied in self._tied:
             tied.start_reduction()
         known = self._end(outcome, self._own_flags, tell, self._overflows, squares)
-        self._refuse_frozen_in_part(known.flags)
+        has_changed = Flags.HAS_CHANGED in known.flags
+        if has_changed:
+            known = known._replace(overflows=self._sum_late(known.overflows))
         divisor = final_divisor(self._weight_to_divide_by(known.loss), seed)
         self.weight = known.loss.weight
         is_skipped = self.loss_scale is not None and bool(known.overflows > 0)
@@ -199,6 +210,8 @@ class Steps:
             self.apart.end(outcome.samples)
             replicas, of = range(self._site.mesh.replicas), self._portions.of
             self.apart.note(torch.stack([known.loss.weight_of(of(r)) for r in replicas]))
+        if has_changed:
+            self._adopt()
         parts = self._parts(known.loss, divisor)
         return StepResult(known.loss, is_skipped, scale, parts, known.told, known.left_s)
 
@@ -224,23 +237,47 @@ class Steps:
             gradients = stage.gradients
             flags |= self._flags.of_use(gradients.trained_names(), gradients.used_flags())
             flags |= self._flags.of_buffers(index, self._drifts[index].flags())
-            named = stage.named_parameters().items()
-            flags |= self._flags.of_frozen(n for n, p in named if not p.requires_grad)
+        if self._trained.has_changed:
+            flags.add(Flags.HAS_CHANGED)
         tied = self._tied
         return flags | self._flags.of_use([t.name for t in tied], [t.is_used for t in tied])
 
-    def _refuse_frozen_in_part(self, flags: Collection[int]) -> None:
-        """Raise ModelError, on every rank, for parameters that not all their holders train.
+    def _agree_on_trained(self) -> None:
+        """Agree with all ranks on what is trained, and make the buckets of it.
 
-        Their buckets do not hold the same: what was summed is no gradient.
+        Raises ModelError, on every rank, for a parameter that not all its holders train.
         """
-        names = self._flags.frozen_in_part(flags)
-        if names:
-            raise ModelError(
-                f"{names[0]}: expected each parameter to be trained on all ranks that hold it, or "
-                f"on none, got {len(names)} that some rank has frozen and another has used; set "
-                f"requires_grad alike on all ranks"
-            )
+        self._trained.agree()
+        self._adopt()
+
+    def _adopt(self) -> None:
+        for stage in self._stages.values():
+            stage.gradients.adopt()
+        for tied in self._tied:
+            tied.adopt()
+
+    def _take_in_late(self) -> None:
+        """Look at the gradients of what was unfrozen: they are summed behind the meeting."""
+        for stage in self._stages.values():
+            late = stage.gradients.take_in_late()
+            if late and stage.squares is not None:
+                stage.squares.before_reduction(late)
+
+    def _sum_late(self, overflows: torch.Tensor) -> torch.Tensor:
+        """Agree on what is trained and start the sums that waited for it, on all ranks.
+
+        Returns the overflows of all gradients, of which `overflows` is what is known.
+        """
+        self._trained.agree()
+        for _, stage in sorted(self._stages.items()):
+            stage.gradients.start_late()
+        for tied in self._tied:
+            tied.start_late()
+        found = self._overflows()
+        if found is None:
+            return overflows
+        self._site.everybody.all_reduce(found)
+        return found
 
     def _overflows(self) -> torch.Tensor | None:
         """Return how many summed gradients of this rank are not finite, where the loss is scaled.
@@ -384,11 +421,7 @@ class Steps:
         losses = {first + m: term for m, term in outcome.losses.items()}
         noted = {first + m: noted for m, noted in outcome.noted.items()}
         told = () if tell is None else tell()
-        first_flag = self._first_flag
-        own = {first_flag + flag for flag in flags()}
-        known = self._meeting(Says(losses, noted, own, overflows(), told, squares))
-        united = {flag - first_flag for flag in known.flags}
-        return known._replace(flags=frozenset(f for f in united if 0 <= f < self._flags.size))
+        return self._meeting(Says(losses, noted, flags(), overflows(), told, squares))
 
 
 def _sharing(

@@ -9,6 +9,7 @@ from torch import nn
 from gpipe_hpc.comm.group import Pending
 from gpipe_hpc.engine.outer.items import Item
 from gpipe_hpc.engine.outer.ways import Way
+from gpipe_hpc.errors import ModelError
 
 
 class Room(NamedTuple):
@@ -37,23 +38,32 @@ class Bucket:
 
     def __init__(self, named: Mapping[str, nn.Parameter], room: Room | None = None) -> None:
         self._names, self.parameters = list(named), list(named.values())
+        self._shapes = [parameter.shape for parameter in self.parameters]
         self._flat, self._parts = room or Room.for_all(self.parameters)
         self._views: list[torch.Tensor] = []
         self._versions: list[int] = []
+        self._taken: list[int] = []
         self._used: list[bool] = []
         self._pending: Pending | None = None
-        self.has_left = False
 
     def clear(self) -> None:
-        """Set all gradients to zero and hand the views to the parameters."""
+        """Set all gradients to zero and hand the views to the parameters.
+
+        Raises ModelError for a parameter that is not what it was when the bucket was made.
+        """
         self._flat.zero_()
-        pairs = zip(self._parts, self.parameters, strict=True)
         # `.data` gives each view a version counter of its own; plain views would share one.
-        self._views = [part.data.view_as(p) for part, p in pairs]
+        self._views = [
+            part.data.view(shape) for part, shape in zip(self._parts, self._shapes, strict=True)
+        ]
         self._versions = [view._version for view in self._views]
-        self._pending, self.has_left = None, False
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            parameter.grad = view
+        self._pending = None
+        rows = zip(self._names, self.parameters, self._views, strict=True)
+        for name, parameter, view in rows:
+            try:
+                parameter.grad = view
+            except RuntimeError as error:
+                raise _other_kind(name, parameter, view) from error
 
     def own(self) -> None:
         """Do nothing: the memory is the bucket's."""
@@ -67,6 +77,12 @@ class Bucket:
 
         The last gradient of each of its parameters has come. Returns what is under way.
         """
+        self.take_in()
+        self._pending = None if way is None else way.start(self._flat, self._items())
+        return self._pending
+
+    def take_in(self) -> None:
+        """Note which parameters were used, and take in what hooks have put elsewhere."""
         triples = zip(self.parameters, self._views, self._versions, strict=True)
         self._used = [
             p.grad is not None and (p.grad is not view or view._version != old)
@@ -78,9 +94,15 @@ class Bucket:
             elif parameter.grad is not view:
                 view.copy_(parameter.grad)  # a hook of the user's put another tensor there
             parameter.grad = view
-        self.has_left = True
-        self._pending = None if way is None else way.start(self._flat, self._items())
-        return self._pending
+        self._taken = [view._version for view in self._views]
+
+    def late(self) -> list[nn.Parameter]:
+        """Return the parameters whose gradients have changed since they were taken in.
+
+        However it came about: what is added then may be in the sum, or in the half of it.
+        """
+        rows = zip(self.parameters, self._views, self._taken, strict=True)
+        return [p for p, view, old in rows if p.grad is not view or view._version != old]
 
     def _items(self) -> tuple[Item, ...]:
         """Say what lies in the buffer."""
@@ -101,3 +123,16 @@ class Bucket:
         self._flat.div_(divisor)
         for parameter, view, is_used in zip(self.parameters, self._views, used, strict=True):
             parameter.grad = view if is_used else None
+
+
+def _other_kind(name: str, parameter: nn.Parameter, view: torch.Tensor) -> ModelError:
+    before, now = _kind(view), _kind(parameter)
+    return ModelError(
+        f"{name}: expected {before}, as when the pipeline was made, got {now}; make the layers so "
+        f"before Pipeline is made, or copy into the parameter, as p.data.copy_(...)"
+    )
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype}{list(tensor.shape)} on {tensor.device}"

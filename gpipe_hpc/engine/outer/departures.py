@@ -76,19 +76,16 @@ class Departures:
         """Return a block for a backward of a stage's last micro-batch.
 
         In the one that is the last, its buckets may leave; an ``I`` ahead of it brings some
-        gradients, too. Raises ModelError if a gradient comes after its bucket has left.
+        gradients, too. Raises ModelError if a gradient changes after its bucket has left.
         """
         gradients, seen, known = self._stages[stage].gradients, self._seen[stage], self._known
-        late: list[nn.Parameter] = []
 
         def has_come(parameter: nn.Parameter) -> bool:
             return seen[parameter] >= known[parameter] > 0
 
         def came(number: int, parameter: nn.Parameter) -> None:
             seen[parameter] += 1
-            if (stage, number) in self._order[: self._num_started]:
-                late.append(parameter)
-            elif is_last and has_come(parameter):
+            if is_last and has_come(parameter):
                 awaited[number].discard(parameter)
                 self._start_ready(stage, awaited)
 
@@ -104,11 +101,13 @@ class Departures:
         finally:
             for hook in hooks:
                 hook.remove()
+        left = [number for at, number in self._order[: self._num_started] if at == stage]
+        late = [parameter for number in left for parameter in gradients.late(number)]
         if late:
             raise ModelError(
-                f"{self._name(stage, late[0])}: expected {known[late[0]]} gradients of a "
-                f"micro-batch, as in the steps before, got one more after its bucket had left to "
-                f"be summed over replicas; use outer.overlap=false"
+                f"{self._name(stage, late[0])}: expected a gradient that is whole after "
+                f"{known[late[0]]} additions of a micro-batch, as in the steps before, got more "
+                f"after its bucket had left to be summed over replicas; use outer.overlap=false"
             )
         if is_last:
             known |= seen

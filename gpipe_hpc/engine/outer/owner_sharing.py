@@ -67,15 +67,17 @@ class OwnerSharing:
         self._left_out |= others
         keep_only(optimizer, {whole[name]: None for name in others})
         named = {name: p for _, each in divided for name, p in each.items()}
-        seen = _trained(named)
+        seen = _seen(named)
 
         def after(each: Optimizer, args: Any, kwargs: Any) -> None:
             nonlocal seen
-            changed, seen = _trained(named) != seen, _trained(named)
+            # It broadcasts buffers of its own, which the parameters lie in until they are moved.
+            has_changed = _seen(named) != seen
             for oss, _ in divided:
-                if changed:
+                if has_changed:
                     oss.refresh_trainable()
                 oss.step()
+            seen = _seen(named) if has_changed else seen
 
         optimizer.register_step_post_hook(after)
 
@@ -113,5 +115,6 @@ def _own(oss: OSS) -> set[nn.Parameter]:
     return {p for group in oss.partition_parameters()[oss.rank] for p in group["params"]}
 
 
-def _trained(named: Mapping[str, nn.Parameter]) -> list[bool]:
-    return [parameter.requires_grad for parameter in named.values()]
+def _seen(named: Mapping[str, nn.Parameter]) -> list[tuple[bool, int]]:
+    """Return which parameters are trained, and where each lies."""
+    return [(parameter.requires_grad, parameter.data_ptr()) for parameter in named.values()]

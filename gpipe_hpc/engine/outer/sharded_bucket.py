@@ -11,6 +11,7 @@ from gpipe_hpc.engine.outer.bucket import Bucket, Room
 from gpipe_hpc.engine.outer.division import Division, pieces_of
 from gpipe_hpc.engine.outer.held import Held
 from gpipe_hpc.engine.outer.ways import Way
+from gpipe_hpc.errors import ConfigError
 
 
 class ShardedBucket:
@@ -57,7 +58,21 @@ class ShardedBucket:
         return list(self._named.values())
 
     def begin(self) -> None:
-        """Begin a step; parameters may have been frozen or unfrozen."""
+        """Begin a step; parameters may have been frozen or unfrozen.
+
+        Raises ConfigError for a parameter whose memory was exchanged: nobody would gather it.
+        """
+        for name, parameter in self._named.items():
+            # A parameter without elements has no memory to lose.
+            if (
+                parameter.numel()
+                and parameter.data_ptr() != self._values[self._places[name]].data_ptr()
+            ):
+                raise ConfigError(
+                    f"outer.shard=flat: expected the memory of {name} to be the buffer that its "
+                    f"parts are gathered in, got other memory, as where p.data was set; copy into "
+                    f"it instead, as p.data.copy_(...), or use outer.shard=none"
+                )
         trained = [name for name, p in self._named.items() if p.requires_grad]
         if trained != self._trained:
             self._trained = trained
@@ -78,6 +93,10 @@ class ShardedBucket:
     def used(self) -> list[bool]:
         """Say of each trained parameter whether a micro-batch of this replica had used it."""
         return self._bucket.used()
+
+    def late(self) -> list[nn.Parameter]:
+        """Return the parameters whose gradients have changed since the start."""
+        return self._bucket.late()
 
     def start_reduction(self, way: Way | None) -> Pending | None:
         """Start summing: each copy gets its shard of the sum. Returns what is under way."""

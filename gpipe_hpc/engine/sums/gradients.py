@@ -49,6 +49,10 @@ class Unreduced:
         """Say of each parameter whether a micro-batch has used it."""
         return [parameter.grad is not None for parameter in self.parameters]
 
+    def late(self) -> list[nn.Parameter]:
+        """Return nothing: nothing has left."""
+        return []
+
     def start_reduction(self, way: Way | None) -> Pending | None:
         """Check that there is nothing to sum."""
         assert way is None, "the stage's gradients are summed over other ranks"
@@ -78,8 +82,8 @@ class StageGradients:
         self._names: Sequence[Sequence[str]] = ()
         self._trained: list[bool] | None = None
         self._buckets: Sequence[list[Bucket] | list[Unreduced] | list[ShardedBucket]] = []
+        self._late: list[Bucket] | list[Unreduced] = []
         self._shards: StageShards | None = None
-        self._used: list[list[bool]] = []
 
     def sum_over(self, way: Way | None, names: Sequence[Sequence[str]] = ()) -> None:
         """Sum the gradients over other copies from now on, in buckets of these parameters."""
@@ -87,25 +91,42 @@ class StageGradients:
 
     def divide(self, shards: StageShards) -> None:
         """Leave to each copy its shard of the sums from now on."""
-        self._shards = shards
+        self._shards, self._late = shards, []
 
-    def clear(self) -> None:
-        """Begin a step; buckets are made anew if parameters were frozen or unfrozen.
+    def adopt(self) -> None:
+        """Make the buckets of what is trained now, on which all copies of the stage agree.
 
         Those that are divided over the copies stay.
         """
         trained = [p.requires_grad for p in self._named.values()]
+        if self._shards is None and trained != self._trained:
+            self._trained = trained
+            self._buckets = [self._make(group) for group in self._groups()]
+            self._late = []
+
+    def clear(self) -> None:
+        """Begin a step.
+
+        A parameter that was frozen since `adopt` stays in its bucket, with a gradient of zeros; one
+        that was unfrozen has one of its own, summed late.
+        """
         if self._shards is not None:
             self._shards.begin()
             self._buckets = self._shards.buckets
-        elif trained != self._trained:
-            self._trained = trained
-            self._buckets = [self._make(group) for group in self._groups()]
+        else:
+            self._late = self._make(self._unfrozen())
         for parameter in self._named.values():
             if not parameter.requires_grad:
                 parameter.grad = None
         for bucket in self.each():
             bucket.clear()
+
+    def _unfrozen(self) -> dict[str, nn.Parameter]:
+        """Return what is trained now and is in no bucket."""
+        if self._trained is None:
+            return self._named
+        pairs = zip(self._named.items(), self._trained, strict=True)
+        return {n: p for (n, p), was_trained in pairs if p.requires_grad and not was_trained}
 
     def _groups(self) -> list[dict[str, nn.Parameter]]:
         groups = [{name: self._named[name] for name in names} for names in self._names]
@@ -119,7 +140,7 @@ class StageGradients:
 
     def each(self) -> list[Bucket | Unreduced | ShardedBucket]:
         """Return all of this step's buckets, those of one number after the other."""
-        return [bucket for buckets in self._buckets for bucket in buckets]
+        return [bucket for buckets in (*self._buckets, self._late) for bucket in buckets]
 
     @property
     def num_buckets(self) -> int:
@@ -127,8 +148,9 @@ class StageGradients:
         return len(self._buckets)
 
     def parameters_of(self, number: int) -> list[nn.Parameter]:
-        """Return the trainable parameters of a bucket."""
-        return [p for bucket in self._buckets[number] for p in bucket.parameters]
+        """Return the parameters of a bucket that are trained in this step."""
+        held = (p for bucket in self._buckets[number] for p in bucket.parameters)
+        return [parameter for parameter in held if parameter.requires_grad]
 
     def own(self) -> None:
         """Make gradients that a call of autograd has just made this stage's own."""
@@ -142,6 +164,22 @@ class StageGradients:
         """
         started = [bucket.start_reduction(self._way) for bucket in self._buckets[number]]
         return [pending for pending in started if pending is not None]
+
+    def late(self, number: int) -> list[nn.Parameter]:
+        """Return the parameters of a bucket whose gradients have changed since it left."""
+        return [parameter for bucket in self._buckets[number] for parameter in bucket.late()]
+
+    def take_in_late(self) -> list[nn.Parameter]:
+        """Note which of those parameters were used that are summed late; return all of these."""
+        for bucket in self._late:
+            if isinstance(bucket, Bucket):
+                bucket.take_in()
+        return [parameter for bucket in self._late for parameter in bucket.parameters]
+
+    def start_late(self) -> None:
+        """Start what had to wait until all copies had said that they have unfrozen the same."""
+        for bucket in self._late:
+            bucket.start_reduction(self._way)
 
     def used_flags(self) -> list[bool]:
         """Return which trainable parameters this replica used, bucket by bucket."""

@@ -30,26 +30,38 @@ class TiedParameter:
     ) -> None:
         self.name, self.copies = name, copies
         self._parameter = parameter
-        self._group = group
         self._bucket = Bucket({name: parameter})
         self._way = way_of_tie(outer, group)
+        self._is_agreed = self._is_held = False
+
+    def adopt(self) -> None:
+        """Begin to sum it, or leave it alone, as all that hold it train it or not."""
+        self._is_agreed = self._parameter.requires_grad
 
     def clear(self) -> None:
         """Begin a step."""
-        if self._parameter.requires_grad:
+        self._is_held = self._is_agreed or self._parameter.requires_grad
+        if self._is_held:
             self._bucket.clear()
         else:
             self._parameter.grad = None
 
     def start_reduction(self) -> None:
         """Start summing over all holders; the step's last backward is done."""
-        if self._parameter.requires_grad:
+        if self._is_agreed:
+            self._bucket.start_reduction(self._way)
+        elif self._is_held:
+            self._bucket.take_in()
+
+    def start_late(self) -> None:
+        """Start what had to wait until all holders had said that they have unfrozen it."""
+        if self._is_held and not self._is_agreed:
             self._bucket.start_reduction(self._way)
 
     @property
     def is_used(self) -> bool:
         """Say whether a micro-batch of this rank has used it; known once its sum was started."""
-        return self._parameter.requires_grad and self._bucket.used()[0]
+        return self._is_held and self._bucket.used()[0]
 
     def wait(self) -> None:
         """Return when the sum is there."""
@@ -57,7 +69,7 @@ class TiedParameter:
 
     def finish(self, divisor: torch.Tensor, *, is_used: bool) -> None:
         """Finish the sum and divide it; `is_used`: by any rank."""
-        if self._parameter.requires_grad:
+        if self._is_held:
             self._bucket.finish(divisor.to(device=self._parameter.device), [is_used])
 
     @property

@@ -175,6 +175,63 @@ def test_a_gradient_that_comes_after_its_bucket_has_left_is_refused(plain, monke
         run_on_threads(2, body)
 
 
+class Meddling(torch.autograd.Function):
+    """Leaves the gradient alone and, on its way, changes that of another layer's parameter."""
+
+    @staticmethod
+    def forward(ctx, x, meddle):
+        ctx.meddle = meddle
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.meddle()
+        return gradient, None
+
+
+class Meddler(nn.Module):
+    meddle = staticmethod(lambda: None)
+
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Linear(width, width, dtype=torch.float64)
+
+    def forward(self, x):
+        return Meddling.apply(self.inner(x), lambda: Meddler.meddle())
+
+
+def add_in_place(parameter):
+    parameter.grad += 1
+
+
+def put_another(parameter):
+    parameter.grad = parameter.grad + 1
+
+
+@pytest.mark.parametrize("change", [add_in_place, put_another])
+def test_whatever_changes_a_gradient_after_its_bucket_has_left_is_refused(
+    plain, monkeypatch, change
+):
+    """Not autograd alone: kernels that add into `.grad` themselves are seen, too."""
+    layers = [plain.Recipe(Meddler, (WIDTH,)), plain.Recipe(make_block, (WIDTH, True))]
+
+    def body(world):
+        pipe = make(layers, world, 1, recompute="never", outer={"bucket_bytes": 8})
+        named = dict(pipe.named_parameters())
+        (inputs, targets), part = batches(1, ROWS, WIDTH)[0], pipe.share(ROWS)
+        for _ in range(2):
+            pipe.step(inputs[part], targets[part])
+        world.everybody.all_reduce(torch.zeros(1))
+        if world.rank == 0:
+            Meddler.meddle = lambda: change(named["layers.1.scale"])
+        world.everybody.all_reduce(torch.zeros(1))
+        pipe.step(inputs[part], targets[part])
+
+    monkeypatch.setattr(Meddler, "meddle", Meddler.meddle)
+    with pytest.raises(ActionError, match=r"layers\.1\.scale.*had left.*outer\.overlap=false"):
+        run_on_threads(2, body)
+
+
 WAYS = [
     {"hierarchy": 2},
     {"hierarchy": "host"},

@@ -28,6 +28,7 @@ def summed(named, group=SOLO, names=()):
     """Return the gradients of parameters at the start of a step, to be summed over a group."""
     gradients = StageGradients(named)
     gradients.sum_over(AllReduce(group) if group.size > 1 else None, names)
+    gradients.adopt()
     gradients.clear()
     return gradients
 
@@ -63,6 +64,7 @@ def test_a_stage_has_the_buckets_it_is_given_each_a_buffer_of_its_own():
         parts = [gradients.parameters_of(number) for number in range(gradients.num_buckets)]
         starts = [[p.grad.untyped_storage().data_ptr() for p in part] for part in parts]
         gradients._named["2"].requires_grad_(False)
+        gradients.adopt()
         gradients.clear()
         frozen = [len(gradients.parameters_of(n)) for n in range(gradients.num_buckets)]
         finish(gradients, group)

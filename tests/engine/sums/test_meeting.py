@@ -214,16 +214,23 @@ def test_what_lies_on_a_device_is_summed_there_and_the_rest_on_the_host(monkeypa
 
 def test_flags_have_places_of_their_own():
     flags = Flags(["a", "b"], [0, 3, 2])
-    assert flags.size == 9
+    assert flags.size == 8
     used = flags.of_use(["b", "a"], [True, False])
     united = used | flags.of_buffers(1, [False, True, True]) | flags.of_buffers(2, [True, False])
-    assert len(united) == 4
+    assert len(united) == 4 and Flags.HAS_CHANGED not in united
     assert flags.used(["a", "b"], united) == [False, True]
-    assert flags.frozen_in_part(united | flags.of_frozen(["a"])) == []
-    assert flags.frozen_in_part(united | flags.of_frozen(["a", "b"])) == ["b"]
     assert flags.buffers(0, united) == []
     assert flags.buffers(1, united) == [False, True, True]
     assert flags.buffers(2, united) == [True, False]
+
+
+def test_replicas_that_train_apart_have_flags_of_their_own():
+    first, second = (Flags(["a", "b"], [1], replica=r, num_replicas=2) for r in range(2))
+    assert first.size == second.size == 7
+    united = first.of_use(["a"], [True]) | second.of_buffers(0, [True])
+    assert first.used(["a", "b"], united) == [True, False]
+    assert second.used(["a", "b"], united) == [False, False]
+    assert first.buffers(0, united) == [False] and second.buffers(0, united) == [True]
 
 
 def test_a_tied_parameter_adds_its_own_reduction_alone():

@@ -1,0 +1,71 @@
+"""Which parameters are trained: whoever holds one has to say the same of it.
+
+What copies send one another has the sizes of what they train. A copy that has frozen more than
+another one would send less, and Gloo ends a process that gets more than it expects. So the copies
+sum what all have agreed on before, and agree anew where a rank has changed something.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from gpipe_hpc.comm.group import Group
+from gpipe_hpc.errors import ModelError
+
+
+class Trained:
+    """What one rank has told all others of the parameters that it holds.
+
+    `held`: by global name. `names`: of all parameters of the model, the same on every rank.
+    """
+
+    def __init__(
+        self, held: Mapping[str, nn.Parameter], names: Sequence[str], everybody: Group
+    ) -> None:
+        self._parameters = list(held.values())
+        numbers = {name: number for number, name in enumerate(names)}
+        self._numbers = [numbers[name] for name in held]
+        self._names, self._everybody = names, everybody
+        self._told: list[bool] | None = None
+
+    @property
+    def is_agreed(self) -> bool:
+        """Say whether ranks have agreed at all; the same on every rank."""
+        return self._told is not None
+
+    @property
+    def has_changed(self) -> bool:
+        """Say whether a parameter of this rank was frozen or unfrozen since they have."""
+        return self._now() != self._told
+
+    def agree(self) -> None:
+        """Tell all ranks what this one trains; the same call on every rank.
+
+        Raises ModelError, on all alike, for a parameter that one rank trains and another does not.
+        """
+        now = self._now()
+        pairs = list(zip(self._numbers, now, strict=True))
+        own = tuple(
+            tuple(n for n, is_trained in pairs if is_trained is say) for say in (True, False)
+        )
+        by: tuple[dict[int, int], dict[int, int]] = {}, {}
+        for rank, told in zip(
+            self._everybody.ranks, self._everybody.all_gather_object(own), strict=True
+        ):
+            for found, numbers in zip(by, told, strict=True):
+                for number in numbers:
+                    found.setdefault(number, rank)
+        trains, freezes = by
+        differing = sorted(trains.keys() & freezes.keys())
+        if differing:
+            number = differing[0]
+            raise ModelError(
+                f"{self._names[number]}: expected each parameter to be trained on all ranks that "
+                f"hold it, or on none, got {len(differing)} that some rank trains and another has "
+                f"frozen, as rank {trains[number]} and rank {freezes[number]} this one; set "
+                f"requires_grad alike on all ranks"
+            )
+        self._told = now
+
+    def _now(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._parameters]
