@@ -15,7 +15,7 @@ from gpipe_hpc.schedule.comparison import (
 from gpipe_hpc.schedule.costs import Costs, Link
 from gpipe_hpc.schedule.families.gpipe import gpipe
 from gpipe_hpc.schedule.families.one_f_one_b import one_f_one_b
-from gpipe_hpc.schedule.job import Job, Meeting, ReplicaTimes, simulate_job
+from gpipe_hpc.schedule.job import Job, Meeting, ReplicaTimes, side_by_side, simulate_job
 from gpipe_hpc.schedule.measured import (
     costs_for_others,
     mean_costs,
@@ -111,6 +111,7 @@ __all__ = [
     "schedule_of",
     "search",
     "search_gains",
+    "side_by_side",
     "simulate",
     "simulate_job",
     "skip_of",

@@ -1,7 +1,7 @@
 """A whole job: replicas of one pipeline, each on ranks and links of its own, that sum gradients."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -11,10 +11,10 @@ from gpipe_hpc.schedule.costs import Costs
 from gpipe_hpc.schedule.garbage import collector_paused
 from gpipe_hpc.schedule.passes.lowering import lower
 from gpipe_hpc.schedule.simulator import Clock
-from gpipe_hpc.schedule.table.actions import COMPUTE, Action
+from gpipe_hpc.schedule.table.actions import COMPUTE, OF_BUCKETS, Action
 from gpipe_hpc.schedule.table.collectives import reduction_order
 from gpipe_hpc.schedule.table.precedence import Precedence, build_precedence, execution_order
-from gpipe_hpc.schedule.table.schedule import Schedule
+from gpipe_hpc.schedule.table.schedule import Placement, Schedule
 from gpipe_hpc.schedule.timeline import Timeline, idle_share
 
 
@@ -147,6 +147,41 @@ def simulate_job(schedule: Schedule, costs: Sequence[Costs]) -> Job:
                 last[at],
             )
             for at, (nodes, own) in enumerate(zip(times.order, ready, strict=True))
+        ),
+    )
+
+
+def side_by_side(schedule: Schedule, num_replicas: int) -> Schedule:
+    """Return a lowered table for all ranks of a job: each replica is routes of its own.
+
+    Its ranks are replica x ranks of the table + rank, its micro-batches are shifted likewise; a
+    stage is reduced over its holders of all replicas. Simulated, it gives the times of
+    `simulate_job`, one event after the other.
+    """
+    placement, ranks, count = schedule.placement, schedule.num_ranks, schedule.num_microbatches
+
+    def shifted(action: Action, replica: int) -> Action:
+        if action.op in OF_BUCKETS or action.microbatch is None:
+            return action
+        return action._replace(microbatch=replica * count + action.microbatch)
+
+    each = range(num_replicas)
+    bounds, receives = schedule.max_activations, schedule.max_receives
+    return replace(
+        schedule,
+        placement=Placement(
+            tuple(
+                tuple(n * ranks + rank for rank in way) for n in each for way in placement.routes
+            ),
+            tuple(n * len(placement.routes) + route for n in each for route in placement.route_of),
+        ),
+        ranks=tuple(tuple(shifted(a, n) for a in row) for n in each for row in schedule.ranks),
+        max_activations=None if bounds is None else bounds * num_replicas,
+        max_receives=None if receives is None else receives * num_replicas,
+        overlaps=tuple(
+            (shifted(first, n), shifted(second, n))
+            for n in each
+            for first, second in schedule.overlaps
         ),
     )
 

@@ -11,11 +11,11 @@ from gpipe_hpc.schedule import (
     Costs,
     Link,
     Op,
-    Placement,
-    Schedule,
     ScheduleError,
     build,
+    check,
     lower,
+    side_by_side,
     simulate,
     simulate_job,
 )
@@ -31,21 +31,10 @@ CASES = [
 ]
 
 
-def side_by_side(schedule, replicas):
-    """Return a job as one table: each replica has routes, ranks and micro-batches of its own."""
-    placement, ranks, count = schedule.placement, schedule.num_ranks, schedule.num_microbatches
-    routes, rows, route_of = [], [], []
-    for replica in range(replicas):
-        routes += [tuple(replica * ranks + rank for rank in route) for route in placement.routes]
-        route_of += [replica * len(placement.routes) + route for route in placement.route_of]
-        rows += [
-            tuple(shifted(action, replica * count) for action in row) for row in schedule.ranks
-        ]
-    return Schedule("all", Placement(tuple(routes), tuple(route_of)), tuple(rows))
-
-
-def shifted(action, by):
-    return action if action.op in OF_BUCKETS else action._replace(microbatch=action.microbatch + by)
+def back(action, count):
+    """Return an action of the whole job as the one of its replica."""
+    is_one = action.op not in OF_BUCKETS
+    return action._replace(microbatch=action.microbatch % count) if is_one else action
 
 
 def jointly(schedule, each):
@@ -59,10 +48,7 @@ def jointly(schedule, each):
     table = side_by_side(schedule, len(each))
     timeline = simulate(table, replace(each[0], links=links, paces=paces))
     rows = [
-        tuple(
-            (shifted(e.action, -count * (rank // ranks)), e.start_s, e.end_s)
-            for e in timeline.events[rank]
-        )
+        tuple((back(e.action, count), e.start_s, e.end_s) for e in timeline.events[rank])
         for rank in range(len(each) * ranks)
     ]
     return timeline, [rows[at : at + ranks] for at in range(0, len(rows), ranks)]
@@ -109,6 +95,16 @@ def test_a_job_is_all_its_replicas_simulated_together(case, microbatches, places
         assert [[(e.action, e.start_s, e.end_s) for e in row] for row in found.events] == [
             list(row) for row in expected
         ]
+
+
+@pytest.mark.parametrize("name", ["one_f_one_b", "dualpipe_v", "chimera"])
+def test_a_job_as_one_table_is_sound(name):
+    """Each replica computes what it does alone; bounds and blocks of two come along."""
+    schedule = lower(build(name, ranks=4, microbatches=8))
+    table = side_by_side(schedule, 3)
+    check(table)
+    assert table.ranks[:4] == schedule.ranks
+    assert [len(row) for row in table.ranks] == 3 * [len(row) for row in schedule.ranks]
 
 
 def test_one_replica_is_what_the_simulator_says():

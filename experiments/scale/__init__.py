@@ -1,0 +1,1 @@
+"""Thousands of ranks: what starting, tabulating and timing them takes."""

@@ -1,0 +1,47 @@
+"""The growth of a step over ranks as an SVG picture, by matplotlib."""
+
+import io
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from experiments.scale.simulation.__main__ import Row
+
+_PANELS: Final[Sequence[tuple[str, Callable[["Row"], float]]]] = (
+    ("step time, s", lambda row: row.step_s),
+    ("bubble, % of total", lambda row: 100 * row.bubble),
+    ("share of reductions, % of the step", lambda row: 100 * row.reduction_share),
+    ("CPU seconds to simulate", lambda row: row.simulation_cpu_s),
+)
+_STYLES: Final = {"even": "--", "described": "-"}
+
+
+def draw(rows: Sequence["Row"]) -> str:
+    """Draw four panels over the number of ranks, a line for each schedule and cluster."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context({"svg.hashsalt": "gpipe_hpc", "svg.fonttype": "none", "font.size": 9}):
+        figure: Any = Figure(figsize=(9.0, 6.4), layout="constrained")
+        for axes, (label, value) in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
+            schedules = list(dict.fromkeys(row.schedule for row in rows))
+            for at, schedule in enumerate(schedules):
+                for cluster, style in _STYLES.items():
+                    own = [r for r in rows if (r.schedule, r.cluster) == (schedule, cluster)]
+                    axes.plot(
+                        [row.ranks for row in own],
+                        [value(row) for row in own],
+                        style,
+                        marker=".",
+                        color=f"C{at}",
+                        label=f"{schedule}, {cluster} cluster",
+                    )
+            axes.set_xscale("log")
+            axes.set_ylim(bottom=0)
+            axes.set_xlabel("ranks")
+            axes.set_title(label)
+            axes.grid(alpha=0.3)
+        figure.axes[0].legend()
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()
