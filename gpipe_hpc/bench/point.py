@@ -19,7 +19,6 @@ from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs, say_error
 from gpipe_hpc.errors import GpipeError
 from gpipe_hpc.training.joining import join_world
 from gpipe_hpc.training.one_step import refuse_non_finite, train_one_step
-from gpipe_hpc.training.peak import peak_memory_bytes
 from gpipe_hpc.training.run.identity import UNRECORDED, Run
 from gpipe_hpc.training.session import Session
 from gpipe_hpc.training.start import open_session
@@ -78,9 +77,7 @@ def _steps(session: Session, num_steps: int) -> dict[str, Any]:
             own_s.append(took_s)
             idle_s += agreed.bubble * agreed.pipeline_s
             pipeline_s += agreed.pipeline_s
-    steps_and_peaks = pipe.everybody.all_gather_object(
-        (own_s, peak_memory_bytes(pipe.world.device))
-    )
+    steps_and_peaks = pipe.everybody.all_gather_object((own_s, pipe.world.device.memory_peak()))
     tokens = config.train.batch_size * (tokens_per_sample(config.data) or 0)
     return {
         "steps_s": [
@@ -95,8 +92,7 @@ def _steps(session: Session, num_steps: int) -> dict[str, Any]:
 
 def _finish(world: World) -> None:
     """Wait for what the device still has to do."""
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
+    world.device.synchronize()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from typing import Final
 
 import torch
 
+from gpipe_hpc.comm.device import Device
+
 _ALIGNMENT: Final = 64
 
 
@@ -14,7 +16,7 @@ class HostBuffer:
     It grows to the largest copy so far and belongs to one copy at a time.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
@@ -22,8 +24,7 @@ class HostBuffer:
         """Return that many bytes, of any content; what was returned before is not valid now."""
         if len(self._bytes) < num_bytes:
             self._bytes = torch.empty(0, dtype=torch.uint8)  # given back before more is taken
-            pinned = self._device.type != "cpu"
-            self._bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+            self._bytes = self._device.pinned((num_bytes,), torch.uint8)
         return self._bytes[:num_bytes]
 
     def copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -55,11 +56,10 @@ def views(
 
 
 def fill(
-    copies: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], device: torch.device
+    copies: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], device: Device
 ) -> None:
     """Copy tensors of `device` and of the host; returns when all are there."""
     with torch.no_grad():
         for name, tensor in tensors.items():
-            copies[name].copy_(tensor, non_blocking=True)
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+            device.fetch_into(copies[name], tensor)
+    device.synchronize()

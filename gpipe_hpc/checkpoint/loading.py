@@ -80,7 +80,7 @@ def load(
     else:
         found = verify(checkpoint, everybody, pipe.world.rank, partial(_note, pipe))
     plan = all_or_none(everybody, lambda: _plan(pipe, found, optimizer))
-    check_room(found.path, everybody, _needed_bytes(plan, found.stored))
+    check_room(found.path, everybody, pipe.world.device, _needed_bytes(plan, found.stored))
     made = all_or_none(everybody, lambda: _make(plan, found))
     targets = plan.targets | made
     if found.facts["format"] == 1:
@@ -153,12 +153,12 @@ def _plan(pipe: "Pipeline", found: Verified, optimizer: torch.optim.Optimizer | 
     extra_states = _extra_states(pipe, found)
     for _, state in extra_states:
         for name, on_cpu in tensor_names(state):
-            wanted[name] = torch.device("cpu") if on_cpu else pipe.world.device
+            wanted[name] = torch.device("cpu") if on_cpu else pipe.world.device.torch
     outer: list[str] = []
     if optimizer is not None:
         names = {name.removeprefix(OUTER) for name in stored if name.startswith(OUTER)}
         outer = [OUTER + name for name in pipe.outer_wanted(names)]
-        wanted |= dict.fromkeys(outer, pipe.world.device)
+        wanted |= dict.fromkeys(outer, pipe.world.device.torch)
     lacking = next((name for name in wanted if name not in stored), None)
     if lacking is not None:
         raise _lacks(path, lacking)

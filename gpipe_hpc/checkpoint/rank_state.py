@@ -144,14 +144,14 @@ def restore(pipe: "Pipeline", optimizer: torch.optim.Optimizer, state: StoredSta
         optimizer.state[parameter][key] = value
     devices = about["devices"]
     own = {
-        name: tensor.to("cpu" if devices[name] == "cpu" else pipe.world.device, copy=True)
+        name: tensor.to("cpu" if devices[name] == "cpu" else pipe.world.device.torch, copy=True)
         for name, tensor in tensors.items()
         if name.startswith(PREFIX)
     }
     for name, module in _modules(pipe).items():
         module.set_extra_state(decode(about["states"][name], own))
     outer = {
-        name.removeprefix(OUTER): tensor.to(pipe.world.device, copy=True)
+        name.removeprefix(OUTER): tensor.to(pipe.world.device.torch, copy=True)
         for name, tensor in tensors.items()
         if name.startswith(OUTER)
     }

@@ -71,7 +71,7 @@ class ByteMoves:
                 piece = outgoing[move.destination][span]
                 if len(piece):
                     channel = self._channels[move]
-                    transport.send(channel, _LANE, turn, piece.to(device), 1)
+                    transport.send(channel, _LANE, turn, device.bring(piece), 1)
             for move in self._incoming:
                 if turn * PIECE_BYTES < sizes[move.source]:
                     channel = self._channels[move]

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
 from gpipe_hpc.comm.host_memory import free_bytes, peak_bytes, used_bytes
 
@@ -107,6 +107,9 @@ class Device(Protocol):
     def empty(self, shape: Sequence[int], dtype: Dtype) -> Tensor:
         """Return a new tensor of the device with any values."""
 
+    def place(self, module: nn.Module) -> nn.Module:
+        """Move the parameters and buffers of a module to the device, in place; return it."""
+
     def stream(self) -> Stream:
         """Return a stream beside the current one."""
 
@@ -192,6 +195,10 @@ class HostDevice:
     def empty(self, shape: Sequence[int], dtype: Dtype) -> Tensor:
         """Return a new tensor with any values."""
         return torch.empty(shape, dtype=dtype, device=self.torch)
+
+    def place(self, module: nn.Module) -> nn.Module:
+        """Move the parameters and buffers of a module to the device, in place."""
+        return module.to(self.torch)
 
     def stream(self) -> Stream:
         """Return a stream that is always done."""
@@ -338,6 +345,10 @@ class Accelerator:
         """Return a new tensor of the device with any values."""
         return torch.empty(shape, dtype=dtype, device=self.torch)
 
+    def place(self, module: nn.Module) -> nn.Module:
+        """Move the parameters and buffers of a module to the device, in place."""
+        return module.to(self.torch)
+
     def stream(self) -> Stream:
         """Return a stream of torch's pool for this device."""
         return _TorchStream(torch.Stream(self.torch))
@@ -368,7 +379,10 @@ class Accelerator:
 
     def generators(self) -> list[Generator]:
         """Return the CPU's generator and the device's."""
-        return [torch.default_generator, self._module.default_generators[self.torch.index]]
+        module = self._module
+        if not module.default_generators:  # before anything was done there
+            module.init()
+        return [torch.default_generator, module.default_generators[self.torch.index]]
 
     def memory_allocated(self) -> int:
         """Return the bytes of tensors on the device."""
@@ -404,6 +418,32 @@ class Accelerator:
     @property
     def _module(self) -> Any:
         return torch.get_device_module(self.torch)
+
+
+def automatic_kind() -> torch.device:
+    """Return the kind of this machine's accelerator, without an index; the CPU if there is none.
+
+    Apple's ``mps`` is left out: it knows no float64, in which losses are summed.
+    """
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return _HOST if found is None or found.type == "mps" else found
+
+
+def generators_in_use() -> list[Generator]:
+    """Return the CPU's generator and, once an accelerator is in use, its current device's."""
+    kind = torch.accelerator.current_accelerator()
+    own = () if kind is None else getattr(torch.get_device_module(kind), "default_generators", ())
+    index = torch.accelerator.current_device_index() if own else 0
+    return [torch.default_generator, *own[index : index + 1]]
+
+
+def carries(group: dist.ProcessGroup, device: Device) -> bool:
+    """Say whether a group of torch sends from an accelerator's own memory, in order of streams.
+
+    Else its tensors go by way of the host.
+    """
+    told = str(dist.get_backend_config(group)).split(",")
+    return device.is_accelerator and f"{device.type}:{device.backend}" in told
 
 
 _HOST: Final = torch.device("cpu")

@@ -22,6 +22,7 @@ from gpipe_hpc.comm.collectives.on_stream import StreamCarrier
 from gpipe_hpc.comm.collectives.plan import Plan
 from gpipe_hpc.comm.collectives.shards import checked_counts, shards
 from gpipe_hpc.comm.collectives.turns import Note
+from gpipe_hpc.comm.device import Device, carries
 from gpipe_hpc.comm.failure import Board, FailureBoard, SoloBoard, lost
 from gpipe_hpc.comm.group import (
     Calls,
@@ -65,16 +66,19 @@ _Groups = list[tuple[dist.ProcessGroup, tuple[int, ...]]]
 class TorchGroup:
     """Collectives of a torch process group; `pulse` is told for whom this rank waits."""
 
-    def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...], pulse: Pulse) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, ranks: tuple[int, ...], pulse: Pulse, device: Device
+    ) -> None:
         self.ranks = ranks
         self.size = len(ranks)
         self.position = ranks.index(dist.get_rank())
         self.sent = Sent()
         self.torch_group = group
-        self._pulse = pulse
+        self._pulse, self._device = pulse, device
+        self._carries = carries(group, device)
         self._carrier = Carrier(ranks, self.position, self._exchange, self._await)
         self._stream_carrier = StreamCarrier(
-            ranks, self.position, self._exchange, warm_up=self.all_reduce
+            ranks, self.position, self._exchange, self.all_reduce, device
         )
 
     def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
@@ -103,14 +107,25 @@ class TorchGroup:
 
     def start_exchange(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> Pending:
         """Start sending and receiving over the group's own connections."""
+        outside = not self._carries and self._device.is_accelerator
+        if outside and any(self._device.holds(piece.tensor) for piece in (*sends, *receives)):
+            return self._exchange_by_host(sends, receives)
         return self._start(Traffic.CALLER, sends, receives, self._await)
+
+    def _exchange_by_host(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> Pending:
+        """Exchange copies in the host's memory: the backend sends that alone."""
+        out = [Piece(rank, self._device.fetch(tensor)) for rank, tensor in sends]
+        into = [Piece(rank, torch.empty_like(t, device="cpu")) for rank, t in receives]
+        pending = self._start(Traffic.CALLER, out, into, self._await)
+        back = [(own.tensor, host.tensor) for own, host in zip(receives, into, strict=True)]
+        return _ByHost(pending, back)
 
     def start_plan(self, plan: Plan, tensor: torch.Tensor, what: str) -> Pending:
         """Start a plan: over NCCL on a stream of its own, else on a thread of its own.
 
         CUDA tensors go over Gloo by way of the host, which then waits for them.
         """
-        if self._uses_nccl(tensor):
+        if self._uses_own(tensor):
             return self._stream_carrier.start(plan, tensor, what)
         return self._carrier.start(plan, tensor, what)
 
@@ -122,7 +137,7 @@ class TorchGroup:
         Gloo's own is an all-reduce inside: twice the bytes.
         """
         sizes = checked_counts(whole, counts, self.size)
-        if not self._uses_nccl(whole) or len(set(sizes)) > 1:
+        if not self._uses_own(whole) or len(set(sizes)) > 1:
             return start_reduce_scatter(self, whole, counts)
         own = shards(whole, counts, self.size)[self.position]
         work = dist.reduce_scatter_tensor(own, whole, group=self.torch_group, async_op=True)
@@ -131,20 +146,21 @@ class TorchGroup:
     def start_all_gather(self, whole: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
         """Gather shards along a ring; equal ones over NCCL by its own."""
         sizes = checked_counts(whole, counts, self.size)
-        if not self._uses_nccl(whole) or len(set(sizes)) > 1:
+        if not self._uses_own(whole) or len(set(sizes)) > 1:
             return start_all_gather(self, whole, counts)
         own = shards(whole, counts, self.size)[self.position]
         work = dist.all_gather_into_tensor(whole, own, group=self.torch_group, async_op=True)
         return self._collective(work, whole)
 
-    def _uses_nccl(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_cuda and "nccl" in str(dist.get_backend_config(self.torch_group))
+    def _uses_own(self, tensor: torch.Tensor) -> bool:
+        return self._carries and self._device.holds(tensor)
 
     def _collective(self, work: dist.Work | None, tensor: torch.Tensor) -> Pending:
         assert work is not None, f"not a member of {rank_names(self.ranks)}"
         what = f"a collective of {rank_names(self.ranks)}"
         started: _Started = [(self.ranks, work)]
-        return _Works(started, self._await, what, tells=not tensor.is_cuda)
+        is_apart = self._device.is_accelerator and self._device.holds(tensor)
+        return _Works(started, self._await, what, tells=not is_apart)
 
     def _await(self, ranks: Sequence[int] | None) -> None:
         self._pulse.waits_for = ranks
@@ -162,7 +178,7 @@ class TorchGroup:
         peers = sorted({piece.rank for piece in (*sends, *receives)})
         if not peers:
             return Done()
-        batched = self._uses_nccl((*sends, *receives)[0].tensor)
+        batched = self._uses_own((*sends, *receives)[0].tensor)
         start = self._start_batch if batched else self._post
         try:
             return _Works(start(sends, receives, tag), note)
@@ -264,6 +280,23 @@ class TorchGroup:
         return [part[:count] for part, count in zip(gathered, counts, strict=True)]
 
 
+class _ByHost:
+    """An exchange of copies, which go back to where they belong when it is waited for."""
+
+    def __init__(self, pending: Pending, back: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._pending, self._back = pending, back
+        self._calls = Calls()
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        self._calls.add(call)
+
+    def wait(self) -> None:
+        self._pending.wait()
+        for own, host in self._back:
+            own.copy_(host)
+        self._calls.make()
+
+
 _Started = list[tuple[Sequence[int], dist.Work]]
 """What is under way, each with the ranks that it waits for."""
 
@@ -307,7 +340,7 @@ class ProcessWorld:
 
     def __init__(
         self,
-        device: torch.device,
+        device: Device,
         timeout_s: float,
         *,
         shares_memory: bool = True,
@@ -324,9 +357,9 @@ class ProcessWorld:
         self._display = Display() if self.size > 1 else None  # else nobody looks
         self._pulse = Pulse(timeout_s, watchfulness.stall_s, self._display)
         self._timeout = timedelta(seconds=timeout_s)
-        uses_nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config())
+        uses_own = carries(dist.distributed_c10d._get_default_group(), device)
         # CPU tensors (words, flags) travel over Gloo also where the user's group is NCCL alone.
-        self._backend = "cpu:gloo,cuda:nccl" if uses_nccl else "gloo"
+        self._backend = f"cpu:gloo,{device.type}:{device.backend}" if uses_own else "gloo"
         self._shares_memory = shares_memory
         self._shared: weakref.WeakSet[SharedTransport] = weakref.WeakSet()
         self._speaks: bool | None = None
@@ -337,9 +370,9 @@ class ProcessWorld:
         # the same group never meet tags (Gloo numbers them apart; NCCL's channels have others).
         everybody = tuple(range(self.size))
         self._base = self._form(everybody)
-        self.everybody: Group = TorchGroup(self._base, everybody, self._pulse)
+        self.everybody: Group = TorchGroup(self._base, everybody, self._pulse, device)
         # NCCL wants its groups to end together, so not whenever a rank collects its garbage.
-        unasked = [] if uses_nccl else self._groups
+        unasked = [] if uses_own else self._groups
         self._release = weakref.finalize(self, _release, self._board, unasked)
         self._release.atexit = False
         # Runs before the default group is left, which was there first.
@@ -405,7 +438,11 @@ class ProcessWorld:
         for ranks in map(tuple, members):
             formed = self._new_group(ranks) if len(ranks) > 1 else None
             if self.rank in ranks:
-                own = TorchGroup(formed, ranks, self._pulse) if formed else SoloGroup(self.rank)
+                own = (
+                    TorchGroup(formed, ranks, self._pulse, self.device)
+                    if formed
+                    else SoloGroup(self.rank)
+                )
         assert own is not None, f"rank {self.rank} is in none of {members}"
         return own
 
@@ -416,7 +453,7 @@ class ProcessWorld:
         path of a socket): some 150 bytes for each rank of the world, 150 kB at 1,000 ranks.
         """
         hosts = self.everybody.all_gather_object(self._host())
-        here = [c for c in channels if _one_host(hosts, c) and self.device.type == "cpu"]
+        here = [c for c in channels if _one_host(hosts, c) and not self.device.is_accelerator]
         apart = [c for c in channels if c not in here]
         routes: dict[PlacedChannel, Transport] = {}
         if here:
@@ -430,7 +467,7 @@ class ProcessWorld:
 
     def _host(self) -> str:
         """Return with whom this rank can share memory; empty: with nobody."""
-        if not self._shares_memory or self.device.type != "cpu":
+        if not self._shares_memory or self.device.is_accelerator:
             return ""
         refusal = why_not_shared()
         if refusal:
@@ -445,27 +482,27 @@ class ProcessWorld:
 
     def _torch_transport(self, channels: Sequence[PlacedChannel]) -> Transport:
         """Open channels over torch; over NCCL each has communicators of its own."""
-        uses_nccl = "nccl" in self._backend
+        uses_own = self._backend != "gloo"
         payload: Payload = (
-            StagedPayload(self.device)
-            if self.device.type == "cuda" and not uses_nccl
-            else DirectPayload(self.device)
+            StagedPayload(self.device.torch)
+            if self.device.is_accelerator and not uses_own
+            else DirectPayload(self.device.torch)
         )
         links = []
         for channel in channels:
             ends = (channel.source_rank, channel.destination_rank)
             # NCCL knows no tags: two channels over one communicator would mix, or wait in a
             # ring. Gloo keeps tags apart within one group.
-            prompt = self._new_group(ends) if uses_nccl else self._base
-            late = self._new_group(ends) if uses_nccl else self._base
+            prompt = self._new_group(ends) if uses_own else self._base
+            late = self._new_group(ends) if uses_own else self._base
             if self.rank in ends:
                 peer = ends[1] if self.rank == ends[0] else ends[0]
                 lanes = Lane(prompt, channel.tag), Lane(late, _LATE_TAG + channel.tag)
                 links.append(Link(channel, peer, *lanes))
-        if uses_nccl:
-            _warm_up(links, self.rank, self.device)
+        if uses_own:
+            _warm_up(links, self.rank, self.device.torch)
         outbox = Outbox(start_on_thread=isinstance(payload, StagedPayload))
-        return ProcessTransport(self.rank, links, payload, outbox, self.device)
+        return ProcessTransport(self.rank, links, payload, outbox, self.device.torch)
 
     def fail(self, report: str) -> None:
         """Publish the report, let it spread, and unblock whoever waits for us."""
@@ -526,9 +563,9 @@ class ProcessWorld:
                 work = dist.irecv(torch.empty(1), peer, group=group, tag=_BREAK_TAG)
                 if work is not None:
                     work.wait(timedelta(milliseconds=1))
-            if "nccl" in self._backend:
+            if self._backend != "gloo":
                 with contextlib.suppress(RuntimeError, AttributeError):
-                    backend: Any = group._get_backend(self.device)
+                    backend: Any = group._get_backend(self.device.torch)
                     backend.abort()
 
 

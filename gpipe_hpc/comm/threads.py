@@ -16,6 +16,7 @@ from gpipe_hpc.comm.collectives.carrier import Carrier, Parts, Traffic
 from gpipe_hpc.comm.collectives.menu import start_all_gather, start_reduce_scatter
 from gpipe_hpc.comm.collectives.plan import Plan
 from gpipe_hpc.comm.collectives.turns import Note
+from gpipe_hpc.comm.device import Device, HostDevice
 from gpipe_hpc.comm.group import Calls, Group, Pending, Piece, Sent, SoloGroup, rank_names
 from gpipe_hpc.comm.pickling import check_travels
 from gpipe_hpc.comm.thread_hub import ExchangeKey, MailKey, ThreadHub
@@ -174,13 +175,13 @@ class ThreadGroup:
 
 
 class ThreadWorld:
-    """One thread's view of a ThreadHub; `device` is where this rank computes."""
+    """One thread's view of a ThreadHub; `device`: where this rank computes; None for the CPU."""
 
-    def __init__(self, hub: ThreadHub, rank: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, hub: ThreadHub, rank: int, device: Device | None = None) -> None:
         self.hub = hub
         self.rank = rank
         self.size = hub.size
-        self.device = torch.device(device)
+        self.device: Device = device or HostDevice()
         self.secret = hub.secret
         self.activity: object = "starting"
         self._num_groups: dict[tuple[int, ...], int] = {}
@@ -212,10 +213,15 @@ class ThreadWorld:
 
 
 def run_on_threads(
-    size: int, body: Callable[[ThreadWorld], T], *, timeout_s: float = 60.0
+    size: int,
+    body: Callable[[ThreadWorld], T],
+    *,
+    timeout_s: float = 60.0,
+    device: Callable[[int], Device] | None = None,
 ) -> list[T]:
     """Run `body(world)` on `size` ranks, each a thread; return their results in rank order.
 
+    `device(rank)`: where a rank computes, made on its thread; None for the CPU.
     The first failure by time is raised (that of a rank that stopped because of another one
     only if there is no other). Threads do not time out themselves: every wait in them does.
     """
@@ -224,7 +230,7 @@ def run_on_threads(
     failures: list[BaseException] = []
 
     def target(rank: int) -> None:
-        world = ThreadWorld(hub, rank)
+        world = ThreadWorld(hub, rank, None if device is None else device(rank))
         try:
             results[rank] = body(world)
         except BaseException as failure:

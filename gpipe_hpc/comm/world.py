@@ -6,8 +6,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Protocol
 
-import torch
-
+from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.joining.secret import Secret
 from gpipe_hpc.comm.tracebacks import leave_out_own_frames, shows_all_frames
@@ -23,7 +22,7 @@ class World(Protocol):
 
     rank: int
     size: int
-    device: torch.device
+    device: Device
     everybody: Group
     """All ranks, for what starts and ends a run: the main thread's, in one order everywhere.
 

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from enum import Enum
 from itertools import accumulate, pairwise
-from typing import Any, Final, NamedTuple, cast
+from typing import Final, NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge
 
+from gpipe_hpc.comm.device import Stream
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.nests import Nest, map_tensors, tensors_of
 from gpipe_hpc.engine.backward.calls import accumulate_gradients, edge_of
@@ -100,7 +101,7 @@ class StageWork:
         self._lasting_of_loss = Lasting()
         self._kept: dict[int, Kept] = {}
         self._deferred: dict[int, Deferred] = {}
-        self._stream: torch.cuda.Stream | None = None  # of copies to the host, once there are any
+        self._stream: Stream | None = None  # of copies to the host, once there are any
         self._num_begun = 0
 
     def begin(self) -> None:
@@ -375,7 +376,7 @@ class StageWork:
         """Start moving it back."""
         host = self._kept[microbatch].host
         if host is not None:
-            host.fetch(self.stage.device)
+            host.fetch()
 
     def num_samples(self, microbatch: int) -> int:
         """Return the size of a micro-batch whose forward has run and whose backward has not."""
@@ -385,10 +386,9 @@ class StageWork:
         stage = self.stage
         modules = stage.layers.values()
         lasting = [t for m in modules for t in (*m.parameters(), *m.buffers())]
-        if stage.device.type == "cuda" and self._stream is None:
-            stream: Any = torch.cuda.Stream
-            self._stream = stream(stage.device)
-        return HostCopy(lasting, self._stream)
+        if stage.device.is_accelerator and self._stream is None:
+            self._stream = stage.device.stream()
+        return HostCopy(lasting, stage.device, self._stream)
 
     def _left(self, state: State, is_end: bool) -> Nest:
         """Return what of a segment's output gradients come back for, in their order."""

@@ -6,21 +6,24 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
-
+from gpipe_hpc.comm.device import Device
+from gpipe_hpc.comm.device import Event as DeviceEvent
 from gpipe_hpc.comm.group import Pending
 from gpipe_hpc.schedule import Action, Event
 from gpipe_hpc.schedule.table.actions import COMPUTE
+
+Mark = float | DeviceEvent
+"""A moment: seconds of this host's clock, or an event on an accelerator's stream."""
 
 
 class Span(NamedTuple):
     """An action between two marks."""
 
     action: Action
-    start: object
-    end: object
+    start: Mark
+    end: Mark
 
 
 class StepTimes(NamedTuple):
@@ -93,56 +96,56 @@ def _later(event: Event, by_s: float) -> Event:
 class _Beside:
     """Something that runs beside the compute; another thread may say when it is done."""
 
-    def __init__(self, action: Action, start: object) -> None:
+    def __init__(self, action: Action, start: Mark) -> None:
         self._action, self._start = action, start
-        self._end: object = None
+        self._end: Mark | None = None
 
-    def end(self, mark: Callable[[], object]) -> None:
+    def end(self, mark: Callable[[], Mark]) -> None:
         self._end = mark()
 
-    def span(self, mark: Callable[[], object]) -> Span:
+    def span(self, mark: Callable[[], Mark]) -> Span:
         """Return from when to when it ran; until now if nobody has said it yet."""
         return Span(self._action, self._start, mark() if self._end is None else self._end)
 
 
-def take_mark(device: torch.device) -> object:
+def take_mark(device: Device) -> Mark:
     """Return the present: on a CPU `time.perf_counter()`, one clock for all processes of a host.
 
-    On CUDA an event on the current stream: taking it does not wait for the device, reading does.
+    On an accelerator an event on the current stream: taking it does not wait for the device,
+    reading does.
     """
-    if device.type != "cuda":
+    if not device.is_accelerator:
         return time.perf_counter()
-    event: Any = torch.cuda.Event
-    mark = event(enable_timing=True)
+    mark = device.event(timing=True)
     mark.record()
     return mark
 
 
-def seconds_between(first: object, second: object) -> float:
+def seconds_between(first: Mark, second: Mark) -> float:
     """Return the seconds from a mark to a later one of the same device."""
     if isinstance(first, float) and isinstance(second, float):
         return second - first
-    assert isinstance(first, torch.cuda.Event) and isinstance(second, torch.cuda.Event)
+    assert not isinstance(first, float) and not isinstance(second, float), "marks of two kinds"
     second.synchronize()
-    return float(first.elapsed_time(second)) / 1e3
+    return first.elapsed_ms(second) / 1e3
 
 
 class StepMarks:
     """When the actions of one step ran: marks that are read when somebody asks."""
 
-    def __init__(self, mark: Callable[[], object]) -> None:
+    def __init__(self, mark: Callable[[], Mark]) -> None:
         """Begin now; `mark` returns the present."""
         self._host_begin_s, self._begin, self._mark = time.perf_counter(), mark(), mark
         self._spans: list[Span] = []
         self._beside: list[_Beside] = []
         self._read: Moments | None = None
 
-    def add(self, action: Action, start: object) -> None:
+    def add(self, action: Action, start: Mark) -> None:
         """Note that an action ran from `start` until now."""
         self._spans.append(Span(action, start, self._mark()))
         self._read = None
 
-    def add_beside(self, action: Action, start: object, pending: Pending) -> None:
+    def add_beside(self, action: Action, start: Mark, pending: Pending) -> None:
         """Note that something runs beside the compute, from `start` until it is done."""
         beside = _Beside(action, start)
         self._beside.append(beside)
@@ -168,7 +171,7 @@ class StepMarks:
         marks = (mark for span in spans for mark in (span.start, span.end))
         return Moments(tuple(span.action for span in spans), array("d", map(self._seconds, marks)))
 
-    def _seconds(self, mark: object) -> float:
+    def _seconds(self, mark: Mark) -> float:
         if isinstance(mark, float):
             return mark
         return self._host_begin_s + seconds_between(self._begin, mark)
@@ -177,18 +180,18 @@ class StepMarks:
 class Recorder:
     """Take marks around the actions of a step."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.mark: Callable[[], object] = partial(take_mark, device)
+    def __init__(self, device: Device) -> None:
+        self.mark: Callable[[], Mark] = partial(take_mark, device)
         self.step = StepMarks(self.mark)
 
     def start_step(self) -> None:
         """Begin a new step; whoever holds the last one's marks may read them still."""
         self.step = StepMarks(self.mark)
 
-    def add(self, action: Action, start: object) -> None:
+    def add(self, action: Action, start: Mark) -> None:
         """Note that an action ran from `start` until now."""
         self.step.add(action, start)
 
-    def add_beside(self, action: Action, start: object, pending: Pending) -> None:
+    def add_beside(self, action: Action, start: Mark, pending: Pending) -> None:
         """Note that something runs beside the compute, from `start` until it is done."""
         self.step.add_beside(action, start, pending)

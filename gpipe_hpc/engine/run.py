@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.nests import Nest, map_tensors
 from gpipe_hpc.comm.transport.base import Message
 from gpipe_hpc.engine.batch.cutting import Pieces
@@ -34,13 +35,13 @@ class Run:
     seed: torch.Tensor | None = None
     step: int = 0
 
-    def input(self, microbatch: int, device: torch.device) -> Message:
+    def input(self, microbatch: int, device: Device) -> Message:
         """Return what the first stage is given of a micro-batch."""
         assert self.inputs is not None, "checked before the run"
         nests, sizes = self.inputs
         return Message(_moved(nests[microbatch], device), sizes[microbatch])
 
-    def target(self, microbatch: int, num_samples: int, device: torch.device) -> Nest:
+    def target(self, microbatch: int, num_samples: int, device: Device) -> Nest:
         """Return what the loss of a micro-batch is given; DataError if it is of another size."""
         if self.targets is None:
             return None
@@ -72,9 +73,9 @@ def random_keys(
     return lambda microbatch: keys[microbatch].__getitem__
 
 
-def _moved(nest: Nest, device: torch.device) -> Nest:
+def _moved(nest: Nest, device: Device) -> Nest:
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         own = tensor.clone() if tensor.is_inference() else tensor.detach()
-        return own.to(device, non_blocking=True)
+        return device.bring(own, non_blocking=True)
 
     return map_tensors(moved, nest)

@@ -156,7 +156,8 @@ class Steps:
                 buffers,
             )
         # The loss weight of the last step; backward is seeded near its inverse.
-        self.weight = torch.tensor(float(num_global), dtype=torch.float64, device=site.world.device)
+        on = site.world.device.torch
+        self.weight = torch.tensor(float(num_global), dtype=torch.float64, device=on)
 
     @property
     def recorder(self) -> Recorder:
@@ -292,7 +293,7 @@ class Steps:
             tied.wait()
         gradients = [held.parameter.grad for held in self.held_gradients().values()]
         present = [gradient for gradient in gradients if gradient is not None]
-        return count_overflows(present, self._site.world.device)
+        return count_overflows(present, self._site.world.device.torch)
 
     def _drop_gradients(self) -> None:
         for stage in self._stages.values():

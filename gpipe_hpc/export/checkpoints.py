@@ -12,7 +12,7 @@ from gpipe_hpc.checkpoint import Verified, fill, verify
 from gpipe_hpc.comm.group import SoloGroup
 from gpipe_hpc.errors import CheckpointError
 from gpipe_hpc.export.files import DEFAULT_PREFIX, SHARD_BYTES, ExportFolder, Exporting, Shard
-from gpipe_hpc.models import Layer, build_layer, find_ties, first_names, global_name
+from gpipe_hpc.models import Layer, build_abstract, find_ties, first_names, global_name
 from gpipe_hpc.models.huggingface.library import safetensors
 
 log = logging.getLogger("gpipe_hpc.export")
@@ -41,7 +41,7 @@ def export_checkpoint(
         source = checkpoint
     else:
         source = verify(Path(checkpoint), SoloGroup(0), 0)
-    modules = [build_layer(x, index=i, seed=0, device="meta") for i, x in enumerate(layers)]
+    modules = [build_abstract(x, index=i) for i, x in enumerate(layers)]
     empty = _tensors_of(source, layers, modules)
     target.prepare()
     files = _files([sum(t.empty.nbytes for t in own.values()) for own in empty], shard_bytes)

@@ -16,7 +16,7 @@ from gpipe_hpc.models.batchnorm import (
     refuse_single_values,
     shifted_sums,
 )
-from gpipe_hpc.models.building import build_layer, seeded_generators
+from gpipe_hpc.models.building import build_abstract, build_layer, seeded_generators
 from gpipe_hpc.models.counting import (
     count_parameters,
     layer_parameters,
@@ -87,6 +87,7 @@ __all__ = [
     "add_loss",
     "add_metric",
     "bert_pretraining",
+    "build_abstract",
     "build_alexnet",
     "build_amoebanet_d",
     "build_bert",

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc.errors import ModelError
-from gpipe_hpc.models.building import build_layer, refuse_lazy
+from gpipe_hpc.models.building import build_abstract, build_layer, refuse_lazy
 from gpipe_hpc.models.layers import Layer, LayerSpec
 from gpipe_hpc.models.naming import global_name, named_layer_parameters
 from gpipe_hpc.models.ties import find_ties, first_names, parameter_at
@@ -72,7 +72,7 @@ def _abstract(layer: Layer, index: int) -> nn.Module:
         refuse_lazy(layer, f"layers.{index}")
         return layer
     try:
-        return build_layer(layer, index=index, seed=0, device="meta")
+        return build_abstract(layer, index=index)
     except ModelError:
         # Some factories read values of tensors (`.item()`), which meta tensors have not. One real
         # layer at a time is still far from the whole model, and a true fault is raised again.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from gpipe_hpc.errors import ModelError
-from gpipe_hpc.models.building import build_layer
+from gpipe_hpc.models.building import build_abstract, build_layer
 from gpipe_hpc.models.layers import Layer, LayerSpec
 from gpipe_hpc.models.naming import global_name
 
@@ -88,7 +88,8 @@ def first_names(layer: nn.Module) -> dict[str, str]:
 
 def _first_names_of(layer: LayerSpec, index: int) -> dict[str, str]:
     """Return `first_names` of a layer that is not built; none if it cannot be."""
-    for device in ("meta", "cpu"):  # some factories read values
-        with suppress(ModelError):
-            return first_names(build_layer(layer, index=index, seed=0, device=device))
+    with suppress(ModelError):
+        return first_names(build_abstract(layer, index=index))
+    with suppress(ModelError):  # some factories read values
+        return first_names(build_layer(layer, index=index, seed=0))
     return {}  # who builds it in earnest tells of it

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, TypeVar
 
-import torch
+from gpipe_hpc.comm.device import Device
 
 Result = TypeVar("Result")
 
@@ -21,14 +21,14 @@ class Clock:
         """Return seconds since some time."""
         return time.monotonic()
 
-    def timed(self, work: Callable[[], Result], device: torch.device) -> tuple[Result, float]:
+    def timed(self, work: Callable[[], Result], device: Device) -> tuple[Result, float]:
         """Run `work` and return its result and the seconds the device needed for it.
 
         On CPUs the time in which this thread waited for a core is left out where the system tells
         it: a long layer never runs undisturbed on a busy machine, however often it is repeated,
         while a short one does. What other threads of a parallel layer waited is not known.
         """
-        return _timed_by_events(work, device) if device.type == "cuda" else _timed(work)
+        return _timed_by_events(work, device) if device.is_accelerator else _timed(work)
 
 
 def _timed(work: Callable[[], Result]) -> tuple[Result, float]:
@@ -49,13 +49,11 @@ def _waited_s() -> float:
         return 0.0  # another system, or a sandbox
 
 
-def _timed_by_events(work: Callable[[], Result], device: torch.device) -> tuple[Result, float]:
-    with torch.cuda.device(device):
-        begin_event = torch.Event(device, enable_timing=True)
-        end_event = torch.Event(device, enable_timing=True)
-        torch.cuda.synchronize()
-        begin_event.record()
-        result = work()
-        end_event.record()
-        end_event.synchronize()
-        return result, float(begin_event.elapsed_time(end_event)) / 1e3
+def _timed_by_events(work: Callable[[], Result], device: Device) -> tuple[Result, float]:
+    begin, end = device.event(timing=True), device.event(timing=True)
+    device.synchronize()
+    begin.record()
+    result = work()
+    end.record()
+    end.synchronize()
+    return result, begin.elapsed_ms(end) / 1e3

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, NamedTuple, Protocol
 
-import torch
-
+from gpipe_hpc.comm.device import Device
 from gpipe_hpc.engine.layers.precision import casting
 from gpipe_hpc.engine.sums.loss import LossFunction
 from gpipe_hpc.errors import ConfigError, PartitionError
@@ -39,7 +38,7 @@ class Example(NamedTuple):
     targets: Any
     loss_fn: LossFunction
     seed: int
-    device: torch.device
+    device: Device
 
 
 class Gauge(Protocol):

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gpipe_hpc.comm.device import Device, HostDevice
 from gpipe_hpc.comm.nests import map_tensors, tensors_of
 from gpipe_hpc.engine.backward.splitting import Deferred, DeferWeights
 from gpipe_hpc.engine.remedies import with_remedy
@@ -59,7 +60,7 @@ def measure_layers(
     loss_fn: LossFunction | None = None,
     *,
     seed: int = 0,
-    device: torch.device | str = "cpu",
+    device: Device | None = None,
     repetitions: int = 2,
     warmup: int = 1,
     rounds: int = 3,
@@ -83,7 +84,7 @@ def measure_layers(
 
     Raises `ModelError`, naming the layer, when it does not run on what the layer before gives.
     """
-    target = torch.device(device)
+    target = device or HostDevice()
     bench = _Bench(seed, target, repetitions, warmup, clock or Clock())
     began = bench.clock.now()
     goal = _to(example_targets, target)
@@ -217,7 +218,7 @@ class _Bench(NamedTuple):
     """How layers are measured."""
 
     seed: int
-    device: torch.device
+    device: Device
     repetitions: int
     warmup: int
     clock: Clock
@@ -350,5 +351,5 @@ def _detached(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _to(nest: Any, device: torch.device) -> Any:
-    return map_tensors(lambda tensor: tensor.to(device), nest)
+def _to(nest: Any, device: Device) -> Any:
+    return map_tensors(device.bring, nest)

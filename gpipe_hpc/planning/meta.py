@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc.errors import ModelError
-from gpipe_hpc.models import Layer, LayerSpec, build_layer
+from gpipe_hpc.models import Layer, LayerSpec, build_abstract, build_layer
 
 META: Final = torch.device("meta")
 
@@ -16,7 +16,7 @@ def meta_layer(layer: Layer, index: int) -> nn.Module:
     """Return a layer on the meta device; one that comes built is copied, without its values."""
     if isinstance(layer, LayerSpec):
         try:
-            return build_layer(layer, index=index, seed=0, device=META)
+            return build_abstract(layer, index=index)
         except ModelError:
             # Some factories read values of tensors. One real layer is still far from the model,
             # and a true fault is raised again.

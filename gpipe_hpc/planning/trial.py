@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.nests import map_tensors, tensors_of
 from gpipe_hpc.engine.layers.precision import casting, keeping_casts
 from gpipe_hpc.engine.remedies import remedy_of
@@ -200,12 +201,12 @@ class Trial:
         return Passed(count, *map(forgotten, (results[0], results[1:])))
 
     def _like_a_step(self) -> AbstractContextManager[object]:
-        return keeping_casts(self.precision, CPU) if self.shares_casts else nullcontext()
+        return keeping_casts(self.precision, HostDevice()) if self.shares_casts else nullcontext()
 
     def _forward(self, given: Given) -> list[Any]:
         """Return output and stashes."""
         stashed = dict(zip(self.names.pops, given.popped, strict=True))
-        with casting(self.precision, CPU, shared=self.shares_casts):
+        with casting(self.precision, HostDevice(), shared=self.shares_casts):
             output = run_layer(self.module, self.names, given.value, stashed, self.where)
         return [output, *(stashed[name] for name in self.names.stashes)]
 

@@ -4,8 +4,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.engine.sums.loss import LossFunction
 from gpipe_hpc.models import Layer, LayerSpec, normalise_layers
@@ -40,10 +38,10 @@ class Foresight:
         """Return what would make a measured step faster; see `advise`."""
         basis = pipe.partition.times or self.known.times
         known = replace(self.known, times=layer_times(measured, pipe.partition.counts, basis))
-        limit, device = pipe.request.memory_bytes, pipe.world.device
+        limit = pipe.request.memory_bytes
         assert not isinstance(limit, str), "the pipeline has read it"
-        if limit is None and device.type == "cuda":
-            limit = torch.cuda.get_device_properties(device).total_memory
+        if limit is None:
+            limit = pipe.world.device.memory_total()
         return advise(
             pipe.request,
             pipe.layout,

@@ -23,7 +23,6 @@ from gpipe_hpc.training.logs import rank_log
 from gpipe_hpc.training.metrics import Metrics, open_metrics
 from gpipe_hpc.training.neighbour import DEFAULT_FOLDER, NeighbourCopies, open_copies
 from gpipe_hpc.training.one_step import Trained, refuse_non_finite, train_one_step
-from gpipe_hpc.training.peak import peak_memory_bytes, used_memory_bytes
 from gpipe_hpc.training.progress import Progress
 from gpipe_hpc.training.run.again import command_again
 from gpipe_hpc.training.run.folder import REQUEUE_FILE
@@ -71,7 +70,7 @@ def run_training(
         copies = _copies(config, world, run)
         if copies is not None:
             stack.push(lambda kind, error, trace: _end_copies(copies, error))
-        before_bytes = used_memory_bytes(world.device)
+        before_bytes = world.device.memory_allocated()
         opened = open_session(config, world, run, lock, copies)
         session = stack.enter_context(closing(opened))
         if copies is not None:
@@ -255,7 +254,7 @@ class _Loop:
                 times = pipe.last_step_times()
             return Told(
                 times,
-                peak_memory_bytes(pipe.world.device),
+                pipe.world.device.memory_peak(),
                 wants_to_stop=self._stop.came,
                 # A checkpoint in the background: each rank's part is in its file.
                 has_written=self._session.saver.is_done,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from gpipe_hpc.engine.recorder import seconds_between, take_mark
+from gpipe_hpc.engine.recorder import Mark, seconds_between, take_mark
 from gpipe_hpc.engine.steps import Tell
 from gpipe_hpc.engine.sums.results import StepResult
 from gpipe_hpc.errors import NonFiniteError
@@ -28,14 +28,14 @@ class Spent(NamedTuple):
 
 
 class Laps(NamedTuple):
-    """Marks between the parts of a step; on a GPU, reading them waits for it."""
+    """Marks between the parts of a step; on an accelerator, reading them waits for it."""
 
-    began: object
-    read: object
-    piped: object
-    looked: object
-    clipped: object
-    stepped: object
+    began: Mark
+    read: Mark
+    piped: Mark
+    looked: Mark
+    clipped: Mark
+    stepped: Mark
 
     def spent(self, pipeline_s: float) -> Spent:
         """Return where the time went; `pipeline_s`: the time in the pipeline of all ranks."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from gpipe_hpc.comm.clock import clock_identity
+from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.engine.recorder import StepMarks, StepTimes
 from gpipe_hpc.schedule import idle_share
@@ -83,9 +84,9 @@ def agree(rows: Sequence[Sequence[float]]) -> Agreed:
     )
 
 
-def is_told_late(device: torch.device) -> bool:
+def is_told_late(device: Device) -> bool:
     """Say whether ranks tell the times of a step behind the next: its clock would be waited for."""
-    return device.type != "cpu"
+    return device.is_accelerator
 
 
 class StepEdge:

@@ -1,7 +1,5 @@
 """How much a step trains on in a second, and how far from the best that is."""
 
-import torch
-
 from gpipe_hpc.config import DataConfig, TokenDataConfig
 from gpipe_hpc.planning.device_peaks import peak_flops_per_s
 from gpipe_hpc.training.session import Session
@@ -17,9 +15,7 @@ def device_flops_per_s(session: Session) -> float | None:
     train, device = session.config.train, session.pipe.world.device
     if train.device_flops_per_s is not None:
         return train.device_flops_per_s
-    if device.type != "cuda":
-        return None
-    return peak_flops_per_s(torch.cuda.get_device_name(device), train.precision)
+    return peak_flops_per_s(device.name, train.precision) if device.is_accelerator else None
 
 
 def share_of_peak(session: Session, samples_per_s: float | None) -> float | None:

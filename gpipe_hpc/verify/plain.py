@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.nests import Nest, map_tensors
 from gpipe_hpc.engine.outer.portions import Portions
 from gpipe_hpc.engine.state.sources import own_generators
@@ -144,7 +145,7 @@ class PlainTraining:
         seed: int,
         precision: str,
         buffers: str,
-        device: torch.device,
+        device: Device,
     ) -> None:
         self.layout, self.seed, self.steps_done = layout, seed, 0
         self._layers, self._loss_fn = layers, loss_fn
@@ -381,17 +382,15 @@ class _Terms:
             torch.autograd.backward(roots, [scale.to(root.dtype) for root in roots])
 
 
-def seed_generators(key: int, device: torch.device, layer: nn.Module | None) -> None:
+def seed_generators(key: int, device: Device, layer: nn.Module | None) -> None:
     """Seed all that a layer may draw from with its published key."""
     random.seed(source_key(key, 0))
     number = source_key(key, 1)
     np.random.seed([number & 0xFFFFFFFF, number >> 32])
     for place, own in enumerate(own_generators(layer, ()) if layer is not None else ()):
         own.seed(source_key(key, 2 + place))
-    torch.default_generator.manual_seed(key)
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.default_generators[index].manual_seed(key)
+    for generator in device.generators():
+        generator.manual_seed(key)
 
 
 def unite(

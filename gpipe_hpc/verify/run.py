@@ -11,8 +11,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from gpipe_hpc.checkpoint.memory import free_bytes
 from gpipe_hpc.comm.group import broadcast_object
+from gpipe_hpc.comm.host_memory import free_bytes
 from gpipe_hpc.comm.joining.launcher import detect_launch
 from gpipe_hpc.comm.nests import Nest, map_tensors
 from gpipe_hpc.comm.threads import run_on_threads
@@ -101,7 +101,7 @@ def _check_room(config: Config) -> None:
     """Refuse models of which this machine cannot hold the copies that a comparison takes."""
     layers = normalise_layers(build_target("model", config.model))
     num_parameters = count_parameters(layers)
-    free = free_bytes(torch.device("cpu"))
+    free = free_bytes()
     # Weights, gradients, two optimizer states in both trainings, and what is kept to compare.
     needed = 4 * num_parameters * (16 + 2 * config.pipeline.replicas)
     if free is not None and needed > free:

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
-from gpipe_hpc.checkpoint import loading, memory
+from gpipe_hpc.checkpoint import loading
 from gpipe_hpc.checkpoint.manifest import MANIFEST, manifest_text, read_manifest
+from gpipe_hpc.comm import device
 from gpipe_hpc.errors import CheckpointError, HalfLoadedError
 from tests.support import cover_of
 
@@ -26,7 +27,7 @@ def flipped(path, monkeypatch):
 
 
 def no_room(path, monkeypatch):
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 100)
+    monkeypatch.setattr(device.HostDevice, "memory_free", lambda self: 100)
 
 
 def no_allocation(path, monkeypatch):

@@ -6,6 +6,7 @@ import torch
 from gpipe_hpc import run_on_threads
 from gpipe_hpc.comm import byte_moves
 from gpipe_hpc.comm.byte_moves import ByteMoves, Move
+from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.processes import ProcessWorld
 
 
@@ -45,7 +46,7 @@ def test_bytes_arrive_between_processes(monkeypatch, processes, tmp_path, shares
     sizes = (1, 350, 1000)
 
     def body(rank):
-        world = ProcessWorld(torch.device("cpu"), 30.0, shares_memory=shares_memory)
+        world = ProcessWorld(HostDevice(), 30.0, shares_memory=shares_memory)
         return exchanged(world, sizes)
 
     assert processes(3, body, tmp_path) == expected(sizes)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.processes import ProcessWorld
 from gpipe_hpc.schedule import (
     Costs,
@@ -234,7 +235,7 @@ def test_chimera_of_four_pipelines(plain, reference):
 
 
 def process_world(shares_memory):
-    return ProcessWorld(torch.device("cpu"), 60.0, shares_memory=shares_memory)
+    return ProcessWorld(HostDevice(), 60.0, shares_memory=shares_memory)
 
 
 def test_each_schedule_on_two_processes_in_shared_memory(

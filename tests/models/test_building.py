@@ -5,7 +5,14 @@ import torch
 from torch import nn
 
 from gpipe_hpc.errors import ModelError
-from gpipe_hpc.models import LayerSpec, build_gpt, build_layer, init_key, seeded_generators
+from gpipe_hpc.models import (
+    LayerSpec,
+    build_abstract,
+    build_gpt,
+    build_layer,
+    init_key,
+    seeded_generators,
+)
 
 
 def states_equal(one: nn.Module, two: nn.Module) -> bool:
@@ -51,7 +58,7 @@ def test_built_modules_keep_their_weights_and_identity():
 
 
 def test_meta_builds_without_values():
-    built = build_layer(LayerSpec(nn.Linear, 10**6, 10**6), index=0, seed=0, device="meta")
+    built = build_abstract(LayerSpec(nn.Linear, 10**6, 10**6), index=0)
     assert built.weight.is_meta
     assert built.weight.numel() == 10**12
 

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.engine.microbatch import Keep, Recipe, StageWork
 from gpipe_hpc.engine.run import Run
 from gpipe_hpc.engine.stages.routes import stage_routes
@@ -180,7 +181,7 @@ def kept_by_the_engine(layers, counts, index, recomputed) -> tuple[int, int]:
     stage = Stage(
         index,
         {i: build_layer(layers[i], index=i, seed=0) for i in span},
-        torch.device("cpu"),
+        HostDevice(),
         routes,
         names={i: skip_names(layers[i]) for i in span},
         recomputed=frozenset(recomputed),

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from gpipe_hpc import Pipeline
+from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.engine.layers import precision as engine_precision
 from gpipe_hpc.engine.layers.precision import casting, keeping_casts
 from gpipe_hpc.models import LayerSpec, build_gpt, build_model, token_cross_entropy
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.skipif(
     not engine_precision._casts_keep_their_graph(), reason="this torch casts for each graph"
 )
 
-CPU = torch.device("cpu")
+CPU = HostDevice()
 LOWER = ["bfloat16", "float16"]
 
 

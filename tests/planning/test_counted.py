@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.engine.layers.precision import casting, keeping_casts
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import LayerSpec, build_gpt, build_mlp, build_model, token_cross_entropy
@@ -141,7 +142,7 @@ class Casting(nn.Module):
         self.inner, self.precision = inner, precision
 
     def forward(self, x: Tensor) -> Tensor:
-        with casting(self.precision, torch.device("cpu")):
+        with casting(self.precision, HostDevice()):
             return self.inner(x)
 
 
@@ -158,7 +159,7 @@ def test_activations_under_autocast_are_those_it_keeps(name, precision):
         given = torch.rand(3, 3, 8, 8)
     real = nn.Sequential(*(layer.build() for layer in layers))
     real = Casting(real, precision)
-    with keeping_casts(precision, torch.device("cpu")):
+    with keeping_casts(precision, HostDevice()):
         kept = saved_bytes(real, given, given.clone()) - saved_bytes(real, given)
     example = torch.empty_like(given, device="meta")
     model = count_model(layers, example, precision=precision)

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.errors import PartitionError
 from gpipe_hpc.models import LayerSpec
 from gpipe_hpc.planning import (
@@ -41,7 +42,7 @@ def test_a_cut_by_time_needs_an_example():
 
 def example(loss_fn):
     inputs = torch.ones(4, 2)
-    return Example(inputs, inputs, loss_fn, 0, torch.device("cpu"))
+    return Example(inputs, inputs, loss_fn, 0, HostDevice())
 
 
 def test_a_cut_by_time_is_by_what_the_gauge_finds():

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Final
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
 from tests.played.clocks import Clock, Host
 from tests.played.interpose import PLAYED, kind_of, local, playing
@@ -75,6 +75,9 @@ class PlayedDevice:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.torch)
+
+    def place(self, module: nn.Module) -> nn.Module:
+        return module.to(self.torch)
 
     def stream(self) -> PlayedStream:
         stream = PlayedStream(self)

@@ -118,7 +118,7 @@ def _time(world: World, group: Group, cases: Sequence[_Case], repeats: int) -> l
     Each begins with all ranks together, and each round has an order of its own, the same on every
     rank: what a case leaves behind in caches is not always for the same one.
     """
-    longest = torch.zeros(max(case.num_bytes for case in cases) // 4, device=world.device)
+    longest = torch.zeros(max(case.num_bytes for case in cases) // 4, device=world.device.torch)
     runs = [_runner(group, case, longest[: case.num_bytes // 4]) for case in cases]
     own_s = [[0.0] * len(cases) for _ in range(_WARM_UP + repeats)]
     for turn, took_s in enumerate(own_s):
@@ -173,8 +173,7 @@ def _backends_own(group: Group, collective: str, vector: torch.Tensor) -> Callab
 
 def _finish(world: World) -> None:
     """Wait for what the device still has to do."""
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
+    world.device.synchronize()
 
 
 if __name__ == "__main__":

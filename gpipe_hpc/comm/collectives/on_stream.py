@@ -1,11 +1,10 @@
-"""Plans over tensors of a GPU, with a backend that orders streams: nothing waits on the host.
+"""Plans over tensors of an accelerator, with a backend that orders streams: no host waits.
 
 The whole plan is put on a stream of its own as it is started, behind what the current stream has to
 do; `wait` puts the current stream behind it. Not tried here on two GPUs.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -13,11 +12,12 @@ from gpipe_hpc.comm.collectives.agreement import Agreement
 from gpipe_hpc.comm.collectives.carrier import Exchange, Parts, Traffic, named
 from gpipe_hpc.comm.collectives.carrying import carry_out
 from gpipe_hpc.comm.collectives.plan import Place, Plan
+from gpipe_hpc.comm.device import Device, Event, Stream
 from gpipe_hpc.comm.group import Calls
 
 
 class StreamCarrier:
-    """Carry out plans over CUDA tensors; `warm_up` builds the communicator of all ranks."""
+    """Carry out plans over tensors of a device; `warm_up` builds the communicator of all ranks."""
 
     def __init__(
         self,
@@ -25,10 +25,12 @@ class StreamCarrier:
         position: int,
         exchange: Exchange,
         warm_up: Callable[[torch.Tensor], None],
+        device: Device,
     ) -> None:
         self._position, self._exchange, self._warm_up = position, exchange, warm_up
         self._agreement = Agreement(Place(len(ranks), position), ranks)
-        self._stream: Any = None
+        self._device = device
+        self._stream: Stream | None = None
 
     def start(self, plan: Plan, tensor: torch.Tensor, what: str) -> "OnStream":
         """Put a plan on the stream, behind those started before; see `Group.start_plan`."""
@@ -36,16 +38,15 @@ class StreamCarrier:
         self._agreement.reach(named(what, tensor), self._greet)
         if self._stream is None:
             self._warm_up(torch.zeros(1, device=tensor.device))
-            stream: Any = torch.cuda.Stream
-            self._stream = stream(tensor.device)
-        self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
-        with torch.cuda.stream(self._stream):
+            self._stream = self._device.stream()
+        self._stream.wait_stream(self._device.current_stream())
+        with self._device.on(self._stream):
             flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
             carry_out(plan, flat, self._position, self._enqueue)
             if flat.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(flat.view(tensor.shape))
             done = self._stream.record_event()
-        tensor.record_stream(self._stream)
+        self._device.lend(tensor, self._stream)
         return OnStream(done)
 
     def _enqueue(self, sends: Parts, receives: Parts) -> None:
@@ -59,7 +60,7 @@ class StreamCarrier:
 class OnStream:
     """A plan on its stream."""
 
-    def __init__(self, done: torch.cuda.Event) -> None:
+    def __init__(self, done: Event) -> None:
         self._done = done
         self._calls = Calls()
 
@@ -69,7 +70,7 @@ class OnStream:
 
     def wait(self) -> None:
         """Put the current stream behind the plan."""
-        torch.cuda.current_stream().wait_event(self._done)
+        self._done.wait()
         self._calls.make()
 
 

@@ -14,6 +14,7 @@ from gpipe_hpc.comm.collectives.costs import Link
 from gpipe_hpc.comm.collectives.fitting import Fit, Sample, fit
 from gpipe_hpc.comm.collectives.menu import start_all_reduce, start_broadcast
 from gpipe_hpc.comm.collectives.tuning import choose, terms
+from gpipe_hpc.comm.device import Device, HostDevice
 from gpipe_hpc.comm.group import Group, Pending
 
 SIZES: Final = (1024, 64 * 1024, 1024 * 1024)
@@ -23,7 +24,7 @@ _ALGORITHMS: Final = ("ring", "recursive_doubling")
 
 def measured_link(
     group: Group,
-    device: torch.device | str = "cpu",
+    device: Device | None = None,
     *,
     sizes: Sequence[int] = SIZES,
     repeats: int = REPEATS,
@@ -31,15 +32,17 @@ def measured_link(
     """Time a few all-reduces over vectors of `sizes` bytes and fit the link to them.
 
     Every rank calls it and gets the same. Takes some 50 times what the longest of them takes. A
-    group of one rank has no link: it gets one that costs nothing.
+    group of one rank has no link: it gets one that costs nothing. `device`: whose memory the
+    vectors lie in; None for the CPU's.
     """
     if group.size == 1:
         return Fit(Link(0.0, 0.0), 0.0)
     samples = []
+    device = device or HostDevice()
     for num_bytes in sizes:
-        vector = torch.zeros(max(1, num_bytes // 4), device=device)
+        vector = torch.zeros(max(1, num_bytes // 4), device=device.torch)
         for name in _ALGORITHMS:
-            seconds = [_seconds(group, vector, name) for _ in range(1 + repeats)][1:]
+            seconds = [_seconds(group, vector, name, device) for _ in range(1 + repeats)][1:]
             slowest = map(max, zip(*group.all_gather_object(seconds), strict=True))
             form = terms("all_reduce", name, group.size, vector.nbytes, vector.nbytes)
             samples.append(Sample(form, statistics.median(slowest)))
@@ -60,10 +63,9 @@ def start_tuned_broadcast(group: Group, tensor: torch.Tensor, root: int, link: L
     return start_broadcast(group, tensor, root, choice.algorithm, block_bytes=choice.block_bytes)
 
 
-def _seconds(group: Group, vector: torch.Tensor, name: str) -> float:
+def _seconds(group: Group, vector: torch.Tensor, name: str, device: Device) -> float:
     group.all_reduce(torch.zeros(1))  # all begin together
     began_s = time.perf_counter()
     start_all_reduce(group, vector, name).wait()
-    if vector.is_cuda:
-        torch.cuda.synchronize(vector.device)
+    device.synchronize()
     return time.perf_counter() - began_s

@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from gpipe_hpc.comm.device import Accelerator, Device, HostDevice, automatic_kind
 from gpipe_hpc.comm.joining.launcher import detect_launch
 from gpipe_hpc.comm.joining.rendezvous import rendezvous
 from gpipe_hpc.comm.joining.sealed_store import SealedStore
@@ -128,25 +129,25 @@ def _start(
     )
 
 
-def _device(name: str, local_rank: int | None) -> torch.device:
+def _device(name: str, local_rank: int | None) -> Device:
     if name not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device: expected auto, cpu or cuda, got {name!r}")
-    available = torch.cuda.is_available()
+    available = automatic_kind().type == "cuda"
     if name == "cuda" and not available:
         raise ConfigError(
             "device: expected a CUDA device, got a torch that sees none; use device=cpu, "
             "or check the driver and the torch build"
         )
     if name == "cpu" or not available:
-        return torch.device("cpu")
+        return HostDevice()
     if local_rank is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    chosen = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(chosen)
+        return Accelerator(torch.device("cuda", torch.accelerator.current_device_index()))
+    chosen = Accelerator(torch.device("cuda", local_rank % torch.accelerator.device_count()))
+    chosen.use()
     return chosen
 
 
-def _backend(name: str, device: torch.device) -> str:
+def _backend(name: str, device: Device) -> str:
     """Return torch's backend string; CPU tensors (words, flags) always travel over Gloo."""
     if name not in ("auto", "gloo", "nccl"):
         raise ConfigError(f"backend: expected auto, gloo or nccl, got {name!r}")

@@ -11,7 +11,7 @@ def broadcast_nest(nest: Nest, group: Group, root: int, world: World) -> Nest:
     structure, tensors = disassemble(nest)
     structure = Structure.from_bytes(broadcast_object(group, structure.to_bytes(), root))
     if world.rank != root:
-        tensors = [meta.allocate(world.device) for meta in structure.metas]
+        tensors = [meta.allocate(world.device.torch) for meta in structure.metas]
     tensors = [tensor.contiguous() for tensor in tensors]
     for tensor in tensors:
         group.broadcast(tensor, root)

@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from gpipe_hpc.comm.device import Device
 from gpipe_hpc.errors import ConfigError
 
 Call = Callable[..., Any]
@@ -25,7 +26,7 @@ _INDUCTOR: Final = "inductor"
 _MAX_VARIANTS: Final = 64
 
 
-def chosen_backend(wish: bool | str, device: torch.device) -> str | None:
+def chosen_backend(wish: bool | str, device: Device) -> str | None:
     """Return the backend that `compile=` asks for, None for none.
 
     Raises ConfigError for one that torch does not know, or whose compiler is missing.
@@ -86,8 +87,8 @@ def _call(layer: nn.Module, *args: Any) -> Any:
     return layer(*args)
 
 
-def _require_compiler(device: torch.device) -> None:
-    if device.type == "cuda":
+def _require_compiler(device: Device) -> None:
+    if device.is_accelerator:
         if importlib.util.find_spec("triton") is None:
             raise ConfigError(
                 "compile: expected Triton, which makes GPU code, got none; pip install triton, or "

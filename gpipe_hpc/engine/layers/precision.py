@@ -9,6 +9,7 @@ from typing import Final
 import torch
 from torch import nn
 
+from gpipe_hpc.comm.device import Device
 from gpipe_hpc.engine.sums.loss_scale import LossScale
 from gpipe_hpc.errors import ConfigError, ModelError
 
@@ -29,7 +30,7 @@ def check_precision(precision: str) -> None:
 
 
 def casting(
-    precision: str, device: torch.device, *, shared: bool = True
+    precision: str, device: Device, *, shared: bool = True
 ) -> AbstractContextManager[object]:
     """Return a block within which forwards compute in `precision`.
 
@@ -45,7 +46,7 @@ def casting(
 
 
 @contextmanager
-def keeping_casts(precision: str, device: torch.device) -> Iterator[None]:
+def keeping_casts(precision: str, device: Device) -> Iterator[None]:
     """Let all `casting` blocks within share their casts of parameters: for one step.
 
     A weight is then cast once for all micro-batches, not once for each, and their graphs hold one
@@ -66,9 +67,7 @@ def keeping_casts(precision: str, device: torch.device) -> Iterator[None]:
 class StageCasts:
     """The `casting` blocks of one stage: no forward computes with casts of what has changed."""
 
-    def __init__(
-        self, precision: str, device: torch.device, parameters: Iterable[nn.Parameter]
-    ) -> None:
+    def __init__(self, precision: str, device: Device, parameters: Iterable[nn.Parameter]) -> None:
         self._precision, self._device = precision, device
         self._parameters = [] if precision == "float32" else list(parameters)
         self._last = self._versions()

@@ -9,6 +9,8 @@ from weakref import ReferenceType, ref
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from gpipe_hpc.comm.device import Device, Event, Stream
+
 
 @dataclass(eq=False)
 class _Memory:
@@ -38,16 +40,18 @@ class _View(NamedTuple):
 class HostCopy:
     """What one micro-batch of a stage keeps, to be moved to the host and back as a whole.
 
-    `lasting`: parameters and buffers, which stay. On CUDA the copies run on `stream`, from and to
-    pinned memory, and the compute stream waits for nothing but a fetch that it needs.
+    `lasting`: parameters and buffers, which stay. On an accelerator the copies run on `stream`,
+    from and to pinned memory, and the compute stream waits for nothing but a fetch that it needs.
     """
 
-    def __init__(self, lasting: Iterable[torch.Tensor], stream: "torch.cuda.Stream | None") -> None:
+    def __init__(
+        self, lasting: Iterable[torch.Tensor], device: Device, stream: Stream | None
+    ) -> None:
         self._lasting = {tensor.untyped_storage().data_ptr() for tensor in lasting}
-        self._stream = stream
+        self._device, self._stream = device, stream
         self._memories: dict[int, _Memory] = {}
         self._held: list[tuple[ReferenceType[torch.Tensor], _View]] = []
-        self._is_here: torch.cuda.Event | None = None
+        self._is_here: Event | None = None
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -71,21 +75,19 @@ class HostCopy:
             for memory in self._memories.values():
                 assert memory.device is not None, "offloaded twice"
                 source = _bytes_of(memory.device)
-                memory.host = torch.empty(
-                    source.numel(), dtype=torch.uint8, pin_memory=self._stream is not None
-                )
-                memory.host.copy_(source, non_blocking=True)
+                memory.host = self._device.pinned((source.numel(),), torch.uint8)
+                self._device.fetch_into(memory.host, source)
                 if self._stream is not None:
-                    source.record_stream(self._stream)
+                    self._device.lend(source, self._stream)
                 memory.device = None
 
-    def fetch(self, device: torch.device) -> None:
+    def fetch(self) -> None:
         """Start moving everything back."""
         with self._copying():
             for memory in self._memories.values():
                 assert memory.host is not None, "fetched without having been offloaded"
-                arriving = torch.empty(memory.host.numel(), dtype=torch.uint8, device=device)
-                arriving.copy_(memory.host, non_blocking=True)
+                arriving = self._device.empty((memory.host.numel(),), torch.uint8)
+                self._device.bring_into(arriving, memory.host)
                 memory.device, memory.host = arriving.untyped_storage(), None
             if self._stream is not None:
                 self._is_here = self._stream.record_event()
@@ -95,19 +97,19 @@ class HostCopy:
     def wait(self) -> None:
         """Let the compute stream wait for the last fetch."""
         if self._is_here is not None:
-            current = torch.cuda.current_stream()
+            current = self._device.current_stream()
             current.wait_event(self._is_here)
             for memory in self._memories.values():
                 if memory.device is not None:
-                    _bytes_of(memory.device).record_stream(current)
+                    self._device.lend(_bytes_of(memory.device), current)
 
     @contextmanager
     def _copying(self) -> Iterator[None]:
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(self._device.current_stream())
+        with self._device.on(self._stream):
             yield
 
     def _pack(self, tensor: torch.Tensor) -> Any:

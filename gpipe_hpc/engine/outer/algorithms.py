@@ -7,6 +7,7 @@ import torch
 from gpipe_hpc.comm.collectives.costs import Link
 from gpipe_hpc.comm.collectives.menu import HIERARCHICAL, start_all_reduce
 from gpipe_hpc.comm.collectives.tuned import measured_link, start_tuned_all_reduce
+from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.group import Group, Pending
 from gpipe_hpc.comm.machine import shared_identity
 from gpipe_hpc.engine.outer.items import Item
@@ -27,7 +28,7 @@ class ByAlgorithm:
 class Tuned:
     """For each bucket the algorithm that is fastest for its size over the measured link."""
 
-    def __init__(self, group: Group, device: torch.device) -> None:
+    def __init__(self, group: Group, device: Device) -> None:
         """Measure the link; the same call on all copies."""
         self._group = group
         self._link: Link = measured_link(group, device).link

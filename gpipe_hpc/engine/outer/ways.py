@@ -8,6 +8,7 @@ import torch
 from gpipe_hpc.comm.collectives.direct import rank_order_reduce_scatter
 from gpipe_hpc.comm.collectives.menu import BACKEND
 from gpipe_hpc.comm.collectives.plan import Place, even_counts
+from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.group import Group, Pending
 from gpipe_hpc.engine.outer.algorithms import ByAlgorithm, Tuned, hierarchical
 from gpipe_hpc.engine.outer.items import Item
@@ -64,7 +65,7 @@ def way_of_tie(outer: Outer, group: Group) -> Way | None:
     return ByAlgorithm(group, "rank_order") if outer.order == "rank" else AllReduce(group)
 
 
-def choose_way(outer: Outer, group: Group, device: torch.device) -> Way:
+def choose_way(outer: Outer, group: Group, device: Device) -> Way:
     """Return the way that the settings ask for; the same call on all copies.
 
     Raises ConfigError for a hierarchy that does not fit the number of copies.

@@ -66,11 +66,8 @@ def build_stages(
     apart = {i for tie in ties for i, _ in tie.places if tie.places[0][0] not in held}
     apart |= _taken(layers, held, world.rank, everybody)
     modules = {
-        i: build_layer(
-            copy.deepcopy(layers[i]) if i in apart else layers[i],
-            index=i,
-            seed=seed,
-            device=world.device,
+        i: world.device.place(
+            build_layer(copy.deepcopy(layers[i]) if i in apart else layers[i], index=i, seed=seed)
         )
         for i in held
     }

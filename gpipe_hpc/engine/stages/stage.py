@@ -7,6 +7,7 @@ from itertools import groupby
 import torch
 from torch import nn
 
+from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.engine.layers.compiling import compile_layers
 from gpipe_hpc.engine.layers.segment import PlacedLayer, Segment
@@ -43,7 +44,7 @@ class Stage:
         self,
         index: int,
         layers: Mapping[int, nn.Module],
-        device: torch.device,
+        device: Device,
         routes: StageRoutes,
         *,
         names: Mapping[int, SkipNames] | None = None,

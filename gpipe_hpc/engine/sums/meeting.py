@@ -1,7 +1,7 @@
 """What all ranks tell one another behind the pipeline of a step: one sum over all of them.
 
-On a CPU it is one tensor. With a GPU what lies on the device is summed there, and what the host
-knows travels on the host meanwhile: neither waits for the other.
+On a CPU it is one tensor. With an accelerator what lies on the device is summed there, and what
+the host knows travels on the host meanwhile: neither waits for the other.
 """
 
 import time
@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 
 import torch
 
+from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.engine.sums.loss import LossTerm, Noted
 from gpipe_hpc.engine.sums.results import Found, Row, StepLoss, find_rows, num_terms, positions
@@ -71,7 +72,7 @@ class Meeting:
     """
 
     def __init__(
-        self, num_global: int, num_flags: int, group: Group, rank: int, device: torch.device
+        self, num_global: int, num_flags: int, group: Group, rank: int, device: Device
     ) -> None:
         self._num_global, self._num_flags = num_global, num_flags
         self._group, self._device = group, device
@@ -97,7 +98,7 @@ class Meeting:
     def _sum(self, says: Says, found: Found) -> _Summed:
         """Return the sums over all ranks of what they say, with the rows that all know of."""
         terms, host = self._terms(says, found), self._host(says, found)
-        if self._device.type == "cpu":
+        if not self._device.is_accelerator:
             flat = torch.cat([terms, host])
             self._group.all_reduce(flat)
             terms, host = torch.split(flat, [len(terms), len(host)])
@@ -132,15 +133,16 @@ class Meeting:
         if says.overflows is not None:
             entries[size - 1] = says.overflows
         on_device = {}
+        is_apart = self._device.is_accelerator
         row_of = [0.0] * size
         for index, number in entries.items():
-            if isinstance(number, torch.Tensor) and number.device.type != "cpu":
+            if isinstance(number, torch.Tensor) and is_apart and self._device.holds(number):
                 on_device[index] = number
             else:
                 row_of[index] = float(number)
-        is_pinned = self._device.type == "cuda"
-        host = torch.tensor(row_of, dtype=torch.float64, pin_memory=is_pinned)
-        flat = host.to(self._device, non_blocking=True)
+        host = self._device.pinned((size,), torch.float64)
+        host.copy_(torch.tensor(row_of, dtype=torch.float64))
+        flat = self._device.bring(host, non_blocking=True)
         for index, number in on_device.items():
             flat[index] = number
         return flat

@@ -6,6 +6,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.group import Group
 
 _LOW: Final = (torch.bfloat16, torch.float16)
@@ -46,7 +47,7 @@ def gather_norms(
     counted: Collection[str],
     all_names: Sequence[str],
     group: Group,
-    device: torch.device,
+    device: Device,
     dtype: torch.dtype = torch.float32,
 ) -> Norms:
     """Put together the norms of single parameters, in global order; all ranks of a pipeline call.
@@ -62,9 +63,9 @@ def gather_norms(
     # The root of a number's square is the number again, to the bit, so nothing is lost where a
     # place has one contributor. Wide enough for every stage's dtype.
     by_name = {name: norm.double().square() for name, norm in pairs}
-    zero = torch.zeros((), dtype=torch.float64, device=device)
+    zero = torch.zeros((), dtype=torch.float64, device=device.torch)
     sums = torch.stack([zero, *(by_name.get(name, zero) for name in all_names)])[1:]
-    if device.type == "cpu":
+    if not device.is_accelerator:
         present = [name in by_name for name in all_names]
         sums = torch.cat([sums, torch.tensor(present, dtype=torch.float64)])
     group.all_reduce(sums)

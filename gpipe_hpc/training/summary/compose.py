@@ -14,7 +14,7 @@ from gpipe_hpc.planning.forecast import RankForecast
 from gpipe_hpc.schedule import Timeline, simulate
 from gpipe_hpc.training.foresight import shares_of
 from gpipe_hpc.training.horizon import last_step
-from gpipe_hpc.training.peak import PEAK_MEANING
+from gpipe_hpc.training.peak import peak_meaning
 from gpipe_hpc.training.session import Session
 from gpipe_hpc.training.summary.balance import balance
 from gpipe_hpc.training.summary.figures import RankFigures, idle_of_ranks
@@ -98,7 +98,7 @@ def compose_summary(
         "bubble_definition": _DEFINITION,
         "stalls_s": ledger.stalls_s,
         "traced_step": None if traced is None else _traced(traced),
-        "peak_memory_meaning": PEAK_MEANING.get(pipe.world.device.type, PEAK_MEANING["cpu"]),
+        "peak_memory_meaning": peak_meaning(pipe.world.device),
         "ranks": _ranks(session, ranks, traced),
         "advice": [] if traced is None else _advice(session, traced, ended),
     }

@@ -4,11 +4,8 @@ import socket
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.schedule import BubbleCauses, Timeline, explain_measured
-from gpipe_hpc.training.peak import peak_memory_bytes
 from gpipe_hpc.training.traces.held import HeldStep
 
 
@@ -29,16 +26,15 @@ class RankFigures(NamedTuple):
     def of(cls, pipe: Pipeline, median: HeldStep | None, memory_before_bytes: int) -> "RankFigures":
         """Return those of this rank."""
         device = pipe.world.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         return cls(
             pipe.world.rank,
             pipe.replica,
             pipe.stage_rank,
             tuple(pipe.stages),
             socket.gethostname(),
-            name,
+            device.name,
             None if median is None else median.moments.busy_s,
-            peak_memory_bytes(device),
+            device.memory_peak(),
             memory_before_bytes,
         )
 

@@ -13,26 +13,32 @@ from gpipe_hpc.comm.collectives.carrier import Traffic
 from gpipe_hpc.comm.collectives.on_stream import StreamCarrier
 from gpipe_hpc.comm.collectives.plan import Place
 from gpipe_hpc.comm.collectives.ring import ring_all_reduce
+from gpipe_hpc.comm.device import HostDevice
 
 
-class Streams:
-    """Streams that only note what happens on them; a wait on the host would have no attribute."""
+class Streams(HostDevice):
+    """A device whose streams only note what happens on them; no wait on the host is known."""
+
+    is_accelerator = True
 
     def __init__(self):
         self.log = []
         self.current = _Stream(self, "caller's")
 
-    def make(self, device):
+    def stream(self):
         return _Stream(self, "own")
 
-    def current_stream(self, device=None):
+    def current_stream(self):
         return self.current
 
     @contextmanager
-    def stream(self, stream):
+    def on(self, stream):
         before, self.current = self.current, stream
         yield
         self.current = before
+
+    def lend(self, tensor, stream):
+        self.log.append(f"memory kept for {stream.name}")
 
 
 class _Stream:
@@ -44,24 +50,20 @@ class _Stream:
 
     def record_event(self):
         self.streams.log.append(f"event of {self.name}")
-        return f"event of {self.name}"
+        return _Event(self.streams, f"event of {self.name}")
 
-    def wait_event(self, event):
-        self.streams.log.append(f"{self.name} behind {event}")
+
+class _Event:
+    def __init__(self, streams, name):
+        self.streams, self.name = streams, name
+
+    def wait(self):
+        self.streams.log.append(f"{self.streams.current.name} behind {self.name}")
 
 
 @pytest.fixture
-def streams(monkeypatch):
-    found = Streams()
-    monkeypatch.setattr(torch.cuda, "Stream", found.make)
-    monkeypatch.setattr(torch.cuda, "current_stream", found.current_stream)
-    monkeypatch.setattr(torch.cuda, "stream", found.stream)
-    monkeypatch.setattr(
-        torch.Tensor,
-        "record_stream",
-        lambda tensor, stream: found.log.append(f"memory kept for {stream.name}"),
-    )
-    return found
+def streams():
+    return Streams()
 
 
 def test_a_plan_is_put_on_its_own_stream_between_what_was_and_what_comes(streams):
@@ -73,7 +75,7 @@ def test_a_plan_is_put_on_its_own_stream_between_what_was_and_what_comes(streams
         for (_, out), (_, into) in zip(sends, receives, strict=True):
             into.copy_(out if len(out) == len(into) else out[:1])
 
-    carrier = StreamCarrier((0, 1), 0, exchange, warmed.append)
+    carrier = StreamCarrier((0, 1), 0, exchange, warmed.append, streams)
     plan, tensor = ring_all_reduce(Place(2, 0), 6), torch.ones(6)
     pending = carrier.start(plan, tensor, "a sum")
     assert streams.log == [

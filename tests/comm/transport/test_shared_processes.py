@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import torch
 
+from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.processes import ProcessWorld
 from gpipe_hpc.comm.transport.base import PlacedChannel
 from gpipe_hpc.schedule import Channel
@@ -56,7 +57,7 @@ def run_rank(folder, rank, body, timeout_s):
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
     )
-    world = ProcessWorld(torch.device("cpu"), timeout_s)
+    world = ProcessWorld(HostDevice(), timeout_s)
     transport = world.transport([FORWARD, BACKWARD])
     try:
         return body(rank, transport, world)

@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.engine.microbatch import Keep, Recipe, StageWork
 from gpipe_hpc.engine.run import Run
 from gpipe_hpc.engine.stages.routes import Edge, StageRoutes
 from gpipe_hpc.engine.stages.stage import Stage
 from gpipe_hpc.models import build_layer, build_model
 
-CPU = torch.device("cpu")
+CPU = HostDevice()
 MIDDLE = StageRoutes((Edge(-1),), (Edge(1),))
 
 

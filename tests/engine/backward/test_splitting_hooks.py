@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc import Pipeline, run_on_threads
+from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.engine.microbatch import Keep, Recipe, StageWork
 from gpipe_hpc.engine.run import Run
 from gpipe_hpc.engine.stages.routes import Edge, StageRoutes
@@ -30,7 +31,7 @@ RUN = Run("test", lambda microbatch: lambda layer: 17, 1)
 
 def run(layer, splits, between=lambda: None):
     """Run one micro-batch; call `between` after the forward. Return the parameters' gradients."""
-    stage = Stage(0, {0: layer}, torch.device("cpu"), MIDDLE)
+    stage = Stage(0, {0: layer}, HostDevice(), MIDDLE)
     stage.gradients.clear()
     work = StageWork(stage)
     given = BOUNDARY.clone().requires_grad_()

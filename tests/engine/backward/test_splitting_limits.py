@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.engine.microbatch import Keep, Recipe, StageWork
 from gpipe_hpc.engine.run import Run
 from gpipe_hpc.engine.stages.routes import Edge, StageRoutes
@@ -37,7 +38,7 @@ RUN = Run("test", lambda microbatch: lambda layer: 17, 1)
 
 
 def work_of(layer):
-    work = StageWork(Stage(0, {0: layer}, torch.device("cpu"), MIDDLE))
+    work = StageWork(Stage(0, {0: layer}, HostDevice(), MIDDLE))
     work.stage.gradients.clear()
     return work
 

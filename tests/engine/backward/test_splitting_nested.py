@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpipe_hpc import Pipeline, run_on_threads
+from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.engine.backward import joints
 from gpipe_hpc.engine.microbatch import Keep, Recipe, StageWork
 from gpipe_hpc.engine.run import Run
@@ -30,7 +31,7 @@ RUN = Run("test", lambda microbatch: lambda layer: 17, 1)
 
 
 def work_of(layer):
-    stage = Stage(0, {0: layer}, torch.device("cpu"), MIDDLE)
+    stage = Stage(0, {0: layer}, HostDevice(), MIDDLE)
     stage.gradients.clear()
     return StageWork(stage)
 

@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import nn
 
+from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.engine.microbatch import Keep, Recipe, StageWork
 from gpipe_hpc.engine.run import Run
 from gpipe_hpc.engine.stages.routes import Edge, StageRoutes
 from gpipe_hpc.engine.stages.stage import Stage
 from gpipe_hpc.models import SkipNames, add_loss
 
-CPU = torch.device("cpu")
+CPU = HostDevice()
 FIRST, NUM_LAYERS, WIDTH = 3, 5, 4
 ROUTES = StageRoutes(
     (Edge(0, ("near",)), Edge(-1, ("far",))), (Edge(2, ("next",)), Edge(4, ("out", "more")))

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.engine.memory.offload import HostCopy
 from gpipe_hpc.engine.microbatch import Keep, Recipe, StageWork
 from gpipe_hpc.engine.run import Run
@@ -87,7 +88,7 @@ def test_offloading_changes_no_bit_in_any_schedule(name, recompute):
 
 def kept_after(recipe, layers, *, offload):
     """Return which of the saved storages are alive after F, and after OFFLOAD."""
-    stage = Stage(0, dict(enumerate(layers)), torch.device("cpu"), StageRoutes((Edge(-1),), ()))
+    stage = Stage(0, dict(enumerate(layers)), HostDevice(), StageRoutes((Edge(-1),), ()))
     references = []
 
     original = HostCopy._pack
@@ -137,12 +138,12 @@ def test_the_device_holds_nothing_in_between(recipe):
 
 def test_parameters_and_buffers_stay():
     norm = nn.BatchNorm1d(8).eval()
-    host = HostCopy([*norm.parameters(), *norm.buffers()], None)
+    host = HostCopy([*norm.parameters(), *norm.buffers()], HostDevice(), None)
     with host.collecting():
         output = norm(torch.randn(4, 8, requires_grad=True))
     host.offload()
     assert norm.weight.untyped_storage().size() == norm.running_mean.untyped_storage().size() == 32
-    host.fetch(torch.device("cpu"))
+    host.fetch()
     output.sum().backward()
     assert norm.weight.grad is not None
 

@@ -4,13 +4,14 @@ import pytest
 import torch
 from torch import nn
 
+from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.engine.microbatch import Keep, Recipe, StageWork
 from gpipe_hpc.engine.run import Run
 from gpipe_hpc.engine.stages.routes import Edge, StageRoutes
 from gpipe_hpc.engine.stages.stage import Stage, training_modes
 from gpipe_hpc.errors import ModelError
 
-CPU = torch.device("cpu")
+CPU = HostDevice()
 MIDDLE = StageRoutes((Edge(-1),), (Edge(1),))
 
 

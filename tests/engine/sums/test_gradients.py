@@ -4,13 +4,14 @@ import pytest
 import torch
 from torch import nn
 
+from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.group import SoloGroup
 from gpipe_hpc.comm.threads import run_on_threads
 from gpipe_hpc.engine.outer.ways import AllReduce
 from gpipe_hpc.engine.sums.gradients import StageGradients, unite_flags
 from gpipe_hpc.engine.sums.norms import clip_by_norm, gather_norms
 
-SOLO, CPU = SoloGroup(0), torch.device("cpu")
+SOLO, CPU = SoloGroup(0), HostDevice()
 NAMES = [["2"], ["1", "0"]]
 ONE = torch.tensor(1.0, dtype=torch.float64)
 

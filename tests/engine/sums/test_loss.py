@@ -7,13 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.group import SoloGroup
 from gpipe_hpc.engine.sums.loss import LossTerm, Noted, backward_seed, final_divisor, loss_term
 from gpipe_hpc.engine.sums.meeting import Meeting, Says
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import Reports
 
-CPU = torch.device("cpu")
+CPU = HostDevice()
 
 
 def scalar(value):

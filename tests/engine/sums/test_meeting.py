@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.group import Done
 from gpipe_hpc.engine.sums.flags import Flags
 from gpipe_hpc.engine.sums.loss import LossTerm
@@ -16,7 +17,7 @@ from gpipe_hpc.models import build_gpt, token_cross_entropy
 from gpipe_hpc.training.loop import run_training
 from tests.support import batch, linears, mean_square, token_batch, train_here
 
-CPU = torch.device("cpu")
+CPU = HostDevice()
 WAITED = ("all_reduce", "all_reduce_max", "broadcast", "all_gather_object", "gather_object")
 
 
@@ -175,7 +176,7 @@ class ElsewhereGroup:
         return Done()
 
     def all_reduce(self, tensor):
-        assert tensor.device == CPU
+        assert tensor.device == CPU.torch
         self.calls.append("host")
         self._group.all_reduce(tensor)
 
@@ -183,20 +184,14 @@ class ElsewhereGroup:
         return self._group.all_gather_object(value)
 
 
-class Elsewhere:
+class Elsewhere(HostDevice):
     """A device that is not the host's, though its memory is."""
 
-    type = "elsewhere"
+    is_accelerator = True
 
 
-def test_what_lies_on_a_device_is_summed_there_and_the_rest_on_the_host(monkeypatch):
+def test_what_lies_on_a_device_is_summed_there_and_the_rest_on_the_host():
     """The flags came back from the host in a sum of their own; the times in two more."""
-    to = torch.Tensor.to
-    monkeypatch.setattr(
-        torch.Tensor,
-        "to",
-        lambda self, *args, **kw: self if isinstance(args[0], Elsewhere) else to(self, *args, **kw),
-    )
 
     def body(world):
         group = ElsewhereGroup(world.everybody)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.nests import map_tensors, tensors_of
 from gpipe_hpc.engine.layers.precision import casting, keeping_casts
 from gpipe_hpc.models.huggingface import huggingface_layers
@@ -17,7 +18,7 @@ from gpipe_hpc.planning.counted import count_model
 from gpipe_hpc.planning.stages import count_stages
 from tests.support import covering
 
-CPU = torch.device("cpu")
+CPU = HostDevice()
 
 
 WAYS = ("sdpa", "eager"), ("bfloat16", "float32")

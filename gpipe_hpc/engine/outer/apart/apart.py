@@ -61,12 +61,12 @@ class Apart:
             way = way_of_tie(outer, each.copies)
             fragment = Fragment({each.name: each.parameter}, way, outer)
             turns.append(Turn(fragment, 0, each.copies, is_plain=True))
-        self.rounds = Rounds(outer, turns, mesh.replica_of(rank), mesh.replicas, device)
+        self.rounds = Rounds(outer, turns, mesh.replica_of(rank), mesh.replicas, device.torch)
         self._drifts = {
             index: Drift(stage.layers, wiring.copies[index], rank, buffers, pooled=True)
             for index, stage in stages.items()
         }
-        self._unit = torch.ones((), dtype=torch.float64, device=device)
+        self._unit = torch.ones((), dtype=torch.float64, device=device.torch)
 
     def begin(self) -> None:
         """Begin a run of the table: note what buffers are like."""

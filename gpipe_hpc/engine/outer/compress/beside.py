@@ -1,11 +1,9 @@
 """Jobs that are carried out one after the other beside what a rank computes."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import torch
 
 from gpipe_hpc.comm.collectives.turns import Turn, Turns
+from gpipe_hpc.comm.device import Device, Event
 from gpipe_hpc.comm.group import Pending
 
 
@@ -32,23 +30,21 @@ class _OnThread:
 
 
 class BesideOnStream:
-    """Jobs of a GPU's memory, on a stream of their own. Not tried here on two GPUs."""
+    """Jobs of an accelerator's memory, on a stream of their own. Not tried here on two GPUs."""
 
-    def __init__(self, device: torch.device) -> None:
-        stream: Any = torch.cuda.Stream
-        self._stream: Any = stream(device)
-        self._device = device
+    def __init__(self, device: Device) -> None:
+        self._stream, self._device = device.stream(), device
 
     def start(self, job: Callable[[], None]) -> Pending:
         """Put a job on the stream, behind what the current one has to do so far."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(self._device.current_stream())
+        with self._device.on(self._stream):
             job()
             return _OnStream(self._stream.record_event())
 
 
 class _OnStream:
-    def __init__(self, done: Any) -> None:
+    def __init__(self, done: Event) -> None:
         self._done = done
         self._calls: list[Callable[[], None]] = []
 
@@ -56,7 +52,7 @@ class _OnStream:
         self._calls.append(call)
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._done)
+        self._done.wait()
         while self._calls:
             self._calls.pop()()
 
@@ -68,6 +64,6 @@ def _unheard(ranks: Sequence[int] | None) -> None:
 Beside = BesideOnThread | BesideOnStream
 
 
-def beside(name: str, device: torch.device) -> Beside:
+def beside(name: str, device: Device) -> Beside:
     """Return what carries out jobs on a device."""
-    return BesideOnStream(device) if device.type == "cuda" else BesideOnThread(name)
+    return BesideOnStream(device) if device.is_accelerator else BesideOnThread(name)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from gpipe_hpc.comm.group import Group, Piece
 
@@ -28,25 +27,16 @@ def exchange(
     Nothing is sent where there is nothing to say.
     """
     device = next((each.device for each in sends.values()), torch.device("cpu"))
-    wire = _wire(group, device)
-    out = {at: each.to(wire) for at, each in sends.items() if each.numel()}
-    into = {at: torch.empty(n, dtype=torch.uint8, device=wire) for at, n in sizes.items()}
+    out = {at: each for at, each in sends.items() if each.numel()}
+    into = {at: torch.empty(n, dtype=torch.uint8, device=device) for at, n in sizes.items()}
     pending = group.start_exchange(
         _pieces(group, out), _pieces(group, {at: t for at, t in into.items() if t.numel()})
     )
     pending.wait()
-    return {at: each.to(device) for at, each in into.items()}
+    return into
 
 
 def _pieces(group: Group, parts: dict[int, torch.Tensor]) -> Sequence[Piece]:
     # At distance d from each, so that nobody is everybody's first.
     order = sorted(parts, key=lambda at: (at - group.position) % group.size)
     return [Piece(group.ranks[at], parts[at]) for at in order]
-
-
-def _wire(group: Group, device: torch.device) -> torch.device:
-    """Return where messages must lie: Gloo sends the host's memory alone."""
-    if device.type == "cpu" or group.torch_group is None:
-        return device
-    uses_nccl = "nccl" in str(dist.get_backend_config(group.torch_group))
-    return device if uses_nccl else torch.device("cpu")
