@@ -179,9 +179,9 @@ def test_no_second_copy_of_the_model_is_made(tmp_path, monkeypatch):
     pipe.save(tmp_path / "kept", optimizer)
     check = loading.check_room
 
-    def noting(path, group, needed):
+    def noting(path, group, device, needed):
         sizes.append(sum(needed.values()))
-        check(path, group, needed)
+        check(path, group, device, needed)
 
     monkeypatch.setattr(loading, "check_room", noting)
     pipe.load(tmp_path / "kept", optimizer)
