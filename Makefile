@@ -9,13 +9,15 @@ STAMP := .venv/.installed
 # One thread a process: two ranks on two cores would only take turns with more.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help .venv train bench test test-slow test-two-hosts test-all check docs format clean
+.PHONY: help .venv train bench test test-slow test-product test-two-hosts test-all check docs format clean
 
 help:
 	@echo "make train      train a GPT on Python source through two stages (ARGS='train.steps=50 ...')"
 	@echo "make bench      beside torch's own pipelining, against the figures kept (five minutes)"
 	@echo "make test       the fast tests"
-	@echo "make test-all   those and the slow ones: kills, many processes, the wheel"
+	@echo "make test-slow  what kills, starts many processes, or builds the wheel"
+	@echo "make test-product  every combination of what those sample (half an hour on two cores)"
+	@echo "make test-all   all of these"
 	@echo "make test-two-hosts  two hosts over a slow link (Linux, root or user namespaces; minutes)"
 	@echo "make check      formatting, lint, types, fitness of the code, links of the documents"
 	@echo "make docs       the documents as a site in build/site"
@@ -37,15 +39,18 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -m "not slow and not two_hosts" -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -q -m "not slow and not product and not two_hosts" -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -q -m "slow and not two_hosts" -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -q -m "slow and not product and not two_hosts" -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
+
+test-product: $(STAMP)
+	$(BIN)/python -m pytest -q -m product -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
 
 test-two-hosts: $(STAMP)
 	$(BIN)/python -m pytest -q -m two_hosts $(ARGS)
 
-test-all: test test-slow
+test-all: test test-slow test-product
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

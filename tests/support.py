@@ -239,13 +239,18 @@ def covering(*axes: Sequence[Any], strength: int = 2) -> list[tuple[Any, ...]]:
     return chosen
 
 
+def product(*values: Any) -> Any:
+    """Return a parameter of which others are tried in every run of the tests; see `product_of`."""
+    return pytest.param(*values, marks=pytest.mark.product)
+
+
 def product_of(names: str, *axes: Sequence[Any], strength: int = 2) -> pytest.MarkDecorator:
-    """Parametrise by the whole product, of which all that is not in a cover is slow."""
+    """Parametrise by the whole product, of which all that is not in a cover is marked so."""
     fast = covering(*axes, strength=strength)
     return pytest.mark.parametrize(
         names,
         [
-            pytest.param(*values, marks=[] if values in fast else pytest.mark.slow)
+            pytest.param(*values, marks=[] if values in fast else pytest.mark.product)
             for values in itertools.product(*axes)
         ],
     )
@@ -257,19 +262,19 @@ def cover_of(names: str, *axes: Sequence[Any], strength: int = 2) -> pytest.Mark
 
 
 def in_turn(
-    names: str, kinds: Sequence[Any], others: Sequence[Any], *, each: int, slow: int = 0
+    names: str, kinds: Sequence[Any], others: Sequence[Any], *, each: int, more: int = 0
 ) -> pytest.MarkDecorator:
-    """Parametrise each kind by `each` of the others, which take turns; `slow` more are slow."""
-    step = max(1, len(others) // (each + slow))
+    """Parametrise each kind by `each` of the others in turn; `more` are marked `product`."""
+    step = max(1, len(others) // (each + more))
     return pytest.mark.parametrize(
         names,
         [
             pytest.param(
                 kind,
                 others[(place + step * turn) % len(others)],
-                marks=[] if turn < each else pytest.mark.slow,
+                marks=[] if turn < each else pytest.mark.product,
             )
             for place, kind in enumerate(kinds)
-            for turn in range(each + slow)
+            for turn in range(each + more)
         ],
     )

@@ -382,7 +382,7 @@ def test_figures_are_kept_with_one_cell_a_line_and_read_again(tmp_path):
     assert len((tmp_path / "figures.json").read_text().splitlines()) < 2 * num_cells
 
 
-@pytest.mark.slow
+@pytest.mark.product
 def test_contestants_run_side_by_side(tmp_path):
     """The whole way on the smallest model: start, check, turns, figures, a peer that breaks."""
     broken = Contestant("broken", "benchmarks.contestants.plain:Plain", 1, python="/bin/false")

@@ -78,7 +78,7 @@ LAYOUTS = [
 ]
 
 
-@in_turn("name, layout", [*LAYERS], LAYOUTS, each=2, slow=2)
+@in_turn("name, layout", [*LAYERS], LAYOUTS, each=2, more=2)
 def test_trains_as_the_plain_loop(plain, name, layout):
     """Losses, gradients and buffers; averages were once moved by R as well."""
     ranks, options = layout

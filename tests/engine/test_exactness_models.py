@@ -265,7 +265,7 @@ def test_equals_the_plain_model(plain, name, schedule, recompute):
     check(plain, name, schedule, recompute)
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize(("name", "schedule", "recompute"), [c for c in GRID if c not in FAST])
 def test_equals_the_plain_model_everywhere(plain, name, schedule, recompute):
     check(plain, name, schedule, recompute)

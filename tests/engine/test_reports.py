@@ -93,7 +93,7 @@ def test_losses_of_inner_stages_are_part_of_loss_and_gradient(name, recompute):
     check(run_on_threads(4, partial(trained, stages=4, **settings)))
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize("name", NAMES)
 def test_with_every_schedule_and_replicas(name):
     options = {"waves": 1} if name == "hanayo" else {}

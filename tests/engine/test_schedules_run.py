@@ -200,7 +200,7 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.timeout(600)
 @cover_of(
     "variant, recompute, stages, replicas",

@@ -108,7 +108,7 @@ def test_gradients_are_those_of_the_plain_model(plain, name):
     check(plain, run_on_threads(4, step), num)
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize("name", NAMES)
 def test_with_replicas_and_few_ranks(plain, name):
     for ranks, replicas, recompute in ((4, 1, "except_last"), (2, 2, "never")):

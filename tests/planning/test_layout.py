@@ -126,7 +126,7 @@ def test_every_schedule_is_planned():
     assert {schedule for _, schedule in SOME} == set(schedule_names())
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.timeout(600)  # on a busy machine, for the models of a thousand layers
 @pytest.mark.parametrize("schedule", schedule_names())
 @pytest.mark.parametrize("preset", PRESETS)

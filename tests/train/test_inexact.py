@@ -9,7 +9,7 @@ from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.planning.trial import Weight
 from gpipe_hpc.training.asking import request_of
 from gpipe_hpc.verify.run import verify
-from tests.support import train_here
+from tests.support import product, train_here
 
 SMALL = ("model=resnet_small", "data=digits", "pipeline.replicas=2", "train.batch_size=32")
 
@@ -59,14 +59,14 @@ def test_verify_refuses_what_is_not_exact(words):
 @pytest.mark.parametrize(
     ("words", "least"),
     [
-        (["outer.compress=bfloat16"], 0.9),
-        (["outer.compress=float16"], 0.9),
-        (["outer.compress=qsgd"], 0.9),
+        product(["outer.compress=bfloat16"], 0.9),
+        product(["outer.compress=float16"], 0.9),
+        product(["outer.compress=qsgd"], 0.9),
         (["outer.compress=powersgd"], 0.75),
-        (["outer.compress=topk"], 0.7),
-        (["outer=local_sgd"], 0.83),
+        product(["outer.compress=topk"], 0.7),
+        product(["outer=local_sgd"], 0.83),
         (["outer=diloco", "outer.every=16"], 0.87),
-        (
+        product(
             [
                 *("outer=diloco", "outer.every=16", "outer.parts=2", "outer.behind=1"),
                 *("outer.compress=qsgd", "outer.bucket_bytes=100kB"),

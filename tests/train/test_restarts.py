@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.support import has_begun
+from tests.support import has_begun, product
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
@@ -57,7 +57,7 @@ def settings(tiny):
     return (*tiny, f"train.steps={STEPS}", "checkpoint.every=10", "model.dropout=0.1")
 
 
-@pytest.mark.parametrize("form", ["standalone", "master-port"])
+@pytest.mark.parametrize("form", ["standalone", product("master-port")])
 def test_kill_9_of_one_rank_at_a_random_step_changes_nothing(
     torchrun, train, settings, tmp_path, until, free_port, same_end, form
 ):
@@ -160,7 +160,7 @@ def test_torchrun_passes_a_signal_on_and_the_run_goes_on_later(
 
 
 @pytest.mark.parametrize(
-    "saving", ["checkpoint.in_background=true", "checkpoint.in_background=false"]
+    "saving", ["checkpoint.in_background=true", product("checkpoint.in_background=false")]
 )
 def test_kill_9_at_any_moment_of_saving_loses_nothing(
     start_ranks, train, tiny, tmp_path, until, same_end, saving

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import has_begun
+from tests.support import has_begun, product
 from tests.train.mine import MINE
 
 pytestmark = pytest.mark.slow
@@ -35,7 +35,7 @@ def watchers(ranks):
     return found
 
 
-@pytest.mark.parametrize(("victim", "is_continued"), [(0, False), (2, True)])
+@pytest.mark.parametrize(("victim", "is_continued"), [product(0, False), (2, True)])
 def test_a_stopped_rank_is_named_in_10_s_and_all_end_in_30(
     start_ranks, tiny, tmp_path, until, victim, is_continued
 ):
@@ -81,7 +81,7 @@ def test_a_dead_rank_is_named_while_a_process_lives_that_it_forked(
         os.kill(child, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("kind", ["sleep", "regex"])
+@pytest.mark.parametrize("kind", [product("sleep"), "regex"])
 def test_a_stuck_layer_is_named_with_action_and_stack_and_all_end(start_ranks, mine, until, kind):
     """The others' reports named nobody, and the stuck process itself lived on for ever."""
     fault = (f"model.kind={kind}", "model.stage=2", "comm.stall_s=3", "comm.timeout_s=20")

@@ -78,7 +78,7 @@ def test_offloading_changes_no_bit(name, model, recompute):
     check(name, model, recompute)
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize("recompute", ["except_last", "never"])
 @pytest.mark.parametrize("name", NAMES)
 def test_offloading_changes_no_bit_in_any_schedule(name, recompute):

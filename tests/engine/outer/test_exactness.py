@@ -17,7 +17,7 @@ from tests.support import batches, square_sum
 WIDTH, ROWS, MICROBATCHES = 4, 16, 4
 QUICK = ("one_f_one_b", "zb_v", "chimera")  # one way backwards, split, mirrored
 SCHEDULES = [
-    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.product)
     for name in sorted({*schedule_names()} - {"file", "auto"})
 ]
 
@@ -79,7 +79,7 @@ def expected(plain, layers, replicas):
     )
 
 
-@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.product)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_replicas_are_one_process_in_every_schedule(plain, schedule, overlap):
     layers = [plain.Recipe(make_block, (WIDTH, i % 2 == 0)) for i in range(8)]
@@ -243,7 +243,7 @@ WAYS = [
 
 @pytest.mark.parametrize(
     ("ranks", "stages"),
-    [(4, 2), (4, 1), pytest.param(6, 2, marks=pytest.mark.slow)],
+    [(4, 2), (4, 1), pytest.param(6, 2, marks=pytest.mark.product)],
 )
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_each_way_to_sum_is_one_process(plain, way, ranks, stages):
@@ -261,7 +261,10 @@ def test_each_way_to_sum_is_one_process(plain, way, ranks, stages):
 
 @pytest.mark.parametrize(
     "schedule",
-    ["chimera", *(pytest.param(n, marks=pytest.mark.slow) for n in ("dualpipe_v", "gems", "zb_v"))],
+    [
+        "chimera",
+        *(pytest.param(n, marks=pytest.mark.product) for n in ("dualpipe_v", "gems", "zb_v")),
+    ],
 )
 def test_sums_in_the_order_of_ranks_have_the_same_bits_for_any_buckets(plain, schedule):
     """Mirrored stages have twice as many copies, in each replica those of one stage."""

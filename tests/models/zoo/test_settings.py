@@ -44,7 +44,7 @@ ZOO = {
     "vgg16": VGG,
     "vgg19": VGG,
 }
-# One of each kind trains in every run of the tests, the others in those of the slow ones.
+# One of each kind trains in every run of the tests, the others in those of the products.
 QUICK = ("bert48", "mlp", "resnet_small", "unet_tiny")
 # Not of the zoo: the models of a library, and those of users.
 FOREIGN = {"huggingface", "own"}
@@ -100,7 +100,7 @@ def losses_of_two_steps(config: Config) -> list[float]:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in ZOO],
+    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.product]) for name in ZOO],
 )
 def test_small_one_trains_two_steps(name: str):
     data, small = ZOO[name]
