@@ -40,8 +40,9 @@ from gpipe_hpc.comm.machine import shared_identity
 from gpipe_hpc.comm.pickling import dumps, loads
 from gpipe_hpc.comm.timeouts import checked_timeout
 from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
+from gpipe_hpc.comm.transport.lanes import TorchLane
 from gpipe_hpc.comm.transport.outbox import Outbox
-from gpipe_hpc.comm.transport.payload import DirectPayload, Lane, Payload, StagedPayload
+from gpipe_hpc.comm.transport.payload import Payload
 from gpipe_hpc.comm.transport.process import Link, ProcessTransport
 from gpipe_hpc.comm.transport.routed import RoutedTransport
 from gpipe_hpc.comm.transport.shared import (
@@ -481,28 +482,31 @@ class ProcessWorld:
         return "" if refusal else shared_identity("mnt")
 
     def _torch_transport(self, channels: Sequence[PlacedChannel]) -> Transport:
-        """Open channels over torch; over NCCL each has communicators of its own."""
+        """Open channels over torch.
+
+        A backend of the device knows no tags, and all that goes between two ranks in a group is one
+        queue: so there is one group for each two ranks and direction, in which a receive that is
+        posted early does not keep back what is sent. The table posts in the order of the sends, so
+        all channels share it. Assumed is that a rank's few queues can move side by side: that the
+        kernels of some communicators, two for each neighbour, can run at the same time.
+        """
         uses_own = self._backend != "gloo"
-        payload: Payload = (
-            StagedPayload(self.device.torch)
-            if self.device.is_accelerator and not uses_own
-            else DirectPayload(self.device.torch)
-        )
+        ways = sorted({_ends(channel) for channel in channels}) if uses_own else []
+        queues = {ends: self._new_group(ends) for ends in ways}
         links = []
         for channel in channels:
-            ends = (channel.source_rank, channel.destination_rank)
-            # NCCL knows no tags: two channels over one communicator would mix, or wait in a
-            # ring. Gloo keeps tags apart within one group.
-            prompt = self._new_group(ends) if uses_own else self._base
-            late = self._new_group(ends) if uses_own else self._base
+            ends = _ends(channel)
             if self.rank in ends:
                 peer = ends[1] if self.rank == ends[0] else ends[0]
-                lanes = Lane(prompt, channel.tag), Lane(late, _LATE_TAG + channel.tag)
-                links.append(Link(channel, peer, *lanes))
+                host = partial(TorchLane, self._base, peer)
+                direct = TorchLane(queues[ends], ends.index(peer)) if uses_own else None
+                links.append(
+                    Link(channel, peer, host(channel.tag), host(_LATE_TAG + channel.tag), direct)
+                )
         if uses_own:
-            _warm_up(links, self.rank, self.device.torch)
-        outbox = Outbox(start_on_thread=isinstance(payload, StagedPayload))
-        return ProcessTransport(self.rank, links, payload, outbox, self.device.torch)
+            _warm_up(links, self.rank, self.device)
+        payload = Payload(self.device)
+        return ProcessTransport(links, payload, Outbox(payload))
 
     def fail(self, report: str) -> None:
         """Publish the report, let it spread, and unblock whoever waits for us."""
@@ -624,13 +628,14 @@ def _one_host(hosts: Sequence[str], channel: PlacedChannel) -> bool:
     return source == destination != ""
 
 
-def _warm_up(links: Sequence[Link], rank: int, device: torch.device) -> None:
+def _ends(channel: PlacedChannel) -> tuple[int, int]:
+    return channel.source_rank, channel.destination_rank
+
+
+def _warm_up(links: Sequence[Link], rank: int, device: Device) -> None:
     """Build every communicator now, in one order on all ranks, not in the first step."""
-    for link in links:
-        for lane in (link.prompt, link.late):
-            token = torch.zeros(1, device=device)
-            sends = rank == link.channel.source_rank
-            start = dist.isend if sends else dist.irecv
-            work = start(token, link.peer, group=lane.group)
-            assert work is not None, f"not a member of {link.channel}"
-            work.wait()
+    lanes = {_ends(link.channel): link.posted_ways.device for link in links}
+    for ends, lane in sorted(lanes.items()):
+        assert lane is not None, f"no queue from rank {ends[0]} to {ends[1]}"
+        token = device.empty((1,), torch.uint8)
+        (lane.send(token) if rank == ends[0] else lane.receive(token)).wait()

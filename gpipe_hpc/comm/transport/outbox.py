@@ -1,119 +1,159 @@
-"""Sends that have started and not left yet.
+"""Sends that have started and not left yet, and those that wait for a copy before they start.
 
 A send is a rendezvous: it ends when the receiver has taken it. Nobody may wait for that on the
-computing thread, and the tensor must live until then, so a thread of its own sees it off.
+computing thread, and the tensor must live until then, so a thread for each receiver sees them off.
+None of them may wait for another either: a receiver may take what was sent later first. So the
+thread that starts what a copy must precede waits for copies alone.
 """
 
 import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
-import torch
-import torch.distributed as dist
+from gpipe_hpc.comm.transport.lanes import Work
+from gpipe_hpc.comm.transport.payload import Part, Payload
 
-from gpipe_hpc.comm.transport.payload import Lane, Payload, Sendable
-
-Part = tuple[Lane, torch.Tensor]
+Job = Callable[[], None]
 
 
-@dataclass
 class _Line:
-    """What the thread works on; not the outbox itself, which ends it by being dropped."""
+    """Jobs that a thread does in turn, until `close`."""
 
-    jobs: "queue.SimpleQueue[Callable[[], None] | None]" = field(default_factory=queue.SimpleQueue)
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    num_pending: int = 0
-    failure: RuntimeError | None = None
+    def __init__(self, name: str, begin: Job) -> None:
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        # The thread knows the jobs alone: it must not keep alive what ends it.
+        thread = threading.Thread(
+            target=_work_off, args=(self._jobs, begin), name=name, daemon=True
+        )
+        thread.start()
+
+    def put(self, job: Job) -> None:
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        self._jobs.put(None)
+
+
+def _work_off(jobs: "queue.SimpleQueue[Job | None]", begin: Job) -> None:
+    begin()
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # or the last message's tensors would live until the next one
+
+
+class _Lines:
+    """The threads of an outbox; not the outbox itself, which ends them by being dropped."""
+
+    def __init__(self, payload: Payload) -> None:
+        self.changed = threading.Condition()
+        self.num_pending = 0
+        self.failure: RuntimeError | None = None
+        self._payload = payload
+        self._num_unstarted = 0
+        self._starts: _Line | None = None
+        self._peers: dict[int, _Line] = {}
+
+    def send(self, peer: int, parts: Sequence[Part]) -> None:
+        """Start parts in the order of the calls, each once it is ready, and see them off."""
+        has_copies = any(part.ready is not None for part in parts)
+        with self.changed:
+            in_turn = has_copies or self._num_unstarted > 0
+            self._num_unstarted += in_turn
+            self.num_pending += 1
+        if in_turn:
+            if self._starts is None:
+                self._starts = _Line("outbox", self._payload.device.use)
+            self._starts.put(lambda: self._start_in_turn(peer, parts))
+            return
+        try:
+            self._see_off(peer, parts, _start(parts))
+        except RuntimeError as failure:
+            self._done(failure)
+            raise
+
+    def close(self) -> None:
+        """End all threads, once they have done what they have to."""
+        for line in (self._starts, *self._peers.values()):
+            if line is not None:
+                line.close()
+
+    def _start_in_turn(self, peer: int, parts: Sequence[Part]) -> None:
+        try:
+            for part in parts:
+                if part.ready is not None:
+                    part.ready.synchronize()
+            self._see_off(peer, parts, _start(parts))
+        except RuntimeError as failure:
+            self._done(failure)
+        with self.changed:
+            self._num_unstarted -= 1
+
+    def _see_off(self, peer: int, parts: Sequence[Part], works: Sequence[Work]) -> None:
+        """Let the peer's thread wait until all have left; the parts live until then."""
+        line = self._peers.get(peer)
+        if line is None:
+            with self.changed:
+                line = self._peers.get(peer)
+                if line is None:
+                    line = self._peers[peer] = _Line(f"outbox to {peer}", _nothing)
+        line.put(lambda: self._wait_for(parts, works))
+
+    def _wait_for(self, parts: Sequence[Part], works: Sequence[Work]) -> None:
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as failure:
+            self._done(failure)
+            return
+        for part in parts:
+            self._payload.gone(part)
+        self._done()
+
+    def _done(self, failure: RuntimeError | None = None) -> None:
+        with self.changed:
+            self.num_pending -= 1
+            self.failure = self.failure or failure
+            self.changed.notify_all()
 
 
 class Outbox:
     """Send messages in the order they were put, and drop their tensors once they are gone."""
 
-    def __init__(self, start_on_thread: bool) -> None:
-        """Create the outbox.
+    def __init__(self, payload: Payload) -> None:
+        self._lines = _Lines(payload)
+        self._on_stream: list[tuple[Work, Part]] = []
+        weakref.finalize(self, self._lines.close).atexit = False
 
-        `start_on_thread`: sends begin on the outbox's thread (staged copies must be awaited
-        first); otherwise on the caller's, and the thread only waits for their end.
-        """
-        self._start_on_thread = start_on_thread
-        self._line = _Line()
-        self._on_stream: list[tuple[dist.Work, torch.Tensor]] = []
-        self._thread: threading.Thread | None = None
-
-    def put(self, peer: int, parts: Sequence[Part], payload: Payload) -> None:
+    def put(self, peer: int, parts: Sequence[Part]) -> None:
         """Send the parts of one message to world rank `peer`.
 
         Raises RuntimeError if an earlier send has failed.
         """
-        if self._line.failure is not None:
-            raise self._line.failure
-        ready = [(lane, payload.prepare(tensor)) for lane, tensor in parts]
-        if payload.completes_on_stream:
-            self._send_on_stream(peer, parts, ready)
-        elif self._start_on_thread:
-            self._enqueue(lambda: _wait_all(_start_all(peer, ready)))
-        else:
-            works = _start_all(peer, ready)
-            # The closure keeps the tensors alive until the receiver has them.
-            self._enqueue(lambda: _wait_all(works, ready))
+        if self._lines.failure is not None:
+            raise self._lines.failure
+        on_host = [part for part in parts if not part.on_stream]
+        if len(on_host) < len(parts):
+            self._on_stream = [(w, p) for w, p in self._on_stream if not w.is_completed()]
+            self._on_stream += [(part.start(), part) for part in parts if part.on_stream]
+        if on_host:
+            self._lines.send(peer, on_host)
 
     def drain(self) -> None:
         """Wait until everything put so far has left; raise what failed."""
-        line = self._line
-        with line.changed:
-            line.changed.wait_for(lambda: line.num_pending == 0 or line.failure is not None)
-        if line.failure is not None:
-            raise line.failure
+        lines = self._lines
+        with lines.changed:
+            lines.changed.wait_for(lambda: lines.num_pending == 0 or lines.failure is not None)
+        if lines.failure is not None:
+            raise lines.failure
         for work, _ in self._on_stream:
             work.wait()  # orders the current stream behind the send; the host goes on
         self._on_stream.clear()
 
-    def _send_on_stream(
-        self, peer: int, parts: Sequence[Part], ready: Sequence[tuple[Lane, Sendable]]
-    ) -> None:
-        self._on_stream = [(w, t) for w, t in self._on_stream if not w.is_completed()]
-        host: list[dist.Work] = []
-        for (lane, tensor), (_, sendable) in zip(parts, ready, strict=True):
-            work = sendable.start(lane, peer)
-            assert work is not None, f"rank sends to itself: {peer}"
-            if tensor.is_cuda:
-                self._on_stream.append((work, tensor))
-            else:
-                host.append(work)
-        self._enqueue(lambda: _wait_all(host, ready))
 
-    def _enqueue(self, job: Callable[[], None]) -> None:
-        line = self._line
-        with line.changed:
-            line.num_pending += 1
-        line.jobs.put(job)
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=_see_off, args=(line,), name="outbox", daemon=True
-            )
-            weakref.finalize(self, line.jobs.put, None).atexit = False
-            self._thread.start()
+def _start(parts: Sequence[Part]) -> list[Work]:
+    return [part.start() for part in parts]
 
 
-def _see_off(line: _Line) -> None:
-    while (job := line.jobs.get()) is not None:
-        try:
-            job()
-        except RuntimeError as failure:
-            line.failure = failure
-        del job  # or the last message's tensors would live until the next one
-        with line.changed:
-            line.num_pending -= 1
-            line.changed.notify_all()
-
-
-def _start_all(peer: int, ready: Sequence[tuple[Lane, Sendable]]) -> list[dist.Work]:
-    works = [sendable.start(lane, peer) for lane, sendable in ready]
-    return [work for work in works if work is not None]
-
-
-def _wait_all(works: Sequence[dist.Work], keep_alive: object = None) -> None:
-    for work in works:
-        work.wait()
+def _nothing() -> None:
+    """Begin a thread that needs no device."""

@@ -1,18 +1,32 @@
-"""How tensors get on and off the wire, by where they live and what carries them."""
+"""How tensors get on and off the lanes, by where they live and what carries them.
 
-from typing import Any, NamedTuple, Protocol
+Tensors of the host go as they are. Those of an accelerator go over a lane of its own backend (NCCL,
+say) where there is one and the receiver has posted a buffer for them; else through pinned memory
+and over the host's lane. Copies to and from it run on streams of their own, beside the compute.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 
-from gpipe_hpc.comm.transport.wire import TensorMeta
+from gpipe_hpc.comm.device import Device, Event, HostDevice, Stream
+from gpipe_hpc.comm.transport.lanes import Lane, Work
+from gpipe_hpc.comm.transport.pool import Buffer, PinnedPool
+from gpipe_hpc.comm.transport.wire import TensorMeta, flat, packed
 
 
-class Lane(NamedTuple):
-    """A stream of messages between two ranks that keeps its order."""
+class Ways(NamedTuple):
+    """The lanes that tensors of one message may take.
 
-    group: dist.ProcessGroup
-    tag: int
+    `host`: between the hosts. `device`: over the device's own backend, None where there is none or
+    the receiver could not post there.
+    """
+
+    host: Lane
+    device: Lane | None
 
 
 class Receiving(Protocol):
@@ -21,131 +35,160 @@ class Receiving(Protocol):
     def wait(self) -> torch.Tensor:
         """Return the tensor, ready for use on the current stream."""
 
+    def drop(self) -> None:
+        """Let what comes be; its memory is free once it has come."""
 
-class Payload(Protocol):
-    """Start sends and receives of tensors."""
+
+@dataclass(eq=False)
+class Part:
+    """A tensor on its way out.
+
+    `tensor` is what goes, and lives until it has gone. `ready`: what the host has to wait for
+    before. `on_stream`: it goes on the device's time line, not the host's. `buffer`: what it lies
+    in, to be given back.
+    """
+
+    lane: Lane
+    tensor: torch.Tensor
+    ready: Event | None = None
+    on_stream: bool = False
+    buffer: Buffer | None = None
+
+    def start(self) -> Work:
+        """Start sending."""
+        return self.lane.send(self.tensor)
+
+
+class Payload:
+    """Start receives of tensors, and make them ready to leave."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.pool = PinnedPool(device)
 
     def receive_word(
-        self, lane: Lane, peer: int, length: int, dtype: torch.dtype = torch.int64
-    ) -> Receiving:
+        self, lane: Lane, length: int, dtype: torch.dtype = torch.int64
+    ) -> "Receiving":
         """Post a receive of a small tensor that the host will read."""
+        tensor = _HOST.empty((length,), dtype)
+        return _Direct(tensor, lane.receive(tensor))
 
-    def receive(self, lane: Lane, peer: int, meta: TensorMeta) -> Receiving:
-        """Post a receive of a boundary tensor."""
+    def receive(self, metas: Sequence[TensorMeta], ways: Ways) -> "list[Receiving]":
+        """Post receives of tensors of a boundary; those without elements do not travel."""
+        return [self._receive(meta, ways) for meta in metas]
 
-    def prepare(self, tensor: torch.Tensor) -> "Sendable":
-        """Make a tensor ready to leave; called on the thread that computed it."""
+    def _receive(self, meta: TensorMeta, ways: Ways) -> "Receiving":
+        if not meta.num_elements:
+            return _Direct(meta.allocate(self.device), None)
+        if not self._is_apart(meta):
+            tensor = meta.allocate(self.device)
+            return _Direct(tensor, ways.host.receive(flat(tensor)))
+        if ways.device is not None:
+            tensor = meta.allocate(self.device)
+            return _Direct(tensor, ways.device.receive(as_bytes(tensor)))
+        buffer = self.pool.take(meta.num_bytes)
+        return _Staged(self, meta, buffer, ways.host.receive(buffer.flat(meta.num_bytes, _BYTE)))
 
-    @property
-    def completes_on_stream(self) -> bool:
-        """Say whether a send is finished on the GPU's time line rather than the host's."""
+    def send(
+        self, tensors: Sequence[torch.Tensor], metas: Sequence[TensorMeta], ways: Ways
+    ) -> list[Part]:
+        """Make tensors ready to leave; on the thread that computed them."""
+        pairs = zip(tensors, metas, strict=True)
+        return [self._send(tensor, meta, ways) for tensor, meta in pairs if meta.num_elements]
 
+    def _send(self, tensor: torch.Tensor, meta: TensorMeta, ways: Ways) -> Part:
+        tensor = packed(tensor, meta)
+        if not self._is_apart(meta):
+            return Part(ways.host, flat(tensor))
+        if ways.device is not None:
+            return Part(ways.device, as_bytes(tensor), on_stream=True)
+        return self._staged(tensor, meta, ways.host)
 
-class Sendable(Protocol):
-    """A tensor on its way out."""
+    def _staged(self, tensor: torch.Tensor, meta: TensorMeta, lane: Lane) -> Part:
+        """Start the copy to pinned memory, behind the work that makes the tensor."""
+        device, buffer = self.device, self.pool.take(meta.num_bytes)
+        self._leaving.wait_stream(device.current_stream())
+        with device.on(self._leaving):
+            device.fetch_into(buffer.flat(meta.num_elements, meta.dtype), flat(tensor))
+            copied = self._leaving.record_event()
+        device.lend(tensor, self._leaving)
+        return Part(lane, buffer.flat(meta.num_bytes, _BYTE), ready=copied, buffer=buffer)
 
-    def start(self, lane: Lane, peer: int) -> dist.Work | None:
-        """Start sending; called in the order of the channel."""
+    def fill(self, metas: Sequence[TensorMeta], ways: Ways) -> list[Part]:
+        """Return zeros for buffers that were posted and that nobody will read."""
+        return [self._filler(meta, ways) for meta in metas if meta.num_elements]
+
+    def _filler(self, meta: TensorMeta, ways: Ways) -> Part:
+        if self._is_apart(meta) and ways.device is not None:
+            zeros = self.device.empty((meta.num_bytes,), _BYTE).zero_()
+            return Part(ways.device, zeros, on_stream=True)
+        return Part(ways.host, _HOST.empty((meta.num_bytes,), _BYTE).zero_())
+
+    def _is_apart(self, meta: TensorMeta) -> bool:
+        """Say whether a tensor lies where the host's lanes do not reach."""
+        return self.device.is_accelerator and meta.on_device
+
+    def gone(self, part: Part) -> None:
+        """Take back what a part needed, once it has left."""
+        if part.buffer is not None:
+            self.pool.release(part.buffer)
+
+    # Made when first needed: torch has few streams for each device.
+
+    @cached_property
+    def _leaving(self) -> Stream:
+        return self.device.stream()
+
+    @cached_property
+    def _arriving(self) -> Stream:
+        return self.device.stream()
+
+    def bring(self, buffer: Buffer, meta: TensorMeta) -> torch.Tensor:
+        """Return a tensor of the device with what lies in pinned memory, which is given back."""
+        device = self.device
+        with device.on(self._arriving):
+            own = meta.allocate(device)
+            device.bring_into(flat(own), buffer.flat(meta.num_elements, meta.dtype))
+            copied = self._arriving.record_event()
+        self.pool.release(buffer, until=copied)
+        current = device.current_stream()
+        current.wait_event(copied)
+        device.lend(own, current)  # made on the other stream
+        return own
 
 
 class _Direct(NamedTuple):
     tensor: torch.Tensor
-    work: dist.Work | None
+    work: Work | None
 
     def wait(self) -> torch.Tensor:
         if self.work is not None:
             self.work.wait()
         return self.tensor
 
-
-class _Outgoing(NamedTuple):
-    tensor: torch.Tensor
-
-    def start(self, lane: Lane, peer: int) -> dist.Work | None:
-        return dist.isend(self.tensor, peer, group=lane.group, tag=lane.tag)
+    def drop(self) -> None:
+        self.wait()
 
 
-def _post(tensor: torch.Tensor, lane: Lane, peer: int) -> _Direct:
-    return _Direct(tensor, dist.irecv(tensor, peer, group=lane.group, tag=lane.tag))
-
-
-class DirectPayload:
-    """Tensors travel as they are: CPU tensors over Gloo, CUDA tensors over NCCL.
-
-    Over NCCL `wait` orders streams and returns at once; words are CPU tensors and use the
-    Gloo half of the same group.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.completes_on_stream = device.type == "cuda"
-
-    def receive_word(
-        self, lane: Lane, peer: int, length: int, dtype: torch.dtype = torch.int64
-    ) -> Receiving:
-        """Post into host memory."""
-        return _post(torch.empty(length, dtype=dtype), lane, peer)
-
-    def receive(self, lane: Lane, peer: int, meta: TensorMeta) -> Receiving:
-        """Post into the memory of the device."""
-        return _post(meta.allocate(self._device), lane, peer)
-
-    def prepare(self, tensor: torch.Tensor) -> Sendable:
-        """Send the tensor itself."""
-        return _Outgoing(tensor)
-
-
-class StagedPayload:
-    """CUDA tensors over a transport that only takes host memory: through pinned buffers.
-
-    Copies run on a stream of their own; the sending thread waits for the copy's event, the
-    computing thread waits for nothing.
-    """
-
-    completes_on_stream = False
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        stream: Any = torch.cuda.Stream
-        self._copies = stream(device)
-
-    def receive_word(
-        self, lane: Lane, peer: int, length: int, dtype: torch.dtype = torch.int64
-    ) -> Receiving:
-        """Post into host memory."""
-        return _post(torch.empty(length, dtype=dtype), lane, peer)
-
-    def receive(self, lane: Lane, peer: int, meta: TensorMeta) -> Receiving:
-        """Post into pinned memory; `wait` copies to the device."""
-        pinned = torch.empty(meta.shape, dtype=meta.dtype, pin_memory=True)
-        return _StagedReceiving(_post(pinned, lane, peer), self._device)
-
-    def prepare(self, tensor: torch.Tensor) -> Sendable:
-        """Start the copy to pinned memory behind the work that makes the tensor."""
-        if not tensor.is_cuda:
-            return _Outgoing(tensor)
-        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        self._copies.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._copies):
-            pinned.copy_(tensor, non_blocking=True)
-            copied = self._copies.record_event()
-        tensor.record_stream(self._copies)
-        return _StagedOutgoing(pinned, copied)
-
-
-class _StagedReceiving(NamedTuple):
-    posted: _Direct
-    device: torch.device
+class _Staged(NamedTuple):
+    payload: Payload
+    meta: TensorMeta
+    buffer: Buffer
+    work: Work
 
     def wait(self) -> torch.Tensor:
-        # The caching host allocator keeps the pinned block until the copy has run.
-        return self.posted.wait().to(self.device, non_blocking=True)
+        self.work.wait()
+        return self.payload.bring(self.buffer, self.meta)
+
+    def drop(self) -> None:
+        self.work.wait()
+        self.payload.pool.release(self.buffer)
 
 
-class _StagedOutgoing(NamedTuple):
-    pinned: torch.Tensor
-    copied: torch.cuda.Event
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without gaps as bytes: no backend has a name for every dtype."""
+    return flat(tensor).view(_BYTE)
 
-    def start(self, lane: Lane, peer: int) -> dist.Work | None:
-        self.copied.synchronize()
-        return dist.isend(self.pinned, peer, group=lane.group, tag=lane.tag)
+
+_BYTE: Final = torch.uint8
+_HOST: Final = HostDevice()

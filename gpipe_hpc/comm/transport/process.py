@@ -5,6 +5,11 @@ process, a smaller one leaves a stale tail). So each message begins with a word 
 What was posted ahead, the word and the tensors of the expected structure, travels `prompt`;
 if the structure is another one, the sender still fills the posted buffers, and header and
 tensors follow on the `late` lane, which the receiver posts once it has read the word.
+
+Tensors of an accelerator that were posted ahead go over the one lane of its own backend that there
+is from rank to rank; all its channels share it, as the table posts what comes from a rank in the
+order of its sends. Words, headers, tensors of the host and what is late go from host to host: a
+late receive there would stand behind those that were posted ahead of it.
 """
 
 from collections.abc import Sequence
@@ -15,14 +20,14 @@ import torch
 from gpipe_hpc.comm.failure import lost
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.transport.base import Message, PlacedChannel
+from gpipe_hpc.comm.transport.lanes import Lane
 from gpipe_hpc.comm.transport.outbox import Outbox
-from gpipe_hpc.comm.transport.payload import Lane, Payload, Receiving
+from gpipe_hpc.comm.transport.payload import Part, Payload, Receiving, Ways
 from gpipe_hpc.comm.transport.wire import (
     EMPTY,
     WORD_LENGTH,
     Catalogue,
     Expectation,
-    TensorMeta,
     Word,
     assemble,
     disassemble,
@@ -30,13 +35,24 @@ from gpipe_hpc.comm.transport.wire import (
 
 
 class Link:
-    """One end of a channel: its two lanes and what both ends know about its messages."""
+    """One end of a channel: its lanes and what both ends know about its messages.
 
-    def __init__(self, channel: PlacedChannel, peer: int, prompt: Lane, late: Lane) -> None:
+    `prompt` and `late` go from host to host; `direct` is of the device's backend, if it has one.
+    """
+
+    def __init__(
+        self,
+        channel: PlacedChannel,
+        peer: int,
+        prompt: Lane,
+        late: Lane,
+        direct: Lane | None = None,
+    ) -> None:
         self.channel = channel
         self.peer = peer
-        self.prompt = prompt
         self.late = late
+        self.prompt = prompt
+        self.posted_ways, self.late_ways = Ways(prompt, direct), Ways(late, None)
         self.serial = 0
         self.posted: list[_Posted] = []
         self.catalogue = Catalogue()
@@ -64,43 +80,32 @@ class _Posted(NamedTuple):
 class ProcessTransport:
     """Carry boundaries between processes; `payload` knows where their tensors live."""
 
-    def __init__(
-        self,
-        rank: int,
-        links: Sequence[Link],
-        payload: Payload,
-        outbox: Outbox,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, links: Sequence[Link], payload: Payload, outbox: Outbox) -> None:
         self._links = {link.channel: link for link in links}
-        self._rank = rank
         self._payload = payload
         self._outbox = outbox
-        self._device = device
 
     def send(
         self, channel: PlacedChannel, lane: str, microbatch: int, nest: Nest, num_samples: int
     ) -> None:
         """Start sending: the word, what the receiver has posted, then what it has not."""
-        link = self._links[channel]
-        structure, tensors = disassemble(nest) if num_samples else (EMPTY, [])
+        link, payload = self._links[channel], self._payload
+        structure, tensors = disassemble(nest, payload.device) if num_samples else (EMPTY, [])
         number, header = link.catalogue.identify(structure)
         place = link.place(lane, microbatch)
         word = Word(link.serial, microbatch, number, len(header), num_samples)
         link.serial += 1
-        parts: list[tuple[Lane, torch.Tensor]] = [
-            (link.prompt, torch.tensor(word, dtype=torch.int64))
-        ]
+        parts = [Part(link.prompt, torch.tensor(word, dtype=torch.int64))]
         as_expected = place.expected == number
         if place.expected is not None and not as_expected:
-            parts += [(link.prompt, _filler(meta, self._device)) for meta in place.metas]
+            parts += payload.fill(place.metas, link.posted_ways)
         if header:
-            parts.append((link.late, torch.frombuffer(bytearray(header), dtype=torch.uint8)))
-        way = link.prompt if as_expected else link.late
-        parts += [(way, tensor.contiguous()) for tensor in tensors]
+            parts.append(Part(link.late, torch.frombuffer(bytearray(header), dtype=torch.uint8)))
+        ways = link.posted_ways if as_expected else link.late_ways
+        parts += payload.send(tensors, structure.metas, ways)
         place.saw(number, structure)
         try:
-            self._outbox.put(link.peer, parts, self._payload)
+            self._outbox.put(link.peer, parts)
         except RuntimeError as error:
             raise lost(error, f"rank {channel.destination_rank}") from error
 
@@ -109,8 +114,8 @@ class ProcessTransport:
         link = self._links[channel]
         place = link.place(lane, microbatch)
         try:
-            word = self._payload.receive_word(link.prompt, link.peer, WORD_LENGTH)
-            tensors = [self._payload.receive(link.prompt, link.peer, meta) for meta in place.metas]
+            word = self._payload.receive_word(link.prompt, WORD_LENGTH)
+            tensors = self._payload.receive(place.metas, link.posted_ways)
         except RuntimeError as error:
             raise lost(error, f"rank {channel.source_rank}") from error
         link.posted.append(_Posted(lane, microbatch, place.expected, word, tensors))
@@ -137,16 +142,15 @@ class ProcessTransport:
                 f"the ranks do not run the same table"
             )
         link.serial += 1
-        tensors = [part.wait() for part in posted.tensors]
         if word.header_bytes:
-            header = self._payload.receive_word(
-                link.late, link.peer, word.header_bytes, torch.uint8
-            ).wait()
+            header = self._payload.receive_word(link.late, word.header_bytes, torch.uint8).wait()
             link.catalogue.learn(header.numpy().tobytes())
-        structure = link.catalogue[word.structure]
+        structure, receives = link.catalogue[word.structure], posted.tensors
         if word.structure != posted.expected:
-            late = [self._payload.receive(link.late, link.peer, m) for m in structure.metas]
-            tensors = [part.wait() for part in late]
+            for part in posted.tensors:
+                part.drop()
+            receives = self._payload.receive(structure.metas, link.late_ways)
+        tensors = [part.wait() for part in receives]
         link.place(posted.lane, posted.microbatch).saw(word.structure, structure)
         if word.num_samples == 0:
             return Message(None, 0)
@@ -160,8 +164,3 @@ class ProcessTransport:
             self._outbox.drain()
         except RuntimeError as error:
             raise lost(error, "a rank it sent to") from error
-
-
-def _filler(meta: TensorMeta, device: torch.device) -> torch.Tensor:
-    """Return zeros for a posted buffer that nobody will read."""
-    return torch.zeros(meta.shape, dtype=meta.dtype, device=device)

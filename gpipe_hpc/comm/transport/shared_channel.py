@@ -10,12 +10,13 @@ from typing import Final, NamedTuple
 
 import torch
 
+from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.transport.base import Message, PlacedChannel
 from gpipe_hpc.comm.transport.slots import Slot, SlotPool, message_bytes
 from gpipe_hpc.comm.transport.wire import EMPTY, Catalogue, Structure, assemble, disassemble
 
-_HOST: Final = torch.device("cpu")
+_HOST: Final = HostDevice()
 _WORD: Final = struct.Struct("=7q")
 _DESCRIPTOR: Final = struct.Struct("=i")
 _ROOM_FOR_DESCRIPTOR: Final = socket.CMSG_SPACE(_DESCRIPTOR.size)

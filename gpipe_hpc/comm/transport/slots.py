@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import prod
 from typing import NamedTuple, cast
 
 import torch
@@ -38,14 +37,16 @@ class _Place(NamedTuple):
     dtype: torch.dtype
     num_elements: int
     offset_bytes: int
+    strides: tuple[int, ...] | None
 
     def over(self, memory: _Memory) -> torch.Tensor:
         """Return the tensor there."""
         if not self.num_elements:
             return torch.empty(self.shape, dtype=self.dtype, device="cpu")
-        shape, dtype, count, offset = self
+        shape, dtype, count, offset, strides = self
+        row = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
         # Its one shape from the start, so no view of another tensor; costs less than one, too.
-        return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).resize_(shape)
+        return row.resize_(shape) if strides is None else row.as_strided_(shape, strides)
 
 
 @dataclass
@@ -130,8 +131,9 @@ class Slot:
         self._places, offset = [], header_bytes
         for meta in metas:
             offset = aligned(offset)
-            self._places.append(_Place(meta.shape, meta.dtype, prod(meta.shape), offset))
-            offset += prod(meta.shape) * meta.dtype.itemsize
+            count = meta.num_elements
+            self._places.append(_Place(meta.shape, meta.dtype, count, offset, meta.strides))
+            offset += count * meta.dtype.itemsize
         return True
 
 
@@ -238,5 +240,5 @@ def message_bytes(header_bytes: int, metas: Sequence[TensorMeta]) -> int:
     """Return the room that a header and tensors take in a slot."""
     end = header_bytes
     for meta in metas:
-        end = aligned(end) + prod(meta.shape) * meta.dtype.itemsize
+        end = aligned(end) + meta.num_bytes
     return end

@@ -5,19 +5,24 @@ tensors themselves. The word says which structure follows, so both ends know wha
 """
 
 import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from math import prod
+from typing import Any, Final, NamedTuple
 
 import torch
 
+from gpipe_hpc.comm.device import Device, HostDevice
 from gpipe_hpc.comm.nests import LEAF, Nest, Tree, flatten, unflatten
 from gpipe_hpc.comm.pickling import dumps, loads
 from gpipe_hpc.errors import ModelError
 
 WORD_LENGTH = 5
 MAX_STRUCTURES = 256  # that a channel remembers
+MAX_LAYOUTS = 1024  # of single tensors, made once
 MAX_STRUCTURE_BYTES = 4 * 2**20  # of memory for them; the newest may be larger by itself
+_HOST: Final = HostDevice()
 _LEAF_BYTES = 300  # about what a leaf takes besides its value
 # Values that are made without any class, and how long they may be to be kept.
 _ATOMS = frozenset({type(None), bool, int, float, str})
@@ -35,15 +40,35 @@ class Word(NamedTuple):
 
 
 class TensorMeta(NamedTuple):
-    """What a receiver must know of one tensor before it arrives."""
+    """What a receiver must know of one tensor before it arrives.
+
+    `strides`: of its elements as they travel, without gaps; None: the last dimension runs fastest.
+    `on_device`: it lies in the memory of the device on which its rank computes, not of the host.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    strides: tuple[int, ...] | None = None
+    on_device: bool = True
 
-    def allocate(self, device: torch.device) -> torch.Tensor:
-        """Return an uninitialised tensor to receive into."""
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
+    @property
+    def num_elements(self) -> int:
+        """Return how many there are."""
+        return prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return what they take in memory."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def allocate(self, device: Device) -> torch.Tensor:
+        """Return an uninitialised tensor to receive into, of the device or of the host."""
+        home = device if self.on_device else _HOST
+        if self.strides is None:
+            return home.empty(self.shape, self.dtype)
+        # In its place: no view of another tensor.
+        return home.empty((self.num_elements,), self.dtype).as_strided_(self.shape, self.strides)
 
 
 @dataclass(frozen=True)
@@ -74,21 +99,72 @@ class Structure:
 EMPTY = Structure(flatten(())[1], ())
 
 
-def disassemble(nest: Nest) -> tuple[Structure, list[torch.Tensor]]:
+def disassemble(nest: Nest, device: Device | None = None) -> tuple[Structure, list[torch.Tensor]]:
     """Split a nest into its structure and its tensors, detached, in leaf order.
 
     Their memory holds their elements: conjugation, for one, may be a mark that the tensor has.
+    `device`: where this rank computes; None where it does not matter which tensors lie there.
     Raises ModelError for what is no plain array: sparse, nested and quantized tensors.
     """
+    told = device if device is not None and device.is_accelerator else None
     if isinstance(nest, torch.Tensor):
         elements = _elements(nest)
-        return _single(nest.shape, nest.dtype, nest.requires_grad), [elements]
+        on_device = told is None or told.holds(elements)
+        described = (nest.shape, elements.stride(), nest.dtype, nest.requires_grad, on_device)
+        return _single(*described), [elements]
     leaves, tree = flatten(nest)
-    tensors = [_elements(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    described = tuple(
-        _meta(leaf) if isinstance(leaf, torch.Tensor) else _pickled(leaf) for leaf in leaves
-    )
-    return Structure(tree, described), tensors
+    tensors: list[torch.Tensor] = []
+    metas: list[TensorMeta | bytes] = []
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            metas.append(_pickled(leaf))
+            continue
+        elements = _elements(leaf)
+        shape, strides = tuple(leaf.shape), elements.stride()
+        on_device = told is None or told.holds(elements)
+        layout = travelling_strides(shape, strides)
+        metas.append(TensorMeta(shape, leaf.dtype, leaf.requires_grad, layout, on_device))
+        tensors.append(elements)
+    return Structure(tree, tuple(metas)), tensors
+
+
+def packed(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """Return a tensor whose memory is as its meta says; the tensor itself if it is so already."""
+    if meta.strides is None:
+        return tensor.contiguous()
+    if tensor.stride() == meta.strides:
+        return tensor
+    return tensor.new_empty_strided(meta.shape, meta.strides).copy_(tensor)
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor without gaps, in the order in which they lie in memory."""
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+
+
+@lru_cache(maxsize=MAX_LAYOUTS)
+def travelling_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the strides with which a tensor travels; None: its last dimension runs fastest.
+
+    They are its own if its memory has no gaps; else its dimensions keep their order in memory.
+    """
+    if strides == _strides_in_order(shape, range(len(shape))):
+        return None
+    order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
+    together = _strides_in_order(shape, order)
+    # The stride of a dimension of one element means nothing, and is kept as it is.
+    if all(shape[dim] < 2 or strides[dim] == together[dim] for dim in order):
+        together = strides
+    return None if together == _strides_in_order(shape, range(len(shape))) else together
+
+
+def _strides_in_order(shape: tuple[int, ...], order: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides without gaps of dimensions given from the slowest to the fastest."""
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
 
 
 def assemble(structure: Structure, tensors: list[torch.Tensor]) -> Nest:
@@ -148,14 +224,18 @@ def _atom(leaf: bytes) -> tuple[Any] | None:
     return (value,) if type(value) in _ATOMS else None
 
 
-def _meta(tensor: torch.Tensor) -> TensorMeta:
-    return TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-
-
-@lru_cache(maxsize=MAX_STRUCTURES)
-def _single(shape: torch.Size, dtype: torch.dtype, requires_grad: bool) -> Structure:
+@lru_cache(maxsize=MAX_LAYOUTS)
+def _single(
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    requires_grad: bool,
+    on_device: bool,
+) -> Structure:
     """Return the structure of a tensor alone, made once: most messages are one."""
-    return Structure(LEAF, (TensorMeta(tuple(shape), dtype, requires_grad),))
+    sizes = tuple(shape)
+    layout = travelling_strides(sizes, strides)
+    return Structure(LEAF, (TensorMeta(sizes, dtype, requires_grad, layout, on_device),))
 
 
 class Catalogue:

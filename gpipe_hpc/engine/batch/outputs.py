@@ -2,17 +2,17 @@
 
 from gpipe_hpc.comm.group import Group, broadcast_object
 from gpipe_hpc.comm.nests import Nest
-from gpipe_hpc.comm.transport.wire import Structure, assemble, disassemble
+from gpipe_hpc.comm.transport.wire import Structure, assemble, disassemble, flat, packed
 from gpipe_hpc.comm.world import World
 
 
 def broadcast_nest(nest: Nest, group: Group, root: int, world: World) -> Nest:
     """Return world rank `root`'s nest on every rank of the group; its tensors need no grad."""
-    structure, tensors = disassemble(nest)
+    structure, tensors = disassemble(nest, world.device)
     structure = Structure.from_bytes(broadcast_object(group, structure.to_bytes(), root))
     if world.rank != root:
-        tensors = [meta.allocate(world.device.torch) for meta in structure.metas]
-    tensors = [tensor.contiguous() for tensor in tensors]
+        tensors = [meta.allocate(world.device) for meta in structure.metas]
+    tensors = [packed(*each) for each in zip(tensors, structure.metas, strict=True)]
     for tensor in tensors:
-        group.broadcast(tensor, root)
+        group.broadcast(flat(tensor), root)
     return assemble(structure, tensors)

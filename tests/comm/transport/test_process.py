@@ -1,94 +1,63 @@
-"""The protocol between processes, over a network that behaves as Gloo does.
-
-A posted receive matches the next send on its lane, and both must have the same size.
-"""
-
-from collections import defaultdict
-from itertools import count
+"""The protocol between processes, over networks that behave as Gloo and NCCL do."""
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.transport.base import PlacedChannel
-from gpipe_hpc.comm.transport.payload import Lane
+from gpipe_hpc.comm.transport.outbox import Outbox
+from gpipe_hpc.comm.transport.payload import Payload
 from gpipe_hpc.comm.transport.process import Link, ProcessTransport
 from gpipe_hpc.schedule import Channel
+from tests.comm.transport.networks import LateDevice, Network
 
 CHANNEL = PlacedChannel(Channel(0, 1, 0), source_rank=0, destination_rank=1, tag=0)
-PROMPT, LATE = Lane(None, 0), Lane(None, 1)
+PROMPT, LATE, DIRECT = ("prompt",), ("late",), ("device",)
 
-
-class Network:
-    """Lanes in memory: the outbox of the sender and the payload of the receiver."""
-
-    def __init__(self):
-        self.sent = defaultdict(list)
-        self.num_posted = defaultdict(count)
-        self.message = []  # (lane, bytes) of each part of the last message
-
-    def put(self, peer, parts, payload):
-        assert peer == 1 and payload is self
-        self.message = [(lane, tensor.nbytes) for lane, tensor in parts]
-        for lane, tensor in parts:
-            assert tensor.is_contiguous()
-            self.sent[lane].append(tensor.clone())
-
-    def drain(self):
-        pass
-
-    def receive_word(self, lane, peer, length, dtype=torch.int64):
-        return self._post(lane, peer, (length,), dtype)
-
-    def receive(self, lane, peer, meta):
-        return self._post(lane, peer, meta.shape, meta.dtype)
-
-    def _post(self, lane, peer, shape, dtype):
-        assert peer == 0
-        return Posted(self, lane, next(self.num_posted[lane]), torch.Size(shape), dtype)
-
-    def assert_quiet(self):
-        """Everything that was sent has been received."""
-        for lane, tensors in self.sent.items():
-            assert next(self.num_posted[lane]) == len(tensors)
-
-
-class Posted:
-    def __init__(self, network, lane, place, shape, dtype):
-        self.network, self.lane, self.place = network, lane, place
-        self.shape, self.dtype = shape, dtype
-
-    def wait(self):
-        tensor = self.network.sent[self.lane][self.place]
-        assert (tensor.shape, tensor.dtype) == (self.shape, self.dtype), "Gloo would abort here"
-        return tensor
+# An accelerator whose boundaries go over Gloo, and one with a backend of its own.
+STAGED, OWN = "staged", "own"
 
 
 class Ends:
-    """Two processes with one channel between them."""
+    """Two processes with one channel between them; their device has a backend if `kind` is OWN."""
 
-    def __init__(self):
-        self.network = Network()
+    def __init__(self, kind=None, *of_the_host):
+        self.network = Network(limit_s=5.0)
+        self.devices = [
+            HostDevice() if kind is None else LateDevice(*of_the_host) for _ in range(2)
+        ]
+        self.payloads = [Payload(device) for device in self.devices]
+        lanes = [self.network.lane(*key) for key in (PROMPT, LATE, DIRECT)]
         self.source, self.destination = (
             ProcessTransport(
-                rank,
-                [Link(CHANNEL, 1 - rank, PROMPT, LATE)],
-                self.network,
-                self.network,
-                torch.device("cpu"),
+                [Link(CHANNEL, 1 - rank, *(lanes if kind == OWN else lanes[:2]))],
+                self.payloads[rank],
+                Outbox(self.payloads[rank]),
             )
             for rank in range(2)
         )
 
     def send(self, nest, microbatch=0, lane="training", num_samples=2):
+        """Move one nest; return it, and how many parts went on each lane from host to host."""
+        nest, (prompt, late, _) = self.send_over(nest, microbatch, lane, num_samples)
+        return nest, (prompt, late)
+
+    def send_over(self, nest, microbatch=0, lane="training", num_samples=2):
         """Move one nest; return it, and how many parts went on each lane."""
+        before = len(self.network.started)
         self.destination.post(CHANNEL, lane, microbatch)
         self.source.send(CHANNEL, lane, microbatch, nest, num_samples)
         got = self.destination.wait(CHANNEL, lane, microbatch)
         assert got.num_samples == num_samples
-        lanes = [lane for lane, _ in self.network.message]
-        return got.nest, (lanes.count(PROMPT), lanes.count(LATE))
+        self.source.finish()
+        lanes = [key for key, _ in self.network.started[before:]]
+        return got.nest, tuple(lanes.count(key) for key in (PROMPT, LATE, DIRECT))
+
+    def sent_on(self, key):
+        """Return the sizes in bytes of all that went on a lane."""
+        return [size for lane, size in self.network.started if lane == key]
 
 
 def test_header_travels_once_and_then_everything_is_prompt():
@@ -138,9 +107,97 @@ def test_values_come_as_they_were_sent():
     ends.network.assert_quiet()
 
 
-def test_what_is_not_contiguous_arrives_whole():
-    tensor = torch.arange(6.0).view(2, 3).t()
-    assert torch.equal(Ends().send(tensor)[0], tensor)
+@pytest.mark.parametrize("kind", [None, STAGED, OWN])
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0).view(2, 3).t(),
+        torch.arange(120.0).view(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        torch.arange(6.0).view(2, 3, 1, 1).contiguous(memory_format=torch.channels_last),
+        torch.arange(24.0).view(4, 6)[:, ::2],
+        torch.arange(48.0).view(2, 3, 8).transpose(0, 2)[1:3],
+        torch.ones(3).expand(2, 3),
+    ],
+    ids=["transposed", "channels_last", "channels_last_1x1", "slice", "cut", "expanded"],
+)
+def test_a_tensor_keeps_the_order_of_its_memory(kind, tensor):
+    """Convolutions in channels_last got the other order, and so other kernels, behind a cut."""
+    ends = Ends(kind)
+    for step in range(3):
+        nest, _ = ends.send(tensor + step)
+        assert torch.equal(nest, tensor + step)
+        assert nest.stride() == (tensor + step).stride()
+    nest, _ = ends.send(tensor)
+    assert torch.equal(nest, tensor)
+    ends.network.assert_quiet()
+
+
+@pytest.mark.parametrize("kind", [None, STAGED, OWN])
+def test_what_has_no_elements_needs_no_message(kind):
+    ends = Ends(kind)
+    for _ in range(3):
+        nest, parts = ends.send_over((torch.ones(0, 3), torch.ones(2)))
+        assert nest[0].shape == (0, 3) and nest[1].tolist() == [1, 1]
+    assert sum(parts) == 2
+    ends.network.assert_quiet()
+
+
+def test_a_device_with_a_backend_gets_what_it_has_posted_over_it_and_the_rest_by_way_of_hosts():
+    ends = Ends(OWN)
+    assert ends.send_over(torch.ones(3))[1] == (1, 2, 0)  # nobody could post it
+    assert ends.send_over(torch.full((3,), 2.0))[1] == (1, 0, 1)
+    nest, parts = ends.send_over(torch.full((5,), 4.0))
+    assert nest.tolist() == [4.0] * 5
+    assert parts == (1, 2, 1)  # the filler of what was posted keeps the queue in order
+    nest, _ = ends.send_over(torch.full((5,), 6.0))
+    assert nest.tolist() == [6.0] * 5
+    ends.network.assert_quiet()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int16, torch.uint16, torch.uint32, torch.complex64, torch.bool, torch.bfloat16]
+)
+def test_a_backend_of_a_device_is_given_bytes(dtype):
+    """NCCL has no type for int16 and the unsigned ones, so such a boundary was refused."""
+    ends = Ends(OWN)
+    for value in (0, 1, 1):
+        nest, parts = ends.send_over(torch.full((3, 2), value).to(dtype))
+        assert nest.dtype == dtype and torch.equal(nest, torch.full((3, 2), value).to(dtype))
+    assert parts == (1, 0, 1)
+
+
+@pytest.mark.parametrize(("kind", "own"), [(STAGED, 0), (OWN, 1)])
+def test_a_message_says_which_of_its_tensors_lie_on_the_host(kind, own):
+    """A layer that returns one sent it over Gloo, and the receiver waited for it over NCCL."""
+    ends = Ends(kind, torch.int64)
+    for step in range(4):
+        boundary = (torch.full((3,), float(step)), torch.full((2,), step))
+        nest, parts = ends.send_over(boundary)
+        assert nest[0].tolist() == [step] * 3 and nest[1].tolist() == [step] * 2
+    assert parts == (3 - own, 0, own)
+    assert ends.payloads[0].pool.num_made == ends.payloads[1].pool.num_made == 1
+    # The same shape and dtype, on the other side.
+    ends.devices[0].of_the_host = (torch.float32,)
+    assert ends.send_over((torch.zeros(3), torch.full((2,), 9)))[0][1].tolist() == [9, 9]
+    ends.network.assert_quiet()
+
+
+@pytest.mark.parametrize("kind", [STAGED, OWN])
+def test_pinned_memory_is_used_again(kind):
+    """It was allocated for each message."""
+    ends = Ends(kind)
+    for step in range(20):
+        values = [torch.full((100,), float(step)), torch.full((50 + step,), float(step))]
+        nest, _ = ends.send(values)
+        assert [part.tolist() for part in nest] == [part.tolist() for part in values]
+    assert max(payload.pool.num_made for payload in ends.payloads) <= 4
+
+
+def test_no_more_streams_are_made_than_one_for_each_direction():
+    ends = Ends(STAGED)
+    for _ in range(3):
+        ends.send(torch.ones(2))
+    assert [len(device.streams) for device in ends.devices] == [1, 1]
 
 
 @st.composite
@@ -161,16 +218,17 @@ DTYPES = [torch.float32, torch.int64]
     )
 )
 def test_any_sequence_arrives_and_nothing_is_left(messages):
-    ends, seen = Ends(), set()
-    for nest, microbatch, lane in messages:
-        got, _ = ends.send(nest, microbatch, lane)
-        assert repr(got) == repr(nest)
-        headers = [tensor for tensor in ends.network.sent[LATE] if tensor.dtype == torch.uint8]
-        seen.add(repr(structure_of(nest)))
-        assert len(headers) == len(seen)
-    ends.network.assert_quiet()
-    ends.source.finish()
-    ends.destination.finish()
+    for kind in (None, STAGED, OWN):
+        ends, seen = Ends(kind), set()
+        for nest, microbatch, lane in messages:
+            got, (_, late) = ends.send(nest, microbatch, lane)
+            assert repr(got) == repr(nest)
+            is_new = repr(structure_of(nest)) not in seen
+            seen.add(repr(structure_of(nest)))
+            assert late in range(is_new, is_new + 3)
+        ends.network.assert_quiet()
+        ends.source.finish()
+        ends.destination.finish()
 
 
 def structure_of(nest):
@@ -186,10 +244,11 @@ def structure_of(nest):
 def test_a_lost_message_is_noticed():
     ends = Ends()
     ends.send(torch.ones(1))
-    arrived = {lane: len(tensors) for lane, tensors in ends.network.sent.items()}
     ends.source.send(CHANNEL, "training", 0, torch.ones(1), 1)
-    for lane, number in arrived.items():
-        del ends.network.sent[lane][number:]
+    for sends, _ in ends.network.waiting.values():
+        for lost in sends:
+            lost.is_done = True
+        sends.clear()
     ends.source.send(CHANNEL, "training", 0, torch.ones(1), 1)
     ends.destination.post(CHANNEL, "training", 0)
     with pytest.raises(ConnectionError, match=r"expected message 1 .*same table"):
@@ -218,18 +277,16 @@ def test_a_receive_that_nobody_waits_for_is_a_broken_invariant():
         ends.destination.finish()
 
 
-class Failing(Posted):
-    def wait(self):
-        raise RuntimeError(self.dtype)
-
-
 @pytest.mark.parametrize(
     ("text", "kind"),
     [("Timed out waiting 600000ms", TimeoutError), ("Connection closed by peer", ConnectionError)],
 )
-def test_a_failed_wait_says_who_it_waited_for(text, kind):
+def test_a_failed_wait_says_who_it_waited_for(text, kind, monkeypatch):
+    def fail(work):
+        raise RuntimeError(text)
+
     ends = Ends()
-    ends.network._post = lambda *_: Failing(None, None, 0, None, text)
     ends.destination.post(CHANNEL, "training", 0)
+    monkeypatch.setattr("tests.comm.transport.networks.NetworkWork.wait", fail)
     with pytest.raises(kind, match="rank 0.*" + text):
         ends.destination.wait(CHANNEL, "training", 0)

@@ -1,0 +1,77 @@
+"""Every schedule over networks whose sends are rendezvous, as Gloo's and NCCL's are."""
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.schedule import schedule_names
+from tests.comm.transport.networks import LateDevice, Network, NetworkWorld
+from tests.support import batches, square_sum
+
+NAMES = [name for name in schedule_names() if name not in ("file", "auto")]
+BATCHES = batches(3, size=8)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+
+def train(world, name, *, stages, replicas=1):
+    """Return the losses, and the gradients of each step by name."""
+    pipe = Pipeline(
+        [LayerSpec(Block) for _ in range(16)],
+        square_sum,
+        stages=stages,
+        replicas=replicas,
+        microbatches=8 // replicas,
+        schedule=name,
+        seed=3,
+        world=world,
+    )
+    seen = []
+    for inputs, targets in BATCHES:
+        part = pipe.share(len(inputs))
+        loss = pipe.step(inputs[part], targets[part]).loss
+        seen.append((float(loss), {n: p.grad.tolist() for n, p in pipe.named_parameters()}))
+    pipe.evaluate(*BATCHES[0])
+    return seen
+
+
+def over(network, name, *, stages, has_backend, **settings):
+    def body(world):
+        own = NetworkWorld(world, network, LateDevice(), has_backend=has_backend)
+        return train(own, name, stages=stages, **settings)
+
+    ranks = run_on_threads(stages * settings.get("replicas", 1), body, timeout_s=20)
+    network.assert_quiet()
+    return ranks
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_schedule_trains_where_a_send_ends_once_it_is_received(name, stages):
+    """Over pinned memory, `zb_v`, `hanayo` and `dualpipe_v` hung in the first step.
+
+    Over a backend of the device, one queue carries all from rank to rank: each channel had its own.
+    """
+    expected = run_on_threads(stages, lambda world: train(world, name, stages=stages))
+    for has_backend in (False, True):
+        network = Network()
+        assert over(network, name, stages=stages, has_backend=has_backend) == expected
+        queues = {key for key, _ in network.started if key[-1] == "device"}
+        pairs = {key[:2] for key, _ in network.started}
+        assert queues == {(*pair, "device") for pair in pairs if has_backend}
+
+
+@pytest.mark.parametrize(
+    ("name", "has_backend"), [("zb_v", False), ("zb_v", True), ("gems", False), ("gems", True)]
+)
+def test_replicas_have_queues_of_their_own(name, has_backend):
+    expected = run_on_threads(4, lambda world: train(world, name, stages=2, replicas=2))
+    assert over(Network(), name, stages=2, replicas=2, has_backend=has_backend) == expected
