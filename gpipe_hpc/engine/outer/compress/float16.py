@@ -13,7 +13,9 @@ from gpipe_hpc.engine.outer.compress.messages import as_bytes
 
 _SCALE_BYTES: Final = 4
 _TOP: Final = 15  # the largest number is at least 2 ** 14 and below 2 ** 15
-_MOST: Final = 120  # a power of two that float32 can hold, as can its inverse
+# Powers of two that the numbers' own dtype can hold, as can their inverses.
+_MOST: Final = 120
+_MOST_OF_DOUBLE: Final = 1000
 
 
 class Float16:
@@ -33,8 +35,9 @@ class Float16:
         largest = numbers.abs().amax()
         _, exponent = torch.frexp(largest)
         has_scale = torch.isfinite(largest) & (largest > 0)
-        shift = torch.where(has_scale, (_TOP - exponent).clamp(-_MOST, _MOST), 0).int()
-        scaled = torch.ldexp(numbers, shift).to(torch.float16)
+        most = _MOST_OF_DOUBLE if numbers.dtype == torch.float64 else _MOST
+        shift = torch.where(has_scale, (_TOP - exponent).clamp(-most, most), 0).int()
+        scaled = _times_two_to(numbers, shift).to(torch.float16)
         return torch.cat([as_bytes(shift), as_bytes(scaled)])
 
     def decode(self, code: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -42,4 +45,9 @@ class Float16:
         if not count:
             return code.new_empty(0, dtype=dtype)
         shift = code[:_SCALE_BYTES].view(torch.int32)
-        return torch.ldexp(code[_SCALE_BYTES:].view(torch.float16).to(dtype), -shift)
+        return _times_two_to(code[_SCALE_BYTES:].view(torch.float16).to(dtype), -shift)
+
+
+def _times_two_to(numbers: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
+    # Not `ldexp`, which takes the power of two in float32, whatever the numbers are.
+    return numbers * torch.exp2(exponent.to(numbers.dtype))

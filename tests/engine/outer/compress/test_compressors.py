@@ -69,6 +69,18 @@ def test_what_is_sent_and_what_is_left_are_what_there_was(name, copies, dtype):
     assert results[0].norm() > 0.05 * whole.norm()
 
 
+@pytest.mark.parametrize("scale", [1e-300, 1e-69, 1e69, 1e300])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "bfloat16"])
+def test_numbers_that_float32_cannot_hold_are_summed_in_float64(name, scale):
+    """QSGD made NaN of 1e69, and float16 an infinity; bfloat16 has the range of float32."""
+    owns = draw(2, dtype=torch.float64, scale=scale)
+    found = summed(Outer(compress=name, topk_fraction=0.05), owns)
+    whole = (owns[0] + owns[1]) / scale
+    left = sum(own for _, own, _ in found) / scale
+    torch.testing.assert_close(found[0][0] / scale + left, whole, rtol=0, atol=1e-9)
+    assert (found[0][0] / scale).norm() > 0.05 * whole.norm()
+
+
 def test_topk_conserves_every_bit():
     """A number is sent or kept, so nothing is rounded."""
     owns = draw(3)
