@@ -745,6 +745,24 @@ class Pipeline:
             self.last_outer_step = self.steps_done
         return stepped
 
+    def unite_replicas(self) -> bool:
+        """Let replicas that train apart hold the same parameters; say whether they did not.
+
+        Every rank calls it, at the end of training, behind the last `optimizer.step()`. Averages
+        that are under way arrive, and each part of the model that was trained since its last outer
+        step has one more, at once. For replicas that do not train apart, or have just met, it does
+        nothing.
+        """
+        apart = self._steps.apart
+        if apart is None:
+            return False
+        self.outer_step()
+        with together(self.world, "uniting the replicas"), torch.inference_mode(False):
+            united = apart.unite(self.steps_done)
+        if united:
+            self.last_outer_step = self.steps_done
+        return united
+
     def _catch_up(self) -> None:
         """Do the outer step that was not called for, if the optimizer has stepped since."""
         if self._outer_due and self._versions() != self._versions_stepped:

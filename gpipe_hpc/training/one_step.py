@@ -83,6 +83,8 @@ def train_one_step(
     session.optimizer.step()
     laps = Laps(began, read, piped, looked, clipped, mark())
     pipe.outer_step()
+    if pipe.steps_done == config.train.steps:
+        pipe.unite_replicas()
     session.position = batch.position
     return Trained(batch, result, lr, norm, laps)
 

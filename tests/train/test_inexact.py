@@ -3,7 +3,9 @@
 import json
 
 import pytest
+import torch
 
+from gpipe_hpc.checkpoint import read_facts
 from gpipe_hpc.config import check_config, compose_config
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.planning.trial import Weight
@@ -24,6 +26,33 @@ def test_metrics_say_when_parameters_were_averaged_and_what_was_sent(tmp_path):
     steps = [line for line in lines(folder) if "loss" in line]
     assert [line["outer_step"] for line in steps] == [0, 1, 0, 1]
     assert [line["outer_sent_bytes"] > 0 for line in steps] == [False, True, False, True]
+
+
+def read_last(folder):
+    newest = max((folder / "checkpoints").glob("step_*"))
+    return read_facts(newest), newest
+
+
+STREAMING = ("outer=diloco", "outer.every=4", "outer.parts=2", "outer.behind=1")
+
+
+def test_a_run_ends_with_replicas_that_hold_the_same(tmp_path, stored_tensors):
+    """One that stops on the way goes on later from what each replica has, as if it had not."""
+    words = (*SMALL, *STREAMING, "outer.bucket_bytes=100kB", "train.steps=8", "lr.warmup_steps=0")
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    train_here(2, *words, f"run.dir={whole}", "train.validate_every=8")
+    train_here(2, *words, f"run.dir={parted}", "train.stop_at=5")
+    facts, _ = read_last(parted)
+    assert facts["apart"]["differ"], "in mid-run each keeps its own"
+    train_here(2, *words, f"run.dir={parted}", "train.validate_every=8")
+    ends = []
+    for folder in (whole, parted):
+        facts, newest = read_last(folder)
+        assert facts["apart"] == {"replicas": 2, "differ": False}
+        ends.append(stored_tensors(newest))
+    weights = {name for name in ends[0] if name.startswith("model.layers.")}
+    assert weights and all(torch.equal(ends[0][name], ends[1][name]) for name in weights)
+    assert [line["outer_step"] for line in lines(whole) if "loss" in line][-1] == 1
 
 
 @pytest.mark.parametrize(

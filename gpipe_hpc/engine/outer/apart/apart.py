@@ -91,9 +91,21 @@ class Apart:
         weight = self.rounds.weight(0)
         stepped = self.rounds.step(step)
         if self.rounds.leaves_first(step):
-            for index, drift in self._drifts.items():
-                drift.settle(unite_flags(drift.flags(), self._copies[index]), weight)
+            self._settle_buffers(weight)
         return stepped
+
+    def unite(self, step: int) -> bool:
+        """Let all replicas hold the same behind step number `step`; say whether they did not."""
+        self._compression.begin(step, self._unit)
+        weight, differ = self.rounds.weight(0), self.rounds.replicas_differ
+        united = self.rounds.unite()
+        if differ:
+            self._settle_buffers(weight)
+        return united
+
+    def _settle_buffers(self, weight: float | None) -> None:
+        for index, drift in self._drifts.items():
+            drift.settle(unite_flags(drift.flags(), self._copies[index]), weight)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return what a checkpoint keeps, the same on all replicas."""

@@ -47,19 +47,25 @@ class Rounds:
         # Since each part last left, by replica, and how many steps that is: the same on all ranks.
         self._since = torch.zeros(outer.parts, num_replicas + 1, dtype=torch.float64, device=device)
         self._trained: set[str] = set()
+        self._is_united = not outer.behind
         self.sent_bytes = 0
 
     def note(self, weights: torch.Tensor, named: Mapping[str, nn.Parameter]) -> None:
         """Take note of a step: the loss weights of all replicas, float64[replicas]."""
         self._since[:, :-1] += weights
         self._since[:, -1] += 1
+        self._is_united = False
         self._trained |= {name for name, each in named.items() if each.requires_grad}
 
     @property
     def replicas_differ(self) -> bool:
         """Say whether replicas may have other parameters than one another."""
-        in_turn = self._outer.parts > 1 or self._outer.behind > 0
-        return in_turn or bool((self._since[:, -1] > 0).any())
+        is_late = self._outer.behind > 0 and not self._is_united
+        return is_late or any(map(self._has_gone, range(self._outer.parts)))
+
+    def _has_gone(self, part: int) -> bool:
+        """Say whether steps were trained since a part last left."""
+        return bool(self._since[part, -1] > 0)
 
     def is_due(self, step: int) -> bool:
         """Say whether something leaves or arrives behind step number `step`, counted from 1."""
@@ -101,6 +107,27 @@ class Rounds:
                 turn.fragment.finish(0.0)
         return bool(arriving)
 
+    def unite(self) -> bool:
+        """Do early what is still to come, so that all replicas hold the same; say whether it was.
+
+        Averages that are under way arrive, and each part that was trained since it left has its
+        outer step now, at once.
+        """
+        were_apart = self.replicas_differ
+        gone = {part for part in range(self._outer.parts) if self._has_gone(part)}
+        coming = [turn for turn in self._turns if turn.fragment.is_coming]
+        for turn in coming:
+            # Of a part that was not trained since, no replica has anything of its own to keep.
+            turn.fragment.finish(self._outer.mix if turn.part in gone else 0.0)
+        leaving = [turn for turn in self._turns if turn.part in gone]
+        for turn in leaving:
+            self._start(turn)
+        self._since.zero_()
+        for turn in leaving:
+            turn.fragment.finish(0.0)
+        self._is_united = True
+        return were_apart
+
     def _start(self, turn: Turn) -> None:
         weights = self._since[turn.part, :-1]
         total = float(weights.sum())
@@ -134,3 +161,4 @@ class Rounds:
             self._since.copy_(kept)
         else:
             self._since.zero_()
+        self._is_united = not self._outer.behind

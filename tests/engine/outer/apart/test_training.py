@@ -293,6 +293,83 @@ def test_parts_in_turn_come_to_one_another(behind, compress):
     assert len(ours[0][0]) == 240 and ours[0][0][-1] < 0.01 * ours[0][0][0]
 
 
+ENDS = [
+    {"every": 4, "parts": 2},
+    {"every": 4, "parts": 2, "behind": 1},
+    {"every": 4, "behind": 2},
+    {"every": 4, "parts": 2, "compress": "qsgd", "lr": 0.7, "momentum": 0.9},
+    {"every": 4},
+]
+
+
+@pytest.mark.parametrize("steps", [7, 8, 9, 10])
+@pytest.mark.parametrize("outer", ENDS, ids=str)
+def test_replicas_hold_the_same_once_they_are_united(outer, steps):
+    """Wherever training ends; the streaming form left each with parts of its own."""
+    data = batches(steps, ROWS, WIDTH)
+
+    def body(world):
+        pipe = make(world, outer)
+        train(pipe, sgd(pipe), data, calls=False)
+        united = pipe.unite_replicas()
+        assert pipe.last_outer_step == steps, "by that, or by the step's own"
+        assert not pipe.replicas_differ and not pipe.unite_replicas()
+        return weights(pipe), united
+
+    ranks = run_on_threads(4, body)
+    assert len({united for _, united in ranks}) == 1
+    for (mine, united), (theirs, _) in zip(ranks[:2], ranks[2:], strict=True):
+        assert united == (steps != 8 or len(outer) > 1)
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.parametrize("outer", [{"every": 8}, {"every": 6, "parts": 3}])
+def test_united_replicas_hold_the_mean_of_what_each_had(outer):
+    """With rate 1 and without momentum; a replica counts by the samples that it has seen."""
+    data = batches(3, ROWS, WIDTH)
+
+    def body(world):
+        pipe = make(world, {**outer, "weights": [3, 1]}, 1)
+        train(pipe, sgd(pipe), data[:2])
+        before = weights(pipe)
+        return before, pipe.unite_replicas(), weights(pipe), pipe.outer_step()
+
+    (mine, united, after, stepped), (theirs, *_) = run_on_threads(2, body)
+    assert united and not stepped
+    if "parts" not in outer:
+        for name, weight in after.items():
+            mean = 0.75 * mine[name] + 0.25 * theirs[name]
+            torch.testing.assert_close(weight, mean, rtol=0, atol=1e-12)
+
+
+def test_replicas_that_sum_gradients_have_nothing_to_unite():
+    def body(world):
+        pipe = make(world, {}, 1)
+        train(pipe, sgd(pipe), batches(1, ROWS, WIDTH))
+        return pipe.unite_replicas()
+
+    assert run_on_threads(2, body) == [False, False]
+
+
+def test_training_goes_on_from_united_replicas():
+    """Anchors are what was united, and averages leave and arrive as ever."""
+    data = batches(12, ROWS, WIDTH)
+
+    def body(world):
+        pipe = make(world, {"every": 4, "parts": 2, "behind": 1})
+        optimizer, found = sgd(pipe), []
+        for start in (0, 6):
+            train(pipe, optimizer, data[start : start + 6])
+            pipe.unite_replicas()
+            found.append(weights(pipe))
+        return found
+
+    ranks = run_on_threads(4, body)
+    for mine, theirs in zip(ranks[:2], ranks[2:], strict=True):
+        for first, other in zip(mine, theirs, strict=True):
+            assert all(torch.equal(first[name], other[name]) for name in first)
+
+
 def test_an_average_that_is_behind_goes_on_from_the_anchor():
     """With mix 0 what was trained meanwhile is dropped, so both replicas hold the anchor."""
     data = batches(5, ROWS, WIDTH)
