@@ -15,7 +15,7 @@ from torch import nn
 
 from gpipe_hpc import checkpoint
 from gpipe_hpc.comm.clock import clock_identity
-from gpipe_hpc.comm.group import Group, broadcast_object
+from gpipe_hpc.comm.group import Gathering, Group, broadcast_object
 from gpipe_hpc.comm.joining.start import DEFAULT_TIMEOUT_S, start_world
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.nests import Nest
@@ -435,7 +435,7 @@ class Pipeline:
         return found
 
     @property
-    def everybody(self) -> Group:
+    def everybody(self) -> Gathering:
         """Return the group of all ranks."""
         return self._site.everybody
 
@@ -497,6 +497,10 @@ class Pipeline:
     def is_sharded(self) -> bool:
         """Return whether the optimizer's state is divided over the copies of stages."""
         return self._steps.sharing is not None
+
+    def sharers(self, stage: int) -> Group:
+        """Return the ranks that combine gradients of one of this rank's stages."""
+        return self._steps.sharers(stage)
 
     def held_parameters(self) -> dict[str, Held]:
         """Return what this rank's optimizer updates of its parameters, by global name."""

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from gpipe_hpc.comm.group import Group
+from gpipe_hpc.comm.group import Gathering
 from gpipe_hpc.errors import CheckpointError
 
 T = TypeVar("T")
 
 
-def all_or_none(group: Group, action: Callable[[], T]) -> T:
+def all_or_none(group: Gathering, action: Callable[[], T]) -> T:
     """Return what `action` gives on this rank, once it has worked on every rank of the group.
 
     Raises CheckpointError on all of them if it does so on one: the text is the first rank's.
@@ -23,10 +23,10 @@ def all_or_none(group: Group, action: Callable[[], T]) -> T:
     return value
 
 
-def raise_first(group: Group, refusal: CheckpointError | None) -> None:
+def raise_first(group: Gathering, refusal: CheckpointError | None) -> None:
     """Raise on every rank the refusal of the first rank that has one; return if none has."""
-    told = group.all_gather_object(None if refusal is None else str(refusal))
-    first = next(((r, text) for r, text in zip(group.ranks, told, strict=True) if text), None)
+    own = None if refusal is None else (group.ranks[group.position], str(refusal))
+    first = group.merge_object(own, lambda ahead, behind: ahead or behind)
     if first is not None:
         rank, text = first
         # Where rank 0 finds it too, it is not this rank's own trouble.

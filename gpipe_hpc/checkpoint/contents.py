@@ -88,13 +88,15 @@ def _optimizer_state(
     """
     states: dict[str, Any] = {}
     parts: dict[str, tuple[Part, Tensor]] = {}
+    stage_of = {info.name: info.stage for info in pipe.all_parameters}
     for name, held in pipe.held_parameters().items():
         for key, value in optimizer.state.get(held.parameter, {}).items():
             full = f"optimizer.{name}.{key}"
             if not (isinstance(value, Tensor) and held.goes_along(value)):
                 states[full] = value
             elif held.is_part:
-                part = Part(full, held.start, held.stop, tuple(held.whole.shape))
+                shape = tuple(held.whole.shape)
+                part = Part(stage_of[name], full, held.start, held.stop, shape)
                 parts[full] = part, value
             else:
                 states[full] = value.view(held.whole.shape)

@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 
 from gpipe_hpc.comm.device import Device, HostDevice
-from gpipe_hpc.comm.group import Group, rank_names
+from gpipe_hpc.comm.group import Gathering, rank_names
 from gpipe_hpc.comm.machine import shared_identity
 from gpipe_hpc.errors import CheckpointError
 
 
 def check_room(
-    path: Path, group: Group, device: Device, needed: Mapping[torch.device, int]
+    path: Path, group: Gathering, device: Device, needed: Mapping[torch.device, int]
 ) -> None:
     """Refuse to load where ranks of a host, or of a device, need more bytes than are free there.
 

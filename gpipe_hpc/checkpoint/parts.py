@@ -9,15 +9,19 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from gpipe_hpc.comm.group import Piece
+from gpipe_hpc.comm.group import Group, Piece
 
 if TYPE_CHECKING:
     from gpipe_hpc.pipeline import Pipeline
 
 
 class Part(NamedTuple):
-    """Elements of a tensor, in a row, that one rank has; `shape`: that of the whole tensor."""
+    """Elements of a tensor, in a row, that one rank has; `shape`: that of the whole tensor.
 
+    `stage`: the one whose copies share the tensor.
+    """
+
+    stage: int
     name: str
     start: int
     stop: int
@@ -29,13 +33,22 @@ def put_together(pipe: "Pipeline", own: dict[str, tuple[Part, Tensor]]) -> dict[
 
     `own`: this rank's parts, by their names in the checkpoint.
     """
-    group = pipe.everybody
+    found: dict[str, Tensor] = {}
+    for stage in sorted(pipe.stages):  # in one order on all ranks that share some
+        of_stage = {name: each for name, each in own.items() if each[0].stage == stage}
+        found |= _put_together(pipe.sharers(stage), pipe.world.rank, of_stage)
+    return found
+
+
+def _put_together(
+    group: Group, here: int, own: dict[str, tuple[Part, Tensor]]
+) -> dict[str, Tensor]:
+    """Return the whole tensors of a stage of which the rank `here` has the largest part."""
     told: list[list[Part]] = group.all_gather_object([part for part, _ in own.values()])
     holders: dict[str, dict[int, Part]] = {}
     for rank, parts in zip(group.ranks, told, strict=True):
         for part in map(Part._make, parts):
             holders.setdefault(part.name, {})[rank] = part
-    here = pipe.world.rank
     found: dict[str, Tensor] = {}
     for name in sorted(holders):
         parts_of = holders[name]

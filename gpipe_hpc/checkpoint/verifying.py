@@ -17,12 +17,16 @@ from gpipe_hpc.checkpoint.blocks import Block, blocks_of, digests
 from gpipe_hpc.checkpoint.folder import other_checkpoint, read_facts, read_stored, said
 from gpipe_hpc.checkpoint.manifest import MANIFEST, Facts
 from gpipe_hpc.checkpoint.metadata import METADATA, StoredTensor
-from gpipe_hpc.comm.group import Group
+from gpipe_hpc.comm.group import Gathering
 from gpipe_hpc.errors import CheckpointError, os_remedy
 
 log = logging.getLogger("gpipe_hpc.checkpoint")
 
 _BLOCKS_A_ROUND: Final = 16
+
+
+_Seen = list[tuple[str, int]]
+"""Digests of what ranks see, each with the first rank that sees it."""
 
 
 class Verified(NamedTuple):
@@ -37,7 +41,7 @@ class Verified(NamedTuple):
 
 
 def verify(
-    path: Path, group: Group, rank: int, say: Callable[[str], None] = lambda _: None
+    path: Path, group: Gathering, rank: int, say: Callable[[str], None] = lambda _: None
 ) -> Verified:
     """Look whether a checkpoint is whole; all ranks of the group call it, `rank` is this one's.
 
@@ -58,7 +62,7 @@ def verify(
     # One rank asks for sizes: a thousand would ask a file server for the same.
     all_or_none(group, lambda: _check_files(path, facts) if is_first else None)
     shares = _shares(_blocks(path, facts), group.size)
-    mine = shares[group.ranks.index(rank)]
+    mine = shares[group.position]
     for first in range(0, max(map(len, shares)), _BLOCKS_A_ROUND):
         say(f"verifying {path}: block {first} of {len(mine)}")
         raise_first(group, _damaged(path, mine[first : first + _BLOCKS_A_ROUND]))
@@ -66,17 +70,21 @@ def verify(
     return Verified(path, facts, stored)
 
 
-def _check_same(path: Path, group: Group, facts: Facts) -> None:
+def _check_same(path: Path, group: Gathering, facts: Facts) -> None:
     own = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    told = group.all_gather_object(own)
-    other = next(
-        (rank for rank, its in zip(group.ranks, told, strict=True) if its != told[0]), None
-    )
-    if other is not None:
+    seen = [(own, group.ranks[group.position])]
+    (_, first), *others = group.merge_object(seen, _first_of_two)
+    if others:
         raise CheckpointError(
             f"checkpoint {path}: expected all ranks to see one folder, got another on rank "
-            f"{other} than on rank {group.ranks[0]}; use a folder that all machines share"
+            f"{others[0][1]} than on rank {first}; use a folder that all machines share"
         )
+
+
+def _first_of_two(ahead: _Seen, behind: _Seen) -> _Seen:
+    """Return the first rank with its digest, and the first with another, if there is one."""
+    first, *_ = ahead
+    return [first, *(each for each in (*ahead, *behind) if each[0] != first[0])][:2]
 
 
 def _check_files(path: Path, facts: Facts) -> None:

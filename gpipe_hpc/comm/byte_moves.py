@@ -34,11 +34,10 @@ class ByteMoves:
 
     def __init__(self, world: World, moves: Sequence[Move], serial: int) -> None:
         assert all(move.source != move.destination for move in moves), f"to itself: {moves}"
-        first = _FIRST_TAG + serial * world.size**2
+        # No two moves of one pair of ranks have one tag; more is not asked of tags.
+        tags = (_FIRST_TAG + 2 * serial, _FIRST_TAG + 2 * serial + 1)
         self._channels = {
-            move: PlacedChannel(
-                Channel(*move, 0), *move, first + move.source * world.size + move.destination
-            )
+            move: PlacedChannel(Channel(*move, 0), *move, tags[move.source > move.destination])
             for move in moves
         }
         self._world = world

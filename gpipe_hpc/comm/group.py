@@ -2,13 +2,15 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from gpipe_hpc.comm.collectives.plan import Plan
 from gpipe_hpc.comm.collectives.shards import checked_counts
+
+T = TypeVar("T")
 
 
 class Pending(Protocol):
@@ -70,12 +72,16 @@ class Sent:
             self.num_messages += len(pieces)
 
 
-class Group(Protocol):
-    """A set of world ranks that call the same collectives in the same order."""
+class Gathering(Protocol):
+    """A set of world ranks, maybe thousands, that tell one another little: the same calls on each.
+
+    What a rank keeps open for it and sends grows with the logarithm of the ranks, except where
+    each is to learn something of every other.
+    """
 
     @property
-    def ranks(self) -> tuple[int, ...]:
-        """Return the world ranks of the group, ascending."""
+    def ranks(self) -> Sequence[int]:
+        """Return the world ranks, ascending."""
 
     @property
     def size(self) -> int:
@@ -85,6 +91,54 @@ class Group(Protocol):
     def position(self) -> int:
         """Return where this rank stands in `ranks`."""
 
+    def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """Start summing `tensor` in place over the ranks; the same bits on all."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Sum `tensor` in place over the ranks; the same bits on all."""
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> None:
+        """Put the greatest value of each element over the ranks in its place."""
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Fill `tensor` with world rank `root`'s."""
+
+    def merge_object(self, value: T, merge: Callable[[T, T], T]) -> T:
+        """Return on every rank what `merge` makes of all ranks' values, taken in rank order.
+
+        `merge` takes the value of some ranks and that of those behind them; it is associative, and
+        changes neither. No more travels than it returns. Values as for `all_gather_object`.
+        """
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return every rank's value, in rank order: to each rank, so for few ranks or rare use.
+
+        Plain values, tensors and records alone; others raise DataError, by type, on who sends.
+        """
+
+    def gather_object(self, value: Any, root: int) -> list[Any] | None:
+        """Return every rank's value, in rank order, on world rank `root`; None elsewhere.
+
+        Values as for `all_gather_object`.
+        """
+
+    def broadcast_object(self, value: Any, root: int) -> Any:
+        """Return world rank `root`'s value on every rank; what others give is passed over.
+
+        It travels once to each rank, along a tree. Values as for `all_gather_object`.
+        """
+
+
+class Group(Gathering, Protocol):
+    """A set of world ranks that call the same collectives in the same order.
+
+    Any two of them may be connected, so that large tensors go the shortest way.
+    """
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Return the world ranks of the group, ascending."""
+
     @property
     def sent(self) -> Sent:
         """Return what this rank has sent within the group so far."""
@@ -93,20 +147,8 @@ class Group(Protocol):
     def torch_group(self) -> dist.ProcessGroup | None:
         """Return the torch process group behind it, None where ranks are threads or one."""
 
-    def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
-        """Start summing `tensor` in place over the group."""
-
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sum `tensor` in place over the group."""
-
-    def all_reduce_max(self, tensor: torch.Tensor) -> None:
-        """Put the greatest value of each element over the group in its place."""
-
     def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
         """Start filling `tensor` with world rank `root`'s."""
-
-    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Fill `tensor` with world rank `root`'s."""
 
     def start_exchange(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> Pending:
         """Start sending and receiving pieces, all at once; they must not overlap in memory.
@@ -139,24 +181,6 @@ class Group(Protocol):
         """Start filling `whole`, of which each rank has its own shard, with all ranks' shards.
 
         Shards as for `start_reduce_scatter`. A rank sends all shards except one, once.
-        """
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Return every rank's value, in rank order.
-
-        Plain values, tensors and records alone; others raise DataError, by type, on who sends.
-        """
-
-    def gather_object(self, value: Any, root: int) -> list[Any] | None:
-        """Return every rank's value, in rank order, on world rank `root`; None elsewhere.
-
-        Each rank sends its own value alone. Values as for `all_gather_object`.
-        """
-
-    def broadcast_object(self, value: Any, root: int) -> Any:
-        """Return world rank `root`'s value on every rank; what others give is passed over.
-
-        It travels once to each rank, along a tree. Values as for `all_gather_object`.
         """
 
 
@@ -220,6 +244,10 @@ class SoloGroup:
         checked_counts(whole, counts, 1)
         return Done()
 
+    def merge_object(self, value: T, merge: Callable[[T, T], T]) -> T:
+        """Return the one value."""
+        return value
+
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return the one value."""
         return [value]
@@ -233,9 +261,14 @@ class SoloGroup:
         return value
 
 
-def broadcast_object(group: Group, value: Any, root: int) -> Any:
+def broadcast_object(group: Gathering, value: Any, root: int) -> Any:
     """Return world rank `root`'s value on every rank of the group."""
     return group.broadcast_object(value, root)
+
+
+def meet(group: Gathering) -> None:
+    """Return once every rank of the group has come here."""
+    group.merge_object(0, max)
 
 
 def rank_names(ranks: Sequence[int]) -> str:

@@ -7,10 +7,11 @@ import multiprocessing.util
 import os
 import secrets
 import weakref
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
-from typing import Any
+from functools import partial, reduce
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,9 +25,11 @@ from gpipe_hpc.comm.collectives.shards import checked_counts, shards
 from gpipe_hpc.comm.collectives.turns import Note
 from gpipe_hpc.comm.device import Device, carries
 from gpipe_hpc.comm.failure import Board, FailureBoard, SoloBoard, lost
+from gpipe_hpc.comm.forming import Former
 from gpipe_hpc.comm.group import (
     Calls,
     Done,
+    Gathering,
     Group,
     Pending,
     Piece,
@@ -34,9 +37,12 @@ from gpipe_hpc.comm.group import (
     SoloGroup,
     rank_names,
 )
-from gpipe_hpc.comm.joining.secret import SECRET_VARIABLE, Secret, secret_for_all
-from gpipe_hpc.comm.joining.source import own_source, unequal_sources
+from gpipe_hpc.comm.joining.acquaintance import make_acquaintance
+from gpipe_hpc.comm.joining.secret import Secret, secret_for_all
+from gpipe_hpc.comm.joining.source import own_source
+from gpipe_hpc.comm.levels import WIDTH, Levels, own_levels
 from gpipe_hpc.comm.machine import shared_identity
+from gpipe_hpc.comm.noticeboard import Noticeboard
 from gpipe_hpc.comm.pickling import dumps, loads
 from gpipe_hpc.comm.timeouts import checked_timeout
 from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
@@ -60,6 +66,8 @@ log = logging.getLogger("gpipe_hpc.comm")
 _BREAK_TAG = 2**30
 _LATE_TAG = 2**28
 _EXCHANGE_TAG = 2**29  # and the numbers of kinds of traffic behind it
+
+T = TypeVar("T")
 
 _Groups = list[tuple[dist.ProcessGroup, tuple[int, ...]]]
 
@@ -210,6 +218,11 @@ class TorchGroup:
         peers = sorted({piece.rank for piece in (*sends, *receives)})
         return [(peers, work) for work in dist.batch_isend_irecv(operations)]
 
+    def merge_object(self, value: T, merge: Callable[[T, T], T]) -> T:
+        """Return what `merge` makes of all values; each rank merges them by itself."""
+        merged: T = reduce(merge, self.all_gather_object(value))
+        return merged
+
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's value in rank order; read as `gpipe_hpc.comm.pickling` allows."""
         parts = self._exchanged(value, self._gather)
@@ -335,7 +348,8 @@ class ProcessWorld:
     """This process among all ranks of the default process group.
 
     `job_secret`: what all ranks know and others do not, if they have one. `watchfulness`: when
-    ranks take one another for lost. Its own groups, connections and threads go with it, or with
+    ranks take one another for lost. `width`: more ranks than that tell one another what all know by
+    way of levels of groups of so many. Its own groups, connections and threads go with it, or with
     `close`.
     """
 
@@ -347,12 +361,15 @@ class ProcessWorld:
         shares_memory: bool = True,
         job_secret: Secret | None = None,
         watchfulness: Watchfulness | None = None,
+        width: int = WIDTH,
     ) -> None:
+        self._width = width
         watchfulness = watchfulness or Watchfulness()
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
         self.device = device
-        keys = _private_keys(self.rank)
+        self.is_one_process = False
+        keys, number = _private_keys(self.rank)
         self.secret = secret_for_all(job_secret, _number_of_world(keys, self.rank))
         timeout_s = checked_timeout(timeout_s, "timeout_s")
         self._display = Display() if self.size > 1 else None  # else nobody looks
@@ -365,13 +382,14 @@ class ProcessWorld:
         self._shared: weakref.WeakSet[SharedTransport] = weakref.WeakSet()
         self._speaks: bool | None = None
         self._groups: _Groups = []
+        self._pairs: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._former = Former(f"gpipe_hpc_world{number}", self._timeout, self._backend)
+        self._board_of_notices = Noticeboard(keys, self.rank, timeout_s)
+        self._num_meetings: Counter[tuple[int, ...]] = Counter()
+        self._num_transports = 0
         # First of all: from here on no rank ends, and none hangs, without the others' knowledge.
         self._board = self._open_board(keys, watchfulness)
-        # A group of our own for point-to-point: its tags cannot meet the user's. Collectives of
-        # the same group never meet tags (Gloo numbers them apart; NCCL's channels have others).
-        everybody = tuple(range(self.size))
-        self._base = self._form(everybody)
-        self.everybody: Group = TorchGroup(self._base, everybody, self._pulse, device)
+        self.everybody = self.gathering([range(self.size)])
         # NCCL wants its groups to end together, so not whenever a rank collects its garbage.
         unasked = [] if uses_own else self._groups
         self._release = weakref.finalize(self, _release, self._board, unasked)
@@ -413,58 +431,72 @@ class ProcessWorld:
         )
 
     def _introduce(self) -> None:
-        """Let each rank prove the secret over the group and say which source lines it runs.
+        """Let ranks prove the secret over their groups and say which source lines they run.
 
-        Raises LaunchError on all ranks if one cannot, or runs others. Each gathers some 200 bytes
-        of every rank, once a world: who trusts nobody has to ask all.
+        Raises LaunchError on all ranks if one cannot, or runs others.
         """
-        proof = self.secret.prove(f"rank {self.rank}")
-        everybody = self.everybody.all_gather_object((proof, own_source()))
-        proofs, sources = zip(*everybody, strict=True)
-        wrong = [r for r, p in enumerate(proofs) if not self.secret.proves(p, f"rank {r}")]
-        if wrong:
+        everybody = self.everybody
+        groups, below = (
+            (everybody.groups, everybody.below)
+            if isinstance(everybody, Levels)
+            else ((everybody,), ())
+        )
+        refusal = make_acquaintance(groups, below, self.rank, self.secret, own_source())
+        if refusal:
             self.close()
-            raise LaunchError(
-                f"launch: the ranks do not share a secret, expected the one that rank "
-                f"{self.rank} has from {self.secret.source}, got another or none on "
-                f"{rank_names(wrong)}; give all ranks one {SECRET_VARIABLE}"
-            )
-        if unequal := unequal_sources(sources):
-            self.close()
-            raise LaunchError(unequal)
+            raise LaunchError(refusal)
 
     def group(self, members: Sequence[Sequence[int]]) -> Group:
-        """Form the groups `members` and return the one this rank is in."""
-        own: Group | None = None
-        for ranks in map(tuple, members):
-            formed = self._new_group(ranks) if len(ranks) > 1 else None
-            if self.rank in ranks:
-                own = (
-                    TorchGroup(formed, ranks, self._pulse, self.device)
-                    if formed
-                    else SoloGroup(self.rank)
-                )
+        """Form the one group of `members` that this rank is in; the others form theirs."""
+        return self._group_of(self._own(members))
+
+    def gathering(self, members: Sequence[Sequence[int]]) -> Gathering:
+        """Form what tells all of the ranks something: of many, levels of small groups."""
+        ranks = self._own(members)
+        if len(ranks) <= self._width:
+            return self._group_of(ranks)
+        position = ranks.index(self.rank)
+        levels = own_levels(len(ranks), position, self._width)
+        groups = [self._group_of([ranks[i] for i in level]) for level in levels]
+        return Levels(ranks, position, groups, self._width)
+
+    def _own(self, members: Sequence[Sequence[int]]) -> Sequence[int]:
+        own = next((ranks for ranks in members if self.rank in ranks), None)
         assert own is not None, f"rank {self.rank} is in none of {members}"
         return own
+
+    def _group_of(self, members: Sequence[int]) -> Group:
+        ranks = tuple(members)
+        if len(ranks) == 1:
+            return SoloGroup(self.rank)
+        return TorchGroup(self._form(ranks), ranks, self._pulse, self.device)
 
     def transport(self, channels: Sequence[PlacedChannel]) -> Transport:
         """Open the channels: in shared memory where both ends see it, else over torch.
 
-        Once a world, not once a step, every rank gathers two short texts of all (a host, and the
-        path of a socket): some 150 bytes for each rank of the world, 150 kB at 1,000 ranks.
+        This rank asks the ranks at the other ends of its channels where they are, and no others.
         """
-        hosts = self.everybody.all_gather_object(self._host())
-        here = [c for c in channels if _one_host(hosts, c) and not self.device.is_accelerator]
-        apart = [c for c in channels if c not in here]
+        self._num_transports += 1
+        what = f"channels {self._num_transports}"
+        own = [c for c in channels if self.rank in _ends(c)]
+        hosts = self._exchanged(f"hosts of {what}", self._host(), _peers(own, self.rank))
+        here = [c for c in own if _one_host(hosts, c) and not self.device.is_accelerator]
+        apart = [c for c in own if c not in here]
         routes: dict[PlacedChannel, Transport] = {}
         if here:
             seconds = self._timeout.total_seconds()
-            shared = open_shared_transport(here, self.rank, self.everybody, seconds)
+            tell = partial(self._exchanged, f"sockets of {what}")
+            shared = open_shared_transport(here, self.rank, tell, seconds)
             self._shared.add(shared)
             routes |= dict.fromkeys(here, shared)
         if apart:
             routes |= dict.fromkeys(apart, self._torch_transport(apart))
         return RoutedTransport(routes, self._pulse)
+
+    def _exchanged(self, what: str, text: str, peers: Collection[int]) -> Mapping[int, str]:
+        """Tell the peers a text; return theirs, and this rank's own."""
+        self._board_of_notices.tell(what, text)
+        return {self.rank: text, **self._board_of_notices.ask(what, peers)}
 
     def _host(self) -> str:
         """Return with whom this rank can share memory; empty: with nobody."""
@@ -491,18 +523,21 @@ class ProcessWorld:
         kernels of some communicators, two for each neighbour, can run at the same time.
         """
         uses_own = self._backend != "gloo"
-        ways = sorted({_ends(channel) for channel in channels}) if uses_own else []
-        queues = {ends: self._new_group(ends) for ends in ways}
+        # Groups are formed in one order everywhere, so that no ranks wait for one another in a ring;
+        # every second pair of a pipeline comes first, so that they are formed side by side.
+        for pair in sorted({_pair(c) for c in channels}, key=_order):
+            self._pairs[pair] = self._pairs.get(pair) or self._form(pair)
+        ways = sorted({_ends(c) for c in channels}, key=_order) if uses_own else []
+        queues = {ends: self._form(ends) for ends in ways}
         links = []
         for channel in channels:
-            ends = _ends(channel)
-            if self.rank in ends:
-                peer = ends[1] if self.rank == ends[0] else ends[0]
-                host = partial(TorchLane, self._base, peer)
-                direct = TorchLane(queues[ends], ends.index(peer)) if uses_own else None
-                links.append(
-                    Link(channel, peer, host(channel.tag), host(_LATE_TAG + channel.tag), direct)
-                )
+            ends, pair = _ends(channel), _pair(channel)
+            peer = ends[1] if self.rank == ends[0] else ends[0]
+            host = partial(TorchLane, self._pairs[pair], pair.index(peer))
+            direct = TorchLane(queues[ends], ends.index(peer)) if uses_own else None
+            links.append(
+                Link(channel, peer, host(channel.tag), host(_LATE_TAG + channel.tag), direct)
+            )
         if uses_own:
             _warm_up(links, self.rank, self.device)
         payload = Payload(self.device)
@@ -538,17 +573,13 @@ class ProcessWorld:
         for shared in list(self._shared):
             shared.drop()
 
-    def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        # Forming waits on the store for all ranks, which no failure ends: meet where one does.
-        self.everybody.all_reduce(torch.zeros(1))
-        return self._form(ranks)
-
     def _form(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        formed: dist.ProcessGroup = dist.new_group(
-            list(ranks), timeout=self._timeout, backend=self._backend
-        )
-        if self.rank in ranks:
-            self._groups.append((formed, ranks))
+        # Forming waits on the store for the members, which no failure ends: meet where one does.
+        self._num_meetings[ranks] += 1
+        name = f"group {' '.join(map(str, ranks))} {self._num_meetings[ranks]}"
+        self._board_of_notices.meet(name, ranks)
+        formed = self._former.form(ranks)
+        self._groups.append((formed, ranks))
         return formed
 
     def break_groups(self) -> None:
@@ -557,6 +588,7 @@ class ProcessWorld:
         Gloo has no abort for point-to-point, but a wait that times out closes all pairs of its
         group; NCCL communicators are aborted.
         """
+        self._board_of_notices.close()
         for shared in list(self._shared):
             shared.close()
         for group, ranks in self._groups:
@@ -573,13 +605,14 @@ class ProcessWorld:
                     backend.abort()
 
 
-def _private_keys(rank: int) -> Store:
-    """Return the part of the default store for this world: one before it may have failed.
+def _private_keys(rank: int) -> tuple[Store, int]:
+    """Return the part of the default store for this world, and its number: one may have failed.
 
     Each rank counts its own worlds; as all make them together, they agree without a word.
     """
     store = PrefixStore("gpipe_hpc", dist.distributed_c10d._get_default_store())
-    return PrefixStore(f"world{store.add(f'worlds/{rank}', 1)}", store)
+    number = store.add(f"worlds/{rank}", 1)
+    return PrefixStore(f"world{number}", store), number
 
 
 def _number_of_world(keys: Store, rank: int) -> bytes:
@@ -623,13 +656,28 @@ def leave_default_group(store: Store) -> None:
             dist.destroy_process_group()
 
 
-def _one_host(hosts: Sequence[str], channel: PlacedChannel) -> bool:
+def _one_host(hosts: Mapping[int, str], channel: PlacedChannel) -> bool:
     source, destination = hosts[channel.source_rank], hosts[channel.destination_rank]
     return source == destination != ""
 
 
 def _ends(channel: PlacedChannel) -> tuple[int, int]:
     return channel.source_rank, channel.destination_rank
+
+
+def _pair(channel: PlacedChannel) -> tuple[int, int]:
+    """Return the two ranks of a channel, the lower one first: channels both ways share a pair."""
+    low, high = sorted(_ends(channel))
+    return low, high
+
+
+def _order(ends: tuple[int, int]) -> tuple[int, tuple[int, int]]:
+    return min(ends) % 2, ends
+
+
+def _peers(channels: Sequence[PlacedChannel], rank: int) -> set[int]:
+    """Return the ranks at the other ends of this rank's channels."""
+    return {end for channel in channels for end in _ends(channel)} - {rank}
 
 
 def _warm_up(links: Sequence[Link], rank: int, device: Device) -> None:

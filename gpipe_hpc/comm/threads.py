@@ -6,6 +6,7 @@ The same engine runs on them as on processes; only this file and the in-memory t
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import reduce
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -17,7 +18,16 @@ from gpipe_hpc.comm.collectives.menu import start_all_gather, start_reduce_scatt
 from gpipe_hpc.comm.collectives.plan import Plan
 from gpipe_hpc.comm.collectives.turns import Note
 from gpipe_hpc.comm.device import Device, HostDevice
-from gpipe_hpc.comm.group import Calls, Group, Pending, Piece, Sent, SoloGroup, rank_names
+from gpipe_hpc.comm.group import (
+    Calls,
+    Gathering,
+    Group,
+    Pending,
+    Piece,
+    Sent,
+    SoloGroup,
+    rank_names,
+)
 from gpipe_hpc.comm.pickling import check_travels
 from gpipe_hpc.comm.thread_hub import ExchangeKey, MailKey, ThreadHub
 from gpipe_hpc.comm.tracebacks import leave_out_own_frames
@@ -158,6 +168,11 @@ class ThreadGroup:
         out, into = ([Piece(self.ranks[i], t) for i, t in parts] for parts in (sends, receives))
         self._start(traffic, out, into).wait()
 
+    def merge_object(self, value: T, merge: Callable[[T, T], T]) -> T:
+        """Return what `merge` makes of all values; each rank merges them by itself."""
+        merged: T = reduce(merge, self.all_gather_object(value))
+        return merged
+
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's value: the object itself, if it could travel between processes."""
         check_travels(value, f"a collective of {rank_names(self.ranks)}")
@@ -184,8 +199,9 @@ class ThreadWorld:
         self.device: Device = device or HostDevice()
         self.secret = hub.secret
         self.activity: object = "starting"
+        self.is_one_process = True
         self._num_groups: dict[tuple[int, ...], int] = {}
-        self.everybody = self.group([tuple(range(self.size))])
+        self.everybody: Gathering = self.group([tuple(range(self.size))])
 
     def group(self, members: Sequence[Sequence[int]]) -> Group:
         """Return the group of `members` that holds this rank."""
@@ -195,6 +211,10 @@ class ThreadWorld:
         # Groups over the same ranks must not share serials: each gets its own marker.
         count = self._num_groups[ranks] = self._num_groups.get(ranks, 0) + 1
         return ThreadGroup(self.hub, ranks, self.rank, serial=count * 10**12)
+
+    def gathering(self, members: Sequence[Sequence[int]]) -> Gathering:
+        """Return such a group: threads are near one another, however many."""
+        return self.group(members)
 
     def transport(self, channels: Sequence[PlacedChannel]) -> Transport:
         """Open the channels in memory."""

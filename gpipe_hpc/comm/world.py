@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Protocol
 
 from gpipe_hpc.comm.device import Device
-from gpipe_hpc.comm.group import Group
+from gpipe_hpc.comm.group import Gathering, Group
 from gpipe_hpc.comm.joining.secret import Secret
 from gpipe_hpc.comm.tracebacks import leave_out_own_frames, shows_all_frames
 from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
@@ -23,20 +23,28 @@ class World(Protocol):
     rank: int
     size: int
     device: Device
-    everybody: Group
+    everybody: Gathering
     """All ranks, for what starts and ends a run: the main thread's, in one order everywhere.
 
-    Costs no group of its own. What steps do belongs to groups of their own, as it may be under
-    way when something else begins.
+    What steps do belongs to groups of their own, as it may be under way when something else begins.
     """
     activity: object
     """What this rank is doing (an action, or a text); shown when another rank waits in vain."""
+
+    is_one_process: bool
+    """Whether all ranks are threads of this process, which share what they are given."""
 
     secret: Secret
     """What ranks prove to each other over sockets of their own; see `joining.secret`."""
 
     def group(self, members: Sequence[Sequence[int]]) -> Group:
-        """Form disjoint groups, the same call on every rank; return the one this rank is in."""
+        """Form disjoint groups, the same call on every rank; return the one this rank is in.
+
+        Its members alone form it, so those that share groups make their calls in one order.
+        """
+
+    def gathering(self, members: Sequence[Sequence[int]]) -> Gathering:
+        """Form disjoint sets of ranks, maybe many, for sums and objects; otherwise as `group`."""
 
     def transport(self, channels: Sequence[PlacedChannel]) -> Transport:
         """Open the channels of all replicas, the same call on every rank."""

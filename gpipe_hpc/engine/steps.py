@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gpipe_hpc.comm.group import Group
+from gpipe_hpc.comm.group import Gathering, Group
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.world import World
@@ -43,22 +43,21 @@ class Site:
 
     world: World
     mesh: Mesh
-    everybody: Group
-    pipeline: Group
+    everybody: Gathering
+    pipeline: Gathering
 
     @classmethod
     def of(cls, world: World, mesh: Mesh) -> "Site":
         """Form the groups; the same call on every rank.
 
-        One pipeline of all ranks needs one group: each is a thread that wakes up 100 times a
-        second (Gloo), or buffers of its own (NCCL). The world's own group is not used: boundaries
-        travel on its connections, which the sums of a step would have to share.
+        One pipeline of all ranks needs no second set of groups: each is a thread that wakes up 100
+        times a second (Gloo), or buffers of its own (NCCL).
         """
-        everybody = world.group([tuple(range(world.size))])
+        everybody = world.gathering([range(world.size)])
         if mesh.replicas == 1:
             return cls(world, mesh, everybody, everybody)
         pipelines = [mesh.pipeline_ranks(r) for r in range(mesh.replicas)]
-        return cls(world, mesh, everybody, world.group(pipelines))
+        return cls(world, mesh, everybody, world.gathering(pipelines))
 
     @property
     def replica(self) -> int:
@@ -158,6 +157,10 @@ class Steps:
         # The loss weight of the last step; backward is seeded near its inverse.
         on = site.world.device.torch
         self.weight = torch.tensor(float(num_global), dtype=torch.float64, device=on)
+
+    def sharers(self, stage: int) -> Group:
+        """Return the ranks that combine gradients of one of this rank's stages."""
+        return self._wiring.reductions[stage]
 
     @property
     def recorder(self) -> Recorder:

@@ -1,11 +1,13 @@
 """Export what ranks hold, each its own: no rank ever holds more."""
 
 from collections.abc import Mapping
+from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from gpipe_hpc.comm.group import meet
 from gpipe_hpc.comm.world import together
 from gpipe_hpc.export.files import DEFAULT_PREFIX, SHARD_BYTES, ExportFolder, Exporting, Shard
 from gpipe_hpc.models import global_name
@@ -40,16 +42,14 @@ def export_safetensors(
         shards = {
             s: _shards(tensors, shard_bytes) for s, tensors in _own_tensors(pipe, target).items()
         }
-        numbers: dict[int, int] = {}
-        for counts in pipe.everybody.all_gather_object({s: len(x) for s, x in shards.items()}):
-            numbers |= counts
+        numbers = pipe.everybody.merge_object({s: len(x) for s, x in shards.items()}, or_)
         layers = [layer for stage in pipe.stages.values() for layer in stage.layers.values()]
         own = _write(shards, numbers, target), target.companion_files(layers)
-        gathered = pipe.everybody.all_gather_object(own)
-        if pipe.world.rank == 0:
+        gathered = pipe.everybody.gather_object(own, root=0)
+        if gathered is not None:
             sizes = {file: part for each, _ in gathered for file, part in each.items()}
             target.finish(sizes, {n: file for _, each in gathered for n, file in each.items()})
-        pipe.everybody.all_gather_object("exported")
+        meet(pipe.everybody)
     return target.path
 
 

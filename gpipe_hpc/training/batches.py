@@ -105,11 +105,12 @@ class Batches:
         if not found.item():
             return used
         own = list(enumerate(reading.used, self._share(planned).start)) if reading else []
-        merged: dict[str, str] = {}
-        for places, theirs in pipe.everybody.all_gather_object((own, corrupt)):
-            merged |= theirs
-            for place, index in places:
-                if index != planned.indices[place]:
-                    used[place] = index
+        # Of all samples those alone travel that another takes the place of.
+        other = {place: index for place, index in own if index != planned.indices[place]}
+        others, merged = pipe.everybody.merge_object(
+            (other, corrupt), lambda ahead, behind: (ahead[0] | behind[0], ahead[1] | behind[1])
+        )
+        for place, index in others.items():
+            used[place] = index
         self._tally.add(dict(sorted(merged.items())), says=pipe.world.rank == 0)
         return used

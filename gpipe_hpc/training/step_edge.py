@@ -8,7 +8,7 @@ import torch
 
 from gpipe_hpc.comm.clock import clock_identity
 from gpipe_hpc.comm.device import Device
-from gpipe_hpc.comm.group import Group
+from gpipe_hpc.comm.group import Gathering
 from gpipe_hpc.engine.recorder import StepMarks, StepTimes
 from gpipe_hpc.schedule import idle_share
 from gpipe_hpc.training.one_step import Laps
@@ -99,7 +99,7 @@ class StepEdge:
 
     def __init__(
         self,
-        group: Group,
+        group: Gathering,
         *,
         now: Callable[[], float] = time.perf_counter,
         clock: Callable[[], int] = clock_identity,

@@ -1,7 +1,6 @@
 """Which source lines of this package a rank runs."""
 
 import hashlib
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -31,18 +30,36 @@ def source_in(folder: Path) -> Source:
     return Source(text.hexdigest(), str(folder))
 
 
-def unequal_sources(sources: Sequence[Source]) -> str:
-    """Return which ranks run other source lines than rank 0; empty if none does."""
-    first = sources[0]
-    ranks = [rank for rank, source in enumerate(sources) if source.digest != first.digest]
-    if not ranks:
+Runs = dict[str, tuple[str, list[int]]]
+"""By digest: a folder in which such source lies, and the first ranks that run it, ascending."""
+
+
+def run_by(rank: int, source: Source) -> Runs:
+    """Return what one rank runs."""
+    return {source.digest: (source.folder, [rank])}
+
+
+def merged(ahead: Runs, behind: Runs) -> Runs:
+    """Return what some ranks run, and ranks behind them; of many ranks the first alone are kept."""
+    both = dict(ahead)
+    for digest, (folder, ranks) in behind.items():
+        known_folder, known = both.get(digest, (folder, []))
+        both[digest] = known_folder, [*known, *ranks][: _NUM_SHOWN + 1]
+    return both
+
+
+def unequal_sources(runs: Runs) -> str:
+    """Return which ranks run other source lines than the first does; empty if none does."""
+    (digest, (folder, _)), *others = sorted(runs.items(), key=lambda each: each[1][1])
+    if not others:
         return ""
-    other = sources[ranks[0]]
+    other, (other_folder, _) = others[0]
+    ranks = sorted(rank for _, (_, found) in others for rank in found)
     shown = ", ".join(map(str, ranks[:_NUM_SHOWN])) + (", ..." if len(ranks) > _NUM_SHOWN else "")
     return (
         f"launch: the ranks run other source lines of gpipe_hpc, expected those of rank 0 "
-        f"({first.folder}, {first.digest[:12]}), got others on "
-        f"{'rank' if len(ranks) == 1 else 'ranks'} {shown} ({other.folder}, "
-        f"{other.digest[:12]}); install one version on all machines, or start from one shared "
+        f"({folder}, {digest[:12]}), got others on "
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {shown} ({other_folder}, "
+        f"{other[:12]}); install one version on all machines, or start from one shared "
         f"folder"
     )

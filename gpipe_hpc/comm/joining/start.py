@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from gpipe_hpc.comm.device import Accelerator, Device, HostDevice, automatic_kind
+from gpipe_hpc.comm.forming import connecting
 from gpipe_hpc.comm.joining.launcher import detect_launch
 from gpipe_hpc.comm.joining.rendezvous import rendezvous
 from gpipe_hpc.comm.joining.sealed_store import SealedStore
@@ -110,13 +111,14 @@ def _start(
         # NCCL's own threads ask the store at times when they must not wait for Python.
         store = SealedStore(store, secret.derive("store"))
     unwatch()
-    dist.init_process_group(
-        chosen_backend,
-        store=store,
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    with connecting(lazily=True):  # we use it for nothing: our groups are small ones
+        dist.init_process_group(
+            chosen_backend,
+            store=store,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
     watch_start(launch.rank, launch.world_size)
     # The group calls the store from C++ and does not keep the Python object alive.
     atexit.register(leave_default_group, store)

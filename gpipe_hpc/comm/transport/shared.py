@@ -16,11 +16,10 @@ import socket
 import struct
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.transport.base import Message, PlacedChannel
 from gpipe_hpc.comm.transport.shared_channel import SharedReceiver, SharedSender, receive_exactly
@@ -138,10 +137,14 @@ def _pass_on(descriptor: int) -> None:
         Slot.attach(0, arrived[0])
 
 
+Exchange = Callable[[str, Collection[int]], Mapping[int, str]]
+"""Tells some ranks, which do the same, a text; returns theirs by rank, once all have told it."""
+
+
 def open_shared_transport(
-    channels: Sequence[PlacedChannel], rank: int, everybody: Group, timeout_s: float
+    channels: Sequence[PlacedChannel], rank: int, exchange: Exchange, timeout_s: float
 ) -> SharedTransport:
-    """Connect the channels, all between ranks of one host; the same call on every rank."""
+    """Connect this rank's channels, all to ranks of its host; those at their other ends do too."""
     folder = _private_folder()
     outgoing = [c for c in channels if c.source_rank == rank]
     incoming = [c for c in channels if c.destination_rank == rank]
@@ -150,13 +153,12 @@ def open_shared_transport(
             listener.bind(str(folder / "s"))
             listener.listen(len(incoming) + 1)
             listener.settimeout(timeout_s)
-            addresses = everybody.all_gather_object(str(folder / "s"))
-            senders = [
-                _connect(c, addresses[everybody.ranks.index(c.destination_rank)], timeout_s)
-                for c in outgoing
-            ]
+            peers = {c.destination_rank for c in outgoing} | {c.source_rank for c in incoming}
+            addresses = exchange(str(folder / "s"), peers)
+            # A listener takes calls before it looks at them, so all may call first. Who calls this
+            # one has done so when all are accepted: nobody needs the folder then.
+            senders = [_connect(c, addresses[c.destination_rank], timeout_s) for c in outgoing]
             receivers = _accept(incoming, listener, timeout_s)
-        everybody.all_gather_object("connected")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return SharedTransport(senders, receivers)

@@ -1,15 +1,14 @@
 """From a model and a cut to the stages of one rank, and the proof that nothing was lost."""
 
 import copy
-import os
-import socket
 from collections.abc import Mapping, Sequence
+from operator import add
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from gpipe_hpc.comm.group import Group
+from gpipe_hpc.comm.group import Gathering, Group
 from gpipe_hpc.comm.packed import broadcast_packed
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.engine.stages.routes import stage_routes
@@ -45,7 +44,7 @@ def build_stages(
     indices: Sequence[int],
     seed: int,
     world: World,
-    everybody: Group,
+    everybody: Gathering,
     precision: str = "float32",
     recomputed: Sequence[frozenset[int]] | None = None,
 ) -> dict[int, Stage]:
@@ -64,7 +63,8 @@ def build_stages(
     # Built layers may share whole modules with layers of other ranks, and ranks may be threads
     # of one process: whoever does not hold the first place works on a copy.
     apart = {i for tie in ties for i, _ in tie.places if tie.places[0][0] not in held}
-    apart |= _taken(layers, held, world.rank, everybody)
+    if world.is_one_process:
+        apart |= _taken(layers, held, everybody)
     modules = {
         i: world.device.place(
             build_layer(copy.deepcopy(layers[i]) if i in apart else layers[i], index=i, seed=seed)
@@ -88,13 +88,11 @@ def build_stages(
     }
 
 
-def _taken(layers: Sequence[Layer], held: Sequence[int], rank: int, everybody: Group) -> set[int]:
+def _taken(layers: Sequence[Layer], held: Sequence[int], everybody: Gathering) -> set[int]:
     """Return which built layers of this rank an earlier rank, a thread of this process, trains."""
     built = {i: id(layers[i]) for i in held if isinstance(layers[i], nn.Module)}
-    process = f"{socket.gethostname()} {os.getpid()}"
-    claims = everybody.all_gather_object((process, set(built.values())))
-    ahead = zip(everybody.ranks, claims, strict=True)
-    taken = {each for r, (where, ids) in ahead if r < rank and where == process for each in ids}
+    claims = everybody.all_gather_object(set(built.values()))
+    taken = {each for ids in claims[: everybody.position] for each in ids}
     return {i for i, each in built.items() if each in taken}
 
 
@@ -106,7 +104,7 @@ def _share(tie: Tie, modules: Mapping[int, nn.Module]) -> None:
         replace_parameter(modules[layer], name, first)
 
 
-def gather_parameters(stages: dict[int, Stage], pipeline: Group) -> tuple[ParameterInfo, ...]:
+def gather_parameters(stages: dict[int, Stage], pipeline: Gathering) -> tuple[ParameterInfo, ...]:
     """Return all parameters of the model in global order, each once, the same on every rank."""
     own = [
         (stage.index, position, _info(name, stage.index, parameter))
@@ -114,8 +112,7 @@ def gather_parameters(stages: dict[int, Stage], pipeline: Group) -> tuple[Parame
         for position, (name, parameter) in enumerate(stage.named_parameters().items())
         if stage.owns(name)
     ]
-    everybody = sorted({entry for part in pipeline.all_gather_object(own) for entry in part})
-    return tuple(info for _, _, info in everybody)
+    return tuple(info for _, _, info in sorted(set(pipeline.merge_object(own, add))))
 
 
 def _info(name: str, stage: int, parameter: nn.Parameter) -> ParameterInfo:
@@ -131,21 +128,32 @@ def by_stage(parameters: Sequence[ParameterInfo]) -> list[dict[str, int]]:
     return [stages[stage] for stage in sorted(stages)]
 
 
-def check_agreement(world: Group, facts: dict[str, object]) -> None:
+def check_agreement(world: Gathering, facts: dict[str, object]) -> None:
     """Raise ConfigError, on every rank, if ranks were started with different facts.
 
     A rank that knows nothing of a fact leaves it out.
     """
-    first: dict[str, tuple[int, object]] = {}
-    for rank, theirs in zip(world.ranks, world.all_gather_object(facts), strict=True):
-        for name, value in theirs.items():
-            known_by, known = first.setdefault(name, (rank, value))
-            if value != known:
-                raise ConfigError(
-                    f"start: expected the same {name} on every rank, got {known} on rank "
-                    f"{known_by} and {value} on rank {rank}; start all ranks with one "
-                    f"configuration"
-                )
+    own = {name: (world.ranks[world.position], value) for name, value in facts.items()}
+    _, difference = world.merge_object((own, ""), _compared)
+    if difference:
+        raise ConfigError(f"start: {difference}; start all ranks with one configuration")
+
+
+_Claims = dict[str, tuple[int, object]]
+"""What ranks know of each fact, and which of them was the first to know it."""
+
+
+def _compared(ahead: tuple[_Claims, str], behind: tuple[_Claims, str]) -> tuple[_Claims, str]:
+    """Return what some ranks and those behind them know, and the first difference between them."""
+    known, difference = dict(ahead[0]), ahead[1]
+    for name, (rank, value) in behind[0].items():
+        known_by, first = known.setdefault(name, (rank, value))
+        if value != first and not difference:
+            difference = (
+                f"expected the same {name} on every rank, got {first} on rank {known_by} and "
+                f"{value} on rank {rank}"
+            )
+    return known, difference or behind[1]
 
 
 def equalise_copies(stages: Mapping[int, Stage], copies: Mapping[int, Group]) -> None:

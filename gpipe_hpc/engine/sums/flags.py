@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Final
 
-from gpipe_hpc.comm.group import Group
+from gpipe_hpc.comm.group import Gathering
 
 
 class Flags:
@@ -37,16 +37,13 @@ class Flags:
         cls,
         names: Sequence[str],
         own: Mapping[int, int],
-        group: Group,
+        group: Gathering,
         *,
         replica: int = 0,
         num_replicas: int = 1,
     ) -> "Flags":
         """Return the flags of a model; `own`: how many each stage of this rank has of buffers."""
-        widths: dict[int, int] = {}
-        for part in group.all_gather_object(dict(own)):
-            for stage, width in part.items():
-                widths[stage] = max(width, widths.get(stage, 0))
+        widths = group.merge_object(dict(own), _widest)
         ordered = [widths[stage] for stage in sorted(widths)]
         return cls(names, ordered, replica=replica, num_replicas=num_replicas)
 
@@ -68,3 +65,8 @@ class Flags:
         """Return a stage's flags of all its holders."""
         start = self._starts[stage]
         return [start + offset in united for offset in range(self._widths[stage])]
+
+
+def _widest(ahead: dict[int, int], behind: dict[int, int]) -> dict[int, int]:
+    """Return the greater of two widths of each stage."""
+    return {s: max(ahead.get(s, 0), behind.get(s, 0)) for s in ahead | behind}

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import torch
 
 from gpipe_hpc.comm.device import Device
-from gpipe_hpc.comm.group import Group
+from gpipe_hpc.comm.group import Gathering
 from gpipe_hpc.engine.sums.loss import LossTerm, Noted
 from gpipe_hpc.engine.sums.results import Found, Row, StepLoss, find_rows, num_terms, positions
 from gpipe_hpc.errors import ConfigError
@@ -72,11 +72,11 @@ class Meeting:
     """
 
     def __init__(
-        self, num_global: int, num_flags: int, group: Group, rank: int, device: Device
+        self, num_global: int, num_flags: int, group: Gathering, rank: int, device: Device
     ) -> None:
         self._num_global, self._num_flags = num_global, num_flags
         self._group, self._device = group, device
-        self._place = group.ranks.index(rank)
+        self._place = group.position
         self._rows: tuple[Row, ...] = ()
 
     def __call__(self, says: Says) -> Known:
@@ -84,8 +84,8 @@ class Meeting:
         found = find_rows(says.noted)
         summed = self._sum(says, found)
         if summed.num_new:
-            everybody = self._group.all_gather_object(sorted(found))
-            self._rows = tuple(sorted({*self._rows, *(row for rows in everybody for row in rows)}))
+            rows = self._group.merge_object(sorted(found), _united)
+            self._rows = tuple(sorted({*self._rows, *rows}))
             summed = self._sum(says, found)
         return Known(
             StepLoss(summed.terms, self._rows, summed.squares),
@@ -161,3 +161,7 @@ class Meeting:
             row[1 + flag] = 1.0
         row[start : start + len(says.told)] = map(float, says.told)
         return torch.tensor(row, dtype=torch.float64)
+
+
+def _united(ahead: list[Row], behind: list[Row]) -> list[Row]:
+    return sorted({*ahead, *behind})

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_hpc.comm.device import Device
-from gpipe_hpc.comm.group import Group
+from gpipe_hpc.comm.group import Gathering
 
 _LOW: Final = (torch.bfloat16, torch.float16)
 
@@ -46,7 +46,7 @@ def gather_norms(
     own: Mapping[str, nn.Parameter],
     counted: Collection[str],
     all_names: Sequence[str],
-    group: Group,
+    group: Gathering,
     device: Device,
     dtype: torch.dtype = torch.float32,
 ) -> Norms:

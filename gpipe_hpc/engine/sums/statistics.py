@@ -3,12 +3,13 @@
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from operator import or_
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from gpipe_hpc.comm.group import Group, Pending
+from gpipe_hpc.comm.group import Gathering, Group, Pending
 from gpipe_hpc.models import Conversion, Moments, PooledBatchNorm, pooled, shifted_sums
 
 log = logging.getLogger("gpipe_hpc.pipeline")
@@ -71,10 +72,9 @@ class StageStatistics:
         self.clear()
 
 
-def gather_batchnorm(own: Mapping[int, Conversion], pipeline: Group) -> Conversion:
+def gather_batchnorm(own: Mapping[int, Conversion], pipeline: Gathering) -> Conversion:
     """Return the BatchNorm layers of all stages, in order; `own`: those of a rank's, by stage."""
-    everybody = pipeline.all_gather_object(dict(own))
-    by_stage = {index: found for part in everybody for index, found in part.items()}
+    by_stage = pipeline.merge_object(dict(own), or_)
     return Conversion.of(by_stage[index] for index in sorted(by_stage))
 
 

@@ -8,6 +8,7 @@ import logging
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from operator import and_, or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ import torch
 from gpipe_hpc.checkpoint.host_copy import HostBuffer
 from gpipe_hpc.checkpoint.rank_state import StateError, fits, pack, restore, unpack
 from gpipe_hpc.comm.byte_moves import ByteMoves, Move
+from gpipe_hpc.comm.group import meet
 from gpipe_hpc.comm.machine import shared_identity
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.errors import ConfigError
@@ -70,7 +72,7 @@ class NeighbourCopies:
                 is_good = fits(pipe, state)
             except StateError:
                 is_good = False
-            if not all(self._world.everybody.all_gather_object(is_good)):
+            if not self._world.everybody.merge_object(is_good, and_):
                 return None
             restore(pipe, optimizer, state)
             self._whole = [found.step]
@@ -83,7 +85,7 @@ class NeighbourCopies:
             self._folder.keep(set(self._whole))
             self._folder.clear_forgotten()
             # Nobody writes before everybody has removed.
-            self._world.everybody.all_gather_object(None)
+            meet(self._world.everybody)
 
     def save(
         self, pipe: "Pipeline", optimizer: torch.optim.Optimizer, extra: Mapping[str, Any]
@@ -105,16 +107,13 @@ class NeighbourCopies:
             if failure is not None and not self._whole:
                 raise ConfigError(failure)
             failure = failure or self._write(step, own, sizes)
-            failures = self._world.everybody.all_gather_object(failure)
-        first = next((rank for rank, text in enumerate(failures) if text is not None), None)
+            told = None if failure is None else (self._world.rank, failure)
+            first = self._world.everybody.merge_object(told, lambda ahead, behind: ahead or behind)
         if first is None:
             self._whole.append(step)
         elif self._world.rank == 0:
             log.warning(
-                "the copies of step %d in memory are not whole, as on rank %d: %s",
-                step,
-                first,
-                failures[first],
+                "the copies of step %d in memory are not whole, as on rank %d: %s", step, *first
             )
         return time.perf_counter() - began_s
 
@@ -152,15 +151,14 @@ class NeighbourCopies:
             f"{free / 1e6:,.1f} MB; set checkpoint.neighbour_dir to a larger memory-backed "
             f"folder, or checkpoint.neighbour_every=0"
         )
-        told = self._world.everybody.all_gather_object(lacking if free < needed else None)
-        return next((text for text in told if text is not None), None)
+        own = lacking if free < needed else None
+        return self._world.everybody.merge_object(own, lambda ahead, behind: ahead or behind)
 
     def _bring(self, found: Found) -> torch.Tensor:
         """Return this rank's state, from whoever has read it."""
         moves = [Move(reader, r) for r, reader in enumerate(found.readers) if reader != r]
         sizes_of = {rank: len(state) for rank, state in found.states.items()}
-        told = self._world.everybody.all_gather_object(sizes_of)
-        sizes = {rank: size for part in told for rank, size in part.items()}
+        sizes = self._world.everybody.merge_object(sizes_of, or_)
         pieces: list[torch.Tensor] = []
         reader = found.readers[self._world.rank]
         is_own = reader == self._world.rank

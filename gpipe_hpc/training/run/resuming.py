@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gpipe_hpc.checkpoint import Verified, read_facts, verify
-from gpipe_hpc.comm.group import Group, broadcast_object
+from gpipe_hpc.comm.group import Gathering, broadcast_object
 from gpipe_hpc.errors import CheckpointError
 from gpipe_hpc.training.run.folder import Checkpoints
 
@@ -16,7 +16,7 @@ def newest_whole(
     checkpoints: Checkpoints,
     resume: str,
     is_restart: bool,
-    group: Group,
+    group: Gathering,
     rank: int,
     say: Callable[[str], None] = lambda _: None,
 ) -> Verified | None:

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from gpipe_hpc.comm.group import Group
+from gpipe_hpc.comm.group import Gathering
 from gpipe_hpc.engine.recorder import Moments
 from gpipe_hpc.schedule import Event, Schedule, Timeline, parse_action
 
@@ -70,7 +70,7 @@ class TracedStep(NamedTuple):
 
 
 def gather_steps(
-    group: Group, held: Sequence[HeldStep], median: HeldStep | None, num_stage_ranks: int
+    group: Gathering, held: Sequence[HeldStep], median: HeldStep | None, num_stage_ranks: int
 ) -> list[TracedStep]:
     """Return the steps of all ranks on world rank 0, nothing elsewhere; the same call everywhere.
 

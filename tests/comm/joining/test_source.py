@@ -1,6 +1,14 @@
+from functools import reduce
 from pathlib import Path
 
-from gpipe_hpc.comm.joining.source import Source, own_source, source_in, unequal_sources
+from gpipe_hpc.comm.joining.source import (
+    Source,
+    merged,
+    own_source,
+    run_by,
+    source_in,
+    unequal_sources,
+)
 
 
 def write(folder: Path, **files: str) -> Path:
@@ -30,10 +38,25 @@ def test_ones_own_source_is_that_of_the_package():
     assert own_source() is own_source(), "read once"
 
 
+def told(*sources: Source) -> str:
+    """Return what ranks that run these, in their order, are told when groups of two merge first."""
+    runs = [run_by(rank, source) for rank, source in enumerate(sources)]
+    pairs = [reduce(merged, runs[i : i + 2]) for i in range(0, len(runs), 2)]
+    assert unequal_sources(reduce(merged, pairs)) == unequal_sources(reduce(merged, runs))
+    return unequal_sources(reduce(merged, pairs))
+
+
 def test_ranks_with_other_lines_are_named():
     ours, theirs = Source("a" * 64, "/here"), Source("b" * 64, "/there")
-    assert unequal_sources([ours, ours._replace(folder="/elsewhere")]) == ""
-    text = unequal_sources([ours, theirs, ours, theirs])
+    assert told(ours, ours._replace(folder="/elsewhere")) == ""
+    text = told(ours, theirs, ours, theirs)
     assert "those of rank 0 (/here, aaaaaaaaaaaa), got others on ranks 1, 3 (/there, b" in text
     assert "install one version on all machines" in text
-    assert "..." in unequal_sources([ours] + 20 * [theirs])
+    assert "..." in told(ours, *(20 * [theirs]))
+
+
+def test_what_ranks_tell_of_their_lines_does_not_grow_with_them():
+    """A world of a thousand ranks would else bring a thousand numbers to each."""
+    ours, theirs = Source("a" * 64, "/here"), Source("b" * 64, "/there")
+    runs = [run_by(rank, (ours, theirs)[rank % 2]) for rank in range(1000)]
+    assert len(repr(reduce(merged, runs))) < 500

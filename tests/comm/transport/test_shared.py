@@ -319,7 +319,12 @@ def test_it_opens_under_any_temporary_folder_and_leaves_nothing_there(
 
     def body(world):
         everybody = world.group([(0, 1)])
-        transport = open_shared_transport([FORWARD, BACKWARD], world.rank, everybody, 10.0)
+
+        def exchange(text, peers):
+            assert peers == {1 - world.rank}
+            return dict(enumerate(everybody.all_gather_object(text)))
+
+        transport = open_shared_transport([FORWARD, BACKWARD], world.rank, exchange, 10.0)
         mine, theirs = (FORWARD, BACKWARD)[:: 1 - 2 * world.rank]
         transport.send(mine, "training", 0, torch.tensor(float(world.rank)), 1)
         return transport.wait(theirs, "training", 0).nest.item()

@@ -168,7 +168,7 @@ class ElsewhereGroup:
 
     def __init__(self, group):
         self._group, self.calls = group, []
-        self.ranks, self.size = group.ranks, group.size
+        self.ranks, self.size, self.position = group.ranks, group.size, group.position
 
     def start_all_reduce(self, tensor):
         self.calls.append("device")
@@ -180,8 +180,8 @@ class ElsewhereGroup:
         self.calls.append("host")
         self._group.all_reduce(tensor)
 
-    def all_gather_object(self, value):
-        return self._group.all_gather_object(value)
+    def merge_object(self, value, merge):
+        return self._group.merge_object(value, merge)
 
 
 class Elsewhere(HostDevice):

@@ -1,0 +1,61 @@
+"""What one rank tells those few that ask for it, by way of the store that brought all together."""
+
+import time
+from collections.abc import Collection, Mapping
+from typing import Final
+
+from torch.distributed.distributed_c10d import Store
+
+from gpipe_hpc.comm.group import rank_names
+
+_FIRST_PAUSE_S: Final = 0.001
+_LONGEST_PAUSE_S: Final = 0.2
+
+
+class Noticeboard:
+    """Texts under the names of ranks.
+
+    A rank writes one text and asks for those of its own peers, whatever the size of the world. It
+    asks again and again instead of waiting in the store, where no failure would end the wait.
+    """
+
+    def __init__(self, store: Store, rank: int, timeout_s: float) -> None:
+        self._store, self._rank, self._timeout_s = store, rank, timeout_s
+        self._is_closed = False
+
+    def tell(self, what: str, text: str = "") -> None:
+        """Put up this rank's text; `what` is new each time, and the same on all ranks."""
+        self._store.set(_key(what, self._rank), text)
+
+    def ask(self, what: str, ranks: Collection[int]) -> Mapping[int, str]:
+        """Return what other ranks have told, once all have.
+
+        Raises TimeoutError, naming those that have not; ConnectionError once a rank has failed.
+        """
+        keys = {rank: _key(what, rank) for rank in sorted(ranks)}
+        self._await(what, keys)
+        return {rank: self._store.get(key).decode() for rank, key in keys.items()}
+
+    def meet(self, what: str, ranks: Collection[int]) -> None:
+        """Return once all of some ranks, this one among them, have come here; raises as `ask`."""
+        self.tell(what)
+        self._await(what, {rank: _key(what, rank) for rank in sorted(ranks)})
+
+    def close(self) -> None:
+        """Let whoever asks in vain hear that the run has failed."""
+        self._is_closed = True
+
+    def _await(self, what: str, keys: Mapping[int, str]) -> None:
+        deadline_s, pause_s = time.monotonic() + self._timeout_s, _FIRST_PAUSE_S
+        while keys and not self._store.check(list(keys.values())):
+            if self._is_closed:
+                raise ConnectionError(f"{what}: another rank has failed")
+            if time.monotonic() > deadline_s:
+                missing = [rank for rank, key in keys.items() if not self._store.check([key])]
+                raise TimeoutError(f"{what}: waited in vain for {rank_names(missing)}")
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _key(what: str, rank: int) -> str:
+    return f"notice/{what}/{rank}"
