@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from gpipe_hpc.comm.group import Group
+from gpipe_hpc.comm.group import Gathering
 from gpipe_hpc.errors import ModelError
 
 
@@ -20,7 +20,7 @@ class Trained:
     """
 
     def __init__(
-        self, held: Mapping[str, nn.Parameter], names: Sequence[str], everybody: Group
+        self, held: Mapping[str, nn.Parameter], names: Sequence[str], everybody: Gathering
     ) -> None:
         self._parameters = list(held.values())
         numbers = {name: number for number, name in enumerate(names)}
@@ -44,18 +44,12 @@ class Trained:
         Raises ModelError, on all alike, for a parameter that one rank trains and another does not.
         """
         now = self._now()
+        rank = self._everybody.ranks[self._everybody.position]
         pairs = list(zip(self._numbers, now, strict=True))
         own = tuple(
-            tuple(n for n, is_trained in pairs if is_trained is say) for say in (True, False)
+            {n: rank for n, is_trained in pairs if is_trained is say} for say in (True, False)
         )
-        by: tuple[dict[int, int], dict[int, int]] = {}, {}
-        for rank, told in zip(
-            self._everybody.ranks, self._everybody.all_gather_object(own), strict=True
-        ):
-            for found, numbers in zip(by, told, strict=True):
-                for number in numbers:
-                    found.setdefault(number, rank)
-        trains, freezes = by
+        trains, freezes = self._everybody.merge_object(own, _by_first_rank)
         differing = sorted(trains.keys() & freezes.keys())
         if differing:
             number = differing[0]
@@ -69,3 +63,11 @@ class Trained:
 
     def _now(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._parameters]
+
+
+_Said = tuple[dict[int, int], ...]
+"""Parameters that ranks train, and those that they have frozen, each with the first such rank."""
+
+
+def _by_first_rank(ahead: _Said, behind: _Said) -> _Said:
+    return tuple(second | first for first, second in zip(ahead, behind, strict=True))
