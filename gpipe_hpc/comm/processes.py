@@ -523,7 +523,7 @@ class ProcessWorld:
         kernels of some communicators, two for each neighbour, can run at the same time.
         """
         uses_own = self._backend != "gloo"
-        # Groups are formed in one order everywhere, so that no ranks wait for one another in a ring;
+        # Groups are formed in one order everywhere, so no ranks wait for one another in a ring;
         # every second pair of a pipeline comes first, so that they are formed side by side.
         for pair in sorted({_pair(c) for c in channels}, key=_order):
             self._pairs[pair] = self._pairs.get(pair) or self._form(pair)
