@@ -39,7 +39,7 @@ class Receiving(Protocol):
         """Let what comes be; its memory is free once it has come."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Part:
     """A tensor on its way out.
 
@@ -109,7 +109,7 @@ class Payload:
         device, buffer = self.device, self.pool.take(meta.num_bytes)
         self._leaving.wait_stream(device.current_stream())
         with device.on(self._leaving):
-            device.fetch_into(buffer.flat(meta.num_elements, meta.dtype), flat(tensor))
+            device.fetch_into(buffer.flat(meta.num_elements, meta.dtype), flat(tensor).view(-1))
             copied = self._leaving.record_event()
         device.lend(tensor, self._leaving)
         return Part(lane, buffer.flat(meta.num_bytes, _BYTE), ready=copied, buffer=buffer)
@@ -148,7 +148,7 @@ class Payload:
         device = self.device
         with device.on(self._arriving):
             own = meta.allocate(device)
-            device.bring_into(flat(own), buffer.flat(meta.num_elements, meta.dtype))
+            device.bring_into(flat(own).view(-1), buffer.flat(meta.num_elements, meta.dtype))
             copied = self._arriving.record_event()
         self.pool.release(buffer, until=copied)
         current = device.current_stream()
@@ -187,7 +187,7 @@ class _Staged(NamedTuple):
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor without gaps as bytes: no backend has a name for every dtype."""
-    return flat(tensor).view(_BYTE)
+    return flat(tensor).view(-1).view(_BYTE)
 
 
 _BYTE: Final = torch.uint8

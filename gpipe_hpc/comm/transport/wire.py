@@ -138,8 +138,11 @@ def packed(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a tensor without gaps, in the order in which they lie in memory."""
-    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+    """Return a tensor whose dimensions are in the order in which its elements lie in memory.
+
+    It is the tensor itself, or the elements of one without gaps in one row.
+    """
+    return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
 @lru_cache(maxsize=MAX_LAYOUTS)

@@ -79,6 +79,21 @@ def test_every_kind_of_tensor_arrives_again_and_again(ends, dtype, shape):
         assert torch.equal(got, sent)
 
 
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_tensor_keeps_the_order_of_its_memory(ends, size):
+    """Convolutions in channels_last got the other order, and so other kernels, behind a cut."""
+    sent = torch.arange(6.0 * size**2).view(2, 3, size, size)
+    sent = sent.contiguous(memory_format=torch.channels_last)
+    for other in (sent, sent.contiguous(), sent[:, :2], sent):
+        got = ends.move(other)
+        assert torch.equal(got, other)
+        assert (
+            got.is_contiguous(memory_format=torch.channels_last) or other.stride() != sent.stride()
+        )
+        assert got.stride() == other.clone().stride()
+        assert got._base is None
+
+
 def test_nests_keep_their_values_and_what_requires_grad(ends):
     for step in range(3):
         sent = {

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.transport.wire import (
     EMPTY,
     MAX_STRUCTURE_BYTES,
@@ -20,6 +21,8 @@ from gpipe_hpc.comm.transport.wire import (
     TensorMeta,
     assemble,
     disassemble,
+    flat,
+    packed,
 )
 from gpipe_hpc.errors import ModelError
 
@@ -270,3 +273,32 @@ def test_a_slot_knows_what_it_expects_also_once_the_catalogue_has_forgotten_it()
     assert (place.expected, place.metas) == (7, structure.metas)
     place.saw(8, EMPTY)
     assert (place.expected, place.metas) == (None, ())
+
+
+@st.composite
+def views(draw):
+    """Draw a tensor whose memory may have gaps, other orders of dimensions, or elements twice."""
+    shape = draw(st.lists(st.integers(0, 4), max_size=4))
+    tensor = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    if shape:
+        tensor = tensor.permute(draw(st.permutations(range(len(shape)))))
+        dim = draw(st.integers(0, len(shape) - 1))
+        step = draw(st.integers(1, 3))
+        tensor = tensor[(slice(None),) * dim + (slice(None, None, step),)]
+    if draw(st.booleans()):
+        tensor = tensor.expand(draw(st.integers(1, 3)), *tensor.shape)
+    return tensor
+
+
+@given(views())
+def test_what_travels_has_no_gaps_and_keeps_the_order_of_its_memory(tensor):
+    structure, (elements,) = disassemble(tensor)
+    (meta,) = structure.metas
+    sent = packed(elements, meta)
+    assert meta.num_elements * 4 == meta.num_bytes == flat(sent).nbytes
+    came = meta.allocate(HostDevice())
+    flat(came).copy_(flat(sent))
+    assert torch.equal(came, tensor) and came._base is None
+    assert came.stride() == sent.stride()
+    if torch._C._is_alias_of(sent, tensor) and tensor.numel():
+        assert came.stride() == tensor.stride()
