@@ -32,7 +32,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from gpipe_hpc.errors import ConfigError, DataError, ModelError
-from gpipe_hpc.schedule import Placement, Schedule
+from gpipe_hpc.schedule import Op, Placement, Row, Schedule
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., object])
@@ -182,6 +182,8 @@ class _Sender(pickle.Pickler):
             return _describe_array(value)
         if isinstance(value, np.generic):
             return _array_item, _describe_array(np.asarray(value))[1]
+        if kind is Row:
+            return _describe_row(value)
         if isinstance(value, _TORCH_KINDS):
             return _Described(_of_torch, (str(value).removeprefix("torch."),))
         if isinstance(value, np.dtype):
@@ -320,6 +322,18 @@ def _tensor(
     return (
         torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape).requires_grad_(requires_grad)
     )
+
+
+def _describe_row(row: Row) -> _Described:
+    kinds = [(op.value, stage, peer) for op, stage, peer in row.kinds]
+    return _Described(_row, (kinds, row.which.tobytes(), row.numbers.tobytes()))
+
+
+@rebuilds
+def _row(kinds: list[tuple[str, int, int | None]], which: bytes, numbers: bytes) -> Row:
+    """Return a row of a table."""
+    named = tuple((Op(op), stage, peer) for op, stage, peer in kinds)
+    return Row.of_bytes(named, which, numbers)
 
 
 def _describe_array(array: np.ndarray[Any, Any]) -> _Described:

@@ -47,6 +47,7 @@ from gpipe_hpc.schedule.table.dependencies import (
     provides,
     skip_of,
 )
+from gpipe_hpc.schedule.table.rows import Row
 from gpipe_hpc.schedule.table.schedule import Placement, Schedule, Skip, digest
 from gpipe_hpc.schedule.table.text_form import from_text, to_text
 from gpipe_hpc.schedule.timeline import Event, Timeline, idle_share
@@ -69,6 +70,7 @@ __all__ = [
     "Placement",
     "ReductionTime",
     "ReplicaTimes",
+    "Row",
     "Schedule",
     "ScheduleError",
     "Skip",

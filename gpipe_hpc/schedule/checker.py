@@ -1,6 +1,7 @@
 """The checker: proves, before anything runs, that a table trains and cannot hang."""
 
 from collections import defaultdict
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Final, NoReturn
 
@@ -12,12 +13,12 @@ from gpipe_hpc.schedule.table.dependencies import counterpart
 from gpipe_hpc.schedule.table.lifetimes import peak_activations, peak_receives
 from gpipe_hpc.schedule.table.precedence import (
     NOWHERE,
+    Column,
     Precedence,
-    action_of,
     build_precedence,
-    execution_order,
-    kind_of,
+    runs,
 )
+from gpipe_hpc.schedule.table.rows import action_of, kind_of
 from gpipe_hpc.schedule.table.schedule import Schedule
 
 
@@ -45,14 +46,25 @@ def check(schedule: Schedule, *, is_apart: bool = False) -> None:
         _check_reductions(graph, is_apart=is_apart)
         _check_gathers(graph)
     _check_bounds(schedule)
-    execution_order(graph, graph.waits)
-    execution_order(graph, graph.rendezvous_waits)
+    _check_ends(graph)
+
+
+def _check_ends(graph: Precedence) -> None:
+    """Refuse a deadlock, whether a ``SEND`` is buffered or blocks until its ``RECV`` is posted.
+
+    Who ends with sends that block ends with others too: then ranks wait for less.
+    """
+    try:
+        runs(graph, graph.rendezvous_waits)
+    except ScheduleError:
+        runs(graph, graph.waits)  # what hangs in any case is told so
+        raise
 
 
 def _check_complete(graph: Precedence) -> None:
     """Every stage runs every micro-batch forward and, unless the table only evaluates, backward."""
     schedule = graph.schedule
-    nothing = [NOWHERE] * schedule.num_microbatches
+    nothing: Column = [NOWHERE] * schedule.num_microbatches
     for stage in range(schedule.num_stages):
         for op in (Op.F, Op.I, Op.W) if _has_backward(graph) else (Op.F,):
             column = graph.makers.get((op, stage, None), nothing)
@@ -65,7 +77,7 @@ def _check_complete(graph: Precedence) -> None:
         users = graph.makers.get((what_for, stage, None), nothing)
         for node, user in zip(column, users, strict=True):
             if node != NOWHERE and user == NOWHERE:
-                missing = graph.actions[node]._replace(op=what_for)
+                missing = graph.action(node)._replace(op=what_for)
                 graph.refuse(node, refusal.format(missing=missing))
 
 
@@ -98,20 +110,19 @@ def _has_backward(graph: Precedence) -> bool:
 
 def _check_own_order(graph: Precedence) -> None:
     """What an action needs of its own rank comes earlier in the rank's list."""
-    for node, waits in enumerate(graph.waits):
-        for wait in waits:
-            if graph.ranks[wait] == graph.ranks[node] and wait > node:
-                position = wait - graph.starts[graph.ranks[wait]]
-                graph.refuse(
-                    node,
-                    f"waits for {graph.actions[wait]}, expected it earlier on this rank, "
-                    f"got it at position {position}; move it ahead",
-                )
+    if graph.late:
+        node, _, wait = min(graph.late)
+        position = wait - graph.starts[graph.ranks[wait]]
+        graph.refuse(
+            node,
+            f"waits for {graph.action(wait)}, expected it earlier on this rank, "
+            f"got it at position {position}; move it ahead",
+        )
 
 
 def _check_transfers(graph: Precedence) -> None:
     """Sends and receives come in pairs, only between ranks, in one order between any two."""
-    nowhere = [NOWHERE] * graph.schedule.num_microbatches
+    nowhere: Column = [NOWHERE] * graph.schedule.num_microbatches
     for kind, halves in graph.makers.items():
         if kind[0] not in SENDS and kind[0] not in RECEIVES:
             continue
@@ -120,7 +131,7 @@ def _check_transfers(graph: Precedence) -> None:
             if node == NOWHERE:
                 continue
             if partner == NOWHERE:
-                missing = counterpart(graph.actions[node])
+                missing = counterpart(graph.action(node))
                 graph.refuse(node, f"has no partner, expected {missing}, got none; add it")
             if graph.ranks[partner] == graph.ranks[node]:
                 graph.refuse(node, "moves a value within its rank, expected no transfer; drop it")
@@ -132,22 +143,34 @@ def _check_order(graph: Precedence) -> None:
 
     Whichever channels they are of: one queue between the two ranks carries all of them.
     """
-    sent: dict[tuple[int, int], tuple[int, int]] = {}  # the last send and its post, by their ranks
-    for node, action in enumerate(graph.actions):
-        if action.op not in SENDS:
-            continue
-        post = graph.find(counterpart(action))
-        assert post is not None, f"{action} has a partner"
-        ends = graph.ranks[node], graph.ranks[post]
-        before, awaited = sent.get(ends, (NOWHERE, NOWHERE))
-        if post < awaited:
-            graph.refuse(
-                post,
-                f"is out of order among what rank {ends[0]} sends here, expected "
-                f"{graph.actions[awaited]} ahead of it, to match {graph.where(before)}; post in "
-                f"the order of the sends",
-            )
-        sent[ends] = node, post
+    ranks = graph.ranks
+    posts_of = [
+        graph.columns[kind_of(counterpart(action_of(kind)))] if kind[0] in SENDS else None
+        for kind in graph.kinds
+    ]
+    for rank, (start, end) in enumerate(pairwise(graph.starts)):
+        last_post: dict[int, int] = {}  # of what was sent so far, by its receiver
+        columns = zip(graph.which[start:end], graph.numbers[start:end], strict=True)
+        for which, number in columns:
+            posts = posts_of[which]
+            if posts is None:
+                continue
+            post = posts[number]
+            receiver = ranks[post]
+            if post < last_post.get(receiver, NOWHERE):
+                _refuse_order(graph, rank, post, last_post[receiver])
+            last_post[receiver] = post
+
+
+def _refuse_order(graph: Precedence, sender: int, post: int, awaited: int) -> NoReturn:
+    """Raise for a ``RECV`` posted ahead of another whose ``SEND`` goes first."""
+    expected = graph.action(awaited)
+    before = graph.provide(awaited, counterpart(expected))
+    graph.refuse(
+        post,
+        f"is out of order among what rank {sender} sends here, expected {expected} ahead of it, "
+        f"to match {graph.where(before)}; post in the order of the sends",
+    )
 
 
 def _check_reductions(graph: Precedence, *, is_apart: bool) -> None:
@@ -159,7 +182,8 @@ def _check_reductions(graph: Precedence, *, is_apart: bool) -> None:
     """
     schedule, placement = graph.schedule, graph.schedule.placement
     found: dict[Op, _Found] = {op: defaultdict(dict) for op in (Op.REDUCE_GRAD, Op.AVERAGE)}
-    for node, action in enumerate(graph.actions):
+    for node in graph.of_buckets:
+        action = graph.action(node)
         if action.op in REDUCTIONS:
             if not _has_backward(graph):
                 graph.refuse(node, "reduces in a table without backward; drop it")
@@ -176,7 +200,8 @@ def _check_reductions(graph: Precedence, *, is_apart: bool) -> None:
 def _check_gathers(graph: Precedence) -> None:
     """A stage whose parameters are gathered on one holder has them gathered on each."""
     found: _Found = defaultdict(dict)
-    for node, action in enumerate(graph.actions):
+    for node in graph.of_buckets:
+        action = graph.action(node)
         if action.op is Op.UNSHARD:
             found[action.stage, graph.ranks[node]][action.bucket] = node
     for stage in range(graph.schedule.num_stages):
@@ -226,7 +251,7 @@ def _check_bounds(schedule: Schedule) -> None:
                 f"schedule {schedule.name!r}: bounds of {what}, expected one for each of "
                 f"{schedule.num_ranks} ranks, got {len(bounds)}"
             )
-        for rank, (actions, bound) in enumerate(zip(schedule.ranks, bounds, strict=True)):
+        for rank, (actions, bound) in enumerate(zip(schedule.rows, bounds, strict=True)):
             peak = count(actions)
             if peak.size > bound:
                 raise ScheduleError(

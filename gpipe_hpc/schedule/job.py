@@ -140,7 +140,7 @@ def simulate_job(schedule: Schedule, costs: Sequence[Costs]) -> Job:
         replicas=tuple(found[id(each)] for each in costs),
         meetings=tuple(
             Meeting(
-                times.graph.actions[nodes[0]],
+                times.graph.action(nodes[0]),
                 max(own),
                 meeting.starts[nodes[0]],
                 meeting.ends[nodes[0]],
@@ -204,8 +204,9 @@ class _Times:
 def _alone(clock: Clock) -> ReplicaTimes:
     """Return what a replica did by itself."""
     graph, starts, ends = clock.graph, clock.starts, clock.ends
+    computes = [op in COMPUTE for op, _, _ in graph.kinds]
     computed = [
-        [node for node in range(first, end) if graph.actions[node].op in COMPUTE]
+        [node for node in range(first, end) if computes[graph.which[node]]]
         for first, end in pairwise(graph.starts)
     ]
     return ReplicaTimes(

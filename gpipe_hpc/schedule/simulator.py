@@ -19,13 +19,11 @@ from gpipe_hpc.schedule.table.actions import (
 from gpipe_hpc.schedule.table.collectives import reduction_order
 from gpipe_hpc.schedule.table.dependencies import counterpart, dependencies, provides, skip_of
 from gpipe_hpc.schedule.table.precedence import (
-    Kind,
     Precedence,
-    action_of,
     build_precedence,
     execution_order,
-    kind_of,
 )
+from gpipe_hpc.schedule.table.rows import Kind, action_of, kind_of
 from gpipe_hpc.schedule.table.schedule import Schedule, Skip
 from gpipe_hpc.schedule.timeline import Event, Timeline
 
@@ -80,9 +78,9 @@ class Clock:
         self.transfer_time = costs.transfer_times(graph.schedule.num_stages)
         self.shares = costs.of_shares(graph.schedule.num_microbatches)
         self.paces = costs.of_paces(graph.schedule.num_ranks)
-        self.starts = [0.0] * len(graph.actions)
-        self.ends = [0.0] * len(graph.actions)
-        self.arrivals = [0.0] * len(graph.actions)
+        self.starts = [0.0] * graph.num_nodes
+        self.ends = [0.0] * graph.num_nodes
+        self.arrivals = [0.0] * graph.num_nodes
         self.link_free_at: dict[tuple[int, int], float] = {}
         # When each copy, or gathering, is done, and each rank free for another.
         self.copied_at: dict[int, float] = {}
@@ -96,15 +94,16 @@ class Clock:
 
     def run(self, order: Iterable[int]) -> None:
         """Give all nodes their times, in an order that respects their waits."""
-        actions, ranks, waits = self.graph.actions, self.graph.ranks, self.graph.waits
-        starts, ends, arrivals, steps = self.starts, self.ends, self.arrivals, self.steps
+        graph = self.graph
+        which, numbers, ranks, waits = graph.which, graph.numbers, graph.ranks, graph.waits
+        of_kind = [(kind[0], self.steps[kind]) for kind in graph.kinds]
+        starts, ends, arrivals = self.starts, self.ends, self.arrivals
         copied_at, shares, paces = self.copied_at, self.shares, self.paces
         free_at = [0.0] * self.graph.schedule.num_ranks
         for node in order:
-            op, stage, microbatch, peer = actions[node]
-            duration, computes, destination, way = steps[op, stage, peer]
-            if duration and microbatch is not None:
-                duration *= shares[microbatch]
+            op, (duration, computes, destination, way) = of_kind[which[node]]
+            if duration:
+                duration *= shares[numbers[node]]
             rank = ranks[node]
             if computes:
                 duration *= paces[rank]
@@ -136,7 +135,7 @@ class Clock:
 
     def _gather(self, node: int) -> None:
         """Gather from the step's start on, once the bucket before is there."""
-        rank, action = self.graph.ranks[node], self.graph.actions[node]
+        rank, action = self.graph.ranks[node], self.graph.action(node)
         begin = self.gatherer_free_at[rank]
         end = begin + self.gather_times[action.stage, rank][action.bucket or 0]
         self.starts[node], self.ends[node] = begin, end
@@ -145,7 +144,7 @@ class Clock:
     def _transfer(self, node: int, destination: int, way: int | Skip) -> None:
         """Move a value once it is made and the link is free; not within a rank."""
         graph = self.graph
-        rank, action = graph.ranks[node], graph.actions[node]
+        rank, action = graph.ranks[node], graph.action(node)
         assert action.microbatch is not None, f"{action} has no micro-batch"
         link = (rank, graph.schedule.placement.rank_of(destination, action.microbatch))
         if link[0] == link[1]:
@@ -161,7 +160,7 @@ class Clock:
         parts = self._bucket_parts(order)
         return [
             [self._complete(node, parts) for node in nodes]
-            if self.costs.reduces_within and self.graph.actions[nodes[0]].op is Op.REDUCE_GRAD
+            if self.costs.reduces_within and self.graph.action(nodes[0]).op is Op.REDUCE_GRAD
             else [self.starts[node] for node in nodes]
             for nodes in order
         ]
@@ -174,7 +173,7 @@ class Clock:
         parts = self._bucket_parts(order)
         free_at: dict[int, float] = defaultdict(float)
         for nodes, readies in zip(order, ready, strict=True):
-            op, stage, bucket, _ = self.graph.actions[nodes[0]]
+            op, stage, bucket, _ = self.graph.action(nodes[0])
             ranks = [self.graph.ranks[node] for node in nodes]
             start = max(*readies, *(free_at[rank] for rank in ranks))
             end = start + (totals[stage] * parts[op, stage, None][bucket or 0] + latencies[stage])
@@ -184,7 +183,7 @@ class Clock:
 
     def _bucket_parts(self, order: list[list[int]]) -> dict[Kind, list[float]]:
         """Return which part of its stage's reduction each bucket is, by op and stage."""
-        numbers = Counter(kind_of(self.graph.actions[nodes[0]]) for nodes in order)
+        numbers = Counter(kind_of(self.graph.action(nodes[0])) for nodes in order)
         return {kind: self.costs.of_buckets(kind[1], count) for kind, count in numbers.items()}
 
     def _complete(self, node: int, parts: dict[Kind, list[float]]) -> float:
@@ -192,7 +191,7 @@ class Clock:
         last = max(self.graph.waits[node], default=None)
         if last is None:
             return self.starts[node]
-        op, stage, bucket, _ = self.graph.actions[node]
+        op, stage, bucket, _ = self.graph.action(node)
         come = sum(parts[op, stage, None][: (bucket or 0) + 1])
         start, end = self.starts[last], self.ends[last]
         return start + (end - start) * come
@@ -220,7 +219,7 @@ class Clock:
 def _steps(graph: Precedence, costs: Costs) -> dict[Kind, _Step]:
     """Return what to do for each op and stage of a table."""
     num_stages = graph.schedule.num_stages
-    kinds = {kind_of(action) for action in graph.actions}
+    kinds = set(graph.kinds)
     durations = {
         op: costs.of_compute(op, num_stages)
         for op in sorted({kind[0] for kind in kinds} & (COMPUTE | COPIES))

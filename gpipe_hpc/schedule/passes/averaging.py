@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from gpipe_hpc.schedule.table.actions import Action, Op
+from gpipe_hpc.schedule.table.actions import Op
+from gpipe_hpc.schedule.table.rows import NO_NUMBER, Kind, Row, RowWriter
 from gpipe_hpc.schedule.table.schedule import Schedule
 
 
@@ -13,13 +14,13 @@ def without_reductions(schedule: Schedule) -> Schedule:
     """
     placement = schedule.placement
 
-    def stays(action: Action) -> bool:
-        if action.op is Op.REDUCE_GRAD:
-            return len(placement.holders(action.stage)) > 1
-        return action.op is not Op.AVERAGE
+    def stays(kind: Kind) -> bool:
+        op, stage, _ = kind
+        if op is Op.REDUCE_GRAD:
+            return len(placement.holders(stage)) > 1
+        return op is not Op.AVERAGE
 
-    rows = (tuple(filter(stays, row)) for row in schedule.ranks)
-    return replace(schedule, ranks=tuple(rows))
+    return replace(schedule, ranks=tuple(row.only(stays) for row in schedule.rows))
 
 
 def with_averages(schedule: Schedule) -> Schedule:
@@ -29,8 +30,11 @@ def with_averages(schedule: Schedule) -> Schedule:
     step is ahead of them. Gradients are summed as in `without_reductions`.
     """
     kept = without_reductions(schedule)
-    rows = (
-        row + tuple(a._replace(op=Op.AVERAGE) for a in whole if a.op is Op.REDUCE_GRAD)
-        for row, whole in zip(kept.ranks, schedule.ranks, strict=True)
-    )
-    return replace(schedule, ranks=tuple(rows))
+    return replace(schedule, ranks=tuple(map(_averaging, kept.rows, schedule.rows)))
+
+
+def _averaging(row: Row, whole: Row) -> Row:
+    writer = RowWriter.on(row)
+    for _, stage, bucket, _ in whole.only(lambda kind: kind[0] is Op.REDUCE_GRAD):
+        writer.add((Op.AVERAGE, stage, None), NO_NUMBER if bucket is None else bucket)
+    return writer.row()

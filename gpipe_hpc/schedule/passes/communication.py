@@ -7,15 +7,23 @@ a post moves up. Of all that goes from one rank to another, over whichever chann
 in the order of the sends: one queue between the two then serves all channels.
 """
 
-from collections import defaultdict, deque
-from collections.abc import Sequence
+from array import array
+from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from gpipe_hpc.schedule.table.actions import COMPUTE, Action, Op
+from gpipe_hpc.schedule.table.actions import COMPUTE, SENDS, Op
 from gpipe_hpc.schedule.table.dependencies import arrival, counterpart
 from gpipe_hpc.schedule.table.lifetimes import peak_receives
-from gpipe_hpc.schedule.table.precedence import build_precedence, execution_order
+from gpipe_hpc.schedule.table.precedence import (
+    NOWHERE,
+    SEVERAL,
+    Links,
+    Precedence,
+    build_precedence,
+    runs,
+)
+from gpipe_hpc.schedule.table.rows import Kind, Row, RowWriter, action_of, integers, kind_of
 from gpipe_hpc.schedule.table.schedule import Schedule
 
 
@@ -27,158 +35,231 @@ def add_communication(schedule: Schedule) -> Schedule:
     return replace(schedule, ranks=placed, max_receives=bounds, overlaps=())
 
 
-class _Transfer(NamedTuple):
-    """One value that crosses ranks; transfers are numbered, and known by their number."""
+class _Way(NamedTuple):
+    """What the transfers of all micro-batches between two stages have in common."""
 
-    send: Action
-    post: Action
-    sender: int
-    receiver: int
+    send: Kind
+    post: Kind
 
 
-class _Entry(NamedTuple):
-    """One entry of a rank's list without receives: a compute action, or a ``SEND``.
+class _Transfers(NamedTuple):
+    """All values that cross ranks. They are known by their number, the place in each column."""
 
-    `awaits` are the transfers that a compute action needs, or the one that a ``SEND`` starts.
+    ways: list[_Way]
+    way: "array[int]"
+    microbatch: "array[int]"
+    sender: "array[int]"
+    receiver: "array[int]"
+
+
+class _Lane(NamedTuple):
+    """A rank's list without receives: its compute actions, and behind what makes a value its sends.
+
+    ``which`` and ``numbers`` are columns as those of a `Row`, ``kinds`` what they lead to.
+    ``awaits[index]`` are the transfers that a compute action needs, or the one that a ``SEND``
+    starts.
     """
 
-    action: Action
-    sends: bool
-    awaits: Sequence[int]
+    kinds: list[Kind]
+    which: "array[int]"
+    numbers: "array[int]"
+    awaits: Links
 
 
 class _Traffic(NamedTuple):
     """All transfers of a table, and each rank's list with its sends."""
 
-    transfers: list[_Transfer]
-    rows: list[list[_Entry]]
+    transfers: _Transfers
+    lanes: list[_Lane]
 
 
 def _traffic(schedule: Schedule) -> _Traffic:
     """Find what crosses ranks, and put each ``SEND`` behind what makes its value."""
     graph = build_precedence(schedule)
-    execution_order(graph, graph.waits)
-    transfers: list[_Transfer] = []
-    awaits: list[tuple[int, ...]] = [()] * len(graph.actions)
-    made: dict[int, list[int]] = defaultdict(list)
-    ranks = graph.ranks
+    runs(graph, graph.waits)
+    transfers = _Transfers([], integers(), integers(), integers(), integers())
+    awaited, made = _cross(graph, transfers)
+    lanes = [
+        _lane(graph, rank, row, transfers, awaited, made) for rank, row in enumerate(schedule.rows)
+    ]
+    return _Traffic(transfers, lanes)
+
+
+def _cross(graph: Precedence, transfers: _Transfers) -> tuple[Links, Links]:
+    """Number what crosses ranks; return which transfers each node needs, and which it makes."""
+    ways, way, microbatch, sender, receiver = transfers
+    ranks, which, one = graph.ranks, graph.which, graph.waits.one
+    places: dict[tuple[int, int], int] = {}
+    awaited, made = Links.of_none(graph.num_nodes), Links.of_none(graph.num_nodes)
     # The output of a forward that is one block with a backward leaves at that one's end.
-    forward_of = {backward: forward for forward, backward in schedule.overlaps}
-    for node, waits in enumerate(graph.waits):
-        for maker in waits:
-            if ranks[maker] != ranks[node]:
-                user, source = graph.actions[node], graph.actions[maker]
-                if forward_of and user.op is Op.F:
-                    source = forward_of.get(source, source)
-                post = arrival(user, source.stage)
-                awaits[node] = (*awaits[node], len(transfers))
-                made[maker].append(len(transfers))
-                transfers.append(_Transfer(counterpart(post), post, ranks[maker], ranks[node]))
-    rows: list[list[_Entry]] = [[] for _ in schedule.ranks]
-    for node, action in enumerate(graph.actions):
-        row = rows[ranks[node]]
-        row.append(_Entry(action, False, awaits[node]))
-        own = made.get(node, ())
-        if len(own) > 1:
-            own = sorted(own, key=lambda number: _distance(transfers[number].send))
-        row.extend(_Entry(transfers[number].send, True, (number,)) for number in own)
-    return _Traffic(transfers, rows)
+    forward_of = {backward: forward for forward, backward in graph.leaves_with.items()}
+    for node, wait in enumerate(one):
+        if wait == NOWHERE:
+            continue
+        rank = ranks[node]
+        for maker in (wait,) if wait != SEVERAL else graph.waits.several[node]:
+            if ranks[maker] == rank:
+                continue
+            source = maker
+            if forward_of and graph.kinds[which[node]][0] is Op.F:
+                source = forward_of.get(maker, maker)
+            ends = which[node], which[source]
+            if ends not in places:
+                places[ends] = len(ways)
+                user, stage = action_of(graph.kinds[ends[0]]), graph.kinds[ends[1]][1]
+                post = arrival(user, stage)
+                ways.append(_Way(kind_of(counterpart(post)), kind_of(post)))
+            number = len(way)
+            awaited.add(node, number)
+            made.add(maker, number)
+            way.append(places[ends])
+            microbatch.append(graph.numbers[node])
+            sender.append(ranks[maker])
+            receiver.append(rank)
+    return awaited, made
 
 
-def _distance(send: Action) -> int:
+def _lane(
+    graph: Precedence, rank: int, row: Row, transfers: _Transfers, awaited: Links, made: Links
+) -> _Lane:
+    """Return a rank's list with its sends; what the nearest stage gets goes first."""
+    ways, way, microbatch, _, _ = transfers
+    places = {kind: place for place, kind in enumerate(row.kinds)}
+    which, numbers, one = integers(), integers(), integers()
+    several: dict[int, tuple[int, ...]] = {}
+    for node, place, number in zip(
+        range(graph.starts[rank], graph.starts[rank + 1]), row.which, row.numbers, strict=True
+    ):
+        needed = awaited.one[node]
+        if needed == SEVERAL:
+            several[len(which)] = awaited.several[node]
+        which.append(place)
+        numbers.append(number)
+        one.append(needed)
+        if made.one[node] == NOWHERE:
+            continue
+        for transfer in sorted(made[node], key=lambda each: _distance(ways[way[each]].send)):
+            which.append(places.setdefault(ways[way[transfer]].send, len(places)))
+            numbers.append(microbatch[transfer])
+            one.append(transfer)
+    return _Lane(list(places), which, numbers, Links(one, several))
+
+
+def _distance(send: Kind) -> int:
     """Return how far a skip leads, 0 for none: what the nearest stage gets, it needs first."""
-    return 0 if send.peer is None else abs(send.peer - send.stage)
+    _, stage, peer = send
+    return 0 if peer is None else abs(peer - stage)
 
 
-def _due(traffic: _Traffic) -> dict[int, int]:
-    """Return for each transfer the index in its receiver's row ahead of which to post at latest.
+def _due(traffic: _Traffic) -> "array[int]":
+    """Return for each transfer the index in its receiver's lane ahead of which to post at latest.
 
     Posts of what one rank sends another are due in the order of the sends, whatever the order of
     their consumers.
     """
-    pairs: dict[tuple[int, int], list[int]] = defaultdict(list)
-    slots = [0] * len(traffic.transfers)
-    for rank, row in enumerate(traffic.rows):
+    transfers, lanes = traffic
+    due = integers((0,)) * len(transfers.way)
+    for lane in lanes:
         previous = 0
-        for index, (action, sends, numbers) in enumerate(row):
-            if sends:
-                pairs[rank, traffic.transfers[numbers[0]].receiver].extend(numbers)
-                continue
-            for number in numbers:
-                slots[number] = previous
-            if action.op in COMPUTE:
+        computes = [op in COMPUTE for op, _, _ in lane.kinds]
+        for index, (which, needed) in enumerate(zip(lane.which, lane.awaits.one, strict=True)):
+            if computes[which]:
+                if needed >= 0:
+                    due[needed] = previous
+                elif needed == SEVERAL:
+                    for number in lane.awaits.several[index]:
+                        due[number] = previous
                 previous = index
-    due: dict[int, int] = {}
-    for numbers in pairs.values():
-        latest = len(traffic.rows[traffic.transfers[numbers[0]].receiver])
-        late_first: list[tuple[int, int]] = []
-        for number in reversed(numbers):
-            latest = min(latest, slots[number])
-            late_first.append((number, latest))
-        due.update(reversed(late_first))
+    for lane in lanes:
+        sends = [op in SENDS for op, _, _ in lane.kinds]
+        latest: dict[int, int] = {}  # by the receiver, from the last send to the first
+        for which, number in zip(reversed(lane.which), reversed(lane.awaits.one), strict=True):
+            if sends[which]:
+                receiver = transfers.receiver[number]
+                due[number] = latest[receiver] = min(due[number], latest.get(receiver, due[number]))
     return due
 
 
 @dataclass
 class _Rendezvous:
-    """Ranks that run their rows with blocking sends, and write down what they did.
+    """Ranks that run their lists with blocking sends, and write down what they did.
 
     A rank sleeps until a transfer it needs is sent, or until one it sends is posted; nobody else
     waits for that.
     """
 
     traffic: _Traffic
-    due: dict[int, int]
+    due: "array[int]"
     awake: deque[int] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         """Start every rank at its first action."""
-        num_ranks, num_transfers = len(self.traffic.rows), len(self.traffic.transfers)
+        transfers, lanes = self.traffic
+        num_ranks, num_transfers = len(lanes), len(transfers.way)
         self.position = [0] * num_ranks
-        self.placed: list[list[Action]] = [[] for _ in range(num_ranks)]
+        self.placed = [RowWriter(lane.kinds) for lane in lanes]
         self.posted, self.sent = bytearray(num_transfers), bytearray(num_transfers)
         # Rank -> the transfer it sleeps for: to be posted if it is the sender, else to be sent.
         self.asleep: dict[int, int] = {}
-        self.posts: list[dict[int, list[int]]] = [defaultdict(list) for _ in range(num_ranks)]
-        for number, index in self.due.items():
-            self.posts[self.traffic.transfers[number].receiver][index].append(number)
+        # What each rank has to post, as it is due, and how much of that is behind it.
+        self.posts = self._posts()
+        self.num_due = [0] * num_ranks
 
-    def run(self) -> tuple[tuple[Action, ...], ...]:
-        """Run all rows to their end and return them with their receives."""
-        self.awake.extend(range(len(self.traffic.rows)))
+    def _posts(self) -> list["array[int]"]:
+        """Return for each rank what it receives: as it is due, else as its senders send it."""
+        transfers, lanes = self.traffic
+        posts = [integers() for _ in lanes]
+        for lane in lanes:
+            sends = [op in SENDS for op, _, _ in lane.kinds]
+            for which, number in zip(lane.which, lane.awaits.one, strict=True):
+                if sends[which]:
+                    posts[transfers.receiver[number]].append(number)
+        return [integers(sorted(each, key=self.due.__getitem__)) for each in posts]
+
+    def run(self) -> tuple[Row, ...]:
+        """Run all lists to their end and return them with their receives."""
+        self.awake.extend(range(len(self.traffic.lanes)))
         while True:
             while self.awake:
                 self._advance(self.awake.popleft())
             if not self.asleep:
-                return tuple(map(tuple, self.placed))
+                return tuple(writer.row() for writer in self.placed)
             self._post_ahead()
 
     def _advance(self, rank: int) -> None:
         """Run one rank until it blocks."""
-        row, posts, placed = self.traffic.rows[rank], self.posts[rank], self.placed[rank]
-        for index in range(self.position[rank], len(row)):
-            for number in posts.pop(index, ()):
-                self._post(number)
-            action, sends, numbers = row[index]
-            reached = self.posted if sends else self.sent
-            for number in numbers:
-                if not reached[number]:
-                    self.position[rank] = index
+        lane, due, posts = self.traffic.lanes[rank], self.due, self.posts[rank]
+        sends = [op in SENDS for op, _, _ in lane.kinds]
+        placed, sent, posted = self.placed[rank], self.sent, self.posted
+        num_due = self.num_due[rank]
+        for index in range(self.position[rank], len(lane.which)):
+            while num_due < len(posts) and due[posts[num_due]] <= index:
+                self._post(posts[num_due])
+                num_due += 1
+            number, which = lane.awaits.one[index], lane.which[index]
+            if number != NOWHERE:
+                reached = posted if sends[which] else sent
+                if number == SEVERAL:
+                    numbers = lane.awaits.several[index]
+                    number = next((each for each in numbers if not reached[each]), NOWHERE)
+                if number != NOWHERE and not reached[number]:
+                    self.position[rank], self.num_due[rank] = index, num_due
                     self.asleep[rank] = number
                     return
-            placed.append(action)
-            if sends:
-                number = numbers[0]
-                self.sent[number] = 1
-                self._wake(self.traffic.transfers[number].receiver, number)
-        self.position[rank] = len(row)
+            placed.which.append(which)
+            placed.numbers.append(lane.numbers[index])
+            if sends[which]:
+                sent[number] = 1
+                self._wake(self.traffic.transfers.receiver[number], number)
+        self.position[rank], self.num_due[rank] = len(lane.which), num_due
 
     def _post(self, number: int) -> None:
         if not self.posted[number]:
             self.posted[number] = 1
-            transfer = self.traffic.transfers[number]
-            self.placed[transfer.receiver].append(transfer.post)
-            self._wake(transfer.sender, number)
+            transfers = self.traffic.transfers
+            post = transfers.ways[transfers.way[number]].post
+            self.placed[transfers.receiver[number]].add(post, transfers.microbatch[number])
+            self._wake(transfers.sender[number], number)
 
     def _wake(self, rank: int, number: int) -> None:
         if self.asleep.get(rank) == number:
@@ -198,15 +279,16 @@ class _Rendezvous:
             self._post(min(blocked, key=lambda number: self._cost_of_posting(number, asleep)))
 
     def _at_a_send(self, rank: int, asleep: dict[int, int]) -> bool:
-        return self.traffic.transfers[asleep[rank]].sender == rank
+        return self.traffic.transfers.sender[asleep[rank]] == rank
 
     def _cost_of_posting(self, number: int, asleep: dict[int, int]) -> tuple[bool, int]:
         """Prefer a rank that is blocked at a send itself, then the least early post."""
-        receiver = self.traffic.transfers[number].receiver
+        receiver = self.traffic.transfers.receiver[number]
         return not self._at_a_send(receiver, asleep), self.due[number] - self.position[receiver]
 
     def _circles(self, asleep: dict[int, int]) -> list[list[int]]:
         """Return the circles among ranks of which each waits for one other."""
+        transfers = self.traffic.transfers
         circles: list[list[int]] = []
         seen: set[int] = set()
         for rank in asleep:
@@ -214,8 +296,9 @@ class _Rendezvous:
             while rank not in seen:
                 seen.add(rank)
                 path[rank] = len(path)
-                transfer = self.traffic.transfers[asleep[rank]]
-                rank = transfer.receiver if transfer.sender == rank else transfer.sender
+                number = asleep[rank]
+                sender = transfers.sender[number]
+                rank = transfers.receiver[number] if sender == rank else sender
             if rank in path:
                 circles.append(list(path)[path[rank] :])
         return circles

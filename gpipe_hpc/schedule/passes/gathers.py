@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from gpipe_hpc.schedule.table.actions import Action, Op
+from gpipe_hpc.schedule.table.actions import Op
+from gpipe_hpc.schedule.table.rows import Row, RowWriter
 from gpipe_hpc.schedule.table.schedule import Schedule
 
 
@@ -13,27 +14,35 @@ def add_gathers(schedule: Schedule, buckets: Mapping[int, int]) -> Schedule:
     Bucket 0 has the parameters of the last layers, so the highest number comes first. A holder that
     runs no forward of the stage has them at its end. A table that has its own stays as it is.
     """
-    if any(action.op is Op.UNSHARD for row in schedule.ranks for action in row):
+    if Op.UNSHARD in schedule.ops or not any(buckets.values()):
         return schedule
     rows = tuple(
         _rank(row, [s for s in schedule.placement.stages_of(rank) if buckets.get(s)], buckets)
-        for rank, row in enumerate(schedule.ranks)
+        for rank, row in enumerate(schedule.rows)
     )
     return replace(schedule, ranks=rows)
 
 
-def _rank(
-    row: tuple[Action, ...], stages: list[int], buckets: Mapping[int, int]
-) -> tuple[Action, ...]:
-    due = {
-        stage: [Action(Op.UNSHARD, stage, number) for number in reversed(range(buckets[stage]))]
-        for stage in stages
+def _rank(row: Row, stages: list[int], buckets: Mapping[int, int]) -> Row:
+    due = dict.fromkeys(stages)
+    writer = RowWriter(row.kinds)
+
+    def place(stage: int) -> None:
+        for number in reversed(range(buckets[stage])):
+            writer.add((Op.UNSHARD, stage, None), number)
+
+    starts = {
+        which: stage
+        for which, (op, stage, _) in enumerate(row.kinds)
+        if op is Op.F and stage in due
     }
-    placed: list[Action] = []
-    for action in row:
-        if action.op is Op.F:
-            placed += due.pop(action.stage, ())
-        placed.append(action)
-    for left in due.values():
-        placed += left
-    return tuple(placed)
+    for which, number in zip(row.which, row.numbers, strict=True):
+        if which in starts:
+            stage = starts.pop(which)
+            del due[stage]
+            place(stage)
+        writer.which.append(which)
+        writer.numbers.append(number)
+    for stage in due:
+        place(stage)
+    return writer.row()

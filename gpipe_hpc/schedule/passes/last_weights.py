@@ -1,8 +1,10 @@
 """Pass: put the last weight gradients of a rank in an order that ends one stage after the other."""
 
+from collections import Counter
 from dataclasses import replace
 
-from gpipe_hpc.schedule.table.actions import Action, Op
+from gpipe_hpc.schedule.table.actions import Op
+from gpipe_hpc.schedule.table.rows import Row, RowWriter
 from gpipe_hpc.schedule.table.schedule import Schedule
 
 
@@ -12,14 +14,23 @@ def gather_last_weights(schedule: Schedule) -> Schedule:
     Nobody waits for them but the reductions, so nothing else of the table moves. Within a stage
     their order stays, so its gradients are the same sums.
     """
-    return replace(schedule, ranks=tuple(_by_stage(row) for row in schedule.ranks))
+    if Op.W not in schedule.ops:
+        return schedule
+    return replace(schedule, ranks=tuple(map(_by_stage, schedule.rows)))
 
 
-def _by_stage(row: tuple[Action, ...]) -> tuple[Action, ...]:
+def _by_stage(row: Row) -> Row:
+    is_weights = [op is Op.W for op, _, _ in row.kinds]
     start = len(row)
-    while start and row[start - 1].op is Op.W:
+    while start and is_weights[row.which[start - 1]]:
         start -= 1
-    left = row[start:]
-    counts = {stage: sum(each.stage == stage for each in left) for stage in {a.stage for a in left}}
+    left = range(start, len(row))
+    counts = Counter(row.which[start:])
+    stages = [stage for _, stage, _ in row.kinds]
     # The last stage's gradients come first of all, so among equals it leaves first.
-    return row[:start] + tuple(sorted(left, key=lambda each: (counts[each.stage], -each.stage)))
+    left_in_turn = sorted(left, key=lambda at: (counts[row.which[at]], -stages[row.which[at]]))
+    writer = RowWriter(row.kinds)
+    for column, own in ((writer.which, row.which), (writer.numbers, row.numbers)):
+        column.extend(own[:start])
+        column.extend(own[at] for at in left_in_turn)
+    return writer.row()

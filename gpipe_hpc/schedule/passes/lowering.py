@@ -31,6 +31,6 @@ def lower(schedule: Schedule, buckets: Mapping[int, int] | None = None) -> Sched
 
 def forward_only(schedule: Schedule) -> Schedule:
     """Return the bare table of a schedule's forwards, for evaluation; nothing is kept."""
-    rows = tuple(tuple(action for action in row if action.op is Op.F) for row in schedule.ranks)
+    rows = tuple(row.only(lambda kind: kind[0] is Op.F) for row in schedule.rows)
     bounds = tuple(min(1, len(row)) for row in rows)
     return replace(schedule, ranks=rows, max_activations=bounds, max_receives=None, overlaps=())

@@ -6,31 +6,31 @@ from types import MappingProxyType
 from typing import Final
 
 from gpipe_hpc.errors import ScheduleError
-from gpipe_hpc.schedule.table.actions import COMPUTE, Action, Op
+from gpipe_hpc.schedule.table.actions import COMPUTE, Op
 from gpipe_hpc.schedule.table.dependencies import users_of
+from gpipe_hpc.schedule.table.rows import NO_NUMBER, Kind, Row, RowWriter
 from gpipe_hpc.schedule.table.schedule import Schedule
 
 _USERS: Final = users_of(Op.R)
-# (the rank's action before a backward or None, the backward, the last stage) -> does its forward
-# keep everything?
-Spares = Callable[[Action | None, Action, int], bool]
+# (does a backward follow its forward at once, is it of the last stage) -> does its forward keep
+# everything?
+Spares = Callable[[bool, bool], bool]
 
 
-def _spare_none(previous: Action | None, backward: Action, last_stage: int) -> bool:
+def _spare_none(follows: bool, is_last: bool) -> bool:
     return False
 
 
-def _spare_all(previous: Action | None, backward: Action, last_stage: int) -> bool:
+def _spare_all(follows: bool, is_last: bool) -> bool:
     return True
 
 
-def _spare_last(previous: Action | None, backward: Action, last_stage: int) -> bool:
+def _spare_last(follows: bool, is_last: bool) -> bool:
     """Spare a forward whose backward follows at once: what is needed next is not worth dropping.
 
     Only on the last stage does it follow at once; elsewhere it waits for a gradient, and R is free.
     """
-    follows = previous == Action(Op.F, backward.stage, backward.microbatch)
-    return follows and backward.stage == last_stage
+    return follows and is_last
 
 
 RECOMPUTE_MODES: Final = MappingProxyType(
@@ -57,20 +57,27 @@ def add_recompute(schedule: Schedule, mode: str, stages: Collection[int] | None 
             f"schedule {schedule.name!r}: stages to recompute, expected some of 0 to {last}, "
             f"got {sorted(recomputed)}"
         )
-    rows = tuple(_rank(actions, spares, last, recomputed) for actions in schedule.ranks)
+    rows = tuple(_rank(row, spares, last, recomputed) for row in schedule.rows)
     return replace(schedule, ranks=rows)
 
 
-def _rank(
-    actions: tuple[Action, ...], spares: Spares, last_stage: int, stages: Collection[int]
-) -> tuple[Action, ...]:
-    placed: list[Action] = []
-    previous: Action | None = None
-    for action in actions:
-        asks = action.op in _USERS and action.stage in stages
-        if asks and not spares(previous, action, last_stage):
-            placed.append(Action(Op.R, action.stage, action.microbatch))
-        placed.append(action)
-        if action.op in COMPUTE:
-            previous = action
-    return tuple(placed)
+def _rank(row: Row, spares: Spares, last_stage: int, stages: Collection[int]) -> Row:
+    writer = RowWriter(row.kinds)
+    again = [
+        (Op.R, stage, None) if op in _USERS and stage in stages else None
+        for op, stage, _ in row.kinds
+    ]
+    computes = [op in COMPUTE for op, _, _ in row.kinds]
+    previous: tuple[Kind | None, int] = None, NO_NUMBER  # what the rank computes before
+    for which, number in zip(row.which, row.numbers, strict=True):
+        recompute = again[which]
+        if recompute is not None:
+            stage = recompute[1]
+            follows = previous == ((Op.F, stage, None), number)
+            if not spares(follows, stage == last_stage):
+                writer.add(recompute, number)
+        writer.which.append(which)
+        writer.numbers.append(number)
+        if computes[which]:
+            previous = row.kinds[which], number
+    return writer.row()

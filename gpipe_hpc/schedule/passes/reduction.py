@@ -1,11 +1,14 @@
 """Pass: reduce the gradients of a stage as soon as its last one is made."""
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from operator import itemgetter
 
-from gpipe_hpc.schedule.table.actions import COMPUTE, SENDS, Action, Op
+from gpipe_hpc.schedule.table.actions import COMPUTE, SENDS, Op
 from gpipe_hpc.schedule.table.lifetimes import ENDS_BACKWARD
 from gpipe_hpc.schedule.table.precedence import build_precedence, execution_order
+from gpipe_hpc.schedule.table.rows import Row, RowWriter
 from gpipe_hpc.schedule.table.schedule import Schedule
 
 
@@ -20,12 +23,12 @@ def add_reductions(schedule: Schedule, buckets: Mapping[int, int] | None = None)
     order on all ranks, that in which the last holder of each is done, so that none wait for one
     another in a circle. A table without any backward stays as it is.
     """
-    if not any(action.op in ENDS_BACKWARD for row in schedule.ranks for action in row):
+    if not schedule.ops & ENDS_BACKWARD:
         return schedule
     turns = _turns(schedule)
     rows = tuple(
         _rank(row, schedule.placement.stages_of(rank), turns, buckets or {})
-        for rank, row in enumerate(schedule.ranks)
+        for rank, row in enumerate(schedule.rows)
     )
     return replace(schedule, ranks=rows)
 
@@ -37,11 +40,11 @@ def _turns(schedule: Schedule) -> dict[int, int]:
     if not shared:
         return {}
     graph = build_precedence(schedule)
-    done = [0] * len(graph.actions)
+    done = [0] * graph.num_nodes
     free_at = [0] * schedule.num_ranks
     latest: dict[int, int] = dict.fromkeys(shared, 0)
     for node in execution_order(graph, graph.waits):
-        op, stage, _, _ = graph.actions[node]
+        op, stage, _ = graph.kinds[graph.which[node]]
         rank = graph.ranks[node]
         free_at[rank] = max([free_at[rank], *(done[wait] for wait in graph.waits[node])])
         free_at[rank] += op in COMPUTE
@@ -53,35 +56,48 @@ def _turns(schedule: Schedule) -> dict[int, int]:
 
 
 def _rank(
-    row: tuple[Action, ...],
+    row: Row,
     stages: tuple[int, ...],
     turns: dict[int, int],
     buckets: Mapping[int, int],
-) -> tuple[Action, ...]:
+) -> Row:
     """Place the reductions of one rank, behind the sends of the backward they follow."""
-    last = {action.stage: at for at, action in enumerate(row) if action.op in ENDS_BACKWARD}
-    in_turn = sorted((stage for stage in stages if stage in turns), key=turns.__getitem__)
-    placed: list[Action] = []
+    writer = RowWriter(row.kinds)
+    ends = [op in ENDS_BACKWARD for op, _, _ in row.kinds]
+    sends = [op in SENDS for op, _, _ in row.kinds]
+    last = {row.kinds[which][1]: at for which, at in _last_places(row).items() if ends[which]}
+    ending = {at: stage for stage, at in last.items()}
+    in_turn = deque(sorted((stage for stage in stages if stage in turns), key=turns.__getitem__))
     ready: set[int] = set()
     due: list[int] = []
-    for at, action in enumerate(row):
-        if due and action.op not in SENDS:
-            placed.extend(reduction for stage in due for reduction in _reductions(stage, buckets))
+    for at, (which, number) in enumerate(zip(row.which, row.numbers, strict=True)):
+        if due and not sends[which]:
+            _reduce(writer, due, buckets)
             due.clear()
-        placed.append(action)
-        if last.get(action.stage) == at:
-            if action.stage not in turns:
-                due.append(action.stage)
-            ready.add(action.stage)
+        writer.which.append(which)
+        writer.numbers.append(number)
+        if at in ending:
+            stage = ending[at]
+            if stage not in turns:
+                due.append(stage)
+            ready.add(stage)
             while in_turn and (in_turn[0] in ready or in_turn[0] not in last):
-                due.append(in_turn.pop(0))
+                due.append(in_turn.popleft())
     idle = [stage for stage in stages if stage not in last and stage not in turns]
-    for stage in (*due, *in_turn, *idle):
-        placed.extend(_reductions(stage, buckets))
-    return tuple(placed)
+    _reduce(writer, (*due, *in_turn, *idle), buckets)
+    return writer.row()
 
 
-def _reductions(stage: int, buckets: Mapping[int, int]) -> tuple[Action, ...]:
-    if stage not in buckets:
-        return (Action(Op.REDUCE_GRAD, stage),)
-    return tuple(Action(Op.REDUCE_GRAD, stage, bucket) for bucket in range(buckets[stage]))
+def _last_places(row: Row) -> dict[int, int]:
+    """Return where each kind of a row comes last, in the order of that."""
+    found = {which: at for at, which in enumerate(row.which)}
+    return dict(sorted(found.items(), key=itemgetter(1)))
+
+
+def _reduce(writer: RowWriter, stages: Iterable[int], buckets: Mapping[int, int]) -> None:
+    """Add the reductions of some stages."""
+    for stage in stages:
+        if stage not in buckets:
+            writer.add((Op.REDUCE_GRAD, stage, None))
+        for bucket in range(buckets.get(stage, 0)):
+            writer.add((Op.REDUCE_GRAD, stage, None), bucket)

@@ -15,7 +15,8 @@ def reduction_order(graph: Precedence) -> list[list[int]]:
     """
     queues: list[deque[int]] = [deque() for _ in range(graph.schedule.num_ranks)]
     members: dict[Action, list[int]] = defaultdict(list)
-    for node, action in enumerate(graph.actions):
+    for node in graph.of_buckets:
+        action = graph.action(node)
         if action.op in REDUCTIONS:
             queues[graph.ranks[node]].append(node)
             members[action].append(node)
@@ -23,7 +24,7 @@ def reduction_order(graph: Precedence) -> list[list[int]]:
     arrived: dict[Action, int] = defaultdict(int)
     awake = deque(queue[0] for queue in queues if queue)
     while awake:
-        action = graph.actions[awake.popleft()]
+        action = graph.action(awake.popleft())
         arrived[action] += 1
         if arrived[action] < len(members[action]):
             continue
@@ -35,7 +36,7 @@ def reduction_order(graph: Precedence) -> list[list[int]]:
                 awake.append(queue[0])
     for queue in queues:
         if queue:
-            _refuse_circle(graph, queue[0], members[graph.actions[queue[0]]], queues)
+            _refuse_circle(graph, queue[0], members[graph.action(queue[0])], queues)
     return order
 
 
@@ -48,6 +49,6 @@ def _refuse_circle(
     graph.refuse(
         node,
         f"waits for its copy on rank {graph.ranks[other]}, which reduces "
-        f"{graph.actions[ahead]} first and so waits in a circle, expected one order of "
+        f"{graph.action(ahead)} first and so waits in a circle, expected one order of "
         "reductions on all ranks that share stages; reorder them",
     )

@@ -2,15 +2,22 @@
 
 Table and data flow together make a graph. A rank passes its actions in order; an action is passed
 once those it waits for are. What cannot be ordered so is a deadlock.
+
+Nodes are numbered rank by rank, in table order. What a graph says of them stands in columns of
+integers, a few bytes a node, so that tables of millions of actions are looked through in seconds.
 """
 
+from array import array
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain, count
+from operator import itemgetter, lt
 from typing import Final, NamedTuple, NoReturn
 
 from gpipe_hpc.errors import ScheduleError
-from gpipe_hpc.schedule.table.actions import OF_BUCKETS, RECEIVES, SENDS, Action, Op
+from gpipe_hpc.schedule.table.actions import COPIES, OF_BUCKETS, RECEIVES, SENDS, Action, Op
 from gpipe_hpc.schedule.table.dependencies import (
     CONSUMERS,
     OPTIONAL,
@@ -20,39 +27,115 @@ from gpipe_hpc.schedule.table.dependencies import (
     provides,
     skip_of,
 )
+from gpipe_hpc.schedule.table.rows import Kind, action_of, integers, kind_of
 from gpipe_hpc.schedule.table.schedule import Schedule
 
-Waits = list[tuple[int, ...]]
-
-# Data flow is the same for all micro-batches, so it is looked up by op, stage and peer, a column of
-# nodes for each: the node that meets a need of a micro-batch, or NOWHERE.
-Kind = tuple[Op, int, int | None]
-Column = list[int]
+# Data flow is the same for all micro-batches, so it is looked up by kind, a column of nodes for
+# each: the node of a micro-batch, or NOWHERE.
+Column = Sequence[int]
 NOWHERE: Final = -1
+SEVERAL: Final = -2
+# What runs beside compute: to have passed it is not to have it.
+_BESIDE: Final = COPIES | {Op.UNSHARD}
+
+
+class Links:
+    """Some numbers for each node, such as the nodes it waits for: mostly none or one."""
+
+    def __init__(self, one: "array[int]", several: dict[int, tuple[int, ...]]) -> None:
+        """``one[node]`` is a number or `NOWHERE`, or says that there are `several`."""
+        self.one, self.several = one, several
+
+    @classmethod
+    def of_none(cls, num_nodes: int) -> "Links":
+        """Return those of nodes that have none."""
+        return cls(integers((NOWHERE,)) * num_nodes, {})
+
+    def copy(self) -> "Links":
+        """Return the same, which may be added to."""
+        return Links(self.one[:], dict(self.several))
+
+    def add(self, node: int, number: int) -> None:
+        """Give a node one more."""
+        if self.one[node] == NOWHERE:
+            self.one[node] = number
+        else:
+            self.several[node] = (*self[node], number)
+            self.one[node] = SEVERAL
+
+    def __getitem__(self, node: int) -> tuple[int, ...]:
+        """Return those of a node, in the order in which they were added."""
+        number = self.one[node]
+        if number == SEVERAL:
+            return self.several[node]
+        return () if number == NOWHERE else (number,)
+
+
+class _Fault(NamedTuple):
+    """A node to be refused: of several the first, in table order and that of its needs."""
+
+    node: int
+    order: int
+    refuse: Callable[[], NoReturn]
+
+
+class Late(NamedTuple):
+    """A node that waits for one of its own rank which comes later; `order` counts its needs."""
+
+    node: int
+    order: int
+    wait: int
 
 
 @dataclass(frozen=True)
 class Precedence:
-    """A table as a graph; nodes are numbered rank by rank, in table order.
+    """A table as a graph.
 
-    ``makers[op, stage, peer][microbatch]`` is the node that meets a need; ``waits[node]`` are the
-    nodes that an action waits for. ``gathers[stage, rank]`` are the ``UNSHARD`` of a holder, for
-    which the first forward of the stage there waits. A wait for another rank's node is a wait for
-    a transfer: that node is the ``SEND`` in a lowered table, the value's maker in a bare one.
+    ``kinds[which[node]]`` is what an action is, ``numbers[node]`` its micro-batch or bucket.
+    ``columns[kind][microbatch]`` is the node of an action, ``makers[kind][microbatch]`` the one
+    that meets a need: of ``I`` and ``W`` also a ``B``. ``of_buckets`` are the nodes of reductions
+    and gatherings; ``gathers[stage, rank]`` the ``UNSHARD`` of a holder, for which the first
+    forward of the stage there waits.
+
+    ``waits[node]`` are the nodes that a node waits for, in the order in which it needs them, except
+    what its rank has computed before. A wait for another rank's node is a wait for a transfer: that
+    node is the ``SEND`` in a lowered table, the value's maker in a bare one. `late`: what comes
+    later on its own rank than somebody who needs it. `leaves_with`: of a forward that is one block
+    with a backward the node of that one, at whose end its output is; in a bare table.
     """
 
     schedule: Schedule
-    actions: list[Action]
-    ranks: list[int]
+    kinds: list[Kind]
+    which: "array[int]"
+    numbers: "array[int]"
+    ranks: "array[int]"
     starts: list[int]
-    makers: dict[Kind, Column]
-    waits: Waits
+    waits: Links
+    columns: dict[Kind, "array[int]"] = field(default_factory=dict)
+    makers: dict[Kind, Column] = field(default_factory=dict)
+    of_buckets: list[int] = field(default_factory=list)
     gathers: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    late: list[Late] = field(default_factory=list)
+    leaves_with: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def num_nodes(self) -> int:
+        """Return the number of actions."""
+        return len(self.which)
+
+    @property
+    def actions(self) -> Iterator[Action]:
+        """Yield the actions of all nodes, in order."""
+        return chain.from_iterable(self.schedule.rows)
+
+    def action(self, node: int) -> Action:
+        """Return the action of a node."""
+        return action_of(self.kinds[self.which[node]], self.numbers[node])
 
     def where(self, node: int) -> str:
         """Say where a node stands: ``rank 1, position 3, 1B0``."""
         rank = self.ranks[node]
-        return f"rank {rank}, position {node - self.starts[rank]}, {self.actions[node]}"
+        return f"rank {rank}, position {node - self.starts[rank]}, {self.action(node)}"
 
     def refuse(self, node: int, what: str) -> NoReturn:
         """Raise for one node."""
@@ -73,30 +156,19 @@ class Precedence:
         return maker
 
     @cached_property
-    def rendezvous_waits(self) -> Waits:
+    def rendezvous_waits(self) -> Links:
         """Return the waits where every ``SEND`` also waits until its ``RECV`` is posted.
 
         Every transfer must be whole.
         """
-        waits = list(self.waits)
-        for kind, sends in self.makers.items():
+        waits = self.waits.copy()
+        for kind, sends in self.columns.items():
             if kind[0] in SENDS:
-                posts = self.makers[kind_of(counterpart(action_of(kind)))]
+                posts = self.columns[kind_of(counterpart(action_of(kind)))]
                 for send, partner in zip(sends, posts, strict=True):
                     if send != NOWHERE:
-                        waits[send] = (*waits[send], partner)
+                        waits.add(send, partner)
         return waits
-
-
-def kind_of(action: Action) -> Kind:
-    """Return what an action has in common with those of other micro-batches."""
-    return action.op, action.stage, action.peer
-
-
-def action_of(kind: Kind) -> Action:
-    """Return an action of a kind, of no micro-batch."""
-    op, stage, peer = kind
-    return Action(op, stage, None, peer)
 
 
 def build_precedence(schedule: Schedule) -> Precedence:
@@ -104,55 +176,130 @@ def build_precedence(schedule: Schedule) -> Precedence:
 
     Refuses an action that is out of range, on a wrong rank or there twice, and a need unmet.
     """
-    actions = [action for row in schedule.ranks for action in row]
-    ranks = [rank for rank, row in enumerate(schedule.ranks) for _ in row]
+    places: dict[Kind, int] = {}
+    which, numbers, ranks = integers(), integers(), integers()
     starts = [0]
-    for row in schedule.ranks:
-        starts.append(starts[-1] + len(row))
-    graph = Precedence(schedule, actions, ranks, starts, {}, [])
+    for rank, row in enumerate(schedule.rows):
+        place = [places.setdefault(kind, len(places)) for kind in row.kinds]
+        which.extend(map(place.__getitem__, row.which))
+        numbers.extend(row.numbers)
+        ranks.extend(integers((rank,)) * len(row))
+        starts.append(len(which))
+    waits = Links.of_none(len(which))
+    graph = Precedence(schedule, list(places), which, numbers, ranks, starts, waits)
     _index(graph)
     _resolve(graph)
     return graph
 
 
+def _refuse_first(faults: list[_Fault]) -> None:
+    """Raise for the first of some faults, if there is any."""
+    if faults:
+        min(faults, key=itemgetter(0, 1)).refuse()
+
+
 def _index(graph: Precedence) -> None:
-    """Fill in who provides what; refuse an action out of range, out of place or there twice."""
-    placement, makers = graph.schedule.placement, graph.makers
-    num_microbatches = placement.num_microbatches
-    met: dict[Kind, list[tuple[Op, Column]]] = {}
+    """Fill in who stands where; refuse an action out of range, out of place or there twice."""
+    schedule = graph.schedule
+    num_microbatches = schedule.num_microbatches
+    faults: list[_Fault] = []
+    homes = _homes(schedule)
+    nobodys = integers((NOWHERE,)) * num_microbatches
     on_holder: dict[tuple[Action, int], int] = {}
-    for node, (action, rank) in enumerate(zip(graph.actions, graph.ranks, strict=True)):
-        op, stage, microbatch, peer = action
-        columns = met.get((op, stage, peer))
-        if (
-            columns is None
-            or microbatch is None
-            or not 0 <= microbatch < num_microbatches
-            or placement.rank_of(stage, microbatch) != rank
-        ):
-            _check_entry(graph, node)
-            if op in OF_BUCKETS:  # one on every holder
-                first = on_holder.setdefault((action, rank), node)
-                if first != node:
-                    _refuse_twice(graph, node, first, action)
-                if op is Op.UNSHARD:
-                    graph.gathers.setdefault((stage, rank), []).append(node)
-                continue
-            assert microbatch is not None, "checked with the entry"
-            columns = met[op, stage, peer] = [
-                (need.op, makers.setdefault(kind_of(need), [NOWHERE] * num_microbatches))
-                for need in provides(action)
-            ]
-        for need, column in columns:
-            if column[microbatch] != NOWHERE:
-                _refuse_twice(graph, node, column[microbatch], action._replace(op=need))
-            column[microbatch] = node
+    for rank, row in enumerate(schedule.rows):
+        known = [
+            (homes[kind[1]], graph.columns.setdefault(kind, nobodys[:]))
+            if _is_regular(kind, schedule)
+            else (nobodys, nobodys)
+            for kind in row.kinds
+        ]
+        for node, which, number in zip(count(graph.starts[rank]), row.which, row.numbers):
+            home, column = known[which]
+            if not 0 <= number < num_microbatches or home[number] != rank:
+                faults += _place_by_itself(graph, node, on_holder)
+            elif column[number] == NOWHERE:
+                column[number] = node
+            else:
+                need = provides(graph.action(node))[0]
+                faults.append(
+                    _Fault(node, 0, partial(_refuse_twice, graph, node, column[number], need))
+                )
+    for kind, column in graph.columns.items():
+        for order, need in enumerate(provides(action_of(kind))):
+            faults += _provide(graph, kind_of(need), column, order)
+    _refuse_first(faults)
+
+
+def _homes(schedule: Schedule) -> list[Column]:
+    """Return for each stage the rank that runs it, by micro-batch."""
+    placement = schedule.placement
+    if len(placement.routes) == 1:
+        num = schedule.num_microbatches
+        return [integers((rank,)) * num for rank in placement.routes[0]]
+    return [
+        integers(map([route[stage] for route in placement.routes].__getitem__, placement.route_of))
+        for stage in range(placement.num_stages)
+    ]
+
+
+def _is_regular(kind: Kind, schedule: Schedule) -> bool:
+    """Say whether the actions of a kind are of micro-batches, and may be in this table."""
+    op, stage, peer = kind
+    if op in OF_BUCKETS or not 0 <= stage < schedule.num_stages:
+        return False
+    return peer is None or _is_over_a_skip(kind, schedule)
+
+
+def _is_over_a_skip(kind: Kind, schedule: Schedule) -> bool:
+    is_transfer = kind[0] in SENDS or kind[0] in RECEIVES
+    return is_transfer and skip_of(action_of(kind)) in schedule.skips
+
+
+def _place_by_itself(
+    graph: Precedence, node: int, on_holder: dict[tuple[Action, int], int]
+) -> Iterator[_Fault]:
+    """Note an action of buckets, of which each holder has one; yield why another has no place."""
+    action, rank = graph.action(node), graph.ranks[node]
+    try:
+        _check_entry(graph, node)
+    except ScheduleError:
+        yield _Fault(node, 0, partial(_refuse_entry, graph, node))
+        return
+    first = on_holder.setdefault((action, rank), node)
+    if first != node:
+        yield _Fault(node, 0, partial(_refuse_twice, graph, node, first, action))
+    graph.of_buckets.append(node)
+    if action.op is Op.UNSHARD:
+        graph.gathers.setdefault((action.stage, rank), []).append(node)
+
+
+def _refuse_entry(graph: Precedence, node: int) -> NoReturn:
+    _check_entry(graph, node)
+    raise AssertionError(f"{graph.where(node)} has a place")
+
+
+def _provide(graph: Precedence, need: Kind, column: "array[int]", order: int) -> Iterator[_Fault]:
+    """Enter who meets a need, beside those that meet it otherwise; yield who does it again."""
+    others = graph.makers.get(need)
+    if others is None:
+        graph.makers[need] = column
+        return
+    both = integers(others)
+    for microbatch, (other, node) in enumerate(zip(others, column, strict=True)):
+        if node == NOWHERE:
+            continue
+        both[microbatch] = node
+        if other != NOWHERE:
+            first, again = sorted((other, node))
+            what = action_of(need, microbatch)
+            yield _Fault(again, order, partial(_refuse_twice, graph, again, first, what))
+    graph.makers[need] = both
 
 
 def _check_entry(graph: Precedence, node: int) -> None:
     """Refuse one action that names no stage or micro-batch of the table, or is on a wrong rank."""
     placement, rank = graph.schedule.placement, graph.ranks[node]
-    op, stage, microbatch, peer = graph.actions[node]
+    op, stage, microbatch, peer = graph.action(node)
     if not 0 <= stage < placement.num_stages:
         graph.refuse(node, f"no such stage, expected 0 to {placement.num_stages - 1}, got {stage}")
     if peer is not None:
@@ -171,7 +318,7 @@ def _check_entry(graph: Precedence, node: int) -> None:
 
 def _check_peer(graph: Precedence, node: int) -> None:
     """Refuse a peer of an action that is no transfer over a skip of the table."""
-    action, skips = graph.actions[node], graph.schedule.skips
+    action, skips = graph.action(node), graph.schedule.skips
     if action.op not in SENDS and action.op not in RECEIVES:
         graph.refuse(node, f"is no transfer, expected no peer, got {action.peer}")
     if skip_of(action) not in skips:
@@ -192,56 +339,28 @@ class _Need(NamedTuple):
     """What the actions of a kind need: who makes it, and how it comes from elsewhere."""
 
     action: Action
-    makers: Column | None
+    makers: Column
     posts: Column | None
     sends: Column | None
 
 
 def _resolve(graph: Precedence) -> None:
-    """Fill in the waits of every node; refuse a need that nobody meets."""
-    needs: dict[Kind, list[_Need]] = {}
-    ranks, append = graph.ranks, graph.waits.append
-    leaves_with = _overlaps(graph)
-    gathers = dict(graph.gathers)
-    for node, action in enumerate(graph.actions):
-        op, stage, microbatch, peer = action
-        if op in OF_BUCKETS or microbatch is None:
-            append(_own_weights(graph, node))
-            continue
-        kinds = needs.get((op, stage, peer))
-        if kinds is None:
-            kinds = needs[op, stage, peer] = _needs(graph, action)
-        waits: list[int] = []
-        rank = ranks[node]
-        for need in kinds:
-            maker = need.makers[microbatch] if need.makers is not None else NOWHERE
-            if maker == NOWHERE:
-                if need.action.op in OPTIONAL:
-                    continue  # nothing is recomputed or fetched here
-                maker = graph.provide(node, need.action._replace(microbatch=microbatch))
-            if op in RECEIVES:
-                continue  # it posts a buffer; its consumer waits
-            if need.posts is not None and ranks[maker] != rank:
-                waits.append(need.posts[microbatch])
-                maker = need.sends[microbatch] if need.sends is not None else NOWHERE
-                if waits[-1] == NOWHERE or maker == NOWHERE:
-                    _refuse_untransferred(graph, node, need.action.stage)
-            elif leaves_with and ranks[maker] != rank:
-                maker = leaves_with.get(maker, maker)
-            waits.append(maker)
-        if gathers and op is Op.F:
-            waits += gathers.pop((stage, rank), ())  # later ones come behind the first anyway
-        append(tuple(waits))  # the garbage collector forgets tuples of numbers, not lists
+    """Fill in what the nodes wait for; refuse a need that nobody meets."""
+    faults: list[_Fault] = []
+    _join_blocks(graph)
+    for kind, nodes in graph.columns.items():
+        for order, need in enumerate(_needs(graph, kind)):
+            faults += _link(graph, kind, nodes, order, need)
+    for node in graph.of_buckets:
+        faults += _link_own_weights(graph, node)
+    _refuse_first(faults)
+    _link_gathers(graph)
 
 
-def _overlaps(graph: Precedence) -> dict[int, int]:
-    """Return for a forward that is one block with a backward the node at whose end its output is.
-
-    Of a bare table: in a lowered one the sends stand where they are.
-    """
-    found: dict[int, int] = {}
+def _join_blocks(graph: Precedence) -> None:
+    """Note which forwards are one block with a backward; in a lowered table sends stand by it."""
     if graph.schedule.is_lowered:
-        return found
+        return
     for forward, backward in graph.schedule.overlaps:
         node, partner = graph.find(forward), graph.find(backward._replace(op=Op.I))
         if node is None or partner is None:
@@ -252,89 +371,178 @@ def _overlaps(graph: Precedence) -> dict[int, int]:
                 f"overlaps {backward}, expected it behind on this rank, got "
                 f"{graph.where(partner)}; move it there",
             )
-        found[node] = partner
-    return found
+        graph.leaves_with[node] = partner
 
 
-def _refuse_untransferred(graph: Precedence, node: int, source: int) -> NoReturn:
-    """Raise for a value of another rank's stage whose transfer is not whole."""
-    post = arrival(graph.actions[node], source)
-    graph.provide(node, post)
-    graph.provide(node, counterpart(post))
-    raise AssertionError(f"{post} and its partner are in the table")
-
-
-def _needs(graph: Precedence, action: Action) -> list[_Need]:
+def _needs(graph: Precedence, kind: Kind) -> list[_Need]:
     """Return the needs that the actions of a kind share."""
-    schedule = graph.schedule
-    column = graph.makers.get
+    schedule, action = graph.schedule, action_of(kind)
     nowhere = [NOWHERE] * schedule.num_microbatches
     found: list[_Need] = []
     for need in dependencies(action, schedule.num_stages, 1, schedule.skips):
-        makers = column(kind_of(need))
+        makers = graph.makers.get(kind_of(need))
         if makers is None and need.op in OPTIONAL:
             continue
         posts: Column | None = None
         sends: Column | None = None
         if schedule.is_lowered and action.op in CONSUMERS and need.stage != action.stage:
             post = arrival(action, need.stage)
-            posts = column(kind_of(post), nowhere)
-            sends = column(kind_of(counterpart(post)), nowhere)
-        found.append(_Need(need, makers, posts, sends))
+            posts = graph.makers.get(kind_of(post), nowhere)
+            sends = graph.makers.get(kind_of(counterpart(post)), nowhere)
+        found.append(_Need(need, makers or nowhere, posts, sends))
     return found
 
 
-def _own_weights(graph: Precedence, node: int) -> tuple[int, ...]:
-    """Return what an action of buckets waits for: each holder for what it makes itself."""
+def _link(
+    graph: Precedence, kind: Kind, nodes: Column, order: int, need: _Need
+) -> Iterator[_Fault]:
+    """Let the nodes of a kind wait for one of their needs; yield those that nobody meets."""
+    ranks, waits, late = graph.ranks, graph.waits, graph.late
+    posts_a_buffer = kind[0] in RECEIVES  # its consumer waits
+    is_optional, is_beside = need.action.op in OPTIONAL, need.action.op in _BESIDE
+    is_own = need.action.stage == kind[1]
+    if is_own and not is_beside and not posts_a_buffer and _come_first(need.makers, nodes):
+        return
+    for microbatch, (node, maker) in enumerate(zip(nodes, need.makers, strict=True)):
+        if node == NOWHERE:
+            continue
+        if maker == NOWHERE:
+            if not is_optional:  # else nothing is recomputed or fetched here
+                what = need.action._replace(microbatch=microbatch)
+                yield _Fault(node, 2 * order, partial(_refuse_unmet, graph, node, what))
+        elif posts_a_buffer:
+            continue
+        elif ranks[maker] == ranks[node]:
+            if maker > node:
+                late.append(Late(node, 2 * order, maker))
+            if maker > node or is_beside:
+                waits.add(node, maker)
+        elif need.posts is None or need.sends is None:
+            waits.add(node, graph.leaves_with.get(maker, maker))
+        else:
+            post, send = need.posts[microbatch], need.sends[microbatch]
+            if post == NOWHERE or send == NOWHERE:
+                yield _Fault(
+                    node,
+                    2 * order,
+                    partial(_refuse_untransferred, graph, node, need.action.stage),
+                )
+                continue
+            if post > node:
+                late.append(Late(node, 2 * order, post))
+                waits.add(node, post)
+            waits.add(node, send)
+
+
+def _come_first(makers: Column, nodes: Column) -> bool:
+    """Say whether every micro-batch has both, and its maker ahead; they are of one rank."""
+    return NOWHERE not in makers and all(map(lt, makers, nodes))
+
+
+def _refuse_unmet(graph: Precedence, node: int, need: Action) -> NoReturn:
+    graph.provide(node, need)
+    raise AssertionError(f"{need} is in the table")
+
+
+def _refuse_untransferred(graph: Precedence, node: int, source: int) -> NoReturn:
+    """Raise for a value of another rank's stage whose transfer is not whole."""
+    post = arrival(graph.action(node), source)
+    graph.provide(node, post)
+    graph.provide(node, counterpart(post))
+    raise AssertionError(f"{post} and its partner are in the table")
+
+
+def _link_own_weights(graph: Precedence, node: int) -> Iterator[_Fault]:
+    """Let an action of buckets wait for what its rank makes itself: for the last of it is enough.
+
+    Where some of it comes later than the node, that is what it waits for.
+    """
     schedule, rank = graph.schedule, graph.ranks[node]
-    placement = schedule.placement
-    needs = dependencies(graph.actions[node], schedule.num_stages, schedule.num_microbatches)
-    return tuple(
-        graph.provide(node, need)
-        for need in needs
-        if placement.rank_of(need.stage, need.microbatch or 0) == rank
-    )
+    placement, last = schedule.placement, NOWHERE
+    needs = dependencies(graph.action(node), schedule.num_stages, schedule.num_microbatches)
+    for order, need in enumerate(needs):
+        if placement.rank_of(need.stage, need.microbatch or 0) == rank:
+            maker = graph.find(need)
+            if maker is None:
+                yield _Fault(node, order, partial(_refuse_unmet, graph, node, need))
+            elif maker > node:
+                graph.late.append(Late(node, order, maker))
+                graph.waits.add(node, maker)
+            else:
+                last = max(last, maker)
+    if last != NOWHERE:
+        graph.waits.add(node, last)
 
 
-def execution_order(graph: Precedence, waits: Waits) -> list[int]:
-    """Return the nodes in an order in which ranks can pass them; refuse a deadlock.
+def _link_gathers(graph: Precedence) -> None:
+    """Let the first forward of a stage on a rank wait until its parameters are there."""
+    for (stage, rank), gathers in graph.gathers.items():
+        forwards = graph.columns.get((Op.F, stage, None), ())
+        own = (node for node in forwards if node != NOWHERE and graph.ranks[node] == rank)
+        first = min(own, default=None)  # later ones come behind the first anyway
+        for order, gather in enumerate(gathers if first is not None else ()):
+            assert first is not None, "there is one"
+            graph.waits.add(first, gather)
+            if gather > first:
+                graph.late.append(Late(first, _BEHIND_NEEDS + order, gather))
+
+
+_BEHIND_NEEDS: Final = 2**30
+
+
+def execution_order(graph: Precedence, waits: Links) -> "array[int]":
+    """Return the nodes in an order in which ranks can pass them; refuse a deadlock."""
+    return integers(chain.from_iterable(runs(graph, waits)))
+
+
+def runs(graph: Precedence, waits: Links) -> list[range]:
+    """Return the nodes in an order in which ranks can pass them, run by run; refuse a deadlock.
 
     Linear in actions and waits: a blocked rank sleeps until the node it waits for is passed.
     """
+    ranks, one, several = graph.ranks, waits.one, waits.several
     position = graph.starts[:-1]
-    passed = bytearray(len(graph.actions))
-    sleepers: dict[int, list[int]] = {}
-    order: list[int] = []
+    # Who sleeps until a rank passes a node, for each rank: (the node, who).
+    sleepers: list[list[tuple[int, int]]] = [[] for _ in position]
+    found: list[range] = []
     awake = deque(range(len(position)))
     while awake:
         rank = awake.popleft()
-        node, end = position[rank], graph.starts[rank + 1]
-        while node < end:
-            blocker = NOWHERE
-            for wait in waits[node]:
-                if not passed[wait]:
-                    blocker = wait
-                    break
-            if blocker != NOWHERE:
-                sleepers.setdefault(blocker, []).append(rank)
-                break
-            passed[node] = 1
-            order.append(node)
-            if node in sleepers:
-                awake.extend(sleepers.pop(node))
-            node += 1
-        position[rank] = node
-    if len(order) < len(graph.actions):
+        first, end = position[rank], graph.starts[rank + 1]
+        for node in range(first, end):
+            wait = one[node]
+            if wait == NOWHERE:
+                continue
+            position[rank] = node
+            if wait == SEVERAL:
+                unmet = (each for each in several[node] if position[ranks[each]] <= each)
+                wait = next(unmet, NOWHERE)
+                if wait == NOWHERE:
+                    continue
+            elif position[ranks[wait]] > wait:
+                continue
+            sleepers[ranks[wait]].append((wait, rank))
+            break
+        else:
+            position[rank] = end
+        reached = position[rank]
+        found.append(range(first, reached))
+        if sleepers[rank]:
+            woken = [each for each in sleepers[rank] if each[0] < reached]
+            if woken:
+                sleepers[rank] = [each for each in sleepers[rank] if each[0] >= reached]
+                awake.extend(who for _, who in sorted(woken, key=itemgetter(0)))
+    if sum(map(len, found)) < graph.num_nodes:
         raise ScheduleError(_describe_deadlock(graph, sleepers, position))
-    return order
+    return found
 
 
 def _describe_deadlock(
-    graph: Precedence, sleepers: dict[int, list[int]], position: list[int]
+    graph: Precedence, sleepers: list[list[tuple[int, int]]], position: list[int]
 ) -> str:
-    stuck = sorted((rank, wait) for wait, ranks in sleepers.items() for rank in ranks)
+    stuck = sorted((rank, wait) for each in sleepers for wait, rank in each)
     lines = [
-        f"  {graph.where(position[rank])} waits for {graph.actions[wait]} "
+        f"  {graph.where(position[rank])} waits for {graph.action(wait)} "
         f"({graph.where(wait)}, not reached)"
         for rank, wait in stuck
     ]

@@ -1,11 +1,13 @@
 """The table: stages placed on ranks, and for each rank its list of actions."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from gpipe_hpc.errors import ScheduleError
-from gpipe_hpc.schedule.table.actions import COMPUTE, COPIES, Action
+from gpipe_hpc.schedule.table.actions import COMPUTE, COPIES, Action, Op
+from gpipe_hpc.schedule.table.rows import Row
 
 # A forward and the backward of another stage that the same rank runs along with it.
 Overlap = tuple[Action, Action]
@@ -66,7 +68,15 @@ class Placement:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages that a rank holds, sorted."""
-        return tuple(stage for stage, ranks in enumerate(self._holders) if rank in ranks)
+        return self._stages_of.get(rank, ())
+
+    @cached_property
+    def _stages_of(self) -> dict[int, tuple[int, ...]]:
+        found: dict[int, list[int]] = {}
+        for stage, ranks in enumerate(self._holders):
+            for rank in ranks:
+                found.setdefault(rank, []).append(stage)
+        return {rank: tuple(stages) for rank, stages in found.items()}
 
     @cached_property
     def _holders(self) -> tuple[tuple[int, ...], ...]:
@@ -77,6 +87,7 @@ class Placement:
 class Schedule:
     """A table: for each rank the actions it runs, in order.
 
+    ``ranks`` may be given as any sequences of actions; they are kept packed, as `Row`s.
     ``max_activations[rank]`` bounds the stage micro-batches whose activations live on a rank at
     once; ``max_receives[rank]`` the receive buffers posted and not yet consumed. None: undeclared.
     `overlaps` names pairs of an ``F`` and the ``B`` right behind it on its rank that are one block:
@@ -88,14 +99,15 @@ class Schedule:
 
     name: str
     placement: Placement
-    ranks: tuple[tuple[Action, ...], ...]
+    ranks: tuple[Sequence[Action], ...]
     max_activations: tuple[int, ...] | None = None
     max_receives: tuple[int, ...] | None = None
     overlaps: tuple[Overlap, ...] = ()
     skips: tuple[Skip, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse skips between stages that are not there or too near, and skips out of order."""
+        """Pack the rows; refuse skips between stages not there or too near, and out of order."""
+        object.__setattr__(self, "ranks", tuple(map(Row.of, self.ranks)))
         last = self.num_stages - 1
         for source, destination in self.skips:
             if not (source >= 0 and source + 2 <= destination <= last):
@@ -109,6 +121,21 @@ class Schedule:
                 f"schedule {self.name!r}: skips, expected each pair of stages once and in order, "
                 f"got {self.skips}; sort them"
             )
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        """Return the actions of all ranks, packed: what passes over whole tables read."""
+        return tuple(map(Row.of, self.ranks))
+
+    @cached_property
+    def ops(self) -> frozenset[Op]:
+        """Return the ops that the table has."""
+        return frozenset(op for row in self.rows for op in row.ops)
+
+    @property
+    def num_actions(self) -> int:
+        """Return how many actions all ranks run together."""
+        return sum(map(len, self.ranks))
 
     @property
     def num_ranks(self) -> int:
@@ -128,10 +155,7 @@ class Schedule:
     @cached_property
     def is_lowered(self) -> bool:
         """Return whether communication and reduction are part of the table."""
-        if self.max_receives is not None:
-            return True
-        bare = COMPUTE | COPIES
-        return any(action.op not in bare for actions in self.ranks for action in actions)
+        return self.max_receives is not None or not self.ops <= COMPUTE | COPIES
 
 
 def digest(schedule: Schedule) -> str:
@@ -147,6 +171,6 @@ def digest(schedule: Schedule) -> str:
     )
     if schedule.skips:
         sha.update(f"\nskips {schedule.skips}".encode())
-    for actions in schedule.ranks:
-        sha.update(("\n" + ",".join(map(str, actions))).encode())
+    for row in schedule.rows:
+        sha.update(f"\n{row.digest()}".encode())
     return sha.hexdigest()
