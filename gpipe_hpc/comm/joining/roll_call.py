@@ -1,9 +1,15 @@
 """The roll call: every rank enters its name in the store, and one verdict goes for all.
 
-A name carries the proof of the job's secret, and rank 0 answers each with a proof of its own. So
-neither a stranger's entry nor a stranger who serves the store in rank 0's place is believed.
+Ranks are a tree, with rank 0 at its root. Each rank hears of those below it and says in one line
+whether all of them have come and are alike; so none reads more than a few lines. Only where
+something is wrong does rank 0 read what every rank says of itself, and names who it is.
+
+A name carries the proof of the job's secret, and whoever is above a rank answers it with a proof
+of its own. So neither a stranger's entry nor a stranger who serves the store in rank 0's place is
+believed.
 """
 
+import hashlib
 import json
 import os
 import secrets
@@ -12,7 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +32,11 @@ from gpipe_hpc.errors import LaunchError
 
 # How long past its time a rank stays for others to hear, or to speak.
 _GRACE_S: Final = 5.0
+_ANSWER_S: Final = 20.0
 _VERDICT: Final = "verdict"
+_WIDTH: Final = 8
+# A store answers more; and no rank asks less often than every two seconds.
+_QUESTIONS_A_SECOND: Final = 5000
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,11 @@ class Member:
         """Return the process, for messages."""
         return f"process {self.pid} on {self.host}"
 
+    def facts(self) -> str:
+        """Return a digest of what must be the same on all ranks."""
+        text = json.dumps([self.versions, self.loopback], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
     def is_same_process(self, other: "Member") -> bool:
         """Say whether both are one process."""
         return self._process() == other._process()
@@ -94,6 +109,29 @@ def _started(pid: int) -> str:
     except OSError:
         return ""
     return "" if fields[0] == "Z" else fields[19]
+
+
+class _Alike(NamedTuple):
+    """What some ranks have in common: a digest of the facts that must be equal, and the machine.
+
+    `machine` is empty where they are on several.
+    """
+
+    facts: str
+    machine: str
+
+
+def _depth(rank: int) -> int:
+    """Return how many ranks are above one."""
+    depth = 0
+    while rank:
+        rank, depth = (rank - 1) // _WIDTH, depth + 1
+    return depth
+
+
+def _longest_pause_s(world_size: int) -> float:
+    """Return how long a rank waits at most until it asks the store again, as all others do."""
+    return min(max(0.2, world_size / _QUESTIONS_A_SECOND), 2.0)
 
 
 @dataclass(frozen=True)
@@ -126,6 +164,7 @@ class RollCall:
                 self._farewell()
             else:
                 self._check_answer(entry, text)
+                self._answer(text)
         except dist.DistError as error:
             raise LaunchError(
                 f"launch: rank {rank} lost the store, expected it to be served until all ranks "
@@ -195,21 +234,64 @@ class RollCall:
 
     def _verdict(self) -> str:
         """Wait for the verdict, and give it where that is this rank's turn."""
-        everyone = [self._key(rank) for rank in range(self.launch.world_size)]
-        if self.launch.rank == 0:
-            self._await(self.deadline, [_VERDICT], everyone)
-        else:
-            self._await(self.deadline, [_VERDICT])
-        missing = self._missing()
+        rank = self.launch.rank
+        below = [f"below/{child}" for child in self._children()]
+        self._await(self.deadline, [_VERDICT], below)
+        if not self._are_there([_VERDICT]) and self._are_there(below):
+            told = self._told_by(self._children())
+            if rank == 0 and told is not None:
+                return self._decide(told)
+            if rank > 0:
+                self._set(f"below/{rank}", self._sealed(told))
+        # Rank 0 has to look at each: somebody below it is not like the others.
+        everyone = [[self._key(each) for each in range(self.launch.world_size)]] if not rank else []
+        self._await(self.deadline, [_VERDICT], *everyone)
+        # Whoever is nearer to rank 0 speaks first: else all would ask for all the missing.
+        self._await(time.monotonic() + _GRACE_S * _depth(rank), [_VERDICT])
+        if self._are_there([_VERDICT]):
+            return self.store.get(_VERDICT).decode()
+        missing = self._missing(range(self.launch.world_size))
         if missing:
             return self._propose(self._absence(missing), local=False)
-        if self.launch.rank == 0:
+        if rank == 0:
             return self._judge()
         # The last came just now: rank 0 is about to speak.
         self._await(time.monotonic() + _GRACE_S, [_VERDICT])
         return self._propose(
             f"rank 0 came but gave no verdict within {self.timeout_s:g} s; see its log", local=False
         )
+
+    def _children(self) -> range:
+        """Return the ranks right below this one."""
+        first = _WIDTH * self.launch.rank + 1
+        return range(first, max(first, min(first + _WIDTH, self.launch.world_size)))
+
+    def _told_by(self, children: Sequence[int]) -> "_Alike | None":
+        """Return what is the same on this rank and all below it; None where something differs."""
+        own = _Alike(self.me.facts(), self.me.machine)
+        for child in children:
+            sealed = self.store.get(f"below/{child}")
+            try:
+                text = self.secret.unseal(f"below rank {child}", sealed)
+                told = json.loads(text)
+                theirs = None if told is None else _Alike(*map(str, told))
+            except (ConnectionError, ValueError, TypeError):
+                return None
+            if theirs is None or theirs.facts != own.facts:
+                return None
+            if theirs.machine != own.machine:
+                own = own._replace(machine="")
+        return own
+
+    def _sealed(self, told: "_Alike | None") -> bytes:
+        return self.secret.seal(f"below rank {self.launch.rank}", json.dumps(told).encode())
+
+    def _decide(self, told: "_Alike") -> str:
+        """Let all go on who are alike; rank 0 alone."""
+        is_local = told.machine != ""
+        if self.me.loopback and not is_local:
+            return self._judge()
+        return self._propose("", local=is_local and self.me.loopback is not False)
 
     def _propose(self, refusal: str, *, local: bool) -> str:
         """Give a verdict unless there is one; return the one that stands."""
@@ -236,17 +318,20 @@ class RollCall:
                 "comm.loopback=true does not reach other machines, expected all ranks on one, "
                 f"got {', '.join(sorted({m.host for m in present})[:8])}; leave loopback off"
             )
-        answer = local and self.me.loopback is not False
-        text = json.dumps({"refusal": refusal, "local": answer})
-        if not refusal:
-            for rank in ranks:
-                entry = self.store.get(self._key(rank))
-                self._set(f"answer/{rank}", self.secret.prove("answer", entry, text.encode()))
-        return self.store.compare_set(_VERDICT, "", text).decode()
+        return self._propose(refusal, local=local and self.me.loopback is not False)
+
+    def _answer(self, verdict: str) -> None:
+        """Prove to those right below that the verdict is one of this job."""
+        for child in self._children():
+            entry = self.store.get(self._key(child))
+            self._set(f"answer/{child}", self.secret.prove("answer", entry, verdict.encode()))
 
     def _check_answer(self, entry: bytes, verdict: str) -> None:
-        """Raise LaunchError unless rank 0 has proved the secret over this rank's own number."""
+        """Raise LaunchError unless who is above has proved the secret over this rank's number."""
+        if self.launch.rank == 0:
+            return
         key = f"answer/{self.launch.rank}"
+        self._await(time.monotonic() + _ANSWER_S, [key])
         proof = self.store.get(key) if self.store.check([key]) else b""
         if not self.secret.proves(proof, "answer", entry, verdict.encode()):
             raise LaunchError(
@@ -264,7 +349,7 @@ class RollCall:
         """Let the server outlive the news: it stays until those who came have heard the reason."""
         self.store.set(f"heard/{self.launch.rank}", "")
         if self.launch.rank == 0 and not self.launch.agent_store:
-            missing = self._missing()
+            missing = self._missing(range(self.launch.world_size))
             came = [rank for rank in range(self.launch.world_size) if rank not in missing]
             self._await(time.monotonic() + _GRACE_S, [f"heard/{rank}" for rank in came])
 
@@ -275,16 +360,24 @@ class RollCall:
         torch writes warnings to stderr when it ends without success.
         """
         pause_s = 0.001
-        while not any(self.store.check(list(keys)) for keys in alternatives):
+        while not any(map(self._are_there, alternatives)):
             left = deadline - time.monotonic()
             if left <= 0:
                 return
             time.sleep(min(pause_s, left))
-            pause_s = min(2 * pause_s, 0.2)
+            pause_s = min(2 * pause_s, _longest_pause_s(self.launch.world_size))
 
-    def _missing(self) -> list[int]:
-        ranks = range(self.launch.world_size)
-        return [rank for rank in ranks if not self.store.check([self._key(rank)])]
+    def _are_there(self, keys: Sequence[str]) -> bool:
+        return not keys or self.store.check(list(keys))
+
+    def _missing(self, ranks: Sequence[int]) -> list[int]:
+        """Return who has not come; asks for all at once, then for halves that are not complete."""
+        if self.store.check([self._key(rank) for rank in ranks]):
+            return []
+        if len(ranks) == 1:
+            return [*ranks]
+        middle = len(ranks) // 2
+        return self._missing(ranks[:middle]) + self._missing(ranks[middle:])
 
     def _absence(self, missing: Sequence[int]) -> str:
         size = self.launch.world_size
