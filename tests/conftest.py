@@ -16,7 +16,9 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -25,12 +27,38 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader, state_dict_loader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from gpipe_hpc.comm.device import Accelerator, Device, HostDevice
+from gpipe_hpc.comm.threads import run_on_threads
+
 # How long an example takes says nothing on a machine that others use too.
 hypothesis.settings.register_profile("gpipe_hpc", deadline=None)
 hypothesis.settings.load_profile("gpipe_hpc")
 
 # Two cores and many small tensors: threads only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let tests that hold training against a plain loop run on an accelerator."""
+    parser.addoption("--device", default="cpu", help="cpu, or an accelerator as torch calls it")
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> Device:
+    """Return the device that tests of exactness run on: the CPU, or what --device names."""
+    kind = request.config.getoption("--device")
+    return HostDevice() if kind == "cpu" else Accelerator(torch.device(kind, 0))
+
+
+@pytest.fixture(scope="session")
+def on_threads(device: Device) -> Callable[..., list[Any]]:
+    """Return what runs `body(world)` on ranks that are threads and compute on that device."""
+
+    def own(rank: int) -> Device:
+        device.use()
+        return device
+
+    return partial(run_on_threads, device=own)
 
 
 def pytest_collection_finish() -> None:

@@ -6,10 +6,12 @@ the published random keys itself, from the formula in the docstring of models/ra
 
 from collections import namedtuple
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 GOLDEN = 0x9E3779B97F4A7C15
 MASK = 2**64 - 1
@@ -29,12 +31,15 @@ def key(*words):
 Recipe = namedtuple("Recipe", "factory args")  # a layer, before anything has built it
 
 
-def build_plain(recipes, seed):
-    """Build every layer under its own key."""
+CPU = torch.device("cpu")
+
+
+def build_plain(recipes, seed, device=CPU):
+    """Build every layer under its own key, and bring it to the device."""
     layers = []
     for index, (factory, args) in enumerate(recipes):
         torch.default_generator.manual_seed(key(1, seed, index))
-        layers.append(factory(*args))
+        layers.append(factory(*args).to(device))
     return layers
 
 
@@ -43,10 +48,12 @@ def named(layers):
     return {f"layers.{i}.{n}": p for i, x in enumerate(layers) for n, p in x.named_parameters()}
 
 
-def run_plain(layers, nest, seed, step, microbatch):
+def run_plain(layers, nest, seed, step, microbatch, device=CPU):
     """Run all layers on one micro-batch, re-seeding before each."""
+    # That of all devices takes thirty times as long.
+    reseed = torch.default_generator.manual_seed if device == CPU else torch.manual_seed
     for index, layer in enumerate(layers):
-        torch.default_generator.manual_seed(key(2, seed, step, microbatch, index))
+        reseed(key(2, seed, step, microbatch, index))
         nest = layer(nest)
     return nest
 
@@ -90,7 +97,7 @@ def _same(left, right):
     return torch.equal(left, right)
 
 
-def sum_then_scale(layers, loss_fn, pieces, order, seed, step):
+def sum_then_scale(layers, loss_fn, pieces, order, seed, step, device=CPU):
     """Leave the gradients of one step: summed per replica in `order`, added, then scaled once.
 
     `pieces[replica][microbatch]` is (inputs, targets); returns the loss.
@@ -105,7 +112,7 @@ def sum_then_scale(layers, loss_fn, pieces, order, seed, step):
             inputs, targets = own[m]
             if len(targets):
                 place = first + m
-                output = run_plain(layers, inputs, seed, step, place)
+                output = run_plain(layers, inputs, seed, step, place, device)
                 total, terms[place] = _add(loss_fn(output, targets))
                 if total.requires_grad:
                     total.backward()
@@ -125,16 +132,17 @@ def _add(pair):
     return total, (total.item(), float(weight))
 
 
-def scale_each(layers, loss_fn, pieces, order, seed, step):
+def scale_each(layers, loss_fn, pieces, order, seed, step, device=CPU):
     """Leave the gradients of one step as most people write it: each loss divided, then summed."""
     flat = [piece for own in pieces for piece in own]
     kept = [(m, inputs, targets) for m, (inputs, targets) in enumerate(flat) if len(targets)]
-    weight = sum(float(loss_fn(run_plain(layers, x, seed, step, m), t)[1]) for m, x, t in kept)
+    run = partial(run_plain, device=device)
+    weight = sum(float(loss_fn(run(layers, x, seed, step, m), t)[1]) for m, x, t in kept)
     for parameter in named(layers).values():
         parameter.grad = None
     loss = 0.0
     for m, inputs, targets in kept:
-        part = loss_fn(run_plain(layers, inputs, seed, step, m), targets)[0] / weight
+        part = loss_fn(run(layers, inputs, seed, step, m), targets)[0] / weight
         part.backward()
         loss += part.item()
     return loss
@@ -154,19 +162,22 @@ def train_plain(
     gradients_of=sum_then_scale,
     cut=torch.tensor_split,
     shares=None,
+    device=CPU,
 ):
     """Train in one process and return the Training.
 
+    `device` is torch's, where layers run and batches are brought.
     `shares`: the micro-batches of each replica; None: `microbatches` of each.
     `order(M)` is the order of a replica's backwards, `cut(batch, pieces)` makes micro-batches,
     `gradients_of` is one of the two functions above.
     """
-    layers = build_plain(recipes, seed)
+    layers = build_plain(recipes, seed, device)
     parameters = named(layers)
     steps = Training()
     shares = shares or [microbatches] * replicas
     rule = optimizer(list(parameters.values())) if optimizer else None
-    for step, (inputs, targets) in enumerate(batches):
+    for step, batch in enumerate(batches):
+        inputs, targets = tree_map_only(torch.Tensor, lambda t: t.to(device), batch)
         flat = list(
             zip(
                 cut(inputs, sum(shares)),
@@ -175,7 +186,7 @@ def train_plain(
             )
         )
         pieces = [flat[sum(shares[:r]) : sum(shares[: r + 1])] for r in range(len(shares))]
-        steps.losses.append(gradients_of(layers, loss_fn, pieces, order, seed, step))
+        steps.losses.append(gradients_of(layers, loss_fn, pieces, order, seed, step, device))
         norm = torch.nn.utils.clip_grad_norm_(list(parameters.values()), max_norm)
         steps.norms.append(norm.item())
         steps.gradients.append(
@@ -193,7 +204,7 @@ def train_rank(pipe, batches, *, optimizer=None, max_norm=float("inf")):
     rule = optimizer(pipe.parameters()) if optimizer and pipe.parameters() else None
     for inputs, targets in batches:
         part = pipe.share(len(targets))
-        own = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t, p=part: t[p], inputs)
+        own = tree_map_only(torch.Tensor, lambda t, p=part: t[p], inputs)
         steps.losses.append(pipe.step(own, targets[part]).loss)
         steps.norms.append(pipe.clip_grad_norm_(max_norm).item())
         steps.gradients.append(
@@ -224,16 +235,17 @@ def merge(ranks):
 
 
 @pytest.fixture(scope="session")
-def plain():
-    """Return the plain loop and what compares with it."""
+def plain(device, on_threads):
+    """Return the plain loop and what compares with it; `--device` says where both run."""
     return SimpleNamespace(
         Recipe=Recipe,
         Training=Training,
-        build=build_plain,
+        build=partial(build_plain, device=device.torch),
         key=key,
+        on_threads=on_threads,
         merge=merge,
         scale_each=scale_each,
-        train=train_plain,
+        train=partial(train_plain, device=device.torch),
         train_rank=train_rank,
         unite=unite,
     )

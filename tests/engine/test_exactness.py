@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc import LayerSpec, Pipeline
 from tests.support import product_of
 
 SEED = 7
@@ -93,7 +93,7 @@ def train_pipeline(plain, dropout, stages, replicas, **settings):
         )
         return plain.train_rank(pipe, make_batches(), optimizer=ADAMW, max_norm=MAX_NORM)
 
-    return plain.unite(run_on_threads(stages * replicas, body), stages)
+    return plain.unite(plain.on_threads(stages * replicas, body), stages)
 
 
 @product_of(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_hpc import Pipeline, run_on_threads
+from gpipe_hpc import Pipeline
 from gpipe_hpc.models import (
     build_layer,
     build_model,
@@ -100,9 +100,10 @@ def optimizer_of(parameters):
 class PlainModel:
     """The whole model in one process, with nothing of the engine in it."""
 
-    def __init__(self, case):
+    def __init__(self, case, device):
         self.specs = case.layers()
-        self.modules = [build_layer(each, index=i, seed=SEED) for i, each in enumerate(self.specs)]
+        built = (build_layer(each, index=i, seed=SEED) for i, each in enumerate(self.specs))
+        self.modules = [module.to(device) for module in built]
         for tie in find_ties(self.specs):
             (first, name), *others = tie.places
             shared = self.modules[first].get_parameter(name)
@@ -156,16 +157,17 @@ class PlainModel:
             self.inputs[where].clear()
 
 
-def train_plain(case):
+def train_plain(case, device):
     """Return the loss and gradients of each step, and the weights and statistics at the end."""
-    model = PlainModel(case)
+    model = PlainModel(case, device)
     parameters = model.named_parameters()
     optimizer, steps = optimizer_of(parameters.values()), []
     for step in range(STEPS):
         before = model.statistics()
         optimizer.zero_grad()
         total, weight = 0.0, 0
-        pieces = (torch.tensor_split(x, NUM_MICROBATCHES) for x in case.batch(step))
+        brought = (x.to(device) for x in case.batch(step))
+        pieces = (torch.tensor_split(x, NUM_MICROBATCHES) for x in brought)
         for m, (x, target) in enumerate(zip(*pieces, strict=True)):
             part, count, *_ = case.loss_fn(model.forward(x, step, m), target)
             part.backward()
@@ -180,12 +182,12 @@ def train_plain(case):
 
 
 @pytest.fixture(scope="module")
-def plain():
+def plain(device):
     known = {}
 
     def train(name):
         if name not in known:
-            known[name] = train_plain(CASES[name])
+            known[name] = train_plain(CASES[name], device.torch)
         return known[name]
 
     return train
@@ -230,10 +232,10 @@ def largest_difference(mine, theirs):
     )
 
 
-def check(plain, name, schedule, recompute):
+def check(plain, on_threads, name, schedule, recompute):
     steps, weights, statistics = plain(name)
     run = partial(train, case=CASES[name], schedule=schedule, recompute=recompute)
-    answers = run_on_threads(4, run)
+    answers = on_threads(4, run)
     seen = set()
     for own_steps, own_weights, own_buffers in answers:
         for (loss, gradients), (own_loss, own) in zip(steps, own_steps, strict=True):
@@ -261,11 +263,11 @@ GRID = [(name, s, mode) for name in CASES for s in SCHEDULES for mode in MODES]
 
 
 @pytest.mark.parametrize(("name", "schedule", "recompute"), sorted(FAST))
-def test_equals_the_plain_model(plain, name, schedule, recompute):
-    check(plain, name, schedule, recompute)
+def test_equals_the_plain_model(plain, on_threads, name, schedule, recompute):
+    check(plain, on_threads, name, schedule, recompute)
 
 
 @pytest.mark.product
 @pytest.mark.parametrize(("name", "schedule", "recompute"), [c for c in GRID if c not in FAST])
-def test_equals_the_plain_model_everywhere(plain, name, schedule, recompute):
-    check(plain, name, schedule, recompute)
+def test_equals_the_plain_model_everywhere(plain, on_threads, name, schedule, recompute):
+    check(plain, on_threads, name, schedule, recompute)

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, note, reject, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc import LayerSpec, Pipeline
 
 WIDTH = 8
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -227,7 +227,7 @@ def test_any_model_in_any_layout_equals_the_plain_loop(plain, data):
         )
         return plain.train_rank(pipe, batches, optimizer=SGD)
 
-    ranks = run_on_threads(layout["stages"] * layout["replicas"], body)
+    ranks = plain.on_threads(layout["stages"] * layout["replicas"], body)
     differences = plain.unite(ranks, layout["stages"]).differences(expected)
     note(f"differences: {differences}")
     assert differences == []

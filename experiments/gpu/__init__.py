@@ -1,0 +1,1 @@
+"""What one accelerator shows: one command, ten minutes, one file."""

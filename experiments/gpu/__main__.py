@@ -1,0 +1,241 @@
+"""All that one accelerator can show, in one file, inside ten minutes.
+
+    python -m experiments.gpu                        # on the accelerator that torch finds
+    python -m experiments.gpu --device cpu           # tries the command without one, in little
+
+Each part is a process, or several, with a limit of its own; what fails or takes too long stands in
+the file and does not stop the others. The file is whole after each part.
+"""
+
+import argparse
+import datetime
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.gpu.running import ROOT, Claim, Outcome, Part, run_part, write_json
+
+MOST_S = 570.0
+# What is left for a part must be enough to say something.
+LEAST_S = 10.0
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
+# One number of cuBLAS workspaces, so that the same product gives the same bits.
+EXACT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+Found = Mapping[str, Outcome]
+
+
+def parts(kind: str, in_little: bool) -> list[Part]:
+    """Return the parts in their order: short ones that say most about the package first."""
+    device = ("--device", kind)
+    size = ("--size", "tiny" if in_little else "auto")
+    few = ("--select", "do_not_change_dropout or gpt_tied-zb_v") if in_little else ()
+    return [
+        Part(
+            "environment",
+            "what this machine is, its rates, and one call of everything that the package asks",
+            "experiments.gpu.environment",
+            60,
+            device,
+        ),
+        Part(
+            "one rank",
+            "ours beside the plainest good loop, layers not compiled",
+            "experiments.gpu.one_rank",
+            100,
+            (*device, *size),
+        ),
+        Part(
+            "two ranks, one device",
+            "boundaries through pinned memory and Gloo",
+            "experiments.gpu.ranks",
+            80,
+            (*device, "--over", "staged"),
+            ranks=2,
+            environment=LOOPBACK,
+        ),
+        Part(
+            "own backend, one rank",
+            "the device's own backend (NCCL) with one rank",
+            "experiments.gpu.ranks",
+            50,
+            (*device, "--over", "own"),
+            environment=LOOPBACK,
+        ),
+        Part(
+            "own backend, two ranks",
+            "the device's own backend (NCCL) between two devices",
+            "experiments.gpu.ranks",
+            80,
+            (*device, "--over", "own"),
+            ranks=2,
+            needs_devices=2,
+        ),
+        Part(
+            "memory",
+            "the peak of a step against the plan",
+            "experiments.gpu.memory",
+            70,
+            (*device, *size),
+        ),
+        Part(
+            "trace",
+            "what the device's streams do in a step, and which copies run beside compute",
+            "experiments.gpu.trace",
+            50,
+            device,
+        ),
+        Part(
+            "exactness",
+            "the tests that hold training against a plain loop, on the device",
+            "experiments.gpu.exactness",
+            120,
+            (*device, *few),
+            environment=EXACT,
+        ),
+        Part(
+            "one rank, compiled",
+            "ours beside the plainest good loop, each layer compiled",
+            "experiments.gpu.one_rank",
+            200,
+            (*device, *size, "--backend", "eager" if in_little else "inductor"),
+        ),
+    ]
+
+
+def claims(found: Found) -> list[Claim]:
+    """Return what is to be shown, with what was found of it."""
+
+    def of(part: str, *path: str) -> float | None:
+        value: Any = found[part].found if part in found else None
+        for key in path:
+            value = value.get(key) if isinstance(value, dict) else None
+        return float(value) if isinstance(value, int | float) else None
+
+    told: list[Claim] = []
+    for part in ("one rank", "one rank, compiled"):
+        ours = ("contestants", "ours")
+        virtual = ("contestants", "ours, virtual stages")
+        told += [
+            Claim(f"{part}: ours over the plain loop", of(part, *ours, "over plain"), 1.02),
+            Claim(
+                f"{part}: virtual stages over plain accumulation",
+                of(part, *virtual, "over ours"),
+                1.03,
+            ),
+            Claim(
+                f"{part}: gradients of ours beside plain ones",
+                of(part, "gradient difference of ours"),
+                0.02,
+            ),
+        ]
+    for mode in found["memory"].found if "memory" in found else ():
+        if mode != "size":
+            peak = of("memory", mode, "over_plan")
+            told.append(Claim(f"memory: peak over plan, {mode}", peak, 1.03))
+            told.append(Claim(f"memory: peak over plan, {mode}", peak, 0.97, at_least=True))
+    told += [
+        Claim(
+            "trace: share of offload's copies beside kernels",
+            of("trace", "gpipe, offload", "share_of_copies_beside_kernels"),
+            0.8,
+            at_least=True,
+        ),
+        Claim("exactness: tests that fail", of("exactness", "failed"), 0),
+    ]
+    return told
+
+
+def summary(found: Found, claimed: Sequence[Claim], kind: str) -> list[str]:
+    """Return what somebody reads first."""
+    told = [
+        f"{name}: {each.state} ({each.seconds:.0f} s) {each.reason}".rstrip()
+        for name, each in found.items()
+    ]
+    if kind == "cpu":
+        told.insert(0, "TRIED ON A CPU: no number here says anything about an accelerator")
+    broken = {name: text for name, text in _checks(found).items() if str(text).startswith("FAILED")}
+    told += [f"the device cannot do what the package asks: {n}: {t}" for n, t in broken.items()]
+    return told + [str(claim) for claim in claimed]
+
+
+def _checks(found: Found) -> dict[str, Any]:
+    environment = found.get("environment")
+    checks = environment.found.get("one of everything", {}) if environment else {}
+    return checks if isinstance(checks, dict) else {}
+
+
+def run_all(
+    chosen: Sequence[Part], kind: str, out: Path, most_s: float, say: Callable[[str], None]
+) -> dict[str, Outcome]:
+    """Run parts one after the other; write the file after each."""
+    begin_s = time.monotonic()
+    found: dict[str, Outcome] = {}
+    for part in chosen:
+        left_s = most_s - (time.monotonic() - begin_s)
+        devices = found["environment"].found.get("devices") if "environment" in found else None
+        if left_s < LEAST_S:
+            found[part.name] = Outcome("left out", reason="no time was left")
+        elif part.needs_devices and kind != "cpu" and (devices or 0) < part.needs_devices:
+            wanted = f"needs {part.needs_devices} devices, there are {devices or 'not known'}"
+            found[part.name] = Outcome("left out", reason=wanted)
+        else:
+            say(f"{part.name}: {part.what} (at most {min(part.limit_s, left_s):.0f} s)")
+            try:
+                found[part.name] = run_part(part, min(part.limit_s, left_s))
+            except Exception as error:
+                found[part.name] = Outcome("failed", reason=f"{type(error).__name__}: {error}")
+            outcome = found[part.name]
+            say(f"  {outcome.state} after {outcome.seconds:.0f} s {outcome.reason}".rstrip())
+        claimed = claims(found)
+        whole = {
+            "summary": summary(found, claimed, kind),
+            "command": "python -m experiments.gpu",
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "seconds": round(time.monotonic() - begin_s, 1),
+            "claims": [{**vars(claim), "holds": claim.holds} for claim in claimed],
+            "parts": {
+                each.name: {"what": each.what, **found[each.name].as_dict()}
+                for each in chosen
+                if each.name in found
+            },
+        }
+        write_json(out, whole)
+    return found
+
+
+def accelerator() -> str:
+    """Return the kind of this machine's accelerator, cpu if torch finds none."""
+    from gpipe_hpc.comm.device import automatic_kind
+
+    return automatic_kind().type
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="auto", help="auto, cpu, or as torch calls it: cuda")
+    parser.add_argument("--out", type=Path, default=ROOT / "gpu.json")
+    parser.add_argument("--only", nargs="*", help="parts by name; all if left out")
+    parser.add_argument("--most-s", type=float, default=MOST_S, help="for all parts together")
+    args = parser.parse_args()
+    kind = accelerator() if args.device == "auto" else args.device
+    if kind == "cpu" and args.device == "auto":
+        parser.error("torch finds no accelerator; --device cpu tries the command without one")
+    chosen = parts(kind, in_little=kind == "cpu")
+    names = [part.name for part in chosen]
+    for name in args.only or ():
+        if name not in names:
+            parser.error(f"no part {name!r}, expected some of {', '.join(names)}")
+    chosen = [part for part in chosen if args.only is None or part.name in args.only]
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    found = run_all(chosen, kind, args.out, args.most_s, say)
+    print("\n".join(["", *summary(found, claims(found), kind), "", f"all of it: {args.out}"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Part: the tests that hold training against a plain loop, run on the device by pytest."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments.gpu.running import ROOT, Findings, enter
+
+TESTS = (
+    "tests/engine/test_exactness.py",
+    "tests/engine/test_exactness_models.py",
+    "tests/engine/test_exactness_random.py",
+)
+
+
+class Told:
+    """Writes what came of each test as it ends, so that a kill leaves what there was."""
+
+    def __init__(self, findings: Findings) -> None:
+        self.findings, self.passed = findings, 0
+        self.failed: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Count a test; keep why it failed."""
+        if report.failed:
+            text = str(getattr(report.longrepr, "reprcrash", None) or report.longrepr)
+            self.failed[report.nodeid] = text[-1500:]
+        elif report.when == "call" and report.passed:
+            self.passed += 1
+        if report.when == "teardown":
+            self.findings.add("passed", self.passed)
+            self.findings.add("failed", len(self.failed))
+            self.findings.add("failures", self.failed)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--select", default="", help="as pytest's -k")
+    parser.add_argument("--found", type=Path, required=True)
+    args = parser.parse_args()
+    enter()
+    os.chdir(ROOT)
+    told = Told(Findings(args.found))
+    chosen = ["-k", args.select] if args.select else []
+    options = ["-q", "--device", args.device, "-p", "no:cacheprovider", *chosen]
+    codes = []
+    # What runs at each change first, then the rest of the product, as far as time allows.
+    for marks in ("not slow and not product", "not slow and product"):
+        codes.append(int(pytest.main([*options, "-m", marks, *TESTS], plugins=[told])))
+        told.findings.add(f"exit code of {marks}", codes[-1])
+    nothing = int(pytest.ExitCode.NO_TESTS_COLLECTED)
+    sys.exit(max(code for code in (0, *codes) if code != nothing))
+
+
+if __name__ == "__main__":
+    main()

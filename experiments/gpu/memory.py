@@ -1,0 +1,116 @@
+"""Part: the peak of a step against the plan, in several modes, each model alone on the device."""
+
+import argparse
+import gc
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.gpu.devices import the_device
+from experiments.gpu.one_rank import LEARNING_RATE, SEED, STAGES
+from experiments.gpu.running import Findings, enter, timed
+from experiments.gpu.sizes import SIZES, Size, size_for
+from gpipe_hpc import Pipeline
+from gpipe_hpc.comm.device import Device
+from gpipe_hpc.models import token_cross_entropy
+from gpipe_hpc.planning import Counted, Example
+from gpipe_hpc.planning.forecast import forecast
+
+MODES: dict[str, dict[str, Any]] = {
+    "recompute never": {"recompute": "never"},
+    "recompute always": {"recompute": "always"},
+    "gpipe, recompute except_last": {"schedule": "gpipe", "recompute": "except_last"},
+    "virtual stages": {
+        "schedule": "interleaved",
+        "schedule_options": {"stages_per_rank": STAGES},
+        "recompute": "never",
+    },
+    "offload": {
+        "schedule": "gpipe",
+        "recompute": "never",
+        "offload": True,
+    },
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--size", choices=("auto", *SIZES), default="auto")
+    parser.add_argument("--found", type=Path, required=True)
+    args = parser.parse_args()
+    enter()
+    findings = Findings(args.found)
+    device = the_device(args.device)
+    name, size = size_for(args.size, device.memory_free(), device.is_accelerator)
+    findings.add("size", name)
+    batch = size.batch()
+    for mode, settings in MODES.items():
+        with findings.attempt(mode):
+            findings.add(mode, measured(size, batch, device, settings))
+        gc.collect()
+        if device.is_accelerator:
+            torch.accelerator.empty_cache()
+
+
+def measured(
+    size: Size, batch: tuple[Tensor, Tensor], device: Device, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the peak of the third step, what it was planned to be, and what is held between."""
+    inputs, targets = map(device.bring, batch)
+    before = device.memory_allocated()
+    pipe = Pipeline(
+        size.layers(),
+        token_cross_entropy,
+        stages=1,
+        microbatches=size.microbatches,
+        precision="bfloat16",
+        seed=SEED,
+        device=device.type,
+        **{"schedule": "one_f_one_b", **settings},
+    )
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=LEARNING_RATE, fused=device.is_accelerator)
+
+    def step() -> None:
+        pipe.step(inputs, targets)
+        optimizer.step()
+
+    step()
+    step()
+    device.synchronize()
+    device.reset_peak()
+    step_s = timed(step, device.synchronize)
+    # Of a process there is but one peak, that of all it has done.
+    peak = device.memory_peak() - before if device.is_accelerator else None
+    planned = planned_bytes(size, batch, pipe)
+    return {
+        "peak_bytes": peak,
+        "planned_bytes": planned,
+        "over_plan": None if peak is None else peak / planned,
+        "held_between_steps_bytes": device.memory_allocated() - before,
+        "step_s": step_s,
+    }
+
+
+def planned_bytes(size: Size, batch: tuple[Tensor, Tensor], pipe: Pipeline) -> int:
+    """Return what `train` would foretell of the rank."""
+    inputs, targets = (each[: size.samples].to("meta") for each in batch)
+    request = pipe.request
+    on = Example(inputs, targets, token_cross_entropy, request.seed, pipe.world.device)
+    counted = Counted(size.layers(), on, request.precision, shares_casts=not request.offload)
+    layout = pipe.layout
+    planned = forecast(
+        counted.count,
+        pipe.partition.counts,
+        layout.schedule,
+        request.kept_states,
+        layout.recomputed,
+        sharing=layout.sharing,
+    )
+    return planned.ranks[0].total_bytes
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Part: some ranks train small layouts over real transports; gradients are plain ones.
+
+Over ``staged`` the ranks share one device and boundaries go through pinned memory and Gloo; over
+``own`` each has a device, and boundaries go over the device's own backend.
+"""
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from experiments.gpu.devices import the_device
+from experiments.gpu.gradients import (
+    LAYOUTS,
+    LIMIT,
+    LIMIT_BFLOAT16,
+    REPLICATED,
+    largest_error,
+    plain_gradients,
+)
+from experiments.gpu.running import Findings, enter
+from gpipe_hpc.comm.joining.start import start_world
+from gpipe_hpc.comm.world import World
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--over", choices=("staged", "own"), required=True)
+    parser.add_argument("--found", type=Path, required=True)
+    args = parser.parse_args()
+    enter()
+    world = staged(args.device) if args.over == "staged" else own(args.device)
+    # Every rank says what it does; rank 0 alone writes the file.
+    findings = Findings(args.found if world.rank == 0 else args.found.with_suffix(".other"))
+    backend = str(dist.get_backend_config()) if dist.is_initialized() else "none"
+    findings.add("started", {"backend": backend, "world": type(world).__name__, "size": world.size})
+    findings.add("sum over the ranks", summed(world))
+    expected = plain_gradients(world.device)
+    layouts = LAYOUTS if world.size > 1 else {k: LAYOUTS[k] for k in ("gpipe", "zb_v", "bfloat16")}
+    if world.size == 2:
+        layouts = {**layouts, **REPLICATED}
+    for name, settings in layouts.items():
+
+        def note(what: str, name: str = name) -> None:
+            print(f"{time.monotonic():.2f} rank {world.rank}: {name}: {what}", flush=True)
+
+        note("begins")
+        error = largest_error(world, expected, settings, note)
+        limit = LIMIT_BFLOAT16 if settings.get("precision") == "bfloat16" else LIMIT
+        # All ranks learn the worst, so that all go on or all stop.
+        worst = torch.tensor([error], dtype=torch.float64)
+        if world.size > 1:
+            world.everybody.all_reduce_max(worst)
+        findings.add(f"gradient error of {name}", float(worst))
+        assert float(worst) < limit, f"{name}: gradients are {float(worst):.1e} off, over {limit:g}"
+    findings.add("layouts", len(layouts))
+
+
+def staged(kind: str) -> World:
+    """Return a world of ranks on one device; its group knows Gloo alone."""
+    the_device(kind)
+    dist.init_process_group("gloo")
+    return start_world(device=kind, timeout_s=60)
+
+
+def own(kind: str) -> World:
+    """Return a world over the device's own backend, of one rank as well."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        device = the_device(kind)
+        store = HashStore()
+        backend = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{device.backend}"
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    return start_world(device=kind, timeout_s=60)
+
+
+def summed(world: World) -> float:
+    """Sum a tensor of the device over all ranks, through the group that the package uses."""
+    tensor = world.device.bring(torch.full([1024], float(world.rank + 1)))
+    world.everybody.all_reduce(tensor)
+    found = world.device.fetch(tensor)
+    wanted = world.size * (world.size + 1) / 2
+    assert bool((found == wanted).all()), f"the sum is {found[0]}, not {wanted}"
+    return float(found[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""What is trained: GPTs of several sizes, the largest of which fits on the device."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpipe_hpc.models import build_gpt
+
+
+@dataclass(frozen=True)
+class Size:
+    """A GPT, and the batch of a step."""
+
+    num_layers: int
+    width: int
+    num_heads: int
+    seq_len: int
+    vocab_size: int
+    samples: int  # of one micro-batch
+    microbatches: int
+    rounds: int  # in each of which all contestants step once
+
+    def layers(self) -> list[Any]:
+        """Return the layers as specs."""
+        return build_gpt(
+            vocab_size=self.vocab_size,
+            block_size=self.seq_len,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            width=self.width,
+        )
+
+    @property
+    def multiplied(self) -> int:
+        """Return the parameters that multiply: an embedding is a lookup."""
+        return 12 * self.num_layers * self.width**2 + self.width * self.vocab_size
+
+    @property
+    def flops(self) -> float:
+        """Return the FLOPs of a step by 6N and attention, as papers count them."""
+        tokens = self.samples * self.microbatches * self.seq_len
+        attention = 12 * self.num_layers * self.width * self.seq_len
+        return tokens * (6.0 * self.multiplied + attention)
+
+    @property
+    def needed_bytes(self) -> float:
+        """Return about what three contestants take that are there at once."""
+        weights = self.multiplied + self.width * (self.vocab_size + self.seq_len)
+        kept = 40 * self.num_layers * self.width + 12 * self.vocab_size
+        # Weights, gradients and two moments in float32, and casts; activations of the four
+        # micro-batches that virtual stages keep.
+        return 3 * 18 * weights + 4 * self.samples * self.seq_len * kept
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """Return tokens and targets of one step."""
+        generator = torch.Generator().manual_seed(0)
+        shape = (2, self.samples * self.microbatches, self.seq_len)
+        inputs, targets = torch.randint(0, self.vocab_size, shape, generator=generator)
+        return inputs, targets
+
+
+# From the largest: 1.3 billion parameters, 760, 350 and 125 million.
+SIZES = {
+    "xl": Size(24, 2048, 16, 1024, 50304, 8, 8, 8),
+    "large": Size(24, 1536, 16, 1024, 50304, 8, 8, 10),
+    "medium": Size(24, 1024, 16, 1024, 50304, 8, 8, 10),
+    "small": Size(12, 768, 12, 1024, 50304, 4, 8, 10),
+    "tiny": Size(2, 64, 4, 32, 128, 2, 4, 3),
+}
+
+
+def size_for(name: str, free_bytes: int | None, is_accelerator: bool) -> tuple[str, Size]:
+    """Return the size of a name; of ``auto`` the largest that fits with a fifth to spare."""
+    if name == "auto":
+        name = "tiny"
+        if is_accelerator:
+            room = 0.8 * (free_bytes or 0)
+            fits = [each for each, size in SIZES.items() if size.needed_bytes <= room]
+            name = fits[0] if fits else "tiny"
+    return name, SIZES[name]
