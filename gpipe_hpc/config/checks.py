@@ -9,9 +9,16 @@ from typing import Any, Final
 from gpipe_hpc.comm.timeouts import MAX_TIMEOUT_S
 from gpipe_hpc.config.data import TokenDataConfig, mask_token_of, num_tokens_of
 from gpipe_hpc.config.data_checks import DATA_CHOICES, DATA_RANGES
+from gpipe_hpc.config.outer import outer_of
 from gpipe_hpc.config.portions import portions_of
 from gpipe_hpc.config.refusal import refuse
-from gpipe_hpc.config.schema import Config, PipelineConfig, SGDConfig, TrainConfig
+from gpipe_hpc.config.schema import (
+    Config,
+    OuterConfig,
+    PipelineConfig,
+    SGDConfig,
+    TrainConfig,
+)
 from gpipe_hpc.config.spelling import suggestion
 from gpipe_hpc.schedule import nearest_schedule, schedule_names
 
@@ -345,9 +352,26 @@ def _check_mask(model_size: object, data: TokenDataConfig) -> None:
 
 
 def _check_outer(config: Config) -> None:
-    """Refuse a run that would end between two outer steps."""
-    every, steps = getattr(config.outer, "every", 1), config.train.steps
-    if config.pipeline.replicas > 1 and steps % every:
+    """Refuse settings that do not go together, and a run that would end between outer steps."""
+    outer, steps = outer_of(config.outer), config.train.steps
+    if config.pipeline.replicas == 1 or not outer.is_apart:
+        return
+    every = outer.every
+    if config.pipeline.normalise_over_replicas:
+        raise refuse(
+            "pipeline.normalise_over_replicas",
+            f"false where replicas train apart (outer.every={every})",
+            True,
+            "it joins them in every micro-batch; leave it out, or use outer=allreduce",
+        )
+    if config.lr.scaling == "adascale":
+        raise refuse(
+            "lr.scaling",
+            f"linear or sqrt where replicas train apart (outer.every={every})",
+            "adascale",
+            "it compares gradients that replicas sum in every step; use outer=allreduce for it",
+        )
+    if steps % every:
         raise refuse(
             "outer.every",
             f"a divisor of train.steps={steps}, so that the run ends with an outer step",
@@ -417,18 +441,33 @@ def _unused_vocabulary(config: Config) -> Iterator[str]:
 
 def _outer_doubts(config: Config) -> Iterator[str]:
     every, validates = getattr(config.outer, "every", 0), config.train.validate_every
-    if not every:
-        return
+    for each in outer_of(config.outer).unused():
+        yield f"config: {each}; it does nothing"
     if config.pipeline.replicas == 1:
-        yield (
-            f"config: outer.every={every} is for several replicas, and pipeline.replicas is 1; the "
-            f"run trains as ever"
-        )
-    elif validates % every:
+        yield from _idle_outer(config)
+    elif every and validates % every:
         yield (
             f"config: train.validate_every={validates} is no multiple of outer.every={every}; "
             f"between outer steps a validation is the mean over the replicas' own models"
         )
+
+
+def _idle_outer(config: Config) -> Iterator[str]:
+    """Yield what is said of settings that one replica has no use for."""
+    every = getattr(config.outer, "every", 0)
+    if every:
+        yield (
+            f"config: outer.every={every} is for several replicas, and pipeline.replicas is 1; the "
+            f"run trains as ever"
+        )
+    plain = OuterConfig()
+    for name in ("hierarchy", "order", "algorithm", "compress", "shard"):
+        value = getattr(config.outer, name)
+        if value != getattr(plain, name):
+            yield (
+                f"config: outer.{name}={value} is for several copies of a stage, and "
+                f"pipeline.replicas is 1; without a mirrored schedule it does nothing"
+            )
 
 
 def _empty_microbatches(config: Config) -> Iterator[str]:

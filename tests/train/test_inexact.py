@@ -65,6 +65,16 @@ def test_a_run_ends_with_replicas_that_hold_the_same(tmp_path, stored_tensors):
         (["outer.topk_fraction=0.7"], r"outer\.topk_fraction"),
         (["outer=diloco", "outer.evry=64"], r"outer\.every"),
         (["outer=dilocco"], r"diloco"),
+        (
+            ["outer=diloco", "train.steps=64", "lr.scaling=adascale", "lr.base_batch_size=8"],
+            r"bad lr\.scaling.*replicas train apart \(outer\.every=64\).*outer=allreduce",
+        ),
+        (
+            ["outer=local_sgd", "train.steps=64", "pipeline.normalise_over_replicas=true"],
+            r"bad pipeline\.normalise_over_replicas.*replicas train apart \(outer\.every=16\)",
+        ),
+        (["outer=local_sgd", "train.steps=64", "outer.shard=flat"], r"outer\.shard: replicas that"),
+        (["outer.shard=flat", "outer.compress=topk"], r"outer\.shard=flat.*outer\.compress=topk"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_by_name(words, told):
@@ -76,6 +86,32 @@ def test_a_validation_between_outer_steps_is_doubted():
     words = ["outer=diloco", "train.steps=128", "train.validate_every=100"]
     doubts = check_config(compose_config([*SMALL, *words]), 2)
     assert any("validate_every=100 is no multiple of outer.every=64" in each for each in doubts)
+
+
+def test_what_one_replica_has_no_use_for_is_doubted():
+    words = ["pipeline.replicas=1", "outer.compress=topk", "outer.algorithm=ring"]
+    doubts = check_config(compose_config([*SMALL, words[0], words[1]]), 1)
+    assert any("outer.compress=topk is for several copies of a stage" in each for each in doubts)
+    doubts = check_config(compose_config([*SMALL, words[0], words[2]]), 1)
+    assert any("outer.algorithm=ring is for several copies of a stage" in each for each in doubts)
+    doubts = check_config(compose_config([*SMALL, words[0]]), 1)
+    assert not any("outer." in each for each in doubts)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["outer.powersgd_rank=4"], "outer.powersgd_rank is for outer.compress=powersgd"),
+        (["outer.compress=qsgd", "outer.topk_fraction=0.1"], "outer.topk_fraction is for"),
+        (["outer.compress=topk", "outer.qsgd_levels=9"], "outer.qsgd_levels is for"),
+        (["outer=diloco", "train.steps=64", "outer.mix=0.1"], "outer.mix is for averages that"),
+        (["outer.compress=topk", "outer.topk_fraction=0.1"], None),
+    ],
+)
+def test_what_nothing_looks_at_is_doubted(words, said):
+    doubts = check_config(compose_config([*SMALL, *words]), 2)
+    found = [each for each in doubts if "does nothing" in each]
+    assert (len(found) == 1 and said in found[0]) if said else not found
 
 
 @pytest.mark.parametrize("words", [["outer.compress=topk"], ["outer=local_sgd"]])

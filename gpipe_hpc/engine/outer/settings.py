@@ -23,6 +23,11 @@ ALGORITHMS: Final = (
 COMPRESSORS: Final = ("none", "bfloat16", "float16", "powersgd", "topk", "qsgd")
 SHARDS: Final = ("none", "flat", "oss")
 
+_OF_APART: Final = ("lr", "momentum", "nesterov", "parts", "behind", "mix")
+_OF_COMPRESSOR: Final[Mapping[str, str]] = MappingProxyType(
+    {"powersgd_rank": "powersgd", "topk_fraction": "topk", "qsgd_levels": "qsgd"}
+)
+
 # What a setting must be, by the type of its default.
 _KINDS: Final[Mapping[type, tuple[str, type | tuple[type, ...]]]] = MappingProxyType(
     {bool: ("true or false", bool), int: ("a whole number", int), float: ("a number", (int, float))}
@@ -156,6 +161,21 @@ class Outer:
                     f"{each.default}"
                 )
 
+    def _is_set(self, name: str) -> bool:
+        """Say whether a setting is other than it is by default."""
+        return bool(getattr(self, name) != type(self).__dataclass_fields__[name].default)
+
+    def unused(self) -> list[str]:
+        """Return what is set and nothing looks at, each with what it is for."""
+        found = [
+            f"outer.{name} is for outer.compress={compress}, which is {self.compress}"
+            for name, compress in _OF_COMPRESSOR.items()
+            if self._is_set(name) and self.compress != compress
+        ]
+        if self._is_set("mix") and not self.behind:
+            found.append("outer.mix is for averages that arrive later, and outer.behind is 0")
+        return found
+
     def _check_apart(self) -> None:
         """Refuse an outer step that cannot be."""
         if self.every < 0:
@@ -164,8 +184,8 @@ class Outer:
                 f"gradients in each step, got {self.every}"
             )
         if not self.every:
-            for name, default in (("lr", 1.0), ("momentum", 0.0), ("parts", 1), ("behind", 0)):
-                if getattr(self, name) != default:
+            for name in _OF_APART:
+                if self._is_set(name):
                     raise ConfigError(
                         f"outer.{name}: is for replicas that train apart, expected every of 1 or "
                         f"more beside it, got 0; add every=64"
