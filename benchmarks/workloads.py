@@ -36,7 +36,7 @@ class Workload:
     units: tuple[int, ...]
     batch_size: int
     make_batch: Callable[[int], tuple[Tensor, Tensor]]
-    loss_fn: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    loss_fn: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | float]]
     precision: str = "float32"
 
     def mean_loss(self, output: Tensor, target: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ its forward did, and is no micro-batch more.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -266,10 +267,20 @@ def shifted_sums(moments: list[Moments], shift: Tensor | None) -> Tensor:
     """
     means = torch.stack([each.mean.double() for each in moments])
     squares = torch.stack([each.squares.double() for each in moments])
-    counts = means.new_tensor([each.num_values for each in moments])[:, None]
+    counts = _column([each.num_values for each in moments], means)
     apart = means if shift is None else means - shift.double()
     sums = [counts.sum(0), (counts * apart).sum(0), (squares + counts * apart.square()).sum(0)]
     return torch.cat(sums)
+
+
+def _column(numbers: Sequence[int], like: Tensor) -> Tensor:
+    """Return numbers of the host as a column of the device, which is not waited for.
+
+    A copy of them would be. Micro-batches differ in size by at most one sample, so equal numbers
+    stand beside each other.
+    """
+    runs = [like.new_full((len(list(run)), 1), number) for number, run in groupby(numbers)]
+    return runs[0] if len(runs) == 1 else torch.cat(runs)
 
 
 def pooled(sums: Tensor, shift: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,10 +1,11 @@
 """Losses in the form a pipeline wants them: ``loss_fn(output, target)``.
 
-A loss returns the mean over the micro-batch's samples, or a pair (sum, weight) of 0-dim tensors.
+A loss returns the mean over the micro-batch's samples, or a pair (sum, weight): a 0-dim tensor, and
+another or a number. (A number that the host knows goes to no device: that would make it wait.)
 The pipeline adds sums and weights over the whole global batch and divides once, so with a pair
 micro-batches may carry unequal weights (ignored tokens, uneven batches) and the result is still
-that of the whole batch. Metrics, as a third value, are summed likewise. Weights here are int64
-counts: exact at any size.
+that of the whole batch. Metrics, as a third value, are summed likewise. Weights here are counts:
+exact at any size.
 """
 
 from collections.abc import Callable, Mapping
@@ -92,7 +93,7 @@ def segmentation(
 
 def bert_pretraining(
     outputs: tuple[Tensor, Tensor], targets: tuple[Tensor, Tensor], ignore_index: int = -100
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, float]:
     """Return the sum over samples of both of BERT's losses in nats, and the number of samples.
 
     ``outputs`` are the logits of the tokens [B, S, V] and of the next sentence [B, 2]; ``targets``
@@ -114,10 +115,10 @@ def bert_pretraining(
     num_masked = (tokens != ignore_index).sum(1)
     masked = (losses.sum(1) / num_masked.clamp(min=1)).sum()
     sentence = F.cross_entropy(_wide(sentence_logits), sentences, reduction="sum")
-    return masked + sentence, torch.tensor(len(tokens), device=tokens.device)
+    return masked + sentence, float(len(tokens))
 
 
-def mean_squared_error(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def mean_squared_error(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
     """Return the sum of squared differences and the number of elements, both of one shape."""
     if output.shape != target.shape:
         # Broadcasting here would train on a wrong loss in silence.
@@ -126,7 +127,7 @@ def mean_squared_error(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
             f"{list(output.shape)}, got {list(target.shape)}; {_reshape(output, target)}"
         )
     total = F.mse_loss(_wide(output), _wide(target), reduction="sum")
-    return total, torch.tensor(output.numel(), device=output.device)
+    return total, float(output.numel())
 
 
 def _reshape(output: Tensor, target: Tensor) -> str:

@@ -19,6 +19,7 @@ from gpipe_hpc.models import (
     reporting,
     shifted_sums,
 )
+from tests.waits import waits
 
 KINDS = {
     nn.BatchNorm1d: (6, 3),
@@ -200,6 +201,23 @@ def test_normalising_together_is_one_batch(sizes, options):
         mean, squares, count = pooled(shifted_sums(moments, shift), shift)
         assert torch.allclose(0.1 * mean, whole.running_mean, **near)
         assert torch.allclose(0.9 + 0.1 * squares / (count - 1), whole.running_var, **near)
+
+
+@pytest.mark.parametrize("counts", [[4, 4, 4], [4, 4, 3], [1], [5, 3, 4]])
+def test_statistics_are_summed_without_waiting_for_the_device(counts):
+    """The number of values of each layer went to the device by a copy, which the host awaits."""
+    means, squares = torch.randn(2, len(counts), 3, dtype=torch.float64)
+    own = [Moments(*each) for each in zip(counts, means, squares, strict=True)]
+    shift = torch.randn(3)
+    column = torch.tensor(counts, dtype=torch.float64)[:, None]
+    apart = means - shift.double()
+    expected = [column.sum(0), (column * apart).sum(0), (squares + column * apart.square()).sum(0)]
+    assert torch.equal(shifted_sums(own, shift), torch.cat(expected))
+    there = [Moments(n, mean.to("meta"), square.to("meta")) for n, mean, square in own]
+    shift = shift.to("meta")
+    with waits() as found:
+        assert shifted_sums(there, shift).shape == (7,)
+    assert not found
 
 
 @pytest.mark.parametrize("options", [{}, {"momentum": None}])

@@ -12,6 +12,7 @@ from gpipe_hpc.models import (
     segmentation,
     token_cross_entropy,
 )
+from tests.waits import waits
 
 
 def test_token_cross_entropy_is_the_mean_over_tokens_that_count():
@@ -137,6 +138,20 @@ def test_mean_squared_error_is_torchs():
     output, target = torch.randn(5, 3), torch.randn(5, 3)
     total, weight = mean_squared_error(output, target)
     torch.testing.assert_close(total / weight, F.mse_loss(output, target))
+
+
+def test_losses_leave_the_device_alone():
+    """Weights that the host knows were copied to the device, and the host waited each time."""
+    outputs, targets = bert_batch(3)
+    logits, classes = torch.randn(3, 5, device="meta"), torch.zeros(3, device="meta").long()
+    there = [tuple(each.to("meta") for each in nest) for nest in (outputs, targets)]
+    with waits() as found:
+        assert mean_squared_error(logits, logits)[1] == 15
+        assert bert_pretraining(*there)[1] == 3
+        classification(logits, classes)
+        token_cross_entropy(logits, classes)
+        segmentation(logits[:, :, None, None], classes[:, None, None])
+    assert not found
 
 
 def test_shapes_that_do_not_match_are_refused():

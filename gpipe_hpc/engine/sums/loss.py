@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gpipe_hpc.comm.nests import Nest, tensors_of
+from gpipe_hpc.engine.sums.powers import power_near_inverse
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import Reports, add_metric
 
@@ -106,8 +107,8 @@ def backward_seed(weight: torch.Tensor) -> torch.Tensor:
     Multiplying by it is exact, so it changes no bit of the final gradients; it keeps those of
     half precision in range before the weight of the step is known. Weight 0 counts as 1.
     """
-    _, exponent = torch.frexp(torch.where(weight > 0, weight, torch.ones_like(weight)))
-    return torch.ldexp(torch.ones_like(weight), -exponent)
+    is_weight = (weight > 0) & (weight < 2.0**1022)
+    return power_near_inverse(torch.where(is_weight, weight, 1.0))
 
 
 def final_divisor(weight: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.group import SoloGroup
@@ -15,6 +16,7 @@ from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import Reports
 
 CPU = HostDevice()
+_POWERS = (torch.ops.aten.pow, torch.ops.aten.exp2, torch.ops.aten.ldexp)
 
 
 def scalar(value):
@@ -44,6 +46,28 @@ def test_weight_zero_seeds_as_one_and_ends_in_zero():
     seed = backward_seed(scalar(0.0))
     assert seed.item() == backward_seed(scalar(1.0)).item()
     assert (scalar(5.0) / final_divisor(scalar(0.0), seed)).item() == 0.0
+
+
+@pytest.mark.parametrize("weight", [1.0, 3.0, 1e5, 2.0**40, 2.0**-40])
+def test_seed_is_exact_where_a_device_rounds_powers(weight):
+    """It was torch.ldexp, a product with a power that `pow` computes: no device owes its last bit.
+
+    A power that is none would change the last bit of every gradient.
+    """
+    with _RoundedPowers():
+        assert backward_seed(scalar(weight)).item() == 2.0 ** -math.frexp(weight)[1]
+
+
+class _RoundedPowers(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        is_power = func.overloadpacket in _POWERS
+        return made * (1 + 2.0**-23) if is_power else made
+
+
+@pytest.mark.parametrize("weight", [math.inf, math.nan, -1.0])
+def test_a_weight_that_is_none_seeds_as_one(weight):
+    assert backward_seed(scalar(weight)).item() == backward_seed(scalar(1.0)).item()
 
 
 def test_mean_becomes_a_sum_over_samples():

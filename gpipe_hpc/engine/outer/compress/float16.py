@@ -10,6 +10,7 @@ from typing import Final
 import torch
 
 from gpipe_hpc.engine.outer.compress.messages import as_bytes
+from gpipe_hpc.engine.sums.powers import power_of_two
 
 _SCALE_BYTES: Final = 4
 _TOP: Final = 15  # the largest number is at least 2 ** 14 and below 2 ** 15
@@ -50,4 +51,4 @@ class Float16:
 
 def _times_two_to(numbers: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
     # Not `ldexp`, which takes the power of two in float32, whatever the numbers are.
-    return numbers * torch.exp2(exponent.to(numbers.dtype))
+    return numbers * power_of_two(exponent).to(numbers.dtype)
