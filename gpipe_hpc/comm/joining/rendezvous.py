@@ -2,7 +2,6 @@
 
 import errno
 import logging
-import os
 import socket
 import threading
 import time
@@ -13,6 +12,7 @@ from typing import Final
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
+from gpipe_hpc.comm.joining.interfaces import follow_gloo, keep_local
 from gpipe_hpc.comm.joining.launcher import Launch
 from gpipe_hpc.comm.joining.roll_call import Member, RollCall
 from gpipe_hpc.comm.joining.secret import Secret
@@ -34,7 +34,8 @@ def rendezvous(
     Rank 0 serves it, unless torchrun's agent already does. Its keys are separate for every
     attempt of a job, so nobody reads what a killed attempt left (stale addresses hang Gloo).
     ``loopback``: listen on 127.0.0.1 only; None means when all ranks are on this machine. Then
-    GLOO_SOCKET_IFNAME is set to the loopback interface too, on all ranks alike, unless it is set.
+    Gloo, NCCL and their kind are kept on the loopback interface too, on all ranks alike, unless
+    their variables say otherwise; on several machines they listen where GLOO_SOCKET_IFNAME says.
     ``secret``: what the ranks prove to each other; None lets everybody in. A world of one rank
     opens nothing.
 
@@ -51,7 +52,7 @@ def rendezvous(
         )
     if launch.world_size == 1:
         if local:
-            _keep_gloo_local()
+            keep_local()
         return PrefixStore(f"gen{launch.restart_count}", HashStore())
     if not launch.agent_store:
         _check_address(launch, local)
@@ -65,15 +66,10 @@ def rendezvous(
     )
     store, all_local = meeting.hold(local)
     if all_local:
-        _keep_gloo_local()
+        keep_local()
+    else:
+        follow_gloo()
     return store
-
-
-def _keep_gloo_local() -> None:
-    names = [name for _, name in socket.if_nameindex()]
-    loopback = next((name for name in ("lo", "lo0") if name in names), None)
-    if loopback is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
 def _check_address(launch: Launch, local: bool) -> None:

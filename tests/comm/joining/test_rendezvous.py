@@ -391,9 +391,12 @@ def test_the_names_of_this_machine_are_its_own():
 
 
 def gloo_interface(launch: Launch) -> tuple[str | None, int]:
-    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.pop(variable, None)
     found = listening_addresses(launch)
-    return os.environ.get("GLOO_SOCKET_IFNAME"), len(found)
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
+    assert os.environ.get("NCCL_SOCKET_IFNAME") == (chosen and f"={chosen}")
+    return chosen, len(found)
 
 
 def test_ranks_that_know_of_no_others_here_agree_on_loopback_once_they_have_met():
