@@ -51,6 +51,10 @@ _THREAD_END_S: Final = 5.0  # for which a process waits as it ends
 class Board(Protocol):
     """Where the failure of a run stands."""
 
+    @property
+    def has_news(self) -> bool:
+        """Say whether another rank has failed and the main thread here has not been told."""
+
     def publish(self, report: str) -> str:
         """Make `report` the run's failure unless there is one; return the one that stands."""
 
@@ -72,6 +76,8 @@ class Board(Protocol):
 
 class SoloBoard:
     """The board of a rank that is alone."""
+
+    has_news: Final = False
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -139,6 +145,11 @@ class FailureBoard:
         self._watched = _clone(store)
         self._thread = threading.Thread(target=self._watch, name="failure-watch", daemon=True)
         self._thread.start()
+
+    @property
+    def has_news(self) -> bool:
+        """Say whether a failure stands that the main thread has neither told nor been told of."""
+        return self._report is not None and not self._is_told
 
     def publish(self, report: str) -> str:
         """Make `report` the run's failure unless there is one; return the one that stands."""

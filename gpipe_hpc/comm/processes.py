@@ -543,6 +543,11 @@ class ProcessWorld:
         payload = Payload(self.device)
         return ProcessTransport(links, payload, Outbox(payload))
 
+    @property
+    def has_news(self) -> bool:
+        """Say whether another rank has failed and this one has not been told."""
+        return self._board.has_news
+
     def fail(self, report: str) -> None:
         """Publish the report, let it spread, and unblock whoever waits for us."""
         self._speaks = self._board.publish(report) == report

@@ -200,6 +200,7 @@ class ThreadWorld:
         self.secret = hub.secret
         self.activity: object = "starting"
         self.is_one_process = True
+        self._is_told = False  # of a failure
         self._num_groups: dict[tuple[int, ...], int] = {}
         self.everybody: Gathering = self.group([tuple(range(self.size))])
 
@@ -220,8 +221,14 @@ class ThreadWorld:
         """Open the channels in memory."""
         return MemoryTransport(self.hub, channels)
 
+    @property
+    def has_news(self) -> bool:
+        """Say whether another rank has failed and this one has not been told."""
+        return self.hub.report is not None and not self._is_told
+
     def fail(self, report: str) -> None:
         """Keep the first report and wake everybody."""
+        self._is_told = True
         with self.hub.changed:
             if self.hub.report is None:
                 self.hub.report = report
@@ -229,6 +236,7 @@ class ThreadWorld:
 
     def explain(self, symptom: str) -> str:
         """Return the first report, or the symptom if there is none."""
+        self._is_told = True
         return self.hub.report or symptom
 
 

@@ -49,6 +49,10 @@ class World(Protocol):
     def transport(self, channels: Sequence[PlacedChannel]) -> Transport:
         """Open the channels of all replicas, the same call on every rank."""
 
+    @property
+    def has_news(self) -> bool:
+        """Say whether another rank has failed and this one has not been told; waits for nobody."""
+
     def fail(self, report: str) -> None:
         """Tell every rank that this one failed, and unblock those that wait for it."""
 
@@ -60,7 +64,9 @@ def together(world: World, where: str) -> AbstractContextManager[None]:
     """Let every rank stop if one fails within the block, all with the first failure's report.
 
     A lost connection becomes a PeerError that carries the report of the rank that failed;
-    what fails here is told to the others and raised as it is, without our frames.
+    what fails here is told to the others and raised as it is, without our frames. With an
+    accelerator news of a failure that came meanwhile becomes a PeerError, too: sums that were cut
+    off may end there without an error, with anything in memory, by which nobody shall step or save.
     """
     return _Together(world, where)
 
@@ -85,6 +91,8 @@ class _Together:
         try:
             if error is not None:
                 self._share(error)
+            elif self._world.device.is_accelerator and self._world.has_news:
+                raise PeerError(self._world.explain(f"{where}: another rank has failed"))
         finally:
             self._world.activity = outer if isinstance(outer, Phase) else Idle(where)
 

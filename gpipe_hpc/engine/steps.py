@@ -26,6 +26,8 @@ from gpipe_hpc.engine.stages.stage import Stage, training_modes
 from gpipe_hpc.engine.stages.tables import Tables
 from gpipe_hpc.engine.stages.wiring import Wiring
 from gpipe_hpc.engine.state.drift import Drift
+from gpipe_hpc.engine.sums.dividing import Divisor
+from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.engine.sums.flags import Flags
 from gpipe_hpc.engine.sums.loss import backward_seed, final_divisor
 from gpipe_hpc.engine.sums.loss_scale import LossScale, count_overflows
@@ -198,7 +200,8 @@ class Steps:
             known = known._replace(overflows=self._sum_late(known.overflows))
         divisor = final_divisor(self._weight_to_divide_by(known.loss), seed)
         self.weight = known.loss.weight
-        is_skipped = self.loss_scale is not None and bool(known.overflows > 0)
+        # The one place in a step where the host waits for the device.
+        is_skipped = self.loss_scale is not None and bool(known.overflows.read() > 0)
         if self.loss_scale is not None:
             self.loss_scale.update(overflowed=is_skipped)
         if is_skipped:
@@ -232,7 +235,8 @@ class Steps:
     def _parts(self, loss: StepLoss, divisor: torch.Tensor) -> GradientParts | None:
         if loss.squares is None:
             return None
-        return GradientParts(loss.squares / divisor.square(), loss.terms[1], self._part_of)
+        squares = loss.squares / divisor.square()
+        return GradientParts.of(squares, loss.terms[1], self._part_of, self._site.world.device)
 
     def _own_flags(self) -> set[int]:
         """Return what is set on this rank: which parameters it used, what its buffers did."""
@@ -267,7 +271,7 @@ class Steps:
             if late and stage.squares is not None:
                 stage.squares.before_reduction(late)
 
-    def _sum_late(self, overflows: torch.Tensor) -> torch.Tensor:
+    def _sum_late(self, overflows: Fetched) -> Fetched:
         """Agree on what is trained and start the sums that waited for it, on all ranks.
 
         Returns the overflows of all gradients, of which `overflows` is what is known.
@@ -281,7 +285,7 @@ class Steps:
         if found is None:
             return overflows
         self._site.everybody.all_reduce(found)
-        return found
+        return Fetched.of(found, self._site.world.device)
 
     def _overflows(self) -> torch.Tensor | None:
         """Return how many summed gradients of this rank are not finite, where the loss is scaled.
@@ -296,7 +300,7 @@ class Steps:
             tied.wait()
         gradients = [held.parameter.grad for held in self.held_gradients().values()]
         present = [gradient for gradient in gradients if gradient is not None]
-        return count_overflows(present, self._site.world.device.torch)
+        return count_overflows(present, self._site.world.device)
 
     def _drop_gradients(self) -> None:
         for stage in self._stages.values():
@@ -305,8 +309,9 @@ class Steps:
             if stage.shards is not None:
                 stage.shards.drop()
 
-    def _finish_gradients(self, divisor: torch.Tensor, used: Collection[int]) -> None:
+    def _finish_gradients(self, number: torch.Tensor, used: Collection[int]) -> None:
         """Divide all gradients, and leave None where no rank has used the parameter."""
+        divisor = Divisor(number, self._site.world.device)
         for stage in self._stages.values():
             names = stage.gradients.trained_names()
             stage.gradients.finish(divisor, self._flags.used(names, used))

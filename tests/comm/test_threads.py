@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.group import SoloGroup
 from gpipe_hpc.comm.threads import run_on_threads
 from gpipe_hpc.comm.transport.base import PlacedChannel
@@ -122,6 +123,41 @@ def test_the_failure_is_raised_not_what_it_caused():
         run_on_threads(3, body)
     assert messages.keys() == {0, 1}
     assert all("rank 2: a test: ZeroDivisionError: the cause" in m for m in messages.values())
+
+
+class Elsewhere(HostDevice):
+    """Stands for an accelerator."""
+
+    is_accelerator = True
+
+
+def test_a_block_that_nothing_broke_off_ends_with_the_news_of_a_failure():
+    """After an abort an accelerator's sums may hold anything: the optimizer stepped by them."""
+    told, has_failed = {}, threading.Event()
+
+    def body(world):
+        if world.rank == 1:
+            with together(world, "a test"):
+                raise ZeroDivisionError("the cause")
+        with together(world, "what a CPU does is done or fails"):
+            assert has_failed.wait(20)
+        world.device = Elsewhere()
+        with pytest.raises(PeerError) as caught, together(world, "a step"):
+            assert has_failed.wait(20)
+        told[world.rank] = str(caught.value)
+        with together(world, "what is done all the same"):
+            pass  # who has been told is not told again
+
+    def fails(world):
+        try:
+            body(world)
+        finally:
+            if world.rank == 1:
+                has_failed.set()
+
+    with pytest.raises(ZeroDivisionError, match="the cause"):
+        run_on_threads(3, fails)
+    assert told == dict.fromkeys((0, 2), "rank 1: a test: ZeroDivisionError: the cause")
 
 
 def test_silence_ends_in_a_timeout_that_says_who_is_missing():

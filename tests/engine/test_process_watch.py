@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline
+from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.joining.start import start_world
 from gpipe_hpc.comm.watch.pulse import Phase, Pulse
+from gpipe_hpc.comm.world import together
 from gpipe_hpc.errors import PeerError
 
 INPUTS, TARGETS = torch.arange(16.0).reshape(4, 4), torch.tensor([0, 1, 2, 0])
@@ -135,3 +137,28 @@ def test_a_wait_within_torch_is_a_wait_for_others(processes, tmp_path, until, ra
         return True
 
     assert processes(2, body, tmp_path)[rank] == [True]
+
+
+class Elsewhere(HostDevice):
+    """Stands for an accelerator."""
+
+    is_accelerator = True
+
+
+def test_a_rank_that_waits_for_nobody_learns_of_a_failure_as_its_step_ends(processes, tmp_path):
+    """It went on to its optimizer with what an abort may have left in its gradients."""
+
+    def body(rank):
+        world = start_world(timeout_s=30.0)
+        world.device = Elsewhere()
+        if rank == 1:
+            with pytest.raises(ValueError, match="broken"), together(world, "step 7"):
+                raise ValueError("broken on purpose")
+            return "told"
+        with pytest.raises(PeerError) as caught, together(world, "step 7"):
+            for _ in range(200):  # computes
+                time.sleep(0.02)
+        return str(caught.value)
+
+    heard, told = processes(2, body, tmp_path)
+    assert (heard, told) == ("rank 1: step 7: ValueError: broken on purpose", "told")

@@ -12,7 +12,7 @@ from gpipe_hpc.models import (
     segmentation,
     token_cross_entropy,
 )
-from tests.waits import waits
+from tests.played.alone import alone
 
 
 def test_token_cross_entropy_is_the_mean_over_tokens_that_count():
@@ -143,15 +143,16 @@ def test_mean_squared_error_is_torchs():
 def test_losses_leave_the_device_alone():
     """Weights that the host knows were copied to the device, and the host waited each time."""
     outputs, targets = bert_batch(3)
-    logits, classes = torch.randn(3, 5, device="meta"), torch.zeros(3, device="meta").long()
-    there = [tuple(each.to("meta") for each in nest) for nest in (outputs, targets)]
-    with waits() as found:
+    with alone() as device:
+        logits, classes = map(device.bring, (torch.randn(3, 5), torch.zeros(3).long()))
+        there = [tuple(map(device.bring, nest)) for nest in (outputs, targets)]
+        device.host_waits.clear()
         assert mean_squared_error(logits, logits)[1] == 15
         assert bert_pretraining(*there)[1] == 3
         classification(logits, classes)
         token_cross_entropy(logits, classes)
         segmentation(logits[:, :, None, None], classes[:, None, None])
-    assert not found
+        assert not device.host_waits
 
 
 def test_shapes_that_do_not_match_are_refused():

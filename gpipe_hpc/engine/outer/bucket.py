@@ -9,6 +9,7 @@ from torch import nn
 from gpipe_hpc.comm.group import Pending
 from gpipe_hpc.engine.outer.items import Item
 from gpipe_hpc.engine.outer.ways import Way
+from gpipe_hpc.engine.sums.dividing import Divisor
 from gpipe_hpc.errors import ModelError
 
 
@@ -117,10 +118,10 @@ class Bucket:
             self._pending.wait()
             self._pending = None
 
-    def finish(self, divisor: torch.Tensor, used: Sequence[bool]) -> None:
+    def finish(self, divisor: Divisor, used: Sequence[bool]) -> None:
         """Wait for the sum, divide it, and leave None where no replica used the parameter."""
         self.wait()
-        self._flat.div_(divisor)
+        divisor.divide([self._flat])
         for parameter, view, is_used in zip(self.parameters, self._views, used, strict=True):
             parameter.grad = view if is_used else None
 

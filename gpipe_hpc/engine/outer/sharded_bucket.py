@@ -11,6 +11,7 @@ from gpipe_hpc.engine.outer.bucket import Bucket, Room
 from gpipe_hpc.engine.outer.division import Division, pieces_of
 from gpipe_hpc.engine.outer.held import Held
 from gpipe_hpc.engine.outer.ways import Way
+from gpipe_hpc.engine.sums.dividing import Divisor
 from gpipe_hpc.errors import ConfigError
 
 
@@ -110,13 +111,13 @@ class ShardedBucket:
         for name, held in self.held.items():
             held.parameter.grad = self._gradients[self._held_at[name]]
 
-    def finish(self, divisor: torch.Tensor, used: Sequence[bool]) -> None:
+    def finish(self, divisor: Divisor, used: Sequence[bool]) -> None:
         """Wait for the shard of the sum, divide it, and hand it to what an optimizer steps on.
 
         The parameters themselves have no gradient then: nobody has all of it.
         """
         self.wait()
-        self._gradients[self._own].div_(divisor)
+        divisor.divide([self._gradients[self._own]])
         self._used = dict(zip(self._trained, used, strict=True))
         for name, held in self.held.items():
             if not self._used.get(name, False):

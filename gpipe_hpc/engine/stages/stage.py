@@ -65,7 +65,7 @@ class Stage:
         named = self.named_parameters()
         self.tied = {name: named[name] for name in set(self._aliases.values())}
         own = {name: p for name, p in named.items() if name not in self.tied}
-        self.gradients = StageGradients(own)
+        self.gradients = StageGradients(own, device)
         self.squares: Squares | None = None
         self.shards: StageShards | None = None
         converted = [convert_batchnorm(m, f"layers.{i}") for i, m in self.layers.items()]

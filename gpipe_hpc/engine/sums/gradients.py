@@ -5,11 +5,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.group import Group, Pending
 from gpipe_hpc.engine.outer.bucket import Bucket
 from gpipe_hpc.engine.outer.sharded_bucket import ShardedBucket
 from gpipe_hpc.engine.outer.stage_shards import StageShards
 from gpipe_hpc.engine.outer.ways import Way
+from gpipe_hpc.engine.sums.dividing import Divisor
 
 
 class Unreduced:
@@ -19,8 +21,9 @@ class Unreduced:
     micro-batches holds the most just before that.
     """
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, parameters: list[nn.Parameter], device: Device) -> None:
         self.parameters = parameters
+        self._copies = _by_one_kernel if device.is_accelerator else _one_by_one
         self._without: list[nn.Parameter] = []
 
     def clear(self) -> None:
@@ -40,10 +43,13 @@ class Unreduced:
         if not come:
             return
         self._without = [parameter for parameter in self._without if parameter.grad is None]
+        dense = [p for p in come if p.grad is not None and not p.grad.is_sparse]
+        copies = self._copies([p.grad for p in dense if p.grad is not None])
+        for parameter, copy in zip(dense, copies, strict=True):
+            parameter.grad = copy
         for parameter in come:
-            assert parameter.grad is not None, "only these were chosen"
-            is_sparse = parameter.grad.is_sparse  # a bucket's are dense, too
-            parameter.grad = parameter.grad.to_dense() if is_sparse else parameter.grad.clone()
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()  # as a bucket's are
 
     def used(self) -> list[bool]:
         """Say of each parameter whether a micro-batch has used it."""
@@ -61,23 +67,22 @@ class Unreduced:
     def wait(self) -> None:
         """Return at once: nothing is summed."""
 
-    def finish(self, divisor: torch.Tensor, used: Sequence[bool]) -> None:
+    def finish(self, divisor: Divisor, used: Sequence[bool]) -> None:
         """Divide the gradients."""
         pairs = zip(self.parameters, used, strict=True)
-        present = [p.grad for p, is_used in pairs if is_used and p.grad is not None]
-        if present:
-            torch._foreach_div_(present, divisor)
+        divisor.divide([p.grad for p, is_used in pairs if is_used and p.grad is not None])
 
 
 class StageGradients:
     """The gradients of one stage's trainable parameters, in buckets.
 
     `way`: how they are summed over the copies of the stage; None: it has no other. `buckets`: the
-    names of the parameters of each bucket; without, one bucket for each dtype and device.
+    names of the parameters of each bucket; without, one bucket for each dtype and device. `device`:
+    where the stage computes.
     """
 
-    def __init__(self, named_parameters: Mapping[str, nn.Parameter]) -> None:
-        self._named = dict(named_parameters)
+    def __init__(self, named_parameters: Mapping[str, nn.Parameter], device: Device) -> None:
+        self._named, self._device = dict(named_parameters), device
         self._way: Way | None = None
         self._names: Sequence[Sequence[str]] = ()
         self._trained: list[bool] | None = None
@@ -135,7 +140,7 @@ class StageGradients:
     def _make(self, group: Mapping[str, nn.Parameter]) -> list[Bucket] | list[Unreduced]:
         kinds = _by_kind({name: p for name, p in group.items() if p.requires_grad})
         if self._way is None:
-            return [Unreduced(list(kind.values())) for kind in kinds]
+            return [Unreduced(list(kind.values()), self._device) for kind in kinds]
         return [Bucket(kind) for kind in kinds]
 
     def each(self) -> list[Bucket | Unreduced | ShardedBucket]:
@@ -195,13 +200,11 @@ class StageGradients:
         for bucket in self.each():
             bucket.wait()
 
-    def finish(self, divisor: torch.Tensor, used: Sequence[bool]) -> None:
+    def finish(self, divisor: Divisor, used: Sequence[bool]) -> None:
         """Finish every bucket; `used` is `used_flags` united over the replicas."""
         start = 0
         for bucket in self.each():
             stop = start + len(bucket.parameters)
-            if bucket.parameters:
-                divisor = divisor.to(device=bucket.parameters[0].device)
             bucket.finish(divisor, used[start:stop])
             start = stop
 
@@ -211,6 +214,17 @@ def _by_kind(named: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]
     for name, parameter in named.items():
         by_kind.setdefault((parameter.dtype, parameter.device), {})[name] = parameter
     return list(by_kind.values())
+
+
+def _one_by_one(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [gradient.clone() for gradient in gradients]
+
+
+def _by_one_kernel(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    copies = [torch.empty_like(gradient) for gradient in gradients]
+    if copies:
+        torch._foreach_copy_(copies, list(gradients))
+    return copies
 
 
 def unite_flags(flags: list[bool], group: Group) -> list[bool]:

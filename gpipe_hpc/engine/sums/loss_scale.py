@@ -9,6 +9,8 @@ from typing import Final
 
 import torch
 
+from gpipe_hpc.comm.device import Device
+from gpipe_hpc.engine.sums.norms import stacked
 from gpipe_hpc.errors import NonFiniteError
 
 _INITIAL: Final = 2.0**16
@@ -60,13 +62,13 @@ class LossScale:
         self.num_skipped = int(state["num_skipped"])
 
 
-def count_overflows(gradients: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+def count_overflows(gradients: Iterable[torch.Tensor], device: Device) -> torch.Tensor:
     """Return how many gradients hold an infinity or NaN, float64[]; the device is not waited for.
 
     They are looked at as they were summed, before the scale is taken out of them.
     """
     present = [gradient for gradient in gradients if gradient.numel()]
     if not present:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    peaks = torch.stack([p.double() for p in torch._foreach_norm(present, torch.inf)])
+        return torch.zeros((), dtype=torch.float64, device=device.torch)
+    peaks = stacked(torch._foreach_norm(present, torch.inf))
     return torch.isfinite(peaks).logical_not_().sum().double()

@@ -5,15 +5,19 @@ the host knows travels on the host meanwhile: neither waits for the other.
 """
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Final, NamedTuple
 
 import torch
 
 from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.group import Gathering
+from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.engine.sums.loss import LossTerm, Noted
+from gpipe_hpc.engine.sums.norms import stacked
+from gpipe_hpc.engine.sums.ordered import ordered_sum
 from gpipe_hpc.engine.sums.results import Found, Row, StepLoss, find_rows, num_terms, positions
 from gpipe_hpc.errors import ConfigError
 
@@ -42,21 +46,19 @@ class Says:
 class Known(NamedTuple):
     """What all ranks know then, the same on each.
 
-    `flags`: those set on any rank. `overflows`: the sum, float64[] on the device. `told`: a row for
-    each rank. `left_s`: when this rank left, on its clock.
+    `flags`: those set on any rank. `overflows`: the sum, float64[1], on its way to the host.
+    `told`: a row for each rank. `left_s`: when this rank left, on its clock.
     """
 
     loss: StepLoss
     flags: frozenset[int]
-    overflows: torch.Tensor
+    overflows: Fetched
     told: tuple[tuple[float, ...], ...]
     left_s: float
 
 
 class _Summed(NamedTuple):
-    terms: torch.Tensor
-    squares: torch.Tensor | None
-    overflows: torch.Tensor
+    terms: torch.Tensor  # what lies on the device, one behind the other
     num_new: int
     flags: torch.Tensor
     told: torch.Tensor
@@ -77,6 +79,7 @@ class Meeting:
         self._num_global, self._num_flags = num_global, num_flags
         self._group, self._device = group, device
         self._place = group.position
+        self._add = ordered_sum(device)
         self._rows: tuple[Row, ...] = ()
 
     def __call__(self, says: Says) -> Known:
@@ -87,10 +90,19 @@ class Meeting:
             rows = self._group.merge_object(sorted(found), _united)
             self._rows = tuple(sorted({*self._rows, *rows}))
             summed = self._sum(says, found)
+        fetched = Fetched.of(summed.terms, self._device)
+        num_rows = num_terms(self._rows)
+        values = summed.terms[:-1].view(-1, self._num_global)
         return Known(
-            StepLoss(summed.terms, self._rows, summed.squares),
+            StepLoss(
+                values[:num_rows],
+                fetched.part(slice(num_rows * self._num_global)),
+                self._add,
+                self._rows,
+                None if says.squares is None else values[num_rows],
+            ),
             frozenset(summed.flags.nonzero().flatten().tolist()),
-            summed.overflows,
+            fetched.part(slice(-1, None)),
             tuple(map(tuple, summed.told.view(-1, NUM_TOLD).tolist())),
             summed.left_s,
         )
@@ -108,10 +120,7 @@ class Meeting:
             pending.wait()
         left_s = time.perf_counter()
         num_new, flags, told = torch.split(host, [1, self._num_flags, NUM_TOLD * self._group.size])
-        rows = terms[:-1].view(-1, self._num_global)
-        num_rows = num_terms(self._rows)
-        squares = None if says.squares is None else rows[num_rows]
-        return _Summed(rows[:num_rows], squares, terms[-1], int(num_new), flags, told, left_s)
+        return _Summed(terms, int(num_new), flags, told, left_s)
 
     def _terms(self, says: Says, found: Found) -> torch.Tensor:
         """Return, as float64[n], the terms of the loss, the squares if any, and the overflows.
@@ -140,11 +149,14 @@ class Meeting:
                 on_device[index] = number
             else:
                 row_of[index] = float(number)
-        host = self._device.pinned((size,), torch.float64)
-        host.copy_(torch.tensor(row_of, dtype=torch.float64))
-        flat = self._device.bring(host, non_blocking=True)
-        for index, number in on_device.items():
-            flat[index] = number
+        host = torch.tensor(row_of, dtype=torch.float64)
+        if not is_apart:
+            return host
+        staged = self._device.pinned(host.shape, host.dtype)
+        staged.copy_(host)
+        flat = self._device.bring(staged, non_blocking=True)
+        for start, run in _runs(on_device):
+            flat[start : start + len(run)] = stacked(run)
         return flat
 
     def _host(self, says: Says, found: Found) -> torch.Tensor:
@@ -165,3 +177,11 @@ class Meeting:
 
 def _united(ahead: list[Row], behind: list[Row]) -> list[Row]:
     return sorted({*ahead, *behind})
+
+
+def _runs(numbers: Mapping[int, torch.Tensor]) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    """Yield numbers whose places follow one another, with the first place of each run."""
+    places = sorted(numbers)
+    for _, run in groupby(enumerate(places), key=lambda pair: pair[1] - pair[0]):
+        own = [place for _, place in run]
+        yield own[0], [numbers[place].reshape(()) for place in own]

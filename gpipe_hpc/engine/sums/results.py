@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 import torch
 
+from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.engine.sums.loss import Noted
+from gpipe_hpc.engine.sums.ordered import OrderedSum
 from gpipe_hpc.engine.sums.squares import GradientParts
 from gpipe_hpc.models import MAIN_LOSS
 
@@ -33,23 +35,31 @@ class StepLoss:
     """The loss of a global batch; the same on every rank.
 
     `terms` is float64[rows, replicas x micro-batches] in global order: sums of the main loss, its
-    weights, and what `rows` name. Reading a property waits for the device; nothing before does.
-    `squares`: float64[replicas x micro-batches], those of the gradients' parts, if measured.
+    weights, and what `rows` name. `fetched`: the same, one behind the other, on their way to the
+    host; what reads them waits for the device, nothing else does. `add`: how numbers of the device
+    are summed. `squares`: float64[replicas x micro-batches], those of the gradients' parts, if
+    measured.
     """
 
     terms: torch.Tensor
+    fetched: Fetched
+    add: OrderedSum
     rows: tuple[Row, ...] = ()
     squares: torch.Tensor | None = None
 
-    @property
+    @cached_property
     def weight(self) -> torch.Tensor:
-        """Return the global weight, float64[] on the device."""
-        # cumsum adds from left to right: the global order, whatever the layout.
-        return self.terms[1].cumsum(0)[-1]
+        """Return the global weight, float64[] on the device; summed in the global order."""
+        return self.add(self.terms[1])
 
     def weight_of(self, microbatches: range) -> torch.Tensor:
         """Return the weight of some of the global micro-batches, float64[] on the device."""
-        return self.terms[1, microbatches.start : microbatches.stop].cumsum(0)[-1]
+        return self.add(self.terms[1, microbatches.start : microbatches.stop])
+
+    @cached_property
+    def known_weight(self) -> float:
+        """Return the global weight."""
+        return self._totals[1]
 
     @cached_property
     def sums(self) -> dict[str, float]:
@@ -79,15 +89,21 @@ class StepLoss:
     @cached_property
     def microbatch_losses(self) -> list[float]:
         """Return the loss of each global micro-batch; NaN shows whose is NaN."""
-        sums = self.terms[0]
+        terms = self._on_host
+        sums = terms[0]
         for row, at in self._places():
-            sums = sums + self.terms[at] if row.is_loss else sums
-        pairs = zip(sums.tolist(), self.terms[1].tolist(), strict=True)
+            sums = sums + terms[at] if row.is_loss else sums
+        pairs = zip(sums.tolist(), terms[1].tolist(), strict=True)
         return [s / w if w != 0 else s for s, w in pairs]
+
+    @property
+    def _on_host(self) -> torch.Tensor:
+        return self.fetched.read().view(self.terms.shape)
 
     @cached_property
     def _totals(self) -> list[float]:
-        totals: list[float] = self.terms.cumsum(1)[:, -1].tolist()
+        # On a CPU cumsum adds from left to right: the global order, whatever the layout.
+        totals: list[float] = self._on_host.cumsum(1)[:, -1].tolist()
         return totals
 
     def _places(self) -> list[tuple[Row, int]]:
@@ -150,7 +166,7 @@ class StepResult:
     @property
     def weight(self) -> float:
         """Return what the sum was divided by: samples, or tokens not ignored."""
-        return float(self._loss.weight)
+        return self._loss.known_weight
 
     @property
     def microbatch_losses(self) -> list[float]:

@@ -15,7 +15,9 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor, nn
 
-from gpipe_hpc.engine.sums.norms import norms_of
+from gpipe_hpc.comm.device import Device
+from gpipe_hpc.engine.sums.fetched import Fetched
+from gpipe_hpc.engine.sums.norms import norms_of, stacked
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.schedule import Placement
 
@@ -155,13 +157,21 @@ class GradientParts:
 
     `squares`, `weights`: float64[replicas x micro-batches], by global micro-batch: the squared norm
     of what a part has added to the gradient, at the part's first micro-batch, and the weights of
-    the loss. `part_of`: the first micro-batch of each one's part. Reading waits for the device;
-    nothing before does.
+    the loss. `part_of`: the first micro-batch of each one's part. `fetched`: both, float64[2, n],
+    on their way to the host: reading waits for the device, nothing before does.
     """
 
     squares: Tensor
     weights: Tensor
     part_of: tuple[int, ...]
+    fetched: Fetched
+
+    @classmethod
+    def of(
+        cls, squares: Tensor, weights: Tensor, part_of: tuple[int, ...], device: Device
+    ) -> "GradientParts":
+        """Return them, on their way to the host."""
+        return cls(squares, weights, part_of, Fetched.of(torch.stack([squares, weights]), device))
 
     def mean_square(self) -> tuple[float, int]:
         """Return the mean squared norm of the parts' own gradients, and their number.
@@ -169,7 +179,7 @@ class GradientParts:
         With g_i the mean gradient of part i and a_i its share of the weight, sum a_i |g_i|^2. What
         it has added is a_i g_i. Parts of weight 0 are none.
         """
-        squares, weights = self.squares.tolist(), self.weights.tolist()
+        squares, weights = self.fetched.read().tolist()
         shares: dict[int, float] = defaultdict(float)
         for part, weight in zip(self.part_of, weights, strict=True):
             shares[part] += weight
@@ -232,7 +242,7 @@ def squares_of(
 
 def _square(tensors: Sequence[Tensor]) -> Tensor:
     """Return the squared norm of all together, float64[]."""
-    return torch.stack([norm.double() for norm in norms_of(tensors)]).square().sum()
+    return stacked(norms_of(tensors)).square().sum()
 
 
 def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

@@ -13,6 +13,7 @@ from gpipe_hpc.engine.outer.bucket import Bucket
 from gpipe_hpc.engine.outer.settings import Outer
 from gpipe_hpc.engine.outer.ways import way_of_tie
 from gpipe_hpc.engine.stages.stage import Stage
+from gpipe_hpc.engine.sums.dividing import Divisor
 from gpipe_hpc.models import Tie
 from gpipe_hpc.schedule import Placement
 
@@ -67,10 +68,10 @@ class TiedParameter:
         """Return when the sum is there."""
         self._bucket.wait()
 
-    def finish(self, divisor: torch.Tensor, *, is_used: bool) -> None:
+    def finish(self, divisor: Divisor, *, is_used: bool) -> None:
         """Finish the sum and divide it; `is_used`: by any rank."""
         if self._is_held:
-            self._bucket.finish(divisor.to(device=self._parameter.device), [is_used])
+            self._bucket.finish(divisor, [is_used])
 
     @property
     def parameter(self) -> nn.Parameter:

@@ -8,12 +8,13 @@ from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.group import SoloGroup
 from gpipe_hpc.comm.threads import run_on_threads
 from gpipe_hpc.engine.outer.ways import AllReduce
+from gpipe_hpc.engine.sums.dividing import Divisor
 from gpipe_hpc.engine.sums.gradients import StageGradients, unite_flags
 from gpipe_hpc.engine.sums.norms import clip_by_norm, gather_norms
 
 SOLO, CPU = SoloGroup(0), HostDevice()
 NAMES = [["2"], ["1", "0"]]
-ONE = torch.tensor(1.0, dtype=torch.float64)
+ONE = Divisor(torch.tensor(1.0, dtype=torch.float64), CPU)
 
 
 def parameters(*shapes, dtype=torch.float32):
@@ -27,7 +28,7 @@ def on_two_ranks(body):
 
 def summed(named, group=SOLO, names=()):
     """Return the gradients of parameters at the start of a step, to be summed over a group."""
-    gradients = StageGradients(named)
+    gradients = StageGradients(named, CPU)
     gradients.sum_over(AllReduce(group) if group.size > 1 else None, names)
     gradients.adopt()
     gradients.clear()
@@ -79,7 +80,7 @@ def test_a_stage_has_the_buckets_it_is_given_each_a_buffer_of_its_own():
 def test_gradients_that_nobody_else_adds_to_take_no_memory_before_the_first_backward():
     # A schedule that keeps all micro-batches holds the most just before it.
     named = parameters((2, 3), (4,))
-    gradients = StageGradients(named)
+    gradients = StageGradients(named, CPU)
     for _ in range(2):
         gradients.clear()
         assert [p.grad for p in named.values()] == [None, None]

@@ -6,10 +6,11 @@ import math
 import pytest
 import torch
 
+from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.engine.sums.loss_scale import LossScale, count_overflows
 from gpipe_hpc.errors import NonFiniteError
 
-CPU = torch.device("cpu")
+CPU = HostDevice()
 
 
 def test_halves_at_once_and_doubles_after_the_interval():

@@ -203,7 +203,7 @@ def test_what_lies_on_a_device_is_summed_there_and_the_rest_on_the_host():
     for known, calls in run_on_threads(2, body):
         assert calls == ["device", "host"]
         assert known.loss.terms.tolist() == [[2.0, 3.0], [4.0, 4.0]]
-        assert known.flags == {0, 1, 2} and known.overflows == 1.0
+        assert known.flags == {0, 1, 2} and known.overflows.read() == 1.0
         assert [row[0] for row in known.told] == [7.0, 7.0]
 
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.engine.sums.squares import CopySquares, GradientParts, MicrobatchSquares
 from tests.support import batch, square_sum
 
@@ -181,7 +182,7 @@ def test_parts_of_unequal_weight_are_weighed():
         measured = torch.zeros(13, dtype=torch.float64)
         for start, size in zip(starts, sizes, strict=True):
             measured[start] = (draws[start : start + size].sum() / 13).square()
-        found, number = GradientParts(measured, weights, part_of).mean_square()
+        found, number = GradientParts.of(measured, weights, part_of, HostDevice()).mean_square()
         total = draws.mean().square().item()
         variances.append((found - total) / (number - 1))
         squares.append(total - variances[-1])

@@ -1,0 +1,48 @@
+"""Sums from left to right, as a plain loop adds: the same bits on every device.
+
+`torch.cumsum` has that order on a CPU. On an accelerator it has another one, and is refused under
+`torch.use_deterministic_algorithms`.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gpipe_hpc.comm.device import Device
+
+OrderedSum = Callable[[Tensor], Tensor]
+"""Returns the sum of at least one number, float64[], of float64[numbers]."""
+
+_NUM_PROBED: Final = 4099
+
+
+def ordered_sum(device: Device) -> OrderedSum:
+    """Return what sums on a device; looks once, and waits for it, whether one kernel can."""
+    if not device.is_accelerator:
+        return _by_prefixes
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.randint(-20, 20, (_NUM_PROBED,), generator=generator).double().exp2()
+    numbers = torch.randn(_NUM_PROBED, generator=generator, dtype=torch.float64) * spread
+    found = device.fetch(_by_bag(device.bring(numbers)))
+    return _by_bag if torch.equal(found, _by_prefixes(numbers)) else _one_by_one
+
+
+def _by_prefixes(numbers: Tensor) -> Tensor:
+    return numbers.cumsum(0)[-1]
+
+
+def _by_bag(numbers: Tensor) -> Tensor:
+    """Sum the rows of one bag: CUDA has a thread for each column, which adds row after row."""
+    count = len(numbers)
+    order = torch.arange(count, device=numbers.device).view(1, count)
+    return F.embedding_bag(order, numbers.view(count, 1), mode="sum").view(())
+
+
+def _one_by_one(numbers: Tensor) -> Tensor:
+    total, *others = numbers.unbind()
+    for number in others:
+        total = total + number
+    return total

@@ -1,0 +1,245 @@
+"""Sums of a step on a device: the bits of a CPU, by few kernels, and nobody waits for them."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpipe_hpc.comm.device import HostDevice
+from gpipe_hpc.comm.group import SoloGroup
+from gpipe_hpc.engine.sums import ordered
+from gpipe_hpc.engine.sums.dividing import Divisor
+from gpipe_hpc.engine.sums.fetched import Fetched
+from gpipe_hpc.engine.sums.gradients import StageGradients
+from gpipe_hpc.engine.sums.loss import LossTerm
+from gpipe_hpc.engine.sums.loss_scale import count_overflows
+from gpipe_hpc.engine.sums.meeting import Meeting, Says
+from gpipe_hpc.engine.sums.norms import clip_by_norm, gather_norms
+from gpipe_hpc.engine.sums.ordered import ordered_sum
+from tests.played.alone import alone
+
+HOST = HostDevice()
+_VIEWS = [
+    getattr(torch.ops.aten, name)
+    for name in ("select", "unbind", "slice", "detach", "view", "alias")
+]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
+
+
+def numbers(count, seed=0):
+    """Return numbers whose sum says in which order they were added."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, generator=generator, dtype=torch.float64) * torch.logspace(
+        0, 12, count, dtype=torch.float64
+    )
+
+
+class Kernels(TorchDispatchMode):
+    """Count what would be a kernel each."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket not in _VIEWS
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("count", [1, 2, 63, 1000, 20_000])
+def test_weights_are_summed_from_left_to_right_on_a_device(count, monkeypatch):
+    """`cumsum` of floats is refused there under deterministic algorithms, and has another order."""
+    values = numbers(count)
+    expected = 0.0
+    for value in values.tolist():
+        expected += value
+    assert ordered_sum(HOST)(values).item() == expected
+    with alone() as device:
+        add = ordered_sum(device)
+        monkeypatch.setattr(torch.Tensor, "cumsum", None)
+        there = device.bring(values)
+        device.host_waits.clear()
+        total = add(there)
+        assert not device.host_waits
+        assert device.fetch(total).item() == expected
+
+
+def test_a_device_that_sums_a_bag_in_another_order_adds_one_by_one(monkeypatch):
+    def turned(order, weights, mode):
+        return weights.flip(0).cumsum(0)[-1:]
+
+    values = numbers(500)
+    with alone() as device:
+        monkeypatch.setattr(ordered.F, "embedding_bag", turned)
+        total = ordered_sum(device)(device.bring(values))
+        assert device.fetch(total).item() == values.cumsum(0)[-1].item()
+
+
+def meet(device, values, weights):
+    own = {i: LossTerm(v, w) for i, (v, w) in enumerate(zip(values, weights, strict=True))}
+    return Meeting(len(own), 2, SoloGroup(0), 0, device)(Says(own, {}, {1}, None, [3.0])).loss
+
+
+def test_a_loss_is_read_from_one_copy_that_is_under_way_when_the_step_ends():
+    """Each figure of a step's result was a wait of its own for the device."""
+    values, weights = numbers(6), numbers(6, seed=1).abs()
+    expected = meet(HOST, values.unbind(), weights.unbind())
+    with alone() as device:
+        there = [device.bring(each).unbind() for each in (values, weights)]
+        meet(device, *there)  # which looks at how the device sums
+        device.host_waits.clear()
+        loss = meet(device, *there)
+        assert not [wait for wait in device.host_waits if "ordered" not in str(wait)]
+        device.host_waits.clear()
+        assert loss.value == expected.value
+        assert loss.microbatch_losses == expected.microbatch_losses
+        assert loss.known_weight == expected.known_weight == expected.weight.item()
+        assert len(device.host_waits) == 1
+        assert device.fetch(loss.weight).item() == expected.known_weight
+
+
+def test_terms_of_a_device_are_put_together_by_few_kernels():
+    """Each loss and each weight of a micro-batch was a copy of its own."""
+
+    def count(number):
+        values, weights = numbers(number), numbers(number, seed=1).abs()
+        with alone() as device:
+            there = [device.bring(each).unbind() for each in (values, weights)]
+            own = {i: LossTerm(*pair) for i, pair in enumerate(zip(*there, strict=True))}
+            meeting = Meeting(number, 0, SoloGroup(0), 0, device)
+            with Kernels() as kernels:
+                meeting(Says(own))
+            return kernels.count
+
+    assert count(64) == count(4)
+
+
+def parameters(count, dtypes=(torch.float32,), seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    made = {}
+    for number in range(count):
+        dtype = dtypes[number % len(dtypes)]
+        shape = (number % 5 + 1, 3)
+        parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
+        parameter.grad = torch.randn(shape, generator=generator, dtype=dtype)
+        made[str(number)] = parameter
+    return made
+
+
+@pytest.mark.parametrize("dtypes", [DTYPES[:1], DTYPES[:4]])
+def test_kernels_do_not_grow_with_the_parameters(dtypes):
+    """The norm of each was made wide and squared by itself, and so was each peak."""
+
+    def count(number):
+        own = parameters(number, dtypes)
+        gradients = [p.grad for p in own.values()]
+        with Kernels() as kernels:
+            norms = gather_norms(own, own.keys(), list(own), SoloGroup(0), HOST)
+            clip_by_norm(own, norms, 0.5)
+            count_overflows(gradients, HOST)
+            Divisor(torch.tensor(0.77, dtype=torch.float64), HOST).divide(gradients)
+        return kernels.count
+
+    assert count(8) == count(64)
+
+
+def test_clipping_on_a_device_has_the_bits_of_a_cpu_and_waits_for_nothing():
+    """Zeros stood for gradients that are not there, which changed the last bit of the norm."""
+
+    def named(place=lambda tensor: tensor):
+        made = {}
+        for name, p in parameters(40).items():
+            made[name] = nn.Parameter(place(p.detach()))
+            made[name].grad = place(p.grad)
+        for absent in ("0", "7", "8", "39"):
+            made[absent].grad = None
+        return made
+
+    own = named()
+    norms = gather_norms(own, own.keys(), list(own), SoloGroup(0), HOST)
+    expected = clip_by_norm(own, norms, 0.5)
+    assert expected.item() == nn.utils.clip_grad_norm_(named().values(), 0.5).item()
+    with alone() as device:
+        there = named(device.bring)
+        device.host_waits.clear()
+        norms = gather_norms(there, there.keys(), list(there), SoloGroup(0), device)
+        norm = clip_by_norm(there, norms, 0.5)
+        assert not device.host_waits
+        assert device.fetch(norm).item() == expected.item()
+        for name, parameter in there.items():
+            gradient = own[name].grad
+            found = parameter.grad
+            assert found is gradient or torch.equal(device.fetch(found), gradient)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_device_divides_as_a_cpu_does(dtype, monkeypatch):
+    """A device rounds a scalar of its own to the 16 bits of what it divides; a CPU does not."""
+    monkeypatch.setattr("gpipe_hpc.engine.sums.dividing._SMALL", 40)
+    monkeypatch.setattr("gpipe_hpc.engine.sums.dividing._PACK", 60)
+    generator = torch.Generator().manual_seed(0)
+    owns = [torch.randn(n, 3, generator=generator, dtype=dtype) for n in (5, 9, 11, 40, 2)]
+    number = torch.tensor(1001 / 1024, dtype=torch.float64)
+    expected = [each.clone() for each in owns]
+    for each in expected:
+        each.div_(number)
+    on_cpu = [each.clone() for each in owns]
+    Divisor(number, HOST).divide(on_cpu)
+    assert all(map(torch.equal, on_cpu, expected))
+    with alone() as device:
+        there = [device.bring(each.clone()) for each in owns]
+        divisor = Divisor(device.bring(number.clone()), device)
+        device.host_waits.clear()
+        with _RoundedScalars():
+            divisor.divide(there)
+        assert not device.host_waits
+        assert all(torch.equal(device.fetch(a), b) for a, b in zip(there, expected, strict=True))
+
+
+class _RoundedScalars(TorchDispatchMode):
+    """Compute as a device does, which casts a scalar tensor to what it is divided into."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten._foreach_div_.Tensor, torch.ops.aten.div_.Tensor):
+            first = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
+            scalar = args[1]
+            args = (args[0], scalar.to(first.dtype) if scalar.dim() == 0 else scalar)
+        return func(*args, **(kwargs or {}))
+
+
+def test_gradients_that_come_are_copied_at_once_on_a_device():
+    """Each parameter's first gradient of a step was a kernel of its own."""
+
+    def count(number):
+        with alone() as device:
+            named = {
+                name: nn.Parameter(device.bring(p.detach()))
+                for name, p in parameters(number).items()
+            }
+            gradients = StageGradients(named, device)
+            gradients.adopt()
+            gradients.clear()
+            given = {name: torch.full_like(p, 2.0) for name, p in named.items()}
+            for name, parameter in named.items():
+                parameter.grad = given[name]
+            with Kernels() as kernels:
+                gradients.own()
+            for name, parameter in named.items():
+                assert parameter.grad.data_ptr() != given[name].data_ptr()
+                assert (device.fetch(parameter.grad) == 2.0).all()
+            return kernels.count - number  # memory for each
+
+    assert count(20) == count(5)
+
+
+def test_what_is_fetched_is_as_it_was_when_it_was_asked_for():
+    with alone() as device:
+        value = device.bring(torch.tensor([1.0, 2.0]))
+        fetched = Fetched.of(value, device)
+        value.add_(math.pi)
+        device.host_waits.clear()
+        assert fetched.part(slice(1, 2)).read().tolist() == [2.0]
+        assert fetched.read().tolist() == [1.0, 2.0]
+        assert len(device.host_waits) == 1

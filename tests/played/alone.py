@@ -1,0 +1,17 @@
+"""A device that the calling thread plays, without any ranks."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tests.played.device import PlayedDevice
+from tests.played.interpose import interposed
+from tests.played.tracker import Tracker
+
+
+@contextmanager
+def alone() -> Iterator[PlayedDevice]:
+    """Play a device within the block; `host_waits` says what the host has waited for."""
+    with interposed():
+        played = PlayedDevice(Tracker())
+        with played.playing():
+            yield played
