@@ -27,9 +27,6 @@ class Event(Protocol):
     def record(self, stream: "Stream | None" = None) -> None:
         """Put the mark at the end of a stream; None for the current one."""
 
-    def wait(self, stream: "Stream | None" = None) -> None:
-        """Let what a stream gets from now on begin after the mark; None for the current one."""
-
     def query(self) -> bool:
         """Say whether the mark is done; True before it was recorded."""
 
@@ -263,9 +260,6 @@ class _HostEvent:
     def record(self, stream: Stream | None = None) -> None:
         self._at_s = perf_counter()
 
-    def wait(self, stream: Stream | None = None) -> None:
-        pass
-
     def query(self) -> bool:
         return True
 
@@ -458,9 +452,6 @@ class _TorchEvent:
 
     def record(self, stream: Stream | None = None) -> None:
         self.torch.record(self._stream(stream))
-
-    def wait(self, stream: Stream | None = None) -> None:
-        self.torch.wait(self._stream(stream))
 
     def query(self) -> bool:
         return self.torch.query()

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-import torch
-
 from gpipe_hpc.comm.group import rank_names
+from gpipe_hpc.comm.handing import Left
 from gpipe_hpc.comm.joining.secret import Secret
 from gpipe_hpc.comm.timeouts import checked_timeout
 from gpipe_hpc.comm.transport.base import Message, PlacedChannel
@@ -50,8 +49,8 @@ class ThreadHub:
         self.changed = threading.Condition()
         self.report: str | None = None
         self.secret = Secret(secrets.token_bytes(32), "this process")
-        self.queues: dict[PlacedChannel, deque[tuple[int, Message]]] = {}
-        self.mail: dict[MailKey, torch.Tensor] = {}
+        self.queues: dict[PlacedChannel, deque[tuple[int, Message, Left]]] = {}
+        self.mail: dict[MailKey, Left] = {}
         self._exchanges: dict[ExchangeKey, _Exchange] = {}
 
     def refuse_failed(self, what: str) -> None:
@@ -95,13 +94,13 @@ class ThreadHub:
                 del self._exchanges[key]
         return values
 
-    def put_mail(self, key: MailKey, tensor: torch.Tensor) -> None:
+    def put_mail(self, key: MailKey, left: Left) -> None:
         """Leave a message; the receiver owns the tensor."""
         with self.changed:
-            self.mail[key] = tensor
+            self.mail[key] = left
             self.changed.notify_all()
 
-    def take_mail(self, key: MailKey) -> torch.Tensor:
+    def take_mail(self, key: MailKey) -> Left:
         """Return a message, once it is there."""
         with self.changed:
             self.wait_for(lambda: self.mail.get(key), f"rank {key.source}")

@@ -6,7 +6,7 @@ The same engine runs on them as on processes; only this file and the in-memory t
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -28,8 +28,10 @@ from gpipe_hpc.comm.group import (
     SoloGroup,
     rank_names,
 )
+from gpipe_hpc.comm.handing import Left, leave, take
 from gpipe_hpc.comm.pickling import check_travels
 from gpipe_hpc.comm.thread_hub import ExchangeKey, MailKey, ThreadHub
+from gpipe_hpc.comm.thread_plans import ThreadPlans
 from gpipe_hpc.comm.tracebacks import leave_out_own_frames
 from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
 from gpipe_hpc.comm.transport.memory import MemoryTransport
@@ -38,24 +40,61 @@ from gpipe_hpc.errors import LaunchError, PeerError
 T = TypeVar("T")
 
 
+class _Aside:
+    """What a group does beside the compute: on an accelerator in a stream of its own.
+
+    As NCCL does it: behind what the current stream has to do when something starts, and the current
+    stream behind it once it is waited for.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._stream = device.stream()
+
+    def leave(self, tensor: torch.Tensor) -> Left:
+        """Leave a copy of a tensor for others."""
+        self._stream.wait_stream(self.device.current_stream())
+        with self.device.on(self._stream):
+            left = leave(self.device, [tensor.clone()])
+        self._lend(tensor)
+        return left
+
+    def fill(self, tensor: torch.Tensor, of: Callable[[], torch.Tensor]) -> None:
+        """Fill a tensor with what `of` returns; the current stream is behind that."""
+        with self.device.on(self._stream):
+            tensor.copy_(of())
+            done = self._stream.record_event()
+        self._lend(tensor)
+        self.device.current_stream().wait_event(done)
+
+    def _lend(self, tensor: torch.Tensor) -> None:
+        if self.device.holds(tensor):
+            self.device.lend(tensor, self._stream)
+
+
 class _ThreadCollective:
     """A collective under way: the contribution is out, the result is taken at `wait`."""
 
     def __init__(
         self,
-        hub: ThreadHub,
-        key: ExchangeKey,
+        aside: _Aside,
+        collect: Callable[[], list[Left]],
         tensor: torch.Tensor,
         result: Callable[[list[torch.Tensor]], torch.Tensor],
     ) -> None:
-        self._hub, self._key, self._tensor, self._result = hub, key, tensor, result
+        self._aside, self._collect, self._tensor, self._result = aside, collect, tensor, result
         self._calls = Calls()
 
     def when_done(self, call: Callable[[], None]) -> None:
         self._calls.add(call)
 
     def wait(self) -> None:
-        self._tensor.copy_(self._result(self._hub.collect(self._key)))
+        found = self._collect()
+
+        def result() -> torch.Tensor:
+            return self._result([part for x in found for part in take(self._aside.device, x)])
+
+        self._aside.fill(self._tensor, result)
         self._calls.make()
 
 
@@ -69,8 +108,10 @@ def _in_rank_order(parts: list[torch.Tensor]) -> torch.Tensor:
 class _ThreadExchange:
     """An exchange under way: what is sent is out, what comes is taken at `wait`."""
 
-    def __init__(self, hub: ThreadHub, receives: Sequence[tuple[MailKey, torch.Tensor]]) -> None:
-        self._hub, self._receives = hub, receives
+    def __init__(
+        self, hub: ThreadHub, receives: Sequence[tuple[MailKey, torch.Tensor]], aside: _Aside
+    ) -> None:
+        self._hub, self._receives, self._aside = hub, receives, aside
         self._calls = Calls()
 
     def when_done(self, call: Callable[[], None]) -> None:
@@ -78,39 +119,57 @@ class _ThreadExchange:
 
     def wait(self) -> None:
         for key, tensor in self._receives:
-            came = self._hub.take_mail(key)
-            if (came.dtype, came.numel()) != (tensor.dtype, tensor.numel()):
-                raise ConnectionError(
-                    f"exchange: expected {tensor.numel()} x {tensor.dtype} from rank "
-                    f"{key.source}, got {came.numel()} x {came.dtype}; the ranks do not do the same"
-                )
-            tensor.copy_(came.view(tensor.shape))
+            left = self._hub.take_mail(key)
+            self._aside.fill(tensor, partial(self._came, key, tensor, left))
         self._calls.make()
+
+    def _came(self, key: MailKey, tensor: torch.Tensor, left: Left) -> torch.Tensor:
+        (came,) = take(self._aside.device, left)
+        if (came.dtype, came.numel()) != (tensor.dtype, tensor.numel()):
+            raise ConnectionError(
+                f"exchange: expected {tensor.numel()} x {tensor.dtype} from rank "
+                f"{key.source}, got {came.numel()} x {came.dtype}; the ranks do not do the same"
+            )
+        return came.view(tensor.shape)
 
 
 class ThreadGroup:
     """Collectives among threads; sums are taken in rank order."""
 
-    def __init__(self, hub: ThreadHub, ranks: tuple[int, ...], rank: int, serial: int) -> None:
+    def __init__(
+        self, hub: ThreadHub, ranks: tuple[int, ...], rank: int, serial: int, device: Device
+    ) -> None:
         self.ranks = ranks
         self.size = len(ranks)
         self.position = ranks.index(rank)
         self.sent = Sent()
         self.torch_group: dist.ProcessGroup | None = None
         self._hub, self._rank, self._serial = hub, rank, serial
+        self._aside = _Aside(device)
         self._name: ExchangeKey = (ranks, serial)
         self._num_mails: dict[tuple[Traffic, int, int], int] = defaultdict(int)
-        self._carrier = Carrier(ranks, self.position, self._exchange, lambda ranks: None)
+        self._carrier = (
+            ThreadPlans(ranks, self.position, self._exchange, device)
+            if device.is_accelerator
+            else Carrier(ranks, self.position, self._exchange, lambda ranks: None)
+        )
 
-    def _next_key(self, value: Any) -> ExchangeKey:
+    def _contribute(self, left: Left) -> Callable[[], list[Left]]:
+        """Give what is left to all; return what collects that of all, in rank order."""
         self._serial += 1
         key = (self.ranks, self._serial)
-        self._hub.contribute(key, self._rank, value)
-        return key
+        self._hub.contribute(key, self._rank, left)
+        return lambda: self._hub.collect(key)
+
+    def _collective(
+        self, tensor: torch.Tensor, result: Callable[[list[torch.Tensor]], torch.Tensor]
+    ) -> Pending:
+        collect = self._contribute(self._aside.leave(tensor))
+        return _ThreadCollective(self._aside, collect, tensor, result)
 
     def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
         """Contribute a copy of `tensor`; the sum lands in it at `wait`."""
-        return _ThreadCollective(self._hub, self._next_key(tensor.clone()), tensor, _in_rank_order)
+        return self._collective(tensor, _in_rank_order)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum `tensor` in place."""
@@ -118,13 +177,11 @@ class ThreadGroup:
 
     def all_reduce_max(self, tensor: torch.Tensor) -> None:
         """Put the greatest of each element in its place."""
-        parts = self._hub.collect(self._next_key(tensor.clone()))
-        tensor.copy_(torch.stack(parts).amax(0))
+        self._collective(tensor, lambda parts: torch.stack(parts).amax(0)).wait()
 
     def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
         """Contribute a copy of `tensor`; the root's lands in it at `wait`."""
-        key = self._next_key(tensor.clone())
-        return _ThreadCollective(self._hub, key, tensor, itemgetter(self.ranks.index(root)))
+        return self._collective(tensor, itemgetter(self.ranks.index(root)))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Fill `tensor` with world rank `root`'s."""
@@ -154,10 +211,11 @@ class ThreadGroup:
         if traffic is not Traffic.GREETING:
             self.sent.count(sends)
         for piece in sends:
-            self._hub.put_mail(self._mail(traffic, self._rank, piece.rank), piece.tensor.clone())
+            key = self._mail(traffic, self._rank, piece.rank)
+            self._hub.put_mail(key, self._aside.leave(piece.tensor))
         keys = [self._mail(traffic, piece.rank, self._rank) for piece in receives]
         awaited = zip(keys, (piece.tensor for piece in receives), strict=True)
-        return _ThreadExchange(self._hub, list(awaited))
+        return _ThreadExchange(self._hub, list(awaited), self._aside)
 
     def _mail(self, traffic: Traffic, source: int, destination: int) -> MailKey:
         number = self._num_mails[traffic, source, destination]
@@ -176,7 +234,11 @@ class ThreadGroup:
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's value: the object itself, if it could travel between processes."""
         check_travels(value, f"a collective of {rank_names(self.ranks)}")
-        return self._hub.collect(self._next_key(value))
+        # A value may hold tensors.
+        found = self._contribute(leave(self._aside.device, (), value))()
+        for left in found:
+            take(self._aside.device, left)
+        return [left.value for left in found]
 
     def gather_object(self, value: Any, root: int) -> list[Any] | None:
         """Return every rank's value on world rank `root`, None elsewhere."""
@@ -211,7 +273,7 @@ class ThreadWorld:
             return SoloGroup(self.rank)
         # Groups over the same ranks must not share serials: each gets its own marker.
         count = self._num_groups[ranks] = self._num_groups.get(ranks, 0) + 1
-        return ThreadGroup(self.hub, ranks, self.rank, serial=count * 10**12)
+        return ThreadGroup(self.hub, ranks, self.rank, count * 10**12, self.device)
 
     def gathering(self, members: Sequence[Sequence[int]]) -> Gathering:
         """Return such a group: threads are near one another, however many."""
@@ -219,7 +281,7 @@ class ThreadWorld:
 
     def transport(self, channels: Sequence[PlacedChannel]) -> Transport:
         """Open the channels in memory."""
-        return MemoryTransport(self.hub, channels)
+        return MemoryTransport(self.hub, channels, self.device)
 
     @property
     def has_news(self) -> bool:

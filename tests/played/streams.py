@@ -64,10 +64,6 @@ class PlayedEvent:
         if self.device.does("record"):
             self.take(stream or self.device.current_stream())
 
-    def wait(self, stream: PlayedStream | None = None) -> None:
-        if self.device.does("wait"):
-            (stream or self.device.current_stream())._learn(self.clock)
-
     def query(self) -> bool:
         """Say no when asked first, as a device may be late, then yes."""
         host = self.device.host

@@ -39,15 +39,13 @@ def test_the_error_names_operator_and_line_of_both(device):
     assert device.tracker.faults == [caught.value]
 
 
-@pytest.mark.parametrize("way", ["wait_stream", "wait_event", "event.wait", "record", "host"])
+@pytest.mark.parametrize("way", ["wait_stream", "wait_event", "record", "host"])
 def test_any_wait_orders(device, way):
     made, side, current = on_device(device, 3) * 2, device.stream(), device.current_stream()
     if way == "wait_stream":
         side.wait_stream(current)
     elif way == "wait_event":
         side.wait_event(current.record_event())
-    elif way == "event.wait":
-        current.record_event().wait(side)
     elif way == "record":
         event = device.event()
         event.record()

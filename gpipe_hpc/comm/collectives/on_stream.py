@@ -47,7 +47,7 @@ class StreamCarrier:
                 tensor.detach().copy_(flat.view(tensor.shape))
             done = self._stream.record_event()
         self._device.lend(tensor, self._stream)
-        return OnStream(done)
+        return OnStream(done, self._device)
 
     def _enqueue(self, sends: Parts, receives: Parts) -> None:
         # Over NCCL the wait in it orders the current stream, ours, and returns at once.
@@ -60,8 +60,8 @@ class StreamCarrier:
 class OnStream:
     """A plan on its stream."""
 
-    def __init__(self, done: Event) -> None:
-        self._done = done
+    def __init__(self, done: Event, device: Device) -> None:
+        self._done, self._device = done, device
         self._calls = Calls()
 
     def when_done(self, call: Callable[[], None]) -> None:
@@ -70,7 +70,7 @@ class OnStream:
 
     def wait(self) -> None:
         """Put the current stream behind the plan."""
-        self._done.wait()
+        self._device.current_stream().wait_event(self._done)
         self._calls.make()
 
 

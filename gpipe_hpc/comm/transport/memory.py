@@ -1,8 +1,14 @@
-"""Channels as queues in memory, between threads of one process. Nothing is copied."""
+"""Channels as queues in memory, between threads of one process. Nothing is copied.
+
+On an accelerator a message is there when its sender's stream has come so far, and the receiver's
+stream waits for that: no host does.
+"""
 
 from collections import deque
 from collections.abc import Sequence
 
+from gpipe_hpc.comm.device import Device
+from gpipe_hpc.comm.handing import leave, take
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.thread_hub import ThreadHub
 from gpipe_hpc.comm.transport.base import Message, PlacedChannel
@@ -16,8 +22,8 @@ class MemoryTransport:
     writes into what it received, so neither can tell.
     """
 
-    def __init__(self, hub: ThreadHub, channels: Sequence[PlacedChannel]) -> None:
-        self._hub = hub
+    def __init__(self, hub: ThreadHub, channels: Sequence[PlacedChannel], device: Device) -> None:
+        self._hub, self._device = hub, device
         self._num_posted = 0
         self._catalogues = {channel: Catalogue() for channel in channels}
         with hub.changed:
@@ -35,7 +41,8 @@ class MemoryTransport:
             # Rebuilt here, so that both ends see the same new leaves as over a network.
             self._hub.refuse_failed(f"rank {channel.destination_rank}")
             message = Message(assemble(structure, tensors), num_samples)
-            self._hub.queues[channel].append((microbatch, message))
+            left = leave(self._device, tensors)
+            self._hub.queues[channel].append((microbatch, message, left))
             self._hub.changed.notify_all()
 
     def post(self, channel: PlacedChannel, lane: str, microbatch: int) -> None:
@@ -49,9 +56,10 @@ class MemoryTransport:
         with self._hub.changed:
             self._hub.refuse_failed(what)
             self._hub.wait_for(lambda: True if queue else None, what)
-            came, message = queue.popleft()
+            came, message, left = queue.popleft()
         assert came == microbatch, f"{channel}: expected micro-batch {microbatch}, got {came}"
         self._num_posted -= 1
+        take(self._device, left)
         return message
 
     def finish(self) -> None:

@@ -50,15 +50,10 @@ class _Stream:
 
     def record_event(self):
         self.streams.log.append(f"event of {self.name}")
-        return _Event(self.streams, f"event of {self.name}")
+        return f"event of {self.name}"
 
-
-class _Event:
-    def __init__(self, streams, name):
-        self.streams, self.name = streams, name
-
-    def wait(self):
-        self.streams.log.append(f"{self.streams.current.name} behind {self.name}")
+    def wait_event(self, event):
+        self.streams.log.append(f"{self.name} behind {event}")
 
 
 @pytest.fixture

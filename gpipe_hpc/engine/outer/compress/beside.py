@@ -2,9 +2,12 @@
 
 from collections.abc import Callable, Sequence
 
+from torch import Tensor
+
 from gpipe_hpc.comm.collectives.turns import Turn, Turns
 from gpipe_hpc.comm.device import Device, Event
-from gpipe_hpc.comm.group import Pending
+from gpipe_hpc.comm.group import Group, Pending
+from gpipe_hpc.comm.thread_plans import PutByThread
 
 
 class BesideOnThread:
@@ -13,8 +16,8 @@ class BesideOnThread:
     def __init__(self, name: str) -> None:
         self._turns = Turns(name)
 
-    def start(self, job: Callable[[], None]) -> Pending:
-        """Start a job behind those before it."""
+    def start(self, job: Callable[[], None], uses: Sequence[Tensor]) -> Pending:
+        """Start a job behind those before it; `uses`: what it uses of the caller's."""
         return _OnThread(self._turns.start(lambda note: job()))
 
 
@@ -35,24 +38,27 @@ class BesideOnStream:
     def __init__(self, device: Device) -> None:
         self._stream, self._device = device.stream(), device
 
-    def start(self, job: Callable[[], None]) -> Pending:
+    def start(self, job: Callable[[], None], uses: Sequence[Tensor]) -> Pending:
         """Put a job on the stream, behind what the current one has to do so far."""
         self._stream.wait_stream(self._device.current_stream())
         with self._device.on(self._stream):
             job()
-            return _OnStream(self._stream.record_event())
+            done = self._stream.record_event()
+        for tensor in uses:
+            self._device.lend(tensor, self._stream)
+        return _OnStream(done, self._device)
 
 
 class _OnStream:
-    def __init__(self, done: Event) -> None:
-        self._done = done
+    def __init__(self, done: Event, device: Device) -> None:
+        self._done, self._device = done, device
         self._calls: list[Callable[[], None]] = []
 
     def when_done(self, call: Callable[[], None]) -> None:
         self._calls.append(call)
 
     def wait(self) -> None:
-        self._done.wait()
+        self._device.current_stream().wait_event(self._done)
         while self._calls:
             self._calls.pop()()
 
@@ -61,9 +67,23 @@ def _unheard(ranks: Sequence[int] | None) -> None:
     """Tell nobody: the exchanges of the job say for whom they wait."""
 
 
-Beside = BesideOnThread | BesideOnStream
+class BesideByThread:
+    """As `BesideOnStream`, put there by a thread, as jobs wait for ranks that are threads too."""
+
+    def __init__(self, name: str, device: Device) -> None:
+        self._on_stream, self._put = BesideOnStream(device), PutByThread(name, device)
+
+    def start(self, job: Callable[[], None], uses: Sequence[Tensor]) -> Pending:
+        """Start a job behind those before it, and behind what the current stream has to do."""
+        return self._put.start(lambda: self._on_stream.start(job, uses))
 
 
-def beside(name: str, device: Device) -> Beside:
-    """Return what carries out jobs on a device."""
-    return BesideOnStream(device) if device.is_accelerator else BesideOnThread(name)
+Beside = BesideOnThread | BesideOnStream | BesideByThread
+
+
+def beside(name: str, device: Device, group: Group) -> Beside:
+    """Return what carries out, on a device, jobs that send within a group."""
+    if not device.is_accelerator:
+        return BesideOnThread(name)
+    is_of_threads = group.torch_group is None
+    return BesideByThread(name, device) if is_of_threads else BesideOnStream(device)

@@ -63,7 +63,8 @@ class Compressed:
         self._number += 1
         task = Task(self._group, tuple(items), message_key(*words))
         unit = self._unit.to(device=flat.device, dtype=own.dtype)
-        return self._jobs.start(lambda: self._sum(flat, own, task, unit))
+        used = (flat, own, unit)
+        return self._jobs.start(lambda: self._sum(flat, own, task, unit), used)
 
     def _sum(self, flat: torch.Tensor, own: torch.Tensor, task: Task, unit: torch.Tensor) -> None:
         kept = [

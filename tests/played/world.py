@@ -1,0 +1,58 @@
+"""Worlds of threads whose ranks play a device each."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gpipe_hpc import run_on_threads
+from tests.played.device import PlayedDevice, Site
+from tests.played.interpose import interposed
+from tests.played.tracker import HostWait, Tracker
+
+
+@dataclass
+class Played:
+    """What a run on played devices gave: each rank's result, and what its host waited for."""
+
+    results: list[Any]
+    devices: list[PlayedDevice]
+
+    @property
+    def sites(self) -> set[Site]:
+        """Return which calls of streams, marks and the device were made, and where."""
+        return set().union(*(device.sites for device in self.devices))
+
+
+def run_played(
+    size: int,
+    body: Callable[[Any], Any],
+    *,
+    ignores: frozenset[Site] = frozenset(),
+    timeout_s: float = 60.0,
+) -> Played:
+    """Run `body(world)` on `size` ranks, threads, each with a played device.
+
+    `ignores`: calls that do nothing. Raises the first fault that the tracker has found, also one
+    that somebody has caught.
+    """
+    tracker = Tracker()
+    devices = [PlayedDevice(tracker, ignores) for _ in range(size)]
+
+    def played(world: Any) -> Any:
+        with world.device.playing():
+            return body(world)
+
+    with interposed():
+        try:
+            results = run_on_threads(size, played, timeout_s=timeout_s, device=devices.__getitem__)
+        finally:
+            if tracker.faults:
+                raise tracker.faults[0]
+    return Played(results, devices)
+
+
+def between(device: PlayedDevice, call: Callable[[], Any]) -> tuple[Any, list[HostWait]]:
+    """Return what a call returns, and what its host waited for meanwhile."""
+    start = len(device.host_waits)
+    result = call()
+    return result, device.host_waits[start:]
