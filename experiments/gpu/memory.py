@@ -11,7 +11,7 @@ from torch import Tensor
 from experiments.gpu.devices import the_device
 from experiments.gpu.one_rank import LEARNING_RATE, SEED, STAGES
 from experiments.gpu.running import Findings, enter, timed
-from experiments.gpu.sizes import SIZES, Size, size_for
+from experiments.gpu.sizes import SIZES, Size
 from gpipe_hpc import Pipeline
 from gpipe_hpc.comm.device import Device
 from gpipe_hpc.models import token_cross_entropy
@@ -38,14 +38,14 @@ MODES: dict[str, dict[str, Any]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", required=True)
-    parser.add_argument("--size", choices=("auto", *SIZES), default="auto")
+    parser.add_argument("--size", choices=SIZES, required=True)
     parser.add_argument("--found", type=Path, required=True)
     args = parser.parse_args()
     enter()
     findings = Findings(args.found)
     device = the_device(args.device)
-    name, size = size_for(args.size, device.memory_free(), device.is_accelerator)
-    findings.add("size", name)
+    size = SIZES[args.size]
+    findings.add("size", args.size)
     batch = size.batch()
     for mode, settings in MODES.items():
         with findings.attempt(mode):

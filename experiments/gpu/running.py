@@ -207,11 +207,15 @@ def _tails(logs: Sequence[Path]) -> str:
     return "\n".join(told)
 
 
-def enter() -> None:
-    """Begin a process of a part: shortly before its time is over it says where it is."""
+def enter() -> float:
+    """Begin a process of a part: shortly before its time is over it says where it is.
+
+    Return the seconds that it has.
+    """
     limit_s = float(os.environ.get("GPU_PART_LIMIT_S", "inf"))
     if limit_s < 1e9:
         faulthandler.dump_traceback_later(max(1.0, limit_s - DUMP_S), exit=False)
+    return limit_s
 
 
 def free_port() -> int:

@@ -49,9 +49,9 @@ class Size:
         """Return about what three contestants take that are there at once."""
         weights = self.multiplied + self.width * (self.vocab_size + self.seq_len)
         kept = 40 * self.num_layers * self.width + 12 * self.vocab_size
-        # Weights, gradients and two moments in float32, and casts; activations of the four
-        # micro-batches that virtual stages keep.
-        return 3 * 18 * weights + 4 * self.samples * self.seq_len * kept
+        # Weights, gradients and two moments in float32, and casts; the activations of one
+        # micro-batch, as one contestant steps at a time.
+        return 3 * 18 * weights + self.samples * self.seq_len * kept
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """Return tokens and targets of one step."""
@@ -63,9 +63,9 @@ class Size:
 
 # From the largest: 1.3 billion parameters, 760, 350 and 125 million.
 SIZES = {
-    "xl": Size(24, 2048, 16, 1024, 50304, 8, 8, 8),
-    "large": Size(24, 1536, 16, 1024, 50304, 8, 8, 10),
-    "medium": Size(24, 1024, 16, 1024, 50304, 8, 8, 10),
+    "xl": Size(24, 2048, 16, 1024, 50304, 4, 8, 8),
+    "large": Size(24, 1536, 16, 1024, 50304, 4, 8, 8),
+    "medium": Size(24, 1024, 16, 1024, 50304, 4, 8, 10),
     "small": Size(12, 768, 12, 1024, 50304, 4, 8, 10),
     "tiny": Size(2, 64, 4, 32, 128, 2, 4, 3),
 }
