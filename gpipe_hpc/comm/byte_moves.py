@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 import torch
 
+from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.schedule import Channel
@@ -17,6 +18,7 @@ PIECE_BYTES: Final = 16 * 2**20
 _LANE: Final = "bytes"
 # Apart from the tags of stages' channels, which count from 0, and from those of their late lanes.
 _FIRST_TAG: Final = 2**27
+_HOST: Final = HostDevice()
 
 
 class Move(NamedTuple):
@@ -45,7 +47,7 @@ class ByteMoves:
         self._incoming = [move for move in moves if move.destination == world.rank]
         self._transport: Transport | None = None
         if moves:
-            self._transport = world.transport(list(self._channels.values()))
+            self._transport = world.transport(list(self._channels.values()), _HOST)
 
     def run(
         self,
@@ -63,21 +65,20 @@ class ByteMoves:
         transport = self._transport
         if transport is None:
             return
-        device = self._world.device
         for turn in range(_num_pieces(outgoing, sizes)):
             span = slice(turn * PIECE_BYTES, (turn + 1) * PIECE_BYTES)
             for move in self._outgoing:
                 piece = outgoing[move.destination][span]
                 if len(piece):
                     channel = self._channels[move]
-                    transport.send(channel, _LANE, turn, device.bring(piece), 1)
+                    transport.send(channel, _LANE, turn, piece, 1)
             for move in self._incoming:
                 if turn * PIECE_BYTES < sizes[move.source]:
                     channel = self._channels[move]
                     transport.post(channel, _LANE, turn)
                     came = transport.wait(channel, _LANE, turn).nest
                     assert isinstance(came, torch.Tensor), f"bytes come as a tensor, not {came}"
-                    take(move.source, came.cpu())
+                    take(move.source, came)
             transport.finish()
 
 

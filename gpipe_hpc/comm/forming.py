@@ -26,10 +26,11 @@ class Former:
         self._name, self._timeout, self._backend = name, timeout, backend
         self._num_formed: Counter[tuple[int, ...]] = Counter()
 
-    def form(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+    def form(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
         """Form a group of world ranks, this one among them; each of them calls it, nobody else.
 
-        Over Gloo all members are connected with one another then, so a group should be small.
+        `backend`: None for that of the other groups. Over Gloo all members are connected with one
+        another then, so a group should be small.
         """
         members = tuple(ranks)
         self._num_formed[members] += 1
@@ -38,21 +39,34 @@ class Former:
         torch_side: Any = torch_groups
         default = torch_side._get_default_group()
         _, store = torch_side._world.pg_map[default]
-        with connecting(lazily=False):
+        with connecting(lazily=False), _unbound(default):
             formed, _ = torch_side._new_process_group_helper(
                 len(members),
                 members.index(default.rank()),
                 list(members),
-                dist.Backend(self._backend),
+                dist.Backend(backend or self._backend),
                 store,
                 group_name=name,
                 timeout=self._timeout,
-                device_id=default.bound_device_id,
             )
         places = {rank: position for position, rank in enumerate(members)}
         torch_side._world.pg_group_ranks[formed] = places
         group: dist.ProcessGroup = formed
         return group
+
+
+@contextmanager
+def _unbound(default: Any) -> Iterator[None]:
+    """Let the default group have no device of its own meanwhile, if its user gave it one.
+
+    NCCL would else split the new group off from it, in which all ranks of the world take part.
+    """
+    bound = default.bound_device_id
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
 
 
 @contextmanager

@@ -375,14 +375,16 @@ class ProcessWorld:
         self._display = Display() if self.size > 1 else None  # else nobody looks
         self._pulse = Pulse(timeout_s, watchfulness.stall_s, self._display)
         self._timeout = timedelta(seconds=timeout_s)
-        uses_own = carries(dist.distributed_c10d._get_default_group(), device)
+        uses_own = _is_carried(device)
         # CPU tensors (words, flags) travel over Gloo also where the user's group is NCCL alone.
         self._backend = f"cpu:gloo,{device.type}:{device.backend}" if uses_own else "gloo"
         self._shares_memory = shares_memory
         self._shared: weakref.WeakSet[SharedTransport] = weakref.WeakSet()
         self._speaks: bool | None = None
         self._groups: _Groups = []
-        self._pairs: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        # From host to host by two ranks, and over the device's backend by direction.
+        self._pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self._queues: dict[tuple[int, int], TorchLane] = {}
         self._former = Former(f"gpipe_hpc_world{number}", self._timeout, self._backend)
         self._board_of_notices = Noticeboard(keys, self.rank, timeout_s)
         self._num_meetings: Counter[tuple[int, ...]] = Counter()
@@ -471,16 +473,19 @@ class ProcessWorld:
             return SoloGroup(self.rank)
         return TorchGroup(self._form(ranks), ranks, self._pulse, self.device)
 
-    def transport(self, channels: Sequence[PlacedChannel]) -> Transport:
+    def transport(
+        self, channels: Sequence[PlacedChannel], device: Device | None = None
+    ) -> Transport:
         """Open the channels: in shared memory where both ends see it, else over torch.
 
         This rank asks the ranks at the other ends of its channels where they are, and no others.
         """
+        device = device or self.device
         self._num_transports += 1
         what = f"channels {self._num_transports}"
         own = [c for c in channels if self.rank in _ends(c)]
-        hosts = self._exchanged(f"hosts of {what}", self._host(), _peers(own, self.rank))
-        here = [c for c in own if _one_host(hosts, c) and not self.device.is_accelerator]
+        hosts = self._exchanged(f"hosts of {what}", self._host(device), _peers(own, self.rank))
+        here = [c for c in own if _one_host(hosts, c)]
         apart = [c for c in own if c not in here]
         routes: dict[PlacedChannel, Transport] = {}
         if here:
@@ -490,7 +495,7 @@ class ProcessWorld:
             self._shared.add(shared)
             routes |= dict.fromkeys(here, shared)
         if apart:
-            routes |= dict.fromkeys(apart, self._torch_transport(apart))
+            routes |= dict.fromkeys(apart, self._torch_transport(apart, device))
         return RoutedTransport(routes, self._pulse)
 
     def _exchanged(self, what: str, text: str, peers: Collection[int]) -> Mapping[int, str]:
@@ -498,9 +503,9 @@ class ProcessWorld:
         self._board_of_notices.tell(what, text)
         return {self.rank: text, **self._board_of_notices.ask(what, peers)}
 
-    def _host(self) -> str:
+    def _host(self, device: Device) -> str:
         """Return with whom this rank can share memory; empty: with nobody."""
-        if not self._shares_memory or self.device.is_accelerator:
+        if not self._shares_memory or device.is_accelerator:
             return ""
         refusal = why_not_shared()
         if refusal:
@@ -513,35 +518,43 @@ class ProcessWorld:
         # The path of a socket has to mean the same to both.
         return "" if refusal else shared_identity("mnt")
 
-    def _torch_transport(self, channels: Sequence[PlacedChannel]) -> Transport:
+    def _torch_transport(self, channels: Sequence[PlacedChannel], device: Device) -> Transport:
         """Open channels over torch.
 
-        A backend of the device knows no tags, and all that goes between two ranks in a group is one
-        queue: so there is one group for each two ranks and direction, in which a receive that is
-        posted early does not keep back what is sent. The table posts in the order of the sends, so
-        all channels share it. Assumed is that a rank's few queues can move side by side: that the
-        kernels of some communicators, two for each neighbour, can run at the same time.
+        Gloo keeps tags apart, so two ranks need one group. A backend of the device knows no tags:
+        all that goes between two ranks in a group is one queue. So each direction has a group of
+        its own, in which a receive that is posted early does not keep back what is sent; and as the
+        table posts in the order of the sends, all channels share it. Assumed is that the queues of
+        a rank, two for each rank that it talks to, move side by side: that the kernels of so many
+        communicators can run at the same time.
         """
-        uses_own = self._backend != "gloo"
         # Groups are formed in one order everywhere, so no ranks wait for one another in a ring;
         # every second pair of a pipeline comes first, so that they are formed side by side.
-        for pair in sorted({_pair(c) for c in channels}, key=_order):
-            self._pairs[pair] = self._pairs.get(pair) or self._form(pair)
-        ways = sorted({_ends(c) for c in channels}, key=_order) if uses_own else []
-        queues = {ends: self._form(ends) for ends in ways}
-        links = []
-        for channel in channels:
-            ends, pair = _ends(channel), _pair(channel)
-            peer = ends[1] if self.rank == ends[0] else ends[0]
-            host = partial(TorchLane, self._pairs[pair], pair.index(peer))
-            direct = TorchLane(queues[ends], ends.index(peer)) if uses_own else None
-            links.append(
-                Link(channel, peer, host(channel.tag), host(_LATE_TAG + channel.tag), direct)
-            )
-        if uses_own:
-            _warm_up(links, self.rank, self.device)
-        payload = Payload(self.device)
+        for pair in sorted({_pair(c) for c in channels} - self._pairs.keys(), key=_order):
+            self._pairs[pair] = self._form(pair, "gloo")
+        ways = {_ends(c) for c in channels} if _is_carried(device) else set()
+        for ends in sorted(ways - self._queues.keys(), key=_order):
+            self._queues[ends] = self._open_queue(ends, device)
+        payload = Payload(device)
+        links = [self._link(channel) for channel in channels]
         return ProcessTransport(links, payload, Outbox(payload))
+
+    def _link(self, channel: PlacedChannel) -> Link:
+        """Return this rank's end of a channel, with the lanes that it takes."""
+        pair = _pair(channel)
+        (peer,) = _peers([channel], self.rank)
+        host = partial(TorchLane, self._pairs[pair], pair.index(peer))
+        direct = self._queues.get(_ends(channel))
+        return Link(channel, peer, host(channel.tag), host(_LATE_TAG + channel.tag), direct)
+
+    def _open_queue(self, ends: tuple[int, int], device: Device) -> TorchLane:
+        """Form the group of one direction, and build its communicator: not in the first step."""
+        group = self._form(ends, f"{device.type}:{device.backend}")
+        sends = self.rank == ends[0]
+        lane = TorchLane(group, peer=int(sends))
+        token = device.empty((1,), torch.uint8)
+        (lane.send(token) if sends else lane.receive(token)).wait()
+        return lane
 
     @property
     def has_news(self) -> bool:
@@ -578,12 +591,12 @@ class ProcessWorld:
         for shared in list(self._shared):
             shared.drop()
 
-    def _form(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    def _form(self, ranks: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
         # Forming waits on the store for the members, which no failure ends: meet where one does.
         self._num_meetings[ranks] += 1
         name = f"group {' '.join(map(str, ranks))} {self._num_meetings[ranks]}"
         self._board_of_notices.meet(name, ranks)
-        formed = self._former.form(ranks)
+        formed = self._former.form(ranks, backend)
         self._groups.append((formed, ranks))
         return formed
 
@@ -666,6 +679,11 @@ def _one_host(hosts: Mapping[int, str], channel: PlacedChannel) -> bool:
     return source == destination != ""
 
 
+def _is_carried(device: Device) -> bool:
+    """Say whether the default group was made with the device's own backend."""
+    return carries(dist.distributed_c10d._get_default_group(), device)
+
+
 def _ends(channel: PlacedChannel) -> tuple[int, int]:
     return channel.source_rank, channel.destination_rank
 
@@ -683,12 +701,3 @@ def _order(ends: tuple[int, int]) -> tuple[int, tuple[int, int]]:
 def _peers(channels: Sequence[PlacedChannel], rank: int) -> set[int]:
     """Return the ranks at the other ends of this rank's channels."""
     return {end for channel in channels for end in _ends(channel)} - {rank}
-
-
-def _warm_up(links: Sequence[Link], rank: int, device: Device) -> None:
-    """Build every communicator now, in one order on all ranks, not in the first step."""
-    lanes = {_ends(link.channel): link.posted_ways.device for link in links}
-    for ends, lane in sorted(lanes.items()):
-        assert lane is not None, f"no queue from rank {ends[0]} to {ends[1]}"
-        token = device.empty((1,), torch.uint8)
-        (lane.send(token) if rank == ends[0] else lane.receive(token)).wait()

@@ -279,7 +279,9 @@ class ThreadWorld:
         """Return such a group: threads are near one another, however many."""
         return self.group(members)
 
-    def transport(self, channels: Sequence[PlacedChannel]) -> Transport:
+    def transport(
+        self, channels: Sequence[PlacedChannel], device: Device | None = None
+    ) -> Transport:
         """Open the channels in memory."""
         return MemoryTransport(self.hub, channels, self.device)
 

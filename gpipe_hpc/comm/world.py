@@ -46,8 +46,14 @@ class World(Protocol):
     def gathering(self, members: Sequence[Sequence[int]]) -> Gathering:
         """Form disjoint sets of ranks, maybe many, for sums and objects; otherwise as `group`."""
 
-    def transport(self, channels: Sequence[PlacedChannel]) -> Transport:
-        """Open the channels of all replicas, the same call on every rank."""
+    def transport(
+        self, channels: Sequence[PlacedChannel], device: Device | None = None
+    ) -> Transport:
+        """Open channels; the ranks at their ends call it, in one order if they share several.
+
+        `device`: where the tensors lie that are worth a queue of its backend; None for this world's
+        own. Others may travel as well.
+        """
 
     @property
     def has_news(self) -> bool:

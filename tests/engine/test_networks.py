@@ -1,10 +1,15 @@
-"""Every schedule over networks whose sends are rendezvous, as Gloo's and NCCL's are."""
+"""Every schedule over networks whose sends are rendezvous, as Gloo's and NCCL's are.
+
+Between processes a group of Gloo that is given no tags stands for a backend of the device.
+"""
 
 import pytest
 import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.comm.device import HostDevice
+from gpipe_hpc.comm.processes import ProcessWorld
 from gpipe_hpc.schedule import schedule_names
 from tests.comm.transport.networks import LateDevice, Network, NetworkWorld
 from tests.support import batches, square_sum
@@ -75,3 +80,62 @@ def test_every_schedule_trains_where_a_send_ends_once_it_is_received(name, stage
 def test_replicas_have_queues_of_their_own(name, has_backend):
     expected = run_on_threads(4, lambda world: train(world, name, stages=2, replicas=2))
     assert over(Network(), name, stages=2, replicas=2, has_backend=has_backend) == expected
+
+
+# With whom each rank exchanges boundaries: two stages and two replicas, or four stages.
+IN_TWO = {"stages": 2, "replicas": 2}
+PEERS = {
+    "zb_v": ({1}, {0}, {3}, {2}),
+    "hanayo": ({1}, {0}, {3}, {2}),
+    "interleaved": ({1, 3}, {0, 2}, {1, 3}, {2, 0}),
+    "chimera": ({1}, {0, 2}, {1, 3}, {2}),
+}
+
+
+class OnDevice(ProcessWorld):
+    """A process whose boundaries are said to lie on a device, with a backend of its own or not."""
+
+    has_backend = True
+
+    def transport(self, channels, device=None):
+        late = LateDevice()
+        if not self.has_backend:
+            late.backend = "none"
+        return super().transport(channels, late)
+
+
+class OnDeviceOverGloo(OnDevice):
+    has_backend = False
+
+
+@pytest.mark.parametrize("kind", [OnDevice, OnDeviceOverGloo])
+@pytest.mark.parametrize("name", PEERS)
+def test_a_process_has_one_group_with_each_peer_and_one_of_the_device_each_way(
+    name, kind, processes, tmp_path
+):
+    """There were two for each channel of each replica, formed by all ranks of the world."""
+    settings = {"stages": 4, "replicas": 1} if len(PEERS[name][1]) > 1 else IN_TWO
+    expected = run_on_threads(4, lambda world: train(world, name, **settings))
+
+    def body(rank):
+        world = kind(HostDevice(), 30.0)
+        world.transport([])
+        formed = []
+        form = world._former.form
+        world._former.form = lambda ranks, *backend: (
+            formed.append((ranks, *backend)) or form(ranks, *backend)
+        )
+        trained = train(world, name, **settings)
+        train(world, name, **settings)  # another pipeline of the world forms none of its own
+        queues = [ranks for ranks, backend in formed if backend == "cpu:gloo"]
+        pairs = [ranks for ranks, backend in formed if backend == "gloo"]
+        world.close()
+        return trained, queues, pairs
+
+    ranks = processes(4, body, tmp_path)
+    assert [rank[0] for rank in ranks] == expected
+    for rank, (_, queues, pairs) in enumerate(ranks):
+        peers = PEERS[name][rank]
+        assert sorted(pairs) == sorted(tuple(sorted((rank, peer))) for peer in peers)
+        both_ways = {ends for peer in peers for ends in ((rank, peer), (peer, rank))}
+        assert sorted(queues) == (sorted(both_ways) if kind is OnDevice else [])

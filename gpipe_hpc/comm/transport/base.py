@@ -12,7 +12,7 @@ class PlacedChannel(NamedTuple):
     channel: Channel
     source_rank: int
     destination_rank: int
-    tag: int  # unique among the channels of one replica
+    tag: int  # unique among the channels between these ranks in this direction
 
     def __str__(self) -> str:
         """Return a name for messages."""

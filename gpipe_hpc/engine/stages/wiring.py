@@ -34,14 +34,14 @@ def wire(
     normalises_together: bool = False,
     is_apart: bool = False,
 ) -> Wiring:
-    """Open all channels and reduction groups; the same call on every rank.
+    """Open this rank's channels and reduction groups; the same call on every rank.
 
     `schedules`: the table of each replica. `normalises_together`: BatchNorm layers normalise a
     micro-batch over all replicas. `is_apart`: replicas train by themselves.
     """
     replica = mesh.replica_of(world.rank)
-    placed = {r: _placed_channels(mesh, schedules[r], r) for r in range(mesh.replicas)}
-    transport = world.transport([c for channels in placed.values() for c in channels.values()])
+    placed = _placed_channels(mesh, schedules[replica], replica)
+    transport = world.transport(list(placed.values()))
     has_one_table = len({digest(schedule) for schedule in schedules}) == 1
     placement = schedules[0].placement
     copies = _copies(world, mesh, placement, shares_groups=has_one_table)
@@ -51,7 +51,7 @@ def wire(
         # Its own: what a backward sums must not wait for gradients under way. All replicas run
         # one table, so a rank's peers are those at its position.
         peers = world.group([mesh.replica_ranks(k) for k in range(mesh.stages)])
-    return Wiring(transport, placed[replica], reductions, copies, peers)
+    return Wiring(transport, placed, reductions, copies, peers)
 
 
 def _copies(

@@ -178,7 +178,7 @@ class NetworkWorld(ThreadWorld):
         self.network, self.has_backend = network, has_backend
         self.boundary_device = device or HostDevice()
 
-    def transport(self, channels):
+    def transport(self, channels, device=None):
         lane = self.network.lane
         links = []
         for channel in channels:
