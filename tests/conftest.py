@@ -253,6 +253,15 @@ def train(start_ranks: Callable[..., Ranks]) -> Callable[..., str]:
 
 
 @pytest.fixture
+def two_hosts() -> Iterator[Callable[..., Any]]:
+    """Return a function that makes a pair of hosts; skip where this machine does not allow it."""
+    from tests.two_hosts import made_hosts  # few tests need it
+
+    with made_hosts() as make:
+        yield make
+
+
+@pytest.fixture
 def free_port() -> Callable[[], int]:
     def find() -> int:
         with socket.create_server(("127.0.0.1", 0)) as server:
