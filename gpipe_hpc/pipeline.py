@@ -41,7 +41,7 @@ from gpipe_hpc.engine.stages.assembly import (
     equalise_copies,
     gather_parameters,
 )
-from gpipe_hpc.engine.stages.wiring import wire
+from gpipe_hpc.engine.stages.wiring import make_first_calls, wire
 from gpipe_hpc.engine.state.drift import POLICIES
 from gpipe_hpc.engine.steps import Site, Steps, Tell
 from gpipe_hpc.engine.sums.loss import LossFunction
@@ -397,6 +397,8 @@ class Pipeline:
             request.combining,
             is_apart=is_apart,
         )
+        groups = [self.everybody, self._site.pipeline, *wiring.groups(), *(t.group for t in tied)]
+        make_first_calls(groups, world.device)
         part_of = self._measure_parts(request.noise_over) if request.noise_over else ()
         self.num_parts = len(set(part_of))
         self._steps = Steps(

@@ -13,6 +13,7 @@ from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.transport.base import Message, PlacedChannel
 from gpipe_hpc.comm.transport.wire import assemble, disassemble
 from gpipe_hpc.comm.world import World
+from gpipe_hpc.engine.batch.intake import Intake
 from gpipe_hpc.engine.layers.precision import keeping_casts
 from gpipe_hpc.engine.microbatch import Keep, Made, Recipe, StageWork
 from gpipe_hpc.engine.outer.departures import Departures
@@ -99,7 +100,10 @@ class Executor:
         self.recorder = Recorder(world.device)
         # Made and not yet taken by the next stage or a SEND: outputs upwards, gradients downwards.
         self._made: dict[Hop, Message] = {}
-        self._works = {i: StageWork(stage, wiring.peers) for i, stage in stages.items()}
+        self._intake = Intake(world.device)
+        self._works = {
+            i: StageWork(stage, wiring.peers, self._intake) for i, stage in stages.items()
+        }
         binders: dict[Op, Callable[[Action], Call]] = {
             Op.F: self._bind_forward,
             Op.R: self._bind_recompute,
@@ -275,9 +279,9 @@ class Executor:
 
     def _bind_take(self, source: int, stage: int, microbatch: int) -> Callable[[Run], Message]:
         """Return how a stage gets what another one made for it: an output, or gradients."""
-        device, transport = self._world.device, self._wiring.transport
+        intake, transport = self._intake, self._wiring.transport
         if source == BATCH:
-            return lambda run: run.input(microbatch, device)
+            return lambda run: run.input(microbatch, intake)
         route = self._schedule.placement.route_of[microbatch]
         channel = self._wiring.channels.get(Channel(source, stage, route))
         if channel is not None:

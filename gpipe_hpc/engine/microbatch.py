@@ -16,6 +16,7 @@ from gpipe_hpc.comm.nests import Nest, map_tensors, tensors_of
 from gpipe_hpc.engine.backward.calls import accumulate_gradients, edge_of
 from gpipe_hpc.engine.backward.joints import can_join
 from gpipe_hpc.engine.backward.splitting import Deferred
+from gpipe_hpc.engine.batch.intake import Intake
 from gpipe_hpc.engine.layers.segment import Segment
 from gpipe_hpc.engine.layers.surroundings import Inside, Manner, Surroundings
 from gpipe_hpc.engine.memory.kept import Kept, KeptSegment
@@ -86,11 +87,15 @@ class StageWork:
     """Run one stage's actions, and keep what lies between them.
 
     An empty micro-batch (no samples) calls no layer and adds nothing. `peers`: the ranks that
-    BatchNorm layers normalise a micro-batch with; None for this one alone.
+    BatchNorm layers normalise a micro-batch with; None for this one alone. `intake`: what brings
+    targets; None for one of its own.
     """
 
-    def __init__(self, stage: Stage, peers: Group | None = None) -> None:
+    def __init__(
+        self, stage: Stage, peers: Group | None = None, intake: Intake | None = None
+    ) -> None:
         self.stage = stage
+        self._intake = intake or Intake(stage.device)
         self._is_last = not stage.routes.destinations
         self._is_first = stage.routes.sources[0].stage == BATCH
         self._parameters = [p for layer in stage.layers.values() for p in layer.parameters()]
@@ -287,7 +292,7 @@ class StageWork:
         """Run the loss: the layer behind the last, at this place of the roll."""
         run, microbatch, num_samples = part
         assert run.loss_fn is not None, "known from the state"
-        target = run.target(microbatch, num_samples, self.stage.device)
+        target = run.target(microbatch, num_samples, self._intake)
         block = inside.enter(place, run.keys(microbatch)(loss.index))
         try:
             with block or _NOTHING:

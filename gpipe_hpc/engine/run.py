@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from gpipe_hpc.comm.device import Device
-from gpipe_hpc.comm.nests import Nest, map_tensors
+from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.transport.base import Message
 from gpipe_hpc.engine.batch.cutting import Pieces
+from gpipe_hpc.engine.batch.intake import Intake
 from gpipe_hpc.engine.state.keyed import LayerKey
 from gpipe_hpc.engine.sums.loss import LossFunction
 from gpipe_hpc.errors import DataError
@@ -35,13 +35,13 @@ class Run:
     seed: torch.Tensor | None = None
     step: int = 0
 
-    def input(self, microbatch: int, device: Device) -> Message:
+    def input(self, microbatch: int, intake: Intake) -> Message:
         """Return what the first stage is given of a micro-batch."""
         assert self.inputs is not None, "checked before the run"
         nests, sizes = self.inputs
-        return Message(_moved(nests[microbatch], device), sizes[microbatch])
+        return Message(intake.bring(nests[microbatch]), sizes[microbatch])
 
-    def target(self, microbatch: int, num_samples: int, device: Device) -> Nest:
+    def target(self, microbatch: int, num_samples: int, intake: Intake) -> Nest:
         """Return what the loss of a micro-batch is given; DataError if it is of another size."""
         if self.targets is None:
             return None
@@ -53,7 +53,7 @@ class Run:
                 f"inputs have, got {sizes[microbatch]}{known}; give as many targets as inputs, of "
                 f"the same slice of the batch on every rank"
             )
-        return _moved(nests[microbatch], device)
+        return intake.bring(nests[microbatch])
 
     def gradient_of(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the gradient that a backward starts from at a loss.
@@ -71,11 +71,3 @@ def random_keys(
     """Return the published keys of a step: of `layers`, for `microbatches` of the global batch."""
     keys = microbatch_keys(seed, step, microbatches, layers)
     return lambda microbatch: keys[microbatch].__getitem__
-
-
-def _moved(nest: Nest, device: Device) -> Nest:
-    def moved(tensor: torch.Tensor) -> torch.Tensor:
-        own = tensor.clone() if tensor.is_inference() else tensor.detach()
-        return device.bring(own, non_blocking=True)
-
-    return map_tensors(moved, nest)

@@ -22,7 +22,7 @@ class Intake:
     def bring(self, nest: Nest) -> Nest:
         """Return a nest whose tensors lie on the device, in no graph."""
         if not self._device.is_accelerator:
-            return map_tensors(_apart, nest)
+            return map_tensors(self._here, nest)
         arriving: list[Tensor] = []
 
         def brought(tensor: Tensor) -> Tensor:
@@ -42,6 +42,9 @@ class Intake:
             for tensor in arriving:
                 self._device.lend(tensor, current)
         return there
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        return self._device.bring(_apart(tensor))
 
     def _copied(self, tensor: Tensor) -> Tensor:
         """Return a copy on the device, of the strides that torch would give it, on its way."""

@@ -3,7 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gpipe_hpc.comm.group import Group
+import torch
+
+from gpipe_hpc.comm.device import Device
+from gpipe_hpc.comm.group import Gathering, Group
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
 from gpipe_hpc.comm.world import World
@@ -24,6 +27,12 @@ class Wiring:
     reductions: Mapping[int, Group]
     copies: Mapping[int, Group]
     peers: Group | None = None
+
+    def groups(self) -> list[Group]:
+        """Return all groups, in an order that is the same on all ranks that share some."""
+        each = [self.copies[i] for i in sorted(self.copies)]
+        each += [self.reductions[i] for i in sorted(self.reductions)]
+        return each if self.peers is None else [*each, self.peers]
 
 
 def wire(
@@ -52,6 +61,18 @@ def wire(
         # one table, so a rank's peers are those at its position.
         peers = world.group([mesh.replica_ranks(k) for k in range(mesh.stages)])
     return Wiring(transport, placed, reductions, copies, peers)
+
+
+def make_first_calls(groups: Sequence[Gathering | Group], device: Device) -> None:
+    """Let each group sum once on an accelerator; the same call on every rank, in one order.
+
+    The first sum makes what connects its ranks, which takes seconds and memory: not in a forward.
+    """
+    if not device.is_accelerator:
+        return
+    for group in {id(group): group for group in groups}.values():
+        if group.size > 1:
+            group.all_reduce(torch.zeros(1, dtype=torch.float64, device=device.torch))
 
 
 def _copies(

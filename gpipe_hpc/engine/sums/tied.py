@@ -29,7 +29,7 @@ class TiedParameter:
     def __init__(
         self, name: str, parameter: nn.Parameter, group: Group, copies: Group, outer: Outer
     ) -> None:
-        self.name, self.copies = name, copies
+        self.name, self.copies, self.group = name, copies, group
         self._parameter = parameter
         self._bucket = Bucket({name: parameter})
         self._way = way_of_tie(outer, group)

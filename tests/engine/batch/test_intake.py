@@ -1,0 +1,79 @@
+"""The caller's batch on its way to a device."""
+
+import pytest
+import torch
+
+from gpipe_hpc import Pipeline
+from gpipe_hpc.comm.device import HostDevice
+from gpipe_hpc.engine.batch.intake import Intake
+from tests.played.alone import alone
+from tests.played.world import between, run_played
+from tests.support import batch, gradients_of, linears, square_sum
+
+NESTS = {
+    "a tensor": torch.arange(6.0).view(2, 3),
+    "a nest": {"ids": torch.arange(4), "rest": (torch.ones(2, 2, dtype=torch.bool), "word", None)},
+    "a scalar": torch.tensor(3.5),
+    "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "a view with holes": torch.arange(20.0).view(4, 5)[:, ::2],
+    "expanded": torch.ones(1, 3).expand(4, 3),
+    "nothing": torch.ones(0, 3),
+}
+
+
+def tensors_of(nest):
+    if isinstance(nest, torch.Tensor):
+        return [nest]
+    parts = nest.values() if isinstance(nest, dict) else nest if isinstance(nest, tuple) else ()
+    return [tensor for part in parts for tensor in tensors_of(part)]
+
+
+@pytest.mark.parametrize("nest", NESTS.values(), ids=NESTS)
+def test_what_arrives_is_what_torch_would_have_moved_and_nobody_waits(nest):
+    """The host waited for the device with each input that was not pinned."""
+    with alone() as device:
+        intake = Intake(device)
+        there, found = between(device, lambda: intake.bring(nest))
+        assert not found
+        for own, arrived in zip(tensors_of(nest), tensors_of(there), strict=True):
+            moved = device.bring(own)
+            assert device.holds(arrived) and arrived.stride() == moved.stride()
+            assert torch.equal(device.fetch(arrived * 1), own * 1)
+        assert not device.tracker.faults
+
+
+def test_what_lies_on_the_device_stays_there():
+    with alone() as device:
+        own = device.bring(torch.ones(3)).requires_grad_()
+        arrived = Intake(device).bring((own,))[0]
+        assert arrived.data_ptr() == own.data_ptr() and not arrived.requires_grad
+
+
+def test_on_a_cpu_nothing_is_copied():
+    own = torch.ones(3, requires_grad=True)
+    arrived = Intake(HostDevice()).bring(own)
+    assert arrived.data_ptr() == own.data_ptr() and not arrived.requires_grad
+
+
+def test_the_caller_may_write_its_pinned_batch_again_once_the_step_has_returned():
+    """Copies from it were still to be done: a data loader's next batch went into them."""
+    inputs, targets = batch(8)
+
+    def body(world, place):
+        pipe = Pipeline(linears(3), square_sum, microbatches=4, seed=1, world=world)
+        given = [place(world.device, each) for each in (inputs, targets)]
+        for _ in range(2):
+            loss = pipe.step(*given)
+            for each in given:
+                each.add_(1.0)
+        return loss.loss, {n: world.device.fetch(g) for n, g in gradients_of(pipe).items()}
+
+    def pinned(device, tensor):
+        own = device.pinned(tensor.shape, tensor.dtype)
+        own.copy_(tensor)
+        return own
+
+    (found,) = run_played(1, lambda world: body(world, pinned)).results
+    (expected,) = run_played(1, lambda world: body(world, lambda _, t: t.clone())).results
+    assert found[0] == expected[0]
+    assert all(torch.equal(found[1][name], each) for name, each in expected[1].items())
