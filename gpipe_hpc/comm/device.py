@@ -5,9 +5,11 @@ the compute, or asks for memory. Two are here: `HostDevice`, the CPU, and `Accel
 torch has. Tests bring another, which watches that nothing is used before it is there.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from socket import gethostname
 from time import perf_counter
 from typing import Any, Final, Protocol
 
@@ -16,6 +18,8 @@ import torch.distributed as dist
 from torch import Generator, Tensor, nn
 
 from gpipe_hpc.comm.host_memory import free_bytes, peak_bytes, used_bytes
+from gpipe_hpc.comm.machine import kernel_identity, shared_identity
+from gpipe_hpc.errors import ConfigError
 
 # By names of their own, as a device has a property `torch`.
 Dtype = torch.dtype
@@ -75,6 +79,10 @@ class Device(Protocol):
     @property
     def backend(self) -> str:
         """Return torch.distributed's own backend for its tensors, as ``gloo``, ``nccl``."""
+
+    @property
+    def identity(self) -> str:
+        """Return a text that two ranks share if they compute on one device; empty on a CPU."""
 
     def holds(self, tensor: Tensor) -> bool:
         """Say whether a tensor lies in the memory of this device."""
@@ -152,6 +160,12 @@ class Device(Protocol):
     def reset_peak(self) -> None:
         """Begin a new peak; does nothing on a CPU, where the system keeps it."""
 
+    def deterministic(self) -> AbstractContextManager[None]:
+        """Return a block within which operators give the same bits each time, or raise.
+
+        Of the whole process, and of the device's libraries where they have such settings.
+        """
+
     def out_of_memory(self, error: BaseException) -> bool:
         """Say whether an error means that memory ran out."""
 
@@ -164,6 +178,7 @@ class HostDevice:
     is_accelerator: Final = False
     name: Final = "cpu"
     backend: Final = "gloo"
+    identity: Final = ""
 
     def holds(self, tensor: Tensor) -> bool:
         """Say whether a tensor lies in the host's memory."""
@@ -248,6 +263,10 @@ class HostDevice:
     def reset_peak(self) -> None:
         """Do nothing: the system keeps the peak."""
 
+    def deterministic(self) -> AbstractContextManager[None]:
+        """Return a block within which operators give the same bits each time, or raise."""
+        return _deterministic()
+
     def out_of_memory(self, error: BaseException) -> bool:
         """Say whether torch or Python got no memory from the system."""
         return isinstance(error, MemoryError) or _NO_HOST_MEMORY in str(error)
@@ -310,6 +329,23 @@ class Accelerator:
     def backend(self) -> str:
         """Return the backend that torch.distributed's table has for it; gloo if it has none."""
         return dist.Backend.default_device_backend_map.get(self.type, "gloo")
+
+    @property
+    def identity(self) -> str:
+        """Return its UUID; else its place on its host's bus; else what this process calls it.
+
+        Not its index: launchers show each rank its own device alone, which is then number 0.
+        """
+        ask = getattr(self._module, "get_device_properties", None)
+        told = None if ask is None else ask(self.torch.index)
+        uuid = str(getattr(told, "uuid", ""))
+        if uuid.strip("0-"):
+            return f"{self.type} {uuid}"
+        bus = [getattr(told, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+        if None not in bus[1:]:
+            return f"{self.type} {bus} of {kernel_identity()}"
+        seen = sorted((k, v) for k, v in os.environ.items() if any(t in k for t in _SHOWING))
+        return f"{self.type} {self.torch.index} of {shared_identity('mnt')} {gethostname()} {seen}"
 
     def holds(self, tensor: Tensor) -> bool:
         """Say whether a tensor lies in the memory of a device of this kind."""
@@ -403,6 +439,12 @@ class Accelerator:
         """Begin a new peak of `memory_peak`."""
         torch.accelerator.reset_peak_memory_stats(self.torch)
 
+    def deterministic(self) -> AbstractContextManager[None]:
+        """Return a block within which operators give the same bits each time, or raise."""
+        # cuBLAS reads it when it is first used, and else sums in any order.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        return _deterministic()
+
     def out_of_memory(self, error: BaseException) -> bool:
         """Say whether the device, a library on it or pinned memory ran out."""
         if isinstance(error, torch.OutOfMemoryError):
@@ -412,6 +454,67 @@ class Accelerator:
     @property
     def _module(self) -> Any:
         return torch.get_device_module(self.torch)
+
+
+def device_of_rank(name: str, local_rank: int | None) -> Device:
+    """Return the device on which a rank computes; it becomes that of the calling thread.
+
+    `name`: auto, cpu, a kind as ``cuda``, or one device of a kind as ``cuda:0``, which all ranks of
+    a machine then share. `local_rank`: which of its machine's ranks this is; None where somebody
+    else has started the ranks, and chosen the current device. A rank takes the device of its local
+    rank, counted round where it sees fewer: some launchers show each rank its own alone. Whether
+    two ranks have one device, they find out together; see `claim_device`.
+
+    Raises ConfigError for a kind that torch does not know or see, or that cannot be trained on.
+    """
+    kind = automatic_kind() if name == "auto" else known_kind(name)
+    if kind is None:
+        raise ConfigError(
+            f"device: expected auto, {KNOWN_KINDS}, got {name!r}; choose one of them, or install "
+            f"the package that brings it"
+        )
+    if kind.type == "cpu":
+        return HostDevice()
+    if kind.type == "mps":
+        raise ConfigError(
+            "device: expected one with float64, in which losses are summed, got mps, which has "
+            "none; use device=cpu"
+        )
+    here = torch.accelerator.current_accelerator(check_available=True)
+    if here is None or here.type != kind.type:
+        raise ConfigError(
+            f"device: expected a device of kind {kind.type}, got a torch that sees "
+            f"{'none' if here is None else here.type}; use device=cpu, or check the driver, what "
+            f"hides devices from this process, and the torch build"
+        )
+    count = torch.accelerator.device_count()
+    index: int | None = kind.index
+    if index is None and local_rank is not None:
+        index = local_rank % count
+    elif index is None:
+        index = torch.accelerator.current_device_index()
+    if index >= count:
+        raise ConfigError(
+            f"device: expected one of the {count} of kind {kind.type} that this process sees, "
+            f"{kind.type}:0 to {kind.type}:{count - 1}, got {name}; choose one of them"
+        )
+    device = Accelerator(torch.device(kind.type, index))
+    device.use()
+    return device
+
+
+def known_kind(name: str) -> torch.device | None:
+    """Return what a name as ``cuda`` or ``cuda:1`` means to torch; None if it means nothing."""
+    try:
+        found = torch.device(name)
+    except RuntimeError:
+        return None
+    return None if found.type == "meta" else found
+
+
+def known_backends() -> list[str]:
+    """Return the backends that torch.distributed's table has for any kind of device."""
+    return sorted(set(dist.Backend.default_device_backend_map.values()))
 
 
 def automatic_kind() -> torch.device:
@@ -431,16 +534,29 @@ def generators_in_use() -> list[Generator]:
     return [torch.default_generator, *own[index : index + 1]]
 
 
+def knows(group: dist.ProcessGroup, device: Device) -> bool:
+    """Say whether a group of torch takes tensors of a device at all, if by way of the host."""
+    kinds = {each.split(":")[0] for each in str(dist.get_backend_config(group)).split(",")}
+    return device.type in kinds
+
+
 def carries(group: dist.ProcessGroup, device: Device) -> bool:
     """Say whether a group of torch sends from an accelerator's own memory, in order of streams.
 
     Else its tensors go by way of the host.
     """
     told = str(dist.get_backend_config(group)).split(",")
-    return device.is_accelerator and f"{device.type}:{device.backend}" in told
+    return (
+        device.is_accelerator
+        and device.backend != "gloo"
+        and f"{device.type}:{device.backend}" in told
+    )
 
 
+KNOWN_KINDS: Final = "cpu, cuda (NVIDIA and AMD), xpu (Intel) or the name of another accelerator"
 _HOST: Final = torch.device("cpu")
+# Parts of the names of variables that hide devices: CUDA_VISIBLE_DEVICES, ZE_AFFINITY_MASK.
+_SHOWING: Final = ("VISIBLE", "AFFINITY_MASK")
 _NO_HOST_MEMORY: Final = "DefaultCPUAllocator: can't allocate memory"
 # Of the driver where torch's allocator is not asked, of cuBLAS for its workspace, and of NCCL.
 _RAN_OUT: Final = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
@@ -496,6 +612,21 @@ def _torchs(stream: Stream) -> torch.Stream:
 def _mark(event: Event) -> torch.Event:
     assert isinstance(event, _TorchEvent), "a mark of another kind of device"
     return event.torch
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = torch._C._get_deterministic_fill_uninitialized_memory()
+    torch.use_deterministic_algorithms(True)
+    # Nothing here reads memory that nobody wrote, and to fill it takes time.
+    torch._C._set_deterministic_fill_uninitialized_memory(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
+        torch._C._set_deterministic_fill_uninitialized_memory(fills)
 
 
 @contextmanager

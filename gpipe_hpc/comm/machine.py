@@ -1,7 +1,11 @@
 """Which machine this process is on, as far as one of its namespaces goes."""
 
 import os
+import socket
 from pathlib import Path
+from typing import Final
+
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 def shared_identity(namespace: str) -> str:
@@ -13,7 +17,14 @@ def shared_identity(namespace: str) -> str:
     namespaces of their own. Empty where the system does not tell: with nobody for sure.
     """
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink(f'/proc/self/ns/{namespace}')}"
+        return f"{_BOOT.read_text().strip()} {os.readlink(f'/proc/self/ns/{namespace}')}"
     except OSError:
         return ""
+
+
+def kernel_identity() -> str:
+    """Return a text that all processes of one running kernel share, those of containers too."""
+    try:
+        return _BOOT.read_text().strip()
+    except OSError:
+        return socket.gethostname()

@@ -23,7 +23,7 @@ from gpipe_hpc.comm.collectives.on_stream import StreamCarrier
 from gpipe_hpc.comm.collectives.plan import Plan
 from gpipe_hpc.comm.collectives.shards import checked_counts, shards
 from gpipe_hpc.comm.collectives.turns import Note
-from gpipe_hpc.comm.device import Device, carries
+from gpipe_hpc.comm.device import Device, carries, knows
 from gpipe_hpc.comm.failure import Board, FailureBoard, SoloBoard, lost
 from gpipe_hpc.comm.forming import Former
 from gpipe_hpc.comm.group import (
@@ -38,6 +38,7 @@ from gpipe_hpc.comm.group import (
     rank_names,
 )
 from gpipe_hpc.comm.joining.acquaintance import make_acquaintance
+from gpipe_hpc.comm.joining.claim import claim_device
 from gpipe_hpc.comm.joining.secret import Secret, secret_for_all
 from gpipe_hpc.comm.joining.source import own_source
 from gpipe_hpc.comm.levels import WIDTH, Levels, own_levels
@@ -84,7 +85,7 @@ class TorchGroup:
         self.sent = Sent()
         self.torch_group = group
         self._pulse, self._device = pulse, device
-        self._carries = carries(group, device)
+        self._carries, self._knows = carries(group, device), knows(group, device)
         self._carrier = Carrier(ranks, self.position, self._exchange, self._await)
         self._stream_carrier = StreamCarrier(
             ranks, self.position, self._exchange, self.all_reduce, device
@@ -92,6 +93,8 @@ class TorchGroup:
 
     def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
         """Start summing `tensor` in place."""
+        if self._is_foreign(tensor):
+            return self._by_host(tensor, self.start_all_reduce)
         work = dist.all_reduce(tensor, group=self.torch_group, async_op=True)
         return self._collective(work, tensor)
 
@@ -101,12 +104,19 @@ class TorchGroup:
 
     def all_reduce_max(self, tensor: torch.Tensor) -> None:
         """Put the greatest of each element in its place."""
+        if self._is_foreign(tensor):
+            host = self._device.fetch(tensor)
+            self.all_reduce_max(host)
+            tensor.copy_(host)
+            return
         greatest = dist.ReduceOp.MAX
         work = dist.all_reduce(tensor, op=greatest, group=self.torch_group, async_op=True)
         self._collective(work, tensor).wait()
 
     def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
         """Start filling `tensor` with world rank `root`'s."""
+        if self._is_foreign(tensor):
+            return self._by_host(tensor, partial(self.start_broadcast, root=root))
         work = dist.broadcast(tensor, root, group=self.torch_group, async_op=True)
         return self._collective(work, tensor)
 
@@ -120,6 +130,15 @@ class TorchGroup:
         if outside and any(self._device.holds(piece.tensor) for piece in (*sends, *receives)):
             return self._exchange_by_host(sends, receives)
         return self._start(Traffic.CALLER, sends, receives, self._await)
+
+    def _is_foreign(self, tensor: torch.Tensor) -> bool:
+        """Say whether the backend knows nothing of the memory that a tensor lies in."""
+        return not self._knows and self._device.holds(tensor)
+
+    def _by_host(self, tensor: torch.Tensor, start: Callable[[torch.Tensor], Pending]) -> Pending:
+        """Start a collective over a copy in the host's memory."""
+        host = self._device.fetch(tensor)
+        return _ByHost(start(host), [(tensor, host)])
 
     def _exchange_by_host(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> Pending:
         """Exchange copies in the host's memory: the backend sends that alone."""
@@ -369,7 +388,8 @@ class ProcessWorld:
         self.size = dist.get_world_size()
         self.device = device
         self.is_one_process = False
-        keys, number = _private_keys(self.rank)
+        self._keys, number = _private_keys(self.rank)
+        keys = self._keys
         self.secret = secret_for_all(job_secret, _number_of_world(keys, self.rank))
         timeout_s = checked_timeout(timeout_s, "timeout_s")
         self._display = Display() if self.size > 1 else None  # else nobody looks
@@ -405,6 +425,10 @@ class ProcessWorld:
         os.register_at_fork(after_in_child=partial(_forget_in_child, weakref.ref(self)))
         self._introduce()
         self.activity = Idle("joining the other ranks")
+
+    def claim(self, name: str) -> None:
+        """Take the device for this rank; `name`: what was asked for. See `claim_device`."""
+        claim_device(self._keys, self.device, self.rank, name, self._backend)
 
     @property
     def activity(self) -> object:

@@ -89,9 +89,7 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "pipeline.recompute": ("always", "except_last", "never", "budget"),
         "outer.compress": ("none", "bfloat16", "float16", "powersgd", "topk", "qsgd"),
         "train.precision": ("float32", "bfloat16", "float16"),
-        "train.device": ("auto", "cpu", "cuda"),
         "checkpoint.data": ("same", "new", "any"),
-        "comm.backend": ("auto", "gloo", "nccl"),
         "lr.decay": ("cosine", "constant"),
         "lr.scaling": ("linear", "sqrt", "adascale"),
         "lr.noise_over": ("microbatches", "replicas"),
@@ -113,6 +111,7 @@ def check_config(config: Config, world_size: int) -> list[str]:
 
     check_ranges(config)
     _check_choices(config)
+    _check_device(config)
     _check_portions(config)
     _check_draw(config)
     mesh = Mesh.fit(world_size, config.pipeline.stages, config.pipeline.replicas)
@@ -145,6 +144,7 @@ def check_planning(config: Config, num_stages: int) -> list[str]:
     """
     check_ranges(config)
     _check_choices(config)
+    _check_device(config)
     _check_portions(config)
     _check_partition(config.pipeline.partition, num_stages)
     _check_budget(config.pipeline)
@@ -196,6 +196,20 @@ def _check_choices(config: Config) -> None:
             hint = _meant(value) if is_schedule else suggestion(value, choices)
             remedy = f"{hint}choose one of them"
             raise refuse(setting, f"one of {', '.join(choices)}", value, remedy)
+
+
+def _check_device(config: Config) -> None:
+    # Here, since it loads torch, which composing and drawing do without.
+    from gpipe_hpc.comm.device import KNOWN_KINDS, known_backends, known_kind
+
+    device, backend = config.train.device, config.comm.backend
+    if device != "auto" and known_kind(device) is None:
+        remedy = f"{suggestion(device, ['auto', 'cpu', 'cuda', 'xpu'])}choose one of them"
+        raise refuse("train.device", f"auto, {KNOWN_KINDS}", device, remedy)
+    backends = ["auto", *known_backends()]
+    if backend not in backends:
+        remedy = f"{suggestion(backend, backends)}choose one of them"
+        raise refuse("comm.backend", f"one of {', '.join(backends)}", backend, remedy)
 
 
 def _check_portions(config: Config) -> None:

@@ -54,6 +54,7 @@ class TrainConfig:
     validate_batches: int | None = None
     log_every: int = 10
     device: str = "auto"
+    deterministic: bool = False
     device_flops_per_s: float | None = None
     keep_freed_memory: bool = True
     num_threads: int | None = None

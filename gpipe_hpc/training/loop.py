@@ -63,6 +63,8 @@ def run_training(
             run: Run = broadcast_object(world.everybody, begun, root=0)
         if config.train.num_threads is not None:
             torch.set_num_threads(config.train.num_threads)
+        if config.train.deterministic:
+            stack.enter_context(world.device.deterministic())
         mesh = Mesh.fit(world.size, config.pipeline.stages, config.pipeline.replicas)
         stack.enter_context(rank_log(run.folder, world.rank, [mesh.stage_rank_of(world.rank)]))
         for doubt in [*doubts, *run.notes] if world.rank == 0 else ():

@@ -3,7 +3,7 @@
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -113,7 +113,8 @@ def _check_room(config: Config) -> None:
 
 
 def _verify_rank(config: Config, world: World) -> Report | None:
-    with _scratch(world) as folder:
+    exactly = world.device.deterministic() if config.train.deterministic else nullcontext()
+    with exactly, _scratch(world) as folder:
         judge, failed = _compare(config, world, folder)
         if failed is not None:
             where = _locate(config, world, folder, failed, judge)

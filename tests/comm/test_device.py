@@ -1,5 +1,6 @@
 """The two devices of the package: what the CPU does, and what is asked of torch's accelerator."""
 
+import os
 import threading
 
 import pytest
@@ -197,3 +198,18 @@ def test_the_cpu_knows_its_process():
     assert device.memory_total() is None
     free = device.memory_free()
     assert free is None or free > 0
+
+
+@pytest.mark.parametrize("device", [HostDevice(), cuda()])
+def test_deterministic_settings_are_put_back(device, monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    with pytest.raises(KeyError), device.deterministic():
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+        with pytest.raises(RuntimeError, match="deterministic"):
+            torch.empty(2, 2).put_(torch.tensor([0]), torch.tensor([1.0]), accumulate=False)
+        raise KeyError
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) == device.is_accelerator

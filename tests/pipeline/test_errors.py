@@ -59,7 +59,7 @@ def assert_all_report(errors, failed, kind, *words):
         ({"schedule_options": {"waves": 2}}, ScheduleError, "waves"),
         ({"recompute": "often"}, ConfigError, "always, except_last, never"),
         ({"microbatches": 0}, ScheduleError, "microbatches"),
-        ({"device": "tpu", "world": None}, ConfigError, "auto, cpu or cuda"),
+        ({"device": "tpu", "world": None}, ConfigError, "expected auto, cpu, cuda"),
     ],
     ids=lambda value: str(value)[:30] if isinstance(value, dict) else "",
 )

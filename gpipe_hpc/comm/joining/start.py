@@ -4,10 +4,9 @@ import atexit
 import logging
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
-from gpipe_hpc.comm.device import Accelerator, Device, HostDevice, automatic_kind
+from gpipe_hpc.comm.device import Device, device_of_rank
 from gpipe_hpc.comm.forming import connecting
 from gpipe_hpc.comm.joining.launcher import detect_launch
 from gpipe_hpc.comm.joining.rendezvous import rendezvous
@@ -20,7 +19,7 @@ from gpipe_hpc.comm.timeouts import checked_timeout
 from gpipe_hpc.comm.tracebacks import OwnFramesLeftOut
 from gpipe_hpc.comm.uncaught import unwatch, watch_start, watch_uncaught
 from gpipe_hpc.comm.watch.settings import DEFAULT_SILENCE_S, Watchfulness
-from gpipe_hpc.comm.world import World
+from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.errors import ConfigError
 
 log = logging.getLogger("gpipe_hpc.comm")
@@ -46,13 +45,14 @@ def start_world(
     (torchrun, Open MPI, MPICH, MVAPICH2, srun) and starts the group; without a launcher the
     world is this process alone and nothing is opened.
 
-    `device`: auto | cpu | cuda. `backend`: auto | gloo | nccl. `timeout_s`: how long a rank
-    waits for another before it gives up and says so. `loopback`: listen on this machine alone;
-    None means when all ranks are on it. `shares_memory`: ranks of one host with CPU tensors hand
-    boundaries over in shared memory. `secret_file`: where the job's secret lies; None for
-    GPIPE_HPC_SECRET, else this user's own where all ranks are on one machine, else none.
-    `silence_s`, `stall_s`, `ends_process`: see `Watchfulness`; a world of one rank has no use for
-    them.
+    `device`: auto, cpu, a kind of accelerator as ``cuda`` (NVIDIA and AMD) or ``xpu`` (Intel), or
+    one device as ``cuda:0``; see `device_of_rank`. `backend`: auto, gloo, or what torch has for the
+    device: nccl, xccl. `timeout_s`: how long a rank waits for another before it gives up and says
+    so. `loopback`: listen on this machine alone; None means when all ranks are on it.
+    `shares_memory`: ranks of one host with CPU tensors hand boundaries over in shared memory.
+    `secret_file`: where the job's secret lies; None for GPIPE_HPC_SECRET, else this user's own
+    where all ranks are on one machine, else none. `silence_s`, `stall_s`, `ends_process`: see
+    `Watchfulness`; a world of one rank has no use for them.
     """
     with OwnFramesLeftOut():
         world = _start(
@@ -64,8 +64,10 @@ def start_world(
             secret_file,
             Watchfulness(silence_s, stall_s, ends_process),
         )
-    if isinstance(world, ProcessWorld):
-        watch_uncaught(world)
+        if isinstance(world, ProcessWorld):
+            watch_uncaught(world)
+            with together(world, "launch"):
+                world.claim(device)
     return world
 
 
@@ -85,7 +87,7 @@ def _start(
         watch_start(launch.rank, launch.world_size)
     timeout_s = checked_timeout(timeout_s, "timeout_s")
     if launch is None:
-        chosen = _device(device, local_rank=None)
+        chosen = device_of_rank(device, None)
         # Whether its ranks are on one machine is not known here, so no secret is made for them.
         secret = job_secret(one_machine=False, secret_file=secret_file)
         return ProcessWorld(
@@ -95,7 +97,7 @@ def _start(
             job_secret=secret,
             watchfulness=watchfulness,
         )
-    chosen = _device(device, launch.local_rank)
+    chosen = device_of_rank(device, launch.local_rank)
     if launch.world_size == 1:
         return ThreadWorld(ThreadHub(1, timeout_s), 0, chosen)
     secret = job_secret(launch.one_machine, secret_file)
@@ -131,34 +133,19 @@ def _start(
     )
 
 
-def _device(name: str, local_rank: int | None) -> Device:
-    if name not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"device: expected auto, cpu or cuda, got {name!r}")
-    available = automatic_kind().type == "cuda"
-    if name == "cuda" and not available:
-        raise ConfigError(
-            "device: expected a CUDA device, got a torch that sees none; use device=cpu, "
-            "or check the driver and the torch build"
-        )
-    if name == "cpu" or not available:
-        return HostDevice()
-    if local_rank is None:
-        return Accelerator(torch.device("cuda", torch.accelerator.current_device_index()))
-    chosen = Accelerator(torch.device("cuda", local_rank % torch.accelerator.device_count()))
-    chosen.use()
-    return chosen
-
-
 def _backend(name: str, device: Device) -> str:
     """Return torch's backend string; CPU tensors (words, flags) always travel over Gloo."""
-    if name not in ("auto", "gloo", "nccl"):
-        raise ConfigError(f"backend: expected auto, gloo or nccl, got {name!r}")
-    wants_nccl = name == "nccl" or (name == "auto" and device.type == "cuda")
-    if not wants_nccl:
-        return "gloo"
-    if not dist.is_nccl_available() or device.type != "cuda":
+    if name not in ("auto", "gloo", device.backend):
         raise ConfigError(
-            f"backend: expected a CUDA device and a torch with NCCL for backend={name}, got "
-            f"device {device.type}; use comm.backend=gloo"
+            f"backend: expected auto, gloo or the one that torch has for a device of kind "
+            f"{device.type}, which is {device.backend}, got {name!r}; choose one of them"
         )
-    return "cpu:gloo,cuda:nccl"
+    if device.backend == "gloo" or name == "gloo":
+        return "gloo"
+    if not dist.is_backend_available(device.backend):
+        raise ConfigError(
+            f"backend: expected a torch with {device.backend}, which a device of kind "
+            f"{device.type} uses, got one without; use comm.backend=gloo, which goes by way of "
+            f"the host, or another torch build"
+        )
+    return f"cpu:gloo,{device.type}:{device.backend}"

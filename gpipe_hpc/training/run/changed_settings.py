@@ -25,6 +25,7 @@ _NO_MATTER: Final = frozenset(
         "train.validate_every",
         "train.validate_batches",
         "train.log_every",
+        "train.deterministic",
         "train.device",
         "train.keep_freed_memory",
         "train.num_threads",
