@@ -53,7 +53,6 @@ def parts(kind: str, in_little: bool) -> list[Part]:
             70,
             (*device, "--over", "staged"),
             ranks=2,
-            environment=LOOPBACK,
         ),
         Part(
             "own backend, one rank",
