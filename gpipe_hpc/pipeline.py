@@ -167,9 +167,30 @@ def _refuse_no_loss(loss_fn: object) -> None:
         got = f"the class {loss_fn.__name__}; make it, as {loss_fn.__name__}()"
     elif not callable(loss_fn):
         got = f"{type(loss_fn).__name__}; give a function"
+    elif not _takes_two(loss_fn):
+        taken = signature(_called(loss_fn))
+        got = f"one of {taken}; let it take both, and bind what else it takes, as by a lambda"
     else:
         return
     raise ConfigError(f"loss_fn: expected a function of (output, target), got {got}")
+
+
+def _called(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what a call ends up in: a module itself would take anything."""
+    return function.forward if isinstance(function, nn.Module) else function
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    """Say whether a function can be called with two arguments; also where nobody can know."""
+    try:
+        taken = signature(_called(function))
+    except (TypeError, ValueError):  # some of torch's have none
+        return True
+    try:
+        taken.bind(None, None)
+    except TypeError:
+        return False
+    return True
 
 
 def outer_of(given: Outer | Mapping[str, Any]) -> Outer:

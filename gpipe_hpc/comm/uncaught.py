@@ -8,16 +8,20 @@ ends with the cause.
 import re
 import signal
 import sys
+import textwrap
 import traceback
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Final, Protocol
 
 from gpipe_hpc.comm.torchrun_report import tell_torchrun
 from gpipe_hpc.comm.tracebacks import join_cause, leave_out_own_frames, shows_all_frames
 from gpipe_hpc.errors import GpipeError, PeerError
+
+_MOST: Final = 160  # characters of what another rank has said in full
+_TABLE: Final = re.compile(r" \(table: [^)]*\)")
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -107,12 +111,12 @@ class _Uncaught:
         None where the error is its own, so that all of it is to be shown.
         """
         if isinstance(error, PeerError) and not _tells_of(error, self._rank):
-            return f"gpipe_hpc: rank {self._rank} stops, as another failed: {_first_line(error)}"
+            return f"gpipe_hpc: rank {self._rank} stops, as another failed: {_brief(error)}"
         told = self._tell(f"{_place(error)}{type(error).__name__}: {error}")
         is_all_ranks = self._is_joining and self._rank > 0 and isinstance(error, GpipeError)
         if False not in told and not is_all_ranks:
             return None
-        text = f"{type(error).__name__}: {_first_line(error)}"
+        text = f"{type(error).__name__}: {_brief(error)}"
         return f"gpipe_hpc: rank {self._rank} stops too: {text}"
 
     def _end_interrupted(self, error: KeyboardInterrupt) -> None:
@@ -146,8 +150,10 @@ def _tells_of(error: PeerError, rank: int) -> bool:
     return re.match(rf"rank {rank}\b", str(error)) is not None
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0]
+def _brief(error: BaseException) -> str:
+    """Return how a message begins, without the table; all of it stands where it happened."""
+    first = _TABLE.sub("", (str(error).splitlines() or [""])[0])
+    return textwrap.shorten(first, _MOST, placeholder=" ...")
 
 
 def _place(error: BaseException) -> str:

@@ -239,6 +239,17 @@ def test_a_rank_whose_own_report_stands_shows_where_it_waited(monkeypatch, capsy
     )
 
 
+def test_the_others_say_where_another_failed_and_not_all_that_it_said(monkeypatch, capsys):
+    """They said all of it once more, its table and remedy included, 600 characters long."""
+    place = "rank 1, stage 1, micro-batch 0, action 1F0"
+    told = f"{place} (table: 1RECV_F0 -> 1F0 <- 1B0): loss_fn (one): TypeError: {'long ' * 99}"
+    hooked(monkeypatch, Rank(0, speaks=False), at=0)
+    end_with(PeerError(told))
+    (line,) = capsys.readouterr().err.splitlines()
+    begins = f"gpipe_hpc: rank 0 stops, as another failed: {place}: loss_fn (one): TypeError: long"
+    assert line.startswith(begins) and line.endswith(" ...") and len(line) < 220
+
+
 @pytest.mark.parametrize("speaks", [True, False])
 def test_a_script_with_two_pipelines_tells_the_ranks_of_both(monkeypatch, capsys, speaks):
     """The hooks stood within one another, and the inner one printed a line of its own."""

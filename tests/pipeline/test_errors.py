@@ -2,9 +2,11 @@
 
 import contextlib
 import math
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
@@ -261,6 +263,29 @@ def test_non_finite_microbatch_is_seen_by_its_place():
         assert [math.isnan(value) for value in losses] == [i == 5 for i in range(8)]
 
 
+def one_argument(output):
+    return output.sum()
+
+
+class OneArgument(nn.Module):
+    forward = staticmethod(one_argument)
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        torch.dist,  # has no signature
+        F.mse_loss,  # has defaults behind the two
+        nn.MSELoss(),
+        partial(lambda reduction, output, target: mean_square(output, target), "mean"),
+        lambda *given: mean_square(*given),
+    ],
+)
+def test_a_loss_that_can_be_called_with_two_is_taken(loss_fn):
+    result = Pipeline(linears(2), loss_fn).step(*batch(4))
+    assert math.isfinite(result.loss)
+
+
 @pytest.mark.parametrize(
     ("args", "given", "words"),
     [
@@ -270,6 +295,9 @@ def test_non_finite_microbatch_is_seen_by_its_place():
         ((linears(2), mean_square), {"loss_fn": mean_square}, r"loss_fn once more"),
         ((linears(2), nn.MSELoss), {}, r"got the class MSELoss; make it, as MSELoss\(\)"),
         ((linears(2), 3), {}, r"loss_fn: expected a function of \(output, target\), got int"),
+        ((linears(2), one_argument), {}, r"\(output, target\), got one of \(output\); let it take"),
+        ((linears(2), lambda o, t, weight: o), {}, r"got one of \(o, t, weight\); .* bind what"),
+        ((linears(2), OneArgument()), {}, r"got one of \(output\)"),
     ],
 )
 def test_what_a_pipeline_is_not_made_of(args, given, words):
