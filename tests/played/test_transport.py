@@ -1,5 +1,8 @@
 """Boundaries through pinned memory, on a device that is played: each wait is there, and needed."""
 
+from collections import deque
+
+import pytest
 import torch
 
 from gpipe_hpc.comm.transport.base import PlacedChannel
@@ -17,20 +20,60 @@ CHANNEL = PlacedChannel(Channel(0, 1, 0), source_rank=0, destination_rank=1, tag
 NUM_STEPS = 6
 
 
-def two_ends(device):
+class Queue:
+    """A queue as NCCL has it: on a stream of its own at each end, ordered behind what calls it."""
+
+    def __init__(self, device):
+        self.device = device
+        self.sends, self.receives = device.stream(), device.stream()
+        self.posted = deque()
+
+    def receive(self, tensor):
+        self.receives.wait_stream(self.device.current_stream())
+        self.posted.append((tensor, Moved(self.device)))
+        return self.posted[-1][1]
+
+    def send(self, tensor):
+        self.sends.wait_stream(self.device.current_stream())
+        into, came = self.posted.popleft()  # here what comes has been posted before
+        with self.device.on(self.sends):
+            moved = tensor.clone()
+        left = Moved(self.device, self.sends.record_event())
+        self.receives.wait_event(left.mark)
+        with self.device.on(self.receives):
+            into.copy_(moved)
+        came.mark = self.receives.record_event()
+        left.kept = came.kept = moved
+        return left
+
+
+class Moved:
+    def __init__(self, device, mark=None):
+        self.device, self.mark = device, mark
+
+    def wait(self):
+        self.device.current_stream().wait_event(self.mark)
+
+    def is_completed(self):
+        return self.mark.query()
+
+
+def two_ends(device, *, has_backend=False):
     """Return the transports of two ranks, which a thread plays in turn."""
     network = Network(limit_s=2.0)
-    prompt, late = network.lane("prompt"), network.lane("late")
+    lanes = [network.lane("prompt"), network.lane("late")]
+    if has_backend:
+        lanes.append(Queue(device))
     payloads = [Payload(device) for _ in range(2)]
     return [
-        ProcessTransport([Link(CHANNEL, 1 - rank, prompt, late)], payload, Outbox(payload))
+        ProcessTransport([Link(CHANNEL, 1 - rank, *lanes)], payload, Outbox(payload))
         for rank, payload in enumerate(payloads)
     ]
 
 
-def carry(device):
+def carry(device, *, has_backend=False):
     """Send what is made and use what comes, again and again; return the sums."""
-    source, destination = two_ends(device)
+    source, destination = two_ends(device, has_backend=has_backend)
     arrived = []
     for step in range(NUM_STEPS):
         shape = (4, 3) if step != 3 else (5,)  # another one than was posted
@@ -52,20 +95,21 @@ def carry(device):
     return [float(each) for each in arrived]
 
 
-def on_played(ignores=frozenset()):
+def on_played(ignores=frozenset(), **settings):
     """Return what is carried, the faults, and where the transport waits and lends."""
     with interposed():
         device = PlayedDevice(Tracker(), ignores)
         with device.playing():
             try:
-                sums = carry(device)
+                sums = carry(device, **settings)
             except (PlayedError, RuntimeError, AssertionError):
                 sums = None
         return sums, device.tracker.faults, device.sites
 
 
-def test_nothing_is_used_before_it_is_there():
-    sums, faults, _ = on_played()
+@pytest.mark.parametrize("has_backend", [False, True])
+def test_nothing_is_used_before_it_is_there_or_given_back_before_it_was_used(has_backend):
+    sums, faults, _ = on_played(has_backend=has_backend)
     assert not faults
     once = [2 * step * (12 if step != 3 else 5) for step in range(NUM_STEPS)]
     assert sums == [each for each in once for _ in range(2)]
