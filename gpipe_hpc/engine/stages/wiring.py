@@ -51,7 +51,8 @@ def wire(
     replica = mesh.replica_of(world.rank)
     placed = _placed_channels(mesh, schedules[replica], replica)
     transport = world.transport(list(placed.values()))
-    has_one_table = len({digest(schedule) for schedule in schedules}) == 1
+    different = {id(schedule): schedule for schedule in schedules}
+    has_one_table = len({digest(schedule) for schedule in different.values()}) == 1
     placement = schedules[0].placement
     copies = _copies(world, mesh, placement, shares_groups=has_one_table)
     reductions = _within(world, mesh, placement) if is_apart else copies

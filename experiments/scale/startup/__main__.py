@@ -1,0 +1,136 @@
+"""What starting takes: real tiny ranks on this machine, and one rank of thousands.
+
+    python -m experiments.scale.startup                    # about two minutes of two cores
+    python -m experiments.scale.startup --most-ranks 8     # tries it
+
+Writes a table in Markdown and its rows as JSON into the folder of --out.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.scale.startup.one import One
+from experiments.scale.startup.ranks import Rank, check_alone, run
+
+HERE = Path(__file__).parent
+REAL = (4, 8, 16, 32, 64)
+PLAYED = (64, 512, 4096, 16384)
+
+
+def main() -> None:
+    """Measure, print and write."""
+    given = _arguments()
+    check_alone()
+    real = {number: run(number) for number in REAL if number <= given.most_ranks}
+    played = [_one(size, given.stages) for size in PLAYED]
+    text = f"{_machine()}\n\n{_table_of_real(real)}\n\n{_table_of_played(played)}\n"
+    print(text)
+    given.out.mkdir(parents=True, exist_ok=True)
+    (given.out / "startup.md").write_text(text)
+    rows = {
+        "real": {number: [rank._asdict() for rank in ranks] for number, ranks in real.items()},
+        "played": [row._asdict() for row in played],
+    }
+    (given.out / "startup.json").write_text(json.dumps(rows, indent=1))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--most-ranks", type=int, default=max(REAL), help="real ranks at most")
+    parser.add_argument("--stages", type=int, default=4, help="of a played pipeline")
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder to write into")
+    return parser.parse_args()
+
+
+def _one(size: int, stages: int) -> One:
+    """Measure one rank in a process of its own: its memory is then nobody else's."""
+    command = [sys.executable, "-m", "experiments.scale.startup.one", *map(str, (size, stages))]
+    told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return One(**json.loads(told.splitlines()[-1]))
+
+
+def _machine() -> str:
+    return (
+        f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    )
+
+
+def _table_of_real(found: dict[int, list[Rank]]) -> str:
+    rows = []
+    for number, ranks in found.items():
+        others = ranks[1:]
+        rows.append(
+            [
+                number,
+                f"{max(each.joined_s for each in ranks):.2f}",
+                f"{max(each.built_s for each in ranks):.2f}",
+                f"{sum(each.cpu_s for each in ranks) / number:.2f}",
+                f"{max(each.private_mb for each in ranks):.0f}",
+                ranks[0].files,
+                max(each.files for each in others),
+                max(each.sockets for each in others),
+                max(each.threads for each in ranks),
+            ]
+        )
+    head = (
+        "real ranks",
+        "joined, s",
+        "model built, s",
+        "CPU of a rank, s",
+        "own memory of a rank, MB",
+        "open files of rank 0",
+        "of another",
+        "sockets among them",
+        "threads",
+    )
+    return _table(head, rows)
+
+
+def _table_of_played(found: Sequence[One]) -> str:
+    rows = [
+        [
+            f"{one.size:,}",
+            f"{one.joined_s:.2f}",
+            f"{one.joined_mb:.1f}",
+            f"{one.built_s:.2f}",
+            f"{one.built_mb:.1f}",
+            one.keys,
+            one.groups,
+            one.peers,
+            one.copies,
+            one.collectives,
+            f"{one.num_bytes:,}",
+        ]
+        for one in found
+    ]
+    head = (
+        "played ranks",
+        "joined, s",
+        "MB",
+        "model built, s",
+        "MB more",
+        "keys of the store",
+        "groups",
+        "ranks in them",
+        "copies of its stage",
+        "collectives",
+        "bytes",
+    )
+    return _table(head, rows)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = [head, ["---:"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""One real rank of a large world whose other ranks are played: they say what it says itself.
+
+The default process group is Gloo's own, of all ranks. The small groups are played, and so is the
+store: what another rank would have put there is there as soon as this one has put up its own.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial, reduce
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store
+
+from gpipe_hpc.comm.collectives.plan import Plan
+from gpipe_hpc.comm.device import HostDevice
+from gpipe_hpc.comm.forming import connecting
+from gpipe_hpc.comm.group import Done, Group, Pending, Piece, Sent, SoloGroup
+from gpipe_hpc.comm.joining.secret import Secret
+from gpipe_hpc.comm.pickling import dumps
+from gpipe_hpc.comm.processes import ProcessWorld
+from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
+
+T = TypeVar("T")
+
+Others = Callable[[Secret, Any, Sequence[int]], Sequence[Any]]
+"""Returns what each of some ranks, which know a secret, says where this one says a value."""
+
+
+class Counts(NamedTuple):
+    """What this rank did.
+
+    `asked` and `told`: keys that it has read or waited for in the store, and written.
+    `groups`, `members`: small groups it formed, and how many others are in them in all.
+    `collectives`: by name. `num_bytes`: that it gave to collectives.
+    """
+
+    asked: set[str]
+    told: set[str]
+    groups: list[int]
+    collectives: Counter[str]
+    num_bytes: Counter[str]
+
+
+def no_counts() -> Counts:
+    """Return counts of nothing."""
+    return Counts(set(), set(), [], Counter(), Counter())
+
+
+class PlayedStore(Store):
+    """A store in which the others have put up whatever this rank has."""
+
+    def __init__(self, rank: int, counts: Counts) -> None:
+        super().__init__()
+        self._store: Any = HashStore()
+        self._rank, self._counts = rank, counts
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write a value."""
+        self._counts.told.add(key)
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """Return a value, this rank's own for another's."""
+        self._counts.asked.add(key)
+        found: bytes = self._store.get(self._own(key))
+        return found
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number."""
+        self._counts.told.add(key)
+        answer: int = self._store.add(key, amount)
+        return answer
+
+    def check(self, keys: list[str]) -> bool:
+        """Say whether all keys are there, this rank's own standing for others'."""
+        self._counts.asked.update(keys)
+        answer: bool = self._store.check([self._own(key) for key in keys])
+        return answer
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Return: all is there."""
+        self._counts.asked.update(keys)
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Write a value if the present one is as expected."""
+        self._counts.told.add(key)
+        found: bytes = self._store.compare_set(key, expected, desired)
+        return found
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Do nothing: nothing is waited for."""
+
+    def has_extended_api(self) -> bool:
+        """Say that values are written and read one by one."""
+        return False
+
+    def clone(self) -> "PlayedStore":
+        """Return this store."""
+        return self
+
+    def _own(self, key: str) -> str:
+        """Return the key under which this rank has put up what another would under `key`."""
+        head, _, last = key.rpartition("/")
+        return f"{head}/{self._rank}" if "notice/" in head and last.isdigit() else key
+
+
+class PlayedGroup(SoloGroup):
+    """A group of one real rank among others, who say what `others` has them say."""
+
+    def __init__(
+        self,
+        ranks: tuple[int, ...],
+        rank: int,
+        counts: Counts,
+        others: Callable[[Any, Sequence[int]], Sequence[Any]],
+    ) -> None:
+        super().__init__(rank)
+        self.ranks, self.size, self.position = ranks, len(ranks), ranks.index(rank)
+        self.sent = Sent()
+        self._rank, self._counts, self._others = rank, counts, others
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return what each rank says."""
+        self._count("all_gather_object", len(dumps(value, "a played collective")))
+        return list(self._others(value, self.ranks))
+
+    def gather_object(self, value: Any, root: int) -> list[Any] | None:
+        """Return what each rank says, on the root."""
+        values = self.all_gather_object(value)
+        return values if root == self._rank else None
+
+    def merge_object(self, value: T, merge: Callable[[T, T], T]) -> T:
+        """Return what `merge` makes of what all say."""
+        merged: T = reduce(merge, self.all_gather_object(value))
+        return merged
+
+    def broadcast_object(self, value: Any, root: int) -> Any:
+        """Return this rank's own value: the root would say the same."""
+        self._count("broadcast_object", len(dumps(value, "a played collective")))
+        return value
+
+    def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """Leave `tensor` as it is."""
+        self._count("all_reduce", tensor.nbytes)
+        return Done()
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Leave `tensor` as it is."""
+        self._count("all_reduce", tensor.nbytes)
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> None:
+        """Leave `tensor` as it is."""
+        self._count("all_reduce", tensor.nbytes)
+
+    def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
+        """Leave `tensor` as it is."""
+        self._count("broadcast", tensor.nbytes)
+        return Done()
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Leave `tensor` as it is."""
+        self._count("broadcast", tensor.nbytes)
+
+    def start_exchange(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> Pending:
+        """Exchange nothing."""
+        self._count("exchange", sum(piece.tensor.nbytes for piece in sends))
+        return Done()
+
+    def start_plan(self, plan: Plan, tensor: torch.Tensor, what: str) -> Pending:
+        """Leave `tensor` as it is."""
+        self._count("plan", tensor.nbytes)
+        return Done()
+
+    def _count(self, name: str, num_bytes: int) -> None:
+        self._counts.collectives[name] += 1
+        self._counts.num_bytes[name] += num_bytes
+
+
+class _NoTransport:
+    """Channels on which nothing is sent: no step is made."""
+
+    def __init__(self, channels: Sequence[PlacedChannel]) -> None:
+        self.channels = channels
+
+
+class PlayedWorld(ProcessWorld):
+    """The real world of one process, over played groups."""
+
+    store: PlayedStore
+
+    def __init__(self, counts: Counts, others: Others, **options: Any) -> None:
+        self._counts, self._others = counts, others
+        super().__init__(HostDevice(), 60.0, shares_memory=False, **options)
+
+    def _group_of(self, members: Sequence[int]) -> Group:
+        ranks = tuple(members)
+        if len(ranks) == 1:
+            return SoloGroup(self.rank)
+        self._counts.groups.append(len(ranks))
+        return PlayedGroup(ranks, self.rank, self._counts, partial(self._others, self.secret))
+
+    def _torch_transport(self, channels: Sequence[PlacedChannel]) -> Transport:
+        pairs = {frozenset((c.source_rank, c.destination_rank)) for c in channels}
+        self._counts.groups.extend(2 for _ in pairs)
+        transport: Any = _NoTransport(channels)
+        return transport
+
+
+def join(rank: int, size: int, counts: Counts, others: Others) -> tuple[PlayedWorld, float]:
+    """Return the world of one rank among `size`, and the seconds that it took to join."""
+    began_s = time.perf_counter()
+    store = PlayedStore(rank, counts)
+    with connecting(lazily=True):
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    world = PlayedWorld(counts, others)
+    world.store = store  # torch calls it from C++, and does not keep it alive
+    return world, time.perf_counter() - began_s
