@@ -8,7 +8,7 @@ groups these ranks have formed before: that is the same on all members, and nobo
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Final
@@ -20,9 +20,20 @@ LAZY_VARIABLE: Final = "TORCH_GLOO_LAZY_INIT"
 
 
 class Former:
-    """Forms the groups of one world; `name` tells it from other worlds of the same ranks."""
+    """Forms the groups of one world; `name` tells it from other worlds of the same ranks.
 
-    def __init__(self, name: str, timeout: timedelta, backend: str) -> None:
+    `meet`: returns once all members of a group have called it. Forming itself waits for them on the
+    store, where the failure of one would not end the wait.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        timeout: timedelta,
+        backend: str,
+        meet: Callable[[str, Collection[int]], None] = lambda name, ranks: None,
+    ) -> None:
+        self._meet = meet
         self._name, self._timeout, self._backend = name, timeout, backend
         self._num_formed: Counter[tuple[int, ...]] = Counter()
 
@@ -36,6 +47,7 @@ class Former:
         self._num_formed[members] += 1
         digest = hashlib.sha256(str(members).encode()).hexdigest()[:32]
         name = f"{self._name}_{digest}_{self._num_formed[members]}"
+        self._meet(f"forming group {name}", members)
         torch_side: Any = torch_groups
         default = torch_side._get_default_group()
         _, store = torch_side._world.pg_map[default]

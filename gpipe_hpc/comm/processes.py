@@ -7,7 +7,6 @@ import multiprocessing.util
 import os
 import secrets
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import partial, reduce
@@ -405,9 +404,10 @@ class ProcessWorld:
         # From host to host by two ranks, and over the device's backend by direction.
         self._pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._queues: dict[tuple[int, int], TorchLane] = {}
-        self._former = Former(f"gpipe_hpc_world{number}", self._timeout, self._backend)
         self._board_of_notices = Noticeboard(keys, self.rank, timeout_s)
-        self._num_meetings: Counter[tuple[int, ...]] = Counter()
+        self._former = Former(
+            f"gpipe_hpc_world{number}", self._timeout, self._backend, self._board_of_notices.meet
+        )
         self._num_transports = 0
         # First of all: from here on no rank ends, and none hangs, without the others' knowledge.
         self._board = self._open_board(keys, watchfulness)
@@ -616,10 +616,6 @@ class ProcessWorld:
             shared.drop()
 
     def _form(self, ranks: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
-        # Forming waits on the store for the members, which no failure ends: meet where one does.
-        self._num_meetings[ranks] += 1
-        name = f"group {' '.join(map(str, ranks))} {self._num_meetings[ranks]}"
-        self._board_of_notices.meet(name, ranks)
         formed = self._former.form(ranks, backend)
         self._groups.append((formed, ranks))
         return formed

@@ -53,7 +53,8 @@ def test_what_a_rank_does_to_start_grows_with_the_levels(found, what, at_64, eac
 
 def test_a_world_of_thousands_costs_a_rank_little_memory(found):
     """What is left to grow are the entries of torch's default group, 1.5 kB for each rank."""
-    assert found[4096].joined_mb + found[4096].built_mb < found[64].built_mb + 4032 * 2.5e-3 + 4
+    most_mb = found[64].joined_mb + found[64].built_mb + 4032 * 2.5e-3 + 4
+    assert found[4096].joined_mb + found[4096].built_mb < most_mb
     assert found[4096].num_bytes < 64_000
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
 from gpipe_hpc.comm.collectives.plan import Plan
-from gpipe_hpc.comm.device import HostDevice
+from gpipe_hpc.comm.device import Device, HostDevice
 from gpipe_hpc.comm.forming import connecting
 from gpipe_hpc.comm.group import Done, Group, Pending, Piece, Sent, SoloGroup
 from gpipe_hpc.comm.joining.secret import Secret
@@ -203,7 +203,7 @@ class PlayedWorld(ProcessWorld):
         self._counts.groups.append(len(ranks))
         return PlayedGroup(ranks, self.rank, self._counts, partial(self._others, self.secret))
 
-    def _torch_transport(self, channels: Sequence[PlacedChannel]) -> Transport:
+    def _torch_transport(self, channels: Sequence[PlacedChannel], device: Device) -> Transport:
         pairs = {frozenset((c.source_rank, c.destination_rank)) for c in channels}
         self._counts.groups.extend(2 for _ in pairs)
         transport: Any = _NoTransport(channels)
