@@ -6,6 +6,7 @@ from operator import itemgetter
 
 from gpipe_hpc.schedule.table.actions import Action, Op
 from gpipe_hpc.schedule.table.lifetimes import bounds_of
+from gpipe_hpc.schedule.table.rows import Row
 from gpipe_hpc.schedule.table.schedule import Overlap, Placement, Schedule
 
 Rows = Iterable[Sequence[Action]]
@@ -20,11 +21,12 @@ def tabulate(
     a table made for more micro-batches stays valid, as nothing crosses from one to another.
     """
 
-    def is_there(action: Action) -> bool:
-        return (action.microbatch or 0) < placement.num_microbatches
-
-    kept = tuple(tuple(filter(is_there, row)) for row in rows)
-    whole = tuple(pair for pair in overlaps if all(map(is_there, pair)))
+    kept = tuple(Row.of(row).below(placement.num_microbatches) for row in rows)
+    whole = tuple(
+        pair
+        for pair in overlaps
+        if all((action.microbatch or 0) < placement.num_microbatches for action in pair)
+    )
     return Schedule(name, placement, kept, max_activations=bounds_of(kept), overlaps=whole)
 
 

@@ -7,8 +7,10 @@ a post moves up. Of all that goes from one rank to another, over whichever chann
 in the order of the sends: one queue between the two then serves all channels.
 """
 
+import sys
 from array import array
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -136,9 +138,13 @@ def _lane(
         which.append(place)
         numbers.append(number)
         one.append(needed)
-        if made.one[node] == NOWHERE:
+        makes = made.one[node]
+        if makes == NOWHERE:
             continue
-        for transfer in sorted(made[node], key=lambda each: _distance(ways[way[each]].send)):
+        in_turn: Iterable[int] = (makes,)
+        if makes == SEVERAL:
+            in_turn = sorted(made[node], key=lambda each: _distance(ways[way[each]].send))
+        for transfer in in_turn:
             which.append(places.setdefault(ways[way[transfer]].send, len(places)))
             numbers.append(microbatch[transfer])
             one.append(transfer)
@@ -198,6 +204,7 @@ class _Rendezvous:
         num_ranks, num_transfers = len(lanes), len(transfers.way)
         self.position = [0] * num_ranks
         self.placed = [RowWriter(lane.kinds) for lane in lanes]
+        self.sends = [[op in SENDS for op, _, _ in lane.kinds] for lane in lanes]
         self.posted, self.sent = bytearray(num_transfers), bytearray(num_transfers)
         # Rank -> the transfer it sleeps for: to be posted if it is the sender, else to be sent.
         self.asleep: dict[int, int] = {}
@@ -209,8 +216,7 @@ class _Rendezvous:
         """Return for each rank what it receives: as it is due, else as its senders send it."""
         transfers, lanes = self.traffic
         posts = [integers() for _ in lanes]
-        for lane in lanes:
-            sends = [op in SENDS for op, _, _ in lane.kinds]
+        for lane, sends in zip(lanes, self.sends, strict=True):
             for which, number in zip(lane.which, lane.awaits.one, strict=True):
                 if sends[which]:
                     posts[transfers.receiver[number]].append(number)
@@ -228,30 +234,38 @@ class _Rendezvous:
 
     def _advance(self, rank: int) -> None:
         """Run one rank until it blocks."""
-        lane, due, posts = self.traffic.lanes[rank], self.due, self.posts[rank]
-        sends = [op in SENDS for op, _, _ in lane.kinds]
-        placed, sent, posted = self.placed[rank], self.sent, self.posted
-        num_due = self.num_due[rank]
+        lane, sends, posts = self.traffic.lanes[rank], self.sends[rank], self.posts[rank]
+        awaits, several = lane.awaits.one, lane.awaits.several
+        sent, posted, receivers = self.sent, self.posted, self.traffic.transfers.receiver
+        place_kind = self.placed[rank].which.append
+        place_number = self.placed[rank].numbers.append
+        next_due = self._next_due(rank)
         for index in range(self.position[rank], len(lane.which)):
-            while num_due < len(posts) and due[posts[num_due]] <= index:
-                self._post(posts[num_due])
-                num_due += 1
-            number, which = lane.awaits.one[index], lane.which[index]
+            while next_due <= index:
+                self._post(posts[self.num_due[rank]])
+                self.num_due[rank] += 1
+                next_due = self._next_due(rank)
+            number, which = awaits[index], lane.which[index]
             if number != NOWHERE:
                 reached = posted if sends[which] else sent
                 if number == SEVERAL:
-                    numbers = lane.awaits.several[index]
-                    number = next((each for each in numbers if not reached[each]), NOWHERE)
-                if number != NOWHERE and not reached[number]:
-                    self.position[rank], self.num_due[rank] = index, num_due
+                    missing = (each for each in several[index] if not reached[each])
+                    number = next(missing, several[index][0])
+                if not reached[number]:
+                    self.position[rank] = index
                     self.asleep[rank] = number
                     return
-            placed.which.append(which)
-            placed.numbers.append(lane.numbers[index])
+            place_kind(which)
+            place_number(lane.numbers[index])
             if sends[which]:
                 sent[number] = 1
-                self._wake(self.traffic.transfers.receiver[number], number)
-        self.position[rank], self.num_due[rank] = len(lane.which), num_due
+                self._wake(receivers[number], number)
+        self.position[rank] = len(lane.which)
+
+    def _next_due(self, rank: int) -> int:
+        """Return ahead of which place of its list a rank has to post next."""
+        posts, num_due = self.posts[rank], self.num_due[rank]
+        return self.due[posts[num_due]] if num_due < len(posts) else sys.maxsize
 
     def _post(self, number: int) -> None:
         if not self.posted[number]:

@@ -31,18 +31,18 @@ def _rank(row: Row, stages: list[int], buckets: Mapping[int, int]) -> Row:
         for number in reversed(range(buckets[stage])):
             writer.add((Op.UNSHARD, stage, None), number)
 
-    starts = {
-        which: stage
+    starts = [
+        (row.which.index(which), stage)
         for which, (op, stage, _) in enumerate(row.kinds)
         if op is Op.F and stage in due
-    }
-    for which, number in zip(row.which, row.numbers, strict=True):
-        if which in starts:
-            stage = starts.pop(which)
-            del due[stage]
-            place(stage)
-        writer.which.append(which)
-        writer.numbers.append(number)
+    ]
+    taken = 0
+    for at, stage in sorted(starts):
+        del due[stage]
+        writer.take(row, taken, at)
+        place(stage)
+        taken = at
+    writer.take(row, taken, len(row))
     for stage in due:
         place(stage)
     return writer.row()

@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from operator import itemgetter
 
 from gpipe_hpc.schedule.table.actions import COMPUTE, SENDS, Op
 from gpipe_hpc.schedule.table.lifetimes import ENDS_BACKWARD
@@ -63,35 +62,41 @@ def _rank(
 ) -> Row:
     """Place the reductions of one rank, behind the sends of the backward they follow."""
     writer = RowWriter(row.kinds)
-    ends = [op in ENDS_BACKWARD for op, _, _ in row.kinds]
-    sends = [op in SENDS for op, _, _ in row.kinds]
-    last = {row.kinds[which][1]: at for which, at in _last_places(row).items() if ends[which]}
-    ending = {at: stage for stage, at in last.items()}
+    last = _last_backwards(row)
     in_turn = deque(sorted((stage for stage in stages if stage in turns), key=turns.__getitem__))
     ready: set[int] = set()
-    due: list[int] = []
-    for at, (which, number) in enumerate(zip(row.which, row.numbers, strict=True)):
-        if due and not sends[which]:
+    taken = 0
+    for at, stage in sorted((at, stage) for stage, at in last.items()):
+        ready.add(stage)
+        due = [] if stage in turns else [stage]
+        while in_turn and (in_turn[0] in ready or in_turn[0] not in last):
+            due.append(in_turn.popleft())
+        if due:
+            end = _behind_sends(row, at + 1)
+            writer.take(row, taken, end)
             _reduce(writer, due, buckets)
-            due.clear()
-        writer.which.append(which)
-        writer.numbers.append(number)
-        if at in ending:
-            stage = ending[at]
-            if stage not in turns:
-                due.append(stage)
-            ready.add(stage)
-            while in_turn and (in_turn[0] in ready or in_turn[0] not in last):
-                due.append(in_turn.popleft())
+            taken = end
+    writer.take(row, taken, len(row))
     idle = [stage for stage in stages if stage not in last and stage not in turns]
-    _reduce(writer, (*due, *in_turn, *idle), buckets)
+    _reduce(writer, (*in_turn, *idle), buckets)
     return writer.row()
 
 
-def _last_places(row: Row) -> dict[int, int]:
-    """Return where each kind of a row comes last, in the order of that."""
-    found = {which: at for at, which in enumerate(row.which)}
-    return dict(sorted(found.items(), key=itemgetter(1)))
+def _last_backwards(row: Row) -> dict[int, int]:
+    """Return where the last backward of each stage stands."""
+    last_of = {which: at for at, which in enumerate(row.which)}
+    found: dict[int, int] = {}
+    for which, (op, stage, _) in enumerate(row.kinds):
+        if op in ENDS_BACKWARD:
+            found[stage] = max(found.get(stage, 0), last_of[which])
+    return found
+
+
+def _behind_sends(row: Row, at: int) -> int:
+    """Return the first place from `at` on that is no ``SEND``."""
+    while at < len(row) and row.kinds[row.which[at]][0] in SENDS:
+        at += 1
+    return at
 
 
 def _reduce(writer: RowWriter, stages: Iterable[int], buckets: Mapping[int, int]) -> None:

@@ -20,6 +20,7 @@ from gpipe_hpc.schedule.table.dependencies import (
     provides,
     uses,
 )
+from gpipe_hpc.schedule.table.rows import Row
 from gpipe_hpc.schedule.table.schedule import Skip
 
 # What stays with its stage and micro-batch, from one action of the rank to a later one.
@@ -147,12 +148,38 @@ def peak_activations(row: Sequence[Action]) -> Peak:
 
     Whole or for recomputation, each counts as one, but not while its copy is on the host.
     """
+    row = Row.of(row)
     added, freed = [0] * len(row), [0] * len(row)
-    for life in kept(row, _COUNTED):
-        away = life.thing is Thing.COPY
-        (freed if away else added)[life.first] += 1
-        (added if away else freed)[life.last] += 1
+    for thing, start, end in ((Thing.ACTIVATIONS, added, freed), (Thing.COPY, freed, added)):
+        if not any(thing in _MAKES[op] for op in row.ops):
+            continue
+        firsts, lasts = _bounds_of_lives(row, thing)
+        for stage, first in firsts.items():
+            last = lasts.get(stage, {})
+            for number, at in first.items():
+                start[at] += 1
+                end[last.get(number, at)] += 1
     return _peak(added, freed)
+
+
+# For each stage where something of each micro-batch is first, or last.
+_Places = dict[int, dict[int, int]]
+
+
+def _bounds_of_lives(row: Row, thing: Thing) -> tuple[_Places, _Places]:
+    """Return where a thing is made first, and where it is used last."""
+    firsts: _Places = {stage: {} for op, stage, _ in row.kinds if thing in _MAKES[op]}
+    lasts: _Places = {stage: {} for op, stage, _ in row.kinds if thing in _USES[op]}
+    first_of = [firsts[stage] if thing in _MAKES[op] else None for op, stage, _ in row.kinds]
+    last_of = [lasts[stage] if thing in _USES[op] else None for op, stage, _ in row.kinds]
+    for at, (which, number) in enumerate(zip(row.which, row.numbers, strict=True)):
+        last = last_of[which]
+        if last is not None:
+            last[number] = at
+        first = first_of[which]
+        if first is not None and number not in first:
+            first[number] = at
+    return firsts, lasts
 
 
 def bounds_of(rows: Iterable[Sequence[Action]]) -> tuple[int, ...]:
@@ -160,16 +187,31 @@ def bounds_of(rows: Iterable[Sequence[Action]]) -> tuple[int, ...]:
     return tuple(peak_activations(row).size for row in rows)
 
 
-_COUNTED: Final = frozenset({Thing.ACTIVATIONS, Thing.COPY})
-
-
 def peak_receives(row: Sequence[Action]) -> Peak:
     """Return the most receive buffers posted at once on a rank, given its actions in order."""
-    added, freed = [0] * len(row), [0] * len(row)
-    for life in received(row):
-        added[life.first] += 1
-        freed[life.last] += 1
-    return _peak(added, freed)
+    row = Row.of(row)
+    # How many are posted for what a stage awaits of each micro-batch: outputs, or gradients.
+    awaited: dict[tuple[Op, int], dict[int, int]] = {
+        (op, stage): {} for op, stage, _ in row.kinds if op in RECEIVES
+    }
+    posts = [awaited[op, stage] if op in RECEIVES else None for op, stage, _ in row.kinds]
+    takes = [
+        awaited.get((ARRIVES_BY[op], stage)) if op in ARRIVES_BY else None
+        for op, stage, _ in row.kinds
+    ]
+    live, peak = 0, Peak(0, 0)
+    for at, (which, number) in enumerate(zip(row.which, row.numbers, strict=True)):
+        posted = posts[which]
+        if posted is not None:
+            posted[number] = posted.get(number, 0) + 1
+            live += 1
+            if live > peak.size:
+                peak = Peak(live, at)
+            continue
+        taken = takes[which]
+        if taken:
+            live -= taken.pop(number, 0)
+    return peak
 
 
 def _peak(added: Sequence[int], freed: Sequence[int]) -> Peak:

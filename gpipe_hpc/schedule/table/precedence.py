@@ -166,7 +166,11 @@ class Precedence:
             if kind[0] in SENDS:
                 posts = self.columns[kind_of(counterpart(action_of(kind)))]
                 for send, partner in zip(sends, posts, strict=True):
-                    if send != NOWHERE:
+                    if send == NOWHERE:
+                        continue
+                    if waits.one[send] == NOWHERE:
+                        waits.one[send] = partner  # as `add` does
+                    else:
                         waits.add(send, partner)
         return waits
 
@@ -398,6 +402,7 @@ def _link(
 ) -> Iterator[_Fault]:
     """Let the nodes of a kind wait for one of their needs; yield those that nobody meets."""
     ranks, waits, late = graph.ranks, graph.waits, graph.late
+    one = waits.one
     posts_a_buffer = kind[0] in RECEIVES  # its consumer waits
     is_optional, is_beside = need.action.op in OPTIONAL, need.action.op in _BESIDE
     is_own = need.action.stage == kind[1]
@@ -431,7 +436,10 @@ def _link(
             if post > node:
                 late.append(Late(node, 2 * order, post))
                 waits.add(node, post)
-            waits.add(node, send)
+            if one[node] == NOWHERE:
+                one[node] = send  # as `add` does
+            else:
+                waits.add(node, send)
 
 
 def _come_first(makers: Column, nodes: Column) -> bool:
@@ -458,13 +466,19 @@ def _link_own_weights(graph: Precedence, node: int) -> Iterator[_Fault]:
     Where some of it comes later than the node, that is what it waits for.
     """
     schedule, rank = graph.schedule, graph.ranks[node]
-    placement, last = schedule.placement, NOWHERE
-    needs = dependencies(graph.action(node), schedule.num_stages, schedule.num_microbatches)
-    for order, need in enumerate(needs):
-        if placement.rank_of(need.stage, need.microbatch or 0) == rank:
-            maker = graph.find(need)
-            if maker is None:
-                yield _Fault(node, order, partial(_refuse_unmet, graph, node, need))
+    rank_of, last = schedule.placement.rank_of, NOWHERE
+    action = graph.action(node)
+    for need in dependencies(action, schedule.num_stages, 1):
+        makers = graph.makers.get(kind_of(need), [NOWHERE] * schedule.num_microbatches)
+        if _come_first(makers, [node] * len(makers)) and len(schedule.placement.routes) == 1:
+            graph.waits.add(node, max(makers))
+            continue
+        for order, maker in enumerate(makers):
+            if rank_of(need.stage, order) != rank:
+                continue
+            if maker == NOWHERE:
+                what = need._replace(microbatch=order)
+                yield _Fault(node, order, partial(_refuse_unmet, graph, node, what))
             elif maker > node:
                 graph.late.append(Late(node, order, maker))
                 graph.waits.add(node, maker)

@@ -55,10 +55,21 @@ class Row(Sequence[Action]):
         """Pack actions; a row stays as it is."""
         if isinstance(actions, Row):
             return actions
-        writer = RowWriter()
-        for op, stage, number, peer in actions:
-            writer.add((op, stage, peer), NO_NUMBER if number is None else number)
-        return writer.row()
+        listed = list(actions)
+        if not listed:
+            return Row((), integers(), integers())
+        ops, stages, given, peers = zip(*listed, strict=True)
+        each = list(zip(ops, stages, peers, strict=True))
+        kinds = tuple(dict.fromkeys(each))
+        place = {kind: at for at, kind in enumerate(kinds)}
+        if None in given:
+            given = tuple(NO_NUMBER if number is None else number for number in given)
+        try:
+            return cls(kinds, integers(map(place.__getitem__, each)), integers(given))
+        except OverflowError:
+            raise ScheduleError(
+                f"action: expected micro-batches and buckets below {-NO_NUMBER}, got {max(given)}"
+            ) from None
 
     @classmethod
     def of_bytes(cls, kinds: tuple[Kind, ...], which: bytes, numbers: bytes) -> "Row":
@@ -74,6 +85,16 @@ class Row(Sequence[Action]):
     def ops(self) -> frozenset[Op]:
         """Return the ops that there are."""
         return frozenset(op for op, _, _ in self.kinds)
+
+    def below(self, num_microbatches: int) -> "Row":
+        """Return the actions of the first micro-batches."""
+        if not self.numbers or max(self.numbers) < num_microbatches:
+            return self
+        mask = [number < num_microbatches for number in self.numbers]
+        writer = RowWriter(self.kinds)
+        writer.which.extend(compress(self.which, mask))
+        writer.numbers.extend(compress(self.numbers, mask))
+        return writer.row()
 
     def only(self, keep: Callable[[Kind], bool]) -> "Row":
         """Return the actions of the kinds that are to be kept."""
@@ -160,19 +181,18 @@ class RowWriter:
     def add(self, kind: Kind, number: int = NO_NUMBER) -> None:
         """Add one action."""
         self.which.append(self._places.setdefault(kind, len(self._places)))
-        try:
-            self.numbers.append(number)
-        except OverflowError:
-            raise ScheduleError(
-                f"action: expected micro-batches below 2147483648, got {number} of "
-                f"{kind[0]} at stage {kind[1]}"
-            ) from None
+        self.numbers.append(number)
+
+    def take(self, row: Row, start: int, end: int) -> None:
+        """Add the actions of a row from `start` to `end`; its kinds have the first places."""
+        self.which.extend(row.which[start:end])
+        self.numbers.extend(row.numbers[start:end])
 
     def row(self) -> Row:
         """Return the row, its kinds in the order in which they come first."""
         kinds = list(self._places)
         first = list(dict.fromkeys(self.which))
-        if first == list(range(len(kinds))):
+        if first == [*range(len(kinds))]:
             return Row(tuple(kinds), self.which, self.numbers)
         place = dict(zip(first, range(len(first)), strict=True))
         return Row(
