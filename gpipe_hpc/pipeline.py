@@ -15,7 +15,7 @@ from torch import nn
 
 from gpipe_hpc import checkpoint
 from gpipe_hpc.comm.clock import clock_identity
-from gpipe_hpc.comm.group import Gathering, Group, broadcast_object
+from gpipe_hpc.comm.group import Gathering, Group
 from gpipe_hpc.comm.joining.start import DEFAULT_TIMEOUT_S, start_world
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.nests import Nest
@@ -63,6 +63,7 @@ from gpipe_hpc.planning import (
     check_conservation,
     cut,
     cut_table,
+    hand_out,
     lay_out,
 )
 from gpipe_hpc.schedule import Op, Timeline, canonical_schedule
@@ -310,7 +311,10 @@ class Pipeline:
     def _lay_out(
         self, model: list[Layer], example: tuple[Nest, Nest] | None, timeout_s: float
     ) -> Layout:
-        """Return the layout that rank 0 decides on, which alone measures and needs an example."""
+        """Return the layout that rank 0 decides on, which alone measures and needs an example.
+
+        Rank 0 has the tables of all ranks, the others their own rows.
+        """
         world, request = self.world, self.request
 
         def measure() -> Callable[[], Layout]:
@@ -326,7 +330,8 @@ class Pipeline:
             log.info("searching an order of the work ...")
         decided = patiently(world, "laying out", search)
         with together(world, "start"):
-            layout: Layout = broadcast_object(self.everybody, decided, root=0)
+            site = self._site
+            layout = hand_out(decided, world, site.mesh, site.everybody, site.pipeline)
         if world.rank == 0:
             for text in filter(None, (layout.searched, layout.budget)):
                 log.info("%s", text)
@@ -348,7 +353,7 @@ class Pipeline:
             return
         for stage in self.stages.values():
             stage.compile(backend)
-        if self.world.rank == 0 and any(a.op is Op.W for row in self.schedule.ranks for a in row):
+        if self.world.rank == 0 and Op.W in self.schedule.ops:
             log.warning(
                 "compile: compiled layers make weight gradients together with those of inputs, so "
                 "W of schedule %r has nothing to do; a schedule whose backward is B is as fast",

@@ -122,6 +122,13 @@ class Gathering(Protocol):
         Values as for `all_gather_object`.
         """
 
+    def deal_object(self, values: Sequence[Any] | None, root: int) -> Any:
+        """Return this rank's of the values that the root has, one for each rank in rank order.
+
+        `root` is the first of the ranks; what others give is passed over. No rank gets more than
+        its own and those that it hands on. Values as for `all_gather_object`.
+        """
+
     def broadcast_object(self, value: Any, root: int) -> Any:
         """Return world rank `root`'s value on every rank; what others give is passed over.
 
@@ -255,6 +262,11 @@ class SoloGroup:
     def gather_object(self, value: Any, root: int) -> list[Any] | None:
         """Return the one value."""
         return [value]
+
+    def deal_object(self, values: Sequence[Any] | None, root: int) -> Any:
+        """Return the one value."""
+        assert values is not None, "the one rank is the root"
+        return values[0]
 
     def broadcast_object(self, value: Any, root: int) -> Any:
         """Return the one value."""

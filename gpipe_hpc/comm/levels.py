@@ -131,6 +131,21 @@ class Levels:
                     values = group.broadcast_object(values, group.ranks[0])
         return values if self.ranks[self.position] == root else None
 
+    def deal_object(self, values: Sequence[Any] | None, root: int) -> Any:
+        """Deal what each group looks after to its members, from the highest level down."""
+        assert root == self.ranks[0], f"rank {root} is not the first of {self.size} ranks"
+        own: Sequence[Any] | None = values
+        for level, group in reversed(list(enumerate(self.groups))):
+            stride, parts = self._width**level, None
+            if group.position == 0:
+                assert own is not None, "it came from the level above"
+                parts = [own[start : start + stride] for start in range(0, len(own), stride)]
+                # A group of a level looks after as many ranks as its first has values for.
+                assert len(parts) == group.size, f"{len(parts)} parts for {group.size} ranks"
+            own = group.deal_object(parts, group.ranks[0])
+        assert own is not None, "the lowest group has dealt"
+        return own[0]
+
     def _way_from(self, root: int) -> list[tuple[Gathering, int]]:
         """Return in which groups, in order, and from which rank what the root has reaches all.
 

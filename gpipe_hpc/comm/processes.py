@@ -251,6 +251,27 @@ class TorchGroup:
         """Return every rank's value on world rank `root`, None elsewhere; read as those above."""
         return self._exchanged(value, partial(self._gather_at, root=root))
 
+    def deal_object(self, values: Sequence[Any] | None, root: int) -> Any:
+        """Send each rank its value; read as those above."""
+        what = f"values for {rank_names(self.ranks)}"
+        is_root = dist.get_rank() == root
+        assert is_root == (values is not None), f"{what}: rank {root} has them"
+        parts = [bytearray(dumps(value, what)) for value in values or ()]
+        sizes = torch.tensor([len(part) for part in parts] if is_root else [0] * self.size)
+        self.broadcast(sizes, root)
+        own = self.position
+        if values is not None:
+            pieces = [
+                Piece(rank, torch.frombuffer(part, dtype=torch.uint8))
+                for rank, part in zip(self.ranks, parts, strict=True)
+                if rank != root
+            ]
+            self.start_exchange(pieces, ()).wait()
+            return values[own]
+        came = torch.empty(int(sizes[own]), dtype=torch.uint8)
+        self.start_exchange((), [Piece(root, came)]).wait()
+        return loads(came.numpy().data, f"{what}, from rank {root}")
+
     def broadcast_object(self, value: Any, root: int) -> Any:
         """Return world rank `root`'s value; read as those above."""
         what = f"a collective of {rank_names(self.ranks)}"

@@ -245,6 +245,11 @@ class ThreadGroup:
         values = self.all_gather_object(value)
         return values if self._rank == root else None
 
+    def deal_object(self, values: Sequence[Any] | None, root: int) -> Any:
+        """Return this rank's value of those of world rank `root`: the object itself."""
+        dealt: Sequence[Any] = self.broadcast_object(values, root)
+        return dealt[self.position]
+
     def broadcast_object(self, value: Any, root: int) -> Any:
         """Return world rank `root`'s value: the object itself."""
         values = self.all_gather_object(value if self._rank == root else None)

@@ -2,6 +2,7 @@
 
 from gpipe_hpc.planning.cut_table import check_conservation, cut_table
 from gpipe_hpc.planning.gauges import Counted, Example, Gauge, LayerTimes, Measured
+from gpipe_hpc.planning.handing_out import hand_out
 from gpipe_hpc.planning.layout import Layout, cut, lay_out
 from gpipe_hpc.planning.measured import LayerCost, measure_layers
 from gpipe_hpc.planning.minimax import by_hand, minimax, uniform
@@ -26,6 +27,7 @@ __all__ = [
     "choose_partition",
     "cut",
     "cut_table",
+    "hand_out",
     "lay_out",
     "measure_layers",
     "minimax",

@@ -1,6 +1,7 @@
 """Decide how a model is laid out: cut, table and recomputation."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from gpipe_hpc.engine.outer.portions import Portions
@@ -18,12 +19,14 @@ from gpipe_hpc.planning.partition import Partition, choose_partition
 from gpipe_hpc.planning.request import Request
 from gpipe_hpc.planning.sharing import Sharing
 from gpipe_hpc.planning.tables import make_tables
-from gpipe_hpc.schedule import Schedule, digest
+from gpipe_hpc.schedule import Row, Schedule, digest, with_row, without_rows
 
 
 @dataclass(frozen=True)
 class Layout:
-    """All that is decided before a run: plain data, made once and sent to every rank.
+    """All that is decided before a run: plain data, made once, on rank 0, which keeps all of it.
+
+    Every other rank gets it with its own rows of the tables alone, see `hand_out`.
 
     `partition` is the cut; placement, order of the work and what is offloaded stand in `tables`.
     `recomputed`: the layers of each stage that an ``R`` runs again, by their index; None for all.
@@ -61,13 +64,35 @@ class Layout:
         count = self.portions.counts[replica]
         return next(e for e in (self, *self.others) if e.schedule.num_microbatches == count)
 
+    def rows(self, rank: int) -> list[Row]:
+        """Return the rows of a rank: of its tables, and of those of replicas with fewer."""
+        own = [table.rows[rank] for table in self.tables.schedules]
+        return own + [row for each in self.others for row in each.rows(rank)]
+
+    def without_rows(self) -> "Layout":
+        """Return the same with no rank's rows, whose digests stay."""
+        tables = self.tables.with_schedules([*map(without_rows, self.tables.schedules)])
+        return replace(self, tables=tables, others=tuple(e.without_rows() for e in self.others))
+
+    def with_rows(self, rank: int, rows: Sequence[Row]) -> "Layout":
+        """Return one without rows with those of a rank; ScheduleError if they are not the same."""
+        left = iter(rows)
+        layouts = [
+            replace(
+                each,
+                tables=each.tables.with_schedules(
+                    [with_row(table, rank, next(left)) for table in each.tables.schedules]
+                ),
+            )
+            for each in (self, *self.others)
+        ]
+        return replace(layouts[0], others=tuple(layouts[1:]))
+
     def digest(self) -> str:
         """Return a hash of all that decides a run, the same in every process."""
         again = [sorted(layers) for layers in self.recomputed or ()]
         runs_all = self.recomputed is None
-        training, evaluation, buckets, averaging = self.tables
-        outer = None if averaging is None else digest(averaging)
-        tables = digest(training), digest(evaluation), buckets, outer
+        tables = [digest(table) for table in self.tables.schedules], self.tables.buckets
         others = [each.digest() for each in self.others]
         decided = self.partition.counts, runs_all, again, self.portions, others, *tables
         return hashlib.sha256(repr(decided).encode()).hexdigest()

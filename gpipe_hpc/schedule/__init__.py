@@ -48,7 +48,14 @@ from gpipe_hpc.schedule.table.dependencies import (
     skip_of,
 )
 from gpipe_hpc.schedule.table.rows import Row
-from gpipe_hpc.schedule.table.schedule import Placement, Schedule, Skip, digest
+from gpipe_hpc.schedule.table.schedule import (
+    Placement,
+    Schedule,
+    Skip,
+    digest,
+    with_row,
+    without_rows,
+)
 from gpipe_hpc.schedule.table.text_form import from_text, to_text
 from gpipe_hpc.schedule.timeline import Event, Timeline, idle_share
 
@@ -119,5 +126,7 @@ __all__ = [
     "skip_of",
     "to_text",
     "with_averages",
+    "with_row",
     "without_reductions",
+    "without_rows",
 ]

@@ -1,5 +1,6 @@
 """The tables that are run."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from gpipe_hpc.engine.outer.buckets import Buckets
@@ -18,3 +19,18 @@ class Tables(NamedTuple):
     evaluation: Schedule
     buckets: tuple[Buckets, ...] = ()
     averaging: Schedule | None = None
+
+    @property
+    def schedules(self) -> tuple[Schedule, ...]:
+        """Return the tables that there are."""
+        tables = self.training, self.evaluation, self.averaging
+        return tuple(table for table in tables if table is not None)
+
+    def with_schedules(self, schedules: Sequence[Schedule]) -> "Tables":
+        """Return the same with others of the tables that there are."""
+        training, evaluation, *averaging = schedules
+        return self._replace(
+            training=training,
+            evaluation=evaluation,
+            averaging=averaging[0] if averaging else None,
+        )

@@ -6,9 +6,10 @@ read its columns instead: a rank has few kinds of actions, and of each one for e
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from itertools import compress
-from typing import Final, overload
+from typing import Final, NoReturn, overload
 
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.table.actions import Action, Op
@@ -152,6 +153,43 @@ class Row(Sequence[Action]):
 
     def __repr__(self) -> str:
         return f"Row({' '.join(map(str, self))})"
+
+
+@dataclass(frozen=True)
+class Elsewhere(Sequence[Action]):
+    """The row of another rank, where each keeps its own alone: its length and its digest.
+
+    To look at its actions raises ScheduleError.
+    """
+
+    rank: int
+    num_actions: int
+    of_row: str
+
+    def digest(self) -> str:
+        """Return the hash of the row."""
+        return self.of_row
+
+    def __len__(self) -> int:
+        return self.num_actions
+
+    @overload
+    def __getitem__(self, index: int) -> Action: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Action, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Action | tuple[Action, ...]:
+        self._refuse()
+
+    def __iter__(self) -> Iterator[Action]:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise ScheduleError(
+            f"schedule: the actions of rank {self.rank} were asked for, expected this rank's own: "
+            f"each keeps its own row, and rank 0 of the job all of them; look at the table there"
+        )
 
 
 class RowWriter:

@@ -2,12 +2,12 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.table.actions import COMPUTE, COPIES, Action, Op
-from gpipe_hpc.schedule.table.rows import Row
+from gpipe_hpc.schedule.table.rows import Elsewhere, Row
 
 # A forward and the backward of another stage that the same rank runs along with it.
 Overlap = tuple[Action, Action]
@@ -87,7 +87,8 @@ class Placement:
 class Schedule:
     """A table: for each rank the actions it runs, in order.
 
-    ``ranks`` may be given as any sequences of actions; they are kept packed, as `Row`s.
+    ``ranks`` may be given as any sequences of actions; they are kept packed, as `Row`s. In a run
+    each rank keeps its own row, and rank 0 all: the others are `Elsewhere`.
     ``max_activations[rank]`` bounds the stage micro-batches whose activations live on a rank at
     once; ``max_receives[rank]`` the receive buffers posted and not yet consumed. None: undeclared.
     `overlaps` names pairs of an ``F`` and the ``B`` right behind it on its rank that are one block:
@@ -107,7 +108,8 @@ class Schedule:
 
     def __post_init__(self) -> None:
         """Pack the rows; refuse skips between stages not there or too near, and out of order."""
-        object.__setattr__(self, "ranks", tuple(map(Row.of, self.ranks)))
+        packed = (row if isinstance(row, Elsewhere) else Row.of(row) for row in self.ranks)
+        object.__setattr__(self, "ranks", tuple(packed))
         last = self.num_stages - 1
         for source, destination in self.skips:
             if not (source >= 0 and source + 2 <= destination <= last):
@@ -124,7 +126,10 @@ class Schedule:
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """Return the actions of all ranks, packed: what passes over whole tables read."""
+        """Return the actions of all ranks, packed: what passes over whole tables read.
+
+        Raises ScheduleError where a rank has its own alone.
+        """
         return tuple(map(Row.of, self.ranks))
 
     @cached_property
@@ -157,20 +162,45 @@ class Schedule:
         """Return whether communication and reduction are part of the table."""
         return self.max_receives is not None or not self.ops <= COMPUTE | COPIES
 
+    @cached_property
+    def hash(self) -> str:
+        """Return what `digest` does; made once."""
+        sha = hashlib.sha256()
+        head = (self.placement, self.max_activations, self.max_receives)
+        sha.update(repr(head).encode())
+        pairs = (f"{forward} {backward}" for forward, backward in self.overlaps)
+        sha.update(";".join(pairs).encode())
+        if self.skips:
+            sha.update(f"\nskips {self.skips}".encode())
+        for row in self.ranks:
+            assert isinstance(row, Row | Elsewhere), "rows are packed"
+            sha.update(f"\n{row.digest()}".encode())
+        return sha.hexdigest()
+
 
 def digest(schedule: Schedule) -> str:
     """Return a hash of all that a run depends on: placement, actions, bounds, skips; not the name.
 
-    The same in every process, so ranks may compare it before the first step.
+    The same in every process, so ranks compare it before the first step, each with its own row.
     """
-    sha = hashlib.sha256()
-    head = (schedule.placement, schedule.max_activations, schedule.max_receives)
-    sha.update(repr(head).encode())
-    sha.update(
-        ";".join(f"{forward} {backward}" for forward, backward in schedule.overlaps).encode()
-    )
-    if schedule.skips:
-        sha.update(f"\nskips {schedule.skips}".encode())
-    for row in schedule.rows:
-        sha.update(f"\n{row.digest()}".encode())
-    return sha.hexdigest()
+    return schedule.hash
+
+
+def without_rows(schedule: Schedule) -> Schedule:
+    """Return a table of which no rank's actions are known, but their digests."""
+    rows = (Elsewhere(rank, len(row), row.digest()) for rank, row in enumerate(schedule.rows))
+    return replace(schedule, ranks=tuple(rows))
+
+
+def with_row(schedule: Schedule, rank: int, row: Row) -> Schedule:
+    """Return a table `without_rows` with that of one rank; refuse another than it was made with."""
+    expected = schedule.ranks[rank]
+    assert isinstance(expected, Elsewhere), f"rank {rank} has its row already"
+    if row.digest() != expected.digest():
+        raise ScheduleError(
+            f"schedule {schedule.name!r}, rank {rank}: received a row of {len(row)} actions and "
+            f"digest {row.digest()[:12]}, expected {len(expected)} actions and digest "
+            f"{expected.digest()[:12]}, as rank 0 has made them; start all ranks with one version "
+            f"of gpipe_hpc"
+        )
+    return replace(schedule, ranks=(*schedule.ranks[:rank], row, *schedule.ranks[rank + 1 :]))
