@@ -46,6 +46,8 @@ def levels(world: ThreadWorld, width: int) -> Levels:
 def test_levels_give_what_one_group_of_all_gives(num_ranks: int, width: int, data: st.DataObject):
     root = data.draw(st.integers(0, num_ranks - 1))
 
+    ranks = list(range(num_ranks))
+
     def body(world: ThreadWorld) -> tuple[object, ...]:
         group, rank = levels(world, width), world.rank
         total = torch.tensor([1.0, 2.0**rank])
@@ -66,9 +68,9 @@ def test_levels_give_what_one_group_of_all_gives(num_ranks: int, width: int, dat
             group.all_gather_object(str(rank)),
             group.gather_object(rank, root),
             group.merge_object([rank], add),
+            group.deal_object([f"for {each}" for each in ranks] if rank == 0 else None, 0),
         )
 
-    ranks = list(range(num_ranks))
     for rank, found in enumerate(run_on_threads(num_ranks, body)):
         assert found == (
             [float(num_ranks), 2.0**num_ranks - 1],
@@ -80,6 +82,7 @@ def test_levels_give_what_one_group_of_all_gives(num_ranks: int, width: int, dat
             [str(each) for each in ranks],
             ranks if rank == root else None,
             ranks,
+            f"for {rank}",
         )
 
 

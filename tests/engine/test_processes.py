@@ -255,10 +255,13 @@ def test_one_rank_gathers_or_tells_values_of_any_size(processes, tmp_path):
         most = torch.tensor([rank, -rank], dtype=torch.float64)
         world.everybody.all_reduce_max(most)
         own, group = [rank] * rank * 1000, world.everybody
-        return most.tolist(), group.gather_object(own, 0), group.broadcast_object(own, 1)
+        told = group.gather_object(own, 0), group.broadcast_object(own, 1)
+        return most.tolist(), *told, group.deal_object(values if rank == 0 else None, 0)
 
     values = [[rank] * rank * 1000 for rank in range(3)]
-    expected = [([2.0, 0.0], values if rank == 0 else None, values[1]) for rank in range(3)]
+    expected = [
+        ([2.0, 0.0], values if rank == 0 else None, values[1], values[rank]) for rank in range(3)
+    ]
     assert processes(3, body, tmp_path) == expected
 
 
