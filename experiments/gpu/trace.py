@@ -69,7 +69,11 @@ def covered_us(spans: Sequence[tuple[float, float]], by: Sequence[tuple[float, f
 
 
 def beside(work: Sequence[Work]) -> dict[str, Any]:
-    """Return how much of the copies ran while a kernel of another stream did."""
+    """Return for how long copies ran while a kernel of another stream did.
+
+    The share is that of what could have been: of the copies, or of the kernels where these take
+    less time.
+    """
     copies = [each for each in work if each.is_copy]
     by_stream = defaultdict(list)
     for each in work:
@@ -82,12 +86,14 @@ def beside(work: Sequence[Work]) -> dict[str, Any]:
         total += sum(end - start for start, end in own)
         covered += covered_us(own, others)
     kernels = united(span for spans in by_stream.values() for span in spans)
+    compute = sum(end - start for start, end in kernels)
+    least = min(total, compute)
     return {
         "copies": len(copies),
         "copies_ms": total / 1e3,
-        "kernels_ms": sum(end - start for start, end in kernels) / 1e3,
+        "kernels_ms": compute / 1e3,
         "copies_beside_kernels_ms": covered / 1e3,
-        "share_of_copies_beside_kernels": covered / total if total else None,
+        "share_beside": covered / least if least else None,
     }
 
 

@@ -192,9 +192,10 @@ def test_copies_beside_kernels_are_counted_by_stream():
     assert found["copies_ms"] == pytest.approx(0.140)
     assert found["copies_beside_kernels_ms"] == pytest.approx(0.080)
     assert found["kernels_ms"] == pytest.approx(0.180)
+    assert found["share_beside"] == pytest.approx(80 / 140)
     own = [event("kernel", "gemm", 7, 0, 100), event("gpu_memcpy", "Memcpy DtoH", 7, 0, 100)]
-    assert beside(work_of(own))["share_of_copies_beside_kernels"] == 0
-    assert beside([])["share_of_copies_beside_kernels"] is None
+    assert beside(work_of(own))["share_beside"] == 0
+    assert beside([])["share_beside"] is None
 
 
 def test_spans_are_united():

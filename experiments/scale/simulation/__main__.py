@@ -1,6 +1,6 @@
 """Simulate one step of jobs of 10 to 10,000 ranks on a described cluster, and draw the growth.
 
-    python -m experiments.scale.simulation                       # about ... minutes of one core
+    python -m experiments.scale.simulation                       # two minutes of one core
     python -m experiments.scale.simulation --most-ranks 100      # tries it
 
 Writes a table in Markdown, the rows as JSON, and two pictures into the folder of --out.

@@ -22,7 +22,7 @@ def draw(rows: Sequence["Row"]) -> str:
     from matplotlib.figure import Figure
 
     with rc_context({"svg.hashsalt": "gpipe_hpc", "svg.fonttype": "none", "font.size": 9}):
-        figure: Any = Figure(figsize=(9.0, 6.4), layout="constrained")
+        figure: Any = Figure(figsize=(9.0, 7.0), layout="constrained")
         for axes, (label, value) in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
             schedules = list(dict.fromkeys(row.schedule for row in rows))
             for at, schedule in enumerate(schedules):
@@ -37,11 +37,16 @@ def draw(rows: Sequence["Row"]) -> str:
                         label=f"{schedule}, {cluster} cluster",
                     )
             axes.set_xscale("log")
-            axes.set_ylim(bottom=0)
+            if "seconds" in label:
+                axes.set_yscale("log")
+            else:
+                axes.set_ylim(bottom=0)
             axes.set_xlabel("ranks")
             axes.set_title(label)
             axes.grid(alpha=0.3)
-        figure.axes[0].legend()
+        figure.legend(
+            *figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3
+        )
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()
