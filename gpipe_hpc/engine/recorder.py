@@ -11,6 +11,7 @@ from typing import NamedTuple
 from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.device import Event as DeviceEvent
 from gpipe_hpc.comm.group import Pending
+from gpipe_hpc.engine.device_clock import Beginning, DeviceClock, await_mark
 from gpipe_hpc.schedule import Action, Event
 from gpipe_hpc.schedule.table.actions import COMPUTE
 
@@ -126,16 +127,16 @@ def seconds_between(first: Mark, second: Mark) -> float:
     if isinstance(first, float) and isinstance(second, float):
         return second - first
     assert not isinstance(first, float) and not isinstance(second, float), "marks of two kinds"
-    second.synchronize()
+    await_mark(second)
     return first.elapsed_ms(second) / 1e3
 
 
 class StepMarks:
     """When the actions of one step ran: marks that are read when somebody asks."""
 
-    def __init__(self, mark: Callable[[], Mark]) -> None:
-        """Begin now; `mark` returns the present."""
-        self._host_begin_s, self._begin, self._mark = time.perf_counter(), mark(), mark
+    def __init__(self, mark: Callable[[], Mark], begin: Beginning | None = None) -> None:
+        """Begin; `mark` returns the present, `begin` is that of a device's marks."""
+        self._begin, self._mark = begin, mark
         self._spans: list[Span] = []
         self._beside: list[_Beside] = []
         self._read: Moments | None = None
@@ -174,19 +175,22 @@ class StepMarks:
     def _seconds(self, mark: Mark) -> float:
         if isinstance(mark, float):
             return mark
-        return self._host_begin_s + seconds_between(self._begin, mark)
+        assert self._begin is not None, "a device's marks have a beginning"
+        await_mark(mark)
+        return self._begin.seconds() + seconds_between(self._begin.mark, mark)
 
 
 class Recorder:
     """Take marks around the actions of a step."""
 
     def __init__(self, device: Device) -> None:
-        self.mark: Callable[[], Mark] = partial(take_mark, device)
+        self._clock = DeviceClock(device) if device.is_accelerator else None
+        self.mark: Callable[[], Mark] = self._clock.mark if self._clock else time.perf_counter
         self.step = StepMarks(self.mark)
 
     def start_step(self) -> None:
         """Begin a new step; whoever holds the last one's marks may read them still."""
-        self.step = StepMarks(self.mark)
+        self.step = StepMarks(self.mark, self._clock.begin() if self._clock else None)
 
     def add(self, action: Action, start: Mark) -> None:
         """Note that an action ran from `start` until now."""

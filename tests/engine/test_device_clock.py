@@ -1,0 +1,107 @@
+"""Moments of a device's marks on the host's clock."""
+
+import struct
+
+import pytest
+
+from gpipe_hpc.comm.device import HostDevice
+from gpipe_hpc.engine.device_clock import DeviceClock
+from gpipe_hpc.engine.recorder import StepMarks
+from gpipe_hpc.schedule import Action, Op
+
+
+class Late(HostDevice):
+    """A device that does its work late, and whose clock runs `drift` too fast.
+
+    `host_s`: the host's clock, `work_until_s`: on it, when the device will have done its work.
+    """
+
+    is_accelerator = True
+
+    def __init__(self, drift=0.0):
+        self.host_s = 1000.0
+        self.work_until_s = 0.0
+        self.drift = drift
+        self.num_waits = 0
+
+    def event(self, *, timing=False):
+        return Mark(self)
+
+    def synchronize(self):
+        self.num_waits += 1
+        self.host_s = max(self.host_s, self.work_until_s)
+
+    def works(self, seconds):
+        """Take on work."""
+        self.work_until_s = max(self.host_s, self.work_until_s) + seconds
+
+    def now(self):
+        return self.host_s
+
+
+class Mark:
+    def __init__(self, device):
+        self._device = device
+        self.reached_s = 0.0
+
+    def record(self, stream=None):
+        self.reached_s = max(self._device.host_s, self._device.work_until_s)
+
+    def query(self):
+        return self._device.host_s >= self.reached_s
+
+    def synchronize(self):
+        self._device.num_waits += 1
+        self._device.host_s = max(self._device.host_s, self.reached_s)
+
+    def elapsed_ms(self, later):
+        exact = 1e3 * (later.reached_s - self.reached_s) * (1 + self._device.drift)
+        return struct.unpack("f", struct.pack("f", exact))[0]  # as CUDA tells it
+
+
+def test_a_mark_has_the_moment_at_which_the_device_came_to_it():
+    """It had the moment at which the host put it there: ranks stood apart by what was queued."""
+    device = Late()
+    clock = DeviceClock(device, device.now)
+    device.works(7.0)
+    device.host_s += 0.5
+    step = StepMarks(clock.mark, clock.begin())
+    start = clock.mark()
+    device.works(2.0)
+    step.add(Action(Op.F, 0, 0), start)
+    moments = step.moments
+    assert list(moments.seconds) == pytest.approx([1007.0, 1009.0], abs=1e-6)
+    assert device.num_waits == 3  # once at the start, and as the marks were read
+
+
+@pytest.mark.parametrize("drift", [2e-5, -2e-5])
+def test_moments_stay_true_over_days(drift):
+    """Numbers of 24 bits from one mark a day ago are exact to seconds; and two clocks differ."""
+    device = Late(drift)
+    clock = DeviceClock(device, device.now)
+    for number in range(20_000):
+        begin = clock.begin()
+        clock.mark()
+        device.works(10.0)
+        device.host_s += 9.0  # the host goes ahead
+        if number % 1000 == 999:
+            device.synchronize()  # as for a checkpoint
+        elif device.work_until_s - device.host_s > 30:
+            device.host_s = device.work_until_s - 15
+    before = device.num_waits
+    device.host_s = max(device.host_s, begin.mark.reached_s)
+    assert begin.seconds() == pytest.approx(begin.mark.reached_s, abs=0.3)
+    assert device.num_waits == before
+
+
+def test_steps_that_nobody_reads_are_not_kept():
+    device = Late()
+    clock = DeviceClock(device, device.now)
+    begins = []
+    for _ in range(50):
+        begins.append(clock.begin())
+        device.works(1.0)
+        device.host_s += 1.0
+        device.works(1e-3)  # the device always has work left
+    assert sum(begin._before is not None for begin in begins) <= 2
+    assert len(clock._steps) <= 3
