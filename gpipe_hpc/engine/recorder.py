@@ -122,6 +122,12 @@ def take_mark(device: Device) -> Mark:
     return mark
 
 
+def wait_for(mark: Mark) -> None:
+    """Let the host wait for a mark, unless it is done."""
+    if not isinstance(mark, float):
+        await_mark(mark)
+
+
 def seconds_between(first: Mark, second: Mark) -> float:
     """Return the seconds from a mark to a later one of the same device."""
     if isinstance(first, float) and isinstance(second, float):

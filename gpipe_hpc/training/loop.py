@@ -24,6 +24,7 @@ from gpipe_hpc.training.metrics import Metrics, open_metrics
 from gpipe_hpc.training.neighbour import DEFAULT_FOLDER, NeighbourCopies, open_copies
 from gpipe_hpc.training.one_step import Trained, refuse_non_finite, train_one_step
 from gpipe_hpc.training.progress import Progress
+from gpipe_hpc.training.results import Line, Results
 from gpipe_hpc.training.run.again import command_again
 from gpipe_hpc.training.run.folder import REQUEUE_FILE
 from gpipe_hpc.training.run.identity import Run
@@ -128,7 +129,8 @@ class _Loop:
         self._outer_sent_bytes = 0
         with together(session.pipe.world, "the first step's edge"):
             self._edge = StepEdge(session.pipe.everybody)
-        self._before: TimedStep | None = None
+        self._is_late = is_told_late(session.pipe.world.device)
+        self._known: TimedStep | None = None  # done on the device, and not yet told of
         self._reporter = Reporter(session, memory_before_bytes)
 
     def run(self) -> int:
@@ -152,24 +154,25 @@ class _Loop:
                 raise
 
     def _steps(self, metrics: Metrics | None, progress: Progress | None) -> int:
-        pipe, session, every = self._pipe, self._session, self._config.checkpoint.every
+        pipe, session = self._pipe, self._session
         first = saved = pipe.steps_done
+        results = Results(session, self._reporter.ledger, metrics, progress, is_late=self._is_late)
         self._ask()
         while pipe.steps_done < self._last and not self._is_stopped and not session.is_complete:
             began_s = time.perf_counter()
-            trained, agreed, times = self._step()
+            trained, timed, agreed, times = self._step()
             done = pipe.steps_done
             self._is_stopped = agreed.is_stopped
-            if metrics is not None and progress is not None:
-                step_time_s = time.perf_counter() - began_s
-                scalars = self._scalars(trained, agreed, times, step_time_s)
-                metrics.write(done, scalars)
-                progress.update(done, scalars)
-                ledger = self._reporter.ledger
-                ledger.note(times, step_time_s, trained.batch.num_samples, trained.result.loss)
+            step_time_s = time.perf_counter() - began_s
+            known = self._scalars(trained, agreed, times, step_time_s) if self._leads else {}
+            line = Line(trained, timed, step_time_s, times, known)
+            self._known = results.add(line)
+            if self._is_saved(done) or self._is_copied(done) or self._validates(done):
+                # Nothing is kept of a step that is not known to be good.
+                self._known = results.settle() or self._known
             if agreed.is_written:
                 self._say_stall(metrics, "checkpoint_stall_s", self._session.finish_save())
-            if every and done % every == 0 and done < self._last and not self._is_stopped:
+            if self._is_saved(done) and not self._is_stopped:
                 self._say_stall(metrics, "checkpoint_stall_s", self._save())
                 saved = done
                 self._ask()
@@ -178,6 +181,7 @@ class _Loop:
             if self._validates(done) and not self._is_stopped:
                 self._validate(metrics, progress)
                 self._reporter.refresh()
+        results.settle()
         if pipe.steps_done > first:
             finish = self._session.save if pipe.steps_done > saved else self._session.finish_save
             self._say_stall(metrics, "checkpoint_stall_s", finish())
@@ -205,12 +209,9 @@ class _Loop:
     def _scalars(
         self, trained: Trained, agreed: Agreed, times: Times | None, step_time_s: float
     ) -> dict[str, float | None]:
-        """Return what a line of metrics.jsonl says of a step."""
-        pipe, (batch, result, lr, norm, _) = self._pipe, trained
-        scalars = {
-            **result.scalars(),
-            "lr": lr,
-            "grad_norm": norm,
+        """Return what a line of metrics.jsonl says of a step besides its results."""
+        pipe, batch = self._pipe, trained.batch
+        scalars: dict[str, float | None] = {
             "step_time_s": step_time_s,
             "samples_per_s": batch.num_samples / step_time_s,
             **self._tokens_per_s(batch.num_samples / step_time_s),
@@ -232,7 +233,7 @@ class _Loop:
         if self._session.tally.limit:
             scalars["corrupt_samples"] = self._session.tally.count
         if pipe.loss_scale is not None:
-            scalars["loss_scale"] = result.loss_scale
+            scalars["loss_scale"] = trained.result.loss_scale
             scalars["skipped_steps"] = pipe.loss_scale.num_skipped
         return scalars
 
@@ -240,14 +241,15 @@ class _Loop:
         tokens = tokens_per_sample(self._config.data)
         return {} if tokens is None else {"tokens_per_s": samples_per_s * tokens}
 
-    def _step(self) -> tuple[Trained, Agreed, Times | None]:
+    def _step(self) -> tuple[Trained, TimedStep, Agreed, Times | None]:
         """Train one step; return it, what all ranks know of it, and where its time went.
 
-        Ranks tell one another of a step behind its own pipeline. A GPU is still at work then, so
-        its times are those of the step before: nobody waits for a clock.
+        Ranks tell one another of a step behind its own pipeline. An accelerator is still at work
+        then, so these times are those of the newest step that is known to be done: nobody waits for
+        a clock.
         """
-        pipe, edge, before = self._pipe, self._edge, self._before
-        origin_s, is_late = edge.origin_s, is_told_late(pipe.world.device)
+        pipe, edge, before = self._pipe, self._edge, self._known
+        origin_s, is_late = edge.origin_s, self._is_late
 
         def tell() -> tuple[float, ...]:
             if is_late:
@@ -264,7 +266,8 @@ class _Loop:
             ).numbers()
 
         trained = train_one_step(self._session, tell=tell)
-        refuse_non_finite(self._session, trained)
+        if not is_late:
+            refuse_non_finite(self._session, trained)
         self._say_skipped(trained.result)
         with together(pipe.world, "the step's edge"):
             if self._session.lock is not None:
@@ -273,13 +276,12 @@ class _Loop:
         edge.leave(trained.result.met_s)
         this = TimedStep(pipe.steps_done, pipe.last_step_marks(), trained.laps, origin_s)
         timed = before if is_late else this
-        self._before = this
         if timed is None:
-            return trained, agreed, None
+            return trained, this, agreed, None
         self._reporter.hold(timed, agreed.pipeline_s)
         spent = timed.laps.spent(agreed.pipeline_s)
         times = Times(agreed.pipeline_s, agreed.bubble, spent, agreed.busy_s)
-        return trained, agreed, times
+        return trained, this, agreed, times
 
     def _say_skipped(self, result: StepResult) -> None:
         pipe = self._pipe
@@ -303,6 +305,10 @@ class _Loop:
         self._reporter.ledger.stall(name, seconds)
         if metrics is not None:
             metrics.write(self._pipe.steps_done, {name: seconds})
+
+    def _is_saved(self, done: int) -> bool:
+        every = self._config.checkpoint.every
+        return every > 0 and done % every == 0 and done < self._last
 
     def _is_copied(self, done: int) -> bool:
         every = self._config.checkpoint.neighbour_every

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from gpipe_hpc.engine.recorder import Mark, seconds_between, take_mark
 from gpipe_hpc.engine.steps import Tell
+from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.engine.sums.results import StepResult
 from gpipe_hpc.errors import NonFiniteError
 from gpipe_hpc.training.batches import Batch
@@ -48,13 +49,23 @@ class Laps(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What a step used and gave; `norm` is that of the gradient before clipping, if it is."""
+    """What a step used and gave.
 
+    `step`: its number, from 1. `norm` is that of the gradient before clipping, if it is clipped, on
+    its way to the host.
+    """
+
+    step: int
     batch: Batch
     result: StepResult
     lr: float
-    norm: float | None
+    norm: Fetched | None
     laps: Laps
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Return the norm of the gradient before clipping; waits for it."""
+        return None if self.norm is None else float(self.norm.read())
 
 
 def train_one_step(
@@ -76,7 +87,7 @@ def train_one_step(
         look()
     looked, norm = mark(), None
     if config.train.clip_norm is not None:
-        norm = float(pipe.clip_grad_norm_(config.train.clip_norm))
+        norm = Fetched.of(pipe.clip_grad_norm_(config.train.clip_norm), pipe.world.device)
     clipped = mark()
     lr = _lr(session, batch, result)
     set_lr(session.optimizer, lr)
@@ -86,7 +97,7 @@ def train_one_step(
     if pipe.steps_done == config.train.steps:
         pipe.unite_replicas()
     session.position = batch.position
-    return Trained(batch, result, lr, norm, laps)
+    return Trained(pipe.steps_done, batch, result, lr, norm, laps)
 
 
 def _lr(session: Session, batch: Batch, result: StepResult) -> float:
@@ -100,7 +111,7 @@ def _lr(session: Session, batch: Batch, result: StepResult) -> float:
 
 def refuse_non_finite(session: Session, trained: Trained) -> None:
     """Raise NonFiniteError, on every rank, if a step's loss or norm is no number to go on from."""
-    pipe, (_, result, _, norm, _) = session.pipe, trained
+    pipe, result, step = session.pipe, trained.result, trained.step
     if not math.isfinite(result.loss):
         bad = [m for m, loss in enumerate(result.microbatch_losses) if not math.isfinite(loss)]
         replica, microbatch = pipe.layout.portions.owner(bad[0]) if bad else (0, 0)
@@ -108,13 +119,14 @@ def refuse_non_finite(session: Session, trained: Trained) -> None:
             pipe.schedule.num_stages - 1, microbatch
         )
         raise NonFiniteError(
-            f"step {pipe.steps_done}, rank {pipe.mesh.world_rank(replica, last)}, micro-batch "
+            f"step {step}, rank {pipe.mesh.world_rank(replica, last)}, micro-batch "
             f"{microbatch} of replica {replica}: expected a finite loss, got {result.loss} "
             f"({len(bad)} of {len(result.microbatch_losses)} micro-batches); {_remedy(session)}"
         )
+    norm = trained.grad_norm
     if norm is not None and not math.isfinite(norm):
         raise NonFiniteError(
-            f"step {pipe.steps_done}: expected a finite gradient norm, got {norm}, with a loss of "
+            f"step {step}: expected a finite gradient norm, got {norm}, with a loss of "
             f"{result.loss:g}; {_remedy(session)}"
         )
 

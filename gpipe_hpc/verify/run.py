@@ -175,7 +175,7 @@ def run_step(session: Session) -> Facts:
     scale = 1.0 if pipe.loss_scale is None else pipe.loss_scale.value
     gradients: dict[str, Tensor | None] = {}
     trained = train_one_step(session, lambda: gradients.update(_gradients(session)))
-    batch, result, lr, norm, _ = trained
+    batch, result = trained.batch, trained.result
     return {
         "own_inputs": batch.inputs,
         "own_targets": batch.targets,
@@ -187,9 +187,9 @@ def run_step(session: Session) -> Facts:
         "microbatch_losses": list(result.microbatch_losses),
         "is_skipped": result.is_skipped,
         "gradients": gradients,
-        "norm": norm,
+        "norm": trained.grad_norm,
         "clipped": _gradients(session),  # which no optimizer changes
-        "lr": lr,
+        "lr": trained.lr,
         "weights": _weights(session),
         "buffers": _buffers(session),
     }

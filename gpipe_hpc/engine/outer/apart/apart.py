@@ -61,7 +61,7 @@ class Apart:
             way = way_of_tie(outer, each.copies)
             fragment = Fragment({each.name: each.parameter}, way, outer)
             turns.append(Turn(fragment, 0, each.copies, is_plain=True))
-        self.rounds = Rounds(outer, turns, mesh.replica_of(rank), mesh.replicas, device.torch)
+        self.rounds = Rounds(outer, turns, mesh.replica_of(rank), mesh.replicas, device)
         self._drifts = {
             index: Drift(stage.layers, wiring.copies[index], rank, buffers, pooled=True)
             for index, stage in stages.items()

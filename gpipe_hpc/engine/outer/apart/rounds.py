@@ -6,6 +6,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import nn
 
+from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.engine.outer.apart.fragment import Fragment
 from gpipe_hpc.engine.outer.settings import Outer
@@ -40,12 +41,14 @@ class Rounds:
         turns: Sequence[Turn],
         replica: int,
         num_replicas: int,
-        device: torch.device,
+        device: Device,
     ) -> None:
         self._outer, self._turns = outer, list(turns)
         self._replica, self._num_replicas = replica, num_replicas
         # Since each part last left, by replica, and how many steps that is: the same on all ranks.
-        self._since = torch.zeros(outer.parts, num_replicas + 1, dtype=torch.float64, device=device)
+        size = outer.parts, num_replicas + 1
+        self._device = device
+        self._since = torch.zeros(size, dtype=torch.float64, device=device.torch)
         self._trained: set[str] = set()
         self._is_united = not outer.behind
         self.sent_bytes = 0
@@ -78,7 +81,7 @@ class Rounds:
 
     def weight(self, part: int) -> float | None:
         """Return what this replica counts for when a part leaves; None if all saw nothing."""
-        weights = self._since[part, :-1]
+        weights = self._device.fetch(self._since[part, :-1])
         return float(weights[self._replica]) if weights.sum() > 0 else None
 
     def _leaves(self, part: int, step: int) -> bool:
@@ -96,10 +99,11 @@ class Rounds:
         if outer.behind:
             for turn in arriving:
                 turn.fragment.finish(outer.mix)
+        since = self._device.fetch(self._since) if leaving else self._since
         for turn in leaving:
             # Of another layout, in which it was of another part.
             turn.fragment.finish(outer.mix)
-            self._start(turn)
+            self._start(turn, since[turn.part, :-1])
         for part in {turn.part for turn in leaving}:
             self._since[part] = 0
         if not outer.behind:
@@ -120,16 +124,17 @@ class Rounds:
             # Of a part that was not trained since, no replica has anything of its own to keep.
             turn.fragment.finish(self._outer.mix if turn.part in gone else 0.0)
         leaving = [turn for turn in self._turns if turn.part in gone]
+        since = self._device.fetch(self._since) if leaving else self._since
         for turn in leaving:
-            self._start(turn)
+            self._start(turn, since[turn.part, :-1])
         self._since.zero_()
         for turn in leaving:
             turn.fragment.finish(0.0)
         self._is_united = True
         return were_apart
 
-    def _start(self, turn: Turn) -> None:
-        weights = self._since[turn.part, :-1]
+    def _start(self, turn: Turn, weights: torch.Tensor) -> None:
+        """Let a part leave; `weights`: those of the replicas since it last left, on the host."""
         total = float(weights.sum())
         # A replica that saw nothing counts nothing; where none saw anything all are alike.
         share = float(weights[self._replica]) / total if total > 0 else 1 / self._num_replicas

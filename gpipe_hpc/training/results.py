@@ -1,0 +1,79 @@
+"""What a run tells of its steps: each line is written once its step is done on the device.
+
+On an accelerator that is when the next step has been handed to the device, which so always has
+work: the host waits once a step, for the end of the one before, and finds all its numbers there.
+"""
+
+from typing import Any, NamedTuple
+
+from gpipe_hpc.engine.recorder import wait_for
+from gpipe_hpc.training.metrics import Metrics
+from gpipe_hpc.training.one_step import Trained, refuse_non_finite
+from gpipe_hpc.training.progress import Progress
+from gpipe_hpc.training.session import Session
+from gpipe_hpc.training.step_edge import TimedStep
+from gpipe_hpc.training.summary.ledger import Ledger, Times
+
+
+class Line(NamedTuple):
+    """A step, and what its line says besides results. `times`: of the newest step that is known."""
+
+    trained: Trained
+    timed: TimedStep
+    step_time_s: float
+    times: Times | None
+    known: dict[str, Any]
+
+
+class Results:
+    """Writes the lines of a run's steps, on rank 0; other ranks look at the numbers, too.
+
+    `is_late`: a step is done on the device after the host has left it.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        ledger: Ledger,
+        metrics: Metrics | None,
+        progress: Progress | None,
+        *,
+        is_late: bool,
+    ) -> None:
+        self._session, self._ledger = session, ledger
+        self._metrics, self._progress = metrics, progress
+        self._is_late = is_late
+        self._waiting: Line | None = None
+
+    def add(self, line: Line) -> TimedStep | None:
+        """Take a step; return one whose marks may be read: the one before if steps are done late.
+
+        Raises NonFiniteError, on every rank, if that one's loss or norm is no number to go on from.
+        """
+        before, self._waiting = self._waiting, line
+        if not self._is_late:
+            return self.settle()
+        return None if before is None else self._finish(before)
+
+    def settle(self) -> TimedStep | None:
+        """Wait for the last step, unless its line is written; return it. Raises as `add` does."""
+        line, self._waiting = self._waiting, None
+        return None if line is None else self._finish(line)
+
+    def _finish(self, line: Line) -> TimedStep:
+        trained = line.trained
+        if self._is_late:
+            wait_for(trained.laps.stepped)
+            refuse_non_finite(self._session, trained)
+        if self._metrics is not None and self._progress is not None:
+            scalars = {
+                **trained.result.scalars(),
+                "lr": trained.lr,
+                "grad_norm": trained.grad_norm,
+                **line.known,
+            }
+            self._metrics.write(trained.step, scalars)
+            self._progress.update(trained.step, scalars)
+            num_samples, loss = trained.batch.num_samples, trained.result.loss
+            self._ledger.note(line.times, line.step_time_s, num_samples, loss)
+        return line.timed
