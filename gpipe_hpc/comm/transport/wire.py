@@ -120,10 +120,10 @@ def disassemble(nest: Nest, device: Device | None = None) -> tuple[Structure, li
             metas.append(_pickled(leaf))
             continue
         elements = _elements(leaf)
-        shape, strides = tuple(leaf.shape), elements.stride()
         on_device = told is None or told.holds(elements)
-        layout = travelling_strides(shape, strides)
-        metas.append(TensorMeta(shape, leaf.dtype, leaf.requires_grad, layout, on_device))
+        metas.append(
+            _meta(leaf.shape, elements.stride(), leaf.dtype, leaf.requires_grad, on_device)
+        )
         tensors.append(elements)
     return Structure(tree, tuple(metas)), tensors
 
@@ -145,7 +145,6 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
-@lru_cache(maxsize=MAX_LAYOUTS)
 def travelling_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return the strides with which a tensor travels; None: its last dimension runs fastest.
 
@@ -236,9 +235,20 @@ def _single(
     on_device: bool,
 ) -> Structure:
     """Return the structure of a tensor alone, made once: most messages are one."""
+    return Structure(LEAF, (_meta(shape, strides, dtype, requires_grad, on_device),))
+
+
+@lru_cache(maxsize=MAX_LAYOUTS)
+def _meta(
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    requires_grad: bool,
+    on_device: bool,
+) -> TensorMeta:
     sizes = tuple(shape)
     layout = travelling_strides(sizes, strides)
-    return Structure(LEAF, (TensorMeta(sizes, dtype, requires_grad, layout, on_device),))
+    return TensorMeta(sizes, dtype, requires_grad, layout, on_device)
 
 
 class Catalogue:
