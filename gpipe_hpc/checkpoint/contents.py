@@ -24,7 +24,7 @@ class Contents(NamedTuple):
     `tensors`: those that this rank writes, by their names in the checkpoint; each tensor is one
     rank's. They are the model's own, not copies, except for states put together of several ranks'.
     `facts`: the manifest except for files and
-    tensors, the same on every rank. `num_bytes`: of all ranks' tensors.
+    tensors, on the first rank alone. `num_bytes`: of all ranks' tensors.
     """
 
     tensors: dict[str, Tensor]
@@ -64,19 +64,24 @@ def collect(
             held |= put_together(pipe, parts)
     extra_states, of_states = all_or_none(pipe.everybody, lambda: _extra_states(pipe))
     held |= of_states
-    told = pipe.everybody.all_gather_object((_sizes(held), values, groups, extra_states))
-    sizes = [part for part, _, _, _ in told]
-    facts = _facts(
-        pipe,
-        {name: value for _, part, _, _ in told for name, value in part.items()},
-        merge_groups(part for _, _, part, _ in told),
-        {name: state for _, _, _, part in told for name, state in part.items()},
-        extra,
-    )
-    writers = _writers(sizes)
-    own = pipe.everybody.ranks.index(pipe.world.rank)
-    total = sum({name: size for part in sizes for name, size in part.items()}.values())
-    return Contents({n: t for n, t in held.items() if writers[n] == own}, facts, total)
+    everybody = pipe.everybody
+    first, own = everybody.ranks[0], everybody.position
+    told = everybody.gather_object((_sizes(held), values, groups, extra_states), first)
+    facts: Facts = {}
+    decided: tuple[dict[str, int], int] | None = None
+    if told is not None:
+        facts = _facts(
+            pipe,
+            {name: value for _, part, _, _ in told for name, value in part.items()},
+            merge_groups(part for _, _, part, _ in told),
+            {name: state for _, _, _, part in told for name, state in part.items()},
+            extra,
+        )
+        sizes = [part for part, _, _, _ in told]
+        total = sum({name: size for part in sizes for name, size in part.items()}.values())
+        decided = _writers(sizes), total
+    writers, num_bytes = everybody.broadcast_object(decided, first)
+    return Contents({n: t for n, t in held.items() if writers[n] == own}, facts, num_bytes)
 
 
 def _optimizer_state(

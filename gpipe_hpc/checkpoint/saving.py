@@ -93,7 +93,8 @@ def end(pipe: "Pipeline", begun: Begun, written: Written | CheckpointError) -> P
     path, partial, contents = begun
     leads = _leads(pipe)
     refusal = written if isinstance(written, CheckpointError) else None
-    told = pipe.everybody.all_gather_object(None if refusal else written)
+    first = pipe.everybody.ranks[0]
+    told = pipe.everybody.gather_object(None if refusal else written, first) or []
     # All ranks have ended their writing, and looked at the room, before one makes more.
     if leads and any(part is None for part in told):
         shutil.rmtree(partial, ignore_errors=True)
