@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import resource
 import socket
 import threading
 import time
@@ -22,6 +23,8 @@ from gpipe_hpc.errors import LaunchError
 _LOOK_S: Final = 3.0
 # After which a rank says for whom it waits.
 _SAY_S: Final = 15.0
+# That rank 0 opens beside connections to the store.
+_OTHER_FILES: Final = 512
 
 log = logging.getLogger("gpipe_hpc.comm")
 
@@ -156,6 +159,7 @@ class _Meeting:
 
     def _serve(self, local: bool) -> TCPStore:
         """Serve the store."""
+        make_room(2 * self._launch.world_size + _OTHER_FILES)
         try:
             listening = _listening_socket(self._launch, local)
         except OSError as error:
@@ -255,6 +259,26 @@ def _client(addr: str, port: int, launch: Launch, timeout_s: float, limit_s: flo
         return answer.result(limit_s)
     except TimeoutError:
         raise dist.DistError(f"no answer of a store within {limit_s:.3g} s") from None
+
+
+def make_room(num_files: int) -> None:
+    """Let this process open so many files, as far as it may; warn where it may not.
+
+    Who serves the store has two connections for each rank: its own, and its watcher's.
+    """
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if limit == unlimited or limit >= num_files:
+        return
+    allowed = num_files if most == unlimited else min(num_files, most)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
+    if allowed < num_files:
+        log.warning(
+            "launch: rank 0 serves all ranks, expected to open %d files, got a limit of %d; raise "
+            "it where rank 0 is started (ulimit -Hn, LimitNOFILE)",
+            num_files,
+            allowed,
+        )
 
 
 def _listening_socket(launch: Launch, local: bool) -> socket.socket:

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import queue
 import re
+import resource
 import socket
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from gpipe_hpc.comm.joining import rendezvous as module
 from gpipe_hpc.comm.joining.launcher import Launch, detect_launch
-from gpipe_hpc.comm.joining.rendezvous import is_own_address, rendezvous
+from gpipe_hpc.comm.joining.rendezvous import is_own_address, make_room, rendezvous
 from gpipe_hpc.comm.joining.sealed_store import SealedStore
 from gpipe_hpc.comm.joining.secret import Secret
 from gpipe_hpc.errors import LaunchError
@@ -508,3 +509,18 @@ def test_ranks_set_by_hand_listen_on_loopback_alone():
     found = run(ranks, look)
     assert found[0] == found[1]
     assert found[0][0] == LOOPBACK and found[0][1] in ("lo", "lo0")
+
+
+@pytest.mark.parametrize(("most", "allowed"), [(4096, 3000), (2000, 2000), (-1, 3000)])
+def test_rank_0_may_open_a_file_for_each_rank_or_says_that_it_may_not(
+    monkeypatch, caplog, most, allowed
+):
+    """The usual limit, 1,024, is reached at 500 ranks, and then nobody can join any more."""
+    limits = []
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, most))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, both: limits.append(both))
+    make_room(1000)
+    assert limits == []
+    make_room(3000)
+    assert limits == [(allowed, most)]
+    assert ("expected to open 3000 files, got a limit of 2000" in caplog.text) is (most == 2000)
