@@ -38,6 +38,7 @@ def parts(kind: str, in_little: bool) -> list[Part]:
             "experiments.gpu.environment",
             50,
             device,
+            environment=EXACT,
         ),
         Part(
             "one rank",

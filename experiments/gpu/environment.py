@@ -45,6 +45,8 @@ def main() -> None:
     device = the_device(args.device)
     findings.add("device", {"name": device.name, "type": device.type, "backend": device.backend})
     findings.add("devices", torch.accelerator.device_count() if device.is_accelerator else 0)
+    with findings.attempt("identity"):
+        findings.add("identity", device.identity)
     for name in ("memory_total", "memory_free", "memory_allocated", "memory_reserved"):
         with findings.attempt(name):
             findings.add(name, getattr(device, name)())
@@ -188,6 +190,13 @@ def one_of_everything(device: Device) -> dict[str, str]:
         assert device.holds(non_blocking)
         return "ok"
 
+    def exactly() -> str:
+        """Give the same bits again, in the block that the package has for it."""
+        with device.deterministic():
+            left = device.bring(torch.ones(64, 64))
+            assert torch.equal(left @ left, left @ left)
+        return "ok"
+
     def float64() -> str:
         value = device.bring(torch.tensor(3.0, dtype=torch.float64))
         exponent = torch.frexp(value).exponent
@@ -196,7 +205,7 @@ def one_of_everything(device: Device) -> dict[str, str]:
         return "ok"
 
     found: dict[str, str] = {}
-    for check in (beside, marks, drawn, memory, full, fetched, float64):
+    for check in (beside, marks, drawn, memory, full, fetched, exactly, float64):
         try:
             found[check.__name__] = check()
         except Exception as error:

@@ -327,12 +327,12 @@ def run_on_threads(
     failures: list[BaseException] = []
 
     def target(rank: int) -> None:
-        world = ThreadWorld(hub, rank, None if device is None else device(rank))
         try:
-            results[rank] = body(world)
+            own = None if device is None else device(rank)
+            results[rank] = body(ThreadWorld(hub, rank, own))
         except BaseException as failure:
             failures.append(failure)
-            world.fail(f"rank {rank}: {type(failure).__name__}: {failure}")
+            ThreadWorld(hub, rank).fail(f"rank {rank}: {type(failure).__name__}: {failure}")
 
     threads = [
         threading.Thread(target=target, args=(rank,), name=f"rank{rank}", daemon=True)

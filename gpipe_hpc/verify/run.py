@@ -5,12 +5,14 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from gpipe_hpc.comm.device import device_of_rank
 from gpipe_hpc.comm.group import broadcast_object
 from gpipe_hpc.comm.host_memory import free_bytes
 from gpipe_hpc.comm.joining.launcher import detect_launch
@@ -44,7 +46,8 @@ def verify(config: Config) -> Report | None:
     """Run the layout and the plain training side by side; return the report on rank 0.
 
     Without a launcher the ranks are threads of this process, as many as the layout asks for (two
-    stages where it leaves that open); under one they are its processes, all on this machine.
+    stages where it leaves that open), which share its devices; under one they are its processes,
+    all on this machine.
     Raises ConfigError for settings that cannot be compared, and whatever the run itself raises.
     """
     launch = detect_launch()
@@ -61,7 +64,10 @@ def verify(config: Config) -> Report | None:
     assert stages is not None, "set just above"
     size = stages * settings.pipeline.replicas
     reports = run_on_threads(
-        size, lambda world: _verify_rank(settings, world), timeout_s=config.comm.timeout_s
+        size,
+        lambda world: _verify_rank(settings, world),
+        timeout_s=config.comm.timeout_s,
+        device=partial(device_of_rank, config.train.device),
     )
     return reports[0]
 

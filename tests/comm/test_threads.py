@@ -10,7 +10,7 @@ from gpipe_hpc.comm.group import SoloGroup
 from gpipe_hpc.comm.threads import run_on_threads
 from gpipe_hpc.comm.transport.base import PlacedChannel
 from gpipe_hpc.comm.world import together
-from gpipe_hpc.errors import LaunchError, PeerError
+from gpipe_hpc.errors import ConfigError, LaunchError, PeerError
 from gpipe_hpc.schedule import Channel
 
 CHANNEL = PlacedChannel(Channel(0, 1, 0), 0, 1, tag=0)
@@ -129,6 +129,18 @@ class Elsewhere(HostDevice):
     """Stands for an accelerator."""
 
     is_accelerator = True
+
+
+def test_a_device_that_cannot_be_had_is_the_failure():
+    """It was lost with its thread: what ran came back with no results, and without an error."""
+
+    def device(rank):
+        if rank == 1:
+            raise ConfigError("no such device")
+        return HostDevice()
+
+    with pytest.raises(ConfigError, match="no such device"):
+        run_on_threads(2, lambda world: world.everybody.all_gather_object(1), device=device)
 
 
 def test_a_block_that_nothing_broke_off_ends_with_the_news_of_a_failure():

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.config import compose_config
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.verify.comparing import Verdict
@@ -112,3 +113,16 @@ def test_a_difference_ends_with_3(start):
     done = start(*users, *data, *always, env=path, module="gpipe_hpc.verify").wait(60)
     assert done.code == 3, done.output
     assert "NOT the same training: step 1, micro-batch 0, layers.1 (Counting)" in done.output
+
+
+def test_the_ranks_are_on_the_device_that_is_asked_for(monkeypatch):
+    """They were always on the CPU where no launcher had started them."""
+    asked = []
+
+    def device_of_rank(name, rank):
+        asked.append((name, rank))
+        return HostDevice()
+
+    monkeypatch.setattr("gpipe_hpc.verify.run.device_of_rank", device_of_rank)
+    verify(compose_config([*GPT, "train.device=cpu"]))
+    assert sorted(asked) == [("cpu", 0), ("cpu", 1)]
