@@ -68,6 +68,10 @@ class ActionError(GpipeError, RuntimeError):
     """An action of the table failed on this rank; names rank, stage, micro-batch and action."""
 
 
+class DeviceMemoryError(ActionError):
+    """Memory ran out in an action; says what was planned, what is used, and what would help."""
+
+
 class PeerError(GpipeError, RuntimeError):
     """Another rank failed and this one stops because of it; carries the peer's own report."""
 

@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from inspect import signature
@@ -28,6 +29,7 @@ from gpipe_hpc.engine.batch.arrays import with_tensors
 from gpipe_hpc.engine.batch.cutting import Pieces, share_of
 from gpipe_hpc.engine.layers.compiling import chosen_backend
 from gpipe_hpc.engine.layers.precision import check_precision, scaling
+from gpipe_hpc.engine.memory.standing import Exhausted
 from gpipe_hpc.engine.outer.held import Held
 from gpipe_hpc.engine.outer.optimizers import Factory, Sharing, make_optimizer
 from gpipe_hpc.engine.outer.saying import say_apart, say_inexact
@@ -51,7 +53,7 @@ from gpipe_hpc.engine.sums.results import StepResult
 from gpipe_hpc.engine.sums.squares import parts_of
 from gpipe_hpc.engine.sums.statistics import gather_batchnorm, say_batchnorm
 from gpipe_hpc.engine.sums.tied import join_ties
-from gpipe_hpc.errors import ConfigError, DataError, KeywordError
+from gpipe_hpc.errors import ConfigError, DataError, DeviceMemoryError, KeywordError
 from gpipe_hpc.models import Layer, find_ties, layer_stages, normalise_layers, parameter_sizes
 from gpipe_hpc.planning import (
     Counted,
@@ -66,6 +68,8 @@ from gpipe_hpc.planning import (
     hand_out,
     lay_out,
 )
+from gpipe_hpc.planning.exhausted import explain_exhausted
+from gpipe_hpc.planning.forecast import RankForecast
 from gpipe_hpc.schedule import Op, Timeline, canonical_schedule
 from gpipe_hpc.schedule.passes.recompute import RECOMPUTE_MODES
 
@@ -293,6 +297,7 @@ class Pipeline:
             facts = {"number of layers": len(model), **_name_of(loss_fn), **request.facts()}
             check_agreement(self.world.everybody, facts)
             self._norms: Norms | None = None
+            self._planned: RankForecast | None = None
             self.mesh = Mesh.fit(self.world.size, request.stages, request.replicas)
             assert request.portions, "each replica has micro-batches"
             self._site = Site.of(self.world, self.mesh)
@@ -580,7 +585,9 @@ class Pipeline:
         self.outer_step()
         with together(self.world, f"step {self.steps_done}"), torch.inference_mode(False):
             self._refuse_own_optimizer()
-            result = self._steps.train(self._run("training", inputs, targets, self.loss_fn), tell)
+            with self._telling_of_memory():
+                run = self._run("training", inputs, targets, self.loss_fn)
+                result = self._steps.train(run, tell)
         self.steps_done += 1
         apart = self._steps.apart
         if apart is not None:
@@ -607,7 +614,8 @@ class Pipeline:
         self._catch_up()
         with together(self.world, "evaluation"):
             run = self._run("evaluation", inputs, targets, self.loss_fn)
-            return self._steps.evaluate(run)
+            with self._telling_of_memory():
+                return self._steps.evaluate(run)
 
     def predict(self, inputs: Nest = None) -> Nest:
         """Return the model's outputs for this replica's inputs, in order, on each of its ranks.
@@ -617,7 +625,24 @@ class Pipeline:
         """
         self._catch_up()
         with together(self.world, "prediction"):
-            return self._steps.predict(self._run("prediction", inputs, None, None))
+            run = self._run("prediction", inputs, None, None)
+            with self._telling_of_memory():
+                return self._steps.predict(run)
+
+    def expect_memory(self, ranks: Sequence[RankForecast] | None) -> None:
+        """Take note of what the ranks of a pipeline were planned to hold, None if nothing was.
+
+        It is shown beside what is allocated, should memory run out.
+        """
+        self._planned = None if ranks is None else ranks[self.stage_rank]
+
+    @contextmanager
+    def _telling_of_memory(self) -> Iterator[None]:
+        try:
+            yield
+        except Exhausted as error:
+            told = explain_exhausted(error.standing, self._planned, self.request)
+            raise DeviceMemoryError(f"{error}\n{told}") from error.__cause__
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip gradients by the norm over all stages; return that norm, the same on every rank.

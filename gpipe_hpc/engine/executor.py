@@ -15,6 +15,7 @@ from gpipe_hpc.comm.transport.wire import assemble, disassemble
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.engine.batch.intake import Intake
 from gpipe_hpc.engine.layers.precision import keeping_casts
+from gpipe_hpc.engine.memory.standing import Exhausted, Standing
 from gpipe_hpc.engine.microbatch import Keep, Made, Recipe, StageWork
 from gpipe_hpc.engine.outer.departures import Departures
 from gpipe_hpc.engine.recorder import Recorder
@@ -130,7 +131,8 @@ class Executor:
     def run(self, run: Run) -> Outcome:
         """Run the whole list; leaves torch's random generators as they were.
 
-        Raises ActionError if an action failed, ConnectionError or TimeoutError if a wait did.
+        Raises ActionError if an action failed (Exhausted where it found no memory),
+        ConnectionError or TimeoutError if a wait did.
         """
         outcome = Outcome()
         self.recorder.start_step()
@@ -152,6 +154,8 @@ class Executor:
         except (ConnectionError, TimeoutError) as error:
             raise type(error)(f"{self._position(index)}: {error}") from error
         except Exception as error:
+            if self._world.device.out_of_memory(error):
+                raise self._exhausted(index, error) from error
             what = ": ".join([*getattr(error, "__notes__", ())[:1], type(error).__name__])
             remedy = remedy_of(error)
             shown = str(error) if remedy is None else f"{error}; {remedy}"
@@ -165,6 +169,15 @@ class Executor:
         self._world.activity = "ending"
         assert num_left == 0, f"rank {self._world.rank}: {num_left} stored values never used"
         return outcome
+
+    def _exhausted(self, index: int, error: Exception) -> Exhausted:
+        layers = [layer for stage in self._stages.values() for layer in stage.layers.values()]
+        num_kept = sum(work.num_kept for work in self._works.values())
+        what = ": ".join([*getattr(error, "__notes__", ())[:1], type(error).__name__])
+        return Exhausted(
+            f"{self._position(index)}: {what}: {str(error).strip()}",
+            Standing.of(self._world.device, layers, num_kept),
+        )
 
     def _position(self, index: int) -> str:
         """Describe an action and its surroundings in the table."""

@@ -6,12 +6,14 @@ from functools import partial
 from typing import Any
 
 from gpipe_hpc.checkpoint import BackgroundSaver
+from gpipe_hpc.comm.group import broadcast_object
 from gpipe_hpc.comm.patience import patiently
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config, build_target
 from gpipe_hpc.pipeline import Pipeline
+from gpipe_hpc.planning.forecast import RankForecast
 from gpipe_hpc.training.data import CorruptTally, ShuffledSampler, tolerance
-from gpipe_hpc.training.foresight import foresee
+from gpipe_hpc.training.foresight import Foresight, foresee
 from gpipe_hpc.training.large_batch.adascale import AdaScale
 from gpipe_hpc.training.large_batch.ramp import batch_size_at
 from gpipe_hpc.training.neighbour import NeighbourCopies
@@ -86,6 +88,7 @@ def _built(
         read = partial(first_microbatch, config, opened.source, sampler)
         look_ahead = partial(foresee, pipe, layers, loss_fn, read, len(sampler.batch(0)[0]))
     foreseen = patiently(world, "counting the layers", look_ahead)
+    pipe.expect_memory(_planned(world, foreseen))
     is_needed = pipe.needs_inputs or pipe.needs_targets
     source = open_data_where_needed(config, world, run.folder, opened, is_needed=is_needed)
     return Session(
@@ -107,6 +110,14 @@ def _built(
         foreseen,
         adascale=_adascale(config, pipe),
     )
+
+
+def _planned(world: World, foreseen: Foresight | None) -> tuple[RankForecast, ...] | None:
+    """Return on all ranks what those of a pipeline are planned to hold, as rank 0 has counted."""
+    told = None if foreseen is None else [vars(rank) for rank in foreseen.ranks]
+    with together(world, "telling the planned memory"):
+        rows: list[dict[str, Any]] | None = broadcast_object(world.everybody, told, root=0)
+    return None if rows is None else tuple(RankForecast(**row) for row in rows)
 
 
 def _adascale(config: Config, pipe: Pipeline) -> AdaScale | None:

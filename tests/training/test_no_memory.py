@@ -1,0 +1,28 @@
+"""A run whose memory is used up says what was planned: all ranks know, though one has counted."""
+
+import pytest
+
+from gpipe_hpc.engine.microbatch import StageWork
+from gpipe_hpc.errors import DeviceMemoryError
+from tests.support import train_here
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_the_plan_is_shown_on_the_rank_that_needs_it(tiny, tmp_path, monkeypatch, stage):
+    """Rank 0 has counted; what it found was shown to nobody but the reader of its log."""
+    backward = StageWork.backward
+
+    def greedy(self, *args, **keywords):
+        if self.stage.index == stage:
+            raise MemoryError("Tried to allocate 2 GiB")
+        return backward(self, *args, **keywords)
+
+    monkeypatch.setattr(StageWork, "backward", greedy)
+    with pytest.raises(DeviceMemoryError) as told:
+        train_here(2, *tiny, "pipeline.stages=2", "train.steps=2", f"run.dir={tmp_path}")
+    text = str(told.value)
+    assert f"rank {stage}, stage {stage}, micro-batch" in text
+    rows = {line.split()[0]: line for line in text.splitlines()[1:]}
+    names = ("weights", "gradients", "optimizer", "activations", "sum")
+    assert all("B" in rows[name] and " - " not in rows[name][:40] for name in names)
+    assert "on the host, of the whole process" in text
