@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from gpipe_hpc.comm.device import Accelerator, Device, HostDevice, automatic_kind
+from gpipe_hpc.comm.device import device_to_come
 from gpipe_hpc.config import (
     Config,
     DataConfig,
@@ -97,7 +97,7 @@ def make_plan(config: Config) -> Plan:
         bind_loss(config.loss) if config.loss else loss_function(sample.loss)
     )
     request = replace(request_of(config), stages=num_ranks)
-    device = _device(config)
+    device = device_to_come(config.train.device)
     example = Example(sample.inputs, sample.targets, loss_fn, request.seed, device)
     gauge = Counted(layers, example, request.precision, shares_casts=not request.offload)
     layout = _lay_out(request, gauge)
@@ -234,12 +234,6 @@ def _empty(shape: Shape) -> torch.Tensor:
     return torch.empty(shape.sizes, dtype=getattr(torch, shape.dtype), device=META)
 
 
-def _device(config: Config) -> Device:
-    """Return a device of the kind that the run will have; this machine need not have one."""
-    kind = torch.device(config.train.device) if config.train.device != "auto" else automatic_kind()
-    return HostDevice() if kind.type == "cpu" else Accelerator(kind)
-
-
 def _heading(config: Config, gauge: Gauge, layout: Layout, sample: Sample) -> list[str]:
     """Say of what the plan is, and what it assumes."""
     pipeline, train = config.pipeline, config.train
@@ -264,7 +258,7 @@ def _heading(config: Config, gauge: Gauge, layout: Layout, sample: Sample) -> li
         f"micro-batch {dtype}[{shape}] ({bytes_text(sum(gauge.count.inputs.tensors))}) of data "
         f"{data} (shapes alone, nothing is read), train.batch_size={train.batch_size}",
         f"{train.precision}, recompute {pipeline.recompute}, "
-        f"{'offload, ' * pipeline.offload}kernels as on {_device(config).type}",
+        f"{'offload, ' * pipeline.offload}kernels as on {device_to_come(config.train.device).type}",
     ]
 
 

@@ -76,6 +76,39 @@ def broken_imports(part: str, tree: ast.Module) -> Iterator[str]:
             yield f"{line}: {part} (row {ROW_OF[part]}) imports {name} (row {row})"
 
 
+OF_DEVICES = {
+    *("cuda", "xpu", "mps", "hpu", "mtia", "accelerator", "Stream", "Event", "get_device_module"),
+    *("is_cuda", "is_xpu", "pin_memory", "record_stream", "default_generators"),
+    *("OutOfMemoryError", "AcceleratorError"),
+}
+KINDS = {"cpu", "cuda", "xpu", "mps"}
+
+
+def names_of_devices(tree: ast.Module) -> Iterator[str]:
+    """Yield what only `comm/device.py` may say: torch's names for devices, questions for a kind."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            is_torchs = isinstance(node.value, ast.Name) and node.value.id == "torch"
+            if node.attr in OF_DEVICES and (is_torchs or node.attr[0].islower()):
+                yield f"{node.lineno}: {node.attr}"
+        elif isinstance(node, ast.keyword) and node.arg == "pin_memory":
+            yield f"{node.value.lineno}: pin_memory"
+        elif isinstance(node, ast.Compare):
+            asks = isinstance(node.left, ast.Attribute) and node.left.attr == "type"
+            kinds = {c.value for c in node.comparators if isinstance(c, ast.Constant)}
+            if asks and kinds & KINDS:
+                yield f"{node.lineno}: asks whether a device is of kind {kinds & KINDS}"
+
+
+def test_one_module_knows_devices():
+    """What differs between kinds of devices stood in thirty places, all of them for CUDA alone."""
+    own = PACKAGE / "comm" / "device.py"
+    assert len(set(names_of_devices(TREES[own]))) > 10
+    for path in FILES:
+        if path != own:
+            assert not list(names_of_devices(TREES[path])), label(path)
+
+
 def test_imports_follow_the_table():
     for path in FILES:
         part = part_of(path)

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from gpipe_hpc.comm.device import on_host
 from gpipe_hpc.errors import CheckpointError
 
 PREFIX: Final = "state."  # ahead of the global names, for tensors within extra states
@@ -26,7 +27,7 @@ def encode(name: str, value: Any) -> tuple[Any, dict[str, Tensor]]:
             case Tensor():
                 key = f"{PREFIX}{name}.{len(tensors)}"
                 tensors[key] = part.detach()
-                return {"tensor": key, "on_cpu": part.device.type == "cpu"}
+                return {"tensor": key, "on_cpu": on_host(part)}
             case None | bool() | int() | float() | str() if type(part) in _SCALARS:
                 return part
             case list() if type(part) is list:

@@ -503,6 +503,20 @@ def device_of_rank(name: str, local_rank: int | None) -> Device:
     return device
 
 
+def device_to_come(name: str) -> Device:
+    """Return a device of the kind that a run with this name will have, though it is not here.
+
+    It can be asked for its kind, not for its memory.
+    """
+    kind = automatic_kind() if name == "auto" else torch.device(name)
+    return HostDevice() if kind.type == "cpu" else Accelerator(kind)
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Say whether a tensor lies in the host's memory, and reading it waits for no device."""
+    return tensor.device.type == "cpu"
+
+
 def known_kind(name: str) -> torch.device | None:
     """Return what a name as ``cuda`` or ``cuda:1`` means to torch; None if it means nothing."""
     try:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gpipe_hpc.comm.device import on_host
+
 MASTER: Final = "master"
 _LOW: Final = (torch.bfloat16, torch.float16)
 
@@ -87,7 +89,7 @@ def _master(parameter: nn.Parameter, kept: Tensor | None) -> Tensor:
         return wide
     is_same = kept.to(parameter.dtype) == parameter
     # Only where nobody waits for a device to say it.
-    if is_same.device.type == "cpu" and bool(is_same.all()):
+    if on_host(is_same) and bool(is_same.all()):
         return kept
     return torch.where(is_same, kept, wide)
 

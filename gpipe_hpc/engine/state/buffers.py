@@ -21,6 +21,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import nn
 
+from gpipe_hpc.comm.device import on_host
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import PooledBatchNorm
 
@@ -252,7 +253,7 @@ class LayerBuffers:
             earlier = self._at_hand.get(each.place)
             return earlier is not None and not _is_same(earlier, each.tensor)
         # Beyond the first step nobody waits for a device to say it.
-        is_asked = each.tensor.device.type == "cpu" or self._lasting.num_steps == 0
+        is_asked = on_host(each.tensor) or self._lasting.num_steps == 0
         return is_asked and not _is_same(each.stand_in, each.tensor)
 
     def _save_earlier(self, each: Found, returns: bool) -> None:
@@ -369,7 +370,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     """Say whether the values of a tensor are its bytes from `data_ptr` on, and can be read."""
     return (
         type(tensor) is torch.Tensor
-        and tensor.device.type == "cpu"
+        and on_host(tensor)
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
         and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
