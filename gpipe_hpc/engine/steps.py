@@ -19,6 +19,7 @@ from gpipe_hpc.engine.outer.held import Held
 from gpipe_hpc.engine.outer.optimizers import Sharing
 from gpipe_hpc.engine.outer.portions import Portions
 from gpipe_hpc.engine.outer.settings import Outer
+from gpipe_hpc.engine.outer.stage_shards import StageShards
 from gpipe_hpc.engine.outer.ways import Way, choose_way
 from gpipe_hpc.engine.recorder import Recorder
 from gpipe_hpc.engine.run import Run
@@ -143,6 +144,8 @@ class Steps:
         )
         held = {n: p for stage in stages.values() for n, p in stage.named_parameters().items()}
         self._trained = Trained(held, names, site.everybody)
+        self._held: dict[str, Held] | None = None
+        self._held_with: list[StageShards | None] = []
         self.apart = None
         if is_apart:
             self.apart = Apart(
@@ -325,7 +328,12 @@ class Steps:
 
     def held_gradients(self) -> dict[str, Held]:
         """Return what of its parameters this rank has gradients of, by global name."""
-        return {n: held for s in self._stages.values() for n, held in s.held().items()}
+        stages = self._stages.values()
+        shards = [stage.shards for stage in stages]
+        if self._held is None or self._held_with != shards:  # to walk all modules takes long
+            self._held = {n: held for stage in stages for n, held in stage.held().items()}
+            self._held_with = shards
+        return dict(self._held)
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Return the gradients of this rank's parameters, whole; all ranks call it together."""
