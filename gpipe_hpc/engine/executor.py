@@ -139,6 +139,7 @@ class Executor:
         for work in self._works.values():
             work.begin()
         self._departures.begin()
+        self._note_gathering()
         index = 0
         try:
             # Under the caller's inference mode, writes in place could not be told.
@@ -336,6 +337,16 @@ class Executor:
                 shards.wait(action.bucket)
 
         return gather
+
+    def _note_gathering(self) -> None:
+        """Note from when to when parameters are gathered beside this run's compute.
+
+        Their gathering began behind the optimizer's step; what counts is what is left of it.
+        """
+        begin = self.recorder.mark()
+        for index, stage in self._stages.items():
+            for number, pending in stage.shards.under_way if stage.shards is not None else ():
+                self.recorder.add_beside(Action(Op.UNSHARD, index, number), begin, pending)
 
     def _before_reduction(self, stage: int, number: int) -> None:
         """Do what goes ahead of the reduction of a bucket: it then holds what all copies add."""

@@ -42,7 +42,7 @@ class StepTimes(NamedTuple):
 class Moments(NamedTuple):
     """The actions of a step, and start and end of each in turn; 16 bytes an action.
 
-    Compute, and what ran beside it: reductions.
+    Compute, and what ran beside it: reductions, and parameters that were gathered.
     """
 
     actions: tuple[Action, ...]

@@ -1,6 +1,6 @@
 """The parameters of one stage, divided over its copies, and when they are gathered."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -38,7 +38,7 @@ class StageShards:
         for number, part in enumerate(names):
             for name in part:
                 self._of_layer.setdefault(layers[name], set()).add(number)
-        self._under_way: set[int] = set()
+        self._under_way: dict[int, list[Pending]] = {}
 
     @property
     def held(self) -> dict[str, Held]:
@@ -85,18 +85,24 @@ class StageShards:
 
     def start_gathering(self, number: int) -> list[Pending]:
         """Start gathering the parameters of a bucket; each copy has updated its shard."""
-        self._under_way.add(number)
-        return [bucket.start_gathering() for bucket in self.buckets[number]]
+        self._under_way[number] = [bucket.start_gathering() for bucket in self.buckets[number]]
+        return self._under_way[number]
 
     @property
     def is_under_way(self) -> bool:
         """Say whether some parameters may not be there yet."""
         return bool(self._under_way)
 
+    @property
+    def under_way(self) -> Iterator[tuple[int, Pending]]:
+        """Yield what has been started and not waited for, with the number of its bucket."""
+        for number, started in self._under_way.items():
+            for pending in started:
+                yield number, pending
+
     def wait(self, number: int) -> None:
         """Return when the parameters of a bucket are there."""
-        if number in self._under_way:
-            self._under_way.discard(number)
+        if self._under_way.pop(number, None) is not None:
             for bucket in self.buckets[number]:
                 bucket.wait_for_parameters()
 

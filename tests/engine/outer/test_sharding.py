@@ -6,6 +6,8 @@ from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.config.schema import LAMBConfig, LARSConfig
+from gpipe_hpc.drawing import draw_svg
+from gpipe_hpc.drawing.chrome_trace import chrome_trace
 from gpipe_hpc.engine.outer.division import Division, pieces_of
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.schedule import Op, schedule_names
@@ -308,6 +310,33 @@ def test_the_table_names_what_is_gathered_ahead_of_the_first_forward(plain):
             numbers = [row[at].bucket for at in gathers]
             assert numbers == sorted(numbers, reverse=True) and numbers[-1] == 0
             assert gathers[-1] + 1 == ops.index(Op.F)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_measured_timeline_shows_when_parameters_were_gathered(plain, overlap):
+    """Beside the first forwards, from the second step on; it showed reductions alone."""
+
+    def body(world):
+        outer = {"shard": "flat", "bucket_bytes": 300, "overlap": overlap}
+        pipe = make(blocks(plain), world, 2, outer=outer)
+        optimizer, found = pipe.optimizer(sgd), []
+        for inputs, targets in batches(2, ROWS, WIDTH):
+            part = pipe.share(ROWS)
+            pipe.step(inputs[part], targets[part])
+            found.append(pipe.timeline())
+            optimizer.step()
+        own = pipe.schedule.ranks[pipe.stage_rank]
+        return found, {action for action in own if action.op is Op.UNSHARD}
+
+    ((first, second), wanted), (_, others), *_ = run_on_threads(4, body)
+    wanted |= others
+    assert not any(event.action.op is Op.UNSHARD for row in first.events for event in row)
+    shown = [event for row in second.events for event in row if event.action.op is Op.UNSHARD]
+    assert {event.action for event in shown} == wanted and len(wanted) > 2
+    for event in shown:
+        forwards = [e for e in second.events[event.rank] if e.action.op is Op.F]
+        assert event.start_s <= forwards[0].start_s and event.duration_s >= 0
+    assert "UNSHARD" in chrome_trace([second]) and "parameters gathered" in draw_svg(second)
 
 
 def test_reading_evaluating_and_predicting_wait_for_the_parameters(plain):
