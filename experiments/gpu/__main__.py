@@ -9,6 +9,7 @@ the file and does not stop the others. The file is whole after each part.
 
 import argparse
 import datetime
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -122,6 +123,7 @@ def claims(found: Found) -> list[Claim]:
                 1.03,
             ),
             "gradients of ours beside plain ones": (("gradient difference of ours",), 0.02),
+            "waits for the device in a step of ours": (("number of waits of ours",), 1),
         }
         told += [
             Claim(f"{part}: {what}", of(part, *way), most) for what, (way, most) in at_most.items()
@@ -208,7 +210,9 @@ def accelerator() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="auto", help="auto, cpu, or as torch calls it: cuda")
-    parser.add_argument("--out", type=Path, default=ROOT / "gpu.json")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "experiments" / "gpu" / "out" / "gpu.json"
+    )
     parser.add_argument("--only", nargs="*", help="parts by name; all if left out")
     parser.add_argument("--most-s", type=float, default=MOST_S, help="for all parts together")
     args = parser.parse_args()
@@ -228,6 +232,7 @@ def main() -> None:
 
     found = run_all(chosen, kind, args.out, args.most_s, say)
     print("\n".join(["", *summary(found, claims(found), kind), "", f"all of it: {args.out}"]))
+    sys.exit(any(each.state in ("failed", "out of time") for each in found.values()))
 
 
 if __name__ == "__main__":

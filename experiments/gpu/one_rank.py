@@ -117,7 +117,7 @@ def difference(left: Contestant, right: Contestant) -> float:
 
 
 def waits_of(contestant: Contestant, device: Device) -> dict[str, int] | None:
-    """Return where, and how often, a step waits for the device, as torch's CUDA sees it."""
+    """Return where, and how often, a step waits for the device; None where torch cannot say."""
     if device.type != "cuda":
         return None
     torch.cuda.set_sync_debug_mode("warn")
@@ -178,7 +178,11 @@ def main() -> None:
             findings.add("contestants", told(times, size, peak))
     for each in contestants:
         with findings.attempt(f"waits of {each.name}"):
-            findings.add(f"waits of {each.name}", waits_of(each, device))
+            waits = waits_of(each, device)
+            findings.add(f"waits of {each.name}", waits)
+            findings.add(
+                f"number of waits of {each.name}", None if waits is None else sum(waits.values())
+            )
 
 
 def told(times: dict[str, list[float]], size: Size, peak: float | None) -> dict[str, Any]:

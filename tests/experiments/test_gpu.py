@@ -149,6 +149,7 @@ def test_claims_are_read_off_what_the_parts_wrote():
         "holds, one rank: ours over the plain loop",
         "NOT FOUND, one rank: virtual stages over plain accumulation",
         "NOT FOUND, one rank: gradients of ours beside plain ones",
+        "NOT FOUND, one rank: waits for the device in a step of ours",
         "DOES NOT HOLD, memory: peak over plan, offload",
         "holds, memory: peak over plan, offload",
         "DOES NOT HOLD, exactness: tests that fail",
