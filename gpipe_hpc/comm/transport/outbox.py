@@ -48,7 +48,7 @@ class _Lines:
     def __init__(self, payload: Payload) -> None:
         self.changed = threading.Condition()
         self.num_pending = 0
-        self.failure: RuntimeError | None = None
+        self.failure: Exception | None = None
         self._payload = payload
         self._num_unstarted = 0
         self._starts: _Line | None = None
@@ -68,7 +68,7 @@ class _Lines:
             return
         try:
             self._see_off(peer, parts, _start(parts))
-        except RuntimeError as failure:
+        except Exception as failure:
             self._done(failure)
             raise
 
@@ -84,7 +84,7 @@ class _Lines:
                 if part.ready is not None:
                     part.ready.synchronize()
             self._see_off(peer, parts, _start(parts))
-        except RuntimeError as failure:
+        except Exception as failure:
             self._done(failure)
         with self.changed:
             self._num_unstarted -= 1
@@ -103,14 +103,14 @@ class _Lines:
         try:
             for work in works:
                 work.wait()
-        except RuntimeError as failure:
+        except Exception as failure:
             self._done(failure)
             return
         for part in parts:
             self._payload.gone(part)
         self._done()
 
-    def _done(self, failure: RuntimeError | None = None) -> None:
+    def _done(self, failure: Exception | None = None) -> None:
         with self.changed:
             self.num_pending -= 1
             self.failure = self.failure or failure
@@ -128,7 +128,7 @@ class Outbox:
     def put(self, peer: int, parts: Sequence[Part]) -> None:
         """Send the parts of one message to world rank `peer`.
 
-        Raises RuntimeError if an earlier send has failed.
+        Raises what an earlier send has failed with: RuntimeError if its receiver is gone.
         """
         if self._lines.failure is not None:
             raise self._lines.failure

@@ -111,6 +111,21 @@ def test_a_send_that_failed_is_told_by_the_next_one_and_at_the_end(device, until
         sender.outbox.drain()
 
 
+@pytest.mark.parametrize("device", [HostDevice, LateDevice])
+def test_a_mistake_of_ours_on_a_thread_is_told_too(device, monkeypatch, until):
+    """Only RuntimeError was: a thread that ended by another one left its rank waiting."""
+
+    def fail(*_):
+        raise ValueError("no such peer")
+
+    sender = Sender(device())
+    monkeypatch.setattr("tests.comm.transport.networks.NetworkWork.wait", fail)
+    sender.send(torch.ones(2))
+    until(lambda: sender.outbox._lines.failure is not None, 5, "the wait failed")
+    with pytest.raises(ValueError, match="no such peer"):
+        sender.outbox.drain()
+
+
 def test_an_outbox_that_is_let_go_of_ends_its_threads(until):
     before = set(threading.enumerate())
     sender = Sender(LateDevice())
