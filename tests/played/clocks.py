@@ -5,6 +5,7 @@ time and global states of distributed systems, 1989. A stream counts what it doe
 each stream up to which of its works all is known to be over.
 """
 
+import threading
 from dataclasses import dataclass, field
 
 Clock = dict[int, int]
@@ -18,20 +19,35 @@ def learn(clock: Clock, other: Clock) -> None:
             clock[line] = time
 
 
-@dataclass
-class Host:
-    """What the host of one rank knows to be over; everything it launches comes behind that.
+class Own(threading.local):
+    """What one thread of a host has waited for."""
 
-    All threads of a rank share it: what one has waited for, the others are taken to know.
+    def __init__(self) -> None:
+        self.clock: Clock = {}
+        self.version = 0
+
+    def knows(self, clock: Clock) -> bool:
+        """Say whether all that a clock says is known to be over."""
+        return all(self.clock.get(line, 0) >= time for line, time in clock.items())
+
+
+class Host:
+    """What the host of one rank knows to be over.
+
+    `clock`: what any of its threads has waited for; where memory of the host is handed from thread
+    to thread, that is what the next one knows. What a thread launches comes behind what it has
+    waited for itself.
     """
 
-    clock: Clock = field(default_factory=dict)
-    version: int = 0
+    def __init__(self) -> None:
+        self.clock: Clock = {}
+        self.own = Own()
 
     def learn(self, clock: Clock) -> None:
-        """Wait for all that a clock says is over."""
+        """Let the calling thread wait for all that a clock says."""
         learn(self.clock, clock)
-        self.version += 1
+        learn(self.own.clock, clock)
+        self.own.version += 1
 
 
 @dataclass
@@ -42,20 +58,22 @@ class Line:
     host: Host
     clock: Clock = field(default_factory=dict)
     time: int = 0
-    version: int = -1  # of what the host knew when it launched the last work
+    heard: tuple[int, int] = (0, 0)  # the thread that launched the last work, and what it knew
 
     def launch(self) -> int:
-        """Begin the next work, behind all that the host knows; return its number."""
+        """Begin the next work, behind all that the host has waited for; return its number."""
         self.hear()
         self.time += 1
         self.clock[self.number] = self.time
         return self.time
 
     def hear(self) -> None:
-        """Come behind all that the host knows."""
-        if self.version != self.host.version:
-            learn(self.clock, self.host.clock)
-            self.version = self.host.version
+        """Come behind all that the calling thread has waited for."""
+        own = self.host.own
+        now = threading.get_ident(), own.version
+        if self.heard != now:
+            learn(self.clock, own.clock)
+            self.heard = now
 
     def knows(self, line: int, time: int) -> bool:
         """Say whether a work of a line is over, wherever this line goes on."""

@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import Generator, Tensor, nn
 
-from tests.played.clocks import Clock, Host
+from tests.played.clocks import Clock, Host, learn
 from tests.played.interpose import PLAYED, kind_of, local, playing
 from tests.played.memories import Kind
 from tests.played.operators import PlayedMode
@@ -108,10 +108,11 @@ class PlayedDevice:
 
     def synchronize(self) -> None:
         if self.does("synchronize"):
+            everything: Clock = {}
             for stream in self._all:
                 stream.line.hear()
-                self.host.learn(stream.line.clock)
-            self.waits("synchronize", {})
+                learn(everything, stream.line.clock)
+            self.waits("synchronize", everything)
 
     def use(self) -> None:
         """Do nothing: threads that a rank starts play its device."""
@@ -151,9 +152,11 @@ class PlayedDevice:
         return site not in self._ignores
 
     def waits(self, operator: str, clock: Clock) -> None:
-        """Let the host wait for what a clock says; count and locate it."""
+        """Let the host wait for what a clock says; count and locate it if that is news."""
+        if self.host.own.knows(clock):
+            return
         self.host.learn(clock)
-        self.host_waits.append(HostWait(operator, where()))
+        self.host_waits.append(HostWait(operator, where(), threading.get_ident()))
 
     def reads(self, operator: str, tensor: Tensor) -> None:
         """Let the host read a tensor of the device."""

@@ -133,8 +133,11 @@ class Tracker:
                     if memory is None or memory.kind not in (Kind.DEVICE, Kind.PINNED):
                         continue
                     use = Use(line.number, time, span_of(part), is_write, operator, place)
+                    # Pinned memory goes from thread to thread: what one has waited for, is over.
+                    host = line.host.clock if memory.kind is Kind.PINNED else {}
                     for old in memory.conflicts(use):
-                        if not line.knows(old.line, old.time):
+                        is_over = host.get(old.line, 0) >= old.time
+                        if not is_over and not line.knows(old.line, old.time):
                             self.found(
                                 RaceError(
                                     f"{operator} at {place}: expected a wait for what {old}, got "
@@ -178,6 +181,7 @@ class HostWait(NamedTuple):
 
     operator: str
     where: Where
+    thread: int
 
     def __str__(self) -> str:
         return f"{self.operator} at {self.where}"

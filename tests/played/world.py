@@ -1,5 +1,6 @@
 """Worlds of threads whose ranks play a device each."""
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +53,7 @@ def run_played(
 
 
 def between(device: PlayedDevice, call: Callable[[], Any]) -> tuple[Any, list[HostWait]]:
-    """Return what a call returns, and what its host waited for meanwhile."""
-    start = len(device.host_waits)
+    """Return what a call returns, and what this thread waited for meanwhile."""
+    start, own = len(device.host_waits), threading.get_ident()
     result = call()
-    return result, device.host_waits[start:]
+    return result, [wait for wait in device.host_waits[start:] if wait.thread == own]

@@ -1,0 +1,191 @@
+"""Lanes between ranks that are threads: the transport of processes without processes.
+
+A lane from host to host stands for Gloo's: it reads the sender's memory when the receiver takes it,
+and whoever waits, waits on the host. One of the device stands for NCCL's: a stream of its own,
+behind the current one, which `wait` puts behind it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from gpipe_hpc.comm.handing import Left, leave
+from gpipe_hpc.comm.transport.base import PlacedChannel
+from gpipe_hpc.comm.transport.outbox import Outbox
+from gpipe_hpc.comm.transport.payload import Payload
+from gpipe_hpc.comm.transport.process import Link, ProcessTransport
+from tests.played.device import PlayedDevice
+
+_LIMIT_S = 20.0
+
+
+class Sent(NamedTuple):
+    """What a sender has left: memory of its host, or tensors on its stream."""
+
+    tensor: Tensor
+    left: Left | None
+    is_taken: threading.Event
+
+
+@dataclass
+class Queue:
+    """What is under way from a rank to another: the n-th receive gets what is sent n-th."""
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    sent: dict[int, Sent] = field(default_factory=dict)
+    num_sent: int = 0
+    num_posted: int = 0
+
+    def put(self, sent: Sent) -> None:
+        with self.changed:
+            self.sent[self.num_sent] = sent
+            self.num_sent += 1
+            self.changed.notify_all()
+
+    def post(self) -> int:
+        """Return the number of the next receive."""
+        self.num_posted += 1
+        return self.num_posted - 1
+
+    def take(self, number: int) -> Sent:
+        with self.changed:
+            if not self.changed.wait_for(lambda: number in self.sent, _LIMIT_S):
+                raise RuntimeError("nothing came")
+            return self.sent.pop(number)
+
+
+class _Receipt(NamedTuple):
+    """A send of the host: done once it was taken."""
+
+    is_taken: threading.Event
+
+    def wait(self) -> None:
+        if not self.is_taken.wait(_LIMIT_S):
+            raise RuntimeError("nobody took it")
+
+    def is_completed(self) -> bool:
+        return self.is_taken.is_set()
+
+
+class HostLane:
+    """A lane between hosts."""
+
+    def __init__(self, queue: Queue, device: PlayedDevice) -> None:
+        self._queue, self._device = queue, device
+
+    def send(self, tensor: Tensor) -> Any:
+        _refuse(self._device, tensor, on_device=False)
+        self._device.host_uses("send", tensor, is_write=False)
+        sent = Sent(tensor, None, threading.Event())
+        self._queue.put(sent)
+        return _Receipt(sent.is_taken)
+
+    def receive(self, tensor: Tensor) -> Any:
+        _refuse(self._device, tensor, on_device=False)
+        self._device.host_uses("receive", tensor, is_write=True)
+        return _HostReceive(self._queue, self._queue.post(), tensor)
+
+
+class _HostReceive(NamedTuple):
+    queue: Queue
+    number: int
+    tensor: Tensor
+
+    def wait(self) -> None:
+        sent = self.queue.take(self.number)
+        assert sent.tensor.nbytes == self.tensor.nbytes, "the ends expect other sizes"
+        # The bytes as they are now: who wrote to them meanwhile has sent something else.
+        ctypes.memmove(self.tensor.data_ptr(), sent.tensor.data_ptr(), self.tensor.nbytes)
+        sent.is_taken.set()
+
+    def is_completed(self) -> bool:
+        return False
+
+
+class DeviceLane:
+    """A lane of the device's own backend; what it sends must live until that is done."""
+
+    def __init__(self, queue: Queue, device: PlayedDevice) -> None:
+        self._queue, self._device, self._stream = queue, device, device.stream()
+
+    def send(self, tensor: Tensor) -> Any:
+        _refuse(self._device, tensor, on_device=True)
+        self._stream.wait_stream(self._device.current_stream())
+        with self._device.on(self._stream):
+            left = leave(self._device, [tensor.clone()])
+        self._queue.put(Sent(tensor, left, threading.Event()))
+        return _OnStream(self._device, left.ready)
+
+    def receive(self, tensor: Tensor) -> Any:
+        _refuse(self._device, tensor, on_device=True)
+        posted = self._device.current_stream().record_event()
+        return _DeviceReceive(
+            self._device, self._stream, self._queue, self._queue.post(), tensor, posted
+        )
+
+
+class _OnStream(NamedTuple):
+    device: PlayedDevice
+    done: Any
+
+    def wait(self) -> None:
+        self.device.current_stream().wait_event(self.done)
+
+    def is_completed(self) -> bool:
+        return bool(self.done.query())
+
+
+class _DeviceReceive(NamedTuple):
+    device: PlayedDevice
+    stream: Any
+    queue: Queue
+    number: int
+    tensor: Tensor
+    posted: Any
+
+    def wait(self) -> None:
+        sent = self.queue.take(self.number)
+        assert sent.left is not None
+        self.stream.wait_event(self.posted)
+        with self.device.on(self.stream):
+            self.stream.wait_event(sent.left.ready)
+            self.device.lend(sent.left.tensors[0], self.stream)
+            self.tensor.copy_(sent.left.tensors[0])
+            done = self.stream.record_event()
+        self.device.current_stream().wait_event(done)
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def _refuse(device: PlayedDevice, tensor: Tensor, *, on_device: bool) -> None:
+    if device.holds(tensor) is not on_device:
+        device.tracker.misplaced("a lane", "expected a tensor of the other kind of memory")
+
+
+def open_transport(world: Any, channels: Sequence[PlacedChannel], way: str) -> ProcessTransport:
+    """Open the transport of processes over lanes of threads: `direct` ones too, or `staged`."""
+    device, queues = world.device, world.hub.__dict__.setdefault("played_lanes", {})
+
+    def queue(*name: Any) -> Queue:
+        with world.hub.changed:
+            return queues.setdefault(name, Queue())
+
+    links, lanes = [], {}
+    for channel in channels:
+        ends = channel.source_rank, channel.destination_rank
+        if world.rank not in ends:
+            continue
+        peer = ends[1] if world.rank == ends[0] else ends[0]
+        if way == "direct" and ends not in lanes:
+            lanes[ends] = DeviceLane(queue("direct", ends), device)
+        host = [HostLane(queue(kind, ends, channel.tag), device) for kind in ("prompt", "late")]
+        links.append(Link(channel, peer, host[0], host[1], lanes.get(ends)))
+    payload = Payload(device)
+    return ProcessTransport(links, payload, Outbox(payload))

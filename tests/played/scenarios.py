@@ -1,0 +1,244 @@
+"""Small trainings that together use every stream, mark and lent memory of the package."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.schedule import schedule_names
+from tests.played.device import Site
+from tests.played.lanes import open_transport
+from tests.played.tracker import HostWait
+from tests.played.world import Played, between, run_played
+from tests.support import all_same, batches
+
+WIDTH, NUM_STEPS = 4, 3
+
+
+class Block(nn.Module):
+    """Something to recompute, with a matrix, numbers drawn and a residual."""
+
+    def __init__(self, dropout: float = 0.2) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(torch.tanh(self.linear(x)))
+
+
+class Normed(nn.Module):
+    """BatchNorm, work in place, and a skip."""
+
+    def __init__(self, *, stashes: bool = False, pops: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH * (1 + pops), WIDTH)
+        self.norm, self.act, self.stashes = nn.BatchNorm1d(WIDTH), nn.ReLU(inplace=True), stashes
+
+    def forward(self, x: Tensor, *popped: Tensor) -> Any:
+        y = self.act(self.norm(self.linear(torch.cat([x, *popped], 1)))) + x
+        return (y, y * 2) if self.stashes else y
+
+
+class Nest(nn.Module):
+    """A boundary of several dtypes, a number and a tensor of the host."""
+
+    def __init__(self, *, opens: bool) -> None:
+        super().__init__()
+        self.linear, self.opens = nn.Linear(WIDTH, WIDTH), opens
+
+    def forward(self, given: Any) -> Any:
+        if self.opens:
+            x = self.linear(given)
+            return {"x": x, "signs": (x > 0).to(torch.int16), "host": torch.ones(2), "n": len(x)}
+        assert given["n"] == len(given["x"]) and given["host"].sum() == 2
+        return self.linear(given["x"]) * given["signs"]
+
+
+class Overflowing(nn.Linear):
+    """Gives one gradient that is not finite, in the second step."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.num_seen = 0
+        self.weight.register_hook(self.spike)
+
+    def spike(self, gradient: Tensor) -> Tensor:
+        self.num_seen += 1
+        return gradient * (float("inf") if self.num_seen == 5 else 1.0)
+
+
+def blocks() -> list[Any]:
+    return [LayerSpec(Block) for _ in range(8)]
+
+
+def normed() -> list[Any]:
+    first = LayerSpec(Normed, stashes=True).stashing("a")
+    between_them = [LayerSpec(Normed) for _ in range(6)]
+    return [first, *between_them, LayerSpec(Normed, pops=True).popping("a")]
+
+
+def nests() -> list[Any]:
+    return [LayerSpec(Nest, opens=place % 2 == 0) for place in range(8)]
+
+
+def overflowing() -> list[Any]:
+    return [LayerSpec(Block) for _ in range(7)] + [LayerSpec(Overflowing)]
+
+
+def tied() -> list[Any]:
+    return [
+        LayerSpec(nn.Linear, WIDTH, WIDTH).tied("weight", "shared"),
+        *(LayerSpec(Block) for _ in range(6)),
+        LayerSpec(nn.Linear, WIDTH, WIDTH).tied("weight", "shared"),
+    ]
+
+
+def square_sum(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
+    return (output - target).square().sum(), float(len(target))
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A training: `way`: what carries boundaries, None for the memory that threads share."""
+
+    name: str
+    ranks: int = 2
+    layers: Callable[[], Sequence[Any]] = blocks
+    options: Mapping[str, Any] = field(default_factory=dict)
+    way: str | None = None
+    sizes: tuple[int, ...] = (16,) * NUM_STEPS
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass
+class Given:
+    """What a rank got. `waits`: of its host, within each step and within each clipping."""
+
+    losses: list[float] = field(default_factory=list)
+    tensors: list[dict[str, Tensor]] = field(default_factory=list)
+    waits: list[tuple[list[HostWait], list[HostWait]]] = field(default_factory=list)
+
+    def is_that_of(self, other: "Given") -> bool:
+        """Say whether both are the same to the bit."""
+        same = zip(self.tensors, other.tensors, strict=True)
+        return self.losses == other.losses and all(all_same(one, two) for one, two in same)
+
+
+def adamw(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(list(parameters) or [{"params": []}], lr=0.01)
+
+
+def train(scenario: Scenario, world: Any) -> Given:
+    """Train on one rank, clip, evaluate and predict."""
+    if scenario.way is not None and world.device.is_accelerator:
+        world.transport = lambda channels: open_transport(world, channels, scenario.way)
+    pipe = Pipeline(
+        scenario.layers(),
+        square_sum,
+        world=world,
+        seed=5,
+        partition="uniform",
+        **{"microbatches": 4, **scenario.options},
+    )
+    given, optimizer = Given(), pipe.optimizer(adamw)
+    data = [batches(1, n, WIDTH, seed=n, dtype=torch.float32)[0] for n in scenario.sizes]
+    for inputs, targets in data:
+        part = pipe.share(len(inputs))
+        step = partial(pipe.step, inputs[part], targets[part])
+        result, in_step = watched(world, step)
+        norm, in_clipping = watched(world, partial(pipe.clip_grad_norm_, 0.5))
+        given.waits.append((in_step, in_clipping))
+        given.losses += [result.loss, *result.microbatch_losses]
+        held = {n: p.grad.clone() for n, p in pipe.named_parameters() if p.grad is not None}
+        given.tensors.append({**held, "norm": norm.clone()})
+        optimizer.step()
+        if pipe.is_apart:
+            pipe.outer_step()
+    inputs, targets = data[0]
+    part = pipe.share(len(inputs))
+    given.losses.append(pipe.evaluate(inputs[part], targets[part]).loss)
+    end = {name: parameter.detach().clone() for name, parameter in pipe.named_parameters()}
+    given.tensors.append({**end, "predicted": pipe.predict(inputs[part]).clone()})
+    return given
+
+
+def watched(world: Any, call: Callable[[], Any]) -> tuple[Any, list[HostWait]]:
+    return between(world.device, call) if world.device.is_accelerator else (call(), [])
+
+
+def played(scenario: Scenario, ignores: frozenset[Site] = frozenset()) -> Played:
+    """Train on played devices."""
+    return run_played(
+        scenario.ranks, lambda world: train(scenario, world), ignores=ignores, timeout_s=30.0
+    )
+
+
+def on_cpu(scenario: Scenario) -> list[Given]:
+    """Train on the CPU."""
+    return run_on_threads(scenario.ranks, lambda world: train(scenario, world))
+
+
+def of(name: str, ranks: int = 2, **rest: Any) -> Scenario:
+    """Return a scenario; what is no field of it is an option of `Pipeline`."""
+    named = {key: rest.pop(key) for key in ("layers", "way", "sizes") if key in rest}
+    return Scenario(name, ranks, options=rest, **named)
+
+
+SCHEDULES = [name for name in schedule_names() if name not in ("file", "auto")]
+RECOMPUTE = ("always", "except_last", "never")
+EACH_SCHEDULE = [
+    of(name, schedule=name, recompute=RECOMPUTE[place % 3], offload=place % 2 == 1)
+    for place, name in enumerate(SCHEDULES)
+]
+OUTER: dict[str, dict[str, Any]] = {
+    "sums": {"bucket_bytes": 200},
+    "no overlap": {"overlap": False},
+    "in rank order": {"order": "rank"},
+    "by a ring": {"algorithm": "ring"},
+    "by halving": {"algorithm": "rabenseifner", "bucket_bytes": 200},
+    "by hosts": {"hierarchy": 1},
+    "flat shards": {"shard": "flat", "bucket_bytes": 200},
+    **{
+        f"{name}": {"compress": name}
+        for name in ("bfloat16", "float16", "powersgd", "topk", "qsgd")
+    },
+    "apart": {"every": 2, "momentum": 0.5, "nesterov": True},
+    "apart in parts": {"every": 2, "parts": 2, "behind": 1, "bucket_bytes": 200},
+    "apart and compressed": {"every": 2, "compress": "topk"},
+}
+EACH_OUTER = [
+    of(name, 4, replicas=2, outer=outer, schedule=("one_f_one_b", "zb_v")[place % 2])
+    for place, (name, outer) in enumerate(OUTER.items())
+]
+KINDS = [
+    of("bfloat16", precision="bfloat16", schedule="one_f_one_b"),
+    of("float16 with an overflow", layers=overflowing, precision="float16", offload=True),
+    of("float16 of replicas", 4, layers=overflowing, precision="float16", replicas=2),
+    of("normed", layers=normed, recompute="never", offload=True),
+    of("normed over replicas", 4, layers=normed, replicas=2, normalise_over_replicas=True),
+    of("buffers of the first", 4, layers=normed, replicas=2, buffers="first"),
+    of("mirrored", 4, layers=normed, schedule="chimera", replicas=2, offload=True),
+    of("nests", layers=nests, recompute="never"),
+    of("nests offloaded", layers=nests, recompute="always", offload=True, schedule="zb_v"),
+    of("uneven", sizes=(16, 3, 11), schedule="one_f_one_b"),
+    of("parts of gradients", 4, replicas=2, noise_over="microbatches"),
+    of("one rank", 1, offload=True, recompute="never"),
+]
+WAYS = [
+    of(f"{way} {name}", ranks, way=way, **options)
+    for way in ("staged", "direct")
+    for name, ranks, options in (
+        ("blocks", 2, {"schedule": "interleaved", "recompute": "always"}),
+        ("split", 2, {"schedule": "zb_v", "offload": True}),
+        ("nests", 2, {"layers": nests, "schedule": "one_f_one_b"}),
+        ("skips", 4, {"layers": normed, "schedule": "gpipe"}),
+        ("uneven", 2, {"sizes": (16, 3, 11, 16), "schedule": "hanayo"}),
+    )
+]
+ALL = [*EACH_SCHEDULE, *EACH_OUTER, *KINDS, *WAYS]

@@ -1,0 +1,60 @@
+"""The whole trainer on played devices: nothing out of order, and the bits of a CPU."""
+
+import pytest
+
+from tests.played.scenarios import (
+    ALL,
+    OUTER,
+    RECOMPUTE,
+    SCHEDULES,
+    Scenario,
+    of,
+    on_cpu,
+    overflowing,
+    played,
+)
+from tests.support import cover_of
+
+SLOW = {"normed over replicas", "buffers of the first", "apart in parts", "apart and compressed"}
+SLOW |= {"direct skips", "staged uneven", "no overlap", "by a ring", "qsgd", "v_half"}
+
+
+def refuse_differences(scenario: Scenario) -> None:
+    """Train on both; what the host waits for is counted from the second step on."""
+    there = played(scenario)
+    for own, cpu in zip(there.results, on_cpu(scenario), strict=True):
+        assert own.is_that_of(cpu)
+        for in_step, in_clipping in own.waits[1:]:
+            assert [str(wait) for wait in in_clipping] == []
+            # Whether float16 overflowed is asked behind the pipeline, and nothing besides.
+            is_scaled = scenario.options.get("precision") == "float16"
+            assert len(in_step) == is_scaled, [str(wait) for wait in in_step]
+            assert all("engine/sums/fetched.py" in str(wait) for wait in in_step)
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [pytest.param(each, marks=pytest.mark.slow if each.name in SLOW else ()) for each in ALL],
+    ids=str,
+)
+def test_training_is_in_order_and_has_the_bits_of_a_cpu(scenario):
+    refuse_differences(scenario)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@cover_of(
+    "schedule, recompute, offload, precision, outer, way",
+    SCHEDULES,
+    RECOMPUTE,
+    (False, True),
+    ("float32", "bfloat16", "float16"),
+    (None, *OUTER),
+    (None, "staged", "direct"),
+)
+def test_settings_in_pairs(schedule, recompute, offload, precision, outer, way):
+    options = {"schedule": schedule, "recompute": recompute, "offload": offload}
+    options |= {"replicas": 2, "outer": OUTER[outer]} if outer else {}
+    layers = {"layers": overflowing} if precision == "float16" else {}
+    ranks = 4 if outer else 2
+    refuse_differences(of("", ranks, precision=precision, way=way, **options, **layers))
