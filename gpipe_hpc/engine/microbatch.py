@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge
 
-from gpipe_hpc.comm.device import Stream
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.nests import Nest, map_tensors, tensors_of
 from gpipe_hpc.engine.backward.calls import accumulate_gradients, edge_of
@@ -19,6 +18,7 @@ from gpipe_hpc.engine.backward.splitting import Deferred
 from gpipe_hpc.engine.batch.intake import Intake
 from gpipe_hpc.engine.layers.segment import Segment
 from gpipe_hpc.engine.layers.surroundings import Inside, Manner, Surroundings
+from gpipe_hpc.engine.memory.host_room import HostRoom
 from gpipe_hpc.engine.memory.kept import Kept, KeptSegment
 from gpipe_hpc.engine.memory.offload import HostCopy
 from gpipe_hpc.engine.memory.outlets import Outlets, apart
@@ -106,7 +106,7 @@ class StageWork:
         self._lasting_of_loss = Lasting()
         self._kept: dict[int, Kept] = {}
         self._deferred: dict[int, Deferred] = {}
-        self._stream: Stream | None = None  # of copies to the host, once there are any
+        self._room: HostRoom | None = None  # on the host, once something is moved there
         self._num_begun = 0
 
     def begin(self) -> None:
@@ -123,6 +123,8 @@ class StageWork:
         """
         self._kept.clear()
         self._deferred.clear()
+        if self._room is not None:
+            self._room.end()
         self.stage.within.end()
         self.stage.lasting.settle()
         self._lasting_of_loss.settle()
@@ -391,9 +393,9 @@ class StageWork:
         stage = self.stage
         modules = stage.layers.values()
         lasting = [t for m in modules for t in (*m.parameters(), *m.buffers())]
-        if stage.device.is_accelerator and self._stream is None:
-            self._stream = stage.device.stream()
-        return HostCopy(lasting, stage.device, self._stream)
+        if stage.device.is_accelerator and self._room is None:
+            self._room = HostRoom(stage.device)
+        return HostCopy(lasting, stage.device, self._room)
 
     def _left(self, state: State, is_end: bool) -> Nest:
         """Return what of a segment's output gradients come back for, in their order."""

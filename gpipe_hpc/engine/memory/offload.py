@@ -9,7 +9,8 @@ from weakref import ReferenceType, ref
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from gpipe_hpc.comm.device import Device, Event, Stream
+from gpipe_hpc.comm.device import Device, Event
+from gpipe_hpc.engine.memory.host_room import HostRoom
 
 
 @dataclass(eq=False)
@@ -40,15 +41,15 @@ class _View(NamedTuple):
 class HostCopy:
     """What one micro-batch of a stage keeps, to be moved to the host and back as a whole.
 
-    `lasting`: parameters and buffers, which stay. On an accelerator the copies run on `stream`,
-    from and to pinned memory, and the compute stream waits for nothing but a fetch that it needs.
+    `lasting`: parameters and buffers, which stay. On an accelerator the copies run on the stream of
+    `room`, and the compute stream waits for nothing but a fetch that it needs; None on a CPU.
     """
 
     def __init__(
-        self, lasting: Iterable[torch.Tensor], device: Device, stream: Stream | None
+        self, lasting: Iterable[torch.Tensor], device: Device, room: HostRoom | None
     ) -> None:
         self._lasting = {tensor.untyped_storage().data_ptr() for tensor in lasting}
-        self._device, self._stream = device, stream
+        self._device, self._room = device, room
         self._memories: dict[int, _Memory] = {}
         self._held: list[tuple[ReferenceType[torch.Tensor], _View]] = []
         self._is_here: Event | None = None
@@ -75,10 +76,11 @@ class HostCopy:
             for memory in self._memories.values():
                 assert memory.device is not None, "offloaded twice"
                 source = _bytes_of(memory.device)
-                memory.host = self._device.pinned((source.numel(),), torch.uint8)
+                take = self._take if self._room is None else self._room.take
+                memory.host = take(source.numel())
                 self._device.fetch_into(memory.host, source)
-                if self._stream is not None:
-                    self._device.lend(source, self._stream)
+                if self._room is not None:
+                    self._device.lend(source, self._room.stream)
                 memory.device = None
 
     def fetch(self) -> None:
@@ -88,9 +90,11 @@ class HostCopy:
                 assert memory.host is not None, "fetched without having been offloaded"
                 arriving = self._device.empty((memory.host.numel(),), torch.uint8)
                 self._device.bring_into(arriving, memory.host)
+                if self._room is not None:
+                    self._room.give_back(memory.host)
                 memory.device, memory.host = arriving.untyped_storage(), None
-            if self._stream is not None:
-                self._is_here = self._stream.record_event()
+            if self._room is not None:
+                self._is_here = self._room.stream.record_event()
         for tensor, view in self._living():
             tensor.data = view.tensor()
 
@@ -105,17 +109,23 @@ class HostCopy:
 
     @contextmanager
     def _copying(self) -> Iterator[None]:
-        if self._stream is None:
+        if self._room is None:
             yield
             return
-        self._stream.wait_stream(self._device.current_stream())
-        with self._device.on(self._stream):
+        stream = self._room.stream
+        stream.wait_stream(self._device.current_stream())
+        with self._device.on(stream):
             yield
+
+    def _take(self, num_bytes: int) -> torch.Tensor:
+        return self._device.pinned((num_bytes,), torch.uint8)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         """Return a view that outlives the tensor, or the tensor itself where that cannot be."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return tensor
+        if not self._device.holds(tensor):
+            return tensor  # of the host, where it is
         storage = tensor.untyped_storage()
         pointer = storage.data_ptr()
         if pointer == 0 or pointer in self._lasting or tensor.is_conj() or tensor.is_neg():

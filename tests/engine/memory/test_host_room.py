@@ -1,0 +1,76 @@
+"""Pinned memory of what waits on the host: made once, and written again in the order of copies."""
+
+import torch
+
+from gpipe_hpc import Pipeline, run_on_threads
+from gpipe_hpc.engine.memory.host_room import HostRoom
+from gpipe_hpc.engine.memory.offload import HostCopy
+from tests.played.alone import alone
+from tests.played.world import run_played
+from tests.support import batch, gradients_of, linears, square_sum
+
+
+def train(world, takes=None):
+    pipe = Pipeline(
+        linears(6), square_sum, microbatches=6, seed=1, offload=True, recompute="never", world=world
+    )
+    found = []
+    for size in (24, 24, 24, 12):
+        if takes is not None:
+            takes.append([])
+        found.append(pipe.step(*batch(size)).loss)
+    device = world.device
+    return found, {name: device.fetch(each) for name, each in gradients_of(pipe).items()}
+
+
+def test_memory_is_pinned_in_the_first_step_alone(monkeypatch):
+    """Each tensor of each micro-batch pinned memory of its own."""
+    takes = []
+    take = HostRoom.take
+
+    def noted(room, num_bytes):
+        buffer = take(room, num_bytes)
+        takes[-1].append((num_bytes, buffer.data_ptr()))
+        return buffer
+
+    monkeypatch.setattr(HostRoom, "take", noted)
+    (played,) = run_played(1, lambda world: train(world, takes)).results
+    first, *others = takes
+    assert first
+    for step in others[:2]:
+        assert sorted(step) and {at for _, at in step} <= {at for _, at in first}
+    monkeypatch.undo()
+    (on_cpu,) = run_on_threads(1, train)
+    assert played[0] == on_cpu[0]
+    assert all(torch.equal(each, on_cpu[1][name]) for name, each in played[1].items())
+
+
+def test_sizes_that_a_step_does_not_use_are_let_go_of():
+    with alone() as device:
+        room = HostRoom(device)
+        room.give_back(room.take(8))
+        room.end()
+        kept = room.take(8)
+        room.give_back(kept)
+        room.give_back(room.take(16))
+        room.end()
+        assert room.take(8).data_ptr() == kept.data_ptr()
+        room.end()
+        room.end()
+        assert not any(room._unused.values()) and not any(room._free.values())
+
+
+def test_a_tensor_of_the_host_stays_there():
+    """It came back as one of the device."""
+    with alone() as device:
+        copy = HostCopy([], device, HostRoom(device))
+        weight = device.bring(torch.ones(4)).requires_grad_()
+        shape = torch.tensor(2.0)
+        with copy.collecting():
+            made = weight * weight * shape
+        copy.offload()
+        copy.fetch()
+        copy.wait()
+        made.sum().backward()
+        assert torch.equal(device.fetch(weight.grad), torch.full((4,), 4.0))
+        assert not device.holds(shape) and not device.tracker.faults
