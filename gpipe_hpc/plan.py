@@ -117,7 +117,7 @@ def make_plan(config: Config) -> Plan:
         cut_by=_cut_by(config.pipeline.partition, layout.partition),
         searched=layout.searched,
         recomputed=layout.budget,
-        summed=sums_text(gauge.count, layout, request.combining),
+        summed=sums_text(gauge.count, layout, request.combining, config.plan.link_bytes_per_s),
     )
     text = report(layers, gauge.count, counts, layout.schedule, found, assumptions, sections)
     return Plan(layout, gauge.count, found, text, all(map(assumptions.fits, found.ranks)))

@@ -62,6 +62,7 @@ _RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
         "trace.from_step": (1, _INF),
         "draw.width": (1, 100_000),
         "plan.flops_per_s": (1, _INF),
+        "plan.link_bytes_per_s": (1, _INF),
         "train.device_flops_per_s": (1, _INF),
         "verify.steps": (1, _INF),
         "bench.steps": (1, _INF),

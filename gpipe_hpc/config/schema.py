@@ -237,6 +237,7 @@ class PlanConfig:
     """What ``python -m gpipe_hpc.plan`` plans for."""
 
     flops_per_s: float | None = None
+    link_bytes_per_s: float | None = None
 
 
 @dataclass

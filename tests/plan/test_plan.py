@@ -33,6 +33,7 @@ from gpipe_hpc.schedule import build, lower
 from gpipe_hpc.training.data import open_data
 from gpipe_hpc.training.data.text import TextConfig
 from gpipe_hpc.training.optimizer import build_optimizer, optimizer_memory
+from tests.support import metrics, train_here
 
 TOKENS = ["data=synthetic", "data.seq_len=64", "data.vocab_size=50257"]
 MLP = ["model=mlp", "data=synthetic_vectors", "pipeline.stages=2"]
@@ -107,6 +108,36 @@ def test_a_plan_says_what_is_summed_over_replicas():
     assert "compressed (outer.compress=powersgd)" in packed and "each rank sends" not in packed
     apart = planned(*MLP, "pipeline.replicas=2", "outer=local_sgd").text
     assert "averaged over 2 replicas every 16 steps (outer.every=16)" in apart
+
+
+def test_a_plan_says_how_long_sums_take_over_a_known_link():
+    """Of gathering divided parameters, and of outer steps, it said nothing."""
+    link = ("pipeline.stages=1", "pipeline.replicas=2", "plan.link_bytes_per_s=1e6")
+    plain = planned(*MLP, *link)
+    (total,) = ring_bytes_of(plain)
+    assert f"which sends the least ({total / 1e6:.3g} s at 1.00 MB/s)" in plain.text
+    assert "UNSHARD" not in plain.text
+    divided = planned(*MLP, *link, "outer.shard=flat").text
+    assert (
+        f"gathers parameters (UNSHARD), beside the next step's forwards ({total / 2e6:.3g} s"
+        in (divided)
+    )
+    apart = planned(*MLP, *link, "outer=local_sgd", "outer.every=10").text
+    assert (
+        f"for an outer step in a ring, while all wait ({total / 1e6:.3g} s at 1.00 MB/s)" in apart
+    )
+    assert f"{bytes_text(total / 10)} for each step ({total / 1e7:.3g} s at 1.00 MB/s)" in apart
+    late = planned(*MLP, *link[:2], "outer=diloco", "outer.behind=3").text
+    assert "for an outer step in a ring, beside 3 steps: " in late and " s at " not in late
+
+
+def test_an_outer_step_sends_what_the_plan_says(tmp_path):
+    words = ("pipeline.stages=1", "pipeline.replicas=2", "outer=local_sgd", "outer.every=2")
+    found = planned(*MLP, *words)
+    (said,) = ring_bytes(found.model, found.layout, is_wide=True)
+    train_here(2, *MLP, *words, "train.steps=2", f"run.dir={tmp_path / 'run'}")
+    sent = [line["outer_sent_bytes"] for line in metrics(tmp_path / "run") if "loss" in line]
+    assert sent == [0, pytest.approx(said, abs=64)]
 
 
 def test_mirrored_stages_and_tied_weights_are_summed_with_all_their_copies():
