@@ -29,7 +29,7 @@ from gpipe_hpc.engine.batch.arrays import with_tensors
 from gpipe_hpc.engine.batch.cutting import Pieces, share_of
 from gpipe_hpc.engine.layers.compiling import chosen_backend
 from gpipe_hpc.engine.layers.precision import check_precision, scaling
-from gpipe_hpc.engine.memory.standing import Exhausted
+from gpipe_hpc.engine.memory.standing import Exhausted, Standing
 from gpipe_hpc.engine.outer.held import Held
 from gpipe_hpc.engine.outer.optimizers import Factory, Sharing, make_optimizer
 from gpipe_hpc.engine.outer.saying import say_apart, say_inexact
@@ -53,7 +53,7 @@ from gpipe_hpc.engine.sums.results import StepResult
 from gpipe_hpc.engine.sums.squares import parts_of
 from gpipe_hpc.engine.sums.statistics import gather_batchnorm, say_batchnorm
 from gpipe_hpc.engine.sums.tied import join_ties
-from gpipe_hpc.errors import ConfigError, DataError, DeviceMemoryError, KeywordError
+from gpipe_hpc.errors import ConfigError, DataError, DeviceMemoryError, GpipeError, KeywordError
 from gpipe_hpc.models import Layer, find_ties, layer_stages, normalise_layers, parameter_sizes
 from gpipe_hpc.planning import (
     Counted,
@@ -635,6 +635,25 @@ class Pipeline:
         It is shown beside what is allocated, should memory run out.
         """
         self._planned = None if ranks is None else ranks[self.stage_rank]
+
+    @contextmanager
+    def telling_of_memory(self, where: str) -> Iterator[None]:
+        """Tell all ranks if this one finds no memory within the block, where it does what is named.
+
+        The DeviceMemoryError shows the plan beside what is allocated; see `expect_memory`.
+        """
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, GpipeError) or not self.world.device.out_of_memory(error):
+                raise
+            layers = [layer for stage in self.stages.values() for layer in stage.layers.values()]
+            told = (
+                f"rank {self.world.rank}, stages {', '.join(map(str, self.stages))}, {where}: "
+                f"{type(error).__name__}: {str(error).strip()}"
+            )
+            with together(self.world, where), self._telling_of_memory():
+                raise Exhausted(told, Standing.of(self.world.device, layers, 0)) from error
 
     @contextmanager
     def _telling_of_memory(self) -> Iterator[None]:

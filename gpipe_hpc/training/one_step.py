@@ -91,7 +91,8 @@ def train_one_step(
     clipped = mark()
     lr = _lr(session, batch, result)
     set_lr(session.optimizer, lr)
-    session.optimizer.step()
+    with pipe.telling_of_memory("the optimizer's step"):
+        session.optimizer.step()
     laps = Laps(began, read, piped, looked, clipped, mark())
     pipe.outer_step()
     if pipe.steps_done == config.train.steps:

@@ -1,6 +1,7 @@
 """A run whose memory is used up says what was planned: all ranks know, though one has counted."""
 
 import pytest
+import torch
 
 from gpipe_hpc.engine.microbatch import StageWork
 from gpipe_hpc.errors import DeviceMemoryError
@@ -26,3 +27,22 @@ def test_the_plan_is_shown_on_the_rank_that_needs_it(tiny, tmp_path, monkeypatch
     names = ("weights", "gradients", "optimizer", "activations", "sum")
     assert all("B" in rows[name] and " - " not in rows[name][:40] for name in names)
     assert "on the host, of the whole process" in text
+
+
+def test_the_first_step_of_the_optimizer_takes_its_state(tiny, tmp_path, monkeypatch):
+    """No action: two numbers for each parameter are allocated when the first backward is done."""
+    own = torch.optim.AdamW.step
+    done = []
+
+    def greedy(self, *args, **keywords):
+        done.append(self)
+        if len(done) == 2:
+            raise MemoryError("Tried to allocate 2 GiB")
+        return own(self, *args, **keywords)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", greedy)
+    with pytest.raises(DeviceMemoryError) as told:
+        train_here(2, *tiny, "pipeline.stages=2", "train.steps=2", f"run.dir={tmp_path}")
+    text = str(told.value)
+    assert ", the optimizer's step: MemoryError: Tried to allocate 2 GiB" in text
+    assert "planned" in text and "memory is used up: " in text.splitlines()[-1]
