@@ -15,7 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from experiments.gpu.running import ROOT, Claim, Outcome, Part, run_part, write_json
+from gpipe_hpc.comm.device import automatic_kind
 
 MOST_S = 570.0
 # What is left for a part must be enough to say something.
@@ -167,13 +170,13 @@ def run_all(
     """Run parts one after the other; write the file after each."""
     begin_s = time.monotonic()
     found: dict[str, Outcome] = {}
+    devices = 0 if kind == "cpu" else torch.accelerator.device_count()
     for part in chosen:
         left_s = most_s - (time.monotonic() - begin_s)
-        devices = found["environment"].found.get("devices") if "environment" in found else None
         if left_s < LEAST_S:
             found[part.name] = Outcome("left out", reason="no time was left")
-        elif part.needs_devices and kind != "cpu" and (devices or 0) < part.needs_devices:
-            wanted = f"needs {part.needs_devices} devices, there are {devices or 'not known'}"
+        elif part.needs_devices > devices:
+            wanted = f"needs {part.needs_devices} devices, there are {devices}"
             found[part.name] = Outcome("left out", reason=wanted)
         else:
             say(f"{part.name}: {part.what} (at most {min(part.limit_s, left_s):.0f} s)")
@@ -202,8 +205,6 @@ def run_all(
 
 def accelerator() -> str:
     """Return the kind of this machine's accelerator, cpu if torch finds none."""
-    from gpipe_hpc.comm.device import automatic_kind
-
     return automatic_kind().type
 
 
