@@ -29,7 +29,15 @@ from gpipe_hpc.engine.stages.stage import Stage
 from gpipe_hpc.engine.state.buffers import Lasting
 from gpipe_hpc.engine.state.layer import LayerState
 from gpipe_hpc.engine.state.passage import EVALUATION, Again, Forward, Returning
-from gpipe_hpc.engine.sums.loss import LossFunction, LossTerm, Noted, check_graph, loss_term
+from gpipe_hpc.engine.sums.fetched import Fetched
+from gpipe_hpc.engine.sums.loss import (
+    LossFunction,
+    LossTerm,
+    Noted,
+    has_lost_graph,
+    loss_term,
+    refuse_constant,
+)
 from gpipe_hpc.errors import GpipeError, ModelError
 
 Gradients = Sequence[torch.Tensor | None]
@@ -108,10 +116,14 @@ class StageWork:
         self._deferred: dict[int, Deferred] = {}
         self._room: HostRoom | None = None  # on the host, once something is moved there
         self._num_begun = 0
+        self._constants: list[Fetched] = []  # losses without a graph, in the step before
 
     def begin(self) -> None:
         """Begin a step, or an evaluation."""
         self._num_begun += 1
+        constants, self._constants = self._constants, []
+        for loss in constants:
+            refuse_constant(float(loss.read()))
         self._surroundings.begin()
         self._promises.begin(self._parameters)
         self.stage.within.begin()
@@ -299,7 +311,8 @@ class StageWork:
         try:
             with block or _NOTHING:
                 term = loss_term(run.loss_fn, output, target, num_samples)
-            check_graph(term, output)
+            if has_lost_graph(term, output):
+                self._look_at_constant(term.total)
         except Exception as error:
             inside.fail(error)
             if not isinstance(error, GpipeError):  # ours say so themselves
@@ -308,6 +321,16 @@ class StageWork:
         if block is not None:
             inside.leave(place, term.total)
         return term
+
+    def _look_at_constant(self, loss: torch.Tensor) -> None:
+        """Refuse a loss without a graph: one of a device when the next step begins, not now.
+
+        The host would wait for it.
+        """
+        if self.stage.device.is_accelerator and self.stage.device.holds(loss):
+            self._constants.append(Fetched.of(loss, self.stage.device))
+        else:
+            refuse_constant(float(loss))
 
     def _state_of_loss(self, run: Run) -> LayerState | None:
         """Return what is known of the state that a loss changes; a module may have buffers."""

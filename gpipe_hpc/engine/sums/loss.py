@@ -81,17 +81,18 @@ def loss_term(function: LossFunction, output: Nest, target: Nest, num_samples: i
     return LossTerm(term.total.reshape(()), term.weight)
 
 
-def check_graph(term: LossTerm, output: Nest) -> None:
-    """Raise ModelError if a loss has lost the graph of an output that has one.
+def has_lost_graph(term: LossTerm, output: Nest) -> bool:
+    """Say whether a loss has no graph though an output has one."""
+    if term.total.requires_grad or not torch.is_grad_enabled():  # none is wanted of what runs again
+        return False
+    return any(each.requires_grad for each in tensors_of(output))
+
+
+def refuse_constant(value: float) -> None:
+    """Raise ModelError for a loss without a graph.
 
     A loss of 0 may be a constant: of a micro-batch with nothing to learn from.
     """
-    total = term.total
-    if total.requires_grad or not torch.is_grad_enabled():  # none is wanted of what runs again
-        return
-    if not any(each.requires_grad for each in tensors_of(output)):
-        return
-    value = float(total)
     if value != 0:
         raise ModelError(
             f"loss_fn: expected a loss that autograd can follow to the model's output, got "

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gpipe_hpc import Pipeline
 from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.group import SoloGroup
 from gpipe_hpc.engine.sums import ordered
@@ -18,7 +19,10 @@ from gpipe_hpc.engine.sums.loss_scale import count_overflows
 from gpipe_hpc.engine.sums.meeting import Meeting, Says
 from gpipe_hpc.engine.sums.norms import clip_by_norm, gather_norms
 from gpipe_hpc.engine.sums.ordered import ordered_sum
+from gpipe_hpc.errors import ModelError
 from tests.played.alone import alone
+from tests.played.world import between, run_played
+from tests.support import batch, linears
 
 HOST = HostDevice()
 _VIEWS = [
@@ -66,8 +70,11 @@ def test_weights_are_summed_from_left_to_right_on_a_device(count, monkeypatch):
         assert device.fetch(total).item() == expected
 
 
-def test_a_device_that_sums_a_bag_in_another_order_adds_one_by_one(monkeypatch):
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_a_device_that_sums_a_bag_in_another_order_adds_one_by_one(has_kernel, monkeypatch):
     def turned(order, weights, mode):
+        if not has_kernel:
+            raise NotImplementedError("embedding_bag")
         return weights.flip(0).cumsum(0)[-1:]
 
     values = numbers(500)
@@ -243,3 +250,23 @@ def test_what_is_fetched_is_as_it_was_when_it_was_asked_for():
         assert fetched.part(slice(1, 2)).read().tolist() == [2.0]
         assert fetched.read().tolist() == [1.0, 2.0]
         assert len(device.host_waits) == 1
+
+
+@pytest.mark.parametrize("value", [0.0, 3.0])
+def test_a_loss_without_a_graph_is_looked_at_when_the_next_step_begins(value):
+    """The host waited for each such loss amid the step, also where it was a 0 that is meant."""
+
+    def loss(output, target):
+        return output.detach().sum() * 0 + value, 1.0
+
+    def body(world):
+        pipe = Pipeline(linears(2), loss, microbatches=2, world=world)
+        _, found = between(world.device, lambda: pipe.step(*batch(4)))
+        assert not [wait for wait in found if "loss.py" in str(wait) or "microbatch" in str(wait)]
+        if value:
+            with pytest.raises(ModelError, match=r"got 3 without a graph"):
+                pipe.step(*batch(4))
+        else:
+            pipe.step(*batch(4))
+
+    run_played(1, body)
