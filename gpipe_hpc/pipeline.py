@@ -9,7 +9,7 @@ from functools import partial
 from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+from typing import Any, Concatenate, Final, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -647,13 +647,16 @@ class Pipeline:
         except Exception as error:
             if isinstance(error, GpipeError) or not self.world.device.out_of_memory(error):
                 raise
-            layers = [layer for stage in self.stages.values() for layer in stage.layers.values()]
-            told = (
-                f"rank {self.world.rank}, stages {', '.join(map(str, self.stages))}, {where}: "
-                f"{type(error).__name__}: {str(error).strip()}"
-            )
-            with together(self.world, where), self._telling_of_memory():
-                raise Exhausted(told, Standing.of(self.world.device, layers, 0)) from error
+            self._refuse_exhausted(error, where)
+
+    def _refuse_exhausted(self, error: Exception, where: str) -> NoReturn:
+        layers = [layer for stage in self.stages.values() for layer in stage.layers.values()]
+        told = (
+            f"rank {self.world.rank}, stages {', '.join(map(str, self.stages))}, {where}: "
+            f"{type(error).__name__}: {str(error).strip()}"
+        )
+        with together(self.world, where), self._telling_of_memory():
+            raise Exhausted(told, Standing.of(self.world.device, layers, 0)) from error
 
     @contextmanager
     def _telling_of_memory(self) -> Iterator[None]:

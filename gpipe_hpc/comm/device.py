@@ -140,7 +140,10 @@ class Device(Protocol):
         """Make this the device of the calling thread; each new thread that uses it calls this."""
 
     def generators(self) -> list[Generator]:
-        """Return the generators that a layer on this device may draw from, the CPU's first."""
+        """Return the generators that a layer on this device may draw from, the CPU's first.
+
+        Raises ConfigError for a device whose generators are not to be had.
+        """
 
     def memory_allocated(self) -> int:
         """Return the bytes in use: of tensors on an accelerator, of this process on a CPU."""
@@ -410,6 +413,12 @@ class Accelerator:
     def generators(self) -> list[Generator]:
         """Return the CPU's generator and the device's."""
         module = self._module
+        if not hasattr(module, "default_generators"):
+            raise ConfigError(
+                f"device: expected one whose generators can be seeded, so that dropout is the same "
+                f"in every layout, got {self.type}, whose module has no default_generators; use "
+                f"another version of its package, or device=cpu"
+            )
         if not module.default_generators:  # before anything was done there
             module.init()
         return [torch.default_generator, module.default_generators[self.torch.index]]
@@ -427,13 +436,14 @@ class Accelerator:
         return torch.accelerator.memory_reserved(self.torch)
 
     def memory_total(self) -> int | None:
-        """Return the bytes that the device has."""
-        return torch.accelerator.get_memory_info(self.torch)[1]
+        """Return the bytes that the device has; None where torch does not tell."""
+        told = self._memory_info()
+        return None if told is None else told[1]
 
     def memory_free(self) -> int | None:
         """Return what nobody has of the device, and what torch's allocator holds unused."""
-        unused = self.memory_reserved() - self.memory_allocated()
-        return torch.accelerator.get_memory_info(self.torch)[0] + unused
+        told = self._memory_info()
+        return None if told is None else told[0] + self.memory_reserved() - self.memory_allocated()
 
     def reset_peak(self) -> None:
         """Begin a new peak of `memory_peak`."""
@@ -450,6 +460,12 @@ class Accelerator:
         if isinstance(error, torch.OutOfMemoryError):
             return True
         return isinstance(error, RuntimeError) and any(text in str(error) for text in _RAN_OUT)
+
+    def _memory_info(self) -> tuple[int, int] | None:
+        try:
+            return torch.accelerator.get_memory_info(self.torch)
+        except RuntimeError:  # not every kind has it
+            return None
 
     @property
     def _module(self) -> Any:

@@ -2,11 +2,13 @@
 
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gpipe_hpc.comm.device import Accelerator, Device, HostDevice
+from gpipe_hpc.errors import ConfigError
 
 
 class Played:
@@ -145,6 +147,25 @@ def test_generators_are_the_cpus_and_the_devices(monkeypatch):
     monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
     assert cuda().generators() == [torch.default_generator, "b"]
     assert HostDevice().generators() == [torch.default_generator]
+
+
+def test_generators_are_there_before_anything_was_done(monkeypatch):
+    """torch makes them with the first use of the device; an empty tuple has no second one."""
+    fake = SimpleNamespace(default_generators=())
+    fake.init = lambda: setattr(fake, "default_generators", ("a", "b"))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
+    assert cuda().generators() == [torch.default_generator, "b"]
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
+    with pytest.raises(ConfigError, match="expected one whose generators can be seeded"):
+        cuda().generators()
+
+
+def test_a_kind_that_does_not_tell_of_its_memory_has_no_limit(monkeypatch):
+    def refuse(device):
+        raise NotImplementedError("get_memory_info")
+
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", refuse)
+    assert cuda().memory_total() is None and cuda().memory_free() is None
 
 
 def test_the_name_is_its_makers(monkeypatch):
