@@ -186,6 +186,18 @@ def _due(traffic: _Traffic) -> "array[int]":
     return due
 
 
+class _Ring(NamedTuple):
+    """Ranks that wait in a circle, each at a ``SEND`` to the next.
+
+    `costs` are those of posting what each rank sends. A circle of all ranks may stand through
+    millions of posts, each of which changes two of them.
+    """
+
+    ranks: list[int]
+    place: dict[int, int]
+    costs: list[int]
+
+
 @dataclass
 class _Rendezvous:
     """Ranks that run their lists with blocking sends, and write down what they did.
@@ -207,7 +219,10 @@ class _Rendezvous:
         self.sends = [[op in SENDS for op, _, _ in lane.kinds] for lane in lanes]
         self.posted, self.sent = bytearray(num_transfers), bytearray(num_transfers)
         # Rank -> the transfer it sleeps for: to be posted if it is the sender, else to be sent.
+        # Who has slept for longest comes first; `fresh` fell asleep since circles were looked for.
         self.asleep: dict[int, int] = {}
+        self.fresh: list[int] = []
+        self.ring: _Ring | None = None
         # What each rank has to post, as it is due, and how much of that is behind it.
         self.posts = self._posts()
         self.num_due = [0] * num_ranks
@@ -254,6 +269,7 @@ class _Rendezvous:
                 if not reached[number]:
                     self.position[rank] = index
                     self.asleep[rank] = number
+                    self.fresh.append(rank)
                     return
             place_kind(which)
             place_number(lane.numbers[index])
@@ -286,11 +302,61 @@ class _Rendezvous:
         The bare table has an order, so each circle holds a blocked ``SEND``. All that its rank has
         sent the other one before is posted, so the order between the two stays.
         """
+        fresh = [rank for rank in dict.fromkeys(self.fresh) if rank in self.asleep]
+        self.fresh.clear()
+        self.ring = self._ring(fresh)
+        number = self._cheapest(self.ring)
+        if number is not None:
+            self._post(number)
+            return
         asleep = dict(self.asleep)
         for circle in self._circles(asleep):
             blocked = [asleep[rank] for rank in circle if self._at_a_send(rank, asleep)]
             assert blocked, f"ranks {circle} wait in a circle that no receive can break"
             self._post(min(blocked, key=lambda number: self._cost_of_posting(number, asleep)))
+
+    def _ring(self, fresh: list[int]) -> _Ring | None:
+        """Return the only circle, if all in it are at a ``SEND``; somebody in it is `fresh`."""
+        ring = self.ring
+        if ring is not None and len(fresh) == 1 and fresh[0] in ring.place:
+            place = ring.place[fresh[0]]
+            behind = ring.ranks[(place + 1) % len(ring.ranks)]
+            if self._at_a_send(fresh[0], self.asleep) and self._awaited(fresh[0]) == behind:
+                for changed in (place - 1, place):
+                    ring.costs[changed] = self._cost_in_ring(ring.ranks[changed])
+                return ring
+        circles = self._circles(fresh)
+        if len(circles) != 1 or not all(self._at_a_send(r, self.asleep) for r in circles[0]):
+            return None
+        found = circles[0]
+        place_of = {rank: place for place, rank in enumerate(found)}
+        return _Ring(found, place_of, [self._cost_in_ring(rank) for rank in found])
+
+    def _cheapest(self, ring: _Ring | None) -> int | None:
+        """Return the transfer that costs least to post; None if that has to be looked for.
+
+        Of several the first, from where the rank that sleeps for longest leads into the circle.
+        """
+        if ring is None:
+            return None
+        least, oldest = min(ring.costs), next(iter(self.asleep))
+        if oldest not in ring.place and ring.costs.count(least) > 1:
+            return None
+        start = ring.place.get(oldest, 0)
+        ahead = ring.costs[start:]
+        place = start + ahead.index(least) if least in ahead else ring.costs.index(least)
+        return self.asleep[ring.ranks[place]]
+
+    def _awaited(self, rank: int) -> int:
+        """Return for which rank one sleeps."""
+        number, transfers = self.asleep[rank], self.traffic.transfers
+        sender = transfers.sender[number]
+        return transfers.receiver[number] if sender == rank else sender
+
+    def _cost_in_ring(self, rank: int) -> int:
+        """Return how early it is to post what a rank sends; who receives it is at a send too."""
+        number = self.asleep[rank]
+        return self.due[number] - self.position[self.traffic.transfers.receiver[number]]
 
     def _at_a_send(self, rank: int, asleep: dict[int, int]) -> bool:
         return self.traffic.transfers.sender[asleep[rank]] == rank
@@ -300,19 +366,16 @@ class _Rendezvous:
         receiver = self.traffic.transfers.receiver[number]
         return not self._at_a_send(receiver, asleep), self.due[number] - self.position[receiver]
 
-    def _circles(self, asleep: dict[int, int]) -> list[list[int]]:
-        """Return the circles among ranks of which each waits for one other."""
-        transfers = self.traffic.transfers
+    def _circles(self, starts: Iterable[int]) -> list[list[int]]:
+        """Return the circles of ranks, each waiting for the next, that some ranks lead into."""
         circles: list[list[int]] = []
         seen: set[int] = set()
-        for rank in asleep:
+        for rank in starts:
             path: dict[int, int] = {}
             while rank not in seen:
                 seen.add(rank)
                 path[rank] = len(path)
-                number = asleep[rank]
-                sender = transfers.sender[number]
-                rank = transfers.receiver[number] if sender == rank else sender
+                rank = self._awaited(rank)
             if rank in path:
                 circles.append(list(path)[path[rank] :])
         return circles
