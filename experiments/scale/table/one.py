@@ -7,6 +7,7 @@ import json
 import resource
 import sys
 import time
+from itertools import pairwise
 from typing import NamedTuple
 
 from gpipe_hpc.schedule import (
@@ -69,7 +70,7 @@ def make(schedule: str, ranks: int, microbatches: int) -> Made:
     tables = training, evaluation
     heads = [without_rows(table) for table in tables]
     mark()
-    took = [end - start for start, end in zip(marks, marks[1:], strict=False)]
+    took = [end - start for start, end in pairwise(marks)]
     peak_mb = _peak_mb() - before_mb
     fullest = max(range(ranks), key=lambda rank: len(training.rows[rank]))
     sent = [
