@@ -1,7 +1,7 @@
 """What one rank tells those few that ask for it, by way of the store that brought all together."""
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 from torch.distributed.distributed_c10d import Store
@@ -12,15 +12,24 @@ _FIRST_PAUSE_S: Final = 0.001
 _LONGEST_PAUSE_S: Final = 0.2
 
 
+Note = Callable[[Sequence[int] | None], None]
+"""Takes the ranks that are waited for; None once they have told what was asked."""
+
+
+def ignore(ranks: Sequence[int] | None) -> None:
+    """Do nothing."""
+
+
 class Noticeboard:
     """Texts under the names of ranks.
 
     A rank writes one text and asks for those of its own peers, whatever the size of the world. It
     asks again and again instead of waiting in the store, where no failure would end the wait.
+    `note` is told for whom it waits.
     """
 
-    def __init__(self, store: Store, rank: int, timeout_s: float) -> None:
-        self._store, self._rank, self._timeout_s = store, rank, timeout_s
+    def __init__(self, store: Store, rank: int, timeout_s: float, note: Note = ignore) -> None:
+        self._store, self._rank, self._timeout_s, self._note = store, rank, timeout_s, note
         self._is_closed = False
 
     def tell(self, what: str, text: str = "") -> None:
@@ -46,6 +55,7 @@ class Noticeboard:
         self._is_closed = True
 
     def _await(self, what: str, keys: Mapping[int, str]) -> None:
+        self._note(sorted(keys.keys() - {self._rank}) or None)
         deadline_s, pause_s = time.monotonic() + self._timeout_s, _FIRST_PAUSE_S
         while keys and not self._store.check(list(keys.values())):
             if self._is_closed:
@@ -55,6 +65,7 @@ class Noticeboard:
                 raise TimeoutError(f"{what}: waited in vain for {rank_names(missing)}")
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+        self._note(None)
 
 
 def _key(what: str, rank: int) -> str:

@@ -425,7 +425,7 @@ class ProcessWorld:
         # From host to host by two ranks, and over the device's backend by direction.
         self._pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._queues: dict[tuple[int, int], TorchLane] = {}
-        self._board_of_notices = Noticeboard(keys, self.rank, timeout_s)
+        self._board_of_notices = Noticeboard(keys, self.rank, timeout_s, self._pulse.wait_for)
         self._former = Former(
             f"gpipe_hpc_world{number}", self._timeout, self._backend, self._board_of_notices.meet
         )

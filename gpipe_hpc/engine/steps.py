@@ -59,7 +59,7 @@ class Site:
         everybody = world.gathering([range(world.size)])
         if mesh.replicas == 1:
             return cls(world, mesh, everybody, everybody)
-        pipelines = [mesh.pipeline_ranks(r) for r in range(mesh.replicas)]
+        pipelines = [mesh.pipeline_ranks(mesh.replica_of(world.rank))]
         return cls(world, mesh, everybody, world.gathering(pipelines))
 
     @property

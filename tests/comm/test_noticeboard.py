@@ -46,6 +46,16 @@ def test_the_failure_of_a_rank_ends_the_wait_for_another():
     timer.join()
 
 
+def test_it_is_known_for_whom_a_rank_waits():
+    """Else its watcher would say that it makes no progress, and show the wrong stack."""
+    noted = []
+    store = HashStore()
+    zero, one = (Noticeboard(store, rank, 5.0, noted.append) for rank in range(2))
+    one.tell("start")
+    zero.meet("start", [0, 1])
+    assert noted == [[1], None]
+
+
 def test_ranks_meet_when_all_have_come():
     zero, one = boards(2)
     timer = later(lambda: one.meet("start", [0, 1]))

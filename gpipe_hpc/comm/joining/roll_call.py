@@ -32,7 +32,7 @@ from gpipe_hpc.errors import LaunchError
 
 # How long past its time a rank stays for others to hear, or to speak.
 _GRACE_S: Final = 5.0
-_ANSWER_S: Final = 20.0
+_ANSWER_S: Final = 60.0  # ranks that share few cores are slow
 _VERDICT: Final = "verdict"
 _WIDTH: Final = 8
 # A store answers more; and no rank asks less often than every two seconds.

@@ -78,6 +78,10 @@ class Pulse:
         elif self._display is not None:
             self._display.show_action(self.count, activity)
 
+    def wait_for(self, ranks: Sequence[int] | None) -> None:
+        """Take note of the ranks that this one waits for; None: of none any more."""
+        self.waits_for = ranks
+
     def _turn(self, activity: Phase | Idle) -> None:
         before, longest_s = self._phase, self._longest_s
         if before:

@@ -60,7 +60,7 @@ def wire(
     if normalises_together and mesh.replicas > 1:
         # Its own: what a backward sums must not wait for gradients under way. All replicas run
         # one table, so a rank's peers are those at its position.
-        peers = world.group([mesh.replica_ranks(k) for k in range(mesh.stages)])
+        peers = world.group([mesh.replica_ranks(mesh.stage_rank_of(world.rank))])
     return Wiring(transport, placed, reductions, copies, peers)
 
 
@@ -87,31 +87,27 @@ def _copies(
     """
     own = mesh.stage_rank_of(world.rank)
     shares_groups |= all(len(placement.stages_of(k)) < 2 for k in range(placement.num_ranks))
-    over_replicas = world.group([mesh.replica_ranks(k) for k in range(mesh.stages)])
+    over_replicas = world.group([mesh.replica_ranks(own)])
     groups: dict[int, Group] = {}
     for stage in range(placement.num_stages):
         holders = placement.holders(stage)
-        group = over_replicas
+        if own not in holders:
+            continue
+        groups[stage] = over_replicas
         if len(holders) > 1 or not shares_groups:
             ranks = [mesh.world_rank(r, k) for r in range(mesh.replicas) for k in holders]
-            others = [(rank,) for rank in range(mesh.size) if rank not in ranks]
-            group = world.group([ranks, *others])
-        if own in holders:
-            groups[stage] = group
+            groups[stage] = world.group([ranks])
     return groups
 
 
 def _within(world: World, mesh: Mesh, placement: Placement) -> dict[int, Group]:
     """Form, for each stage of this rank, the group of those of its replica that hold it."""
-    own = mesh.stage_rank_of(world.rank)
+    own, replica = mesh.stage_rank_of(world.rank), mesh.replica_of(world.rank)
     groups: dict[int, Group] = {}
     for stage in range(placement.num_stages):
         holders = placement.holders(stage)
-        members = [[mesh.world_rank(r, k) for k in holders] for r in range(mesh.replicas)]
-        inside = {rank for ranks in members for rank in ranks}
-        group = world.group([*members, *((r,) for r in range(mesh.size) if r not in inside)])
         if own in holders:
-            groups[stage] = group
+            groups[stage] = world.group([[mesh.world_rank(replica, k) for k in holders]])
     return groups
 
 

@@ -106,18 +106,18 @@ def join_ties(
         places = sorted({stage_of_layer[layer] for layer, _ in tie.places})
         holders = sorted({rank for stage in places for rank in placement.holders(stage)})
         ranks = [mesh.world_rank(r, k) for r in range(mesh.replicas) for k in holders]
-        others = [(rank,) for rank in range(mesh.size) if rank not in ranks]
-        everybody = group = world.group([ranks, *others])
+        if world.rank not in ranks:
+            continue
+        everybody = group = world.group([ranks])
         if is_apart:
-            within = [[mesh.world_rank(r, k) for k in holders] for r in range(mesh.replicas)]
-            group = world.group([*within, *others])
-        if world.rank in ranks:
-            held = next(stage for index, stage in stages.items() if index in places)
-            tied = TiedParameter(tie.name, held.tied[tie.name], group, everybody, outer)
-            root = mesh.world_rank(0, placement.holders(stage_of_layer[tie.places[0][0]])[0])
-            joined.append(tied)
-            first = groups.setdefault((everybody.ranks, root), everybody)
-            copies.setdefault((first, root), []).append(tied.value)
+            replica = mesh.replica_of(world.rank)
+            group = world.group([[mesh.world_rank(replica, k) for k in holders]])
+        held = next(stage for index, stage in stages.items() if index in places)
+        tied = TiedParameter(tie.name, held.tied[tie.name], group, everybody, outer)
+        root = mesh.world_rank(0, placement.holders(stage_of_layer[tie.places[0][0]])[0])
+        joined.append(tied)
+        first = groups.setdefault((everybody.ranks, root), everybody)
+        copies.setdefault((first, root), []).append(tied.value)
     for (first, root), values in copies.items():
         with torch.no_grad():
             broadcast_packed(first, values, root)
