@@ -38,13 +38,13 @@ def measured_apart(size: int) -> One:
 
 @pytest.mark.parametrize(
     ("what", "at_64", "each_level"),
-    [("keys", 20, 8), ("groups", 6, 2), ("peers", 33, 14), ("collectives", 25, 14)],
+    [("keys", 20, 8), ("groups", 8, 3), ("peers", 42, 21), ("collectives", 28, 16)],
 )
 def test_what_a_rank_does_to_start_grows_with_the_levels(found, what, at_64, each_level):
     """Each rank asked the store for all, formed two full meshes and gathered from all ranks.
 
-    A level has eight times the ranks: a group for the start and one for the steps, each of eight.
-    A watcher has six more neighbours.
+    A level has eight times the ranks: a group for the start, one for the steps and one in which
+    rows of the table are handed out, each of eight. A watcher has six more neighbours.
     """
     counts = [getattr(found[size], what) for size in (64, 512, 4096)]
     assert counts[0] <= at_64
