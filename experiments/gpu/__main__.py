@@ -48,8 +48,8 @@ def parts(kind: str, in_little: bool) -> list[Part]:
             "one rank",
             "ours beside the plainest good loop, layers not compiled",
             "experiments.gpu.one_rank",
-            120,
-            (*device, *size),
+            100,
+            (*device, *size, "--most", "medium"),
         ),
         Part(
             "two ranks, one device",
@@ -102,7 +102,7 @@ def parts(kind: str, in_little: bool) -> list[Part]:
             "one rank, compiled",
             "ours beside the plainest good loop, each layer compiled",
             "experiments.gpu.one_rank",
-            200,
+            300,
             (*device, *size, "--backend", "eager" if in_little else "inductor"),
         ),
     ]

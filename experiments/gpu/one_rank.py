@@ -139,6 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", required=True)
     parser.add_argument("--size", choices=("auto", *SIZES), default="auto")
+    parser.add_argument("--most", choices=SIZES, default="xl", help="the largest that auto takes")
     parser.add_argument("--backend", default="none", help="of torch.compile, or none")
     parser.add_argument("--found", type=Path, required=True)
     args = parser.parse_args()
@@ -147,7 +148,7 @@ def main() -> None:
     # Each kind of layer of each contestant has variants of its own.
     torch._dynamo.config.recompile_limit = 128
     device = the_device(args.device)
-    name, size = size_for(args.size, device.memory_free(), device.is_accelerator)
+    name, size = size_for(args.size, device.memory_free(), device.is_accelerator, args.most)
     findings.add("size", {"name": name, **vars(size), "multiplied": size.multiplied})
     batch = size.batch()
     contestants: list[Contestant] = []
