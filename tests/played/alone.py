@@ -3,15 +3,18 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.played.device import PlayedDevice
+from tests.played.device import PlayedDevice, Site
 from tests.played.interpose import interposed
 from tests.played.tracker import Tracker
 
 
 @contextmanager
-def alone() -> Iterator[PlayedDevice]:
-    """Play a device within the block; `host_waits` says what the host has waited for."""
+def alone(ignores: frozenset[Site] = frozenset()) -> Iterator[PlayedDevice]:
+    """Play a device within the block; `host_waits` says what the host has waited for.
+
+    `ignores`: calls that do nothing.
+    """
     with interposed():
-        played = PlayedDevice(Tracker())
+        played = PlayedDevice(Tracker(), ignores)
         with played.playing():
             yield played

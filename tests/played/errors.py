@@ -19,3 +19,7 @@ class PinnedError(PlayedError):
 
 class PlaceError(PlayedError):
     """A tensor of the host stands where one of the device must, or the other way round."""
+
+
+class MarkError(PlayedError):
+    """The time of a mark is read before it is known."""

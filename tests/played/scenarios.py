@@ -162,6 +162,7 @@ def train(scenario: Scenario, world: Any) -> Given:
             pipe.outer_step()
     inputs, targets = data[0]
     part = pipe.share(len(inputs))
+    assert pipe.timeline().makespan > 0  # of marks, which are read
     given.losses.append(pipe.evaluate(inputs[part], targets[part]).loss)
     end = {name: parameter.detach().clone() for name, parameter in pipe.named_parameters()}
     given.tensors.append({**end, "predicted": pipe.predict(inputs[part]).clone()})

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import gpipe_hpc
 from tests.played.device import Site
+from tests.played.places import Where
 
 _PACKAGE = Path(gpipe_hpc.__file__).parent
 ORDERING = frozenset(
@@ -24,11 +25,18 @@ class Call(NamedTuple):
     last: int
 
     def __str__(self) -> str:
-        return f"{Path(self.path).relative_to(_PACKAGE)}:{self.first} {self.method}"
+        return f"{self.file}:{self.first} {self.method}"
 
-    def is_at(self, site: Site) -> bool:
-        method, (path, line) = site
-        return (method, path) == (self.method, self.path) and self.first <= line <= self.last
+    @property
+    def file(self) -> str:
+        """Return the file within the package."""
+        return str(Path(self.path).relative_to(_PACKAGE))
+
+    @property
+    def sites(self) -> frozenset[Site]:
+        """Return what a played device may hear of it."""
+        lines = range(self.first, self.last + 1)
+        return frozenset((self.method, Where(self.path, line)) for line in lines)
 
 
 def calls() -> Iterator[Call]:

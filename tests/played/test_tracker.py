@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.played.errors import PinnedError, PlaceError, RaceError, ReuseError
+from tests.played.errors import MarkError, PinnedError, PlaceError, RaceError, ReuseError
 
 
 def on_device(device, *shape):
@@ -445,6 +445,23 @@ def test_a_host_read_races_too(device):
         made = on_device(device, 3)
     with pytest.raises(RaceError):
         made.tolist()
+
+
+# What time it was.
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_marks_that_are_not_done_have_no_time(device, is_recorded):
+    first, last = device.event(timing=True), device.event(timing=True)
+    first.record()
+    on_device(device, 3)
+    if is_recorded:
+        last.record()
+    with pytest.raises(MarkError, match=r"not waited for|never recorded"):
+        first.elapsed_ms(last)
+    last.record()
+    last.synchronize()
+    assert first.elapsed_ms(last) > 0
 
 
 # What is right stays silent.

@@ -1,0 +1,93 @@
+"""Programs of a few lines, each around one class of the package that orders streams."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from gpipe_hpc.checkpoint.host_copy import HostBuffer
+from gpipe_hpc.comm.collectives.on_stream import StreamCarrier
+from gpipe_hpc.comm.collectives.plan import Place
+from gpipe_hpc.comm.collectives.ring import ring_all_reduce
+from gpipe_hpc.engine.batch.intake import Intake
+from gpipe_hpc.engine.outer.compress.beside import BesideOnStream
+from gpipe_hpc.engine.sums.fetched import Fetched
+from tests.played.device import PlayedDevice
+
+Drive = Callable[[PlayedDevice], object]
+
+
+def made(device: PlayedDevice, size: int = 6) -> Tensor:
+    return torch.ones(size, device=device.torch).mul_(2)
+
+
+def _echo(
+    traffic: object,
+    sends: Sequence[tuple[int, Tensor]],
+    receives: Sequence[tuple[int, Tensor]],
+    note: object,
+) -> None:
+    """Exchange with a rank that has the same."""
+    for (_, out), (_, into) in zip(sends, receives, strict=True):
+        into.copy_(out if len(out) == len(into) else out[:1])
+
+
+def plans(device: PlayedDevice) -> None:
+    """A plan whose result is used, and one whose tensor is let go of before it was waited for."""
+    carrier = StreamCarrier((0, 1), 0, _echo, lambda tensor: None, device)
+    for is_used in (True, False):
+        tensor = made(device)
+        pending = carrier.start(ring_all_reduce(Place(2, 0), 6), tensor, "a sum")
+        if is_used:
+            pending.wait()
+            assert tensor.tolist() == [4.0] * 6
+        del tensor
+        made(device)
+
+
+def jobs(device: PlayedDevice) -> None:
+    """Jobs on a stream of their own, which are used, or whose tensors are let go of."""
+    beside = BesideOnStream(device)
+    for is_used in (True, False):
+        tensor = made(device)
+        pending = beside.start(lambda own=tensor: own.add_(1), [tensor])
+        if is_used:
+            pending.wait()
+            assert tensor.tolist() == [3.0] * 6
+        del tensor, pending
+        made(device)
+
+
+def intake(device: PlayedDevice) -> None:
+    """Batches that come, are used and let go of."""
+    brings = Intake(device)
+    for number in range(3):
+        batch = torch.full((6,), float(number))
+        own = brings.bring((batch, batch.long()))
+        batch.fill_(-1.0)
+        total = own[0] + own[1]
+        del own
+        brings.bring((batch,))
+        assert total.tolist() == [2.0 * number] * 6
+
+
+def fetched(device: PlayedDevice) -> None:
+    assert Fetched.of(made(device), device).read().tolist() == [2.0] * 6
+    values = Fetched.of(made(device), device)
+    assert not values.event or not values.event.query()
+    assert values.part(slice(2)).read().tolist() == [2.0] * 2
+
+
+def copies(device: PlayedDevice) -> None:
+    """What a checkpoint in the background copies to the host, and writes."""
+    tensors = {"own": made(device), "host": torch.ones(3)}
+    assert HostBuffer(device).copy(tensors)["own"].tolist() == [2.0] * 6
+
+
+DRIVES: dict[str, Drive] = {
+    "comm/collectives/on_stream.py": plans,
+    "engine/outer/compress/beside.py": jobs,
+    "engine/batch/intake.py": intake,
+    "engine/sums/fetched.py": fetched,
+    "checkpoint/host_copy.py": copies,
+}

@@ -1,0 +1,98 @@
+"""Each wait, mark and loan of the package is there for something: without it the tracker objects.
+
+A call is left out by doing nothing where it comes from that line. Nobody lists them by hand: a new
+one that no program here misses fails this test.
+"""
+
+import pytest
+
+from tests.played.alone import alone
+from tests.played.drives import DRIVES
+from tests.played.errors import PlayedError
+from tests.played.places import Where
+from tests.played.scenarios import ALL, Scenario, played
+from tests.played.sites import Call, calls
+from tests.played.test_transport import on_played
+
+# What the tracker cannot miss, and why it is there all the same.
+ARGUED = {
+    "planning/clock.py synchronize": "a clock that starts early would measure what came before",
+    "planning/clock.py record": "marks that times are measured between; nothing is ordered",
+    "bench/point.py synchronize": "a clock on the host stops when the work is done",
+    "bench/collectives/point.py synchronize": "a clock on the host stops when the work is done",
+    "comm/collectives/tuned.py synchronize": "a clock on the host stops when the work is done",
+}
+# The cheapest trainings first; of those not named all are tried.
+NEAR = {
+    "comm/handing.py": ["nests"],
+    "comm/threads.py": ["sums", "flat shards", "normed over replicas"],
+    "comm/collectives/on_stream.py": ["by halving"],
+    "engine/outer/compress/beside.py": ["topk", "powersgd"],
+    "engine/memory/": ["one rank", "zb_h1", "nests offloaded"],
+    "engine/recorder.py": ["one rank", "uneven"],
+    "engine/batch/": ["one rank", "uneven"],
+    "engine/sums/": ["one rank", "uneven", "float16 with an overflow"],
+}
+NAMED = {scenario.name: scenario for scenario in ALL}
+
+
+def near(call: Call) -> list[Scenario]:
+    """Return the trainings that may miss a call, the cheapest first."""
+    found = [
+        NAMED[n] for prefix, names in NEAR.items() if call.file.startswith(prefix) for n in names
+    ]
+    return found or ALL
+
+
+def is_missed_by_a_drive(call: Call) -> bool:
+    if call.file.startswith("comm/transport/"):
+        return any(on_played(call.sites, has_backend=has)[1] for has in (False, True))
+    if call.file not in DRIVES:
+        return False
+    try:
+        with alone(call.sites) as device:
+            DRIVES[call.file](device)
+    except PlayedError:
+        return True
+    return False
+
+
+def is_missed_in_training(call: Call, scenario: Scenario) -> bool:
+    try:
+        played(scenario, call.sites)
+    except PlayedError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("drive", DRIVES, ids=str)
+def test_the_programs_are_in_order(drive):
+    with alone() as device:
+        DRIVES[drive](device)
+    assert device.tracker.faults == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("call", [pytest.param(call, id=str(call)) for call in calls()])
+def test_each_is_missed_where_it_does_nothing(call):
+    if f"{call.file} {call.method}" in ARGUED:
+        return
+    assert is_missed_by_a_drive(call) or any(is_missed_in_training(call, s) for s in near(call))
+
+
+def test_what_is_argued_is_there():
+    """No argument outlives its call."""
+    assert set(ARGUED) <= {f"{call.file} {call.method}" for call in calls()}
+
+
+def test_calls_are_found():
+    found = {f"{call.file} {call.method}" for call in calls()}
+    assert {"engine/memory/offload.py lend", "comm/handing.py record_event"} <= found
+    assert len(found) > 25
+
+
+def test_a_call_that_does_nothing_is_one_of_its_line_alone():
+    (call,) = [c for c in calls() if str(c).endswith("lend") and c.file == "comm/handing.py"]
+    assert ("lend", Where(call.path, call.first)) in call.sites
+    assert not call.sites & next(c for c in calls() if c.method == "wait_event").sites
