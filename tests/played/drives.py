@@ -9,8 +9,13 @@ from gpipe_hpc.checkpoint.host_copy import HostBuffer
 from gpipe_hpc.comm.collectives.on_stream import StreamCarrier
 from gpipe_hpc.comm.collectives.plan import Place
 from gpipe_hpc.comm.collectives.ring import ring_all_reduce
+from gpipe_hpc.comm.group import Piece
+from gpipe_hpc.comm.thread_hub import ThreadHub
+from gpipe_hpc.comm.threads import ThreadGroup
 from gpipe_hpc.engine.batch.intake import Intake
+from gpipe_hpc.engine.device_clock import DeviceClock
 from gpipe_hpc.engine.outer.compress.beside import BesideOnStream
+from gpipe_hpc.engine.recorder import seconds_between, take_mark
 from gpipe_hpc.engine.sums.fetched import Fetched
 from tests.played.device import PlayedDevice
 
@@ -78,6 +83,25 @@ def fetched(device: PlayedDevice) -> None:
     assert values.part(slice(2)).read().tolist() == [2.0] * 2
 
 
+def clock(device: PlayedDevice) -> None:
+    first = take_mark(device)
+    made(device)
+    last = take_mark(device)
+    assert seconds_between(first, last) > 0
+    moments = DeviceClock(device)
+    for _ in range(4):  # steps of which nobody reads anything
+        moments.begin()
+        made(device)
+
+
+def sends(device: PlayedDevice) -> None:
+    """What is sent may be let go of at once: nobody waits for it."""
+    group = ThreadGroup(ThreadHub(2), (0, 1), 0, 0, device)
+    for _ in range(2):
+        group.start_exchange([Piece(1, made(device))], [])
+        made(device)
+
+
 def copies(device: PlayedDevice) -> None:
     """What a checkpoint in the background copies to the host, and writes."""
     tensors = {"own": made(device), "host": torch.ones(3)}
@@ -90,4 +114,6 @@ DRIVES: dict[str, Drive] = {
     "engine/batch/intake.py": intake,
     "engine/sums/fetched.py": fetched,
     "checkpoint/host_copy.py": copies,
+    "comm/threads.py": sends,
+    "engine/device_clock.py": clock,
 }

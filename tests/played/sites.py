@@ -21,6 +21,7 @@ class Call(NamedTuple):
 
     method: str
     path: str
+    function: str
     first: int
     last: int
 
@@ -31,6 +32,11 @@ class Call(NamedTuple):
     def file(self) -> str:
         """Return the file within the package."""
         return str(Path(self.path).relative_to(_PACKAGE))
+
+    @property
+    def name(self) -> str:
+        """Return what an argument for it names."""
+        return f"{self.file} {self.function} {self.method}"
 
     @property
     def sites(self) -> frozenset[Site]:
@@ -44,9 +50,14 @@ def calls() -> Iterator[Call]:
     for path in sorted(_PACKAGE.rglob("*.py")):
         if path == _DEVICES:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-                continue
-            if node.func.attr in ORDERING:
-                last = node.end_lineno or node.lineno
-                yield Call(node.func.attr, str(path), node.lineno, last)
+        yield from _calls_in(ast.parse(path.read_text()), str(path), "")
+
+
+def _calls_in(node: ast.AST, path: str, function: str) -> Iterator[Call]:
+    if isinstance(node, ast.FunctionDef):
+        function = node.name
+    is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    if is_method and node.func.attr in ORDERING:
+        yield Call(node.func.attr, path, function, node.lineno, node.end_lineno or node.lineno)
+    for child in ast.iter_child_nodes(node):
+        yield from _calls_in(child, path, function)

@@ -1,7 +1,7 @@
 """Keep the activations of a micro-batch in host memory between its forward and its backward."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
@@ -84,8 +84,12 @@ class HostCopy:
                 memory.device = None
 
     def fetch(self) -> None:
-        """Start moving everything back."""
-        with self._copying():
+        """Start moving everything back.
+
+        The compute is not waited for: what lies on the host was put there on the same stream, and
+        memory that it is given was lent to the compute, if that had it.
+        """
+        with nullcontext() if self._room is None else self._device.on(self._room.stream):
             for memory in self._memories.values():
                 assert memory.host is not None, "fetched without having been offloaded"
                 arriving = self._device.empty((memory.host.numel(),), torch.uint8)
