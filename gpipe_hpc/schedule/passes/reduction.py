@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from gpipe_hpc.schedule.table.actions import COMPUTE, SENDS, Op
 from gpipe_hpc.schedule.table.lifetimes import ENDS_BACKWARD
-from gpipe_hpc.schedule.table.precedence import build_precedence, execution_order
+from gpipe_hpc.schedule.table.precedence import NOWHERE, build_precedence, runs
 from gpipe_hpc.schedule.table.rows import Row, RowWriter
 from gpipe_hpc.schedule.table.schedule import Schedule
 
@@ -42,14 +42,22 @@ def _turns(schedule: Schedule) -> dict[int, int]:
     done = [0] * graph.num_nodes
     free_at = [0] * schedule.num_ranks
     latest: dict[int, int] = dict.fromkeys(shared, 0)
-    for node in execution_order(graph, graph.waits):
-        op, stage, _ = graph.kinds[graph.which[node]]
-        rank = graph.ranks[node]
-        free_at[rank] = max([free_at[rank], *(done[wait] for wait in graph.waits[node])])
-        free_at[rank] += op in COMPUTE
-        done[node] = free_at[rank]
-        if stage in shared and op in ENDS_BACKWARD:
-            latest[stage] = max(latest[stage], done[node])
+    computes = [op in COMPUTE for op, _, _ in graph.kinds]
+    ends = [stage in shared and op in ENDS_BACKWARD for op, stage, _ in graph.kinds]
+    waited_for = graph.waits.one
+    for run in filter(None, runs(graph, graph.waits)):
+        rank = graph.ranks[run.start]
+        at = free_at[rank]
+        for node, which in zip(run, graph.which[run.start : run.stop], strict=True):
+            if waited_for[node] != NOWHERE:
+                at = max(at, *(done[wait] for wait in graph.waits[node]))
+            if computes[which]:
+                at += 1
+            done[node] = at
+            if ends[which]:
+                stage = graph.kinds[which][1]
+                latest[stage] = max(latest[stage], at)
+        free_at[rank] = at
     order = sorted(shared, key=lambda stage: (latest[stage], -stage))
     return {stage: turn for turn, stage in enumerate(order)}
 
