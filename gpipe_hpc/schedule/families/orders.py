@@ -39,7 +39,9 @@ class RankOrder:
         self.overlaps: list[Overlap] = []
         self._microbatch_of = microbatch_of
         self._taken: dict[tuple[Op, int], int] = defaultdict(int)
-        self._owed: deque[Action] = deque()
+        # Of each stage the micro-batches whose ``W`` is owed, with how many were owed before.
+        self._owed: dict[int, deque[tuple[int, int]]] = defaultdict(deque)
+        self._num_owed = 0
 
     def run(self, op: Op, stage: int) -> None:
         """Add ``F``, ``B`` or ``I`` of a stage's next micro-batch; an ``I`` owes its ``W``."""
@@ -49,7 +51,8 @@ class RankOrder:
         microbatch = self._microbatch_of(stage, index) if self._microbatch_of else index
         self.actions.append(Action(op, stage, microbatch))
         if op is Op.I:
-            self._owed.append(Action(Op.W, stage, microbatch))
+            self._owed[stage].append((self._num_owed, microbatch))
+            self._num_owed += 1
 
     def overlap(self, forward: int, backward: int) -> None:
         """Add ``F`` of one stage and ``B`` of another as one block."""
@@ -59,9 +62,10 @@ class RankOrder:
 
     def pay(self, stage: int | None = None) -> None:
         """Add the ``W`` that is owed for longest, by one stage or by any."""
-        owed = next(each for each in self._owed if stage is None or each.stage == stage)
-        self._owed.remove(owed)
-        self.actions.append(owed)
+        if stage is None:
+            _, stage = min((owed[0], each) for each, owed in self._owed.items() if owed)
+        _, microbatch = self._owed[stage].popleft()
+        self.actions.append(Action(Op.W, stage, microbatch))
 
     def taken(self, op: Op, stage: int) -> int:
         """Return how many micro-batches of a stage an op has run; ``B`` counts as ``I``."""
@@ -69,7 +73,7 @@ class RankOrder:
 
     def num_owed(self, stage: int) -> int:
         """Return how many ``W`` a stage owes."""
-        return sum(each.stage == stage for each in self._owed)
+        return len(self._owed[stage])
 
 
 def in_slots(slots: Iterable[tuple[int, int, Action]], num_ranks: int) -> list[list[Action]]:
