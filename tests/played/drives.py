@@ -116,4 +116,5 @@ DRIVES: dict[str, Drive] = {
     "checkpoint/host_copy.py": copies,
     "comm/threads.py": sends,
     "engine/device_clock.py": clock,
+    "engine/recorder.py": clock,
 }

@@ -36,6 +36,7 @@ NEAR = {
     "engine/batch/": ["one rank", "uneven"],
     "engine/sums/": ["one rank", "uneven", "float16 with an overflow"],
 }
+CALLS = list(calls())
 NAMED = {scenario.name: scenario for scenario in ALL}
 
 
@@ -77,7 +78,7 @@ def test_the_programs_are_in_order(drive):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("call", [pytest.param(call, id=str(call)) for call in calls()])
+@pytest.mark.parametrize("call", [pytest.param(call, id=str(call)) for call in CALLS])
 def test_each_is_missed_where_it_does_nothing(call):
     if call.name in ARGUED:
         return
@@ -86,16 +87,16 @@ def test_each_is_missed_where_it_does_nothing(call):
 
 def test_what_is_argued_is_there():
     """No argument outlives its call."""
-    assert set(ARGUED) <= {call.name for call in calls()}
+    assert set(ARGUED) <= {call.name for call in CALLS}
 
 
 def test_calls_are_found():
-    found = {f"{call.file} {call.method}" for call in calls()}
+    found = {f"{call.file} {call.method}" for call in CALLS}
     assert {"engine/memory/offload.py lend", "comm/handing.py record_event"} <= found
     assert len(found) > 25
 
 
 def test_a_call_that_does_nothing_is_one_of_its_line_alone():
-    (call,) = [c for c in calls() if str(c).endswith("lend") and c.file == "comm/handing.py"]
+    (call,) = [c for c in CALLS if str(c).endswith("lend") and c.file == "comm/handing.py"]
     assert ("lend", Where(call.path, call.first)) in call.sites
-    assert not call.sites & next(c for c in calls() if c.method == "wait_event").sites
+    assert not call.sites & next(c for c in CALLS if c.method == "wait_event").sites
