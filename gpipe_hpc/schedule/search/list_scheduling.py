@@ -63,8 +63,9 @@ class _State:
         self.spare = _spare_room(placement)
         # For each rank, op and stage the micro-batches that are or will be ready, and when.
         self.queues: list[dict[_Kind, list[tuple[int, float]]]] = [{} for _ in range(num_ranks)]
-        self.missing: dict[Action, int] = {}
-        self.ready_at: dict[Action, float] = {}
+        # By op, stage and micro-batch: plain tuples, as there are millions.
+        self.missing: dict[tuple[Op, int, int], int] = {}
+        self.ready_at: dict[tuple[Op, int, int], float] = {}
         self.looks: list[tuple[float, int]] = []
         self.needs = _needs(rules.durations, num_stages)
         self.followers: dict[_Kind, list[_Kind]] = defaultdict(list)
@@ -73,7 +74,7 @@ class _State:
                 self.followers[need].append(kind)
         self.num_actions = len(rules.durations) * num_stages * placement.num_microbatches
         for microbatch in range(placement.num_microbatches):
-            self._offer(Action(Op.F, 0, microbatch), 0.0)
+            self._offer((Op.F, 0, microbatch), 0.0)
 
     def run(self) -> None:
         """Let ranks look for work, in the order of time, until nobody has any."""
@@ -113,20 +114,20 @@ class _State:
             arrival = end
             if self.placement.rank_of(next_stage, microbatch) != rank:
                 arrival += self.rules.transfers[min(stage, next_stage)]
-            self._provide(Action(next_op, next_stage, microbatch), arrival)
+            self._provide((next_op, next_stage, microbatch), arrival)
 
-    def _provide(self, action: Action, when: float) -> None:
+    def _provide(self, action: tuple[Op, int, int], when: float) -> None:
         """Note that one of an action's needs is met at a time."""
-        later = max(when, self.ready_at.get(action, 0.0))
-        missing = self.missing.get(action, len(self.needs[action.op, action.stage])) - 1
+        later = max(when, self.ready_at.pop(action, 0.0))
+        missing = self.missing.pop(action, None)
+        missing = (len(self.needs[action[:2]]) if missing is None else missing) - 1
         if missing:
             self.missing[action], self.ready_at[action] = missing, later
         else:
             self._offer(action, later)
 
-    def _offer(self, action: Action, when: float) -> None:
-        op, stage, microbatch, _ = action
-        assert microbatch is not None, f"{action} has no micro-batch"
+    def _offer(self, action: tuple[Op, int, int], when: float) -> None:
+        op, stage, microbatch = action
         rank = self.placement.rank_of(stage, microbatch)
         heapq.heappush(self.queues[rank].setdefault((op, stage), []), (microbatch, when))
         heapq.heappush(self.looks, (when, rank))
