@@ -66,7 +66,7 @@ def start_world(
         )
         if isinstance(world, ProcessWorld):
             watch_uncaught(world)
-            with together(world, "launch"):
+            with together(world, "joining the other ranks"):
                 world.claim(device)
     return world
 
