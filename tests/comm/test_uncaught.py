@@ -13,12 +13,16 @@ from gpipe_hpc.errors import ConfigError, PeerError
 
 SCRIPT = """
 import os
+import signal
 import sys
 
 import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline
+
+# Shells start what runs in the background with Ctrl-C ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 kind, rank = sys.argv[1], int(os.environ["RANK"])
 

@@ -345,13 +345,13 @@ def test_buffers_that_were_made_later_are_made_equal_in_every_step(policy):
 def test_without_changes_nothing_is_sent(monkeypatch):
     """What tells the holders rides with the flags of used parameters."""
     calls = []
-    original = ThreadGroup._next_key
+    original = ThreadGroup._contribute
 
-    def counting(self, value):
+    def counting(self, left):
         calls.append(self._rank)
-        return original(self, value)
+        return original(self, left)
 
-    monkeypatch.setattr(ThreadGroup, "_next_key", counting)
+    monkeypatch.setattr(ThreadGroup, "_contribute", counting)
 
     def count(layer):
         def body(world):
