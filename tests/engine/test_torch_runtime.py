@@ -1,6 +1,5 @@
 """Our tables in torch.distributed.pipelining's own runtime, and its tables in ours."""
 
-
 import pytest
 import torch
 from torch import distributed as dist
