@@ -18,6 +18,7 @@ import torch.distributed as dist
 from experiments.gpu.devices import the_device
 from experiments.gpu.running import Findings, enter, timed
 from gpipe_hpc.comm.device import Device
+from gpipe_hpc.engine.sums.powers import power_near_inverse
 from gpipe_hpc.planning.device_peaks import peak_flops_per_s
 
 PACKAGES: Final = (
@@ -199,8 +200,7 @@ def one_of_everything(device: Device) -> dict[str, str]:
 
     def float64() -> str:
         value = device.bring(torch.tensor(3.0, dtype=torch.float64))
-        exponent = torch.frexp(value).exponent
-        exact = torch.ldexp(torch.ones_like(value), -exponent)
+        exact = power_near_inverse(value)
         assert float(exact) == 0.25, f"a power of two is {float(exact)}"
         return "ok"
 

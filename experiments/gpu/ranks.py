@@ -7,6 +7,7 @@ Over ``staged`` the ranks share one device and boundaries go through pinned memo
 import argparse
 import os
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from experiments.gpu.gradients import (
     plain_gradients,
 )
 from experiments.gpu.running import Findings, enter
+from gpipe_hpc.comm.forming import Former
 from gpipe_hpc.comm.joining.start import start_world
 from gpipe_hpc.comm.world import World
 
@@ -81,9 +83,17 @@ def own(kind: str) -> World:
 
 
 def summed(world: World) -> float:
-    """Sum a tensor of the device over all ranks, through the group that the package uses."""
+    """Sum a tensor of the device over all ranks, through the kind of group that the package uses.
+
+    A world of one rank has none that sums, so one is formed here: else no backend would start.
+    """
     tensor = world.device.bring(torch.full([1024], float(world.rank + 1)))
-    world.everybody.all_reduce(tensor)
+    if world.size == 1 and dist.is_initialized():
+        backend = dist.get_backend_config()
+        former = Former("alone", timedelta(seconds=60), backend)
+        dist.all_reduce(tensor, group=former.form((0,)))
+    else:
+        world.everybody.all_reduce(tensor)
     found = world.device.fetch(tensor)
     wanted = world.size * (world.size + 1) / 2
     assert bool((found == wanted).all()), f"the sum is {found[0]}, not {wanted}"

@@ -37,12 +37,12 @@ def broadcast_packed(
     for pack in _packs(ordered, pack_bytes):
         num_sent += 1
         if len(pack) == 1 and _is_row(pack[0]):
-            start(group, _bytes_of(pack[0]), root).wait()  # of its own memory
+            start(group, bytes_of(pack[0]), root).wait()  # of its own memory
             continue
         places = list(_places(pack))
         flat = torch.empty(places[-1].stop, dtype=torch.uint8, device=pack[0].device)
         for tensor, place in zip(pack, places, strict=True):
-            flat[place].copy_(_bytes_of(tensor))
+            flat[place].copy_(bytes_of(tensor))
         start(group, flat, root).wait()
         for tensor, place in zip(pack, places, strict=True):
             tensor.copy_(flat[place].view(tensor.dtype).view(tensor.shape))
@@ -80,6 +80,7 @@ def _is_row(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of any plain tensor as bytes, in one row: a copy if they are not so."""
     plain = tensor.resolve_conj().resolve_neg().contiguous()
     return plain.reshape(-1).view(torch.uint8)

@@ -58,18 +58,18 @@ class StreamCarrier:
 
 
 class OnStream:
-    """A plan on its stream."""
+    """A plan, or another job, on a stream of its own."""
 
     def __init__(self, done: Event, device: Device) -> None:
         self._done, self._device = done, device
         self._calls = Calls()
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Call this once the current stream stands behind the plan."""
+        """Call this once the current stream stands behind it."""
         self._calls.add(call)
 
     def wait(self) -> None:
-        """Put the current stream behind the plan."""
+        """Put the current stream behind it."""
         self._device.current_stream().wait_event(self._done)
         self._calls.make()
 

@@ -15,7 +15,7 @@ import torch
 from gpipe_hpc.comm.device import Device, Event, HostDevice, Stream
 from gpipe_hpc.comm.transport.lanes import Lane, Work
 from gpipe_hpc.comm.transport.pool import Buffer, PinnedPool
-from gpipe_hpc.comm.transport.wire import TensorMeta, flat, packed
+from gpipe_hpc.comm.transport.wire import TensorMeta, as_bytes, flat, packed
 
 
 class Ways(NamedTuple):
@@ -183,11 +183,6 @@ class _Staged(NamedTuple):
     def drop(self) -> None:
         self.work.wait()
         self.payload.pool.release(self.buffer)
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without gaps as bytes: no backend has a name for every dtype."""
-    return flat(tensor).view(-1).view(_BYTE)
 
 
 _BYTE: Final = torch.uint8

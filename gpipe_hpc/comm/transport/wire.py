@@ -145,6 +145,11 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a tensor without gaps: no backend has a name for every dtype."""
+    return flat(tensor).view(-1).view(torch.uint8)
+
+
 def travelling_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return the strides with which a tensor travels; None: its last dimension runs fastest.
 

@@ -2,7 +2,7 @@
 
 from gpipe_hpc.comm.group import Gathering, broadcast_object
 from gpipe_hpc.comm.nests import Nest
-from gpipe_hpc.comm.transport.wire import Structure, assemble, disassemble, flat, packed
+from gpipe_hpc.comm.transport.wire import Structure, as_bytes, assemble, disassemble, packed
 from gpipe_hpc.comm.world import World
 
 
@@ -14,5 +14,6 @@ def broadcast_nest(nest: Nest, group: Gathering, root: int, world: World) -> Nes
         tensors = [meta.allocate(world.device) for meta in structure.metas]
     tensors = [packed(*each) for each in zip(tensors, structure.metas, strict=True)]
     for tensor in tensors:
-        group.broadcast(flat(tensor), root)
+        if tensor.numel():
+            group.broadcast(as_bytes(tensor), root)
     return assemble(structure, tensors)

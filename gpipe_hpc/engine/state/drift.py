@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc.comm.group import Group
+from gpipe_hpc.comm.packed import bytes_of
 from gpipe_hpc.engine.sums.gradients import unite_flags
 from gpipe_hpc.models import PooledBatchNorm
 
@@ -413,7 +414,7 @@ def _broadcast(buffers: Sequence[torch.Tensor], group: Group, root: int) -> list
     """Return world rank `root`'s buffers, of any dtype, in the shapes of one's own."""
     if not buffers:
         return []
-    parts = [_bytes_of(buffer).to(buffers[0].device) for buffer in buffers]
+    parts = [bytes_of(buffer).to(buffers[0].device) for buffer in buffers]
     flat = torch.cat(parts)
     group.broadcast(flat, root)
     arrived = torch.split(flat, [part.numel() for part in parts])
@@ -423,11 +424,6 @@ def _broadcast(buffers: Sequence[torch.Tensor], group: Group, root: int) -> list
     ]
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8)
-
-
 def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Say whether two tensors are equal to the bit: a NaN is one, too."""
-    return torch.equal(_bytes_of(left), _bytes_of(right))
+    return torch.equal(bytes_of(left), bytes_of(right))

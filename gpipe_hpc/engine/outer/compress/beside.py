@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from gpipe_hpc.comm.collectives.on_stream import OnStream
 from gpipe_hpc.comm.collectives.turns import Turn, Turns
-from gpipe_hpc.comm.device import Device, Event
+from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.group import Group, Pending
 from gpipe_hpc.comm.thread_plans import PutByThread
 
@@ -46,21 +47,7 @@ class BesideOnStream:
             done = self._stream.record_event()
         for tensor in uses:
             self._device.lend(tensor, self._stream)
-        return _OnStream(done, self._device)
-
-
-class _OnStream:
-    def __init__(self, done: Event, device: Device) -> None:
-        self._done, self._device = done, device
-        self._calls: list[Callable[[], None]] = []
-
-    def when_done(self, call: Callable[[], None]) -> None:
-        self._calls.append(call)
-
-    def wait(self) -> None:
-        self._device.current_stream().wait_event(self._done)
-        while self._calls:
-            self._calls.pop()()
+        return OnStream(done, self._device)
 
 
 def _unheard(ranks: Sequence[int] | None) -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from gpipe_hpc.engine.outer.compress.messages import as_bytes
+from gpipe_hpc.comm.transport.wire import as_bytes
 
 
 class BFloat16:

@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from gpipe_hpc.engine.outer.compress.messages import as_bytes
+from gpipe_hpc.comm.transport.wire import as_bytes
 from gpipe_hpc.engine.sums.powers import power_of_two
 
 _SCALE_BYTES: Final = 4

@@ -7,11 +7,6 @@ import torch
 from gpipe_hpc.comm.group import Group, Piece
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's memory as uint8[n]; it has to be contiguous."""
-    return tensor.reshape(-1).view(torch.uint8)
-
-
 def gather(group: Group, own: torch.Tensor) -> list[torch.Tensor]:
     """Return the uint8[n] of every copy in rank order, each of as many bytes as one's own."""
     others = [position for position in range(group.size) if position != group.position]

@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 
-from gpipe_hpc.engine.outer.compress.messages import as_bytes
+from gpipe_hpc.comm.transport.wire import as_bytes
 from gpipe_hpc.errors import ConfigError
 
 GROUP: Final = 256

@@ -9,8 +9,9 @@ from typing import Final
 
 import torch
 
+from gpipe_hpc.comm.transport.wire import as_bytes
 from gpipe_hpc.engine.outer.compress.compressor import Stateless, Task
-from gpipe_hpc.engine.outer.compress.messages import as_bytes, gather
+from gpipe_hpc.engine.outer.compress.messages import gather
 from gpipe_hpc.errors import ConfigError
 
 _MOST: Final = 0.5  # an index takes as many bytes as a number
