@@ -20,6 +20,7 @@ from gpipe_hpc.config.schema import (
     TrainConfig,
 )
 from gpipe_hpc.config.spelling import suggestion
+from gpipe_hpc.engine.outer.settings import ALGORITHMS, COMPRESSORS, ORDERS, SHARDS
 from gpipe_hpc.schedule import nearest_schedule, schedule_names
 
 _INF: Final = math.inf
@@ -88,7 +89,10 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "pipeline.schedule": schedule_names(),
         "pipeline.buffers": ("average", "first", "each"),
         "pipeline.recompute": ("always", "except_last", "never", "budget"),
-        "outer.compress": ("none", "bfloat16", "float16", "powersgd", "topk", "qsgd"),
+        "outer.order": ORDERS,
+        "outer.algorithm": ALGORITHMS,
+        "outer.compress": COMPRESSORS,
+        "outer.shard": SHARDS,
         "train.precision": ("float32", "bfloat16", "float16"),
         "checkpoint.data": ("same", "new", "any"),
         "lr.decay": ("cosine", "constant"),

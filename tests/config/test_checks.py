@@ -38,6 +38,9 @@ REFUSED = [
     ("comm.timeout_s=0", "comm.timeout_s, expected more than 0"),
     ("comm.backend=mpi", "comm.backend, expected one of"),
     ("draw.format=pdf", "draw.format, expected one of"),
+    ("outer.order=rnak", "outer.order, expected one of backend, rank, got 'rnak'; did you mean"),
+    ("outer.algorithm=star", "outer.algorithm, expected one of backend, auto, ring, recursive"),
+    ("outer.shard=zero", "outer.shard, expected one of none, flat, oss, got 'zero'"),
 ]
 
 

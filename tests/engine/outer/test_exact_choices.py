@@ -1,0 +1,161 @@
+"""Every exact way to combine replicas is one process: in every schedule, with tied weights."""
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.engine.outer.settings import ALGORITHMS
+from gpipe_hpc.schedule import schedule_names
+from tests.support import batches, square_sum
+
+WIDTH, ROWS, MICROBATCHES = 4, 16, 8  # micro-batches of all replicas together
+CHOICES = {
+    "plain": {},
+    "hierarchy": {"hierarchy": 2},
+    "host": {"hierarchy": "host"},
+    "order": {"order": "rank"},
+    **{name: {"algorithm": name} for name in ALGORITHMS[1:]},
+    "flat": {"shard": "flat"},
+    "flat_order": {"shard": "flat", "order": "rank"},
+    "weights": {"weights": [3, 1]},
+}
+QUICK = (("zb_v", "except_last"), ("chimera", "always"))
+RECOMPUTE = ("never", "except_last", "always")
+CASES = [
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.product)
+    for case in (
+        (name, how) for name in sorted({*schedule_names()} - {"file", "auto"}) for how in RECOMPUTE
+    )
+]
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x):
+        return x + torch.tanh(self.drop(self.inner(x)))
+
+
+def specs():
+    end = LayerSpec(nn.Linear, WIDTH, WIDTH, bias=False, dtype=torch.float64)
+    ends = end.tied({"weight": "w"})
+    return [ends, *(LayerSpec(Residual) for _ in range(6)), ends]
+
+
+def train(world, stages, outer, **options):
+    """Return the gradients of two steps, ahead of clipping, and the weights behind them."""
+    replicas = world.size // stages
+    pipe = Pipeline(
+        specs(),
+        square_sum,
+        stages=stages,
+        replicas=replicas,
+        microbatches=MICROBATCHES // replicas,
+        seed=5,
+        world=world,
+        partition="uniform",
+        outer={"bucket_bytes": 200, **outer},
+        **options,
+    )
+    optimizer = pipe.optimizer(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+    found = []
+    for inputs, targets in batches(2, ROWS, WIDTH):
+        part = pipe.share(ROWS)
+        pipe.step(inputs[part], targets[part])
+        found.append({name: grad.clone() for name, grad in pipe.gradients().items()})
+        pipe.clip_grad_norm_(0.5)
+        optimizer.step()
+    return [*found, {name: p.detach().clone() for name, p in pipe.named_parameters()}]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return run_on_threads(1, lambda world: train(world, 1, {}))[0]
+
+
+def compare(ranks, alone, plain, to_the_bit):
+    """Hold each rank's against one process, and `to_the_bit` the first gradients against plain."""
+    for rank, (found, summed) in enumerate(zip(ranks, plain, strict=True)):
+        assert found[0].keys() == summed[0].keys(), rank
+        for ours, theirs in zip(found, alone, strict=True):
+            for name, value in ours.items():
+                torch.testing.assert_close(value, theirs[name], rtol=0, atol=1e-10)
+        if to_the_bit:
+            assert all(torch.equal(value, summed[0][name]) for name, value in found[0].items())
+
+
+@pytest.mark.parametrize(("schedule", "recompute"), CASES)
+def test_every_exact_choice_is_one_process_in_every_schedule(schedule, recompute, alone):
+    """2 x 2 ranks; with two copies of a stage to the bit that of plain sums."""
+    plain = None
+    for name, outer in CHOICES.items():
+        options = {"schedule": schedule, "recompute": recompute}
+        ranks = run_on_threads(
+            4, lambda world, outer=outer, options=options: train(world, 2, outer, **options)
+        )
+        plain = plain or ranks
+        is_mirrored = schedule in ("chimera", "dualpipe", "dualpipe_v", "gems")
+        # Unequal replicas add up other micro-batches first; four copies may be summed in any order.
+        compare(ranks, alone, plain, not is_mirrored and name != "weights")
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        "except_last",
+        pytest.param("never", marks=pytest.mark.product),
+        pytest.param("always", marks=pytest.mark.product),
+    ],
+)
+def test_every_exact_choice_is_one_process_on_four_replicas(recompute, alone):
+    """1 x 4 ranks."""
+    plain = None
+    for outer in CHOICES.values():
+        weights = {"weights": [3, 1, 2, 2]} if "weights" in outer else {}
+        ranks = run_on_threads(
+            4,
+            lambda world, outer={**outer, **weights}: train(world, 1, outer, recompute=recompute),
+        )
+        plain = plain or ranks
+        compare(ranks, alone, plain, False)
+
+
+SENT = [
+    *(({"algorithm": name}, 2) for name in ("ring", "rabenseifner")),
+    ({"order": "rank"}, 2),
+    ({"shard": "flat"}, 1),  # for the sums; as much again for the parameters
+]
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(4, 2), (4, 1)])
+@pytest.mark.parametrize(("outer", "times"), SENT, ids=str)
+def test_a_rank_sends_its_part_of_its_own_stages_gradients(outer, times, ranks, stages):
+    """HyPar-Flow's claim: 2 (R-1)/R of the bytes of the stage's own parameters, of no others."""
+    counts = [1, 3] if stages == 2 else [4]
+
+    def body(world):
+        pipe = Pipeline(
+            [LayerSpec(nn.Linear, WIDTH, WIDTH, bias=False, dtype=torch.float64)] * 4,
+            square_sum,
+            stages=stages,
+            replicas=ranks // stages,
+            microbatches=2,
+            world=world,
+            partition=counts,
+            outer={"bucket_bytes": 200, **outer},
+        )
+        pipe.optimizer(lambda p: torch.optim.SGD(p, lr=0.1))
+        (group,) = {id(g): g for g in pipe._steps._wiring.reductions.values()}.values()
+        (inputs, targets), part = batches(1, ROWS, WIDTH)[0], pipe.share(ROWS)
+        before = group.sent.num_bytes
+        pipe.step(inputs[part], targets[part])
+        return group.sent.num_bytes - before
+
+    replicas = ranks // stages
+    layer = 8 * WIDTH * WIDTH
+    theory = [times * layer * n * (replicas - 1) // replicas for n in counts] * replicas
+    assert run_on_threads(ranks, body) == theory
