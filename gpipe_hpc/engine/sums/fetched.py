@@ -5,7 +5,6 @@ from typing import NamedTuple
 import torch
 
 from gpipe_hpc.comm.device import Device, Event
-from gpipe_hpc.engine.device_clock import await_mark
 
 
 class Fetched(NamedTuple):
@@ -34,6 +33,6 @@ class Fetched(NamedTuple):
 
     def read(self) -> torch.Tensor:
         """Return the values, a tensor of the host."""
-        if self.event is not None:
-            await_mark(self.event)
+        if self.event is not None and not self.event.query():
+            self.event.synchronize()
         return self.values
