@@ -1,7 +1,7 @@
 """What the sums of gradients are divided by: the same bits on every device, by few kernels."""
 
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from gpipe_hpc.comm.device import Device
 _LOW: Final = (torch.bfloat16, torch.float16)
 _SMALL: Final = 2**18  # elements: a kernel of its own takes no longer to start than to run
 _PACK: Final = 2**22  # elements of small tensors, of which there is a float32 copy at a time
+
+T = TypeVar("T", bound=Tensor)
 
 
 class Divisor:
@@ -50,7 +52,7 @@ class Divisor:
 
 def _divide_wide(tensors: Sequence[Tensor], divisor: Tensor) -> None:
     small = [tensor for tensor in tensors if tensor.numel() <= _SMALL]
-    for pack in _packs(small):
+    for pack in packs(small, _PACK):
         wide = [torch.empty_like(tensor, dtype=torch.float32) for tensor in pack]
         torch._foreach_copy_(wide, pack)
         torch._foreach_div_(wide, divisor)
@@ -60,12 +62,12 @@ def _divide_wide(tensors: Sequence[Tensor], divisor: Tensor) -> None:
             tensor.div_(divisor.view(1))  # which, unlike a scalar, makes the quotient wide
 
 
-def _packs(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield tensors that follow one another, as many as fill a pack."""
-    pack: list[Tensor] = []
+def packs(tensors: Sequence[T], most: int) -> Iterator[list[T]]:
+    """Yield tensors that follow one another, with at most so many elements together, or one."""
+    pack: list[T] = []
     num_elements = 0
     for tensor in tensors:
-        if num_elements + tensor.numel() > _PACK and pack:
+        if num_elements + tensor.numel() > most and pack:
             yield pack
             pack, num_elements = [], 0
         pack.append(tensor)

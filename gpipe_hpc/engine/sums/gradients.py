@@ -1,6 +1,7 @@
 """Gradients of a stage: flat buckets where copies are summed over, tensors of their own if not."""
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import torch
 from torch import nn
@@ -11,7 +12,9 @@ from gpipe_hpc.engine.outer.bucket import Bucket
 from gpipe_hpc.engine.outer.sharded_bucket import ShardedBucket
 from gpipe_hpc.engine.outer.stage_shards import StageShards
 from gpipe_hpc.engine.outer.ways import Way
-from gpipe_hpc.engine.sums.dividing import Divisor
+from gpipe_hpc.engine.sums.dividing import Divisor, packs
+
+_PACK: Final = 2**22  # elements of gradients, of which there are two copies at a time
 
 
 class Unreduced:
@@ -23,7 +26,7 @@ class Unreduced:
 
     def __init__(self, parameters: list[nn.Parameter], device: Device) -> None:
         self.parameters = parameters
-        self._copies = _by_one_kernel if device.is_accelerator else _one_by_one
+        self._is_accelerator = device.is_accelerator
         self._without: list[nn.Parameter] = []
 
     def clear(self) -> None:
@@ -44,9 +47,9 @@ class Unreduced:
             return
         self._without = [parameter for parameter in self._without if parameter.grad is None]
         dense = [p for p in come if p.grad is not None and not p.grad.is_sparse]
-        copies = self._copies([p.grad for p in dense if p.grad is not None])
-        for parameter, copy in zip(dense, copies, strict=True):
-            parameter.grad = copy
+        # A pack at a time: of all at once the memory would hold every gradient twice.
+        for pack in packs(dense, _PACK if self._is_accelerator else 1):
+            _copy_gradients(pack)
         for parameter in come:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()  # as a bucket's are
@@ -216,15 +219,13 @@ def _by_kind(named: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]
     return list(by_kind.values())
 
 
-def _one_by_one(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [gradient.clone() for gradient in gradients]
-
-
-def _by_one_kernel(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _copy_gradients(parameters: Sequence[torch.Tensor]) -> None:
+    """Give parameters copies of their gradients, by one kernel."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
     copies = [torch.empty_like(gradient) for gradient in gradients]
-    if copies:
-        torch._foreach_copy_(copies, list(gradients))
-    return copies
+    torch._foreach_copy_(copies, gradients)
+    for parameter, copy in zip(parameters, copies, strict=True):
+        parameter.grad = copy
 
 
 def unite_flags(flags: list[bool], group: Group) -> list[bool]:
