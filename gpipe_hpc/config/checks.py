@@ -29,6 +29,7 @@ _LARGEST: Final = 2**63 - 1  # of an integer of torch
 # Setting -> (least, most). Settings that a chosen group lacks, and nulls, are passed over.
 _RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
     {
+        "draw.buckets": (1, 10_000),
         "pipeline.stages": (1, _INF),
         "pipeline.replicas": (1, _INF),
         "pipeline.microbatches": (1, _INF),

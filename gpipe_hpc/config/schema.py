@@ -219,6 +219,8 @@ class CostsConfig:
     weight_gradient: Any = 1.0
     recompute: Any = 1.0
     send: Any = 0.0
+    reduction: Any = 0.0
+    gather: Any = 0.0
 
 
 @dataclass
@@ -229,6 +231,7 @@ class DrawConfig:
     out: str | None = None
     width: int | None = None
     compare: list[str] = field(default_factory=list)
+    buckets: int = 1
     costs: CostsConfig = field(default_factory=CostsConfig)
 
 

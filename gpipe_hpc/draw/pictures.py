@@ -37,6 +37,7 @@ from gpipe_hpc.schedule import (
     schedule_of,
     simulate,
 )
+from gpipe_hpc.schedule.passes.gathers import add_gathers
 from gpipe_hpc.training.traces.files import read_trace, typical_trace
 
 DEFAULT_STAGES = 4
@@ -223,6 +224,8 @@ def simulated(config: Config) -> Subject:
         weight_gradient=config.draw.costs.weight_gradient,
         recompute=config.draw.costs.recompute,
         send=config.draw.costs.send,
+        reduction=config.draw.costs.reduction,
+        gather=config.draw.costs.gather,
     )
     timelines: list[Timeline] = []
     for name, options in _chosen(config):
@@ -234,8 +237,17 @@ def simulated(config: Config) -> Subject:
             **options,
         )
         own = costs.recut(schedule.num_ranks, schedule.num_stages)
-        timelines.append(simulate(schedule if schedule.is_lowered else lower(schedule), own))
+        timelines.append(simulate(_with_outer(schedule, config), own))
     return Subject(tuple(timelines))
+
+
+def _with_outer(schedule: Schedule, config: Config) -> Schedule:
+    """Add transfers and reductions, and gatherings where parameters are divided over replicas."""
+    if schedule.is_lowered:
+        return schedule
+    buckets = dict.fromkeys(range(schedule.num_stages), config.draw.buckets)
+    lowered = lower(schedule, buckets if config.draw.buckets > 1 else None)
+    return add_gathers(lowered, buckets) if config.outer.shard == "flat" else lowered
 
 
 def _text(subject: Subject, size: Size) -> str:

@@ -24,8 +24,8 @@ def chrome_trace(timelines: Sequence[Timeline]) -> str:
     """Return JSON in which each timeline is a process and each of its ranks a thread.
 
     A unit of the timeline's time becomes a second. Recorded transfers show as arrows from maker to
-    user and, with their times, as a track for each pair of ranks, copies to the host and back as
-    one for each rank; live activations as counters.
+    user and, with their times, as a track for each pair of ranks, copies to the host and back,
+    reductions and gatherings as tracks of each rank; live activations as counters.
     """
     events = [
         event
@@ -51,6 +51,8 @@ def _process(pid: int, timeline: Timeline) -> Iterator[TraceEvent]:
                 yield from _span(pid, event, timeline, "copy", f"copies of rank {rank}")
             elif event.action.op is Op.UNSHARD:
                 yield from _span(pid, event, timeline, "gather", f"gatherings of rank {rank}")
+            elif event.action.op is Op.REDUCE_GRAD and event.duration_s > 0:
+                yield from _span(pid, event, timeline, "reduce", f"reductions of rank {rank}")
         for time_s, live in live_activations(timeline, rank):
             yield {
                 "ph": "C",

@@ -75,6 +75,20 @@ def test_costs_may_differ_by_stage_and_backward_is_the_sum_of_its_halves():
     assert makespan("draw.costs.backward=1", "draw.costs.send=0.5") == 5
 
 
+def test_reductions_and_gatherings_have_their_time():
+    """They were in the table, and took none: nothing of them was seen before a run."""
+    one = ["pipeline.stages=2", "pipeline.microbatches=1", "pipeline.recompute=never"]
+    two = ["draw.format=trace", "draw.costs.reduction=4", "draw.buckets=2", *one]
+    named = {event["name"] for event in json.loads(drawn(*two))["traceEvents"]}
+    assert {"0REDUCE_GRAD0", "0REDUCE_GRAD1", "1REDUCE_GRAD1"} <= named
+    assert not any("UNSHARD" in name for name in named)
+    flat = [*two, "outer.shard=flat", "draw.costs.gather=1", "pipeline.replicas=2"]
+    named = {event["name"] for event in json.loads(drawn(*flat))["traceEvents"]}
+    assert {"0UNSHARD0", "0UNSHARD1", "1UNSHARD0"} <= named
+    with pytest.raises(ConfigError, match=r"draw\.buckets"):
+        drawn("draw.buckets=0")
+
+
 def test_further_schedules_stand_below_on_one_scale():
     text = drawn("pipeline.schedule=gpipe", "draw.compare=[one_f_one_b]", "draw.width=100")
     pictures = [line for line in text.splitlines() if line.startswith("rank 0 F0")]

@@ -69,7 +69,7 @@ def _causes(own: BubbleCauses, timeline: Timeline, pipeline_s: float) -> dict[st
     left of it is part of summing up.
     """
     left_s = pipeline_s - (timeline.makespan - own.reduction_tail)
-    tail_s = min(own.reduction_tail, left_s)
+    tail_s = max(0.0, min(own.reduction_tail, left_s))
     seconds = own._replace(reduction_tail=tail_s)._asdict()
     return {f"{name}_s": value for name, value in seconds.items()} | {
         "other_replicas_s": left_s - tail_s
