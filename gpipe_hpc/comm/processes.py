@@ -45,6 +45,7 @@ from gpipe_hpc.comm.machine import shared_identity
 from gpipe_hpc.comm.noticeboard import Noticeboard
 from gpipe_hpc.comm.pickling import dumps, loads
 from gpipe_hpc.comm.timeouts import checked_timeout
+from gpipe_hpc.comm.torchrun_report import tell_torchrun
 from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
 from gpipe_hpc.comm.transport.lanes import TorchLane
 from gpipe_hpc.comm.transport.outbox import Outbox
@@ -608,7 +609,10 @@ class ProcessWorld:
 
     def fail(self, report: str) -> None:
         """Publish the report, let it spread, and unblock whoever waits for us."""
+        tell_torchrun(report, is_cause=True)
         self._speaks = self._board.publish(report) == report
+        if not self._speaks:
+            tell_torchrun(report, is_cause=False)
         self._board.await_spreading()
         self.break_groups()
 

@@ -25,17 +25,29 @@ def tell_torchrun(message: str, *, is_cause: bool, whole: str = "") -> None:
 
     torchrun counts whole seconds and calls the earliest file the root cause, and in one second
     that of the lowest rank. So the time of the rank that failed is rounded down, and that of those
-    which stop because of it (`is_cause` is False) up.
+    which stop because of it (`is_cause` is False) up. A rank that failed leaves its first words
+    before the others can hear of it, and what it says later keeps that time.
     """
     path = os.environ.get(FILE_VARIABLE)
     if not path:
         return
-    moment = math.floor(time.time()) if is_cause else math.ceil(time.time())
+    moment = _moment(Path(path)) if is_cause else math.ceil(time.time())
     shown = (message if not whole or _is_seen() else whole).strip()
     lines = shown.splitlines() or [""]
     told = {"message": lines[-1], "extraInfo": {"py_callstack": shown, "timestamp": str(moment)}}
     with contextlib.suppress(OSError):
         Path(path).write_text(json.dumps({"message": told}), "utf-8")
+
+
+def _moment(left: Path) -> int:
+    """Return the second in which this process failed: of what it has left already, or now."""
+    now = math.floor(time.time())
+    try:
+        return min(
+            now, int(json.loads(left.read_text("utf-8"))["message"]["extraInfo"]["timestamp"])
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return now
 
 
 def _is_seen() -> bool:

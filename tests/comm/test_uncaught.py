@@ -172,19 +172,24 @@ def test_all_is_shown_when_asked_for(failed):
     assert any("ConnectionError" in line for line in first)
 
 
-@pytest.mark.slow
-def test_torchrun_shows_the_cause_last(script, environ):
-    """It said no more than an exit code, and where to read about error files."""
-    arguments = ["--standalone", "--nproc_per_node=2", "script.py", "layer"]
-    ended = subprocess.run(
+def torchrun(folder, environ, script):
+    """Return how two ranks under torchrun have ended, of which one has failed in a layer."""
+    arguments = ["--standalone", "--nproc_per_node=2", script, "layer"]
+    return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *arguments],
-        cwd=script,
+        cwd=folder,
         env=environ,
         capture_output=True,
         text=True,
         timeout=90,
         check=False,
     )
+
+
+@pytest.mark.slow
+def test_torchrun_shows_the_cause_last(script, environ):
+    """It said no more than an exit code, and where to read about error files."""
+    ended = torchrun(script, environ, "script.py")
     assert ended.returncode == 1
     report = ended.stderr.partition("Root Cause")[2]
     assert "rank      : 1 " in report and "layers.1 (Layer): KeyError" in report, ended.stderr
@@ -305,3 +310,30 @@ def test_torchruns_root_cause_is_the_rank_that_failed(tmp_path, monkeypatch):
         assert json.loads(path.read_text())
         failures[rank] = ProcessFailure(local_rank=rank, pid=1, exitcode=1, error_file=str(path))
     assert ChildFailedError("script", failures).get_first_failure()[0] == 1
+
+
+def test_a_cause_that_is_told_late_keeps_the_time_of_its_first_words(tmp_path, monkeypatch):
+    """The rank that failed printed so long that one which stopped for it had an earlier time."""
+    from gpipe_hpc.comm.torchrun_report import tell_torchrun
+
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    for moment, text in [(1000.5, "rank 1: KeyError"), (1003.2, "KeyError: the whole of it")]:
+        monkeypatch.setattr("time.time", lambda now=moment: now)
+        tell_torchrun(text, is_cause=True)
+    told = json.loads(path.read_text())["message"]
+    assert told["message"] == "KeyError: the whole of it"
+    assert told["extraInfo"]["timestamp"] == "1000"
+
+
+@pytest.mark.slow
+def test_the_first_words_are_left_before_the_others_hear(tmp_path, environ, script):
+    """A rank that is ended while it prints has told torchrun what failed."""
+    mark = "from gpipe_hpc.comm.failure import FailureBoard as Board; import os, pathlib; "
+    mark += "publish = Board.publish; path = pathlib.Path(os.environ['TORCHELASTIC_ERROR_FILE']); "
+    mark += (
+        "Board.publish = lambda self, report: (print(path.read_text()), publish(self, report))[1]"
+    )
+    (script / "marked.py").write_text(f"{mark}\nimport runpy; runpy.run_path('script.py')\n")
+    ended = torchrun(script, environ, "marked.py")
+    assert "missing in the layer" in ended.stdout, ended.stderr
