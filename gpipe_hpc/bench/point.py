@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import torch
 
-from gpipe_hpc.comm.group import broadcast_object
 from gpipe_hpc.comm.joining.launcher import detect_launch
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.config import Config, check_config
@@ -51,7 +50,7 @@ def _measure(config: Config) -> None:
     config.checkpoint = replace(config.checkpoint, resume="never")
     world = join_world(config)
     with tempfile.TemporaryDirectory(prefix="gpipe_hpc_bench_") as own:
-        folder = Path(broadcast_object(world.everybody, own if world.rank == 0 else None, root=0))
+        folder = Path(world.everybody.broadcast_object(own if world.rank == 0 else None, root=0))
         run = Run(folder, UNRECORDED, is_repeated=False)
         with closing(open_session(config, world, run, None)) as session:
             found = _steps(session, config.bench.steps)

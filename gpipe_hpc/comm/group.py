@@ -17,7 +17,7 @@ class Pending(Protocol):
     """A collective under way."""
 
     def wait(self) -> None:
-        """Return when the result is in place (on CUDA: when the current stream may use it)."""
+        """Return when the result is there; of a device, when the current stream may use it."""
 
     def when_done(self, call: Callable[[], None]) -> None:
         """Call this once when it is done, maybe on another thread; else once it was waited for."""
@@ -271,11 +271,6 @@ class SoloGroup:
     def broadcast_object(self, value: Any, root: int) -> Any:
         """Return the one value."""
         return value
-
-
-def broadcast_object(group: Gathering, value: Any, root: int) -> Any:
-    """Return world rank `root`'s value on every rank of the group."""
-    return group.broadcast_object(value, root)
 
 
 def meet(group: Gathering) -> None:

@@ -1,23 +1,16 @@
 """What one rank tells those few that ask for it, by way of the store that brought all together."""
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Final
 
 from torch.distributed.distributed_c10d import Store
 
 from gpipe_hpc.comm.group import rank_names
+from gpipe_hpc.comm.noting import Note, unheard
 
 _FIRST_PAUSE_S: Final = 0.001
 _LONGEST_PAUSE_S: Final = 0.2
-
-
-Note = Callable[[Sequence[int] | None], None]
-"""Takes the ranks that are waited for; None once they have told what was asked."""
-
-
-def ignore(ranks: Sequence[int] | None) -> None:
-    """Do nothing."""
 
 
 class Noticeboard:
@@ -28,7 +21,7 @@ class Noticeboard:
     `note` is told for whom it waits.
     """
 
-    def __init__(self, store: Store, rank: int, timeout_s: float, note: Note = ignore) -> None:
+    def __init__(self, store: Store, rank: int, timeout_s: float, note: Note = unheard) -> None:
         self._store, self._rank, self._timeout_s, self._note = store, rank, timeout_s, note
         self._is_closed = False
 

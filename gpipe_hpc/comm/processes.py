@@ -21,7 +21,6 @@ from gpipe_hpc.comm.collectives.menu import start_all_gather, start_reduce_scatt
 from gpipe_hpc.comm.collectives.on_stream import StreamCarrier
 from gpipe_hpc.comm.collectives.plan import Plan
 from gpipe_hpc.comm.collectives.shards import checked_counts, shards
-from gpipe_hpc.comm.collectives.turns import Note
 from gpipe_hpc.comm.device import Device, carries, knows
 from gpipe_hpc.comm.failure import Board, FailureBoard, SoloBoard, lost
 from gpipe_hpc.comm.forming import Former
@@ -43,6 +42,7 @@ from gpipe_hpc.comm.joining.source import own_source
 from gpipe_hpc.comm.levels import WIDTH, Levels, own_levels
 from gpipe_hpc.comm.machine import shared_identity
 from gpipe_hpc.comm.noticeboard import Noticeboard
+from gpipe_hpc.comm.noting import Note
 from gpipe_hpc.comm.pickling import dumps, loads
 from gpipe_hpc.comm.timeouts import checked_timeout
 from gpipe_hpc.comm.torchrun_report import tell_torchrun
@@ -149,9 +149,9 @@ class TorchGroup:
         return _ByHost(pending, back)
 
     def start_plan(self, plan: Plan, tensor: torch.Tensor, what: str) -> Pending:
-        """Start a plan: over NCCL on a stream of its own, else on a thread of its own.
+        """Start a plan: over the device's own backend on a stream, else on a thread of its own.
 
-        CUDA tensors go over Gloo by way of the host, which then waits for them.
+        Tensors of a device go over Gloo by way of the host, which then waits for them.
         """
         if self._uses_own(tensor):
             return self._stream_carrier.start(plan, tensor, what)
@@ -160,7 +160,7 @@ class TorchGroup:
     def start_reduce_scatter(
         self, whole: torch.Tensor, counts: Sequence[int] | None = None
     ) -> Pending:
-        """Sum shards along a ring; equal ones over NCCL by its own.
+        """Sum shards along a ring; equal ones by the way of the device's own backend.
 
         Gloo's own is an all-reduce inside: twice the bytes.
         """
@@ -172,7 +172,7 @@ class TorchGroup:
         return self._collective(work, whole)
 
     def start_all_gather(self, whole: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
-        """Gather shards along a ring; equal ones over NCCL by its own."""
+        """Gather shards along a ring; equal ones by the way of the device's own backend."""
         sizes = checked_counts(whole, counts, self.size)
         if not self._uses_own(whole) or len(set(sizes)) > 1:
             return start_all_gather(self, whole, counts)

@@ -13,7 +13,8 @@ from gpipe_hpc.comm.collectives.on_stream import StreamCarrier
 from gpipe_hpc.comm.collectives.plan import Plan
 from gpipe_hpc.comm.collectives.turns import Turn, Turns
 from gpipe_hpc.comm.device import Device
-from gpipe_hpc.comm.group import Pending
+from gpipe_hpc.comm.group import Calls, Pending
+from gpipe_hpc.comm.noting import unheard
 
 
 class PutByThread:
@@ -40,18 +41,17 @@ class Begun:
 
     def __init__(self, turn: Turn, begun: Sequence[Pending]) -> None:
         self._turn, self._begun = turn, begun
-        self._calls: list[Callable[[], None]] = []
+        self._calls = Calls()
 
     def when_done(self, call: Callable[[], None]) -> None:
         """Call this once it was waited for."""
-        self._calls.append(call)
+        self._calls.add(call)
 
     def wait(self) -> None:
         """Put the current stream behind it; raise what ended it."""
-        self._turn.wait(_unheard)
+        self._turn.wait(unheard)  # threads show themselves for whom they wait
         self._begun[0].wait()
-        while self._calls:
-            self._calls.pop()()
+        self._calls.make()
 
 
 class ThreadPlans:
@@ -70,7 +70,3 @@ class ThreadPlans:
 
 def _nothing_to_build(tensor: torch.Tensor) -> None:
     """Build no communicator: threads share memory."""
-
-
-def _unheard(ranks: Sequence[int] | None) -> None:
-    """Tell nobody for whom it waits: threads show that themselves."""

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from gpipe_hpc.comm.collectives.carrier import Carrier, Parts, Traffic
 from gpipe_hpc.comm.collectives.menu import start_all_gather, start_reduce_scatter
 from gpipe_hpc.comm.collectives.plan import Plan
-from gpipe_hpc.comm.collectives.turns import Note
 from gpipe_hpc.comm.device import Device, HostDevice
 from gpipe_hpc.comm.group import (
     Calls,
@@ -29,6 +28,7 @@ from gpipe_hpc.comm.group import (
     rank_names,
 )
 from gpipe_hpc.comm.handing import Left, leave, take
+from gpipe_hpc.comm.noting import Note, unheard
 from gpipe_hpc.comm.pickling import check_travels
 from gpipe_hpc.comm.thread_hub import ExchangeKey, MailKey, ThreadHub
 from gpipe_hpc.comm.thread_plans import ThreadPlans
@@ -151,7 +151,7 @@ class ThreadGroup:
         self._carrier = (
             ThreadPlans(ranks, self.position, self._exchange, device)
             if device.is_accelerator
-            else Carrier(ranks, self.position, self._exchange, lambda ranks: None)
+            else Carrier(ranks, self.position, self._exchange, unheard)
         )
 
     def _contribute(self, left: Left) -> Callable[[], list[Left]]:

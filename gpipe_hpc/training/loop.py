@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from gpipe_hpc.comm.group import broadcast_object
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.torchrun_report import tell_torchrun
 from gpipe_hpc.comm.world import World, together
@@ -61,7 +60,7 @@ def run_training(
         with together(world, "preparing the run folder"):
             lock = stack.enter_context(own_folder(config, stop)) if world.rank == 0 else None
             begun = None if lock is None else begin(config, lock)
-            run: Run = broadcast_object(world.everybody, begun, root=0)
+            run: Run = world.everybody.broadcast_object(begun, root=0)
         if config.train.num_threads is not None:
             torch.set_num_threads(config.train.num_threads)
         if config.train.deterministic:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from gpipe_hpc.comm.device import device_of_rank
-from gpipe_hpc.comm.group import broadcast_object
 from gpipe_hpc.comm.host_memory import free_bytes
 from gpipe_hpc.comm.joining.launcher import detect_launch
 from gpipe_hpc.comm.nests import Nest, map_tensors
@@ -133,7 +132,7 @@ def _verify_rank(config: Config, world: World) -> Report | None:
 def _scratch(world: World) -> Iterator[Path]:
     """Yield a folder that all ranks share; rank 0 removes it in the end."""
     own = tempfile.mkdtemp(prefix="gpipe_hpc_verify_") if world.rank == 0 else None
-    folder = Path(broadcast_object(world.everybody, own, root=0))
+    folder = Path(world.everybody.broadcast_object(own, root=0))
     try:
         yield folder
     finally:
@@ -154,7 +153,7 @@ def _compare(config: Config, world: World, folder: Path) -> tuple[Judge | None, 
             facts = run_step(session)
             gathered = world.everybody.all_gather_object(facts)
             is_same = judge.step(gathered) if judge is not None else None
-            if not broadcast_object(world.everybody, is_same, root=0):
+            if not world.everybody.broadcast_object(is_same, root=0):
                 return judge, step
         path = session.pipe.save(folder / "checkpoint", session.optimizer)
         saved = checkpoint_state(session)

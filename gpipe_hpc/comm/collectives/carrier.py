@@ -9,7 +9,8 @@ import torch
 from gpipe_hpc.comm.collectives.agreement import Agreement
 from gpipe_hpc.comm.collectives.carrying import carry_out
 from gpipe_hpc.comm.collectives.plan import Place, Plan
-from gpipe_hpc.comm.collectives.turns import Note, Turn, Turns
+from gpipe_hpc.comm.collectives.turns import Turn, Turns
+from gpipe_hpc.comm.noting import Note
 
 
 class Traffic(Enum):

@@ -14,6 +14,7 @@ from gpipe_hpc.comm.collectives.carrying import carry_out
 from gpipe_hpc.comm.collectives.plan import Place, Plan
 from gpipe_hpc.comm.device import Device, Event, Stream
 from gpipe_hpc.comm.group import Calls
+from gpipe_hpc.comm.noting import unheard
 
 
 class StreamCarrier:
@@ -51,10 +52,10 @@ class StreamCarrier:
 
     def _enqueue(self, sends: Parts, receives: Parts) -> None:
         # Over NCCL the wait in it orders the current stream, ours, and returns at once.
-        self._exchange(Traffic.PLAN, sends, receives, _unheard)
+        self._exchange(Traffic.PLAN, sends, receives, unheard)
 
     def _greet(self, sends: Parts, receives: Parts) -> None:
-        self._exchange(Traffic.GREETING, sends, receives, _unheard)
+        self._exchange(Traffic.GREETING, sends, receives, unheard)
 
 
 class OnStream:
@@ -72,7 +73,3 @@ class OnStream:
         """Put the current stream behind it."""
         self._device.current_stream().wait_event(self._done)
         self._calls.make()
-
-
-def _unheard(ranks: Sequence[int] | None) -> None:
-    """Tell nobody for whom a stream waits."""

@@ -15,9 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from gpipe_hpc.comm.group import Calls
-
-Note = Callable[[Sequence[int] | None], None]
-"""Takes the ranks that are waited for; None once they have come."""
+from gpipe_hpc.comm.noting import Note
 
 
 class Turn:

@@ -6,16 +6,10 @@ file that the first rank makes for this user. It never travels: what travels are
 (RFC 2104) over a label that says what is proved, and over random numbers of both sides.
 
 Every `ProcessWorld` has a secret of its own, ``world.secret``, made from that of the job and a
-random number that rank 0 draws. For sockets of your own between its ranks:
-
-    key = world.secret.derive("beats")         # one for each purpose: proofs of one are no others'
-    authenticate(connection, key, f"rank {mine} to rank {theirs}", connects=True, limit_s=5.0)
-    authenticate(connection, key, f"rank {theirs} to rank {mine}", connects=False, limit_s=5.0)
-
-The first line is for the side that called ``connect``, the second for the side that called
-``accept``, with the same label on both. It returns once both sides have proved that they know the
-secret, and raises ConnectionError otherwise: close that connection and go on listening. For single
-values that others could change on their way, `Secret.seal` and `Secret.unseal`.
+random number that rank 0 draws. ``world.secret.derive("watch")`` makes one for a purpose, so that
+proofs of one are no others'. For single values that others could change on their way there are
+`Secret.seal` and `Secret.unseal`; how two ends of a connection make sure of each other stands in
+`gpipe_hpc.comm.watch.talk`.
 Without a job's secret the key is the random number alone, which lay readable in the store:
 ``world.secret.guards`` is False, and a proof shows no more than that its maker could read there.
 """
@@ -26,9 +20,7 @@ import hmac
 import logging
 import os
 import secrets
-import socket
 import stat
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +32,6 @@ SECRET_VARIABLE: Final = "GPIPE_HPC_SECRET"
 MIN_SECRET_BYTES: Final = 16
 MAX_SECRET_BYTES: Final = 4096
 PROOF_BYTES: Final = 32
-_NONCE_BYTES: Final = 32
 
 log = logging.getLogger("gpipe_hpc.comm")
 
@@ -90,70 +81,6 @@ class Secret:
                 f"another job"
             )
         return value
-
-
-def authenticate(
-    connection: socket.socket, secret: Secret, label: str, *, connects: bool, limit_s: float
-) -> None:
-    """Prove the secret to the other end of a connection, and let it prove the same.
-
-    ``label`` says what the connection is for; both ends give the same. ``connects``: whether this
-    end called ``connect``. Each end sends a random number (32 bytes) and proves both, with its
-    role, so no proof can be played back or reflected. The socket's own time limit is put back.
-
-    Raises ConnectionError if the other end does not prove it, has left, or took longer than
-    ``limit_s`` seconds for all of it.
-    """
-    usual_s = connection.gettimeout()
-    deadline = time.monotonic() + limit_s
-    own = secrets.token_bytes(_NONCE_BYTES)
-    mine, theirs = ("connects", "accepts") if connects else ("accepts", "connects")
-    try:
-        # Who accepts proves last: a stranger who connects gets no proof out of it.
-        _send(connection, own, deadline)
-        other = _receive(connection, _NONCE_BYTES, deadline)
-        if connects:
-            _send(connection, secret.prove(label, mine.encode(), own, other), deadline)
-        proof = _receive(connection, PROOF_BYTES, deadline)
-        if not secret.proves(proof, label, theirs.encode(), other, own):
-            raise ProofError(
-                f"{label}: expected the other end to prove the job's secret (from "
-                f"{secret.source}), got a wrong proof; it has another secret, or belongs to "
-                f"another job"
-            )
-        if not connects:
-            _send(connection, secret.prove(label, mine.encode(), own, other), deadline)
-    except TimeoutError as error:
-        raise ConnectionError(
-            f"{label}: expected the other end to prove the job's secret within {limit_s:g} s, got "
-            f"nothing; it is no rank of this job, or it is stopped"
-        ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            connection.settimeout(usual_s)
-
-
-def _send(connection: socket.socket, data: bytes, deadline: float) -> None:
-    connection.settimeout(_left(deadline))
-    connection.sendall(data)
-
-
-def _receive(connection: socket.socket, num_bytes: int, deadline: float) -> bytes:
-    data = b""
-    while len(data) < num_bytes:
-        connection.settimeout(_left(deadline))
-        piece = connection.recv(num_bytes - len(data))
-        if not piece:
-            raise ConnectionResetError("the other end has closed the connection")
-        data += piece
-    return data
-
-
-def _left(deadline: float) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("no time left")
-    return left
 
 
 def job_secret(

@@ -66,18 +66,16 @@ class Payload:
         self.device = device
         self.pool = PinnedPool(device)
 
-    def receive_word(
-        self, lane: Lane, length: int, dtype: torch.dtype = torch.int64
-    ) -> "Receiving":
+    def receive_word(self, lane: Lane, length: int, dtype: torch.dtype = torch.int64) -> Receiving:
         """Post a receive of a small tensor that the host will read."""
         tensor = _HOST.empty((length,), dtype)
         return _Direct(tensor, lane.receive(tensor))
 
-    def receive(self, metas: Sequence[TensorMeta], ways: Ways) -> "list[Receiving]":
+    def receive(self, metas: Sequence[TensorMeta], ways: Ways) -> list[Receiving]:
         """Post receives of tensors of a boundary; those without elements do not travel."""
         return [self._receive(meta, ways) for meta in metas]
 
-    def _receive(self, meta: TensorMeta, ways: Ways) -> "Receiving":
+    def _receive(self, meta: TensorMeta, ways: Ways) -> Receiving:
         if not meta.num_elements:
             return _Direct(meta.allocate(self.device), None)
         if not self._is_apart(meta):

@@ -11,8 +11,8 @@ class Talk:
 
     Both send a number never used before, and prove the secret over both numbers and both ranks: an
     old proof is worth nothing. Who was called proves last, so a stranger who calls gets no proof
-    out of it. What comes on an unproven connection is never passed on. (As
-    `gpipe_hpc.comm.joining.secret.authenticate`, but never waiting.)
+    out of it. What comes on an unproven connection is never passed on. Nothing here
+    waits.
 
     `expected`: the rank that was called; None where this end was.
     """

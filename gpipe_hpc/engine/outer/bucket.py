@@ -113,7 +113,7 @@ class Bucket:
         return tuple(Item(n, p.shape, at, at + p.numel(), used) for n, p, at, used in rows)
 
     def wait(self) -> None:
-        """Return when the sum is there (on CUDA: when the current stream may use it)."""
+        """Return when the sum is there; on an accelerator, when the current stream may use it."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = None

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gpipe_hpc.checkpoint import Verified, read_facts, verify
-from gpipe_hpc.comm.group import Gathering, broadcast_object
+from gpipe_hpc.comm.group import Gathering
 from gpipe_hpc.errors import CheckpointError
 from gpipe_hpc.training.run.folder import Checkpoints
 
@@ -29,7 +29,7 @@ def newest_whole(
     """
     leads = rank == group.ranks[0]
     own = checkpoints.candidates(resume, is_restart) if leads else None
-    candidates: Sequence[Path] = broadcast_object(group, own, root=group.ranks[0])
+    candidates: Sequence[Path] = group.broadcast_object(own, root=group.ranks[0])
     refusals: list[CheckpointError] = []
     for path in candidates:
         try:

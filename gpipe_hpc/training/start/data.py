@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from gpipe_hpc.comm.group import broadcast_object
 from gpipe_hpc.comm.patience import patiently
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config
@@ -48,8 +47,8 @@ def open_data_first(
     work = first if world.rank == 0 else None
     opened = patiently(world, "opening the data", work, idle_s=config.comm.timeout_s)
     with together(world, "opening the run"):
-        facts: DataFacts = broadcast_object(world.everybody, opened and opened.facts, root=0)
-        identity: Identity = broadcast_object(world.everybody, opened and opened.identity, root=0)
+        facts: DataFacts = world.everybody.broadcast_object(opened and opened.facts, root=0)
+        identity: Identity = world.everybody.broadcast_object(opened and opened.identity, root=0)
     return opened or Opened(None, facts, identity, None)
 
 

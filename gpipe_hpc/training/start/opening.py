@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 from gpipe_hpc.checkpoint import BackgroundSaver
-from gpipe_hpc.comm.group import broadcast_object
 from gpipe_hpc.comm.patience import patiently
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config, build_target
@@ -116,7 +115,7 @@ def _planned(world: World, foreseen: Foresight | None) -> tuple[RankForecast, ..
     """Return on all ranks what those of a pipeline are planned to hold, as rank 0 has counted."""
     told = None if foreseen is None else [vars(rank) for rank in foreseen.ranks]
     with together(world, "telling the planned memory"):
-        rows: list[dict[str, Any]] | None = broadcast_object(world.everybody, told, root=0)
+        rows: list[dict[str, Any]] | None = world.everybody.broadcast_object(told, root=0)
     return None if rows is None else tuple(RankForecast(**row) for row in rows)
 
 

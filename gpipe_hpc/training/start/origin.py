@@ -8,7 +8,6 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from gpipe_hpc.checkpoint import Verified, read_facts
-from gpipe_hpc.comm.group import broadcast_object
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config
 from gpipe_hpc.pipeline import Pipeline
@@ -137,7 +136,7 @@ class Origin:
             leads = world.rank == 0
             listed = newest_listed(self._checkpoints, resume, is_repeated) if leads else None
             own = None if listed is None else Resumed.of(listed, read_facts(listed))
-            resumed: Resumed | None = broadcast_object(world.everybody, own, root=0)
+            resumed: Resumed | None = world.everybody.broadcast_object(own, root=0)
             if resumed is None or resumed.steps_done <= self.in_memory.step:
                 return resumed
 

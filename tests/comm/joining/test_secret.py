@@ -1,18 +1,13 @@
 import os
-import socket
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from gpipe_hpc.comm.joining.secret import (
     MIN_SECRET_BYTES,
-    PROOF_BYTES,
     SECRET_VARIABLE,
     Secret,
-    authenticate,
     job_secret,
     secret_for_all,
 )
@@ -20,106 +15,6 @@ from gpipe_hpc.errors import ConfigError, LaunchError
 
 OURS = Secret(b"ours" * 8, "a test")
 THEIRS = Secret(b"them" * 8, "a test")
-
-
-def refusals_of(
-    connecting: Callable[[socket.socket], object], accepting: Callable[[socket.socket], object]
-) -> list[str]:
-    """Run both ends over a real socket; return what each raised ('' for nothing)."""
-    texts = ["", ""]
-
-    def run(index: int, end: socket.socket, work: Callable[[socket.socket], object]) -> None:
-        with end:
-            try:
-                work(end)
-            except ConnectionError as error:
-                texts[index] = str(error)
-
-    one, other = socket.socketpair()
-    threads = [
-        threading.Thread(target=run, args=(0, one, connecting)),
-        threading.Thread(target=run, args=(1, other, accepting)),
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-        assert not thread.is_alive()
-    return texts
-
-
-def end(secret: Secret, connects: bool, label: str = "beats", limit_s: float = 5.0) -> Callable:
-    return lambda connection: authenticate(
-        connection, secret, label, connects=connects, limit_s=limit_s
-    )
-
-
-def test_ends_with_one_secret_accept_each_other():
-    assert refusals_of(end(OURS, True), end(OURS, False)) == ["", ""]
-
-
-def test_a_connection_serves_as_before_after_both_have_proved():
-    def talk(connects: bool) -> Callable:
-        def work(connection: socket.socket) -> None:
-            connection.settimeout(7.0)
-            end(OURS, connects)(connection)
-            assert connection.gettimeout() == 7.0
-            connection.sendall(b"hello")
-            if connection.recv(5) != b"hello":
-                raise ConnectionError("another text")
-
-        return work
-
-    assert refusals_of(talk(True), talk(False)) == ["", ""]
-
-
-def test_another_secret_is_refused_before_it_gets_a_proof():
-    seen = []
-
-    def stranger(connection: socket.socket) -> None:
-        connection.sendall(bytes(32))
-        connection.sendall(bytes(PROOF_BYTES))
-        while data := connection.recv(100):
-            seen.append(data)
-
-    connecting, accepting = refusals_of(stranger, end(OURS, False))
-    assert connecting == ""
-    assert "expected the other end to prove the job's secret (from a test)" in accepting
-    assert len(b"".join(seen)) == 32, "a random number, and no proof to take elsewhere"
-    for texts in (
-        refusals_of(end(THEIRS, True), end(OURS, False)),
-        refusals_of(end(OURS, True), end(OURS, False, label="rendezvous")),
-    ):
-        assert all(texts), "neither end may go on"
-
-
-def test_a_server_that_reflects_what_it_hears_is_refused():
-    def mirror(connection: socket.socket) -> None:
-        connection.sendall(connection.recv(32))
-        connection.sendall(connection.recv(PROOF_BYTES))
-        connection.recv(1)
-
-    connecting, _ = refusals_of(end(OURS, True), mirror)
-    assert "got a wrong proof" in connecting
-
-
-def test_a_silent_end_is_given_up_in_time():
-    started = time.monotonic()
-    connecting, _ = refusals_of(end(OURS, True, limit_s=0.3), lambda connection: time.sleep(1.0))
-    assert "within 0.3 s, got nothing" in connecting
-    # A byte now and then must not stretch it.
-    _, accepting = refusals_of(drip, end(OURS, False, limit_s=0.3))
-    assert "within 0.3 s" in accepting
-    assert time.monotonic() - started < 8
-
-
-def drip(connection: socket.socket) -> None:
-    try:
-        for _ in range(20):
-            connection.sendall(b".")
-            time.sleep(0.05)
-    except OSError:
-        return
 
 
 def test_sealed_values_are_bound_to_secret_and_label():

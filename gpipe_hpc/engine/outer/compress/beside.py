@@ -8,6 +8,7 @@ from gpipe_hpc.comm.collectives.on_stream import OnStream
 from gpipe_hpc.comm.collectives.turns import Turn, Turns
 from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.group import Group, Pending
+from gpipe_hpc.comm.noting import unheard
 from gpipe_hpc.comm.thread_plans import PutByThread
 
 
@@ -30,7 +31,7 @@ class _OnThread:
         self._turn.calls.add(call)
 
     def wait(self) -> None:
-        self._turn.wait(_unheard)
+        self._turn.wait(unheard)  # the exchanges of the job say for whom they wait
 
 
 class BesideOnStream:
@@ -48,10 +49,6 @@ class BesideOnStream:
         for tensor in uses:
             self._device.lend(tensor, self._stream)
         return OnStream(done, self._device)
-
-
-def _unheard(ranks: Sequence[int] | None) -> None:
-    """Tell nobody: the exchanges of the job say for whom they wait."""
 
 
 class BesideByThread:

@@ -51,14 +51,6 @@ class PowerSGD:
         self._rank = rank
         self._starts: dict[str, torch.Tensor] = {}
 
-    def num_summed(self, shapes: Sequence[torch.Size]) -> int:
-        """Return how many numbers of parameters of these shapes are summed over the copies."""
-        count = 0
-        for shape in shapes:
-            found = self._matrix(Item("", shape, 0, shape.numel()))
-            count += found.rank * (found.rows + found.columns) if found else shape.numel()
-        return count
-
     def sum(self, own: torch.Tensor, task: Task) -> torch.Tensor:
         """Return the sum of low rank; see `Compressor`."""
         group = task.group
