@@ -5,6 +5,7 @@ a process that becomes the command, `poll` tells its exit code as subprocess doe
 no child of its own and its own file for output, and ends as an interpreter ends.
 """
 
+import gc
 import json
 import os
 import runpy
@@ -55,6 +56,8 @@ if __name__ == "__main__":
         "torch._dynamo",
     ):
         import_module(name)  # seconds that no start then pays again
+    gc.collect()
+    gc.freeze()  # else each command, as it ends, looks for garbage in all of torch: a second
     mine = serve()
     if mine is not None:
         become(mine)

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.config import check_config, compose_config
+from gpipe_hpc.errors import GpipeError
 from gpipe_hpc.schedule import Costs, Timeline, build, simulate
 from gpipe_hpc.training.loop import run_training
 from gpipe_hpc.training.signals import StopRequest
@@ -199,6 +201,20 @@ def has_begun(run: Path, num_lines: int = 3) -> bool:
     """Say whether a run has written more lines of metrics than this."""
     path = run / "metrics.jsonl"
     return path.exists() and len(path.read_text().splitlines()) > num_lines
+
+
+def largest(differences: Iterable[float]) -> float:
+    """Return the largest of some; infinite where one is no number, which max() may pass over."""
+    return max((math.inf if math.isnan(each) else each for each in differences), default=0.0)
+
+
+def refusal(check: Callable[..., object], *given: Any) -> str | None:
+    """Return what a check says against what it is given; None where it lets it pass."""
+    try:
+        check(*given)
+    except GpipeError as error:
+        return str(error)
+    return None
 
 
 def resident_bytes() -> int:

@@ -197,6 +197,30 @@ def test_state_rule_sees_what_it_forbids():
     assert list(mutable_state(ast.parse(bad))) == ["a", "b", "c"]
 
 
+def hidden_asserts(tree: ast.Module) -> Iterator[str]:
+    """Yield tests that show nothing that they assert, themselves or by the name of a helper."""
+    for test in tree.body:
+        if isinstance(test, ast.FunctionDef) and test.name.startswith("test_"):
+            calls = (node.func for node in ast.walk(test) if isinstance(node, ast.Call))
+            names = {ast.unparse(each).rpartition(".")[2] for each in calls}
+            is_named = any(name.startswith("assert_") for name in names)
+            says = any(isinstance(node, ast.Assert) for node in ast.walk(test))
+            if not (says or is_named or names & {"raises", "warns", "fail", "until"}):
+                yield f"{test.lineno}: {test.name}"
+
+
+def test_each_test_shows_what_it_asserts():
+    """A test that only called a function passed as well when that function did nothing."""
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        assert list(hidden_asserts(ast.parse(path.read_text("utf-8")))) == [], label(path)
+
+
+def test_rule_of_asserts_sees_what_it_forbids():
+    bad = "def test_a():\n    compare(1, 2)\n"
+    good = "def test_b():\n    assert_equal(1, 2)\n    x.f()\ndef test_c():\n    assert 1\n"
+    assert list(hidden_asserts(ast.parse(bad + good))) == ["1: test_a"]
+
+
 def group_options() -> list[str]:
     return sorted(f"{path.parent.name}={path.stem}" for path in (ROOT / "conf").glob("*/*.yaml"))
 

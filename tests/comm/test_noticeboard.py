@@ -57,7 +57,13 @@ def test_it_is_known_for_whom_a_rank_waits():
 
 
 def test_ranks_meet_when_all_have_come():
-    zero, one = boards(2)
-    timer = later(lambda: one.meet("start", [0, 1]))
+    come, (zero, one) = [], boards(2)
+
+    def comes():
+        come.append(1)
+        one.meet("start", [0, 1])
+
+    timer = later(comes)
     zero.meet("start", [0, 1])
+    assert come == [1], "it waited"
     timer.join()

@@ -300,3 +300,4 @@ def test_it_ends_on_errors_that_cause_one_another():
     one, other = ValueError("one"), ValueError("other")
     one.__cause__, other.__cause__ = other, one
     leave_out_own_frames(one)
+    assert one.__cause__ is other and other.__cause__ is one, "both are told"

@@ -4,6 +4,7 @@ Training is compared with `train_plain`: one process, one micro-batch after the 
 the published random keys itself, from the formula in the docstring of models/randomness.py.
 """
 
+import math
 from collections import namedtuple
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,6 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.utils._pytree import tree_map_only
+
+from tests.support import largest
 
 GOLDEN = 0x9E3779B97F4A7C15
 MASK = 2**64 - 1
@@ -80,15 +83,25 @@ class Training:
         return found + [n for n, w in self.weights.items() if not _same(w, other.weights[n])]
 
     def distance(self, other):
-        """Return the largest absolute difference of any number."""
+        """Return the largest absolute difference of any number.
+
+        It is infinite where a number is none, or a gradient is there on one side alone.
+        """
         pairs = [*zip(self.losses, other.losses, strict=True)]
         pairs += zip(self.norms, other.norms, strict=True)
         for mine, theirs in [
             *zip(self.gradients, other.gradients, strict=True),
             (self.weights, other.weights),
         ]:
-            pairs += [(mine[n], theirs[n]) for n in mine if mine[n] is not None]
-        return max(torch.as_tensor(a - b).abs().max().item() for a, b in pairs)
+            assert mine.keys() == theirs.keys()
+            pairs += [(mine[n], theirs[n]) for n in mine]
+        return largest(_apart(a, b) for a, b in pairs)
+
+
+def _apart(left, right):
+    if left is None or right is None:
+        return 0.0 if left is right else math.inf
+    return torch.as_tensor(left - right).abs().max().item()
 
 
 def _same(left, right):

@@ -120,7 +120,7 @@ def train(samples, ranks, replicas=1, run=run_on_threads, **options):
     return run(ranks * replicas, body)
 
 
-def check(samples, results, num_pieces, cut=None):
+def assert_plain_training(samples, results, num_pieces, cut=None):
     def pieces_of(batch):
         return batch.tensor_split(num_pieces)
 
@@ -175,7 +175,7 @@ def test_equals_the_plain_loop(layout):
         schedule=schedule,
         recompute=recompute,
     )
-    check(samples, results, replicas * microbatches)
+    assert_plain_training(samples, results, replicas * microbatches)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_normalises_over_replicas(layout):
         pieces = batch.tensor_split(replicas * microbatches)
         return [torch.cat(pieces[m::microbatches]) for m in range(microbatches)]
 
-    check(samples, results, replicas * microbatches, together)
+    assert_plain_training(samples, results, replicas * microbatches, together)
 
 
 @pytest.mark.slow
@@ -220,7 +220,7 @@ def test_normalises_over_processes(processes, tmp_path):
         pieces = batch.tensor_split(4)
         return [torch.cat(pieces[m::2]) for m in range(2)]
 
-    check(9, results, 4, together)
+    assert_plain_training(9, results, 4, together)
 
 
 def test_an_empty_microbatch_is_refused_by_number():

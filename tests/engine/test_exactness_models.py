@@ -21,6 +21,7 @@ from gpipe_hpc.models import (
     segmentation,
     token_cross_entropy,
 )
+from tests.support import largest
 
 SEED, STEPS, NUM_SAMPLES, NUM_MICROBATCHES = 11, 2, 9, 4
 SCHEDULES = ("gpipe", "one_f_one_b", "interleaved", "zb_v", "chimera")
@@ -222,17 +223,13 @@ def largest_difference(mine, theirs):
 
     Gradients here reach 58: the last bits of their sums differ between processors.
     """
-    return max(
-        (
-            (mine[name] - theirs[name]).abs().max().item()
-            / max(1.0, theirs[name].abs().max().item())
-            for name in mine
-        ),
-        default=0.0,
+    return largest(
+        (mine[name] - theirs[name]).abs().max().item() / max(1.0, theirs[name].abs().max().item())
+        for name in mine
     )
 
 
-def check(plain, on_threads, name, schedule, recompute):
+def assert_plain_model(plain, on_threads, name, schedule, recompute):
     steps, weights, statistics = plain(name)
     run = partial(train, case=CASES[name], schedule=schedule, recompute=recompute)
     answers = on_threads(4, run)
@@ -264,10 +261,10 @@ GRID = [(name, s, mode) for name in CASES for s in SCHEDULES for mode in MODES]
 
 @pytest.mark.parametrize(("name", "schedule", "recompute"), sorted(FAST))
 def test_equals_the_plain_model(plain, on_threads, name, schedule, recompute):
-    check(plain, on_threads, name, schedule, recompute)
+    assert_plain_model(plain, on_threads, name, schedule, recompute)
 
 
 @pytest.mark.product
 @pytest.mark.parametrize(("name", "schedule", "recompute"), [c for c in GRID if c not in FAST])
 def test_equals_the_plain_model_everywhere(plain, on_threads, name, schedule, recompute):
-    check(plain, on_threads, name, schedule, recompute)
+    assert_plain_model(plain, on_threads, name, schedule, recompute)

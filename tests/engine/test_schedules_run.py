@@ -112,7 +112,7 @@ def train_rank(plain, world=None, **settings):
     return training, pipe.timeline(), pipe.schedule
 
 
-def on_threads(plain, reference, *, stages, replicas=1, **settings):
+def assert_plain_on_threads(plain, reference, *, stages, replicas=1, **settings):
     """Train on threads; assert that it is the plain training."""
     body = partial(train_rank, plain, stages=stages, replicas=replicas, **settings)
     ranks = run_on_threads(stages * replicas, lambda world: body(world))
@@ -185,7 +185,9 @@ def setting_id(setting):
 def test_each_schedule_trains_as_the_plain_loop(plain, reference, options_of, name, setting):
     """And its measured timelines have exactly the simulated order."""
     options = options_of(name, setting["stages"], setting["microbatches"])
-    ranks = on_threads(plain, reference, schedule=name, schedule_options=options, **setting)
+    ranks = assert_plain_on_threads(
+        plain, reference, schedule=name, schedule_options=options, **setting
+    )
     for _, timeline, schedule in ranks:
         assert digest(schedule) == digest(ranks[0][2])
         assert_order(timeline, ranks[0][2])  # rank 0 has the rows of all
@@ -217,7 +219,7 @@ def test_a_grid_of_options_and_layouts(
     name, options = VARIANTS[variant]
     fewest = 2 * options.get("replications", 0) or 1
     for microbatches in sorted({fewest, 2, 3, 5, 8}):
-        on_threads(
+        assert_plain_on_threads(
             plain,
             reference,
             stages=stages,
@@ -233,7 +235,9 @@ def test_chimera_of_four_pipelines(plain, reference):
     """Stages held by four ranks each, replicas besides: eight copies are reduced together."""
     settings = {"stages": 4, "replicas": 2, "microbatches": 4, "recompute": "never"}
     options = {"pipelines": 4}
-    on_threads(plain, reference, schedule="chimera", schedule_options=options, **settings)
+    assert_plain_on_threads(
+        plain, reference, schedule="chimera", schedule_options=options, **settings
+    )
 
 
 def process_world(shares_memory):
@@ -335,5 +339,5 @@ def test_evaluation_and_prediction_follow_any_placement(plain):
 
 def test_a_lowered_table_is_run_as_it_is(plain, reference):
     table = lower(build("zb_v", ranks=2, microbatches=4, recompute="always"))
-    ranks = on_threads(plain, reference, stages=2, microbatches=4, schedule=table)
+    ranks = assert_plain_on_threads(plain, reference, stages=2, microbatches=4, schedule=table)
     assert ranks[0][2] == table

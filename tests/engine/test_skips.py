@@ -105,7 +105,7 @@ def sizes_of(name, full):
 def test_gradients_are_those_of_the_plain_model(plain, name):
     num = next(sizes_of(name, (4, 8)))
     step = partial(trained, schedule=name, microbatches=num, recompute="always", stages=4)
-    check(plain, run_on_threads(4, step), num)
+    assert_plain_gradients(plain, run_on_threads(4, step), num)
 
 
 @pytest.mark.product
@@ -125,10 +125,10 @@ def test_with_replicas_and_few_ranks(plain, name):
                 stages=ranks,
                 replicas=replicas,
             )
-            check(plain, run_on_threads(ranks * replicas, step), num * replicas)
+            assert_plain_gradients(plain, run_on_threads(ranks * replicas, step), num * replicas)
 
 
-def check(plain, answers, num_microbatches):
+def assert_plain_gradients(plain, answers, num_microbatches):
     loss, gradients = reference(plain, num_microbatches)
     seen = set()
     for got, own, evaluated in answers:

@@ -99,10 +99,13 @@ def test_a_model_of_ours_is_exported(run):
 
 
 def test_every_preset_is_trusted(repository):
+    trusted = []
     for preset in sorted((repository / "conf" / "model").glob("*.yaml")):
         settings = yaml.safe_load(preset.read_text())
         if settings["_target_"] is not None:  # model=own, where the user names it
             check_stored_target("model", settings, str(preset))
+            trusted.append(preset.stem)
+    assert {"gpt", "bert48", "resnet_small"} <= {*trusted}
 
 
 def test_what_settings_refer_to_is_not_looked_up(tmp_path, monkeypatch):

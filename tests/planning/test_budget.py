@@ -202,7 +202,7 @@ def kept_by_the_engine(layers, counts, index, recomputed) -> tuple[int, int]:
         return kept, births.alive()
 
 
-def check_kept(layers, counts, index, ways):
+def assert_kept(layers, counts, index, ways):
     stage = count_stages(count_model(layers, meta_inputs()), counts)[index]
     for recomputed in ways:
         assert stage.lives(recomputed) == kept_by_the_engine(layers, counts, index, recomputed)
@@ -212,7 +212,7 @@ def check_kept(layers, counts, index, ways):
     "counts, index", [([7], 0), ([3, 4], 0), ([2, 3, 2], 1), ([3, 4], 1), ([1, 1, 3, 1, 1], 2)]
 )
 def test_a_stage_keeps_what_it_is_said_to(counts, index):
-    check_kept(SKIPPING, counts, index, subsets(stage_layers(counts)[index]))
+    assert_kept(SKIPPING, counts, index, subsets(stage_layers(counts)[index]))
 
 
 @given(models(), st.data())
@@ -222,7 +222,7 @@ def test_any_stage_keeps_what_it_is_said_to(layers, data):
     span = stage_layers(counts)[index]
     recomputed = data.draw(st.sets(st.sampled_from(span))) if span else ()
     if span:
-        check_kept(layers, counts, index, [recomputed])
+        assert_kept(layers, counts, index, [recomputed])
 
 
 def draw_counts(data, layers, num_stages):
@@ -275,7 +275,7 @@ def test_the_choice_is_the_cheapest_of_all_that_fit(layers, schedule, data):
     ways = list(everything(model, counts, name, ranks))
     most = [max(totals) for totals, _, _ in ways]
     limit = data.draw(st.integers(min(most) - 1, max(most)))
-    check_cheapest(model, counts, name, ranks, ways, limit)
+    assert_cheapest(model, counts, name, ranks, ways, limit)
 
 
 # Running 1 to 3 again costs less than all, and lives in the same memory at the fullest time.
@@ -291,10 +291,10 @@ BETWEEN = [
 def test_a_choice_stays_that_only_two_others_together_beat():
     model, counts = count_model(BETWEEN, meta_inputs()), [4, 0]
     ways = list(everything(model, counts, "chimera", 2))
-    check_cheapest(model, counts, "chimera", 2, ways, 3744)
+    assert_cheapest(model, counts, "chimera", 2, ways, 3744)
 
 
-def check_cheapest(model, counts, name, ranks, ways, limit):
+def assert_cheapest(model, counts, name, ranks, ways, limit):
     most = [max(totals) for totals, _, _ in ways]
     bare = with_skips(build(name, ranks=ranks, microbatches=4, recompute="never"), model, counts)
     fitting = [cost for (_, cost, _), peak in zip(ways, most, strict=True) if peak <= limit]

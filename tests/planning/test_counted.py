@@ -24,7 +24,7 @@ def tokens(*shape: int) -> Tensor:
     return torch.empty(*shape, dtype=torch.int64, device="meta")
 
 
-def sized(num_bytes: int, layers, example, **settings):
+def assert_keeps(num_bytes: int, layers, example, **settings):
     """Assert what the whole model keeps for one micro-batch."""
     model = count_model(layers, example, **settings)
     assert count_stages(model, [len(layers)])[0].activation_bytes == num_bytes
@@ -69,7 +69,7 @@ def test_an_mlp_keeps_its_inputs_and_activations_once():
     model = count_model(layers, vectors(5, 8))
     kept = [layer.activation_bytes for layer in model.layers]
     assert kept == [4 * 5 * each for each in (8, 32, 32, 16, 16)]
-    sized(4 * 5 * (8 + 32 + 16), layers, vectors(5, 8))
+    assert_keeps(4 * 5 * (8 + 32 + 16), layers, vectors(5, 8))
     # Cut behind the first ReLU, both stages keep a tensor of 32: it is there twice.
     first, second = count_stages(model, [2, 3])
     assert first.activation_bytes == 4 * 5 * (8 + 32)
@@ -91,7 +91,7 @@ def test_views_and_layers_that_keep_nothing_add_nothing():
         LayerSpec(nn.Flatten),
         LayerSpec(nn.Linear, 12, 3),
     ]
-    sized(4 * (2 * 2 * 6 + 2 * 2 * 6), layers, vectors(2, 2, 6))
+    assert_keeps(4 * (2 * 2 * 6 + 2 * 2 * 6), layers, vectors(2, 2, 6))
 
 
 class Two(nn.Module):
@@ -131,7 +131,7 @@ def saved_bytes(module: nn.Module, *given: Tensor) -> int:
 def test_a_gpt_is_counted_to_keep_what_it_keeps(dropout):
     layers = build_model("gpt", width=32, num_layers=2, block_size=16, dropout=dropout)
     real = nn.Sequential(*(layer.build() for layer in layers))
-    sized(saved_bytes(real, torch.randint(256, (3, 16))), layers, tokens(3, 16))
+    assert_keeps(saved_bytes(real, torch.randint(256, (3, 16))), layers, tokens(3, 16))
 
 
 class Casting(nn.Module):

@@ -107,7 +107,7 @@ def laid_out_by_a_run(config):
     return run_on_threads(config.pipeline.stages * config.pipeline.replicas, body)
 
 
-def check_plan_against_run(preset, schedule, folder):
+def assert_planned_as_run(preset, schedule, folder):
     config = compose_config(settings(preset, schedule, folder / "table.txt"))
     planned = make_plan(config).layout
     for ran in laid_out_by_a_run(config):
@@ -119,7 +119,7 @@ def check_plan_against_run(preset, schedule, folder):
 @pytest.mark.parametrize(("preset", "schedule"), SOME)
 def test_a_plan_is_what_is_run(preset, schedule, same_gauge, tmp_path):
     """`plan` had a lay-out of its own, which refused what `train` accepted."""
-    check_plan_against_run(preset, schedule, tmp_path)
+    assert_planned_as_run(preset, schedule, tmp_path)
 
 
 def test_every_schedule_is_planned():
@@ -132,7 +132,7 @@ def test_every_schedule_is_planned():
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_plan_is_what_is_run(preset, schedule, same_gauge, tmp_path):
     """All schedules of a model in one test took longer than its limit, for a thousand layers."""
-    check_plan_against_run(preset, schedule, tmp_path)
+    assert_planned_as_run(preset, schedule, tmp_path)
 
 
 FLOPS = (LayerTimes(1.0, 2.0, 1.0, 1.0), LayerTimes(3.0, 6.0, 3.0, 3.0))

@@ -54,6 +54,7 @@ def test_any_wait_orders(device, way):
         current.synchronize()
     with device.on(side):
         made + 1
+    assert device.tracker.faults == []
 
 
 def test_an_event_recorded_too_early_orders_nothing_behind_it(device):
@@ -86,6 +87,7 @@ def test_reads_of_two_streams_need_no_order(device):
     with device.on(side):
         made.sum()
     made.sum()
+    assert device.tracker.faults == []
 
 
 def test_waits_are_handed_on(device):
@@ -97,6 +99,7 @@ def test_waits_are_handed_on(device):
     third.wait_stream(second)
     with device.on(third):
         made + 1
+    assert device.tracker.faults == []
 
 
 def test_parts_of_one_memory_do_not_meet(device):
@@ -196,6 +199,7 @@ def copied_beside(device, *, lends, waits):
 @pytest.mark.parametrize(("lends", "waits"), [(True, False), (False, True), (True, True)])
 def test_memory_that_was_lent_or_waited_for_may_be_let_go(device, lends, waits):
     copied_beside(device, lends=lends, waits=waits)
+    assert device.tracker.faults == []
 
 
 def test_memory_that_another_stream_reads_is_not_handed_out(device):
@@ -436,6 +440,7 @@ def test_a_read_orders_the_host_and_all_that_it_launches(device):
     made.sum().item()
     with device.on(side):
         made + 1
+    assert device.tracker.faults == []
 
 
 def test_a_host_read_races_too(device):

@@ -19,7 +19,7 @@ SLOW = {"normed over replicas", "buffers of the first", "apart in parts", "apart
 SLOW |= {"direct skips", "staged uneven", "no overlap", "by a ring", "qsgd", "v_half"}
 
 
-def refuse_differences(scenario: Scenario) -> None:
+def assert_bits_of_a_cpu(scenario: Scenario) -> None:
     """Train on both; what the host waits for is counted from the second step on."""
     there = played(scenario)
     for own, cpu in zip(there.results, on_cpu(scenario), strict=True):
@@ -38,7 +38,7 @@ def refuse_differences(scenario: Scenario) -> None:
     ids=str,
 )
 def test_training_is_in_order_and_has_the_bits_of_a_cpu(scenario):
-    refuse_differences(scenario)
+    assert_bits_of_a_cpu(scenario)
 
 
 @pytest.mark.slow
@@ -57,4 +57,4 @@ def test_settings_in_pairs(schedule, recompute, offload, precision, outer, way):
     options |= {"replicas": 2, "outer": OUTER[outer]} if outer else {}
     layers = {"layers": overflowing} if precision == "float16" else {}
     ranks = 4 if outer else 2
-    refuse_differences(of("", ranks, precision=precision, way=way, **options, **layers))
+    assert_bits_of_a_cpu(of("", ranks, precision=precision, way=way, **options, **layers))

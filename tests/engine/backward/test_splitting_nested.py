@@ -66,7 +66,7 @@ def ramp(output):
     return torch.linspace(0.1, 1, output.numel(), dtype=output.dtype).view(output.shape)
 
 
-def compare(make, splits, recomputes=False, shape=(5, 4)):
+def assert_autograds_gradients(make, splits, recomputes=False, shape=(5, 4)):
     boundary = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     torch.manual_seed(0)
     expected = plain(make().double(), boundary)
@@ -80,13 +80,13 @@ def compare(make, splits, recomputes=False, shape=(5, 4)):
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("function", SELF_DIFFERENTIATING, ids=lambda f: f.__name__)
 def test_gradients_are_those_of_autograd(function, recomputes, splits):
-    compare(partial(Pair, function), splits, recomputes)
+    assert_autograds_gradients(partial(Pair, function), splits, recomputes)
 
 
 @pytest.mark.parametrize("function", SELF_DIFFERENTIATING, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("kind", PRODUCTS)
 def test_other_functions_of_a_parameter(kind, function):
-    compare(partial(Pair, function, PRODUCTS[kind]), True)
+    assert_autograds_gradients(partial(Pair, function, PRODUCTS[kind]), True)
 
 
 @each_way
@@ -99,7 +99,7 @@ def test_complex_weights_and_their_slopes(splits):
         return found.real + found.imag
 
     kind = partial(nn.Linear, 4, 4, dtype=torch.complex128)
-    compare(partial(Pair, slope, kind), splits)
+    assert_autograds_gradients(partial(Pair, slope, kind), splits)
 
 
 def hook_with_two_backwards(layer, x):
@@ -110,7 +110,7 @@ def hook_with_two_backwards(layer, x):
 
 
 def test_two_backwards_in_a_hook_add_both():
-    compare(partial(Pair, hook_with_two_backwards), True)
+    assert_autograds_gradients(partial(Pair, hook_with_two_backwards), True)
 
 
 def backward_in_the_forward(layer, x):
@@ -176,7 +176,7 @@ def test_a_forward_may_ask_for_gradients_of_other_parameters(splits):
             (slope,) = torch.autograd.grad(y.sum(), layer.second.bias, create_graph=True)
         return layer.second(y + slope)
 
-    compare(partial(Pair, forward), splits)
+    assert_autograds_gradients(partial(Pair, forward), splits)
 
 
 def test_slopes_of_a_product_of_two_inputs_need_a_whole_backward():
@@ -219,7 +219,7 @@ def test_a_torch_that_cannot_tell_gets_whole_backwards(function, monkeypatch):
     (output,) = work.forward(RUN, 0, [torch.randn(5, 4)], 5, Recipe(Keep.GRAPH, True)).parts
     work.backward(0, [ramp(output)])
     assert not work.weights(0), "nothing was left for W"
-    compare(partial(Pair, function), True)
+    assert_autograds_gradients(partial(Pair, function), True)
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def train(compile, *, layers=MODEL, ranks=2, samples=(8, 11, 7), **options):
     return run_on_threads(ranks * options.get("replicas", 1), body)
 
 
-def check(ours, expected, rtol=1e-5, atol=1e-6):
+def assert_near(ours, expected, rtol=1e-5, atol=1e-6):
     for (steps, buffers, loss), (plain_steps, plain_buffers, plain_loss) in zip(
         ours, expected, strict=True
     ):
@@ -121,13 +121,13 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())))
 def test_equals_the_uncompiled(options):
     near = (2e-2, 2e-2) if "precision" in options else (1e-5, 1e-6)
-    check(train("aot_eager", **options), train(False, **options), *near)
+    assert_near(train("aot_eager", **options), train(False, **options), *near)
 
 
 @pytest.mark.slow
 def test_equals_the_uncompiled_as_machine_code():
     options = {"microbatches": 3, "recompute": "always"}
-    check(train(True, **options), train(False, **options), 1e-4, 1e-5)
+    assert_near(train(True, **options), train(False, **options), 1e-4, 1e-5)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

@@ -108,7 +108,9 @@ def plain(weights: dict[str, Tensor], microbatches: int, schedule: str, given=No
     return total_loss / weight, {name: p.grad / weight for name, p in named.items()}
 
 
-def check(pipe: Pipeline, result, microbatches: int, schedule: str, given=None, weights=None):
+def assert_casts_anew(
+    pipe: Pipeline, result, microbatches: int, schedule: str, given=None, weights=None
+):
     """Assert that a step has given what the plain loop gives on the same weights."""
     named = dict(pipe.named_parameters())
     weights = weights or {name: p.detach() for name, p in named.items()}
@@ -124,7 +126,7 @@ def check(pipe: Pipeline, result, microbatches: int, schedule: str, given=None, 
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_gradients_are_those_of_a_loop_that_casts_anew(schedule, recompute, microbatches):
     pipe = pipeline(microbatches, schedule, recompute)
-    check(pipe, pipe.step(*token_batch()), microbatches, schedule)
+    assert_casts_anew(pipe, pipe.step(*token_batch()), microbatches, schedule)
 
 
 @pytest.mark.parametrize("schedule, recompute", WAYS)
@@ -133,7 +135,7 @@ def test_a_step_uses_the_weights_that_the_optimizer_left(schedule, recompute):
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
     for step in range(3):
         optimizer.zero_grad()
-        check(pipe, pipe.step(*token_batch(step)), 4, schedule, token_batch(step))
+        assert_casts_anew(pipe, pipe.step(*token_batch(step)), 4, schedule, token_batch(step))
         optimizer.step()
 
 
@@ -147,7 +149,7 @@ def test_training_and_evaluation_follow_each_other(recompute):
         expected, _ = plain(weights, 4, "gpipe", token_batch(9))
         assert pipe.evaluate(*token_batch(9)).loss == pytest.approx(expected, rel=1e-6)
         optimizer.zero_grad()
-        check(pipe, pipe.step(*token_batch(step)), 4, "gpipe", token_batch(step))
+        assert_casts_anew(pipe, pipe.step(*token_batch(step)), 4, "gpipe", token_batch(step))
         optimizer.step()
 
 
@@ -156,7 +158,7 @@ def test_older_versions_of_torch_cast_for_each_graph(schedule, recompute, monkey
     monkeypatch.setattr(engine_precision, "_casts_keep_their_graph", lambda: False)
     pipe = pipeline(4, schedule, recompute)
     again = 2 if recompute == "always" else 1
-    check(pipe, pipe.step(*token_batch()), 4, schedule)
+    assert_casts_anew(pipe, pipe.step(*token_batch()), 4, schedule)
     assert num_casts(lambda: pipe.step(*token_batch())) == 4 * again * CAST_WEIGHTS
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from gpipe_hpc import Pipeline, run_on_threads
 from gpipe_hpc.errors import NonFiniteError
 from gpipe_hpc.models import build_gpt, token_cross_entropy
-from tests.support import token_batch
+from tests.support import largest, token_batch
 
 SPECS = build_gpt(vocab_size=13, block_size=8, num_layers=2, num_heads=2, width=16)
 
@@ -78,7 +78,7 @@ def test_a_scale_that_is_too_large_is_found_and_changes_nothing():
         exact = pipeline(world, precision="float32")
         step(exact)
         pairs = zip(pipe.parameters(), exact.parameters(), strict=True)
-        return len(results), max(((p.grad - q.grad).abs().max()).item() for p, q in pairs)
+        return len(results), largest((p.grad - q.grad).abs().max().item() for p, q in pairs)
 
     for num_steps, distance in run_on_threads(2, body):
         assert num_steps > 2  # gradients of activations are float16: the first scales overflow

@@ -59,7 +59,7 @@ def convolutions():
 MODELS = ("gpt", "convolutions")
 
 
-def check(name, model, recompute, **settings):
+def assert_same_bits(name, model, recompute, **settings):
     settings = {"schedule": name, "recompute": recompute, "microbatches": 4, **settings}
     ranks = settings.get("stages", 2)
     plain, moved = (
@@ -75,7 +75,7 @@ def check(name, model, recompute, **settings):
 
 @cover_of("name, model, recompute", ("gpipe", "zb_v", "zb_h2"), MODELS, ("always", "never"))
 def test_offloading_changes_no_bit(name, model, recompute):
-    check(name, model, recompute)
+    assert_same_bits(name, model, recompute)
 
 
 @pytest.mark.product
@@ -83,7 +83,7 @@ def test_offloading_changes_no_bit(name, model, recompute):
 @pytest.mark.parametrize("name", NAMES)
 def test_offloading_changes_no_bit_in_any_schedule(name, recompute):
     options = {"schedule_options": {"waves": 1}} if name == "hanayo" else {}
-    check(name, "convolutions", recompute, microbatches=6, **options)
+    assert_same_bits(name, "convolutions", recompute, microbatches=6, **options)
 
 
 def kept_after(recipe, layers, *, offload):

@@ -77,7 +77,7 @@ def alone():
     return run_on_threads(1, lambda world: train(world, 1, {}))[0]
 
 
-def compare(ranks, alone, plain, to_the_bit):
+def assert_one_process(ranks, alone, plain, to_the_bit):
     """Hold each rank's against one process, and `to_the_bit` the first gradients against plain."""
     for rank, (found, summed) in enumerate(zip(ranks, plain, strict=True)):
         assert found[0].keys() == summed[0].keys(), rank
@@ -100,7 +100,7 @@ def test_every_exact_choice_is_one_process_in_every_schedule(schedule, recompute
         plain = plain or ranks
         is_mirrored = schedule in ("chimera", "dualpipe", "dualpipe_v", "gems")
         # Unequal replicas add up other micro-batches first; four copies may be summed in any order.
-        compare(ranks, alone, plain, not is_mirrored and name != "weights")
+        assert_one_process(ranks, alone, plain, not is_mirrored and name != "weights")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_every_exact_choice_is_one_process_on_four_replicas(recompute, alone):
             lambda world, outer={**outer, **weights}: train(world, 1, outer, recompute=recompute),
         )
         plain = plain or ranks
-        compare(ranks, alone, plain, False)
+        assert_one_process(ranks, alone, plain, False)
 
 
 SENT = [

@@ -7,14 +7,23 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc import run_on_threads
 from gpipe_hpc.engine.outer.settings import ALGORITHMS
 from gpipe_hpc.engine.outer.ways import AllReduce
 from gpipe_hpc.errors import ActionError, ConfigError, ModelError
 from gpipe_hpc.schedule import Action, Op, schedule_names
-from tests.support import batches, square_sum
+from tests.engine.outer.replicas import (
+    MICROBATCHES,
+    WIDTH,
+    blocks,
+    make,
+    make_block,
+    one_process,
+    sgd,
+)
+from tests.support import batches
 
-WIDTH, ROWS, MICROBATCHES = 4, 16, 4
+ROWS = 16
 QUICK = ("one_f_one_b", "zb_v", "chimera")  # one way backwards, split, mirrored
 SCHEDULES = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.product)
@@ -22,67 +31,24 @@ SCHEDULES = [
 ]
 
 
-class Block(nn.Module):
-    """Two matrices, and a scale that every other block leaves out."""
-
-    def __init__(self, width, scales):
-        super().__init__()
-        self.first, self.second = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.scale = nn.Parameter(torch.ones(width))
-        self.scales, self.drop = scales, nn.Dropout(0.2)
-
-    def forward(self, x):
-        out = self.drop(self.second(torch.tanh(self.first(x))))
-        return x + (out * self.scale if self.scales else out)
-
-
-def make_block(width, scales):
-    return Block(width, scales).double()
-
-
-def make(layers, world, stages, **options):
-    specs = [LayerSpec(factory, *args) for factory, args in layers]
-    return Pipeline(
-        specs,
-        square_sum,
-        stages=stages,
-        replicas=world.size // stages,
-        microbatches=MICROBATCHES,
-        seed=5,
-        world=world,
-        partition="uniform",
-        **options,
-    )
-
-
 def train(plain, layers, ranks, stages, **options):
     data = batches(3, ROWS, WIDTH)
 
     def body(world):
         pipe = make(layers, world, stages, **options)
-        sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)  # noqa: E731
         return plain.train_rank(pipe, data, optimizer=sgd, max_norm=0.5)
 
     return plain.unite(run_on_threads(ranks, body), stages)
 
 
 def expected(plain, layers, replicas):
-    return plain.train(
-        layers,
-        square_sum,
-        batches(3, ROWS, WIDTH),
-        seed=5,
-        replicas=replicas,
-        microbatches=MICROBATCHES,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-        max_norm=0.5,
-    )
+    return one_process(plain, layers, ROWS, replicas=replicas, microbatches=MICROBATCHES)
 
 
 @pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.product)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_replicas_are_one_process_in_every_schedule(plain, schedule, overlap):
-    layers = [plain.Recipe(make_block, (WIDTH, i % 2 == 0)) for i in range(8)]
+    layers = blocks(plain, 8)
     outer = {"bucket_bytes": 300, "overlap": overlap}
     ours = train(plain, layers, 4, 2, schedule=schedule, outer=outer)
     assert ours.distance(expected(plain, layers, 2)) < 1e-12
@@ -91,7 +57,7 @@ def test_two_replicas_are_one_process_in_every_schedule(plain, schedule, overlap
 @pytest.mark.parametrize("recompute", ["always", "except_last", "never"])
 @pytest.mark.parametrize("bucket_bytes", [8, 1000, "25MB"])
 def test_two_replicas_are_one_process_to_the_bit(plain, bucket_bytes, recompute):
-    layers = [plain.Recipe(make_block, (WIDTH, i % 2 == 0)) for i in range(4)]
+    layers = blocks(plain)
     outer = {"bucket_bytes": bucket_bytes}
     ours = train(plain, layers, 4, 2, schedule="one_f_one_b", recompute=recompute, outer=outer)
     assert not ours.differences(expected(plain, layers, 2))
@@ -247,7 +213,7 @@ WAYS = [
 )
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_each_way_to_sum_is_one_process(plain, way, ranks, stages):
-    layers = [plain.Recipe(make_block, (WIDTH, i % 2 == 0)) for i in range(4)]
+    layers = blocks(plain)
     replicas = ranks // stages
     if way.get("hierarchy") == 2 and replicas % 2:
         way = {"hierarchy": 3}
@@ -268,7 +234,7 @@ def test_each_way_to_sum_is_one_process(plain, way, ranks, stages):
 )
 def test_sums_in_the_order_of_ranks_have_the_same_bits_for_any_buckets(plain, schedule):
     """Mirrored stages have twice as many copies, in each replica those of one stage."""
-    layers = [plain.Recipe(make_block, (WIDTH, i % 2 == 0)) for i in range(8)]
+    layers = blocks(plain, 8)
     trainings = [
         train(
             plain,

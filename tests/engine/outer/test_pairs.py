@@ -125,7 +125,7 @@ def train(world, names):
     return {name: p.detach().clone() for name, p in pipe.named_parameters()}
 
 
-def compare(ranks, wanted, names):
+def assert_exact_where_it_should(ranks, wanted, names):
     """Hold the weights of all ranks against one another, and exact ones against `wanted`."""
     stages = 2 if "mirrored" in names else 1
     assert all(
@@ -167,7 +167,7 @@ def test_two_choices_do_what_each_says_or_are_refused_by_name(one, reference):
         ranks = 4 if "mirrored" in pair else 2
         if words is None:
             found = run_on_threads(ranks, lambda world, pair=pair: train(world, pair))
-            compare(found, reference(pair), pair)
+            assert_exact_where_it_should(found, reference(pair), pair)
             continue
         with pytest.raises((ConfigError, PeerError)) as caught:
             run_on_threads(ranks, lambda world, pair=pair: make(world, pair))
@@ -188,7 +188,7 @@ def test_whole_tensors_divided_go_with_all_but_replicas_apart(processes, tmp_pat
             with pytest.raises(ConfigError, match=words):
                 Outer(shard="oss", **OUTER[pair[1]])
         else:
-            compare([first[pair], second[pair]], reference(pair), pair)
+            assert_exact_where_it_should([first[pair], second[pair]], reference(pair), pair)
 
 
 SETTINGS = [

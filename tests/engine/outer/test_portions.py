@@ -11,36 +11,18 @@ from gpipe_hpc.engine.outer.portions import Portions
 from gpipe_hpc.engine.outer.settings import Outer
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.schedule import build, schedule_names
+from tests.engine.outer.replicas import (
+    WIDTH,
+    blocks,
+    make_block,
+    one_process,
+    sgd,
+    specs_of,
+)
 from tests.support import batches, buffers_of, square_sum
 
-WIDTH, ROWS = 4, 25  # rows do not divide: micro-batches have 3 or 4
+ROWS = 25  # rows do not divide: micro-batches have 3 or 4
 SCHEDULES = sorted({*schedule_names()} - {"file"})
-
-
-class Block(nn.Module):
-    """Dropout, and a scale that every other block leaves out."""
-
-    def __init__(self, width, scales):
-        super().__init__()
-        self.first, self.second = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.scale = nn.Parameter(torch.ones(width))
-        self.scales, self.drop = scales, nn.Dropout(0.2)
-
-    def forward(self, x):
-        out = self.drop(self.second(torch.tanh(self.first(x))))
-        return x + (out * self.scale if self.scales else out)
-
-
-def make_block(width, scales):
-    return Block(width, scales).double()
-
-
-def blocks(plain, number):
-    return [plain.Recipe(make_block, (WIDTH, i % 2 == 0)) for i in range(number)]
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def make(specs, world, stages, weights, microbatches, **options):
@@ -57,7 +39,7 @@ def make(specs, world, stages, weights, microbatches, **options):
 
 
 def train(plain, layers, stages, weights, microbatches, **options):
-    specs = [LayerSpec(factory, *args) for factory, args in layers]
+    specs = specs_of(layers)
 
     def body(world):
         pipe = make(specs, world, stages, weights, microbatches, **options)
@@ -68,15 +50,7 @@ def train(plain, layers, stages, weights, microbatches, **options):
 
 
 def expected(plain, layers, shares):
-    return plain.train(
-        layers,
-        square_sum,
-        batches(3, ROWS, WIDTH),
-        seed=5,
-        shares=shares,
-        optimizer=sgd,
-        max_norm=0.5,
-    )
+    return one_process(plain, layers, ROWS, shares=shares)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -107,7 +81,7 @@ def test_three_replicas_are_one_process_but_for_the_order_of_the_sum(plain):
 def test_ranks_with_several_stages_sum_each_over_its_own_group(plain, schedule):
     """Replicas run different tables, so they may come to their reductions in other orders."""
     layers = [*blocks(plain, 4), plain.Recipe(normal, (WIDTH,)), *blocks(plain, 3)]
-    specs = [LayerSpec(factory, *args) for factory, args in layers]
+    specs = specs_of(layers)
 
     def body(world):
         pipe = make(specs, world, 2, [3, 1], 4, schedule=schedule)
@@ -148,7 +122,7 @@ def test_tied_parameters_are_summed_over_all_places(plain):
 
 def test_outputs_and_losses_of_an_evaluation_are_those_of_the_whole_batch(plain):
     layers = blocks(plain, 4)
-    specs = [LayerSpec(factory, *args) for factory, args in layers]
+    specs = specs_of(layers)
     (inputs, targets) = batches(1, ROWS, WIDTH)[0]
 
     def body(world, weights):
@@ -166,7 +140,7 @@ def test_outputs_and_losses_of_an_evaluation_are_those_of_the_whole_batch(plain)
 
 def test_a_checkpoint_goes_on_with_other_weights(plain, tmp_path):
     layers = blocks(plain, 4)
-    specs = [LayerSpec(factory, *args) for factory, args in layers]
+    specs = specs_of(layers)
     data = batches(4, ROWS, WIDTH)
 
     def body(world, weights, steps, loads=False, saves=False):
@@ -193,7 +167,7 @@ def test_a_checkpoint_goes_on_with_other_weights(plain, tmp_path):
 def test_parts_of_gradients_are_measured_where_they_are(plain):
     """AdaScale compares micro-batches, or what unequal replicas add."""
     layers = blocks(plain, 4)
-    specs = [LayerSpec(factory, *args) for factory, args in layers]
+    specs = specs_of(layers)
     (inputs, targets) = batches(1, ROWS, WIDTH)[0]
 
     def body(world, weights, parts):

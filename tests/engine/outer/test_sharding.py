@@ -12,9 +12,17 @@ from gpipe_hpc.engine.outer.division import Division, pieces_of
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.schedule import Op, schedule_names
 from gpipe_hpc.training.optimizer import build_optimizer
+from tests.engine.outer.replicas import (
+    MICROBATCHES,
+    WIDTH,
+    blocks,
+    make,
+    make_block,
+    one_process,
+)
 from tests.support import batches, square_sum
 
-WIDTH, ROWS, MICROBATCHES = 4, 16, 4
+ROWS = 16
 SCHEDULES = sorted({*schedule_names()} - {"file", "auto"})
 
 
@@ -24,39 +32,6 @@ def adamw(parameters):
 
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
-
-
-class Block(nn.Module):
-    """Two matrices, and a scale that every other block leaves out."""
-
-    def __init__(self, width, scales):
-        super().__init__()
-        self.first, self.second = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.scale = nn.Parameter(torch.ones(width))
-        self.scales, self.drop = scales, nn.Dropout(0.2)
-
-    def forward(self, x):
-        out = self.drop(self.second(torch.tanh(self.first(x))))
-        return x + (out * self.scale if self.scales else out)
-
-
-def make_block(width, scales):
-    return Block(width, scales).double()
-
-
-def make(layers, world, stages, **options):
-    specs = [LayerSpec(factory, *args) for factory, args in layers]
-    return Pipeline(
-        specs,
-        square_sum,
-        stages=stages,
-        replicas=world.size // stages,
-        microbatches=MICROBATCHES,
-        seed=5,
-        world=world,
-        partition="uniform",
-        **options,
-    )
 
 
 def train_rank(plain, pipe, optimizer, steps=3, max_norm=0.5):
@@ -84,20 +59,8 @@ def train(plain, layers, ranks, stages, factory=adamw, outer=None, max_norm=0.5,
 
 
 def expected(plain, layers, replicas, factory=adamw, max_norm=0.5):
-    return plain.train(
-        layers,
-        square_sum,
-        batches(3, ROWS, WIDTH),
-        seed=5,
-        replicas=replicas,
-        microbatches=MICROBATCHES,
-        optimizer=factory,
-        max_norm=max_norm,
-    )
-
-
-def blocks(plain, number=4):
-    return [plain.Recipe(make_block, (WIDTH, i % 2 == 0)) for i in range(number)]
+    cut = {"replicas": replicas, "microbatches": MICROBATCHES}
+    return one_process(plain, layers, ROWS, optimizer=factory, max_norm=max_norm, **cut)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

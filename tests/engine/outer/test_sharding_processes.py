@@ -76,7 +76,7 @@ def kept(optimizer):
     )
 
 
-def same(one, other, atol):
+def assert_near(one, other, atol):
     assert one.keys() == other.keys()
     for name, value in one.items():
         torch.testing.assert_close(value, other[name], rtol=0, atol=atol)
@@ -95,7 +95,7 @@ def test_flat_shards_over_gloo(processes, tmp_path):
 
     ranks = processes(4, body, tmp_path)
     for (plain, _), (flat, _) in ranks:
-        same(flat[1], plain[1], 0.0)
+        assert_near(flat[1], plain[1], 0.0)
     for stage_rank in range(2):
         parts = [ranks[r][1][1] for r in (stage_rank, stage_rank + 2)]
         assert sum(parts) == ranks[stage_rank][0][1]
@@ -141,7 +141,7 @@ def test_whole_tensors_by_oss(processes, tmp_path, kind, tied):
     ranks = processes(4, body, tmp_path)
     for (plain, whole), (divided, part) in (found for found, _ in ranks):
         assert divided[0] == plain[0]
-        same(divided[1], plain[1], 0.0)
+        assert_near(divided[1], plain[1], 0.0)
         assert part < whole
     assert all(as_told for _, as_told in ranks)
 
@@ -159,7 +159,7 @@ def test_a_checkpoint_of_oss_goes_on_whole_and_flat(processes, tmp_path):
 
     ranks = processes(2, saved, tmp_path)
     for (_, whole), (_, again) in ranks:
-        same(whole, again, 0.0)
+        assert_near(whole, again, 0.0)
 
     def resumed(world, stages, shard):
         pipe, optimizer = opened(stages, world.size, shard, world=world)
@@ -169,7 +169,7 @@ def test_a_checkpoint_of_oss_goes_on_whole_and_flat(processes, tmp_path):
     for size, stages, shard in ((1, 1, "none"), (4, 2, "flat")):
         parts = run_on_threads(size, lambda w, s=stages, d=shard: resumed(w, s, d))
         found = {name: value for _, part in parts for name, value in part.items()}
-        same(found, ranks[0][0][1], 1e-10)
+        assert_near(found, ranks[0][0][1], 1e-10)
 
 
 def test_parameters_frozen_in_mid_run_stay_under_oss(processes, tmp_path):
@@ -188,7 +188,7 @@ def test_parameters_frozen_in_mid_run_stay_under_oss(processes, tmp_path):
         return found
 
     for plain, divided in processes(2, body, tmp_path):
-        same(divided, plain, 0.0)
+        assert_near(divided, plain, 0.0)
 
 
 def test_oss_on_threads_is_refused():

@@ -41,7 +41,7 @@ def ours(momentum=0.1):
     return model, StageStatistics(model), plain
 
 
-def same(layer, plain):
+def assert_same_buffers(layer, plain):
     for name, value in plain.state_dict().items():
         assert torch.allclose(layer.state_dict()[name], value, **NEAR), name
 
@@ -62,8 +62,8 @@ def test_a_step_is_one_update(num_microbatches, momentum):
         statistics.finish()
         update(plain, whole)
         torchs(whole)  # the first layer's own inputs do not depend on the cut
-    same(model[0], plain)
-    same(model[0], torchs)
+    assert_same_buffers(model[0], plain)
+    assert_same_buffers(model[0], torchs)
     assert model[0].num_batches_tracked == 5
 
 
@@ -79,7 +79,7 @@ def test_copies_agree_to_the_bit():
             statistics.start_reduction(group)
             statistics.finish()
             update(plain, whole)
-        same(model[0], plain)
+        assert_same_buffers(model[0], plain)
         return model.state_dict()
 
     first, *others = run_on_threads(3, body)
@@ -92,13 +92,13 @@ def test_unused_and_skipped_keep_what_they_have():
     statistics.clear()
     statistics.start_reduction(SoloGroup(0))
     statistics.finish()
-    same(model[0], plain)
+    assert_same_buffers(model[0], plain)
     forward(model, statistics, 0, batch(4))
     statistics.start_reduction(SoloGroup(0))
     statistics.finish(is_kept=False)
-    same(model[0], plain)
+    assert_same_buffers(model[0], plain)
     statistics.finish()  # nothing is left of the skipped step
-    same(model[0], plain)
+    assert_same_buffers(model[0], plain)
 
 
 def test_a_layer_called_twice_is_updated_once():
@@ -113,7 +113,7 @@ def test_a_layer_called_twice_is_updated_once():
     with reporting(Reports()):
         again = layer[0](first)
     update(plain, torch.cat([first, again.detach()]))
-    same(layer[0], plain)
+    assert_same_buffers(layer[0], plain)
     assert len(statistics) == 1
 
 

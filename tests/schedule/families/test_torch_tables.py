@@ -16,6 +16,7 @@ from gpipe_hpc.schedule import (
     simulate,
     to_text,
 )
+from tests.support import refusal
 
 ONE_EACH = Costs(forward=1, input_gradient=1, weight_gradient=1)
 
@@ -121,6 +122,7 @@ def test_torchs_own_lowering_of_our_tables_is_proved_too(variant):
     name, options = variant
     bare = build(name, ranks=4, microbatches=8, **options)
     if len(bare.placement.routes) > 1:
+        assert name in ("gems", "chimera", "dualpipe"), "torch places a stage once"
         return
     actions = {
         rank: [theirs._Action.from_str(text) for text in row]
@@ -132,4 +134,4 @@ def test_torchs_own_lowering_of_our_tables_is_proved_too(variant):
     for rank in sorted(lowered):
         ends = [f"{stage}REDUCE_GRAD" for stage in bare.placement.stages_of(rank)]
         text += ",".join([*map(str, lowered[rank]), *ends]) + "\n"
-    check(from_text(text))
+    assert refusal(check, from_text(text)) is None

@@ -67,7 +67,7 @@ def gradients_of(name: str, start: torch.Tensor) -> list[torch.Tensor]:
     return [factor * draw(step + 1, *start.shape)[0] for step in range(STEPS)]
 
 
-def stepped(make, plain_of):
+def assert_steps_are(make, plain_of):
     """Take the same steps with an optimizer on all tensors at once, and plainly on each."""
     weights = {name: nn.Parameter(start.clone()) for name, (start, _) in STARTS.items()}
     optimizer = make(weights)
@@ -91,7 +91,7 @@ def test_lars_is_the_papers(momentum, adapt_vectors):
     config = LARSConfig(
         lr=1.0, weight_decay=0.3, momentum=momentum, trust=0.1, adapt_vectors=adapt_vectors
     )
-    stepped(
+    assert_steps_are(
         lambda weights: build_optimizer(weights.items(), config),
         lambda start, gradients, is_matrix: lars_plain(
             start,
@@ -110,7 +110,7 @@ def test_lamb_is_the_papers(adapt_vectors):
     config = LAMBConfig(
         lr=1.0, weight_decay=0.3, betas=[0.8, 0.95], eps=1e-3, adapt_vectors=adapt_vectors
     )
-    stepped(
+    assert_steps_are(
         lambda weights: build_optimizer(weights.items(), config),
         lambda start, gradients, is_matrix: lamb_plain(
             start,

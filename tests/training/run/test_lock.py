@@ -59,7 +59,8 @@ def test_the_lock_of_a_dead_process_is_taken_over(tmp_path, dead_pid):
 
 def test_a_process_that_got_a_dead_ones_number_is_not_taken_for_it(tmp_path):
     put(tmp_path, pid=os.getpid(), pid_started=run_lock.myself().pid_started - 1)
-    RunLock.take(tmp_path).give_back()
+    with RunLock.take(tmp_path) as held:
+        assert Owner(**json.loads((tmp_path / LOCK_FILE).read_text())) == held.owner
 
 
 def test_a_process_that_is_hidden_is_alive(tmp_path, monkeypatch):
@@ -85,9 +86,16 @@ def test_a_lock_of_another_machine_is_judged_by_its_beats(tmp_path, fast, dead_p
 
 
 def test_a_restart_waits_for_the_process_before_it(tmp_path, fast):
-    held = RunLock.take(tmp_path)
-    threading.Timer(0.3, held.give_back).start()
-    RunLock.take(tmp_path, waits=True).give_back()
+    held, order = RunLock.take(tmp_path), []
+
+    def give_back():
+        order.append("given back")
+        held.give_back()
+
+    threading.Timer(0.3, give_back).start()
+    with RunLock.take(tmp_path, waits=True):
+        order.append("taken")
+    assert order == ["given back", "taken"]
 
 
 def test_a_restart_does_not_wait_for_ever(tmp_path, fast):
