@@ -138,7 +138,8 @@ def unknown_setting(key: str) -> ConfigError:
         )
     meant = nearest(name, names)
     found = f"{section}.{meant}" if section and meant else nearest(key, settings())
-    hint = f"did you mean {found}? " if found else ""
+    is_section = found is not None and key.startswith(f"{found}.")  # which is right already
+    hint = f"did you mean {found}? " if found and not is_section else ""
     expected = ", ".join(names) if section and own else _sections()
     return ConfigError(
         f"config: unknown setting {key}, expected one of {expected}, got {key}; {hint}see --help"

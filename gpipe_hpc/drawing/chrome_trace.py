@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from gpipe_hpc.drawing.colours import HUES
 from gpipe_hpc.schedule.memory import live_activations
-from gpipe_hpc.schedule.table.actions import COMPUTE, COPIES, Op
+from gpipe_hpc.schedule.table.actions import COMPUTE, COPIES, REDUCTIONS, Op
 from gpipe_hpc.schedule.timeline import Event, Timeline
 from gpipe_hpc.schedule.waits import DataFlow, Transfer
 
@@ -51,7 +51,7 @@ def _process(pid: int, timeline: Timeline) -> Iterator[TraceEvent]:
                 yield from _span(pid, event, timeline, "copy", f"copies of rank {rank}")
             elif event.action.op is Op.UNSHARD:
                 yield from _span(pid, event, timeline, "gather", f"gatherings of rank {rank}")
-            elif event.action.op is Op.REDUCE_GRAD and event.duration_s > 0:
+            elif event.action.op in REDUCTIONS and event.duration_s > 0:
                 yield from _span(pid, event, timeline, "reduce", f"reductions of rank {rank}")
         for time_s, live in live_activations(timeline, rank):
             yield {

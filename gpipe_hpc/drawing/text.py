@@ -5,14 +5,16 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from gpipe_hpc.drawing.colours import HUES
+from gpipe_hpc.drawing.colours import BESIDE, HUES
 from gpipe_hpc.drawing.scene import clock_for
 from gpipe_hpc.schedule.memory import Step, live_activations
-from gpipe_hpc.schedule.table.actions import COMPUTE, Op
+from gpipe_hpc.schedule.table.actions import COMPUTE, OF_BUCKETS, Op
 from gpipe_hpc.schedule.timeline import Event, Timeline
 
 # What fills an action's cell behind its label, so that ops differ without colour.
 _FILL: Final = {Op.F: "-", Op.B: "=", Op.I: "~", Op.W: "+", Op.R: "*"}
+# What fills the time in which a rank computes nothing, and a bucket is summed or gathered.
+_BESIDE_FILL: Final = ":"
 _DIGITS: Final = "." + string.digits[1:] + string.ascii_lowercase
 _WIDEST: Final = 240
 _LEAST_PANEL: Final = 20
@@ -22,6 +24,8 @@ def draw_text(
     timeline: Timeline, width: int | None = None, unit: str = "", page: int | None = None
 ) -> str:
     """Draw a line of cells for each rank, dots where it idles, and a legend.
+
+    Where a rank computes nothing while gradients are summed, or parameters gathered, are colons.
 
     A cell holds op and micro-batch (`F0`), with stage where a rank holds several (`2F0`), cut off
     where time is too short for it. `width` is the number of columns the time axis takes; None: just
@@ -33,7 +37,9 @@ def draw_text(
     with_stage = _with_stage(cells)
     columns = width or num_columns([timeline])
     scale = columns / timeline.makespan if timeline.makespan > 0 else 0.0
-    lines = [_line(timeline, row, scale, columns, with_stage) for row in cells]
+    lines = [
+        _line(timeline, rank, row, scale, columns, with_stage) for rank, row in enumerate(cells)
+    ]
     return "\n".join([*_panels(timeline, lines, page), _fold(_legend(timeline, cells, unit), page)])
 
 
@@ -117,13 +123,27 @@ def _tightest_scale(timeline: Timeline) -> float:
     )
 
 
+def _of_buckets(row: Sequence[Event]) -> list[Event]:
+    """Return what was summed or gathered beside compute, and took time."""
+    return [event for event in row if event.action.op in OF_BUCKETS and event.duration_s > 0]
+
+
+def _columns(timeline: Timeline, event: Event, scale: float) -> tuple[int, int]:
+    """Return the columns in which an event begins and ends."""
+    ends = event.start_s, event.end_s
+    first, end = (round((moment_s - timeline.start_s) * scale) for moment_s in ends)
+    return first, end
+
+
 def _line(
-    timeline: Timeline, row: list[Event], scale: float, columns: int, with_stage: bool
+    timeline: Timeline, rank: int, row: list[Event], scale: float, columns: int, with_stage: bool
 ) -> str:
     line = ["."] * columns
+    for event in _of_buckets(timeline.events[rank]):
+        first, end = _columns(timeline, event, scale)
+        line[first:end] = _BESIDE_FILL * (end - first)
     for event in row:
-        first = round((event.start_s - timeline.start_s) * scale)
-        end = round((event.end_s - timeline.start_s) * scale)
+        first, end = _columns(timeline, event, scale)
         text = _label(event, with_stage)
         if len(text) > end - first:
             text = event.action.op.value
@@ -146,6 +166,9 @@ def _memory_line(timeline: Timeline, steps: list[Step], columns: int) -> str:
 def _legend(timeline: Timeline, cells: list[list[Event]], unit: str) -> str:
     used = {event.action.op for row in cells for event in row}
     ops = [f"{op}{fill} {HUES[op].words}" for op, fill in _FILL.items() if op in used]
+    beside = {event.action.op for row in timeline.events for event in _of_buckets(row)}
+    words = [hue.words for op, hue in BESIDE.items() if op in beside]
+    ops += [f"{_BESIDE_FILL} {' or '.join(words)}"] if words else []
     clock = clock_for(timeline.makespan, unit)
     makespan = f"{timeline.makespan * clock.factor:g} {clock.unit}".rstrip()
     return (

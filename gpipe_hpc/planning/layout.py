@@ -156,6 +156,8 @@ def _fewer(request: Request, most: Layout, microbatches: int, gauge: Gauge) -> L
 def _one(request: Request, gauge: Gauge) -> Layout:
     """Lay out one replica with `request.microbatches`."""
     partition, table, budget, searched = order(request, cut(request, gauge), gauge)
+    for stage in range(table.num_stages):
+        request.combining.check_copies(request.replicas * len(table.placement.holders(stage)))
     buckets = buckets_of(request, partition.counts, table.placement, gauge.layers)
     skips = long_skips(skip_routes(find_skips(gauge.layers), partition.counts))
     return Layout(

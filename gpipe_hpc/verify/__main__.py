@@ -2,7 +2,7 @@
 
 import sys
 
-from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, exit_code_of, run_jobs
+from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs, say_error
 from gpipe_hpc.errors import GpipeError
 from gpipe_hpc.verify.run import verify
 
@@ -22,8 +22,7 @@ def _task(job: Job) -> int:
     try:
         report = verify(job.config)
     except GpipeError as error:
-        print(f"gpipe_hpc: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        return exit_code_of(error)
+        return say_error(error)
     if report is None:
         return DONE_EXIT_CODE
     print(report)

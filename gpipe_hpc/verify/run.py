@@ -19,6 +19,7 @@ from gpipe_hpc.comm.nests import Nest, map_tensors
 from gpipe_hpc.comm.threads import run_on_threads
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.config import Config, build_target, check_config
+from gpipe_hpc.config.outer import outer_of
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import count_parameters, normalise_layers
 from gpipe_hpc.training.horizon import last_step
@@ -80,12 +81,14 @@ def _own_settings(config: Config, world_size: int) -> Config:
             "runs one micro-batch after another and cannot normalise several together; compare "
             "with pipeline.replicas=1"
         )
-    compress, every = config.outer.compress, int(getattr(config.outer, "every", 0))
-    if pipeline.replicas > 1 and (every or compress != "none"):
+    outer = outer_of(config.outer)
+    chosen = [f"outer.compress={outer.compress}"] if outer.compress != "none" else []
+    chosen += [f"outer.every={outer.every}"] if outer.is_apart else []
+    if pipeline.replicas > 1 and chosen:
         raise ConfigError(
             f"verify: expected an exact way for replicas to combine their gradients, got "
-            f"outer.compress={compress} and outer.every={every}, which train otherwise than one "
-            f"process does; compare with outer=allreduce outer.compress=none"
+            f"{' and '.join(chosen)}, with which they train otherwise than one process does; "
+            f"compare with outer=allreduce outer.compress=none"
         )
     if world_size == 1 and pipeline.stages is None:
         pipeline = replace(pipeline, stages=DEFAULT_STAGES)

@@ -13,6 +13,7 @@ from gpipe_hpc.errors import ConfigError
 CASES = {
     "pipeline.microbatch=4": r"unknown setting pipeline\.microbatch.*mean pipeline\.microbatches\?",
     "optimiser.lr=3": r"unknown setting optimiser\.lr.*did you mean optimizer\.lr\?",
+    "bench.dir=x": r"unknown setting bench\.dir.*got bench\.dir; see --help",
     "lr.warmup=3": r"did you mean lr\.warmup_steps\?",
     "train.batch_size=abc": r"bad train\.batch_size, expected a whole number, got 'abc'",
     "optimizer.lr=": r"bad optimizer\.lr, expected a number, got ''",

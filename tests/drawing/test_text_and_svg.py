@@ -34,6 +34,14 @@ def test_text_of_a_small_schedule():
     ]
 
 
+def test_text_shows_what_is_summed_where_a_rank_computes_nothing():
+    """It was drawn as idle time, and only the makespan told of it."""
+    lines = draw_text(timeline_of(reduction=2)).splitlines()
+    assert lines[0] == "rank 0 F0F1R1......B1==R0B0==::::"
+    assert lines[1] == "rank 1 ..F0F1R1B1==R0B0==::::...."
+    assert ", : reduction over replicas, . idle; makespan 13" in lines[2]
+
+
 def test_text_keeps_to_a_width_and_cuts_labels_that_do_not_fit():
     lines = draw_text(timeline_of(), width=11).splitlines()
     assert lines[0] == "rank 0 FFR...B1RB0"

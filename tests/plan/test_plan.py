@@ -140,6 +140,13 @@ def test_an_outer_step_sends_what_the_plan_says(tmp_path):
     assert sent == [0, pytest.approx(said, abs=64)]
 
 
+def test_a_hierarchy_that_does_not_fit_the_replicas_is_refused_ahead_of_a_run():
+    """`plan` passed over it, and the run was refused once its ranks had met."""
+    words = [*MLP, "pipeline.replicas=3", "outer.hierarchy=2"]
+    with pytest.raises(ConfigError, match=r"a divisor of the 3 copies.*got 2; choose one of 1, 3"):
+        make_plan(compose_config(words))
+
+
 def test_mirrored_stages_and_tied_weights_are_summed_with_all_their_copies():
     tied = ("data=synthetic", "pipeline.stages=2", "model.tied=true")
     alone = planned("data=synthetic", "pipeline.stages=2", "pipeline.schedule=chimera")

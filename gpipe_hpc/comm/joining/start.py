@@ -98,6 +98,7 @@ def _start(
             watchfulness=watchfulness,
         )
     chosen = device_of_rank(device, launch.local_rank)
+    chosen_backend = _backend(backend, chosen)
     if launch.world_size == 1:
         return ThreadWorld(ThreadHub(1, timeout_s), 0, chosen)
     secret = job_secret(launch.one_machine, secret_file)
@@ -108,7 +109,6 @@ def _start(
             SECRET_VARIABLE,
         )
     store = rendezvous(launch, timeout_s, loopback, secret)
-    chosen_backend = _backend(backend, chosen)
     if secret is not None and chosen_backend == "gloo":
         # NCCL's own threads ask the store at times when they must not wait for Python.
         store = SealedStore(store, secret.derive("store"))

@@ -11,7 +11,6 @@ from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.group import Group, Pending
 from gpipe_hpc.comm.machine import shared_identity
 from gpipe_hpc.engine.outer.items import Item
-from gpipe_hpc.errors import ConfigError
 
 
 class ByAlgorithm:
@@ -41,16 +40,10 @@ class Tuned:
 def hierarchical(group: Group, hierarchy: str | int) -> ByAlgorithm:
     """Return the sum inside hosts first, then between them; the same call on all copies.
 
-    `hierarchy`: ``host``, or how many copies that follow one another count as one host. Raises
-    ConfigError where that does not divide their number.
+    `hierarchy`: ``host``, or how many copies that follow one another count as one host: a divisor
+    of their number.
     """
     if isinstance(hierarchy, int):
-        if group.size % hierarchy:
-            fitting = [n for n in range(1, group.size + 1) if group.size % n == 0]
-            raise ConfigError(
-                f"outer.hierarchy: expected a divisor of the {group.size} copies of a stage, got "
-                f"{hierarchy}; choose one of {', '.join(map(str, fitting))}, or host"
-            )
         return ByAlgorithm(group, HIERARCHICAL, [i // hierarchy for i in range(group.size)])
     # Who shares a network interface with nobody is a host of his own.
     own = shared_identity("net")

@@ -7,6 +7,7 @@ group of copies and dtype, which says who owns what and broadcasts what was upda
 itself is the user's, with this rank's tensors alone.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -84,7 +85,10 @@ class OwnerSharing:
     def _divided(self, kind: _Kind) -> tuple[OSS, dict[str, nn.Parameter]]:
         sizes = {name: parameter.numel() for name, parameter in kind.named.items()}
         parameters = [kind.named[name] for name in in_turn(sizes)]
-        return OSS(parameters, optim=_Stepped, group=kind.group.torch_group), kind.named
+        with warnings.catch_warnings():  # it calls torch by a name of old
+            warnings.filterwarnings("ignore", category=FutureWarning, module="fairscale")
+            oss = OSS(parameters, optim=_Stepped, group=kind.group.torch_group)
+        return oss, kind.named
 
     def _kinds(self, given: set[nn.Parameter]) -> Iterator[_Kind]:
         """Yield what is divided together, in one order on all copies."""

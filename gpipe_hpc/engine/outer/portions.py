@@ -26,8 +26,8 @@ class Portions:
         if len(weights) != replicas:
             raise ConfigError(
                 f"outer.weights: expected a weight for each of {replicas} replica(s), got "
-                f"{len(weights)}: {list(weights)}; write {replicas} numbers, or none for equal "
-                f"shares"
+                f"{len(weights)}: {list(weights)}; write {replicas} numbers, or leave it out "
+                f"for equal shares"
             )
         least = reduce(gcd, weights)
         parts = [weight // least for weight in weights]

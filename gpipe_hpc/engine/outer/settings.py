@@ -149,6 +149,15 @@ class Outer:
                 f"outer=allreduce"
             )
 
+    def check_copies(self, num_copies: int) -> None:
+        """Refuse a hierarchy that does not fit the copies of a stage; raises ConfigError."""
+        if isinstance(self.hierarchy, int) and num_copies % self.hierarchy:
+            fitting = [n for n in range(1, num_copies + 1) if num_copies % n == 0]
+            raise ConfigError(
+                f"outer.hierarchy: expected a divisor of the {num_copies} copies of a stage, got "
+                f"{self.hierarchy}; choose one of {', '.join(map(str, fitting))}, or host"
+            )
+
     def _check_kinds(self) -> None:
         """Refuse a value that is no number, no whole one, or neither true nor false."""
         for each in fields(self):

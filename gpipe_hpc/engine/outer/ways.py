@@ -73,6 +73,7 @@ def choose_way(outer: Outer, group: Group, device: Device) -> Way:
     if outer.shard == "flat":
         return ReduceScatter(group, in_rank_order=outer.order == "rank")
     if outer.hierarchy != "none":
+        outer.check_copies(group.size)
         return hierarchical(group, outer.hierarchy)
     if outer.order == "rank":
         return ByAlgorithm(group, "rank_order")

@@ -69,7 +69,9 @@ def _causes(own: BubbleCauses, timeline: Timeline, pipeline_s: float) -> dict[st
     left of it is part of summing up.
     """
     left_s = pipeline_s - (timeline.makespan - own.reduction_tail)
-    tail_s = max(0.0, min(own.reduction_tail, left_s))
+    if left_s < 0:  # parameters were still gathered before the first rank computed
+        own, left_s = own._replace(transfers=own.transfers + left_s), 0.0
+    tail_s = min(own.reduction_tail, left_s)
     seconds = own._replace(reduction_tail=tail_s)._asdict()
     return {f"{name}_s": value for name, value in seconds.items()} | {
         "other_replicas_s": left_s - tail_s

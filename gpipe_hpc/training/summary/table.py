@@ -165,9 +165,9 @@ def _balance(summary: Mapping[str, Any]) -> str:
     better = summary["balance"]
     if better is None:
         return ""
-    weights = ",".join(map(str, better["weights"]))
+    weights, gain = ",".join(map(str, better["weights"])), 100 * better["gain"]
     return (
-        f"advice: outer.weights=[{weights}]: -{better['gain']:.0%} of the time that the slowest "
+        f"advice: outer.weights=[{weights}]: -{gain:.0f} % of the time that the slowest "
         f"replica computed, if every micro-batch takes each replica as long as in this run"
     )
 

@@ -205,6 +205,13 @@ def test_a_backend_of_another_device_is_refused():
         _backend("nccl", HostDevice())
 
 
+def test_a_process_alone_refuses_it_too(monkeypatch):
+    """One process trained on, and said nothing of the backend that it has not."""
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ConfigError, match="kind cpu, which is gloo, got 'nccl'"):
+        start_world(device="cpu", backend="nccl")
+
+
 def test_a_torch_without_the_backend_says_what_goes():
     with pytest.raises(ConfigError, match=r"expected a torch with xccl, .* use comm.backend=gloo"):
         _backend("auto", Accelerator(torch.device("xpu", 0)))

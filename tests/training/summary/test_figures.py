@@ -3,6 +3,7 @@
 import pytest
 
 from gpipe_hpc.schedule import Costs, build, lower, simulate
+from gpipe_hpc.schedule.passes.gathers import add_gathers
 from gpipe_hpc.training.summary.figures import RankFigures, idle_of_ranks
 
 
@@ -39,6 +40,18 @@ def test_what_reductions_take_behind_all_compute_is_idle_time(beyond_s):
         tail_s = timeline.makespan - 6
         assert causes["reduction_tail_s"] == pytest.approx(min(tail_s, beyond_s))
         assert causes["other_replicas_s"] == pytest.approx(max(0.0, beyond_s - tail_s))
+        assert sum(causes.values()) == pytest.approx(each["idle_s"])
+
+
+def test_what_is_gathered_ahead_of_all_compute_is_no_part_of_the_pipelines_time():
+    """The other replicas' part of the idle time was below 0 there."""
+    lowered = add_gathers(lower(build("gpipe", ranks=2, microbatches=1)), {0: 1, 1: 1})
+    timeline = simulate(lowered, Costs(forward=1, backward=2, gather=0.5))
+    ranks = [figures(rank, timeline.busy[rank]) for rank in range(2)]
+    assert timeline.makespan == 6.5
+    for each in idle_of_ranks(ranks, 6.0, [timeline]):
+        causes = each["idle_causes"]
+        assert min(causes.values()) >= 0.0
         assert sum(causes.values()) == pytest.approx(each["idle_s"])
 
 

@@ -105,7 +105,7 @@ def test_of_a_thousand_ranks_those_at_the_ends_are_shown():
 def test_what_would_balance_replicas_is_said():
     better = {"weights": [3, 1], "gain": 0.25}
     (line,) = [x for x in summary_text(summary([], balance=better)).splitlines() if "advice" in x]
-    assert "outer.weights=[3,1]: -25% of the time that the slowest replica computed" in line
+    assert "outer.weights=[3,1]: -25 % of the time that the slowest replica computed" in line
 
 
 def test_the_time_around_the_pipeline_is_said():
