@@ -43,7 +43,7 @@ from gpipe_hpc.engine.stages.assembly import (
     equalise_copies,
     gather_parameters,
 )
-from gpipe_hpc.engine.stages.wiring import make_first_calls, wire
+from gpipe_hpc.engine.stages.wiring import Wiring, make_first_calls, wire
 from gpipe_hpc.engine.state.drift import POLICIES
 from gpipe_hpc.engine.steps import Site, Steps, Tell
 from gpipe_hpc.engine.sums.loss import LossFunction
@@ -52,7 +52,7 @@ from gpipe_hpc.engine.sums.norms import Norms, clip_by_norm, gather_norms
 from gpipe_hpc.engine.sums.results import StepResult
 from gpipe_hpc.engine.sums.squares import parts_of
 from gpipe_hpc.engine.sums.statistics import gather_batchnorm, say_batchnorm
-from gpipe_hpc.engine.sums.tied import join_ties
+from gpipe_hpc.engine.sums.tied import TiedParameter, join_ties
 from gpipe_hpc.errors import ConfigError, DataError, DeviceMemoryError, GpipeError, KeywordError
 from gpipe_hpc.models import Layer, find_ties, layer_stages, normalise_layers, parameter_sizes
 from gpipe_hpc.planning import (
@@ -366,70 +366,14 @@ class Pipeline:
             )
 
     def _build(self, model: list[Layer]) -> None:
-        world, mesh, placement = self.world, self.mesh, self.schedule.placement
-        request, layout = self.request, self._own
-        held = placement.stages_of(self.stage_rank)
-        self.stages = build_stages(
-            model,
-            self.partition.counts,
-            held,
-            self.seed,
-            world,
-            self.everybody,
-            self.precision,
-            layout.recomputed,
-        )
-        self.all_parameters = gather_parameters(self.stages, self._site.pipeline)
-        is_wide = any(info.is_double for info in self.all_parameters)
-        self._norm_dtype = torch.float64 if is_wide else torch.float32
-        check_conservation(parameter_sizes(model), by_stage(self.all_parameters))
-        self._cut_table = cut_table(
-            model,
-            self.partition.counts,
-            holders=[placement.holders(s) for s in range(placement.num_stages)],
-            costs=self.partition.costs,
-            measure=self.partition.measure,
-        )
-        self.batchnorm = gather_batchnorm(
-            {index: stage.batchnorm for index, stage in self.stages.items()}, self._site.pipeline
-        )
-        if world.rank == 0:
-            say_batchnorm(self.batchnorm)
-        normalises_together = request.normalise_over_replicas and bool(self.batchnorm.converted)
-        is_apart = layout.tables.averaging is not None
-        if is_apart and normalises_together:
-            raise ConfigError(
-                "outer.every: replicas train apart, expected normalise_over_replicas=False, got "
-                "True, which joins them in every micro-batch; set one or the other"
-            )
-        if is_apart and request.noise_over:
-            raise ConfigError(
-                f"outer.every: replicas train apart, expected no noise_over, which compares their "
-                f"gradients in every step, got {request.noise_over}; set one or the other"
-            )
-        wiring = wire(
-            world,
-            mesh,
-            [self.layout.of(replica).schedule for replica in range(mesh.replicas)],
-            normalises_together=normalises_together,
-            is_apart=is_apart,
-        )
-        equalise_copies(self.stages, wiring.copies)
-        homes = layer_stages(self.partition.counts)
-        ties = find_ties(model)
-        self._tied_names = frozenset(tie.name for tie in ties)
-        tied = join_ties(
-            ties,
-            self.stages,
-            homes,
-            placement,
-            mesh,
-            world,
-            request.combining,
-            is_apart=is_apart,
-        )
-        groups = [self.everybody, self._site.pipeline, *wiring.groups(), *(t.group for t in tied)]
-        make_first_calls(groups, world.device)
+        """Build this rank's stages, connect them with those of other ranks, and make their steps.
+
+        Every rank calls it.
+        """
+        request, layout, world = self.request, self._own, self.world
+        self._build_stages(model)
+        self._check_apart()
+        wiring, tied = self._connect(model)
         part_of = self._measure_parts(request.noise_over) if request.noise_over else ()
         self.num_parts = len(set(part_of))
         self._steps = Steps(
@@ -448,13 +392,89 @@ class Pipeline:
         )
         if world.rank == 0 and layout.tables.buckets:
             say_inexact(request.combining)
-        if world.rank == 0 and is_apart:
+        if world.rank == 0 and self.is_apart:
             say_apart(request.combining)
         self._outer_due, self._versions_stepped = False, 0
         self.last_outer_step = 0
         self._has_optimizer = False
-        self.needs_inputs = 0 in held
-        self.needs_targets = self.schedule.num_stages - 1 in held
+        self.needs_inputs = 0 in self.stages
+        self.needs_targets = self.schedule.num_stages - 1 in self.stages
+
+    def _build_stages(self, model: list[Layer]) -> None:
+        """Build the stages of this rank, and learn from the others what the whole model has."""
+        placement, pipeline = self.schedule.placement, self._site.pipeline
+        self.stages = build_stages(
+            model,
+            self.partition.counts,
+            placement.stages_of(self.stage_rank),
+            self.seed,
+            self.world,
+            self.everybody,
+            self.precision,
+            self._own.recomputed,
+        )
+        self.all_parameters = gather_parameters(self.stages, pipeline)
+        is_wide = any(info.is_double for info in self.all_parameters)
+        self._norm_dtype = torch.float64 if is_wide else torch.float32
+        check_conservation(parameter_sizes(model), by_stage(self.all_parameters))
+        self._cut_table = cut_table(
+            model,
+            self.partition.counts,
+            holders=[placement.holders(s) for s in range(placement.num_stages)],
+            costs=self.partition.costs,
+            measure=self.partition.measure,
+        )
+        self.batchnorm = gather_batchnorm(
+            {index: stage.batchnorm for index, stage in self.stages.items()}, pipeline
+        )
+        if self.world.rank == 0:
+            say_batchnorm(self.batchnorm)
+
+    @property
+    def _normalises_together(self) -> bool:
+        return self.request.normalise_over_replicas and bool(self.batchnorm.converted)
+
+    def _check_apart(self) -> None:
+        """Refuse what joins replicas in every step where they train apart."""
+        if not self.is_apart:
+            return
+        if self._normalises_together:
+            raise ConfigError(
+                "outer.every: replicas train apart, expected normalise_over_replicas=False, got "
+                "True, which joins them in every micro-batch; set one or the other"
+            )
+        if self.request.noise_over:
+            raise ConfigError(
+                f"outer.every: replicas train apart, expected no noise_over, which compares their "
+                f"gradients in every step, got {self.request.noise_over}; set one or the other"
+            )
+
+    def _connect(self, model: list[Layer]) -> tuple[Wiring, list[TiedParameter]]:
+        """Open this rank's channels, form its groups, and make copies and tied weights equal."""
+        world, mesh, placement = self.world, self.mesh, self.schedule.placement
+        wiring = wire(
+            world,
+            mesh,
+            [self.layout.of(replica).schedule for replica in range(mesh.replicas)],
+            normalises_together=self._normalises_together,
+            is_apart=self.is_apart,
+        )
+        equalise_copies(self.stages, wiring.copies)
+        ties = find_ties(model)
+        self._tied_names = frozenset(tie.name for tie in ties)
+        tied = join_ties(
+            ties,
+            self.stages,
+            layer_stages(self.partition.counts),
+            placement,
+            mesh,
+            world,
+            self.request.combining,
+            is_apart=self.is_apart,
+        )
+        groups = [self.everybody, self._site.pipeline, *wiring.groups(), *(t.group for t in tied)]
+        make_first_calls(groups, world.device)
+        return wiring, tied
 
     def _measure_parts(self, parts: str) -> tuple[int, ...]:
         """Let this rank's stages measure the parts of gradients; return which there are."""
@@ -585,7 +605,7 @@ class Pipeline:
         self.outer_step()
         with together(self.world, f"step {self.steps_done}"), torch.inference_mode(False):
             self._refuse_own_optimizer()
-            with self._telling_of_memory():
+            with self._with_plan_of_memory():
                 run = self._run("training", inputs, targets, self.loss_fn)
                 result = self._steps.train(run, tell)
         self.steps_done += 1
@@ -614,7 +634,7 @@ class Pipeline:
         self._catch_up()
         with together(self.world, "evaluation"):
             run = self._run("evaluation", inputs, targets, self.loss_fn)
-            with self._telling_of_memory():
+            with self._with_plan_of_memory():
                 return self._steps.evaluate(run)
 
     def predict(self, inputs: Nest = None) -> Nest:
@@ -626,7 +646,7 @@ class Pipeline:
         self._catch_up()
         with together(self.world, "prediction"):
             run = self._run("prediction", inputs, None, None)
-            with self._telling_of_memory():
+            with self._with_plan_of_memory():
                 return self._steps.predict(run)
 
     def expect_memory(self, ranks: Sequence[RankForecast] | None) -> None:
@@ -655,11 +675,12 @@ class Pipeline:
             f"rank {self.world.rank}, stages {', '.join(map(str, self.stages))}, {where}: "
             f"{type(error).__name__}: {str(error).strip()}"
         )
-        with together(self.world, where), self._telling_of_memory():
+        with together(self.world, where), self._with_plan_of_memory():
             raise Exhausted(told, Standing.of(self.world.device, layers, 0)) from error
 
     @contextmanager
-    def _telling_of_memory(self) -> Iterator[None]:
+    def _with_plan_of_memory(self) -> Iterator[None]:
+        """Put the plan beside what was allocated where an action finds no memory."""
         try:
             yield
         except Exhausted as error:
@@ -737,7 +758,7 @@ class Pipeline:
         return self.last_step_marks().times
 
     def last_step_marks(self) -> StepMarks:
-        """Return the last step's marks, to be read later: that waits for a GPU."""
+        """Return the last step's marks, to be read later: that waits for an accelerator."""
         return self._steps.recorder.step
 
     def describe(self) -> str:
@@ -853,7 +874,7 @@ class Pipeline:
     @property
     def is_apart(self) -> bool:
         """Say whether replicas train apart, and are averaged at outer steps."""
-        return self._steps.apart is not None
+        return self._own.tables.averaging is not None
 
     @property
     def replicas_differ(self) -> bool:

@@ -23,8 +23,8 @@ class Contents(NamedTuple):
 
     `tensors`: those that this rank writes, by their names in the checkpoint; each tensor is one
     rank's. They are the model's own, not copies, except for states put together of several ranks'.
-    `facts`: the manifest except for files and
-    tensors, on the first rank alone. `num_bytes`: of all ranks' tensors.
+    `facts`: the manifest except for files and tensors, on the first rank alone. `num_bytes`: of all
+    ranks' tensors.
     """
 
     tensors: dict[str, Tensor]

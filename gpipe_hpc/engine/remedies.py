@@ -14,6 +14,7 @@ class _Known(NamedTuple):
 
 
 _NO_MEMORY: Final = "can't allocate memory"
+# Where layers are measured: in a step the plan stands beside it, see `planning.exhausted`.
 _LESS_MEMORY: Final = (
     "memory is used up: take more micro-batches or more stages, recompute=always, or a smaller "
     "batch (python -m gpipe_hpc.plan says what a layout needs)"
