@@ -38,7 +38,7 @@ def tables_of(name, options) -> Iterator[Schedule]:
         except ScheduleError:
             continue
         yield bare
-        buckets = {stage: 2 for stage in range(0, bare.num_stages, 2)}
+        buckets = dict.fromkeys(range(0, bare.num_stages, 2), 2)
         for mode in ("always", "except_last", "never"):
             dressed = add_recompute(bare, mode)
             yield lower(dressed, buckets)

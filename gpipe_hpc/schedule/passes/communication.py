@@ -10,13 +10,13 @@ in the order of the sends: one queue between the two then serves all channels.
 import sys
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import compress, count
 from typing import NamedTuple
 
 from gpipe_hpc.schedule.table.actions import COMPUTE, SENDS, Op
 from gpipe_hpc.schedule.table.dependencies import arrival, counterpart
-from gpipe_hpc.schedule.table.lifetimes import peak_receives
 from gpipe_hpc.schedule.table.precedence import (
     NOWHERE,
     SEVERAL,
@@ -31,10 +31,21 @@ from gpipe_hpc.schedule.table.schedule import Schedule
 
 def add_communication(schedule: Schedule) -> Schedule:
     """Add ``SEND`` and ``RECV`` wherever a value crosses ranks; refuse a table that deadlocks."""
-    traffic = _traffic(schedule)
-    placed = _Rendezvous(traffic, _due(traffic)).run()
-    bounds = tuple(peak_receives(row).size for row in placed)
-    return replace(schedule, ranks=placed, max_receives=bounds, overlaps=())
+    return add_transfers(build_precedence(schedule))
+
+
+def add_transfers(graph: Precedence) -> Schedule:
+    """Do the same for a bare table whose graph is there."""
+    if graph.late:
+        runs(graph, graph.waits)  # which a rank that waits for itself cannot pass
+    traffic = _traffic(graph)
+    rendezvous = _Rendezvous(traffic, _due(traffic))
+    placed = rendezvous.run()
+    if placed is None:
+        runs(graph, graph.waits)
+    assert placed is not None, f"schedule {graph.schedule.name!r}: has an order"
+    bounds = tuple(rendezvous.most)
+    return replace(graph.schedule, ranks=placed, max_receives=bounds, overlaps=())
 
 
 class _Way(NamedTuple):
@@ -75,14 +86,13 @@ class _Traffic(NamedTuple):
     lanes: list[_Lane]
 
 
-def _traffic(schedule: Schedule) -> _Traffic:
+def _traffic(graph: Precedence) -> _Traffic:
     """Find what crosses ranks, and put each ``SEND`` behind what makes its value."""
-    graph = build_precedence(schedule)
-    runs(graph, graph.waits)
     transfers = _Transfers([], integers(), integers(), integers(), integers())
     awaited, made = _cross(graph, transfers)
     lanes = [
-        _lane(graph, rank, row, transfers, awaited, made) for rank, row in enumerate(schedule.rows)
+        _lane(graph, rank, row, transfers, awaited, made)
+        for rank, row in enumerate(graph.schedule.rows)
     ]
     return _Traffic(transfers, lanes)
 
@@ -216,91 +226,114 @@ class _Rendezvous:
         num_ranks, num_transfers = len(lanes), len(transfers.way)
         self.position = [0] * num_ranks
         self.placed = [RowWriter(lane.kinds) for lane in lanes]
-        self.sends = [[op in SENDS for op, _, _ in lane.kinds] for lane in lanes]
         self.posted, self.sent = bytearray(num_transfers), bytearray(num_transfers)
+        # How many posted buffers wait on each rank for who takes what comes, and the most so far.
+        self.live, self.most = [0] * num_ranks, [0] * num_ranks
         # Rank -> the transfer it sleeps for: to be posted if it is the sender, else to be sent.
         # Who has slept for longest comes first; `fresh` fell asleep since circles were looked for.
         self.asleep: dict[int, int] = {}
         self.fresh: list[int] = []
         self.ring: _Ring | None = None
-        # What each rank has to post, as it is due, and how much of that is behind it.
-        self.posts = self._posts()
-        self.num_due = [0] * num_ranks
 
     def _posts(self) -> list["array[int]"]:
         """Return for each rank what it receives: as it is due, else as its senders send it."""
         transfers, lanes = self.traffic
         posts = [integers() for _ in lanes]
-        for lane, sends in zip(lanes, self.sends, strict=True):
-            for which, number in zip(lane.which, lane.awaits.one, strict=True):
-                if sends[which]:
-                    posts[transfers.receiver[number]].append(number)
+        receivers = transfers.receiver
+        for lane in lanes:
+            sends = [op in SENDS for op, _, _ in lane.kinds]
+            starts = map(sends.__getitem__, lane.which)
+            for number in compress(lane.awaits.one, starts):
+                posts[receivers[number]].append(number)
         return [integers(sorted(each, key=self.due.__getitem__)) for each in posts]
 
-    def run(self) -> tuple[Row, ...]:
-        """Run all lists to their end and return them with their receives."""
-        self.awake.extend(range(len(self.traffic.lanes)))
+    def run(self) -> tuple[Row, ...] | None:
+        """Run all lists to their end and return them with their receives; None: they deadlock."""
+        ranks = [self._run(rank, posts) for rank, posts in enumerate(self._posts())]
+        awake = self.awake
+        awake.extend(range(len(ranks)))
         while True:
-            while self.awake:
-                self._advance(self.awake.popleft())
+            while awake:
+                next(ranks[awake.popleft()], None)
             if not self.asleep:
                 return tuple(writer.row() for writer in self.placed)
-            self._post_ahead()
+            if not self._post_ahead():
+                return None
 
-    def _advance(self, rank: int) -> None:
-        """Run one rank until it blocks."""
-        lane, sends, posts = self.traffic.lanes[rank], self.sends[rank], self.posts[rank]
-        awaits, several = lane.awaits.one, lane.awaits.several
-        sent, posted, receivers = self.sent, self.posted, self.traffic.transfers.receiver
-        place_kind = self.placed[rank].which.append
-        place_number = self.placed[rank].numbers.append
-        next_due = self._next_due(rank)
-        for index in range(self.position[rank], len(lane.which)):
+    def _run(self, rank: int, posts: "array[int]") -> Iterator[None]:
+        """Run one rank; yield whenever it sleeps. `posts` is what it receives, as it is due."""
+        # Names of its own for all that it reads: this is most of the work of lowering a table.
+        lane, transfers = self.traffic.lanes[rank], self.traffic.transfers
+        several, sends = lane.awaits.several, [op in SENDS for op, _, _ in lane.kinds]
+        way_of, senders, receivers = transfers.way, transfers.sender, transfers.receiver
+        due, sent, posted, live, most = self.due, self.sent, self.posted, self.live, self.most
+        asleep, wake, writer = self.asleep, self.awake.append, self.placed[rank]
+        place_kind, place_number = writer.which.append, writer.numbers.append
+        ways = set(map(way_of.__getitem__, posts))
+        place_of = {way: writer.place(transfers.ways[way].post) for way in ways}
+        coming = iter(posts)
+        post = next(coming, NOWHERE)
+        next_due = sys.maxsize if post == NOWHERE else due[post]
+        columns = zip(count(), lane.which, lane.numbers, lane.awaits.one)
+        for index, which, number, awaited in columns:
             while next_due <= index:
-                self._post(posts[self.num_due[rank]])
-                self.num_due[rank] += 1
-                next_due = self._next_due(rank)
-            number, which = awaits[index], lane.which[index]
-            if number != NOWHERE:
-                reached = posted if sends[which] else sent
-                if number == SEVERAL:
-                    missing = (each for each in several[index] if not reached[each])
-                    number = next(missing, several[index][0])
-                if not reached[number]:
-                    self.position[rank] = index
-                    self.asleep[rank] = number
-                    self.fresh.append(rank)
-                    return
+                if not posted[post]:
+                    posted[post] = 1
+                    place_kind(place_of[way_of[post]])
+                    place_number(transfers.microbatch[post])
+                    live[rank] += 1
+                    if live[rank] > most[rank]:
+                        most[rank] = live[rank]
+                    sender = senders[post]
+                    if asleep.get(sender) == post:
+                        del asleep[sender]
+                        wake(sender)
+                post = next(coming, NOWHERE)
+                next_due = sys.maxsize if post == NOWHERE else due[post]
+            if awaited == NOWHERE:
+                pass
+            elif sends[which]:
+                if not posted[awaited]:
+                    self._sleep(rank, index, awaited)
+                    yield
+                sent[awaited] = 1
+                receiver = receivers[awaited]
+                if asleep.get(receiver) == awaited:
+                    del asleep[receiver]
+                    wake(receiver)
+            else:
+                needs = (awaited,) if awaited != SEVERAL else several[index]
+                for needed in needs:
+                    if not sent[needed]:
+                        self._sleep(rank, index, needed)
+                        yield
+                live[rank] -= len(needs)
             place_kind(which)
-            place_number(lane.numbers[index])
-            if sends[which]:
-                sent[number] = 1
-                self._wake(receivers[number], number)
-        self.position[rank] = len(lane.which)
+            place_number(number)
 
-    def _next_due(self, rank: int) -> int:
-        """Return ahead of which place of its list a rank has to post next."""
-        posts, num_due = self.posts[rank], self.num_due[rank]
-        return self.due[posts[num_due]] if num_due < len(posts) else sys.maxsize
+    def _sleep(self, rank: int, index: int, number: int) -> None:
+        self.position[rank] = index
+        self.asleep[rank] = number
+        self.fresh.append(rank)
 
     def _post(self, number: int) -> None:
-        if not self.posted[number]:
-            self.posted[number] = 1
-            transfers = self.traffic.transfers
-            post = transfers.ways[transfers.way[number]].post
-            self.placed[transfers.receiver[number]].add(post, transfers.microbatch[number])
-            self._wake(transfers.sender[number], number)
+        """Post for one transfer where its rank stands, and wake who sleeps at its ``SEND``."""
+        transfers = self.traffic.transfers
+        receiver, sender = transfers.receiver[number], transfers.sender[number]
+        self.posted[number] = 1
+        post = transfers.ways[transfers.way[number]].post
+        self.placed[receiver].add(post, transfers.microbatch[number])
+        self.live[receiver] += 1
+        self.most[receiver] = max(self.most[receiver], self.live[receiver])
+        if self.asleep.get(sender) == number:
+            del self.asleep[sender]
+            self.awake.append(sender)
 
-    def _wake(self, rank: int, number: int) -> None:
-        if self.asleep.get(rank) == number:
-            del self.asleep[rank]
-            self.awake.append(rank)
-
-    def _post_ahead(self) -> None:
+    def _post_ahead(self) -> bool:
         """Break every circle of waiting ranks: post one receive where its rank stands.
 
-        The bare table has an order, so each circle holds a blocked ``SEND``. All that its rank has
-        sent the other one before is posted, so the order between the two stays.
+        All that a rank at a blocked ``SEND`` has sent the other one before is posted, so the order
+        between the two stays. Return False if a circle holds none: the bare table has no order.
         """
         fresh = [rank for rank in dict.fromkeys(self.fresh) if rank in self.asleep]
         self.fresh.clear()
@@ -308,12 +341,14 @@ class _Rendezvous:
         number = self._cheapest(self.ring)
         if number is not None:
             self._post(number)
-            return
+            return True
         asleep = dict(self.asleep)
         for circle in self._circles(asleep):
             blocked = [asleep[rank] for rank in circle if self._at_a_send(rank, asleep)]
-            assert blocked, f"ranks {circle} wait in a circle that no receive can break"
+            if not blocked:
+                return False
             self._post(min(blocked, key=lambda number: self._cost_of_posting(number, asleep)))
+        return True
 
     def _ring(self, fresh: list[int]) -> _Ring | None:
         """Return the only circle, if all in it are at a ``SEND``; somebody in it is `fresh`."""
