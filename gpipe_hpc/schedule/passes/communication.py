@@ -335,74 +335,98 @@ class _Rendezvous:
         All that a rank at a blocked ``SEND`` has sent the other one before is posted, so the order
         between the two stays. Return False if a circle holds none: the bare table has no order.
         """
-        fresh = [rank for rank in dict.fromkeys(self.fresh) if rank in self.asleep]
-        self.fresh.clear()
-        self.ring = self._ring(fresh)
-        number = self._cheapest(self.ring)
+        fresh, self.fresh = self.fresh, []
+        if self._is_ring_again(fresh):
+            number = self._cheapest_in_ring()
+        else:
+            # All circles before were broken, so somebody in a new one fell asleep since.
+            number = self._cheapest_of_one(
+                self._circles(each for each in fresh if each in self.asleep)
+            )
         if number is not None:
             self._post(number)
             return True
         asleep = dict(self.asleep)
         for circle in self._circles(asleep):
-            blocked = [asleep[rank] for rank in circle if self._at_a_send(rank, asleep)]
-            if not blocked:
+            costs = self._costs_of_posting(circle, asleep)
+            if not costs:
                 return False
-            self._post(min(blocked, key=lambda number: self._cost_of_posting(number, asleep)))
+            self._post(min(costs, key=costs.__getitem__))
         return True
 
-    def _ring(self, fresh: list[int]) -> _Ring | None:
-        """Return the only circle, if all in it are at a ``SEND``; somebody in it is `fresh`."""
+    def _is_ring_again(self, fresh: list[int]) -> bool:
+        """Say whether the one rank that fell asleep closes the ring as it was; note its costs."""
         ring = self.ring
-        if ring is not None and len(fresh) == 1 and fresh[0] in ring.place:
-            place = ring.place[fresh[0]]
-            behind = ring.ranks[(place + 1) % len(ring.ranks)]
-            if self._at_a_send(fresh[0], self.asleep) and self._awaited(fresh[0]) == behind:
-                for changed in (place - 1, place):
-                    ring.costs[changed] = self._cost_in_ring(ring.ranks[changed])
-                return ring
-        circles = self._circles(fresh)
-        if len(circles) != 1 or not all(self._at_a_send(r, self.asleep) for r in circles[0]):
-            return None
-        found = circles[0]
-        place_of = {rank: place for place, rank in enumerate(found)}
-        return _Ring(found, place_of, [self._cost_in_ring(rank) for rank in found])
+        if ring is None or len(fresh) != 1:
+            return False
+        (rank,) = fresh
+        place, number = ring.place.get(rank), self.asleep.get(rank)
+        if place is None or number is None or self.traffic.transfers.sender[number] != rank:
+            return False
+        behind = ring.ranks[place + 1 - len(ring.ranks)]
+        if self.traffic.transfers.receiver[number] != behind:
+            return False
+        due, position = self.due, self.position
+        ring.costs[place - 1] = due[self.asleep[ring.ranks[place - 1]]] - position[rank]
+        ring.costs[place] = due[number] - position[behind]
+        return True
 
-    def _cheapest(self, ring: _Ring | None) -> int | None:
+    def _cheapest_in_ring(self) -> int | None:
         """Return the transfer that costs least to post; None if that has to be looked for.
 
         Of several the first, from where the rank that sleeps for longest leads into the circle.
         """
-        if ring is None:
+        ring = self.ring
+        assert ring is not None, "there is one"
+        costs = ring.costs
+        least = min(costs)
+        place = costs.index(least)
+        oldest = next(iter(self.asleep))
+        start = ring.place.get(oldest, NOWHERE)
+        if start > place:
+            if least in costs[start:]:
+                place = costs.index(least, start)
+        elif start == NOWHERE and costs.count(least) > 1:
             return None
-        least, oldest = min(ring.costs), next(iter(self.asleep))
-        if oldest not in ring.place and ring.costs.count(least) > 1:
-            return None
-        start = ring.place.get(oldest, 0)
-        ahead = ring.costs[start:]
-        place = start + ahead.index(least) if least in ahead else ring.costs.index(least)
         return self.asleep[ring.ranks[place]]
 
-    def _awaited(self, rank: int) -> int:
-        """Return for which rank one sleeps."""
-        number, transfers = self.asleep[rank], self.traffic.transfers
-        sender = transfers.sender[number]
-        return transfers.receiver[number] if sender == rank else sender
+    def _cheapest_of_one(self, circles: list[list[int]]) -> int | None:
+        """Return the transfer that costs least to post; None if there are several, or circles."""
+        self.ring = None
+        if len(circles) != 1:
+            return None
+        found, asleep = circles[0], self.asleep
+        costs = self._costs_of_posting(found, asleep)
+        if len(costs) == len(found):
+            place_of = {rank: place for place, rank in enumerate(found)}
+            self.ring = _Ring(found, place_of, [cost for _, cost in costs.values()])
+            return self._cheapest_in_ring()
+        in_turn = sorted(costs.values())
+        if not in_turn or in_turn[:1] == in_turn[1:2]:
+            return None
+        return min(costs, key=costs.__getitem__)
 
-    def _cost_in_ring(self, rank: int) -> int:
-        """Return how early it is to post what a rank sends; who receives it is at a send too."""
-        number = self.asleep[rank]
-        return self.due[number] - self.position[self.traffic.transfers.receiver[number]]
+    def _costs_of_posting(
+        self, circle: list[int], asleep: dict[int, int]
+    ) -> dict[int, tuple[bool, int]]:
+        """Return what the ranks of a circle are blocked from sending, and what it costs to post.
 
-    def _at_a_send(self, rank: int, asleep: dict[int, int]) -> bool:
-        return self.traffic.transfers.sender[asleep[rank]] == rank
-
-    def _cost_of_posting(self, number: int, asleep: dict[int, int]) -> tuple[bool, int]:
-        """Prefer a rank that is blocked at a send itself, then the least early post."""
-        receiver = self.traffic.transfers.receiver[number]
-        return not self._at_a_send(receiver, asleep), self.due[number] - self.position[receiver]
+        A rank that is blocked at a send itself comes first, then the least early post.
+        """
+        receivers, senders = self.traffic.transfers.receiver, self.traffic.transfers.sender
+        costs: dict[int, tuple[bool, int]] = {}
+        for rank in circle:
+            number = asleep[rank]
+            if senders[number] == rank:
+                receiver = receivers[number]
+                at_a_send = senders[asleep[receiver]] == receiver
+                costs[number] = not at_a_send, self.due[number] - self.position[receiver]
+        return costs
 
     def _circles(self, starts: Iterable[int]) -> list[list[int]]:
         """Return the circles of ranks, each waiting for the next, that some ranks lead into."""
+        receivers, senders = self.traffic.transfers.receiver, self.traffic.transfers.sender
+        asleep = self.asleep
         circles: list[list[int]] = []
         seen: set[int] = set()
         for rank in starts:
@@ -410,7 +434,9 @@ class _Rendezvous:
             while rank not in seen:
                 seen.add(rank)
                 path[rank] = len(path)
-                rank = self._awaited(rank)
+                number = asleep[rank]
+                sender = senders[number]
+                rank = receivers[number] if sender == rank else sender
             if rank in path:
                 circles.append(list(path)[path[rank] :])
         return circles
