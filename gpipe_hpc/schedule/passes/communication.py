@@ -22,20 +22,17 @@ from gpipe_hpc.schedule.table.precedence import (
     SEVERAL,
     Links,
     Precedence,
-    build_precedence,
     runs,
 )
 from gpipe_hpc.schedule.table.rows import Kind, Row, RowWriter, action_of, integers, kind_of
 from gpipe_hpc.schedule.table.schedule import Schedule
 
 
-def add_communication(schedule: Schedule) -> Schedule:
-    """Add ``SEND`` and ``RECV`` wherever a value crosses ranks; refuse a table that deadlocks."""
-    return add_transfers(build_precedence(schedule))
+def add_communication(graph: Precedence) -> Schedule:
+    """Add ``SEND`` and ``RECV`` wherever a value crosses ranks; refuse a table that deadlocks.
 
-
-def add_transfers(graph: Precedence) -> Schedule:
-    """Do the same for a bare table whose graph is there."""
+    `graph` is that of a bare table.
+    """
     if graph.late:
         runs(graph, graph.waits)  # which a rank that waits for itself cannot pass
     traffic = _traffic(graph)

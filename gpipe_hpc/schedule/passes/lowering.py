@@ -9,6 +9,7 @@ from gpipe_hpc.schedule.passes.communication import add_communication
 from gpipe_hpc.schedule.passes.last_weights import gather_last_weights
 from gpipe_hpc.schedule.passes.reduction import add_reductions
 from gpipe_hpc.schedule.table.actions import Op
+from gpipe_hpc.schedule.table.precedence import build_precedence
 from gpipe_hpc.schedule.table.schedule import Schedule
 
 
@@ -26,7 +27,8 @@ def lower(schedule: Schedule, buckets: Mapping[int, int] | None = None) -> Sched
         )
     if buckets:
         schedule = gather_last_weights(schedule)
-    return add_reductions(add_communication(schedule), buckets)
+    graph = build_precedence(schedule)
+    return add_reductions(add_communication(graph), graph, buckets)
 
 
 def forward_only(schedule: Schedule) -> Schedule:

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 from gpipe_hpc.schedule.table.actions import COMPUTE, SENDS, Op
 from gpipe_hpc.schedule.table.lifetimes import ENDS_BACKWARD
-from gpipe_hpc.schedule.table.precedence import NOWHERE, build_precedence, runs
+from gpipe_hpc.schedule.table.precedence import NOWHERE, Precedence, runs
 from gpipe_hpc.schedule.table.rows import Row, RowWriter
 from gpipe_hpc.schedule.table.schedule import Schedule
 
 
-def add_reductions(schedule: Schedule, buckets: Mapping[int, int] | None = None) -> Schedule:
+def add_reductions(
+    schedule: Schedule, bare: Precedence, buckets: Mapping[int, int] | None = None
+) -> Schedule:
     """Put the ``REDUCE_GRAD`` of every stage on its holders, after its last ``B`` or ``W`` there.
 
     One for each of the stage's `buckets`, in the order in which a backward completes them; one for
@@ -20,11 +22,12 @@ def add_reductions(schedule: Schedule, buckets: Mapping[int, int] | None = None)
     There, behind the send that others wait for, it overlaps the drain. A holder that runs no
     backward of the stage takes part at its end. Stages with several holders are reduced in one
     order on all ranks, that in which the last holder of each is done, so that none wait for one
-    another in a circle. A table without any backward stays as it is.
+    another in a circle. A table without any backward stays as it is. `bare` is the graph of the
+    table before it had transfers.
     """
     if not schedule.ops & ENDS_BACKWARD:
         return schedule
-    turns = _turns(schedule)
+    turns = _turns(bare)
     rows = tuple(
         _rank(row, schedule.placement.stages_of(rank), turns, buckets or {})
         for rank, row in enumerate(schedule.rows)
@@ -32,13 +35,13 @@ def add_reductions(schedule: Schedule, buckets: Mapping[int, int] | None = None)
     return replace(schedule, ranks=rows)
 
 
-def _turns(schedule: Schedule) -> dict[int, int]:
+def _turns(graph: Precedence) -> dict[int, int]:
     """Return the mirrored stages, each with when its last holder is done, as a turn of its own."""
+    schedule = graph.schedule
     placement = schedule.placement
     shared = {stage for stage in range(placement.num_stages) if len(placement.holders(stage)) > 1}
     if not shared:
         return {}
-    graph = build_precedence(schedule)
     done = [0] * graph.num_nodes
     free_at = [0] * schedule.num_ranks
     latest: dict[int, int] = dict.fromkeys(shared, 0)

@@ -149,9 +149,10 @@ def peak_activations(row: Sequence[Action]) -> Peak:
     Whole or for recomputation, each counts as one, but not while its copy is on the host.
     """
     row = Row.of(row)
+    ops = row.ops
     added, freed = [0] * len(row), [0] * len(row)
     for thing, start, end in ((Thing.ACTIVATIONS, added, freed), (Thing.COPY, freed, added)):
-        if not any(thing in _MAKES[op] for op in row.ops):
+        if not any(thing in _MAKES[op] for op in ops):
             continue
         firsts, lasts = _bounds_of_lives(row, thing)
         for stage, first in firsts.items():
