@@ -1,6 +1,5 @@
 """Part: what this machine is, and whether what the other parts need is installed."""
 
-import argparse
 import importlib.metadata
 import importlib.util
 import os
@@ -9,14 +8,13 @@ import shutil
 import statistics
 import subprocess
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
 from experiments.gpu.devices import the_device
-from experiments.gpu.running import Findings, enter, timed
+from experiments.gpu.running import Findings, enter, options, timed
 from gpipe_hpc.comm.device import Device
 from gpipe_hpc.engine.sums.powers import power_near_inverse
 from gpipe_hpc.planning.device_peaks import peak_flops_per_s
@@ -28,10 +26,7 @@ PACKAGES: Final = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", required=True)
-    parser.add_argument("--found", type=Path, required=True)
-    args = parser.parse_args()
+    args = options(__doc__).parse_args()
     enter()
     findings = Findings(args.found)
     findings.add("packages", {name: version(name) for name in PACKAGES})

@@ -1,14 +1,12 @@
 """Part: the tests that hold training against a plain loop, run on the device by pytest."""
 
-import argparse
 import os
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from experiments.gpu.running import ROOT, Findings, enter
+from experiments.gpu.running import ROOT, Findings, enter, options
 
 TESTS = (
     "tests/engine/test_exactness.py",
@@ -48,20 +46,18 @@ class Told:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", required=True)
+    parser = options(__doc__)
     parser.add_argument("--select", default="", help="as pytest's -k")
-    parser.add_argument("--found", type=Path, required=True)
     args = parser.parse_args()
     end_s = time.monotonic() + enter() - MARGIN_S
     os.chdir(ROOT)
     told = Told(Findings(args.found), end_s)
     chosen = ["-k", args.select] if args.select else []
-    options = ["-q", "--device", args.device, "-p", "no:cacheprovider", *chosen]
+    words = ["-q", "--device", args.device, "-p", "no:cacheprovider", *chosen]
     codes = []
     # What runs at each change first, then the rest of the product, as far as time allows.
     for marks in ("not slow and not product", "not slow and product"):
-        codes.append(int(pytest.main([*options, "-m", marks, *TESTS], plugins=[told])))
+        codes.append(int(pytest.main([*words, "-m", marks, *TESTS], plugins=[told])))
         told.findings.add(f"exit code of {marks}", codes[-1])
     nothing = int(pytest.ExitCode.NO_TESTS_COLLECTED)
     sys.exit(max(code for code in (0, *codes) if code != nothing))

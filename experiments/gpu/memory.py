@@ -1,8 +1,6 @@
 """Part: the peak of a step against the plan, in several modes, each model alone on the device."""
 
-import argparse
 import gc
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +8,7 @@ from torch import Tensor
 
 from experiments.gpu.devices import the_device
 from experiments.gpu.one_rank import LEARNING_RATE, SEED, STAGES
-from experiments.gpu.running import Findings, enter, timed
+from experiments.gpu.running import Findings, enter, options, timed
 from experiments.gpu.sizes import SIZES, Size
 from gpipe_hpc import Pipeline
 from gpipe_hpc.comm.device import Device
@@ -36,10 +34,8 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", required=True)
+    parser = options(__doc__)
     parser.add_argument("--size", choices=SIZES, required=True)
-    parser.add_argument("--found", type=Path, required=True)
     args = parser.parse_args()
     enter()
     findings = Findings(args.found)
@@ -61,16 +57,7 @@ def measured(
     """Return the peak of the third step, what it was planned to be, and what is held between."""
     inputs, targets = map(device.bring, batch)
     before = device.memory_allocated()
-    pipe = Pipeline(
-        size.layers(),
-        token_cross_entropy,
-        stages=1,
-        microbatches=size.microbatches,
-        precision="bfloat16",
-        seed=SEED,
-        device=device.type,
-        **{"schedule": "one_f_one_b", **settings},
-    )
+    pipe = size.pipeline(device, seed=SEED, **{"schedule": "one_f_one_b", **settings})
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=LEARNING_RATE, fused=device.is_accelerator)
 
     def step() -> None:

@@ -1,6 +1,5 @@
 """Part: ours on one rank beside the plainest good loop of PyTorch, step by step in one process."""
 
-import argparse
 import gc
 import statistics
 import warnings
@@ -12,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from experiments.gpu.devices import the_device
-from experiments.gpu.running import Findings, enter, timed
+from experiments.gpu.running import Findings, enter, options, timed
 from experiments.gpu.sizes import SIZES, Size, size_for
-from gpipe_hpc import Pipeline
 from gpipe_hpc.comm.device import Device
 from gpipe_hpc.models import build_layer, token_cross_entropy
 from gpipe_hpc.planning.device_peaks import peak_flops_per_s
@@ -87,15 +85,10 @@ def ours(
     """Return a pipeline of one rank, whose stages are virtual if there are several."""
     inputs, targets = map(device.bring, batch)
     virtual = {"schedule": "interleaved", "schedule_options": {"stages_per_rank": stages}}
-    pipe = Pipeline(
-        size.layers(),
-        token_cross_entropy,
-        stages=1,
-        microbatches=size.microbatches,
-        precision="bfloat16",
+    pipe = size.pipeline(
+        device,
         compile=False if backend == "none" else backend,
         seed=SEED,
-        device=device.type,
         **{
             "recompute": "never",
             **(virtual if stages > 1 else {"schedule": "one_f_one_b"}),
@@ -136,12 +129,10 @@ def waits_of(contestant: Contestant, device: Device) -> dict[str, int] | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", required=True)
+    parser = options(__doc__)
     parser.add_argument("--size", choices=("auto", *SIZES), default="auto")
     parser.add_argument("--most", choices=SIZES, default="xl", help="the largest that auto takes")
     parser.add_argument("--backend", default="none", help="of torch.compile, or none")
-    parser.add_argument("--found", type=Path, required=True)
     args = parser.parse_args()
     enter()
     findings = Findings(args.found)

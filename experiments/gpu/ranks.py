@@ -4,11 +4,9 @@ Over ``staged`` the ranks share one device and boundaries go through pinned memo
 ``own`` each has a device, and boundaries go over the device's own backend.
 """
 
-import argparse
 import os
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,17 +21,15 @@ from experiments.gpu.gradients import (
     largest_error,
     plain_gradients,
 )
-from experiments.gpu.running import Findings, enter
+from experiments.gpu.running import Findings, enter, options
 from gpipe_hpc.comm.forming import Former
 from gpipe_hpc.comm.joining.start import start_world
 from gpipe_hpc.comm.world import World
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", required=True)
+    parser = options(__doc__)
     parser.add_argument("--over", choices=("staged", "own"), required=True)
-    parser.add_argument("--found", type=Path, required=True)
     args = parser.parse_args()
     enter()
     world = staged(args.device) if args.over == "staged" else own(args.device)

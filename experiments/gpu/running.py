@@ -1,5 +1,6 @@
 """A part of the command: processes that have a limit, write what they find, and leave nothing."""
 
+import argparse
 import contextlib
 import faulthandler
 import json
@@ -205,6 +206,14 @@ def _tails(logs: Sequence[Path]) -> str:
         text = log.read_text(encoding="utf-8", errors="replace")[-TAIL_CHARACTERS // len(logs) :]
         told.append(f"--- rank {rank}\n{text}" if len(logs) > 1 else text)
     return "\n".join(told)
+
+
+def options(description: str | None) -> argparse.ArgumentParser:
+    """Return what reads a part's options, with those that every part has."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--found", type=Path, required=True, help="the file to write")
+    return parser
 
 
 def enter() -> float:

@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpipe_hpc.models import build_gpt
+from gpipe_hpc import Pipeline
+from gpipe_hpc.comm.device import Device
+from gpipe_hpc.models import build_gpt, token_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,18 @@ class Size:
         # Weights, gradients and two moments in float32, and casts; the activations of one
         # micro-batch, as one contestant steps at a time.
         return 3 * 18 * weights + self.samples * self.seq_len * kept
+
+    def pipeline(self, device: Device, **settings: Any) -> Pipeline:
+        """Return it as a pipeline of one rank, in bfloat16, with settings of its own."""
+        return Pipeline(
+            self.layers(),
+            token_cross_entropy,
+            stages=1,
+            microbatches=self.microbatches,
+            precision="bfloat16",
+            device=device.type,
+            **settings,
+        )
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """Return tokens and targets of one step."""

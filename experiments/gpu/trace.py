@@ -1,6 +1,5 @@
 """Part: a trace of one step whose activations are offloaded: copies run beside the compute."""
 
-import argparse
 import json
 import tempfile
 from collections import defaultdict
@@ -11,11 +10,9 @@ from typing import Any, NamedTuple
 from torch.profiler import ProfilerActivity, profile
 
 from experiments.gpu.devices import the_device
-from experiments.gpu.running import Findings, enter, timed
+from experiments.gpu.running import Findings, enter, options, timed
 from experiments.gpu.sizes import SIZES
-from gpipe_hpc import Pipeline
 from gpipe_hpc.comm.device import Device
-from gpipe_hpc.models import token_cross_entropy
 
 COLUMNS = 120
 KINDS = {"kernel": "#", "gpu_memcpy": "c", "gpu_memset": "s"}
@@ -118,15 +115,7 @@ def traced(device: Device, settings: dict[str, Any]) -> dict[str, Any]:
     """Train three steps, the last one traced; return what its streams did."""
     size = SIZES["small" if device.is_accelerator else "tiny"]
     inputs, targets = map(device.bring, size.batch())
-    pipe = Pipeline(
-        size.layers(),
-        token_cross_entropy,
-        stages=1,
-        microbatches=size.microbatches,
-        precision="bfloat16",
-        device=device.type,
-        **settings,
-    )
+    pipe = size.pipeline(device, **settings)
     for _ in range(2):
         pipe.step(inputs, targets)
     untraced_s = timed(lambda: pipe.step(inputs, targets), device.synchronize)
@@ -165,10 +154,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", required=True)
-    parser.add_argument("--found", type=Path, required=True)
-    args = parser.parse_args()
+    args = options(__doc__).parse_args()
     enter()
     findings = Findings(args.found)
     device = the_device(args.device)
