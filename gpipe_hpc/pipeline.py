@@ -70,7 +70,7 @@ from gpipe_hpc.planning import (
 )
 from gpipe_hpc.planning.exhausted import explain_exhausted
 from gpipe_hpc.planning.forecast import RankForecast
-from gpipe_hpc.schedule import Op, Timeline, canonical_schedule
+from gpipe_hpc.schedule import Op, Timeline, canonical_schedule, rows_text
 from gpipe_hpc.schedule.passes.recompute import RECOMPUTE_MODES
 
 log = logging.getLogger("gpipe_hpc.pipeline")
@@ -296,6 +296,7 @@ class Pipeline:
             _check_choice("recompute", request.recompute, (*RECOMPUTE_MODES, "budget"))
             facts = {"number of layers": len(model), **_name_of(loss_fn), **request.facts()}
             check_agreement(self.world.everybody, facts)
+            request = request.on(self.world.size)
             self._norms: Norms | None = None
             self._planned: RankForecast | None = None
             self.mesh = Mesh.fit(self.world.size, request.stages, request.replicas)
@@ -338,7 +339,8 @@ class Pipeline:
             site = self._site
             layout = hand_out(decided, world, site.mesh, site.everybody, site.pipeline)
         if world.rank == 0:
-            for text in filter(None, (layout.searched, layout.budget)):
+            said = rows_text(layout.schedule.placement), layout.searched, layout.budget
+            for text in filter(None, said):
                 log.info("%s", text)
         return layout
 

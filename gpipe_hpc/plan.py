@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from gpipe_hpc.comm.device import device_to_come
+from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.config import (
     Config,
     DataConfig,
@@ -22,6 +23,7 @@ from gpipe_hpc.config import (
 from gpipe_hpc.config.checks import check_planning
 from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs, say_error
 from gpipe_hpc.config.data import Shape
+from gpipe_hpc.config.ranks import on_ranks, ranks_to_come
 from gpipe_hpc.errors import GpipeError, PartitionError
 from gpipe_hpc.models import loss_function, normalise_layers
 from gpipe_hpc.planning import Counted, Example, Gauge, Layout, Partition, Request, lay_out
@@ -87,8 +89,13 @@ def make_plan(config: Config) -> Plan:
 
     Raises ConfigError, ModelError, PartitionError or ScheduleError for what cannot work.
     """
-    num_ranks = config.pipeline.stages or DEFAULT_STAGES
-    doubts = check_planning(config, num_ranks)
+    doubts = check_planning(config, config.pipeline.stages or DEFAULT_STAGES)
+    asked, config = config, on_ranks(config, ranks_to_come(config, DEFAULT_STAGES))
+    num_ranks = Mesh.fit(
+        asked.pipeline.ranks or ranks_to_come(config, DEFAULT_STAGES),
+        config.pipeline.stages,
+        config.pipeline.replicas,
+    ).stages
     layers = normalise_layers(build_target("model", config.model))
     if isinstance(config.data, TokenDataConfig):
         check_vocabulary(layers, num_tokens_of(config.data))

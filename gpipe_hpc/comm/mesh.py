@@ -5,6 +5,13 @@ from dataclasses import dataclass
 from gpipe_hpc.errors import ConfigError
 
 
+def _replicas_that_fit(world_size: int, stages: int) -> str:
+    """Say how many replicas would fill the ranks, if some would."""
+    if world_size % stages:
+        return ""
+    return f", as pipeline.replicas={world_size // stages}"
+
+
 @dataclass(frozen=True)
 class Mesh:
     """Replicas x stages, laid out so that world rank = replica x stages + stage_rank."""
@@ -29,6 +36,7 @@ class Mesh:
                 f"mesh: expected stages x replicas = world size, got {wanted} x {replicas} = "
                 f"{wanted * replicas} with {world_size} rank(s); start {wanted * replicas} "
                 f"ranks or change pipeline.stages / pipeline.replicas"
+                f"{_replicas_that_fit(world_size, wanted)}"
             )
         return cls(replicas=replicas, stages=wanted)
 

@@ -11,6 +11,7 @@ from gpipe_hpc.config.data import TokenDataConfig, mask_token_of, num_tokens_of
 from gpipe_hpc.config.data_checks import DATA_CHOICES, DATA_RANGES
 from gpipe_hpc.config.outer import outer_of
 from gpipe_hpc.config.portions import portions_of
+from gpipe_hpc.config.ranks import rows_of
 from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.config.schema import (
     Config,
@@ -31,6 +32,7 @@ _RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
     {
         "draw.buckets": (1, 10_000),
         "pipeline.stages": (1, _INF),
+        "pipeline.ranks": (1, _INF),
         "pipeline.replicas": (1, _INF),
         "pipeline.microbatches": (1, _INF),
         "train.steps": (0, _INF),
@@ -120,8 +122,17 @@ def check_config(config: Config, world_size: int) -> list[str]:
     _check_device(config)
     _check_portions(config)
     _check_draw(config)
-    mesh = Mesh.fit(world_size, config.pipeline.stages, config.pipeline.replicas)
-    _check_partition(config.pipeline.partition, mesh.stages)
+    if config.pipeline.ranks not in (None, world_size):
+        raise refuse(
+            "pipeline.ranks",
+            f"null, or the {world_size} that were started",
+            config.pipeline.ranks,
+            "start as many, or leave it out",
+        )
+    stages = config.pipeline.stages
+    if stages is None or rows_of(config, world_size) is None:
+        stages = Mesh.fit(world_size, stages, config.pipeline.replicas).stages
+    _check_partition(config.pipeline.partition, stages)
     _check_budget(config.pipeline)
     _check_optimizer(config)
     _check_batches(config)

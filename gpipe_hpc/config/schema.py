@@ -16,6 +16,7 @@ class PipelineConfig:
     """How the model is cut and in which order the stages work."""
 
     stages: int | None = None
+    ranks: int | None = None
     replicas: int = 1
     microbatches: int = 8
     schedule: str = "gpipe"

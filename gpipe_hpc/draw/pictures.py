@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 from gpipe_hpc.config import Config, DrawConfig
 from gpipe_hpc.config.checks import check_drawing
 from gpipe_hpc.config.portions import portions_of
+from gpipe_hpc.config.ranks import on_ranks, ranks_to_come
 from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.draw.tables import standings
 from gpipe_hpc.drawing import draw_text
@@ -38,6 +39,7 @@ from gpipe_hpc.schedule import (
     simulate,
 )
 from gpipe_hpc.schedule.passes.gathers import add_gathers
+from gpipe_hpc.schedule.table.placements import copies_in_rows
 from gpipe_hpc.training.traces.files import read_trace, typical_trace
 
 DEFAULT_STAGES = 4
@@ -229,16 +231,35 @@ def simulated(config: Config) -> Subject:
     )
     timelines: list[Timeline] = []
     for name, options in _chosen(config):
+        chosen = replace(config, pipeline=replace(pipeline, schedule=name, options=dict(options)))
+        asked = on_ranks(chosen, ranks_to_come(config, DEFAULT_STAGES))
         schedule = build(
-            name,
-            ranks=pipeline.stages or DEFAULT_STAGES,
-            microbatches=portions_of(config).most,
+            asked.pipeline.schedule,
+            ranks=_ranks_of(asked),
+            microbatches=portions_of(asked).most,
             recompute=pipeline.recompute,
-            **options,
+            **asked.pipeline.options,
         )
-        own = costs.recut(schedule.num_ranks, schedule.num_stages)
+        copies = copies_in_rows(schedule.placement)
+        own = costs.recut(schedule.num_ranks, schedule.num_stages, copies)
         timelines.append(simulate(_with_outer(schedule, config), own))
     return Subject(tuple(timelines))
+
+
+def _ranks_of(config: Config) -> int:
+    """Return the ranks of one pipeline; refuse a number of all ranks that makes none."""
+    pipeline = config.pipeline
+    if pipeline.ranks is None or pipeline.stages == pipeline.ranks:
+        return pipeline.stages or DEFAULT_STAGES
+    stages = pipeline.stages or pipeline.ranks // pipeline.replicas
+    if stages * pipeline.replicas != pipeline.ranks:
+        raise refuse(
+            "pipeline.ranks",
+            f"stages x replicas = {stages} x {pipeline.replicas}",
+            pipeline.ranks,
+            "set pipeline.replicas, or leave it out",
+        )
+    return stages
 
 
 def _with_outer(schedule: Schedule, config: Config) -> Schedule:

@@ -11,9 +11,12 @@ from gpipe_hpc.planning.counted import ModelCount
 from gpipe_hpc.planning.forecast import forecast
 from gpipe_hpc.planning.gauges import MEASURED, LayerTimes
 from gpipe_hpc.planning.layout import Layout, lay_out
+from gpipe_hpc.planning.ordering import shared_by
 from gpipe_hpc.planning.partition import Partition
 from gpipe_hpc.planning.request import Request
 from gpipe_hpc.schedule import Op, Timeline, mean_costs, num_stages, simulate
+from gpipe_hpc.schedule.families.rerouted import ORDERS
+from gpipe_hpc.schedule.table.placements import copies_in_rows
 
 _LEAST_GAIN: Final = 0.02  # of the time in the pipeline; less is within what runs differ by
 MOST_ACTIONS: Final = 50_000  # of a table: of larger ones nothing is said, as it would take minutes
@@ -142,11 +145,14 @@ def _others(request: Request, layout: Layout, gauge: Known, finer: int | None) -
     if layout.schedule.num_ranks == 1:
         return
     cut = Partition((), tuple(t.forward + t.backward for t in gauge.times), MEASURED, gauge.times)
-    anew = cut.cut_anew(len(kept.counts))
+    anew = cut.cut_anew(len(kept.counts), shared_by(request))
     if anew.counts != kept.counts:
         yield _cut_words(anew), replace(request, partition=anew), gauge, ""
     # A cut by hand is for its number of stages; for another one it would be refused.
     own_cut = cut if _is_by_hand(request) else kept
+    if copies_in_rows(layout.schedule.placement) is not None:
+        yield from _other_orders(same_cut, gauge)
+        return
     for name, options in _SCHEDULES:
         if (name, dict(options)) == (layout.schedule.name, request.options):
             continue
@@ -175,6 +181,17 @@ def _others(request: Request, layout: Layout, gauge: Known, finer: int | None) -
         replace(gauge, times=halves),
         "that half a micro-batch takes half the time",
     )
+
+
+def _other_orders(request: Request, gauge: Known) -> Iterator[_Other]:
+    """Yield the other orders of rows with holes, by the schedules that a user names."""
+    kept = {name: value for name, value in request.options.items() if name == "stages"}
+    for order in ORDERS:
+        if request.options.get("order") == order or (request.compile and order in _SPLITTING):
+            continue
+        asked = {**kept, "order": order}
+        other = replace(request, schedule="rerouted", schedule_options=asked)
+        yield f"pipeline.schedule={order}", other, gauge, ""
 
 
 def _is_by_hand(request: Request) -> bool:

@@ -20,8 +20,8 @@ def cut_table(
     ``counts`` are the layers of each stage, ``holders`` the ranks of each stage (default: stage k
     on rank k). ``costs`` are one number a layer in the unit called ``measure``; the share of each
     stage in their sum fills the last column (default: the parameters themselves). A last line has
-    the sums and how far the dearest stage is above the mean. Raises `PartitionError` when the cut
-    misses a layer.
+    the sums and how far the dearest stage is above the mean; where ranks share a stage's
+    micro-batches, how far the busiest rank is. Raises `PartitionError` when the cut misses a layer.
     """
     if sum(counts) != len(layers):
         raise PartitionError(
@@ -47,9 +47,18 @@ def cut_table(
                 f"{100 * shares[-1]:.1f}",
             ]
         )
-    over = 100 * (max(shares) * len(shares) - 1) if whole else 0.0
+    over = 100 * _above_mean(shares, ranks) if whole else 0.0
     rows.append(["all", "", f"{len(layers)}", "", f"{sum(sizes):,}", f"max +{over:.1f}"])
     return aligned(rows, left={1, 2, 3})
+
+
+def _above_mean(shares: Sequence[float], holders: Sequence[Sequence[int]]) -> float:
+    """Return by which share of the mean the dearest stage, or the busiest rank, is above it."""
+    num_ranks = len({rank for own in holders for rank in own})
+    if not sum(map(len, holders)) == num_ranks > len(shares):
+        return max(shares) * len(shares) - 1
+    busiest = max(share / len(own) for share, own in zip(shares, holders, strict=True))
+    return busiest * num_ranks - 1
 
 
 def check_conservation(whole: Mapping[str, int], stages: Iterable[Mapping[str, int]]) -> None:

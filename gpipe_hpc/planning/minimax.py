@@ -25,7 +25,7 @@ def minimax(costs: Sequence[float], stages: int, *, allow_empty: bool = False) -
     """
     _check_sizes(len(costs), stages, allow_empty)
     used = min(stages, len(costs))
-    prefix = [0, *accumulate(_integers(costs))]
+    prefix = [0, *accumulate(integers(costs))]
     limit = _least_bottleneck(prefix, used)
     return _most_even(prefix, used, limit) + [0] * (stages - used)
 
@@ -77,7 +77,7 @@ def _check_sizes(num_layers: int, stages: int, allow_empty: bool) -> None:
         )
 
 
-def _integers(costs: Sequence[float]) -> list[int]:
+def integers(costs: Sequence[float]) -> list[int]:
     """Scale costs by one power of two that makes all of them integers (floats are dyadic)."""
     ratios = []
     for index, cost in enumerate(costs):

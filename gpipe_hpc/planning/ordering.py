@@ -14,6 +14,7 @@ from gpipe_hpc.planning.partition import Partition
 from gpipe_hpc.planning.request import Request
 from gpipe_hpc.planning.stages import count_stages
 from gpipe_hpc.planning.tables import dressed, recomputes, table_asked_for
+from gpipe_hpc.planning.uneven import copies_for
 from gpipe_hpc.planning.units import bytes_text, flops_text
 from gpipe_hpc.schedule import Placement, Schedule, Within, num_stages, simulate
 
@@ -37,7 +38,8 @@ def order(request: Request, partition: Partition, gauge: Gauge) -> Order:
     Raises ConfigError, ModelError, PartitionError or ScheduleError for what cannot work.
     """
     if request.schedule != "auto":
-        return _with_budget(request, Order(partition, table_of(request)), gauge)
+        table = table_of(request, **_copies(request, partition))
+        return _with_budget(request, Order(partition, table), gauge)
     if compares_placements(request):
         return _best_placement(request, partition, gauge)
     return _searched(request, partition, gauge)
@@ -58,6 +60,21 @@ def stages_of(request: Request) -> int:
     return num_stages("auto", **size, **request.options)
 
 
+def shared_by(request: Request) -> int | None:
+    """Return how many ranks share the stages where these are in rows; None where they are not.
+
+    The cut says how many hold each stage, unless the request does.
+    """
+    is_in_rows = request.schedule == "rerouted" or request.options.get("placement") == "rerouted"
+    return ranks_of(request) if is_in_rows and "copies" not in request.options else None
+
+
+def _copies(request: Request, partition: Partition) -> dict[str, Any]:
+    """Return how many ranks hold each stage of a cut, as an option of schedules in rows."""
+    ranks = shared_by(request)
+    return {} if ranks is None else {"copies": copies_for(partition.counts, partition.costs, ranks)}
+
+
 def table_of(request: Request, **more: Any) -> Schedule:
     """Return the bare table that is asked for; `more`: what `build` takes, options come first."""
     return table_asked_for(
@@ -76,7 +93,8 @@ def ranks_of(request: Request) -> int:
 
 def _searched(request: Request, partition: Partition, gauge: Gauge) -> Order:
     """Search an order for what layers take, or for equal stages where that is not known."""
-    costs = {"costs": partition.stage_costs()} if partition.times else {}
+    costs: dict[str, Any] = {"costs": partition.stage_costs()} if partition.times else {}
+    costs |= _copies(request, partition)
     if request.memory_bytes is None:
         return _with_budget(request, Order(partition, table_of(request, **costs)), gauge)
     if request.recompute != "budget":

@@ -7,6 +7,7 @@ from gpipe_hpc.errors import PartitionError
 from gpipe_hpc.models import layer_parameters, stage_layers
 from gpipe_hpc.planning.gauges import MEASURED, Gauge, LayerTimes
 from gpipe_hpc.planning.minimax import by_hand, minimax, uniform
+from gpipe_hpc.planning.uneven import cut_for_ranks
 from gpipe_hpc.schedule import Costs
 
 POLICIES = ("parameters", "uniform", "time")
@@ -53,19 +54,28 @@ class Partition(NamedTuple):
             recompute=forward,
         )
 
-    def cut_anew(self, num_stages: int) -> "Partition":
-        """Return the best cut for the same costs into another number of stages."""
-        return self._replace(counts=tuple(minimax(self.costs, num_stages)))
+    def cut_anew(self, num_stages: int, num_ranks: int | None = None) -> "Partition":
+        """Return the best cut for the same costs into another number of stages.
+
+        `num_ranks`: where these share the stages, some of which are on one rank less.
+        """
+        if num_ranks is None:
+            return self._replace(counts=tuple(minimax(self.costs, num_stages)))
+        return self._replace(counts=tuple(cut_for_ranks(self.costs, num_stages, num_ranks)))
 
 
 def choose_partition(
-    policy: str | Sequence[int] | Partition, num_stages: int, gauge: Gauge
+    policy: str | Sequence[int] | Partition,
+    num_stages: int,
+    gauge: Gauge,
+    num_ranks: int | None = None,
 ) -> Partition:
     """Cut a model into `num_stages` by parameters, uniform, time, or as given by hand.
 
     A Partition that was made before, in a checkpoint say, is taken as it is where it fits the
     layers and the stages; else the cut is made anew, as that one was. `time` is what the gauge
-    measures or counts; no other policy asks it. Raises PartitionError.
+    measures or counts; no other policy asks it. `num_ranks`: where these share the stages, and some
+    stages are on one rank less, which get less to do. Raises PartitionError.
     """
     layers = gauge.layers
     if isinstance(policy, Partition):
@@ -78,9 +88,9 @@ def choose_partition(
         return Partition(tuple(counts), tuple(map(float, layer_parameters(layers))), "parameters")
     if policy == "parameters":
         sizes = tuple(map(float, layer_parameters(layers)))
-        return Partition((), sizes, policy).cut_anew(num_stages)
+        return Partition((), sizes, policy).cut_anew(num_stages, num_ranks)
     if policy == "uniform":
-        return Partition((), (1.0,) * len(layers), "layers").cut_anew(num_stages)
+        return Partition((), (1.0,) * len(layers), "layers").cut_anew(num_stages, num_ranks)
     if policy != "time":
         raise PartitionError(
             f"partition: unknown, expected one of {', '.join(POLICIES)} or the number of layers "
@@ -89,4 +99,4 @@ def choose_partition(
     uniform(len(layers), num_stages)  # refuse too many stages before measuring
     times = gauge.times
     costs = tuple(each.forward + each.backward for each in times)
-    return Partition((), costs, gauge.measure, times).cut_anew(num_stages)
+    return Partition((), costs, gauge.measure, times).cut_anew(num_stages, num_ranks)

@@ -8,7 +8,7 @@ from gpipe_hpc.engine.outer.portions import Portions
 from gpipe_hpc.engine.outer.settings import Outer
 from gpipe_hpc.planning.optimizer import OptimizerMemory
 from gpipe_hpc.planning.partition import Partition
-from gpipe_hpc.schedule import Schedule, digest
+from gpipe_hpc.schedule import Schedule, digest, in_rows, refuse_whole_replicas
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +58,39 @@ class Request:
         """Return what is asked of a replica with so many micro-batches: the others have as many."""
         alike = replace(self.combining, weights=None)
         return replace(self, microbatches=microbatches, outer=alike)
+
+    def on(self, num_ranks: int) -> "Request":
+        """Return what is asked for on so many ranks: with holes, one pipeline of all of them.
+
+        The same request where stages x replicas are the ranks, or cannot be made so. Raises
+        ConfigError for what pipelines with holes cannot do.
+        """
+        rows = in_rows(
+            num_ranks,
+            self.stages,
+            self.replicas,
+            self.microbatches,
+            self.schedule,
+            self.options,
+        )
+        if rows is None:
+            return self
+        assert self.stages is not None, "rows are of some stages"
+        asked = {
+            "normalise_over_replicas": self.normalise_over_replicas,
+            "outer.every": self.combining.every,
+            "outer.weights": self.combining.weights,
+            "noise_over": self.noise_over == "replicas" and self.noise_over,
+        }
+        refuse_whole_replicas(num_ranks, self.stages, asked)
+        return replace(
+            self,
+            stages=rows.ranks,
+            replicas=1,
+            microbatches=rows.microbatches,
+            schedule=rows.schedule,
+            schedule_options=rows.options,
+        )
 
     @property
     def options(self) -> dict[str, Any]:

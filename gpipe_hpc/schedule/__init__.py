@@ -15,6 +15,13 @@ from gpipe_hpc.schedule.comparison import (
 from gpipe_hpc.schedule.costs import Costs, Link
 from gpipe_hpc.schedule.families.gpipe import gpipe
 from gpipe_hpc.schedule.families.one_f_one_b import one_f_one_b
+from gpipe_hpc.schedule.holes import (
+    WITH_HOLES,
+    Rows,
+    in_rows,
+    refuse_whole_replicas,
+    rows_text,
+)
 from gpipe_hpc.schedule.job import Job, Meeting, ReplicaTimes, side_by_side, simulate_job
 from gpipe_hpc.schedule.measured import (
     costs_for_others,
@@ -60,6 +67,7 @@ from gpipe_hpc.schedule.table.text_form import from_text, to_text
 from gpipe_hpc.schedule.timeline import Event, Timeline, idle_share
 
 __all__ = [
+    "WITH_HOLES",
     "Action",
     "BubbleCauses",
     "Channel",
@@ -78,6 +86,7 @@ __all__ = [
     "ReductionTime",
     "ReplicaTimes",
     "Row",
+    "Rows",
     "Schedule",
     "ScheduleError",
     "Skip",
@@ -104,6 +113,7 @@ __all__ = [
     "gains_table",
     "gpipe",
     "idle_share",
+    "in_rows",
     "lower",
     "lower_bound",
     "mean_costs",
@@ -116,6 +126,8 @@ __all__ = [
     "place",
     "provides",
     "recompute_of",
+    "refuse_whole_replicas",
+    "rows_text",
     "schedule_names",
     "schedule_of",
     "search",

@@ -11,6 +11,7 @@ from gpipe_hpc.schedule.registry import build
 from gpipe_hpc.schedule.search.auto import Found, place, search
 from gpipe_hpc.schedule.simulator import simulate
 from gpipe_hpc.schedule.table.actions import SENDS
+from gpipe_hpc.schedule.table.placements import copies_in_rows
 
 Variant = tuple[str, Mapping[str, Any]]
 
@@ -33,6 +34,7 @@ VARIANTS: Final[tuple[Variant, ...]] = (
     ("chimera", MappingProxyType({"scaling": "forward_doubling"})),
     ("dualpipe", _PLAIN),
     ("dualpipe_v", _PLAIN),
+    ("rerouted", MappingProxyType({"stages": 3})),
 )
 
 
@@ -87,17 +89,24 @@ def compare(
         except ScheduleError as error:
             standings.append(Standing(name, options, refusal=str(error)))
             continue
-        timeline = simulate(bare, costs.recut(ranks, bare.num_stages))
-        share = ranks / bare.num_stages
         placement = bare.placement
+        copies = copies_in_rows(placement)
+        timeline = simulate(bare, costs.recut(ranks, bare.num_stages, copies))
+        shares: Sequence[float] = copies or [ranks / bare.num_stages] * bare.num_stages
         standings.append(
             Standing(
                 name,
                 options,
                 makespan=timeline.makespan,
                 bubble=timeline.bubble,
-                activations=max(timeline.peak_activations) * share,
-                weights=max(len(placement.stages_of(rank)) for rank in range(ranks)) * share,
+                activations=max(
+                    peak * max((shares[stage] for stage in placement.stages_of(rank)), default=0)
+                    for rank, peak in enumerate(timeline.peak_activations)
+                ),
+                weights=max(
+                    sum(shares[stage] for stage in placement.stages_of(rank))
+                    for rank in range(ranks)
+                ),
                 transfers=sum(a.op in SENDS for row in lower(bare).ranks for a in row),
             )
         )

@@ -142,16 +142,21 @@ class Costs:
 
         return time
 
-    def recut(self, num_ranks: int, num_stages: int) -> "Costs":
+    def recut(
+        self, num_ranks: int, num_stages: int, copies: Sequence[int] | None = None
+    ) -> "Costs":
         """Return what the same model on the same ranks costs, cut into another number of stages.
 
         A single number is that of a rank's share of the model: with v stages a rank, each costs a
         v-th of it. A list is by equal parts of the model, from its first layers: a stage that is a
         share of a part costs that share, one of several parts their sum. A transfer takes the same
-        wherever the model is cut; of a list, that of the part ahead of it.
+        wherever the model is cut; of a list, that of the part ahead of it. `copies`: how many of
+        the ranks share each stage, which is cut to be so many ranks' share.
         """
 
         def of_stages(field: str, cost: Cost) -> Cost:
+            if copies is not None and not isinstance(cost, Iterable):
+                return [cost * number for number in copies]
             return _recut(field, cost, num_ranks, num_stages)
 
         def if_given(field: str, cost: Cost | None) -> Cost | None:

@@ -39,6 +39,7 @@ _ALIASES: Final[Mapping[str, str]] = MappingProxyType(
         "zbv": "zb_v",
         "zbvzerobubble": "zb_v",
         "vhalf": "v_half",
+        "recycle": "rerouted",
     }
 )
 
@@ -148,8 +149,20 @@ def _by_option(
     return each * ranks * whole(name, option, options[option])
 
 
-def _placed(ranks: int, microbatches: int, placement: str, stages_per_rank: int, **_: Any) -> int:
-    return place(placement, ranks, microbatches, stages_per_rank).num_stages
+def _placed(
+    ranks: int,
+    microbatches: int,
+    placement: str,
+    stages_per_rank: int,
+    stages: int | None,
+    copies: Sequence[int] | None,
+    **_: Any,
+) -> int:
+    return place(placement, ranks, microbatches, stages_per_rank, stages, copies).num_stages
+
+
+def _in_rows(ranks: int, microbatches: int, stages: int | None, **_: Any) -> int:
+    return ranks if stages is None else whole("rerouted", "stages", stages)
 
 
 def _read(ranks: int, microbatches: int, path: str) -> int:
@@ -165,6 +178,7 @@ _NUM_STAGES: Final[Mapping[str, Callable[..., int]]] = MappingProxyType(
         "zb_v": partial(_times, 2),
         "v_half": partial(_times, 2),
         "dualpipe_v": partial(_times, 2),
+        "rerouted": _in_rows,
         "auto": _placed,
         "file": _read,
     }

@@ -12,6 +12,7 @@ from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.torchrun_report import tell_torchrun
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config
+from gpipe_hpc.config.ranks import on_ranks
 from gpipe_hpc.engine.recorder import StepTimes
 from gpipe_hpc.engine.sums.results import StepResult
 from gpipe_hpc.planning.shortage import shortage
@@ -65,7 +66,8 @@ def run_training(
             torch.set_num_threads(config.train.num_threads)
         if config.train.deterministic:
             stack.enter_context(world.device.deterministic())
-        mesh = Mesh.fit(world.size, config.pipeline.stages, config.pipeline.replicas)
+        pipeline = on_ranks(config, world.size).pipeline
+        mesh = Mesh.fit(world.size, pipeline.stages, pipeline.replicas)
         stack.enter_context(rank_log(run.folder, world.rank, [mesh.stage_rank_of(world.rank)]))
         for doubt in [*doubts, *run.notes] if world.rank == 0 else ():
             log.warning(doubt)

@@ -44,9 +44,13 @@ _GRACE_S: Final = 5.0  # for a file that is being written when a run fails
 
 @dataclass
 class Session:
-    """Everything a run consists of, on one rank."""
+    """Everything a run consists of, on one rank.
+
+    `config`: the settings on the ranks that came, `asked` as they were given.
+    """
 
     config: Config
+    asked: Config
     pipe: Pipeline
     optimizer: torch.optim.Optimizer
     source: DataSource | None  # None where this rank's stages need neither inputs nor targets
@@ -118,7 +122,7 @@ class Session:
             "corrupt": self.tally.names,
             IDENTITY: self.identity,
             OWNER: self.run_name,
-            SETTINGS: settings_of(self.config),
+            SETTINGS: settings_of(self.asked),
             **({} if self.adascale is None else {ADASCALE: self.adascale.state()}),
         }
 

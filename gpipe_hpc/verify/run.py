@@ -20,6 +20,7 @@ from gpipe_hpc.comm.threads import run_on_threads
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.config import Config, build_target, check_config
 from gpipe_hpc.config.outer import outer_of
+from gpipe_hpc.config.ranks import ranks_to_come
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import count_parameters, normalise_layers
 from gpipe_hpc.training.horizon import last_step
@@ -60,9 +61,7 @@ def verify(config: Config) -> Report | None:
                 f"pipeline.stages and replicas"
             )
         return _verify_rank(settings, join_world(config))
-    stages = settings.pipeline.stages
-    assert stages is not None, "set just above"
-    size = stages * settings.pipeline.replicas
+    size = ranks_to_come(settings, DEFAULT_STAGES)
     reports = run_on_threads(
         size,
         lambda world: _verify_rank(settings, world),
@@ -94,7 +93,7 @@ def _own_settings(config: Config, world_size: int) -> Config:
         pipeline = replace(pipeline, stages=DEFAULT_STAGES)
     checkpoint = replace(config.checkpoint, resume="never")
     settings = replace(config, pipeline=pipeline, checkpoint=checkpoint)
-    size = world_size if world_size > 1 else (pipeline.stages or 1) * pipeline.replicas
+    size = world_size if world_size > 1 else ranks_to_come(settings, DEFAULT_STAGES)
     check_config(settings, size)
     if min(last_step(settings.train), config.verify.steps) < 1:
         raise ConfigError(

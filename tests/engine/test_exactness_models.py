@@ -196,15 +196,11 @@ def plain(device):
 
 def train(world, case, **settings):
     """Train on this rank; return what `train_plain` does, of its own stages."""
+    settings = {"microbatches": NUM_MICROBATCHES, **settings}
     pipe = Pipeline(
-        case.layers(),
-        case.loss_fn,
-        microbatches=NUM_MICROBATCHES,
-        partition="uniform",
-        seed=SEED,
-        world=world,
-        **settings,
+        case.layers(), case.loss_fn, partition="uniform", seed=SEED, world=world, **settings
     )
+    assert pipe.num_microbatches == NUM_MICROBATCHES
     assert case.name != "unet" or pipe.schedule.skips, "no skip goes over a stage"
     optimizer, steps = optimizer_of(pipe.parameters()), []
     for step in range(STEPS):
@@ -229,10 +225,10 @@ def largest_difference(mine, theirs):
     )
 
 
-def assert_plain_model(plain, on_threads, name, schedule, recompute):
+def assert_plain_model(plain, on_threads, name, schedule, recompute, ranks=4, **settings):
     steps, weights, statistics = plain(name)
-    run = partial(train, case=CASES[name], schedule=schedule, recompute=recompute)
-    answers = on_threads(4, run)
+    run = partial(train, case=CASES[name], schedule=schedule, recompute=recompute, **settings)
+    answers = on_threads(ranks, run)
     seen = set()
     for own_steps, own_weights, own_buffers in answers:
         for (loss, gradients), (own_loss, own) in zip(steps, own_steps, strict=True):
@@ -262,6 +258,26 @@ GRID = [(name, s, mode) for name in CASES for s in SCHEDULES for mode in MODES]
 @pytest.mark.parametrize(("name", "schedule", "recompute"), sorted(FAST))
 def test_equals_the_plain_model(plain, on_threads, name, schedule, recompute):
     assert_plain_model(plain, on_threads, name, schedule, recompute)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "stages", "schedule", "recompute"),
+    [
+        ("unet", 7, 4, "zb_h1", "always"),
+        ("amoebanet_d", 5, 3, "one_f_one_b", "except_last"),
+        ("gpt_tied", 7, 4, "one_f_one_b", "always"),
+        ("gpt_tied", 3, 2, "zb_h1", "never"),
+        ("resnet", 5, 4, "gpipe", "except_last"),
+        ("resnet", 7, 4, "zb_h1", "never"),
+    ],
+)
+def test_equals_the_plain_model_with_holes(
+    plain, on_threads, name, ranks, stages, schedule, recompute
+):
+    """Skips, ties and BatchNorm on two pipelines of which the second is not all there."""
+    assert_plain_model(
+        plain, on_threads, name, schedule, recompute, ranks, stages=stages, microbatches=2
+    )
 
 
 @pytest.mark.product

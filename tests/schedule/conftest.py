@@ -22,6 +22,10 @@ VARIANTS = [
     ("dualpipe_v", {}),
     ("hanayo", {}),
     ("hanayo", {"waves": 1}),
+    ("rerouted", {}),
+    ("rerouted", {"stages": 3}),
+    ("rerouted", {"stages": 2, "order": "one_f_one_b"}),
+    ("rerouted", {"stages": 3, "order": "gpipe"}),
 ]
 
 

@@ -12,6 +12,7 @@ from gpipe_hpc.schedule.families.hanayo import hanayo
 from gpipe_hpc.schedule.families.interleaved import interleaved
 from gpipe_hpc.schedule.families.looped_bfs import looped_bfs
 from gpipe_hpc.schedule.families.one_f_one_b import one_f_one_b
+from gpipe_hpc.schedule.families.rerouted import rerouted
 from gpipe_hpc.schedule.families.zero_bubble import zb_h1, zb_h2
 from gpipe_hpc.schedule.families.zero_bubble_v import v_half, zb_v
 from gpipe_hpc.schedule.table.schedule import Schedule
@@ -32,5 +33,6 @@ FAMILIES: Final[Mapping[str, Callable[..., Schedule]]] = MappingProxyType(
         "dualpipe": dualpipe,
         "dualpipe_v": dualpipe_v,
         "hanayo": hanayo,
+        "rerouted": rerouted,
     }
 )

@@ -11,6 +11,7 @@ from gpipe_hpc.schedule.costs import Costs, per_stage
 from gpipe_hpc.schedule.families.known import FAMILIES
 from gpipe_hpc.schedule.families.options import whole
 from gpipe_hpc.schedule.families.orders import tabulate
+from gpipe_hpc.schedule.families.rerouted import ORDERS, in_rows
 from gpipe_hpc.schedule.memory import Memory, peak_memory
 from gpipe_hpc.schedule.search.bounds import lower_bound
 from gpipe_hpc.schedule.search.join import join_backwards
@@ -19,7 +20,7 @@ from gpipe_hpc.schedule.search.local_search import improve
 from gpipe_hpc.schedule.simulator import simulate
 from gpipe_hpc.schedule.table.actions import Action, Op
 from gpipe_hpc.schedule.table.lifetimes import bounds_of
-from gpipe_hpc.schedule.table.placements import looped, mirrored, wave
+from gpipe_hpc.schedule.table.placements import copies_in_rows, looped, mirrored, wave
 from gpipe_hpc.schedule.table.schedule import Placement, Schedule, Skip
 
 
@@ -63,6 +64,8 @@ def auto(
     limit: float | Sequence[float] | None = None,
     placement: str = "one_each",
     stages_per_rank: int = 2,
+    stages: int | None = None,
+    copies: Sequence[int] | None = None,
     trials: int = 200,
     within: Callable[[Placement], Within] | None = None,
 ) -> Schedule:
@@ -70,13 +73,14 @@ def auto(
 
     `costs` are those of `Costs`, by default F = I = W; `limit` is in stage micro-batches, one for
     all ranks or one for each. `placement` is ``one_each``, ``looped``, ``wave`` (both with
-    `stages_per_rank`) or ``mirrored``. No worse than any schedule known by name on that placement
-    and under that limit, simulated. `within` says what ranks may hold on a placement; it is no
+    `stages_per_rank`), ``mirrored``, or ``rerouted`` (with `stages` and `copies`, as the schedule
+    of that name has them). No worse than any schedule known by name on that placement and under
+    that limit, simulated. `within` says what ranks may hold on a placement; it is no
     setting, but follows from what a rank's memory is.
     """
     if not isinstance(costs, Costs):
         costs = _named_costs(costs or {"forward": 1, "input_gradient": 1, "weight_gradient": 1})
-    where = place(placement, ranks, microbatches, stages_per_rank)
+    where = place(placement, ranks, microbatches, stages_per_rank, stages, copies)
     whole("auto", "trials", trials, least=0)
     bound = None if within is None else within(where)
     return search(where, costs, limit=limit, trials=trials, within=bound).schedule
@@ -92,8 +96,22 @@ def _named_costs(costs: Mapping[str, Any]) -> Costs:
     return Costs(**costs)
 
 
-def place(kind: str, ranks: int, microbatches: int, stages_per_rank: int = 2) -> Placement:
+def place(
+    kind: str,
+    ranks: int,
+    microbatches: int,
+    stages_per_rank: int = 2,
+    stages: int | None = None,
+    copies: Sequence[int] | None = None,
+) -> Placement:
     """Return a placement by the name of its shape; refuse one that is not known."""
+    if kind == "rerouted":
+        return in_rows(ranks, microbatches, stages, copies)
+    if stages is not None or copies is not None:
+        raise ScheduleError(
+            f"schedule 'auto': stages and copies are of placement rerouted, got {kind!r}; leave "
+            f"them out"
+        )
     count = whole("auto", "stages_per_rank", stages_per_rank)
     if kind == "one_each":
         return looped(ranks, 1, microbatches)
@@ -104,8 +122,8 @@ def place(kind: str, ranks: int, microbatches: int, stages_per_rank: int = 2) ->
     if kind == "mirrored":
         return mirrored(ranks, 2, [index % 2 for index in range(microbatches)])
     raise ScheduleError(
-        "schedule 'auto': expected placement one_each, looped, mirrored, or wave with an even "
-        f"stages_per_rank (or, for measured layers, best), got {kind!r} with {stages_per_rank}"
+        "schedule 'auto': expected placement one_each, looped, mirrored, rerouted, or wave with an "
+        f"even stages_per_rank (or, for measured layers, best), got {kind!r} with {stages_per_rank}"
     )
 
 
@@ -274,6 +292,7 @@ def _named(placement: Placement, may_split: bool) -> Iterator[Schedule]:
         "looped_bfs": [{"stages_per_rank": each}],
         "interleaved": [{"stages_per_rank": each}],
         "hanayo": [{"waves": max(1, each // 2)}],
+        "rerouted": list(_in_rows(placement)),
     }
     makers = [
         partial(family, **options)
@@ -288,6 +307,13 @@ def _named(placement: Placement, may_split: bool) -> Iterator[Schedule]:
         splits = any(action.op is Op.I for row in schedule.ranks for action in row)
         if schedule.placement == placement and (may_split or not splits):
             yield schedule
+
+
+def _in_rows(placement: Placement) -> Iterator[dict[str, Any]]:
+    """Yield the options of tables in rows, where ranks of one stage each share stages."""
+    copies = copies_in_rows(placement)
+    if copies is not None:
+        yield from ({"stages": len(copies), "copies": copies, "order": order} for order in ORDERS)
 
 
 def _listed(placement: Placement, costs: Costs, may_split: bool, room: _Room) -> Iterator[Schedule]:

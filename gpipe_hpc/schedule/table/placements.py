@@ -36,3 +36,42 @@ def mirrored(num_ranks: int, num_pipelines: int, route_of: Sequence[int]) -> Pla
         down = tuple((stage + shift) % num_ranks for stage in range(num_ranks))
         routes.append(down if pipeline % 2 == 0 else down[::-1])
     return Placement(tuple(routes), tuple(route_of))
+
+
+def copies_in_rows(placement: Placement) -> list[int] | None:
+    """Return how many ranks hold each stage, where each holds one and some share; else None."""
+    copies = [len(placement.holders(stage)) for stage in range(placement.num_stages)]
+    is_in_rows = max(copies) > 1 and sum(copies) == placement.num_ranks
+    return copies if is_in_rows else None
+
+
+def with_holes(copies: Sequence[int], num_microbatches: int) -> Placement:
+    """Place stage s on ``copies[s]`` ranks, in rows of which each has a rank for a stage or none.
+
+    Ranks are numbered row by row. Micro-batches take the rows in turn; where a row has none for a
+    stage, the rank of another one that has the fewest micro-batches of the stage so far takes it.
+    """
+    num_rows = max(copies)
+    numbers = iter(range(sum(copies)))
+    held = [[next(numbers) if row < n else -1 for n in copies] for row in range(num_rows)]
+    home = [microbatch % num_rows for microbatch in range(num_microbatches)]
+    routes: dict[tuple[int, ...], int] = {}
+    route_of: list[int] = []
+    columns: list[list[int]] = []
+    for stage, count in enumerate(copies):
+        taken = [home.count(row) for row in range(count)]
+        column: list[int] = []
+        for row in home:
+            if row >= count:
+                row = taken.index(min(taken))
+                taken[row] += 1
+            column.append(held[row][stage])
+        columns.append(column)
+    for route in zip(*columns, strict=True):
+        route_of.append(routes.setdefault(route, len(routes)))
+    # Rows that no micro-batch takes hold their stages all the same.
+    for row in range(num_rows):
+        if not any(row == each for each in home):
+            idle = tuple(own if own >= 0 else held[0][s] for s, own in enumerate(held[row]))
+            routes.setdefault(idle, len(routes))
+    return Placement(tuple(routes), tuple(route_of))

@@ -9,6 +9,7 @@ from gpipe_hpc.checkpoint import BackgroundSaver
 from gpipe_hpc.comm.patience import patiently
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config, build_target
+from gpipe_hpc.config.ranks import on_ranks
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planning.forecast import RankForecast
 from gpipe_hpc.training.data import CorruptTally, ShuffledSampler, tolerance
@@ -70,6 +71,7 @@ def _built(
     opened: Opened,
 ) -> Session:
     """Return the session of a run that has not yet taken over any state."""
+    asked, config = config, on_ranks(config, world.size)
     train = config.train
     sampler = ShuffledSampler(
         opened.facts.num_samples, train.batch_size, train.seed, partial(batch_size_at, train=train)
@@ -92,6 +94,7 @@ def _built(
     source = open_data_where_needed(config, world, run.folder, opened, is_needed=is_needed)
     return Session(
         config,
+        asked,
         pipe,
         pipe.optimizer(lambda _: build_optimizer(pipe.named_parameters(), config.optimizer)),
         source,

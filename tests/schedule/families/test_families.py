@@ -113,6 +113,8 @@ def refusal_of(name, ranks, microbatches, options):
     """Return what the message of a refusal says, or None where the schedule has to run."""
     if name in ("chimera", "dualpipe") and ranks % 2:
         return f"expected {ranks - 1} or {ranks + 1}" if ranks > 1 else "expected 2, got 1"
+    if ranks < options.get("stages", 1):
+        return f"expected a rank for each of {options['stages']} stages at least, got {ranks}"
     if ranks % options.get("pipelines", 1):
         return f"expected one of [2] for {ranks} ranks, got 4"
     if microbatches < 2 * options.get("replications", 0):
@@ -187,13 +189,15 @@ FIGURES = {
     "dualpipe": (4, 8, SPLIT),
     "dualpipe_v": (2, 4, SPLIT),
     "hanayo": (2, 2, FULL),
+    "rerouted": (3, 4, Costs(*[[2, 1]] * 4), {"stages": 2}),
 }
 
 
 @pytest.mark.parametrize("name", [name for name in schedule_names() if name in FIGURES])
 def test_the_figure_in_the_docstring_is_true(name):
-    ranks, microbatches, costs = FIGURES[name]
-    timeline = simulate(build(name, ranks=ranks, microbatches=microbatches), costs)
+    ranks, microbatches, costs, *more = FIGURES[name]
+    options = more[0] if more else {}
+    timeline = simulate(build(name, ranks=ranks, microbatches=microbatches, **options), costs)
     words = inspect.getdoc(SCHEDULES[name]).split()  # lines may be broken elsewhere
     assert " ".join(draw_text(timeline).split()) in " ".join(words)
 

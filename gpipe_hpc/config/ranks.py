@@ -1,0 +1,57 @@
+"""The settings of a run on the ranks that came: whole pipelines, or one with holes."""
+
+from dataclasses import replace
+
+from gpipe_hpc.config.schema import Config
+from gpipe_hpc.schedule import Rows, in_rows, refuse_whole_replicas
+
+
+def rows_of(config: Config, num_ranks: int) -> Rows | None:
+    """Return how pipelines with holes run on so many ranks; None where there are none.
+
+    Raises ConfigError for what pipelines with holes cannot do.
+    """
+    pipeline, outer = config.pipeline, config.outer
+    rows = in_rows(
+        num_ranks,
+        pipeline.stages,
+        pipeline.replicas,
+        pipeline.microbatches,
+        pipeline.schedule,
+        pipeline.options,
+    )
+    if rows is None or pipeline.stages is None:
+        return None
+    asked = {
+        "pipeline.normalise_over_replicas": pipeline.normalise_over_replicas,
+        "outer.every": getattr(outer, "every", 0),
+        "outer.weights": outer.weights,
+        "lr.noise_over": config.lr.scaling == "adascale" and config.lr.noise_over == "replicas",
+    }
+    refuse_whole_replicas(num_ranks, pipeline.stages, asked)
+    return rows
+
+
+def on_ranks(config: Config, num_ranks: int) -> Config:
+    """Return the settings of a run on so many ranks: with holes, one pipeline of all of them.
+
+    The same settings where stages x replicas are the ranks, or cannot be made so.
+    """
+    rows = rows_of(config, num_ranks)
+    if rows is None:
+        return config
+    pipeline = replace(
+        config.pipeline,
+        stages=rows.ranks,
+        replicas=1,
+        microbatches=rows.microbatches,
+        schedule=rows.schedule,
+        options=rows.options,
+    )
+    return replace(config, pipeline=pipeline)
+
+
+def ranks_to_come(config: Config, default_stages: int) -> int:
+    """Return on how many ranks a run would be, for commands that start none."""
+    pipeline = config.pipeline
+    return pipeline.ranks or (pipeline.stages or default_stages) * pipeline.replicas

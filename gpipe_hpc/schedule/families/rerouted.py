@@ -1,0 +1,145 @@
+"""Pipelines side by side with holes: a missing rank's micro-batches go to its peers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final
+
+from gpipe_hpc.errors import ScheduleError
+from gpipe_hpc.schedule.families.options import whole
+from gpipe_hpc.schedule.families.orders import tabulate
+from gpipe_hpc.schedule.search.list_scheduling import Rules, list_schedule
+from gpipe_hpc.schedule.table.actions import Action, Op
+from gpipe_hpc.schedule.table.placements import with_holes
+from gpipe_hpc.schedule.table.schedule import Placement, Schedule
+
+
+def rerouted(
+    ranks: int,
+    microbatches: int,
+    stages: int | None = None,
+    order: str = "zb_h1",
+    copies: Sequence[int] | None = None,
+) -> Schedule:
+    """Run pipelines of `stages` on any number of ranks, those of the last one not all there.
+
+    Two stages on three ranks, the second of which is held once and has half as much to do:
+
+        rank 0 F0--F2--I0~~W0++I2~~W2++....
+        rank 1 ....F0I0F1I1F2I2F3I3W0W1W2W3
+        rank 2 F1--F3--....I1~~W1++I3~~W3++
+        F- forward, I~ input gradient, W+ weight gradient, . idle;
+        makespan 14, bubble 14.3% (idle over total)
+
+    Each pipeline is a row of ranks, one for each stage; the last row has holes. Micro-batches take
+    the rows in turn. Where a row has a hole the ranks that hold the same stage in other rows take
+    its micro-batches, evenly. `microbatches` counts those of all rows. `copies` says how many ranks
+    hold each stage; without it the last stages have fewer. A cut that gives a stage with fewer
+    copies less work keeps all ranks equally busy.
+
+    `order` is that of each row: ``gpipe``, ``one_f_one_b`` or ``zb_h1``, whose backwards are split
+    so that weight gradients fill what the others leave idle. A stage keeps as many micro-batches as
+    those of whole rows would, shared by its copies, and one more on a rank where some rows have
+    holes: with C copies in R rows of K stages, stage k has at most R (K - k) / C + 1 on a rank in
+    ``one_f_one_b``, R K / C + 1 in ``zb_h1`` (rounded up), and all of a rank's in ``gpipe``.
+    Source: Gandhi et al., ReCycle, SOSP 2024 (arXiv 2405.14009): adaptive pipelining and decoupled
+    back-propagation.
+    """
+    placement = in_rows(ranks, microbatches, stages, copies)
+    if order not in _ORDERS:
+        raise ScheduleError(
+            f"schedule 'rerouted': unknown order, expected one of {', '.join(_ORDERS)}, "
+            f"got {order!r}"
+        )
+    return tabulate("rerouted", placement, _ORDERS[order](placement))
+
+
+def in_rows(
+    ranks: int, microbatches: int, stages: int | None, copies: Sequence[int] | None
+) -> Placement:
+    """Place stages in rows of ranks; None: as many stages as ranks, as even copies as can be."""
+    num_stages = ranks if stages is None else whole("rerouted", "stages", stages)
+    return with_holes(_copies(ranks, num_stages, copies), microbatches)
+
+
+ORDERS: Final = ("gpipe", "one_f_one_b", "zb_h1")
+
+
+def num_copies(ranks: int, stages: int) -> list[int]:
+    """Return how many ranks hold each stage where all differ by one at most, the last have fewer.
+
+    Raises ScheduleError for fewer ranks than stages.
+    """
+    if ranks < stages:
+        raise ScheduleError(
+            f"schedule 'rerouted': expected a rank for each of {stages} stages at least, got "
+            f"{ranks} rank(s); use fewer stages"
+        )
+    least, more = divmod(ranks, stages)
+    return [least + (stage < more) for stage in range(stages)]
+
+
+def _copies(ranks: int, stages: int, copies: Sequence[int] | None) -> Sequence[int]:
+    """Return how many ranks hold each stage, as given or as even as can be; refuse others."""
+    if copies is None:
+        return num_copies(ranks, stages)
+    given = [whole("rerouted", "copies", each) for each in copies]
+    if len(given) != stages or sum(given) != ranks:
+        raise ScheduleError(
+            f"schedule 'rerouted': copies has how many ranks hold each stage, expected {stages} "
+            f"numbers that add up to {ranks} ranks, got {given}; correct them, or leave them out"
+        )
+    return given
+
+
+def _fill_and_drain(placement: Placement) -> list[list[Action]]:
+    """Let each rank run all its forwards, then all its backwards, the last micro-batch first."""
+    rows: list[list[Action]] = []
+    for rank in range(placement.num_ranks):
+        (stage,) = placement.stages_of(rank)
+        own = [m for m in range(placement.num_microbatches) if placement.rank_of(stage, m) == rank]
+        forwards = [Action(Op.F, stage, microbatch) for microbatch in own]
+        rows.append(forwards + [Action(Op.B, stage, microbatch) for microbatch in reversed(own)])
+    return rows
+
+
+def _one_f_one_b(placement: Placement) -> list[list[Action]]:
+    """Run a backward as soon as there is one; the later a stage, the fewer micro-batches live."""
+    num_stages = placement.num_stages
+    return _listed(placement, (Op.B, Op.F), [num_stages - stage for stage in range(num_stages)])
+
+
+def _zero_bubble(placement: Placement) -> list[list[Action]]:
+    """Let weight gradients wait until a rank has nothing else to do, or no room."""
+    return _listed(placement, (Op.I, Op.F, Op.W), [placement.num_stages] * placement.num_stages)
+
+
+def _listed(
+    placement: Placement, order: tuple[Op, ...], kept_of_row: Sequence[int]
+) -> list[list[Action]]:
+    """Let each rank start the first op of an order that is ready; of one op the oldest.
+
+    `kept_of_row`: the micro-batches that a stage of a row without holes keeps at most.
+    """
+    stages = range(placement.num_stages)
+    num_rows = max(len(placement.holders(stage)) for stage in stages)
+    copies = [len(placement.holders(stage)) for stage in stages]
+    is_uneven = len(set(copies)) > 1
+    # A cut that knows the copies gives each rank as much to do.
+    work = [float(each) for each in copies]
+    limits = [0] * placement.num_ranks
+    for stage in stages:
+        for rank in placement.holders(stage):
+            # Where rows are unequal micro-batches come unevenly: room for one that waits.
+            limits[rank] = -(-num_rows * kept_of_row[stage] // copies[stage]) + is_uneven
+    rules = Rules(
+        durations={op: [(2.0 if op is Op.B else 1.0) * each for each in work] for op in order},
+        priority=lambda action: (order.index(action.op), action.microbatch or 0),
+        transfers=[0.0] * placement.num_stages,
+        limits=limits,
+    )
+    return list_schedule(placement, rules)
+
+
+_ORDERS: Final[Mapping[str, Callable[[Placement], list[list[Action]]]]] = MappingProxyType(
+    dict(zip(ORDERS, (_fill_and_drain, _one_f_one_b, _zero_bubble), strict=True))
+)

@@ -1,0 +1,119 @@
+"""Any number of ranks: which runs become one table of rows with holes, and which schedules can."""
+
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.schedule.families.rerouted import ORDERS
+from gpipe_hpc.schedule.registry import canonical_schedule
+from gpipe_hpc.schedule.table.placements import copies_in_rows
+from gpipe_hpc.schedule.table.schedule import Placement
+
+WITH_HOLES: Final = (*ORDERS, "rerouted", "auto")
+"""The schedules by name that pipelines with holes can have."""
+
+
+class Rows(NamedTuple):
+    """One pipeline of all ranks, in rows of `stages` of which the last has holes.
+
+    `microbatches`: of all rows. `schedule` with its `options` makes the table.
+    """
+
+    ranks: int
+    microbatches: int
+    schedule: str
+    options: dict[str, Any]
+
+
+def num_rows(ranks: int, stages: int | None, replicas: int) -> int | None:
+    """Return of how many pipelines the micro-batches are, where so many ranks are not all there.
+
+    None where stages x replicas are the ranks, and where they cannot be made so. With one replica
+    asked for there are as many as it takes for all ranks.
+    """
+    if stages is None or stages < 1 or ranks in (stages * replicas, 0):
+        return None
+    if replicas == 1:
+        return -(-ranks // stages) if ranks > stages and ranks % stages else None
+    return replicas if stages <= ranks < stages * replicas else None
+
+
+def in_rows(
+    ranks: int,
+    stages: int | None,
+    replicas: int,
+    microbatches: int,
+    schedule: object,
+    options: Mapping[str, Any],
+) -> Rows | None:
+    """Return how pipelines with holes run on so many ranks; None where there are none.
+
+    Raises ConfigError for a schedule that cannot have holes.
+    """
+    rows = num_rows(ranks, stages, replicas)
+    if rows is None:
+        return None
+    assert stages is not None, "rows are of some stages"
+    name = canonical_schedule(schedule) if isinstance(schedule, str) else "of your own"
+    placement = options.get("placement", "rerouted")
+    if name not in WITH_HOLES or (name == "auto" and placement != "rerouted"):
+        got = f"auto with placement {placement!r}" if name == "auto" else f"schedule {name!r}"
+        near = " or ".join(str(n) for n in (ranks // stages * stages, -(-ranks // stages) * stages))
+        raise ConfigError(
+            f"schedule: {ranks} ranks are no multiple of {stages} stages, so one pipeline has "
+            f"holes, expected one of {', '.join(WITH_HOLES)} for it, got {got}; use one of them "
+            f"(pipeline.schedule=zb_h1), or start {near} ranks"
+            if ranks % stages
+            else f"schedule: {ranks} ranks are fewer than {stages} stages x {replicas} replicas, "
+            f"so pipelines have holes, expected one of {', '.join(WITH_HOLES)} for it, got {got}; "
+            f"use one of them (pipeline.schedule=zb_h1), or start {stages * replicas} ranks"
+        )
+    if "stages" in options:
+        raise ConfigError(
+            f"schedule {name!r}: expected no option stages beside stages={stages}, got "
+            f"{options['stages']}; leave it out"
+        )
+    made = {**options, "stages": stages}
+    if name in ORDERS:
+        made["order"] = name
+    elif name == "auto":
+        made["placement"] = "rerouted"
+    return Rows(
+        ranks,
+        rows * microbatches,
+        "auto" if name == "auto" else "rerouted",
+        made,
+    )
+
+
+def refuse_whole_replicas(ranks: int, stages: int, asked: Mapping[str, object]) -> None:
+    """Refuse settings, by name, that whole replicas alone can carry out; those not set are passed.
+
+    Raises ConfigError.
+    """
+    for name, value in asked.items():
+        if value:
+            raise ConfigError(
+                f"{name}: {ranks} ranks make pipelines of {stages} stages with holes, which run as "
+                f"one, expected nothing that is of whole replicas, got {value}; leave it out, or "
+                f"start a multiple of {stages} ranks"
+            )
+
+
+def rows_text(placement: Placement) -> str:
+    """Say how many ranks hold each stage, where they are in rows; empty where they are not."""
+    copies = copies_in_rows(placement)
+    if copies is None:
+        return ""
+    stages_of: dict[int, list[int]] = {}
+    for stage, number in enumerate(copies):
+        stages_of.setdefault(number, []).append(stage)
+    each = [
+        f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))} on {number} "
+        f"rank{'s' * (number > 1)}"
+        for number, stages in sorted(stages_of.items(), reverse=True)
+    ]
+    return (
+        f"{placement.num_ranks} ranks hold {len(copies)} stages: {'; '.join(each)}. All of them "
+        f"run the {placement.num_microbatches} micro-batches of a step as one pipeline"
+    )

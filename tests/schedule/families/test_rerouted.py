@@ -1,0 +1,130 @@
+"""Tables in rows with holes: proved for any number of ranks, and as fast as ranks allow."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpipe_hpc.errors import ScheduleError
+from gpipe_hpc.schedule import Costs, build, check, forward_only, lower, num_stages, simulate
+from gpipe_hpc.schedule.families.rerouted import ORDERS
+from gpipe_hpc.schedule.table.actions import Op
+from gpipe_hpc.schedule.table.placements import copies_in_rows
+
+
+@st.composite
+def sizes(draw):
+    """Draw ranks, stages, micro-batches, and how many ranks hold each stage, evenly or not."""
+    stages = draw(st.integers(1, 5))
+    copies = draw(st.lists(st.integers(1, 4), min_size=stages, max_size=stages))
+    is_given = draw(st.booleans())
+    return sum(copies), stages, draw(st.integers(1, 9)), copies if is_given else None
+
+
+@given(sizes(), st.sampled_from(ORDERS))
+@settings(max_examples=60, deadline=None)
+def test_each_table_is_proved_and_keeps_its_bound(size, order):
+    """No deadlock, each action once, every share even; and memory as the docstring says."""
+    ranks, stages, microbatches, copies = size
+    table = build(
+        "rerouted",
+        ranks=ranks,
+        microbatches=microbatches,
+        stages=stages,
+        order=order,
+        copies=copies,
+    )
+    check(lower(table))
+    check(lower(forward_only(table)))
+    placement = table.placement
+    held = [len(placement.holders(stage)) for stage in range(stages)]
+    assert held == (copies or held) and sum(held) == ranks and max(held) - min(held) < 4
+    rows = max(held)
+    kept = {"gpipe": [microbatches] * stages, "zb_h1": [stages] * stages}
+    kept["one_f_one_b"] = [stages - stage for stage in range(stages)]
+    homes = [microbatch % rows for microbatch in range(microbatches)]
+    for stage in range(stages):
+        taken = Counter(placement.rank_of(stage, m) for m in range(microbatches))
+        loads = [taken[rank] for rank in placement.holders(stage)]
+        assert sum(loads) == microbatches
+        if rows - held[stage] in (0, 1):
+            assert max(loads) - min(loads) <= 1
+        for row, rank in enumerate(placement.holders(stage)):
+            # Whoever is there keeps what is his.
+            own = [m for m, home in enumerate(homes) if home == row]
+            assert all(placement.rank_of(stage, m) == rank for m in own)
+            most = -(-rows * kept[order][stage] // held[stage]) + (len(set(held)) > 1)
+            assert table.max_activations[rank] <= most
+
+
+def weighed(table, times):
+    """Return costs of stages that are cut to keep all ranks equally busy."""
+    copies = copies_in_rows(table.placement) or [1] * table.num_stages
+    forward, inputs, weights = ([time * each for each in copies] for time in times)
+    return Costs(forward=forward, input_gradient=inputs, weight_gradient=weights)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages", "most"),
+    [(3, 2, 1.05), (5, 2, 1.07), (5, 4, 1.09), (6, 4, 1.11), (7, 4, 1.13), (7, 3, 1.07)],
+)
+def test_holes_cost_no_more_than_a_pipeline_does(ranks, stages, most):
+    """Against all work over all ranks; split backwards bring it nearer, as in whole pipelines."""
+    microbatches = 8 * -(-ranks // stages)
+    floor = 3 * microbatches
+    size = {"ranks": ranks, "microbatches": microbatches, "stages": stages}
+    took = {}
+    for order in ORDERS:
+        table = build("rerouted", order=order, **size)
+        timeline = simulate(table, weighed(table, (1, 1, 1)))
+        took[order] = timeline.makespan / floor
+        assert sum(timeline.busy) == pytest.approx(floor * ranks)
+    assert 1 < took["zb_h1"] <= most
+    assert took["zb_h1"] < took["one_f_one_b"]
+    whole = build("one_f_one_b", ranks=stages, microbatches=8)
+    plain = simulate(whole, Costs(forward=1, backward=2)).makespan / 24
+    assert took["one_f_one_b"] <= plain + 1e-9
+
+
+def test_without_a_hole_it_is_the_schedule_of_that_name():
+    for order in ("gpipe", "one_f_one_b"):
+        table = build("rerouted", ranks=4, microbatches=8, order=order)
+        named = build(order, ranks=4, microbatches=8)
+        assert table.rows == named.rows and table.max_activations == named.max_activations
+    table = build("rerouted", ranks=4, microbatches=8)
+    ops = [action.op for action in table.ranks[0]]
+    assert Op.B not in ops and ops.count(Op.W) == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"stages": 4}, "expected a rank for each of 4 stages at least, got 3"),
+        ({"stages": 0}, "stages must be a whole number"),
+        ({"stages": 2, "copies": [2, 2]}, "add up to 3 ranks"),
+        ({"stages": 2, "copies": [3]}, "2 numbers"),
+        ({"stages": 2, "copies": [3, 0]}, "copies must be a whole number"),
+        ({"stages": 2, "order": "zb_v"}, "one of gpipe, one_f_one_b, zb_h1"),
+    ],
+)
+def test_what_makes_no_rows_is_refused(options, words):
+    with pytest.raises(ScheduleError, match=words):
+        build("rerouted", ranks=3, microbatches=2, **options)
+
+
+def test_the_number_of_stages_is_known_without_a_table():
+    assert num_stages("rerouted", ranks=7, microbatches=2, stages=4) == 4
+    assert num_stages("rerouted", ranks=7, microbatches=2) == 7
+    rows = {"placement": "rerouted", "stages": 3}
+    assert num_stages("auto", ranks=7, microbatches=2, **rows) == 3
+
+
+def test_auto_beats_the_named_orders_of_the_same_rows():
+    costs = Costs(forward=[2, 1], input_gradient=[2, 1.5], weight_gradient=[2, 0.5])
+    rows = {"ranks": 3, "microbatches": 6, "stages": 2}
+    found = simulate(build("auto", placement="rerouted", costs=costs, **rows), costs).makespan
+    named = [simulate(build("rerouted", order=o, **rows), costs).makespan for o in ORDERS]
+    assert found <= min(named)
+    with pytest.raises(ScheduleError, match="are of placement rerouted, got 'wave'"):
+        build("auto", ranks=4, microbatches=2, placement="wave", stages=2)
