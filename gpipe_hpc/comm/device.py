@@ -331,7 +331,7 @@ class Accelerator:
     @property
     def backend(self) -> str:
         """Return the backend that torch.distributed's table has for it; gloo if it has none."""
-        return dist.Backend.default_device_backend_map.get(self.type, "gloo")
+        return _table_of_backends().get(self.type, "gloo")
 
     @property
     def identity(self) -> str:
@@ -544,7 +544,17 @@ def known_kind(name: str) -> torch.device | None:
 
 def known_backends() -> list[str]:
     """Return the backends that torch.distributed's table has for any kind of device."""
-    return sorted(set(dist.Backend.default_device_backend_map.values()))
+    return sorted(set(_table_of_backends().values()))
+
+
+def _table_of_backends() -> dict[str, str]:
+    """Return torch.distributed's table: the backend of each kind of device.
+
+    Without the one of torch's own tests, which sends nothing. It takes the kinds that have no other
+    as soon as some parts of torch are loaded.
+    """
+    table = dist.Backend.default_device_backend_map
+    return {kind: backend for kind, backend in table.items() if backend != "fake"}
 
 
 def automatic_kind() -> torch.device:

@@ -349,5 +349,9 @@ def run_on_threads(
         raise first
     # A body may have caught a failure that was told to all: what was under way is left.
     if hub.report is None and (hub.mail or any(hub.queues.values())):
-        raise LaunchError("threads: expected every message consumed, got some left over")
+        raise LaunchError(
+            "threads: expected every message consumed when a body returns, got some left over; "
+            "wait for what is under way before, as pipe.parameters() waits for parameters that "
+            "the optimizer's last step has sent, or let no pipeline outlive its body"
+        )
     return results

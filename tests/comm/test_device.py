@@ -1,5 +1,6 @@
 """The two devices of the package: what the CPU does, and what is asked of torch's accelerator."""
 
+import importlib
 import os
 import threading
 from types import SimpleNamespace
@@ -7,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpipe_hpc.comm.device import Accelerator, Device, HostDevice
+from gpipe_hpc.comm.device import Accelerator, Device, HostDevice, known_backends
 from gpipe_hpc.errors import ConfigError
 
 
@@ -76,6 +77,13 @@ def test_the_backend_is_that_of_torchs_own_table():
     assert HostDevice().backend == "gloo"
     assert cuda().backend == "nccl"
     assert Accelerator(torch.device("xpu", 0)).backend == "xccl"
+
+
+def test_the_backend_of_torchs_tests_is_no_devices():
+    """It was listed among those to choose from, and taken for a kind that had no other."""
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    assert "fake" not in known_backends()
+    assert Accelerator(torch.device("hpu", 0)).backend == "gloo"
 
 
 def test_a_block_puts_the_stream_back_whatever_happens(played):

@@ -161,17 +161,24 @@ class Meeting:
 
     def _host(self, says: Says, found: Found) -> torch.Tensor:
         """Return how many rows are new, the flags, and what is told: float64[n] on the host."""
-        if len(says.told) > NUM_TOLD:
+        try:
+            told = [float(each) for each in says.told]
+        except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"tell: expected at most {NUM_TOLD} numbers for the other ranks, got "
-                f"{len(says.told)}; tell less, or gather the rest behind the step"
+                f"tell: expected a list of numbers for the other ranks, got {says.told!r}; return "
+                f"one, as [0.5]"
+            ) from error
+        if len(told) > NUM_TOLD:
+            raise ConfigError(
+                f"tell: expected at most {NUM_TOLD} numbers for the other ranks, got {len(told)}; "
+                f"tell less, or gather the rest behind the step"
             )
         start = 1 + self._num_flags + self._place * NUM_TOLD
         row = [0.0] * (1 + self._num_flags + NUM_TOLD * self._group.size)
         row[0] = float(sum(each not in self._rows for each in found))
         for flag in says.flags:
             row[1 + flag] = 1.0
-        row[start : start + len(says.told)] = map(float, says.told)
+        row[start : start + len(told)] = told
         return torch.tensor(row, dtype=torch.float64)
 
 

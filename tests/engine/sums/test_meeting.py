@@ -154,6 +154,18 @@ def test_what_a_rank_tells_every_rank_finds_in_its_row():
     assert silent == ((0.0,) * NUM_TOLD,) * 4
 
 
+@pytest.mark.parametrize("told", [["a"], 0.5, None])
+def test_what_is_no_list_of_numbers_is_refused(told):
+    """It ended in a ValueError or TypeError of ours, without a word of `tell`."""
+
+    def body(world):
+        pipe = Pipeline(linears(4), mean_square, stages=2, world=world)
+        pipe.step(*batch(8), lambda: told if world.rank else [1.0])
+
+    with pytest.raises(ConfigError, match=r"tell: expected a list of numbers .*as \[0\.5\]"):
+        run_on_threads(2, body)
+
+
 def test_a_rank_that_tells_too_much_is_told_so():
     def body(world):
         pipe = Pipeline(linears(4), mean_square, stages=2, world=world)
