@@ -12,6 +12,8 @@ import runpy
 import sys
 from importlib import import_module
 
+from gpipe_hpc.config import register_schemas
+
 
 def become(request):
     """Turn this process into what a shell would have started."""
@@ -56,6 +58,7 @@ if __name__ == "__main__":
         "torch._dynamo",
     ):
         import_module(name)  # seconds that no start then pays again
+    register_schemas()
     gc.collect()
     gc.freeze()  # else each command, as it ends, looks for garbage in all of torch: a second
     mine = serve()

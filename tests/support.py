@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -206,6 +207,17 @@ def has_begun(run: Path, num_lines: int = 3) -> bool:
 def largest(differences: Iterable[float]) -> float:
     """Return the largest of some; infinite where one is no number, which max() may pass over."""
     return max((math.inf if math.isnan(each) else each for each in differences), default=0.0)
+
+
+def patience() -> float:
+    """Return how many times as long things may take here as where nobody else is.
+
+    That is how many processes want each processor, 1 on a quiet machine. Limits in seconds are for
+    such a one: tests on a machine that others use, too, failed by them.
+    """
+    average, _, _, running, _ = Path("/proc/loadavg").read_text().split()
+    wanted = max(float(average), int(running.partition("/")[0]))
+    return max(1.0, wanted / len(os.sched_getaffinity(0)))
 
 
 def refusal(check: Callable[..., object], *given: Any) -> str | None:

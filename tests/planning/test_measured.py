@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import LayerSpec, build_model, token_cross_entropy
 from gpipe_hpc.planning import LayerCost, measure_layers
+from gpipe_hpc.planning.clock import Clock
 
 FAST = {"repetitions": 1, "warmup": 0, "rounds": 1}
 
@@ -62,7 +63,24 @@ def test_one_layer_lives_at_a_time():
     assert log[32:] in ([], each)  # where the real clock's two rounds differ
 
 
+class Told(Clock):
+    """A clock that goes on as it is told to, and a little with all that it measures."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def now(self) -> float:
+        return self.now_s
+
+    def timed(self, work, device):
+        before_s, result = self.now_s, work()
+        self.now_s += 1e-6
+        return result, self.now_s - before_s
+
+
 def test_the_halves_of_a_backward_are_measured_apart():
+    clock = Told()
+
     class Waits(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -70,7 +88,7 @@ def test_the_halves_of_a_backward_are_measured_apart():
 
         @staticmethod
         def backward(ctx, gradient):
-            time.sleep(0.02)
+            clock.now_s += 0.02
             return gradient
 
     class Layer(nn.Linear):
@@ -80,6 +98,7 @@ def test_the_halves_of_a_backward_are_measured_apart():
     first, second, plain = measure_layers(
         [LayerSpec(Layer, 4, 4), LayerSpec(Layer, 4, 4), LayerSpec(nn.Tanh)],
         torch.ones(2, 4),
+        clock=clock,
         **FAST,
     )
     assert first.input_s < 0.02 <= second.input_s

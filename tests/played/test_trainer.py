@@ -13,7 +13,7 @@ from tests.played.scenarios import (
     overflowing,
     played,
 )
-from tests.support import cover_of
+from tests.support import covering
 
 SLOW = {"normed over replicas", "buffers of the first", "apart in parts", "apart and compressed"}
 SLOW |= {"direct skips", "staged uneven", "no overlap", "by a ring", "qsgd", "v_half"}
@@ -41,18 +41,35 @@ def test_training_is_in_order_and_has_the_bits_of_a_cpu(scenario):
     assert_bits_of_a_cpu(scenario)
 
 
+NAMES = "schedule, recompute, offload, precision, outer, way"
+REST = (RECOMPUTE, (False, True), ("float32", "bfloat16", "float16"))
+WAYS = (None, "staged", "direct")
+# Of a table, what sums over replicas see is whether a backward is split, whether a rank has several
+# stages, and whether a stage has several holders. Each schedule meets every other setting here, and
+# each way to sum does in test_training_is_in_order_and_has_the_bits_of_a_cpu.
+KINDS = ("one_f_one_b", "zb_v", "chimera")
+CHOSEN = [
+    *covering(KINDS, *REST, (None, *OUTER), WAYS),
+    *covering([name for name in SCHEDULES if name not in KINDS], *REST, (None, "sums"), WAYS),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-@cover_of(
-    "schedule, recompute, offload, precision, outer, way",
-    SCHEDULES,
-    RECOMPUTE,
-    (False, True),
-    ("float32", "bfloat16", "float16"),
-    (None, *OUTER),
-    (None, "staged", "direct"),
-)
+@pytest.mark.parametrize(NAMES, CHOSEN)
 def test_settings_in_pairs(schedule, recompute, offload, precision, outer, way):
+    assert_settings_go_together(schedule, recompute, offload, precision, outer, way)
+
+
+@pytest.mark.product
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_each_schedule_meets_each_way_to_sum(schedule):
+    for chosen in covering(SCHEDULES, *REST, (None, *OUTER), WAYS):
+        if chosen[0] == schedule:
+            assert_settings_go_together(*chosen)
+
+
+def assert_settings_go_together(schedule, recompute, offload, precision, outer, way):
     options = {"schedule": schedule, "recompute": recompute, "offload": offload}
     options |= {"replicas": 2, "outer": OUTER[outer]} if outer else {}
     layers = {"layers": overflowing} if precision == "float16" else {}

@@ -22,7 +22,8 @@ write = FileSystemWriter.write_data
 
 
 def write_slowly(self, plan, planner):
-    time.sleep(2.0)
+    while not os.path.exists("pressed"):
+        time.sleep(0.01)
     return write(self, plan, planner)
 
 
@@ -36,7 +37,7 @@ class Slow(nn.Linear):
             time.sleep(0.5)
         if self.where == "step":
             open("stepping", "w").close()
-            time.sleep(3.0)
+            time.sleep(60.0)
         return super().forward(x)
 
 
@@ -136,6 +137,7 @@ def test_the_second_ends_at_once(start_all, tmp_path, until, number):
     commands = start_all(number, "model.where=step", "run.dir=run")
     until((tmp_path / "stepping").exists, 60, "it is in a step")
     press(commands)
+    until(lambda: "Ctrl-C again" in commands[0].output, 10, "the first press was heard")
     time.sleep(0.7)
     press(commands)
     ended(commands, 130)
@@ -173,6 +175,7 @@ def test_in_a_save_that_checkpoint_is_the_last(start_all, tmp_path, until, backg
     run = tmp_path / "run"
     until(lambda: list(run.glob("checkpoints/*.partial")), 60, "it saves")
     press(commands)
+    (tmp_path / "pressed").touch()
     output = ended(commands, 75)
     assert len(checkpoints(run)) in (1, 2) and "step_00000003" in checkpoints(run)
     assert f"after step {max(steps(run))};" in output

@@ -18,6 +18,7 @@ from gpipe_hpc.comm.group import Piece
 from gpipe_hpc.comm.joining.start import start_world
 from gpipe_hpc.comm.world import together
 from gpipe_hpc.errors import ConfigError, PeerError
+from tests.support import patience
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
@@ -114,7 +115,7 @@ def test_ranks_that_do_not_start_the_same_are_all_told(processes, tmp_path):
 
     for told, took_s in processes(3, body, tmp_path):
         assert "expected the same one on every rank" in told
-        assert "of 10 x float32" in told and "of 11 x float32" in told and took_s < 30
+        assert "of 10 x float32" in told and "of 11 x float32" in told and took_s < 30 * patience()
 
 
 @pytest.mark.slow
@@ -138,7 +139,7 @@ def test_a_rank_that_dies_within_a_plan_is_named_on_all_others(tmp_path, start_r
         3, module="dies", env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}"}
     )
     ranks.wait(60)
-    assert time.monotonic() - began_s < 45
+    assert time.monotonic() - began_s < 45 * patience()
     assert ranks.codes[1] == -signal.SIGKILL
     for rank in (0, 2):
         assert ranks.codes[rank] == 1

@@ -23,6 +23,7 @@ from gpipe_hpc.comm.joining.rendezvous import is_own_address, make_room, rendezv
 from gpipe_hpc.comm.joining.sealed_store import SealedStore
 from gpipe_hpc.comm.joining.secret import Secret
 from gpipe_hpc.errors import LaunchError
+from tests.support import patience
 
 Work = Callable[[Launch], object]
 
@@ -140,7 +141,7 @@ def test_a_rank_that_gives_up_before_rank_0_decides_for_all():
     results = run(launches(3)[:2], rank_0_late)
     assert "missing rank 2;" in results[0]
     assert "missing rank 2;" in results[1]
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 20 * patience()
 
 
 def test_a_missing_rank_0_is_named():
@@ -343,7 +344,7 @@ def test_two_processes_of_one_rank_are_named_on_all_ranks():
         r"two processes are rank 1, expected one, got process \d+ on .+ and process \d+ on .+;"
     )
     assert all(re.search(pattern, text) for text in texts), texts
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 20 * patience()
 
 
 def test_two_processes_of_rank_0_are_named_on_all_ranks():

@@ -119,11 +119,12 @@ def test_a_stopped_process_is_spoken_of_first_and_then_lost(until):
     with watched(3, until) as ranks:
         ranks[1].process.send_signal(signal.SIGSTOP)
         until(lambda: all(rank.find("warning") for rank in ranks), 3, "all are warned")
-        assert all(rank.find("lost") is None for rank in ranks)
         for rank in ranks:
             text = rank.find("warning")["text"]
             assert "rank 1" in text and "has been stopped for 1 s" in text and "1F0" in text
         until(lambda: all(rank.find("lost") for rank in ranks), 5, "it is lost")
+        for kinds in (rank.kinds() for rank in ranks):
+            assert kinds.index("warning") < kinds.index("lost")
         news = ranks[1].find("lost")
         assert (news["rank"], news["what"]) == (1, "stopped")
 
