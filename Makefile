@@ -9,13 +9,14 @@ STAMP := .venv/.installed
 # One thread a process: two ranks on two cores would only take turns with more.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help .venv train bench test test-slow test-product test-two-hosts test-all check docs format clean
+.PHONY: help .venv train bench test test-slow test-ci test-product test-two-hosts test-all check docs format clean
 
 help:
 	@echo "make train      train a GPT on Python source through two stages (ARGS='train.steps=50 ...')"
 	@echo "make bench      beside torch's own pipelining, against the figures kept (five minutes)"
 	@echo "make test       the fast tests"
 	@echo "make test-slow  what kills, starts many processes, or builds the wheel"
+	@echo "make test-ci    both of these in one run, as continuous integration does"
 	@echo "make test-product  every combination of what those sample (half an hour on two cores)"
 	@echo "make test-all   all of these"
 	@echo "make test-two-hosts  two hosts over a slow link (Linux, root or user namespaces; minutes)"
@@ -43,6 +44,11 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m "slow and not product and not two_hosts" -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
+
+# Both in one run, for continuous integration: collecting all tests takes each worker ten seconds,
+# and while a slow test waits for its processes the other cores have fast ones.
+test-ci: $(STAMP)
+	$(BIN)/python -m pytest -q -m "not product and not two_hosts" -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
 
 test-product: $(STAMP)
 	$(BIN)/python -m pytest -q -m product -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)

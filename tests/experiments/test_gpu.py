@@ -218,10 +218,14 @@ def test_each_stream_has_a_line():
     assert lanes([]) == []
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.timeout(900)
 def test_the_command_runs_on_a_cpu(tmp_path):
-    """All parts, in little: each is done, and gradients are plain ones."""
+    """All parts, in little: each is done, and gradients are plain ones.
+
+    What they call of the package mypy looks at in each check; what one part may do to the others
+    is tried above.
+    """
     out = tmp_path / "gpu.json"
     run = subprocess.run(
         [sys.executable, "-m", "experiments.gpu", "--device", "cpu", "--out", str(out)],

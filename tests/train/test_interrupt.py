@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from gpipe_hpc import LayerSpec
 
 write = FileSystemWriter.write_data
+FIGURES = "run/metrics.jsonl"
 
 
 def write_slowly(self, plan, planner):
@@ -35,7 +36,8 @@ class Slow(nn.Linear):
     def forward(self, x):
         if self.where == "validation" and not self.training:
             time.sleep(0.5)
-        if self.where == "step":
+        # In the second step: what runs a layer ahead of the first one is no step.
+        if self.where == "step" and os.path.exists(FIGURES) and os.path.getsize(FIGURES):
             open("stepping", "w").close()
             time.sleep(60.0)
         return super().forward(x)
@@ -134,13 +136,14 @@ def test_in_a_step_a_checkpoint_is_written_and_the_command_goes_on(
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_the_second_ends_at_once(start_all, tmp_path, until, number):
+    """The test pressed ahead of the first step, where one press ends a run: no second was tried."""
     commands = start_all(number, "model.where=step", "run.dir=run")
     until((tmp_path / "stepping").exists, 60, "it is in a step")
     press(commands)
     until(lambda: "Ctrl-C again" in commands[0].output, 10, "the first press was heard")
     time.sleep(0.7)
     press(commands)
-    ended(commands, 130)
+    assert "interrupted: ends now" in ended(commands, 130)
     assert not (tmp_path / "run" / "LOCK").exists(), "the folder is free"
 
 
