@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import socket
 import subprocess
@@ -265,10 +266,17 @@ def two_hosts() -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def free_port() -> Callable[[], int]:
+    """Return a function that finds a port which is still free when a process comes to open it.
+
+    It is none of those that the system deals out to whoever opens any, as each connection does.
+    """
+    dealt = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+
     def find() -> int:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port: int = server.getsockname()[1]
-            return port
+        while True:
+            port = random.SystemRandom().randrange(15_000, int(dealt[0]))
+            with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+                return port
 
     return find
 

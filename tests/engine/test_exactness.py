@@ -3,6 +3,7 @@
 The plain loop (conftest.py) has nothing of gpipe_hpc in it: it derives the published keys itself.
 """
 
+import math
 from functools import partial
 
 import pytest
@@ -122,6 +123,19 @@ def test_training_equals_the_plain_loop(
     assert ours.differences(summed) == []
     usual = references(dropout, microbatches=replicas * microbatches, gradients_of=plain.scale_each)
     assert ours.distance(usual) < 1e-10
+
+
+def test_trainings_are_infinitely_apart_where_a_number_or_a_gradient_is_missing(plain):
+    """The largest difference was taken by max(), which passes over what is no number."""
+
+    def training(second):
+        gradients = {"first": torch.zeros(2), "second": second}
+        return plain.Training([1.0], [1.0], [gradients], {})
+
+    whole = training(torch.ones(2))
+    assert whole.distance(training(torch.ones(2))) == 0
+    for second in (torch.tensor([1.0, math.nan]), None):
+        assert training(second).distance(whole) == whole.distance(training(second)) == math.inf
 
 
 def test_references_differ_where_they_should(plain, references):
