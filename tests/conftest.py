@@ -6,9 +6,7 @@ import json
 import multiprocessing
 import os
 import pickle
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -30,6 +28,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from gpipe_hpc.comm.device import Accelerator, Device, HostDevice
 from gpipe_hpc.comm.threads import run_on_threads
+from tests import support
 from tests.support import patience
 
 # How long an example takes says nothing on a machine that others use too.
@@ -266,19 +265,8 @@ def two_hosts() -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def free_port() -> Callable[[], int]:
-    """Return a function that finds a port which is still free when a process comes to open it.
-
-    It is none of those that the system deals out to whoever opens any, as each connection does.
-    """
-    dealt = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-
-    def find() -> int:
-        while True:
-            port = random.SystemRandom().randrange(15_000, int(dealt[0]))
-            with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-                return port
-
-    return find
+    """Return `tests.support.free_port`."""
+    return support.free_port
 
 
 def marked(name: str, value: str) -> dict[int, dict[str, str]]:

@@ -1,10 +1,13 @@
 """What tests of several folders need: losses, batches, layers, and what a run wrote and says."""
 
+import contextlib
 import copy
 import itertools
 import json
 import math
 import os
+import random
+import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -218,6 +221,18 @@ def patience() -> float:
     average, _, _, running, _ = Path("/proc/loadavg").read_text().split()
     wanted = max(float(average), int(running.partition("/")[0]))
     return max(1.0, wanted / len(os.sched_getaffinity(0)))
+
+
+def free_port() -> int:
+    """Return a port that is still free when a process comes to open it.
+
+    It is none of those that the system deals out to whoever opens any, as each connection does.
+    """
+    dealt = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    while True:
+        port = random.SystemRandom().randrange(15_000, int(dealt[0]))
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def refusal(check: Callable[..., object], *given: Any) -> str | None:

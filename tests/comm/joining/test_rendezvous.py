@@ -23,14 +23,9 @@ from gpipe_hpc.comm.joining.rendezvous import is_own_address, make_room, rendezv
 from gpipe_hpc.comm.joining.sealed_store import SealedStore
 from gpipe_hpc.comm.joining.secret import Secret
 from gpipe_hpc.errors import LaunchError
-from tests.support import patience
+from tests.support import free_port, patience
 
 Work = Callable[[Launch], object]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def launches(world_size: int, **changes: object) -> list[Launch]:
@@ -64,7 +59,7 @@ def run(ranks: list[Launch], work: Work, limit_s: float = 30.0) -> dict[int, obj
     results: dict[int, object] = {}
     try:
         for _ in ranks:
-            rank, result = answers.get(timeout=limit_s)
+            rank, result = answers.get(timeout=limit_s * patience())
             results[rank] = result
     except queue.Empty:
         pytest.fail(f"no answer in {limit_s} s from some of {len(ranks)}, got {results}")
@@ -320,7 +315,7 @@ def run_all(ranks: list[Launch], work: Work) -> list[object]:
     for process in processes:
         process.start()
     try:
-        return [text for _, text in sorted(answers.get(timeout=40) for _ in ranks)]
+        return [text for _, text in sorted(answers.get(timeout=40 * patience()) for _ in ranks)]
     finally:
         for process in processes:
             process.join(5)
