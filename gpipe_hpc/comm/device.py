@@ -5,6 +5,7 @@ the compute, or asks for memory. Two are here: `HostDevice`, the CPU, and `Accel
 torch has. Tests bring another, which watches that nothing is used before it is there.
 """
 
+import ctypes
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from socket import gethostname
 from time import perf_counter
 from typing import Any, Final, Protocol
+from uuid import UUID
 
 import torch
 import torch.distributed as dist
@@ -82,10 +84,20 @@ class Device(Protocol):
 
     @property
     def identity(self) -> str:
-        """Return a text that two ranks share if they compute on one device; empty on a CPU."""
+        """Return a text that two ranks share if they compute on one device; empty on a CPU.
+
+        A slice of a device (MIG) is one of its own.
+        """
+
+    @property
+    def is_slice(self) -> bool:
+        """Say whether it is a slice of a device whose other slices others may compute on."""
 
     def holds(self, tensor: Tensor) -> bool:
-        """Say whether a tensor lies in the memory of this device."""
+        """Say whether a tensor lies in the memory of this device, not of another of its kind."""
+
+    def is_astray(self, tensor: Tensor) -> bool:
+        """Say whether a tensor lies neither here nor on the host: on another device."""
 
     def bring(self, tensor: Tensor, *, non_blocking: bool = False) -> Tensor:
         """Return a tensor of the device with these values; the same if it lies there already.
@@ -182,10 +194,15 @@ class HostDevice:
     name: Final = "cpu"
     backend: Final = "gloo"
     identity: Final = ""
+    is_slice: Final = False
 
     def holds(self, tensor: Tensor) -> bool:
         """Say whether a tensor lies in the host's memory."""
         return tensor.device.type == self.type
+
+    def is_astray(self, tensor: Tensor) -> bool:
+        """Say whether a tensor lies on an accelerator."""
+        return tensor.device.type not in _NOWHERE_ELSE
 
     def bring(self, tensor: Tensor, *, non_blocking: bool = False) -> Tensor:
         """Return the tensor itself, if it is one of the host."""
@@ -338,7 +355,11 @@ class Accelerator:
         """Return its UUID; else its place on its host's bus; else what this process calls it.
 
         Not its index: launchers show each rank its own device alone, which is then number 0.
+        NVIDIA's driver is asked first: of a slice, torch may tell the UUID of the whole.
         """
+        own = _uuid_of_driver(self.torch.index) if self.type == "cuda" else None
+        if own is not None:
+            return f"{self.type} {own}"
         ask = getattr(self._module, "get_device_properties", None)
         told = None if ask is None else ask(self.torch.index)
         uuid = str(getattr(told, "uuid", ""))
@@ -350,9 +371,18 @@ class Accelerator:
         seen = sorted((k, v) for k, v in os.environ.items() if any(t in k for t in _SHOWING))
         return f"{self.type} {self.torch.index} of {shared_identity('mnt')} {gethostname()} {seen}"
 
+    @property
+    def is_slice(self) -> bool:
+        """Say whether it is a slice, which NVIDIA's names say: ``NVIDIA A100 MIG 1g.5gb``."""
+        return " MIG " in self.name
+
     def holds(self, tensor: Tensor) -> bool:
-        """Say whether a tensor lies in the memory of a device of this kind."""
-        return tensor.device.type == self.type
+        """Say whether a tensor lies in the memory of this very device."""
+        return tensor.device == self.torch
+
+    def is_astray(self, tensor: Tensor) -> bool:
+        """Say whether a tensor lies on another device, be it one of this kind."""
+        return tensor.device.type not in _NOWHERE_ELSE and tensor.device != self.torch
 
     def bring(self, tensor: Tensor, *, non_blocking: bool = False) -> Tensor:
         """Return a tensor of the device with these values; see `Device.bring`."""
@@ -528,6 +558,25 @@ def device_to_come(name: str) -> Device:
     return HostDevice() if kind.type == "cpu" else Accelerator(kind)
 
 
+def _uuid_of_driver(index: int) -> str | None:
+    """Return the UUID that NVIDIA's driver has for a device or, if it is one, a slice (MIG).
+
+    `index`: as this process counts those that it is shown, whichever names show them. None where
+    there is no such driver.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+        told = (
+            driver.cuInit(0)
+            or driver.cuDeviceGet(ctypes.byref(device), index)
+            or driver.cuDeviceGetUuid_v2(uuid, device)
+        )
+    except (OSError, AttributeError):
+        return None
+    return str(UUID(bytes=bytes(uuid))) if told == 0 and any(uuid) else None
+
+
 def on_host(tensor: Tensor) -> bool:
     """Say whether a tensor lies in the host's memory, and reading it waits for no device."""
     return tensor.device.type == "cpu"
@@ -595,6 +644,8 @@ def carries(group: dist.ProcessGroup, device: Device) -> bool:
 
 KNOWN_KINDS: Final = "cpu, cuda (NVIDIA and AMD), xpu (Intel) or the name of another accelerator"
 _HOST: Final = torch.device("cpu")
+# Kinds of devices that no tensor can be lost on: the host, and none at all.
+_NOWHERE_ELSE: Final = ("cpu", "meta")
 # Parts of the names of variables that hide devices: CUDA_VISIBLE_DEVICES, ZE_AFFINITY_MASK.
 _SHOWING: Final = ("VISIBLE", "AFFINITY_MASK")
 _NO_HOST_MEMORY: Final = "DefaultCPUAllocator: can't allocate memory"

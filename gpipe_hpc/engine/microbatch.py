@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge
 
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.nests import Nest, map_tensors, tensors_of
+from gpipe_hpc.engine.astray import refuse_astray
 from gpipe_hpc.engine.backward.calls import accumulate_gradients, edge_of
 from gpipe_hpc.engine.backward.joints import can_join
 from gpipe_hpc.engine.backward.splitting import Deferred
@@ -291,9 +292,11 @@ class StageWork:
                     losses += reports.losses.values()
                     noted.append(Noted(layer.index, reports.take()))
             segment.learn(watch)
+            self._refuse_astray((nest, stashed), segment.where)
             if loss is not None:
                 inside.end_layers()
                 term = self._end(part, nest, inside, loss, len(segment.layers))
+                self._refuse_astray((term.total, term.weight), loss.where)
                 losses.append(term.total)
                 if reports:
                     losses += reports.losses.values()
@@ -321,6 +324,12 @@ class StageWork:
         if block is not None:
             inside.leave(place, term.total)
         return term
+
+    def _refuse_astray(self, nest: Nest, where: str) -> None:
+        """Refuse what layers or the loss have left on another accelerator."""
+        if self.stage.device.is_accelerator:
+            remedy = "let the layer leave its output where its input was"
+            refuse_astray(nest, self.stage.device, where, remedy, ModelError)
 
     def _look_at_constant(self, loss: torch.Tensor) -> None:
         """Refuse a loss without a graph: one of a device when the next step begins, not now.

@@ -1,8 +1,7 @@
 """A device that is played on CPU tensors: all is done at once, and watched as if it were not.
 
-It takes the place of `gpipe_hpc.comm.device.Accelerator`. What it cannot play: autograd runs
-backwards of CPU tensors on the thread that calls them, those of an accelerator on one of its own
-and on the streams of the forwards; kernels choose other algorithms; and nothing is ever slow.
+It takes the place of `gpipe_hpc.comm.device.Accelerator`. What it cannot play: kernels choose other
+algorithms; and nothing is ever slow.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from tests.played.clocks import Clock, Host, learn
+from tests.played.engine import EngineThread
 from tests.played.interpose import PLAYED, kind_of, local, playing
 from tests.played.memories import Kind
 from tests.played.operators import PlayedMode
@@ -29,6 +29,7 @@ Site = tuple[str, Where]
 
 class _Current(threading.local):
     now: PlayedStream | None = None
+    waits_for: int | None = None  # the thread that waits for what this one does
 
 
 class PlayedDevice:
@@ -39,6 +40,8 @@ class PlayedDevice:
     is_accelerator: Final = True
     name: Final = "played"
     backend: Final = "gloo"
+    identity: Final = "played"
+    is_slice: Final = False
 
     def __init__(self, tracker: Tracker, ignores: frozenset[Site] = frozenset()) -> None:
         self.tracker = tracker
@@ -50,11 +53,17 @@ class PlayedDevice:
         self._default = PlayedStream(self)
         self._streams = _Current()
         self._all = [self._default]
+        self.engine = EngineThread()
+        # As a device has, though on the CPU nothing draws from it.
+        self._generator = torch.Generator()
 
     # What the package asks for.
 
     def holds(self, tensor: Tensor) -> bool:
         return kind_of(tensor) is Kind.DEVICE
+
+    def is_astray(self, tensor: Tensor) -> bool:
+        return kind_of(tensor) is Kind.ELSEWHERE
 
     def bring(self, tensor: Tensor, *, non_blocking: bool = False) -> Tensor:
         return tensor.to(self.torch, non_blocking=non_blocking)
@@ -118,7 +127,7 @@ class PlayedDevice:
         """Do nothing: threads that a rank starts play its device."""
 
     def generators(self) -> list[Generator]:
-        return [torch.default_generator]
+        return [torch.default_generator, self._generator]
 
     def memory_allocated(self) -> int:
         with self.tracker.lock:
@@ -156,7 +165,17 @@ class PlayedDevice:
         if self.host.own.knows(clock):
             return
         self.host.learn(clock)
-        self.host_waits.append(HostWait(operator, where(), threading.get_ident()))
+        thread = self._streams.waits_for or threading.get_ident()
+        self.host_waits.append(HostWait(operator, where(), thread))
+
+    @contextmanager
+    def waiting_for(self, thread: int) -> Iterator[None]:
+        """Say that another thread waits for what this one does within the block."""
+        before, self._streams.waits_for = self._streams.waits_for, thread
+        try:
+            yield
+        finally:
+            self._streams.waits_for = before
 
     def reads(self, operator: str, tensor: Tensor) -> None:
         """Let the host read a tensor of the device."""

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.played.engine import PlayedEngine
 from tests.played.memories import Kind, storage_of
 from tests.played.operators import Local, Move
 
@@ -23,10 +24,13 @@ if TYPE_CHECKING:
     from tests.played.device import PlayedDevice
 
 PLAYED: Final = torch.device("cpu", 0)
+OTHER: Final = torch.device("cpu", 1)
+"""A device that no rank has; what lies there can be made, and moved."""
 _HOST: Final = torch.device("cpu")
 _FACTORIES: Final = [
     "arange",
     "as_tensor",
+    "asarray",
     "empty",
     "empty_strided",
     "eye",
@@ -80,13 +84,17 @@ def kind_of(tensor: Tensor) -> Kind:
 
 def _device(self: Tensor) -> torch.device:
     own = own_device(self)
-    if own.type != "cpu" or kind_of(self) is not Kind.DEVICE:
+    if own.type != "cpu":
         return own
-    return PLAYED
+    return _PLACES.get(kind_of(self), own)
+
+
+_PLACES: Final = {Kind.DEVICE: PLAYED, Kind.ELSEWHERE: OTHER}
 
 
 def _kind(device: torch.device) -> Kind:
-    return Kind.HOST if device.index is None else Kind.DEVICE
+    kinds = {None: Kind.HOST, PLAYED.index: Kind.DEVICE, OTHER.index: Kind.ELSEWHERE}
+    return kinds[device.index]
 
 
 def _to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -114,7 +122,8 @@ def _to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if target is not None and target.type != "cpu":
         return original(self, target, dtype, late, copies, **given)
     of = kind_of(self)
-    is_move = target is not None and (_kind(target) is Kind.DEVICE) is not (of is Kind.DEVICE)
+    at = of if of in _PLACES else Kind.HOST
+    is_move = target is not None and _kind(target) is not at
     if not is_move:
         return original(self, dtype, late, copies, **given)
     assert target is not None
@@ -126,6 +135,20 @@ def _to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return original(self, dtype, late, True, **given)
     finally:
         local.move = None
+
+
+def _type_as(self: Tensor, other: Tensor) -> Tensor:
+    return self.to(other.device, other.dtype)
+
+
+def _new_tensor(self: Tensor, data: Any, **kwargs: Any) -> Tensor:
+    """Make a tensor of Python's numbers: on the host, and brought to where `self` lies."""
+    original = torch._C.TensorBase.new_tensor
+    if playing.device is None or self.is_meta:
+        return original(self, data, **kwargs)
+    named = {"dtype": self.dtype, "device": self.device}
+    given = {**named, **{name: value for name, value in kwargs.items() if value is not None}}
+    return torch.tensor(data, **given)
 
 
 def _cpu(self: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
@@ -154,13 +177,13 @@ def _read(name: str) -> Callable[..., Any]:
 
 def _set_item(self: Tensor, index: Any, value: Any) -> None:
     original = torch._C.TensorBase.__setitem__
-    before = local.factory
+    before = local.factory, local.is_number
     if not isinstance(value, Tensor):
-        local.factory = None  # a number comes as an argument of the kernel
+        local.factory, local.is_number = None, True  # it comes as an argument of the kernel
     try:
         original(self, index, value)
     finally:
-        local.factory = before
+        local.factory, local.is_number = before
 
 
 def _factory(original: Callable[..., Any], *, follows: bool) -> Callable[..., Any]:
@@ -179,8 +202,9 @@ def _factory(original: Callable[..., Any], *, follows: bool) -> Callable[..., An
         is_host = target.index is None if target is not None else not follows
         if target is not None and target.type != "cpu":
             is_host = False
-        if original is _AS_TENSOR and args and isinstance(args[0], Tensor):
-            return args[0].to(target or args[0].device, kwargs.get("dtype"))
+        if original in _AS_TENSOR and args and isinstance(args[0], Tensor):
+            copies = bool(kwargs.get("copy"))
+            return args[0].to(target or args[0].device, kwargs.get("dtype"), copy=copies)
         if original in _FROM_DATA and target == PLAYED:
             # Made on the host and brought, as torch does it: the host waits.
             grad = kwargs.pop("requires_grad", False)
@@ -195,8 +219,8 @@ def _factory(original: Callable[..., Any], *, follows: bool) -> Callable[..., An
     return make
 
 
-_AS_TENSOR: Final = torch.as_tensor
-_FROM_DATA: Final = (torch.as_tensor, torch.tensor)
+_AS_TENSOR: Final = (torch.as_tensor, torch.asarray)
+_FROM_DATA: Final = (*_AS_TENSOR, torch.tensor)
 
 
 def _inheriting(start: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
@@ -239,6 +263,8 @@ def interposed() -> Iterator[None]:
         patch.setattr(torch.Tensor, "device", property(_device), raising=False)
         patch.setattr(torch.Tensor, "to", _to, raising=False)
         patch.setattr(torch.Tensor, "cpu", _cpu, raising=False)
+        patch.setattr(torch.Tensor, "type_as", _type_as, raising=False)
+        patch.setattr(torch.Tensor, "new_tensor", _new_tensor, raising=False)
         patch.setattr(torch.Tensor, "__setitem__", _set_item, raising=False)
         for name in ("tolist", "numpy"):
             patch.setattr(torch.Tensor, name, _read(name), raising=False)
@@ -252,4 +278,6 @@ def interposed() -> Iterator[None]:
         name = "_group_tensors_by_device_and_dtype"
         patch.setattr(torch._C, name, _grouping(getattr(torch._C, name)))
         patch.setattr(threading.Thread, "start", _inheriting(threading.Thread.start))
+        engine = PlayedEngine(torch.autograd.Variable._execution_engine, lambda: playing.device)
+        patch.setattr(torch.autograd.Variable, "_execution_engine", engine)
         yield

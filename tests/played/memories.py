@@ -18,6 +18,8 @@ class Kind(Enum):
     HOST = "host"
     PINNED = "pinned"
     DEVICE = "device"
+    ELSEWHERE = "elsewhere"  # of another device than the rank's
+    DATA = "data"  # Python's numbers: of the host, or brought from there by torch without a word
     UNKNOWN = "unknown"  # made within an operator of torch, which may mean either
 
 

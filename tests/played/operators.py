@@ -39,6 +39,12 @@ READS = {
     aten._linalg_check_errors,
 }
 _INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
+# Arguments that these bring to the device where they lie on the host. A value is one number.
+_BRINGING = {
+    "indices": _INDEXING,
+    "values": _INDEXING - {aten.index},
+    "src": {aten._foreach_copy_},
+}
 _FACTORY = re.compile(r"aten::(new_.*|.*_like)$")
 _EMPTY = re.compile(r"aten::(new_)?empty.*$")
 _VIEWS_UNSAID = {aten._unsafe_view, aten.lift, aten.lift_fresh, aten.alias, aten.detach}
@@ -68,6 +74,7 @@ class Local(threading.local):
     """What a thread is about: the factory that Python calls, the move that is meant."""
 
     factory: Kind | None = None
+    is_number: bool = False  # what torch makes of Python's numbers is an argument of a kernel
     move: Move | None = None
 
 
@@ -162,11 +169,16 @@ class PlayedMode(TorchDispatchMode):
         accesses = []
         for name, reads, writes, tensor in given:
             kind = kinds[id(tensor)]
-            if kind is Kind.UNKNOWN:
+            if kind is Kind.DATA and tensor.dim() == 0 and shape.takes_scalars and not writes:
+                continue  # an argument of the kernel
+            if kind in (Kind.UNKNOWN, Kind.DATA):
+                # Numbers come by a copy from memory that is not pinned.
+                must_wait = must_wait or kind is Kind.DATA
                 self._tracker.adopt(tensor, line, shape.name)
             elif kind is not Kind.DEVICE and (reads or writes):
-                if is_index and name == "indices":
-                    must_wait = True  # they are brought to the device
+                if shape.packet in _BRINGING.get(name, ()) and not writes:
+                    # They are brought to the device; a number for masked places is an argument.
+                    must_wait = must_wait or not (name == "values" and _is_masked(args))
                 elif tensor.dim() or writes or not shape.takes_scalars:
                     self._tracker.misplaced(
                         shape.name,
@@ -197,8 +209,11 @@ class PlayedMode(TorchDispatchMode):
             for _, reads, writes, tensor in given:
                 if reads or writes:
                     self._device.host_uses(shape.name, tensor, is_write=writes)
-        if self._local.factory is None and found <= {Kind.UNKNOWN}:
-            self._claim(outputs, given, Kind.UNKNOWN, shape)
+        if Kind.ELSEWHERE in found:
+            self._claim(outputs, given, Kind.ELSEWHERE, shape)
+        elif self._local.factory is None and found <= {Kind.UNKNOWN, Kind.DATA}:
+            kind = Kind.DATA if Kind.DATA in found else Kind.UNKNOWN
+            self._claim(outputs, given, kind, shape)
 
     def _claim(self, outputs: Any, given: Any, kind: Kind, shape: Shape) -> None:
         """Mark what is new among the outputs."""
@@ -214,7 +229,8 @@ class PlayedMode(TorchDispatchMode):
     def _note_unknown(self, outputs: Any) -> None:
         for tensor in tensors_in(outputs):
             if self._tracker.memory_of(tensor) is None:
-                self._tracker.mark(tensor, Kind.UNKNOWN)
+                is_argument = self._local.is_number and not tensor.dim()
+                self._tracker.mark(tensor, Kind.UNKNOWN if is_argument else Kind.DATA)
 
     def _copy(self, func: Any, shape: Shape, args: Any, kwargs: Any) -> Any:
         """Copy, between host and device or on one of them."""
@@ -239,7 +255,8 @@ class PlayedMode(TorchDispatchMode):
                 return result
             tracker.mark(target, to, device.current_stream().line, shape.name)
         line = device.current_stream().line
-        of = to if of is Kind.UNKNOWN else of
+        of = to if of is Kind.UNKNOWN else Kind.HOST if of is Kind.DATA else of
+        to = Kind.HOST if to is Kind.DATA else to
         if to is Kind.UNKNOWN:
             if of is Kind.DEVICE:
                 tracker.adopt(target, line, shape.name)
@@ -282,6 +299,12 @@ def _reads_values(shape: Shape, kwargs: Any) -> bool:
     if shape.packet is aten.repeat_interleave:
         return kwargs.get("output_size") is None
     return shape.packet in READS
+
+
+def _is_masked(args: Any) -> bool:
+    """Say whether an assignment names its places by masks, not by numbers."""
+    indices = [index for index in args[1] if index is not None]
+    return all(index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
 def _fills(shape: Shape, args: Any) -> bool:

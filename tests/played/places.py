@@ -1,6 +1,9 @@
 """Where a call comes from: the line of the package, or else of the test."""
 
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -26,6 +29,25 @@ class Where(NamedTuple):
         return f"{self.path.removeprefix(_ROOT)}:{self.line}"
 
 
+class _Caller(threading.local):
+    """Where that was called for which a thread works; None where it works for itself."""
+
+    where: Where | None = None
+
+
+_caller = _Caller()
+
+
+@contextmanager
+def inherit(caller: Where) -> Iterator[None]:
+    """Let what runs within the block, and is not the package's or a test's, come from there."""
+    before, _caller.where = _caller.where, caller
+    try:
+        yield
+    finally:
+        _caller.where = before
+
+
 def where() -> Where:
     """Return the innermost line of the package that is being run; of a test, if there is none."""
     frame: FrameType | None = sys._getframe(1)
@@ -38,4 +60,4 @@ def where() -> Where:
         if other is None and not is_own and not path.startswith((_TORCH, "<")):
             other = Where(path, frame.f_lineno)
         frame = frame.f_back
-    return other or Where("?", 0)
+    return _caller.where or other or Where("?", 0)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.played.errors import MarkError, PinnedError, PlaceError, RaceError, ReuseError
+from tests.played.interpose import OTHER
 
 
 def on_device(device, *shape):
@@ -411,6 +412,21 @@ def test_sparse_gradients_are_of_the_device(device):
         (lambda t: t.to(t.device).add(torch.ones(3).to(t.device)), "_to_copy to the device"),
         (lambda t: t.add(torch.tensor([1.0, 2.0, 3.0], device=t.device)), "_to_copy to the device"),
         (lambda t: t[torch.tensor([0, 1])], "index"),
+        # Copies from the host that no name of a move gives away.
+        (lambda t: t.new_tensor([1.0, 2.0]), "_to_copy to the device"),
+        (lambda t: t.new_tensor(1.0), "_to_copy to the device"),
+        (lambda t: torch.as_tensor([1.0], device=t.device), "_to_copy to the device"),
+        (lambda t: torch.as_tensor(torch.ones(2), device=t.device), "_to_copy to the device"),
+        (lambda t: torch.asarray([1.0], device=t.device), "_to_copy to the device"),
+        (lambda t: torch.asarray(torch.ones(2), device=t.device), "_to_copy to the device"),
+        (lambda t: torch.tensor(1.0, device=t.device), "_to_copy to the device"),
+        (lambda t: torch.ones(2).type_as(t), "_to_copy to the device"),
+        (lambda t: torch.ones(2).to(t), "_to_copy to the device"),
+        (lambda t: t.copy_(torch.ones(3)), "copy_ to the device"),
+        (lambda t: t[[0, 2]], "index"),
+        (lambda t: t.__setitem__([0, 2], 1.0), "index_put_"),
+        (lambda t: t.__setitem__(t.long(), torch.tensor(1.0)), "index_put_"),
+        (lambda t: torch._foreach_copy_([t], [torch.ones(3)]), "_foreach_copy_"),
     ],
 )
 def test_host_reads_are_counted_and_located(device, read, expected):
@@ -432,6 +448,12 @@ def test_what_needs_no_value_waits_for_nothing(device):
     device.bring(pinned, non_blocking=True)
     device.fetch_into(pinned, own)
     torch.full((2,), 3.0, device=device.torch)
+    torch.scalar_tensor(3.0, device=device.torch)
+    own[index] = 2.0
+    own[0] = 2.0
+    own[own > 5] = 3.0
+    torch.where(own > 0, own, 5.0), own.clamp(0.0, 1.0), own + 2, own.fill_(torch.tensor(1.0))
+    own.new_zeros(3), own.new_full((3,), 1.0), torch.arange(3, device=device.torch)
     assert waits_of(device) == []
 
 
@@ -512,3 +534,106 @@ def test_copies_beside_compute_in_order(device):
     with device.on(side):
         on_device(device, 64)
     assert device.tracker.faults == []
+
+
+# Backwards run on a thread of the device's own.
+
+
+class Noting(torch.autograd.Function):
+    """Notes on which thread its backward runs, and whether the caller's locals are there."""
+
+    @staticmethod
+    def forward(ctx, given, note):
+        ctx.note = note
+        return given.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.note(gradient)
+        return gradient, None
+
+
+def backward_noting(device, note):
+    weight = nn.Parameter(on_device(device, 3))
+    weight.register_post_accumulate_grad_hook(note)
+    Noting.apply(weight * 2, note).sum().backward()
+    return weight
+
+
+def test_a_backward_and_its_hooks_run_on_another_thread(device):
+    """On a CPU they run on the caller's: what they keep for a thread would be found there."""
+    own, found = threading.local(), []
+    own.value = 1
+    backward_noting(device, lambda _: found.append((threading.get_ident(), hasattr(own, "value"))))
+    backward_noting(device, lambda _: found.append((threading.get_ident(), False)))
+    assert len(found) == 4 and len(set(found)) == 1, "one thread for all backwards"
+    assert found[0] != (threading.get_ident(), True) and not found[0][1]
+
+
+def test_a_hook_works_on_the_stream_of_the_caller(device):
+    side, found = device.stream(), []
+    with device.on(side):
+        backward_noting(device, lambda _: found.append(device.current_stream()))
+    assert found == [side, side]
+
+
+def test_what_a_hook_waits_for_the_caller_waits_for(device):
+    backward_noting(device, lambda gradient: [gradient.sum().item()].clear())
+    waits = [wait for wait in device.host_waits if wait.operator == "_local_scalar_dense"]
+    assert [wait.thread for wait in waits] == [threading.get_ident()] * 2
+
+
+def test_what_a_hook_raises_comes_back(device):
+    def fail(_):
+        raise KeyError("hook")
+
+    with pytest.raises(KeyError, match="hook"):
+        backward_noting(device, fail)
+    assert backward_noting(device, lambda _: None).grad is not None
+
+
+def test_a_backward_within_a_backward_goes_on(device):
+    weight, found = nn.Parameter(on_device(device, 3)), []
+
+    def again(_):
+        other = nn.Parameter(on_device(device, 2))
+        with torch.enable_grad():
+            (other * 3).sum().backward()
+        found.append(other.grad.tolist())
+
+    backward_noting(device, again)
+    assert found == [[3.0, 3.0]] * 2 and weight.grad is None
+
+
+def test_a_hook_that_uses_a_lock_of_the_caller_would_wait_for_ever(device):
+    """A lock that its owner may take again is no lock of the hook's: it is found, not hung on."""
+    lock, taken = threading.RLock(), []
+    with lock:
+        backward_noting(device, lambda _: taken.append(lock.acquire(timeout=0.01)))
+    assert taken == [False, False]
+
+
+def test_what_the_engine_does_is_ordered_behind_what_the_caller_waited_for(device):
+    made, side = on_device(device, 3), device.stream()
+    with device.on(side):
+        other = on_device(device, 3)
+    side.synchronize()
+    weight = nn.Parameter(made)
+    weight.register_post_accumulate_grad_hook(lambda p: [p.grad.add_(other)].clear())
+    (weight * 2).sum().backward()
+    assert weight.grad.tolist() == [3.0] * 3
+
+
+# Tensors of another device.
+
+
+def test_a_tensor_of_another_device_is_none_of_ours(device):
+    own = on_device(device, 3)
+    other = own.to(OTHER)
+    assert other.device == OTHER and other.device != own.device
+    assert device.is_astray(other) and not device.holds(other)
+    assert not device.is_astray(own) and not device.is_astray(torch.ones(2))
+    assert (other * 2).device == OTHER
+    with pytest.raises(PlaceError):
+        own + other
+    assert device.holds(other.to(own.device))

@@ -76,7 +76,7 @@ class Tracker:
         """Take memory that torch made without saying where for the device's."""
         for part in parts_of(tensor):
             memory = self.memory_of(part)
-            if memory is not None and memory.kind is Kind.UNKNOWN:
+            if memory is not None and memory.kind in (Kind.UNKNOWN, Kind.DATA):
                 memory.kind, memory.owner = Kind.DEVICE, line
                 self._allocate(memory, storage_of(part), line, operator)
 

@@ -1,9 +1,13 @@
 """Each rank has a device of its own: those that two ranks have taken are refused by name."""
 
+import logging
+
 from torch.distributed.distributed_c10d import Store
 
 from gpipe_hpc.comm.device import Device
 from gpipe_hpc.errors import ConfigError
+
+log = logging.getLogger("gpipe_hpc.comm")
 
 
 def claim_device(store: Store, device: Device, rank: int, name: str, backend: str) -> None:
@@ -11,18 +15,26 @@ def claim_device(store: Store, device: Device, rank: int, name: str, backend: st
 
     What is compared is the device itself, not its number: a launcher may show each rank its own
     alone. `name`: what was asked for; one with an index may be shared, over a `backend` that goes
-    by way of the host. Costs a rank two words with the store, whatever the number of ranks.
+    by way of the host. Slices of one device (MIG) are devices of their own. Costs a rank two words
+    with the store, whatever the number of ranks.
     """
     if not device.is_accelerator or (":" in name and backend == "gloo"):
         return
+    if device.is_slice and backend != "gloo":
+        log.warning(
+            "rank %d: %s is a slice of a device; if its backend, %s, stops because two ranks have "
+            "slices of one device ('Duplicate GPU detected'), set backend=gloo",
+            *(rank, device.name, device.backend),
+        )
     key = f"devices/{device.identity}"
     if store.add(f"{key}/ranks", 1) == 1:
         store.set(f"{key}/first", str(rank))
         return
     first = int(store.get(f"{key}/first"))
+    shown = " (a process sees one slice, the first that it is shown)" if device.is_slice else ""
     raise ConfigError(
         f"device: expected one for each rank, got {device.torch} ({device.name}) for rank {first} "
         f"and for rank {rank}; start at most as many ranks on a machine as it has devices, let the "
-        f"launcher show each rank its own, or, to share one on purpose, set device={device.torch} "
-        f"and backend=gloo"
+        f"launcher show each rank its own{shown}, or, to share one on purpose, set "
+        f"device={device.torch} and backend=gloo"
     )

@@ -1,10 +1,14 @@
 """The caller's batch on its way to the device, micro-batch by micro-batch."""
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
 from gpipe_hpc.comm.device import Device, Stream
 from gpipe_hpc.comm.nests import Nest, map_tensors
+from gpipe_hpc.engine.astray import refuse_astray
+from gpipe_hpc.errors import DataError
 
 
 class Intake:
@@ -20,9 +24,13 @@ class Intake:
         self._stream: Stream | None = None  # once there is something to bring
 
     def bring(self, nest: Nest) -> Nest:
-        """Return a nest whose tensors lie on the device, in no graph."""
+        """Return a nest whose tensors lie on the device, in no graph.
+
+        Raises DataError for a tensor of another accelerator.
+        """
         if not self._device.is_accelerator:
             return map_tensors(self._here, nest)
+        refuse_astray(nest, self._device, "batch", _REMEDY, DataError)
         arriving: list[Tensor] = []
 
         def brought(tensor: Tensor) -> Tensor:
@@ -57,6 +65,9 @@ class Intake:
             own = self._device.empty((tensor.numel(),), tensor.dtype)
             self._device.bring_into(own, staged)
             return own.as_strided(tensor.shape, strides)
+
+
+_REMEDY: Final = "leave a batch on the host, or bring it to that device"
 
 
 def _apart(tensor: Tensor) -> Tensor:

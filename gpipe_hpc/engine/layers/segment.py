@@ -55,6 +55,13 @@ class Segment:
         self._leaves_input_alone: dict[bool, bool] = {}
 
     @property
+    def where(self) -> str:
+        """Return its name in messages."""
+        if not self._indices:
+            return f"stage {self._stage}"
+        return f"stage {self._stage} (layers {self._indices[0]} to {self._indices[-1]})"
+
+    @property
     def place(self) -> tuple[tuple[int, ...], bool]:
         """Return what tells its runs from those of others: its layers, and the mode."""
         return self._indices, any(state.layer.training for state in self.states)
@@ -94,9 +101,8 @@ class Segment:
         if watch.is_copy and watch.tensors:
             self._leaves_input_alone[watch.is_training] = not watch.shows_writes()
         elif watch.shows_writes():
-            first, last = self._indices[0], self._indices[-1]
             raise ModelError(
-                f"stage {self._stage} (layers {first} to {last}): a layer wrote in place into the "
+                f"{self.where}: a layer wrote in place into the "
                 f"stage's input in this micro-batch, but not in the first; use inplace=False "
                 f"there, or write in place always"
             )

@@ -1,7 +1,9 @@
 """Which device a rank takes, and that no two ranks take one, on a machine that has others."""
 
+import ctypes
 import threading
 from types import SimpleNamespace
+from uuid import UUID
 
 import pytest
 import torch
@@ -149,6 +151,89 @@ def test_two_that_claim_at_once_know_of_each_other():
     for thread in threads:
         thread.join()
     assert len(told) == 3 and len({text.split("for rank ")[1] for text in told}) == 1
+
+
+def driver_of(*uuids, refuses=()):
+    """Return NVIDIA's driver of a process that is shown devices, or slices, with these UUIDs."""
+
+    def get(device, ordinal):
+        device._obj.value = 100 + ordinal  # a handle is no number
+        return 101 if "get" in refuses or ordinal >= len(uuids) else 0
+
+    def uuid_of(uuid, device):
+        uuid[:] = UUID(uuids[device.value - 100]).bytes
+        return 0
+
+    driver = SimpleNamespace(cuInit=lambda flags: int("init" in refuses), cuDeviceGet=get)
+    if "uuid" not in refuses:
+        driver.cuDeviceGetUuid_v2 = uuid_of
+    return driver
+
+
+SLICES = [str(UUID(int=number)) for number in (1, 2)]
+WHOLE = str(UUID(int=9))
+
+
+def claim_slices(monkeypatch, drivers, backend="gloo", name="NVIDIA A100 MIG 1g.5gb"):
+    """Let ranks take the one slice, or device, that each is shown; torch tells the whole's UUID."""
+    store = dist.HashStore()
+    for rank, driver in enumerate(drivers):
+        Machine(monkeypatch, "cuda", [WHOLE])
+        torch.get_device_module(None).get_device_name = lambda index: name
+        monkeypatch.setattr(ctypes, "CDLL", lambda path, driver=driver: driver)
+        claim_device(store, device_of_rank("auto", rank), rank, "auto", backend)
+
+
+def test_slices_of_one_device_are_devices_of_their_own(monkeypatch):
+    """Torch may tell all of them the UUID and the bus of the whole; the driver knows better."""
+    claim_slices(monkeypatch, [driver_of(each) for each in SLICES])
+
+
+def test_a_slice_is_taken_once(monkeypatch):
+    """A process sees one slice alone, so two ranks that are shown two both take the first."""
+    told = r"for rank 0 and for rank 1; .* show each rank its own \(a process sees one slice"
+    with pytest.raises(ConfigError, match=told):
+        claim_slices(monkeypatch, [driver_of(SLICES[0])] * 2)
+
+
+@pytest.mark.parametrize("shown", [("0", "0"), ("GPU-aa", "0"), ("MIG-aa", "MIG-a")])
+def test_it_is_the_same_device_by_whatever_name_it_is_shown(monkeypatch, shown):
+    """CUDA_VISIBLE_DEVICES takes numbers, UUIDs and beginnings of UUIDs."""
+    identities = set()
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: driver_of(SLICES[0]))
+    for name in shown:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", name)
+        identities.add(Accelerator(torch.device("cuda", 0)).identity)
+    assert identities == {f"cuda {SLICES[0]}"}
+
+
+def test_the_driver_is_asked_for_the_device_of_this_number(monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: driver_of(*SLICES))
+    found = [Accelerator(torch.device("cuda", index)).identity for index in (0, 1)]
+    assert found == [f"cuda {uuid}" for uuid in SLICES]
+
+
+@pytest.mark.parametrize("refuses", ["init", "get", "uuid"])
+def test_a_driver_that_does_not_tell_leaves_it_to_torch(monkeypatch, refuses):
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: driver_of(*SLICES, refuses=(refuses,)))
+    assert identity_of(monkeypatch, SimpleNamespace(uuid=WHOLE)) == f"cuda {WHOLE}"
+
+
+@pytest.mark.parametrize(
+    ("backend", "name", "warns"),
+    [
+        ("cpu:gloo,cuda:nccl", "NVIDIA A100 MIG 1g.5gb", True),
+        ("gloo", "NVIDIA A100 MIG 1g.5gb", False),
+        ("cpu:gloo,cuda:nccl", "NVIDIA A100-SXM4-40GB", False),
+    ],
+)
+def test_a_slice_under_nccl_is_warned_of(monkeypatch, caplog, backend, name, warns):
+    """NCCL takes one rank for a device (NVIDIA/nccl, issue 1716): it may, one day, take slices."""
+    claim_slices(monkeypatch, [driver_of(SLICES[0])], backend, name)
+    told = [
+        record.message for record in caplog.records if "is a slice of a device" in record.message
+    ]
+    assert bool(told) == warns and all("set backend=gloo" in text for text in told)
 
 
 def identity_of(monkeypatch, properties, env=()):

@@ -1,0 +1,93 @@
+"""Autograd as it runs backwards on an accelerator: on a thread of its own, for each device.
+
+For CPU tensors torch's engine works on the thread that calls it. For those of a device it has a
+thread that it keeps: the caller waits, and nodes, hooks and what `saved_tensors_hooks` unpacks run
+over there, on the stream of the forward. Torch carries its own modes over; what Python keeps for
+each thread (`threading.local`, locks that their owner may take again) is another one there.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tests.played.places import inherit, where
+
+if TYPE_CHECKING:
+    from tests.played.device import PlayedDevice
+
+Job = Callable[[], None]
+
+
+class EngineThread:
+    """The thread on which the backwards of one device run, begun with the first of them."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Job | None] | None = None
+        self.ident: int | None = None
+
+    def run(self, device: PlayedDevice, call: Callable[[], Any]) -> Any:
+        """Return what a call gives over there; raise what it raises."""
+        if threading.get_ident() == self.ident:
+            return call()  # a backward within a backward goes on where it is
+        if self._jobs is None:
+            self._jobs = queue.SimpleQueue()
+            thread = threading.Thread(
+                target=_work, args=(self._jobs,), name="autograd", daemon=True
+            )
+            # Not by way of `Thread.start`, which would hand on what the rank's thread plays.
+            start = threading.Thread.start
+            getattr(start, "__wrapped__", start)(thread)
+            weakref.finalize(self, self._jobs.put, None).atexit = False
+            self.ident = thread.ident
+        done, found = threading.Event(), []
+        stream, caller, place = device.current_stream(), threading.get_ident(), where()
+        known, grad = dict(device.host.own.clock), torch.is_grad_enabled()
+        context = contextvars.copy_context()
+
+        def job() -> None:
+            try:
+                device.host.learn(known)
+                waits = device.waiting_for(caller)
+                with inherit(place), waits, device.on(stream), torch.set_grad_enabled(grad):
+                    found.append((context.run(call), None))
+            except BaseException as error:
+                found.append((None, error))
+            found.append(dict(device.host.own.clock))
+            done.set()
+
+        self._jobs.put(job)
+        done.wait()
+        (result, error), learned = found
+        device.host.learn(learned)
+        if error is not None:
+            raise error
+        return result
+
+
+def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job
+
+
+class PlayedEngine:
+    """Takes the place of torch's engine; `device_of_thread` says what the calling thread plays."""
+
+    def __init__(self, own: Any, device_of_thread: Callable[[], PlayedDevice | None]) -> None:
+        self._own, self._device_of_thread = own, device_of_thread
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        device = self._device_of_thread()
+        if device is None:
+            return self._own.run_backward(*args, **kwargs)
+        return device.engine.run(device, lambda: self._own.run_backward(*args, **kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
