@@ -19,11 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
-from gpipe_hpc.config import check_config, compose_config
 from gpipe_hpc.errors import GpipeError
 from gpipe_hpc.schedule import Costs, Timeline, build, simulate
-from gpipe_hpc.training.loop import run_training
-from gpipe_hpc.training.signals import StopRequest
 
 Batch = tuple[Tensor, Tensor]
 Named = dict[str, Tensor]
@@ -185,6 +182,11 @@ def measured_run(
 
 def train_here(ranks: int, *overrides: str) -> None:
     """Train as the command would, with the ranks as threads of this process, to a good end."""
+    # The tests of exactness also run where there is no Hydra.
+    from gpipe_hpc.config import check_config, compose_config
+    from gpipe_hpc.training.loop import run_training
+    from gpipe_hpc.training.signals import StopRequest
+
     config = compose_config(overrides)
     check_config(config, ranks)
     codes = run_on_threads(ranks, lambda world: run_training(config, world, StopRequest()))

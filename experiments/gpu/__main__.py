@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from experiments.gpu.running import ROOT, Claim, Outcome, Part, run_part, write_json
-from gpipe_hpc.comm.device import automatic_kind
+from gpipe_hpc.comm.device import automatic_kind, refuse_old_torch
+from gpipe_hpc.errors import ConfigError
 
 MOST_S = 570.0
 # What is left for a part must be enough to say something.
@@ -217,6 +218,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="parts by name; all if left out")
     parser.add_argument("--most-s", type=float, default=MOST_S, help="for all parts together")
     args = parser.parse_args()
+    try:
+        refuse_old_torch()
+    except ConfigError as error:
+        parser.error(str(error))
     kind = accelerator() if args.device == "auto" else args.device
     if kind == "cpu" and args.device == "auto":
         parser.error("torch finds no accelerator; --device cpu tries the command without one")

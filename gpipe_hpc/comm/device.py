@@ -544,9 +544,25 @@ def device_of_rank(name: str, local_rank: int | None) -> Device:
             f"device: expected one of the {count} of kind {kind.type} that this process sees, "
             f"{kind.type}:0 to {kind.type}:{count - 1}, got {name}; choose one of them"
         )
+    refuse_old_torch()
     device = Accelerator(torch.device(kind.type, index))
     device.use()
     return device
+
+
+def refuse_old_torch() -> None:
+    """Raise ConfigError, with their names, where torch lacks functions that accelerators need."""
+    lacking = [name for name in NEEDED if not _has(torch, name.split("."))]
+    if lacking:
+        names = ", ".join(f"torch.{name}" for name in lacking)
+        raise ConfigError(
+            f"device: expected a torch with {names}, got {torch.__version__} without; use torch "
+            f"2.10 or newer (2.13 is what is tested), or device=cpu"
+        )
+
+
+def _has(value: object, names: Sequence[str]) -> bool:
+    return not names or (hasattr(value, names[0]) and _has(getattr(value, names[0]), names[1:]))
 
 
 def device_to_come(name: str) -> Device:
@@ -643,6 +659,25 @@ def carries(group: dist.ProcessGroup, device: Device) -> bool:
 
 
 KNOWN_KINDS: Final = "cpu, cuda (NVIDIA and AMD), xpu (Intel) or the name of another accelerator"
+NEEDED: Final = (
+    "Event",
+    "Stream",
+    "accelerator.current_accelerator",
+    "accelerator.current_device_index",
+    "accelerator.current_stream",
+    "accelerator.device_count",
+    "accelerator.get_memory_info",
+    "accelerator.max_memory_allocated",
+    "accelerator.memory_allocated",
+    "accelerator.memory_reserved",
+    "accelerator.reset_peak_memory_stats",
+    "accelerator.set_device_index",
+    "accelerator.set_stream",
+    "accelerator.synchronize",
+    "get_device_module",
+)
+"""What is asked of torch for an accelerator; the newest of it (get_memory_info) came with 2.10."""
+
 _HOST: Final = torch.device("cpu")
 # Kinds of devices that no tensor can be lost on: the host, and none at all.
 _NOWHERE_ELSE: Final = ("cpu", "meta")

@@ -5,11 +5,13 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Final, TypeVar
 
 import torch
 
 from gpipe_hpc.comm.at_work import Watched, Work
+from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.errors import StalledError
 
@@ -36,7 +38,7 @@ def patiently(
     """
     began_s = time.monotonic()
     with together(world, where):
-        done = None if work is None else Work(work)
+        done = None if work is None else Work(partial(_on_device, world.device, work))
         looks = None if done is None else _Looks(world, where, done.thread, idle_s)
         while True:
             if done is not None:
@@ -49,6 +51,12 @@ def patiently(
                 looks.look(spent_s)
             if not num_left.item():
                 return None if done is None else done.result()
+
+
+def _on_device(device: Device, work: Callable[[], T]) -> T:
+    """Do work on a new thread, which knows no device yet."""
+    device.use()
+    return work()
 
 
 class _Looks:
@@ -124,6 +132,7 @@ class _Meetings:
 
     def _run(self) -> None:
         try:
+            self._world.device.use()
             self._meet()
         except StalledError as error:
             self._error = error

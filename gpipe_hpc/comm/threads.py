@@ -329,6 +329,8 @@ def run_on_threads(
     def target(rank: int) -> None:
         try:
             own = None if device is None else device(rank)
+            if own is not None:
+                own.use()
             results[rank] = body(ThreadWorld(hub, rank, own))
         except BaseException as failure:
             failures.append(failure)

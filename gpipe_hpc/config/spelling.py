@@ -4,11 +4,13 @@ import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from gpipe_hpc.config.refusal import refuse
-from gpipe_hpc.config.schema import Config
 from gpipe_hpc.schedule import canonical_schedule
+
+if TYPE_CHECKING:
+    from gpipe_hpc.config.schema import Config
 
 _PRECISIONS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -31,7 +33,7 @@ _UNITS: Final[Mapping[str, int]] = MappingProxyType(
 )
 
 
-def spell(config: Config) -> None:
+def spell(config: "Config") -> None:
     """Put the project's own names and numbers in place of the field's spellings of them.
 
     Case does not matter: ``pipeline.schedule=1F1B``, ``train.precision=bf16``,

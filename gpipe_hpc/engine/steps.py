@@ -37,7 +37,7 @@ from gpipe_hpc.engine.sums.results import StepLoss, StepResult
 from gpipe_hpc.engine.sums.squares import GradientParts
 from gpipe_hpc.engine.sums.tied import TiedParameter
 from gpipe_hpc.engine.sums.trained import Trained
-from gpipe_hpc.errors import DataError
+from gpipe_hpc.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)
@@ -449,6 +449,12 @@ def _sharing(
         return None
     if outer.shard == "flat":
         return FlatSharing(stages, copies, tables.buckets)
-    from gpipe_hpc.engine.outer.owner_sharing import OwnerSharing  # it takes a second to load
+    try:
+        from gpipe_hpc.engine.outer.owner_sharing import OwnerSharing  # it takes a second to load
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"outer.shard: expected fairscale for oss, got none ({error}); install it, or use "
+            f"outer.shard=flat"
+        ) from None
 
     return OwnerSharing(stages, copies)

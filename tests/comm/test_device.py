@@ -2,13 +2,23 @@
 
 import importlib
 import os
+import re
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from gpipe_hpc.comm.device import Accelerator, Device, HostDevice, known_backends
+from gpipe_hpc.comm import device as device_module
+from gpipe_hpc.comm.device import (
+    NEEDED,
+    Accelerator,
+    Device,
+    HostDevice,
+    known_backends,
+    refuse_old_torch,
+)
 from gpipe_hpc.errors import ConfigError
 
 
@@ -148,6 +158,22 @@ def test_free_memory_is_what_nobody_has_and_what_the_allocator_keeps(monkeypatch
     monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda device: 20)
     assert cuda().memory_free() == 130
     assert cuda().memory_total() == 1000
+
+
+def test_an_old_torch_is_refused_by_the_names_of_what_it_lacks(monkeypatch):
+    """Before, torch 2.9 failed at the first report of memory, in the first step."""
+    refuse_old_torch()
+    monkeypatch.delattr(torch.accelerator, "get_memory_info")
+    monkeypatch.delattr(torch, "Stream")
+    told = r"torch with torch.Stream, torch.accelerator.get_memory_info, got .*; use torch 2.10"
+    with pytest.raises(ConfigError, match=told):
+        refuse_old_torch()
+
+
+def test_all_that_is_asked_of_torch_is_looked_for():
+    text = Path(device_module.__file__).read_text()
+    used = set(re.findall(r"torch\.(accelerator\.\w+|Event|Stream|get_device_module)\(", text))
+    assert used == set(NEEDED)
 
 
 def test_generators_are_the_cpus_and_the_devices(monkeypatch):

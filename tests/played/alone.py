@@ -16,5 +16,5 @@ def alone(ignores: frozenset[Site] = frozenset()) -> Iterator[PlayedDevice]:
     """
     with interposed():
         played = PlayedDevice(Tracker(), ignores)
-        with played.playing():
+        with played.playing(), played.in_use():
             yield played

@@ -14,5 +14,5 @@ def device() -> Iterator[PlayedDevice]:
     """Return a device that the test's thread plays."""
     with interposed():
         played = PlayedDevice(Tracker())
-        with played.playing():
+        with played.playing(), played.in_use():
             yield played

@@ -16,6 +16,7 @@ from torch import Generator, Tensor, nn
 
 from tests.played.clocks import Clock, Host, learn
 from tests.played.engine import EngineThread
+from tests.played.errors import ThreadError
 from tests.played.interpose import PLAYED, kind_of, local, playing
 from tests.played.memories import Kind
 from tests.played.operators import PlayedMode
@@ -30,6 +31,7 @@ Site = tuple[str, Where]
 class _Current(threading.local):
     now: PlayedStream | None = None
     waits_for: int | None = None  # the thread that waits for what this one does
+    is_in_use: bool = False  # this thread has made the device its own
 
 
 class PlayedDevice:
@@ -78,6 +80,7 @@ class PlayedDevice:
         pinned.copy_(tensor, non_blocking=True)
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        self._refuse_unused("pinned")
         tensor = torch.empty(shape, dtype=dtype, device="cpu")
         self.tracker.mark(tensor, Kind.PINNED)
         return tensor
@@ -89,11 +92,13 @@ class PlayedDevice:
         return module.to(self.torch)
 
     def stream(self) -> PlayedStream:
+        self._refuse_unused("stream")
         stream = PlayedStream(self)
         self._all.append(stream)
         return stream
 
     def current_stream(self) -> PlayedStream:
+        self._refuse_unused("current_stream")
         return self._streams.now or self._default
 
     @contextmanager
@@ -124,7 +129,8 @@ class PlayedDevice:
             self.waits("synchronize", everything)
 
     def use(self) -> None:
-        """Do nothing: threads that a rank starts play its device."""
+        if self.does("use"):
+            self._streams.is_in_use = True
 
     def generators(self) -> list[Generator]:
         return [torch.default_generator, self._generator]
@@ -156,6 +162,8 @@ class PlayedDevice:
 
     def does(self, method: str) -> bool:
         """Note a call; say whether it shall do what it is for."""
+        if method != "use":
+            self._refuse_unused(method)
         site = method, where()
         self.sites.add(site)
         return site not in self._ignores
@@ -190,6 +198,25 @@ class PlayedDevice:
     def tick(self) -> int:
         self._num_ticks += 1
         return self._num_ticks
+
+    def _refuse_unused(self, what: str) -> None:
+        if not self._streams.is_in_use:
+            thread = threading.current_thread().name
+            self.tracker.found(
+                ThreadError(
+                    f"{what} at {where()}: expected the thread {thread!r} to have called use(), "
+                    f"got one that is on the first device of its kind; let it begin with that"
+                )
+            )
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Let the device be the calling thread's own within the block, as `use` makes it."""
+        before, self._streams.is_in_use = self._streams.is_in_use, True
+        try:
+            yield
+        finally:
+            self._streams.is_in_use = before
 
     @contextmanager
     def playing(self) -> Iterator[None]:

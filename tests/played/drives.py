@@ -1,15 +1,18 @@
 """Programs of a few lines, each around one class of the package that orders streams."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from gpipe_hpc import run_on_threads
 from gpipe_hpc.checkpoint.host_copy import HostBuffer
 from gpipe_hpc.comm.collectives.on_stream import StreamCarrier
 from gpipe_hpc.comm.collectives.plan import Place
 from gpipe_hpc.comm.collectives.ring import ring_all_reduce
 from gpipe_hpc.comm.group import Piece
+from gpipe_hpc.comm.patience import patiently, patiently_here
 from gpipe_hpc.comm.thread_hub import ThreadHub
 from gpipe_hpc.comm.threads import ThreadGroup
 from gpipe_hpc.engine.batch.intake import Intake
@@ -108,6 +111,20 @@ def copies(device: PlayedDevice) -> None:
     assert HostBuffer(device).copy(tensors)["own"].tolist() == [2.0] * 6
 
 
+def threads(device: PlayedDevice) -> None:
+    """Ranks that are threads, and what works or meets for them on threads of their own."""
+
+    def body(world: Any) -> float:
+        made(device)
+        with device.playing():
+            found = patiently(world, "work", lambda: made(device).sum())
+            patiently_here(world, "work", lambda: None)
+        assert found is not None
+        return float(found)
+
+    assert run_on_threads(2, body, device=lambda rank: device) == [12.0] * 2
+
+
 DRIVES: dict[str, Drive] = {
     "comm/collectives/on_stream.py": plans,
     "engine/outer/compress/beside.py": jobs,
@@ -115,6 +132,7 @@ DRIVES: dict[str, Drive] = {
     "engine/sums/fetched.py": fetched,
     "checkpoint/host_copy.py": copies,
     "comm/threads.py": sends,
+    "comm/patience.py": threads,
     "engine/device_clock.py": clock,
     "engine/recorder.py": clock,
 }

@@ -55,7 +55,9 @@ class EngineThread:
             try:
                 device.host.learn(known)
                 waits = device.waiting_for(caller)
-                with inherit(place), waits, device.on(stream), torch.set_grad_enabled(grad):
+                mode = torch.set_grad_enabled(grad)
+                # Torch makes the device that of its thread.
+                with inherit(place), device.in_use(), waits, device.on(stream), mode:
                     found.append((context.run(call), None))
             except BaseException as error:
                 found.append((None, error))

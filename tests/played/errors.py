@@ -23,3 +23,7 @@ class PlaceError(PlayedError):
 
 class MarkError(PlayedError):
     """The time of a mark is read before it is known."""
+
+
+class ThreadError(PlayedError):
+    """A thread uses a device that it has not made its own: it would be on the first of its kind."""

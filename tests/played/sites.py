@@ -11,7 +11,7 @@ from tests.played.places import Where
 
 _PACKAGE = Path(gpipe_hpc.__file__).parent
 ORDERING = frozenset(
-    {"wait_event", "wait_stream", "record_event", "record", "lend", "synchronize", "query"}
+    {"wait_event", "wait_stream", "record_event", "record", "lend", "synchronize", "query", "use"}
 )
 _DEVICES = _PACKAGE / "comm" / "device.py"
 

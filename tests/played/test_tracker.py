@@ -7,7 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.played.errors import MarkError, PinnedError, PlaceError, RaceError, ReuseError
+from tests.played.errors import (
+    MarkError,
+    PinnedError,
+    PlaceError,
+    RaceError,
+    ReuseError,
+    ThreadError,
+)
 from tests.played.interpose import OTHER
 
 
@@ -167,6 +174,7 @@ def test_threads_play_the_device_of_the_one_that_starts_them(device):
     made, faults = on_device(device, 3), []
 
     def beside():
+        device.use()
         with device.on(device.stream()):
             try:
                 made.add_(1)
@@ -177,6 +185,35 @@ def test_threads_play_the_device_of_the_one_that_starts_them(device):
     thread.start()
     thread.join()
     assert len(faults) == 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda device, made: made + 1,
+        lambda device, made: device.stream(),
+        lambda device, made: device.pinned((3,), torch.float32),
+        lambda device, made: device.event().record(),
+        lambda device, made: device.current_stream().synchronize(),
+        lambda device, made: device.fetch(made),
+    ],
+)
+def test_a_new_thread_makes_the_device_its_own_first(device, call):
+    """On CUDA a thread begins on device 0, whichever its process computes on."""
+    made, faults = on_device(device, 3), []
+
+    def beside():
+        try:
+            call(device, made)
+        except ThreadError as error:
+            faults.append(str(error))
+        device.use()
+        call(device, made)
+
+    thread = threading.Thread(target=beside, name="forgetful")
+    thread.start()
+    thread.join()
+    assert len(faults) == 1 and "expected the thread 'forgetful' to have called use()" in faults[0]
 
 
 # Memory that is handed out again.

@@ -99,7 +99,7 @@ def on_played(ignores=frozenset(), **settings):
     """Return what is carried, the faults, and where the transport waits and lends."""
     with interposed():
         device = PlayedDevice(Tracker(), ignores)
-        with device.playing():
+        with device.playing(), device.in_use():
             try:
                 sums = carry(device, **settings)
             except (PlayedError, RuntimeError, AssertionError):
@@ -131,7 +131,7 @@ def test_the_host_waits_for_its_own_copies_alone():
     """Not for the compute: the thread that computes goes on."""
     with interposed():
         device = PlayedDevice(Tracker())
-        with device.playing():
+        with device.playing(), device.in_use():
             source, destination = two_ends(device)
             for step in range(3):
                 destination.post(CHANNEL, "training", 0)

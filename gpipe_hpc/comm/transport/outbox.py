@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 
+from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.transport.lanes import Work
 from gpipe_hpc.comm.transport.payload import Part, Payload
 
@@ -20,11 +21,11 @@ Job = Callable[[], None]
 class _Line:
     """Jobs that a thread does in turn, until `close`."""
 
-    def __init__(self, name: str, begin: Job) -> None:
+    def __init__(self, name: str, device: Device) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         # The thread knows the jobs alone: it must not keep alive what ends it.
         thread = threading.Thread(
-            target=_work_off, args=(self._jobs, begin), name=name, daemon=True
+            target=_work_off, args=(self._jobs, device), name=name, daemon=True
         )
         thread.start()
 
@@ -35,8 +36,8 @@ class _Line:
         self._jobs.put(None)
 
 
-def _work_off(jobs: "queue.SimpleQueue[Job | None]", begin: Job) -> None:
-    begin()
+def _work_off(jobs: "queue.SimpleQueue[Job | None]", device: Device) -> None:
+    device.use()
     while (job := jobs.get()) is not None:
         job()
         del job  # or the last message's tensors would live until the next one
@@ -63,7 +64,7 @@ class _Lines:
             self.num_pending += 1
         if in_turn:
             if self._starts is None:
-                self._starts = _Line("outbox", self._payload.device.use)
+                self._starts = _Line("outbox", self._payload.device)
             self._starts.put(lambda: self._start_in_turn(peer, parts))
             return
         try:
@@ -96,7 +97,8 @@ class _Lines:
             with self.changed:
                 line = self._peers.get(peer)
                 if line is None:
-                    line = self._peers[peer] = _Line(f"outbox to {peer}", _nothing)
+                    device = self._payload.device
+                    line = self._peers[peer] = _Line(f"outbox to {peer}", device)
         line.put(lambda: self._wait_for(parts, works))
 
     def _wait_for(self, parts: Sequence[Part], works: Sequence[Work]) -> None:
@@ -153,7 +155,3 @@ class Outbox:
 
 def _start(parts: Sequence[Part]) -> list[Work]:
     return [part.start() for part in parts]
-
-
-def _nothing() -> None:
-    """Begin a thread that needs no device."""
