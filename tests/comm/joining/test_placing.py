@@ -175,18 +175,25 @@ WHOLE = str(UUID(int=9))
 
 
 def claim_slices(monkeypatch, drivers, backend="gloo", name="NVIDIA A100 MIG 1g.5gb"):
-    """Let ranks take the one slice, or device, that each is shown; torch tells the whole's UUID."""
-    store = dist.HashStore()
+    """Let ranks take the one slice, or device, that each is shown; return what each has taken.
+
+    Torch tells the UUID of the whole.
+    """
+    store, taken = dist.HashStore(), []
     for rank, driver in enumerate(drivers):
         Machine(monkeypatch, "cuda", [WHOLE])
         torch.get_device_module(None).get_device_name = lambda index: name
         monkeypatch.setattr(ctypes, "CDLL", lambda path, driver=driver: driver)
-        claim_device(store, device_of_rank("auto", rank), rank, "auto", backend)
+        device = device_of_rank("auto", rank)
+        claim_device(store, device, rank, "auto", backend)
+        taken.append(device.identity)
+    return taken
 
 
 def test_slices_of_one_device_are_devices_of_their_own(monkeypatch):
     """Torch may tell all of them the UUID and the bus of the whole; the driver knows better."""
-    claim_slices(monkeypatch, [driver_of(each) for each in SLICES])
+    taken = claim_slices(monkeypatch, [driver_of(each) for each in SLICES])
+    assert taken == [f"cuda {uuid}" for uuid in SLICES]
 
 
 def test_a_slice_is_taken_once(monkeypatch):
