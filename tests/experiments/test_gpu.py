@@ -213,7 +213,15 @@ def test_each_stream_has_a_line():
         "stream   21 ",
         "stream    7 ",
     ]
-    assert drawn[0].endswith("|     def test_the_command_runs_on_a_cpu(tmp_path, environ):
+    assert drawn[0].endswith("|     <<<<<<<<<<<         |")
+    assert drawn[1].endswith("|                    >>>>>|")
+    assert drawn[2].endswith("|########### #########   c|")
+    assert lanes([]) == []
+
+
+@pytest.mark.product
+@pytest.mark.timeout(900)
+def test_the_command_runs_on_a_cpu(tmp_path, environ):
     """All parts, in little, with torch and numpy alone: each is done, and gradients are plain ones.
 
     What they call of the package mypy looks at in each check; what one part may do to the others

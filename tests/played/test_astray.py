@@ -6,8 +6,7 @@ from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline
 from gpipe_hpc.comm.device import Accelerator, HostDevice
-from gpipe_hpc.engine.astray import refuse_astray
-from gpipe_hpc.errors import GpipeError, ModelError
+from gpipe_hpc.errors import GpipeError
 from tests.played.interpose import OTHER
 from tests.played.scenarios import WIDTH, Block, square_sum
 from tests.played.world import run_played
@@ -91,7 +90,3 @@ def test_a_device_holds_what_has_its_number(at, holds, is_astray):
     device = Accelerator(torch.device("cuda", 0))
     assert (device.holds(Told(at)), device.is_astray(Told(at))) == (holds, is_astray)
     assert HostDevice().is_astray(Told(at)) is (at not in ("cpu", "meta"))
-
-
-def test_what_is_in_its_place_is_let_through():
-    refuse_astray((torch.ones(2), {"n": 3}), HostDevice(), "a nest", "move it", ModelError)
