@@ -24,7 +24,7 @@ def named_by(replica: int, name: str) -> str:
 
 
 def described(pipe: "Pipeline") -> dict[str, Any] | None:
-    """Return what the manifest says of replicas that train apart; None of others."""
+    """Return what the manifest says of replicas that train apart; None if they do not."""
     if not pipe.is_apart:
         return None
     return {"replicas": pipe.mesh.replicas, "differ": pipe.replicas_differ}
@@ -62,7 +62,7 @@ class Reading:
         return named_by(self.replica, name)
 
     def others(self, name: str) -> list[str]:
-        """Return the names with which what is read under `name` is averaged."""
+        """Return the names of the other replicas' values that `name` is averaged with."""
         return [named_by(replica, name) for replica in range(1, self.averaged)]
 
 

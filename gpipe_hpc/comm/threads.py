@@ -155,7 +155,7 @@ class ThreadGroup:
         )
 
     def _contribute(self, left: Left) -> Callable[[], list[Left]]:
-        """Give what is left to all; return what collects that of all, in rank order."""
+        """Leave something for all; return what collects what each has left, in rank order."""
         self._serial += 1
         key = (self.ranks, self._serial)
         self._hub.contribute(key, self._rank, left)

@@ -484,7 +484,7 @@ def _outer_doubts(config: Config) -> Iterator[str]:
 
 
 def _idle_outer(config: Config) -> Iterator[str]:
-    """Yield what is said of settings that one replica has no use for."""
+    """Yield a doubt for each outer setting that has no effect with one replica."""
     every = getattr(config.outer, "every", 0)
     if every:
         yield (

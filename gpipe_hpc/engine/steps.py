@@ -242,7 +242,7 @@ class Steps:
         return GradientParts.of(squares, loss.terms[1], self._part_of, self._site.world.device)
 
     def _own_flags(self) -> set[int]:
-        """Return what is set on this rank: which parameters it used, what its buffers did."""
+        """Return the flags that this rank sets: of parameters it used, and of its buffers."""
         flags: set[int] = set()
         for index, stage in self._stages.items():
             gradients = stage.gradients

@@ -12,7 +12,7 @@ from gpipe_hpc.schedule import Placement
 def buckets_of(
     request: Request, counts: Sequence[int], placement: Placement, layers: Sequence[Layer]
 ) -> tuple[Buckets, ...]:
-    """Return the buckets of each stage; none of those that have no other copy to be summed with.
+    """Return the buckets of each stage; a stage without another copy has none.
 
     A tied parameter is in none: it is summed over all that hold it, at the end of a step.
     """

@@ -55,7 +55,7 @@ class Request:
         return Portions.divide(self.microbatches, self.replicas, self.combining.weights)
 
     def of_one(self, microbatches: int) -> "Request":
-        """Return what is asked of a replica with so many micro-batches: the others have as many."""
+        """Return the same request for replicas that all have so many micro-batches."""
         alike = replace(self.combining, weights=None)
         return replace(self, microbatches=microbatches, outer=alike)
 

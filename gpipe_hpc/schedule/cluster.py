@@ -45,7 +45,7 @@ class Cluster:
     paces: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse hosts without ranks, and what is said of hosts and ranks that are not there."""
+        """Refuse a host without ranks, and links or paces for hosts and ranks that do not exist."""
         if not self.hosts or min(self.hosts) < 1:
             raise ScheduleError(
                 f"cluster: expected a host at least, and a rank on each, got {self.hosts}"

@@ -45,7 +45,7 @@ class Meeting(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """One step of all replicas; those whose costs are one object share their times.
+    """One step of all replicas; replicas with the same object of costs share their times.
 
     `costs` has those of each replica, `replicas` what it did, `meetings` the reductions in the
     order in which they run.

@@ -27,7 +27,7 @@ class Lane(Protocol):
     """
 
     def send(self, tensor: torch.Tensor) -> Work:
-        """Start sending a tensor, which lives and stays as it is until that is done."""
+        """Start sending a tensor; the caller keeps it, unchanged, until the work is done."""
 
     def receive(self, tensor: torch.Tensor) -> Work:
         """Start receiving into a tensor."""

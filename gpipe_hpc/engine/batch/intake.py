@@ -24,7 +24,7 @@ class Intake:
         self._stream: Stream | None = None  # once there is something to bring
 
     def bring(self, nest: Nest) -> Nest:
-        """Return a nest whose tensors lie on the device, in no graph.
+        """Return a nest whose tensors lie on the device and belong to no graph.
 
         Raises DataError for a tensor of another accelerator.
         """

@@ -42,7 +42,7 @@ class Held(NamedTuple):
         return self.is_view and state.shape == self.parameter.shape
 
     def part_of(self, state: torch.Tensor) -> torch.Tensor:
-        """Return what is held of a state of the whole parameter: a view if it can be."""
+        """Return this rank's part of a state of the whole parameter: a view where it can be."""
         if self.is_view and state.shape == self.whole.shape:
             return state.reshape(-1)[self.start : self.stop]
         return state

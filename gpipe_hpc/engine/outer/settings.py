@@ -175,7 +175,7 @@ class Outer:
         return bool(getattr(self, name) != type(self).__dataclass_fields__[name].default)
 
     def unused(self) -> list[str]:
-        """Return what is set and nothing looks at, each with what it is for."""
+        """Return the settings that were given and have no effect, each with what it is for."""
         found = [
             f"outer.{name} is for outer.compress={compress}, which is {self.compress}"
             for name, compress in _OF_COMPRESSOR.items()

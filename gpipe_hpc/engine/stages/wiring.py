@@ -101,7 +101,7 @@ def _copies(
 
 
 def _within(world: World, mesh: Mesh, placement: Placement) -> dict[int, Group]:
-    """Form, for each stage of this rank, the group of those of its replica that hold it."""
+    """Form, for each stage of this rank, the group of its replica's ranks that hold the stage."""
     own, replica = mesh.stage_rank_of(world.rank), mesh.replica_of(world.rank)
     groups: dict[int, Group] = {}
     for stage in range(placement.num_stages):

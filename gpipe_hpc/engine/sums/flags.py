@@ -53,7 +53,7 @@ class Flags:
         return {self._numbers[name] for name, is_used in pairs if is_used}
 
     def of_buffers(self, stage: int, flags: Sequence[bool]) -> set[int]:
-        """Return the numbers of those flags of a stage that are set."""
+        """Return the numbers of the flags of a stage that are set."""
         start = self._starts[stage]
         return {start + offset for offset, is_set in enumerate(flags) if is_set}
 

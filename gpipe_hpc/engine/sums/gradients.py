@@ -178,7 +178,7 @@ class StageGradients:
         return [parameter for bucket in self._buckets[number] for parameter in bucket.late()]
 
     def take_in_late(self) -> list[nn.Parameter]:
-        """Note which of those parameters were used that are summed late; return all of these."""
+        """Note which parameters that are summed late were used; return all that are summed late."""
         for bucket in self._late:
             if isinstance(bucket, Bucket):
                 bucket.take_in()

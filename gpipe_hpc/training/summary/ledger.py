@@ -28,7 +28,7 @@ class Times(NamedTuple):
 
     @staticmethod
     def none() -> dict[str, float | None]:
-        """Return the same names of a step whose times are not known."""
+        """Return the same names with None, for a step whose times are not known."""
         return dict.fromkeys(("bubble", "pipeline_s", *Spent._fields))
 
 

@@ -66,7 +66,7 @@ class Reporter:
         self.planned = expected_timeline(session.pipe, session.batch_size) if leads else None
 
     def hold(self, timed: TimedStep, pipeline_s: float) -> None:
-        """Hold when this rank's actions ran in a step, if that is one to be traced."""
+        """Keep the times of this rank's actions in a step, if that step may be traced."""
         if self._held.wants(timed.step):
             moments = timed.marks.moments
             self._held.take(HeldStep(timed.step, pipeline_s, moments, timed.origin_s))
