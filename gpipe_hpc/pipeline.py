@@ -660,7 +660,7 @@ class Pipeline:
 
     @contextmanager
     def telling_of_memory(self, where: str) -> Iterator[None]:
-        """Tell all ranks if memory runs out on this one within the block; `where` names what it does.
+        """Tell all ranks if memory runs out on this one within the block; `where` says in what.
 
         The DeviceMemoryError shows the plan beside what is allocated; see `expect_memory`.
         """

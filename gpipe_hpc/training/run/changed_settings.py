@@ -37,8 +37,13 @@ _LAYOUT: Final = frozenset(
         "train.steps",
         "train.accumulation",
         "train.compile",
+        # How replicas sum exactly, and what each has of the optimizer's state.
+        "outer.algorithm",
         "outer.bucket_bytes",
+        "outer.hierarchy",
+        "outer.order",
         "outer.overlap",
+        "outer.shard",
         "outer.weights",
         # A run that stopped at a corrupt sample may go on past it.
         "data.corrupt",

@@ -38,6 +38,15 @@ def test_settings_that_change_no_step_are_passed_over(differences):
     assert differences([], settings) == []
 
 
+@pytest.mark.parametrize("how", ["shard=flat", "order=rank", "algorithm=ring", "hierarchy=host"])
+def test_a_run_may_sum_in_another_exact_way(differences, how):
+    """A checkpoint holds whole tensors, but resume=auto was refused with another outer.shard."""
+    (change,) = differences([], [f"outer.{how}"])
+    assert change.setting == f"outer.{how.partition('=')[0]}" and change.is_layout
+    (change,) = differences([], ["outer.compress=qsgd"])
+    assert not change.is_layout
+
+
 def test_the_layout_and_the_length_may_change(differences):
     settings = [
         "train.steps=7",
