@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra.core.config_store import ConfigNode, ConfigStore
 from omegaconf import OmegaConf
 
 from gpipe_hpc.config import (
@@ -26,6 +27,16 @@ def test_defaults_compose_and_pass_all_checks():
     assert config.model["_target_"] == "gpipe_hpc.models.build_gpt"
     assert isinstance(config.data, PythonSourceConfig)
     assert check_config(config, world_size=2) == []
+
+
+def test_a_group_of_somebody_elses_does_not_stand_for_our_schema(monkeypatch):
+    """A user's own program may keep schemas in Hydra's store, too; ours is there once."""
+    group = {"config.yaml": ConfigNode("config.yaml", OmegaConf.create({}), "schema", None, "his")}
+    monkeypatch.setitem(ConfigStore.instance().repo, "schema", group)
+    assert check_config(compose_config(), world_size=2) == []
+    ours = group["config.yaml"].node
+    compose_config()
+    assert group["config.yaml"].node is ours
 
 
 def test_group_brings_its_own_settings():

@@ -7,7 +7,7 @@ from torch import nn
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.errors import ConfigError, PeerError
 from gpipe_hpc.schedule import Op
-from tests.support import batches, largest, square_sum
+from tests.support import batches, largest, product, square_sum
 
 WIDTH, ROWS, RATE = 4, 16, 0.05
 TOGETHER = {"every": 1, "lr": 1.0, "momentum": 0.0}
@@ -276,8 +276,9 @@ def test_buffers_are_averaged_at_outer_steps(stages):
                 assert is_equal == (step % 2 == 1 or counts), (step, name)
 
 
-@pytest.mark.parametrize("compress", ["none", "qsgd"])
-@pytest.mark.parametrize("behind", [0, 1])
+@pytest.mark.parametrize(
+    ("behind", "compress"), [(0, "qsgd"), (1, "none"), product(0, "none"), product(1, "qsgd")]
+)
 def test_parts_in_turn_come_to_one_another(behind, compress):
     """DiLoCo's streaming form: each bucket every 4 steps, two parts, maybe a step behind."""
     outer = {"every": 4, "parts": 2, "behind": behind, "lr": 0.7, "momentum": 0.9}
