@@ -56,6 +56,7 @@ from gpipe_hpc.engine.sums.tied import TiedParameter, join_ties
 from gpipe_hpc.errors import ConfigError, DataError, DeviceMemoryError, GpipeError, KeywordError
 from gpipe_hpc.models import Layer, find_ties, layer_stages, normalise_layers, parameter_sizes
 from gpipe_hpc.planning import (
+    FIT,
     Counted,
     Example,
     Gauge,
@@ -65,8 +66,10 @@ from gpipe_hpc.planning import (
     check_conservation,
     cut,
     cut_table,
+    fit_stages,
     hand_out,
     lay_out,
+    on_stages,
 )
 from gpipe_hpc.planning.exhausted import explain_exhausted
 from gpipe_hpc.planning.forecast import RankForecast
@@ -293,10 +296,17 @@ class Pipeline:
             model = normalise_layers(layers)
             check_precision(request.precision)
             _check_choice("pipeline.buffers", request.buffers, POLICIES)
+            if isinstance(request.stages, str):
+                _check_choice("stages", request.stages, (FIT,))
             _check_choice("recompute", request.recompute, (*RECOMPUTE_MODES, "budget"))
             facts = {"number of layers": len(model), **_name_of(loss_fn), **request.facts()}
             check_agreement(self.world.everybody, facts)
+            gauge = self._gauge(request, model, loss_fn, given.example)
+        if request.stages == FIT:
+            request = self._fit(request, gauge, given.timeout_s)
+        with together(self.world, "start"):
             request = request.on(self.world.size)
+            assert not isinstance(request.stages, str), "checked, and found by now"
             self._norms: Norms | None = None
             self._planned: RankForecast | None = None
             self.mesh = Mesh.fit(self.world.size, request.stages, request.replicas)
@@ -305,7 +315,7 @@ class Pipeline:
         self.request = replace(request, stages=self.mesh.stages)
         self.loss_fn, self.num_layers = loss_fn, len(model)
         self.seed, self.precision, self.steps_done = request.seed, request.precision, 0
-        self.layout = self._lay_out(model, given.example, given.timeout_s)
+        self.layout = self._lay_out(gauge, given.timeout_s)
         self.partition = self.layout.partition
         self._own = self.layout.of(self.replica)
         self.schedule = self._own.schedule
@@ -314,9 +324,25 @@ class Pipeline:
             self._build(model)
             self._compile(request.compile)
 
-    def _lay_out(
-        self, model: list[Layer], example: tuple[Nest, Nest] | None, timeout_s: float
-    ) -> Layout:
+    def _fit(self, request: Request, gauge: Gauge, timeout_s: float) -> Request:
+        """Return a request for the stages that rank 0 finds best for the ranks there are."""
+        world = self.world
+
+        def choose() -> tuple[int, str]:
+            found = fit_stages(request, world.size, gauge)
+            return found.stages, found.text
+
+        leads = world.rank == 0
+        found = patiently_here(
+            world, "choosing the stages", choose if leads else None, idle_s=timeout_s
+        )
+        with together(world, "start"):
+            stages, text = world.everybody.broadcast_object(found, root=0)
+            if leads:
+                log.info("%s", text)
+            return on_stages(request, world.size, stages)
+
+    def _lay_out(self, gauge: Gauge, timeout_s: float) -> Layout:
         """Return the layout that rank 0 decides on, which alone measures and needs an example.
 
         Rank 0 has the tables of all ranks, the others their own rows.
@@ -324,7 +350,6 @@ class Pipeline:
         world, request = self.world, self.request
 
         def measure() -> Callable[[], Layout]:
-            gauge = self._gauge(model, example)
             return partial(lay_out, replace(request, partition=cut(request, gauge)), gauge)
 
         # Layers are measured on the thread that will run them: another one has other memory
@@ -344,12 +369,18 @@ class Pipeline:
                 log.info("%s", text)
         return layout
 
-    def _gauge(self, model: list[Layer], example: tuple[Nest, Nest] | None) -> Gauge:
+    def _gauge(
+        self,
+        request: Request,
+        model: list[Layer],
+        loss_fn: LossFunction,
+        example: tuple[Nest, Nest] | None,
+    ) -> Gauge:
         """Return what measures the layers on one micro-batch, if there is one."""
-        request, given = self.request, None
+        given = None
         if example is not None:
             inputs, targets = (with_tensors(part, "example") for part in example)
-            given = Example(inputs, targets, self.loss_fn, request.seed, self.world.device)
+            given = Example(inputs, targets, loss_fn, request.seed, self.world.device)
         counted = Counted(model, given, request.precision, shares_casts=not request.offload)
         return Measured(counted)
 

@@ -26,7 +26,17 @@ from gpipe_hpc.config.data import Shape
 from gpipe_hpc.config.ranks import on_ranks, ranks_to_come
 from gpipe_hpc.errors import GpipeError, PartitionError
 from gpipe_hpc.models import loss_function, normalise_layers
-from gpipe_hpc.planning import Counted, Example, Gauge, Layout, Partition, Request, lay_out
+from gpipe_hpc.planning import (
+    FIT,
+    Counted,
+    Example,
+    Gauge,
+    Layout,
+    Partition,
+    Request,
+    fit_stages,
+    lay_out,
+)
 from gpipe_hpc.planning.alternatives import (
     Batch,
     alternatives_text,
@@ -89,13 +99,10 @@ def make_plan(config: Config) -> Plan:
 
     Raises ConfigError, ModelError, PartitionError or ScheduleError for what cannot work.
     """
-    doubts = check_planning(config, config.pipeline.stages or DEFAULT_STAGES)
-    asked, config = config, on_ranks(config, ranks_to_come(config, DEFAULT_STAGES))
-    num_ranks = Mesh.fit(
-        asked.pipeline.ranks or ranks_to_come(config, DEFAULT_STAGES),
-        config.pipeline.stages,
-        config.pipeline.replicas,
-    ).stages
+    is_fit = config.pipeline.stages == FIT
+    doubts = check_planning(config, None if is_fit else config.pipeline.stages or DEFAULT_STAGES)
+    all_ranks = ranks_to_come(config, DEFAULT_STAGES)
+    config = on_ranks(config, all_ranks)
     layers = normalise_layers(build_target("model", config.model))
     if isinstance(config.data, TokenDataConfig):
         check_vocabulary(layers, num_tokens_of(config.data))
@@ -103,10 +110,16 @@ def make_plan(config: Config) -> Plan:
     loss_fn: Callable[[Any, Any], Any] = (
         bind_loss(config.loss) if config.loss else loss_function(sample.loss)
     )
-    request = replace(request_of(config), stages=num_ranks)
+    request = request_of(config)
+    if not is_fit:
+        mesh = Mesh.fit(all_ranks, config.pipeline.stages, config.pipeline.replicas)
+        request = replace(request, stages=mesh.stages)
     device = device_to_come(config.train.device)
     example = Example(sample.inputs, sample.targets, loss_fn, request.seed, device)
     gauge = Counted(layers, example, request.precision, shares_casts=not request.offload)
+    fit = fit_stages(request, all_ranks, gauge) if is_fit else None
+    if fit is not None:
+        request = fit.request
     layout = _lay_out(request, gauge)
     counts = layout.partition.counts
     found = forecast_of(layout, request, gauge, config.train.batch_size)
@@ -120,7 +133,13 @@ def make_plan(config: Config) -> Plan:
         others = _others(config, request, gauge, config.pipeline.memory_bytes)
         assumptions = replace(assumptions, others=others)
     sections = Sections(
-        heading="\n".join([*_heading(config, gauge, layout, sample), *map(_warning, doubts)]),
+        heading="\n".join(
+            [
+                *_heading(config, gauge, layout, sample),
+                *([] if fit is None else [fit.text]),
+                *map(_warning, doubts),
+            ]
+        ),
         cut_by=_cut_by(config.pipeline.partition, layout.partition),
         searched=layout.searched,
         recomputed=layout.budget,

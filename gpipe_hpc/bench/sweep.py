@@ -5,6 +5,7 @@ from itertools import product
 from typing import NamedTuple
 
 from gpipe_hpc.config import Config
+from gpipe_hpc.config.ranks import ranks_to_come
 from gpipe_hpc.config.refusal import refuse
 
 
@@ -42,7 +43,7 @@ def points(config: Config) -> list[Point]:
             if value < 1:
                 raise refuse(f"bench.{name}", "numbers from 1 up", value, "correct that one")
     lists = (
-        bench.ranks or [(own.stages or 1) * own.replicas],
+        bench.ranks or [ranks_to_come(config, 1)],
         bench.threads or [1],
         bench.batch_sizes or [config.train.batch_size],
         bench.microbatches or [own.microbatches],

@@ -130,7 +130,9 @@ def check_config(config: Config, world_size: int) -> list[str]:
             "start as many, or leave it out",
         )
     stages = config.pipeline.stages
-    if stages is None or rows_of(config, world_size) is None:
+    if stages == "fit":
+        stages = None  # found where the layers are known
+    elif stages is None or rows_of(config, world_size) is None:
         stages = Mesh.fit(world_size, stages, config.pipeline.replicas).stages
     _check_partition(config.pipeline.partition, stages)
     _check_budget(config.pipeline)
@@ -153,11 +155,11 @@ def check_drawing(config: Config) -> None:
     _check_draw(config)
 
 
-def check_planning(config: Config, num_stages: int) -> list[str]:
+def check_planning(config: Config, num_stages: int | None) -> list[str]:
     """Refuse settings with which nothing can be planned; return warnings about odd ones.
 
-    `num_stages` is the number of ranks of one pipeline. Data need not be there. Raises ConfigError
-    that names a setting.
+    `num_stages` is the number of ranks of one pipeline, None if it is to be found. Data need not be
+    there. Raises ConfigError that names a setting.
     """
     check_ranges(config)
     _check_choices(config)
@@ -184,7 +186,11 @@ def check_ranges(config: Config) -> None:
         value = _value(config, setting)
         if isinstance(value, int):
             most = min(most, _LARGEST)
-        if value is None or (least <= value <= most and math.isfinite(value)):
+        if (
+            value is None
+            or isinstance(value, str)
+            or (least <= value <= most and math.isfinite(value))
+        ):
             continue
         bounded = most != _INF and (most != _LARGEST or value > most)
         expected = f"{least} to {most}" if bounded else f"at least {least}"
@@ -282,9 +288,17 @@ def _check_budget(pipeline: PipelineConfig) -> None:
         )
 
 
-def _check_partition(partition: object, num_stages: int) -> None:
+def _check_partition(partition: object, num_stages: int | None) -> None:
+    """Refuse what is no cut into stages; None: how many they are is not known yet."""
     if isinstance(partition, str) and partition in _PARTITIONS:
         return
+    if num_stages is None:
+        raise refuse(
+            "pipeline.partition",
+            f"{', '.join(_PARTITIONS)} where the stages are to be found (pipeline.stages=fit)",
+            partition,
+            "set pipeline.stages to as many, or leave it out",
+        )
     expected = f"{', '.join(_PARTITIONS)} or the number of layers of each stage"
     if not isinstance(partition, list) or not all(type(count) is int for count in partition):
         raise refuse(

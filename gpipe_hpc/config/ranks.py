@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.config.schema import Config
 from gpipe_hpc.schedule import Rows, in_rows, refuse_whole_replicas
 
@@ -12,6 +13,8 @@ def rows_of(config: Config, num_ranks: int) -> Rows | None:
     Raises ConfigError for what pipelines with holes cannot do.
     """
     pipeline, outer = config.pipeline, config.outer
+    if pipeline.stages is None or pipeline.stages == "fit":
+        return None
     rows = in_rows(
         num_ranks,
         pipeline.stages,
@@ -20,7 +23,7 @@ def rows_of(config: Config, num_ranks: int) -> Rows | None:
         pipeline.schedule,
         pipeline.options,
     )
-    if rows is None or pipeline.stages is None:
+    if rows is None:
         return None
     asked = {
         "pipeline.normalise_over_replicas": pipeline.normalise_over_replicas,
@@ -52,6 +55,16 @@ def on_ranks(config: Config, num_ranks: int) -> Config:
 
 
 def ranks_to_come(config: Config, default_stages: int) -> int:
-    """Return on how many ranks a run would be, for commands that start none."""
+    """Return on how many ranks a run would be, for commands that start none.
+
+    Raises ConfigError where the stages are to fit ranks that nobody has told of.
+    """
     pipeline = config.pipeline
+    if pipeline.stages == "fit" and pipeline.ranks is None:
+        raise refuse(
+            "pipeline.ranks",
+            "the number of ranks that the stages are to fit (pipeline.stages=fit)",
+            None,
+            "set it, as pipeline.ranks=7",
+        )
     return pipeline.ranks or (pipeline.stages or default_stages) * pipeline.replicas

@@ -15,7 +15,7 @@ from gpipe_hpc.config.data import DataConfig
 class PipelineConfig:
     """How the model is cut and in which order the stages work."""
 
-    stages: int | None = None
+    stages: Any = None
     ranks: int | None = None
     replicas: int = 1
     microbatches: int = 8

@@ -87,6 +87,13 @@ def draw(config: Config, columns: int | None = None, given: Collection[str] = ()
     run pipeline.schedule is another schedule to compare only if it is one of them.
     """
     check_drawing(config)
+    if config.pipeline.stages == "fit":
+        raise refuse(
+            "pipeline.stages",
+            "a number: what fits is found for a model, which a picture has none of",
+            "fit",
+            "draw what python -m gpipe_hpc.plan chooses",
+        )
     form = format_of(config.draw)
     if form == "table":
         return standings(config, config.pipeline.stages or DEFAULT_STAGES)

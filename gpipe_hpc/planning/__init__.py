@@ -1,6 +1,7 @@
 """What layers cost, and how a model is laid out."""
 
 from gpipe_hpc.planning.cut_table import check_conservation, cut_table
+from gpipe_hpc.planning.fit import FIT, Fit, fit_stages, on_stages
 from gpipe_hpc.planning.gauges import Counted, Example, Gauge, LayerTimes, Measured
 from gpipe_hpc.planning.handing_out import hand_out
 from gpipe_hpc.planning.layout import Layout, cut, lay_out
@@ -11,9 +12,11 @@ from gpipe_hpc.planning.partition import POLICIES, Partition, choose_partition
 from gpipe_hpc.planning.request import Request
 
 __all__ = [
+    "FIT",
     "POLICIES",
     "Counted",
     "Example",
+    "Fit",
     "Gauge",
     "LayerCost",
     "LayerTimes",
@@ -27,9 +30,11 @@ __all__ = [
     "choose_partition",
     "cut",
     "cut_table",
+    "fit_stages",
     "hand_out",
     "lay_out",
     "measure_layers",
     "minimax",
+    "on_stages",
     "uniform",
 ]

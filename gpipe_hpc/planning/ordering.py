@@ -87,7 +87,7 @@ def table_of(request: Request, **more: Any) -> Schedule:
 
 def ranks_of(request: Request) -> int:
     """Return the number of ranks of one pipeline."""
-    assert request.stages is not None, "a layout is for a known number of ranks"
+    assert isinstance(request.stages, int), "a layout is for a known number of ranks"
     return request.stages
 
 

@@ -8,7 +8,7 @@ from gpipe_hpc.engine.outer.portions import Portions
 from gpipe_hpc.engine.outer.settings import Outer
 from gpipe_hpc.planning.optimizer import OptimizerMemory
 from gpipe_hpc.planning.partition import Partition
-from gpipe_hpc.schedule import Schedule, digest, in_rows, refuse_whole_replicas
+from gpipe_hpc.schedule import Schedule, digest, num_rows, one_table, refuse_whole_replicas
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class Request:
     `pipeline` and `train` of the configuration becomes that field.
     """
 
-    stages: int | None = None
+    stages: int | str | None = None
     replicas: int = 1
     microbatches: int = 1
     schedule: str | Schedule = "gpipe"
@@ -65,24 +65,25 @@ class Request:
         The same request where stages x replicas are the ranks, or cannot be made so. Raises
         ConfigError for what pipelines with holes cannot do.
         """
-        rows = in_rows(
-            num_ranks,
-            self.stages,
-            self.replicas,
-            self.microbatches,
-            self.schedule,
-            self.options,
-        )
-        if rows is None:
+        assert not isinstance(self.stages, str), "the stages are known by now"
+        rows = num_rows(num_ranks, self.stages, self.replicas)
+        if rows is None or self.stages is None:
             return self
-        assert self.stages is not None, "rows are of some stages"
+        return self.in_rows(num_ranks, self.stages, rows * self.microbatches)
+
+    def in_rows(self, num_ranks: int, stages: int, microbatches: int) -> "Request":
+        """Return the request for one pipeline of all ranks, in rows of so many stages.
+
+        Raises ConfigError for what that cannot do.
+        """
+        rows = one_table(num_ranks, stages, microbatches, self.schedule, self.options)
         asked = {
             "normalise_over_replicas": self.normalise_over_replicas,
             "outer.every": self.combining.every,
             "outer.weights": self.combining.weights,
             "noise_over": self.noise_over == "replicas" and self.noise_over,
         }
-        refuse_whole_replicas(num_ranks, self.stages, asked)
+        refuse_whole_replicas(num_ranks, stages, asked)
         return replace(
             self,
             stages=rows.ranks,

@@ -51,22 +51,28 @@ def in_rows(
     Raises ConfigError for a schedule that cannot have holes.
     """
     rows = num_rows(ranks, stages, replicas)
-    if rows is None:
+    if rows is None or stages is None:
         return None
-    assert stages is not None, "rows are of some stages"
+    return one_table(ranks, stages, rows * microbatches, schedule, options)
+
+
+def one_table(
+    ranks: int, stages: int, microbatches: int, schedule: object, options: Mapping[str, Any]
+) -> Rows:
+    """Return how all ranks run so many micro-batches as one pipeline, in rows of `stages`.
+
+    Raises ConfigError for a schedule that cannot have holes.
+    """
     name = canonical_schedule(schedule) if isinstance(schedule, str) else "of your own"
     placement = options.get("placement", "rerouted")
     if name not in WITH_HOLES or (name == "auto" and placement != "rerouted"):
         got = f"auto with placement {placement!r}" if name == "auto" else f"schedule {name!r}"
-        near = " or ".join(str(n) for n in (ranks // stages * stages, -(-ranks // stages) * stages))
+        near = sorted({ranks // stages * stages, -(-ranks // stages) * stages} - {0})
         raise ConfigError(
-            f"schedule: {ranks} ranks are no multiple of {stages} stages, so one pipeline has "
-            f"holes, expected one of {', '.join(WITH_HOLES)} for it, got {got}; use one of them "
-            f"(pipeline.schedule=zb_h1), or start {near} ranks"
-            if ranks % stages
-            else f"schedule: {ranks} ranks are fewer than {stages} stages x {replicas} replicas, "
-            f"so pipelines have holes, expected one of {', '.join(WITH_HOLES)} for it, got {got}; "
-            f"use one of them (pipeline.schedule=zb_h1), or start {stages * replicas} ranks"
+            f"schedule: {ranks} ranks share {stages} stages in pipelines that have holes, expected "
+            f"one of {', '.join(WITH_HOLES)} for it, got {got}; use one of them "
+            f"(pipeline.schedule=zb_h1), or start {' or '.join(map(str, near))} ranks for whole "
+            f"replicas"
         )
     if "stages" in options:
         raise ConfigError(
@@ -80,7 +86,7 @@ def in_rows(
         made["placement"] = "rerouted"
     return Rows(
         ranks,
-        rows * microbatches,
+        microbatches,
         "auto" if name == "auto" else "rerouted",
         made,
     )

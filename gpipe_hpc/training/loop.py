@@ -67,7 +67,9 @@ def run_training(
         if config.train.deterministic:
             stack.enter_context(world.device.deterministic())
         pipeline = on_ranks(config, world.size).pipeline
-        mesh = Mesh.fit(world.size, pipeline.stages, pipeline.replicas)
+        stages = world.size if pipeline.stages == "fit" else pipeline.stages
+        replicas = 1 if pipeline.stages == "fit" else pipeline.replicas
+        mesh = Mesh.fit(world.size, stages, replicas)
         stack.enter_context(rank_log(run.folder, world.rank, [mesh.stage_rank_of(world.rank)]))
         for doubt in [*doubts, *run.notes] if world.rank == 0 else ():
             log.warning(doubt)

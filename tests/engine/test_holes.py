@@ -117,6 +117,13 @@ def test_replicas_say_how_many_pipelines_the_batch_is_cut_for(alone):
         assert_same(found, alone(6))
 
 
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_stages_that_fit_the_ranks_train_the_same(alone, ranks):
+    """The micro-batches stay those of the request, however many ranks come."""
+    settings = {"stages": "fit", "replicas": 2, "microbatches": 3, "schedule": "zb_h1"}
+    assert_same(run_on_threads(ranks, partial(run, **settings)), alone(6))
+
+
 def test_a_checkpoint_moves_between_whole_pipelines_holes_and_one(tmp_path, alone):
     """8 = 2 x 4 ranks, then 7 with a hole, then 4, then 3 of 2 stages: one training."""
     layouts = [
@@ -170,12 +177,13 @@ def test_copies_of_a_stage_of_real_processes_are_one(processes, tmp_path, alone)
         ({"outer": {"weights": [1, 2]}}, "outer.weights: 3 ranks"),
         ({"normalise_over_replicas": True}, "normalise_over_replicas: 3 ranks"),
         ({"noise_over": "replicas"}, "noise_over: 3 ranks"),
+        ({"stages": "fitting"}, "stages: expected one of fit, got 'fitting'"),
         ({"schedule": "rerouted", "schedule_options": {"stages": 3}}, "no option stages beside"),
     ],
 )
 def test_what_holes_cannot_do_is_refused_with_a_remedy(settings, words):
     with pytest.raises(ConfigError, match=words):
-        run_on_threads(3, partial(make, stages=2, microbatches=2, **settings))
+        run_on_threads(3, partial(make, **{"stages": 2, "microbatches": 2, **settings}))
 
 
 def test_ranks_that_make_whole_pipelines_are_told_how_many():

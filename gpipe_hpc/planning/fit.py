@@ -1,0 +1,163 @@
+"""Choose the stages for the ranks that came: the fastest layout that fits into memory."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+from gpipe_hpc.errors import ConfigError, GpipeError
+from gpipe_hpc.planning.forecast import held_bytes
+from gpipe_hpc.planning.gauges import Gauge
+from gpipe_hpc.planning.layout import Layout, lay_out
+from gpipe_hpc.planning.partition import Partition
+from gpipe_hpc.planning.request import Request
+from gpipe_hpc.planning.units import bytes_text
+from gpipe_hpc.schedule import Costs, canonical_schedule, simulate
+
+FIT: Final = "fit"
+"""In the place of a number of stages: as many as are best for the ranks that came."""
+
+_MOST_TRIED: Final = 16
+_WORTH_MORE_STAGES: Final = 0.99  # of the time with fewer
+
+
+class Fit(NamedTuple):
+    """How many stages are best, the request for them, and why, in words."""
+
+    stages: int
+    request: Request
+    text: str
+
+
+class _Tried(NamedTuple):
+    """What a layout of so many stages takes and holds; `nbytes` None where nobody asks."""
+
+    stages: int
+    request: Request
+    time: float
+    nbytes: int | None
+
+    def excess(self, limit: float | None) -> float:
+        """Return how many bytes the fullest rank has too many."""
+        return 0.0 if limit is None or self.nbytes is None else max(0.0, self.nbytes - limit)
+
+
+def fit_stages(request: Request, num_ranks: int, gauge: Gauge) -> Fit:
+    """Choose the stages, and how many pipelines of them, for so many ranks.
+
+    The micro-batches of all pipelines stay replicas x microbatches of the request, so whatever
+    ranks come, each micro-batch is the same. Tried are numbers of stages from 1 up: whole replicas
+    where these divide ranks and micro-batches, else one pipeline with holes. The fastest, simulated
+    for what the gauge says without transfers and sums of gradients, is chosen among those that keep
+    within `memory_bytes`; if none does, that which needs least. Raises ConfigError where no number
+    of stages works.
+    """
+    _refuse_cut_by_hand(request)
+    limit = request.memory_bytes
+    assert not isinstance(limit, str), "the pipeline has read it"
+    tried: list[_Tried] = []
+    refusal: GpipeError | None = None
+    for stages in _numbers(min(num_ranks, len(gauge.layers))):
+        try:
+            tried.append(_try(request, num_ranks, stages, gauge))
+        except GpipeError as error:
+            refusal = refusal or error
+    if not tried:
+        raise ConfigError(
+            f"pipeline.stages: none fits {num_ranks} ranks with these settings, expected one at "
+            f"least, got: {refusal}; give a number of stages, or change what it names"
+        ) from refusal
+    best = tried[0]
+    for each in tried[1:]:
+        less = each.excess(limit) - best.excess(limit)
+        if less < 0 or (less == 0 and each.time < _WORTH_MORE_STAGES * best.time):
+            best = each
+    return Fit(best.stages, best.request, _text(best, tried, num_ranks, limit))
+
+
+def _refuse_cut_by_hand(request: Request) -> None:
+    if not isinstance(request.partition, str | Partition):
+        raise ConfigError(
+            f"pipeline.partition: expected a policy where the stages are to be found "
+            f"(pipeline.stages=fit), got {list(request.partition)}, which has "
+            f"{len(request.partition)}; set pipeline.stages, or pipeline.partition=time"
+        )
+    if not isinstance(request.schedule, str):
+        raise ConfigError(
+            f"pipeline.stages: expected a number for a table of your own, got fit; give "
+            f"{request.schedule.num_ranks}"
+        )
+
+
+def _numbers(most: int) -> Iterator[int]:
+    """Yield numbers of stages to try: all up to 16, and as many more in growing steps."""
+    stages = 1
+    while stages <= most:
+        yield stages
+        stages += max(1, stages // _MOST_TRIED * 2)
+
+
+def _try(request: Request, num_ranks: int, stages: int, gauge: Gauge) -> _Tried:
+    asked = on_stages(request, num_ranks, stages)
+    # A search for each would take minutes; what it brings is alike for all of them.
+    stand_in = asked
+    if canonical_schedule(str(asked.schedule)) == "auto":
+        options = {n: o for n, o in asked.options.items() if n == "stages"}
+        name = "rerouted" if options else "zb_h1"
+        stand_in = replace(asked, schedule=name, schedule_options=options)
+    layout = lay_out(stand_in, gauge)
+    time = simulate(layout.schedule, _costs(layout.partition)).makespan
+    nbytes = None
+    if request.memory_bytes is not None:
+        nbytes = max(_held(layout, request, gauge))
+    return _Tried(stages, asked, time, nbytes)
+
+
+def _held(layout: Layout, request: Request, gauge: Gauge) -> list[int]:
+    return held_bytes(
+        gauge.count,
+        layout.partition.counts,
+        layout.schedule,
+        request.kept_states,
+        layout.recomputed,
+    )
+
+
+def on_stages(request: Request, num_ranks: int, stages: int) -> Request:
+    """Return the request for so many stages on all ranks, with the same micro-batches in all."""
+    total = request.replicas * request.microbatches
+    rows = num_ranks // stages
+    if num_ranks % stages == 0 and total % rows == 0:
+        return replace(request, stages=stages, replicas=rows, microbatches=total // rows)
+    return request.in_rows(num_ranks, stages, total)
+
+
+def _costs(partition: Partition) -> Costs:
+    """Return what stages take; where no gauge was asked, as the cut weighs layers, B twice F."""
+    known = partition.stage_costs()
+    if known is not None:
+        return known
+    ends, forward = 0, []
+    for count in partition.counts:
+        forward.append(sum(partition.costs[ends : ends + count]))
+        ends += count
+    return Costs(
+        forward=forward, input_gradient=forward, weight_gradient=forward, recompute=forward
+    )
+
+
+def _text(best: _Tried, tried: list[_Tried], num_ranks: int, limit: float | None) -> str:
+    """Say in one line what was chosen, and why."""
+    numbers = ", ".join(str(each.stages) for each in tried)
+    rows = f"{best.request.replicas} replica{'s' * (best.request.replicas > 1)}"
+    if best.request.stages != best.stages:
+        rows = "pipelines with holes"
+    why = f"the fastest, simulated, of {numbers}"
+    if limit is not None:
+        over = [str(each.stages) for each in tried if each.excess(limit)]
+        held = "" if best.nbytes is None else f" with {bytes_text(best.nbytes)} on the fullest rank"
+        if best.excess(limit):
+            why = f"none of {numbers} fits {bytes_text(limit)}; this one needs least"
+        elif over:
+            why += f" (with {', '.join(over)} a rank needs more than {bytes_text(limit)})"
+        why += held
+    return f"pipeline.stages=fit: {best.stages} stages on {num_ranks} ranks ({rows}), {why}"
