@@ -160,4 +160,5 @@ def _text(best: _Tried, tried: list[_Tried], num_ranks: int, limit: float | None
         elif over:
             why += f" (with {', '.join(over)} a rank needs more than {bytes_text(limit)})"
         why += held
-    return f"pipeline.stages=fit: {best.stages} stages on {num_ranks} ranks ({rows}), {why}"
+    plural = "s" * (best.stages > 1)
+    return f"pipeline.stages=fit: {best.stages} stage{plural} on {num_ranks} ranks ({rows}), {why}"

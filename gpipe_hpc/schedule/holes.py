@@ -120,6 +120,6 @@ def rows_text(placement: Placement) -> str:
         for number, stages in sorted(stages_of.items(), reverse=True)
     ]
     return (
-        f"{placement.num_ranks} ranks hold {len(copies)} stages: {'; '.join(each)}. All of them "
+        f"{placement.num_ranks} ranks hold {len(copies)} stage{'s' * (len(copies) > 1)}: {'; '.join(each)}. All of them "
         f"run the {placement.num_microbatches} micro-batches of a step as one pipeline"
     )

@@ -38,7 +38,7 @@ def test_with_room_for_all_the_fastest_is_taken():
     """Alone on each rank nothing waits, as 12 micro-batches divide evenly over three."""
     found = fit(3)
     assert (found.request.stages, found.request.replicas) == (1, 3)
-    assert "1 stages on 3 ranks (3 replicas), the fastest, simulated, of 1, 2, 3" in found.text
+    assert "1 stage on 3 ranks (3 replicas), the fastest, simulated, of 1, 2, 3" in found.text
 
 
 def test_where_one_rank_has_no_room_the_model_is_cut_so_that_it_fits():
