@@ -119,7 +119,8 @@ def rows_text(placement: Placement) -> str:
         f"rank{'s' * (number > 1)}"
         for number, stages in sorted(stages_of.items(), reverse=True)
     ]
+    held = f"{len(copies)} stage{'s' * (len(copies) > 1)}"
     return (
-        f"{placement.num_ranks} ranks hold {len(copies)} stage{'s' * (len(copies) > 1)}: {'; '.join(each)}. All of them "
-        f"run the {placement.num_microbatches} micro-batches of a step as one pipeline"
+        f"{placement.num_ranks} ranks hold {held}: {'; '.join(each)}. All of them run the "
+        f"{placement.num_microbatches} micro-batches of a step as one pipeline"
     )

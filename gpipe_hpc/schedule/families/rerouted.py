@@ -5,8 +5,11 @@ from types import MappingProxyType
 from typing import Final
 
 from gpipe_hpc.errors import ScheduleError
+from gpipe_hpc.schedule.families.gpipe import gpipe
+from gpipe_hpc.schedule.families.one_f_one_b import one_f_one_b
 from gpipe_hpc.schedule.families.options import whole
 from gpipe_hpc.schedule.families.orders import tabulate
+from gpipe_hpc.schedule.families.zero_bubble import zb_h1
 from gpipe_hpc.schedule.search.list_scheduling import Rules, list_schedule
 from gpipe_hpc.schedule.table.actions import Action, Op
 from gpipe_hpc.schedule.table.placements import with_holes
@@ -50,6 +53,8 @@ def rerouted(
             f"schedule 'rerouted': unknown order, expected one of {', '.join(_ORDERS)}, "
             f"got {order!r}"
         )
+    if len(set(map(len, _held(placement)))) == 1:
+        return tabulate("rerouted", placement, _whole_rows(placement, _NAMED[order]))
     return tabulate("rerouted", placement, _ORDERS[order](placement))
 
 
@@ -91,6 +96,24 @@ def _copies(ranks: int, stages: int, copies: Sequence[int] | None) -> Sequence[i
     return given
 
 
+def _held(placement: Placement) -> list[tuple[int, ...]]:
+    return [placement.holders(stage) for stage in range(placement.num_stages)]
+
+
+def _whole_rows(placement: Placement, named: Callable[[int, int], Schedule]) -> list[list[Action]]:
+    """Let each row without a hole run its micro-batches as the schedule known by name does."""
+    num_stages, columns = placement.num_stages, _held(placement)
+    rows: list[list[Action]] = [[] for _ in range(placement.num_ranks)]
+    for ranks in zip(*columns, strict=True):
+        every = range(placement.num_microbatches)
+        own = [m for m in every if placement.rank_of(0, m) == ranks[0]]
+        if not own:
+            continue
+        for rank, row in zip(ranks, named(num_stages, len(own)).ranks, strict=True):
+            rows[rank] = [action._replace(microbatch=own[action.microbatch or 0]) for action in row]
+    return rows
+
+
 def _fill_and_drain(placement: Placement) -> list[list[Action]]:
     """Let each rank run all its forwards, then all its backwards, the last micro-batch first."""
     rows: list[list[Action]] = []
@@ -123,14 +146,13 @@ def _listed(
     stages = range(placement.num_stages)
     num_rows = max(len(placement.holders(stage)) for stage in stages)
     copies = [len(placement.holders(stage)) for stage in stages]
-    is_uneven = len(set(copies)) > 1
     # A cut that knows the copies gives each rank as much to do.
     work = [float(each) for each in copies]
     limits = [0] * placement.num_ranks
     for stage in stages:
         for rank in placement.holders(stage):
             # Where rows are unequal micro-batches come unevenly: room for one that waits.
-            limits[rank] = -(-num_rows * kept_of_row[stage] // copies[stage]) + is_uneven
+            limits[rank] = -(-num_rows * kept_of_row[stage] // copies[stage]) + 1
     rules = Rules(
         durations={op: [(2.0 if op is Op.B else 1.0) * each for each in work] for op in order},
         priority=lambda action: (order.index(action.op), action.microbatch or 0),
@@ -140,6 +162,9 @@ def _listed(
     return list_schedule(placement, rules)
 
 
+_NAMED: Final[Mapping[str, Callable[[int, int], Schedule]]] = MappingProxyType(
+    dict(zip(ORDERS, (gpipe, one_f_one_b, zb_h1), strict=True))
+)
 _ORDERS: Final[Mapping[str, Callable[[Placement], list[list[Action]]]]] = MappingProxyType(
     dict(zip(ORDERS, (_fill_and_drain, _one_f_one_b, _zero_bubble), strict=True))
 )
