@@ -11,7 +11,9 @@ ARG TORCH_INDEX=
 
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 
-# Python may be in the base already; its version must be 3.11 or newer.
+# Python may be in the base already; its version must be 3.11 or newer. No version is asked of packages
+# of the base: whoever names the base by its digest has chosen them.
+# hadolint ignore=DL3008
 RUN if ! python3 -m venv --help >/dev/null 2>&1 || ! python3 -c 'import ensurepip' 2>/dev/null; then \
         apt-get update \
         && apt-get install -y --no-install-recommends python3 python3-venv ca-certificates \
@@ -38,7 +40,8 @@ RUN pip install --no-cache-dir --no-deps --no-build-isolation /tmp/source \
 # A run writes under its working folder: mount one here that the user may write to.
 WORKDIR /work
 RUN chown gpipe /work
-USER gpipe
+# By number, so that Kubernetes can tell that it is not root.
+USER 10001
 
 # torchrun's own options, then -m gpipe_hpc.train and its settings. Under srun or mpirun, which start
 # the ranks themselves: --entrypoint python ... -m gpipe_hpc.train

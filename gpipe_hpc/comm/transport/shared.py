@@ -164,11 +164,15 @@ def open_shared_transport(
     return SharedTransport(senders, receivers)
 
 
-def _private_folder() -> Path:
-    """Make a folder for this user alone, whose path is short enough for a socket's address."""
+def meeting_place() -> Path:
+    """Return the folder in which ranks of a host meet, whose path fits a socket's address."""
     usual = tempfile.gettempdir()
-    base = usual if len(usual) <= _MAX_FOLDER_LENGTH else "/tmp"
-    return Path(tempfile.mkdtemp(prefix="gpipe_hpc_", dir=base))
+    return Path(usual if len(usual) <= _MAX_FOLDER_LENGTH else "/tmp")
+
+
+def _private_folder() -> Path:
+    """Make a folder for this user alone."""
+    return Path(tempfile.mkdtemp(prefix="gpipe_hpc_", dir=meeting_place()))
 
 
 def _connect(channel: PlacedChannel, address: str, timeout_s: float) -> SharedSender:

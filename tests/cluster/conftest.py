@@ -1,0 +1,87 @@
+"""A real Slurm for the tests of this folder, and the script that users edit, edited for a test."""
+
+import os
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.containers import Containers
+from tests.cluster.slurm import Slurm
+
+
+@pytest.fixture(scope="session")
+def all_of_slurm(repository: Path) -> Iterator[Slurm]:
+    launchers = ("SLURM", "RANK", "WORLD_", "LOCAL_", "MASTER_", "TORCHELASTIC_")
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
+    slurm = Slurm(environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(repository)})
+    try:
+        yield slurm.start()
+    finally:
+        slurm.stop()
+
+
+@pytest.fixture
+def slurm(all_of_slurm: Slurm) -> Iterator[Slurm]:
+    """Return a Slurm whose nodes are all idle."""
+    yield all_of_slurm
+    all_of_slurm.restore()
+
+
+@pytest.fixture(scope="session")
+def built(repository: Path) -> Iterator[Containers]:
+    """Build the image in a storage of its own; CLUSTER_STORAGE names one that is to be kept."""
+    kept = os.environ.get("CLUSTER_STORAGE")
+    folder = Path(kept) if kept else Path(tempfile.mkdtemp(prefix="containers_"))
+    containers = Containers(folder, os.environ)
+    try:
+        containers.build(repository)
+        yield containers
+    finally:
+        if not kept:
+            containers.remove()
+
+
+@pytest.fixture
+def containers(built: Containers) -> Iterator[Containers]:
+    """Return what starts containers of the image; none outlives the test."""
+    yield built
+    built.stop()
+
+
+Edited = Callable[..., Path]
+
+
+@pytest.fixture
+def edited(repository: Path, tmp_path: Path) -> Edited:
+    """Return a function that edits train.sbatch at the top, as a user does, and nowhere else."""
+
+    def edit(settings: Sequence[str], prepare: str = ":", **values: object) -> Path:
+        text = (repository / "cluster" / "slurm" / "train.sbatch").read_text()
+        before, start, rest = text.partition("# ===")
+        top, end, script = rest.partition("edit to here")
+        assert start and end, "train.sbatch says where to edit"
+        words = shlex.join([sys.executable, "-m", "gpipe_hpc.train", *settings])
+        bodies = {"prepare": prepare, "what_runs": f"COMMAND=({words})"}
+        for name, body in bodies.items():
+            top, count = re.subn(
+                rf"^{name}\(\) \{{.*?^\}}",
+                lambda _, name=name, body=body: f"{name}() {{ {body}; }}",
+                top,
+                flags=re.M | re.S,
+            )
+            assert count == 1, name
+        for name, value in values.items():
+            top, count = re.subn(
+                rf"^{name}=\S*", lambda _, v=value: f"{_[0].partition('=')[0]}={v}", top, flags=re.M
+            )
+            assert count == 1, name
+        path = tmp_path / "train.sbatch"
+        path.write_text(before + start + top + end + script)
+        return path
+
+    return edit

@@ -1,0 +1,264 @@
+"""A real Slurm on this machine: one controller, several nodes, an authentication of its own.
+
+All of it lives in one folder and carries the folder's name in its environment, by which it is
+found and ended: daemons, steps and whatever jobs leave behind.
+"""
+
+import contextlib
+import getpass
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from tests.cluster.tools import tool
+from tests.conftest import marked, wait_until
+
+NODES = 4
+CPUS = 8
+LOST_S = 10  # without an answer a node counts as down
+
+_CONF = """\
+ClusterName=gpipe
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CredType=cred/munge
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SlurmdParameters=config_overrides
+SlurmdSpoolDir={folder}/spool/%n
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/controller.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/log/controller.log
+SlurmdLogFile={folder}/log/%n.log
+JobAcctGatherType=jobacct_gather/none
+ReturnToService=2
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=batch_sched_delay=1,sched_interval=2
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+KillWait=30
+SlurmdTimeout={lost_s}
+MpiDefault=none
+PartitionName=low Nodes=ALL Default=YES PriorityTier=1 GraceTime=60 PreemptMode=REQUEUE
+PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF
+"""
+_NODE = (
+    "NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus} Boards=1 "
+    "SocketsPerBoard=1 CoresPerSocket={cpus} ThreadsPerCore=1 RealMemory=4000\n"
+)
+
+
+class Slurm:
+    """The controller and its nodes n1, n2, ..., all on this machine."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        # Short: the address of a Unix socket has 108 characters at most.
+        self.folder = Path(tempfile.mkdtemp(prefix="slurm_", dir="/tmp"))
+        self._conf = self.folder / "slurm.conf"
+        self.environ = {**environ, "SLURM_CONF": str(self._conf)}
+        self._daemons: list[subprocess.Popen[bytes]] = []
+        self._node_of: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self) -> "Slurm":
+        """Start all daemons; return once every node is idle."""
+        for name in ("state", "log", *(f"spool/n{i}" for i in range(1, NODES + 1))):
+            (self.folder / name).mkdir(parents=True)
+        ports = _free_ports(NODES + 1)
+        host, user = socket.gethostname().partition(".")[0], getpass.getuser()
+        text = _CONF.format(
+            host=host, user=user, folder=self.folder, port=ports[0], lost_s=LOST_S
+        ) + "".join(
+            _NODE.format(number=i, host=host, port=ports[i], cpus=CPUS) for i in range(1, NODES + 1)
+        )
+        self._conf.write_text(text)
+        self._authenticate()
+        self._daemon("controller", tool("slurmctld"), "-D", "-c")
+        for i in range(1, NODES + 1):
+            self.start_node(f"n{i}")
+        wait_until(self._all_idle, 60, f"all nodes were idle; {self._logs()}")
+        return self
+
+    def _authenticate(self) -> None:
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o600)
+        self.folder.chmod(0o755)
+        files = [
+            f"--{name}={self.folder}/munge.{name}" for name in ("socket", "pid-file", "log-file")
+        ]
+        self._daemon(
+            "munge",
+            *(tool("munged"), "--foreground", "--force", f"--key-file={key}"),
+            *(*files, f"--seed-file={self.folder}/munge.seed"),
+        )
+        wait_until((self.folder / "munge.socket").exists, 20, f"munged listened; {self._logs()}")
+
+    def _daemon(self, name: str, *command: str) -> subprocess.Popen[bytes]:
+        log = self.folder / "log"
+        with (log / f"{name}.out").open("ab") as output:
+            daemon = subprocess.Popen(
+                command,
+                env=self.environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._daemons.append(daemon)
+        return daemon
+
+    def _logs(self) -> str:
+        return "\n".join(
+            f"{path.name}: {path.read_text(errors='replace')[-2000:]}"
+            for path in sorted((self.folder / "log").iterdir())
+        )
+
+    def _all_idle(self) -> bool:
+        return set(self.states().values()) == {"idle"}
+
+    def states(self) -> dict[str, str]:
+        """Return the state of each node."""
+        said = self.run("sinfo", "-h", "-N", "-o", "%N %t", fails=True)
+        return dict(line.split() for line in said.splitlines() if len(line.split()) == 2)
+
+    def start_node(self, name: str) -> None:
+        """Start a node's daemon."""
+        self._node_of[name] = self._daemon(name, tool("slurmd"), "-D", "-N", name)
+
+    def lose(self, name: str) -> None:
+        """Let a node go as one without power does: its daemon, steps and tasks, all at once."""
+        doomed = [self._node_of.pop(name).pid]
+        ours = marked("SLURM_CONF", str(self._conf))
+        tasks = [pid for pid, env in ours.items() if env.get("SLURMD_NODENAME") == name]
+        # A step's own process has the daemon's environment; it is its tasks' parent.
+        steps = {_parent_of(pid) for pid in tasks} & ours.keys()
+        for pid in [*doomed, *steps, *tasks]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def restore(self) -> None:
+        """Cancel all jobs, and bring nodes back that were lost."""
+        self.run("scancel", "--full", "--user", getpass.getuser(), fails=True)
+        wait_until(lambda: not self.run("squeue", "-h"), 60, "no job was left")
+        self.reap()
+        for i in range(1, NODES + 1):
+            if f"n{i}" not in self._node_of:
+                self.start_node(f"n{i}")
+        wait_until(self._all_idle, 90, f"all nodes were idle; {self._logs()}")
+
+    def reap(self) -> None:
+        """End tasks that outlived their job: those of lost nodes."""
+        for pid, env in marked("SLURM_CONF", str(self._conf)).items():
+            if "SLURM_JOB_ID" in env:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def run(self, *command: str, fails: bool = False, folder: Path | None = None) -> str:
+        """Run one of Slurm's commands; return what it said. `fails`: it may."""
+        done = subprocess.run(
+            [tool(command[0]) if command[0] == "srun" else command[0], *command[1:]],
+            env=self.environ,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
+        )
+        assert fails or done.returncode == 0, (
+            f"{command} ended with {done.returncode}: {done.stdout}"
+        )
+        return done.stdout
+
+    def submit(self, script: Path, *options: str, folder: Path) -> "BatchJob":
+        """Submit a script from a folder."""
+        said = self.run("sbatch", "--parsable", *options, str(script), folder=folder)
+        return BatchJob(self, said.split()[-1].partition(";")[0])
+
+    def tasks(self, job: "BatchJob") -> dict[int, int]:
+        """Return the process numbers of the ranks of a job's running step, by rank."""
+        found = {}
+        for pid, env in marked("SLURM_CONF", str(self._conf)).items():
+            if env.get("SLURM_JOB_ID") == job.number and env.get("SLURM_PROCID", "").isdigit():
+                words = _command_of(pid)
+                if "gpipe_hpc.train" in words and env.get("SLURM_STEP_ID", "").isdigit():
+                    found[int(env["SLURM_PROCID"])] = pid
+        return found
+
+    def stop(self) -> None:
+        """End every process of it, and remove its folder."""
+        for _ in range(50):
+            left = marked("SLURM_CONF", str(self._conf))
+            if not left:
+                break
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for daemon in self._daemons:
+                daemon.poll()
+            time.sleep(0.1)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class BatchJob:
+    """A job that was submitted."""
+
+    def __init__(self, slurm: Slurm, number: str) -> None:
+        self._slurm, self.number = slurm, number
+
+    def told(self, name: str) -> str:
+        """Return what the controller says of the job, as JobState or Restarts; empty if nothing."""
+        said = self._slurm.run("scontrol", "-o", "show", "job", self.number, fails=True)
+        match = re.search(rf"\b{name}=(\S*)", said)
+        return "" if match is None else match[1]
+
+    def await_state(self, *states: str, limit_s: float = 90.0) -> str:
+        """Return the state once it is one of those; a job that Slurm holds back is let go."""
+
+        def reached() -> bool:
+            # Slurm starts a requeued job only after two minutes or so.
+            if self.told("Reason") == "BeginTime":
+                self._slurm.run(
+                    "scontrol", "update", f"JobId={self.number}", "StartTime=now", fails=True
+                )
+            return self.told("JobState") in states
+
+        wait_until(reached, limit_s, f"job {self.number} was {' or '.join(states)}")
+        return self.told("JobState")
+
+
+def _free_ports(number: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        servers = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)
+        ]
+        return [server.getsockname()[1] for server in servers]
+
+
+def _parent_of(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[1])
+    return 0
+
+
+def _command_of(pid: int) -> Sequence[str]:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+    return []
+
+
+Make = Callable[..., BatchJob]

@@ -1,0 +1,233 @@
+"""Training under a real Slurm: as elsewhere to the bit, and going on after what ends a start."""
+
+import os
+import re
+import signal
+import sys
+
+import pytest
+
+from tests.support import has_begun
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+# Four ranks on two nodes, of one core each.
+SIZE = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=0", "--cpus-per-task=1", "--time=30")
+STEPS = 300
+
+
+@pytest.fixture
+def settings(tiny):
+    return (*tiny, f"train.steps={STEPS}", "checkpoint.every=20", "model.dropout=0.1")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    return tmp_path_factory.mktemp("undisturbed") / "run"
+
+
+@pytest.fixture
+def as_undisturbed(undisturbed, settings, start, same_end):
+    """Return a function that holds a run against one process that nobody disturbed."""
+
+    def compare(run):
+        if not undisturbed.exists():
+            command = start(*settings, f"run.dir={undisturbed}").wait(120)
+            assert command.code == 0, command.output
+        same_end(run, undisturbed)
+
+    return compare
+
+
+def submitted(slurm, edited, settings, folder, until, num_lines=40, **values):
+    """Submit a run and return its job once it trains, so many lines of metrics on."""
+    script = edited(settings, RUN_DIR="run", **values)
+    job = slurm.submit(script, *SIZE, folder=folder)
+    until(lambda: has_begun(folder / "run", num_lines), 200, f"it trained: {said(folder)}")
+    return job
+
+
+def said(folder):
+    """Return all that a job and its ranks said."""
+    files = sorted([*folder.glob("gpipe-hpc-*.txt"), *folder.glob("run/starts/*.txt")])
+    return "\n".join(f"== {path.name}\n{path.read_text()}" for path in files)
+
+
+def starts(folder):
+    """Return the steps and nodes of all starts."""
+    lines = [line.split() for line in (folder / "run/starts/starts.txt").read_text().splitlines()]
+    return [(int(words[1]), words[4]) for words in lines if words[0] == "start"]
+
+
+@pytest.mark.parametrize("layout", ["pipeline.stages=4", "pipeline.replicas=2"])
+def test_srun_trains_as_torchrun_does(
+    slurm, torchrun, start, same_end, tiny, tmp_path, repository, layout
+):
+    """Five steps to the bit: under srun on two nodes, under torchrun, and in one process."""
+    words = (*tiny, "train.steps=5", "model.num_layers=2", "model.dropout=0.1")
+    srun = [sys.executable, "-m", "gpipe_hpc.train", *words, layout, f"run.dir={tmp_path}/srun"]
+    slurm.run("srun", "--nodes=2", "--ntasks-per-node=2", "--ntasks=4", *srun, folder=tmp_path)
+    env = {"PYTHONPATH": str(repository)}
+    launch = ("--standalone", "--nproc_per_node=4")
+    other = torchrun(launch, *words, layout, f"run.dir={tmp_path}/torchrun", env=env)
+    assert other.wait() == 0, other.output
+    same_end(tmp_path / "srun", tmp_path / "torchrun")
+    if layout == "pipeline.stages=4":
+        alone = start(*words, f"run.dir={tmp_path}/alone").wait(60)
+        assert alone.code == 0, alone.output
+        same_end(tmp_path / "srun", tmp_path / "alone")
+
+
+def test_a_job_trains_to_the_end(slurm, edited, settings, tmp_path, as_undisturbed):
+    """One start; what each rank said is in a file of its own."""
+    job = slurm.submit(edited(settings, RUN_DIR="run"), *SIZE, folder=tmp_path)
+    assert job.await_state("COMPLETED", "FAILED", limit_s=300) == "COMPLETED", said(tmp_path)
+    assert starts(tmp_path) == [(0, "n1,n2")]
+    ranks = sorted(tmp_path.glob("run/starts/*.rank*.txt"))
+    assert [path.name for path in ranks] == [f"{job.number}.0.0.rank{r}.txt" for r in range(4)]
+    assert f"step {STEPS}/{STEPS}" in ranks[0].read_text()
+    as_undisturbed(tmp_path / "run")
+
+
+def test_asked_to_stop_it_is_queued_again_and_goes_on(
+    slurm, edited, settings, tmp_path, until, as_undisturbed
+):
+    """SIGUSR1, as --signal sends it ahead of the time limit."""
+    job = submitted(slurm, edited, settings, tmp_path, until)
+    slurm.run("scancel", "--signal=USR1", job.number)
+    assert job.await_state("COMPLETED", "FAILED", limit_s=400) == "COMPLETED", said(tmp_path)
+    assert job.told("Restarts") == "1"
+    assert "stopped by SIGUSR1 after step" in said(tmp_path)
+    first, second = starts(tmp_path)
+    assert first[0] == 0 < second[0] < STEPS
+    as_undisturbed(tmp_path / "run")
+
+
+def test_a_preempted_job_goes_on(slurm, edited, settings, tmp_path, until, as_undisturbed):
+    """A job of higher priority takes the nodes; ours ends by itself within its grace."""
+    job = submitted(slurm, edited, settings, tmp_path, until)
+    short = tmp_path / "short.sh"
+    short.write_text("#!/bin/bash\nsleep 3\n")
+    high = slurm.submit(short, "--partition=high", "--nodes=4", "--exclusive", folder=tmp_path)
+    assert high.await_state("COMPLETED", limit_s=120) == "COMPLETED", said(tmp_path)
+    assert job.await_state("COMPLETED", "FAILED", limit_s=400) == "COMPLETED", said(tmp_path)
+    assert job.told("Restarts") == "1"
+    assert "stopped by SIGTERM after step" in said(tmp_path)
+    assert len(starts(tmp_path)) == 2
+    as_undisturbed(tmp_path / "run")
+
+
+def test_a_killed_task_starts_again_on_the_same_nodes(
+    slurm, edited, settings, tmp_path, until, as_undisturbed
+):
+    """Only a signal left a mark to go on by: after kill -9 of one rank the job had failed."""
+    job = submitted(slurm, edited, settings, tmp_path, until)
+    os.kill(slurm.tasks(job)[2], signal.SIGKILL)
+    assert job.await_state("COMPLETED", "FAILED", limit_s=400) == "COMPLETED", said(tmp_path)
+    assert job.told("Restarts") == "0"
+    (step, nodes), (again, same_nodes) = starts(tmp_path)
+    assert step == 0 < again < STEPS
+    assert nodes == same_nodes == "n1,n2"
+    assert "rank 2 on" in said(tmp_path) and "killed by SIGKILL" in said(tmp_path)
+    as_undisturbed(tmp_path / "run")
+
+
+def test_a_lost_node_leaves_the_others_going_on(
+    slurm, edited, settings, tmp_path, until, as_undisturbed
+):
+    """The two ranks of the node that is left take all layers; the losses stay the same bits."""
+    job = submitted(slurm, edited, settings, tmp_path, until)
+    slurm.lose("n2")
+    assert job.await_state("COMPLETED", "FAILED", limit_s=400) == "COMPLETED", said(tmp_path)
+    assert job.told("Restarts") == "0"
+    (_, both), (again, left) = starts(tmp_path)
+    assert (both, left) == ("n1,n2", "n1") and 0 < again < STEPS
+    assert "2 ranks on n1" in said(tmp_path)
+    as_undisturbed(tmp_path / "run")
+
+
+def test_with_too_few_nodes_left_it_waits_for_others(
+    slurm, edited, settings, tmp_path, until, as_undisturbed
+):
+    job = submitted(slurm, edited, settings, tmp_path, until, MIN_NODES=2)
+    slurm.lose("n2")
+    assert job.await_state("COMPLETED", "FAILED", limit_s=400) == "COMPLETED", said(tmp_path)
+    assert job.told("Restarts") == "1"
+    assert "of its nodes only 'n1' answer" in said(tmp_path)
+    assert [nodes for _, nodes in starts(tmp_path)] == ["n1,n2", "n1,n3"]
+    as_undisturbed(tmp_path / "run")
+
+
+def test_the_node_that_runs_the_script_may_be_lost(
+    slurm, edited, settings, tmp_path, until, as_undisturbed
+):
+    """Slurm itself queues the job again, and the script goes on elsewhere."""
+    job = submitted(slurm, edited, settings, tmp_path, until)
+    slurm.lose("n1")
+    assert job.await_state("COMPLETED", "FAILED", limit_s=400) == "COMPLETED", said(tmp_path)
+    assert job.told("Restarts") == "1"
+    (_, first), (again, second) = starts(tmp_path)
+    assert first == "n1,n2" and "n1" not in second and 0 < again < STEPS
+    as_undisturbed(tmp_path / "run")
+
+
+DYING = """
+import os
+import signal
+from pathlib import Path
+
+from torch import nn
+
+from gpipe_hpc import LayerSpec
+
+
+class Dying(nn.Linear):
+    def forward(self, x):
+        path = Path("run/metrics.jsonl")
+        if path.exists() and len(path.read_text().splitlines()) >= 25:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(x)
+
+
+def build():
+    return [LayerSpec(Dying, 4, 4) for _ in range(4)]
+"""
+
+
+def test_a_crash_that_comes_again_at_the_same_step_stops_the_job(
+    slurm, edited, tmp_path, repository
+):
+    """The first crash came past new checkpoints; the three behind it did not."""
+    (tmp_path / "mine.py").write_text(DYING)
+    settings = (
+        *("model=own", "model._target_=mine.build", "data=synthetic_vectors", "data.size=4"),
+        *("train.batch_size=8", "pipeline.microbatches=2", "pipeline.partition=parameters"),
+        *("train.validate_every=0", "checkpoint.every=10", "loss=mse"),
+    )
+    script = edited(settings, f"export PYTHONPATH={tmp_path}:{repository}", RUN_DIR="run")
+    job = slurm.submit(script, *SIZE, folder=tmp_path)
+    assert job.await_state("COMPLETED", "FAILED", limit_s=400) == "FAILED", said(tmp_path)
+    assert job.told("ExitCode") == "1:0" and job.told("Restarts") == "0"
+    assert [step for step, _ in starts(tmp_path)] == [0, 20, 20, 20], said(tmp_path)
+    assert "stops: 3 starts in a row ended without a checkpoint past step 20" in said(tmp_path)
+
+
+def test_a_run_is_started_only_so_often(slurm, edited, settings, tmp_path):
+    script = edited(settings, RUN_DIR="run", MAX_STARTS=7)
+    (tmp_path / "run" / "starts").mkdir(parents=True)
+    before = "".join(f"start {step} 1.0.{step} then n1,n2\n" for step in range(7))
+    (tmp_path / "run/starts/starts.txt").write_text(before)
+    job = slurm.submit(script, *SIZE, folder=tmp_path)
+    assert job.await_state("COMPLETED", "FAILED") == "FAILED"
+    assert "stops: started 7 times, expected 7 at most" in said(tmp_path)
+    assert (tmp_path / "run/starts/starts.txt").read_text() == before
+
+
+def test_settings_that_cannot_work_are_tried_once(slurm, edited, settings, tmp_path):
+    script = edited((*settings, "pipeline.replicas=3"), RUN_DIR="run")
+    job = slurm.submit(script, *SIZE, folder=tmp_path)
+    assert job.await_state("COMPLETED", "FAILED", limit_s=200) == "FAILED"
+    assert job.told("ExitCode") == "2:0", said(tmp_path)
+    assert len(starts(tmp_path)) == 1
+    named = re.search(r"see (run/starts/\S+\.txt)", said(tmp_path))
+    assert named and "replicas" in (tmp_path / named[1]).read_text()
