@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from gpipe_hpc.comm.torchrun_report import tell_torchrun
 from gpipe_hpc.comm.tracebacks import users_traceback
 from gpipe_hpc.config.complaints import EXPECTED, complaint, unknown_option
 from gpipe_hpc.config.composing import Told, load_config, register_schemas
+from gpipe_hpc.config.elsewhere import Elsewhere, ended_jobs, without_launcher
 from gpipe_hpc.config.help import help_of
 from gpipe_hpc.config.presets import conf_dir
 from gpipe_hpc.config.refusal import refuse
@@ -78,15 +80,71 @@ def run_jobs(task: Task, command: str, unshared: str | None = None) -> int:
 
 
 def _run_all(task: Task, command: str, unshared: str | None) -> int:
+    launcher = _other_launcher(sys.argv[1:])
     try:
-        jobs = _composed_jobs(reads_data=command != "draw")
+        with _words(without_launcher(sys.argv[1:]) if launcher else sys.argv[1:]):
+            jobs = _composed_jobs(reads_data=command != "draw")
         _refuse_shared(jobs, unshared)
+        if launcher:
+            return _run_elsewhere(jobs, command, launcher)
     except GpipeError as error:
         return say_error(error)
     if len(jobs) == 1:
         with _environment(jobs[0].environment):
             return _run_alone(task, jobs[0]._replace(number=None), is_silent=command != "train")
     return _run_in_turn(task, jobs)
+
+
+def _other_launcher(words: Sequence[str]) -> str | None:
+    """Return the launcher of a sweep that runs its jobs elsewhere; None for Hydra's own."""
+    if not {"-m", "--multirun"} & set(words):
+        return None
+    chosen = [word.partition("=")[2] for word in words if word.startswith("hydra/launcher=")]
+    return None if not chosen or chosen[-1] == "basic" else chosen[-1]
+
+
+@contextmanager
+def _words(words: Sequence[str]) -> Iterator[None]:
+    """Return a block in which the command line says these words."""
+    before = sys.argv
+    sys.argv = [before[0], *words]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+def _run_elsewhere(jobs: Sequence[Job], command: str, launcher: str) -> int:
+    """Let a launcher of Hydra run all jobs; return the first exit code that is not 0."""
+    mark = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.getpid()}"
+    folder = (Path("runs") / f"sweep_{mark}").absolute()
+    print(f"gpipe_hpc: {len(jobs)} jobs by {launcher}, in {folder}", file=sys.stderr, flush=True)
+    elsewhere = Elsewhere(f"gpipe_hpc.{command}", folder)
+    failure = None
+    register_schemas()
+    own = [f"hydra.sweep.dir={folder}", "hydra.job.name=gpipe_hpc"]
+    with _words([*sys.argv[1:], *own]), _environment({_HYDRA_RAISES: "1"}):
+        try:
+            hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(
+                elsewhere
+            )()
+        except EXPECTED as error:
+            raise complaint(error) from None
+        except Exception as error:
+            failure = error  # a job that was killed, say, or a cluster that takes none
+    ended = ended_jobs(folder)
+    if failure is not None and not ended:
+        raise ConfigError(
+            f"config: hydra/launcher={launcher} ran no job, expected one that starts them, got "
+            f"{type(failure).__name__}: {failure}; see {folder}"
+        )
+    codes = [(job, ended.get(place)) for place, job in enumerate(jobs)]
+    failed = [(job, code) for job, code in codes if code != DONE_EXIT_CODE]
+    for job, code in failed:
+        how = "was ended from outside" if code is None else f"ended with exit code {code}"
+        words = f"gpipe_hpc: {_heading(job, jobs)} {how}"
+        print(words, file=sys.stderr, flush=True)
+    return next((code or FAILED_EXIT_CODE for _, code in failed), DONE_EXIT_CODE)
 
 
 def _run_alone(task: Task, job: Job, *, is_silent: bool) -> int:

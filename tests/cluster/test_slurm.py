@@ -1,12 +1,15 @@
 """Training under a real Slurm: as elsewhere to the bit, and going on after what ends a start."""
 
+import importlib.util
 import os
 import re
+import shlex
 import signal
 import sys
 
 import pytest
 
+from tests.cluster.slurm import BatchJob
 from tests.support import has_begun
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -231,3 +234,36 @@ def test_settings_that_cannot_work_are_tried_once(slurm, edited, settings, tmp_p
     assert len(starts(tmp_path)) == 1
     named = re.search(r"see (run/starts/\S+\.txt)", said(tmp_path))
     assert named and "replicas" in (tmp_path / named[1]).read_text()
+
+
+def test_a_sweep_is_a_job_for_each_of_its_runs(slurm, tiny, tmp_path, train, same_end):
+    """By submitit: two jobs of two ranks each, as they would be alone; what failed is named."""
+    submitit = importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher")
+    assert submitit is not None, "cluster tests: pip install hydra-submitit-launcher"
+    words = [*tiny, "train.steps=5", "pipeline.stages=2"]
+    sweep = ["optimizer.lr=0.001,0.01", "run.dir=runs/${optimizer.lr}"]
+    launcher = ["hydra/launcher=submitit_slurm", "hydra.launcher.tasks_per_node=2"]
+    command = [sys.executable, "-m", "gpipe_hpc.train", "-m", *words, *sweep, *launcher]
+    said = slurm.run(*command, folder=tmp_path)
+    assert "2 jobs by submitit_slurm" in said
+    for rate in ("0.001", "0.01"):
+        train(2, *words, f"optimizer.lr={rate}", f"run.dir=alone/{rate}")
+        same_end(tmp_path / "runs" / rate, tmp_path / "alone" / rate)
+
+
+def test_a_job_of_a_sweep_that_is_stopped_goes_on(slurm, settings, tmp_path, until, as_undisturbed):
+    """Slurm starts it again, and the sweep waits for that."""
+    script = tmp_path / "sweep.sh"
+    launcher = ["hydra/launcher=submitit_slurm", "hydra.launcher.tasks_per_node=2"]
+    words = [sys.executable, "-m", "gpipe_hpc.train", "-m", *settings, "run.dir=run", *launcher]
+    script.write_text(f"#!/bin/bash\n{shlex.join(words)}\n")
+    sweep = slurm.submit(script, "--output=gpipe-hpc-sweep.txt", "--time=30", folder=tmp_path)
+    until(lambda: has_begun(tmp_path / "run", 40), 200, f"it trained: {said(tmp_path)}")
+    jobs = slurm.run("squeue", "-h", "-o", "%A %T").split("\n")
+    (number,) = {line.split()[0] for line in jobs if line} - {sweep.number}
+    job = BatchJob(slurm, number)
+    slurm.run("scancel", "--signal=USR2", number)  # as submitit lets Slurm send ahead of the limit
+    until(lambda: job.told("Restarts") == "1", 60, "it was queued again")
+    assert job.await_state("COMPLETED", "FAILED", limit_s=400) == "COMPLETED"
+    assert sweep.await_state("COMPLETED", "FAILED", limit_s=200) == "COMPLETED", said(tmp_path)
+    as_undisturbed(tmp_path / "run")

@@ -14,6 +14,7 @@ PACKAGES = {
     "buildah": "buildah",
     "runc": "runc",
     "debootstrap": "debootstrap",
+    "kubectl": "kubectl",  # of https://pkgs.k8s.io, 1.29 or newer
 }
 _FOLDERS = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 

@@ -2,11 +2,13 @@
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
 from gpipe_hpc.config import commands, compose_config, conf_dir
 from gpipe_hpc.config.commands import exit_code_of, run_jobs, say_error
+from gpipe_hpc.config.elsewhere import Elsewhere, without_launcher
 from gpipe_hpc.draw.__main__ import main as draw
 from gpipe_hpc.errors import ConfigError, DataError, ModelError, ScheduleError
 from gpipe_hpc.training import command
@@ -109,6 +111,96 @@ def test_a_launcher_that_takes_jobs_elsewhere_is_refused(say, monkeypatch, capsy
     say("-m", "pipeline.stages=1,2")
     assert run_jobs(pytest.fail, "train") == 2
     assert "bad hydra/launcher" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "launcher", "left"),
+    [
+        (["-m", "a=1,2", "hydra/launcher=submitit_slurm"], "submitit_slurm", ["-m", "a=1,2"]),
+        (
+            ["hydra.launcher.nodes=2", "hydra/launcher=x", "--multirun", "++hydra.launcher.qos=q"],
+            "x",
+            ["--multirun"],
+        ),
+        (["-m", "hydra/launcher=x", "hydra/launcher=basic"], None, ["-m"]),
+        (["hydra/launcher=x"], None, []),  # of one job
+    ],
+)
+def test_the_launcher_of_a_sweep_is_found_and_left_out_where_jobs_are_composed(
+    words, launcher, left
+):
+    assert commands._other_launcher(words) == launcher
+    assert without_launcher(words) == left
+
+
+@pytest.fixture
+def elsewhere(monkeypatch, tmp_path):
+    """Return a function that stands in for a launcher: it leaves exit codes, and maybe fails."""
+    given = []
+
+    def launch(codes, failure=None):
+        first = commands.hydra.main
+        monkeypatch.chdir(tmp_path)
+
+        def main(**options):
+            def decorate(task):
+                if not isinstance(task, Elsewhere):
+                    return first(**options)(task)
+                (folder,) = (w.partition("=")[2] for w in sys.argv if "hydra.sweep.dir" in w)
+                given.append(sys.argv)
+
+                def call():
+                    Path(folder).mkdir(parents=True)
+                    for number, code in codes.items():
+                        (Path(folder) / f"{number}.code").write_text(f"{code}\n")
+                    if failure is not None:
+                        raise failure
+
+                return call
+
+            return decorate
+
+        monkeypatch.setattr(commands.hydra, "main", main)
+        return given
+
+    return launch
+
+
+SWEEP = ("-m", "pipeline.stages=1,2", "hydra/launcher=other", "hydra.launcher.nodes=3")
+
+
+@pytest.mark.parametrize(
+    ("codes", "failure", "code", "said"),
+    [
+        ({0: 0, 1: 0}, None, 0, []),
+        ({0: 0, 1: 2}, None, 2, ["job 2 of 2 (pipeline.stages=2) ended with exit code 2"]),
+        (
+            {1: 75},
+            RuntimeError("job 0 is gone"),
+            1,
+            [
+                "job 1 of 2 (pipeline.stages=1) was ended from outside",
+                "job 2 of 2 (pipeline.stages=2) ended with exit code 75",
+            ],
+        ),
+        ({}, RuntimeError("no sbatch"), 2, ["ran no job", "RuntimeError: no sbatch"]),
+    ],
+)
+def test_jobs_that_run_elsewhere_are_told_of(say, elsewhere, capsys, codes, failure, code, said):
+    (given,) = [elsewhere(codes, failure)]
+    say(*SWEEP)
+    assert run_jobs(pytest.fail, "train") == code
+    errors = capsys.readouterr().err
+    assert all(each in errors for each in said)
+    assert errors.count("ended") == sum("ended" in each for each in said)
+    assert given[0][1:5] == list(SWEEP)
+
+
+def test_a_sweep_elsewhere_is_refused_before_any_job_runs(say, elsewhere, capsys):
+    given = elsewhere({0: 0, 1: 0})
+    say(*SWEEP, "run.dir=runs/same")
+    assert run_jobs(pytest.fail, "train", unshared="run.dir") == 2
+    assert "bad run.dir" in capsys.readouterr().err and not given
 
 
 def test_settings_that_cannot_work_end_with_code_2_other_errors_with_1():

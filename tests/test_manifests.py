@@ -1,0 +1,181 @@
+"""What users edit in cluster/: fields that name one another agree, and what is run can be run."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gpipe_hpc.config import compose_config
+
+CLUSTER = Path(__file__).resolve().parent.parent / "cluster"
+
+
+def documents(name):
+    """Return the objects of a manifest, by kind."""
+    text = (CLUSTER / "kubernetes" / name).read_text("utf-8")
+    return {each["kind"]: each for each in yaml.safe_load_all(text)}
+
+
+def job_of(name):
+    """Return the spec of a manifest's job."""
+    found = documents(name)
+    if "Job" in found:
+        return found["Job"]["spec"]
+    return found["JobSet"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+
+
+def first_pod(name):
+    """Return the name by which the pods of a manifest reach the first one."""
+    found = documents(name)
+    if "Job" in found:
+        return f"{found['Job']['metadata']['name']}-0.{found['Service']['metadata']['name']}"
+    jobset = found["JobSet"]
+    (jobs,) = jobset["spec"]["replicatedJobs"]
+    assert jobs["replicas"] == 1
+    pod = f"{jobset['metadata']['name']}-{jobs['name']}-0-0"
+    return f"{pod}.{jobset['spec']['network']['subdomain']}"
+
+
+both = pytest.mark.parametrize("name", ["job.yaml", "jobset.yaml"])
+
+
+@both
+def test_pods_find_the_first_of_them(name):
+    job = job_of(name)
+    flags, _ = command(name)
+    assert flags["--master-addr"] == first_pod(name)
+    assert job["completionMode"] == "Indexed"
+    assert int(flags["--nnodes"]) == job["completions"] == job["parallelism"]
+    assert flags["--node-rank"] == "$(JOB_COMPLETION_INDEX)"
+
+
+def test_the_service_is_headless_and_of_the_pods_of_the_job():
+    found = documents("job.yaml")
+    service, job = found["Service"], found["Job"]
+    assert service["spec"]["clusterIP"] == "None" and service["spec"]["publishNotReadyAddresses"]
+    label = {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
+    assert service["spec"]["selector"] == label
+    assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
+    assert documents("jobset.yaml")["JobSet"]["spec"]["network"]["enableDNSHostnames"]
+
+
+def command(name):
+    """Return the options for torchrun and the settings of the run."""
+    (container,) = job_of(name)["template"]["spec"]["containers"]
+    assert container["command"] == ["torchrun"]
+    args = container["args"]
+    place = args.index("-m")
+    assert args[place + 1] == "gpipe_hpc.train"
+    return dict(word.split("=", 1) for word in args[:place]), args[place + 2 :]
+
+
+@both
+def test_settings_compose_and_fill_all_ranks(name):
+    flags, settings = command(name)
+    config = compose_config(settings)
+    ranks = int(flags["--nnodes"]) * int(flags["--nproc-per-node"])
+    assert config.pipeline.stages * config.pipeline.replicas == ranks
+    (container,) = job_of(name)["template"]["spec"]["containers"]
+    limits = container["resources"]["limits"]
+    assert limits["nvidia.com/gpu"] == int(flags["--nproc-per-node"])
+    assert config.run.dir.startswith("/work/") and config.checkpoint.every > 0
+
+
+@both
+def test_a_stopped_pod_has_time_to_save_and_is_not_counted(name):
+    job = job_of(name)
+    pod = job["template"]["spec"]
+    flags, _ = command(name)
+    assert int(flags["--shutdown-timeout"]) < pod["terminationGracePeriodSeconds"]
+    assert pod["restartPolicy"] == "Never"  # what podFailurePolicy asks for
+    (rule,) = job["podFailurePolicy"]["rules"]
+    # The status must be text.
+    assert rule["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    if name == "job.yaml":
+        assert rule["action"] == "Ignore" and job["podReplacementPolicy"] == "Failed"
+        assert job["backoffLimitPerIndex"] > 0 and job["maxFailedIndexes"] == 0
+    else:
+        policy = documents(name)["JobSet"]["spec"]["failurePolicy"]
+        assert rule["action"] == "FailJob" and job["backoffLimit"] == 0 < policy["maxRestarts"]
+        ignored = {
+            "action": "RestartJobSetAndIgnoreMaxRestarts",
+            "onJobFailureReasons": ["PodFailurePolicy"],
+        }
+        assert policy["rules"] == [ignored]
+
+
+@both
+def test_pods_need_no_rights_and_write_to_volumes(name):
+    pod = job_of(name)["template"]["spec"]
+    (container,) = pod["containers"]
+    dockerfile = (CLUSTER.parent / "Dockerfile").read_text("utf-8")
+    (user,) = re.findall(r"^USER (\d+)$", dockerfile, re.M)
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert pod["securityContext"]["runAsUser"] == pod["securityContext"]["fsGroup"] == int(user)
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    mounts = {mount["mountPath"]: volumes.pop(mount["name"]) for mount in container["volumeMounts"]}
+    assert not volumes and set(mounts) == {"/work", "/dev/shm", "/tmp"}
+    assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+    claim = documents(name)["PersistentVolumeClaim"]
+    assert mounts["/work"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    (secret,) = container["env"]
+    assert secret["name"] == "GPIPE_HPC_SECRET" and "secretKeyRef" in secret["valueFrom"]
+
+
+def test_the_two_manifests_run_the_same():
+    job, jobset = (job_of(name)["template"]["spec"] for name in ("job.yaml", "jobset.yaml"))
+    del job["subdomain"]  # JobSet sets it
+    assert yaml.safe_dump(job).replace(first_pod("job.yaml"), "POD") == yaml.safe_dump(
+        jobset
+    ).replace(first_pod("jobset.yaml"), "POD")
+
+
+def sections(text):
+    """Return the sections of an Apptainer definition; the header as the one without a name."""
+    parts = re.split(r"^%(\w+)\n", text, flags=re.M)
+    return dict(zip(["", *parts[1::2]], parts[::2], strict=True))
+
+
+def test_apptainer_builds_what_the_dockerfile_does(tmp_path):
+    """It was checked by reading: what it copies is there, its shell is one, its versions agree."""
+    found = sections((CLUSTER / "apptainer" / "gpipe_hpc.def").read_text("utf-8"))
+    known = {"arguments", "files", "post", "environment", "runscript", "test", "help"}
+    assert set(found) == {"", *known}
+    header = dict(
+        line.split(": ", 1) for line in found[""].splitlines() if line and line[0] not in "# "
+    )
+    assert header == {"Bootstrap": "docker", "From": "{{ BASE }}"}
+    arguments = dict(line.strip().split("=", 1) for line in found["arguments"].split())
+    used = set(re.findall(r"\{\{ (\w+) \}\}", "".join(found.values())))
+    assert used == set(arguments)
+    dockerfile = (CLUSTER.parent / "Dockerfile").read_text("utf-8")
+    assert f"ARG BASE={arguments['BASE']}" in dockerfile
+    copied = [line.split() for line in found["files"].strip().splitlines()]
+    assert all((CLUSTER.parent / source).exists() for source, _ in copied)
+    sent = (CLUSTER.parent / ".dockerignore").read_text("utf-8").split()
+    assert {source for source, _ in copied} == {w[1:] for w in sent if w.startswith("!")}
+    for name in ("post", "environment", "runscript", "test"):
+        script = re.sub(r"\{\{ \w+ \}\}", "value", found[name])
+        subprocess.run(["sh", "-n"], input=script, text=True, check=True)
+
+
+def test_the_batch_script_is_one():
+    path = CLUSTER / "slurm" / "train.sbatch"
+    subprocess.run(["bash", "-n", path], check=True)
+    text = path.read_text("utf-8")
+    top, _, rest = text.partition("edit to here")
+    assert "#SBATCH" not in rest, "Slurm reads no options below the first command"
+    # Slurm stops reading options there.
+    first = next(i for i, line in enumerate(top.splitlines()) if line and line[0] != "#")
+    assert not any(line.startswith("#SBATCH") for line in top.splitlines()[first:])
+    options = re.findall(r"^#SBATCH (--[\w-]+)", text, re.M)
+    assert {"--requeue", "--no-kill", "--open-mode", "--signal"} <= set(options)
+    (body,) = re.findall(r"^what_runs\(\) \{\s*COMMAND=\((.*?)\)\n\}", text, re.M | re.S)
+    words = shlex.split(body.replace("$((NUM_RANKS / 8))", "2"))
+    assert words[:3] == ["python", "-m", "gpipe_hpc.train"]
+    compose_config(words[3:])
