@@ -89,8 +89,8 @@ def test_ranks_in_containers_of_their_own_say_that_they_share_nothing(
     ranks = rank_in_its_own("--tmpfs=/tmp")
     assert [rank.wait() for rank in ranks] == [0, 0], "\n".join(r.output for r in ranks)
     assert "no secret" in ranks[0].output
-    assert f"rank 0: {DIVIDED} 1 of this machine" in (folder / "run/logs/rank_0.log").read_text()
-    assert f"rank 1: {DIVIDED} 0 of this machine" in (folder / "run/logs/rank_1.log").read_text()
+    assert f"rank 0: {DIVIDED} 1 of this machine" in (folder / "run/logs/rank0.log").read_text()
+    assert f"rank 1: {DIVIDED} 0 of this machine" in (folder / "run/logs/rank1.log").read_text()
     as_outside(folder / "run")
 
 
