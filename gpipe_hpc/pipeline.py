@@ -630,8 +630,9 @@ class Pipeline:
         a step counts, so the batch is passed over and the learning rate goes on.
 
         `tell` is called when this rank's part of the pipeline has run. Of the at most 8 numbers
-        that it returns (a wish to stop, a time), every rank finds those of every rank in the
-        result: `result.told[rank]`. They travel with what ranks tell one another anyway.
+        that it returns (a wish to stop, a time), every rank finds the totals, the least and the
+        greatest over all ranks in the result, number by number: `result.told.greatest[0]`. They
+        travel with what ranks tell one another anyway.
         """
         self._norms = None
         # As under no_grad: what a step does is not for the caller's inference mode to say.

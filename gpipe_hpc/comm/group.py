@@ -91,11 +91,22 @@ class Gathering(Protocol):
     def position(self) -> int:
         """Return where this rank stands in `ranks`."""
 
+    @property
+    def width(self) -> int:
+        """Return the most ranks that add up at once: all, or those of a group of a level."""
+
     def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
         """Start summing `tensor` in place over the ranks; the same bits on all."""
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum `tensor` in place over the ranks; the same bits on all."""
+
+    def climb(self, tensor: torch.Tensor, between: Callable[[int], None]) -> None:
+        """Sum `tensor` in place over the ranks, maybe group by group; the same bits on all.
+
+        ``between(position)`` is called ahead of each further group on its members, to change what
+        is no plain sum of all ranks; `position` is that of this rank in that group.
+        """
 
     def all_reduce_max(self, tensor: torch.Tensor) -> None:
         """Put the greatest value of each element over the ranks in its place."""
@@ -207,7 +218,7 @@ class SoloGroup:
 
     def __init__(self, rank: int) -> None:
         self.ranks: tuple[int, ...] = (rank,)
-        self.size = 1
+        self.size = self.width = 1
         self.position = 0
         self.sent = Sent()
         self.torch_group: dist.ProcessGroup | None = None
@@ -217,6 +228,9 @@ class SoloGroup:
         return Done()
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Leave `tensor` as it is."""
+
+    def climb(self, tensor: torch.Tensor, between: Callable[[int], None]) -> None:
         """Leave `tensor` as it is."""
 
     def all_reduce_max(self, tensor: torch.Tensor) -> None:

@@ -69,6 +69,7 @@ class Levels:
         self.size = len(ranks)
         self.position = position
         self.groups = tuple(groups)
+        self.width = min(width, self.size)
         self._width = width
         has_highest = len(groups) == depth(self.size, width)
         # In the group of the highest level all learn the whole together.
@@ -81,6 +82,14 @@ class Levels:
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum within each group upwards, and bring the sum down again."""
         self.start_all_reduce(tensor).wait()
+
+    def climb(self, tensor: torch.Tensor, between: Callable[[int], None]) -> None:
+        """Sum within each group upwards, `between` in between, and bring the sum down again."""
+        for level, group in enumerate(self.groups):
+            if level:
+                between(group.position)
+            group.all_reduce(tensor)
+        self.hand_down(tensor)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> None:
         """Find the greatest within each group upwards, and bring it down again."""

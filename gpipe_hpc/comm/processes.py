@@ -81,7 +81,7 @@ class TorchGroup:
         self, group: dist.ProcessGroup, ranks: tuple[int, ...], pulse: Pulse, device: Device
     ) -> None:
         self.ranks = ranks
-        self.size = len(ranks)
+        self.size = self.width = len(ranks)
         self.position = ranks.index(dist.get_rank())
         self.sent = Sent()
         self.torch_group = group
@@ -102,6 +102,10 @@ class TorchGroup:
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum `tensor` in place."""
         self.start_all_reduce(tensor).wait()
+
+    def climb(self, tensor: torch.Tensor, between: Callable[[int], None]) -> None:
+        """Sum `tensor` in place: all ranks are one group."""
+        self.all_reduce(tensor)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> None:
         """Put the greatest of each element in its place."""

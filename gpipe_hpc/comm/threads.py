@@ -140,7 +140,7 @@ class ThreadGroup:
         self, hub: ThreadHub, ranks: tuple[int, ...], rank: int, serial: int, device: Device
     ) -> None:
         self.ranks = ranks
-        self.size = len(ranks)
+        self.size = self.width = len(ranks)
         self.position = ranks.index(rank)
         self.sent = Sent()
         self.torch_group: dist.ProcessGroup | None = None
@@ -174,6 +174,10 @@ class ThreadGroup:
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum `tensor` in place."""
         self.start_all_reduce(tensor).wait()
+
+    def climb(self, tensor: torch.Tensor, between: Callable[[int], None]) -> None:
+        """Sum `tensor` in place: all ranks are one group."""
+        self.all_reduce(tensor)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> None:
         """Put the greatest of each element in its place."""

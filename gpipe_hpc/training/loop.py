@@ -275,7 +275,8 @@ class _Loop:
         with together(pipe.world, "the step's edge"):
             if self._session.lock is not None:
                 self._session.lock.check()
-        agreed = agree(trained.result.told)
+        assert trained.result.told is not None, "of a step"
+        agreed = agree(trained.result.told, pipe.world.size)
         edge.leave(trained.result.met_s)
         this = TimedStep(pipe.steps_done, pipe.last_step_marks(), trained.laps, origin_s)
         timed = before if is_late else this
@@ -283,7 +284,7 @@ class _Loop:
             return trained, this, agreed, None
         self._reporter.hold(timed, agreed.pipeline_s)
         spent = timed.laps.spent(agreed.pipeline_s)
-        times = Times(agreed.pipeline_s, agreed.bubble, spent, agreed.busy_s)
+        times = Times(agreed.pipeline_s, agreed.bubble, spent)
         return trained, this, agreed, times
 
     def _say_skipped(self, result: StepResult) -> None:

@@ -1,7 +1,7 @@
 """The edge of a step: what all ranks then know of it, told where they meet behind the pipeline."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from gpipe_hpc.comm.clock import clock_identity
 from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.group import Gathering
 from gpipe_hpc.engine.recorder import StepMarks, StepTimes
+from gpipe_hpc.engine.sums.told import Overall
 from gpipe_hpc.schedule import idle_share
 from gpipe_hpc.training.one_step import Laps
 
@@ -39,7 +40,7 @@ class Told(NamedTuple):
     origin_s: float = 0.0
 
     def numbers(self) -> tuple[float, ...]:
-        """Return it as numbers, moments since the origin; `agree` reads them."""
+        """Return it as numbers, moments since the origin; `agree` reads their sums."""
         busy_s, start_s, end_s = self.times
         return (
             busy_s,
@@ -55,32 +56,30 @@ class Agreed(NamedTuple):
     """What all ranks know of a step.
 
     `pipeline_s`: seconds from the start of the first action of any rank to the end of the last.
-    `bubble`: see `idle_share`, of all ranks of all replicas. `busy_s`: of each rank.
+    `bubble`: see `idle_share`, of all ranks of all replicas.
     `peak_memory_bytes`: of the rank that had most so far, and which that is. `is_stopped`: some
     rank wants to stop. `is_written`: all ranks have written.
     """
 
     pipeline_s: float
     bubble: float
-    busy_s: tuple[float, ...]
     peak_memory_bytes: int
     peak_memory_rank: int
     is_stopped: bool
     is_written: bool
 
 
-def agree(rows: Sequence[Sequence[float]]) -> Agreed:
-    """Return what all ranks say of the step; `rows`: the numbers of each rank."""
-    busy_s, starts_s, ends_s, peaks, stops, written = list(zip(*rows, strict=True))[:6]
-    span_s = max(0.0, max(ends_s) - min(starts_s))
+def agree(told: Overall, num_ranks: int) -> Agreed:
+    """Return what all ranks say of the step; `told`: their numbers, in sum."""
+    busy_s, starts_s, ends_s, peaks, stops, written = range(6)
+    span_s = max(0.0, told.greatest[ends_s] - told.least[starts_s])
     return Agreed(
         span_s,
-        idle_share(sum(busy_s), len(rows), span_s),
-        busy_s,
-        int(max(peaks)),
-        peaks.index(max(peaks)),
-        is_stopped=any(stops),
-        is_written=all(written),
+        idle_share(told.totals[busy_s], num_ranks, span_s),
+        int(told.greatest[peaks]),
+        told.first[peaks],
+        is_stopped=told.greatest[stops] > 0,
+        is_written=told.least[written] > 0,
     )
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from gpipe_hpc.comm.clock import clock_identity
 from gpipe_hpc.comm.threads import run_on_threads
 from gpipe_hpc.engine.recorder import StepTimes
+from gpipe_hpc.engine.sums.told import tell_all
 from gpipe_hpc.schedule import Action, Costs, Event, Op, Timeline, build, simulate
 from gpipe_hpc.training.step_edge import StepEdge, Told, agree
 
@@ -33,7 +34,7 @@ def meet(timelines, *, clock=None, offsets=None, peaks=None, stops=(), unwritten
             times = StepTimes(busy_s, shift + first, shift + last)
         peak = 0 if peaks is None else peaks[rank]
         told = Told(times, peak, rank in stops, rank not in unwritten, edge.origin_s)
-        return agree(world.everybody.all_gather_object(told.numbers()))
+        return agree(tell_all(told.numbers(), world.everybody, rank), world.size)
 
     agreed = run_on_threads(len(rows), body)
     assert all(each == agreed[0] for each in agreed)

@@ -7,8 +7,9 @@ the host knows travels on the host meanwhile: neither waits for the other.
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -19,10 +20,7 @@ from gpipe_hpc.engine.sums.loss import LossTerm, Noted
 from gpipe_hpc.engine.sums.norms import stacked
 from gpipe_hpc.engine.sums.ordered import ordered_sum
 from gpipe_hpc.engine.sums.results import Found, Row, StepLoss, find_rows, num_terms, positions
-from gpipe_hpc.errors import ConfigError
-
-NUM_TOLD: Final = 8
-"""How many numbers a rank may tell all others; always as many travel."""
+from gpipe_hpc.engine.sums.told import Overall, Slots
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ class Says:
 
     `losses` and `noted`: by global micro-batch. `flags`: the numbers of those that are set.
     `overflows`: how many of its gradients are not finite, float64[] on the device. `told`: at most
-    `NUM_TOLD` numbers for every rank. `squares`: of this rank's parts of the gradients, by global
+    `NUM_TOLD` numbers of this rank. `squares`: of this rank's parts of the gradients, by global
     micro-batch, on all ranks or on none.
     """
 
@@ -47,13 +45,13 @@ class Known(NamedTuple):
     """What all ranks know then, the same on each.
 
     `flags`: those set on any rank. `overflows`: the sum, float64[1], on its way to the host.
-    `told`: a row for each rank. `left_s`: when this rank left, on its clock.
+    `told`: what the ranks tell of themselves, in sum. `left_s`: when this rank left, on its clock.
     """
 
     loss: StepLoss
     flags: frozenset[int]
     overflows: Fetched
-    told: tuple[tuple[float, ...], ...]
+    told: Overall
     left_s: float
 
 
@@ -69,7 +67,8 @@ class Meeting:
     """Where all ranks meet: none goes on behind a step that failed on one.
 
     `num_global`: micro-batches of the global batch. `num_flags`: the same on every rank. Each
-    number but a flag has one contributor and zeros from everybody else, so the sums are exact.
+    number but a flag and what ranks tell has one contributor and zeros from everybody else, so the
+    sums are exact.
     Which rows of a loss there are, all ranks agree on when one has a row that is new.
     """
 
@@ -78,7 +77,7 @@ class Meeting:
     ) -> None:
         self._num_global, self._num_flags = num_global, num_flags
         self._group, self._device = group, device
-        self._place = group.position
+        self._slots = Slots(group, rank)
         self._add = ordered_sum(device)
         self._rows: tuple[Row, ...] = ()
 
@@ -103,7 +102,7 @@ class Meeting:
             ),
             frozenset(summed.flags.nonzero().flatten().tolist()),
             fetched.part(slice(-1, None)),
-            tuple(map(tuple, summed.told.view(-1, NUM_TOLD).tolist())),
+            self._slots.read(summed.told),
             summed.left_s,
         )
 
@@ -112,15 +111,20 @@ class Meeting:
         terms, host = self._terms(says, found), self._host(says, found)
         if not self._device.is_accelerator:
             flat = torch.cat([terms, host])
-            self._group.all_reduce(flat)
+            self._climb(flat)
             terms, host = torch.split(flat, [len(terms), len(host)])
         else:
             pending = self._group.start_all_reduce(terms)
-            self._group.all_reduce(host)
+            self._climb(host)
             pending.wait()
         left_s = time.perf_counter()
-        num_new, flags, told = torch.split(host, [1, self._num_flags, NUM_TOLD * self._group.size])
+        num_new, flags, told = torch.split(host, [1, self._num_flags, self._slots.size])
         return _Summed(terms, int(num_new), flags, told, left_s)
+
+    def _climb(self, flat: torch.Tensor) -> None:
+        """Add up what the host knows, whose last part are the slots of what ranks tell."""
+        slots = flat[-self._slots.size :]
+        self._group.climb(flat, partial(self._slots.lift, slots))
 
     def _terms(self, says: Says, found: Found) -> torch.Tensor:
         """Return, as float64[n], the terms of the loss, the squares if any, and the overflows.
@@ -161,25 +165,11 @@ class Meeting:
 
     def _host(self, says: Says, found: Found) -> torch.Tensor:
         """Return how many rows are new, the flags, and what is told: float64[n] on the host."""
-        try:
-            told = [float(each) for each in says.told]
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"tell: expected a list of numbers for the other ranks, got {says.told!r}; return "
-                f"one, as [0.5]"
-            ) from error
-        if len(told) > NUM_TOLD:
-            raise ConfigError(
-                f"tell: expected at most {NUM_TOLD} numbers for the other ranks, got {len(told)}; "
-                f"tell less, or gather the rest behind the step"
-            )
-        start = 1 + self._num_flags + self._place * NUM_TOLD
-        row = [0.0] * (1 + self._num_flags + NUM_TOLD * self._group.size)
+        row = [0.0] * (1 + self._num_flags)
         row[0] = float(sum(each not in self._rows for each in found))
         for flag in says.flags:
             row[1 + flag] = 1.0
-        row[start : start + len(told)] = told
-        return torch.tensor(row, dtype=torch.float64)
+        return torch.tensor(row + self._slots.of(says.told), dtype=torch.float64)
 
 
 def _united(ahead: list[Row], behind: list[Row]) -> list[Row]:

@@ -15,6 +15,7 @@ from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.engine.sums.loss import Noted
 from gpipe_hpc.engine.sums.ordered import OrderedSum
 from gpipe_hpc.engine.sums.squares import GradientParts
+from gpipe_hpc.engine.sums.told import Overall
 from gpipe_hpc.models import MAIN_LOSS
 
 
@@ -116,7 +117,8 @@ class StepResult:
 
     `is_skipped`: gradients overflowed float16 on some rank, so there are none on any.
     `loss_scale`: what backward was scaled by. `parts`: how much the gradients of the step's parts
-    differ, with `noise_over`. `told`: of each rank the numbers that it told all others. `met_s`:
+    differ, with `noise_over`. `told`: the numbers that ranks told, in sum; None of an
+    evaluation. `met_s`:
     when this rank left the meeting behind the pipeline, on its own clock.
     """
 
@@ -124,7 +126,7 @@ class StepResult:
     is_skipped: bool = False
     loss_scale: float = 1.0
     parts: GradientParts | None = None
-    told: tuple[tuple[float, ...], ...] = ()
+    told: Overall | None = None
     met_s: float = 0.0
 
     def __repr__(self) -> str:

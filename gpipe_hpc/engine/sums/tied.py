@@ -95,30 +95,37 @@ def join_ties(
     *,
     is_apart: bool = False,
 ) -> list[TiedParameter]:
-    """Form the groups of each tie and make its copies equal; the same call on every rank.
+    """Form the groups of the ties and make their copies equal; the same call on every rank.
 
-    `is_apart`: replicas train by themselves. Returns those that this rank holds.
+    Ties of the same ranks share a group. `is_apart`: replicas train by themselves. Returns those
+    that this rank holds.
     """
     joined = []
     copies: dict[tuple[Group, int], list[torch.Tensor]] = {}
-    groups: dict[tuple[tuple[int, ...], int], Group] = {}
+    groups: dict[tuple[int, ...], Group] = {}
+
+    def group_of(ranks: Sequence[int]) -> Group:
+        members = tuple(ranks)
+        if members not in groups:
+            groups[members] = world.group([members])
+        return groups[members]
+
     for tie in ties:
         places = sorted({stage_of_layer[layer] for layer, _ in tie.places})
         holders = sorted({rank for stage in places for rank in placement.holders(stage)})
         ranks = [mesh.world_rank(r, k) for r in range(mesh.replicas) for k in holders]
         if world.rank not in ranks:
             continue
-        everybody = group = world.group([ranks])
+        everybody = group = group_of(ranks)
         if is_apart:
             replica = mesh.replica_of(world.rank)
-            group = world.group([[mesh.world_rank(replica, k) for k in holders]])
+            group = group_of([mesh.world_rank(replica, k) for k in holders])
         held = next(stage for index, stage in stages.items() if index in places)
         tied = TiedParameter(tie.name, held.tied[tie.name], group, everybody, outer)
         root = mesh.world_rank(0, placement.holders(stage_of_layer[tie.places[0][0]])[0])
         joined.append(tied)
-        first = groups.setdefault((everybody.ranks, root), everybody)
-        copies.setdefault((first, root), []).append(tied.value)
-    for (first, root), values in copies.items():
+        copies.setdefault((everybody, root), []).append(tied.value)
+    for (everybody, root), values in copies.items():
         with torch.no_grad():
-            broadcast_packed(first, values, root)
+            broadcast_packed(everybody, values, root)
     return joined

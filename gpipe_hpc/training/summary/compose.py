@@ -64,7 +64,9 @@ def compose_summary(
     """
     pipe, config = session.pipe, session.config
     can_differ = not config.pipeline.normalise_over_replicas
-    better = balance(ledger.busy_s, pipe.layout.portions) if can_differ else None
+    # Where a run failed, the others could not be asked.
+    computed_s = [each.computed_s for each in ranks] if len(ranks) == pipe.world.size else ()
+    better = balance(computed_s, pipe.layout.portions) if can_differ else None
     return {
         "format": _FORMAT,
         "outcome": ended.outcome,

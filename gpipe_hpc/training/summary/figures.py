@@ -10,7 +10,11 @@ from gpipe_hpc.training.traces.held import HeldStep
 
 
 class RankFigures(NamedTuple):
-    """What one rank tells. `busy_s`: in the step that is the median of those traced, if any."""
+    """What one rank tells.
+
+    `busy_s`: in the step that is the median of those traced, if any. `computed_s`: in all steps but
+    the first, which prepares what later ones find ready.
+    """
 
     rank: int
     replica: int
@@ -21,9 +25,16 @@ class RankFigures(NamedTuple):
     busy_s: float | None
     peak_memory_bytes: int
     memory_before_bytes: int  # in use before the model was built
+    computed_s: float = 0.0
 
     @classmethod
-    def of(cls, pipe: Pipeline, median: HeldStep | None, memory_before_bytes: int) -> "RankFigures":
+    def of(
+        cls,
+        pipe: Pipeline,
+        median: HeldStep | None,
+        memory_before_bytes: int,
+        computed_s: float,
+    ) -> "RankFigures":
         """Return those of this rank."""
         device = pipe.world.device
         return cls(
@@ -36,6 +47,7 @@ class RankFigures(NamedTuple):
             None if median is None else median.moments.busy_s,
             device.memory_peak(),
             memory_before_bytes,
+            computed_s,
         )
 
 

@@ -12,15 +12,11 @@ _NUM_KEPT: Final = 10_000  # steps of which medians are taken: the newest
 
 
 class Times(NamedTuple):
-    """Where the time of a step went: in the pipeline of all ranks, and around it on rank 0.
-
-    `busy_s`: how long each rank computed.
-    """
+    """Where the time of a step went: in the pipeline of all ranks, and around it on rank 0."""
 
     pipeline_s: float
     bubble: float
     spent: Spent
-    busy_s: tuple[float, ...] = ()
 
     def scalars(self) -> dict[str, float | None]:
         """Return them by name, as metrics.jsonl has them."""
@@ -47,7 +43,6 @@ class Ledger:
     first_loss: float | None = None
     last_loss: float | None = None
     validation_loss: float | None = None
-    busy_s: list[float] = field(default_factory=list)  # how long each rank computed, in all steps
     stalls_s: dict[str, float] = field(default_factory=dict)
     _newest: deque[tuple[float, Times]] = field(default_factory=lambda: deque(maxlen=_NUM_KEPT))
 
@@ -56,14 +51,11 @@ class Ledger:
         if self.num_steps == 1:
             self.num_samples, self.steps_s = 0, 0.0
             self._newest.clear()
-            self.busy_s = []
         self.num_steps += 1
         self.num_samples += num_samples
         self.steps_s += step_time_s
         if times is not None:
             self._newest.append((step_time_s, times))
-            known = self.busy_s or [0.0] * len(times.busy_s)
-            self.busy_s = [a + b for a, b in zip(known, times.busy_s, strict=True)]
         self.first_loss = loss if self.first_loss is None else self.first_loss
         self.last_loss = loss
 

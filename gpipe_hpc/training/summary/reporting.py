@@ -60,13 +60,18 @@ class Reporter:
         self._before_bytes = memory_before_bytes
         trace = session.config.trace
         self._held = HeldSteps(trace.steps, trace.from_step)
+        self._num_held, self._computed_s = 0, 0.0
         self.ledger = Ledger(session.pipe.steps_done)
         layout, leads = session.pipe.layout, session.pipe.world.rank == 0
         self._tables = [layout.of(replica).schedule for replica in range(layout.replicas)]
         self.planned = expected_timeline(session.pipe, session.batch_size) if leads else None
 
     def hold(self, timed: TimedStep, pipeline_s: float) -> None:
-        """Keep the times of this rank's actions in a step, if that step may be traced."""
+        """Note how long this rank computed, and keep when, if that step may be traced."""
+        if self._num_held == 1:
+            self._computed_s = 0.0  # the first step prepares what later ones find ready
+        self._num_held += 1
+        self._computed_s += timed.marks.times.busy_s
         if self._held.wants(timed.step):
             moments = timed.marks.moments
             self._held.take(HeldStep(timed.step, pipeline_s, moments, timed.origin_s))
@@ -110,7 +115,7 @@ class Reporter:
             write_summary(self._session.run_folder, summary)
 
     def _figures(self) -> RankFigures:
-        return RankFigures.of(self._pipe, self._held.median, self._before_bytes)
+        return RankFigures.of(self._pipe, self._held.median, self._before_bytes, self._computed_s)
 
     def _gather_figures(self) -> Sequence[RankFigures]:
         """Return the figures of all ranks on rank 0, nothing elsewhere."""

@@ -11,14 +11,22 @@ from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.group import Done
 from gpipe_hpc.engine.sums.flags import Flags
 from gpipe_hpc.engine.sums.loss import LossTerm
-from gpipe_hpc.engine.sums.meeting import NUM_TOLD, Meeting, Says
+from gpipe_hpc.engine.sums.meeting import Meeting, Says
+from gpipe_hpc.engine.sums.told import NUM_TOLD
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import build_gpt, token_cross_entropy
 from gpipe_hpc.training.loop import run_training
 from tests.support import batch, linears, mean_square, token_batch, train_here
 
 CPU = HostDevice()
-WAITED = ("all_reduce", "all_reduce_max", "broadcast", "all_gather_object", "gather_object")
+WAITED = (
+    "all_reduce",
+    "climb",
+    "all_reduce_max",
+    "broadcast",
+    "all_gather_object",
+    "gather_object",
+)
 
 
 class Counted:
@@ -139,7 +147,7 @@ def test_the_edge_of_a_step_of_training_costs_no_sum_of_its_own(tiny, tmp_path, 
     assert totals[1] - totals[0] == 4 * 2 * 4  # steps, sums a step, ranks
 
 
-def test_what_a_rank_tells_every_rank_finds_in_its_row():
+def test_what_ranks_tell_all_find_in_sum():
     def body(world):
         pipe = Pipeline(linears(4), mean_square, stages=2, replicas=2, world=world)
         data = batch(8)
@@ -149,9 +157,10 @@ def test_what_a_rank_tells_every_rank_finds_in_its_row():
         return result.told, silent.told
 
     told, silent = run_on_threads(4, body)[0]
-    assert [row[0] for row in told] == [0, 1, 2, 3] and {row[1] for row in told} == {float("inf")}
-    assert {len(row) for row in told} == {NUM_TOLD}
-    assert silent == ((0.0,) * NUM_TOLD,) * 4
+    assert told.totals[:2] == (6.0, float("inf")) and told.first[:2] == (3, 0)
+    assert (told.least[0], told.greatest[0]) == (0.0, 3.0)
+    assert {len(part) for part in told} == {NUM_TOLD}
+    assert silent == ((0.0,) * NUM_TOLD,) * 3 + ((0,) * NUM_TOLD,)
 
 
 @pytest.mark.parametrize("told", [["a"], 0.5, None])
@@ -181,6 +190,10 @@ class ElsewhereGroup:
     def __init__(self, group):
         self._group, self.calls = group, []
         self.ranks, self.size, self.position = group.ranks, group.size, group.position
+        self.width = group.width
+
+    def climb(self, tensor, between):
+        self.all_reduce(tensor)
 
     def start_all_reduce(self, tensor):
         self.calls.append("device")
@@ -216,7 +229,7 @@ def test_what_lies_on_a_device_is_summed_there_and_the_rest_on_the_host():
         assert calls == ["device", "host"]
         assert known.loss.terms.tolist() == [[2.0, 3.0], [4.0, 4.0]]
         assert known.flags == {0, 1, 2} and known.overflows.read() == 1.0
-        assert [row[0] for row in known.told] == [7.0, 7.0]
+        assert known.told.totals[0] == 14.0
 
 
 def test_flags_have_places_of_their_own():

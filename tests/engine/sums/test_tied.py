@@ -134,3 +134,34 @@ def test_built_layers_that_share_a_parameter_are_tied(tmp_path):
     for rank in (0, 2):
         assert set(gradients[rank]) == {"layers.0.weight"}
         torch.testing.assert_close(gradients[rank]["layers.0.weight"], weight.grad)
+
+
+def test_ties_of_the_same_ranks_share_a_group_and_each_is_summed_by_itself():
+    """Each tie had a group of its own: over Gloo as many connections between the same ranks."""
+    data = torch.randn(8, 4, dtype=torch.float64)
+
+    def train(stages: int, tied: tuple[str, ...]) -> tuple[int, dict[str, list[float]]]:
+        ties = {name: f"shared {name}" for name in tied}
+        ends = LayerSpec(nn.Linear, 4, 4, dtype=torch.float64).tied(ties)
+        layers = [ends, LayerSpec(nn.Linear, 4, 4, dtype=torch.float64), ends]
+
+        def body(world):
+            formed, form = [], world.group
+            world.group = lambda members: formed.append(members) or form(members)
+            pipe = Pipeline(
+                layers, nn.functional.mse_loss, stages=stages, microbatches=4, world=world
+            )
+            pipe.step(data, data)
+            grads = {name: p.grad.flatten().tolist() for name, p in pipe.named_parameters()}
+            return len(formed), grads
+
+        found = run_on_threads(stages, body)
+        return found[0][0], {name: grad for _, own in found for name, grad in own.items()}
+
+    num_one, _ = train(3, ("weight",))
+    num_both, grads = train(3, ("weight", "bias"))
+    assert num_one == num_both
+    whole = train(1, ("weight", "bias"))[1]
+    assert len(grads) == 4
+    for name, grad in grads.items():  # the copies are summed in another order
+        assert grad == pytest.approx(whole[name], abs=1e-12)
