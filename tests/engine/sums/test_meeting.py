@@ -133,7 +133,7 @@ def test_the_edge_of_a_step_of_training_costs_no_sum_of_its_own(tiny, tmp_path, 
             counters.append(counting(world))
             return run_training(config, world, stop)
 
-        monkeypatch.setattr("tests.support.run_training", run)
+        monkeypatch.setattr("gpipe_hpc.training.loop.run_training", run)
         train_here(
             4,
             *tiny,
