@@ -127,7 +127,7 @@ def test_a_model_that_cannot_be_built_says_why(start_ranks, mine):
 
 
 def test_a_rank_that_never_comes_is_named(start_ranks, tiny):
-    settings = (*tiny, "train.steps=3", "run.dir=run", "comm.timeout_s=3")
+    settings = (*tiny, "train.steps=3", "run.dir=run", "comm.timeout_s=6")
     for present, missing in (([0, 2], 1), ([1, 2], 0)):
         ranks = start_ranks(3, *settings, ranks=present).wait(20)
         for code, output in zip(ranks.codes, ranks.outputs, strict=True):
