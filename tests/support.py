@@ -8,7 +8,8 @@ import math
 import os
 import random
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -323,3 +324,17 @@ def in_turn(
             for turn in range(each + more)
         ],
     )
+
+
+@contextlib.contextmanager
+def mute(address: str = "127.0.0.1") -> Iterator[tuple[str, int]]:
+    """Give the place of a host that drops what is sent to it: its queue of callers is full."""
+    with socket.socket() as listener, contextlib.ExitStack() as stack:
+        listener.bind((address, 0))
+        listener.listen(0)
+        for _ in range(3):
+            call = stack.enter_context(socket.socket())
+            call.setblocking(False)
+            call.connect_ex(listener.getsockname())
+        time.sleep(0.05)
+        yield listener.getsockname()

@@ -20,12 +20,21 @@ class TwoHosts:
     all processes of both hosts, and interfaces, mounts and addresses go with them: nothing of it
     has a name that could be left behind, so several pairs may be there at once.
 
-    Raises `LackingError`, on entering, with what this machine does not allow.
+    ``own_address``: to which a host's own name resolves on it, None for that which others know;
+    Debian's installer writes 127.0.1.1. Raises `LackingError`, on entering, with what this
+    machine does not allow.
     """
 
     def __init__(
-        self, rate: float, delay_s: float, *, queue_bytes: int | None = None, mtu: int = MTU
+        self,
+        rate: float,
+        delay_s: float,
+        *,
+        queue_bytes: int | None = None,
+        mtu: int = MTU,
+        own_address: str | None = None,
     ) -> None:
+        self._own_address = own_address
         self._shape, self._mtu = (rate, delay_s, queue_bytes), mtu
         self._stack = ExitStack()
 
@@ -34,7 +43,8 @@ class TwoHosts:
         with ExitStack() as stack:
             hosts = []
             for name, address in names.items():
-                hosts.append(Host(name, address, names, self._mtu))
+                known = names | {name: self._own_address or address}
+                hosts.append(Host(name, address, known, self._mtu))
                 stack.callback(hosts[-1].power_off)
             self.hosts = tuple(hosts)
             self.link = Link([host.link_end for host in hosts], *self._shape)

@@ -85,6 +85,15 @@ class Link:
         """Let packets pass again."""
         self._asker.ask(do="restore")
 
+    def block(self, first: int, last: int, *, open_first: int = 1, open_last: int = 0) -> None:
+        """Lose calls to these TCP ports from now on, as a firewall does; 1, 0 for none.
+
+        Those from `open_first` to `open_last` pass. What is connected stays so.
+        """
+        self._asker.ask(
+            do="block", first=first, last=last, open_first=open_first, open_last=open_last
+        )
+
     def shape(self, rate: float, delay_s: float) -> None:
         """Change the rate and the delay from now on."""
         self.rate, self.delay_s = rate, delay_s

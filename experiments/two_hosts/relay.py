@@ -19,6 +19,7 @@ from experiments.two_hosts.shaping import Direction
 
 _BURST: Final = 32  # packets read before others have their turn
 _MOST_BYTES: Final = 1 << 16
+_SYN, _ACK = 0x02, 0x10
 
 
 def main() -> None:
@@ -49,6 +50,7 @@ class Wire:
     def __init__(self, ends: list[int], rate: float, delay_s: float, queue_bytes: int) -> None:
         self._ends = ends
         self._ways = [Direction(rate, delay_s, queue_bytes) for _ in ends]
+        self._blocked = self._open = range(0)
 
     def carry(self, control: socket.socket) -> bool:
         """Wait for something to do and do it; False once `control` is closed."""
@@ -72,13 +74,22 @@ class Wire:
                 packet = os.read(end, _MOST_BYTES)
             except OSError:
                 return
-            way.offer(packet, time.monotonic())
+            if self._blocked and self._is_blocked(called_port(packet)):
+                way.lost_packets += 1
+            else:
+                way.offer(packet, time.monotonic())
+
+    def _is_blocked(self, port: int) -> bool:
+        return port in self._blocked and port not in self._open
 
     def _answer(self, control: socket.socket) -> bool:
         packet = control.recv(1 << 16)
         if not packet:
             return False
         request: dict[str, Any] = json.loads(packet)
+        if request["do"] == "block":
+            self._blocked = range(request["first"], request["last"] + 1)
+            self._open = range(request["open_first"], request["open_last"] + 1)
         for way in self._ways:
             match request["do"]:
                 case "cut":
@@ -98,6 +109,16 @@ class Wire:
         ]
         control.send(json.dumps(answer).encode())
         return True
+
+
+def called_port(packet: bytes) -> int:
+    """Return the TCP port to which a packet of IPv4 wants to open a connection; 0 for any other."""
+    if len(packet) < 40 or packet[0] >> 4 != 4 or packet[9] != socket.IPPROTO_TCP:
+        return 0
+    segment = packet[4 * (packet[0] & 0xF) :]
+    if segment[13] & (_SYN | _ACK) != _SYN:
+        return 0
+    return int.from_bytes(segment[2:4], "big")
 
 
 if __name__ == "__main__":

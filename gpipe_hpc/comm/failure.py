@@ -10,12 +10,13 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Final, Protocol, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
+from gpipe_hpc.comm.doors import Doors
 from gpipe_hpc.comm.watch.display import Display
 from gpipe_hpc.comm.watch.helper import Helper
 from gpipe_hpc.comm.watch.introduction import Introduction
@@ -109,7 +110,8 @@ class FailureBoard:
     """The first failure of a run, on every rank, brought and taken by a thread.
 
     `on_report` is called on that thread when another rank has failed, after the main thread had
-    a moment to find out by itself. `key`: by which watchers know each other.
+    a moment to find out by itself. `key`: by which watchers know each other. `doors`: on what
+    address and ports they listen to other hosts.
     """
 
     def __init__(
@@ -123,8 +125,9 @@ class FailureBoard:
         *,
         key: bytes,
         watchfulness: Watchfulness,
+        doors: Doors,
     ) -> None:
-        self._store = store
+        self._store, self._doors = store, doors
         self._rank, self._size = rank, size
         self._pulse, self._display, self._on_report = pulse, display, on_report
         self._key, self._silence_s = key, watchfulness.silence_s
@@ -278,7 +281,7 @@ class FailureBoard:
             stack_file=f"/proc/{os.getpid()}/fd/{self._stacks.descriptor}",
             display=f"/proc/{os.getpid()}/fd/{self._display.descriptor}",
         )
-        return Introduction(self._watched, self._helper, self._rank, self._size)
+        return Introduction(self._watched, self._helper, self._rank, self._size, self._doors)
 
     def _ask(self, introduction: Introduction) -> Introduction | None:
         try:
@@ -347,7 +350,7 @@ class FailureBoard:
         """Turn lost ranks into a report, and a report into the end of what waits here."""
         now_s = time.monotonic()
         if self._report is None and now_s >= self._lost_s + SETTLE_S:
-            report = "; ".join(_told_of(news) for news in list(self._lost.values())[:MAX_LISTED])
+            report = _told_of_all(list(self._lost.values())[:MAX_LISTED])
             log.error("%s", self._stand(report))
         if self._stop.is_set():
             return
@@ -374,13 +377,18 @@ class FailureBoard:
         os._exit(FAILED_EXIT_CODE)
 
 
-def _told_of(news: Message) -> str:
-    """Return a lost rank as a message."""
+def _told_of_all(lost: Sequence[Message]) -> str:
+    """Return lost ranks as a message; what to do stands once, behind the last of a kind."""
+    last = {news["what"]: news for news in lost}
+    return "; ".join(_told_of(news, tells_remedy=last[news["what"]] is news) for news in lost)
+
+
+def _told_of(news: Message, *, tells_remedy: bool) -> str:
     name = f"rank {news['rank']}" + (f" on {news['host']}" if news["host"] else "")
     return (
         f"{name}: {news['what']}: expected it to live as long as the run, got one that "
-        f"{news['fate']}; its last action: {news['doing']}; {news['waiting']}"
-        f"{_REMEDIES[news['what']]}"
+        f"{news['fate']}; its last action: {news['doing']}"
+        + (f"; {news['waiting']}{_REMEDIES[news['what']]}" if tells_remedy else "")
     )
 
 

@@ -7,8 +7,9 @@ groups these ranks have formed before: that is the same on all members, and nobo
 
 import hashlib
 import os
+import socket
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Final
@@ -16,14 +17,29 @@ from typing import Any, Final
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as torch_groups
 
+from gpipe_hpc.comm.doors import Doors, through
+from gpipe_hpc.comm.knocking import Place, calls, unanswered
+from gpipe_hpc.errors import LaunchError
+
 LAZY_VARIABLE: Final = "TORCH_GLOO_LAZY_INIT"
+
+
+_LONGEST_KNOCK_S: Final = 10.0  # in which a call is made four times
+
+Exchange = Callable[[str, str, Collection[int]], Mapping[int, str]]
+"""Tells some ranks, this one among them, a text under a name; returns all of theirs."""
+
+
+def _own_alone(name: str, text: str, ranks: Collection[int]) -> Mapping[int, str]:
+    return {}
 
 
 class Former:
     """Forms the groups of one world; `name` tells it from other worlds of the same ranks.
 
-    `meet`: returns once all members of a group have called it. Forming itself waits for them on the
-    store, where the failure of one would not end the wait.
+    `exchange`: returns once all members of a group have called it. Forming itself waits for them on
+    the store, where the failure of one would not end the wait. `doors`: where Gloo listens.
+    `reach_s`: in which who listens there has to answer.
     """
 
     def __init__(
@@ -31,9 +47,12 @@ class Former:
         name: str,
         timeout: timedelta,
         backend: str,
-        meet: Callable[[str, Collection[int]], None] = lambda name, ranks: None,
+        exchange: Exchange = _own_alone,
+        doors: Doors | None = None,
+        reach_s: float = _LONGEST_KNOCK_S,
     ) -> None:
-        self._meet = meet
+        self._exchange, self._doors = exchange, doors or Doors()
+        self._reach_s = min(reach_s, _LONGEST_KNOCK_S)
         self._name, self._timeout, self._backend = name, timeout, backend
         self._num_formed: Counter[tuple[int, ...]] = Counter()
 
@@ -41,17 +60,19 @@ class Former:
         """Form a group of world ranks, this one among them; each of them calls it, nobody else.
 
         `backend`: None for that of the other groups. Over Gloo all members are connected with one
-        another then, so a group should be small.
+        another then, so a group should be small. Raises LaunchError, on all members, where one
+        cannot be reached by another.
         """
         members = tuple(ranks)
         self._num_formed[members] += 1
         digest = hashlib.sha256(str(members).encode()).hexdigest()[:32]
         name = f"{self._name}_{digest}_{self._num_formed[members]}"
-        self._meet(f"forming group {name}", members)
         torch_side: Any = torch_groups
         default = torch_side._get_default_group()
         _, store = torch_side._world.pg_map[default]
-        with connecting(lazily=False), _unbound(default):
+        door = self._doors.open(lazily=False)
+        self._meet(name, members, default.rank(), Place(_host(), door.address, door.port))
+        with connecting(lazily=False), _unbound(default), through(door):
             formed, _ = torch_side._new_process_group_helper(
                 len(members),
                 members.index(default.rank()),
@@ -65,6 +86,34 @@ class Former:
         torch_side._world.pg_group_ranks[formed] = places
         group: dist.ProcessGroup = formed
         return group
+
+    def _meet(self, name: str, members: Collection[int], rank: int, own: Place) -> None:
+        """Wait for all members; where they are on several hosts, see that all can be reached."""
+        told = self._exchange(f"forming group {name}", own.told(), members)
+        places = {member: Place.parsed(text) for member, text in told.items()}
+        if len({place.address for place in places.values()}) < 2:
+            return
+        called = {r: place for r, place in places.items() if calls(own, place)}
+        failed = unanswered(called, self._reach_s)
+        why = "; ".join(_unreached(rank, own, r, places[r], why) for r, why in failed.items())
+        heard = self._exchange(f"reaching group {name}", why, members)
+        reasons = [heard[member] for member in sorted(heard) if heard[member]]
+        if reasons:
+            raise LaunchError(f"launch: {reasons[0]}")
+
+
+def _host() -> str:
+    return socket.gethostname().replace("|", "_")
+
+
+def _unreached(rank: int, own: Place, other: int, place: Place, why: str) -> str:
+    """Return a pair of ranks that does not meet, as a message, with what can be done."""
+    return (
+        f"rank {rank} on {own.host} ({own.address}) cannot reach rank {other} on {place.host}, "
+        f"expected an answer at {place}, where its Gloo listens, got: {why}; let the hosts reach "
+        f"one another on that port (comm.ports gives a range to open), or choose a network on "
+        f"which they do with comm.interface"
+    )
 
 
 @contextmanager

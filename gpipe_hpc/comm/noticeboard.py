@@ -38,11 +38,6 @@ class Noticeboard:
         self._await(what, keys)
         return {rank: self._store.get(key).decode() for rank, key in keys.items()}
 
-    def meet(self, what: str, ranks: Collection[int]) -> None:
-        """Return once all of some ranks, this one among them, have come here; raises as `ask`."""
-        self.tell(what)
-        self._await(what, {rank: _key(what, rank) for rank in sorted(ranks)})
-
     def close(self) -> None:
         """Let whoever asks in vain hear that the run has failed."""
         self._is_closed = True

@@ -22,6 +22,7 @@ from gpipe_hpc.comm.collectives.on_stream import StreamCarrier
 from gpipe_hpc.comm.collectives.plan import Plan
 from gpipe_hpc.comm.collectives.shards import checked_counts, shards
 from gpipe_hpc.comm.device import Device, carries, knows
+from gpipe_hpc.comm.doors import Doors
 from gpipe_hpc.comm.failure import Board, FailureBoard, SoloBoard, lost
 from gpipe_hpc.comm.forming import Former
 from gpipe_hpc.comm.group import (
@@ -44,7 +45,7 @@ from gpipe_hpc.comm.machine import folder_identity, kernel_identity
 from gpipe_hpc.comm.noticeboard import Noticeboard
 from gpipe_hpc.comm.noting import Note
 from gpipe_hpc.comm.pickling import dumps, loads
-from gpipe_hpc.comm.timeouts import checked_timeout
+from gpipe_hpc.comm.timeouts import DEFAULT_REACH_S, checked_timeout
 from gpipe_hpc.comm.torchrun_report import tell_torchrun
 from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
 from gpipe_hpc.comm.transport.lanes import TorchLane
@@ -61,6 +62,7 @@ from gpipe_hpc.comm.transport.shared import (
 from gpipe_hpc.comm.watch.display import Display
 from gpipe_hpc.comm.watch.pulse import Idle, Pulse
 from gpipe_hpc.comm.watch.settings import Watchfulness
+from gpipe_hpc.comm.world import together
 from gpipe_hpc.errors import LaunchError
 
 log = logging.getLogger("gpipe_hpc.comm")
@@ -394,8 +396,9 @@ class ProcessWorld:
 
     `job_secret`: what all ranks know and others do not, if they have one. `watchfulness`: when
     ranks take one another for lost. `width`: more ranks than that tell one another what all know by
-    way of levels of groups of so many. Its own groups, connections and threads go with it, or with
-    `close`.
+    way of levels of groups of so many. `doors`: on what address and ports this rank listens.
+    `reach_s`: in which other ranks have to answer where they listen. Its own groups, connections
+    and threads go with it, or with `close`.
     """
 
     def __init__(
@@ -407,8 +410,11 @@ class ProcessWorld:
         job_secret: Secret | None = None,
         watchfulness: Watchfulness | None = None,
         width: int = WIDTH,
+        doors: Doors | None = None,
+        reach_s: float = DEFAULT_REACH_S,
     ) -> None:
         self._width = width
+        self._doors = doors or Doors()
         watchfulness = watchfulness or Watchfulness()
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
@@ -434,12 +440,18 @@ class ProcessWorld:
         self._queues: dict[tuple[int, int], TorchLane] = {}
         self._board_of_notices = Noticeboard(keys, self.rank, timeout_s, self._pulse.wait_for)
         self._former = Former(
-            f"gpipe_hpc_world{number}", self._timeout, self._backend, self._board_of_notices.meet
+            f"gpipe_hpc_world{number}",
+            self._timeout,
+            self._backend,
+            self._exchanged_among,
+            self._doors,
+            reach_s,
         )
         self._num_transports = 0
         # First of all: from here on no rank ends, and none hangs, without the others' knowledge.
         self._board = self._open_board(keys, watchfulness)
-        self.everybody = self.gathering([range(self.size)])
+        with together(self, "joining the other ranks"):
+            self.everybody = self.gathering([range(self.size)])
         # NCCL wants its groups to end together, so not whenever a rank collects its garbage.
         unasked = [] if uses_own else self._groups
         self._release = weakref.finalize(self, _release, self._board, unasked)
@@ -467,6 +479,11 @@ class ProcessWorld:
     def activity(self, activity: object) -> None:
         self._pulse.note(activity)
 
+    @property
+    def doing(self) -> str:
+        """Return what this rank is doing, and for whom it waits."""
+        return str(self._pulse)
+
     def _open_board(self, keys: Store, watchfulness: Watchfulness) -> Board:
         if self.size == 1:
             return SoloBoard(self.rank)
@@ -482,6 +499,7 @@ class ProcessWorld:
             on_report=lambda: _break_groups(this()),
             key=self.secret.derive("watch").key,
             watchfulness=watchfulness,
+            doors=self._doors,
         )
 
     def _introduce(self) -> None:
@@ -555,6 +573,10 @@ class ProcessWorld:
         """Tell the peers a text; return theirs, and this rank's own."""
         self._board_of_notices.tell(what, text)
         return {self.rank: text, **self._board_of_notices.ask(what, peers)}
+
+    def _exchanged_among(self, what: str, text: str, ranks: Collection[int]) -> Mapping[int, str]:
+        """Tell ranks, this one among them, a text; return theirs once all have come here."""
+        return self._exchanged(what, text, set(ranks) - {self.rank})
 
     def _host(self, device: Device) -> str:
         """Return with whom this rank can share memory; empty: with nobody."""

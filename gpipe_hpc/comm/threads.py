@@ -295,6 +295,11 @@ class ThreadWorld:
         return MemoryTransport(self.hub, channels, self.device)
 
     @property
+    def doing(self) -> str:
+        """Return what this rank is doing."""
+        return str(self.activity)
+
+    @property
     def has_news(self) -> bool:
         """Say whether another rank has failed and this one has not been told."""
         return self.hub.report is not None and not self._is_told

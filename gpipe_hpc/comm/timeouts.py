@@ -8,6 +8,9 @@ from gpipe_hpc.errors import ConfigError
 MAX_TIMEOUT_S: Final = 1e6
 """Some eleven days: in milliseconds, as poll and torch take it, little less than 2^31."""
 
+DEFAULT_REACH_S: Final = 20.0
+"""In which a host has to answer at all: with this all ranks have ended half a minute later."""
+
 
 def checked_timeout(timeout_s: float, where: str) -> float:
     """Return a time to wait in seconds; raise ConfigError for one that no wait takes."""

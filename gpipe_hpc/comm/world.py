@@ -31,6 +31,10 @@ class World(Protocol):
     activity: object
     """What this rank is doing (an action, or a text); shown when another rank waits in vain."""
 
+    @property
+    def doing(self) -> str:
+        """Return what this rank is doing, and for whom it waits, in words; any thread may ask."""
+
     is_one_process: bool
     """Whether all ranks are threads of this process, which share what they are given."""
 

@@ -106,6 +106,7 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         **DATA_CHOICES,
     }
 )
+_NONE_IS_OFF: Final = ("train.clip_norm", "train.stop_grace_s")
 _PARTITIONS: Final = ("time", "parameters", "uniform")
 
 
@@ -196,10 +197,10 @@ def check_ranges(config: Config) -> None:
         expected = f"{least} to {most}" if bounded else f"at least {least}"
         raise refuse(setting, expected, value, f"set {setting} within it")
     # Open at zero: no time to wait and no norm at all would stop every run.
-    for setting in ("comm.timeout_s", "comm.stall_s", "train.clip_norm"):
+    for setting in ("comm.timeout_s", "comm.stall_s", "comm.reach_s", *_NONE_IS_OFF):
         value = _value(config, setting)
         if value is not None and not (value > 0 and math.isfinite(value)):
-            off = ", or null for none" if setting == "train.clip_norm" else ""
+            off = ", or null for none" if setting in _NONE_IS_OFF else ""
             raise refuse(setting, "more than 0", value, f"set {setting} above it{off}")
     for name, value in vars(config.comm).items():
         if name.endswith("_s") and value is not None and not value <= MAX_TIMEOUT_S:

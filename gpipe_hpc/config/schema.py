@@ -59,6 +59,7 @@ class TrainConfig:
     device_flops_per_s: float | None = None
     keep_freed_memory: bool = True
     num_threads: int | None = None
+    stop_grace_s: float | None = 25.0
 
 
 @dataclass
@@ -186,6 +187,9 @@ class CommConfig:
     timeout_s: float = 600.0
     silence_s: float = 15.0
     stall_s: float | None = None
+    reach_s: float = 20.0
+    interface: str | None = None
+    ports: str | None = None
     loopback: bool | None = None
     shared_memory: bool = True
     secret_file: str | None = None

@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from gpipe_hpc.training.ending import end_soon
 from gpipe_hpc.training.joining import join_world
 from gpipe_hpc.training.loop import run_training
 from gpipe_hpc.training.run.folder import default_run_folder
-from gpipe_hpc.training.signals import REQUEUE_EXIT_CODE, StopRequest
+from gpipe_hpc.training.signals import REQUEUE_EXIT_CODE, Ending, StopRequest
 
 log = logging.getLogger("gpipe_hpc.train")
 
@@ -55,6 +56,7 @@ def _train_of_sweep(job: Job, stop: StopRequest) -> int:
     if job.config.run.dir is None:
         job.config.run.dir = str(default_run_folder() / str(job.number))
     num_threads = torch.get_num_threads()
+    stop.start_again()
     try:
         _refuse_launcher()
         return _train(job.config, stop, job.words)
@@ -74,13 +76,28 @@ def _refuse_launcher() -> None:
         )
 
 
+def _tell_others(world: World, ending: Ending) -> None:
+    """Let the others know why this rank is gone; where all were stopped they know it."""
+    if ending.code == REQUEUE_EXIT_CODE:
+        world.fail(ending.words)
+
+
 def _train(config: Config, stop: StopRequest, words: Sequence[str]) -> int:
     world: World | None = None
     try:
         doubts = check_config(config, detect_launch().world_size)
         world = join_world(config)
-        return run_training(config, world, stop, doubts, words)
+        joined = world
+        with (
+            stop.joined(lambda: joined.has_news),
+            stop.doing_last(partial(_tell_others, world)),
+        ):
+            return run_training(config, world, stop, doubts, words)
     except GpipeError as error:
+        stop.stay_if_ending()
         log.debug("where it happened", exc_info=True)
         is_echo = isinstance(error, PeerError) or getattr(world, "speaks", None) is False
-        return say_error(error, says_kind=not isinstance(error, ConfigError), is_echo=is_echo)
+        code = say_error(error, says_kind=not isinstance(error, ConfigError), is_echo=is_echo)
+        # The others were told to end as well, and one did so sooner.
+        is_stopped = isinstance(error, PeerError) and stop.is_told_to_end
+        return REQUEUE_EXIT_CODE if is_stopped else code

@@ -20,4 +20,7 @@ def join_world(config: Config) -> World:
         silence_s=config.comm.silence_s,
         stall_s=config.comm.stall_s,
         ends_process=True,
+        interface=config.comm.interface,
+        ports=config.comm.ports,
+        reach_s=config.comm.reach_s,
     )

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,7 +31,12 @@ from gpipe_hpc.training.run.folder import REQUEUE_FILE
 from gpipe_hpc.training.run.identity import Run
 from gpipe_hpc.training.run.opening import begin, own_folder
 from gpipe_hpc.training.session import Session
-from gpipe_hpc.training.signals import REQUEUE_EXIT_CODE, StopRequest
+from gpipe_hpc.training.signals import (
+    INTERRUPTED_EXIT_CODE,
+    REQUEUE_EXIT_CODE,
+    Ending,
+    StopRequest,
+)
 from gpipe_hpc.training.start import open_session
 from gpipe_hpc.training.step_edge import Agreed, StepEdge, TimedStep, Told, agree, is_told_late
 from gpipe_hpc.training.summary.compose import Ended
@@ -80,8 +86,8 @@ def run_training(
         opened = open_session(config, world, run, lock, copies)
         session = stack.enter_context(closing(opened))
         if copies is not None:
-            stack.enter_context(stop.doing_last(copies.remove))
-        stack.enter_context(stop.between_steps())
+            stack.enter_context(stop.doing_last(partial(_remove_copies, copies)))
+        stack.enter_context(stop.between_steps(config.train.stop_grace_s, lambda: world.doing))
         return _Loop(session, stop, words, before_bytes).run()
 
 
@@ -108,6 +114,12 @@ def _end_copies(copies: NeighbourCopies, error: BaseException | None) -> None:
     Where Ctrl-C ends a process at once it removes those of its host itself.
     """
     if error is None:
+        copies.remove()
+
+
+def _remove_copies(copies: NeighbourCopies, ending: Ending) -> None:
+    """Remove copies where Ctrl-C ends the process; one that is started again may need them."""
+    if ending.code == INTERRUPTED_EXIT_CODE:
         copies.remove()
 
 
@@ -165,7 +177,7 @@ class _Loop:
             began_s = time.perf_counter()
             trained, timed, agreed, times = self._step()
             done = pipe.steps_done
-            self._is_stopped = agreed.is_stopped
+            self._note_whether_stopped(agreed.is_stopped)
             step_time_s = time.perf_counter() - began_s
             known = self._scalars(trained, agreed, times, step_time_s) if self._leads else {}
             line = Line(trained, timed, step_time_s, times, known)
@@ -174,7 +186,9 @@ class _Loop:
                 # Nothing is kept of a step that is not known to be good.
                 self._known = results.settle() or self._known
             if agreed.is_written:
-                self._say_stall(metrics, "checkpoint_stall_s", self._session.finish_save())
+                with self._stop.unhurried():
+                    stall_s = self._session.finish_save()
+                self._say_stall(metrics, "checkpoint_stall_s", stall_s)
             if self._is_saved(done) and not self._is_stopped:
                 self._say_stall(metrics, "checkpoint_stall_s", self._save())
                 saved = done
@@ -185,6 +199,7 @@ class _Loop:
                 self._validate(metrics, progress)
                 self._reporter.refresh()
         results.settle()
+        self._stop.obey()  # no edge is to come
         if pipe.steps_done > first:
             finish = self._session.save if pipe.steps_done > saved else self._session.finish_save
             self._say_stall(metrics, "checkpoint_stall_s", finish())
@@ -206,8 +221,13 @@ class _Loop:
         asked = torch.tensor([float(self._stop.came)])
         with together(self._pipe.world, "asking whether to stop"):
             self._pipe.everybody.all_reduce(asked)
-        self._is_stopped = self._is_stopped or asked.item() > 0
+        self._note_whether_stopped(self._is_stopped or asked.item() > 0)
         return self._is_stopped
+
+    def _note_whether_stopped(self, is_stopped: bool) -> None:
+        self._is_stopped = is_stopped
+        if is_stopped:
+            self._stop.obey()
 
     def _scalars(
         self, trained: Trained, agreed: Agreed, times: Times | None, step_time_s: float
@@ -301,8 +321,8 @@ class _Loop:
     def _save(self) -> float:
         """Save in mid-run, as the settings say; return the seconds that the next step waits."""
         session = self._session
-        is_behind = self._config.checkpoint.in_background
-        return session.start_save() if is_behind else session.save()
+        with self._stop.unhurried():
+            return session.start_save() if self._config.checkpoint.in_background else session.save()
 
     def _say_stall(self, metrics: Metrics | None, name: str, seconds: float) -> None:
         """Note how long all waited at a step's edge for its state to be kept."""

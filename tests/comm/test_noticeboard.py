@@ -34,7 +34,7 @@ def test_whoever_has_not_told_is_named():
     zero, one, _ = boards(3, timeout_s=0.1)
     one.tell("where")
     with pytest.raises(TimeoutError, match=r"where: waited in vain for rank 2$"):
-        zero.meet("where", [0, 1, 2])
+        zero.ask("where", [1, 2])
 
 
 def test_the_failure_of_a_rank_ends_the_wait_for_another():
@@ -42,7 +42,7 @@ def test_the_failure_of_a_rank_ends_the_wait_for_another():
     (zero, _) = boards(2, timeout_s=60.0)
     timer, began_s = later(zero.close), time.monotonic()
     with pytest.raises(ConnectionError, match="group 0 1: another rank has failed"):
-        zero.meet("group 0 1", [0, 1])
+        zero.ask("group 0 1", [1])
     assert time.monotonic() - began_s < 10.0 * patience()
     timer.join()
 
@@ -53,18 +53,5 @@ def test_it_is_known_for_whom_a_rank_waits():
     store = HashStore()
     zero, one = (Noticeboard(store, rank, 5.0, noted.append) for rank in range(2))
     one.tell("start")
-    zero.meet("start", [0, 1])
+    zero.ask("start", [1])
     assert noted == [[1], None]
-
-
-def test_ranks_meet_when_all_have_come():
-    come, (zero, one) = [], boards(2)
-
-    def comes():
-        come.append(1)
-        one.meet("start", [0, 1])
-
-    timer = later(comes)
-    zero.meet("start", [0, 1])
-    assert come == [1], "it waited"
-    timer.join()

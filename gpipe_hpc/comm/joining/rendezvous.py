@@ -1,5 +1,6 @@
 """Bring the ranks of a launch together: one store they all reach, and nobody missing."""
 
+import contextlib
 import errno
 import logging
 import resource
@@ -8,43 +9,89 @@ import threading
 import time
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from gpipe_hpc.comm.joining.interfaces import follow_gloo, keep_local
+from gpipe_hpc.comm.addresses import (
+    Interface,
+    address_outside,
+    address_towards,
+    holder_of,
+    is_loopback,
+)
+from gpipe_hpc.comm.joining.interfaces import (
+    asked_for,
+    follow_gloo,
+    keep_local,
+    listen_on,
+    refuse_loopback,
+)
 from gpipe_hpc.comm.joining.launcher import Launch
 from gpipe_hpc.comm.joining.roll_call import Member, RollCall
 from gpipe_hpc.comm.joining.secret import Secret
+from gpipe_hpc.comm.timeouts import DEFAULT_REACH_S
 from gpipe_hpc.errors import LaunchError
 
 # How long a store may take to answer that may be none.
 _LOOK_S: Final = 3.0
 # After which a rank says for whom it waits.
 _SAY_S: Final = 15.0
+# In which one call to the store's host is answered, or made anew.
+_KNOCK_S: Final = 5.0
+# A call that would go on for longer than this past its time is not made.
+_CLOSE_S: Final = 1.0
+_PAUSE_S: Final = 0.1
+_NUM_LOOKED_FOR: Final = 65  # ranks, of which one has to come
+_SEEN_AT: Final = "seen_at"  # the address at which other hosts reach that of the store
 # That rank 0 opens beside connections to the store.
 _OTHER_FILES: Final = 512
 
 log = logging.getLogger("gpipe_hpc.comm")
 
 
+class Met(NamedTuple):
+    """What ranks that have met have: a store, and where this one listens for the others.
+
+    `address`: None where all are on this machine.
+    """
+
+    store: Store
+    address: str | None
+
+
 def rendezvous(
     launch: Launch, timeout_s: float, loopback: bool | None = None, secret: Secret | None = None
 ) -> Store:
+    """Return the store of `meet`."""
+    return meet(launch, timeout_s, loopback, secret).store
+
+
+def meet(
+    launch: Launch,
+    timeout_s: float,
+    loopback: bool | None = None,
+    secret: Secret | None = None,
+    *,
+    interface: str | None = None,
+    reach_s: float = DEFAULT_REACH_S,
+) -> Met:
     """Return a store that all ranks of the launch share, once all of them have come.
 
     Rank 0 serves it, unless torchrun's agent already does. Its keys are separate for every
     attempt of a job, so nobody reads what a killed attempt left (stale addresses hang Gloo).
     ``loopback``: listen on 127.0.0.1 only; None means when all ranks are on this machine. Then
     Gloo, NCCL and their kind are kept on the loopback interface too, on all ranks alike, unless
-    their variables say otherwise; on several machines they listen where GLOO_SOCKET_IFNAME says.
-    ``secret``: what the ranks prove to each other; None lets everybody in. A world of one rank
-    opens nothing.
+    their variables say otherwise; on several machines they listen on ``interface``, a name or a
+    subnet; None for GLOO_SOCKET_IFNAME, else for the one that leads to MASTER_ADDR. ``reach_s``: in
+    which the host of MASTER_ADDR has to answer, be it that nobody listens there yet. ``secret``:
+    what the ranks prove to each other; None lets everybody in. A world of one rank opens nothing.
 
     Raises `LaunchError` on every rank when some have not come within ``timeout_s`` seconds,
     naming them, when two processes are one rank, when the ranks have unequal secrets, and when
-    they run unequal versions of torch or of this package.
+    they run unequal versions of torch or of this package; and `ConfigError` for an interface that
+    is not there.
     """
     local = launch.one_machine if loopback is None else loopback
     if loopback and launch.local_known and not launch.one_machine:
@@ -56,7 +103,7 @@ def rendezvous(
     if launch.world_size == 1:
         if local:
             keep_local()
-        return PrefixStore(f"gen{launch.restart_count}", HashStore())
+        return Met(PrefixStore(f"gen{launch.restart_count}", HashStore()), None)
     if not launch.agent_store:
         _check_address(launch, local)
     key = Secret(b"", "nowhere", guards=False) if secret is None else secret
@@ -66,13 +113,24 @@ def rendezvous(
         Member.of(launch, loopback, key.source),
         timeout_s,
         time.monotonic() + timeout_s,
+        reach_s,
     )
+    wanted = None if local else asked_for(interface)
+    if wanted is not None and _leads_to(launch.master_addr, wanted):
+        meeting.address = wanted.address
     store, all_local = meeting.hold(local)
     if all_local:
         keep_local()
-    else:
+        return Met(store, None)
+    chosen = wanted or meeting.interface_towards_others(store)
+    if chosen is None:
         follow_gloo()
-    return store
+        return Met(store, None)
+    if not launch.one_machine:
+        source = "comm.interface" if interface is not None else "GLOO_SOCKET_IFNAME"
+        refuse_loopback(chosen, launch.rank, f"choose another by {source}, or leave it unset")
+    listen_on(chosen)
+    return Met(store, chosen.address)
 
 
 def _check_address(launch: Launch, local: bool) -> None:
@@ -84,13 +142,6 @@ def _check_address(launch: Launch, local: bool) -> None:
             f"launch: rank {launch.rank}: wrong MASTER_ADDR, expected an address of this machine, "
             f"as all {launch.world_size} ranks are said to be on it, got {launch.master_addr}; "
             f"correct MASTER_ADDR, or the number of ranks here (LOCAL_WORLD_SIZE)"
-        )
-    if launch.rank == 0:
-        log.warning(
-            "launch: MASTER_ADDR=%s is no address of rank 0's machine (%s); unless something "
-            "passes connections on, the other ranks will wait in vain",
-            launch.master_addr,
-            socket.gethostname(),
         )
 
 
@@ -116,10 +167,20 @@ class _Meeting:
     """The way of one rank to a store and through the roll call."""
 
     def __init__(
-        self, launch: Launch, secret: Secret, me: Member, timeout_s: float, deadline: float
+        self,
+        launch: Launch,
+        secret: Secret,
+        me: Member,
+        timeout_s: float,
+        deadline: float,
+        reach_s: float,
     ) -> None:
         self._launch, self._secret, self._me = launch, secret, me
         self._timeout_s, self._deadline = timeout_s, deadline
+        self._reach_s = min(reach_s, timeout_s)
+        self.address = ""  # on which rank 0 serves the store to other hosts; empty: on all
+        # Of the connection to the store's host: this end's address, and that of the other end.
+        self._own, self._far = "", ""
 
     def hold(self, local: bool) -> tuple[Store, bool]:
         """Return the store, and whether all ranks are on one machine."""
@@ -129,7 +190,46 @@ class _Meeting:
         store = self._serve(local) if serves else self._join(addr)
         attempt = PrefixStore(f"gen{launch.restart_count}", store)
         keys = PrefixStore(f"visit{1 if serves else self._visit(attempt)}", attempt)
+        if serves and not is_own_address(launch.master_addr):
+            self._await_somebody(keys)
         return keys, self._call(keys).hold()
+
+    def interface_towards_others(self, store: Store) -> Interface | None:
+        """Return the interface that leads to the other hosts; None where that cannot be told.
+
+        That by which this rank has reached MASTER_ADDR. Where that is on this host, and its name
+        means a loopback address here, those of other hosts say at which address they see it.
+        """
+        if self._own and not is_loopback(self._own):
+            store.compare_set(_SEEN_AT, "", self._far)
+            return holder_of(self._own)
+        own = address_towards(self._launch.master_addr)
+        literal = is_loopback(self._launch.master_addr)
+        if (not own or is_loopback(own)) and not literal and not self._launch.one_machine:
+            deadline = time.monotonic() + self._reach_s
+            while not store.check([_SEEN_AT]) and time.monotonic() < deadline:
+                time.sleep(_PAUSE_S)
+            if store.check([_SEEN_AT]):
+                seen_at = store.get(_SEEN_AT).decode()
+                own = seen_at if holder_of(seen_at) else address_towards(seen_at)
+        if own and not is_loopback(own):
+            return holder_of(own)
+        return holder_of(address_outside())
+
+    def _await_somebody(self, keys: Store) -> None:
+        """Raise LaunchError unless another rank comes: MASTER_ADDR seems to lead elsewhere."""
+        launch, deadline = self._launch, time.monotonic() + self._reach_s
+        others = range(1, min(launch.world_size, _NUM_LOOKED_FOR))
+        while not any(keys.check([RollCall.key(rank)]) for rank in others):
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"launch: rank 0 on {socket.gethostname()} waited {self._reach_s:g} s, "
+                    f"expected another rank at MASTER_ADDR={launch.master_addr}, port "
+                    f"{launch.master_port}, got none; {launch.master_addr} is no address of this "
+                    f"host: set MASTER_ADDR to one by which the others reach it, or raise "
+                    f"comm.reach_s where hosts start at different times"
+                )
+            time.sleep(_PAUSE_S)
 
     def _call(self, keys: Store) -> RollCall:
         return RollCall(self._launch, keys, self._secret, self._me, self._timeout_s, self._deadline)
@@ -161,17 +261,21 @@ class _Meeting:
         """Serve the store."""
         make_room(2 * self._launch.world_size + _OTHER_FILES)
         try:
-            listening = _listening_socket(self._launch, local)
+            address = "127.0.0.1" if local else self.address
+            listening = _listening_socket(self._launch, address)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 self._refuse_other_first()
-            raise LaunchError(
-                f"launch: rank 0 cannot listen, expected port {self._launch.master_port} to be "
-                f"free, got {error.strerror}; end what holds the port, or set MASTER_PORT to "
-                f"another on all ranks"
-            ) from error
+            told = (
+                f"rank 0 on {socket.gethostname()} cannot listen, expected port "
+                f"{self._launch.master_port} to be free, got {error.strerror}; end what holds the "
+                f"port, or set MASTER_PORT to another on all ranks"
+            )
+            if error.errno == errno.EADDRINUSE:
+                self._leave_word(told)
+            raise LaunchError(f"launch: {told}") from error
         return TCPStore(
-            "127.0.0.1",
+            address or "127.0.0.1",
             listening.getsockname()[1],
             self._launch.world_size,
             True,
@@ -180,6 +284,14 @@ class _Meeting:
             # TCPStore's own socket would listen on all interfaces.
             master_listen_fd=listening.detach(),
         )
+
+    def _leave_word(self, told: str) -> None:
+        """Let the others, which meet somebody else's store here, hear why rank 0 is not there."""
+        with contextlib.suppress(dist.DistError):
+            port = self._launch.master_port
+            store = _client("127.0.0.1", port, self._launch, _LOOK_S, _LOOK_S)
+            attempt = PrefixStore(f"gen{self._launch.restart_count}", store)
+            self._call(PrefixStore("visit1", attempt)).say_absent(told)
 
     def _refuse_other_first(self) -> None:
         """Raise LaunchError, here and there, if it is another rank 0 of this job that listens."""
@@ -193,43 +305,81 @@ class _Meeting:
     def _join(self, addr: str) -> TCPStore:
         """Connect to the store of rank 0 or of torchrun's agent."""
         self._await_server(addr)
-        port = self._launch.master_port
+        launch = self._launch
         try:
-            left = max(self._deadline - time.monotonic(), _LOOK_S)
-            return _client(addr, port, self._launch, self._timeout_s, left)
+            left = min(max(self._deadline - time.monotonic(), _LOOK_S), self._reach_s)
+            return _client(addr, launch.master_port, launch, self._timeout_s, left)
         except dist.DistError as error:
             raise LaunchError(
-                f"launch: rank {self._launch.rank} cannot use the store, expected one at "
-                f"{addr}:{port}, got {error}; check MASTER_ADDR and MASTER_PORT"
+                f"launch: rank {launch.rank} on {socket.gethostname()} cannot use the store, "
+                f"expected one at {addr}:{launch.master_port}, got {error}; something else listens "
+                f"there: end it, or set MASTER_PORT to another on all ranks"
             ) from error
 
     def _await_server(self, addr: str) -> None:
-        """Knock until somebody listens: TCPStore itself would fill stderr while it tries."""
-        launch = self._launch
-        host = "torchrun's agent" if launch.agent_store else "rank 0"
-        said_at = time.monotonic() + _SAY_S
+        """Knock until somebody listens: TCPStore itself would fill stderr while it tries.
+
+        A host that refuses is there, and rank 0 may come yet. One that does not answer, or whose
+        name means nothing, is waited for no longer than `reach_s`.
+        """
+        launch, began = self._launch, time.monotonic()
+        said_at, unreached_from = began + _SAY_S, began
+        reason: OSError
         while True:
             left = self._deadline - time.monotonic()
             try:
-                socket.create_connection((addr, launch.master_port), max(left, 0.1)).close()
-                return
+                limit_s = min(max(left, 0.1), _KNOCK_S)
+                with socket.create_connection((addr, launch.master_port), limit_s) as connection:
+                    self._own = str(connection.getsockname()[0])
+                    self._far = str(connection.getpeername()[0])
+                    return
+            except ConnectionRefusedError as error:
+                unreached_from, reason = time.monotonic(), error
             except OSError as error:
-                if left <= 0:
-                    raise LaunchError(
-                        f"launch: rank {launch.rank} of {launch.world_size} waited "
-                        f"{self._timeout_s:g} s, expected {host} at {addr}:{launch.master_port}, "
-                        f"got no answer ({error}): "
-                        f"{'it' if launch.agent_store else 'missing rank 0'} has not started, or "
-                        f"cannot be reached; look at its log, check MASTER_ADDR, MASTER_PORT and "
-                        f"firewalls"
-                    ) from error
-                if time.monotonic() > said_at:
-                    said_at = self._deadline
-                    log.warning(
-                        "launch: rank %d still waits for %s at %s:%d (%s)",
-                        *(launch.rank, host, addr, launch.master_port, error),
-                    )
+                if time.monotonic() > unreached_from + self._reach_s - _CLOSE_S:
+                    raise self._unreached(addr, error) from error
+                reason = error
+            if left <= 0:
+                raise self._unanswered(addr, reason) from reason
+            if time.monotonic() > said_at:
+                said_at = self._deadline
+                log.warning(
+                    "launch: rank %d still waits for %s at %s:%d (%s)",
+                    *(launch.rank, self._server(), addr, launch.master_port, reason),
+                )
             time.sleep(min(0.05, max(left, 0.0)))
+
+    def _server(self) -> str:
+        return "torchrun's agent" if self._launch.agent_store else "rank 0"
+
+    def _unreached(self, addr: str, error: OSError) -> LaunchError:
+        """Return what to raise where the host does not answer, or has no address."""
+        launch, where = self._launch, f"{addr}:{self._launch.master_port}"
+        if isinstance(error, socket.gaierror):
+            expected = "MASTER_ADDR to be the name or address of a host"
+            remedy = "correct MASTER_ADDR, or enter the name where hosts look it up (/etc/hosts)"
+        else:
+            expected = f"an answer of the host at {where}"
+            remedy = (
+                "check MASTER_ADDR and MASTER_PORT, and that no firewall drops that port; on a "
+                "host with several networks set MASTER_ADDR to the address that the others reach"
+            )
+        return LaunchError(
+            f"launch: rank {launch.rank} of {launch.world_size} on {socket.gethostname()} tried "
+            f"for {self._reach_s:g} s to reach {self._server()} at {where}, expected {expected}, "
+            f"got {error}; {remedy}; raise comm.reach_s where hosts start at different times"
+        )
+
+    def _unanswered(self, addr: str, error: OSError) -> LaunchError:
+        """Return what to raise where the host is there, and the server has not come."""
+        launch = self._launch
+        missing = "it" if launch.agent_store else "missing rank 0"
+        return LaunchError(
+            f"launch: rank {launch.rank} of {launch.world_size} on {socket.gethostname()} waited "
+            f"{self._timeout_s:g} s, expected {self._server()} at {addr}:{launch.master_port}, got "
+            f"no answer ({error}): {missing} has not started, or cannot be reached; look at its "
+            f"log, check MASTER_ADDR, MASTER_PORT and firewalls"
+        )
 
 
 def _client(addr: str, port: int, launch: Launch, timeout_s: float, limit_s: float) -> TCPStore:
@@ -281,12 +431,21 @@ def make_room(num_files: int) -> None:
         )
 
 
-def _listening_socket(launch: Launch, local: bool) -> socket.socket:
+def _leads_to(name: str, interface: Interface) -> bool:
+    """Say whether a name leads to one interface of this host alone, on this host too."""
+    try:
+        found = {str(address[0]) for *_, address in socket.getaddrinfo(name, 0)}
+    except OSError:
+        return False
+    return found == {interface.address}
+
+
+def _listening_socket(launch: Launch, address: str) -> socket.socket:
+    """Listen on an address, or with an empty one on all interfaces."""
     port = launch.master_port
-    if local:
-        return socket.create_server(("127.0.0.1", port), backlog=launch.world_size)
-    if socket.has_dualstack_ipv6():
+    if not address and socket.has_dualstack_ipv6():
         return socket.create_server(
             ("", port), family=socket.AF_INET6, backlog=launch.world_size, dualstack_ipv6=True
         )
-    return socket.create_server(("", port), backlog=launch.world_size)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=launch.world_size)

@@ -11,6 +11,7 @@ believed.
 
 import hashlib
 import json
+import logging
 import os
 import secrets
 import socket
@@ -30,11 +31,15 @@ from gpipe_hpc.comm.joining.secret import PROOF_BYTES, SECRET_VARIABLE, Secret
 from gpipe_hpc.comm.machine import shared_identity
 from gpipe_hpc.errors import LaunchError
 
+log = logging.getLogger("gpipe_hpc.comm")
+
 # How long past its time a rank stays for others to hear, or to speak.
 _GRACE_S: Final = 5.0
 _ANSWER_S: Final = 60.0  # ranks that share few cores are slow
+_LISTEN_S: Final = 3.0  # from one look whether rank 0 has left word to the next
 _VERDICT: Final = "verdict"
 _WIDTH: Final = 8
+_SAY_S: Final = 15.0  # after which rank 0 says for whom it waits
 # A store answers more; and no rank asks less often than every two seconds.
 _QUESTIONS_A_SECOND: Final = 5000
 
@@ -157,7 +162,7 @@ class RollCall:
         rank = self.launch.rank
         entry = self._entry()
         try:
-            self._set(self._key(rank), entry)
+            self._set(self.key(rank), entry)
             text = self._verdict()
             verdict = json.loads(text)
             if verdict["refusal"]:
@@ -184,7 +189,7 @@ class RollCall:
 
         Returns False if none has entered its name in this roll call within ``limit_s`` seconds.
         """
-        key = self._key(self.launch.rank)
+        key = self.key(self.launch.rank)
         self._await(time.monotonic() + limit_s, [key])
         if not self.store.check([key]):
             return False
@@ -199,9 +204,24 @@ class RollCall:
         others = "" if verdict["refusal"] else "; the first one goes on"
         raise LaunchError(f"launch: rank {self.launch.rank}: {told}{others}")
 
+    def say_absent(self, told: str) -> None:
+        """Leave word, for ranks of this job alone, why rank 0 does not come to this roll call."""
+        self._set(self._absent_key(), self.secret.seal("rank 0 is absent", told.encode()))
+
+    def _absent_key(self) -> str:
+        place = f"{self.launch.master_addr} {self.launch.master_port} {self.launch.world_size}"
+        return f"absent/{self.secret.prove('rank 0 is absent', place.encode()).hex()}"
+
+    def _hear_absence(self) -> None:
+        """Raise LaunchError where rank 0 has left word that it does not come."""
+        key = self._absent_key()
+        if self.launch.rank and self.store.check([key]):
+            told = self.secret.unseal("rank 0 is absent", self.store.get(key)).decode()
+            raise LaunchError(f"launch: rank {self.launch.rank}: {told}")
+
     def member(self) -> Member | None:
         """Return who has entered as this rank; None if nobody of this job has."""
-        key = self._key(self.launch.rank)
+        key = self.key(self.launch.rank)
         return self._member(self.launch.rank) if self.store.check([key]) else None
 
     def _entry(self) -> bytes:
@@ -215,7 +235,7 @@ class RollCall:
 
     def _member(self, rank: int) -> Member | None:
         """Return who came as a rank; None for one that does not prove the secret."""
-        entry = self.store.get(self._key(rank))
+        entry = self.store.get(self.key(rank))
         try:
             return Member(**json.loads(self.secret.unseal(f"rank {rank} comes", entry)))
         except (ConnectionError, ValueError, TypeError):
@@ -224,7 +244,7 @@ class RollCall:
     def _says_of_itself(self, rank: int) -> str:
         """Return what a rank that is not believed says, as a hint."""
         try:
-            claims = json.loads(self.store.get(self._key(rank))[PROOF_BYTES:])
+            claims = json.loads(self.store.get(self.key(rank))[PROOF_BYTES:])
             return (
                 f"rank {rank} (process {int(claims['pid'])} on {str(claims['host'])[:100]}, secret "
                 f"from {str(claims['secret_source'])[:100]})"
@@ -236,6 +256,10 @@ class RollCall:
         """Wait for the verdict, and give it where that is this rank's turn."""
         rank = self.launch.rank
         below = [f"below/{child}" for child in self._children()]
+        if rank == 0:
+            self._await(min(self.deadline, time.monotonic() + _SAY_S), [_VERDICT], below)
+            if not self._are_there([_VERDICT]) and not self._are_there(below):
+                self._say_missing()
         self._await(self.deadline, [_VERDICT], below)
         if not self._are_there([_VERDICT]) and self._are_there(below):
             told = self._told_by(self._children())
@@ -244,7 +268,7 @@ class RollCall:
             if rank > 0:
                 self._set(f"below/{rank}", self._sealed(told))
         # Rank 0 has to look at each: somebody below it is not like the others.
-        everyone = [[self._key(each) for each in range(self.launch.world_size)]] if not rank else []
+        everyone = [[self.key(each) for each in range(self.launch.world_size)]] if not rank else []
         self._await(self.deadline, [_VERDICT], *everyone)
         # Whoever is nearer to rank 0 speaks first: else all would ask for all the missing.
         self._await(time.monotonic() + _GRACE_S * _depth(rank), [_VERDICT])
@@ -260,6 +284,17 @@ class RollCall:
         return self._propose(
             f"rank 0 came but gave no verdict within {self.timeout_s:g} s; see its log", local=False
         )
+
+    def _say_missing(self) -> None:
+        """Say for whom all wait, if they do."""
+        missing = self._missing(range(self.launch.world_size))
+        if missing and time.monotonic() < self.deadline:
+            log.warning(
+                "launch: rank 0 on %s still waits at %s:%d for %s of %d; they have not started, or "
+                "cannot reach it",
+                *(self.me.host, self.launch.master_addr, self.launch.master_port),
+                *(_named(missing), self.launch.world_size),
+            )
 
     def _children(self) -> range:
         """Return the ranks right below this one."""
@@ -323,7 +358,7 @@ class RollCall:
     def _answer(self, verdict: str) -> None:
         """Prove to those right below that the verdict is one of this job."""
         for child in self._children():
-            entry = self.store.get(self._key(child))
+            entry = self.store.get(self.key(child))
             self._set(f"answer/{child}", self.secret.prove("answer", entry, verdict.encode()))
 
     def _check_answer(self, entry: bytes, verdict: str) -> None:
@@ -359,11 +394,15 @@ class RollCall:
         Asks again and again, slower and slower: a blocking wait would shut out signals, and
         torch writes warnings to stderr when it ends without success.
         """
-        pause_s = 0.001
+        pause_s, listens_at = 0.001, time.monotonic() + _LISTEN_S
         while not any(map(self._are_there, alternatives)):
-            left = deadline - time.monotonic()
+            now = time.monotonic()
+            left = deadline - now
             if left <= 0:
                 return
+            if now > listens_at:
+                self._hear_absence()
+                listens_at = now + _LISTEN_S
             time.sleep(min(pause_s, left))
             pause_s = min(2 * pause_s, _longest_pause_s(self.launch.world_size))
 
@@ -372,7 +411,7 @@ class RollCall:
 
     def _missing(self, ranks: Sequence[int]) -> list[int]:
         """Return who has not come; asks for all at once, then for halves that are not complete."""
-        if self.store.check([self._key(rank) for rank in ranks]):
+        if self.store.check([self.key(rank) for rank in ranks]):
             return []
         if len(ranks) == 1:
             return [*ranks]
@@ -408,7 +447,8 @@ class RollCall:
         )
 
     @staticmethod
-    def _key(rank: int) -> str:
+    def key(rank: int) -> str:
+        """Return where a rank enters its name."""
         return f"rank/{rank}"
 
 

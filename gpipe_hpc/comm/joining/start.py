@@ -2,22 +2,27 @@
 
 import atexit
 import logging
+import os
+from dataclasses import replace
 from datetime import timedelta
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch.distributed as dist
 
 from gpipe_hpc.comm.device import Device, device_of_rank
+from gpipe_hpc.comm.doors import Doors, through
 from gpipe_hpc.comm.forming import connecting
+from gpipe_hpc.comm.joining.interfaces import asked_for
 from gpipe_hpc.comm.joining.launcher import Launch, detect_launch
-from gpipe_hpc.comm.joining.rendezvous import rendezvous
+from gpipe_hpc.comm.joining.rendezvous import meet
 from gpipe_hpc.comm.joining.sealed_store import SealedStore
 from gpipe_hpc.comm.joining.secret import SECRET_VARIABLE, job_secret
 from gpipe_hpc.comm.machine import started_by
+from gpipe_hpc.comm.ports import Ports
 from gpipe_hpc.comm.processes import ProcessWorld, leave_default_group
 from gpipe_hpc.comm.thread_hub import ThreadHub
 from gpipe_hpc.comm.threads import ThreadWorld
-from gpipe_hpc.comm.timeouts import checked_timeout
+from gpipe_hpc.comm.timeouts import DEFAULT_REACH_S, checked_timeout
 from gpipe_hpc.comm.tracebacks import OwnFramesLeftOut
 from gpipe_hpc.comm.uncaught import unwatch, watch_start, watch_uncaught
 from gpipe_hpc.comm.watch.settings import DEFAULT_SILENCE_S, Watchfulness
@@ -40,6 +45,9 @@ def start_world(
     silence_s: float = DEFAULT_SILENCE_S,
     stall_s: float | None = None,
     ends_process: bool = False,
+    interface: str | None = None,
+    ports: str | None = None,
+    reach_s: float = DEFAULT_REACH_S,
 ) -> World:
     """Return the world of this process.
 
@@ -54,7 +62,10 @@ def start_world(
     `shares_memory`: ranks of one host with CPU tensors hand boundaries over in shared memory.
     `secret_file`: where the job's secret lies; None for GPIPE_HPC_SECRET, else this user's own
     where all ranks are on one machine, else none. `silence_s`, `stall_s`, `ends_process`: see
-    `Watchfulness`; a world of one rank has no use for them.
+    `Watchfulness`; a world of one rank has no use for them. `interface`: of the network on which
+    all listen that ranks of other machines reach, by its name or a subnet; None for the one that
+    leads to MASTER_ADDR. `ports`: the range, as 29600-29699, from which all ports come that this
+    package and Gloo listen on; None for any. `reach_s`: in which another host has to answer at all.
     """
     with OwnFramesLeftOut():
         world = _start(
@@ -65,6 +76,7 @@ def start_world(
             shares_memory,
             secret_file,
             Watchfulness(silence_s, stall_s, ends_process),
+            Network(interface, Ports.parsed(ports), checked_timeout(reach_s, "reach_s")),
         )
         if isinstance(world, ProcessWorld):
             watch_uncaught(world)
@@ -101,6 +113,7 @@ def _start(
     shares_memory: bool,
     secret_file: str | None,
     watchfulness: Watchfulness,
+    network: "Network",
 ) -> World:
     launch = None if dist.is_initialized() else detect_launch()
     if launch is None:
@@ -118,6 +131,8 @@ def _start(
             shares_memory=shares_memory,
             job_secret=secret,
             watchfulness=watchfulness,
+            doors=Doors(_address_of_choice(network.interface), network.ports),
+            reach_s=network.reach_s,
         )
     chosen = device_of_rank(device, launch.local_rank)
     chosen_backend = _backend(backend, chosen)
@@ -130,12 +145,17 @@ def _start(
             "others can, set %s or comm.secret_file for all ranks",
             SECRET_VARIABLE,
         )
-    store = rendezvous(launch, timeout_s, loopback, secret)
+    launch = network.fitted(launch)
+    met = meet(
+        launch, timeout_s, loopback, secret, interface=network.interface, reach_s=network.reach_s
+    )
+    store, doors = met.store, Doors(met.address, network.ports)
     if secret is not None and chosen_backend == "gloo":
         # NCCL's own threads ask the store at times when they must not wait for Python.
         store = SealedStore(store, secret.derive("store"))
     unwatch()
-    with connecting(lazily=True):  # we use it for nothing: our groups are small ones
+    door = doors.open(lazily=True)
+    with connecting(lazily=True), through(door):  # we use it for nothing: our groups are small ones
         dist.init_process_group(
             chosen_backend,
             store=store,
@@ -152,7 +172,41 @@ def _start(
         shares_memory=shares_memory,
         job_secret=secret,
         watchfulness=watchfulness,
+        doors=doors,
+        reach_s=network.reach_s,
     )
+
+
+class Network(NamedTuple):
+    """What of the network the ranks are to use; see `start_world`."""
+
+    interface: str | None
+    ports: Ports | None
+    reach_s: float
+
+    def fitted(self, launch: Launch) -> Launch:
+        """Return a launch whose store listens within the ports; ConfigError where that cannot be.
+
+        A port that nobody gave is one of them then; one that torchrun's agent has is its own.
+        """
+        ports, serves = self.ports, not launch.agent_store
+        if ports is None:
+            return launch
+        ports.check_room(launch.local_size, serves)
+        if not serves or launch.master_port in ports:
+            return launch
+        if "MASTER_PORT" in os.environ:
+            raise ConfigError(
+                f"comm.ports={ports}: expected MASTER_PORT to be one of them, as rank 0 listens "
+                f"there, got {launch.master_port}; set it to one of the range on all ranks"
+            )
+        return replace(launch, master_port=ports.first + launch.master_port % len(ports))
+
+
+def _address_of_choice(interface: str | None) -> str | None:
+    """Return the address of the interface that is asked for; None if none is."""
+    found = asked_for(interface) if interface is not None else None
+    return None if found is None else found.address
 
 
 def _backend(name: str, device: Device) -> str:

@@ -1,16 +1,15 @@
 """How the watchers of neighbouring ranks find each other: their addresses meet in the store."""
 
-import fcntl
 import json
 import os
 import socket
-import struct
 import time
-from collections.abc import Iterator
 from typing import Final
 
 from torch.distributed.distributed_c10d import Store
 
+from gpipe_hpc.comm.addresses import address_of, address_outside, address_towards, is_loopback
+from gpipe_hpc.comm.doors import Doors
 from gpipe_hpc.comm.machine import shared_identity
 from gpipe_hpc.comm.watch.helper import Helper
 from gpipe_hpc.comm.watch.lines import Message
@@ -19,8 +18,6 @@ from gpipe_hpc.comm.watch.neighbours import dials, neighbours
 _LOOPBACK: Final = "127.0.0.1"
 _FIRST_PAUSE_S: Final = 0.02
 _LONGEST_PAUSE_S: Final = 1.0
-_SIOCGIFADDR: Final = 0x8915
-_ELSEWHERE: Final = ("192.0.2.1", 9)  # for documentation: nothing is sent there
 
 
 class Introduction:
@@ -30,14 +27,14 @@ class Introduction:
     and only if a neighbour is on another host on one that reaches it.
     """
 
-    def __init__(self, store: Store, helper: Helper, rank: int, size: int) -> None:
-        self._store, self._helper, self._rank = store, helper, rank
+    def __init__(self, store: Store, helper: Helper, rank: int, size: int, doors: Doors) -> None:
+        self._store, self._helper, self._rank, self._doors = store, helper, rank, doors
         self._missing = set(neighbours(rank, size))
         self._network = shared_identity("net") or socket.gethostname()
         self._is_open_outside = False
         self._pause_s = _FIRST_PAUSE_S
         self._due_s = time.monotonic()
-        helper.send(kind="listen", host=_LOOPBACK)
+        self._listen(_LOOPBACK)
 
     @property
     def due_s(self) -> float:
@@ -70,7 +67,7 @@ class Introduction:
             return True
         if not self._is_open_outside:
             self._is_open_outside = True
-            self._helper.send(kind="listen", host=outside_address())
+            self._listen(outside_address(self._doors.address))
         if not dials(self._rank, other):
             return True
         if not self._store.check([f"watch/outside/{other}"]):
@@ -79,51 +76,26 @@ class Introduction:
         self._point(other, outside["host"], outside["port"])
         return True
 
+    def _listen(self, host: str) -> None:
+        ports = self._doors.ports
+        span = [ports.first, ports.last] if ports is not None else None
+        self._helper.send(kind="listen", host=host, ports=span)
+
     def _point(self, other: int, host: str, port: int) -> None:
         self._helper.send(kind="peer", rank=other, host=host, port=port)
 
 
-def outside_address() -> str:
+def outside_address(chosen: str | None) -> str:
     """Return an address of this host at which other hosts reach it.
 
-    That of the interface GLOO_SOCKET_IFNAME, as for all else; or of the one towards MASTER_ADDR,
-    or of the default route; or of the first interface that has one.
+    The chosen one; else that of the interface GLOO_SOCKET_IFNAME, as for all else; or of the one
+    towards MASTER_ADDR, or of the default route; or of the first interface that has one.
     """
-    return next(_outside_addresses(), _LOOPBACK)
-
-
-def _outside_addresses() -> Iterator[str]:
     wanted = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    others = [name for _, name in socket.if_nameindex()]
-    candidates = [_address_of(wanted)] if wanted else []
-    candidates += [_address_towards((os.environ.get("MASTER_ADDR", ""), 9))]
-    candidates += [_address_towards(_ELSEWHERE), *map(_address_of, others)]
-    yield from (each for each in candidates if each and not _is_local(each))
-
-
-def _address_of(interface: str) -> str:
-    """Return the IPv4 address of an interface, empty if it has none."""
-    request = struct.pack("256s", interface.encode()[:15])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-        except OSError:
-            return ""
-    return socket.inet_ntoa(answer[20:24])
-
-
-def _address_towards(target: tuple[str, int]) -> str:
-    """Return the address from which packets to a host would leave, empty if it is unknown."""
-    try:
-        found = socket.getaddrinfo(*target, type=socket.SOCK_DGRAM) if target[0] else []
-        for family, kind, _, _, address in found:
-            with socket.socket(family, kind) as probe:
-                probe.connect(address)
-                return str(probe.getsockname()[0])
-    except OSError:
-        pass
-    return ""
-
-
-def _is_local(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
+    found = (
+        chosen or "",
+        address_of(wanted) if wanted else "",
+        address_towards(os.environ.get("MASTER_ADDR", "")),
+        address_outside(),
+    )
+    return next((each for each in found if each and not is_loopback(each)), _LOOPBACK)

@@ -30,6 +30,15 @@ class Line:
         return self._connection.fileno()
 
     @property
+    def far_address(self) -> str:
+        """Return the internet address of the other end; empty if it has none."""
+        try:
+            name = self._connection.getpeername()
+        except OSError:
+            return ""
+        return str(name[0]) if isinstance(name, tuple) else ""
+
+    @property
     def has_unsent(self) -> bool:
         """Say whether something waits until the socket takes more."""
         return bool(self._unsent)

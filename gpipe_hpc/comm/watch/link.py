@@ -17,6 +17,7 @@ class Link:
     ended_s: float | None = None  # since when a connection that worked is gone
     dialled_s: float = float("-inf")
     host: str = ""
+    heard_at: str = ""  # the address of its end of the connection
     doing: str = "not known"
     has_left: bool = False  # in good order
     is_suspect: bool = False  # all have been told that it is silent
@@ -29,7 +30,13 @@ class Link:
     @property
     def name(self) -> str:
         """Return the neighbour for a message."""
-        return f"rank {self.rank}" + (f" on {self.host}" if self.host else "")
+        return f"rank {self.rank}" + (f" on {self.where}" if self.host else "")
+
+    @property
+    def where(self) -> str:
+        """Return the neighbour's host, and at which address it was heard if that is another's."""
+        far = self.heard_at and not self.heard_at.startswith("127.")
+        return f"{self.host} ({self.heard_at})" if far else self.host
 
     def silent_s(self, now_s: float) -> float:
         """Return for how long nothing was heard; 0 before the first word."""

@@ -41,7 +41,7 @@ def judge(link: Link, rank: int, silence_s: float, now_s: float) -> Finding | No
         return None
     silent_s = link.silent_s(now_s)
     if silent_s > silence_s:
-        return Finding(Sign.SILENT, f"gave no sign of life to rank {rank} for {silent_s:.0f} s")
+        return Finding(Sign.SILENT, silence_told(link, rank, now_s))
     if silent_s > max(SUSPECT_SHARE * silence_s, _SUSPECT_BEATS * BEAT_S) and not link.is_suspect:
         link.is_suspect = True
         return Finding(Sign.SUSPECT, f"gives no sign of life to rank {rank} for {silent_s:.0f} s")
@@ -49,6 +49,11 @@ def judge(link: Link, rank: int, silence_s: float, now_s: float) -> Finding | No
         link.is_suspect = False
         return Finding(Sign.AGAIN, "gives signs of life again")
     return None
+
+
+def silence_told(link: Link, rank: int, now_s: float) -> str:
+    """Return what is said of a neighbour of `rank` that is lost by its silence."""
+    return f"gave no sign of life to rank {rank} for {link.silent_s(now_s):.0f} s"
 
 
 def is_overdue(link: Link, now_s: float) -> bool:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Final
 
 from gpipe_hpc.comm.joining.secret import Secret
+from gpipe_hpc.comm.ports import Ports
 from gpipe_hpc.comm.watch.display import View
 from gpipe_hpc.comm.watch.doing import MAX_DOING, Doing
 from gpipe_hpc.comm.watch.lines import Line, Message
@@ -19,7 +20,14 @@ from gpipe_hpc.comm.watch.link import Link
 from gpipe_hpc.comm.watch.neighbourhood import Neighbourhood
 from gpipe_hpc.comm.watch.news import News
 from gpipe_hpc.comm.watch.own_process import OwnProcess
-from gpipe_hpc.comm.watch.silence import BEAT_S, SUSPECT_SHARE, Sign, is_overdue, judge
+from gpipe_hpc.comm.watch.silence import (
+    BEAT_S,
+    SUSPECT_SHARE,
+    Sign,
+    is_overdue,
+    judge,
+    silence_told,
+)
 from gpipe_hpc.comm.watch.talk import Talk
 
 _LONGEST_WAIT_S: Final = 0.25
@@ -144,9 +152,9 @@ class Watcher:
 
     def _listen(self, message: Message) -> None:
         """Listen on an address of this machine; answer with the port."""
-        host = message["host"]
+        host, span = message["host"], message["ports"]
         try:
-            port = self._near.listen(host)
+            port = self._near.listen(host, Ports(*span) if span else None)
         except OSError as error:
             self._line.send({"kind": "listening", "host": host, "port": 0, "error": str(error)})
             return
@@ -340,7 +348,9 @@ class Watcher:
                 continue
             match found.sign:
                 case Sign.DIED | Sign.SILENT:
-                    self._lose(link.rank, link.host, found.sign.value, found.text, link.doing)
+                    self._lose(link.rank, link.where, found.sign.value, found.text, link.doing)
+                    if found.sign is Sign.SILENT:
+                        self._lose_all_of(link)
                 case Sign.SUSPECT:
                     suspicion = self._suspicion(link.rank, link.doing)
                     warning = f"{link.name} {found.text}; {suspicion}"
@@ -373,6 +383,14 @@ class Watcher:
     def _lose(self, rank: int, host: str, what: str, fate: str, doing: str) -> None:
         news = {"kind": "lost", "name": f"lost {rank}", "rank": rank, "host": host, "what": what}
         self._spread(news | {"fate": fate, "doing": doing, "waiting": self._waiting(rank)})
+
+    def _lose_all_of(self, silent: Link) -> None:
+        """A host that is cut off takes all its ranks: those that are silent are told with it."""
+        for link in self._near.links.values():
+            alike = link is not silent and link.host == silent.host and not link.has_left
+            if alike and link.silent_s(self._now_s) > SUSPECT_SHARE * self._silence_s:
+                fate = silence_told(link, self._rank, self._now_s)
+                self._lose(link.rank, link.where, Sign.SILENT.value, fate, link.doing)
 
     def _warn(self, text: str, name: str) -> None:
         self._spread({"kind": "warning", "name": name, "text": text}, again_s=self._silence_s / 2)

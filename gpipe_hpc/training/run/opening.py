@@ -23,7 +23,7 @@ from gpipe_hpc.training.run.folder import (
 )
 from gpipe_hpc.training.run.identity import Run, read_run, write_run
 from gpipe_hpc.training.run.lock import RunLock
-from gpipe_hpc.training.signals import StopRequest
+from gpipe_hpc.training.signals import REQUEUE_EXIT_CODE, Ending, StopRequest
 
 CONFIG_FILE: Final = "config.yaml"
 
@@ -38,16 +38,27 @@ def own_folder(config: Config, stop: StopRequest) -> Iterator[RunLock]:
     folder = Path(config.run.dir or default_run_folder()).absolute()
     is_passing = config.run.dir is None and not folder.exists()
 
-    def clear() -> None:
+    def clear(_: Ending | None = None) -> None:
         if is_passing and not _has_begun(folder):
             shutil.rmtree(folder, ignore_errors=True)
 
+    def give_back(ending: Ending) -> None:
+        if ending.code == REQUEUE_EXIT_CODE:
+            (folder / REQUEUE_FILE).write_text(f"{_newest_step(folder)}\n")
+        lock.give_back()
+
     try:
-        with stop.doing_last(clear), _locked(folder) as lock, stop.doing_last(lock.give_back):
+        with stop.doing_last(clear), _locked(folder) as lock, stop.doing_last(give_back):
             yield lock
     except GpipeError:
         clear()
         raise
+
+
+def _newest_step(folder: Path) -> int:
+    """Return the step of the newest checkpoint, by its name; 0 where there is none."""
+    names = (path.name.removeprefix("step_") for path in folder.glob("checkpoints/step_*"))
+    return max((int(name) for name in names if name.isdecimal()), default=0)
 
 
 def _has_begun(folder: Path) -> bool:

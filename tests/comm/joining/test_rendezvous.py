@@ -17,13 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gpipe_hpc.comm.addresses import Interface
 from gpipe_hpc.comm.joining import rendezvous as module
 from gpipe_hpc.comm.joining.launcher import Launch, detect_launch
-from gpipe_hpc.comm.joining.rendezvous import is_own_address, make_room, rendezvous
+from gpipe_hpc.comm.joining.rendezvous import is_own_address, make_room, meet, rendezvous
+from gpipe_hpc.comm.joining.roll_call import Member
 from gpipe_hpc.comm.joining.sealed_store import SealedStore
 from gpipe_hpc.comm.joining.secret import Secret
 from gpipe_hpc.errors import LaunchError
-from tests.support import free_port, patience
+from tests.support import free_port, mute, patience
 
 Work = Callable[[Launch], object]
 
@@ -142,7 +144,7 @@ def test_a_rank_that_gives_up_before_rank_0_decides_for_all():
 def test_a_missing_rank_0_is_named():
     results = run(launches(3)[1:], impatient)
     for rank in (1, 2):
-        assert f"rank {rank} of 3 waited 1.5 s" in results[rank]
+        assert f"rank {rank} of 3 on {socket.gethostname()} waited 1.5 s" in results[rank]
         assert "missing rank 0" in results[rank]
 
 
@@ -445,7 +447,7 @@ def test_something_that_is_no_store_is_named_in_time():
     """torch's client waits for its answer without end."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = replace(launches(2)[1], master_port=server.getsockname()[1])
-        with pytest.raises(LaunchError, match=r"rank 1 cannot use the store.*no answer of a store"):
+        with pytest.raises(LaunchError, match=r"rank 1 on .* cannot use the store.*no answer of a"):
             rendezvous(one, 1.0)
 
 
@@ -520,3 +522,102 @@ def test_rank_0_may_open_a_file_for_each_rank_or_says_that_it_may_not(
     make_room(3000)
     assert limits == [(allowed, most)]
     assert ("expected to open 3000 files, got a limit of 2000" in caplog.text) is (most == 2000)
+
+
+def limited(limit_s: float, reach_s: float, secret: Secret | None = None) -> Work:
+    return lambda launch: str(meet(launch, limit_s, secret=secret, reach_s=reach_s).store)
+
+
+def test_a_host_that_does_not_answer_is_named_long_before_the_time_is_over():
+    """A wrong MASTER_ADDR, or a firewall: every rank waited for ten minutes."""
+    with mute() as (addr, port):
+        one = replace(launches(2)[1], master_addr=addr, master_port=port)
+        began_s = time.monotonic()
+        text = run([one], limited(60.0, 2.0))[1]
+    assert time.monotonic() - began_s < 20.0 * patience()
+    assert f"rank 1 of 2 on {socket.gethostname()} tried for 2 s to reach rank 0" in text
+    assert f"expected an answer of the host at {addr}:{port}" in text and "firewall" in text
+
+
+def test_a_name_that_means_nothing_is_named_as_soon():
+    spread = replace(launches(2)[1], master_addr="no.such.host.invalid", local_size=1, local_rank=0)
+    text = run([spread], limited(60.0, 1.5))[1]
+    assert "expected MASTER_ADDR to be the name or address of a host" in text
+    assert "no.such.host.invalid" in text and "/etc/hosts" in text
+
+
+def test_a_host_that_is_there_is_waited_for_longer():
+    """Rank 0 may start later: then its host refuses."""
+
+    def work(launch: Launch) -> str:
+        time.sleep(2.5 if launch.rank == 0 else 0.0)
+        store = meet(launch, 30.0, reach_s=1.0).store
+        store.set(f"met/{launch.rank}", "")
+        store.wait(["met/0", "met/1"], timedelta(seconds=10))
+        time.sleep(1.0 if launch.rank == 0 else 0.0)  # the server outlives the last answer
+        return "met"
+
+    assert run(launches(2), work) == {0: "met", 1: "met"}
+
+
+def test_rank_0_is_not_waited_for_at_an_address_that_is_another_host_s():
+    zero = replace(launches(2)[0], master_addr="203.0.113.7", local_size=1)
+    text = run([zero], limited(60.0, 1.0))[0]
+    assert "expected another rank at MASTER_ADDR=203.0.113.7" in text
+    assert "is no address of this host" in text
+
+
+def test_who_listens_and_is_no_store_is_named_as_soon():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = replace(launches(2)[1], master_port=server.getsockname()[1])
+        text = run([one], limited(60.0, 1.0))[1]
+    assert "cannot use the store" in text and "something else listens there" in text
+
+
+def test_in_the_store_of_another_job_ranks_hear_that_rank_0_could_not_serve():
+    """Rank 0 ended at once, and the others waited for it in somebody else's store."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [replace(launch, master_port=server.port) for launch in launches(3)]
+    began_s = time.monotonic()
+    results = run(ranks, limited(60.0, 20.0, OURS))
+    assert time.monotonic() - began_s < 30.0 * patience()
+    for rank, text in results.items():
+        assert f"rank 0 on {socket.gethostname()} cannot listen" in text, rank
+        assert f"expected port {server.port} to be free" in text
+    del server
+
+
+class Towards:
+    """A rank's meeting, by what of the network it sees."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **addresses: str) -> None:
+        held = {"10.0.0.1": "eth0", "10.0.0.2": "eth0", "127.0.0.1": "lo"}
+        monkeypatch.setattr(module, "address_towards", lambda host: addresses.get(host, ""))
+        monkeypatch.setattr(module, "address_outside", lambda: "10.0.0.2")
+        monkeypatch.setattr(
+            module, "holder_of", lambda each: Interface(held[each], each) if each in held else None
+        )
+
+    @staticmethod
+    def meeting(rank: int, own: str = "", far: str = "") -> "module._Meeting":
+        launch = replace(launches(2)[rank], master_addr="host1", local_size=1, local_rank=0)
+        me = Member.of(launch, None, "")
+        meeting = module._Meeting(launch, OURS, me, 60.0, time.monotonic() + 60.0, 1.0)
+        meeting._own, meeting._far = own, far
+        return meeting
+
+
+def test_a_host_whose_name_is_loopback_hears_from_others_how_they_see_it(monkeypatch):
+    """Debian gives a host's own name 127.0.1.1: other hosts were told to call that."""
+    sees = Towards(monkeypatch, host1="127.0.0.1")
+    store = dist.HashStore()
+    other = sees.meeting(1, own="10.0.0.2", far="10.0.0.1").interface_towards_others(store)
+    assert other == Interface("eth0", "10.0.0.2")
+    for own in ("", "127.0.0.1"):  # rank 0, which serves, and another one of its host
+        found = sees.meeting(0, own=own).interface_towards_others(store)
+        assert found == Interface("eth0", "10.0.0.1")
+
+
+def test_without_a_word_from_others_the_default_route_is_taken(monkeypatch):
+    found = Towards(monkeypatch).meeting(0).interface_towards_others(dist.HashStore())
+    assert found == Interface("eth0", "10.0.0.2")
