@@ -3,6 +3,7 @@ PYTHON ?= python3
 PROCESSES ?= 2
 ARGS ?=
 WORKERS ?= auto
+CI_WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -47,9 +48,10 @@ test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m "slow and not product and not two_hosts and not cluster" -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
 
 # Both in one run, for continuous integration: collecting all tests takes each worker ten seconds,
-# and while a slow test waits for its processes the other cores have fast ones.
+# and while a slow test waits for its processes another worker has the core: there is one more than
+# there are cores.
 test-ci: $(STAMP)
-	$(BIN)/python -m pytest -q -m "not product and not two_hosts and not cluster" -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -q -m "not product and not two_hosts and not cluster" -n $(CI_WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
 
 test-product: $(STAMP)
 	$(BIN)/python -m pytest -q -m product -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
