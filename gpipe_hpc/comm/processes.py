@@ -45,6 +45,7 @@ from gpipe_hpc.comm.machine import folder_identity, kernel_identity
 from gpipe_hpc.comm.noticeboard import Noticeboard
 from gpipe_hpc.comm.noting import Note
 from gpipe_hpc.comm.pickling import dumps, loads
+from gpipe_hpc.comm.summing import NARROW, OwnSums, widened
 from gpipe_hpc.comm.timeouts import DEFAULT_REACH_S, checked_timeout
 from gpipe_hpc.comm.torchrun_report import tell_torchrun
 from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
@@ -59,6 +60,7 @@ from gpipe_hpc.comm.transport.shared import (
     open_shared_transport,
     why_not_shared,
 )
+from gpipe_hpc.comm.transport.wire import as_bytes
 from gpipe_hpc.comm.watch.display import Display
 from gpipe_hpc.comm.watch.pulse import Idle, Pulse
 from gpipe_hpc.comm.watch.settings import Watchfulness
@@ -89,6 +91,7 @@ class TorchGroup:
         self.torch_group = group
         self._pulse, self._device = pulse, device
         self._carries, self._knows = carries(group, device), knows(group, device)
+        self._own_sums = OwnSums(group, ranks, device)
         self._carrier = Carrier(ranks, self.position, self._exchange, self._await)
         self._stream_carrier = StreamCarrier(
             ranks, self.position, self._exchange, self.all_reduce, device
@@ -96,8 +99,8 @@ class TorchGroup:
 
     def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
         """Start summing `tensor` in place."""
-        if self._is_foreign(tensor):
-            return self._by_host(tensor, self.start_all_reduce)
+        if self._is_foreign(tensor) or not self._sums(tensor):
+            return self._by_host(tensor, self._start_on_host)
         work = dist.all_reduce(tensor, group=self.torch_group, async_op=True)
         return self._collective(work, tensor)
 
@@ -111,9 +114,9 @@ class TorchGroup:
 
     def all_reduce_max(self, tensor: torch.Tensor) -> None:
         """Put the greatest of each element in its place."""
-        if self._is_foreign(tensor):
+        if self._is_foreign(tensor) or not self._sums(tensor):
             host = self._device.fetch(tensor)
-            self.all_reduce_max(host)
+            widened(host, self.all_reduce_max)
             tensor.copy_(host)
             return
         greatest = dist.ReduceOp.MAX
@@ -124,7 +127,9 @@ class TorchGroup:
         """Start filling `tensor` with world rank `root`'s."""
         if self._is_foreign(tensor):
             return self._by_host(tensor, partial(self.start_broadcast, root=root))
-        work = dist.broadcast(tensor, root, group=self.torch_group, async_op=True)
+        # As bytes: a backend need not have a name for every dtype.
+        moved = as_bytes(tensor) if self._uses_own(tensor) and tensor.is_contiguous() else tensor
+        work = dist.broadcast(moved, root, group=self.torch_group, async_op=True)
         return self._collective(work, tensor)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
@@ -137,6 +142,17 @@ class TorchGroup:
         if outside and any(self._device.holds(piece.tensor) for piece in (*sends, *receives)):
             return self._exchange_by_host(sends, receives)
         return self._start(Traffic.CALLER, sends, receives, self._await)
+
+    def _sums(self, tensor: torch.Tensor) -> bool:
+        """Say whether the backend that a tensor would go over sums its dtype; see `OwnSums`."""
+        return not self._uses_own(tensor) or self._own_sums.goes(tensor.dtype)
+
+    def _start_on_host(self, host: torch.Tensor) -> Pending:
+        """Start summing a copy in the host's memory; at once where Gloo needs another dtype."""
+        if host.dtype not in NARROW:
+            return self.start_all_reduce(host)
+        widened(host, self.all_reduce)
+        return Done()
 
     def _is_foreign(self, tensor: torch.Tensor) -> bool:
         """Say whether the backend knows nothing of the memory that a tensor lies in."""
@@ -172,7 +188,7 @@ class TorchGroup:
         Gloo's own is an all-reduce inside: twice the bytes.
         """
         sizes = checked_counts(whole, counts, self.size)
-        if not self._uses_own(whole) or len(set(sizes)) > 1:
+        if not self._uses_own(whole) or len(set(sizes)) > 1 or not self._sums(whole):
             return start_reduce_scatter(self, whole, counts)
         own = shards(whole, counts, self.size)[self.position]
         work = dist.reduce_scatter_tensor(own, whole, group=self.torch_group, async_op=True)
@@ -184,7 +200,9 @@ class TorchGroup:
         if not self._uses_own(whole) or len(set(sizes)) > 1:
             return start_all_gather(self, whole, counts)
         own = shards(whole, counts, self.size)[self.position]
-        work = dist.all_gather_into_tensor(whole, own, group=self.torch_group, async_op=True)
+        work = dist.all_gather_into_tensor(
+            as_bytes(whole), as_bytes(own), group=self.torch_group, async_op=True
+        )
         return self._collective(work, whole)
 
     def _uses_own(self, tensor: torch.Tensor) -> bool:
@@ -237,7 +255,7 @@ class TorchGroup:
     ) -> "_Started":
         """Start all messages at once, as NCCL needs them: one after the other would wait."""
         operations = [
-            dist.P2POp(start, piece.tensor, piece.rank, self.torch_group, tag)
+            dist.P2POp(start, as_bytes(piece.tensor), piece.rank, self.torch_group, tag)
             for start, pieces in ((dist.irecv, receives), (dist.isend, sends))
             for piece in pieces
         ]

@@ -89,25 +89,40 @@ def forecast(
     None if each has it whole. Transfers and the reduction over replicas take no time.
     """
     stages = count_stages(model, counts)
-    memory = replace(activation_memory(stages, recomputed), shares=shares)
-    peaks = peak_memory(schedule, memory)
     timeline = simulate(schedule, replace(flop_costs(stages, recomputed), shares=shares))
-    each = shares_of_each(shares, schedule.num_microbatches)
     return Forecast(
         stages=stages,
-        ranks=tuple(
-            RankForecast(
-                **vars(
-                    rank_states(model, stages, schedule.placement, rank, optimizer_states, sharing)
-                ),
-                activation_bytes=round(peak),
-                sent_bytes=_sum_sent(schedule.ranks[rank], stages, each),
-            )
-            for rank, peak in enumerate(peaks)
+        ranks=rank_forecasts(
+            model, stages, schedule, optimizer_states, recomputed, shares, sharing
         ),
         timeline=timeline,
         step_flops=round(sum(timeline.busy)),
         num_empty=sum(share == 0 for share in shares),
+    )
+
+
+def rank_forecasts(
+    model: ModelCount,
+    stages: Sequence[StageCount],
+    schedule: Schedule,
+    optimizer_states: int | OptimizerMemory,
+    recomputed: Recomputed | None = None,
+    shares: Sequence[float] = (),
+    sharing: Sharing | None = None,
+) -> tuple[RankForecast, ...]:
+    """Return what each rank holds at its fullest and sends, as `forecast` does.
+
+    Each row of the table is looked at by itself: nothing is simulated.
+    """
+    memory = replace(activation_memory(stages, recomputed), shares=shares)
+    each = shares_of_each(shares, schedule.num_microbatches)
+    return tuple(
+        RankForecast(
+            **vars(rank_states(model, stages, schedule.placement, rank, optimizer_states, sharing)),
+            activation_bytes=round(peak),
+            sent_bytes=_sum_sent(schedule.ranks[rank], stages, each),
+        )
+        for rank, peak in enumerate(peak_memory(schedule, memory))
     )
 
 

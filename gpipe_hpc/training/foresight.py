@@ -10,9 +10,10 @@ from gpipe_hpc.models import Layer, LayerSpec, normalise_layers
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planning import Counted, Example
 from gpipe_hpc.planning.advice import Advice, Known, advise, layer_times
-from gpipe_hpc.planning.forecast import RankForecast, forecast
+from gpipe_hpc.planning.forecast import RankForecast, rank_forecasts
 from gpipe_hpc.planning.meta import meta_copy
 from gpipe_hpc.planning.shares import microbatch_shares
+from gpipe_hpc.planning.stages import count_stages
 from gpipe_hpc.schedule import Timeline
 
 log = logging.getLogger("gpipe_hpc.train")
@@ -88,20 +89,22 @@ def foresee(
         ]
         on = Example(*given, loss_fn, request.seed, pipe.world.device)
         counted = Counted(light, on, request.precision, shares_casts=not request.offload)
-        found = forecast(
+        stages = count_stages(counted.count, counts)
+        # Not simulated: that takes minutes for hundreds of ranks, and no time is told of here.
+        ranks = rank_forecasts(
             counted.count,
-            counts,
+            stages,
             pipe.layout.schedule,
             request.kept_states,
             pipe.layout.recomputed,
             shares,
             pipe.layout.sharing,
         )
-        of_largest = sum(each.forward_flops + each.backward_flops for each in found.stages)
+        of_largest = sum(each.forward_flops + each.backward_flops for each in stages)
         largest = -(-num_samples // pipe.num_global_microbatches)
         flops = round(of_largest * num_samples / largest)
         known = Known(light, counted.times, counted.count)
-        return Foresight(found.ranks, flops, known, shares)
+        return Foresight(ranks, flops, known, shares)
     except Exception as error:
         log.info("memory was not planned, as layers could not be counted: %s", error)
         log.debug("where it happened", exc_info=True)

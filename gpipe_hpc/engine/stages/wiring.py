@@ -68,12 +68,15 @@ def make_first_calls(groups: Sequence[Gathering | Group], device: Device) -> Non
     """Let each group sum once on an accelerator; the same call on every rank, in one order.
 
     The first sum makes what connects its ranks, which takes seconds and memory: not in a forward.
+    It also tells whether the backend sums what steps sum: losses and norms in float64, most
+    gradients in float32.
     """
     if not device.is_accelerator:
         return
     for group in {id(group): group for group in groups}.values():
         if group.size > 1:
-            group.all_reduce(torch.zeros(1, dtype=torch.float64, device=device.torch))
+            for dtype in (torch.float32, torch.float64):
+                group.all_reduce(torch.zeros(1, dtype=dtype, device=device.torch))
 
 
 def _copies(
