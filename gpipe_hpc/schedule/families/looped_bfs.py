@@ -21,7 +21,10 @@ def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sched
     num_loops = whole("looped_bfs", "stages_per_rank", stages_per_rank)
     rows: list[list[Action]] = []
     for rank in range(ranks):
-        stages = range(rank, ranks * num_loops, ranks)
-        row = [Action(Op.F, stage, index) for stage in stages for index in range(microbatches)]
-        rows.append(row + [action._replace(op=Op.B) for action in reversed(row)])
+        stages, each = range(rank, ranks * num_loops, ranks), range(microbatches)
+        row = [Action(Op.F, stage, index) for stage in stages for index in each]
+        row += [
+            Action(Op.B, stage, index) for stage in reversed(stages) for index in reversed(each)
+        ]
+        rows.append(row)
     return tabulate("looped_bfs", looped(ranks, num_loops, microbatches), rows)

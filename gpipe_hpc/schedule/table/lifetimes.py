@@ -150,17 +150,18 @@ def peak_activations(row: Sequence[Action]) -> Peak:
     """
     row = Row.of(row)
     ops = row.ops
-    added, freed = [0] * len(row), [0] * len(row)
+    # Where one comes, at the start of an action, and where one goes, at the end of an action.
+    added: list[int] = []
+    freed: list[int] = []
     for thing, start, end in ((Thing.ACTIVATIONS, added, freed), (Thing.COPY, freed, added)):
         if not any(thing in _MAKES[op] for op in ops):
             continue
         firsts, lasts = _bounds_of_lives(row, thing)
         for stage, first in firsts.items():
             last = lasts.get(stage, {})
-            for number, at in first.items():
-                start[at] += 1
-                end[last.get(number, at)] += 1
-    return _peak(added, freed)
+            start += first.values()
+            end += map(last.get, first, first.values())
+    return _peak(sorted(added), sorted(freed))
 
 
 # For each stage where something of each micro-batch is first, or last.
@@ -216,11 +217,11 @@ def peak_receives(row: Sequence[Action]) -> Peak:
 
 
 def _peak(added: Sequence[int], freed: Sequence[int]) -> Peak:
-    """Return the highest of a sum to which each action adds at its start and takes at its end."""
-    live, peak = 0, Peak(0, 0)
-    for position, (more, less) in enumerate(zip(added, freed, strict=True)):
-        live += more
-        if live > peak.size:
-            peak = Peak(live, position)
-        live -= less
-    return peak
+    """Return the most at once; given sorted, where one is added and behind what one is freed."""
+    num_freed, size, place = 0, 0, 0
+    for num_added, position in enumerate(added, 1):
+        while num_freed < len(freed) and freed[num_freed] < position:
+            num_freed += 1
+        if num_added - num_freed > size:
+            size, place = num_added - num_freed, position
+    return Peak(size, place)
