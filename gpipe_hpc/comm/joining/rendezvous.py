@@ -122,6 +122,7 @@ def meet(
     if all_local:
         keep_local()
         return Met(store, None)
+    meeting.tell_where_seen(store)
     chosen = wanted or meeting.interface_towards_others(store)
     if chosen is None:
         follow_gloo()
@@ -194,6 +195,11 @@ class _Meeting:
             self._await_somebody(keys)
         return keys, self._call(keys).hold()
 
+    def tell_where_seen(self, store: Store) -> None:
+        """Tell those on the store's host at which address another host sees it."""
+        if self._own and not is_loopback(self._own):
+            store.compare_set(_SEEN_AT, "", self._far)
+
     def interface_towards_others(self, store: Store) -> Interface | None:
         """Return the interface that leads to the other hosts; None where that cannot be told.
 
@@ -201,7 +207,6 @@ class _Meeting:
         means a loopback address here, those of other hosts say at which address they see it.
         """
         if self._own and not is_loopback(self._own):
-            store.compare_set(_SEEN_AT, "", self._far)
             return holder_of(self._own)
         own = address_towards(self._launch.master_addr)
         literal = is_loopback(self._launch.master_addr)

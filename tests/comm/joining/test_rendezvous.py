@@ -611,8 +611,9 @@ def test_a_host_whose_name_is_loopback_hears_from_others_how_they_see_it(monkeyp
     """Debian gives a host's own name 127.0.1.1: other hosts were told to call that."""
     sees = Towards(monkeypatch, host1="127.0.0.1")
     store = dist.HashStore()
-    other = sees.meeting(1, own="10.0.0.2", far="10.0.0.1").interface_towards_others(store)
-    assert other == Interface("eth0", "10.0.0.2")
+    other = sees.meeting(1, own="10.0.0.2", far="10.0.0.1")
+    other.tell_where_seen(store)
+    assert other.interface_towards_others(store) == Interface("eth0", "10.0.0.2")
     for own in ("", "127.0.0.1"):  # rank 0, which serves, and another one of its host
         found = sees.meeting(0, own=own).interface_towards_others(store)
         assert found == Interface("eth0", "10.0.0.1")
