@@ -266,7 +266,8 @@ class Pipeline:
     numbers a parameter (or an OptimizerMemory), and activations (both need an
     example too). `offload`: kept activations wait on the host where their backward is not near.
     `partition`: parameters, uniform, time (needs `example=(inputs, targets)` of one micro-batch),
-    or the number of layers of each stage. `precision`: float32, or bfloat16 or float16 by
+    or the number of layers of each stage. `paces`: where ranks of a pipeline are not equally fast,
+    how many times as long each takes. `precision`: float32, or bfloat16 or float16 by
     autocast, the latter with a loss scale. `outer`: an `Outer`, or a dict of its fields: how
     replicas, and mirrored placements, combine their gradients.
     `normalise_over_replicas`: BatchNorm normalises a micro-batch of all replicas as one.

@@ -51,7 +51,7 @@ def fit_stages(request: Request, num_ranks: int, gauge: Gauge) -> Fit:
     within `memory_bytes`; if none does, that which needs least. Raises ConfigError where no number
     of stages works.
     """
-    _refuse_cut_by_hand(request)
+    _refuse_what_knows_the_stages(request)
     limit = request.memory_bytes
     assert not isinstance(limit, str), "the pipeline has read it"
     tried: list[_Tried] = []
@@ -74,7 +74,12 @@ def fit_stages(request: Request, num_ranks: int, gauge: Gauge) -> Fit:
     return Fit(best.stages, best.request, _text(best, tried, num_ranks, limit))
 
 
-def _refuse_cut_by_hand(request: Request) -> None:
+def _refuse_what_knows_the_stages(request: Request) -> None:
+    if request.paces is not None:
+        raise ConfigError(
+            f"pipeline.paces: expected a known number of stages, of whose ranks it tells, got "
+            f"pipeline.stages=fit with {list(request.paces)}; set pipeline.stages, or leave it out"
+        )
     if not isinstance(request.partition, str | Partition):
         raise ConfigError(
             f"pipeline.partition: expected a policy where the stages are to be found "

@@ -14,7 +14,7 @@ from gpipe_hpc.models import (
 )
 from gpipe_hpc.planning.buckets import buckets_of
 from gpipe_hpc.planning.gauges import Gauge
-from gpipe_hpc.planning.ordering import compares_placements, order, shared_by, stages_of
+from gpipe_hpc.planning.ordering import compares_placements, order, paces_of, shared_by, stages_of
 from gpipe_hpc.planning.partition import Partition, choose_partition
 from gpipe_hpc.planning.request import Request
 from gpipe_hpc.planning.sharing import Sharing
@@ -188,4 +188,4 @@ def cut(request: Request, gauge: Gauge) -> Partition:
     given = request.partition
     if compares_placements(request) and isinstance(given, Partition) and given.times:
         return given  # of whichever placement was the best: its times are what counts
-    return choose_partition(given, stages_of(request), gauge, shared_by(request))
+    return choose_partition(given, stages_of(request), gauge, shared_by(request), paces_of(request))

@@ -1,5 +1,6 @@
 """The order of the work on a cut: a schedule known by name, or one that is searched."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -10,13 +11,13 @@ from gpipe_hpc.planning.buckets import sharing_of
 from gpipe_hpc.planning.budget.fitting import Budget, choose_recompute
 from gpipe_hpc.planning.forecast import activation_memory, flop_costs, held_bytes, rank_states
 from gpipe_hpc.planning.gauges import Gauge
-from gpipe_hpc.planning.partition import Partition
+from gpipe_hpc.planning.partition import ALIKE, Paces, Partition
 from gpipe_hpc.planning.request import Request
 from gpipe_hpc.planning.stages import count_stages
 from gpipe_hpc.planning.tables import dressed, recomputes, table_asked_for
 from gpipe_hpc.planning.uneven import copies_for
 from gpipe_hpc.planning.units import bytes_text, flops_text
-from gpipe_hpc.schedule import Placement, Schedule, Within, num_stages, simulate
+from gpipe_hpc.schedule import Placement, Schedule, Within, num_stages, place, simulate
 
 
 class Order(NamedTuple):
@@ -58,6 +59,35 @@ def stages_of(request: Request) -> int:
         return ranks_of(request)
     size = {"ranks": ranks_of(request), "microbatches": request.microbatches}
     return num_stages("auto", **size, **request.options)
+
+
+def paces_of(request: Request) -> Paces:
+    """Return how slow ranks are, and their stages; ConfigError for what cannot be told so."""
+    if request.paces is None:
+        return ALIKE
+    ranks, paces = ranks_of(request), tuple(map(float, request.paces))
+    if len(paces) != ranks or not all(0 < pace < math.inf for pace in paces):
+        raise ConfigError(
+            f"pipeline.paces: expected a number above 0 for each of {ranks} ranks of a pipeline, "
+            f"got {list(request.paces)}; 2 is a rank that takes twice as long as one with 1"
+        )
+    if shared_by(request) is not None or compares_placements(request):
+        raise ConfigError(
+            f"pipeline.paces: expected stages that one placement has on known ranks, got pipelines "
+            f"with holes or placement 'best' on {ranks} ranks; leave it out, or use another number "
+            f"of ranks or placement"
+        )
+    placement = _placement_of(request)
+    stages = (placement.holders(stage) for stage in range(placement.num_stages))
+    return Paces(tuple(max(paces[rank] for rank in held) for held in stages), paces)
+
+
+def _placement_of(request: Request) -> Placement:
+    if request.schedule != "auto":
+        return table_of(request).placement
+    known = {n: o for n, o in request.options.items() if n in ("placement", "stages_per_rank")}
+    size = {"ranks": ranks_of(request), "microbatches": request.microbatches}
+    return place(**{"kind": known.pop("placement", "one_each"), **size, **known})
 
 
 def shared_by(request: Request) -> int | None:

@@ -29,6 +29,7 @@ class Request:
     optimizer_states: int | OptimizerMemory = 2
     offload: bool = False
     partition: str | Sequence[int] | Partition = "parameters"
+    paces: Sequence[float] | None = None
     seed: int = 0
     precision: str = "float32"
     normalise_over_replicas: bool = False

@@ -39,6 +39,52 @@ def _plus_square(price: int, work: int) -> int:
     return price + work * work
 
 
+def cut_for_paces(costs: Sequence[float], paces: Sequence[float]) -> list[int]:
+    """Return the layers of each stage for which the slowest stage is as fast as can be.
+
+    ``paces[stage]`` is how many times as long it takes there. Exact; among the best cuts the one
+    with the least sum of squares of what stages take. No stage is empty. Raises PartitionError as
+    `minimax` does.
+    """
+    even = minimax(costs, len(paces))
+    if len(set(paces)) == 1:
+        return even
+    prefix, weights = [0, *accumulate(integers(costs))], integers(paces)
+    ends = [0, *accumulate(even)]
+    limit = max(
+        (prefix[end] - prefix[start]) * weight
+        for (start, end), weight in zip(pairwise(ends), weights, strict=True)
+    )
+    limit, _ = _best_of_paces(prefix, weights, limit, max)
+    return _best_of_paces(prefix, weights, limit, _plus_square)[1]
+
+
+def _best_of_paces(
+    prefix: list[int], weights: Sequence[int], limit: int, plus: Callable[[int, int], int]
+) -> tuple[int, list[int]]:
+    """Return the least price, and its cut, of those in which no stage takes more than a limit."""
+    num_layers = len(prefix) - 1
+    best: dict[int, int] = {0: 0}
+    steps: list[dict[int, int]] = []
+    for left, weight in zip(reversed(range(len(weights))), weights, strict=True):
+        here: dict[int, int] = {}
+        came: dict[int, int] = {}
+        for start, price in best.items():
+            for end in range(start + 1, num_layers - left + 1):
+                took = (prefix[end] - prefix[start]) * weight
+                if took > limit:
+                    break
+                total = plus(price, took)
+                if end not in here or total < here[end]:
+                    here[end], came[end] = total, start
+        best = here
+        steps.append(came)
+    ends = [num_layers]
+    for came in reversed(steps):
+        ends.append(came[ends[-1]])
+    return best[num_layers], [b - a for a, b in pairwise(ends[::-1])]
+
+
 def copies_for(counts: Sequence[int], costs: Sequence[float], ranks: int) -> list[int]:
     """Return how many of the ranks hold each stage of a cut: the cheapest stages one less.
 
