@@ -39,7 +39,9 @@ def run_ranks(
         result, log = Path(folder) / "point.json", Path(folder) / "log"
         own = [*_without_sweep(words), f"bench.out={result}"]
         launch = [sys.executable, "-m", module]
-        if ranks > 1:
+        if ranks > 1 and "comm.backend=mpi" in own:
+            launch = [_mpiexec(), "-n", str(ranks), *launch]
+        elif ranks > 1:
             torchrun = ("torch.distributed.run", "--standalone", "--nproc_per_node")
             launch = [sys.executable, "-m", *torchrun, str(ranks), "-m", module]
         with log.open("wb") as output:
@@ -61,6 +63,12 @@ def run_ranks(
             return Failed(_reason(log.read_text(errors="replace"), code))
         told: dict[str, Any] = json.loads(result.read_text())
         return told
+
+
+def _mpiexec() -> str:
+    """Return the mpiexec of this environment, as of the mpich wheel; else that of the PATH."""
+    own = Path(sys.executable).with_name("mpiexec")
+    return str(own) if own.exists() else "mpiexec"
 
 
 def _without_sweep(words: Sequence[str]) -> list[str]:

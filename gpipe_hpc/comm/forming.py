@@ -19,6 +19,7 @@ import torch.distributed.distributed_c10d as torch_groups
 
 from gpipe_hpc.comm.doors import Doors, through
 from gpipe_hpc.comm.knocking import Place, calls, unanswered
+from gpipe_hpc.comm.mpi.process_group import NAME as MPI_NAME
 from gpipe_hpc.errors import LaunchError
 
 LAZY_VARIABLE: Final = "TORCH_GLOO_LAZY_INIT"
@@ -70,14 +71,13 @@ class Former:
         torch_side: Any = torch_groups
         default = torch_side._get_default_group()
         _, store = torch_side._world.pg_map[default]
-        door = self._doors.open(lazily=False)
-        self._meet(name, members, default.rank(), Place(_host(), door.address, door.port))
-        with connecting(lazily=False), _unbound(default), through(door):
+        chosen = backend or self._backend
+        with self._met(name, members, default.rank(), chosen), _unbound(default):
             formed, _ = torch_side._new_process_group_helper(
                 len(members),
                 members.index(default.rank()),
                 list(members),
-                dist.Backend(backend or self._backend),
+                dist.Backend(chosen),
                 store,
                 group_name=name,
                 timeout=self._timeout,
@@ -86,6 +86,18 @@ class Former:
         torch_side._world.pg_group_ranks[formed] = places
         group: dist.ProcessGroup = formed
         return group
+
+    @contextmanager
+    def _met(self, name: str, members: Collection[int], rank: int, backend: str) -> Iterator[None]:
+        """Let the members meet first; Gloo listens at a door meanwhile, MPI at none."""
+        if backend == MPI_NAME:
+            self._exchange(f"forming group {name}", "", members)
+            yield
+            return
+        door = self._doors.open(lazily=False)
+        self._meet(name, members, rank, Place(_host(), door.address, door.port))
+        with connecting(lazily=False), through(door):
+            yield
 
     def _meet(self, name: str, members: Collection[int], rank: int, own: Place) -> None:
         """Wait for all members; where they are on several hosts, see that all can be reached."""

@@ -42,6 +42,8 @@ from gpipe_hpc.comm.joining.secret import Secret, secret_for_all
 from gpipe_hpc.comm.joining.source import own_source
 from gpipe_hpc.comm.levels import WIDTH, Levels, own_levels
 from gpipe_hpc.comm.machine import folder_identity, kernel_identity
+from gpipe_hpc.comm.mpi.process_group import NAME as MPI_NAME
+from gpipe_hpc.comm.mpi.process_group import MpiGroup
 from gpipe_hpc.comm.noticeboard import Noticeboard
 from gpipe_hpc.comm.noting import Note
 from gpipe_hpc.comm.pickling import dumps, loads
@@ -72,6 +74,7 @@ log = logging.getLogger("gpipe_hpc.comm")
 _BREAK_TAG = 2**30
 _LATE_TAG = 2**28
 _EXCHANGE_TAG = 2**29  # and the numbers of kinds of traffic behind it
+_DEVICE_TAG = 2**30  # over MPI, which has no use for the one that breaks
 
 T = TypeVar("T")
 
@@ -446,8 +449,12 @@ class ProcessWorld:
         self._pulse = Pulse(timeout_s, watchfulness.stall_s, self._display)
         self._timeout = timedelta(seconds=timeout_s)
         uses_own = _is_carried(device)
+        self._uses_mpi = isinstance(dist.distributed_c10d._get_default_group(), MpiGroup)
+        self._host_backend = MPI_NAME if self._uses_mpi else "gloo"
         # CPU tensors (words, flags) travel over Gloo also where the user's group is NCCL alone.
-        self._backend = f"cpu:gloo,{device.type}:{device.backend}" if uses_own else "gloo"
+        self._backend = (
+            f"cpu:gloo,{device.type}:{device.backend}" if uses_own else self._host_backend
+        )
         self._shares_memory = shares_memory
         self._is_divided = False  # from ranks of this machine
         self._shared: weakref.WeakSet[SharedTransport] = weakref.WeakSet()
@@ -629,17 +636,17 @@ class ProcessWorld:
     def _torch_transport(self, channels: Sequence[PlacedChannel], device: Device) -> Transport:
         """Open channels over torch.
 
-        Gloo keeps tags apart, so two ranks need one group. A backend of the device knows no tags:
-        all that goes between two ranks in a group is one queue. So each direction has a group of
-        its own, in which a receive that is posted early does not keep back what is sent; and as the
-        table posts in the order of the sends, all channels share it. Assumed is that the queues of
-        a rank, two for each rank that it talks to, move side by side: that the kernels of so many
-        communicators can run at the same time.
+        Gloo and MPI keep tags apart, so two ranks need one group. A backend of the device knows no
+        tags: all that goes between two ranks in a group is one queue. So each direction has a group
+        of its own, in which a receive that is posted early does not keep back what is sent; and as
+        the table posts in the order of the sends, all channels share it. Assumed is that the queues
+        of a rank, two for each rank that it talks to, move side by side: that the kernels of so
+        many communicators can run at the same time.
         """
         # Groups are formed in one order everywhere, so no ranks wait for one another in a ring;
         # every second pair of a pipeline comes first, so that they are formed side by side.
         for pair in sorted({_pair(c) for c in channels} - self._pairs.keys(), key=_order):
-            self._pairs[pair] = self._form(pair, "gloo")
+            self._pairs[pair] = self._form(pair, self._host_backend)
         ways = {_ends(c) for c in channels} if _is_carried(device) else set()
         for ends in sorted(ways - self._queues.keys(), key=_order):
             self._queues[ends] = self._open_queue(ends, device)
@@ -653,6 +660,8 @@ class ProcessWorld:
         (peer,) = _peers([channel], self.rank)
         host = partial(TorchLane, self._pairs[pair], pair.index(peer))
         direct = self._queues.get(_ends(channel))
+        if self._uses_mpi and self.device.is_accelerator:
+            direct = host(_DEVICE_TAG + channel.tag)
         return Link(channel, peer, host(channel.tag), host(_LATE_TAG + channel.tag), direct)
 
     def _open_queue(self, ends: tuple[int, int], device: Device) -> TorchLane:
@@ -719,6 +728,9 @@ class ProcessWorld:
         for group, ranks in self._groups:
             peer = next((rank for rank in ranks if rank != self.rank), None)
             if peer is None:  # nobody waits in a group of one
+                continue
+            if isinstance(group, MpiGroup):
+                group.abort()
                 continue
             with contextlib.suppress(RuntimeError, ValueError):
                 work = dist.irecv(torch.empty(1), peer, group=group, tag=_BREAK_TAG)

@@ -230,7 +230,7 @@ def _check_device(config: Config) -> None:
     if device != "auto" and known_kind(device) is None:
         remedy = f"{suggestion(device, ['auto', 'cpu', 'cuda', 'xpu'])}choose one of them"
         raise refuse("train.device", f"auto, {KNOWN_KINDS}", device, remedy)
-    backends = ["auto", *known_backends()]
+    backends = ["auto", "mpi", *known_backends()]
     if backend not in backends:
         remedy = f"{suggestion(backend, backends)}choose one of them"
         raise refuse("comm.backend", f"one of {', '.join(backends)}", backend, remedy)

@@ -192,6 +192,7 @@ class CommConfig:
     interface: str | None = None
     ports: str | None = None
     loopback: bool | None = None
+    mpi_device_pointers: bool | None = None
     shared_memory: bool = True
     secret_file: str | None = None
 

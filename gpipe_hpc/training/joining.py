@@ -14,6 +14,7 @@ def join_world(config: Config) -> World:
         device=config.train.device,
         backend=config.comm.backend,
         timeout_s=config.comm.timeout_s,
+        mpi_device_pointers=config.comm.mpi_device_pointers,
         loopback=config.comm.loopback,
         shares_memory=config.comm.shared_memory,
         secret_file=config.comm.secret_file,

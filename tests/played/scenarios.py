@@ -12,6 +12,7 @@ from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.schedule import schedule_names
 from tests.played.device import Site
 from tests.played.lanes import open_transport
+from tests.played.mpi import open_mpi_transport, reduce_all
 from tests.played.tracker import HostWait
 from tests.played.world import Played, between, run_played
 from tests.support import all_same, batches
@@ -111,6 +112,8 @@ class Scenario:
     options: Mapping[str, Any] = field(default_factory=dict)
     way: str | None = None
     sizes: tuple[int, ...] = (16,) * NUM_STEPS
+    # What is done in place of a training.
+    instead: Callable[[Any], list[Tensor]] | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -136,8 +139,11 @@ def adamw(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
 
 def train(scenario: Scenario, world: Any) -> Given:
     """Train on one rank, clip, evaluate and predict."""
+    if scenario.instead is not None:
+        tensors = scenario.instead(world)
+        return Given(tensors=[{str(at): each for at, each in enumerate(tensors)}])
     if scenario.way is not None and world.device.is_accelerator:
-        world.transport = lambda channels: open_transport(world, channels, scenario.way)
+        world.transport = partial(WAYS_TO_OPEN[scenario.way], world)
     pipe = Pipeline(
         scenario.layers(),
         square_sum,
@@ -187,7 +193,8 @@ def on_cpu(scenario: Scenario) -> list[Given]:
 
 def of(name: str, ranks: int = 2, **rest: Any) -> Scenario:
     """Return a scenario; what is no field of it is an option of `Pipeline`."""
-    named = {key: rest.pop(key) for key in ("layers", "way", "sizes") if key in rest}
+    fields = ("layers", "way", "sizes", "instead")
+    named = {key: rest.pop(key) for key in fields if key in rest}
     return Scenario(name, ranks, options=rest, **named)
 
 
@@ -231,9 +238,15 @@ KINDS = [
     of("parts of gradients", 4, replicas=2, noise_over="microbatches"),
     of("one rank", 1, offload=True, recompute="never"),
 ]
+WAYS_TO_OPEN: dict[str, Callable[..., Any]] = {
+    "staged": partial(open_transport, way="staged"),
+    "direct": partial(open_transport, way="direct"),
+    "mpi": partial(open_mpi_transport, takes_device_pointers=False),
+    "mpi pointers": partial(open_mpi_transport, takes_device_pointers=True),
+}
 WAYS = [
     of(f"{way} {name}", ranks, way=way, **options)
-    for way in ("staged", "direct")
+    for way in WAYS_TO_OPEN
     for name, ranks, options in (
         ("blocks", 2, {"schedule": "interleaved", "recompute": "always"}),
         ("split", 2, {"schedule": "zb_v", "offload": True}),
@@ -242,4 +255,5 @@ WAYS = [
         ("uneven", 2, {"sizes": (16, 3, 11, 16), "schedule": "hanayo"}),
     )
 ]
-ALL = [*EACH_SCHEDULE, *EACH_OUTER, *KINDS, *WAYS]
+BESIDE = [of("mpi sums", 4, instead=reduce_all, way="mpi")]
+ALL = [*EACH_SCHEDULE, *EACH_OUTER, *KINDS, *WAYS, *BESIDE]

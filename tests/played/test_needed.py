@@ -22,6 +22,7 @@ ARGUED = {
     "bench/point.py _finish synchronize": _STOPS,
     "bench/collectives/point.py _finish synchronize": _STOPS,
     "comm/collectives/tuned.py _seconds synchronize": _STOPS,
+    "comm/mpi/works.py _finish synchronize": "who has the future may be any thread, or C++",
     "engine/device_clock.py __init__ synchronize": "nothing is ahead of the first mark",
 }
 # The cheapest trainings first; of those not named all are tried.
@@ -29,6 +30,7 @@ NEAR = {
     "comm/handing.py": ["nests"],
     "comm/threads.py": ["sums", "flat shards", "normed over replicas"],
     "comm/collectives/on_stream.py": ["by halving"],
+    "comm/mpi/": ["mpi blocks", "mpi pointers blocks", "mpi sums"],
     "engine/outer/compress/beside.py": ["topk", "powersgd"],
     "engine/memory/": ["one rank", "zb_h1", "nests offloaded"],
     "engine/recorder.py": ["one rank", "uneven"],

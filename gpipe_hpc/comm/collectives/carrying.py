@@ -11,11 +11,27 @@ Exchange = Callable[[Sequence[tuple[int, torch.Tensor]], Sequence[tuple[int, tor
 """Sends and receives: tensors, each with the position of a rank; returns when all is done."""
 
 
-def carry_out(plan: Plan, flat: torch.Tensor, position: int, exchange: Exchange) -> None:
+Combine = Callable[[torch.Tensor, torch.Tensor], object]
+"""Puts into the first tensor what it and the second make together."""
+
+
+def plus(own: torch.Tensor, other: torch.Tensor) -> None:
+    """Add the second to the first."""
+    own += other
+
+
+def carry_out(
+    plan: Plan,
+    flat: torch.Tensor,
+    position: int,
+    exchange: Exchange,
+    combine: Combine = plus,
+) -> None:
     """Carry out the plan of the rank at `position` over `flat`, in place.
 
-    Takes as much memory as the largest step adds. Over NCCL nothing here waits: `exchange` then
-    orders the current stream.
+    `combine`: what is done with what is to be added; the two may be swapped without a change. Takes
+    as much memory as the largest step adds. Over NCCL nothing here waits: `exchange` then orders
+    the current stream.
     """
     scratch = flat.new_empty(max((_num_added(step) for step in plan), default=0))
     for step in plan:
@@ -25,7 +41,7 @@ def carry_out(plan: Plan, flat: torch.Tensor, position: int, exchange: Exchange)
         exchange([(move.peer, _at(flat, move.span)) for move in step.sends], into)
         terms = sorted(zip(step.adds, came, strict=True), key=lambda term: term[0].span)
         for span, same in groupby(terms, key=lambda term: term[0].span):
-            _add(_at(flat, span), list(same), position)
+            _add(_at(flat, span), list(same), position, combine)
 
 
 def _num_added(step: Step) -> int:
@@ -36,17 +52,22 @@ def _at(flat: torch.Tensor, span: Span) -> torch.Tensor:
     return flat[span.start : span.stop]
 
 
-def _add(own: torch.Tensor, terms: Sequence[tuple[Move, torch.Tensor]], position: int) -> None:
+def _add(
+    own: torch.Tensor,
+    terms: Sequence[tuple[Move, torch.Tensor]],
+    position: int,
+    combine: Combine,
+) -> None:
     """Add terms to `own` in the order of ranks; two have one sum in either order."""
     before = [part for move, part in sorted(terms, key=_by_peer) if move.peer < position]
     behind = [part for move, part in sorted(terms, key=_by_peer) if move.peer > position]
     if before:
         first, *others = before
         for part in others:
-            first += part
-        own += first  # the same as first + own
+            combine(first, part)
+        combine(own, first)  # the same as first + own
     for part in behind:
-        own += part
+        combine(own, part)
 
 
 def _by_peer(term: tuple[Move, torch.Tensor]) -> int:

@@ -31,6 +31,10 @@ class _Fold(NamedTuple):
         return 1 << (self.size.bit_length() - 1)
 
     @property
+    def num_steps(self) -> int:
+        return self.size.bit_length() - 1
+
+    @property
     def num_pairs(self) -> int:
         return self.size - self.num_kept
 
@@ -57,17 +61,25 @@ class _Fold(NamedTuple):
 
 def recursive_doubling_all_reduce(place: Place, count: int) -> Plan:
     """Exchange the whole vector with partners at distances 1, 2, 4, ...: few steps, many bytes."""
+    return _exchanges(place, count, [1 << step for step in range(_Fold(place.size).num_steps)])
+
+
+def butterfly_all_reduce(place: Place, count: int) -> Plan:
+    """Exchange the whole vector with partners ever nearer.
+
+    Each element is summed in the order in which `rabenseifner_all_reduce` sums it, so the bits are
+    the same: on four ranks (0 + 2) + (1 + 3).
+    """
+    steps = range(_Fold(place.size).num_steps)
+    return _exchanges(place, count, [1 << step for step in reversed(steps)])
+
+
+def _exchanges(place: Place, count: int, distances: Sequence[int]) -> Plan:
+    """Exchange the whole vector with partners at some distances, one after the other."""
     n, i = place
     fold, whole = _Fold(n), Span(0, count)
-
-    def steps() -> Iterator[Step]:
-        v, distance = fold.kept(i), 1
-        while distance < fold.num_kept:
-            peer = fold.rank(v ^ distance)
-            yield Step(sends=moves(peer, whole), adds=moves(peer, whole))
-            distance *= 2
-
-    core = () if fold.is_folded(i) else planned(steps())
+    peers = [] if fold.is_folded(i) else [fold.rank(fold.kept(i) ^ each) for each in distances]
+    core = planned(Step(sends=moves(peer, whole), adds=moves(peer, whole)) for peer in peers)
     return _folded_in(fold, i, whole) + core + _folded_out(fold, i, (whole,))
 
 

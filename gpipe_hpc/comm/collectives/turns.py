@@ -30,6 +30,11 @@ class Turn:
         self._awaited: Sequence[int] | None = None
         self._listener: Note | None = None
 
+    @property
+    def is_done(self) -> bool:
+        """Say whether it is done, or has failed."""
+        return self._done.is_set()
+
     def wait(self, listener: Note) -> None:
         """Return once it is done; raise what it has raised.
 
@@ -42,6 +47,15 @@ class Turn:
         if self._failure is not None:
             raise self._failure
         listener(None)
+
+    def wait_for_thread(self) -> None:
+        """Return once the line's own thread has done it; raise what it has raised.
+
+        For jobs that wait for a device, which the calling thread shall not.
+        """
+        self._done.wait()
+        if self._failure is not None:
+            raise self._failure
 
     def do(self, failed: BaseException | None) -> BaseException | None:
         """Do the job unless one before it has failed; return the failure."""

@@ -18,6 +18,10 @@ from gpipe_hpc.comm.joining.rendezvous import meet
 from gpipe_hpc.comm.joining.sealed_store import SealedStore
 from gpipe_hpc.comm.joining.secret import SECRET_VARIABLE, job_secret
 from gpipe_hpc.comm.machine import started_by
+from gpipe_hpc.comm.mpi.joining import launch_by
+from gpipe_hpc.comm.mpi.library import Library, open_mpi
+from gpipe_hpc.comm.mpi.process_group import NAME as MPI_NAME
+from gpipe_hpc.comm.mpi.process_group import register
 from gpipe_hpc.comm.ports import Ports
 from gpipe_hpc.comm.processes import ProcessWorld, leave_default_group
 from gpipe_hpc.comm.thread_hub import ThreadHub
@@ -32,12 +36,14 @@ from gpipe_hpc.errors import ConfigError
 log = logging.getLogger("gpipe_hpc.comm")
 
 DEFAULT_TIMEOUT_S = 600.0
+MPI: Final = "mpi"
 
 
 def start_world(
     *,
     device: str = "auto",
     backend: str = "auto",
+    mpi_device_pointers: bool | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     loopback: bool | None = None,
     shares_memory: bool = True,
@@ -56,21 +62,24 @@ def start_world(
     world is this process alone and nothing is opened.
 
     `device`: auto, cpu, a kind of accelerator as ``cuda`` (NVIDIA and AMD) or ``xpu`` (Intel), or
-    one device as ``cuda:0``; see `device_of_rank`. `backend`: auto, gloo, or what torch has for the
-    device: nccl, xccl. `timeout_s`: how long a rank waits for another before it gives up and says
-    so. `loopback`: listen on this machine alone; None means when all ranks are on it.
-    `shares_memory`: ranks of one host with CPU tensors hand boundaries over in shared memory.
-    `secret_file`: where the job's secret lies; None for GPIPE_HPC_SECRET, else this user's own
-    where all ranks are on one machine, else none. `silence_s`, `stall_s`, `ends_process`: see
-    `Watchfulness`; a world of one rank has no use for them. `interface`: of the network on which
-    all listen that ranks of other machines reach, by its name or a subnet; None for the one that
-    leads to MASTER_ADDR. `ports`: the range, as 29600-29699, from which all ports come that this
-    package and Gloo listen on; None for any. `reach_s`: in which another host has to answer at all.
+    one device as ``cuda:0``; see `device_of_rank`. `backend`: auto, gloo, mpi (by mpi4py, under an
+    mpiexec or srun that starts ranks of MPI), or what torch has for the device: nccl, xccl.
+    `mpi_device_pointers`: MPI sends from the device's own memory; None: if it says that it can.
+    `timeout_s`: how long a rank waits for another before it gives up and says so. `loopback`:
+    listen on this machine alone; None means when all ranks are on it. `shares_memory`: ranks of one
+    host with CPU tensors hand boundaries over in shared memory. `secret_file`: where the job's
+    secret lies; None for GPIPE_HPC_SECRET, else this user's own where all ranks are on one machine,
+    else none. `silence_s`, `stall_s`, `ends_process`: see `Watchfulness`; a world of one rank has
+    no use for them. `interface`: of the network on which all listen that ranks of other machines
+    reach, by its name or a subnet; None for the one that leads to MASTER_ADDR. `ports`: the range,
+    as 29600-29699, from which all ports come that this package and Gloo listen on; None for any.
+    `reach_s`: in which another host has to answer at all.
     """
     with OwnFramesLeftOut():
         world = _start(
             device,
             backend,
+            mpi_device_pointers,
             timeout_s,
             loopback,
             shares_memory,
@@ -108,6 +117,7 @@ def _sees_users_files(launch: Launch) -> bool:
 def _start(
     device: str,
     backend: str,
+    mpi_device_pointers: bool | None,
     timeout_s: float,
     loopback: bool | None,
     shares_memory: bool,
@@ -115,12 +125,13 @@ def _start(
     watchfulness: Watchfulness,
     network: "Network",
 ) -> World:
-    launch = None if dist.is_initialized() else detect_launch()
+    timeout_s = checked_timeout(timeout_s, "timeout_s")
+    joined = None if dist.is_initialized() else _joined(backend, mpi_device_pointers, timeout_s)
+    launch, library = joined or (None, None)
     if launch is None:
         watch_start(dist.get_rank(), dist.get_world_size())
     else:
         watch_start(launch.rank, launch.world_size)
-    timeout_s = checked_timeout(timeout_s, "timeout_s")
     if launch is None:
         chosen = device_of_rank(device, None)
         # Whether its ranks are on one machine is not known here, so no secret is made for them.
@@ -150,7 +161,9 @@ def _start(
         launch, timeout_s, loopback, secret, interface=network.interface, reach_s=network.reach_s
     )
     store, doors = met.store, Doors(met.address, network.ports)
-    if secret is not None and chosen_backend == "gloo":
+    if library is not None:
+        register(library, chosen)
+    if secret is not None and chosen_backend in ("gloo", MPI_NAME):
         # NCCL's own threads ask the store at times when they must not wait for Python.
         store = SealedStore(store, secret.derive("store"))
     unwatch()
@@ -209,11 +222,25 @@ def _address_of_choice(interface: str | None) -> str | None:
     return None if found is None else found.address
 
 
+def _joined(
+    backend: str, mpi_device_pointers: bool | None, timeout_s: float
+) -> tuple[Launch, Library | None]:
+    """Return this process's place, and MPI where that is asked for and there are several ranks."""
+    if backend != MPI:
+        return detect_launch(), None
+    library = open_mpi(mpi_device_pointers)
+    atexit.register(library.finish, timeout_s)  # the last of all, as it was the first
+    launch = launch_by(library)
+    return launch, library if launch.world_size > 1 else None
+
+
 def _backend(name: str, device: Device) -> str:
     """Return torch's backend string; CPU tensors (words, flags) always travel over Gloo."""
+    if name == MPI:
+        return MPI_NAME
     if name not in ("auto", "gloo", device.backend):
         raise ConfigError(
-            f"backend: expected auto, gloo or the one that torch has for a device of kind "
+            f"backend: expected auto, gloo, mpi or the one that torch has for a device of kind "
             f"{device.type}, which is {device.backend}, got {name!r}; choose one of them"
         )
     if device.backend == "gloo" or name == "gloo":
