@@ -53,7 +53,7 @@ def assert_all_report(errors, failed, kind, *words):
 @pytest.mark.parametrize(
     ("settings", "kind", "words"),
     [
-        ({"stages": 2}, ConfigError, "stages x replicas = world size, got 2 x 1 = 2 with 3"),
+        ({"stages": 4}, ConfigError, "stages x replicas = world size, got 4 x 1 = 4 with 3"),
         ({"replicas": 2}, ConfigError, "1 x 2 = 2 with 3 rank"),
         ({"schedule": "gpip"}, ScheduleError, "gpipe, one_f_one_b"),
         ({"schedule": 7}, ScheduleError, "a name .*got int"),

@@ -24,7 +24,7 @@ VARIANTS = [
     ("hanayo", {"waves": 1}),
     ("rerouted", {}),
     ("rerouted", {"stages": 3}),
-    ("rerouted", {"stages": 2, "order": "one_f_one_b"}),
+    ("rerouted", {"stages": 3, "order": "one_f_one_b"}),
     ("rerouted", {"stages": 3, "order": "gpipe"}),
 ]
 
