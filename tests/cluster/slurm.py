@@ -14,7 +14,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.cluster.tools import tool
@@ -259,6 +259,3 @@ def _command_of(pid: int) -> Sequence[str]:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
     return []
-
-
-Make = Callable[..., BatchJob]

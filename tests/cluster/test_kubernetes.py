@@ -73,11 +73,11 @@ def test_kubernetes_knows_every_field_of_the_service(repository):
 
 @pytest.fixture
 def pod(repository, torchrun, tiny, free_port):
-    """Return a function that starts what a pod of a manifest runs, on this machine."""
+    """Return a function that starts what a pod of the Job runs, on this machine."""
     port = free_port()
 
-    def start(number, index, run):
-        template = jobs(repository)[number]["spec"]["template"]["spec"]
+    def start(index, run):
+        template = jobs(repository)[0]["spec"]["template"]["spec"]
         args = template["containers"][0]["args"]
         flags = dict(flag.partition("=")[::2] for flag in args[: args.index("-m")])
         assert flags["--node-rank"] == "$(JOB_COMPLETION_INDEX)"
@@ -93,15 +93,15 @@ def pod(repository, torchrun, tiny, free_port):
 WORDS = ("train.steps=300", "checkpoint.every=20", "pipeline.stages=2", "model.dropout=0.1")
 
 
-@pytest.mark.parametrize("number", [0, 1], ids=["job", "jobset"])
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["preempted", "crashed"])
-@pytest.mark.parametrize("gone", [0, 1])
+@pytest.mark.parametrize(
+    ("how", "gone"), [(signal.SIGTERM, 0), (signal.SIGKILL, 1)], ids=["preempted", "crashed"]
+)
 def test_pods_end_when_one_does_and_go_on_once_all_came_anew(
-    pod, start, tiny, tmp_path, until, same_end, number, how, gone
+    pod, start, tiny, tmp_path, until, same_end, how, gone
 ):
     """One for one, as the Job's controller does it, which knows of no run: the last one last."""
     run = tmp_path / "run"
-    pods = [pod(number, index, run) for index in range(2)]
+    pods = [pod(index, run) for index in range(2)]
     until(lambda: has_begun(run, 40), 200, "it trained")
     if how == signal.SIGTERM:
         pods[gone].send(how)
@@ -110,7 +110,7 @@ def test_pods_end_when_one_does_and_go_on_once_all_came_anew(
             os.kill(pid, how)
     assert 0 not in [pods[index].wait(90) for index in (gone, 1 - gone)]
     assert (run / "REQUEUE").exists() == (how == signal.SIGTERM)
-    pods = [pod(number, index, run) for index in (gone, 1 - gone)]
+    pods = [pod(index, run) for index in (gone, 1 - gone)]
     assert [each.wait(400) for each in pods] == [0, 0], "".join(each.output for each in pods)
     alone = start(*tiny, *WORDS, f"run.dir={tmp_path}/alone", "pipeline.stages=1").wait(120)
     assert alone.code == 0, alone.output
