@@ -14,7 +14,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from tests.cluster.tools import tool
@@ -22,6 +22,7 @@ from tests.conftest import marked, wait_until
 
 NODES = 4
 CPUS = 8
+_STAYS_S = 3.0
 LOST_S = 10  # without an answer a node counts as down
 
 _CONF = """\
@@ -226,18 +227,27 @@ class BatchJob:
         return "" if match is None else match[1]
 
     def await_state(self, *states: str, limit_s: float = 90.0) -> str:
-        """Return the state once it is one of those; a job that Slurm holds back is let go."""
+        """Return the state once it is one of those; a job that Slurm holds back is let go.
+
+        While a job is queued again it may look as if it had ended: it must look so for a while.
+        """
+        since: list[float] = []
 
         def reached() -> bool:
-            # Slurm starts a requeued job only after two minutes or so.
-            if self.told("Reason") == "BeginTime":
-                self._slurm.run(
-                    "scontrol", "update", f"JobId={self.number}", "StartTime=now", fails=True
-                )
-            return self.told("JobState") in states
+            is_now = self._is_in(states)
+            since[:] = [*since, time.monotonic()] if is_now else []
+            return is_now and since[-1] - since[0] > _STAYS_S
 
         wait_until(reached, limit_s, f"job {self.number} was {' or '.join(states)}")
         return self.told("JobState")
+
+    def _is_in(self, states: Collection[str]) -> bool:
+        # Slurm starts a requeued job only after two minutes or so.
+        if self.told("Reason") == "BeginTime":
+            self._slurm.run(
+                "scontrol", "update", f"JobId={self.number}", "StartTime=now", fails=True
+            )
+        return self.told("JobState") in states
 
 
 def _free_ports(number: int) -> list[int]:
