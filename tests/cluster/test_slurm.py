@@ -162,19 +162,6 @@ def test_with_too_few_nodes_left_it_waits_for_others(
     as_undisturbed(tmp_path / "run")
 
 
-def test_the_node_that_runs_the_script_may_be_lost(
-    slurm, edited, settings, tmp_path, until, as_undisturbed
-):
-    """Slurm itself queues the job again, and the script goes on elsewhere."""
-    job = submitted(slurm, edited, settings, tmp_path, until)
-    slurm.lose("n1")
-    assert job.await_state("COMPLETED", "FAILED", limit_s=400) == "COMPLETED", said(tmp_path)
-    assert job.told("Restarts") == "1"
-    (_, first), (again, second) = starts(tmp_path)
-    assert first == "n1,n2" and "n1" not in second and 0 < again < STEPS
-    as_undisturbed(tmp_path / "run")
-
-
 DYING = """
 import os
 import signal
