@@ -31,7 +31,10 @@ _SKIP: Final = re.compile(r"(\d+)\s*>\s*(\d+)")
 
 
 def to_text(schedule: Schedule) -> str:
-    """Return a table as text, one line a rank."""
+    """Return a table as text, one line a rank.
+
+    The lines of last ranks that have no action are empty, and are no ranks to who reads them.
+    """
     partner_of = dict(schedule.overlaps)
     lines = [",".join(_cells_of(row, partner_of)) for row in schedule.ranks]
     if schedule.skips:

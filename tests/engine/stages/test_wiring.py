@@ -5,6 +5,7 @@ from gpipe_hpc.comm.group import SoloGroup
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.engine.stages.wiring import wire
 from gpipe_hpc.schedule import build
+from gpipe_hpc.schedule.table.placements import copies_in_rows
 from tests.schedule.conftest import VARIANTS, label
 
 MESH = Mesh(64, 16)
@@ -28,7 +29,10 @@ class OneRank:
 
 
 def test_a_rank_has_few_queues_whatever_the_schedule_and_the_number_of_replicas():
-    """16 stages x 64 replicas would have formed up to 15,360, each after a sum of the world."""
+    """16 stages x 64 replicas would have formed up to 15,360, each after a sum of the world.
+
+    Two neighbours, one queue each way. Beside the hole of a row stand all that fill it.
+    """
     for variant in VARIANTS:
         name, options = variant
         table = build(name, ranks=16, microbatches=32, **options)
@@ -38,4 +42,6 @@ def test_a_rank_has_few_queues_whatever_the_schedule_and_the_number_of_replicas(
             ends = {(c.source_rank, c.destination_rank) for c in world.channels}
             assert {MESH.replica_of(end) for pair in ends for end in pair} == {rank // 16}
             own = [pair for pair in ends if rank in pair]
-            assert 2 <= len(own) <= 4, label(variant)
+            rows = max(len(table.placement.holders(s)) for s in range(table.num_stages))
+            most = 2 * rows if copies_in_rows(table.placement) else 4
+            assert 2 <= len(own) <= most, label(variant)
