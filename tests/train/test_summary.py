@@ -61,7 +61,9 @@ def test_one_rank_says_what_it_did(train, tiny, tmp_path, repository):
     assert summary["expected"]["bubble"] == pytest.approx(0, abs=1e-9)
     assert (run / "trace" / "planned.json").exists()
     assert "done after step 5 of 5" in output and "peak memory" in output
-    planned = summary["ranks"][0]["planned_memory"]
+    (rank,) = summary["ranks"]
+    assert 0 < rank["computed_s"] < sum(each["pipeline_s"] for each in lines(run)[1:5])
+    planned = rank["planned_memory"]
     parts = [nbytes for name, nbytes in planned.items() if name != "total_bytes"]
     assert sum(parts) == planned["total_bytes"]
     num_parameters = 256 * 16 + 16 * 16 + 12 * 16 * 16 + 13 * 16 + 2 * 16 + 16 * 256

@@ -23,6 +23,7 @@ GIVEN = {
     "optimizer=sgd": ("optimizer_states", OptimizerMemory(1, masters=True)),
     "pipeline.offload=true": ("offload", True),
     "pipeline.partition=uniform": ("partition", "uniform"),
+    "pipeline.paces=[1,2,1]": ("paces", [1, 2, 1]),
     "train.seed=11": ("seed", 11),
     "train.precision=bfloat16": ("precision", "bfloat16"),
     "pipeline.normalise_over_replicas=true": ("normalise_over_replicas", True),
