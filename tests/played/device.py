@@ -16,7 +16,7 @@ from torch import Generator, Tensor, nn
 
 from tests.played.clocks import Clock, Host, learn
 from tests.played.engine import EngineThread
-from tests.played.errors import ThreadError
+from tests.played.errors import LateError, ThreadError
 from tests.played.interpose import PLAYED, kind_of, local, playing
 from tests.played.memories import Kind
 from tests.played.operators import PlayedMode
@@ -52,6 +52,7 @@ class PlayedDevice:
         self.sites: set[Site] = set()
         self._ignores = ignores
         self._num_ticks = 0
+        self._refusal: Exception | None = None
         self._default = PlayedStream(self)
         self._streams = _Current()
         self._all = [self._default]
@@ -127,6 +128,9 @@ class PlayedDevice:
                 stream.line.hear()
                 learn(everything, stream.line.clock)
             self.waits("synchronize", everything)
+            refusal, self._refusal = self._refusal, None
+            if refusal is not None:
+                raise refusal
 
     def use(self) -> None:
         if self.does("use"):
@@ -185,8 +189,14 @@ class PlayedDevice:
         finally:
             self._streams.waits_for = before
 
+    def refuse_later(self, refusal: Exception) -> None:
+        """Refuse what was put on the device last, once the host waits for all of it."""
+        self._refusal = refusal
+
     def reads(self, operator: str, tensor: Tensor) -> None:
-        """Let the host read a tensor of the device."""
+        """Let the host read a tensor of the device; no place to hear that other work failed."""
+        if self._refusal is not None:
+            self.tracker.found(LateError(f"{operator} at {where()}: {self._refusal}"))
         line = self.current_stream().line
         self.tracker.work(line, operator, [Access(tensor, False)])
         self.waits(operator, line.clock)

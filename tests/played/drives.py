@@ -3,7 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gpipe_hpc import run_on_threads
@@ -13,6 +15,7 @@ from gpipe_hpc.comm.collectives.plan import Place
 from gpipe_hpc.comm.collectives.ring import ring_all_reduce
 from gpipe_hpc.comm.group import Piece
 from gpipe_hpc.comm.patience import patiently, patiently_here
+from gpipe_hpc.comm.summing import OwnSums
 from gpipe_hpc.comm.thread_hub import ThreadHub
 from gpipe_hpc.comm.threads import ThreadGroup
 from gpipe_hpc.engine.batch.intake import Intake
@@ -125,6 +128,23 @@ def threads(device: PlayedDevice) -> None:
     assert run_on_threads(2, body, device=lambda rank: device) == [12.0] * 2
 
 
+def refusals(device: PlayedDevice) -> None:
+    """A backend that takes each sum, and says that it lacks one when the device comes to it."""
+
+    def all_reduce(tensor: Tensor, group: object) -> None:
+        if tensor.dtype is torch.float64:
+            device.refuse_later(RuntimeError("no sum of float64"))
+
+    group: Any = None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", all_reduce)
+        patch.setattr(dist, "get_rank", lambda: 0)
+        goes = OwnSums(group, (0, 1), device).goes
+        found = [goes(dtype) for dtype in (torch.float64, torch.float32, torch.float64)]
+    assert made(device).tolist() == [2.0] * 6
+    assert found == [False, True, False]
+
+
 DRIVES: dict[str, Drive] = {
     "comm/collectives/on_stream.py": plans,
     "engine/outer/compress/beside.py": jobs,
@@ -133,6 +153,7 @@ DRIVES: dict[str, Drive] = {
     "checkpoint/host_copy.py": copies,
     "comm/threads.py": sends,
     "comm/patience.py": threads,
+    "comm/summing.py": refusals,
     "engine/device_clock.py": clock,
     "engine/recorder.py": clock,
 }

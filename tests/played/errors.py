@@ -25,5 +25,9 @@ class MarkError(PlayedError):
     """The time of a mark is read before it is known."""
 
 
+class LateError(PlayedError):
+    """What the device was asked to do before, and could not, is told where nobody expects it."""
+
+
 class ThreadError(PlayedError):
     """A thread uses a device that it has not made its own: it would be on the first of its kind."""
