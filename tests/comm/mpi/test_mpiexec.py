@@ -3,6 +3,8 @@
 What ranks on threads give is the reference: others hold that against the plain loop.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -139,19 +141,24 @@ def test_a_checkpoint_goes_on_in_another_layout(left):
 OF_FOUR = [each for each in ALL if each.ranks == 4 and each.way is None]
 
 
+def in_the_order_of_mpi(scenario):
+    """Return the training whose sums on threads have the order that they have over MPI.
+
+    Four ranks hold each stage of a mirrored one, and threads add their terms in another order.
+    BatchNorm makes rounding of that: the bias before it has a gradient of nothing else, from which
+    AdamW makes a step of full length, and an evaluation, with statistics of other steps, shows it.
+    """
+    if scenario.name != "mirrored":
+        return scenario
+    outer = {"algorithm": "rabenseifner"}
+    return replace(scenario, options={**scenario.options, "outer": outer})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("left", [4], indirect=True)
 @pytest.mark.parametrize("scenario", OF_FOUR, ids=str)
 def test_training_has_the_bits_of_threads(left, scenario):
-    """Losses, gradients, norms, weights, an evaluation and a prediction.
-
-    Where four ranks hold a stage, threads sum in another order: float32 differs in its last bits.
-    """
-    for own, other in zip(left.each("trainings", str(scenario)), on_cpu(scenario), strict=True):
-        if scenario.name != "mirrored":
-            assert own.is_that_of(other)
-            continue
-        assert own.losses == pytest.approx(other.losses, rel=1e-5)
-        for mine, theirs in zip(own.tensors, other.tensors, strict=True):
-            assert mine.keys() == theirs.keys()
-            assert all(torch.allclose(mine[name], theirs[name], 1e-4, 1e-6) for name in mine)
+    """Losses, gradients, norms, weights, an evaluation and a prediction."""
+    others = on_cpu(in_the_order_of_mpi(scenario))
+    for own, other in zip(left.each("trainings", str(scenario)), others, strict=True):
+        assert own.is_that_of(other)
