@@ -167,7 +167,7 @@ def reduce_all(world: Any) -> list[Tensor]:
             work.get_future().wait()
             work.wait()
             found.append(told + 1)
-        # Another group has another thread: what goes before on this one has made the device its own.
+        # Another group has a thread of its own, which has not made the device its own before.
         group = group_of(library, range(world.size), f"gathers {takes_device_pointers}")
         with device.on(device.stream()):
             mine = torch.arange(5.0, device=device.torch).mul_(world.rank + 1)

@@ -126,6 +126,12 @@ def _start(
     network: "Network",
 ) -> World:
     timeout_s = checked_timeout(timeout_s, "timeout_s")
+    if dist.is_initialized() and backend == MPI and dist.get_backend() != MPI_NAME:
+        raise ConfigError(
+            f"comm.backend=mpi: expected no default process group yet, or one that goes by MPI, "
+            f"got one of {dist.get_backend()}; call start_world before init_process_group, or "
+            f"leave backend out"
+        )
     joined = None if dist.is_initialized() else _joined(backend, mpi_device_pointers, timeout_s)
     launch, library = joined or (None, None)
     if launch is None:
