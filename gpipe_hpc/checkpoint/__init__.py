@@ -8,6 +8,7 @@ Nothing that its files hold is run.
 from gpipe_hpc.checkpoint.background import BackgroundSaver
 from gpipe_hpc.checkpoint.folder import PARTIAL_SUFFIX, has_files, read_facts, read_owner, sync
 from gpipe_hpc.checkpoint.loading import load
+from gpipe_hpc.checkpoint.manifest import is_manifest_as_written
 from gpipe_hpc.checkpoint.metadata import StoredTensor, fill
 from gpipe_hpc.checkpoint.numbered import latest, save_numbered, step_name
 from gpipe_hpc.checkpoint.saving import save
@@ -20,6 +21,7 @@ __all__ = [
     "Verified",
     "fill",
     "has_files",
+    "is_manifest_as_written",
     "latest",
     "load",
     "read_facts",

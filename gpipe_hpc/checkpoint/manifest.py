@@ -43,7 +43,7 @@ def read_manifest(path: Path) -> Facts:
     """
     raw = (path / MANIFEST).read_bytes()
     tail = _TAIL.search(raw)
-    if tail and hashlib.sha256(raw[: tail.start()]).hexdigest().encode() != tail[1]:
+    if not _is_as_written(raw):
         raise ValueError(f"a {MANIFEST} whose bytes are not those that were written")
     try:
         facts = json.loads(raw)
@@ -62,6 +62,20 @@ def read_manifest(path: Path) -> Facts:
     if tail and not _lists_files(facts):
         raise ValueError(f"a {MANIFEST} that lists files as nobody would write them")
     return {name: value for name, value in facts.items() if name != "digest"}
+
+
+def is_manifest_as_written(path: Path) -> bool:
+    """Say whether nothing of a manifest, if there is one, is known to have changed since."""
+    try:
+        return _is_as_written((path / MANIFEST).read_bytes())
+    except OSError:
+        return True
+
+
+def _is_as_written(raw: bytes) -> bool:
+    """Say whether the digest in the last line, where there is one, is that of all bytes ahead."""
+    tail = _TAIL.search(raw)
+    return not tail or hashlib.sha256(raw[: tail.start()]).hexdigest().encode() == tail[1]
 
 
 def _lists_files(facts: Mapping[str, Any]) -> bool:

@@ -25,6 +25,7 @@ def _folder_of(package: str) -> str:
 
 
 _OURS: Final = str(Path(__file__).parent.parent) + os.sep
+_PACKAGE: Final = __name__.partition(".")[0]
 _TORCHS: Final = _folder_of("torch")
 _PYTHONS: Final = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES: Final = tuple(sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib"))
@@ -80,6 +81,20 @@ def leave_out_own_frames(error: BaseException) -> None:
             above.__cause__, above.__suppress_context__ = _cause(each), True
         else:
             above = each
+
+
+def users_line(error: BaseException) -> str:
+    """Return the file's name and line of the user's innermost frame, as ``script.py:12``.
+
+    That of a package which he has installed only where none is his own; "" where none is either.
+    """
+    frames = [each for each in _frames(error.__traceback__) if not _is_generated(each)]
+    for counts_installed in (False, True):
+        for each in reversed(frames):
+            name = each.tb_frame.f_code.co_filename
+            if _is_users(name, counts_installed):
+                return f"{Path(name).name}:{each.tb_lineno}"
+    return ""
 
 
 def join_cause(error: BaseException) -> None:
@@ -161,6 +176,13 @@ def _users(
             yield each
 
 
+def _is_generated(each: TracebackType) -> bool:
+    """Say whether a frame is of what `dataclass` or `namedtuple` has written for our classes."""
+    module = str(each.tb_frame.f_globals.get("__name__", ""))
+    is_ours = module.startswith(("namedtuple_", f"{_PACKAGE}."))
+    return is_ours and each.tb_frame.f_code.co_filename == "<string>"
+
+
 def _is_users(file: str, counts_installed: bool) -> bool:
     if file.startswith((_OURS, _TORCHS, "<frozen ")):
         return False
@@ -172,5 +194,7 @@ def _is_users(file: str, counts_installed: bool) -> bool:
 def _linked(frames: list[TracebackType]) -> TracebackType | None:
     linked: TracebackType | None = None
     for each in reversed(frames):
-        linked = TracebackType(linked, each.tb_frame, each.tb_lasti, each.tb_lineno)
+        # A signal may come before a frame has reached its first line: then it is at none.
+        number = each.tb_lineno or each.tb_frame.f_code.co_firstlineno
+        linked = TracebackType(linked, each.tb_frame, each.tb_lasti, number)
     return linked

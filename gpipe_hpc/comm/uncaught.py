@@ -5,22 +5,33 @@ they stop, and so does each rank that Ctrl-C ends. torchrun is told the same, so
 ends with the cause.
 """
 
+import _thread
+import math
+import os
 import re
 import signal
 import sys
 import textwrap
+import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable
-from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Final, Protocol
 
 from gpipe_hpc.comm.torchrun_report import tell_torchrun
-from gpipe_hpc.comm.tracebacks import join_cause, leave_out_own_frames, shows_all_frames
+from gpipe_hpc.comm.tracebacks import (
+    join_cause,
+    leave_out_own_frames,
+    shows_all_frames,
+    users_line,
+)
 from gpipe_hpc.errors import GpipeError, PeerError
 
 _MOST: Final = 160  # characters of what another rank has said in full
+_ONE_PRESS_S: Final = 0.5
+_MOMENT_S: Final = 0.001
 _TABLE: Final = re.compile(r" \(table: [^)]*\)")
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -44,7 +55,10 @@ def watch_start(rank: int, size: int) -> None:
 
     Until the ranks are together, a mistake of all of them is shown in full by rank 0 alone.
     """
-    _hook().start(rank, size)
+    hook = _hook()
+    hook.start(rank, size)
+    if size > 1 and not isinstance(sys.unraisablehook, _Interrupts):
+        _Interrupts(sys.unraisablehook).install()
 
 
 def watch_uncaught(world: Telling) -> None:
@@ -87,6 +101,8 @@ class _Uncaught:
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
+        if isinstance(sys.unraisablehook, _Interrupts):
+            sys.unraisablehook.stop()
         if isinstance(error, KeyboardInterrupt) and self._size > 1:
             self._end_interrupted(error)
             return
@@ -139,6 +155,54 @@ class _Uncaught:
         return [world.speaks for world in worlds]
 
 
+class _Interrupts:
+    """Lets each Ctrl-C be one `KeyboardInterrupt`: not two, and not none.
+
+    A launcher passes on what the terminal has sent to its processes too: that is one press. What is
+    raised in a destructor cannot go on, so Python prints it and the program is not interrupted:
+    here it comes once more, a moment later. What was there before prints what else is raised there.
+    """
+
+    def __init__(self, before: Callable[["sys.UnraisableHookArgs"], object]) -> None:
+        self._before = before
+        self._came_s = -math.inf
+        self._is_telling = self._is_over = False
+
+    def install(self) -> None:
+        """Take the place of Python's own handler; a handler of the user's stays."""
+        sys.unraisablehook = self
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._interrupt)
+
+    def stop(self) -> None:
+        """Interrupt no more by itself, as the process ends anyway."""
+        self._is_over = True
+
+    def __call__(self, unraisable: "sys.UnraisableHookArgs") -> None:
+        if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+            self._before(unraisable)
+            return
+        self._is_telling = True
+        _thread.start_new_thread(self._interrupt_again, ())
+        self._is_telling = False  # the last of all: what is raised in a hook is lost again
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if now_s > self._came_s + _ONE_PRESS_S:
+            self._came_s = now_s
+            raise KeyboardInterrupt
+
+    def _interrupt_again(self) -> None:
+        while self._is_telling:
+            time.sleep(_MOMENT_S)
+        time.sleep(_MOMENT_S)
+        if not self._is_over:
+            self._came_s = -math.inf
+            # A signal, as it also wakes what waits.
+            os.kill(os.getpid(), signal.SIGINT)
+
+
 def _say(line: str, reported: str) -> None:
     """Print a line; torchrun, which has the cause from another rank, is told less."""
     print(line, file=sys.stderr, flush=True)
@@ -158,5 +222,5 @@ def _brief(error: BaseException) -> str:
 
 def _place(error: BaseException) -> str:
     """Return the user's innermost line, for ranks that do not see the traceback."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: " if frames else ""
+    line = users_line(error)
+    return f"{line}: " if line else ""

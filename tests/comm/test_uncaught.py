@@ -1,13 +1,16 @@
 """A script of several ranks that fails prints one message, and torchrun shows the cause last."""
 
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
+from weakref import WeakSet
 
 import pytest
 
+from gpipe_hpc.comm.transport.slots import Slot
 from gpipe_hpc.comm.uncaught import watch_start, watch_uncaught
 from gpipe_hpc.errors import ConfigError, PeerError
 
@@ -20,6 +23,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline
+from gpipe_hpc.comm.joining.start import start_world
 
 # Shells start what runs in the background with Ctrl-C ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -63,6 +67,10 @@ if kind == "keyword":
     settings["schedul"] = "gpipe"
 if kind == "waiting":
     settings["timeout_s"] = -1
+if kind == "reach":
+    start_world(reach_s=-1)
+if kind == "ports":
+    start_world(ports="7")
 if kind == "replicas":
     settings["replicas"] = 3
 width = 5 if kind == "shape" else 4
@@ -138,6 +146,8 @@ def test_the_others_say_one_line(failed, kind, words):
         ("scripts", "the same microbatches on every rank, got 2 on rank 0 and 3 on rank 1"),
         ("keyword", "Pipeline: unknown keyword schedul, expected one that"),
         pytest.param("waiting", "timeout_s: ", marks=pytest.mark.slow),
+        pytest.param("reach", "reach_s: ", marks=pytest.mark.slow),
+        ("ports", "comm.ports: expected a range"),
         pytest.param("replicas", "3", marks=pytest.mark.slow),
     ],
 )
@@ -163,6 +173,62 @@ def test_ctrl_c_is_one_line_for_each_rank(start_ranks, script, until):
     for rank, output in enumerate(ranks.outputs):
         (line,) = _plain(output)
         assert re.fullmatch(rf"gpipe_hpc: rank {rank} was interrupted( at script.py:\d+)?", line)
+
+
+IN_A_DESTRUCTOR = """
+import os
+import signal
+import time
+
+from gpipe_hpc.comm.uncaught import watch_start
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+watch_start(0, 2)
+
+
+class Lease:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+Lease()
+time.sleep(60)
+"""
+
+
+def test_ctrl_c_in_a_destructor_is_not_lost(tmp_path, repository):
+    """Python showed it as an exception that it ignores, and the rank went on."""
+    (tmp_path / "script.py").write_text(IN_A_DESTRUCTOR)
+    ended = subprocess.run(
+        [sys.executable, tmp_path / "script.py"],
+        env=os.environ | {"PYTHONPATH": str(repository)},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    line = len(IN_A_DESTRUCTOR.splitlines())
+    # It may come again before the next line begins.
+    said = f"gpipe_hpc: rank 0 was interrupted at script.py:({line - 1}|{line})\n"
+    assert re.fullmatch(said, ended.stderr), ended.stderr
+    assert ended.returncode == -signal.SIGINT
+
+
+@pytest.mark.parametrize(
+    "fails",
+    [
+        pytest.param(lambda: json.loads("{"), id="python's"),
+        pytest.param(lambda: Slot(0, 1, None), id="generated"),
+        pytest.param(lambda: WeakSet({1}), id="frozen"),
+    ],
+)
+def test_the_others_hear_of_a_line_of_the_users(monkeypatch, fails):
+    """They heard of one of Python's own files, or of code without a file, which he did not call."""
+    hooked(monkeypatch, rank := Rank(1, speaks=False))
+    with pytest.raises((ValueError, TypeError)) as caught:
+        fails()
+    sys.excepthook(caught.type, caught.value, caught.tb)
+    assert rank.told[0].startswith("rank 1: test_uncaught.py:")
 
 
 @pytest.mark.slow
@@ -199,6 +265,14 @@ def test_torchrun_shows_the_cause_last(script, environ):
     assert "rank 0 stops" in ended.stderr.partition("Failures:")[2].partition("Root Cause")[0]
 
 
+@pytest.fixture(autouse=True)
+def _own_interrupts():
+    """Put Python's handler of Ctrl-C back."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class Rank:
     """One that can tell others."""
 
@@ -216,6 +290,7 @@ class Rank:
 def hooked(monkeypatch, *worlds, at=1, size=2):
     """Return a list of what the hook that was there before prints, with ours around it."""
     printed = []
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: printed.append(error))
     watch_start(at, size)
     for each in worlds:

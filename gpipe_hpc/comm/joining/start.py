@@ -3,6 +3,7 @@
 import atexit
 import logging
 import os
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Final, NamedTuple
@@ -31,7 +32,7 @@ from gpipe_hpc.comm.tracebacks import OwnFramesLeftOut
 from gpipe_hpc.comm.uncaught import unwatch, watch_start, watch_uncaught
 from gpipe_hpc.comm.watch.settings import DEFAULT_SILENCE_S, Watchfulness
 from gpipe_hpc.comm.world import World, together
-from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.errors import ConfigError, LaunchError
 
 log = logging.getLogger("gpipe_hpc.comm")
 
@@ -76,6 +77,7 @@ def start_world(
     `reach_s`: in which another host has to answer at all.
     """
     with OwnFramesLeftOut():
+        _watch_place()
         world = _start(
             device,
             backend,
@@ -114,6 +116,20 @@ def _sees_users_files(launch: Launch) -> bool:
     return started_by(_PROGRAMS.get(launch.launcher, ())) is not None
 
 
+def _watch_place() -> None:
+    """Let a mistake in what all ranks ask for be shown once, also before anything is opened.
+
+    Which rank this is, the environment says; where it cannot, that is refused later on.
+    """
+    if dist.is_initialized():
+        watch_start(dist.get_rank(), dist.get_world_size())
+        return
+    with suppress(LaunchError):
+        # Where the ranks meet is not looked up for this: a name may take long to resolve.
+        place = detect_launch({"MASTER_ADDR": "unknown", "MASTER_PORT": "0", **os.environ})
+        watch_start(place.rank, place.world_size)
+
+
 def _start(
     device: str,
     backend: str,
@@ -135,10 +151,6 @@ def _start(
     joined = None if dist.is_initialized() else _joined(backend, mpi_device_pointers, timeout_s)
     launch, library = joined or (None, None)
     if launch is None:
-        watch_start(dist.get_rank(), dist.get_world_size())
-    else:
-        watch_start(launch.rank, launch.world_size)
-    if launch is None:
         chosen = device_of_rank(device, None)
         # Whether its ranks are on one machine is not known here, so no secret is made for them.
         secret = job_secret(one_machine=False, secret_file=secret_file)
@@ -151,6 +163,7 @@ def _start(
             doors=Doors(_address_of_choice(network.interface), network.ports),
             reach_s=network.reach_s,
         )
+    watch_start(launch.rank, launch.world_size)  # MPI alone may know
     chosen = device_of_rank(device, launch.local_rank)
     chosen_backend = _backend(backend, chosen)
     if launch.world_size == 1:

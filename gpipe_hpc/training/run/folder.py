@@ -10,7 +10,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from gpipe_hpc.checkpoint import PARTIAL_SUFFIX, has_files, read_facts, read_owner, step_name
+from gpipe_hpc.checkpoint import (
+    PARTIAL_SUFFIX,
+    has_files,
+    is_manifest_as_written,
+    read_facts,
+    read_owner,
+    step_name,
+)
 from gpipe_hpc.errors import CheckpointError, ConfigError
 from gpipe_hpc.training.run.identity import run_id
 
@@ -242,8 +249,12 @@ def _is_damaged(name: str | None, path: Path) -> bool:
 
 
 def _could_be_of(name: str | None, path: Path) -> bool:
-    """Say whether a folder, whole or damaged, is not known to be of another run."""
-    return None in (name, read_owner(path, OWNER)) or read_owner(path, OWNER) == name
+    """Say whether a folder, whole or damaged, is not known to be of another run.
+
+    A manifest that has changed since it was written may have changed where it names its run.
+    """
+    owner = read_owner(path, OWNER)
+    return None in (name, owner) or owner == name or not is_manifest_as_written(path)
 
 
 def _is_of(name: str, path: Path) -> bool:

@@ -26,9 +26,9 @@ def steps(tmp_path):
     return Checkpoints(tmp_path, 1).all()
 
 
-def flip(path, name="__0_0.distcp"):
+def flip(path, name="__0_0.distcp", at=None):
     raw = bytearray((path / name).read_bytes())
-    raw[len(raw) // 2] ^= 8
+    raw[len(raw) // 2 if at is None else at] ^= 8
     (path / name).write_bytes(raw)
 
 
@@ -62,6 +62,24 @@ def test_a_damaged_newest_one_is_passed_over_with_a_warning(
     assert len(told) == 1, "one warning, of one rank"
     assert told[0].startswith(f"damaged, so going on from {steps[1]}: checkpoint {steps[2]}: ")
     assert name in told[0]
+
+
+def test_a_manifest_that_is_damaged_anywhere_is_not_passed_over_in_silence(steps, tmp_path):
+    """Where the damage was in the name of the run, it was taken for another run's."""
+    checkpoints, manifest = Checkpoints(tmp_path, 1), steps[2] / "gpipe_hpc.json"
+    for at in range(manifest.stat().st_size):
+        flip(steps[2], manifest.name, at)
+        assert checkpoints.candidates("auto")[0] == steps[2], f"byte {at}"
+        flip(steps[2], manifest.name, at)
+
+
+def test_one_whose_run_cannot_be_read_any_more_is_set_aside(steps, tmp_path, caplog):
+    """It stood in the way of the steps to come, as if another run had saved it."""
+    at = (steps[2] / "gpipe_hpc.json").read_bytes().index(run_id(tmp_path).encode())
+    flip(steps[2], "gpipe_hpc.json", at)
+    assert start(tmp_path) == 2 and f"checkpoint {steps[2]}: " in caplog.text
+    (aside,) = Checkpoints(tmp_path, 1).set_aside(steps[1])
+    assert aside.name == f"abandoned_{steps[2].name}"
 
 
 def test_each_damaged_one_is_named(steps, tmp_path, caplog):
