@@ -172,7 +172,9 @@ def reduce_all(world: Any) -> list[Tensor]:
         with device.on(device.stream()):
             mine = torch.arange(5.0, device=device.torch).mul_(world.rank + 1)
             parts = [torch.empty(5, device=device.torch) for _ in range(world.size)]
-            group.allgather([parts], [mine]).wait()
+            # The thread of a group of its own has not made the device its own for another job.
+            gathers = group_of(library, range(world.size), f"gathers {name}", block_bytes=8)
+            gathers.allgather([parts], [mine]).wait()
             found.append(torch.cat(parts) + 1)
             turned = torch.arange(6.0, device=device.torch).mul_(world.rank + 1).view(2, 3).t()
             group.broadcast([turned], SimpleNamespace(rootRank=1)).wait()
