@@ -2,11 +2,12 @@
 
 What a run sends through it are messages from one rank to another; see `process_group` for what is
 made of them. mpi4py ends MPI as the interpreter ends, which waits for all ranks: here `finish` does
-it, and only after a run that did not fail.
+it, once all have come to their end.
 """
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -121,22 +122,27 @@ class Library:
         """End MPI, once all ranks have come here; called at exit.
 
         Who still waits for this rank then hears that it has left. After a failure, also of another
-        rank, those that have failed wait for one another a moment, and MPI is left as it is.
+        rank, all wait for one another a moment. MPI is ended if all have come, as mpiexec kills the
+        others of who does not end it; else it is left as it is.
         """
         if self._mpi.Is_finalized():
             return
         has_failed = self.progress.broken != "" or not self.num_groups
         is_well = self._meet(has_failed, _LAST_WORDS_S if has_failed else timeout_s)
-        if is_well:
+        if is_well is not None:
+            # After a failure MPI's end may wait for messages that nobody takes.
+            late = threading.Timer(_LAST_WORDS_S, _leave_at_once)
+            late.daemon = True
+            if not is_well:
+                late.start()
             self._mpi.Finalize()
+            late.cancel()
         elif self._ends_itself:
             # mpi4py would wait in MPI's end for ranks that never come.
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
-            os._exit(1)
+            _leave_at_once()
 
-    def _meet(self, has_failed: bool, limit_s: float) -> bool:
-        """Say whether all ranks have come here within a time, and none has failed."""
+    def _meet(self, has_failed: bool, limit_s: float) -> bool | None:
+        """Say whether none of the ranks has failed; None if not all come here within a time."""
         end_s = time.monotonic() + limit_s
         own, worst = (torch.tensor([fails], dtype=torch.int32) for fails in (has_failed, True))
         try:
@@ -153,10 +159,16 @@ class Library:
                     if self._mpi.Request.Testall([*told, met]):
                         return not worst.item()
                 if time.monotonic() > end_s:
-                    return False
+                    return None
                 time.sleep(_PAUSE_S)
         except self._mpi.Exception:
-            return False
+            return None
+
+
+def _leave_at_once() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(1)
 
 
 def open_mpi(device_pointers: bool | None = None) -> Library:
