@@ -134,6 +134,8 @@ class Library:
             late = threading.Timer(_LAST_WORDS_S, _leave_at_once)
             late.daemon = True
             if not is_well:
+                # The thread that tests what is under way may not after the end.
+                self.progress.break_off("the run has failed")
                 late.start()
             self._mpi.Finalize()
             late.cancel()
