@@ -15,6 +15,8 @@ from gpipe_hpc.engine.outer.ways import Way
 from gpipe_hpc.engine.sums.dividing import Divisor, packs
 
 _PACK: Final = 2**22  # elements of gradients, of which there are two copies at a time
+# Who holds the memory of a tensor that no other shares: the tensor, and what asks.
+_ALONE: Final = 2
 
 
 class Unreduced:
@@ -36,7 +38,7 @@ class Unreduced:
         self._without = self.parameters
 
     def own(self) -> None:
-        """Copy gradients that have just come.
+        """Copy gradients that have just come and whose memory is not theirs alone.
 
         Autograd may take what a backward function returns as it is. Its memory may also be that of
         another parameter's gradient, or of one that is on its way to another stage: of a sum
@@ -47,8 +49,9 @@ class Unreduced:
             return
         self._without = [parameter for parameter in self._without if parameter.grad is None]
         dense = [p for p in come if p.grad is not None and not p.grad.is_sparse]
+        shared = [p for p in dense if p.grad is not None and not _is_alone(p.grad)]
         # A pack at a time: of all at once the memory would hold every gradient twice.
-        for pack in packs(dense, _PACK if self._is_accelerator else 1):
+        for pack in packs(shared, _PACK if self._is_accelerator else 1):
             _copy_gradients(pack)
         for parameter in come:
             if parameter.grad is not None and parameter.grad.is_sparse:
@@ -217,6 +220,20 @@ def _by_kind(named: Mapping[str, nn.Parameter]) -> list[dict[str, nn.Parameter]]
     for name, parameter in named.items():
         by_kind.setdefault((parameter.dtype, parameter.device), {})[name] = parameter
     return list(by_kind.values())
+
+
+def _is_alone(gradient: torch.Tensor) -> bool:
+    """Say whether a tensor fills memory that torch has given to it and to no other.
+
+    A copy for nothing costs more than its time: what malloc keeps of the many that are freed fits
+    no other, so that on a CPU a stage's gradients would at times take their memory twice.
+    """
+    memory = gradient.untyped_storage()
+    return (
+        memory.nbytes() == gradient.nbytes
+        and memory.resizable()  # else it is an array's, or another library's
+        and torch._C._storage_Use_Count(memory._cdata) == _ALONE
+    )
 
 
 def _copy_gradients(parameters: Sequence[torch.Tensor]) -> None:

@@ -4,6 +4,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from gpipe_hpc.comm.joining.start import start_world
 from gpipe_hpc.errors import ConfigError, LaunchError
@@ -52,9 +53,14 @@ def test_an_mpi_that_cannot_be_used_is_refused(monkeypatch, library, message):
         start_world(backend="mpi")
 
 
-def test_a_group_that_is_there_and_goes_otherwise_is_refused(monkeypatch):
+@pytest.fixture
+def group_by_gloo():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_group_that_is_there_and_goes_otherwise_is_refused(group_by_gloo):
     """Its messages would have gone by Gloo, without a word."""
-    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    monkeypatch.setattr("torch.distributed.get_backend", lambda: "gloo")
     with pytest.raises(ConfigError, match=r"backend=mpi: .* got one of gloo; .*start_world"):
         start_world(backend="mpi")

@@ -91,6 +91,52 @@ def test_gradients_that_nobody_else_adds_to_take_no_memory_before_the_first_back
         assert [p.grad.unique().item() for p in named.values()] == [4.0, 4.0]
 
 
+def test_a_gradient_whose_memory_is_its_own_stays_where_it_is():
+    """All were copied: on a CPU a stage's gradients took their memory twice, at times."""
+    named = parameters((2, 3), (4,))
+    gradients = summed(named)
+    for parameter in named.values():
+        parameter.square().sum().backward()
+    places = [p.grad.data_ptr() for p in named.values()]
+    gradients.own()
+    assert [p.grad.data_ptr() for p in named.values()] == places
+
+
+class Giving(torch.autograd.Function):
+    """Passes on, and gives a gradient that was there before."""
+
+    @staticmethod
+    def forward(ctx, values, gradient):
+        ctx.gradient = gradient
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, _):
+        return ctx.gradient(), None
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        lambda kept: kept.view(4),
+        lambda kept: torch.from_numpy(kept.numpy()),
+        lambda kept: torch.from_dlpack(kept),
+        lambda kept: torch.cat([kept, kept])[:4],
+    ],
+    ids=["another tensor's", "an array's", "another library's", "a part"],
+)
+def test_a_gradient_whose_memory_is_not_its_own_is_copied(gradient):
+    """The next micro-batch would add to what others hold, or a part would hold the whole."""
+    named, kept = parameters((4,)), torch.ones(4)
+    gradients = summed(named)
+    for _ in range(2):
+        Giving.apply(named["0"], lambda: gradient(kept)).sum().backward()
+        gradients.own()
+    assert named["0"].grad.tolist() == [2.0] * 4
+    assert kept.tolist() == [1.0] * 4
+    assert named["0"].grad.untyped_storage().nbytes() == 16
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_sparse_gradient_becomes_dense(num_ranks):
     def body(world):

@@ -230,7 +230,7 @@ def test_gradients_that_come_are_copied_at_once_on_a_device():
             gradients.clear()
             given = {name: torch.full_like(p, 2.0) for name, p in named.items()}
             for name, parameter in named.items():
-                parameter.grad = given[name]
+                parameter.grad = given[name].detach()  # the memory has two owners
             with Kernels() as kernels:
                 gradients.own()
             for name, parameter in named.items():
