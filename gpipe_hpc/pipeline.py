@@ -24,7 +24,7 @@ from gpipe_hpc.comm.patience import patiently, patiently_here
 from gpipe_hpc.comm.tracebacks import OwnFramesLeftOut
 from gpipe_hpc.comm.watch.settings import DEFAULT_SILENCE_S
 from gpipe_hpc.comm.world import World, together
-from gpipe_hpc.config.spelling import canonical_precision, num_bytes, suggestion
+from gpipe_hpc.config.spelling import bytes_of_ranks, canonical_precision, num_bytes, suggestion
 from gpipe_hpc.engine.batch.arrays import with_tensors
 from gpipe_hpc.engine.batch.cutting import Pieces, share_of
 from gpipe_hpc.engine.layers.compiling import chosen_backend
@@ -62,6 +62,7 @@ from gpipe_hpc.planning import (
     Gauge,
     Layout,
     Measured,
+    Partition,
     Request,
     check_conservation,
     cut,
@@ -71,9 +72,11 @@ from gpipe_hpc.planning import (
     lay_out,
     on_stages,
 )
+from gpipe_hpc.planning.by_rank import MEASURED_PACES, given_paces
 from gpipe_hpc.planning.exhausted import explain_exhausted
 from gpipe_hpc.planning.forecast import RankForecast
-from gpipe_hpc.schedule import Op, Timeline, canonical_schedule, rows_text
+from gpipe_hpc.planning.speed import confirms, paces_of_times, paces_text, seconds_of_work
+from gpipe_hpc.schedule import Op, Timeline, canonical_schedule, num_rows, rows_text
 from gpipe_hpc.schedule.passes.recompute import RECOMPUTE_MODES
 
 log = logging.getLogger("gpipe_hpc.pipeline")
@@ -98,8 +101,9 @@ class Keywords(Request):
             Request(**named),
             schedule=canonical_schedule(schedule) if isinstance(schedule, str) else schedule,
             recompute=self.recompute.lower(),
+            paces=self.paces.lower() if isinstance(self.paces, str) else self.paces,
             precision=canonical_precision(self.precision),
-            memory_bytes=num_bytes(self.memory_bytes, "memory_bytes"),
+            memory_bytes=bytes_of_ranks(self.memory_bytes, "memory_bytes"),
             outer=outer_of(self.outer),
         )
 
@@ -253,23 +257,42 @@ def _name_of(loss_fn: LossFunction | None) -> dict[str, object]:
     return {"loss_fn": getattr(inner, "__qualname__", type(inner).__qualname__)}
 
 
+def _kept_paces(request: Request, num_ranks: int) -> Sequence[float]:
+    """Return the paces of the cut that a request brings along, if those measured confirm them."""
+    measured, before = request.paces, request.partition
+    assert measured is not None and not isinstance(measured, str), "they were measured"
+    if not isinstance(before, Partition) or not before.rank_paces or request.stages == FIT:
+        return measured
+    stages = request.stages or num_ranks // request.replicas
+    now = given_paces(replace(request, stages=stages))
+    if now is not None and confirms(now, before.rank_paces):
+        return before.rank_paces
+    log.warning(
+        "paces: ranks are not as fast, one compared with another, as when the cut was made (%s); "
+        "the model is cut anew",
+        paces_text(before.rank_paces),
+    )
+    return measured
+
+
 class Pipeline:
     """A sequential model on `stages` x `replicas` ranks. Every rank makes it.
 
-    `layers`: an nn.Sequential, or a sequence of modules and LayerSpecs; a rank builds only its
-    own. `loss_fn(output, target)` returns the mean over the micro-batch's samples or a pair
-    (sum, weight). `stages`: ranks of one pipeline, None for world size / replicas.
-    `schedule`: a name with `schedule_options`, or a Schedule; `auto` searches an order for the
-    measured layers where the partition is by `time`, one with which no rank needs more than
-    `memory_bytes`, if that is given. `recompute`: always, except_last, never, or budget: the least
-    with which no rank needs more than `memory_bytes` for weights, gradients, `optimizer_states`
-    numbers a parameter (or an OptimizerMemory), and activations (both need an
+    `layers`: an nn.Sequential, or a sequence of modules and LayerSpecs; a rank builds only its own.
+    `loss_fn(output, target)` returns the mean over the micro-batch's samples or a pair (sum,
+    weight). `stages`: ranks of one pipeline, None for world size / replicas. `schedule`: a name
+    with `schedule_options`, or a Schedule; `auto` searches an order for the measured layers where
+    the partition is by `time`, one with which no rank needs more than `memory_bytes` (one number,
+    or one for each rank), if that is given. `recompute`: always, except_last, never, or budget: the
+    least with which no rank needs more than `memory_bytes` for weights, gradients,
+    `optimizer_states` numbers a parameter (or an OptimizerMemory), and activations (both need an
     example too). `offload`: kept activations wait on the host where their backward is not near.
     `partition`: parameters, uniform, time (needs `example=(inputs, targets)` of one micro-batch),
     or the number of layers of each stage. `paces`: where ranks of a pipeline are not equally fast,
-    how many times as long each takes. `precision`: float32, or bfloat16 or float16 by
-    autocast, the latter with a loss scale. `outer`: an `Outer`, or a dict of its fields: how
-    replicas, and mirrored placements, combine their gradients.
+    how many times as long each takes, or ``measured``: each times the same work at the start.
+    `precision`: float32, or bfloat16 or float16 by autocast, the latter with a loss scale. `outer`:
+    an `Outer`, or a dict of its fields: how replicas, and mirrored placements, combine their
+    gradients.
     `normalise_over_replicas`: BatchNorm normalises a micro-batch of all replicas as one.
     `buffers`: what becomes of those that forwards change where replicas, or mirrored placements,
     hold copies of a stage. At the end of a step: average (each copy weighs as many samples as it
@@ -299,10 +322,14 @@ class Pipeline:
             _check_choice("pipeline.buffers", request.buffers, POLICIES)
             if isinstance(request.stages, str):
                 _check_choice("stages", request.stages, (FIT,))
+            if isinstance(request.paces, str):
+                _check_choice("paces", request.paces, (MEASURED_PACES,))
             _check_choice("recompute", request.recompute, (*RECOMPUTE_MODES, "budget"))
             facts = {"number of layers": len(model), **_name_of(loss_fn), **request.facts()}
             check_agreement(self.world.everybody, facts)
             gauge = self._gauge(request, model, loss_fn, given.example)
+        if request.paces == MEASURED_PACES:
+            request = self._with_measured_paces(request)
         if request.stages == FIT:
             request = self._fit(request, gauge, given.timeout_s)
         with together(self.world, "start"):
@@ -324,6 +351,35 @@ class Pipeline:
             check_agreement(self.everybody, {"layout": self.layout.digest()})
             self._build(model)
             self._compile(request.compile)
+
+    def _with_measured_paces(self, request: Request) -> Request:
+        """Return the request with how slow each rank of the world is, as all have measured.
+
+        Paces of a checkpoint's cut are kept where they are confirmed. Every rank calls it.
+        """
+        world = self.world
+        if world.size == 1:
+            return replace(request, paces=None)
+        stages = request.stages if isinstance(request.stages, int) else None
+        if num_rows(world.size, stages, request.replicas) is not None:
+            if world.rank == 0:
+                log.warning(
+                    "paces: not measured, as in pipelines with holes all ranks count as equally "
+                    "fast"
+                )
+            return replace(request, paces=None)
+        with together(world, "measuring how fast ranks are"):
+            if request.stages != FIT:
+                Mesh.fit(world.size, stages, request.replicas)  # refuses what cannot be
+            own = seconds_of_work(world.device, request.precision)
+            times = world.everybody.gather_object(own, root=0)
+            found: Sequence[float] | None = None
+            if times is not None:
+                measured = paces_of_times(times)
+                log.info("paces: %s", paces_text(measured))
+                found = _kept_paces(replace(request, paces=measured), world.size)
+            found = world.everybody.broadcast_object(found, root=0)
+        return replace(request, paces=found)
 
     def _fit(self, request: Request, gauge: Gauge, timeout_s: float) -> Request:
         """Return a request for the stages that rank 0 finds best for the ranks there are."""

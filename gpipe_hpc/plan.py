@@ -4,7 +4,7 @@ Nothing is read, allocated or measured: models of any size are counted in second
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
@@ -43,6 +43,7 @@ from gpipe_hpc.planning.alternatives import (
     forecast_of,
     try_others,
 )
+from gpipe_hpc.planning.by_rank import excess_bytes, memory_limits
 from gpipe_hpc.planning.counted import ModelCount
 from gpipe_hpc.planning.forecast import Forecast, least_bytes
 from gpipe_hpc.planning.gauges import COUNTED
@@ -123,14 +124,15 @@ def make_plan(config: Config) -> Plan:
     layout = _lay_out(request, gauge)
     counts = layout.partition.counts
     found = forecast_of(layout, request, gauge, config.train.batch_size)
+    limits = memory_limits(request)
     assumptions = Assumptions(
         config.plan.flops_per_s,
-        config.pipeline.memory_bytes,
+        limits,
         config.pipeline.recompute,
         can_cut=samples_per_microbatch(config) > 1,
     )
-    if config.pipeline.memory_bytes is not None and _may_help(found, config.pipeline.memory_bytes):
-        others = _others(config, request, gauge, config.pipeline.memory_bytes)
+    if limits is not None and _may_help(found, limits):
+        others = _others(config, request, gauge)
         assumptions = replace(assumptions, others=others)
     sections = Sections(
         heading="\n".join(
@@ -146,7 +148,7 @@ def make_plan(config: Config) -> Plan:
         summed=sums_text(gauge.count, layout, request.combining, config.plan.link_bytes_per_s),
     )
     text = report(layers, gauge.count, counts, layout.schedule, found, assumptions, sections)
-    return Plan(layout, gauge.count, found, text, all(map(assumptions.fits, found.ranks)))
+    return Plan(layout, gauge.count, found, text, all(assumptions.fit(found.ranks)))
 
 
 def _warning(doubt: str) -> str:
@@ -180,7 +182,8 @@ def _without_search(request: Request, gauge: Gauge) -> Layout | None:
 
     None where some order may fit, and for placements of several stages a rank.
     """
-    if not isinstance(request.memory_bytes, int | float) or "placement" in request.options:
+    limits = memory_limits(request)
+    if limits is None or "placement" in request.options:
         return None
     found = lay_out(
         replace(request, schedule="one_f_one_b", schedule_options=None, recompute="always"), gauge
@@ -192,26 +195,27 @@ def _without_search(request: Request, gauge: Gauge) -> Layout | None:
         request.kept_states,
         found.sharing,
     )
-    rank, least = max(enumerate(held), key=lambda each: each[1].total_bytes)
-    if least.total_bytes <= request.memory_bytes:
+    rank = max(range(len(held)), key=lambda at: held[at].total_bytes - limits[at])
+    least = held[rank]
+    if least.total_bytes <= limits[rank]:
         return None
     said = (
         f"no order fits: one micro-batch needs {bytes_text(least.activation_bytes)} on rank {rank} "
         f"beside {bytes_text(least.lasting_bytes)} of weights, gradients and optimizer, and "
-        f"pipeline.memory_bytes allows {bytes_text(request.memory_bytes)}; none was searched, "
+        f"pipeline.memory_bytes allows {bytes_text(limits[rank])}; none was searched, "
         f"one_f_one_b with recompute always is shown"
     )
     return replace(found, budget=said)
 
 
-def _may_help(found: Forecast, memory_bytes: float) -> bool:
-    """Say whether some rank has too much, but not before it has any activation."""
-    most = max(rank.total_bytes for rank in found.ranks)
-    lasting = max(rank.total_bytes - rank.activation_bytes for rank in found.ranks)
-    return lasting <= memory_bytes < most
+def _may_help(found: Forecast, limits: Sequence[float]) -> bool:
+    """Say whether some rank has too much, but none before it has any activation."""
+    held = [rank.total_bytes for rank in found.ranks]
+    lasting = [rank.total_bytes - rank.activation_bytes for rank in found.ranks]
+    return excess_bytes(lasting, limits) == 0 < excess_bytes(held, limits)
 
 
-def _others(config: Config, request: Request, gauge: Counted, memory_bytes: float) -> str:
+def _others(config: Config, request: Request, gauge: Counted) -> str:
     """Try a few other settings, and say which of them fit."""
 
     def gauge_of(times: int) -> Gauge:
@@ -227,7 +231,7 @@ def _others(config: Config, request: Request, gauge: Counted, memory_bytes: floa
 
     batch = Batch(config.train.batch_size, config.train.accumulation)
     tried = try_others(request, batch, gauge_of, _OTHERS_S)
-    return alternatives_text(tried, memory_bytes, config.plan.flops_per_s)
+    return alternatives_text(tried, config.plan.flops_per_s)
 
 
 def _cut_by(policy: object, partition: Partition) -> str:

@@ -137,6 +137,7 @@ def check_config(config: Config, world_size: int) -> list[str]:
         stages = Mesh.fit(world_size, stages, config.pipeline.replicas).stages
     _check_partition(config.pipeline.partition, stages)
     _check_budget(config.pipeline)
+    _check_paces(config.pipeline.paces)
     _check_optimizer(config)
     _check_batches(config)
     _check_outer(config)
@@ -168,6 +169,7 @@ def check_planning(config: Config, num_stages: int | None) -> list[str]:
     _check_portions(config)
     _check_partition(config.pipeline.partition, num_stages)
     _check_budget(config.pipeline)
+    _check_paces(config.pipeline.paces)
     _check_optimizer(config)
     _check_batches(config)
     _check_model(config)
@@ -187,10 +189,10 @@ def check_ranges(config: Config) -> None:
         value = _value(config, setting)
         if isinstance(value, int):
             most = min(most, _LARGEST)
-        if (
-            value is None
-            or isinstance(value, str)
-            or (least <= value <= most and math.isfinite(value))
+        each = value if isinstance(value, list) else [value]
+        if all(
+            one is None or isinstance(one, str) or (least <= one <= most and math.isfinite(one))
+            for one in each
         ):
             continue
         bounded = most != _INF and (most != _LARGEST or value > most)
@@ -286,6 +288,23 @@ def _check_budget(pipeline: PipelineConfig) -> None:
             "the bytes that a rank may use, for pipeline.recompute=budget",
             None,
             "set it, as pipeline.memory_bytes=16e9, or choose another pipeline.recompute",
+        )
+
+
+def _check_paces(paces: object) -> None:
+    """Refuse what tells of no rank how slow it is."""
+    if paces is None or paces == "measured":
+        return
+    if (
+        not isinstance(paces, list)
+        or not paces
+        or not all(_is_time(pace) and pace for pace in paces)
+    ):
+        raise refuse(
+            "pipeline.paces",
+            "measured, or a number above 0 for each rank of a pipeline",
+            paces,
+            "write it as pipeline.paces=[1,1,2]",
         )
 
 

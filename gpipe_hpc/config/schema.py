@@ -25,7 +25,7 @@ class PipelineConfig:
     memory_bytes: Any = None
     offload: bool = False
     partition: Any = "time"
-    paces: list[float] | None = None
+    paces: Any = None
     normalise_over_replicas: bool = False
     buffers: str = "average"
 

@@ -44,11 +44,13 @@ def spell(config: "Config") -> None:
     pipeline.schedule = canonical_schedule(pipeline.schedule)
     config.draw.compare = [canonical_schedule(name) for name in config.draw.compare]
     pipeline.recompute = _lower(pipeline.recompute)
+    if isinstance(pipeline.paces, str):
+        pipeline.paces = _lower(pipeline.paces)
     if isinstance(pipeline.partition, str):
         pipeline.partition = _lower(pipeline.partition)
     train.precision = canonical_precision(train.precision)
     train.device = _lower(train.device)
-    pipeline.memory_bytes = num_bytes(pipeline.memory_bytes, "pipeline.memory_bytes")
+    pipeline.memory_bytes = bytes_of_ranks(pipeline.memory_bytes, "pipeline.memory_bytes")
     config.outer.compress = canonical_precision(config.outer.compress)
     config.outer.bucket_bytes = num_bytes(config.outer.bucket_bytes, "outer.bucket_bytes")
 
@@ -81,6 +83,17 @@ def num_bytes(value: Any, setting: str) -> float | None:
         except ValueError:
             pass
     raise refuse(setting, "bytes", value, "write them as 16e9, 24GB or 24GiB")
+
+
+def bytes_of_ranks(value: Any, setting: str) -> float | list[float] | None:
+    """Return a number of bytes for all ranks, or a list with that of each. Raises ConfigError."""
+    if not isinstance(value, list | tuple):
+        return num_bytes(value, setting)
+    found = [num_bytes(each, setting) for each in value]
+    known = [each for each in found if each is not None]
+    if not known or len(known) < len(found):
+        raise refuse(setting, "bytes, or those of each rank", value, "write them as [24GB,80GB]")
+    return known
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.errors import GpipeError
 from gpipe_hpc.models import Layer, stage_layers
+from gpipe_hpc.planning.by_rank import excess_bytes
 from gpipe_hpc.planning.counted import ModelCount
 from gpipe_hpc.planning.forecast import forecast
 from gpipe_hpc.planning.gauges import MEASURED, LayerTimes
@@ -68,20 +69,20 @@ def advise(
     *,
     measured_s: float = 0.0,
     shares: Sequence[float] = (),
-    limit_bytes: float | None = None,
+    limits: Sequence[float] | None = None,
     finer: int | None = None,
     most_actions: int = MOST_ACTIONS,
 ) -> list[Advice]:
     """Return what would save time on the same ranks, the most first; the training stays the same.
 
     Other orders of the work, another cut, no recomputation, more micro-batches: each by itself,
-    unless it needs more than `limit_bytes` on some rank. One rank alone can only recompute less.
-    `finer`: what pipeline.microbatches would be for twice as many micro-batches; None where there
-    are too few samples. Both the layout that ran and the others are simulated for the gauge's
-    times, with free transfers; what is saved so is told as a share of `measured_s`, the time in the
-    pipeline with transfers and all else. `shares`: how large the micro-batches are; nothing runs
-    for empty ones, and the gauge's times are the mean of the others. Nothing is said of a table of
-    more than `most_actions`; a thousand of them take half a second.
+    unless some rank then needs more than it may fill, its one of `limits`. One rank alone can only
+    recompute less. `finer`: what pipeline.microbatches would be for twice as many micro-batches;
+    None where there are too few samples. Both the layout that ran and the others are simulated for
+    the gauge's times, with free transfers; what is saved so is told as a share of `measured_s`, the
+    time in the pipeline with transfers and all else. `shares`: how large the micro-batches are;
+    nothing runs for empty ones, and the gauge's times are the mean of the others. Nothing is said
+    of a table of more than `most_actions`; a thousand of them take half a second.
     """
     if sum(map(len, layout.schedule.ranks)) > most_actions or request.recompute == "budget":
         return []
@@ -99,8 +100,8 @@ def advise(
         gain = (before.pipeline_s - after.pipeline_s) / whole_s if whole_s else 0.0
         if _is_by_hand(request) and len(laid_out.partition.counts) != len(layout.partition.counts):
             settings += f" {_cut_words(laid_out.partition)}"
-        more_bytes = None if assumes else after.fullest_bytes - before.fullest_bytes
-        is_too_much = limit_bytes is not None and after.fullest_bytes > limit_bytes
+        more_bytes = None if assumes else max(after.held_bytes) - max(before.held_bytes)
+        is_too_much = excess_bytes(after.held_bytes, limits) > 0
         if gain >= _LEAST_GAIN and not (is_too_much and more_bytes):
             found.append(Advice(settings, gain, more_bytes, assumes))
     # Of what saves as much to a hundredth, first what needs less memory.
@@ -108,16 +109,19 @@ def advise(
 
 
 class _Trial(NamedTuple):
-    """A layout as simulated, and what its fullest rank is planned to hold."""
+    """A layout as simulated, and what each rank is planned to hold."""
 
     pipeline_s: float
-    fullest_bytes: int
+    held_bytes: list[int]
 
     @classmethod
     def of(
         cls, request: Request, layout: Layout, gauge: Known, present: Sequence[float]
     ) -> "_Trial":
-        costs = Partition(layout.partition.counts, (), MEASURED, gauge.times).stage_costs()
+        kept = layout.partition
+        costs = Partition(
+            kept.counts, (), MEASURED, gauge.times, kept.paces, kept.rank_paces
+        ).stage_costs()
         assert costs is not None, "the times are known"
         foreseen = forecast(
             gauge.count,
@@ -128,9 +132,9 @@ class _Trial(NamedTuple):
             present,
             layout.sharing,
         )
-        fullest = max(rank.total_bytes for rank in foreseen.ranks)
+        held = [rank.total_bytes for rank in foreseen.ranks]
         costs = replace(costs, shares=present)
-        return cls(simulate(layout.schedule, costs).makespan, fullest)
+        return cls(simulate(layout.schedule, costs).makespan, held)
 
 
 _Other = tuple[str, Request, Known, str]
@@ -144,7 +148,8 @@ def _others(request: Request, layout: Layout, gauge: Known, finer: int | None) -
         yield "pipeline.recompute=never", replace(same_cut, recompute="never"), gauge, ""
     if layout.schedule.num_ranks == 1:
         return
-    cut = Partition((), tuple(t.forward + t.backward for t in gauge.times), MEASURED, gauge.times)
+    took = tuple(each.forward + each.backward for each in gauge.times)
+    cut = Partition((), took, MEASURED, gauge.times, kept.paces, kept.rank_paces)
     anew = cut.cut_anew(len(kept.counts), shared_by(request))
     if anew.counts != kept.counts:
         yield _cut_words(anew), replace(request, partition=anew), gauge, ""
@@ -204,19 +209,24 @@ def _cut_words(partition: Partition) -> str:
 
 
 def layer_times(
-    timeline: Timeline, counts: Sequence[int], basis: Sequence[LayerTimes]
+    timeline: Timeline,
+    counts: Sequence[int],
+    basis: Sequence[LayerTimes],
+    paces: Sequence[float] = (),
 ) -> tuple[LayerTimes, ...]:
-    """Return what each layer took in a measured step.
+    """Return what each layer took in a measured step; on a slow rank, would have on rank 0.
 
     What each op of a stage took is spread over its layers as `basis` says, which may be of any
-    unit: measured alone, or counted. Halves of a backward that was not split are as in the basis.
+    unit: measured alone, or counted; `paces` are those of stages. Halves of a backward that was not
+    split are as in the basis.
     """
     costs = mean_costs(timeline)
     measured = {op: costs.of_compute(op, timeline.num_stages) for op in (Op.F, Op.B, Op.I, Op.W)}
     times: list[LayerTimes] = []
     for stage, span in enumerate(stage_layers(counts)):
         own = [basis[layer] for layer in span]
-        took = {op: seconds[stage] for op, seconds in measured.items()}
+        pace = paces[stage] if paces else 1.0
+        took = {op: seconds[stage] / pace for op, seconds in measured.items()}
         forward = _spread(took[Op.F], [each.forward for each in own])
         backward = _spread(took[Op.B] or took[Op.I] + took[Op.W], [each.backward for each in own])
         for each, ahead, back in zip(own, forward, backward, strict=True):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from gpipe_hpc.errors import GpipeError
+from gpipe_hpc.planning.by_rank import excess_bytes, memory_limits
 from gpipe_hpc.planning.columns import aligned
 from gpipe_hpc.planning.forecast import Forecast, forecast
 from gpipe_hpc.planning.gauges import Gauge
@@ -27,10 +28,14 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Alternative:
-    """Settings to paste, and what they take: bytes of the fullest rank, FLOPs until a step ends."""
+    """Settings to paste, and what they take: bytes of the fullest rank, FLOPs until a step ends.
+
+    `excess_bytes`: by how much the rank that lacks most exceeds what it may fill.
+    """
 
     overrides: str
     most_bytes: int
+    excess_bytes: float
     makespan: float
 
 
@@ -52,6 +57,7 @@ def forecast_of(layout: Layout, request: Request, gauge: Gauge, num_samples: int
         layout.recomputed,
         microbatch_shares(num_samples, layout.portions.total, own),
         layout.sharing,
+        layout.partition.rank_paces,
     )
 
 
@@ -75,9 +81,10 @@ def try_others(
             step = forecast_of(lay_out(asked, gauge), asked, gauge, batch.num_samples)
         except GpipeError:
             continue  # these settings cannot work together, or a budget fits nothing
-        most = max(rank.total_bytes for rank in step.ranks)
+        held = [rank.total_bytes for rank in step.ranks]
         overrides = _overrides(request, asked, batch)
-        found.append(Alternative(overrides, most, step.timeline.makespan))
+        excess = excess_bytes(held, memory_limits(asked))
+        found.append(Alternative(overrides, max(held), excess, step.timeline.makespan))
     return Tried(tuple(found))
 
 
@@ -113,21 +120,21 @@ def _overrides(request: Request, asked: Request, batch: Batch) -> str:
     return " ".join(changed)
 
 
-def alternatives_text(tried: Tried, memory_bytes: float, flops_per_s: float | None) -> str:
+def alternatives_text(tried: Tried, flops_per_s: float | None) -> str:
     """Return those that fit, the fastest first; where none does, by how much the nearest misses."""
     more = "" if tried.is_all else "; not all were tried, as time was up"
     if not tried.found:
         return f"nothing else was tried{more}"
     fitting = sorted(
-        (each for each in tried.found if each.most_bytes <= memory_bytes),
+        (each for each in tried.found if not each.excess_bytes),
         key=lambda each: (each.makespan, each.most_bytes),
     )
     if not fitting:
-        least = min(tried.found, key=lambda each: each.most_bytes)
+        least = min(tried.found, key=lambda each: (each.excess_bytes, each.most_bytes))
         return (
             f"none of {len(tried.found)} other settings fits{more}; {least.overrides} needs least: "
             f"{bytes_text(least.most_bytes)} on the fullest rank, "
-            f"{bytes_text(least.most_bytes - memory_bytes)} too much; use more stages, or a "
+            f"{bytes_text(least.excess_bytes)} too much; use more stages, or a "
             f"smaller model"
         )
     head = f"{len(fitting)} of {len(tried.found)} other settings fit, the fastest first{more}:"

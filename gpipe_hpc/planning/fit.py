@@ -5,13 +5,14 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from gpipe_hpc.errors import ConfigError, GpipeError
+from gpipe_hpc.planning.by_rank import excess_bytes, limits_text, memory_limits
 from gpipe_hpc.planning.forecast import held_bytes
 from gpipe_hpc.planning.gauges import Gauge
 from gpipe_hpc.planning.layout import Layout, lay_out
 from gpipe_hpc.planning.partition import Partition
 from gpipe_hpc.planning.request import Request
 from gpipe_hpc.planning.units import bytes_text
-from gpipe_hpc.schedule import Costs, canonical_schedule, simulate
+from gpipe_hpc.schedule import canonical_schedule, simulate
 
 FIT: Final = "fit"
 """In the place of a number of stages: as many as are best for the ranks that came."""
@@ -29,16 +30,16 @@ class Fit(NamedTuple):
 
 
 class _Tried(NamedTuple):
-    """What a layout of so many stages takes and holds; `nbytes` None where nobody asks."""
+    """What a layout of so many stages takes and holds; `nbytes` None where nobody asks.
+
+    `excess`: the bytes that the rank has too many which lacks most.
+    """
 
     stages: int
     request: Request
     time: float
     nbytes: int | None
-
-    def excess(self, limit: float | None) -> float:
-        """Return how many bytes the fullest rank has too many."""
-        return 0.0 if limit is None or self.nbytes is None else max(0.0, self.nbytes - limit)
+    excess: float
 
 
 def fit_stages(request: Request, num_ranks: int, gauge: Gauge) -> Fit:
@@ -51,9 +52,7 @@ def fit_stages(request: Request, num_ranks: int, gauge: Gauge) -> Fit:
     within `memory_bytes`; if none does, that which needs least. Raises ConfigError where no number
     of stages works.
     """
-    _refuse_what_knows_the_stages(request)
-    limit = request.memory_bytes
-    assert not isinstance(limit, str), "the pipeline has read it"
+    _refuse_what_knows_the_stages(request, num_ranks)
     tried: list[_Tried] = []
     refusal: GpipeError | None = None
     for stages in _numbers(min(num_ranks, len(gauge.layers))):
@@ -68,18 +67,21 @@ def fit_stages(request: Request, num_ranks: int, gauge: Gauge) -> Fit:
         ) from refusal
     best = tried[0]
     for each in tried[1:]:
-        less = each.excess(limit) - best.excess(limit)
+        less = each.excess - best.excess
         if less < 0 or (less == 0 and each.time < _WORTH_MORE_STAGES * best.time):
             best = each
-    return Fit(best.stages, best.request, _text(best, tried, num_ranks, limit))
+    return Fit(best.stages, best.request, _text(best, tried, num_ranks))
 
 
-def _refuse_what_knows_the_stages(request: Request) -> None:
-    if request.paces is not None:
-        raise ConfigError(
-            f"pipeline.paces: expected a known number of stages, of whose ranks it tells, got "
-            f"pipeline.stages=fit with {list(request.paces)}; set pipeline.stages, or leave it out"
-        )
+def _refuse_what_knows_the_stages(request: Request, num_ranks: int) -> None:
+    for name in ("memory_bytes", "paces"):
+        value = getattr(request, name)
+        if isinstance(value, list | tuple) and len(value) != num_ranks:
+            raise ConfigError(
+                f"pipeline.{name}: expected a value for each of the {num_ranks} ranks where the "
+                f"stages are to be found (pipeline.stages=fit), got {list(value)}; give as many, "
+                f"or set pipeline.stages"
+            )
     if not isinstance(request.partition, str | Partition):
         raise ConfigError(
             f"pipeline.partition: expected a policy where the stages are to be found "
@@ -110,11 +112,12 @@ def _try(request: Request, num_ranks: int, stages: int, gauge: Gauge) -> _Tried:
         name = "rerouted" if options else "zb_h1"
         stand_in = replace(asked, schedule=name, schedule_options=options)
     layout = lay_out(stand_in, gauge)
-    time = simulate(layout.schedule, _costs(layout.partition)).makespan
-    nbytes = None
-    if request.memory_bytes is not None:
-        nbytes = max(_held(layout, request, gauge))
-    return _Tried(stages, asked, time, nbytes)
+    time = simulate(layout.schedule, layout.partition.likely_costs()).makespan
+    limits = memory_limits(asked)
+    if limits is None:
+        return _Tried(stages, asked, time, None, 0.0)
+    held = _held(layout, request, gauge)
+    return _Tried(stages, asked, time, max(held), excess_bytes(held, limits))
 
 
 def _held(layout: Layout, request: Request, gauge: Gauge) -> list[int]:
@@ -136,34 +139,22 @@ def on_stages(request: Request, num_ranks: int, stages: int) -> Request:
     return request.in_rows(num_ranks, stages, total)
 
 
-def _costs(partition: Partition) -> Costs:
-    """Return what stages take; where no gauge was asked, as the cut weighs layers, B twice F."""
-    known = partition.stage_costs()
-    if known is not None:
-        return known
-    ends, forward = 0, []
-    for count in partition.counts:
-        forward.append(sum(partition.costs[ends : ends + count]))
-        ends += count
-    return Costs(
-        forward=forward, input_gradient=forward, weight_gradient=forward, recompute=forward
-    )
-
-
-def _text(best: _Tried, tried: list[_Tried], num_ranks: int, limit: float | None) -> str:
+def _text(best: _Tried, tried: list[_Tried], num_ranks: int) -> str:
     """Say in one line what was chosen, and why."""
     numbers = ", ".join(str(each.stages) for each in tried)
     rows = f"{best.request.replicas} replica{'s' * (best.request.replicas > 1)}"
     if best.request.stages != best.stages:
         rows = "pipelines with holes"
     why = f"the fastest, simulated, of {numbers}"
-    if limit is not None:
-        over = [str(each.stages) for each in tried if each.excess(limit)]
+    limits = memory_limits(best.request)
+    if limits is not None:
+        most = limits_text(limits)
+        over = [str(each.stages) for each in tried if each.excess]
         held = "" if best.nbytes is None else f" with {bytes_text(best.nbytes)} on the fullest rank"
-        if best.excess(limit):
-            why = f"none of {numbers} fits {bytes_text(limit)}; this one needs least"
+        if best.excess:
+            why = f"none of {numbers} fits {most}; this one needs least"
         elif over:
-            why += f" (with {', '.join(over)} a rank needs more than {bytes_text(limit)})"
+            why += f" (with {', '.join(over)} a rank needs more than {most})"
         why += held
     plural = "s" * (best.stages > 1)
     return f"pipeline.stages=fit: {best.stages} stage{plural} on {num_ranks} ranks ({rows}), {why}"

@@ -79,6 +79,7 @@ def forecast(
     recomputed: Recomputed | None = None,
     shares: Sequence[float] = (),
     sharing: Sharing | None = None,
+    paces: Sequence[float] = (),
 ) -> Forecast:
     """Forecast one step of a model cut into stages of `counts` layers under a lowered schedule.
 
@@ -86,19 +87,27 @@ def forecast(
     `recomputed` what an R runs again, all layers of its stage if None; `shares` how large each
     micro-batch is, if not all are as large as the counted one (see `microbatch_shares`): work and
     activations go with the samples; `sharing` how the optimizer's state is divided over copies,
-    None if each has it whole. Transfers and the reduction over replicas take no time.
+    None if each has it whole; `paces` how many times as long each rank takes. Transfers and the
+    reduction over replicas take no time.
     """
     stages = count_stages(model, counts)
-    timeline = simulate(schedule, replace(flop_costs(stages, recomputed), shares=shares))
+    costs = replace(flop_costs(stages, recomputed), shares=shares, paces=dict(enumerate(paces)))
+    timeline = simulate(schedule, costs)
     return Forecast(
         stages=stages,
         ranks=rank_forecasts(
             model, stages, schedule, optimizer_states, recomputed, shares, sharing
         ),
         timeline=timeline,
-        step_flops=round(sum(timeline.busy)),
+        step_flops=round(_sum_of_work(timeline, costs)),
         num_empty=sum(share == 0 for share in shares),
     )
+
+
+def _sum_of_work(timeline: Timeline, costs: Costs) -> float:
+    """Return what all ranks compute, whatever time each takes for it."""
+    paces = costs.of_paces(len(timeline.busy))
+    return sum(busy / pace for busy, pace in zip(timeline.busy, paces, strict=True))
 
 
 def rank_forecasts(

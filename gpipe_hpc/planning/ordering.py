@@ -1,7 +1,6 @@
 """The order of the work on a cut: a schedule known by name, or one that is searched."""
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -9,6 +8,7 @@ from typing import Any, Final, NamedTuple
 from gpipe_hpc.errors import ConfigError, GpipeError, PartitionError, ScheduleError
 from gpipe_hpc.planning.buckets import sharing_of
 from gpipe_hpc.planning.budget.fitting import Budget, choose_recompute
+from gpipe_hpc.planning.by_rank import excess_bytes, given_paces, memory_limits
 from gpipe_hpc.planning.forecast import activation_memory, flop_costs, held_bytes, rank_states
 from gpipe_hpc.planning.gauges import Gauge
 from gpipe_hpc.planning.partition import ALIKE, Paces, Partition
@@ -17,7 +17,7 @@ from gpipe_hpc.planning.stages import count_stages
 from gpipe_hpc.planning.tables import dressed, recomputes, table_asked_for
 from gpipe_hpc.planning.uneven import copies_for
 from gpipe_hpc.planning.units import bytes_text, flops_text
-from gpipe_hpc.schedule import Placement, Schedule, Within, num_stages, place, simulate
+from gpipe_hpc.schedule import Costs, Placement, Schedule, Within, num_stages, place, simulate
 
 
 class Order(NamedTuple):
@@ -62,22 +62,28 @@ def stages_of(request: Request) -> int:
 
 
 def paces_of(request: Request) -> Paces:
-    """Return how slow ranks are, and their stages; ConfigError for what cannot be told so."""
-    if request.paces is None:
+    """Return how slow ranks are, and their stages; ConfigError for what cannot be told so.
+
+    Where placements are compared, for that with one stage a rank.
+    """
+    paces = given_paces(request)
+    if paces is None:
         return ALIKE
-    ranks, paces = ranks_of(request), tuple(map(float, request.paces))
-    if len(paces) != ranks or not all(0 < pace < math.inf for pace in paces):
+    if compares_placements(request):
+        return Paces(paces, paces)
+    if shared_by(request) is not None:
+        if len(set(paces)) == 1:
+            return ALIKE
         raise ConfigError(
-            f"pipeline.paces: expected a number above 0 for each of {ranks} ranks of a pipeline, "
-            f"got {list(request.paces)}; 2 is a rank that takes twice as long as one with 1"
+            f"pipeline.paces: expected equally fast ranks in pipelines with holes, got "
+            f"{list(paces)} for {len(paces)} ranks; leave it out, or use a number of ranks that "
+            f"stages x replicas make"
         )
-    if shared_by(request) is not None or compares_placements(request):
-        raise ConfigError(
-            f"pipeline.paces: expected stages that one placement has on known ranks, got pipelines "
-            f"with holes or placement 'best' on {ranks} ranks; leave it out, or use another number "
-            f"of ranks or placement"
-        )
-    placement = _placement_of(request)
+    return _paces_on(_placement_of(request), paces)
+
+
+def _paces_on(placement: Placement, paces: tuple[float, ...]) -> Paces:
+    """Return how slow ranks and the stages on them are; a stage is as slow as its slowest rank."""
     stages = (placement.holders(stage) for stage in range(placement.num_stages))
     return Paces(tuple(max(paces[rank] for rank in held) for held in stages), paces)
 
@@ -123,8 +129,8 @@ def ranks_of(request: Request) -> int:
 
 def _searched(request: Request, partition: Partition, gauge: Gauge) -> Order:
     """Search an order for what layers take, or for equal stages where that is not known."""
-    costs: dict[str, Any] = {"costs": partition.stage_costs()} if partition.times else {}
-    costs |= _copies(request, partition)
+    request = _with_costs(request, partition)
+    costs = _copies(request, partition)
     if request.memory_bytes is None:
         return _with_budget(request, Order(partition, table_of(request, **costs)), gauge)
     if request.recompute != "budget":
@@ -133,13 +139,32 @@ def _searched(request: Request, partition: Partition, gauge: Gauge) -> Order:
     return _searched_with_budget(request, partition, gauge, costs)
 
 
+def _with_costs(request: Request, partition: Partition) -> Request:
+    """Return the request with costs for the search: what layers take, and how slow ranks are.
+
+    Costs of the user's own stay; as long as all ranks are as fast and nobody has asked a gauge, the
+    search counts stages as equal.
+    """
+    paces, own = dict(enumerate(partition.rank_paces)), request.options.get("costs")
+    if own is None:
+        if not (partition.times or paces):
+            return request
+        costs: object = partition.likely_costs()
+    elif isinstance(own, Costs):
+        costs = replace(own, paces=own.paces or paces)
+    else:
+        costs = {**({"paces": paces} if paces else {}), **own}
+    return replace(request, schedule_options={**request.options, "costs": costs})
+
+
 def _within(
     request: Request, recompute: str, partition: Partition, gauge: Gauge, placement: Placement
 ) -> Within:
     """Return what ranks may hold on a placement beside weights, gradients and optimizer."""
     model = gauge.count
     stages = count_stages(model, partition.counts)
-    assert isinstance(request.memory_bytes, int | float), "the pipeline has read it"
+    limits = memory_limits(request)
+    assert limits is not None, "asked for within a limit alone"
     sharing = sharing_of(request, partition.counts, placement, gauge.layers)
     states = (
         rank_states(model, stages, placement, rank, request.kept_states, sharing)
@@ -147,7 +172,7 @@ def _within(
     )
     return Within(
         activation_memory(stages),
-        [request.memory_bytes - each.total_bytes for each in states],
+        [limit - each.total_bytes for limit, each in zip(limits, states, strict=True)],
         partial(dressed, recompute=recompute, offload=request.offload),
     )
 
@@ -213,16 +238,17 @@ def _with_budget(request: Request, found: Order, gauge: Gauge) -> Order:
             f"schedule {table.name!r}: recompute 'budget' places recomputation itself, expected a "
             f"bare table without R, got one with it or a lowered one; leave its R out"
         )
-    if not isinstance(request.memory_bytes, int | float):
+    limits = memory_limits(request)
+    if limits is None:
         raise ConfigError(
-            f"recompute: 'budget' fits layers into memory, expected memory_bytes, got "
-            f"{request.memory_bytes}; give the bytes that a rank may fill"
+            "recompute: 'budget' fits layers into memory, expected memory_bytes, got none; give "
+            "the bytes that a rank may fill"
         )
     budget = choose_recompute(
         gauge.count,
         found.partition.counts,
         table,
-        request.memory_bytes,
+        limits,
         request.kept_states,
         [each.forward for each in found.partition.times] if found.partition.is_measured else (),
         sharing_of(request, found.partition.counts, table.placement, gauge.layers),
@@ -239,7 +265,8 @@ def _time_of(found: Order, gauge: Gauge) -> float:
     recomputed = None if found.budget is None else found.budget.recomputed
     costs = partition.stage_costs()
     if costs is None:
-        costs = flop_costs(count_stages(gauge.count, partition.counts), recomputed)
+        counted = flop_costs(count_stages(gauge.count, partition.counts), recomputed)
+        costs = replace(counted, paces=dict(enumerate(partition.rank_paces)))
     elif recomputed is not None:
         again = [sum(partition.times[layer].forward for layer in own) for own in recomputed]
         costs = replace(costs, recompute=again)
@@ -252,18 +279,18 @@ _WORTH_MORE_STAGES: Final = 0.99  # of the time with fewer
 
 
 class _Tried(NamedTuple):
-    """What an order on a placement takes and holds; `nbytes`: None where it cannot be counted."""
+    """What an order on a placement takes, and what each rank holds; None: it cannot be counted."""
 
     order: Order
     time: float
-    nbytes: int | None
+    held: list[int] | None
 
-    def beats(self, other: "_Tried", most_bytes: float | None) -> bool:
-        """Say whether it is worth more stages: it fits, or it is faster, or holds less."""
-        if most_bytes is not None and self.nbytes is not None and other.nbytes is not None:
-            fits, others_fit = self.nbytes <= most_bytes, other.nbytes <= most_bytes
-            if not (fits and others_fit):
-                return self.nbytes < other.nbytes
+    def beats(self, other: "_Tried", limits: Sequence[float] | None) -> bool:
+        """Say whether it is worth more stages: it fits, or it is faster, or lacks less."""
+        if limits is not None and self.held is not None and other.held is not None:
+            lacks, other_lacks = (excess_bytes(each.held or (), limits) for each in (self, other))
+            if lacks or other_lacks:
+                return lacks < other_lacks
         return self.time < other.time * _WORTH_MORE_STAGES
 
 
@@ -279,8 +306,7 @@ def _best_placement(request: Request, given: Partition, gauge: Gauge) -> Order:
             f"partition 'time' and no costs, got {'costs' if given.times else 'another'}; correct "
             f"that, or choose a placement by name"
         )
-    limit_bytes = request.memory_bytes
-    assert not isinstance(limit_bytes, str), "the pipeline has read it"
+    limits = memory_limits(request)
     best: _Tried | None = None
     lines: list[str] = []
     refusal: PartitionError | None = None
@@ -289,7 +315,7 @@ def _best_placement(request: Request, given: Partition, gauge: Gauge) -> Order:
             continue
         head = f"auto: {placement} with {each} stage{'s' * (each > 1)} a rank"
         try:
-            tried = _placed(request, given.cut_anew(ranks * each), gauge, placement, each)
+            tried = _placed(request, given, gauge, placement, each)
         except PartitionError as error:
             refusal = refusal or error
             lines.append(f"{head}: nothing fits")
@@ -298,9 +324,9 @@ def _best_placement(request: Request, given: Partition, gauge: Gauge) -> Order:
         amount = f"{tried.time:.3f} s"
         if not given.is_measured:
             amount = f"as long as {flops_text(tried.time)} of one rank"
-        held = "" if tried.nbytes is None else f", {bytes_text(tried.nbytes)} on the fullest rank"
+        held = "" if tried.held is None else f", {bytes_text(max(tried.held))} on the fullest rank"
         lines.append(f"{head}: a step takes {amount}{held}")
-        if best is None or tried.beats(best, limit_bytes):
+        if best is None or tried.beats(best, limits):
             best = tried
     if best is None:
         assert refusal is not None, "one stage a rank is among them"
@@ -308,10 +334,15 @@ def _best_placement(request: Request, given: Partition, gauge: Gauge) -> Order:
     return best.order._replace(searched="\n".join(lines))
 
 
-def _placed(
-    request: Request, partition: Partition, gauge: Gauge, placement: str, each: int
-) -> _Tried:
-    """Return the order that `auto` finds on a placement, how long it takes, and what it holds."""
+def _placed(request: Request, given: Partition, gauge: Gauge, placement: str, each: int) -> _Tried:
+    """Return the order that `auto` finds on a placement, how long it takes, and what it holds.
+
+    The cut is made anew, for ranks as slow as they are.
+    """
+    ranks, paces = ranks_of(request), given_paces(request)
+    where = place(placement, ranks, request.microbatches, each)
+    stages, of_ranks = ALIKE if paces is None else _paces_on(where, paces)
+    partition = given._replace(paces=stages, rank_paces=of_ranks).cut_anew(ranks * each)
     options = {**request.options, "placement": placement, "stages_per_rank": each}
     limit = options.get("limit")
     if limit is not None:  # in micro-batches of a rank's whole share, whatever its stages
@@ -330,4 +361,4 @@ def _placed(
         )
     except GpipeError:
         return _Tried(found, _time_of(whole, gauge), None)
-    return _Tried(found, _time_of(whole, gauge), max(held))
+    return _Tried(found, _time_of(whole, gauge), held)

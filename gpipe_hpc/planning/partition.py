@@ -18,7 +18,7 @@ class Partition(NamedTuple):
 
     `counts`: the layers of each stage. `costs`: one number a layer, in the unit `measure`, which
     is ``parameters``, ``layers``, or that of the gauge (``time``, ``FLOPs``); then `times` has the
-    parts of each cost. `paces`: how many times as long each stage takes where its rank is slow, and
+    parts of each cost. `paces`: how many times as long each stage takes as on rank 0, and
     `rank_paces` the same by rank; empty: all ranks are as fast.
     """
 
@@ -56,6 +56,23 @@ class Partition(NamedTuple):
             backward=backward,
             input_gradient=inputs,
             weight_gradient=weights,
+            recompute=forward,
+            paces=dict(enumerate(self.rank_paces)),
+        )
+
+    def likely_costs(self) -> Costs:
+        """Return what each op of a stage takes; where no gauge was asked, as the cut weighs layers.
+
+        Then the forward takes as long as either half of the backward.
+        """
+        known = self.stage_costs()
+        if known is not None:
+            return known
+        forward = [sum(self.costs[i] for i in span) for span in stage_layers(self.counts)]
+        return Costs(
+            forward=forward,
+            input_gradient=forward,
+            weight_gradient=forward,
             recompute=forward,
             paces=dict(enumerate(self.rank_paces)),
         )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from gpipe_hpc.models import Layer, skip_routes
+from gpipe_hpc.planning.by_rank import limits_text
 from gpipe_hpc.planning.columns import aligned, folded
 from gpipe_hpc.planning.counted import ModelCount
 from gpipe_hpc.planning.cut_table import cut_table
@@ -26,19 +27,22 @@ _NOTES: Final = (
 class Assumptions:
     """What the numbers stand on: the device's speed and memory, None where not given.
 
-    `recompute`: as it was asked for; `can_cut`: whether micro-batches have several samples;
-    `others`: what other settings would need, in words, where these do not fit.
+    `limits`: the bytes that each rank may fill. `recompute`: as it was asked for; `can_cut`:
+    whether micro-batches have several samples; `others`: what other settings would need, in words,
+    where these do not fit.
     """
 
     flops_per_s: float | None = None
-    memory_bytes: float | None = None
+    limits: Sequence[float] | None = None
     recompute: str = "except_last"
     can_cut: bool = True
     others: str = ""
 
-    def fits(self, rank: RankForecast) -> bool:
-        """Say whether a rank stays within the memory, if that is known."""
-        return self.memory_bytes is None or rank.total_bytes <= self.memory_bytes
+    def fit(self, ranks: Sequence[RankForecast]) -> list[bool]:
+        """Say of each rank whether it stays within its memory, if that is known."""
+        if self.limits is None:
+            return [True] * len(ranks)
+        return [rank.total_bytes <= most for rank, most in zip(ranks, self.limits, strict=True)]
 
 
 def layer_table(model: ModelCount) -> str:
@@ -102,7 +106,8 @@ def rank_table(ranks: Sequence[RankForecast], assumptions: Assumptions) -> str:
     """
     casts = any(rank.cast_bytes for rank in ranks)
     head = ["rank", "stages", "parameters", "weights", *["casts"] * casts, "gradients"]
-    rows = [[*head, "optimizer", "activations", "sum", "sent a step", "fits"]]
+    verdicts = _verdicts(ranks, assumptions)
+    rows = [[*head, "optimizer", "activations", "sum", "sent a step", *verdicts[0]]]
     for index, rank in enumerate(ranks):
         parts = (
             rank.weight_bytes,
@@ -114,12 +119,20 @@ def rank_table(ranks: Sequence[RankForecast], assumptions: Assumptions) -> str:
             rank.sent_bytes,
         )
         stages = ",".join(map(str, rank.stages)) or "none"
-        verdict = "yes" if assumptions.fits(rank) else "NO"
         numbers = [str(index), stages, f"{rank.parameters:,}", *map(bytes_text, parts)]
-        rows.append([*numbers, verdict])
-    if assumptions.memory_bytes is None:
-        rows = [row[:-1] for row in rows]
+        rows.append([*numbers, *verdicts[1 + index]])
     return aligned(rows, left={1})
+
+
+def _verdicts(ranks: Sequence[RankForecast], assumptions: Assumptions) -> list[list[str]]:
+    """Return a title and for each rank whether it fits; what it may fill where they differ."""
+    if assumptions.limits is None:
+        return [[] for _ in range(1 + len(ranks))]
+    rows = [["fits"], *([("NO", "yes")[fits]] for fits in assumptions.fit(ranks))]
+    if len(set(assumptions.limits)) == 1:
+        return rows
+    own = ["may fill", *map(bytes_text, assumptions.limits)]
+    return [[limit, *row] for limit, row in zip(own, rows, strict=True)]
 
 
 def step_text(found: Forecast, schedule: Schedule, assumptions: Assumptions) -> str:
@@ -138,17 +151,17 @@ def step_text(found: Forecast, schedule: Schedule, assumptions: Assumptions) -> 
         seconds = timeline.makespan / assumptions.flops_per_s
         rate = flops_text(assumptions.flops_per_s)
         lines.append(f"expected step time {seconds:.4g} s at {rate}/s a rank")
-    if assumptions.memory_bytes is not None:
-        limit = bytes_text(assumptions.memory_bytes)
+    if assumptions.limits is not None:
         lacking = shortage(
             found.ranks,
-            assumptions.memory_bytes,
+            assumptions.limits,
             recompute=assumptions.recompute,
             schedule=schedule.name,
             can_cut=assumptions.can_cut,
             others=assumptions.others,
         )
-        lines.append(f"memory: {lacking or f'every rank fits, with {limit} a rank'}")
+        fits = f"every rank fits, with {limits_text(assumptions.limits)} a rank"
+        lines.append(f"memory: {lacking or fits}")
     return "\n".join(lines)
 
 

@@ -25,11 +25,11 @@ class Request:
     schedule: str | Schedule = "gpipe"
     schedule_options: Mapping[str, Any] | None = None
     recompute: str = "except_last"
-    memory_bytes: float | str | None = None
+    memory_bytes: float | str | Sequence[float | str] | None = None
     optimizer_states: int | OptimizerMemory = 2
     offload: bool = False
     partition: str | Sequence[int] | Partition = "parameters"
-    paces: Sequence[float] | None = None
+    paces: Sequence[float] | str | None = None
     seed: int = 0
     precision: str = "float32"
     normalise_over_replicas: bool = False

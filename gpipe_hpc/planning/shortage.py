@@ -8,32 +8,28 @@ from gpipe_hpc.planning.units import bytes_text, ranges_text
 
 def shortage(
     ranks: Sequence[RankForecast],
-    limit_bytes: float,
+    limits: Sequence[float],
     *,
     recompute: str,
     schedule: str,
     can_cut: bool = True,
     others: str = "",
 ) -> str:
-    """Return which ranks of a pipeline need more than a limit, how much, and what would help.
+    """Return which ranks of a pipeline need more than they may fill, how much, and what would help.
 
-    `recompute` and `schedule` are what they run with, which is not advised again; `can_cut`:
-    whether micro-batches have more than one sample; `others`: what was tried in its place, said
-    instead of advice. Nothing where every rank fits.
+    `limits`: the bytes that each rank may fill. `recompute` and `schedule` are what they run with,
+    which is not advised again; `can_cut`: whether micro-batches have more than one sample;
+    `others`: what was tried in its place, said instead of advice. Nothing where every rank fits.
     """
-    over = [index for index, rank in enumerate(ranks) if rank.total_bytes > limit_bytes]
+    over = [at for at, rank in enumerate(ranks) if rank.total_bytes > limits[at]]
     if not over:
         return ""
-    fullest = max(over, key=lambda index: ranks[index].total_bytes)
-    needed = ranks[fullest].total_bytes
     lasting = [rank.total_bytes - rank.activation_bytes for rank in ranks]
-    heaviest = max(range(len(ranks)), key=lambda index: lasting[index])
-    who = f"rank {over[0]} needs" if len(over) == 1 else f"ranks {ranges_text(over)} need up to"
+    heaviest = max(range(len(ranks)), key=lambda at: lasting[at] - limits[at])
     head = (
-        f"{who} {bytes_text(needed)}, pipeline.memory_bytes allows {bytes_text(limit_bytes)} "
-        f"(weights, gradients, optimizer and activations, as counted)"
+        f"{_needs(ranks, limits, over)} (weights, gradients, optimizer and activations, as counted)"
     )
-    if lasting[heaviest] > limit_bytes:
+    if lasting[heaviest] > limits[heaviest]:
         return (
             f"{head}; weights, gradients and optimizer alone take "
             f"{bytes_text(lasting[heaviest])} on rank {heaviest}: use more stages "
@@ -53,3 +49,15 @@ def shortage(
         f"{head}; to need less: {', '.join(remedies)}; `python -m gpipe_hpc.plan` with these "
         f"settings tries some of them together"
     )
+
+
+def _needs(ranks: Sequence[RankForecast], limits: Sequence[float], over: Sequence[int]) -> str:
+    """Say what the rank needs that lacks most, and which others lack something, too."""
+    worst = max(over, key=lambda at: ranks[at].total_bytes - limits[at])
+    needed, allowed = bytes_text(ranks[worst].total_bytes), bytes_text(limits[worst])
+    if len(over) == 1:
+        return f"rank {worst} needs {needed}, pipeline.memory_bytes allows {allowed}"
+    which = f"ranks {ranges_text(over)} need"
+    if len(set(limits)) == 1:
+        return f"{which} up to {needed}, pipeline.memory_bytes allows {allowed}"
+    return f"{which} too much: rank {worst} {needed}, pipeline.memory_bytes allows it {allowed}"

@@ -10,6 +10,7 @@ from gpipe_hpc.models import Layer, LayerSpec, normalise_layers
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planning import Counted, Example
 from gpipe_hpc.planning.advice import Advice, Known, advise, layer_times
+from gpipe_hpc.planning.by_rank import memory_limits
 from gpipe_hpc.planning.forecast import RankForecast, rank_forecasts
 from gpipe_hpc.planning.meta import meta_copy
 from gpipe_hpc.planning.shares import microbatch_shares
@@ -37,19 +38,20 @@ class Foresight:
         self, pipe: Pipeline, measured: Timeline, finer: int | None, most_actions: int
     ) -> list[Advice]:
         """Return what would make a measured step faster; see `advise`."""
-        basis = pipe.partition.times or self.known.times
-        known = replace(self.known, times=layer_times(measured, pipe.partition.counts, basis))
-        limit = pipe.request.memory_bytes
-        assert not isinstance(limit, str), "the pipeline has read it"
-        if limit is None:
-            limit = pipe.world.device.memory_total()
+        cut = pipe.partition
+        basis = cut.times or self.known.times
+        known = replace(self.known, times=layer_times(measured, cut.counts, basis, cut.paces))
+        limits = memory_limits(pipe.request)
+        total = pipe.world.device.memory_total()
+        if limits is None and total is not None:
+            limits = (total,) * pipe.layout.schedule.num_ranks
         return advise(
             pipe.request,
             pipe.layout,
             known,
             measured_s=measured.makespan,
             shares=self.shares,
-            limit_bytes=limit,
+            limits=limits,
             finer=finer,
             most_actions=most_actions,
         )

@@ -16,6 +16,7 @@ from gpipe_hpc.config import Config
 from gpipe_hpc.config.ranks import on_ranks
 from gpipe_hpc.engine.recorder import StepTimes
 from gpipe_hpc.engine.sums.results import StepResult
+from gpipe_hpc.planning.by_rank import memory_limits
 from gpipe_hpc.planning.shortage import shortage
 from gpipe_hpc.planning.units import bytes_text
 from gpipe_hpc.training.foresight import Foresight
@@ -392,11 +393,12 @@ class _Loop:
 
     def _warn_of_memory(self, foreseen: Foresight) -> None:
         pipeline = self._config.pipeline
-        if pipeline.memory_bytes is None:
+        limits = memory_limits(self._pipe.request)
+        if limits is None:
             return
         lacking = shortage(
             foreseen.ranks,
-            pipeline.memory_bytes,
+            limits,
             recompute=pipeline.recompute,
             schedule=pipeline.schedule,
             can_cut=self._session.batch_size > self._pipe.num_global_microbatches,

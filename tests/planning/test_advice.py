@@ -72,9 +72,9 @@ def test_recomputation_is_weighed_with_its_memory():
     request = asked(recompute="always", schedule="one_f_one_b")
     found = advice(request, known())["pipeline.recompute=never"]
     assert found.gain == pytest.approx(1 - 66 / 82) and found.more_bytes > 0
-    fits = advice(request, known(), limit_bytes=1e9)
+    fits = advice(request, known(), limits=[1e9] * request.stages)
     assert "pipeline.recompute=never" in fits
-    assert "pipeline.recompute=never" not in advice(request, known(), limit_bytes=100)
+    assert "pipeline.recompute=never" not in advice(request, known(), limits=[100] * request.stages)
 
 
 def test_more_micro_batches_are_told_where_there_are_samples_with_what_that_assumes():

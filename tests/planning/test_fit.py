@@ -63,8 +63,9 @@ def test_a_schedule_without_holes_takes_whole_replicas():
 def test_what_tells_the_stages_already_is_refused():
     with pytest.raises(ConfigError, match=r"which has 2; set pipeline\.stages"):
         fit(3, partition=[6, 6])
-    with pytest.raises(ConfigError, match="a known number of stages, of whose ranks it tells"):
-        fit(3, paces=[1, 1, 2])
+    for name in ("paces", "memory_bytes"):
+        with pytest.raises(ConfigError, match=rf"pipeline\.{name}: .* each of the 3 ranks"):
+            fit(3, **{name: [1e9, 1e9]})
     table = lay_out(Request(stages=2, microbatches=4), gauge()).schedule
     with pytest.raises(ConfigError, match="a table of your own, got fit; give 2"):
         fit_stages(replace(Request(stages="fit"), schedule=table), 2, gauge())

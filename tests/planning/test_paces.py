@@ -11,12 +11,24 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gpipe_hpc import Pipeline, run_on_threads
+from gpipe_hpc.comm.device import device_to_come
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import normalise_layers
-from gpipe_hpc.planning import Partition, Request, cut, lay_out
+from gpipe_hpc.planning import (
+    Counted,
+    Example,
+    Partition,
+    Request,
+    cut,
+    fit_stages,
+    lay_out,
+    ordering,
+)
+from gpipe_hpc.planning.advice import Known, advise, layer_times
+from gpipe_hpc.planning.alternatives import forecast_of
 from gpipe_hpc.planning.gauges import LayerTimes
 from gpipe_hpc.planning.uneven import cut_for_paces
-from gpipe_hpc.schedule import simulate
+from gpipe_hpc.schedule import Costs, simulate
 from tests.support import mean_square
 
 
@@ -119,3 +131,113 @@ def test_a_pipeline_trains_the_same_with_slow_ranks():
     ((_, alone),) = run_on_threads(1, body)
     for counts, loss in run_on_threads(2, lambda world: body(world, paces=[1, 2])):
         assert counts == (4, 2) and loss == pytest.approx(alone, rel=1e-6)
+
+
+def test_paces_are_those_of_the_slowest_replica_and_told_relative_to_rank_0():
+    """Rank 0 measures the layers: where it is slow the others take less than what it measured."""
+    asked = replace(ASKED, replicas=2, paces=[2, 1, 1, 1, 4, 1])
+    found = cut(asked, Given())
+    assert found.rank_paces == (1.0, 2.0, 0.5)
+    assert found.counts[2] > found.counts[0] > found.counts[1]
+    with pytest.raises(ConfigError, match="each of 3 ranks of a pipeline, or for each of all 6"):
+        cut(replace(asked, paces=[1, 2]), Given())
+
+
+def test_equal_paces_are_nothing_to_refuse_in_pipelines_with_holes():
+    asked = replace(ASKED, stages=2, paces=[2, 2, 2]).on(3)
+    assert cut(asked, Given()).rank_paces == ()
+
+
+def known():
+    """Return a gauge with the times of `Given`, and counts."""
+    layers = normalise_layers([nn.Linear(8, 8) for _ in range(12)])
+    batch = torch.empty(2, 8, device="meta")
+    example = Example(batch, batch, mean_square, 0, device_to_come("cpu"))
+    return Known(layers, Given.times, Counted(layers, example).count)
+
+
+def simulated(layout, paces):
+    costs = replace(layout.partition.likely_costs(), paces=dict(enumerate(paces)))
+    return simulate(layout.schedule, costs).makespan
+
+
+def test_auto_heeds_paces_also_where_no_layer_was_measured():
+    """With partition=parameters, or a cut by hand, the search was one for equally fast ranks."""
+    layers = normalise_layers([nn.Linear(4, 4) for _ in range(6)])
+    gauge = type("Parameters", (Given,), {"layers": layers})()
+    asked = replace(
+        ASKED,
+        schedule="auto",
+        partition=[2, 2, 2],
+        schedule_options={"trials": 30},
+        paces=[1, 3, 1],
+    )
+    heeding = simulated(lay_out(asked, gauge), [1, 3, 1])
+    blind = simulated(lay_out(replace(asked, paces=None), gauge), [1, 3, 1])
+    assert heeding <= blind
+    options = ordering._with_costs(asked, cut(asked, gauge)).options["costs"]
+    assert options.paces == {0: 1, 1: 3, 2: 1}
+
+
+@pytest.mark.parametrize(
+    ("given", "paces"),
+    [
+        ({"forward": 1, "backward": 2}, {0: 1, 1: 3, 2: 1}),
+        (Costs(forward=1, backward=2), {0: 1, 1: 3, 2: 1}),
+        ({"forward": 1, "backward": 2, "paces": {0: 2}}, {0: 2}),
+        (Costs(forward=1, backward=2, paces={0: 2}), {0: 2}),
+    ],
+)
+def test_costs_of_the_users_own_get_the_paces_unless_they_have_some(given, paces):
+    asked = replace(ASKED, schedule="auto", schedule_options={"costs": given}, paces=[1, 3, 1])
+    found = ordering._with_costs(asked, cut(asked, Given())).options["costs"]
+    assert (found["paces"] if isinstance(found, dict) else found.paces) == paces
+
+
+def test_the_best_placement_is_chosen_for_ranks_as_they_are():
+    """Placements were compared for equally fast ranks, and paces refused."""
+    options = {"placement": "best", "trials": 0}
+    asked = replace(ASKED, stages=2, schedule="auto", schedule_options=options, paces=[1, 2])
+    found = lay_out(asked, known())
+    assert found.partition.rank_paces == (1, 2)
+    placement = found.schedule.placement
+    layers = [0, 0]
+    for stage, count in enumerate(found.partition.counts):
+        layers[placement.holders(stage)[0]] += count
+    assert layers == [8, 4]
+    even = lay_out(replace(asked, paces=None), known())
+    assert simulated(found, [1, 2]) < simulated(even, [1, 2])
+
+
+def test_stages_are_chosen_for_ranks_as_slow_as_they_are():
+    """Replicas wait for the slowest: with one slow rank of two, a pipeline is the faster."""
+    asked = replace(ASKED, stages="fit", microbatches=12, schedule="zb_h1")
+    even, uneven = (fit_stages(replace(asked, paces=p), 2, Given()).stages for p in (None, [1, 3]))
+    assert (even, uneven) == (1, 2)
+    with pytest.raises(ConfigError, match=r"paces: .* each of the 2 ranks .*stages=fit"):
+        fit_stages(replace(asked, paces=[1, 2, 3]), 2, Given())
+
+
+def test_what_is_foreseen_of_a_step_knows_slow_ranks():
+    """`plan` told the time of a step on equally fast ranks."""
+    layers = normalise_layers([nn.Linear(8, 8) for _ in range(6)])
+    batch = torch.empty(2, 8, device="meta")
+    gauge = Counted(layers, Example(batch, batch, mean_square, 0, device_to_come("cpu")))
+    asked = replace(ASKED, stages=2, partition=[3, 3])
+    even, slow = (
+        forecast_of(lay_out(each, gauge), each, gauge, 12)
+        for each in (asked, replace(asked, paces=[1, 2]))
+    )
+    assert slow.timeline.makespan > 1.5 * even.timeline.makespan
+    assert slow.step_flops == even.step_flops
+
+
+def test_advice_leaves_layers_where_they_are_for_slow_ranks():
+    """A slow rank's layers looked dear, so the advice was to give it still fewer."""
+    slow = replace(ASKED, stages=2, paces=[1, 2])
+    layout = lay_out(slow, Given())
+    timeline = simulate(layout.schedule, layout.partition.stage_costs())
+    took = layer_times(timeline, layout.partition.counts, Given.times, layout.partition.paces)
+    assert [each.backward for each in took] == pytest.approx([2.0] * 12)
+    found = [each.settings for each in advise(slow, layout, known())]
+    assert not any("pipeline.partition" in settings for settings in found)

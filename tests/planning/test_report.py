@@ -133,8 +133,8 @@ def test_a_model_without_flops_has_no_bubble():
 def test_ranks_that_do_not_fit_are_named():
     _, model = linears(4)
     found, schedule = foreseen(model, [1, 3], "gpipe", microbatches=2, ranks=2)
-    limit = Assumptions(memory_bytes=found.ranks[1].total_bytes - 1)
-    assert [limit.fits(rank) for rank in found.ranks] == [True, False]
+    limit = Assumptions(limits=[found.ranks[1].total_bytes - 1] * 2)
+    assert limit.fit(found.ranks) == [True, False]
     lines = rank_table(found.ranks, limit).splitlines()
     assert [line.split()[-1] for line in lines] == ["fits", "yes", "NO"]
     assert "memory: rank 1 needs" in step_text(found, schedule, limit)
@@ -142,9 +142,25 @@ def test_ranks_that_do_not_fit_are_named():
     assert "to need less: more micro-batches" in advised and "recompute=budget" in advised
     told = replace(limit, others="2 of 3 other settings fit")
     assert "as counted)\n2 of 3 other settings fit" in step_text(found, schedule, told)
-    exact = Assumptions(memory_bytes=found.ranks[1].total_bytes)
+    exact = Assumptions(limits=[found.ranks[1].total_bytes] * 2)
     assert "every rank fits" in step_text(found, schedule, exact)
     assert "fits" not in rank_table(found.ranks, Assumptions())
+
+
+def test_each_rank_is_held_to_its_own_limit():
+    _, model = linears(4)
+    found, schedule = foreseen(model, [2, 2], "gpipe", microbatches=2, ranks=2)
+    first, second = (rank.total_bytes for rank in found.ranks)
+    limit = Assumptions(limits=[first - 1, 9 * second])
+    lines = [line.split() for line in rank_table(found.ranks, limit).splitlines()]
+    assert [line[-1] for line in lines] == ["fits", "NO", "yes"]
+    assert lines[0][-3:-1] == ["may", "fill"]
+    assert "memory: rank 0 needs" in step_text(found, schedule, limit)
+    both = Assumptions(limits=[first - 1, second - 10])
+    assert "ranks 0-1 need too much: rank 1 " in step_text(found, schedule, both)
+    ample = Assumptions(limits=[first, 9 * second])
+    assert "every rank fits, with " in step_text(found, schedule, ample)
+    assert " to " in step_text(found, schedule, ample).split("every rank fits")[1]
 
 
 def test_repeated_layers_are_folded():

@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 from gpipe_hpc.errors import ConfigError, PartitionError
 from gpipe_hpc.planning.budget.many_stages import Limit, select
 from gpipe_hpc.planning.budget.one_stage import Choices, Weights, stage_choices
+from gpipe_hpc.planning.by_rank import limits_text
 from gpipe_hpc.planning.counted import ModelCount
 from gpipe_hpc.planning.forecast import rank_states
 from gpipe_hpc.planning.optimizer import OptimizerMemory
@@ -42,13 +43,14 @@ def choose_recompute(
     model: ModelCount,
     counts: Sequence[int],
     schedule: Schedule,
-    limit_bytes: float,
+    limit_bytes: float | Sequence[float],
     optimizer_states: int | OptimizerMemory,
     seconds: Sequence[float] = (),
     sharing: Sharing | None = None,
 ) -> Budget:
     """Choose the layers to recompute, so that no rank's weights and activations exceed a limit.
 
+    `limit_bytes`: one for all ranks, or one for each.
     `schedule` is bare, without R; `optimizer_states` is how many numbers the optimizer keeps for
     each parameter; `seconds` are those of the forward of each layer, where they were measured;
     `sharing` says how the optimizer's state is divided over copies.
@@ -59,14 +61,18 @@ def choose_recompute(
     Raises PartitionError, naming the ranks and what they lack, where nothing fits; ConfigError for
     a limit that is none.
     """
-    if not (math.isfinite(limit_bytes) and limit_bytes > 0):
+    if isinstance(limit_bytes, int | float):
+        each = [float(limit_bytes)] * schedule.num_ranks
+    else:
+        each = [*map(float, limit_bytes)]
+    if not all(math.isfinite(limit) and limit > 0 for limit in each):
         raise ConfigError(
             f"recompute: memory_bytes is what each rank may fill, expected a finite number above "
             f"0, got {limit_bytes}; set pipeline.memory_bytes to the bytes of a device, as 16e9"
         )
     stages = count_stages(model, counts)
     table = add_recompute(schedule, "except_last")
-    limits = _limits(model, stages, table, limit_bytes, optimizer_states, sharing)
+    limits = _limits(model, stages, table, each, optimizer_states, sharing)
     choices = _choices_of(stages, _layer_costs(model, stages, seconds), limits)
     runs = [0] * len(stages)
     for row in table.ranks:
@@ -81,7 +87,7 @@ def choose_recompute(
         picked = select(shared, times, own)
         if picked is None:
             lacking = _lacking(limits, choices) or _lacking_together(shared, times, own)
-            raise _nothing_fits(lacking, limit_bytes)
+            raise _nothing_fits(lacking, each)
         for stage, choice in picked.items():
             places = choices[stage].recomputed(choice)
             chosen[stage] = frozenset(stages[stage].layers[place] for place in places)
@@ -144,7 +150,7 @@ def _limits(
     model: ModelCount,
     stages: Sequence[StageCount],
     table: Schedule,
-    limit_bytes: float,
+    limits_bytes: Sequence[float],
     optimizer_states: int | OptimizerMemory,
     sharing: Sharing | None,
 ) -> list[Limit]:
@@ -154,7 +160,7 @@ def _limits(
         states = rank_states(model, stages, table.placement, rank, optimizer_states, sharing)
         for moment in _moments(row):
             whole = sum(n * stages[s].activation_bytes for s, n in moment.whole.items())
-            room = limit_bytes - states.total_bytes - whole
+            room = limits_bytes[rank] - states.total_bytes - whole
             limits.append(Limit(rank, moment.kept, moment.full, room))
     return limits
 
@@ -253,10 +259,10 @@ def _lacking_together(
     return [f"{bytes_text(enough)} on {where}"]
 
 
-def _nothing_fits(lacking: Sequence[str], limit_bytes: float) -> PartitionError:
+def _nothing_fits(lacking: Sequence[str], limits_bytes: Sequence[float]) -> PartitionError:
     return PartitionError(
         f"recompute: nothing fits, expected weights, gradients, optimizer and activations of at "
-        f"most {bytes_text(limit_bytes)} a rank, got too much by {', '.join(lacking)} with "
+        f"most {limits_text(limits_bytes)} a rank, got too much by {', '.join(lacking)} with "
         f"all recomputation that helps; use more stages, more micro-batches of fewer samples, a "
         f"schedule that keeps fewer of them (one_f_one_b), or raise pipeline.memory_bytes"
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.world import World
@@ -12,6 +12,7 @@ from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import Layer, loss_function
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planning import Partition
+from gpipe_hpc.planning.by_rank import MEASURED_PACES
 from gpipe_hpc.planning.gauges import MEASURED
 from gpipe_hpc.training.asking import request_of
 from gpipe_hpc.training.data import DataFacts
@@ -52,9 +53,16 @@ def build_pipeline(
 
 
 def _partition(config: Config, cut: Mapping[str, Any] | None) -> Any:
-    """Return the cut asked for; a measured one is that of the checkpoint, if it fits."""
+    """Return the cut asked for; a measured one is that of the checkpoint, if it fits.
+
+    So is one for ranks whose speed was measured: they keep the paces that it was made for.
+    """
     policy = config.pipeline.partition
-    if policy != "time" or cut is None:
+    if cut is None or policy not in _MEASURES:
         return policy
     stored = Partition.stored(cut)
-    return stored if stored.measure == MEASURED else policy
+    is_kept = policy == "time" or config.pipeline.paces == MEASURED_PACES
+    return stored if is_kept and stored.measure == _MEASURES[policy] else policy
+
+
+_MEASURES: Final = {"time": MEASURED, "parameters": "parameters", "uniform": "layers"}

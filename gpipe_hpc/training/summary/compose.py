@@ -87,6 +87,7 @@ def compose_summary(
             "recompute": config.pipeline.recompute,
             "layers_of_stages": list(pipe.partition.counts),
             "partition": pipe.partition.measure,
+            "paces": list(pipe.partition.rank_paces),
         },
         "loss": {
             "first": ledger.first_loss,

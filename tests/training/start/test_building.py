@@ -19,7 +19,7 @@ GIVEN = {
     "pipeline.schedule=zb_h1": ("schedule", "zb_h1"),
     "+pipeline.options.limit=6": ("schedule_options", {"limit": 6}),
     "pipeline.recompute=budget": ("recompute", "budget"),
-    "pipeline.memory_bytes=3e9": ("memory_bytes", 3e9),
+    "pipeline.memory_bytes=[1GB,2e9,3GB]": ("memory_bytes", [1e9, 2e9, 3e9]),
     "optimizer=sgd": ("optimizer_states", OptimizerMemory(1, masters=True)),
     "pipeline.offload=true": ("offload", True),
     "pipeline.partition=uniform": ("partition", "uniform"),
