@@ -22,6 +22,7 @@ def rerouted(
     stages: int | None = None,
     order: str = "zb_h1",
     copies: Sequence[int] | None = None,
+    room: int = 1,
 ) -> Schedule:
     """Run pipelines of `stages` on any number of ranks, those of the last one not all there.
 
@@ -41,9 +42,11 @@ def rerouted(
 
     `order` is that of each row: ``gpipe``, ``one_f_one_b`` or ``zb_h1``, whose backwards are split
     so that weight gradients fill what the others leave idle. A stage keeps as many micro-batches as
-    those of whole rows would, shared by its copies, and one more on a rank where some rows have
-    holes: with C copies in R rows of K stages, stage k has at most R (K - k) / C + 1 on a rank in
-    ``one_f_one_b``, R K / C + 1 in ``zb_h1`` (rounded up), and all of a rank's in ``gpipe``.
+    those of whole rows would, shared by its copies, and `room` more on a rank where some rows have
+    holes: with C copies in R rows of K stages, stage k has at most R (K - k) / C + room on a rank
+    in ``one_f_one_b``, R K / C + room in ``zb_h1`` (rounded up), and all of a rank's in ``gpipe``.
+    In deep pipelines more room lets the bubble take in what the holes leave: a quarter of K more
+    makes up for most of them.
     Source: Gandhi et al., ReCycle, SOSP 2024 (arXiv 2405.14009): adaptive pipelining and decoupled
     back-propagation.
     """
@@ -55,7 +58,11 @@ def rerouted(
         )
     if len(set(map(len, _held(placement)))) == 1:
         return tabulate("rerouted", placement, _whole_rows(placement, _NAMED[order]))
-    return tabulate("rerouted", placement, _ORDERS[order](placement))
+    return tabulate(
+        "rerouted",
+        placement,
+        _ORDERS[order](placement, whole("rerouted", "room", room)),
+    )
 
 
 def in_rows(
@@ -114,7 +121,7 @@ def _whole_rows(placement: Placement, named: Callable[[int, int], Schedule]) -> 
     return rows
 
 
-def _fill_and_drain(placement: Placement) -> list[list[Action]]:
+def _fill_and_drain(placement: Placement, _: int) -> list[list[Action]]:
     """Let each rank run all its forwards, then all its backwards, the last micro-batch first."""
     rows: list[list[Action]] = []
     for rank in range(placement.num_ranks):
@@ -125,23 +132,28 @@ def _fill_and_drain(placement: Placement) -> list[list[Action]]:
     return rows
 
 
-def _one_f_one_b(placement: Placement) -> list[list[Action]]:
+def _one_f_one_b(placement: Placement, room: int) -> list[list[Action]]:
     """Run a backward as soon as there is one; the later a stage, the fewer micro-batches live."""
     num_stages = placement.num_stages
-    return _listed(placement, (Op.B, Op.F), [num_stages - stage for stage in range(num_stages)])
+    return _listed(
+        placement, (Op.B, Op.F), [num_stages - stage for stage in range(num_stages)], room
+    )
 
 
-def _zero_bubble(placement: Placement) -> list[list[Action]]:
+def _zero_bubble(placement: Placement, room: int) -> list[list[Action]]:
     """Let weight gradients wait until a rank has nothing else to do, or no room."""
-    return _listed(placement, (Op.I, Op.F, Op.W), [placement.num_stages] * placement.num_stages)
+    return _listed(
+        placement, (Op.I, Op.F, Op.W), [placement.num_stages] * placement.num_stages, room
+    )
 
 
 def _listed(
-    placement: Placement, order: tuple[Op, ...], kept_of_row: Sequence[int]
+    placement: Placement, order: tuple[Op, ...], kept_of_row: Sequence[int], room: int
 ) -> list[list[Action]]:
     """Let each rank start the first op of an order that is ready; of one op the oldest.
 
-    `kept_of_row`: the micro-batches that a stage of a row without holes keeps at most.
+    `kept_of_row`: the micro-batches that a stage of a row without holes keeps at most; `room`: how
+    many more where rows are unequal.
     """
     stages = range(placement.num_stages)
     num_rows = max(len(placement.holders(stage)) for stage in stages)
@@ -151,8 +163,8 @@ def _listed(
     limits = [0] * placement.num_ranks
     for stage in stages:
         for rank in placement.holders(stage):
-            # Where rows are unequal micro-batches come unevenly: room for one that waits.
-            limits[rank] = -(-num_rows * kept_of_row[stage] // copies[stage]) + 1
+            # Where rows are unequal micro-batches come unevenly, and some wait.
+            limits[rank] = -(-num_rows * kept_of_row[stage] // copies[stage]) + room
     rules = Rules(
         durations={op: [(2.0 if op is Op.B else 1.0) * each for each in work] for op in order},
         priority=lambda action: (order.index(action.op), action.microbatch or 0),
@@ -165,6 +177,6 @@ def _listed(
 _NAMED: Final[Mapping[str, Callable[[int, int], Schedule]]] = MappingProxyType(
     dict(zip(ORDERS, (gpipe, one_f_one_b, zb_h1), strict=True))
 )
-_ORDERS: Final[Mapping[str, Callable[[Placement], list[list[Action]]]]] = MappingProxyType(
+_ORDERS: Final[Mapping[str, Callable[[Placement, int], list[list[Action]]]]] = MappingProxyType(
     dict(zip(ORDERS, (_fill_and_drain, _one_f_one_b, _zero_bubble), strict=True))
 )
