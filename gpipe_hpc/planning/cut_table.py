@@ -14,13 +14,15 @@ def cut_table(
     holders: Sequence[Sequence[int]] | None = None,
     costs: Sequence[float] | None = None,
     measure: str = "time",
+    paces: Sequence[float] = (),
 ) -> str:
     """Return a cut as a text table: stage, rank, layers, parameters, share.
 
     ``counts`` are the layers of each stage, ``holders`` the ranks of each stage (default: stage k
     on rank k). ``costs`` are one number a layer in the unit called ``measure``; the share of each
-    stage in their sum fills the last column (default: the parameters themselves). A last line has
-    the sums and how far the dearest stage is above the mean; where ranks share a stage's
+    stage in their sum fills the last column (default: the parameters themselves); ``paces`` say how
+    many times as long each stage takes where ranks are slow, which counts in the share. A last line
+    has the sums and how far the dearest stage is above the mean; where ranks share a stage's
     micro-batches, how far the busiest rank is. Raises `PartitionError` when the cut misses a layer.
     """
     if sum(counts) != len(layers):
@@ -31,12 +33,15 @@ def cut_table(
     sizes = layer_parameters(layers)
     weights = list(sizes if costs is None else costs)
     ranks = holders if holders is not None else [[stage] for stage in range(len(counts))]
-    whole = sum(weights)
+    slow = paces or [1.0] * len(counts)
+    spans = stage_layers(counts)
+    amounts = [sum(weights[i] for i in span) * pace for span, pace in zip(spans, slow, strict=True)]
+    whole = sum(amounts)
     shares: list[float] = []
     unit = "parameters" if costs is None else measure
     rows = [["stage", "rank", "layers", "", "parameters", f"% {unit}"]]
-    for stage, span in enumerate(stage_layers(counts)):
-        shares.append(sum(weights[i] for i in span) / whole if whole else 0.0)
+    for stage, span in enumerate(spans):
+        shares.append(amounts[stage] / whole if whole else 0.0)
         rows.append(
             [
                 str(stage),

@@ -117,7 +117,7 @@ def choose_partition(
     layers = gauge.layers
     if isinstance(policy, Partition):
         if (len(policy.counts), sum(policy.counts)) == (num_stages, len(layers)):
-            if policy.rank_paces == paces.ranks:
+            if (policy.paces, policy.rank_paces) == paces:
                 return policy._replace(counts=tuple(policy.counts))
             return policy._replace(paces=paces.stages, rank_paces=paces.ranks).cut_anew(num_stages)
         policy = "uniform" if policy.measure == "layers" else policy.measure

@@ -86,7 +86,11 @@ def _figures(count: LayerCount) -> list[str]:
 
 
 def stage_table(
-    layers: Sequence[Layer], model: ModelCount, counts: Sequence[int], schedule: Schedule
+    layers: Sequence[Layer],
+    model: ModelCount,
+    counts: Sequence[int],
+    schedule: Schedule,
+    paces: Sequence[float] = (),
 ) -> str:
     """Return the cut: layers, ranks, parameters and share of the FLOPs of each stage."""
     placement = schedule.placement
@@ -96,6 +100,7 @@ def stage_table(
         holders=[placement.holders(stage) for stage in range(placement.num_stages)],
         costs=[float(count.flops) for count in model.layers],
         measure="FLOPs",
+        paces=paces,
     )
 
 
@@ -169,7 +174,8 @@ class Sections(NamedTuple):
     """What the plan says in words.
 
     Of what it is, who chose the cut, what was compared for the placement, what a budget of
-    memory chose, and what copies of stages sum.
+    memory chose, and what copies of stages sum. `paces`: how many times as long each stage takes,
+    where ranks are slow.
     """
 
     heading: str
@@ -177,6 +183,7 @@ class Sections(NamedTuple):
     searched: str = ""
     recomputed: str = ""
     summed: str = ""
+    paces: tuple[float, ...] = ()
 
 
 def report(
@@ -192,7 +199,7 @@ def report(
     parts = [
         sections.heading,
         f"Layers, for one micro-batch:\n{layer_table(model)}",
-        f"Cut {sections.cut_by}:\n{stage_table(layers, model, counts, schedule)}",
+        f"Cut {sections.cut_by}:\n{stage_table(layers, model, counts, schedule, sections.paces)}",
         skip_table(model, counts),
         sections.searched and f"Placements compared:\n{sections.searched}",
         sections.recomputed and f"Recomputed, to stay within the memory:\n{sections.recomputed}",

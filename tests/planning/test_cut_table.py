@@ -109,3 +109,10 @@ def test_the_global_generator_is_untouched_by_a_table():
     before = torch.get_rng_state()
     cut_table([LayerSpec(nn.Linear, 4, 4)], [1])
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_the_share_of_a_stage_is_that_of_the_time_its_rank_takes():
+    """A cut that leaves a slow rank little to do looked badly balanced."""
+    table = cut_table([nn.ReLU()] * 6, [4, 2], costs=[1.0] * 6, paces=[1, 2]).splitlines()
+    assert [line.split()[-1] for line in table[1:3]] == ["50.0", "50.0"]
+    assert table[-1].endswith("max +0.0")

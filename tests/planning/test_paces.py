@@ -241,3 +241,11 @@ def test_advice_leaves_layers_where_they_are_for_slow_ranks():
     assert [each.backward for each in took] == pytest.approx([2.0] * 12)
     found = [each.settings for each in advise(slow, layout, known())]
     assert not any("pipeline.partition" in settings for settings in found)
+
+
+def test_a_stored_cut_is_made_anew_where_other_stages_are_on_the_slow_rank():
+    """Two stages a rank, looped or in a V: as many stages, but not the same ones are slow."""
+    asked = replace(ASKED, schedule="interleaved", stages=2, paces=[1, 2])
+    stored = Partition.stored(cut(asked, Given())._asdict())
+    folded = cut(replace(asked, schedule="zb_v", partition=stored), Given())
+    assert folded.counts == (4, 2, 2, 4)
