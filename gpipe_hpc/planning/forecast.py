@@ -1,6 +1,6 @@
 """From counted layers, a cut and a schedule to what each rank holds, sends and waits for."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -239,6 +239,16 @@ def sent_bytes(action: Action, stages: Sequence[StageCount]) -> int:
     if action.op is Op.SEND_B:
         return sum((stage.input if peer is None else stage.received[peer]).gradients)
     return 0
+
+
+def lasting_bytes(
+    model: ModelCount, layers: Iterable[int], optimizer_states: int | OptimizerMemory
+) -> int:
+    """Return what some layers hold all the time: weights and casts, gradients and optimizer."""
+    weights = model.weights(layers)
+    held = sum(weight.nbytes + weight.cast_bytes for weight in weights)
+    gradients = sum(weight.nbytes for weight in weights if weight.is_trained)
+    return held + gradients + OptimizerMemory.of(optimizer_states).of_weights(weights)
 
 
 def rank_states(

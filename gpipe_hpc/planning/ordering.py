@@ -13,11 +13,21 @@ from gpipe_hpc.planning.forecast import activation_memory, flop_costs, held_byte
 from gpipe_hpc.planning.gauges import Gauge
 from gpipe_hpc.planning.partition import ALIKE, Paces, Partition
 from gpipe_hpc.planning.request import Request
+from gpipe_hpc.planning.roomier import lacks_memory, roomier_cut
 from gpipe_hpc.planning.stages import count_stages
 from gpipe_hpc.planning.tables import dressed, recomputes, table_asked_for
 from gpipe_hpc.planning.uneven import copies_for
 from gpipe_hpc.planning.units import bytes_text, flops_text
-from gpipe_hpc.schedule import Costs, Placement, Schedule, Within, num_stages, place, simulate
+from gpipe_hpc.schedule import (
+    Costs,
+    Placement,
+    Schedule,
+    Within,
+    build,
+    num_stages,
+    place,
+    simulate,
+)
 
 
 class Order(NamedTuple):
@@ -36,13 +46,37 @@ class Order(NamedTuple):
 def order(request: Request, partition: Partition, gauge: Gauge) -> Order:
     """Order the work of a cut as a request asks for; `auto` searches, within the memory if given.
 
-    Raises ConfigError, ModelError, PartitionError or ScheduleError for what cannot work.
+    Where some rank has too little memory for the cut, and another cut gives each enough, that is
+    taken. Raises ConfigError, ModelError, PartitionError or ScheduleError for what cannot work.
     """
+    if compares_placements(request):
+        return _best_placement(request, partition, gauge)
+    if memory_limits(request) is None:
+        return _on_cut(request, partition, gauge)
+    try:
+        found = _on_cut(request, partition, gauge)
+    except PartitionError:  # with no recomputation that a budget may choose
+        roomier = roomier_cut(request, partition, _thrifty(request), gauge)
+        if roomier is None:
+            raise
+        return _on_cut(request, roomier, gauge)
+    if request.recompute == "budget" or not lacks_memory(request, partition, found.table, gauge):
+        return found
+    roomier = roomier_cut(request, partition, found.table, gauge)
+    return found if roomier is None else _on_cut(request, roomier, gauge)
+
+
+def _thrifty(request: Request) -> Schedule:
+    """Return the table asked for, and in the place of one to be searched that which keeps least."""
+    if request.schedule != "auto":
+        return table_of(request)
+    return build("one_f_one_b", ranks=ranks_of(request), microbatches=request.microbatches)
+
+
+def _on_cut(request: Request, partition: Partition, gauge: Gauge) -> Order:
     if request.schedule != "auto":
         table = table_of(request, **_copies(request, partition))
         return _with_budget(request, Order(partition, table), gauge)
-    if compares_placements(request):
-        return _best_placement(request, partition, gauge)
     return _searched(request, partition, gauge)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from gpipe_hpc.models import Skip, skip_routes, stage_layers
+from gpipe_hpc.models import Skip, skip_routes
 from gpipe_hpc.planning.counted import ModelCount
 from gpipe_hpc.planning.storages import Follower, Lives, StageStorages
 from gpipe_hpc.planning.trial import Crossing
@@ -56,34 +56,46 @@ class StageCount:
 
 def count_stages(model: ModelCount, counts: Sequence[int]) -> tuple[StageCount, ...]:
     """Return the costs of each stage of a cut into `counts` layers."""
-    spans = stage_layers(counts)
     routes = skip_routes(model.skips, counts)
-    outputs = [_behind(model, span.stop) for span in spans]
-    stages: list[StageCount] = []
-    for index, span in enumerate(spans):
-        is_last = index == len(spans) - 1
-        incoming = {s: skips for (s, d), skips in routes.items() if d == index}
-        outgoing = {d: skips for (s, d), skips in routes.items() if s == index}
-        plain = outputs[index - 1] if index else model.inputs
-        parts = [model.layers[i] for i in span]
-        costs = [part.forward_flops for part in parts]
-        if model.loss is not None and is_last:
-            parts.append(model.loss)
-            costs[-1:] = [sum(costs[-1:]) + model.loss.forward_flops]
-        stages.append(
-            StageCount(
-                layers=span,
-                forward_costs=tuple(costs),
-                backward_flops=sum(part.backward_flops for part in parts),
-                input_flops=sum(part.input_flops for part in parts),
-                storages=_storages(model, span, plain, incoming, is_last),
-                input=_joined(model, plain, incoming.pop(index - 1, ())),
-                output=_joined(model, outputs[index], outgoing.pop(index + 1, ())),
-                received={s: _joined(model, NOTHING, skips) for s, skips in incoming.items()},
-                sent={d: _joined(model, NOTHING, skips) for d, skips in outgoing.items()},
-            )
-        )
-    return tuple(stages)
+    return tuple(_count_stage(model, counts, routes, index) for index in range(len(counts)))
+
+
+def count_span(model: ModelCount, start: int, stop: int) -> StageCount:
+    """Return the costs of the layers from `start` to ahead of `stop` as a stage of its own."""
+    counts = [start, stop - start, len(model.layers) - stop]
+    if not counts[-1]:
+        counts.pop()  # the loss belongs to the stage with the last layer
+    return _count_stage(model, counts, skip_routes(model.skips, counts), 1)
+
+
+def _count_stage(
+    model: ModelCount,
+    counts: Sequence[int],
+    routes: Mapping[tuple[int, int], Sequence[Skip]],
+    index: int,
+) -> StageCount:
+    start = sum(counts[:index])
+    span = range(start, start + counts[index])
+    is_last = index == len(counts) - 1
+    incoming = {s: skips for (s, d), skips in routes.items() if d == index}
+    outgoing = {d: skips for (s, d), skips in routes.items() if s == index}
+    plain = _behind(model, start)
+    parts = [model.layers[i] for i in span]
+    costs = [part.forward_flops for part in parts]
+    if model.loss is not None and is_last:
+        parts.append(model.loss)
+        costs[-1:] = [sum(costs[-1:]) + model.loss.forward_flops]
+    return StageCount(
+        layers=span,
+        forward_costs=tuple(costs),
+        backward_flops=sum(part.backward_flops for part in parts),
+        input_flops=sum(part.input_flops for part in parts),
+        storages=_storages(model, span, plain, incoming, is_last),
+        input=_joined(model, plain, incoming.pop(index - 1, ())),
+        output=_joined(model, _behind(model, span.stop), outgoing.pop(index + 1, ())),
+        received={s: _joined(model, NOTHING, skips) for s, skips in incoming.items()},
+        sent={d: _joined(model, NOTHING, skips) for d, skips in outgoing.items()},
+    )
 
 
 NOTHING: Final = Crossing((), ())

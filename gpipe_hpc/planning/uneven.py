@@ -6,7 +6,7 @@ are on one rank less than the `high` ones; what counts is the cost of a stage ov
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from gpipe_hpc.planning.minimax import integers, minimax
 from gpipe_hpc.schedule.families.rerouted import num_copies
@@ -59,26 +59,69 @@ def cut_for_paces(costs: Sequence[float], paces: Sequence[float]) -> list[int]:
     return _best_of_paces(prefix, weights, limit, _plus_square)[1]
 
 
+Fits = Callable[[int, int, int], bool]
+"""Whether a stage, by its number, may have the layers from a start to ahead of an end."""
+
+_WIDER: Final = (1.0, 1.25, 1.5, 2.0, 4.0)  # times the bottleneck of a cut that need not fit
+
+
+def cut_where(costs: Sequence[float], paces: Sequence[float], fits: Fits) -> list[int] | None:
+    """Return the cut as `cut_for_paces` does, of those whose stages all fit; None: there is none.
+
+    What fits with more layers behind it fits without them.
+    """
+    prefix, weights = [0, *accumulate(integers(costs))], integers(paces)
+    ends = [0, *accumulate(cut_for_paces(costs, paces))]
+    least = max(
+        (prefix[end] - prefix[start]) * weight
+        for (start, end), weight in zip(pairwise(ends), weights, strict=True)
+    )
+    # Few cuts are looked at first: to ask whether a stage fits takes long.
+    for limit in (*(int(wider * least) for wider in _WIDER), prefix[-1] * max(weights)):
+        found = _best_where(prefix, weights, limit, max, fits)
+        if found is not None:
+            evenest = _best_where(prefix, weights, found[0], _plus_square, fits)
+            assert evenest is not None, "one was just found"
+            return evenest[1]
+    return None
+
+
 def _best_of_paces(
     prefix: list[int], weights: Sequence[int], limit: int, plus: Callable[[int, int], int]
 ) -> tuple[int, list[int]]:
     """Return the least price, and its cut, of those in which no stage takes more than a limit."""
+    found = _best_where(prefix, weights, limit, plus, lambda *_: True)
+    assert found is not None, "the limit is that of some cut"
+    return found
+
+
+def _best_where(
+    prefix: list[int],
+    weights: Sequence[int],
+    limit: int,
+    plus: Callable[[int, int], int],
+    fits: Fits,
+) -> tuple[int, list[int]] | None:
+    """Return the same of those whose stages fit; None if there are none."""
     num_layers = len(prefix) - 1
     best: dict[int, int] = {0: 0}
     steps: list[dict[int, int]] = []
-    for left, weight in zip(reversed(range(len(weights))), weights, strict=True):
+    for stage, weight in enumerate(weights):
+        left = len(weights) - 1 - stage
         here: dict[int, int] = {}
         came: dict[int, int] = {}
         for start, price in best.items():
             for end in range(start + 1, num_layers - left + 1):
                 took = (prefix[end] - prefix[start]) * weight
-                if took > limit:
+                if took > limit or not fits(stage, start, end):
                     break
                 total = plus(price, took)
                 if end not in here or total < here[end]:
                     here[end], came[end] = total, start
         best = here
         steps.append(came)
+    if num_layers not in best:
+        return None
     ends = [num_layers]
     for came in reversed(steps):
         ends.append(came[ends[-1]])

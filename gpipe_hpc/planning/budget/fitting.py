@@ -158,21 +158,21 @@ def _limits(
     limits: list[Limit] = []
     for rank, row in enumerate(table.ranks):
         states = rank_states(model, stages, table.placement, rank, optimizer_states, sharing)
-        for moment in _moments(row):
+        for moment in moments_of(row):
             whole = sum(n * stages[s].activation_bytes for s, n in moment.whole.items())
             room = limits_bytes[rank] - states.total_bytes - whole
             limits.append(Limit(rank, moment.kept, moment.full, room))
     return limits
 
 
-class _Moment(NamedTuple):
+class Moment(NamedTuple):
     """How many micro-batches of each stage live on a rank at some time."""
 
     full: dict[int, int]  # recomputed
     whole: dict[int, int]  # never to be
     kept: dict[int, int]  # still to be
 
-    def covers(self, other: "_Moment") -> bool:
+    def covers(self, other: "Moment") -> bool:
         """Say whether at least as much lives as at another time, whatever is kept."""
         return all(
             more >= 0
@@ -183,11 +183,11 @@ class _Moment(NamedTuple):
         )
 
 
-def _moments(row: Sequence[Action]) -> list[_Moment]:
+def moments_of(row: Sequence[Action]) -> list[Moment]:
     """Return the times of a rank's list at which it may hold most."""
     lives = kept(row, {Thing.ACTIVATIONS, Thing.RECOMPUTED})
     again = {life.place: life.first for life in lives if life.thing is Thing.RECOMPUTED}
-    now = _Moment(*(dict.fromkeys(sorted({a.stage for a in row}), 0) for _ in range(3)))
+    now = Moment(*(dict.fromkeys(sorted({a.stage for a in row}), 0) for _ in range(3)))
     # By position: what one more, or less, there is at the start of an action or behind it.
     starts: dict[int, list[tuple[dict[int, int], int, int]]] = defaultdict(list)
     ends: dict[int, list[tuple[dict[int, int], int, int]]] = defaultdict(list)
@@ -200,16 +200,16 @@ def _moments(row: Sequence[Action]) -> list[_Moment]:
         else:
             starts[first].append((now.whole, stage, 1))
             ends[last].append((now.whole, stage, -1))
-    seen: dict[tuple[int, ...], _Moment] = {}
+    seen: dict[tuple[int, ...], Moment] = {}
     for at in range(len(row)):
         for part, stage, more in starts[at]:
             part[stage] += more
         if starts[at]:
             key = tuple(n for part in now for n in part.values())
-            seen.setdefault(key, _Moment(*map(dict, now)))
+            seen.setdefault(key, Moment(*map(dict, now)))
         for part, stage, more in ends[at]:
             part[stage] += more
-    found: list[_Moment] = []
+    found: list[Moment] = []
     for moment in seen.values():
         if not any(other.covers(moment) for other in found):
             found = [other for other in found if not moment.covers(other)] + [moment]

@@ -12,9 +12,7 @@ def example_of(
 ) -> tuple[Nest, Nest] | None:
     """Read one micro-batch to measure or count layers on; rank 0 alone does so."""
     pipeline = config.pipeline
-    searches_in_memory = pipeline.schedule == "auto" and pipeline.memory_bytes is not None
-    fits_in_memory = pipeline.stages == "fit" and pipeline.memory_bytes is not None
-    is_counted = pipeline.recompute == "budget" or searches_in_memory or fits_in_memory
+    is_counted = pipeline.recompute == "budget" or pipeline.memory_bytes is not None
     if source is None or not (pipeline.partition == "time" or is_counted):
         return None
     with together(world, "reading an example"):
