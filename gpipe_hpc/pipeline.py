@@ -16,6 +16,7 @@ from torch import nn
 
 from gpipe_hpc import checkpoint
 from gpipe_hpc.comm.clock import clock_identity
+from gpipe_hpc.comm.cores.bind import bind
 from gpipe_hpc.comm.group import Gathering, Group
 from gpipe_hpc.comm.joining.start import DEFAULT_TIMEOUT_S, start_world
 from gpipe_hpc.comm.mesh import Mesh
@@ -91,6 +92,8 @@ class Keywords(Request):
     timeout_s: float = DEFAULT_TIMEOUT_S
     silence_s: float = DEFAULT_SILENCE_S
     stall_s: float | None = None
+    bind: str = "none"
+    num_threads: str | int | None = None
     world: World | None = None
 
     def request(self) -> Request:
@@ -304,6 +307,9 @@ class Pipeline:
     `timeout_s`: how long a rank waits for another. `silence_s`: without a sign of life for so long
     a rank counts as lost. `stall_s`: a rank that lives but does nothing new for so long is named;
     None for ten times the longest so far.
+    `bind`: auto binds this process to cores of its own among the ranks of its machine, near its
+    device, for good (Linux); none leaves it where its launcher lets it run. `num_threads`: of
+    torch's operators on a CPU: a number, auto (one for each of its cores), or None to leave them.
     `world`: where the ranks are; None joins the process group there is, or starts one from the
     launcher's environment.
 
@@ -326,7 +332,10 @@ class Pipeline:
                 _check_choice("paces", request.paces, (MEASURED_PACES,))
             _check_choice("recompute", request.recompute, (*RECOMPUTE_MODES, "budget"))
             facts = {"number of layers": len(model), **_name_of(loss_fn), **request.facts()}
+            facts |= {"bind": given.bind, "num_threads": given.num_threads}
             check_agreement(self.world.everybody, facts)
+            if given.bind != "none" or given.num_threads is not None:
+                self._say(bind(self.world, given.bind, given.num_threads).lines)
             gauge = self._gauge(request, model, loss_fn, given.example)
         if request.paces == MEASURED_PACES:
             request = self._with_measured_paces(request)
@@ -351,6 +360,11 @@ class Pipeline:
             check_agreement(self.everybody, {"layout": self.layout.digest()})
             self._build(model)
             self._compile(request.compile)
+
+    def _say(self, lines: Iterable[str]) -> None:
+        if self.world.rank == 0:
+            for line in lines:
+                log.info("%s", line)
 
     def _with_measured_paces(self, request: Request) -> Request:
         """Return the request with how slow each rank of the world is, as all have measured.

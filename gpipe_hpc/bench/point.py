@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from gpipe_hpc.comm.cores.bind import bound
 from gpipe_hpc.comm.joining.launcher import detect_launch
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.config import Config, check_config
@@ -43,14 +44,15 @@ def _task(job: Job) -> int:
 
 def _measure(config: Config) -> None:
     check_config(config, detect_launch().world_size)
-    if config.train.num_threads is not None:
-        torch.set_num_threads(config.train.num_threads)
     steps = _WARM_UP + config.bench.steps
     # As long as it is measured, and nothing before it.
     config.train = replace(config.train, steps=max(config.train.steps, steps), stop_at=None)
     config.checkpoint = replace(config.checkpoint, resume="never")
     world = join_world(config)
-    with tempfile.TemporaryDirectory(prefix="gpipe_hpc_bench_") as own:
+    with (
+        bound(world, config.train.bind, config.train.num_threads),
+        tempfile.TemporaryDirectory(prefix="gpipe_hpc_bench_") as own,
+    ):
         folder = Path(world.everybody.broadcast_object(own if world.rank == 0 else None, root=0))
         run = Run(folder, UNRECORDED, is_repeated=False)
         with closing(open_session(config, world, run, None)) as session:

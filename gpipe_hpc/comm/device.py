@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Generator, Tensor, nn
 
+from gpipe_hpc.comm.cores.machine import node_of_pci
 from gpipe_hpc.comm.host_memory import free_bytes, peak_bytes, used_bytes
 from gpipe_hpc.comm.machine import kernel_identity, shared_identity
 from gpipe_hpc.errors import ConfigError
@@ -92,6 +93,10 @@ class Device(Protocol):
     @property
     def is_slice(self) -> bool:
         """Say whether it is a slice of a device whose other slices others may compute on."""
+
+    @property
+    def numa_node(self) -> int | None:
+        """Return the NUMA node of its host that it is next to; None on a CPU, or if not known."""
 
     def holds(self, tensor: Tensor) -> bool:
         """Say whether a tensor lies in the memory of this device, not of another of its kind."""
@@ -195,6 +200,7 @@ class HostDevice:
     backend: Final = "gloo"
     identity: Final = ""
     is_slice: Final = False
+    numa_node: Final = None
 
     def holds(self, tensor: Tensor) -> bool:
         """Say whether a tensor lies in the host's memory."""
@@ -365,7 +371,7 @@ class Accelerator:
         uuid = str(getattr(told, "uuid", ""))
         if uuid.strip("0-"):
             return f"{self.type} {uuid}"
-        bus = [getattr(told, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+        bus = _place_on_bus(told)
         if None not in bus[1:]:
             return f"{self.type} {bus} of {kernel_identity()}"
         seen = sorted((k, v) for k, v in os.environ.items() if any(t in k for t in _SHOWING))
@@ -375,6 +381,13 @@ class Accelerator:
     def is_slice(self) -> bool:
         """Say whether it is a slice, which NVIDIA's names say: ``NVIDIA A100 MIG 1g.5gb``."""
         return " MIG " in self.name
+
+    @property
+    def numa_node(self) -> int | None:
+        """Return the node that Linux tells for its place on the bus, where torch tells that."""
+        ask = getattr(self._module, "get_device_properties", None)
+        domain, bus, device = _place_on_bus(None if ask is None else ask(self.torch.index))
+        return None if bus is None or device is None else node_of_pci(domain or 0, bus, device)
 
     def holds(self, tensor: Tensor) -> bool:
         """Say whether a tensor lies in the memory of this very device."""
@@ -591,6 +604,11 @@ def _uuid_of_driver(index: int) -> str | None:
     except (OSError, AttributeError):
         return None
     return str(UUID(bytes=bytes(uuid))) if told == 0 and any(uuid) else None
+
+
+def _place_on_bus(told: object) -> list[int | None]:
+    """Return domain, bus and device of what torch tells of a device; None for what it does not."""
+    return [getattr(told, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
 
 
 def on_host(tensor: Tensor) -> bool:

@@ -96,6 +96,7 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "outer.algorithm": ALGORITHMS,
         "outer.compress": COMPRESSORS,
         "outer.shard": SHARDS,
+        "train.bind": ("auto", "none"),
         "train.precision": ("float32", "bfloat16", "float16"),
         "checkpoint.data": ("same", "new", "any"),
         "lr.decay": ("cosine", "constant"),

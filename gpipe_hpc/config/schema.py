@@ -59,7 +59,8 @@ class TrainConfig:
     deterministic: bool = False
     device_flops_per_s: float | None = None
     keep_freed_memory: bool = True
-    num_threads: int | None = None
+    num_threads: Any = "auto"
+    bind: str = "auto"
     stop_grace_s: float | None = 25.0
 
 

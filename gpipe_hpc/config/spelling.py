@@ -40,7 +40,7 @@ def spell(config: "Config") -> None:
     ``pipeline.memory_bytes=24GB``.
     """
     pipeline, train = config.pipeline, config.train
-    pipeline.stages = _stages(pipeline.stages)
+    pipeline.stages = _number_or(pipeline.stages, "fit", "pipeline.stages")
     pipeline.schedule = canonical_schedule(pipeline.schedule)
     config.draw.compare = [canonical_schedule(name) for name in config.draw.compare]
     pipeline.recompute = _lower(pipeline.recompute)
@@ -50,18 +50,19 @@ def spell(config: "Config") -> None:
         pipeline.partition = _lower(pipeline.partition)
     train.precision = canonical_precision(train.precision)
     train.device = _lower(train.device)
+    train.num_threads = _number_or(train.num_threads, "auto", "train.num_threads")
     pipeline.memory_bytes = bytes_of_ranks(pipeline.memory_bytes, "pipeline.memory_bytes")
     config.outer.compress = canonical_precision(config.outer.compress)
     config.outer.bucket_bytes = num_bytes(config.outer.bucket_bytes, "outer.bucket_bytes")
 
 
-def _stages(value: Any) -> int | str | None:
-    """Return a number of stages, None, or that they are to fit the ranks; refuse all else."""
-    if isinstance(value, str) and _lower(value.strip()) == "fit":
-        return "fit"
+def _number_or(value: Any, word: str, setting: str) -> int | str | None:
+    """Return a whole number, None, or the one word that there is for it; refuse all else."""
+    if isinstance(value, str) and _lower(value.strip()) == word:
+        return word
     if value is None or (isinstance(value, int) and not isinstance(value, bool)):
         return value
-    raise refuse("pipeline.stages", "a whole number, null or fit", value, "correct it")
+    raise refuse(setting, f"a whole number, null or {word}", value, "correct it")
 
 
 def canonical_precision(name: str) -> str:

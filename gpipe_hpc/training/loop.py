@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from gpipe_hpc.comm.cores.bind import bound
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.torchrun_report import tell_torchrun
 from gpipe_hpc.comm.world import World, together
@@ -69,8 +70,8 @@ def run_training(
             lock = stack.enter_context(own_folder(config, stop)) if world.rank == 0 else None
             begun = None if lock is None else begin(config, lock)
             run: Run = world.everybody.broadcast_object(begun, root=0)
-        if config.train.num_threads is not None:
-            torch.set_num_threads(config.train.num_threads)
+        train = config.train
+        cores = stack.enter_context(bound(world, train.bind, train.num_threads))
         if config.train.deterministic:
             stack.enter_context(world.device.deterministic())
         pipeline = on_ranks(config, world.size).pipeline
@@ -80,6 +81,8 @@ def run_training(
         stack.enter_context(rank_log(run.folder, world.rank, [mesh.stage_rank_of(world.rank)]))
         for doubt in [*doubts, *run.notes] if world.rank == 0 else ():
             log.warning(doubt)
+        for line in cores if world.rank == 0 else ():
+            log.info(line)
         copies = _copies(config, world, run)
         if copies is not None:
             stack.push(lambda kind, error, trace: _end_copies(copies, error))

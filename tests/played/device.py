@@ -44,6 +44,7 @@ class PlayedDevice:
     backend: Final = "gloo"
     identity: Final = "played"
     is_slice: Final = False
+    numa_node: Final = None
 
     def __init__(self, tracker: Tracker, ignores: frozenset[Site] = frozenset()) -> None:
         self.tracker = tracker

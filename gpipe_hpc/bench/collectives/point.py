@@ -25,6 +25,7 @@ from gpipe_hpc.comm.collectives.menu import (
 from gpipe_hpc.comm.collectives.shards import shards
 from gpipe_hpc.comm.collectives.tuned import measured_link
 from gpipe_hpc.comm.collectives.tuning import predicted, terms
+from gpipe_hpc.comm.cores.bind import bound
 from gpipe_hpc.comm.group import Group, Pending
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config
@@ -49,10 +50,11 @@ def _task(job: Job) -> int:
 
 
 def _measure(config: Config) -> None:
-    if config.train.num_threads is not None:
-        torch.set_num_threads(config.train.num_threads)
     world = join_world(config)
-    with together(world, "timing collectives"):
+    with (
+        bound(world, config.train.bind, config.train.num_threads),
+        together(world, "timing collectives"),
+    ):
         found = time_all(world, config.bench.message_bytes, config.bench.repeats)
     if world.rank == 0 and config.bench.out is not None:
         Path(config.bench.out).write_text(json.dumps(found.told()))

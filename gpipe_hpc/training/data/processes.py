@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from gpipe_hpc.comm.cores.given import go_everywhere
 from gpipe_hpc.comm.tracebacks import users_traceback
 from gpipe_hpc.errors import DataError, GpipeError
 from gpipe_hpc.training.data.reading import BatchReader, Reading, ReadRequest
@@ -151,6 +152,7 @@ def _stay(number: int) -> None:
 
     The run needs it for the step that it finishes first, and ends it then.
     """
+    go_everywhere()
     for each in STOP_SIGNALS:
         signal.signal(each, signal.SIG_IGN)  # what waited since the start is dropped
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from gpipe_hpc.comm.cores.given import go_everywhere
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.training.data.corruption import beyond
@@ -169,6 +170,7 @@ class Readers:
             self._tasks.put(Task(request, reading))
 
     def _work(self) -> None:
+        go_everywhere()
         while (task := self._tasks.get()) is not None:
             if not task.reading.set_running_or_notify_cancel():
                 continue

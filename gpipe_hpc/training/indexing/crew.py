@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import gpipe_hpc
+from gpipe_hpc.comm.cores.given import given_cpus
 from gpipe_hpc.errors import DataError
 from gpipe_hpc.training.indexing.parts import Part, read_part
 from gpipe_hpc.training.indexing.worker import do
@@ -42,7 +43,7 @@ def in_order(tasks: Sequence[Task]) -> Iterator[Part]:
     Says every few seconds how far it is.
     """
     progress = Progress(sum(task.num_bytes for task in tasks))
-    num_processes = min(_MOST_PROCESSES, len(os.sched_getaffinity(0)), len(tasks))
+    num_processes = min(_MOST_PROCESSES, len(given_cpus() or {0}), len(tasks))
     if progress.total_bytes < _WORTH_PROCESSES or num_processes < 2:
         for task in tasks:
             try:

@@ -4,6 +4,7 @@ import json
 import sys
 from typing import Any, BinaryIO
 
+from gpipe_hpc.comm.cores.given import go_everywhere
 from gpipe_hpc.training.indexing.lines import scan_lines
 from gpipe_hpc.training.indexing.parts import Part, write_part
 from gpipe_hpc.training.indexing.tar import scan_tar
@@ -30,4 +31,5 @@ def serve(tasks: BinaryIO, parts: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
+    go_everywhere()
     serve(sys.stdin.buffer, sys.stdout.buffer)

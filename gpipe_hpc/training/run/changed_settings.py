@@ -29,6 +29,7 @@ _NO_MATTER: Final = frozenset(
         "train.device",
         "train.keep_freed_memory",
         "train.num_threads",
+        "train.bind",
     }
 )
 # A checkpoint goes on in any layout, and a run may be made longer: allowed, and said.

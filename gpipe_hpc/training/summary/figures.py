@@ -4,6 +4,9 @@ import socket
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
+
+from gpipe_hpc.comm.cores.machine import allowed_cpus, cpus_text
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.schedule import BubbleCauses, Timeline, explain_measured
 from gpipe_hpc.training.traces.held import HeldStep
@@ -26,6 +29,8 @@ class RankFigures(NamedTuple):
     peak_memory_bytes: int
     memory_before_bytes: int  # in use before the model was built
     computed_s: float = 0.0
+    cpus: str | None = None  # that it may use, as Linux writes them
+    num_threads: int | None = None
 
     @classmethod
     def of(
@@ -36,7 +41,7 @@ class RankFigures(NamedTuple):
         computed_s: float,
     ) -> "RankFigures":
         """Return those of this rank."""
-        device = pipe.world.device
+        device, cpus = pipe.world.device, allowed_cpus()
         return cls(
             pipe.world.rank,
             pipe.replica,
@@ -48,6 +53,8 @@ class RankFigures(NamedTuple):
             device.memory_peak(),
             memory_before_bytes,
             computed_s,
+            None if cpus is None else cpus_text(cpus),
+            torch.get_num_threads(),
         )
 
 
