@@ -58,10 +58,11 @@ def share_out(cores: Sequence[Core], ranks: Sequence[Asked], *, binds: bool = Tr
     for members in _in_common(ranks):
         own = [ranks[member] for member in members]
         parts = _parts(cores, own) if binds else "train.bind=none"
-        why_not, dealt = (parts, None) if isinstance(parts, str) else ("", parts)
+        dealt: list[list[Core]] | None = None if isinstance(parts, str) else parts
+        why_not = parts if isinstance(parts, str) else ""
         cpus = tuple(
             rank.allowed if dealt is None else frozenset().union(*(core.cpus for core in part))
-            for rank, part in zip(own, dealt or [()] * len(own), strict=True)
+            for rank, part in zip(own, dealt or [[]] * len(own), strict=True)
         )
         held = [_within(cores, each) for each in cpus]
         share = 1 if dealt is not None else len(own)
@@ -109,7 +110,8 @@ def _in_common(ranks: Sequence[Asked]) -> list[tuple[int, ...]]:
     """Return the ranks that were given CPUs in common, also by way of others, in order."""
     found: list[tuple[frozenset[int], tuple[int, ...]]] = []
     for number, rank in enumerate(ranks):
-        cpus, members = rank.allowed, (number,)
+        cpus: frozenset[int] = rank.allowed
+        members: tuple[int, ...] = (number,)
         apart = []
         for other, those in found:
             if cpus & other:
@@ -169,7 +171,7 @@ def _dealt(cores: Sequence[Core], nodes: Sequence[int | None]) -> list[list[Core
     on_node = {node: list(own) for node, own in groupby(in_order, key=lambda core: core.node)}
     wanted = Counter(nodes)
     if all(node is not None and len(on_node.get(node, ())) >= n for node, n in wanted.items()):
-        homes = list(nodes)
+        homes: Sequence[int | None] = nodes
     elif len(nodes) < len(on_node):
         names, count = list(on_node), len(nodes)
         bounds = [number * len(names) // count for number in range(count + 1)]
