@@ -36,7 +36,7 @@ class Mesh:
                 f"mesh: expected stages x replicas = world size, got {wanted} x {replicas} = "
                 f"{wanted * replicas} with {world_size} rank(s); start {wanted * replicas} "
                 f"ranks or change pipeline.stages / pipeline.replicas"
-                f"{_replicas_that_fit(world_size, wanted)}"
+                f"{_replicas_that_fit(world_size, wanted)}; pipeline.stages=fit takes any number"
             )
         return cls(replicas=replicas, stages=wanted)
 

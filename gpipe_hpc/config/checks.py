@@ -124,13 +124,6 @@ def check_config(config: Config, world_size: int) -> list[str]:
     _check_device(config)
     _check_portions(config)
     _check_draw(config)
-    if config.pipeline.ranks not in (None, world_size):
-        raise refuse(
-            "pipeline.ranks",
-            f"null, or the {world_size} that were started",
-            config.pipeline.ranks,
-            "start as many, or leave it out",
-        )
     stages = config.pipeline.stages
     if stages == "fit":
         stages = None  # found where the layers are known
@@ -144,7 +137,7 @@ def check_config(config: Config, world_size: int) -> list[str]:
     _check_outer(config)
     config.data.check()
     _check_model(config)
-    return list(_doubts(config))
+    return list(_doubts(config, world_size))
 
 
 def check_drawing(config: Config) -> None:
@@ -454,8 +447,13 @@ def _nearest_divisor(number: int, wanted: int) -> int:
     )
 
 
-def _doubts(config: Config) -> Iterator[str]:
+def _doubts(config: Config, world_size: int) -> Iterator[str]:
     train = config.train
+    if config.pipeline.ranks not in (None, world_size):
+        yield (
+            f"config: pipeline.ranks={config.pipeline.ranks} is for commands that start no ranks; "
+            f"{world_size} came, and the run takes these"
+        )
     if config.lr.scaling == "adascale" and not isinstance(config.optimizer, SGDConfig):
         yield (
             "config: lr.scaling=adascale is derived for optimizer=sgd; with another optimizer its "

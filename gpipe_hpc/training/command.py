@@ -4,6 +4,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from functools import partial
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -23,9 +24,12 @@ from gpipe_hpc.training.ending import end_soon
 from gpipe_hpc.training.joining import join_world
 from gpipe_hpc.training.loop import run_training
 from gpipe_hpc.training.run.folder import default_run_folder
+from gpipe_hpc.training.run.launchers import is_one_of_several_agents
 from gpipe_hpc.training.signals import REQUEUE_EXIT_CODE, Ending, StopRequest
 
 log = logging.getLogger("gpipe_hpc.train")
+
+_AGENTS_S: Final = 3.0  # within which all agents of torchrun have seen that a host has come
 
 
 def run_command(stop: StopRequest) -> None:
@@ -42,6 +46,10 @@ def run_command(stop: StopRequest) -> None:
 
     code = run_jobs(task, "train", unshared="run.dir")
     has_failed = code in (FAILED_EXIT_CODE, BAD_CONFIG_EXIT_CODE)
+    if code == REQUEUE_EXIT_CODE and is_one_of_several_agents():
+        # Each agent stops its workers when hosts come; one whose workers end before that takes it
+        # for a failure, of which it allows --max-restarts.
+        stop.await_signal(_AGENTS_S)
     # Whoever has asked it to stop waits, and may soon kill it.
     if (has_failed and dist.is_initialized()) or code == REQUEUE_EXIT_CODE:
         end_soon(code)

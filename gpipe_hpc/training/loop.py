@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from functools import partial
+from operator import or_
 from pathlib import Path
 
 import torch
@@ -31,6 +32,7 @@ from gpipe_hpc.training.results import Line, Results
 from gpipe_hpc.training.run.again import command_again
 from gpipe_hpc.training.run.folder import REQUEUE_FILE
 from gpipe_hpc.training.run.identity import Run
+from gpipe_hpc.training.run.launchers import own_launchers
 from gpipe_hpc.training.run.opening import begin, own_folder
 from gpipe_hpc.training.session import Session
 from gpipe_hpc.training.signals import (
@@ -67,8 +69,11 @@ def run_training(
     """
     with ExitStack() as stack:
         with together(world, "preparing the run folder"):
-            lock = stack.enter_context(own_folder(config, stop)) if world.rank == 0 else None
-            begun = None if lock is None else begin(config, lock)
+            launchers = world.everybody.merge_object(own_launchers(), or_)
+            lock = None
+            if world.rank == 0:
+                lock = stack.enter_context(own_folder(config, stop, launchers))
+            begun = None if lock is None else begin(config, lock, launchers)
             run: Run = world.everybody.broadcast_object(begun, root=0)
         train = config.train
         cores = stack.enter_context(bound(world, train.bind, train.num_threads))

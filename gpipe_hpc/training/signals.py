@@ -120,6 +120,12 @@ class StopRequest:
         finally:
             self._part = _Part.END
 
+    def await_signal(self, limit_s: float) -> None:
+        """Return once this process itself was asked to stop, or after so many seconds."""
+        deadline = time.monotonic() + limit_s
+        while not self.came and time.monotonic() < deadline:
+            time.sleep(0.02)
+
     def obey(self) -> None:
         """Note that the edge is reached and the run ends: it may take its time to save."""
         self._is_obeyed = True

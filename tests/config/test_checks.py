@@ -89,6 +89,7 @@ def test_settings_that_work_pass(overrides, world_size):
         (["train.batch_size=7"], "some micro-batches stay empty"),
         (["trace.from_step=400"], "trace.from_step=400 lies after the last step, 300"),
         (["trace.from_step=9", "train.stop_at=8"], "no step is traced"),
+        (["pipeline.ranks=8"], "pipeline.ranks=8 is for commands that start no ranks; 2 came"),
     ],
 )
 def test_doubtful_settings_warn(overrides, words):

@@ -24,7 +24,8 @@ class Launch:
 
     ``local_rank`` counts the processes of this machine, of which there are ``local_size``.
     ``launcher`` is torchrun, environment, openmpi, mvapich2, mpich, srun or none. ``master_port``
-    0 means any free port (one process only). ``restart_count`` tells attempts of one job apart.
+    0 means any free port (one process only). ``restart_count`` tells attempts of one job apart,
+    where all ranks know it: torchrun's agents count each for itself.
     ``agent_store``: torchrun's agent already serves a store at the master address.
     ``local_known``: whether ``local_size`` is known, or only that so many are here at least.
     """
@@ -95,7 +96,6 @@ def _from_rank(env: Environment) -> Launch:
         launcher="torchrun" if by_torchrun else "environment",
         master_addr=_text(env, "MASTER_ADDR"),
         master_port=_number(env, "MASTER_PORT"),
-        restart_count=_number(env, "TORCHELASTIC_RESTART_COUNT", 0),
         agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         local_known=at_home or "LOCAL_WORLD_SIZE" in env,
     )

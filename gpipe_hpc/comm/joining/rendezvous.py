@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from datetime import timedelta
 from typing import Final, NamedTuple
 
@@ -29,7 +30,8 @@ from gpipe_hpc.comm.joining.interfaces import (
     refuse_loopback,
 )
 from gpipe_hpc.comm.joining.launcher import Launch
-from gpipe_hpc.comm.joining.roll_call import Member, RollCall
+from gpipe_hpc.comm.joining.meetings import Meetings
+from gpipe_hpc.comm.joining.roll_call import Member, OverError, RollCall
 from gpipe_hpc.comm.joining.secret import Secret
 from gpipe_hpc.comm.timeouts import DEFAULT_REACH_S
 from gpipe_hpc.errors import LaunchError
@@ -80,7 +82,8 @@ def meet(
     """Return a store that all ranks of the launch share, once all of them have come.
 
     Rank 0 serves it, unless torchrun's agent already does. Its keys are separate for every
-    attempt of a job, so nobody reads what a killed attempt left (stale addresses hang Gloo).
+    attempt of a job and every meeting, so nobody reads what a killed attempt left (stale addresses
+    hang Gloo).
     ``loopback``: listen on 127.0.0.1 only; None means when all ranks are on this machine. Then
     Gloo, NCCL and their kind are kept on the loopback interface too, on all ranks alike, unless
     their variables say otherwise; on several machines they listen on ``interface``, a name or a
@@ -189,11 +192,39 @@ class _Meeting:
         serves = launch.rank == 0 and not launch.agent_store
         addr = "127.0.0.1" if local and not launch.agent_store else launch.master_addr
         store = self._serve(local) if serves else self._join(addr)
-        attempt = PrefixStore(f"gen{launch.restart_count}", store)
-        keys = PrefixStore(f"visit{1 if serves else self._visit(attempt)}", attempt)
+        if launch.agent_store:
+            return self._hold_at_agent(store)
+        keys = PrefixStore(f"gen{launch.restart_count}", store)
+        if not serves:
+            self._enter_once(keys)
         if serves and not is_own_address(launch.master_addr):
             self._await_somebody(keys)
         return keys, self._call(keys).hold()
+
+    def _hold_at_agent(self, store: Store) -> tuple[Store, bool]:
+        """Hold the meeting of all ranks in a store that has seen others before."""
+        launch = self._launch
+        meetings = Meetings(
+            store,
+            lambda keys, number: replace(
+                self._call(keys),
+                # Who can write into the store cannot move an entry to another meeting.
+                secret=self._secret.derive(f"meeting {number}"),
+                is_over=lambda: meetings.newest() > number,
+            ),
+        )
+        while True:
+            number = meetings.find(self._deadline) if launch.rank else meetings.open()
+            if number is None:
+                raise LaunchError(
+                    f"launch: rank {launch.rank} on {socket.gethostname()} waited "
+                    f"{self._timeout_s:g} s at torchrun's store for all {launch.world_size} ranks, "
+                    f"expected rank 0 to come first: missing rank 0; look at its log, check that "
+                    f"the launcher started {launch.world_size} processes, or raise comm.timeout_s"
+                )
+            # A meeting of another attempt, which rank 0 has left, is over once it opens this one.
+            with contextlib.suppress(OverError):
+                return meetings.keys(number), meetings.roll_call(number).hold()
 
     def tell_where_seen(self, store: Store) -> None:
         """Tell those on the store's host at which address another host sees it."""
@@ -239,28 +270,15 @@ class _Meeting:
     def _call(self, keys: Store) -> RollCall:
         return RollCall(self._launch, keys, self._secret, self._me, self._timeout_s, self._deadline)
 
-    def _visit(self, attempt: Store) -> int:
-        """Return the number of this meeting; refuse a second process of one rank.
-
-        An agent's store outlives attempts and groups: each rank counts its own visits, so all
-        agree on the number without a word. A store that rank 0 serves is there for one meeting.
-        """
+    def _enter_once(self, keys: Store) -> None:
+        """Refuse a second process of one rank, in the store of rank 0: that is for one meeting."""
         rank = self._launch.rank
-        visit = attempt.add(f"visits/{rank}", 1)
-        if visit == 1:
-            return 1
-        if not self._launch.agent_store:
-            self._call(PrefixStore("visit1", attempt)).refuse_double()
+        if keys.add(f"visits/{rank}", 1) > 1:
+            self._call(keys).refuse_double()
             raise LaunchError(
                 f"launch: rank {rank}: two processes are rank {rank}, expected one, got {self._me} "
                 f"and another that has ended or has another secret; give each a RANK of its own"
             )
-        # One process after another may use the environment of one rank; not two at once.
-        before = self._call(PrefixStore(f"visit{visit - 1}", attempt))
-        other = before.member()
-        if other is not None and not other.is_same_process(self._me) and other.runs_here():
-            before.refuse_double()
-        return visit
 
     def _serve(self, local: bool) -> TCPStore:
         """Serve the store."""
@@ -296,14 +314,14 @@ class _Meeting:
             port = self._launch.master_port
             store = _client("127.0.0.1", port, self._launch, _LOOK_S, _LOOK_S)
             attempt = PrefixStore(f"gen{self._launch.restart_count}", store)
-            self._call(PrefixStore("visit1", attempt)).say_absent(told)
+            self._call(attempt).say_absent(told)
 
     def _refuse_other_first(self) -> None:
         """Raise LaunchError, here and there, if it is another rank 0 of this job that listens."""
         try:
             store = _client("127.0.0.1", self._launch.master_port, self._launch, _LOOK_S, _LOOK_S)
             attempt = PrefixStore(f"gen{self._launch.restart_count}", store)
-            self._call(PrefixStore("visit1", attempt)).refuse_double(_LOOK_S)
+            self._call(attempt).refuse_double(_LOOK_S)
         except dist.DistError:
             return
 

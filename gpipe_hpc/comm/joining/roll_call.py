@@ -16,7 +16,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -116,6 +116,10 @@ def _started(pid: int) -> str:
     return "" if fields[0] == "Z" else fields[19]
 
 
+class OverError(Exception):
+    """This roll call is over: rank 0 holds another one by now."""
+
+
 class _Alike(NamedTuple):
     """What some ranks have in common: a digest of the facts that must be equal, and the machine.
 
@@ -145,6 +149,7 @@ class RollCall:
 
     Rank 0 says that all may go on once all have come and fit together; whoever waited too long
     says who is missing. Only the first verdict counts, so no two ranks ever act on different ones.
+    `is_over`: whether rank 0 holds another one by now.
     """
 
     launch: Launch
@@ -153,11 +158,12 @@ class RollCall:
     me: Member
     timeout_s: float
     deadline: float
+    is_over: Callable[[], bool] = lambda: False
 
     def hold(self) -> bool:
         """Return when all ranks have come and fit together: whether all are on one machine.
 
-        Raises LaunchError otherwise.
+        Raises LaunchError otherwise, and OverError where it waits and the roll call is over.
         """
         rank = self.launch.rank
         entry = self._entry()
@@ -203,6 +209,25 @@ class RollCall:
         verdict = json.loads(self._propose(told, local=False))
         others = "" if verdict["refusal"] else "; the first one goes on"
         raise LaunchError(f"launch: rank {self.launch.rank}: {told}{others}")
+
+    def refuse_living_double(self) -> None:
+        """Raise LaunchError as `refuse_double` if who is this rank here is at work on this host.
+
+        One process after another may use the environment of one rank; not two at once.
+        """
+        other = self.member()
+        if other is not None and not other.is_same_process(self.me) and other.runs_here():
+            self.refuse_double()
+
+    @property
+    def has_entered(self) -> bool:
+        """Say whether some process has entered as this rank."""
+        return self._are_there([self.key(self.launch.rank)])
+
+    @property
+    def has_verdict(self) -> bool:
+        """Say whether the verdict is given."""
+        return self._are_there([_VERDICT])
 
     def say_absent(self, told: str) -> None:
         """Leave word, for ranks of this job alone, why rank 0 does not come to this roll call."""
@@ -402,6 +427,8 @@ class RollCall:
                 return
             if now > listens_at:
                 self._hear_absence()
+                if self.is_over():
+                    raise OverError
                 listens_at = now + _LISTEN_S
             time.sleep(min(pause_s, left))
             pause_s = min(2 * pause_s, _longest_pause_s(self.launch.world_size))

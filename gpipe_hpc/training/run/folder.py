@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -19,13 +19,15 @@ from gpipe_hpc.checkpoint import (
     step_name,
 )
 from gpipe_hpc.errors import CheckpointError, ConfigError
-from gpipe_hpc.training.run.identity import run_id
+from gpipe_hpc.training.run.identity import read_run, run_id
 
 log = logging.getLogger("gpipe_hpc.train")
 
 REQUEUE_FILE = "REQUEUE"
 OWNER: Final = "run"
 """The name, among what a checkpoint keeps for its run, of the run that wrote it."""
+LAUNCHERS: Final = "launchers"
+"""The name, in `run.json`, of who has started the processes of the newest start."""
 _PREFIX = "step_"
 _ABANDONED = "abandoned_"
 _FIRST_SPECIAL_STEP: Final = 2**32 - 16  # Slurm's numbers of its batch script and the like
@@ -64,15 +66,25 @@ def _start_s(pid: int) -> float | None:
 class Restart(NamedTuple):
     """Why a run may be the one that was in its folder before."""
 
-    by_launcher: bool  # which counts its restarts; it repeats the command word by word
+    by_launcher: bool  # which repeats the command word by word
     has_mark: bool  # the run left its requeue mark
 
 
-def find_restart(folder: Path, environ: Mapping[str, str] | None = None) -> Restart:
-    """Say whether a launcher, or the run's own requeue mark, has started an earlier run again."""
+def find_restart(
+    folder: Path,
+    environ: Mapping[str, str] | None = None,
+    launchers: Set[str] = frozenset(),
+) -> Restart:
+    """Say whether a launcher, or the run's own requeue mark, has started an earlier run again.
+
+    A launcher counts its restarts; `launchers`, of all ranks, may have started the run before.
+    """
     env = os.environ if environ is None else environ
     counts = (env.get(name, "0") for name in _RESTART_COUNTS)
-    return Restart(any(count != "0" for count in counts), (folder / REQUEUE_FILE).exists())
+    before = read_run(folder).get(LAUNCHERS)
+    is_known = isinstance(before, list) and not launchers.isdisjoint(before)
+    is_counted = any(count != "0" for count in counts)
+    return Restart(is_counted or is_known, (folder / REQUEUE_FILE).exists())
 
 
 class Checkpoints:

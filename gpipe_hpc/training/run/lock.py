@@ -221,20 +221,20 @@ def myself() -> Owner:
     return Owner(
         token=uuid.uuid4().hex,
         host=socket.gethostname(),
-        machine=_machine(),
+        machine=machine(),
         pid=os.getpid(),
-        pid_started=_started(os.getpid()) or 0,
+        pid_started=started(os.getpid()) or 0,
         job=job_of(os.environ),
         since=time.strftime("%Y-%m-%d %H:%M:%S"),
     )
 
 
-def _machine() -> str:
+def machine() -> str:
     """Return what is alike where process numbers mean the same."""
     return shared_identity("pid") or socket.gethostname()
 
 
-def _started(pid: int) -> int | None:
+def started(pid: int) -> int | None:
     """Return when a living process was started, in clock ticks after the boot; None if dead."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -246,14 +246,14 @@ def _started(pid: int) -> int | None:
 
 def is_here(owner: Owner) -> bool:
     """Say whether an owner is on this machine, in this boot, with these process numbers."""
-    return owner.machine == _machine()
+    return owner.machine == machine()
 
 
 def lives(owner: Owner) -> bool:
     """Say whether a process of this machine is still that one."""
-    started = _started(owner.pid)
-    if started is not None:
-        return started == owner.pid_started
+    since = started(owner.pid)
+    if since is not None:
+        return since == owner.pid_started
     try:
         os.kill(owner.pid, 0)
     except ProcessLookupError:

@@ -3,7 +3,7 @@
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +15,7 @@ from gpipe_hpc.training.horizon import last_step
 from gpipe_hpc.training.metrics import METRICS_FILE
 from gpipe_hpc.training.run.changed_settings import SETTINGS, Change, changes, read_settings
 from gpipe_hpc.training.run.folder import (
+    LAUNCHERS,
     REQUEUE_FILE,
     Checkpoints,
     Restart,
@@ -29,8 +30,12 @@ CONFIG_FILE: Final = "config.yaml"
 
 
 @contextmanager
-def own_folder(config: Config, stop: StopRequest) -> Iterator[RunLock]:
+def own_folder(
+    config: Config, stop: StopRequest, launchers: Set[str] = frozenset()
+) -> Iterator[RunLock]:
     """Make the folder of a run and lock it; ConfigError or RunFolderError if that cannot be.
+
+    `launchers`: who has started the ranks, as in `find_restart`.
 
     A new folder in runs/, which nobody has named, goes again if the run fails, or is interrupted,
     before its first step is done: there is nothing in it that was not said.
@@ -48,7 +53,7 @@ def own_folder(config: Config, stop: StopRequest) -> Iterator[RunLock]:
         lock.give_back()
 
     try:
-        with stop.doing_last(clear), _locked(folder) as lock, stop.doing_last(give_back):
+        with stop.doing_last(clear), _locked(folder, launchers) as lock, stop.doing_last(give_back):
             yield lock
     except GpipeError:
         clear()
@@ -66,16 +71,16 @@ def _has_begun(folder: Path) -> bool:
     return any(folder.glob("checkpoints/*")) or (metrics.exists() and metrics.stat().st_size > 0)
 
 
-def _locked(folder: Path) -> RunLock:
+def _locked(folder: Path, launchers: Set[str]) -> RunLock:
     try:
-        restart = find_restart(folder)
+        restart = find_restart(folder, launchers=launchers)
         folder.mkdir(parents=True, exist_ok=True)
         return RunLock.take(folder, waits=restart.by_launcher or restart.has_mark)
     except OSError as error:
         raise _unwritable(folder, error) from error
 
 
-def begin(config: Config, lock: RunLock) -> Run:
+def begin(config: Config, lock: RunLock, launchers: Set[str] = frozenset()) -> Run:
     """Write what a start of a run leaves in its folder, which is locked.
 
     What cannot go on is refused before anything is written: ConfigError with the settings that
@@ -83,7 +88,7 @@ def begin(config: Config, lock: RunLock) -> Run:
     validates an earlier one's checkpoint leaves all as it is.
     """
     folder = lock.folder
-    restart = find_restart(folder)
+    restart = find_restart(folder, launchers=launchers)
     told = read_run(folder)
     if told and last_step(config.train) == 0:
         return Run(folder, told["id"], restart.by_launcher)
@@ -100,7 +105,7 @@ def begin(config: Config, lock: RunLock) -> Run:
     try:
         _keep_settings(folder, config_yaml(config))
         lineage = _lineage(config, restart, changed, told.get("lineage"))
-        name = write_run(folder, {"lineage": lineage})
+        name = write_run(folder, {"lineage": lineage, LAUNCHERS: sorted(launchers)})
         (folder / REQUEUE_FILE).unlink(missing_ok=True)
     except OSError as error:
         raise _unwritable(folder, error) from error

@@ -79,7 +79,7 @@ def test_nothing_set_is_one_process():
 
 def test_torchrun():
     launch = detect(TORCHRUN)
-    assert launch == Launch(3, 8, 1, 2, "torchrun", "node7", 29500, 2, True)
+    assert launch == Launch(3, 8, 1, 2, "torchrun", "node7", 29500, 0, True)
     assert not launch.one_machine
     assert not detect(TORCHRUN, TORCHELASTIC_USE_AGENT_STORE="False").agent_store
 

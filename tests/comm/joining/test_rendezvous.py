@@ -7,6 +7,7 @@ import queue
 import re
 import resource
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -253,6 +254,30 @@ def test_an_agents_store_is_joined_and_attempts_are_kept_apart():
     del server
 
 
+def die_in_the_roll_call(launch: Launch) -> None:
+    """End, as by kill -9, while others are still missing."""
+    threading.Timer(0.5, os._exit, (9,)).start()
+    rendezvous(launch, 20.0)
+
+
+def test_an_attempt_that_was_killed_while_it_met_holds_up_nobody():
+    """Ranks read what the dead had left: agents that count restarts differently did not meet."""
+    port = free_port()
+    server = agent_store(port)
+    for killed in launches(3, master_port=port, agent_store=True)[::2]:
+        child = multiprocessing.get_context("fork").Process(
+            target=die_in_the_roll_call, args=(killed,)
+        )
+        child.start()
+        child.join()
+    # Fewer ranks; rank 1 comes first and finds the meeting that the dead rank 0 had opened.
+    ranks = launches(2, master_port=port, agent_store=True)
+    assert run_all(ranks, delayed({0: 1.0, 1: 0.0})) == ["met", "met"]
+    more = launches(4, master_port=port, agent_store=True)
+    assert run(more, sum_of_ranks) == dict.fromkeys(range(4), 6.0)
+    del server
+
+
 def test_under_an_agent_a_missing_rank_0_is_named_by_the_others():
     port = free_port()
     server = agent_store(port)
@@ -434,7 +459,7 @@ def test_a_strangers_store_in_rank_0s_place_is_not_believed():
     """Somebody else took the port first and lets everybody in."""
     (_, one) = launches(2)
     server = dist.TCPStore("127.0.0.1", one.master_port, is_master=True, wait_for_workers=False)
-    keys = dist.PrefixStore("visit1", dist.PrefixStore("gen0", server))
+    keys = dist.PrefixStore("gen0", server)
     keys.set("verdict", json.dumps({"refusal": "", "local": True}))
     keys.set("answer/1", "0" * 32)
     keys.set("rank/0", "anything")

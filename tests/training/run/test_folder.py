@@ -10,6 +10,7 @@ from torch import nn
 from gpipe_hpc import Pipeline
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.training.run.folder import (
+    LAUNCHERS,
     OWNER,
     Checkpoints,
     Restart,
@@ -17,6 +18,7 @@ from gpipe_hpc.training.run.folder import (
     find_restart,
 )
 from gpipe_hpc.training.run.identity import RUN_FILE, run_id, write_run
+from gpipe_hpc.training.run.launchers import own_launchers
 
 
 @pytest.fixture
@@ -178,3 +180,16 @@ def test_restarts_by_a_launcher_and_by_a_mark_are_told_apart(tmp_path):
     assert find_restart(tmp_path, {"SLURM_RESTART_COUNT": "2"}) == Restart(True, False)
     (tmp_path / "REQUEUE").touch()
     assert find_restart(tmp_path, {"TORCHELASTIC_RESTART_COUNT": "0"}) == Restart(False, True)
+
+
+def test_an_agent_of_torchrun_that_was_there_before_starts_the_run_again(tmp_path):
+    """Where hosts come torchrun counts no restart: checkpoint.resume=never began anew there."""
+    write_run(tmp_path, {LAUNCHERS: ["host 7 12", "other 8 13"]})
+    nothing = {"TORCHELASTIC_RESTART_COUNT": "0"}
+    assert find_restart(tmp_path, nothing, {"third 1 1", "other 8 13"}).by_launcher
+    assert not find_restart(tmp_path, nothing, {"third 1 1"}).by_launcher
+    assert not find_restart(tmp_path, nothing).by_launcher
+    ranks = [{"TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": str(rank)} for rank in range(2)]
+    (own,) = own_launchers(ranks[0])
+    assert f" {os.getppid()} " in own and own_launchers(ranks[0]) == {own}
+    assert not own_launchers(ranks[1]) and not own_launchers({})

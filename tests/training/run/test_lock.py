@@ -69,7 +69,7 @@ def test_a_process_that_is_hidden_is_alive(tmp_path, monkeypatch):
     def refuse(pid, number):
         raise PermissionError
 
-    monkeypatch.setattr(run_lock, "_started", lambda pid: None)
+    monkeypatch.setattr(run_lock, "started", lambda pid: None)
     put(tmp_path, pid=1, pid_started=7)
     monkeypatch.setattr(os, "kill", refuse)
     with pytest.raises(RunFolderError, match="process 1 on"):
