@@ -104,6 +104,7 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "lr.noise_over": ("microbatches", "replicas"),
         "trace.keep": ("median", "all"),
         "draw.format": ("auto", "text", "svg", "png", "html", "trace", "table"),
+        "report.format": ("auto", "html", "markdown"),
         **DATA_CHOICES,
     }
 )
@@ -149,6 +150,18 @@ def check_drawing(config: Config) -> None:
     _check_choices(config)
     _check_portions(config)
     _check_draw(config)
+
+
+def check_report(config: Config) -> None:
+    """Refuse settings with which nothing can be told; raises ConfigError that names one."""
+    check_ranges(config)
+    _check_choices(config)
+    if config.run.dir is None and not config.report.runs:
+        raise refuse(
+            "run.dir", "the folder of a run", None, "set it, or report.runs=[A,B] for several"
+        )
+    if config.run.dir is not None and config.report.runs:
+        raise refuse("report.runs", "nothing beside run.dir", config.report.runs, "set one of them")
 
 
 def check_planning(config: Config, num_stages: int | None) -> list[str]:

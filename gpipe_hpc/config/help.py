@@ -17,7 +17,7 @@ class Command(NamedTuple):
     without: tuple[str, ...] = ()
 
 
-_OTHERS: Final = ("draw", "plan", "verify", "bench", "export")
+_OTHERS: Final = ("draw", "plan", "verify", "bench", "export", "report")
 
 
 def _but(*own: str) -> tuple[str, ...]:
@@ -56,6 +56,14 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
             "Write the weights of a run as safetensors.",
             "python -m gpipe_hpc.export run.dir=RUN",
             (*_but("export"), "lr", "loss", "pipeline", "train", "comm", "trace"),
+        ),
+        "report": Command(
+            "Show what a run did, where its time went, and what would make it faster, as one page.",
+            "python -m gpipe_hpc.report run.dir=RUN",
+            (
+                *_but("report"),
+                *("lr", "loss", "pipeline", "train", "comm", "trace", "checkpoint"),
+            ),
         ),
     }
 )

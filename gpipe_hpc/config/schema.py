@@ -269,6 +269,15 @@ class ExportConfig:
 
 
 @dataclass
+class ReportConfig:
+    """What ``python -m gpipe_hpc.report`` makes."""
+
+    format: str = "auto"
+    out: str | None = None
+    runs: list[str] = field(default_factory=list)
+
+
+@dataclass
 class BenchConfig:
     """Over what ``python -m gpipe_hpc.bench`` sweeps; an empty list means the run's own setting."""
 
@@ -307,4 +316,5 @@ class Config:
     plan: PlanConfig = field(default_factory=PlanConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)

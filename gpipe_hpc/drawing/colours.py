@@ -41,6 +41,8 @@ BESIDE: Final[Mapping[Op, Hue]] = MappingProxyType(
         Op.UNSHARD: Hue("parameters gathered", "#b0569e", "#b0569e"),
     }
 )
+_TRANSFER: Final = Hue("a transfer that the rank waited for", "#c2417c", "#c2417c")
+TRANSFERS: Final[Mapping[Op, Hue]] = MappingProxyType({Op.SEND_F: _TRANSFER, Op.SEND_B: _TRANSFER})
 PAGE: Final = "#ffffff"
 IDLE: Final = "#ececec"
 INK: Final = "#1b1b1b"

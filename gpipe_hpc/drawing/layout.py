@@ -1,10 +1,10 @@
 """Where everything of a picture stands: the one layout that SVG, PNG and HTML draw."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from gpipe_hpc.drawing.colours import BESIDE, HUES, IDLE, MUTED, Tints, fill
+from gpipe_hpc.drawing.colours import BESIDE, HUES, IDLE, MUTED, Hue, Tints, fill
 from gpipe_hpc.drawing.scene import (
     LEFT,
     LETTER,
@@ -12,7 +12,6 @@ from gpipe_hpc.drawing.scene import (
     RIGHT,
     Axis,
     Box,
-    Clock,
     Mark,
     Rect,
     Row,
@@ -23,7 +22,7 @@ from gpipe_hpc.drawing.scene import (
     clock_for,
 )
 from gpipe_hpc.schedule.memory import Step, live_activations
-from gpipe_hpc.schedule.table.actions import COMPUTE
+from gpipe_hpc.schedule.table.actions import COMPUTE, Op
 from gpipe_hpc.schedule.timeline import Timeline, idle_share
 from gpipe_hpc.schedule.waits import DataFlow
 
@@ -40,13 +39,17 @@ def layout(
     unit: str = "",
     width: float | None = None,
     table: Sequence[Sequence[str]] = (),
+    since_s: float | None = None,
+    beside: Mapping[Op, Hue] = BESIDE,
 ) -> Scene:
     """Lay out timelines one above the other on one time scale, with legend and a table of text.
 
     Times in seconds (`unit` ``s``) are shown in ms or us where they are short. `width` is in
-    pixels; None: wide enough for most numbers in the boxes, 960 to 1800.
+    pixels; None: wide enough for most numbers in the boxes, 960 to 1800. `since_s`: the moment
+    that stands at the left, for timelines of one clock; None: each begins with its first event.
+    `beside`: what is drawn below a row, and how.
     """
-    longest = max((timeline.makespan for timeline in timelines), default=0.0)
+    longest = max((_end(timeline, since_s) for timeline in timelines), default=0.0)
     clock = clock_for(longest, unit)
     scene = Scene(width or _natural_width(timelines, longest), longest * clock.factor, clock)
     scene.height = 8.0
@@ -54,11 +57,11 @@ def layout(
     for timeline in timelines:
         tints = Tints(timeline)
         _add_heading(scene, timeline)
-        legend = _legend(timeline, tints)
+        legend = _legend(timeline, tints, beside)
         if legend not in shown:
             _add_legend(scene, legend)
             shown.append(legend)
-        _add_section(scene, timeline, tints)
+        _add_section(scene, timeline, tints, since_s, beside)
     _add_table(scene, table)
     scene.height += 8
     return scene
@@ -123,7 +126,7 @@ class Legend(NamedTuple):
     tints: str
 
 
-def _legend(timeline: Timeline, tints: Tints) -> Legend:
+def _legend(timeline: Timeline, tints: Tints, hues: Mapping[Op, Hue]) -> Legend:
     """Return the legend of what a timeline shows."""
     used = {event.action.op for row in timeline.events for event in row}
     entries = [
@@ -131,10 +134,11 @@ def _legend(timeline: Timeline, tints: Tints) -> Legend:
         for op, hue in HUES.items()
         if op in used
     ]
-    beside = {mark.event.action.op for row in _marks(timeline, 1.0) for mark in row}
+    marks = _marks(timeline, Since(0.0, 1.0), hues)
+    beside = {mark.event.action.op for row in marks for mark in row}
     entries.append(((IDLE,), "idle"))
-    entries += [((hue.light,), hue.words) for op, hue in BESIDE.items() if op in beside]
-    return Legend(tuple(entries), tints.words)
+    entries += [((hue.light,), hue.words) for op, hue in hues.items() if op in beside]
+    return Legend(tuple(dict.fromkeys(entries)), tints.words)
 
 
 def _add_legend(scene: Scene, legend: Legend) -> None:
@@ -160,17 +164,41 @@ def _add_legend(scene: Scene, legend: Legend) -> None:
     scene.height += _LEGEND_LINE + 4
 
 
-def _add_section(scene: Scene, timeline: Timeline, tints: Tints) -> None:
+class Since(NamedTuple):
+    """From when on a picture counts, and how many of its units one unit of the timeline has."""
+
+    moment: float
+    factor: float
+
+    def place(self, time: float) -> float:
+        """Return a moment as the picture has it."""
+        return (time - self.moment) * self.factor
+
+
+def _end(timeline: Timeline, since_s: float | None) -> float:
+    """Return when a timeline ends, counted from its first event or from a moment."""
+    begun = timeline.start_s if since_s is None else since_s
+    return timeline.start_s - begun + timeline.makespan
+
+
+def _add_section(
+    scene: Scene,
+    timeline: Timeline,
+    tints: Tints,
+    since_s: float | None,
+    hues: Mapping[Op, Hue],
+) -> None:
     """Add rows, their axis, memory curves, and an axis for those."""
     clock, top = scene.clock, scene.height
+    since = Since(timeline.start_s if since_s is None else since_s, clock.factor)
     height = _row_height(timeline.num_ranks)
     gap = 3.0 if height >= 16 else 1.0 if height >= 6 else 0.0
-    marks = _marks(timeline, clock.factor) if height >= 16 else [()] * timeline.num_ranks
+    marks = _marks(timeline, since, hues) if height >= 16 else [()] * timeline.num_ranks
     if any(marks):
         gap = MARK_HEIGHT + 4
     pitch = height + gap
-    span = timeline.makespan * clock.factor
-    boxes = _boxes(timeline, tints, clock)
+    span = _end(timeline, since_s) * clock.factor
+    boxes = _boxes(timeline, tints, since)
     size = _fitting_size(boxes, height, scene)
     rows: list[Row] = []
     for rank, (own, beside) in enumerate(zip(boxes, marks, strict=True)):
@@ -180,7 +208,7 @@ def _add_section(scene: Scene, timeline: Timeline, tints: Tints) -> None:
         _label(scene, rank, y, height, pitch, f"{share:.0%} idle")
     scene.height += timeline.num_ranks * pitch
     axes = [_add_axis(scene, top, span)]
-    strips = _add_strips(scene, timeline, height, span)
+    strips = _add_strips(scene, timeline, height, span, since)
     if strips:
         axes.append(_add_axis(scene, strips[0].y, span))
     scene.sections.append(Section(timeline, tuple(rows), strips, tuple(axes)))
@@ -197,12 +225,12 @@ def _label(scene: Scene, rank: int, y: float, height: float, pitch: float, right
     scene.fixed.append(Text(scene.width - RIGHT + 8, base, right, min(11, size), ink=MUTED))
 
 
-def _boxes(timeline: Timeline, tints: Tints, clock: Clock) -> list[tuple[Box, ...]]:
+def _boxes(timeline: Timeline, tints: Tints, since: Since) -> list[tuple[Box, ...]]:
     """Return the compute of each rank."""
-    flow, factor = DataFlow(timeline), clock.factor
+    flow, factor = DataFlow(timeline), since.factor
     rows: list[tuple[Box, ...]] = []
     for row in timeline.events:
-        free_at = timeline.start_s
+        free_at = since.moment
         boxes: list[Box] = []
         for event in row:
             op, stage, microbatch, _ = event.action
@@ -210,7 +238,7 @@ def _boxes(timeline: Timeline, tints: Tints, clock: Clock) -> list[tuple[Box, ..
                 continue
             boxes.append(
                 Box(
-                    (event.start_s - timeline.start_s) * factor,
+                    since.place(event.start_s),
                     event.duration_s * factor,
                     max(0.0, event.start_s - free_at) * factor,
                     fill(op, tints.of(stage, microbatch), len(tints)),
@@ -236,18 +264,18 @@ def _fitting_size(boxes: Sequence[tuple[Box, ...]], height: float, scene: Scene)
     return min(usual, max(_SMALL_LABEL, min(fitting, default=usual)))
 
 
-def _marks(timeline: Timeline, factor: float) -> list[tuple[Mark, ...]]:
+def _marks(timeline: Timeline, since: Since, hues: Mapping[Op, Hue]) -> list[tuple[Mark, ...]]:
     """Return what ran beside the compute of each rank and took time."""
     return [
         tuple(
             Mark(
-                (event.start_s - timeline.start_s) * factor,
-                event.duration_s * factor,
-                BESIDE[event.action.op].light,
+                since.place(event.start_s),
+                event.duration_s * since.factor,
+                hues[event.action.op].light,
                 event,
             )
             for event in row
-            if event.action.op in BESIDE and event.duration_s > 0
+            if event.action.op in hues and event.duration_s > 0
         )
         for row in timeline.events
     ]
@@ -263,7 +291,7 @@ def _add_axis(scene: Scene, top: float, span: float) -> Axis:
 
 
 def _add_strips(
-    scene: Scene, timeline: Timeline, row_height: float, span: float
+    scene: Scene, timeline: Timeline, row_height: float, span: float, since: Since
 ) -> tuple[Strip, ...]:
     """Add the memory curve of every rank, all to one scale; none where nothing is kept."""
     curves = [live_activations(timeline, rank) for rank in range(timeline.num_ranks)]
@@ -275,10 +303,9 @@ def _add_strips(
     scene.height += 18
     height = max(2.0, round(row_height * 0.75))
     pitch = height + (4.0 if height >= 12 else 1.0 if height >= 5 else 0.0)
-    factor = scene.clock.factor
     strips: list[Strip] = []
     for rank, curve in enumerate(curves):
-        steps = tuple(Step((step.time_s - timeline.start_s) * factor, step.live) for step in curve)
+        steps = tuple(Step(since.place(step.time_s), step.live) for step in curve)
         strips.append(Strip(rank, scene.height, height, full, span, steps))
         peak = f"peak {timeline.peak_activations[rank]}"
         _label(scene, rank, scene.height, height, pitch, peak)

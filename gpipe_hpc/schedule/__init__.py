@@ -1,7 +1,7 @@
 """Schedules as tables: build, read, lower, check and time them. Pure Python."""
 
 from gpipe_hpc.errors import ScheduleError
-from gpipe_hpc.schedule.bubble import BubbleCauses, explain_bubble, explain_measured
+from gpipe_hpc.schedule.bubble import BubbleCauses, explain_bubble, explain_measured, replayed_end
 from gpipe_hpc.schedule.checker import check
 from gpipe_hpc.schedule.cluster import Cluster, ReductionTime
 from gpipe_hpc.schedule.comparison import (
@@ -131,6 +131,7 @@ __all__ = [
     "provides",
     "recompute_of",
     "refuse_whole_replicas",
+    "replayed_end",
     "rows_text",
     "schedule_names",
     "schedule_of",

@@ -1,5 +1,6 @@
 """Why ranks idle: the bubble of a table, or of a measured step, split by cause."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -7,7 +8,7 @@ from gpipe_hpc.schedule.costs import Costs
 from gpipe_hpc.schedule.simulator import simulate
 from gpipe_hpc.schedule.table.actions import COMPUTE, Action
 from gpipe_hpc.schedule.table.schedule import Schedule
-from gpipe_hpc.schedule.timeline import Timeline
+from gpipe_hpc.schedule.timeline import Event, Timeline
 from gpipe_hpc.schedule.waits import DataFlow
 
 
@@ -72,10 +73,23 @@ def _end_of_compute(timeline: Timeline) -> float:
 
 def _undelayed_end(timeline: Timeline) -> float:
     """Return the end of all compute where each action starts once its rank and its needs allow."""
+    return replayed_end(timeline)
+
+
+def replayed_end(
+    timeline: Timeline,
+    begins: Sequence[float] = (),
+    gap: Callable[[Event], float] = lambda event: 0.0,
+) -> float:
+    """Return the end of all compute when a measured order runs again, each action as long as then.
+
+    A rank begins at its time in `begins` (0 where none are given); an action starts `gap` after its
+    rank and its needs allow. Transfers take no time.
+    """
     rows = [[e for e in row if e.action.op in COMPUTE] for row in timeline.events]
     flow = DataFlow(replace(timeline, events=tuple(map(tuple, rows))))
     ends: dict[Action, float] = {}
-    done, free_at = [0] * len(rows), [0.0] * len(rows)
+    done, free_at = [0] * len(rows), list(begins) or [0.0] * len(rows)
     waiting = set(range(len(rows)))
     while waiting:
         before = sum(done)
@@ -86,10 +100,10 @@ def _undelayed_end(timeline: Timeline) -> float:
                 needs = [wait.maker.action for wait in flow.waits(event)]
                 if any(need not in ends for need in needs):
                     break
-                start = max([free_at[rank], *(ends[need] for need in needs)])
+                start = max([free_at[rank], *(ends[need] for need in needs)]) + gap(event)
                 ends[event.action] = free_at[rank] = start + event.duration_s
                 done[rank] += 1
             else:
                 waiting.discard(rank)
         assert not waiting or sum(done) > before, f"{timeline.name}: what ran could not have run"
-    return max(free_at, default=0.0)
+    return max(ends.values(), default=0.0)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.engine.sums.loss import LossFunction
@@ -34,6 +35,19 @@ class Foresight:
     known: Known
     shares: tuple[float, ...] = ()
 
+    def layers(self) -> list[dict[str, Any]]:
+        """Return the name, kind, parameters and FLOPs of each layer, as summary.json has them."""
+        return [
+            {
+                "name": count.name,
+                "kind": _kind(layer),
+                "parameters": count.parameters,
+                "forward_flops": count.forward_flops,
+                "backward_flops": count.backward_flops,
+            }
+            for layer, count in zip(self.known.layers, self.known.count.layers, strict=True)
+        ]
+
     def advice(
         self, pipe: Pipeline, measured: Timeline, finer: int | None, most_actions: int
     ) -> list[Advice]:
@@ -55,6 +69,11 @@ class Foresight:
             finer=finer,
             most_actions=most_actions,
         )
+
+
+def _kind(layer: Layer) -> str:
+    made_by = layer.factory if isinstance(layer, LayerSpec) else type(layer)
+    return str(getattr(made_by, "__name__", type(made_by).__name__))
 
 
 def shares_of(pipe: Pipeline, num_samples: int) -> tuple[float, ...]:

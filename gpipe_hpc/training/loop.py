@@ -297,7 +297,8 @@ class _Loop:
                 origin_s=origin_s if before is None or not is_late else before.origin_s,
             ).numbers()
 
-        trained = train_one_step(self._session, tell=tell)
+        with self._reporter.layer_clock.step():
+            trained = train_one_step(self._session, tell=tell)
         if not is_late:
             refuse_non_finite(self._session, trained)
         self._say_skipped(trained.result)

@@ -13,6 +13,7 @@ from gpipe_hpc.errors import NonFiniteError
 from gpipe_hpc.training.batches import Batch
 from gpipe_hpc.training.lr import lr_at, set_lr
 from gpipe_hpc.training.session import Session
+from gpipe_hpc.training.traces.around import Around
 
 
 class Spent(NamedTuple):
@@ -45,6 +46,22 @@ class Laps(NamedTuple):
             max(0.0, seconds_between(self.read, self.piped) - pipeline_s),
             seconds_between(self.looked, self.clipped),
             seconds_between(self.clipped, self.stepped),
+        )
+
+    def moments(self) -> tuple[Around, ...]:
+        """Return when this rank did what is around the pipeline, in seconds of the host's clock.
+
+        Nothing on an accelerator, whose marks are on a clock of its own.
+        """
+        spans = (
+            ("reading", self.began, self.read),
+            ("clipping", self.looked, self.clipped),
+            ("optimizer", self.clipped, self.stepped),
+        )
+        return tuple(
+            Around(name, start, end)
+            for name, start, end in spans
+            if isinstance(start, float) and isinstance(end, float)
         )
 
 

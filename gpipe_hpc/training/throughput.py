@@ -18,13 +18,19 @@ def device_flops_per_s(session: Session) -> float | None:
     return peak_flops_per_s(device.name, train.precision) if device.is_accelerator else None
 
 
-def share_of_peak(session: Session, samples_per_s: float | None) -> float | None:
-    """Return the model's FLOPs a second over what all devices could do; None if not known.
+def model_flops_per_s(session: Session, samples_per_s: float | None) -> float | None:
+    """Return the model's FLOPs a second, of all ranks; None where layers were not counted.
 
     Counted are the FLOPs of forward and backward. Those of recomputation are no gain for anybody.
     """
-    peak, foreseen = device_flops_per_s(session), session.foreseen
-    if peak is None or foreseen is None or samples_per_s is None:
+    if session.foreseen is None or samples_per_s is None:
         return None
-    steps_per_s = samples_per_s / session.config.train.batch_size
-    return foreseen.model_flops * steps_per_s / (peak * session.pipe.world.size)
+    return session.foreseen.model_flops * samples_per_s / session.config.train.batch_size
+
+
+def share_of_peak(session: Session, samples_per_s: float | None) -> float | None:
+    """Return the model's FLOPs a second over what all devices could do; None if not known."""
+    peak, reached = device_flops_per_s(session), model_flops_per_s(session, samples_per_s)
+    if peak is None or reached is None:
+        return None
+    return reached / (peak * session.pipe.world.size)

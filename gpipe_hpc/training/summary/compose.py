@@ -2,12 +2,16 @@
 
 import json
 import os
+import platform
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import torch
+
+from gpipe_hpc import __version__
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planning.advice import MOST_ACTIONS
 from gpipe_hpc.planning.forecast import RankForecast
@@ -21,6 +25,7 @@ from gpipe_hpc.training.summary.figures import RankFigures, idle_of_ranks
 from gpipe_hpc.training.summary.ledger import Ledger
 from gpipe_hpc.training.throughput import (
     device_flops_per_s,
+    model_flops_per_s,
     share_of_peak,
     tokens_per_sample,
 )
@@ -103,6 +108,8 @@ def compose_summary(
         "traced_step": None if traced is None else _traced(traced),
         "peak_memory_meaning": peak_meaning(pipe.world.device),
         "ranks": _ranks(session, ranks, traced),
+        "layers": None if session.foreseen is None else session.foreseen.layers(),
+        "versions": _versions(),
         "advice": [] if traced is None else _advice(session, traced, ended),
     }
 
@@ -114,6 +121,15 @@ def write_summary(run_folder: Path, summary: dict[str, Any]) -> Path:
     aside.write_text(json.dumps(_finite(summary), indent=1, allow_nan=False) + "\n", "utf-8")
     os.replace(aside, path)
     return path
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "gpipe_hpc": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "system": platform.platform(),
+    }
 
 
 def _moment(seconds: float) -> str:
@@ -129,6 +145,7 @@ def _throughput(session: Session, ledger: Ledger) -> dict[str, Any]:
     return {
         "samples_per_s": samples_per_s,
         "tokens_per_s": tokens_per_s,
+        "model_flops_per_s": model_flops_per_s(session, samples_per_s),
         "device_flops_per_s": device_flops_per_s(session),
         "share_of_peak": share_of_peak(session, samples_per_s),
     }
@@ -166,8 +183,7 @@ def _ranks(
         times = idle_of_ranks(ranks, traced.pipeline_s, traced.replicas)
     planned = None if session.foreseen is None else session.foreseen.ranks
     return [
-        figures._asdict()
-        | {"stages": list(figures.stages)}
+        figures.told()
         | own
         | {"planned_memory": None if planned is None else _planned(planned[figures.stage_rank])}
         for figures, own in zip(ranks, times, strict=True)

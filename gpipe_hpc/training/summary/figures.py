@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -9,14 +10,45 @@ import torch
 from gpipe_hpc.comm.cores.machine import allowed_cpus, cpus_text
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.schedule import BubbleCauses, Timeline, explain_measured
+from gpipe_hpc.training.one_step import Spent
+from gpipe_hpc.training.summary.layer_clock import LayerTime
 from gpipe_hpc.training.traces.held import HeldStep
+
+
+@dataclass
+class Sums:
+    """What the steps of a start took this rank, but for the first one, if there are others."""
+
+    num_steps: int = 0
+    computed_s: float = 0.0
+    reading_s: float = 0.0
+    clipping_s: float = 0.0
+    optimizer_s: float = 0.0
+
+    def add(self, computed_s: float, spent: Spent) -> None:
+        """Take a step in."""
+        if self.num_steps == 1:
+            self.computed_s = self.reading_s = self.clipping_s = self.optimizer_s = 0.0
+        self.num_steps += 1
+        self.computed_s += computed_s
+        self.reading_s += spent.reading_s
+        self.clipping_s += spent.clipping_s
+        self.optimizer_s += spent.optimizer_s
+
+    def means(self) -> tuple[float | None, float | None, float | None]:
+        """Return the means of reading, clipping and the optimizer; None before the first step."""
+        if not self.num_steps:
+            return None, None, None
+        counted = max(1, self.num_steps - 1)
+        return self.reading_s / counted, self.clipping_s / counted, self.optimizer_s / counted
 
 
 class RankFigures(NamedTuple):
     """What one rank tells.
 
     `busy_s`: in the step that is the median of those traced, if any. `computed_s`: in all steps but
-    the first, which prepares what later ones find ready.
+    the first, which prepares what later ones find ready. `reading_s`, `clipping_s`, `optimizer_s`:
+    the means of these steps. `layers`: what their forwards took in a few steps.
     """
 
     rank: int
@@ -31,6 +63,10 @@ class RankFigures(NamedTuple):
     computed_s: float = 0.0
     cpus: str | None = None  # that it may use, as Linux writes them
     num_threads: int | None = None
+    reading_s: float | None = None
+    clipping_s: float | None = None
+    optimizer_s: float | None = None
+    layers: tuple[LayerTime, ...] = ()
 
     @classmethod
     def of(
@@ -38,7 +74,8 @@ class RankFigures(NamedTuple):
         pipe: Pipeline,
         median: HeldStep | None,
         memory_before_bytes: int,
-        computed_s: float,
+        sums: Sums,
+        layers: tuple[LayerTime, ...],
     ) -> "RankFigures":
         """Return those of this rank."""
         device, cpus = pipe.world.device, allowed_cpus()
@@ -52,10 +89,19 @@ class RankFigures(NamedTuple):
             None if median is None else median.moments.busy_s,
             device.memory_peak(),
             memory_before_bytes,
-            computed_s,
+            sums.computed_s,
             None if cpus is None else cpus_text(cpus),
             torch.get_num_threads(),
+            *sums.means(),
+            layers,
         )
+
+    def told(self) -> dict[str, Any]:
+        """Return them as summary.json has them."""
+        return self._asdict() | {
+            "stages": list(self.stages),
+            "layers": [layer._asdict() for layer in self.layers],
+        }
 
 
 def idle_of_ranks(

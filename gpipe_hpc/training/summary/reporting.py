@@ -16,7 +16,8 @@ from gpipe_hpc.training.summary.compose import (
     expected_timeline,
     write_summary,
 )
-from gpipe_hpc.training.summary.figures import RankFigures
+from gpipe_hpc.training.summary.figures import RankFigures, Sums
+from gpipe_hpc.training.summary.layer_clock import LayerClock
 from gpipe_hpc.training.summary.ledger import Ledger
 from gpipe_hpc.training.summary.table import summary_text
 from gpipe_hpc.training.traces.files import (
@@ -60,7 +61,13 @@ class Reporter:
         self._before_bytes = memory_before_bytes
         trace = session.config.trace
         self._held = HeldSteps(trace.steps, trace.from_step)
-        self._num_held, self._computed_s = 0, 0.0
+        self._sums = Sums()
+        layers = {
+            i: layer for each in self._pipe.stages.values() for i, layer in each.layers.items()
+        }
+        is_compiled = any(each.is_compiled for each in self._pipe.stages.values())
+        # What is compiled would be compiled anew for a watched step.
+        self.layer_clock = LayerClock({} if is_compiled else layers, self._pipe.world.device)
         self.ledger = Ledger(session.pipe.steps_done)
         layout, leads = session.pipe.layout, session.pipe.world.rank == 0
         self._tables = [layout.of(replica).schedule for replica in range(layout.replicas)]
@@ -68,13 +75,10 @@ class Reporter:
 
     def hold(self, timed: TimedStep, pipeline_s: float) -> None:
         """Note how long this rank computed, and keep when, if that step may be traced."""
-        if self._num_held == 1:
-            self._computed_s = 0.0  # the first step prepares what later ones find ready
-        self._num_held += 1
-        self._computed_s += timed.marks.times.busy_s
+        self._sums.add(timed.marks.times.busy_s, timed.laps.spent(pipeline_s))
         if self._held.wants(timed.step):
-            moments = timed.marks.moments
-            self._held.take(HeldStep(timed.step, pipeline_s, moments, timed.origin_s))
+            moments, around = timed.marks.moments, timed.laps.moments()
+            self._held.take(HeldStep(timed.step, pipeline_s, moments, timed.origin_s, around))
 
     def refresh(self) -> None:
         """Write how the run stands, for whoever looks before its end; the same call everywhere."""
@@ -115,7 +119,8 @@ class Reporter:
             write_summary(self._session.run_folder, summary)
 
     def _figures(self) -> RankFigures:
-        return RankFigures.of(self._pipe, self._held.median, self._before_bytes, self._computed_s)
+        layers = self.layer_clock.times()
+        return RankFigures.of(self._pipe, self._held.median, self._before_bytes, self._sums, layers)
 
     def _gather_figures(self) -> Sequence[RankFigures]:
         """Return the figures of all ranks on rank 0, nothing elsewhere."""
@@ -136,7 +141,8 @@ class Reporter:
             write_planned(self.planned, folder)
         for each in traced:
             replicas = timelines_of(each, self._tables)
-            write_trace(replicas, folder, each.step, is_median=each.is_median)
+            around = each.around
+            write_trace(replicas, folder, each.step, is_median=each.is_median, around=around)
 
     def _compose(
         self, ended: Ended, ranks: Sequence[RankFigures], traced: Traced | None

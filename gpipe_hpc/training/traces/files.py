@@ -1,15 +1,29 @@
 """Timelines of a run as files, which `python -m gpipe_hpc.draw` reads."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.errors import ConfigError, DataError, os_remedy
 from gpipe_hpc.schedule import Event, Timeline, parse_action
+from gpipe_hpc.training.traces.around import Around
 
 FOLDER: Final = "trace"
 PLANNED: Final = "planned.json"
 _STEPS: Final = "step_*.json"
+
+
+class ReadStep(NamedTuple):
+    """A step as a file has it, in seconds since its first event.
+
+    `step`: its number, None of a planned one. `replicas`: the timeline of each. `around`: what
+    each world rank did besides; empty where that is not known.
+    """
+
+    step: int | None
+    replicas: list[Timeline]
+    around: tuple[tuple[Around, ...], ...]
 
 
 def trace_name(step: int) -> str:
@@ -18,10 +32,21 @@ def trace_name(step: int) -> str:
 
 
 def write_trace(
-    replicas: list[Timeline], run_folder: Path, step: int, *, is_median: bool = True
+    replicas: list[Timeline],
+    run_folder: Path,
+    step: int,
+    *,
+    is_median: bool = True,
+    around: Sequence[Sequence[Around]] = (),
 ) -> Path:
-    """Keep the timeline of a step, of each replica one, in a file of its own."""
-    return _write(run_folder / trace_name(step), replicas, {"step": step, "is_median": is_median})
+    """Keep the timeline of a step, of each replica one, in a file of its own.
+
+    `around`: what each rank did besides, by world rank, on the same clock.
+    """
+    about = {"step": step, "is_median": is_median}
+    start_s = _start_s(replicas)
+    told = [[[name, s - start_s, e - start_s] for name, s, e in row] for row in around]
+    return _write(run_folder / trace_name(step), replicas, {**about, "around": told})
 
 
 def write_planned(timeline: Timeline, run_folder: Path) -> Path:
@@ -32,7 +57,7 @@ def write_planned(timeline: Timeline, run_folder: Path) -> Path:
 def _write(path: Path, replicas: list[Timeline], more: dict[str, Any]) -> Path:
     """Write the rows of all ranks, replica by replica, in seconds since the first event of all."""
     first = replicas[0]
-    start_s = min((t.start_s for t in replicas if any(t.events)), default=0.0)
+    start_s = _start_s(replicas)
     content = {
         **more,
         "name": first.name,
@@ -54,6 +79,11 @@ def _write(path: Path, replicas: list[Timeline], more: dict[str, Any]) -> Path:
     return path
 
 
+def _start_s(replicas: Sequence[Timeline]) -> float:
+    """Return when the first event of all begins."""
+    return min((each.start_s for each in replicas if any(each.events)), default=0.0)
+
+
 def read_trace(path: Path) -> Timeline:
     """Read the timeline of the first replica back; seconds since the first event of the step."""
     return read_replicas(path)[0]
@@ -61,6 +91,11 @@ def read_trace(path: Path) -> Timeline:
 
 def read_replicas(path: Path) -> list[Timeline]:
     """Read a timeline back for each replica; DataError if the file is none of ours."""
+    return read_step(path).replicas
+
+
+def read_step(path: Path) -> ReadStep:
+    """Read a step back, of all replicas; DataError if the file is none of ours."""
     try:
         content = json.loads(path.read_text())
         rows = content["ranks"]
@@ -69,7 +104,7 @@ def read_replicas(path: Path) -> list[Timeline]:
         counts = [content["num_microbatches"]] * num_replicas
         counts = content.get("microbatches_of_replicas", counts)
         skips = tuple((source, destination) for source, destination in content.get("skips", ()))
-        return [
+        replicas = [
             Timeline(
                 tuple(
                     tuple(Event(rank, parse_action(text), start, end) for text, start, end in row)
@@ -82,6 +117,11 @@ def read_replicas(path: Path) -> list[Timeline]:
             )
             for first, count in zip(range(0, len(rows), per_replica), counts, strict=True)
         ]
+        around = tuple(
+            tuple(Around(str(name), float(start), float(end)) for name, start, end in row)
+            for row in content.get("around", ())
+        )
+        return ReadStep(content.get("step"), replicas, around)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"trace {path}: expected a timeline written by gpipe_hpc, got {error}; "

@@ -8,18 +8,21 @@ from typing import Any, NamedTuple
 from gpipe_hpc.comm.group import Gathering
 from gpipe_hpc.engine.recorder import Moments
 from gpipe_hpc.schedule import Event, Schedule, Timeline, parse_action
+from gpipe_hpc.training.traces.around import Around
 
 
 class HeldStep(NamedTuple):
     """One step of one rank; `pipeline_s` is what it took all ranks together.
 
-    `origin_s`: the moment of this rank's clock from which all ranks count.
+    `around`: what else it did then. `origin_s`: the moment of this rank's clock from which all
+    ranks count.
     """
 
     step: int
     pipeline_s: float
     moments: Moments
     origin_s: float = 0.0
+    around: tuple[Around, ...] = ()
 
 
 class HeldSteps:
@@ -55,13 +58,17 @@ class HeldSteps:
 
 
 class TracedStep(NamedTuple):
-    """One step of all ranks, in the order of world ranks; `is_median` among those traced."""
+    """One step of all ranks, in the order of world ranks; `is_median` among those traced.
+
+    `around`: what each did besides, on the same clock as the rows.
+    """
 
     step: int
     pipeline_s: float
     rows: tuple[tuple[Event, ...], ...]
     num_stage_ranks: int
     is_median: bool
+    around: tuple[tuple[Around, ...], ...] = ()
 
     def replicas(self) -> list[tuple[tuple[Event, ...], ...]]:
         """Return the rows of each replica."""
@@ -77,7 +84,11 @@ def gather_steps(
     Each rank sends its own rows alone.
     """
     own = [
-        (list(map(str, each.moments.actions)), [m - each.origin_s for m in each.moments.seconds])
+        (
+            list(map(str, each.moments.actions)),
+            [m - each.origin_s for m in each.moments.seconds],
+            [(name, s - each.origin_s, e - each.origin_s) for name, s, e in each.around],
+        )
         for each in held
     ]
     everybody: list[Any] | None = group.gather_object(own, root=0)
@@ -88,11 +99,12 @@ def gather_steps(
             each.step,
             each.pipeline_s,
             tuple(
-                _events(rank % num_stage_ranks, *told[number])
+                _events(rank % num_stage_ranks, *told[number][:2])
                 for rank, told in enumerate(everybody)
             ),
             num_stage_ranks,
             is_median=each is median,
+            around=tuple(tuple(Around(*one) for one in told[number][2]) for told in everybody),
         )
         for number, each in enumerate(held)
     ]

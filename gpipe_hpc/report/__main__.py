@@ -1,0 +1,72 @@
+"""The entry point of `python -m gpipe_hpc.report`."""
+
+import sys
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from gpipe_hpc.config import Config
+from gpipe_hpc.config.checks import check_report
+from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs, say_error
+from gpipe_hpc.errors import ConfigError, GpipeError, os_remedy
+from gpipe_hpc.report.blocks import Report
+from gpipe_hpc.report.html import render_page
+from gpipe_hpc.report.markdown import render_markdown
+from gpipe_hpc.report.record import read_record
+from gpipe_hpc.report.sections import report_of, report_of_several
+
+_ENDINGS: Final = MappingProxyType({".html": "html", ".htm": "html", ".md": "markdown"})
+
+
+def main() -> None:
+    """Compose the settings from Hydra's command line, write the report, and exit.
+
+    Exit codes: 0 done, 1 failed, 2 settings that cannot work. Of a sweep (-m) the first that is
+    not 0.
+    """
+    sys.exit(run_jobs(_task, "report", unshared="report.out"))
+
+
+def _task(job: Job) -> int:
+    try:
+        print(f"wrote {write_report(job.config)}")
+    except GpipeError as error:
+        return say_error(error)
+    return DONE_EXIT_CODE
+
+
+def write_report(config: Config) -> Path:
+    """Write the report of `run.dir` or of `report.runs`; return its file.
+
+    Raises ConfigError where one of them is no run, or the file cannot be written.
+    """
+    check_report(config)
+    settings = config.report
+    folders = [Path(each) for each in settings.runs or [config.run.dir or ""]]
+    records = [read_record(folder) for folder in folders]
+    report = report_of_several(records) if settings.runs else report_of(records[0])
+    form = settings.format
+    if form == "auto":
+        form = _ENDINGS.get(Path(settings.out or "").suffix.lower(), "html")
+    name = "report.html" if form == "html" else "report.md"
+    path = Path(settings.out) if settings.out else folders[0] / name
+    _write(path, _render(report, form))
+    return path
+
+
+def _render(report: Report, form: str) -> str:
+    return render_page(report) if form == "html" else render_markdown(report)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"config: bad report.out, expected a file in a folder that can be written, got {path} "
+            f"({error.strerror}); {os_remedy(error) or 'set report.out=FILE'}"
+        ) from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""What would make a run faster, by what it gains: causes that were measured, settings to change."""
+
+from collections.abc import Iterator, Mapping
+from statistics import fmean
+from typing import Any, Final, NamedTuple
+
+from gpipe_hpc.planning.units import bytes_text
+from gpipe_hpc.report.accounting import Account
+from gpipe_hpc.report.pace import Slow, slow_ones, timed_layers, without
+from gpipe_hpc.report.record import Record
+from gpipe_hpc.report.words import percent, time_text
+from gpipe_hpc.schedule.table.actions import COMPUTE
+from gpipe_hpc.schedule.waits import DataFlow
+from gpipe_hpc.training.traces.files import ReadStep
+
+_LEAST_GAIN: Final = 0.02  # of a step; less is within what runs differ by
+
+
+class Finding(NamedTuple):
+    """One thing to change: what it is, why, and how much of a mean step it saves, in seconds.
+
+    `settings`: as on the command line, to paste; empty where no setting helps.
+    """
+
+    what: str
+    why: str
+    gain_s: float
+    settings: str = ""
+
+
+def findings_of(record: Record, account: Account) -> list[Finding]:
+    """Return what would save more than 2 % of a mean step, the most first."""
+    found = [
+        *_reading(record, account),
+        *_checkpoint(record, account),
+        *_slow(record, account),
+        *_links(record, account),
+        *_weights(record, account),
+        *_settings(record, account),
+    ]
+    least_s = _LEAST_GAIN * account.step_s
+    return sorted(filter(lambda e: e.gain_s >= least_s, found), key=lambda each: -each.gain_s)
+
+
+def _reading(record: Record, account: Account) -> Iterator[Finding]:
+    gain_s = account.parts["reading data"]
+    longest = max(
+        (each for each in record.summary.get("ranks") or () if each.get("reading_s") is not None),
+        key=lambda each: each["reading_s"],
+        default=None,
+    )
+    where = ""
+    if longest is not None:
+        where = f" Rank {longest['rank']} waits longest: {time_text(longest['reading_s'])} a step."
+    workers = record.settings.get("data.workers")
+    settings = ""
+    if isinstance(workers, int):
+        settings = f"data.workers={max(2, 2 * workers)}"
+    yield Finding(
+        f"Reading data holds each step up for {time_text(gain_s)}",
+        f"Ranks wait for their samples before they compute.{where} Read with more processes, or "
+        f"keep the data in a form that takes less work to read.",
+        gain_s,
+        settings,
+    )
+
+
+def _checkpoint(record: Record, account: Account) -> Iterator[Finding]:
+    for name, what, every in (
+        ("checkpoint_stall_s", "checkpoint", "checkpoint.every"),
+        ("neighbour_stall_s", "copy in memory", "checkpoint.neighbour_every"),
+    ):
+        stalls = [each for each in record.stall_s(name) if each > 0]
+        if not stalls:
+            continue
+        gain_s = sum(stalls) / account.num_steps
+        is_behind = name == "neighbour_stall_s" or record.settings.get("checkpoint.in_background")
+        number = record.settings.get(every)
+        rarer = f"{every}={2 * number}" if isinstance(number, int) and number else ""
+        yield Finding(
+            f"Each {what} holds the run up for {time_text(fmean(stalls))}",
+            f"{len(stalls)} of them in {account.num_steps} steps: {time_text(gain_s)} a step. "
+            f"Write to a faster folder, more seldom, or in the background.",
+            gain_s,
+            rarer if is_behind else "checkpoint.in_background=true",
+        )
+
+
+def _slow(record: Record, account: Account) -> Iterator[Finding]:
+    for slow in slow_ones(timed_layers(record)):
+        share = without(record, slow)
+        if share is None:
+            continue
+        gain_s = share * account.pipeline_s
+        yield (
+            _slow_rank(record, slow, gain_s)
+            if slow.layer is None
+            else _slow_layer(record, slow, gain_s)
+        )
+
+
+def _slow_rank(record: Record, slow: Slow, gain_s: float) -> Finding:
+    rank = next(e for e in record.summary["ranks"] if e["rank"] == slow.ranks[0])
+    layout = record.summary["layout"]
+    settings = ""
+    if layout["ranks"] // layout["replicas"] > 1:
+        size = layout["ranks"] // layout["replicas"]
+        paces = [1.0] * size
+        paces[rank["stage_rank"]] = round(slow.factor, 2)
+        settings = f"pipeline.paces=[{','.join(f'{pace:g}' for pace in paces)}]"
+    return Finding(
+        f"Rank {rank['rank']} on {rank['host']} is slow: {slow.factor:.2f} times its share",
+        "All its layers take longer than layers of the same kind elsewhere. The gain is what a "
+        "step saves when the rank is as fast as the others: look at what else runs on the host, "
+        "its threads, its clock. Where it stays slow, give it less.",
+        gain_s,
+        settings,
+    )
+
+
+def _slow_layer(record: Record, slow: Slow, gain_s: float) -> Finding:
+    told = record.summary["layers"][slow.layer]
+    ranks = ", ".join(map(str, slow.ranks))
+    return Finding(
+        f"Layer {slow.layer} ({told['kind']}) is slow: {slow.factor:.2f} times as long as its "
+        f"likes",
+        f"On rank {ranks} its forward takes {time_text(slow.forward_s)} a micro-batch longer than "
+        f"layers with as many FLOPs and parameters. The gain is what a step saves when it takes "
+        f"as long as they do: look at what its forward does.",
+        gain_s,
+    )
+
+
+def _links(record: Record, account: Account) -> Iterator[Finding]:
+    gain_s = account.parts["transfers"]
+    if record.traced is None:
+        return
+    waits = link_waits(record.traced)
+    if not waits:
+        return
+    (source, destination), (seconds, number) = max(waits.items(), key=lambda each: each[1][0])
+    hosts = {each["rank"]: each["host"] for each in record.summary.get("ranks") or ()}
+    ends = f"{source} to {destination}"
+    if hosts.get(source) != hosts.get(destination):
+        ends += f" ({hosts.get(source)} to {hosts.get(destination)})"
+    yield Finding(
+        f"Waiting for transfers takes {time_text(gain_s)} of each step, most from rank {ends}",
+        f"{number} times in the traced step rank {destination} had nothing to do and what it "
+        f"needed was made: {time_text(seconds / number)} each until it went on. A slow link, or "
+        f"more processes than processors.",
+        gain_s,
+    )
+
+
+def link_waits(traced: ReadStep) -> Mapping[tuple[int, int], tuple[float, int]]:
+    """Return by (source, destination) for how long, and how often, a rank waited for a transfer.
+
+    From the moment at which it was idle and the value was made, to that at which it went on.
+    """
+    found: dict[tuple[int, int], tuple[float, int]] = {}
+    first = 0
+    for timeline in traced.replicas:
+        flow = DataFlow(timeline)
+        for row in timeline.events:
+            free_s = timeline.start_s
+            for event in row:
+                if event.action.op not in COMPUTE:
+                    continue
+                wait = flow.waited_for(event)
+                if wait is not None and wait.maker.rank != event.rank:
+                    waited_s = event.start_s - max(free_s, wait.maker.end_s)
+                    if wait.maker.end_s > free_s and waited_s > 0:
+                        key = first + wait.maker.rank, first + event.rank
+                        seconds, number = found.get(key, (0.0, 0))
+                        found[key] = seconds + waited_s, number + 1
+                free_s = event.end_s
+        first += timeline.num_ranks
+    return found
+
+
+def _weights(record: Record, account: Account) -> Iterator[Finding]:
+    better = record.summary.get("balance")
+    if better:
+        weights = ",".join(map(str, better["weights"]))
+        yield Finding(
+            "Replicas are unequally fast",
+            "With these weights they would end together, if each micro-batch takes a replica as "
+            "long as in this run.",
+            better["gain"] * account.pipeline_s,
+            f"outer.weights=[{weights}]",
+        )
+
+
+def _settings(record: Record, account: Account) -> Iterator[Finding]:
+    for each in record.summary.get("advice") or ():
+        yield Finding(
+            f"Another layout: {each['settings']}",
+            _of_advice(each),
+            each["gain"] * account.pipeline_s,
+            each["settings"].partition(" (")[0],
+        )
+
+
+def _of_advice(each: Mapping[str, Any]) -> str:
+    text = (
+        f"Simulated with what this run's actions took: {percent(each['gain'])} less time in the "
+        f"pipeline"
+    )
+    if each["assumes"]:
+        return f"{text}, assuming {each['assumes']}."
+    more = each["more_bytes"]
+    if not more:
+        return f"{text}; the fullest rank needs as much memory."
+    return (
+        f"{text}; the fullest rank needs {bytes_text(abs(more))} {'more' if more > 0 else 'less'} "
+        f"memory."
+    )

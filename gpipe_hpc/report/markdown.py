@@ -1,0 +1,91 @@
+"""A report as Markdown."""
+
+from collections.abc import Iterator, Sequence
+
+from gpipe_hpc.drawing import draw_text
+from gpipe_hpc.report.blocks import (
+    Advised,
+    Bars,
+    Block,
+    Curve,
+    Figures,
+    Grid,
+    Picture,
+    Report,
+    Words,
+)
+from gpipe_hpc.report.words import number, percent, time_text
+
+_WIDTH = 96  # columns of a timeline
+_SHADES = " ▁▂▃▄▅▆▇█"
+_POINTS = 60
+
+
+def render_markdown(report: Report) -> str:
+    """Return a report as text with tables; curves as a line of blocks, timelines as letters."""
+    lines = [f"# {report.title}"]
+    for section in report.sections:
+        lines += ["", f"## {section.title}"]
+        for block in section.blocks:
+            lines += ["", *_block(block)]
+    return "\n".join(lines) + "\n"
+
+
+def _block(block: Block) -> Iterator[str]:
+    match block:
+        case Words(text):
+            yield text
+        case Figures(rows):
+            yield from _table(["what", "value"], rows)
+        case Grid(head, rows):
+            yield from _table(head, rows)
+        case Curve(title, points):
+            yield from (f"- {title}, {name}: {_line(own)}" for name, own in points.items())
+        case Bars(bars):
+            names = list(dict.fromkeys(name for bar in bars for name in bar.parts))
+            shown = [n for n in names if any(bar.parts.get(n) for bar in bars)]
+            rows = [
+                [bar.name, *(time_text(bar.parts.get(name, 0.0)) for name in shown)] for bar in bars
+            ]
+            yield from _table(["", *shown], rows)
+        case Advised(findings, step_s):
+            for place, each in enumerate(findings, 1):
+                share = percent(each.gain_s / step_s)
+                yield f"{place}. **{each.what}**: {time_text(each.gain_s)} a step ({share})."
+                yield f"   {each.why}"
+                if each.settings:
+                    yield f"   `{each.settings}`"
+        case Picture(step):
+            yield "```text"
+            for timeline in step.replicas:
+                yield draw_text(timeline, _WIDTH, "s", None)
+            yield "```"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield _row(head)
+    yield _row(["---"] * len(head))
+    yield from map(_row, rows)
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(map(_cell, cells))} |"
+
+
+def _cell(text: str) -> str:
+    """Return a cell: a bar would begin a new one, a line's end would end the table."""
+    return text.replace("|", r"\|").replace("\n", " ")
+
+
+def _line(points: Sequence[tuple[float, float]]) -> str:
+    values = [value for _, value in points]
+    size = -(-len(values) // _POINTS)
+    means = [
+        sum(own) / len(own) for own in (values[i : i + size] for i in range(0, len(values), size))
+    ]
+    low, high = min(means), max(means)
+    steps = len(_SHADES) - 2
+    bars = "".join(
+        _SHADES[1 + round((m - low) / (high - low) * steps) if high > low else 1] for m in means
+    )
+    return f"{number(values[0])} {bars} {number(values[-1])}"

@@ -1,0 +1,326 @@
+"""The report of a run, section by section."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from gpipe_hpc.planning.units import bytes_text, flops_text
+from gpipe_hpc.report.accounting import PARTS, Account, account_of
+from gpipe_hpc.report.blocks import (
+    Advised,
+    Bar,
+    Bars,
+    Block,
+    Curve,
+    Figures,
+    Grid,
+    Picture,
+    Report,
+    Section,
+    Words,
+)
+from gpipe_hpc.report.findings import Finding, findings_of
+from gpipe_hpc.report.pace import timed_layers
+from gpipe_hpc.report.record import Record
+from gpipe_hpc.report.words import number, percent, time_text
+
+_MOST_EVENTS: Final = 100
+_MOST_POINTS: Final = 400  # of a curve; of more steps the mean of several is shown
+_CURVES: Final = (
+    ("loss", "loss of the global batch"),
+    ("samples_per_s", "samples a second"),
+    ("tokens_per_s", "tokens a second"),
+    ("bubble", "bubble: idle time over total"),
+)
+
+
+def report_of(record: Record) -> Report:
+    """Return what is known of one run."""
+    account = account_of(record)
+    return Report(f"Run {record.name}", list(_sections(record, account)))
+
+
+def report_of_several(records: Sequence[Record]) -> Report:
+    """Return several runs side by side, and below that each by itself."""
+    accounts = [account_of(record) for record in records]
+    names = _names(records)
+    sections = [
+        Section("Side by side", [_standing(records, accounts, names)]),
+        Section("Where the time of a step goes", list(_bars(accounts, names))),
+        Section("Over time", list(_curves(records, names))),
+        Section("Settings that differ", [_differing(records, names)]),
+    ]
+    for record, account, name in zip(records, accounts, names, strict=True):
+        sections += [
+            each._replace(title=f"{name}: {each.title}", is_open=False)
+            for each in _sections(record, account)
+        ]
+    return Report(f"Runs {', '.join(names)}", sections)
+
+
+def _names(records: Sequence[Record]) -> list[str]:
+    """Return a name for each run: its folder's, numbered where several are called alike."""
+    names = [record.name for record in records]
+    return [
+        f"{name} ({place + 1})" if names.count(name) > 1 else name
+        for place, name in enumerate(names)
+    ]
+
+
+def _sections(record: Record, account: Account | None) -> Iterator[Section]:
+    yield Section("The run", [Words(_outcome(record)), Figures(list(_figures(record, account)))])
+    if account is not None:
+        yield Section("What would make it faster", [_advised(record, account)])
+        yield Section("Where the time of a step goes", list(_time(record, account)))
+    if record.traced is not None:
+        which = "" if record.traced.step is None else f"Step {record.traced.step}: "
+        words = Words(
+            f"{which}that of median time among those held in memory. All ranks of all replicas on "
+            f"one clock. A pink bar is a transfer that its rank waited for with nothing else to "
+            f"do; others are not recorded."
+        )
+        yield Section("One step of all ranks", [words, Picture(record.traced)])
+    yield Section("Over time", list(_curves([record], [""])))
+    if record.summary.get("ranks"):
+        yield Section("Ranks and memory", list(_ranks(record)))
+    if record.summary.get("layout"):
+        yield Section("Cut and layout", list(_layout(record)))
+    yield Section("Events", list(_events(record)))
+    yield Section("Settings and versions", list(_settings(record)), is_open=False)
+
+
+def _outcome(record: Record) -> str:
+    summary = record.summary
+    if not summary:
+        return "The run has written no summary yet: it goes on, or was killed."
+    text = (
+        f"{summary['outcome'].capitalize()} after step {summary['last_step']} of "
+        f"{summary['steps_asked']}; begun {summary['began']}, written {summary['written']}."
+    )
+    if record.num_starts > 1:
+        text += f" It was started {record.num_starts} times; figures are those of the newest start."
+    return f"{text} {summary['error']}" if summary.get("error") else text
+
+
+def _figures(record: Record, account: Account | None) -> Iterator[tuple[str, str]]:
+    """Yield what stands out of a run; the same in the same order for each."""
+    summary = record.summary
+    loss, pace = summary.get("loss") or {}, summary.get("throughput") or {}
+    last = record.steps[-1] if record.steps else {}
+    layout = summary.get("layout") or {}
+    ranks = summary.get("ranks") or ()
+    yield "loss", number(loss.get("last", last.get("loss")))
+    yield "validation loss", number(loss.get("validation"))
+    yield "a step takes", time_text(account.step_s if account else None)
+    yield "samples a second", number(pace.get("samples_per_s", last.get("samples_per_s")))
+    yield "tokens a second", number(pace.get("tokens_per_s", last.get("tokens_per_s")))
+    flops = pace.get("model_flops_per_s")
+    yield "FLOPs a second", "-" if flops is None else flops_text(flops)
+    yield "share of the devices' peak", percent(pace.get("share_of_peak"))
+    yield "bubble", percent((summary.get("step") or {}).get("bubble", last.get("bubble")))
+    peaks = [each["peak_memory_bytes"] for each in ranks] or [last.get("peak_memory_bytes", 0)]
+    yield "memory of the fullest rank", bytes_text(max(peaks)) if max(peaks) else "-"
+    shape = ""
+    if layout:
+        shape = f"{layout['replicas']} x {layout['ranks'] // layout['replicas']} ranks"
+    yield "layout", f"{shape}, {layout['schedule']}" if layout else "-"
+
+
+def _advised(record: Record, account: Account) -> Block:
+    findings: list[Finding] = findings_of(record, account)
+    if not findings:
+        return Words("Nothing is known that would save more than 2 % of a step.")
+    return Advised(findings, account.step_s)
+
+
+def _time(record: Record, account: Account) -> Iterator[Block]:
+    yield Words(
+        f"The mean of {account.num_steps} steps, checkpoints shared out among them: "
+        f"{time_text(account.step_s)} a step. The parts add up to it."
+    )
+    yield from _bars([account], ["a step"])
+    rows = [
+        [name, time_text(seconds), percent(seconds / account.step_s), PARTS[name]]
+        for name, seconds in account.parts.items()
+    ]
+    total = ["all", time_text(account.step_s), percent(1.0), ""]
+    yield Grid(["part", "time", "of a step", "what it is"], [*rows, total])
+    if not account.ranks:
+        yield Words("No step was traced, so the time in the pipeline is not divided by cause.")
+        return
+    yield Words("The same for each rank, in the pipeline of the traced step:")
+    yield Bars([Bar(f"rank {share.rank}", share.seconds) for share in account.ranks])
+    expected = record.summary.get("expected")
+    if expected:
+        yield Words(
+            f"Expected before the run from measured layers: {time_text(expected['pipeline_s'])} "
+            f"in the pipeline, bubble {percent(expected['bubble'])}; measured: "
+            f"{time_text(account.pipeline_s)}."
+        )
+
+
+def _bars(accounts: Sequence[Account | None], names: Sequence[str]) -> Iterator[Block]:
+    bars = [
+        Bar(name, account.parts)
+        for account, name in zip(accounts, names, strict=True)
+        if account is not None
+    ]
+    if bars:
+        yield Bars(bars)
+
+
+def _curves(records: Sequence[Record], names: Sequence[str]) -> Iterator[Block]:
+    for key, title in _CURVES:
+        series: dict[str, Sequence[tuple[float, float]]] = {}
+        for record, name in zip(records, names, strict=True):
+            points = [(row["step"], row[key]) for row in record.steps if row.get(key) is not None]
+            if points:
+                series[name or key] = _thinned(points)
+            if key == "loss":
+                held = [
+                    (row["step"], row["validation_loss"])
+                    for row in record.others
+                    if row.get("validation_loss") is not None
+                ]
+                if held:
+                    series[f"{name} validation".strip()] = _thinned(held)
+        if series:
+            yield Curve(title, series)
+
+
+def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return at most so many points: the means of as many neighbours as it takes."""
+    size = -(-len(points) // _MOST_POINTS)
+    if size == 1:
+        return list(points)
+    groups = [points[at : at + size] for at in range(0, len(points), size)]
+    return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]
+
+
+def _ranks(record: Record) -> Iterator[Block]:
+    head = ["rank", "host", "stages", "computed", "reading", "peak memory", "above start"]
+    head += ["planned", "of it activations"]
+    rows = []
+    for each in record.summary["ranks"]:
+        planned = each.get("planned_memory") or {}
+        peak, before = each["peak_memory_bytes"], each["memory_before_bytes"]
+        rows.append(
+            [
+                str(each["rank"]),
+                each["host"],
+                ",".join(map(str, each["stages"])) or "none",
+                time_text(each["busy_s"]),
+                time_text(each.get("reading_s")),
+                bytes_text(peak),
+                bytes_text(max(0, peak - before)),
+                bytes_text(planned["total_bytes"]) if planned else "-",
+                bytes_text(planned["activation_bytes"]) if planned else "-",
+            ]
+        )
+    yield Grid(head, rows)
+    meaning = record.summary.get("peak_memory_meaning")
+    yield Words(
+        f"Peak memory: {meaning}. Above start: of it, since the start. Planned: weights, "
+        f"gradients, optimizer and activations as counted. Computed: in the traced step."
+    )
+
+
+def _layout(record: Record) -> Iterator[Block]:
+    layout = record.summary["layout"]
+    counts = layout["layers_of_stages"]
+    layers = record.summary.get("layers") or []
+    yield Words(
+        f"{layout['ranks']} ranks: {layout['replicas']} replicas of {layout['stages']} stages; "
+        f"schedule {layout['schedule']}, {layout['microbatches']} micro-batches, recompute "
+        f"{layout['recompute']}; cut by {layout['partition']}: "
+        f"pipeline.partition=[{','.join(map(str, counts))}]"
+    )
+    took: dict[int, list[float]] = {}
+    for each in timed_layers(record):
+        took.setdefault(each.layer, []).append(each.took_s)
+    stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    rows = [
+        [
+            str(index),
+            told["kind"],
+            str(stage),
+            f"{told['parameters']:,}",
+            flops_text(told["forward_flops"]),
+            time_text(max(took[index])) if index in took else "-",
+        ]
+        for index, (told, stage) in enumerate(zip(layers, stages, strict=False))
+    ]
+    if rows:
+        yield Grid(
+            ["layer", "kind", "stage", "parameters", "forward, counted", "forward, measured"], rows
+        )
+        yield Words(
+            "Of one micro-batch; measured in steps 2 to 4 of the start, on the slowest rank that "
+            "holds the layer."
+        )
+
+
+def _events(record: Record) -> Iterator[Block]:
+    skipped = next((r["skipped_steps"] for r in reversed(record.steps) if "skipped_steps" in r), 0)
+    corrupt = next(
+        (r["corrupt_samples"] for r in reversed(record.steps) if "corrupt_samples" in r), 0
+    )
+    yield Words(
+        f"Started {max(1, record.num_starts)} times, {skipped or 0} steps skipped, "
+        f"{corrupt or 0} corrupt samples passed over."
+    )
+    shown = record.happened[-_MOST_EVENTS:]
+    if len(shown) < len(record.happened):
+        yield Words(f"The last {len(shown)} of {len(record.happened)}:")
+    if shown:
+        yield Grid(
+            ["when", "kind", "ranks", "what", "times"],
+            [
+                [
+                    each.moment,
+                    each.level,
+                    ",".join(map(str, each.ranks)),
+                    each.text,
+                    f"{each.times}",
+                ]
+                for each in shown
+            ],
+        )
+
+
+def _settings(record: Record) -> Iterator[Block]:
+    versions = record.summary.get("versions") or {}
+    if versions:
+        yield Grid(["what", "version"], [[name, text] for name, text in versions.items()])
+    rows = [[name, _value(value)] for name, value in record.settings.items()]
+    if rows:
+        yield Grid(["setting", "value"], rows)
+
+
+def _value(value: Any) -> str:
+    return "null" if value is None else str(value)
+
+
+def _standing(
+    records: Sequence[Record], accounts: Sequence[Account | None], names: Sequence[str]
+) -> Block:
+    columns = [
+        dict(_figures(record, account)) for record, account in zip(records, accounts, strict=True)
+    ]
+    rows = [[what, *(column[what] for column in columns)] for what in columns[0]]
+    return Grid(["", *names], rows)
+
+
+def _differing(records: Sequence[Record], names: Sequence[str]) -> Block:
+    known: dict[str, Mapping[str, Any]] = {}
+    for name, record in zip(names, records, strict=True):
+        known[name] = record.settings
+    every = dict.fromkeys(setting for settings in known.values() for setting in settings)
+    rows = []
+    for setting in every:
+        values = [
+            _value(settings[setting]) if setting in settings else "not set"
+            for settings in known.values()
+        ]
+        if len(set(values)) > 1:
+            rows.append([setting, *values])
+    return Grid(["setting", *names], rows) if rows else Words("None.")

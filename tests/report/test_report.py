@@ -1,0 +1,303 @@
+"""The report of a run: what adds up, what is named first, and pages that stand by themselves."""
+
+import json
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from gpipe_hpc.config import compose_config
+from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.report.__main__ import write_report
+from gpipe_hpc.report.accounting import account_of, shares
+from gpipe_hpc.report.findings import findings_of
+from gpipe_hpc.report.record import read_record
+from gpipe_hpc.report.transfers import with_transfers
+from gpipe_hpc.schedule import Costs, Timeline, build, mean_costs, schedule_of, simulate
+from gpipe_hpc.training.traces.around import Around
+from gpipe_hpc.training.traces.files import read_step, write_trace
+
+FORWARD, BACKWARD = 0.010, 0.020
+VOID = {"meta", "br"}
+
+
+def timeline(forward=(FORWARD,) * 4, send=0.0):
+    """Return a measured step of 4 stages on 4 ranks."""
+    bare = build("gpipe", ranks=4, microbatches=4, recompute="never")
+    costs = Costs(forward=list(forward), backward=BACKWARD, send=send)
+    done = simulate(bare, costs)
+    return Timeline(done.events, 4, 4, "gpipe")
+
+
+def leave(folder, measured, second=None, *, took=None, more=None, stalls=(), logs="", around=()):
+    """Write what a run of two replicas leaves: `took` by layer, of which each stage has two.
+
+    `second`: the timeline of replica 1, where nothing is slow; without, both are the same.
+    """
+    folder.mkdir(exist_ok=True)
+    write_trace([measured, second or measured], folder, 5, around=around)
+    step = {"pipeline_s": measured.makespan, "reading_s": 0.001, "edge_s": 0.002}
+    step |= {"clipping_s": 0.001, "optimizer_s": 0.003, "bubble": 0.3, **(more or {})}
+    step["step_time_s"] = sum(v for n, v in step.items() if n != "bubble") + 0.001
+    lines = [{"step": n, "loss": 2.0 / n, "samples_per_s": 10.0, **step} for n in range(1, 11)]
+    lines += [{"step": 10, "validation_loss": 0.4}]
+    lines += [{"step": n, "checkpoint_stall_s": seconds} for n, seconds in stalls]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    took = took or [FORWARD / 2] * 8
+    rank = {"host": "<h&>", "busy_s": 0.1, "reading_s": 0.001, "peak_memory_bytes": 3_000_000}
+    rank |= {"memory_before_bytes": 1_000_000, "planned_memory": None}
+    kind = {"kind": "Block", "parameters": 6, "forward_flops": 8, "backward_flops": 16}
+    summary = {
+        **{"outcome": "done", "error": None, "began": "then", "written": "now"},
+        **{"first_step": 0, "last_step": 10, "steps_asked": 10},
+        "layout": {"ranks": 8, "stages": 4, "replicas": 2, "schedule": "gpipe", "microbatches": 4}
+        | {"recompute": "never", "layers_of_stages": [2] * 4, "partition": "parameters"},
+        "loss": {"first": 2.0, "last": 0.2, "validation": 0.4},
+        "throughput": {"samples_per_s": 10.0, "tokens_per_s": None, "model_flops_per_s": 5e9}
+        | {"share_of_peak": 0.4, "device_flops_per_s": 1e12},
+        "step": {"bubble": 0.3},
+        "traced_step": {"file": "trace/step_00000005.json"},
+        "layers": [{"name": f"layers.{n}", **kind} for n in range(8)],
+        "ranks": [
+            rank
+            | {"rank": r, "replica": r // 4, "stage_rank": r % 4, "stages": [r % 4]}
+            | {
+                "layers": [
+                    {"layer": n, "forward_s": FORWARD / 2 if second and r > 3 else took[n]}
+                    for n in (r % 4 * 2, r % 4 * 2 + 1)
+                ]
+            }
+            for r in range(8)
+        ],
+        "advice": [
+            {"settings": "pipeline.schedule=zb_h1 (without pipeline.options.x)", "gain": 0.05}
+            | {"more_bytes": None, "assumes": "", "text": ""}
+        ],
+    }
+    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "config.yaml").write_text("data:\n  workers: 0\ncheckpoint:\n  every: 3\n")
+    (folder / "logs").mkdir(exist_ok=True)
+    (folder / "logs" / "rank0.log").write_text(logs)
+    return folder
+
+
+def first_finding(folder):
+    record = read_record(folder)
+    account = account_of(record)
+    assert sum(account.parts.values()) == pytest.approx(account.step_s)
+    return findings_of(record, account)[0], account
+
+
+def test_parts_of_a_step_add_up_to_what_it_took(tmp_path):
+    late = tuple((Around("reading", -0.002, 0.004 * (r == 2)),) for r in range(8))
+    folder = leave(tmp_path, timeline(send=0.003), stalls=[(4, 0.02), (7, 0.01)], around=late)
+    record = read_record(folder)
+    account = account_of(record)
+    mean_s = record.steps[-1]["step_time_s"] + 0.03 / 9
+    assert account.step_s == pytest.approx(mean_s)
+    assert sum(account.parts.values()) == pytest.approx(mean_s)
+    assert account.parts["checkpoint"] == pytest.approx(0.03 / 9)
+    assert account.parts["optimizer"] == pytest.approx(0.004)
+    assert min(account.parts.values()) >= -1e-12
+    assert len(account.ranks) == 8
+    for share in account.ranks:
+        assert sum(share.seconds.values()) == pytest.approx(account.traced_s)
+
+
+def test_a_step_is_divided_by_what_was_slow():
+    """Transfers of 3 ms at 6 crossings; without them there is nothing but fill and drain."""
+    free, slow = timeline(), timeline(send=0.003)
+    for measured, waited_s in ((free, 0.0), (slow, slow.makespan - free.makespan)):
+        step = read_of([measured])
+        for share in shares(step):
+            assert share.seconds["transfers"] == pytest.approx(waited_s)
+            assert share.seconds["fill and drain"] == pytest.approx(3 * (FORWARD + BACKWARD))
+            assert share.seconds["host"] == pytest.approx(0.0)
+
+
+def read_of(replicas, around=()):
+    from gpipe_hpc.training.traces.files import ReadStep
+
+    return ReadStep(1, replicas, around)
+
+
+def test_time_that_a_rank_lost_to_reading_or_to_its_host_is_called_so():
+    measured = timeline()
+
+    def later(event, by_s):
+        return event._replace(start_s=event.start_s + by_s, end_s=event.end_s + by_s)
+
+    rows = tuple(tuple(later(e, 0.5) for e in row) for row in measured.events)
+    # Rank 0 read for 0.3 s longer than the pipeline of the other replica waited for.
+    around = ((), (), (), (), (Around("reading", 0.0, 0.5),), (), (), ())
+    late = read_of([measured, replace(measured, events=rows)], around)
+    assert shares(late)[4].seconds["reading data"] == pytest.approx(0.5)
+    assert shares(late)[0].seconds["other replicas"] == pytest.approx(0.5)
+    held = read_of([measured, replace(measured, events=rows)])
+    assert shares(held)[4].seconds["host"] == pytest.approx(0.5), "its first action needs nobody"
+
+
+def test_a_slow_layer_is_named_first_with_what_it_costs(tmp_path):
+    """Layer 5 takes 8 ms longer than its likes: the report's gain is that of simulating both."""
+    forward = [FORWARD, FORWARD, FORWARD + 0.008, FORWARD]
+    took = [FORWARD / 2] * 8
+    took[5] += 0.008
+    slow, usual = timeline(forward), timeline()
+    found, _ = first_finding(leave(tmp_path, slow, took=took))
+    assert found.what.startswith("Layer 5 (Block) is slow: 2.60 times")
+    assert found.gain_s == pytest.approx(slow.makespan - usual.makespan, rel=0.01)
+    assert found.settings == ""
+
+
+def test_a_slow_rank_is_named_first_with_what_it_costs(tmp_path):
+    forward = [FORWARD, 2 * FORWARD, FORWARD, FORWARD]
+    took = [FORWARD / 2] * 8
+    took[2] = took[3] = FORWARD
+    slow, usual = timeline(forward), timeline()
+    found, _ = first_finding(leave(tmp_path, slow, usual, took=took))
+    assert found.what.startswith("Rank 1 on <h&> is slow: 2.00 times")
+    assert found.settings == "pipeline.paces=[1,2,1,1]"
+    assert found.gain_s == pytest.approx(slow.makespan - usual.makespan, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("more", "stalls", "what", "settings", "gain_s"),
+    [
+        ({"reading_s": 0.2}, (), "Reading data", "data.workers=2", 0.2),
+        (
+            {},
+            ((3, 0.9), (6, 0.9), (9, 0.9)),
+            "Each checkpoint holds the run up for 900 ms",
+            "checkpoint.in_background=true",
+            0.3,
+        ),
+    ],
+)
+def test_what_holds_steps_up_is_named_first(tmp_path, more, stalls, what, settings, gain_s):
+    found, _ = first_finding(leave(tmp_path, timeline(), more=more, stalls=stalls))
+    assert found.what.startswith(what) and found.settings == settings
+    assert found.gain_s == pytest.approx(gain_s, rel=0.01)
+
+
+def test_a_slow_link_is_named_with_its_ranks(tmp_path):
+    free, slow = timeline(), timeline(send=0.02)
+    found, _ = first_finding(leave(tmp_path, slow))
+    assert "Waiting for transfers" in found.what
+    assert found.gain_s == pytest.approx(slow.makespan - free.makespan, rel=0.01)
+
+
+def test_transfers_that_were_waited_for_are_drawn_where_they_were():
+    drawn = with_transfers(timeline(send=0.003))
+    sends = [e for row in drawn.events for e in row if e.action.op.value.startswith("SEND")]
+    assert len(sends) > 6
+    assert max(e.duration_s for e in sends) == pytest.approx(0.003)
+    assert schedule_of(drawn).ranks == schedule_of(timeline()).ranks
+    assert mean_costs(drawn) == mean_costs(timeline(send=0.003))
+
+
+class Strict(HTMLParser):
+    """Refuses tags that do not nest, and notes what a page would load."""
+
+    def __init__(self):
+        super().__init__(convert_charrefs=True)
+        self.open, self.loads, self.inner = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        named = dict(attrs)
+        self.loads += [named[n] for n in ("src", "href") if n in named]
+        if tag == "iframe":
+            assert named["sandbox"] == "allow-scripts"
+            self.inner.append(named["srcdoc"])
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def strict(page):
+    parser = Strict()
+    parser.feed(page)
+    parser.close()
+    assert parser.open == [] and parser.loads == []
+    return parser
+
+
+LOGS = """2026-01-01 10:00:00,001 INFO rank 0 stage 0 gpipe_hpc.train: run folder /r
+2026-01-01 10:00:01,001 WARNING rank 0 stage 0 gpipe_hpc.train: step 1: skipped <script>
+2026-01-01 10:00:02,001 WARNING rank 0 stage 0 gpipe_hpc.train: step 2: skipped <script>
+2026-01-01 10:00:03,001 WARNING rank 0 stage 0 gpipe_hpc.train: step 3: skipped <script>
+2026-01-01 10:00:04,001 WARNING rank 0 stage 0 gpipe_hpc.train: step 4: skipped <script>
+2026-01-01 10:09:00,001 INFO rank 0 stage 0 gpipe_hpc.train: run folder /r
+2026-01-01 10:09:01,001 INFO rank 0 stage 0 gpipe_hpc.train: resumed from /r/c: 4 steps done
+a line of a traceback
+"""
+
+
+def test_the_page_needs_nothing_else_and_its_tags_nest(tmp_path):
+    folder = leave(tmp_path / "run", timeline(send=0.003), logs=LOGS)
+    path = write_report(compose_config([f"run.dir={folder}"]))
+    assert path == folder / "report.html"
+    page = path.read_text()
+    parser = strict(page)
+    assert len(parser.inner) == 1
+    strict(parser.inner[0])
+    assert "replica 1, gpipe" in parser.inner[0] and "a transfer that" in parser.inner[0]
+    assert "&lt;h&amp;&gt;" in page and "skipped <script>" not in page
+    assert "Started 2 times" in page and "http" not in page.replace("http-equiv", "")
+    for word in ("FLOPs a second", "40.0 %", "validation", "prefers-color-scheme", "viewport"):
+        assert word in page
+
+
+def test_markdown_and_several_runs(tmp_path):
+    """Runs with folders of the same name are told apart, and settings that differ are shown."""
+    one = leave(tmp_path / "a", timeline(), logs=LOGS)
+    (tmp_path / "other").mkdir()
+    two = leave(tmp_path / "other" / "a", timeline(send=0.01))
+    (two / "config.yaml").write_text("data:\n  workers: 4\n")
+    runs = f"report.runs=[{one},{two}]"
+    text = write_report(compose_config([runs, f"report.out={tmp_path}/both.md"])).read_text()
+    assert "| data.workers | 0 | 4 |" in text and "| checkpoint.every | 3 | not set |" in text
+    assert "a (1)" in text and "## a (2): Where the time of a step goes" in text
+    assert all(line.count("|") > 2 for line in text.splitlines() if line.startswith("|"))
+    page = write_report(compose_config([runs, "report.format=html"])).read_text()
+    assert len(strict(page).inner) == 2
+    assert "| skipped" not in text and "| 4 |" in text, "four alike are one event"
+
+
+def test_a_run_that_goes_on_or_has_no_trace_has_a_report(tmp_path):
+    folder = leave(tmp_path / "run", timeline())
+    (folder / "summary.json").unlink()
+    with (folder / "metrics.jsonl").open("a") as lines:
+        lines.write('{"step": 11, "lo')
+    for path in (folder / "trace").iterdir():
+        path.unlink()
+    text = write_report(compose_config([f"run.dir={folder}", "report.format=markdown"])).read_text()
+    assert "has written no summary yet" in text and "not divided by cause" in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ([], "run.dir"),
+        (["run.dir=nowhere"], "not there"),
+        (["run.dir=."], "no run that has done a step"),
+        (["run.dir=a", "report.runs=[b]"], "report.runs"),
+        (["run.dir=a", "report.format=pdf"], "report.format"),
+    ],
+)
+def test_what_is_no_run_is_refused(tmp_path, monkeypatch, settings, said):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=said):
+        write_report(compose_config(settings))
+
+
+def test_a_trace_keeps_what_ranks_did_around_the_pipeline(tmp_path):
+    measured = timeline()
+    row = (Around("reading", -0.5, 0.25), Around("optimizer", 1.0, 1.5))
+    path = write_trace([measured], tmp_path, 5, around=[row, (), (), ()])
+    step = read_step(path)
+    assert step.step == 5 and step.around == (row, (), (), ())
