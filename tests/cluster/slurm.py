@@ -14,7 +14,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.cluster.tools import tool
@@ -22,7 +22,9 @@ from tests.conftest import marked, wait_until
 
 NODES = 4
 CPUS = 8
+# A job that is queued again looks as if it had ended, as long as its old step is being ended.
 _STAYS_S = 3.0
+_STAYS_FAILED_S = 20.0
 LOST_S = 10  # without an answer a node counts as down
 
 _CONF = """\
@@ -234,20 +236,21 @@ class BatchJob:
         since: list[float] = []
 
         def reached() -> bool:
-            is_now = self._is_in(states)
-            since[:] = [*since, time.monotonic()] if is_now else []
-            return is_now and since[-1] - since[0] > _STAYS_S
+            state = self._state()
+            since[:] = [*since, time.monotonic()] if state in states else []
+            stays_s = _STAYS_FAILED_S if state == "FAILED" else _STAYS_S
+            return state in states and since[-1] - since[0] > stays_s
 
         wait_until(reached, limit_s, f"job {self.number} was {' or '.join(states)}")
         return self.told("JobState")
 
-    def _is_in(self, states: Collection[str]) -> bool:
+    def _state(self) -> str:
         # Slurm starts a requeued job only after two minutes or so.
         if self.told("Reason") == "BeginTime":
             self._slurm.run(
                 "scontrol", "update", f"JobId={self.number}", "StartTime=now", fails=True
             )
-        return self.told("JobState") in states
+        return self.told("JobState")
 
 
 def _free_ports(number: int) -> list[int]:

@@ -131,7 +131,8 @@ def test_a_killed_task_starts_again_on_the_same_nodes(
     (step, nodes), (again, same_nodes) = starts(tmp_path)
     assert step == 0 < again < STEPS
     assert nodes == same_nodes == "n1,n2"
-    assert "rank 2 on" in said(tmp_path) and "killed by SIGKILL" in said(tmp_path)
+    # How it ended only Slurm knows for sure: it may have asked the kernel ahead of our watcher.
+    assert "rank 2 on" in said(tmp_path) and "task 2: Killed" in said(tmp_path)
     as_undisturbed(tmp_path / "run")
 
 
