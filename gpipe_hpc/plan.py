@@ -8,13 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-import torch
-
 from gpipe_hpc.comm.device import device_to_come
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.config import (
     Config,
-    DataConfig,
     TokenDataConfig,
     bind_loss,
     build_target,
@@ -22,7 +19,6 @@ from gpipe_hpc.config import (
 )
 from gpipe_hpc.config.checks import check_planning
 from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs, say_error
-from gpipe_hpc.config.data import Shape
 from gpipe_hpc.config.ranks import on_ranks, ranks_to_come
 from gpipe_hpc.errors import GpipeError, PartitionError
 from gpipe_hpc.models import loss_function, normalise_layers
@@ -47,12 +43,12 @@ from gpipe_hpc.planning.by_rank import excess_bytes, memory_limits
 from gpipe_hpc.planning.counted import ModelCount
 from gpipe_hpc.planning.forecast import Forecast, least_bytes
 from gpipe_hpc.planning.gauges import COUNTED
-from gpipe_hpc.planning.meta import META
 from gpipe_hpc.planning.report import Assumptions, Sections, report
 from gpipe_hpc.planning.sums import sums_text
 from gpipe_hpc.planning.units import bytes_text
 from gpipe_hpc.planning.vocabulary import check_vocabulary
 from gpipe_hpc.training.asking import request_of
+from gpipe_hpc.training.shapes import Sample, microbatch, samples_per_microbatch
 
 DEFAULT_STAGES: Final = 4
 TOO_LARGE_EXIT_CODE: Final = 3
@@ -67,14 +63,6 @@ class Plan(NamedTuple):
     forecast: Forecast
     text: str
     fits: bool
-
-
-class Sample(NamedTuple):
-    """A micro-batch without values, and the name of the loss that goes with it."""
-
-    inputs: torch.Tensor
-    targets: torch.Tensor
-    loss: str
 
 
 def main() -> None:
@@ -247,22 +235,6 @@ def _cut_by(policy: object, partition: Partition) -> str:
         "by counted FLOPs (pipeline.partition=time measures on the machine that trains; the cut "
         "may differ)"
     )
-
-
-def samples_per_microbatch(config: Config) -> int:
-    """Return how many samples the largest micro-batch has."""
-    pipeline, train = config.pipeline, config.train
-    return -(-train.batch_size // (pipeline.replicas * pipeline.microbatches * train.accumulation))
-
-
-def microbatch(data: DataConfig, num_samples: int) -> Sample:
-    """Return a micro-batch of the shapes that this kind of data has."""
-    inputs, targets, loss = data.shapes(num_samples)
-    return Sample(_empty(inputs), _empty(targets), loss)
-
-
-def _empty(shape: Shape) -> torch.Tensor:
-    return torch.empty(shape.sizes, dtype=getattr(torch, shape.dtype), device=META)
 
 
 def _heading(config: Config, gauge: Gauge, layout: Layout, sample: Sample) -> list[str]:

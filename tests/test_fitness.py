@@ -36,7 +36,7 @@ ROWS = [
     {"config"},
     {"pipeline", "checkpoint"},
     {"training"},
-    {"train", "plan", "bench", "draw", "export", "verify", "report", "__main__"},
+    {"train", "plan", "bench", "draw", "export", "verify", "preflight", "report", "__main__"},
     {"__init__"},
 ]
 ONE_IN_TWO_FILES = {"pipeline", "checkpoint"}

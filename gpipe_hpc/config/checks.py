@@ -68,6 +68,7 @@ _RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
         "plan.flops_per_s": (1, _INF),
         "plan.link_bytes_per_s": (1, _INF),
         "train.device_flops_per_s": (1, _INF),
+        "preflight.bytes": (1, 2**30),
         "verify.steps": (1, _INF),
         "bench.steps": (1, _INF),
         "bench.repeats": (1, _INF),
@@ -108,6 +109,7 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         **DATA_CHOICES,
     }
 )
+_ABOVE_ZERO: Final = ("comm.timeout_s", "comm.stall_s", "comm.reach_s", "preflight.limit_s")
 _NONE_IS_OFF: Final = ("train.clip_norm", "train.stop_grace_s")
 _PARTITIONS: Final = ("time", "parameters", "uniform")
 
@@ -206,7 +208,7 @@ def check_ranges(config: Config) -> None:
         expected = f"{least} to {most}" if bounded else f"at least {least}"
         raise refuse(setting, expected, value, f"set {setting} within it")
     # Open at zero: no time to wait and no norm at all would stop every run.
-    for setting in ("comm.timeout_s", "comm.stall_s", "comm.reach_s", *_NONE_IS_OFF):
+    for setting in (*_ABOVE_ZERO, *_NONE_IS_OFF):
         value = _value(config, setting)
         if value is not None and not (value > 0 and math.isfinite(value)):
             off = ", or null for none" if setting in _NONE_IS_OFF else ""

@@ -17,7 +17,7 @@ class Command(NamedTuple):
     without: tuple[str, ...] = ()
 
 
-_OTHERS: Final = ("draw", "plan", "verify", "bench", "export", "report")
+_OTHERS: Final = ("draw", "plan", "preflight", "verify", "bench", "export", "report")
 
 
 def _but(*own: str) -> tuple[str, ...]:
@@ -29,13 +29,18 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
         "train": Command(
             "Train a model, in one process or under torchrun, srun or mpirun.",
             "torchrun --standalone --nproc_per_node 2 -m gpipe_hpc.train train.steps=20",
-            _but(),
+            _but("preflight"),
         ),
         "plan": Command(
             "Say what a run would need and take, before it starts.",
             "python -m gpipe_hpc.plan model=gpt2 data=synthetic data.vocab_size=50257 "
             "pipeline.stages=4 pipeline.memory_bytes=24GB",
             (*_but("plan"), "lr", "run", "checkpoint", "comm", "trace"),
+        ),
+        "preflight": Command(
+            "Look whether hosts, ranks and links are fit for a run, and measure the links.",
+            "torchrun --standalone --nproc_per_node 2 -m gpipe_hpc.preflight",
+            (*_but("preflight"), "lr", "loss", "trace"),
         ),
         "draw": Command(
             "Draw schedules, simulated or as a run measured them.",

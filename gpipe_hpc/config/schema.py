@@ -252,6 +252,16 @@ class PlanConfig:
 
 
 @dataclass
+class PreflightConfig:
+    """What is looked at before a run, and what ``python -m gpipe_hpc.preflight`` measures."""
+
+    before_run: bool = True
+    out: str | None = "links.yaml"
+    bytes: Any = "4MB"
+    limit_s: float = 20.0
+
+
+@dataclass
 class VerifyConfig:
     """What ``python -m gpipe_hpc.verify`` compares."""
 
@@ -314,6 +324,7 @@ class Config:
     trace: TraceConfig = field(default_factory=TraceConfig)
     draw: DrawConfig = field(default_factory=DrawConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+    preflight: PreflightConfig = field(default_factory=PreflightConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     report: ReportConfig = field(default_factory=ReportConfig)

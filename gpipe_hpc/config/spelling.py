@@ -52,6 +52,7 @@ def spell(config: "Config") -> None:
     train.device = _lower(train.device)
     train.num_threads = _number_or(train.num_threads, "auto", "train.num_threads")
     pipeline.memory_bytes = bytes_of_ranks(pipeline.memory_bytes, "pipeline.memory_bytes")
+    config.preflight.bytes = num_bytes(config.preflight.bytes, "preflight.bytes")
     config.outer.compress = canonical_precision(config.outer.compress)
     config.outer.bucket_bytes = num_bytes(config.outer.bucket_bytes, "outer.bucket_bytes")
 

@@ -1,6 +1,9 @@
 """The description of a cluster as a YAML file."""
 
-from collections.abc import Collection, Mapping
+import json
+import math
+import os
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -8,7 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from gpipe_hpc.errors import ConfigError, ScheduleError
+from gpipe_hpc.errors import ConfigError, ScheduleError, os_remedy
 from gpipe_hpc.schedule import Cluster, Link
 
 _LINK: Final = ("latency_s", "bandwidth_bytes_per_s")
@@ -20,6 +23,7 @@ def read_cluster(path: str | Path) -> Cluster:
 
         hosts: 1250                   # how many, or a list with the number of ranks of each
         ranks_per_host: 8             # not with a list
+        names: [node1, node2]         # of the hosts, for people: may be left out
         links:
           within: {latency_s: 3.0e-6, bandwidth_bytes_per_s: 300.0e9}
           between: {latency_s: 8.0e-6, bandwidth_bytes_per_s: 40.0e9}
@@ -40,14 +44,16 @@ def read_cluster(path: str | Path) -> Cluster:
             "correct the path or the file"
         ) from None
     file = _File(path)
-    top = file.keys(read, "", {"hosts", "links"}, {"ranks_per_host", "slow_ranks"})
+    top = file.keys(read, "", {"hosts", "links"}, {"ranks_per_host", "slow_ranks", "names"})
+    hosts = file.hosts(top)
+    file.check_names(top.get("names"), len(hosts))
     links = file.keys(top["links"], "links", {"within", "between"}, {"hosts", "ranks"})
     ways = links.get("ranks") or []
     if not isinstance(ways, list):
         file.refuse("links.ranks", "a list", ways)
     try:
         return Cluster(
-            hosts=file.hosts(top),
+            hosts=hosts,
             within=file.link(links["within"], "links.within"),
             between=file.link(links["between"], "links.between"),
             host_links={
@@ -62,6 +68,56 @@ def read_cluster(path: str | Path) -> Cluster:
         )
     except ScheduleError as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def write_cluster(
+    path: str | Path, cluster: Cluster, names: Sequence[str] = (), about: str = ""
+) -> None:
+    """Write a cluster as `read_cluster` reads it, in the place of what is there.
+
+    `names`: of the hosts. `about`: what stands above it, lines for people. Raises ConfigError where
+    nothing can be written.
+    """
+    lines = [f"# {line}".rstrip() for line in about.splitlines()]
+    lines.append(f"hosts: {list(cluster.hosts)}  # the number of ranks of each")
+    if names:
+        lines.append(f"names: {json.dumps(list(names))}")
+    lines += [
+        "links:",
+        f"  within: {_link_text(cluster.within)}",
+        f"  between: {_link_text(cluster.between)}",
+    ]
+    if cluster.host_links:
+        lines.append("  hosts:")
+        lines += [f"    {host}: {_link_text(link)}" for host, link in cluster.host_links.items()]
+    if cluster.rank_links:
+        lines.append("  ranks:")
+        for (source, destination), link in cluster.rank_links.items():
+            ends = f"source: {source}, destination: {destination}"
+            lines.append(f"    - {{{ends}, {_link_text(link)[1:]}")
+    if cluster.paces:
+        lines.append(f"slow_ranks: {dict(cluster.paces)}")
+    path = Path(path)
+    aside = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_text("\n".join(lines) + "\n", "utf-8")
+        os.replace(aside, path)
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: not writable, expected a file for the description of a cluster, got {error}; "
+            f"{os_remedy(error) or 'look at its folder'}, or choose another"
+        ) from None
+
+
+def _link_text(link: Link) -> str:
+    numbers = zip(_LINK, (link.latency, link.bandwidth), strict=True)
+    return f"{{{', '.join(f'{name}: {_number_text(number)}' for name, number in numbers)}}}"
+
+
+def _number_text(number: float) -> str:
+    # YAML 1.1 takes 1e-06 for a text, as it has no point, and inf.
+    return ".inf" if number == math.inf else f"{number:.4e}"
 
 
 class _File:
@@ -117,6 +173,13 @@ class _File:
         found = self.keys(value, key, (*_LINK, *_WAY))
         source, destination = (self.number(found[name], f"{key}.{name}", least=0) for name in _WAY)
         return (source, destination), self.link({name: found[name] for name in _LINK}, key)
+
+    def check_names(self, names: object, num_hosts: int) -> None:
+        """Refuse what are no names of so many hosts."""
+        if names is None:
+            return
+        if not isinstance(names, list) or len(names) != num_hosts:
+            self.refuse("names", f"a list of {num_hosts}, one for each host", names)
 
     def hosts(self, top: Mapping[str, Any]) -> tuple[int, ...]:
         """Return the number of ranks of each host."""

@@ -24,7 +24,7 @@ from gpipe_hpc.config import (
 from gpipe_hpc.errors import ConfigError, ModelError, PartitionError
 from gpipe_hpc.models import build_model, long_skips, skip_routes, token_cross_entropy
 from gpipe_hpc.models.losses import segmentation
-from gpipe_hpc.plan import make_plan, microbatch, samples_per_microbatch
+from gpipe_hpc.plan import make_plan
 from gpipe_hpc.planning.counted import count_model
 from gpipe_hpc.planning.forecast import forecast
 from gpipe_hpc.planning.sums import ring_bytes
@@ -33,6 +33,7 @@ from gpipe_hpc.schedule import build, lower
 from gpipe_hpc.training.data import open_data
 from gpipe_hpc.training.data.text import TextConfig
 from gpipe_hpc.training.optimizer import build_optimizer, optimizer_memory
+from gpipe_hpc.training.shapes import microbatch, samples_per_microbatch
 from tests.support import metrics, train_here
 
 TOKENS = ["data=synthetic", "data.seq_len=64", "data.vocab_size=50257"]

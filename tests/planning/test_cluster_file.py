@@ -1,9 +1,11 @@
 """The description of a cluster: what is read, and what is refused by its key."""
 
+import math
+
 import pytest
 
 from gpipe_hpc.errors import ConfigError
-from gpipe_hpc.planning.cluster_file import read_cluster
+from gpipe_hpc.planning.cluster_file import read_cluster, write_cluster
 from gpipe_hpc.schedule import Cluster, Link
 
 LINK = "{latency_s: 1.0e-6, bandwidth_bytes_per_s: 300e9}"
@@ -43,7 +45,7 @@ def test_hosts_that_are_all_alike_are_a_number(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "top, expected the keys hosts, links, and maybe ranks_per_host, slow_ranks"),
+        ("", "top, expected the keys hosts, links, and maybe names, ranks_per_host, slow_ranks"),
         ("hosts: 2\n" + LINKS, "ranks_per_host, expected a whole number from 1 up, got None"),
         ("hosts: [2]\nranks_per_host: 2\n" + LINKS, "expected none beside a list of hosts, got 2"),
         ("hosts: [2, no]\n" + LINKS, "hosts, expected a whole number from 1 up, got False"),
@@ -57,6 +59,11 @@ def test_hosts_that_are_all_alike_are_a_number(tmp_path):
         ("hosts: [2]\n" + LINKS + "  ranks: 4\n", "links.ranks, expected a list, got 4"),
         ("hosts: [2]\n" + LINKS + "  ranks: [{source: 0}]\n", r"links.ranks\[0\], expected the k"),
         ("hosts: [2\n" + LINKS, "not readable as YAML"),
+        ("hosts: [2, 2]\nnames: [a]\n" + LINKS, r"names, expected a list of 2, one for each host"),
+        (
+            "hosts: [2]\nnames: a\n" + LINKS,
+            "names, expected a list of 1, one for each host, got 'a'",
+        ),
         ("- 1\n", "top, expected keys with values"),
     ],
 )
@@ -68,3 +75,26 @@ def test_what_is_wrong_is_named_by_its_key(tmp_path, text, message):
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"none\.yaml: not readable as YAML"):
         read_cluster(tmp_path / "none.yaml")
+
+
+def test_what_is_written_is_read_again(tmp_path):
+    """A latency of a microsecond without a point in it is a text in YAML."""
+    cluster = Cluster(
+        hosts=(2, 3),
+        within=Link(1e-6, 300e9),
+        between=Link(0.0, math.inf),
+        host_links={1: Link(1e-5, 1e9)},
+        rank_links={(3, 4): Link(2.0, 5.0), (4, 3): Link(2e-3, 5.5e6)},
+        paces={4: 1.5},
+    )
+    path = tmp_path / "made" / "links.yaml"
+    write_cluster(path, cluster, names=["node1: a", "node2"], about="Measured.\nBy hand.")
+    assert read_cluster(path) == cluster
+    assert path.read_text("utf-8").startswith("# Measured.\n# By hand.\n")
+    assert [each.name for each in path.parent.iterdir()] == ["links.yaml"]
+
+
+def test_a_file_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="not writable"):
+        write_cluster(tmp_path / "file" / "links.yaml", Cluster((1,), Link(), Link()))

@@ -18,11 +18,12 @@ from gpipe_hpc.comm.pickling import dumps, loads
 from gpipe_hpc.config import PipelineConfig, build_target, compose_config, conf_dir
 from gpipe_hpc.errors import ConfigError, ModelError
 from gpipe_hpc.models import LayerSpec, loss_function
-from gpipe_hpc.plan import make_plan, microbatch, samples_per_microbatch
+from gpipe_hpc.plan import make_plan
 from gpipe_hpc.planning import LayerTimes, Measured, Request, cut, lay_out
 from gpipe_hpc.planning.counted import count_model
 from gpipe_hpc.schedule import build, schedule_names, to_text
 from gpipe_hpc.training.asking import request_of
+from gpipe_hpc.training.shapes import microbatch, samples_per_microbatch
 from gpipe_hpc.training.start import building
 
 FOREIGN = {"huggingface", "own"}  # models that are not of the zoo

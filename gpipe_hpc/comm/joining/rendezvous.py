@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import logging
-import resource
 import socket
 import threading
 import time
@@ -33,6 +32,7 @@ from gpipe_hpc.comm.joining.launcher import Launch
 from gpipe_hpc.comm.joining.meetings import Meetings
 from gpipe_hpc.comm.joining.roll_call import Member, OverError, RollCall
 from gpipe_hpc.comm.joining.secret import Secret
+from gpipe_hpc.comm.open_files import allow_files
 from gpipe_hpc.comm.timeouts import DEFAULT_REACH_S
 from gpipe_hpc.errors import LaunchError
 
@@ -439,12 +439,7 @@ def make_room(num_files: int) -> None:
 
     Who serves the store has two connections for each rank: its own, and its watcher's.
     """
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = resource.RLIM_INFINITY
-    if limit == unlimited or limit >= num_files:
-        return
-    allowed = num_files if most == unlimited else min(num_files, most)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
+    allowed = allow_files(num_files)
     if allowed < num_files:
         log.warning(
             "launch: rank 0 serves all ranks, expected to open %d files, got a limit of %d; raise "

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from gpipe_hpc.config import check_config, compose_config
 from gpipe_hpc.config.commands import exit_code_of
 from gpipe_hpc.errors import ConfigError, DataError
-from gpipe_hpc.plan import microbatch
 from gpipe_hpc.training.data import identify, open_data
 from gpipe_hpc.training.data.arrays import ArraysConfig
+from gpipe_hpc.training.shapes import microbatch
 
 ROWS = 40
 

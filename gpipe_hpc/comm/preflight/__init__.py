@@ -1,0 +1,1 @@
+"""Whether hosts, ranks and what links them are fit for a run: measured, not believed."""

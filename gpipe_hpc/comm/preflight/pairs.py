@@ -1,0 +1,32 @@
+"""Which pairs of ranks exchange something at the same time."""
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+Pair = tuple[int, int]
+
+
+def in_rounds(pairs: Iterable[Pair]) -> list[list[Pair]]:
+    """Divide pairs of ranks into rounds; within a round no rank is in two of them.
+
+    The same rounds on every rank. Each pair is there once, its lower rank first. Those of a chain
+    take two rounds: every second pair, then the others.
+    """
+    each = {(min(pair), max(pair)) for pair in pairs}
+    rounds: list[list[Pair]] = []
+    busy: list[set[int]] = []
+    for pair in sorted(each, key=lambda pair: (pair[0] % 2, pair)):
+        place = next((i for i, ranks in enumerate(busy) if ranks.isdisjoint(pair)), len(rounds))
+        if place == len(rounds):
+            rounds.append([])
+            busy.append(set())
+        rounds[place].append(pair)
+        busy[place].update(pair)
+    return rounds
+
+
+def ring(ranks: Sequence[int]) -> list[Pair]:
+    """Return the neighbours of some ranks in their order, the last one followed by the first."""
+    if len(ranks) < 2:
+        return []
+    return sorted({(min(p), max(p)) for p in pairwise([*ranks, ranks[0]])})
