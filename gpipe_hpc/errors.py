@@ -68,6 +68,10 @@ class ActionError(GpipeError, RuntimeError):
     """An action of the table failed on this rank; names rank, stage, micro-batch and action."""
 
 
+class DeviceError(GpipeError, RuntimeError):
+    """A device, or what carries its tensors, that comes to another result than it must."""
+
+
 class DeviceMemoryError(ActionError):
     """Memory ran out in an action; says what was planned, what is used, and what would help."""
 

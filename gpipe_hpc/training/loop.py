@@ -27,6 +27,8 @@ from gpipe_hpc.training.logs import rank_log
 from gpipe_hpc.training.metrics import Metrics, open_metrics
 from gpipe_hpc.training.neighbour import DEFAULT_FOLDER, NeighbourCopies, open_copies
 from gpipe_hpc.training.one_step import Trained, refuse_non_finite, train_one_step
+from gpipe_hpc.training.preflight.before import look_before_run
+from gpipe_hpc.training.preflight.folder import await_run
 from gpipe_hpc.training.progress import Progress
 from gpipe_hpc.training.results import Line, Results
 from gpipe_hpc.training.run.again import command_again
@@ -75,6 +77,8 @@ def run_training(
                 lock = stack.enter_context(own_folder(config, stop, launchers))
             begun = None if lock is None else begin(config, lock, launchers)
             run: Run = world.everybody.broadcast_object(begun, root=0)
+            if config.preflight.before_run:
+                await_run(run, world.rank)
         train = config.train
         cores = stack.enter_context(bound(world, train.bind, train.num_threads))
         if config.train.deterministic:
@@ -97,6 +101,7 @@ def run_training(
         if copies is not None:
             stack.enter_context(stop.doing_last(partial(_remove_copies, copies)))
         stack.enter_context(stop.between_steps(config.train.stop_grace_s, lambda: world.doing))
+        look_before_run(config, world, session.planned)
         return _Loop(session, stop, words, before_bytes).run()
 
 

@@ -14,6 +14,7 @@ from gpipe_hpc.checkpoint import BackgroundSaver
 from gpipe_hpc.comm.world import together
 from gpipe_hpc.config import Config
 from gpipe_hpc.pipeline import Pipeline
+from gpipe_hpc.planning.forecast import RankForecast
 from gpipe_hpc.training.batches import Batch, Batches
 from gpipe_hpc.training.data import (
     CorruptTally,
@@ -66,6 +67,7 @@ class Session:
     copies: NeighbourCopies | None = None  # in memory, where the settings ask for them
     baseline: float | None = None  # on rank 0: the loss of guessing, where it is known
     foreseen: Foresight | None = None  # on rank 0, where the layers can be counted
+    planned: RankForecast | None = None  # what this rank is to hold, where that is known
     position: int = 0  # samples consumed since the start of the run
     adascale: AdaScale | None = None
     _batches: Batches | None = None

@@ -1,6 +1,6 @@
 """Which of the ways that were timed are slow, and the cluster that they make."""
 
-from gpipe_hpc.comm.preflight.timing import Way
+from gpipe_hpc.comm.preflight.timing import CHANNELS, SUMS, Way
 from gpipe_hpc.planning.links import BETWEEN, WITHIN, Links
 from gpipe_hpc.schedule import Link
 
@@ -18,8 +18,11 @@ def test_each_kind_has_its_own_median():
     links = Links(TWO_HOSTS, ways)
     assert links.slow() == []
     kinds = links.kinds()
-    assert (kinds[WITHIN].num_ways, kinds[BETWEEN].num_ways) == (4, 2)
-    found = links.cluster()
+    assert {key: kind.num_ways for key, kind in kinds.items()} == {
+        (WITHIN, CHANNELS): 4,
+        (BETWEEN, CHANNELS): 2,
+    }
+    found = links.cluster({})
     assert (found.hosts, found.within, found.between) == ((2, 2), Link(2e-5, 3e9), Link(5e-3, 1e7))
     assert found.rank_links == {}
 
@@ -30,8 +33,8 @@ def test_a_way_that_is_far_slower_than_most_of_its_kind_is_named():
     slow = Way(2, 3, 1e-3, 2e7)
     links = Links(hosts, [*ways, Way(3, 2, 5e-3, 1e8)])
     assert links.slow() == [slow, Way(3, 2, 5e-3, 1e8)]
-    assert links.cluster().rank_links == {(2, 3): Link(1e-3, 2e7), (3, 2): Link(5e-3, 1e8)}
-    assert links.cluster().between == Link(1e-3, 1e8)
+    assert links.cluster({}).rank_links == {(2, 3): Link(1e-3, 2e7), (3, 2): Link(5e-3, 1e8)}
+    assert links.cluster({}).between == Link(1e-3, 1e8)
 
 
 def test_microseconds_within_a_host_are_no_slow_link():
@@ -43,11 +46,25 @@ def test_microseconds_within_a_host_are_no_slow_link():
 def test_ranks_that_are_dealt_to_hosts_in_turn_keep_what_was_timed():
     """A cluster numbers ranks host by host; Slurm may deal them in turn (--distribution=cyclic)."""
     links = Links(["a", "b", "a", "b"], both(0, 1, 1e-3, 1e8) + both(0, 2, 1e-5, 1e9))
-    found = links.cluster()
+    found = links.cluster({})
     assert found.hosts == (1, 1, 1, 1)
     assert found.between == Link(1e-3, 1e8)
     assert found.link(0, 2) == Link(1e-5, 1e9)
 
 
+def test_sums_that_go_another_way_than_boundaries_are_no_slow_links():
+    """Boundaries within a host go by shared memory, sums over a connection of Gloo."""
+    sums = [way._replace(carries=SUMS) for way in both(0, 2, 5e-4, 1e9) + both(1, 3, 4e-4, 1e9)]
+    links = Links(["a"] * 4, both(0, 1, 1e-5, 8e9) + both(2, 3, 1e-5, 8e9) + sums)
+    assert links.slow() == []
+    found = links.cluster({})
+    assert found.within == Link(1e-5, 8e9)
+    assert (found.link(0, 2), found.link(3, 1)) == (Link(5e-4, 1e9), Link(4e-4, 1e9))
+
+
 def test_without_a_way_there_is_no_cluster():
-    assert Links(["a"], []).cluster() is None
+    assert Links(["a"], []).cluster({}) is None
+
+
+def test_slow_ranks_are_told():
+    assert Links(["a", "a"], both(0, 1, 1e-5, 1e9)).cluster({1: 1.5}).paces == {1: 1.5}

@@ -89,7 +89,8 @@ def _built(
         read = partial(first_microbatch, config, opened.source, sampler)
         look_ahead = partial(foresee, pipe, layers, loss_fn, read, len(sampler.batch(0)[0]))
     foreseen = patiently(world, "counting the layers", look_ahead)
-    pipe.expect_memory(_planned(world, foreseen))
+    planned = _planned(world, foreseen)
+    pipe.expect_memory(planned)
     is_needed = pipe.needs_inputs or pipe.needs_targets
     source = open_data_where_needed(config, world, run.folder, opened, is_needed=is_needed)
     return Session(
@@ -110,6 +111,7 @@ def _built(
         copies,
         opened.baseline,
         foreseen,
+        None if planned is None else planned[pipe.stage_rank],
         adascale=_adascale(config, pipe),
     )
 

@@ -61,9 +61,10 @@ def test_latency_and_both_bandwidths_are_found():
     (forth, back), nothing = run_on_threads(2, task)
     assert nothing is None
     assert (forth.source, forth.destination, back.source, back.destination) == (0, 1, 1, 0)
-    assert forth.latency_s == back.latency_s == pytest.approx(0.02, rel=0.5)
-    assert forth.bytes_per_s == pytest.approx(5e6, rel=0.5)
-    assert back.bytes_per_s == pytest.approx(2e7, rel=0.5)
+    assert forth.latency_s == back.latency_s
+    assert 0.02 <= forth.latency_s < 0.04
+    assert 0.3 * 5e6 < forth.bytes_per_s < 1.1 * 5e6
+    assert 0.3 * 2e7 < back.bytes_per_s < 1.1 * 2e7
 
 
 def test_a_slow_line_is_not_kept_busy_for_long():

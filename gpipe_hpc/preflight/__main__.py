@@ -1,0 +1,67 @@
+"""The entry point of `python -m gpipe_hpc.preflight`."""
+
+import sys
+from dataclasses import replace
+from typing import Final
+
+import torch.distributed as dist
+
+from gpipe_hpc.comm.joining.launcher import detect_launch
+from gpipe_hpc.comm.torchrun_report import tell_torchrun
+from gpipe_hpc.comm.world import World
+from gpipe_hpc.config import check_config
+from gpipe_hpc.config.commands import (
+    BAD_CONFIG_EXIT_CODE,
+    DONE_EXIT_CODE,
+    FAILED_EXIT_CODE,
+    Job,
+    run_jobs,
+    say_error,
+)
+from gpipe_hpc.errors import ConfigError, GpipeError, PeerError
+from gpipe_hpc.preflight.run import preflight
+from gpipe_hpc.training.ending import end_soon
+from gpipe_hpc.training.joining import join_world
+
+UNFIT_EXIT_CODE: Final = 3
+
+
+def main() -> None:
+    """Compose the settings from the command line, look at all ranks, and exit.
+
+    Exit codes: 0 fit, maybe with warnings, 1 ranks that cannot work together, 2 settings that
+    cannot work, 3 something is lacking that the run will need.
+    """
+    code = run_jobs(_task, "preflight")
+    if code in (FAILED_EXIT_CODE, BAD_CONFIG_EXIT_CODE) and dist.is_initialized():
+        end_soon(code)
+    sys.exit(code)
+
+
+def _task(job: Job) -> int:
+    """Look at all ranks; return 0 on ranks that have nothing to tell."""
+    config = job.config
+    # Who does not answer is to be named soon, not after the minutes that a run would wait.
+    limit_s = min(config.comm.timeout_s, config.preflight.limit_s)
+    comm = replace(config.comm, timeout_s=limit_s, reach_s=min(config.comm.reach_s, limit_s))
+    config = replace(config, comm=comm)
+    world: World | None = None
+    try:
+        doubts = check_config(config, detect_launch().world_size)
+        world = join_world(config)
+        report = preflight(config, world)
+    except GpipeError as error:
+        is_echo = isinstance(error, PeerError) or getattr(world, "speaks", None) is False
+        return say_error(error, says_kind=not isinstance(error, ConfigError), is_echo=is_echo)
+    if report is None:
+        return DONE_EXIT_CODE
+    report.doubts[:0] = [doubt.removeprefix("config: ") for doubt in doubts]
+    print(report, flush=True)
+    if report.is_fit:
+        return DONE_EXIT_CODE
+    tell_torchrun(f"gpipe_hpc: not fit: {'; '.join(report.lacking)}", is_cause=True)
+    return UNFIT_EXIT_CODE
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""What each rank says of itself, its host and its device."""
+
+import platform
+import shutil
+import socket
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+
+from gpipe_hpc.comm.device import Device
+from gpipe_hpc.comm.host_memory import free_bytes
+from gpipe_hpc.comm.machine import kernel_identity, shared_identity
+from gpipe_hpc.comm.preflight.clocks import Reading
+from gpipe_hpc.errors import DeviceError
+from gpipe_hpc.planning.forecast import RankForecast
+from gpipe_hpc.training.neighbour import DEFAULT_FOLDER
+from gpipe_hpc.training.preflight.before import Files
+from gpipe_hpc.training.preflight.room import Room
+
+_SIDE: Final = 256  # so that all sums are whole numbers that float32 has
+
+
+class Facts(NamedTuple):
+    """One rank's; bytes, None where the system does not tell."""
+
+    rank: int
+    host: str
+    kernel: str
+    network: str  # the same for ranks that reach one another on 127.0.0.1
+    python: str
+    device: str
+    device_free_bytes: int | None
+    host_free_bytes: int | None
+    shm_free_bytes: int | None
+    planned_bytes: int | None
+    files: Files
+    rooms: tuple[Room, ...]
+    came: Reading
+    left: Reading
+
+    @property
+    def machine(self) -> str:
+        """Return what tells hosts apart: two machines may have one name, and containers two."""
+        return f"{self.kernel} {self.network}"
+
+    @classmethod
+    def of(
+        cls,
+        rank: int,
+        device: Device,
+        planned: RankForecast | None,
+        rooms: tuple[Room, ...],
+        attended: tuple[Reading, Reading],
+    ) -> "Facts":
+        """Return this rank's."""
+        shm = Path(DEFAULT_FOLDER)
+        return cls(
+            rank,
+            socket.gethostname(),
+            kernel_identity(),
+            shared_identity("net") or socket.gethostname(),
+            platform.python_version(),
+            device.name,
+            device.memory_free() if device.is_accelerator else None,
+            free_bytes(),
+            shutil.disk_usage(shm).free if shm.is_dir() else None,
+            None if planned is None else planned.total_bytes,
+            Files.of(rank),
+            rooms,
+            *attended,
+        )
+
+
+def try_device(device: Device, rank: int) -> None:
+    """Let the device compute something that is known; DeviceError if it comes to another result."""
+    row = torch.arange(_SIDE, dtype=torch.float32)
+    square = device.bring(row.repeat(_SIDE, 1))
+    found = device.fetch((square @ torch.ones_like(square)).sum()).item()
+    expected = _SIDE**2 * row.sum().item()
+    if found != expected:
+        raise DeviceError(
+            f"device: rank {rank} on {socket.gethostname()} expected {device.name} to compute "
+            f"{expected:g}, got {found:g}; leave the device out, and have it looked at"
+        )

@@ -1,0 +1,122 @@
+"""All that a run sends by is opened as the run opens it, and timed pair by pair."""
+
+import time
+from typing import NamedTuple
+
+import torch
+
+from gpipe_hpc.comm.group import Group
+from gpipe_hpc.comm.mesh import Mesh
+from gpipe_hpc.comm.preflight.lines import ChannelLine, GroupLine
+from gpipe_hpc.comm.preflight.pairs import Pair, in_rounds, ring
+from gpipe_hpc.comm.preflight.timing import SUMS, Way, time_line
+from gpipe_hpc.comm.transport.base import PlacedChannel
+from gpipe_hpc.comm.world import World, together
+from gpipe_hpc.engine.stages.wiring import Wiring, make_first_calls, wire
+from gpipe_hpc.engine.steps import Site
+from gpipe_hpc.errors import DeviceError
+from gpipe_hpc.planning import Layout, hand_out
+
+
+class Sum(NamedTuple):
+    """A group of ranks that summed a message, and what that took."""
+
+    ranks: tuple[int, ...]
+    num_bytes: int
+    took_s: float
+
+
+class Measured(NamedTuple):
+    """What one rank has timed."""
+
+    ways: tuple[Way, ...]
+    sums: tuple[Sum, ...]
+
+
+def measure(world: World, mesh: Mesh, decided: Layout | None, most_bytes: int) -> Measured:
+    """Connect the ranks as the layout does that rank 0 has `decided` on, and time all links.
+
+    Every rank calls it. Each pair is timed by its lower rank.
+    """
+    with together(world, "connecting the ranks of the layout"):
+        site = Site.of(world, mesh)
+        layout = hand_out(decided, world, mesh, site.everybody, site.pipeline)
+        schedules = [layout.of(replica).schedule for replica in range(mesh.replicas)]
+        wiring = wire(world, mesh, schedules)
+        groups = _different(wiring)
+        make_first_calls([site.everybody, site.pipeline, *groups], world.device)
+    ways = _time_channels(world, mesh, layout, wiring, most_bytes)
+    sums: list[Sum] = []
+    for group in groups:
+        ways += _time_group(world, group, most_bytes)
+        sums.append(_time_sum(world, group, most_bytes))
+    return Measured(tuple(ways), tuple(sums))
+
+
+def _different(wiring: Wiring) -> list[Group]:
+    groups = {id(group): group for group in wiring.groups()}.values()
+    return [group for group in groups if group.size > 1]
+
+
+def _time_channels(
+    world: World, mesh: Mesh, layout: Layout, wiring: Wiring, most_bytes: int
+) -> list[Way]:
+    """Time the pairs of this rank's pipeline that send each other boundaries."""
+    placed: dict[Pair, PlacedChannel] = {}
+    for channel in wiring.channels.values():
+        placed.setdefault((channel.source_rank, channel.destination_rank), channel)
+    ways: list[Way] = []
+    for pairs in in_rounds(placed):
+        for pair in pairs:
+            if world.rank not in pair:
+                continue
+            peer = sum(pair) - world.rank
+            line = ChannelLine(wiring.transport, placed[world.rank, peer], placed[peer, world.rank])
+            with together(world, _what(pair, "the channels")):
+                ways += time_line(line, world.device, world.rank, peer, most_bytes) or ()
+                wiring.transport.finish()
+    return ways
+
+
+def _time_group(world: World, group: Group, most_bytes: int) -> list[Way]:
+    """Time the neighbours of a group in the order of its ranks, as rings send."""
+    ways: list[Way] = []
+    for pairs in in_rounds(ring(group.ranks)):
+        for pair in pairs:
+            if world.rank not in pair:
+                continue
+            peer = sum(pair) - world.rank
+            line = GroupLine(group, peer, world.device)
+            with together(world, _what(pair, "the group")):
+                found = time_line(line, world.device, world.rank, peer, most_bytes) or ()
+                ways += [way._replace(carries=SUMS) for way in found]
+    return ways
+
+
+def _time_sum(world: World, group: Group, most_bytes: int) -> Sum:
+    """Sum a message over a group; DeviceError where the sum is another."""
+    device, ranks = world.device, group.ranks
+    what = f"summing over ranks {', '.join(map(str, ranks))}"
+    with together(world, what):
+        one = torch.full((max(1, most_bytes // 4),), float(group.position + 1))
+        expected = group.size * (group.size + 1) / 2
+        for _ in range(2):  # the first makes what it needs
+            tensor = device.bring(one.clone())
+            device.synchronize()
+            began_s = time.perf_counter()
+            group.all_reduce(tensor)
+            device.synchronize()
+            took_s = time.perf_counter() - began_s
+        wrong = device.fetch(tensor)
+        wrong = wrong[wrong != expected]
+        if len(wrong):
+            raise DeviceError(
+                f"{what}: rank {world.rank} expected {expected:g} in each place, got "
+                f"{wrong[0].item():g} in {len(wrong)} of {one.numel()}; its device or network "
+                f"changes what it carries: leave the host out, and have it looked at"
+            )
+    return Sum(ranks, one.nbytes, took_s)
+
+
+def _what(pair: Pair, of: str) -> str:
+    return f"timing {of} of ranks {pair[0]} and {pair[1]}"

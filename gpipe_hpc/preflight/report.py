@@ -1,0 +1,160 @@
+"""What was found, as a table and sentences."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Final
+
+from gpipe_hpc.planning.columns import aligned
+from gpipe_hpc.planning.links import BETWEEN, WITHIN, Links
+from gpipe_hpc.planning.units import bytes_text, ranges_text
+from gpipe_hpc.preflight.facts import Facts
+from gpipe_hpc.preflight.measuring import Sum
+
+_MOST_NAMED: Final = 16
+_REMEDIES: Final = {
+    WITHIN: "look what else runs on the host, and on which cores",
+    BETWEEN: "have cables, ports and what else goes there looked at, or leave the host out",
+}
+
+
+@dataclass
+class Report:
+    """What rank 0 tells at the end.
+
+    `lacking`: what a run would stumble over, `doubts`: what it may go on with; both in sentences.
+    """
+
+    heading: str
+    facts: Sequence[Facts]
+    links: Links
+    sums: Sequence[Sum]
+    folder: str
+    took_s: float = 0.0
+    written: str = ""
+    lacking: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)
+
+    @property
+    def is_fit(self) -> bool:
+        """Say whether nothing is lacking."""
+        return not self.lacking
+
+    def __str__(self) -> str:
+        """Return the tables, then what is wrong."""
+        parts = [self.heading, hosts_text(self.facts), links_text(self.links, self.sums)]
+        lines = [f"run folder {self.folder}: every rank writes there and sees what others write"]
+        lines += [self.written] if self.written else []
+        lines += [f"not fit: {each}" for each in self.lacking]
+        lines += [f"warning: {each}" for each in self.doubts]
+        verdict = "all fine" if not self.doubts else f"fit, with {len(self.doubts)} warning(s)"
+        if not self.is_fit:
+            verdict = f"not fit for this run, for {len(self.lacking)} reason(s)"
+        return "\n\n".join([*filter(None, parts), "\n".join([*lines, self._end(verdict)])])
+
+    def _end(self, verdict: str) -> str:
+        return f"{verdict}; looked at in {self.took_s:.1f} s"
+
+
+def host_number(facts: Sequence[Facts]) -> dict[str, int]:
+    """Return a number for each machine, in the order of its first rank."""
+    return {machine: i for i, machine in enumerate(dict.fromkeys(f.machine for f in facts))}
+
+
+def hosts_text(facts: Sequence[Facts]) -> str:
+    """Return a line for each host; where ranks do not follow one another, one for each row."""
+    numbers = host_number(facts)
+    firsts: dict[str, Facts] = {}
+    rows = [["host", "ranks", "device", "free", "planned", "free memory", "/dev/shm", "files", ""]]
+    for machine, group in groupby(facts, key=lambda each: each.machine):
+        own = list(group)
+        first = firsts.setdefault(machine, own[0])
+        rows.append(
+            [
+                first.host,
+                ranges_text(each.rank for each in own),
+                ", ".join(dict.fromkeys(each.device for each in own)),
+                _least(each.device_free_bytes for each in own),
+                _most(each.planned_bytes for each in own),
+                _least(each.host_free_bytes for each in own),
+                _least(each.shm_free_bytes for each in own),
+                f"{min(each.files.allowed for each in own):,}",
+                _clock_text(facts[0], own[0]) if numbers[machine] else "",
+            ]
+        )
+    rows[0][-1] = "clock" if len(numbers) > 1 else ""
+    keep = [i for i in range(len(rows[0])) if any(row[i] for row in rows[1:])]
+    return aligned([[row[i] for i in keep] for row in rows], left=range(3))
+
+
+def _least(amounts: Iterable[int | None]) -> str:
+    known = [each for each in amounts if each is not None]
+    return bytes_text(min(known)) if known else ""
+
+
+def _most(amounts: Iterable[int | None]) -> str:
+    known = [each for each in amounts if each is not None]
+    return bytes_text(max(known)) if known else ""
+
+
+def _clock_text(first: Facts, other: Facts) -> str:
+    """Return how far a clock is ahead of rank 0's, by when both came to a meeting and left it."""
+    least = other.came.wall_s - first.left.wall_s
+    most = other.left.wall_s - first.came.wall_s
+    return f"{(least + most) / 2:+.3f} s ±{(most - least) / 2:.3f}"
+
+
+def links_text(links: Links, sums: Sequence[Sum]) -> str:
+    """Return a line for each kind of link, then one for each group of ranks."""
+    kinds = links.kinds()
+    if not kinds:
+        return ""
+    rows = [["links", "ways", "latency (median)", "worst", "bandwidth (median)", "worst"]]
+    for key, kind in kinds.items():
+        ways = [way for way in links.ways if links.kind_of(way) == key]
+        rows.append(
+            [
+                kind.name,
+                str(kind.num_ways),
+                time_text(kind.latency_s),
+                time_text(max(way.latency_s for way in ways)),
+                f"{bytes_text(kind.bytes_per_s)}/s",
+                f"{bytes_text(min(way.bytes_per_s for way in ways))}/s",
+            ]
+        )
+    lines = [aligned(rows, left=[0])]
+    for each in sums[:_MOST_NAMED]:
+        lines.append(
+            f"ranks {ranges_text(each.ranks)} sum {bytes_text(each.num_bytes)} in "
+            f"{time_text(each.took_s)}"
+        )
+    if len(sums) > _MOST_NAMED:
+        lines.append(f"... and {len(sums) - _MOST_NAMED} more groups of ranks")
+    return "\n".join(lines)
+
+
+def slow_texts(links: Links, facts: Sequence[Facts]) -> list[str]:
+    """Return a sentence for each way that is far slower than most of its kind."""
+    kinds, slow = links.kinds(), links.slow()
+    texts = []
+    for way in slow[:_MOST_NAMED]:
+        kind = kinds[links.kind_of(way)]
+        source, destination = (
+            f"rank {rank} on {facts[rank].host}" for rank in (way.source, way.destination)
+        )
+        texts.append(
+            f"slow link: {source} to {destination}, expected about the median of {kind.name}, "
+            f"{time_text(kind.latency_s)} and {bytes_text(kind.bytes_per_s)}/s, got "
+            f"{time_text(way.latency_s)} and {bytes_text(way.bytes_per_s)}/s; "
+            f"{_REMEDIES[links.kind_of(way)[0]]}"
+        )
+    if len(slow) > _MOST_NAMED:
+        texts.append(f"slow link: {len(slow) - _MOST_NAMED} more ways")
+    return texts
+
+
+def time_text(seconds: float) -> str:
+    """Return a time in a unit that fits."""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
