@@ -9,7 +9,7 @@ import torch.distributed as dist
 from gpipe_hpc.comm.joining.launcher import detect_launch
 from gpipe_hpc.comm.torchrun_report import tell_torchrun
 from gpipe_hpc.comm.world import World
-from gpipe_hpc.config import check_config
+from gpipe_hpc.config import Config, check_config
 from gpipe_hpc.config.commands import (
     BAD_CONFIG_EXIT_CODE,
     DONE_EXIT_CODE,
@@ -40,14 +40,10 @@ def main() -> None:
 
 def _task(job: Job) -> int:
     """Look at all ranks; return 0 on ranks that have nothing to tell."""
-    config = job.config
-    # Who does not answer is to be named soon, not after the minutes that a run would wait.
-    limit_s = min(config.comm.timeout_s, config.preflight.limit_s)
-    comm = replace(config.comm, timeout_s=limit_s, reach_s=min(config.comm.reach_s, limit_s))
-    config = replace(config, comm=comm)
     world: World | None = None
     try:
-        doubts = check_config(config, detect_launch().world_size)
+        doubts = check_config(job.config, detect_launch().world_size)
+        config = _soon(job.config)
         world = join_world(config)
         report = preflight(config, world)
     except GpipeError as error:
@@ -61,6 +57,13 @@ def _task(job: Job) -> int:
         return DONE_EXIT_CODE
     tell_torchrun(f"gpipe_hpc: not fit: {'; '.join(report.lacking)}", is_cause=True)
     return UNFIT_EXIT_CODE
+
+
+def _soon(config: Config) -> Config:
+    """Return settings with which nobody waits for a rank as long as a run would."""
+    comm, limit_s = config.comm, config.preflight.limit_s
+    comm = replace(comm, timeout_s=min(comm.timeout_s, limit_s), reach_s=min(comm.reach_s, limit_s))
+    return replace(config, comm=comm)
 
 
 if __name__ == "__main__":

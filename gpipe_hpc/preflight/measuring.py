@@ -47,8 +47,11 @@ def measure(world: World, mesh: Mesh, decided: Layout | None, most_bytes: int) -
         make_first_calls([site.everybody, site.pipeline, *groups], world.device)
     ways = _time_channels(world, mesh, layout, wiring, most_bytes)
     sums: list[Sum] = []
+    timed: set[tuple[int, ...]] = set()
     for group in groups:
-        ways += _time_group(world, group, most_bytes)
+        if group.ranks not in timed:  # mirrored stages may have groups of the same ranks
+            ways += _time_group(world, group, most_bytes)
+        timed.add(group.ranks)
         sums.append(_time_sum(world, group, most_bytes))
     return Measured(tuple(ways), tuple(sums))
 

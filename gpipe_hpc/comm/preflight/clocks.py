@@ -38,7 +38,11 @@ class Attendance(NamedTuple):
 def attend(
     everybody: Gathering, rank: int, host: str, clock: Callable[[], float] = time.time
 ) -> Attendance:
-    """Meet all ranks, and note by this host's clock when this one came and left."""
+    """Meet all ranks, and note by this host's clock when this one came and left.
+
+    They meet once before, so that all come at about the same time.
+    """
+    meet(everybody)
     came_s = clock()
     meet(everybody)
     return Attendance(Reading(came_s, rank, host), Reading(clock(), rank, host))

@@ -21,6 +21,7 @@ _NUM_WARMING: Final = 3
 _LEAST_TIMED, _MOST_TIMED = 3, 25
 _ENOUGH_S: Final = 0.03  # spent on more than the least
 _LONG_S: Final = 0.1  # a message that takes so long is the greatest
+_TOO_LONG_S: Final = 2.0  # one that takes so long is not sent again
 _STEP: Final = 8  # from one size to the next
 _NUM_SIZES: Final = 3
 _LEAST_S: Final = 1e-9
@@ -120,11 +121,12 @@ class _End:
             # The first of a size says what it is, and makes room.
             took_s = min(move(size), move(size))
             is_long = took_s - 2 * latency_s > _LONG_S
-            if size == sizes[-1] and not is_long:
+            is_last = is_long or size == sizes[-1]
+            if is_last and took_s < _TOO_LONG_S:
                 took_s = min(took_s, _quickest(partial(move, size)))
             # Of a message that is hardly more than a latency, little more is known than a bound.
             best = size / max(took_s - 2 * latency_s, took_s / 4, _LEAST_S)
-            if is_long:
+            if is_last:
                 break
         assert 0 < best < math.inf, f"{best} bytes a second"
         return best

@@ -1,0 +1,46 @@
+"""A preflight of two hosts: the link between them is measured, and a blocked pair is named."""
+
+import re
+
+import pytest
+
+from experiments.two_hosts import start_ranks
+from gpipe_hpc.planning.cluster_file import read_cluster
+from tests.support import patience
+
+pytestmark = [pytest.mark.two_hosts, pytest.mark.timeout(600)]
+
+WORDS = ("-m", "gpipe_hpc.preflight", "data=synthetic", "comm.shared_memory=false")
+
+
+def looked_at(pair, tmp_path, *words):
+    """Start two ranks on each host; return them, ended, within half a minute of their start."""
+    command = [*WORDS, *words, f"run.dir={tmp_path}/run", f"preflight.out={tmp_path}/links.yaml"]
+    places = ((0, 1), (2, 3))
+    ranks = start_ranks(pair, places, command, folder=tmp_path, logs=tmp_path / "logs")
+    return ranks.wait(30.0 * patience()), ranks.outputs
+
+
+def test_links_say_what_was_shaped(two_hosts, tmp_path):
+    """Namespaces of one machine would share memory: hosts do not."""
+    pair = two_hosts(rate=20e6, delay_s=0.02)
+    codes, outputs = looked_at(pair, tmp_path, "pipeline.stages=4")
+    assert codes == [0] * 4, outputs
+    assert "boundaries between hosts" in outputs[0]
+    found = read_cluster(tmp_path / "links.yaml")
+    assert found.hosts == (2, 2)
+    assert found.between.latency == pytest.approx(0.02, rel=0.25)
+    assert found.between.bandwidth == pytest.approx(20e6 / 8, rel=0.25)
+    assert found.within.latency < found.between.latency / 10
+
+
+def test_a_pair_that_is_blocked_is_named_on_every_rank(two_hosts, tmp_path):
+    pair = two_hosts(rate=0.0, delay_s=0.001)
+    pair.link.block(32768, 60999)
+    codes, outputs = looked_at(pair, tmp_path, "pipeline.stages=2", "pipeline.replicas=2")
+    assert codes == [1] * 4, outputs
+    for output in outputs:
+        assert re.search(
+            r"rank [23] on host2 \(10.77.0.2\) cannot reach rank [01] on host1", output
+        )
+        assert "comm.interface" in output and "Traceback" not in output

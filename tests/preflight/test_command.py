@@ -1,0 +1,43 @@
+"""`python -m gpipe_hpc.preflight`, as a user starts it."""
+
+import pytest
+
+from gpipe_hpc.planning.cluster_file import read_cluster
+
+TINY = ("model.num_layers=4", "model.width=16", "model.num_heads=2", "data=synthetic")
+MODULE = "gpipe_hpc.preflight"
+
+
+def test_alone_it_says_that_all_is_fine(start, tmp_path):
+    done = start(*TINY, module=MODULE).wait(60)
+    assert done.code == 0, done.output
+    assert "preflight of 1 rank on 1 host" in done.output
+    assert "all fine" in done.output
+    assert not (tmp_path / "runs" / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("preflight.bytes=0", "bad preflight.bytes, expected 1 to"),
+        ("preflight.limit_s=0", "bad preflight.limit_s, expected more than 0, got 0.0"),
+        ("preflight.bytes=much", "bad preflight.bytes, expected bytes, got"),
+    ],
+)
+def test_a_mistake_ends_with_code_2(start, word, message):
+    done = start(*TINY, word, module=MODULE).wait(60)
+    assert done.code == 2, done.output
+    assert message in done.output
+
+
+@pytest.mark.slow
+def test_four_processes_write_their_links_and_an_unfit_run_ends_with_3(start_ranks, tmp_path):
+    layout = ("pipeline.stages=2", "pipeline.replicas=2", "preflight.bytes=100kB")
+    ranks = start_ranks(4, *TINY, *layout, module=MODULE).wait(60)
+    assert ranks.codes == [0] * 4, ranks.outputs
+    assert "boundaries within a host" in ranks.outputs[0]
+    assert read_cluster(tmp_path / "links.yaml").num_ranks == 4
+    assert list((tmp_path / "runs").iterdir()) == []
+    ranks = start_ranks(2, *TINY, "model.width=400000", module=MODULE).wait(60)
+    assert ranks.codes == [3, 0], ranks.outputs
+    assert "not fit: memory of" in ranks.outputs[0]
