@@ -1,6 +1,7 @@
 """Whether all ranks see one run folder, and may write there."""
 
 import os
+import time
 
 import pytest
 
@@ -53,7 +54,9 @@ def test_what_is_no_folder_is_named(tmp_path):
 
 def test_a_run_that_is_seen_is_not_waited_for(tmp_path):
     name = write_run(tmp_path, {})
-    await_run(Run(tmp_path, name, is_repeated=False), rank=1, limit_s=0.0)
+    began_s = time.monotonic()
+    await_run(Run(tmp_path, name, is_repeated=False), rank=1, limit_s=60.0)
+    assert time.monotonic() - began_s < 30
 
 
 def test_a_run_that_is_not_seen_is_told_with_its_folder(tmp_path):
