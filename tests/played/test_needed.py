@@ -22,6 +22,10 @@ ARGUED = {
     "bench/point.py _finish synchronize": _STOPS,
     "bench/collectives/point.py _finish synchronize": _STOPS,
     "comm/collectives/tuned.py _seconds synchronize": _STOPS,
+    "comm/preflight/timing.py follow synchronize": "the other end's clock stops at the answer",
+    "comm/preflight/timing.py _push synchronize": "making the message is not measured",
+    "comm/preflight/timing.py _pull synchronize": _STOPS,
+    "preflight/measuring.py _time_sum synchronize": _STOPS,
     "comm/mpi/works.py _finish synchronize": "who has the future may be any thread, or C++",
     "engine/device_clock.py __init__ synchronize": "nothing is ahead of the first mark",
 }

@@ -35,7 +35,9 @@ GIVEN = {
 }
 # Those of the world, which is started before.
 TIMES = {"silence_s", "stall_s"}
-ELSEWHERE = {"layers", "loss_fn", "example", "device", "world", *TIMES}
+# The run binds its ranks before it builds the model, and until its end.
+CORES = {"bind", "num_threads"}
+ELSEWHERE = {"layers", "loss_fn", "example", "device", "world", *TIMES, *CORES}
 
 
 @pytest.fixture(scope="module")
