@@ -37,7 +37,7 @@ def test_another_namespace_is_another_place_for_what_it_divides_alone(in_a_conta
 
 @pytest.mark.parametrize(
     ("asks", "namespace"),
-    [(roll_call._machine, "net"), (lock._machine, "pid"), (clock_identity, "time")],
+    [(roll_call._machine, "net"), (lock.machine, "pid"), (clock_identity, "time")],
     ids=["roll call", "lock of a run", "clock"],
 )
 def test_each_asks_about_the_namespace_that_it_lives_by(in_a_container, asks, namespace):
