@@ -19,6 +19,7 @@ from gpipe_hpc.config.commands import (
     say_error,
 )
 from gpipe_hpc.errors import ConfigError, GpipeError, PeerError
+from gpipe_hpc.preflight.guard import meeting_within
 from gpipe_hpc.preflight.run import preflight
 from gpipe_hpc.training.ending import end_soon
 from gpipe_hpc.training.joining import join_world
@@ -42,9 +43,11 @@ def _task(job: Job) -> int:
     """Look at all ranks; return 0 on ranks that have nothing to tell."""
     world: World | None = None
     try:
-        doubts = check_config(job.config, detect_launch().world_size)
+        launch = detect_launch()
+        doubts = check_config(job.config, launch.world_size)
         config = _soon(job.config)
-        world = join_world(config)
+        with meeting_within(launch, config.comm.timeout_s):
+            world = join_world(config)
         report = preflight(config, world)
     except GpipeError as error:
         is_echo = isinstance(error, PeerError) or getattr(world, "speaks", None) is False

@@ -30,6 +30,7 @@ class Report:
     links: Links
     sums: Sequence[Sum]
     folder: str
+    cores: list[str] = field(default_factory=list)
     took_s: float = 0.0
     written: str = ""
     lacking: list[str] = field(default_factory=list)
@@ -43,7 +44,10 @@ class Report:
     def __str__(self) -> str:
         """Return the tables, then what is wrong."""
         parts = [self.heading, hosts_text(self.facts), links_text(self.links, self.sums)]
-        lines = [f"run folder {self.folder}: every rank writes there and sees what others write"]
+        lines = [
+            *self.cores,
+            f"run folder {self.folder}: every rank writes there and sees what others write",
+        ]
         lines += [self.written] if self.written else []
         lines += [f"not fit: {each}" for each in self.lacking]
         lines += [f"warning: {each}" for each in self.doubts]

@@ -7,6 +7,7 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from gpipe_hpc.comm.cores.bind import bound
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.patience import patiently
 from gpipe_hpc.comm.preflight.clocks import Attendance, attend, farthest
@@ -46,10 +47,20 @@ def preflight(config: Config, world: World) -> Report | None:
     ConfigError for unequal settings or a run folder that is not shared, PeerError or LaunchError
     for ranks that do not reach one another, DeviceError for one that computes wrong.
     """
-    began_s = time.monotonic()
+    began_s, train = time.monotonic(), config.train
     with together(world, "comparing the settings"):
         check_agreement(world.everybody, request_of(config).facts())
         try_device(world.device, world.rank)
+    with bound(world, train.bind, train.num_threads) as cores:  # as the run will compute
+        report = _look(config, world)
+    if report is not None:
+        report.cores = cores
+        report.took_s = time.monotonic() - began_s
+    return report
+
+
+def _look(config: Config, world: World) -> Report | None:
+    """Look at folder, layout, links and memory; return the report on rank 0."""
     folder = check_folder(world, _run_folder(config) if world.rank == 0 else None)
     plan = partial(plan_layout, config, world.size) if world.rank == 0 else None
     planned = patiently(world, "planning the layout", plan)
@@ -71,7 +82,6 @@ def preflight(config: Config, world: World) -> Report | None:
         report = None
         if gathered is not None and planned is not None:
             report = _report(config, planned, gathered, folder)
-            report.took_s = time.monotonic() - began_s
     return report
 
 
