@@ -12,6 +12,7 @@ def test_alone_it_says_that_all_is_fine(start, tmp_path):
     done = start(*TINY, module=MODULE).wait(60)
     assert done.code == 0, done.output
     assert "preflight of 1 rank on 1 host" in done.output
+    assert "\ncores of " in done.output
     assert "all fine" in done.output
     assert not (tmp_path / "runs" / "run").exists()
 
