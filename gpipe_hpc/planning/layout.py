@@ -14,11 +14,18 @@ from gpipe_hpc.models import (
 )
 from gpipe_hpc.planning.buckets import buckets_of
 from gpipe_hpc.planning.gauges import Gauge
-from gpipe_hpc.planning.ordering import compares_placements, order, paces_of, shared_by, stages_of
+from gpipe_hpc.planning.ordering import (
+    Order,
+    compares_placements,
+    order,
+    paces_of,
+    shared_by,
+    stages_of,
+)
 from gpipe_hpc.planning.partition import Partition, choose_partition
 from gpipe_hpc.planning.request import Request
 from gpipe_hpc.planning.sharing import Sharing
-from gpipe_hpc.planning.tables import make_tables
+from gpipe_hpc.planning.tables import dressed, make_tables
 from gpipe_hpc.schedule import Row, Schedule, digest, with_row, without_rows
 
 
@@ -176,6 +183,19 @@ def _one(request: Request, gauge: Gauge) -> Layout:
         budget=budget.text if budget else "",
         shard=request.combining.shard,
     )
+
+
+def lay_out_compute(request: Request, gauge: Gauge) -> Order:
+    """Lay out one replica as `lay_out` does, but for communication and its checks.
+
+    What a rank of the table computes, recomputes and offloads, and so holds, is what a rank of the
+    whole lay-out does. For those who compare many lay-outs, and run few. Raises what `lay_out`
+    raises for what cannot work, except what the checks of communication find.
+    """
+    found = order(request, cut(request, gauge), gauge)
+    skips = long_skips(skip_routes(find_skips(gauge.layers), found.partition.counts))
+    again = "never" if found.budget else request.recompute
+    return found._replace(table=dressed(replace(found.table, skips=skips), again, request.offload))
 
 
 def cut(request: Request, gauge: Gauge) -> Partition:

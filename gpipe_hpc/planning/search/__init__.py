@@ -1,0 +1,1 @@
+"""Which layout is best: many are bounded, the most promising are laid out and simulated."""

@@ -1,0 +1,169 @@
+"""What a layout takes and holds at least, before any table is made: closed forms."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from gpipe_hpc.models import stage_layers
+from gpipe_hpc.planning.optimizer import OptimizerMemory
+from gpipe_hpc.planning.partition import Partition
+from gpipe_hpc.planning.search.candidates import SPLITTING, Candidate
+from gpipe_hpc.planning.search.ground import Ground
+from gpipe_hpc.planning.search.summing import copies_of, sum_time
+from gpipe_hpc.planning.shares import microbatch_shares
+from gpipe_hpc.planning.stages import StageCount
+from gpipe_hpc.planning.trial import Weight
+from gpipe_hpc.schedule import Placement
+
+
+class Bound(NamedTuple):
+    """The least time of a step, what it probably takes, and the least bytes of the fullest rank."""
+
+    seconds: float
+    probably_s: float
+    nbytes: float
+
+
+class Ways(NamedTuple):
+    """What may be chosen once a layout is timed: sums inside each host first; divided states."""
+
+    by_host: bool
+    divided: bool
+
+
+def bound(candidate: Candidate, ground: Ground, states: OptimizerMemory, ways: Ways) -> Bound:
+    """Return what a layout takes and holds at least, whatever the order of its table.
+
+    `states`: what the optimizer keeps of a parameter. Raises what cutting the model raises.
+    """
+    samples = candidate.samples(ground.batch_size)
+    partition = ground.partition(samples, candidate.num_stages)
+    placement = ground.placement(candidate)
+    stages = ground.stages(samples, partition.counts)
+    times = _StageTimes.of(partition)
+    seconds = _least_s(candidate, ground, placement, times, _sums(candidate, ground, stages, ways))
+    seconds *= min([1.0, *ground.machine.cluster.paces.values()])
+    return Bound(
+        seconds,
+        seconds + _guess_s(candidate, times),
+        _least_bytes(candidate, ground, stages, states, ways),
+    )
+
+
+class _StageTimes(NamedTuple):
+    """The seconds of each stage for a whole micro-batch."""
+
+    forward: list[float]
+    backward: list[float]
+    of_input: list[float]
+    of_weight: list[float]
+
+    @classmethod
+    def of(cls, partition: Partition) -> "_StageTimes":
+        """Return those of a cut whose layers' times are known."""
+        spans = [partition.times[s.start : s.stop] for s in stage_layers(partition.counts)]
+        return cls(*([sum(layer[part] for layer in span) for span in spans] for part in range(4)))
+
+
+def _least_s(
+    candidate: Candidate,
+    ground: Ground,
+    placement: Placement,
+    times: _StageTimes,
+    sums: Sequence[float],
+) -> float:
+    """Return the least time: no rank starts before a value can reach it, nor ends before others.
+
+    A rank's first forward waits for those of all stages ahead of its first one. Behind its last
+    backward come those of the stages ahead, though a W that waits may be the last of all. The sum
+    of a stage's gradients begins no sooner than its last backward.
+    """
+    shares = microbatch_shares(
+        ground.batch_size,
+        candidate.replicas * candidate.microbatches,
+        range(candidate.microbatches),
+    )
+    amount = sum(shares) if shares else float(candidate.microbatches)
+    smallest = min(shares, default=1.0)
+    forward, backward, of_input, of_weight = times
+    splits = candidate.schedule in SPLITTING
+    if len(placement.routes) > 1:
+        work = amount * (sum(forward) + sum(backward)) / placement.num_ranks
+        return max(work, smallest * (sum(forward) + sum(of_input)))
+    ahead = [0.0, *accumulate(forward)]
+    behind = [0.0, *accumulate(of_input if splits else backward)]
+    most = 0.0
+    for rank in range(placement.num_ranks):
+        own = placement.stages_of(rank)
+        first = own[0]
+        head, tail = smallest * ahead[first], smallest * behind[first]
+        work = amount * sum(forward[s] + backward[s] for s in own)
+        waiting = amount * sum(of_weight[s] for s in own) if splits else 0.0
+        summed = [first] if splits else own  # all of which end ahead of the first one's backward
+        known = amount * sum(forward[s] + backward[s] for s in summed)
+        most = max(
+            most,
+            head + work - waiting + tail,
+            head + work,
+            head + known - backward[first] + sums[first],
+        )
+    return most
+
+
+def _sums(
+    candidate: Candidate, ground: Ground, stages: Sequence[StageCount], ways: Ways
+) -> list[float]:
+    """Return the least seconds of summing each stage's gradients behind its backward."""
+    placement, cluster = ground.placement(candidate), ground.machine.cluster
+    found = []
+    for number, stage in enumerate(stages):
+        ranks = copies_of(placement, number, candidate.replicas, candidate.stages)
+        nbytes = sum(ground.bucket_sizes(stage.layers, float("inf")))
+        times = [
+            sum_time(cluster, ranks, nbytes, 1, by_host=by_host).total_s
+            for by_host in (False, True)[: 1 + ways.by_host]
+        ]
+        found.append(min(times) * (0.5 if ways.divided else 1.0))
+    return found
+
+
+def _guess_s(candidate: Candidate, times: _StageTimes) -> float:
+    """Return how much longer than the bound a table with waiting W probably takes."""
+    if candidate.schedule not in SPLITTING or candidate.stages == 1:
+        return 0.0
+    each = [sum(part) / candidate.stages for part in times]
+    forward, _, of_input, of_weight = each
+    idle = {
+        "zb_h1": max(0.0, of_input - of_weight),
+        "v_half": 1.5 * forward,
+        "dualpipe": 0.5 * (forward + of_input),
+        "dualpipe_v": of_input,
+    }
+    return (candidate.stages - 1) * idle.get(candidate.schedule, 0.0)
+
+
+def _least_bytes(
+    candidate: Candidate,
+    ground: Ground,
+    stages: Sequence[StageCount],
+    states: OptimizerMemory,
+    ways: Ways,
+) -> float:
+    """Return the least bytes of the fullest rank: its weights, and one micro-batch of a stage."""
+    placement = ground.placement(candidate)
+    most = 0.0
+    for rank in range(placement.num_ranks):
+        own = placement.stages_of(rank)
+        weights = ground.weights(tuple(i for stage in own for i in stages[stage].layers))
+        copies = candidate.replicas * min(len(placement.holders(stage)) for stage in own)
+        lasting = _lasting(weights, states, copies if ways.divided else 1)
+        least = (min(stages[s].activation_bytes, ground.least_activations(stages[s])) for s in own)
+        most = max(most, lasting + max(least))
+    return most
+
+
+def _lasting(weights: Sequence[Weight], states: OptimizerMemory, copies: int) -> float:
+    trained = sum(weight.nbytes for weight in weights if weight.is_trained)
+    whole = sum(weight.nbytes + weight.cast_bytes for weight in weights) + trained
+    kept = states.copies_of(weights)
+    return whole + kept + (states.of_weights(weights) - kept) / copies

@@ -1,0 +1,175 @@
+"""The layouts that a search compares: all settings together that may stand in a line."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Final
+
+from gpipe_hpc.errors import GpipeError
+from gpipe_hpc.planning.request import Request
+from gpipe_hpc.schedule import canonical_schedule, num_stages
+
+LEAST: Final = "least"
+"""In place of a way to recompute: nothing where that fits, else as little as does (``budget``)."""
+
+_SCHEDULES: Final[tuple[tuple[str, Mapping[str, Any]], ...]] = (
+    ("one_f_one_b", MappingProxyType({})),
+    ("gpipe", MappingProxyType({})),
+    ("interleaved", MappingProxyType({"stages_per_rank": 2})),
+    ("interleaved", MappingProxyType({"stages_per_rank": 4})),
+    ("looped_bfs", MappingProxyType({"stages_per_rank": 2})),
+    ("zb_h1", MappingProxyType({})),
+    ("zb_h2", MappingProxyType({})),
+    ("zb_v", MappingProxyType({})),
+    ("v_half", MappingProxyType({})),
+    ("dualpipe_v", MappingProxyType({})),
+    ("hanayo", MappingProxyType({"waves": 1})),
+    ("hanayo", MappingProxyType({"waves": 2})),
+    ("chimera", MappingProxyType({})),
+    ("chimera", MappingProxyType({"scaling": "forward_doubling"})),
+    ("dualpipe", MappingProxyType({})),
+)
+SPLITTING: Final = frozenset({"zb_h1", "zb_h2", "zb_v", "v_half", "dualpipe_v", "dualpipe"})
+"""Those in which weight gradients may wait."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout, but for how copies combine their gradients, which is chosen once it is timed."""
+
+    replicas: int
+    stages: int
+    microbatches: int
+    schedule: str
+    options: tuple[tuple[str, Any], ...] = ()
+    recompute: str = LEAST
+    offload: bool = False
+
+    @property
+    def num_stages(self) -> int:
+        """Return how many stages the model is cut into; ScheduleError where there is no table."""
+        return num_stages(
+            self.schedule, ranks=self.stages, microbatches=self.microbatches, **dict(self.options)
+        )
+
+    def samples(self, batch_size: int) -> int:
+        """Return the samples of the largest micro-batch."""
+        return -(-batch_size // (self.replicas * self.microbatches))
+
+    def of(self, base: Request) -> Request:
+        """Return the request for it; what it says nothing of is as in `base`."""
+        states = base.kept_states
+        if self.replicas == 1:
+            states = states._replace(outer_states=0)
+        return replace(
+            base,
+            stages=self.stages,
+            replicas=self.replicas,
+            microbatches=self.microbatches,
+            schedule=self.schedule,
+            schedule_options=dict(self.options),
+            recompute="never" if self.recompute == LEAST else self.recompute,
+            offload=self.offload,
+            optimizer_states=states._replace(gradient_copies=0),
+            outer=replace(base.combining, weights=None),
+        )
+
+    def overrides(self) -> list[str]:
+        """Return it as it is written on a command line."""
+        words = [
+            f"pipeline.replicas={self.replicas}",
+            f"pipeline.stages={self.stages}",
+            f"pipeline.microbatches={self.microbatches}",
+            f"pipeline.schedule={self.schedule}",
+        ]
+        words += [f"pipeline.options.{name}={value}" for name, value in self.options]
+        words.append(f"pipeline.recompute={self.recompute}")
+        return words + ["pipeline.offload=true"] * self.offload
+
+
+@dataclass(frozen=True)
+class Space:
+    """Out of which layouts one is to be found.
+
+    `base`: the settings that are asked for. Those whose name is in `fixed` stay as they are there;
+    names are the fields of `Request`, and those of `Outer`. `batch_size`: samples of a step, the
+    same in all layouts. `num_layers`: of the model, the most stages there can be. `offloads`: what
+    it tries of moving activations to the host.
+    """
+
+    base: Request
+    num_ranks: int
+    batch_size: int
+    num_layers: int
+    fixed: frozenset[str] = frozenset()
+    offloads: tuple[bool, ...] = (False,)
+
+    def shapes(self) -> list[tuple[int, int]]:
+        """Return (replicas, stages) that fill the ranks and get some work each."""
+        found = []
+        for stages in range(1, self.num_ranks + 1):
+            replicas, rest = divmod(self.num_ranks, stages)
+            is_asked = (
+                not rest
+                and self._may_be("stages", stages)
+                and self._may_be("replicas", replicas)
+            )
+            if is_asked and stages <= self.num_layers and replicas <= self.batch_size:
+                found.append((replicas, stages))
+        return found
+
+    def __iter__(self) -> Iterator[Candidate]:
+        """Yield all layouts; some may turn out to be refused."""
+        for replicas, stages in self.shapes():
+            for microbatches in self._microbatches(replicas):
+                for schedule, options in self._schedules(stages):
+                    for offload in self._offloads():
+                        yield Candidate(
+                            replicas,
+                            stages,
+                            microbatches,
+                            schedule,
+                            tuple(options.items()),
+                            self._recompute(),
+                            offload,
+                        )
+
+    def _may_be(self, name: str, value: object) -> bool:
+        return name not in self.fixed or getattr(self.base, name) in (None, value)
+
+    def _microbatches(self, replicas: int) -> list[int]:
+        """Return numbers of micro-batches whose samples double, and none of which is empty."""
+        share = self.batch_size // replicas
+        if "microbatches" in self.fixed:
+            given = self.base.microbatches
+            return [given]
+        sizes = [2**power for power in range(share.bit_length())] + [share]
+        numbers = {-(-self.batch_size // (replicas * size)) for size in sizes}
+        return sorted(n for n in numbers if n * replicas <= self.batch_size)
+
+    def _schedules(self, stages: int) -> list[tuple[str, Mapping[str, Any]]]:
+        if "schedule" in self.fixed:
+            given = self.base.schedule
+            name = canonical_schedule(given) if isinstance(given, str) else str(given)
+            if self.base.options or name not in [each for each, _ in _SCHEDULES]:
+                return [(name, self.base.options)]
+            return [each for each in _SCHEDULES if each[0] == name]
+        if stages == 1:
+            return [_SCHEDULES[0]]
+        return [
+            each
+            for each in _SCHEDULES
+            if not (self.base.compile and each[0] in SPLITTING) and self._has_room(stages, *each)
+        ]
+
+    def _has_room(self, stages: int, schedule: str, options: Mapping[str, Any]) -> bool:
+        try:
+            return num_stages(schedule, ranks=stages, microbatches=1, **options) <= self.num_layers
+        except GpipeError:
+            return False
+
+    def _recompute(self) -> str:
+        return self.base.recompute if "recompute" in self.fixed else LEAST
+
+    def _offloads(self) -> tuple[bool, ...]:
+        return (self.base.offload,) if "offload" in self.fixed else self.offloads

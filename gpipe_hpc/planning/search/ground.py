@@ -1,0 +1,119 @@
+"""What all layouts of a search share: counts of each size of micro-batch, cuts, placements."""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, Final
+
+from gpipe_hpc.engine.outer.buckets import Buckets, Sized, fill_buckets
+from gpipe_hpc.models import Layer, find_ties, sizes_of_layers
+from gpipe_hpc.planning.advice import Known
+from gpipe_hpc.planning.gauges import Gauge
+from gpipe_hpc.planning.partition import Partition, choose_partition
+from gpipe_hpc.planning.search.candidates import Candidate
+from gpipe_hpc.planning.search.machine import Machine
+from gpipe_hpc.planning.stages import StageCount, count_stages
+from gpipe_hpc.planning.trial import Weight
+from gpipe_hpc.schedule import Placement, build
+
+_FEW: Final = 4  # micro-batches of a table that only shows its placement
+
+
+class Ground:
+    """Finds out each thing once, when it is first asked for.
+
+    `gauge_of`: the counts, or measured times, of a micro-batch of so many samples.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        layers: Sequence[Layer],
+        gauge_of: Callable[[int], Gauge],
+        batch_size: int,
+        policy: Any = "time",
+    ) -> None:
+        """Keep what is known; `policy`: how the model is cut, as in `Request.partition`."""
+        self.machine, self.layers, self.batch_size = machine, layers, batch_size
+        self._gauge_of, self._policy = gauge_of, policy
+        self._gauges: dict[int, Known] = {}
+        self._cuts: dict[tuple[int, int], Partition] = {}
+        self._stages: dict[tuple[int, tuple[int, ...]], tuple[StageCount, ...]] = {}
+        self._placements: dict[tuple[object, ...], Placement] = {}
+        self._least: dict[int, int] = {}
+        self._weights: dict[tuple[int, ...], tuple[Weight, ...]] = {}
+        self._buckets: dict[tuple[range, float], Buckets] = {}
+        self._bucket_sizes: dict[tuple[range, float], tuple[int, ...]] = {}
+
+    def gauge(self, samples: int) -> Known:
+        """Return what layers take on the machine for a micro-batch of so many samples."""
+        if samples not in self._gauges:
+            self._gauges[samples] = self.machine.priced(self._gauge_of(samples))
+        return self._gauges[samples]
+
+    def partition(self, samples: int, num_stages: int) -> Partition:
+        """Return the cut into so many stages; PartitionError where there is none."""
+        key = samples, num_stages
+        if key not in self._cuts:
+            gauge = self.gauge(samples)
+            found = choose_partition(self._policy, num_stages, gauge)
+            self._cuts[key] = found._replace(times=gauge.times)
+        return self._cuts[key]
+
+    def stages(self, samples: int, counts: tuple[int, ...]) -> tuple[StageCount, ...]:
+        """Return what the stages of a cut cost, keep and exchange."""
+        key = samples, counts
+        if key not in self._stages:
+            self._stages[key] = count_stages(self.gauge(samples).count, counts)
+        return self._stages[key]
+
+    def placement(self, candidate: Candidate) -> Placement:
+        """Return where the stages of a layout are; its micro-batches are not those of a run."""
+        key = candidate.schedule, candidate.options, candidate.stages
+        if key not in self._placements:
+            table = build(
+                candidate.schedule,
+                ranks=candidate.stages,
+                microbatches=min(candidate.microbatches, _FEW),
+                **dict(candidate.options),
+            )
+            self._placements[key] = table.placement
+        return self._placements[key]
+
+    def least_activations(self, stage: StageCount) -> int:
+        """Return the bytes of one micro-batch of a stage while it is recomputed as a whole."""
+        key = id(stage)  # those in `_stages`, which stay
+        if key not in self._least:
+            self._least[key] = stage.lives(stage.layers).full
+        return self._least[key]
+
+    def weights(self, layers: tuple[int, ...]) -> tuple[Weight, ...]:
+        """Return the parameters of some layers, those tied among them once."""
+        if layers not in self._weights:
+            any_gauge = next(iter(self._gauges.values()))
+            self._weights[layers] = tuple(any_gauge.count.weights(layers))
+        return self._weights[layers]
+
+    def buckets(self, span: range, bucket_bytes: float) -> Buckets:
+        """Return the buckets of a stage's gradients, those that leave first ahead."""
+        key = span, bucket_bytes
+        if key not in self._buckets:
+            own = {n: sized for layer in span for n, sized in self._sizes[layer].items()}
+            self._buckets[key] = fill_buckets(own, bucket_bytes)
+        return self._buckets[key]
+
+    def bucket_sizes(self, span: range, bucket_bytes: float) -> tuple[int, ...]:
+        """Return the bytes of each of these buckets."""
+        key = span, bucket_bytes
+        if key not in self._bucket_sizes:
+            own = {n: sized.num_bytes for layer in span for n, sized in self._sizes[layer].items()}
+            filled = self.buckets(span, bucket_bytes)
+            self._bucket_sizes[key] = tuple(sum(own[n] for n in each) for each in filled)
+        return self._bucket_sizes[key]
+
+    @cached_property
+    def _sizes(self) -> list[dict[str, Sized]]:
+        tied = {tie.name for tie in find_ties(self.layers)}
+        return [
+            {name: Sized(*size) for name, size in each.items() if name not in tied}
+            for each in sizes_of_layers(self.layers)
+        ]

@@ -1,0 +1,64 @@
+"""What a search takes the ranks to be: how fast they compute, how they are linked, what they hold."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.planning.advice import Known
+from gpipe_hpc.planning.gauges import COUNTED, Gauge, LayerTimes
+from gpipe_hpc.schedule import Cluster, Link
+
+FREE: Final = Link()
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Ranks of one speed on a cluster, whose world ranks are numbered host by host.
+
+    `flops_per_s`: what a rank computes a second in practice. `layer_s`: what the forward of a layer
+    takes besides, however few its samples are; each half of its backward takes as much.
+    `memory_bytes`: what a rank may hold; None: no limit. `host_bytes_per_s`: of the copies of
+    ``offload``; None: not known, and nothing is offloaded.
+    """
+
+    cluster: Cluster
+    flops_per_s: float
+    layer_s: float = 0.0
+    memory_bytes: float | None = None
+    host_bytes_per_s: float | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the number of ranks."""
+        return self.cluster.num_ranks
+
+    @property
+    def has_free_links(self) -> bool:
+        """Say whether nothing is known of the links: transfers take no time."""
+        return self.cluster.within == FREE and self.cluster.between == FREE
+
+    def priced(self, gauge: Gauge) -> Known:
+        """Return a gauge of seconds on this machine for one that counts FLOPs, or measures."""
+        times = gauge.times
+        if gauge.measure == COUNTED:
+            times = tuple(map(self._seconds, times))
+        return Known(gauge.layers, times, gauge.count)
+
+    def _seconds(self, flops: LayerTimes) -> LayerTimes:
+        forward, _, of_input, of_weight = (each / self.flops_per_s for each in flops)
+        of_input += self.layer_s
+        of_weight += self.layer_s if of_weight else 0.0
+        return LayerTimes(forward + self.layer_s, of_input + of_weight, of_input, of_weight)
+
+
+def on_hosts(num_ranks: int, num_hosts: int) -> tuple[int, ...]:
+    """Return the ranks of each host, all alike; ConfigError if they cannot be."""
+    if num_ranks % num_hosts:
+        near = [n for n in (num_ranks // num_hosts, num_ranks // num_hosts + 1) if n]
+        fitting = " or ".join(str(n * num_hosts) for n in near)
+        raise ConfigError(
+            f"plan.hosts: expected hosts that all have as many of {num_ranks} ranks, got "
+            f"{num_hosts}; take {fitting} ranks, another number of hosts, or say in plan.links how "
+            f"many ranks each host has"
+        )
+    return (num_ranks // num_hosts,) * num_hosts

@@ -1,0 +1,154 @@
+"""The search: layouts by what they may take at best, the most promising simulated, the best ranked.
+
+A best-first search by a lower bound: what cannot beat the best found is never laid out. It ends
+with the best of all, or when it has simulated so much that it would take minutes; then it says how
+much better than the best found any other layout could be.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from gpipe_hpc.errors import GpipeError, PartitionError
+from gpipe_hpc.planning.search.bounds import Bound, Ways, bound
+from gpipe_hpc.planning.search.candidates import Candidate, Space
+from gpipe_hpc.planning.search.ground import Ground
+from gpipe_hpc.planning.search.trial import Choices, TooMuch, Trial, try_out
+
+MOST_ACTIONS: Final = 2_000_000
+"""Of all tables that a search simulates: a million of them take 10 to 20 seconds."""
+_LARGEST: Final = 400_000  # actions of one table
+_ENOUGH: Final = 24  # trials, ahead of those that only the bound asks for
+_AS_GOOD: Final = 0.99  # of the time of the best found: what could be that fast is not looked for
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """What a search found: the layouts that fit, the fastest first.
+
+    `num_layouts`: of the space; of them `num_refused` cannot be built, `num_large` have too large a
+    table to be simulated, `num_too_much` need more than the memory. `least_s`: what a layout that
+    was not simulated takes at least; None where all were, or cannot be faster. `nearest`: of those
+    that do not fit, the one that needs least.
+    """
+
+    trials: tuple[Trial, ...]
+    num_layouts: int
+    num_simulated: int
+    num_refused: int
+    num_large: int
+    num_too_much: int
+    least_s: float | None = None
+    nearest: TooMuch | None = None
+    refusal: str = ""
+
+    @property
+    def distance(self) -> float:
+        """Return by which share of its time the best could be slower than the best of all."""
+        if not self.trials or self.least_s is None:
+            return 0.0
+        return max(0.0, 1.0 - self.least_s / self.trials[0].step_s)
+
+
+@dataclass
+class _Tally:
+    """What came of the layouts so far."""
+
+    trials: list[Trial] = field(default_factory=list)
+    refused: list[GpipeError] = field(default_factory=list)
+    num_too_much: int = 0
+    num_actions: int = 0
+    nearest: TooMuch | None = None
+
+    @property
+    def best_s(self) -> float:
+        return min((each.step_s for each in self.trials), default=float("inf"))
+
+    def add(self, candidate: Candidate, trial: Callable[[], Trial | TooMuch]) -> None:
+        """Try a layout, and note what came of it."""
+        self.num_actions += num_actions(candidate)
+        try:
+            found = trial()
+        except PartitionError as error:  # a budget that fits nothing
+            self.num_too_much += 1
+            self.refused.append(error)
+            return
+        except GpipeError as error:
+            self.refused.append(error)
+            return
+        if isinstance(found, Trial):
+            self.trials.append(found)
+            return
+        self.num_too_much += 1
+        if self.nearest is None or found.nbytes < self.nearest.nbytes:
+            self.nearest = found
+
+
+def num_actions(candidate: Candidate) -> int:
+    """Return about how many actions of compute the table of a layout has."""
+    return 3 * candidate.num_stages * candidate.microbatches
+
+
+def search(space: Space, ground: Ground, most_actions: int = MOST_ACTIONS) -> Ranking:
+    """Rank the layouts of a space by the time of a step, among those that fit into memory.
+
+    Of layouts that take the same time the one that needs least memory is first. With
+    `most_actions` of all tables together it stops. Raises ConfigError where the space is empty.
+    """
+    choices = Choices.of(space.base, space.fixed, len(ground.machine.cluster.hosts))
+    limit = ground.machine.memory_bytes
+    tally = _Tally()
+    bounded: list[tuple[Bound, Candidate]] = []
+    num_layouts = num_large = num_hopeless = 0
+    for candidate in space:
+        num_layouts += 1
+        try:
+            if num_actions(candidate) > min(_LARGEST, most_actions):
+                num_large += 1
+                continue
+            ways = Ways("host" in choices.hierarchies, "flat" in choices.shards)
+            found = bound(candidate, ground, space.base.kept_states, ways)
+        except GpipeError as error:
+            tally.refused.append(error)
+            continue
+        if limit is not None and found.nbytes > limit:
+            num_hopeless += 1
+            continue
+        bounded.append((found, candidate))
+    left = _simulate(bounded, ground, space, choices, tally, most_actions)
+    tally.trials.sort(key=lambda each: (each.step_s, each.nbytes))
+    return Ranking(
+        tuple(tally.trials),
+        num_layouts,
+        len(tally.trials),
+        len(tally.refused),
+        num_large,
+        num_hopeless + tally.num_too_much,
+        min((each.seconds for each, _ in left if each.seconds < tally.best_s), default=None),
+        tally.nearest,
+        str(tally.refused[0]) if tally.refused else "",
+    )
+
+
+def _simulate(
+    bounded: Sequence[tuple[Bound, Candidate]],
+    ground: Ground,
+    space: Space,
+    choices: Choices,
+    tally: _Tally,
+    most_actions: int,
+) -> list[tuple[Bound, Candidate]]:
+    """Try layouts out, the most promising first; return those that were left."""
+
+    def run(candidate: Candidate) -> None:
+        tally.add(candidate, lambda: try_out(candidate, ground, space.base, choices))
+
+    by_guess = sorted(bounded, key=lambda each: each[0].probably_s)
+    left = []
+    for number, (known, candidate) in enumerate(by_guess):
+        is_due = len(tally.trials) < _ENOUGH or known.seconds < _AS_GOOD * tally.best_s
+        if is_due and tally.num_actions < most_actions:
+            run(candidate)
+        elif known.seconds < tally.best_s:
+            left += [by_guess[number]]
+    return left

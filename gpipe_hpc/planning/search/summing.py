@@ -1,0 +1,107 @@
+"""When the gradients of all copies are summed, behind a table of compute that has been timed.
+
+The same as lowering the table and simulating its reductions, without doing either: so several ways
+to combine copies are compared at once.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gpipe_hpc.schedule import Cluster, Op, Placement, ReductionTime, Timeline
+
+_LAST = (Op.B, Op.W)
+
+
+class Ending(NamedTuple):
+    """The last backward of a stage on all its holders in all replicas: it starts, and ends."""
+
+    start_s: float
+    end_s: float
+
+
+def endings(timelines: Sequence[Timeline]) -> list[Ending]:
+    """Return when each stage has its last gradients; timelines are those of replicas."""
+    found = [Ending(0.0, 0.0)] * timelines[0].num_stages
+    for timeline in timelines:
+        for row in timeline.events:
+            last: dict[int, Ending] = {}
+            for event in row:
+                if event.action.op in _LAST:
+                    last[event.action.stage] = Ending(event.start_s, event.end_s)
+            for stage, own in last.items():
+                found[stage] = Ending(*map(max, found[stage], own))
+    return found
+
+
+def copies_of(
+    placement: Placement, stage: int, num_replicas: int, num_ranks: int
+) -> tuple[int, ...]:
+    """Return the world ranks that hold a stage."""
+    holders = placement.holders(stage)
+    return tuple(r * num_ranks + each for r in range(num_replicas) for each in holders)
+
+
+def sum_time(
+    cluster: Cluster, ranks: Sequence[int], nbytes: float, num_buckets: int, *, by_host: bool
+) -> ReductionTime:
+    """Return what it takes to sum so many bytes; `by_host`: inside each host first, then between.
+
+    The hosts are done with one bucket while their first ranks sum the one before.
+    """
+    if not by_host:
+        return cluster.reduction_time(ranks, nbytes, num_buckets)
+    groups: dict[int, list[int]] = {}
+    for rank in ranks:
+        groups.setdefault(cluster.host_of(rank), []).append(rank)
+    within = [cluster.reduction_time(own, nbytes, num_buckets) for own in groups.values()]
+    leaders = [own[0] for own in groups.values()]
+    between = cluster.reduction_time(leaders, nbytes, num_buckets)
+    slowest = max(within, key=lambda each: each.latency_s * num_buckets + each.bytes_s)
+    return ReductionTime(
+        slowest.latency_s + between.latency_s, slowest.bytes_s + between.bytes_s
+    )
+
+
+class Sum(NamedTuple):
+    """The sum of a stage's gradients: what it takes, and the bytes of its buckets."""
+
+    time: ReductionTime
+    buckets: tuple[int, ...]
+
+    @property
+    def whole_s(self) -> float:
+        """Return what all buckets take, one after the other."""
+        return self.time.bytes_s + len(self.buckets) * self.time.latency_s
+
+    def halved(self) -> "Sum":
+        """Return the sum without telling all copies of it, or only that."""
+        return self._replace(time=ReductionTime(*(part / 2 for part in self.time)))
+
+
+def summed_at(
+    placement: Placement, ends: Sequence[Ending], sums: Sequence[Sum], *, overlaps: bool
+) -> float:
+    """Return when the last gradient is summed.
+
+    On each rank one bucket after the other, stages as they get ready. Where it `overlaps`, a bucket
+    leaves within the stage's last backward, once that has come as far.
+    """
+    free_at = [0.0] * placement.num_ranks
+    done = 0.0
+    for stage in sorted(range(len(ends)), key=lambda each: ends[each].end_s):
+        time, buckets = sums[stage]
+        whole = sum(buckets)
+        if not whole:
+            continue
+        holders = placement.holders(stage)
+        start, end = ends[stage]
+        come = 0
+        for nbytes in buckets:
+            come += nbytes
+            ready = start + (end - start) * come / whole if overlaps else end
+            begin = max(ready, *(free_at[rank] for rank in holders))
+            over = begin + time.bytes_s * nbytes / whole + time.latency_s
+            for rank in holders:
+                free_at[rank] = over
+            done = max(done, over)
+    return done

@@ -1,0 +1,336 @@
+"""One layout of a search, laid out and simulated: what it takes, holds and sends."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
+
+from gpipe_hpc.models import stage_layers
+from gpipe_hpc.planning.forecast import activation_memory, flop_costs, rank_states
+from gpipe_hpc.planning.layout import lay_out_compute
+from gpipe_hpc.planning.request import Request
+from gpipe_hpc.planning.search.candidates import LEAST, Candidate
+from gpipe_hpc.planning.search.ground import Ground
+from gpipe_hpc.planning.search.links import Load, add_sums, boundary_loads, heaviest
+from gpipe_hpc.planning.search.summing import (
+    Ending,
+    Sum,
+    copies_of,
+    endings,
+    sum_time,
+    summed_at,
+)
+from gpipe_hpc.planning.sharing import Sharing
+from gpipe_hpc.planning.shares import microbatch_shares
+from gpipe_hpc.schedule import BubbleCauses, Costs, Schedule, Timeline, peak_memory, simulate
+
+_BUCKETS: Final = (25e6, 100e6)
+"""Sizes of buckets that are tried where none is asked for."""
+
+
+class Combining(NamedTuple):
+    """How copies combine their gradients, as the settings of `Outer` that are chosen."""
+
+    shard: str
+    hierarchy: str | int
+    bucket_bytes: float
+
+    @property
+    def is_by_host(self) -> bool:
+        """Say whether gradients are summed inside each host first."""
+        return self.hierarchy == "host"
+
+
+class Choices(NamedTuple):
+    """What a search may choose of how copies combine their gradients, by setting."""
+
+    shards: tuple[str, ...]
+    hierarchies: tuple[str | int, ...]
+    buckets: tuple[float, ...]
+
+    @classmethod
+    def of(cls, base: Request, fixed: frozenset[str], num_hosts: int) -> "Choices":
+        """Return them for a request of which some settings are fixed."""
+        outer = base.combining
+        is_usual = (
+            outer.order == outer.algorithm == "backend"
+            and outer.compress == "none"
+            and not outer.is_apart
+        )
+        divides = "shard" not in fixed and is_usual and outer.hierarchy == "none"
+        by_host = "hierarchy" not in fixed and is_usual and num_hosts > 1
+        buckets = {outer.bucket_bytes} | (set() if "bucket_bytes" in fixed else set(_BUCKETS))
+        return cls(
+            ("none", "flat") if divides else (outer.shard,),
+            ("none", "host") if by_host and outer.shard != "flat" else (outer.hierarchy,),
+            tuple(sorted(buckets)),
+        )
+
+    def all(self) -> Iterator[Combining]:
+        """Yield all that go together: a flat shard goes with no other way to sum."""
+        for shard in self.shards:
+            for hierarchy in self.hierarchies:
+                if shard == "flat" and hierarchy != "none":
+                    continue
+                for nbytes in self.buckets:
+                    yield Combining(shard, hierarchy, nbytes)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A layout that was simulated on the machine; seconds and bytes.
+
+    `rank`: of a replica, the one that holds most, `nbytes`. `compute_s`: the mean over ranks of
+    what they compute in a step. `causes`: why they idle, as shares of the step, which sum to the
+    bubble. `load`: what goes over the slowest link. `combining`: None where there are no copies.
+    """
+
+    candidate: Candidate
+    request: Request
+    step_s: float
+    compute_s: float
+    causes: BubbleCauses
+    nbytes: int
+    rank: int
+    load: Load
+    combining: Combining | None = None
+
+    @property
+    def bubble(self) -> float:
+        """Return the share of the time that ranks idle."""
+        return sum(self.causes)
+
+    def overrides(self, base: Request) -> list[str]:
+        """Return its settings as on a command line; of `outer` those that are not as in `base`."""
+        words = self.candidate.overrides()
+        for name, value in () if self.combining is None else self.combining._asdict().items():
+            if value != getattr(base.combining, name):
+                words.append(f"outer.{name}={value:g}" if name == "bucket_bytes" else
+                             f"outer.{name}={value}")
+        return words
+
+
+class TooMuch(NamedTuple):
+    """A layout that does not fit: what its fullest rank needs, and what of that lasts."""
+
+    candidate: Candidate
+    nbytes: int
+    rank: int
+    lasting_bytes: int
+
+
+def try_out(
+    candidate: Candidate, ground: Ground, base: Request, choices: Choices
+) -> Trial | TooMuch:
+    """Lay out a candidate and, if it fits into the machine's memory, simulate it.
+
+    With `LEAST` nothing is recomputed where that fits, else as little as does. Raises what laying
+    out raises: PartitionError where nothing fits, ScheduleError where there is no such table.
+    """
+    limit = ground.machine.memory_bytes
+    if candidate.recompute != LEAST:
+        return _tried(candidate, ground, base, choices)
+    plain = _tried(replace(candidate, recompute="never"), ground, base, choices)
+    if isinstance(plain, Trial) or limit is None or plain.lasting_bytes >= limit:
+        return plain
+    return _tried(replace(candidate, recompute="budget"), ground, base, choices)
+
+
+def _tried(
+    candidate: Candidate, ground: Ground, base: Request, choices: Choices
+) -> Trial | TooMuch:
+    asked = replace(candidate.of(base), memory_bytes=ground.machine.memory_bytes)
+    ways: list[Combining] = list(choices.all())
+    if candidate.recompute == "budget":
+        # What may be kept depends on how much of the optimizer's state a rank has: the least.
+        ways = [way for way in ways if way.shard == ways[-1].shard]
+    laid = _Laid(candidate, ground, _combined(asked, ways[0]))
+    if laid.is_alone:
+        ways = ways[:1]
+    held = {way.shard: laid.held(way) for way in ways}
+    limit = ground.machine.memory_bytes
+    fitting = [way for way in ways if limit is None or max(held[way.shard]) <= limit]
+    if not fitting:
+        least = min(held.values(), key=max)
+        rank = least.index(max(least))
+        return TooMuch(candidate, max(least), rank, max(least) - round(laid.peaks[rank]))
+    return laid.timed(fitting, held)
+
+
+def _combined(asked: Request, way: Combining) -> Request:
+    return replace(asked, outer=replace(asked.combining, **way._asdict()))
+
+
+class _Laid:
+    """A candidate's table of compute, and what it is timed with."""
+
+    def __init__(self, candidate: Candidate, ground: Ground, asked: Request) -> None:
+        """Lay it out."""
+        self.candidate, self.ground, self.asked = candidate, ground, asked
+        samples = candidate.samples(ground.batch_size)
+        gauge = ground.gauge(samples)
+        partition = ground.partition(samples, candidate.num_stages)
+        found = lay_out_compute(replace(asked, partition=partition), gauge)
+        self.model, self.partition = gauge.count, found.partition
+        self.table: Schedule = found.table
+        self.recomputed = found.budget.recomputed if found.budget else None
+        self.stages = ground.stages(samples, found.partition.counts)
+        self.shares = microbatch_shares(
+            ground.batch_size,
+            candidate.replicas * candidate.microbatches,
+            range(candidate.microbatches),
+        )
+        memory = replace(activation_memory(self.stages, self.recomputed), shares=self.shares)
+        self.peaks = peak_memory(self.table, memory)
+
+    @property
+    def is_alone(self) -> bool:
+        """Say whether no stage has another copy."""
+        return self.candidate.replicas == 1 and len(self.table.placement.routes) == 1
+
+    def held(self, way: Combining) -> list[int]:
+        """Return what each rank holds at its fullest."""
+        placement, kept = self.table.placement, self.asked.kept_states
+        sharing = None if self.is_alone else self._sharing(way)
+        return [
+            rank_states(self.model, self.stages, placement, rank, kept, sharing).total_bytes
+            + round(peak)
+            for rank, peak in enumerate(self.peaks)
+        ]
+
+    def _sharing(self, way: Combining) -> Sharing | None:
+        copies = [
+            self.candidate.replicas * len(self.table.placement.holders(stage))
+            for stage in range(len(self.stages))
+        ]
+        buckets = tuple(
+            self.ground.buckets(stage.layers, way.bucket_bytes) if number > 1 else ()
+            for stage, number in zip(self.stages, copies, strict=True)
+        )
+        return Sharing.of(way.shard, self.candidate.replicas, buckets)
+
+    def timed(self, ways: Sequence[Combining], held: Mapping[str, Sequence[int]]) -> Trial:
+        """Simulate it, and choose of several ways to combine copies the fastest."""
+        each = self._costs()
+        timelines = [simulate(self.table, costs) for costs in each]
+        ends = endings(timelines)
+        compute_ends = [timeline.end_of_compute for timeline in timelines]
+        slowest = compute_ends.index(max(compute_ends))
+        best, step_s = ways[0], compute_ends[slowest]
+        if not self.is_alone:
+            found = {way: self._summed(way, ends, compute_ends[slowest]) for way in ways}
+            best = min(found, key=lambda way: (found[way], max(held[way.shard])))
+            step_s = found[best]
+        undelayed = simulate(self.table, each[slowest].without_transfers()).end_of_compute
+        own = held[best.shard]
+        return Trial(
+            candidate=self.candidate,
+            request=self.asked if self.is_alone else _combined(self.asked, best),
+            step_s=step_s,
+            compute_s=sum(timelines[slowest].busy) / self.candidate.stages,
+            causes=_causes(timelines[slowest], undelayed, step_s),
+            nbytes=max(own),
+            rank=own.index(max(own)),
+            load=self._load(best),
+            combining=None if self.is_alone else best,
+        )
+
+    def _costs(self) -> list[Costs]:
+        """Return what actions cost, once for all replicas that are alike."""
+        costs = self.partition.stage_costs()
+        assert costs is not None, "a search knows what layers take"
+        if self.recomputed is not None:
+            times = self.partition.times
+            again = [sum(times[layer].forward for layer in own) for own in self.recomputed]
+            costs = replace(costs, recompute=again)
+        sent = flop_costs(self.stages)
+        costs = replace(
+            costs,
+            boundary_bytes=sent.boundary_bytes,
+            skip_bytes=sent.skip_bytes,
+            shares=self.shares,
+            **self._copies(),
+        )
+        cluster = self.ground.machine.cluster
+        found = cluster.replicas(self.table, costs, self.candidate.replicas)
+        return list({id(own): own for own in found}.values())
+
+    def _copies(self) -> dict[str, list[float]]:
+        """Return what offloading a micro-batch of each stage takes, and fetching it."""
+        speed = self.ground.machine.host_bytes_per_s
+        if not self.candidate.offload or speed is None:
+            return {}
+        each = [stage.activation_bytes / speed for stage in self.stages]
+        return {"offload": each, "fetch": each}
+
+    def _summed(self, way: Combining, ends: Sequence[Ending], end_of_compute: float) -> float:
+        """Return when a step is over whose gradients are summed in some way.
+
+        Of a flat shard half the sum comes behind the backwards. The other half, which gathers the
+        parameters, runs beside the next step's first forwards: those that it delays delay all.
+        """
+        sums = [self._sum(way, stage) for stage in range(len(self.stages))]
+        outer = self.asked.combining
+        placement = self.table.placement
+        if outer.is_apart:
+            return end_of_compute + max(each.time.total_s for each in sums) / outer.every
+        late = 0.0
+        if way.shard == "flat":
+            sums = [each.halved() for each in sums]
+            late = self._late(sums)
+        over = summed_at(placement, ends, sums, overlaps=outer.overlap)
+        return late + max(end_of_compute, over)
+
+    def _sum(self, way: Combining, stage: int) -> Sum:
+        buckets = self.ground.bucket_sizes(self.stages[stage].layers, way.bucket_bytes)
+        ranks = copies_of(
+            self.table.placement, stage, self.candidate.replicas, self.candidate.stages
+        )
+        cluster = self.ground.machine.cluster
+        time = sum_time(cluster, ranks, sum(buckets), len(buckets), by_host=way.is_by_host)
+        return Sum(time, buckets)
+
+    def _late(self, gathers: Sequence[Sum]) -> float:
+        """Return by how much gathering parameters delays the first forward of some stage."""
+        assert self.partition.times, "a search knows what layers take"
+        placement = self.table.placement
+        free_at = [0.0] * placement.num_ranks
+        begins, late = 0.0, 0.0
+        for stage, span in enumerate(stage_layers(self.partition.counts)):
+            for rank in placement.holders(stage):
+                free_at[rank] += gathers[stage].whole_s
+                late = max(late, free_at[rank] - begins)
+            begins += sum(self.partition.times[layer].forward for layer in span)
+        return late
+
+    def _load(self, way: Combining) -> Load:
+        """Return what a step sends over the slowest link."""
+        cluster, placement = self.ground.machine.cluster, self.table.placement
+        first = boundary_loads(self.stages, placement, self.shares)
+        found = {
+            (replica * self.candidate.stages + a, replica * self.candidate.stages + b): nbytes
+            for replica in range(self.candidate.replicas)
+            for (a, b), nbytes in first.items()
+        }
+        if not self.is_alone:
+            for stage in range(len(self.stages)):
+                ranks = copies_of(
+                    placement, stage, self.candidate.replicas, self.candidate.stages
+                )
+                nbytes = sum(self._sum(way, stage).buckets)
+                add_sums(found, cluster, ranks, nbytes, by_host=way.is_by_host)
+        return heaviest(cluster, found)
+
+
+def _causes(timeline: Timeline, undelayed_s: float, step_s: float) -> BubbleCauses:
+    """Return why ranks idle, as shares of a step; see `BubbleCauses`."""
+    if not step_s:
+        return BubbleCauses(0.0, 0.0, 0.0, 0.0)
+    busy = timeline.busy
+    mean = sum(busy) / len(busy)
+    end = timeline.end_of_compute
+    return BubbleCauses(
+        fill_and_drain=(undelayed_s - max(busy)) / step_s,
+        imbalance=(max(busy) - mean) / step_s,
+        transfers=(end - undelayed_s) / step_s,
+        reduction_tail=(step_s - end) / step_s,
+    )
