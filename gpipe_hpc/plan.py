@@ -1,6 +1,7 @@
 """`python -m gpipe_hpc.plan`: what a run would need and take, before it starts.
 
-Nothing is read, allocated or measured: models of any size are counted in seconds.
+Nothing is read, allocated or measured: models of any size are counted in seconds. (With
+plan.search=true and no plan.flops_per_s the speed of this machine's CPU is.)
 """
 
 import sys
@@ -48,6 +49,7 @@ from gpipe_hpc.planning.sums import sums_text
 from gpipe_hpc.planning.units import bytes_text
 from gpipe_hpc.planning.vocabulary import check_vocabulary
 from gpipe_hpc.training.asking import request_of
+from gpipe_hpc.training.layouts import compared
 from gpipe_hpc.training.shapes import Sample, microbatch, samples_per_microbatch
 
 DEFAULT_STAGES: Final = 4
@@ -76,6 +78,10 @@ def main() -> None:
 
 def _task(job: Job) -> int:
     try:
+        if job.config.plan.search:
+            answer = compared(job.config, job.words)
+            print(answer.text)
+            return DONE_EXIT_CODE if answer.chosen else TOO_LARGE_EXIT_CODE
         found = make_plan(job.config)
     except GpipeError as error:
         return say_error(error)

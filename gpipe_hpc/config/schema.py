@@ -249,6 +249,16 @@ class PlanConfig:
 
     flops_per_s: float | None = None
     link_bytes_per_s: float | None = None
+    search: bool = False
+    ranks: int | None = None
+    hosts: int | None = None
+    links: str | None = None
+    link_latency_s: float = 1e-5
+    within_bytes_per_s: float | None = None
+    within_latency_s: float = 3e-6
+    host_copy_bytes_per_s: float | None = None
+    layer_s: float = 1e-4
+    shown: int = 10
 
 
 @dataclass

@@ -34,6 +34,7 @@ class Ways(NamedTuple):
 def bound(candidate: Candidate, ground: Ground, states: OptimizerMemory, ways: Ways) -> Bound:
     """Return what a layout takes and holds at least, whatever the order of its table.
 
+    The time is that on the fastest cut, which is left where some rank has too little memory for it.
     `states`: what the optimizer keeps of a parameter. Raises what cutting the model raises.
     """
     samples = candidate.samples(ground.batch_size)
@@ -46,7 +47,7 @@ def bound(candidate: Candidate, ground: Ground, states: OptimizerMemory, ways: W
     return Bound(
         seconds,
         seconds + _guess_s(candidate, times),
-        _least_bytes(candidate, ground, stages, states, ways),
+        _least_bytes(candidate, ground, states, ways),
     )
 
 
@@ -143,23 +144,23 @@ def _guess_s(candidate: Candidate, times: _StageTimes) -> float:
 
 
 def _least_bytes(
-    candidate: Candidate,
-    ground: Ground,
-    stages: Sequence[StageCount],
-    states: OptimizerMemory,
-    ways: Ways,
+    candidate: Candidate, ground: Ground, states: OptimizerMemory, ways: Ways
 ) -> float:
-    """Return the least bytes of the fullest rank: its weights, and one micro-batch of a stage."""
-    placement = ground.placement(candidate)
-    most = 0.0
-    for rank in range(placement.num_ranks):
-        own = placement.stages_of(rank)
-        weights = ground.weights(tuple(i for stage in own for i in stages[stage].layers))
-        copies = candidate.replicas * min(len(placement.holders(stage)) for stage in own)
-        lasting = _lasting(weights, states, copies if ways.divided else 1)
-        least = (min(stages[s].activation_bytes, ground.least_activations(stages[s])) for s in own)
-        most = max(most, lasting + max(least))
-    return most
+    """Return the least bytes of the fullest rank, wherever the model is cut: see `least_bytes`."""
+    holders = len(ground.placement(candidate).holders(0))
+    copies = candidate.replicas * holders if ways.divided else 1
+    whole, largest = least_bytes(ground, states, copies)
+    return max(whole * holders / candidate.stages, largest)
+
+
+def least_bytes(ground: Ground, states: OptimizerMemory, copies: int) -> tuple[float, float]:
+    """Return the weights, gradients and optimizer of the model, and of its largest layer; bytes.
+
+    The optimizer's state is divided over so many copies.
+    """
+    everything = tuple(range(len(ground.layers)))
+    each = (_lasting(ground.weights((i,)), states, copies) for i in everything)
+    return _lasting(ground.weights(everything), states, copies), max(each)
 
 
 def _lasting(weights: Sequence[Weight], states: OptimizerMemory, copies: int) -> float:

@@ -29,6 +29,8 @@ _SCHEDULES: Final[tuple[tuple[str, Mapping[str, Any]], ...]] = (
     ("chimera", MappingProxyType({"scaling": "forward_doubling"})),
     ("dualpipe", MappingProxyType({})),
 )
+_MIRRORED: Final = frozenset({"chimera", "dualpipe", "gems"})
+"""Those of two directions: with one micro-batch half of the copies would idle."""
 SPLITTING: Final = frozenset({"zb_h1", "zb_h2", "zb_v", "v_half", "dualpipe_v", "dualpipe"})
 """Those in which weight gradients may wait."""
 
@@ -104,15 +106,17 @@ class Space:
     fixed: frozenset[str] = frozenset()
     offloads: tuple[bool, ...] = (False,)
 
+    def of(self, num_ranks: int) -> "Space":
+        """Return the same on another number of ranks."""
+        return replace(self, num_ranks=num_ranks)
+
     def shapes(self) -> list[tuple[int, int]]:
         """Return (replicas, stages) that fill the ranks and get some work each."""
         found = []
         for stages in range(1, self.num_ranks + 1):
             replicas, rest = divmod(self.num_ranks, stages)
             is_asked = (
-                not rest
-                and self._may_be("stages", stages)
-                and self._may_be("replicas", replicas)
+                not rest and self._may_be("stages", stages) and self._may_be("replicas", replicas)
             )
             if is_asked and stages <= self.num_layers and replicas <= self.batch_size:
                 found.append((replicas, stages))
@@ -123,6 +127,8 @@ class Space:
         for replicas, stages in self.shapes():
             for microbatches in self._microbatches(replicas):
                 for schedule, options in self._schedules(stages):
+                    if microbatches == 1 and schedule in _MIRRORED:
+                        continue
                     for offload in self._offloads():
                         yield Candidate(
                             replicas,

@@ -1,6 +1,8 @@
 """What all layouts of a search share: counts of each size of micro-batch, cuts, placements."""
 
 from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -13,7 +15,7 @@ from gpipe_hpc.planning.search.candidates import Candidate
 from gpipe_hpc.planning.search.machine import Machine
 from gpipe_hpc.planning.stages import StageCount, count_stages
 from gpipe_hpc.planning.trial import Weight
-from gpipe_hpc.schedule import Placement, build
+from gpipe_hpc.schedule import Cluster, Placement, build
 
 _FEW: Final = 4  # micro-batches of a table that only shows its placement
 
@@ -39,10 +41,15 @@ class Ground:
         self._cuts: dict[tuple[int, int], Partition] = {}
         self._stages: dict[tuple[int, tuple[int, ...]], tuple[StageCount, ...]] = {}
         self._placements: dict[tuple[object, ...], Placement] = {}
-        self._least: dict[int, int] = {}
         self._weights: dict[tuple[int, ...], tuple[Weight, ...]] = {}
         self._buckets: dict[tuple[range, float], Buckets] = {}
         self._bucket_sizes: dict[tuple[range, float], tuple[int, ...]] = {}
+
+    def on(self, cluster: Cluster) -> "Ground":
+        """Return the same for other ranks of the same speed; what is known stays known to both."""
+        other = copy(self)
+        other.machine = replace(self.machine, cluster=cluster)
+        return other
 
     def gauge(self, samples: int) -> Known:
         """Return what layers take on the machine for a micro-batch of so many samples."""
@@ -78,13 +85,6 @@ class Ground:
             )
             self._placements[key] = table.placement
         return self._placements[key]
-
-    def least_activations(self, stage: StageCount) -> int:
-        """Return the bytes of one micro-batch of a stage while it is recomputed as a whole."""
-        key = id(stage)  # those in `_stages`, which stay
-        if key not in self._least:
-            self._least[key] = stage.lives(stage.layers).full
-        return self._least[key]
 
     def weights(self, layers: tuple[int, ...]) -> tuple[Weight, ...]:
         """Return the parameters of some layers, those tied among them once."""

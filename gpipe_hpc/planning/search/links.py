@@ -26,18 +26,18 @@ def boundary_loads(
     found: Loads = defaultdict(float)
     each = shares or [1.0] * placement.num_microbatches
     of_route = [0.0] * len(placement.routes)
-    for route, share in zip(placement.route_of, each, strict=True):
-        of_route[route] += share
+    for number, share in zip(placement.route_of, each, strict=True):
+        of_route[number] += share
     for route, share in zip(placement.routes, of_route, strict=True):
-        for source, stage in enumerate(stages):
+        for at, stage in enumerate(stages):
             ahead = {d: sum(carried.tensors) for d, carried in stage.sent.items()}
             back = {s: sum(carried.gradients) for s, carried in stage.received.items()}
-            if source + 1 < len(stages):
-                ahead[source + 1] = sum(stage.output.tensors)
-            if source:
-                back[source - 1] = sum(stage.input.gradients)
+            if at + 1 < len(stages):
+                ahead[at + 1] = sum(stage.output.tensors)
+            if at:
+                back[at - 1] = sum(stage.input.gradients)
             for other, nbytes in [*ahead.items(), *back.items()]:
-                way = route[source], route[other]
+                way = route[at], route[other]
                 if way[0] != way[1]:
                     found[way] += share * nbytes
     return found

@@ -1,4 +1,4 @@
-"""What a search takes the ranks to be: how fast they compute, how they are linked, what they hold."""
+"""What a search takes the ranks to be: how fast they compute, and how they are linked."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -17,14 +17,12 @@ class Machine:
 
     `flops_per_s`: what a rank computes a second in practice. `layer_s`: what the forward of a layer
     takes besides, however few its samples are; each half of its backward takes as much.
-    `memory_bytes`: what a rank may hold; None: no limit. `host_bytes_per_s`: of the copies of
-    ``offload``; None: not known, and nothing is offloaded.
+    `host_bytes_per_s`: of the copies of ``offload``; None: not known, and they take no time.
     """
 
     cluster: Cluster
     flops_per_s: float
     layer_s: float = 0.0
-    memory_bytes: float | None = None
     host_bytes_per_s: float | None = None
 
     @property

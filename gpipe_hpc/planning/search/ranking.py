@@ -7,18 +7,21 @@ much better than the best found any other layout could be.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
-from gpipe_hpc.errors import GpipeError, PartitionError
+from gpipe_hpc.errors import GpipeError
+from gpipe_hpc.planning.request import Request
 from gpipe_hpc.planning.search.bounds import Bound, Ways, bound
 from gpipe_hpc.planning.search.candidates import Candidate, Space
 from gpipe_hpc.planning.search.ground import Ground
 from gpipe_hpc.planning.search.trial import Choices, TooMuch, Trial, try_out
 
-MOST_ACTIONS: Final = 2_000_000
+MOST_ACTIONS: Final = 1_000_000
 """Of all tables that a search simulates: a million of them take 10 to 20 seconds."""
 _LARGEST: Final = 400_000  # actions of one table
 _ENOUGH: Final = 24  # trials, ahead of those that only the bound asks for
+_FEW: Final = 6
 _AS_GOOD: Final = 0.99  # of the time of the best found: what could be that fast is not looked for
 
 
@@ -69,10 +72,6 @@ class _Tally:
         self.num_actions += num_actions(candidate)
         try:
             found = trial()
-        except PartitionError as error:  # a budget that fits nothing
-            self.num_too_much += 1
-            self.refused.append(error)
-            return
         except GpipeError as error:
             self.refused.append(error)
             return
@@ -80,13 +79,22 @@ class _Tally:
             self.trials.append(found)
             return
         self.num_too_much += 1
-        if self.nearest is None or found.nbytes < self.nearest.nbytes:
+        if self.nearest is None or found.excess_bytes < self.nearest.excess_bytes:
             self.nearest = found
 
 
 def num_actions(candidate: Candidate) -> int:
     """Return about how many actions of compute the table of a layout has."""
     return 3 * candidate.num_stages * candidate.microbatches
+
+
+def most_bytes(base: Request) -> float | None:
+    """Return what the rank with the most memory may fill; None where there is no limit."""
+    given = base.memory_bytes
+    assert not isinstance(given, str), "the settings were read"
+    if given is None or isinstance(given, int | float):
+        return given
+    return max(float(each) for each in given)
 
 
 def search(space: Space, ground: Ground, most_actions: int = MOST_ACTIONS) -> Ranking:
@@ -96,10 +104,11 @@ def search(space: Space, ground: Ground, most_actions: int = MOST_ACTIONS) -> Ra
     `most_actions` of all tables together it stops. Raises ConfigError where the space is empty.
     """
     choices = Choices.of(space.base, space.fixed, len(ground.machine.cluster.hosts))
-    limit = ground.machine.memory_bytes
+    limit = most_bytes(space.base)
     tally = _Tally()
     bounded: list[tuple[Bound, Candidate]] = []
-    num_layouts = num_large = num_hopeless = 0
+    hopeless: list[tuple[Bound, Candidate]] = []
+    num_layouts = num_large = 0
     for candidate in space:
         num_layouts += 1
         try:
@@ -112,10 +121,12 @@ def search(space: Space, ground: Ground, most_actions: int = MOST_ACTIONS) -> Ra
             tally.refused.append(error)
             continue
         if limit is not None and found.nbytes > limit:
-            num_hopeless += 1
+            hopeless.append((found, candidate))
             continue
         bounded.append((found, candidate))
     left = _simulate(bounded, ground, space, choices, tally, most_actions)
+    if tally.nearest is None and not tally.trials:
+        tally.nearest = _nearest(hopeless, ground, space, choices)
     tally.trials.sort(key=lambda each: (each.step_s, each.nbytes))
     return Ranking(
         tuple(tally.trials),
@@ -123,11 +134,22 @@ def search(space: Space, ground: Ground, most_actions: int = MOST_ACTIONS) -> Ra
         len(tally.trials),
         len(tally.refused),
         num_large,
-        num_hopeless + tally.num_too_much,
+        len(hopeless) + tally.num_too_much,
         min((each.seconds for each, _ in left if each.seconds < tally.best_s), default=None),
         tally.nearest,
         str(tally.refused[0]) if tally.refused else "",
     )
+
+
+def _nearest(
+    hopeless: Sequence[tuple[Bound, Candidate]], ground: Ground, space: Space, choices: Choices
+) -> TooMuch | None:
+    """Return what needs least of the layouts that cannot fit: a few are laid out."""
+    by_need = sorted(hopeless, key=lambda each: (each[0].nbytes, -each[1].microbatches))
+    tally = _Tally()
+    for _, candidate in by_need[:_FEW]:
+        tally.add(candidate, partial(try_out, candidate, ground, space.base, choices))
+    return tally.nearest
 
 
 def _simulate(
@@ -141,7 +163,7 @@ def _simulate(
     """Try layouts out, the most promising first; return those that were left."""
 
     def run(candidate: Candidate) -> None:
-        tally.add(candidate, lambda: try_out(candidate, ground, space.base, choices))
+        tally.add(candidate, partial(try_out, candidate, ground, space.base, choices))
 
     by_guess = sorted(bounded, key=lambda each: each[0].probably_s)
     left = []

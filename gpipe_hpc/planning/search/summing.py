@@ -7,29 +7,28 @@ to combine copies are compared at once.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gpipe_hpc.schedule import Cluster, Op, Placement, ReductionTime, Timeline
-
-_LAST = (Op.B, Op.W)
+from gpipe_hpc.schedule import Cluster, Placement, ReductionTime, Timeline
+from gpipe_hpc.schedule.table.lifetimes import ENDS_BACKWARD
 
 
 class Ending(NamedTuple):
-    """The last backward of a stage on all its holders in all replicas: it starts, and ends."""
+    """The last backward of a stage on a rank: it starts, and ends."""
 
     start_s: float
     end_s: float
 
 
-def endings(timelines: Sequence[Timeline]) -> list[Ending]:
-    """Return when each stage has its last gradients; timelines are those of replicas."""
-    found = [Ending(0.0, 0.0)] * timelines[0].num_stages
+def endings(timelines: Sequence[Timeline]) -> list[set[Ending]]:
+    """Return when each stage has its last gradients, on each of its holders in each timeline."""
+    found: list[set[Ending]] = [set() for _ in range(timelines[0].num_stages)]
     for timeline in timelines:
         for row in timeline.events:
             last: dict[int, Ending] = {}
             for event in row:
-                if event.action.op in _LAST:
+                if event.action.op in ENDS_BACKWARD:
                     last[event.action.stage] = Ending(event.start_s, event.end_s)
             for stage, own in last.items():
-                found[stage] = Ending(*map(max, found[stage], own))
+                found[stage].add(own)
     return found
 
 
@@ -57,9 +56,7 @@ def sum_time(
     leaders = [own[0] for own in groups.values()]
     between = cluster.reduction_time(leaders, nbytes, num_buckets)
     slowest = max(within, key=lambda each: each.latency_s * num_buckets + each.bytes_s)
-    return ReductionTime(
-        slowest.latency_s + between.latency_s, slowest.bytes_s + between.bytes_s
-    )
+    return ReductionTime(slowest.latency_s + between.latency_s, slowest.bytes_s + between.bytes_s)
 
 
 class Sum(NamedTuple):
@@ -79,7 +76,7 @@ class Sum(NamedTuple):
 
 
 def summed_at(
-    placement: Placement, ends: Sequence[Ending], sums: Sequence[Sum], *, overlaps: bool
+    placement: Placement, ends: Sequence[set[Ending]], sums: Sequence[Sum], *, overlaps: bool
 ) -> float:
     """Return when the last gradient is summed.
 
@@ -88,17 +85,18 @@ def summed_at(
     """
     free_at = [0.0] * placement.num_ranks
     done = 0.0
-    for stage in sorted(range(len(ends)), key=lambda each: ends[each].end_s):
+    over_at = [max((each.end_s for each in own), default=0.0) for own in ends]
+    for stage in sorted(range(len(ends)), key=lambda each: (over_at[each], -each)):
         time, buckets = sums[stage]
         whole = sum(buckets)
         if not whole:
             continue
         holders = placement.holders(stage)
-        start, end = ends[stage]
         come = 0
         for nbytes in buckets:
             come += nbytes
-            ready = start + (end - start) * come / whole if overlaps else end
+            part = come / whole if overlaps else 1.0
+            ready = max((start + (end - start) * part for start, end in ends[stage]), default=0.0)
             begin = max(ready, *(free_at[rank] for rank in holders))
             over = begin + time.bytes_s * nbytes / whole + time.latency_s
             for rank in holders:

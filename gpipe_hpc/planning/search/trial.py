@@ -1,10 +1,13 @@
 """One layout of a search, laid out and simulated: what it takes, holds and sends."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
+from gpipe_hpc.errors import PartitionError, ScheduleError
 from gpipe_hpc.models import stage_layers
+from gpipe_hpc.planning.by_rank import excess_bytes, memory_limits
 from gpipe_hpc.planning.forecast import activation_memory, flop_costs, rank_states
 from gpipe_hpc.planning.layout import lay_out_compute
 from gpipe_hpc.planning.request import Request
@@ -19,9 +22,10 @@ from gpipe_hpc.planning.search.summing import (
     sum_time,
     summed_at,
 )
-from gpipe_hpc.planning.sharing import Sharing
 from gpipe_hpc.planning.shares import microbatch_shares
+from gpipe_hpc.planning.sharing import Sharing
 from gpipe_hpc.schedule import BubbleCauses, Costs, Schedule, Timeline, peak_memory, simulate
+from gpipe_hpc.schedule.table.lifetimes import ENDS_BACKWARD
 
 _BUCKETS: Final = (25e6, 100e6)
 """Sizes of buckets that are tried where none is asked for."""
@@ -99,68 +103,91 @@ class Trial:
         """Return the share of the time that ranks idle."""
         return sum(self.causes)
 
+    @property
+    def recomputes(self) -> bool:
+        """Say whether something may be computed twice."""
+        return self.candidate.recompute != "never"
+
     def overrides(self, base: Request) -> list[str]:
         """Return its settings as on a command line; of `outer` those that are not as in `base`."""
         words = self.candidate.overrides()
         for name, value in () if self.combining is None else self.combining._asdict().items():
             if value != getattr(base.combining, name):
-                words.append(f"outer.{name}={value:g}" if name == "bucket_bytes" else
-                             f"outer.{name}={value}")
+                words.append(f"outer.{name}={_written(value)}")
         return words
 
 
+def _written(value: str | float) -> str:
+    return value if isinstance(value, str) else f"{value / 1e6:g}MB"
+
+
 class TooMuch(NamedTuple):
-    """A layout that does not fit: what its fullest rank needs, and what of that lasts."""
+    """A layout that does not fit: what the rank needs that lacks most, and by how much too much.
+
+    `lasting_bytes`: what of it is weights, gradients and optimizer.
+    """
 
     candidate: Candidate
-    nbytes: int
     rank: int
+    nbytes: int
     lasting_bytes: int
+    excess_bytes: float
 
 
 def try_out(
     candidate: Candidate, ground: Ground, base: Request, choices: Choices
 ) -> Trial | TooMuch:
-    """Lay out a candidate and, if it fits into the machine's memory, simulate it.
+    """Lay out a candidate and, if it fits into the memory that `base` allows, simulate it.
 
     With `LEAST` nothing is recomputed where that fits, else as little as does. Raises what laying
     out raises: PartitionError where nothing fits, ScheduleError where there is no such table.
     """
-    limit = ground.machine.memory_bytes
-    if candidate.recompute != LEAST:
-        return _tried(candidate, ground, base, choices)
-    plain = _tried(replace(candidate, recompute="never"), ground, base, choices)
-    if isinstance(plain, Trial) or limit is None or plain.lasting_bytes >= limit:
-        return plain
-    return _tried(replace(candidate, recompute="budget"), ground, base, choices)
+    laid = lay_out_in_memory(candidate, ground, base, choices)
+    return laid if isinstance(laid, TooMuch) else laid.timed()
 
 
-def _tried(
+def lay_out_in_memory(
     candidate: Candidate, ground: Ground, base: Request, choices: Choices
-) -> Trial | TooMuch:
-    asked = replace(candidate.of(base), memory_bytes=ground.machine.memory_bytes)
-    ways: list[Combining] = list(choices.all())
+) -> "Laid | TooMuch":
+    """Lay out a candidate as `try_out` does, without simulating it."""
+    if candidate.recompute != LEAST:
+        return _laid_out(candidate, ground, base, choices)
+    plain = _laid_out(replace(candidate, recompute="never"), ground, base, choices)
+    if isinstance(plain, Laid) or plain.lasting_bytes >= plain.nbytes - plain.excess_bytes:
+        return plain
+    try:
+        return _laid_out(replace(candidate, recompute="budget"), ground, base, choices)
+    except PartitionError:  # nothing fits
+        return plain
+
+
+def _laid_out(
+    candidate: Candidate, ground: Ground, base: Request, choices: Choices
+) -> "Laid | TooMuch":
+    asked, ways = candidate.of(base), list(choices.all())
     if candidate.recompute == "budget":
-        # What may be kept depends on how much of the optimizer's state a rank has: the least.
+        # It fills what is left, and the last way leaves most: the optimizer's state is divided.
         ways = [way for way in ways if way.shard == ways[-1].shard]
-    laid = _Laid(candidate, ground, _combined(asked, ways[0]))
+    laid = Laid(candidate, ground, _combined(asked, ways[0]))
+    limits = memory_limits(asked)
     if laid.is_alone:
         ways = ways[:1]
-    held = {way.shard: laid.held(way) for way in ways}
-    limit = ground.machine.memory_bytes
-    fitting = [way for way in ways if limit is None or max(held[way.shard]) <= limit]
-    if not fitting:
-        least = min(held.values(), key=max)
-        rank = least.index(max(least))
-        return TooMuch(candidate, max(least), rank, max(least) - round(laid.peaks[rank]))
-    return laid.timed(fitting, held)
+    held = {way.shard: way for way in ways}
+    shards = {shard: laid.held(way) for shard, way in held.items()}
+    fitting = [way for way in ways if not excess_bytes(shards[way.shard], limits)]
+    if fitting or limits is None:
+        return laid.with_ways(fitting or ways, shards)
+    least = min(shards.values(), key=lambda each: excess_bytes(each, limits))
+    rank = max(range(len(least)), key=lambda at: least[at] - limits[at])
+    lasting = least[rank] - round(laid.peaks[rank])
+    return TooMuch(candidate, rank, least[rank], lasting, least[rank] - limits[rank])
 
 
 def _combined(asked: Request, way: Combining) -> Request:
     return replace(asked, outer=replace(asked.combining, **way._asdict()))
 
 
-class _Laid:
+class Laid:
     """A candidate's table of compute, and what it is timed with."""
 
     def __init__(self, candidate: Candidate, ground: Ground, asked: Request) -> None:
@@ -181,6 +208,8 @@ class _Laid:
         )
         memory = replace(activation_memory(self.stages, self.recomputed), shares=self.shares)
         self.peaks = peak_memory(self.table, memory)
+        self._ways: Sequence[Combining] = ()
+        self._held: Mapping[str, Sequence[int]] = {}
 
     @property
     def is_alone(self) -> bool:
@@ -208,10 +237,17 @@ class _Laid:
         )
         return Sharing.of(way.shard, self.candidate.replicas, buckets)
 
-    def timed(self, ways: Sequence[Combining], held: Mapping[str, Sequence[int]]) -> Trial:
-        """Simulate it, and choose of several ways to combine copies the fastest."""
+    def with_ways(self, ways: Sequence[Combining], held: Mapping[str, Sequence[int]]) -> "Laid":
+        """Return itself with the ways to combine copies that fit, and what ranks hold with each."""
+        self._ways, self._held = ways, held
+        return self
+
+    def timed(self) -> Trial:
+        """Simulate it, and choose of the ways to combine copies that fit the fastest."""
+        ways, held = self._ways, self._held
         each = self._costs()
         timelines = [simulate(self.table, costs) for costs in each]
+        self._refuse_idle_copies(timelines[0])
         ends = endings(timelines)
         compute_ends = [timeline.end_of_compute for timeline in timelines]
         slowest = compute_ends.index(max(compute_ends))
@@ -234,6 +270,19 @@ class _Laid:
             combining=None if self.is_alone else best,
         )
 
+    def _refuse_idle_copies(self, timeline: Timeline) -> None:
+        """Refuse a table in which a rank holds a stage that has no micro-batch there."""
+        placement = self.table.placement
+        for rank, row in enumerate(timeline.events):
+            at_work = {event.action.stage for event in row if event.action.op in ENDS_BACKWARD}
+            idle = set(placement.stages_of(rank)) - at_work
+            if idle:
+                raise ScheduleError(
+                    f"schedule {self.table.name!r}: expected work for each copy of a stage, got "
+                    f"none of stage {min(idle)} on rank {rank} with "
+                    f"{self.candidate.microbatches} micro-batch(es); use more of them"
+                )
+
     def _costs(self) -> list[Costs]:
         """Return what actions cost, once for all replicas that are alike."""
         costs = self.partition.stage_costs()
@@ -248,21 +297,19 @@ class _Laid:
             boundary_bytes=sent.boundary_bytes,
             skip_bytes=sent.skip_bytes,
             shares=self.shares,
-            **self._copies(),
+            offload=self._copies(),
+            fetch=self._copies(),
         )
-        cluster = self.ground.machine.cluster
-        found = cluster.replicas(self.table, costs, self.candidate.replicas)
-        return list({id(own): own for own in found}.values())
+        found = self.ground.machine.cluster.replicas(self.table, costs, self.candidate.replicas)
+        each = {id(own): own for own in found}.values()
+        return [replace(own, paces=_both(costs.paces, own.paces)) for own in each]
 
-    def _copies(self) -> dict[str, list[float]]:
-        """Return what offloading a micro-batch of each stage takes, and fetching it."""
-        speed = self.ground.machine.host_bytes_per_s
-        if not self.candidate.offload or speed is None:
-            return {}
-        each = [stage.activation_bytes / speed for stage in self.stages]
-        return {"offload": each, "fetch": each}
+    def _copies(self) -> list[float]:
+        """Return what copying a micro-batch of each stage to the host takes, or back."""
+        speed = self.ground.machine.host_bytes_per_s or math.inf
+        return [stage.activation_bytes / speed for stage in self.stages]
 
-    def _summed(self, way: Combining, ends: Sequence[Ending], end_of_compute: float) -> float:
+    def _summed(self, way: Combining, ends: Sequence[set[Ending]], end_of_compute: float) -> float:
         """Return when a step is over whose gradients are summed in some way.
 
         Of a flat shard half the sum comes behind the backwards. The other half, which gathers the
@@ -313,12 +360,15 @@ class _Laid:
         }
         if not self.is_alone:
             for stage in range(len(self.stages)):
-                ranks = copies_of(
-                    placement, stage, self.candidate.replicas, self.candidate.stages
-                )
+                ranks = copies_of(placement, stage, self.candidate.replicas, self.candidate.stages)
                 nbytes = sum(self._sum(way, stage).buckets)
                 add_sums(found, cluster, ranks, nbytes, by_host=way.is_by_host)
         return heaviest(cluster, found)
+
+
+def _both(first: Mapping[int, float], second: Mapping[int, float]) -> dict[int, float]:
+    """Return how slow ranks are of which two tell."""
+    return {rank: first.get(rank, 1.0) * second.get(rank, 1.0) for rank in {*first, *second}}
 
 
 def _causes(timeline: Timeline, undelayed_s: float, step_s: float) -> BubbleCauses:

@@ -1,0 +1,92 @@
+"""The least number of ranks on which a model fits into the memory of each."""
+
+import math
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from gpipe_hpc.errors import ConfigError, GpipeError
+from gpipe_hpc.planning.search.bounds import Ways, least_bytes
+from gpipe_hpc.planning.search.candidates import Candidate, Space
+from gpipe_hpc.planning.search.ground import Ground
+from gpipe_hpc.planning.search.ranking import most_bytes
+from gpipe_hpc.planning.search.trial import Choices, Laid, TooMuch, lay_out_in_memory
+from gpipe_hpc.planning.units import bytes_text
+
+_THRIFTY: Final = ("one_f_one_b", "v_half", "zb_v", "interleaved")
+_MOST_RANKS: Final = 4096
+
+
+class Fewest(NamedTuple):
+    """The least number of ranks, and what of the next smaller one comes nearest, if any was tried.
+
+    `layout`: one that fits, not the fastest.
+    """
+
+    num_ranks: int
+    layout: Candidate
+    nearest: TooMuch | None = None
+
+
+def fewest_ranks(space_of: Callable[[int], Space], ground_of: Callable[[int], Ground]) -> Fewest:
+    """Return the least number of equal ranks on which some layout fits; ConfigError if none does.
+
+    `space_of`, `ground_of`: for so many ranks. Tried are the schedules that keep least, with as
+    little recomputation as fits, for all sizes of micro-batches.
+    """
+    limit = most_bytes(space_of(1).base)
+    assert limit is not None, "asked for within a memory"
+    first = _first(space_of(1), ground_of(1), limit)
+    nearest: TooMuch | None = None
+    most = min(_MOST_RANKS, max(len(ground_of(1).layers), first) * 2)
+    for num_ranks in range(first, most + 1):
+        closest: TooMuch | None = None
+        for candidate in _thrifty(space_of(num_ranks)):
+            found = _lay_out(candidate, ground_of(num_ranks), space_of(num_ranks))
+            if isinstance(found, Laid):
+                return Fewest(num_ranks, found.candidate, nearest)
+            if found and (closest is None or found.excess_bytes < closest.excess_bytes):
+                closest = found
+        nearest = closest or nearest
+    lacking = (
+        ""
+        if nearest is None
+        else (
+            f"; what comes nearest is {' '.join(nearest.candidate.overrides())}, whose rank "
+            f"{nearest.rank} needs {bytes_text(nearest.nbytes)}"
+        )
+    )
+    raise ConfigError(
+        f"pipeline.memory_bytes: no layout of up to {most} ranks fits, expected room for the "
+        f"model, got {bytes_text(limit)} a rank{lacking}; allow more memory, or take a "
+        f"smaller batch, shorter samples or a model of smaller layers"
+    )
+
+
+def _first(space: Space, ground: Ground, limit: float) -> int:
+    """Return the least number of ranks that could do; ConfigError where one layer is too much."""
+    samples = space.batch_size
+    ground.gauge(1)
+    ways = Ways(by_host=False, divided="flat" in Choices.of(space.base, space.fixed, 1).shards)
+    mean, largest = least_bytes(ground, space.base.kept_states, samples if ways.divided else 1)
+    if largest > limit:
+        raise ConfigError(
+            f"pipeline.memory_bytes: one layer alone, with its gradient and optimizer, needs "
+            f"{bytes_text(largest)}, expected at most the {bytes_text(limit)} of a rank, got more "
+            f"by {bytes_text(largest - limit)} on any number of ranks; allow more memory, or split "
+            f"the layer"
+        )
+    return max(1, math.ceil(mean / limit))
+
+
+def _thrifty(space: Space) -> list[Candidate]:
+    """Return the layouts of a space that keep least, those of small micro-batches first."""
+    found = [each for each in space if each.schedule in _THRIFTY or "schedule" in space.fixed]
+    return sorted(found, key=lambda each: (-each.stages, -each.microbatches))
+
+
+def _lay_out(candidate: Candidate, ground: Ground, space: Space) -> Laid | TooMuch | None:
+    choices = Choices.of(space.base, space.fixed, 1)
+    try:
+        return lay_out_in_memory(candidate, ground, space.base, choices)
+    except GpipeError:
+        return None

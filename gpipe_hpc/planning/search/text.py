@@ -1,0 +1,140 @@
+"""A ranking as text: what was compared, and a table of the best with settings to paste."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from gpipe_hpc.planning.columns import aligned
+from gpipe_hpc.planning.request import Request
+from gpipe_hpc.planning.search.ground import Ground
+from gpipe_hpc.planning.search.machine import FREE
+from gpipe_hpc.planning.search.ranking import Ranking
+from gpipe_hpc.planning.search.trial import Trial
+from gpipe_hpc.planning.search.why import why_worse
+from gpipe_hpc.planning.units import bytes_text, flops_text
+from gpipe_hpc.schedule import Link
+
+_NOTES: Final = (
+    "Simulated, not measured: layers as counted, transfers and sums of gradients as the links say, "
+    "all else free: reading data, the optimizer's step, kernels that share a device. Memory is "
+    "weights, gradients, optimizer and activations, without gradients in flight, receive buffers "
+    "and workspaces. Micro-batches of other sizes draw other dropout; BatchNorm sees other batches."
+)
+_HEAD: Final = (
+    "",
+    "step",
+    "samples/s",
+    "bubble",
+    "fill, drain",
+    "imbalance",
+    "transfers",
+    "reduction",
+    "fullest rank",
+    "slowest link",
+)
+
+
+def machine_text(ground: Ground, base: Request) -> str:
+    """Say what ranks and links are taken to be."""
+    machine = ground.machine
+    cluster = machine.cluster
+    hosts = sorted(set(cluster.hosts))
+    each = f"{hosts[0]}" if len(hosts) == 1 else f"{hosts[0]} to {hosts[-1]}"
+    many = f"{len(cluster.hosts)} hosts of {each}" if len(cluster.hosts) > 1 else "one host"
+    ranks = f"{cluster.num_ranks} ranks" if cluster.num_ranks > 1 else "1 rank"
+    lines = [
+        f"{ranks} on {many}, {flops_text(machine.flops_per_s)}/s a rank, "
+        f"{machine.layer_s:.2g} s a layer and pass beside that (plan.flops_per_s, plan.layer_s)"
+    ]
+    if machine.has_free_links:
+        lines.append(
+            "links: not known, so transfers and sums of gradients take no time; give plan.links, a "
+            "file, or plan.link_bytes_per_s"
+        )
+    else:
+        within, between = _link_text(cluster.within), _link_text(cluster.between)
+        lines.append(
+            f"links: {within} within a host" + f", {between} between" * (len(cluster.hosts) > 1)
+        )
+    if base.memory_bytes is None:
+        lines.append(
+            "memory: no limit given (pipeline.memory_bytes), so nothing is recomputed or offloaded"
+        )
+    return "\n".join(lines)
+
+
+def _link_text(link: Link) -> str:
+    if link == FREE:
+        return "free"
+    return f"{bytes_text(link.bandwidth)}/s and {1e6 * link.latency:.3g} us"
+
+
+def counts_text(ranking: Ranking, num_ways: int) -> str:
+    """Say how many layouts were compared, and how sure the best is."""
+    simulated = ranking.num_simulated
+    parts = [f"{simulated} simulated"] if simulated else []
+    if ranking.num_too_much:
+        parts.append(f"{ranking.num_too_much} need too much memory")
+    if ranking.num_refused:
+        parts.append(f"{ranking.num_refused} cannot be built")
+    if ranking.num_large:
+        parts.append(f"{ranking.num_large} have too large a table")
+    left = ranking.num_layouts - simulated - ranking.num_too_much
+    left -= ranking.num_refused + ranking.num_large
+    if left > 0:
+        parts.append(f"{left} left out by what they take at least")
+    sure = "; no layout is faster than the first"
+    if not ranking.trials:
+        sure = ""
+    elif ranking.distance > 0:
+        sure = f"; none can be more than {100 * ranking.distance:.1f} % faster than the first"
+    times = f", each with {num_ways} ways to combine copies" if num_ways > 1 else ""
+    return f"{ranking.num_layouts:,} layouts{times}: {', '.join(parts)}{sure}"
+
+
+def table_text(ranking: Ranking, base: Request, batch_size: int, most: int) -> str:
+    """Return the best layouts: a line of figures each, its settings, and why it is worse."""
+    shown = distinct(ranking.trials, most)
+    rows = [list(_HEAD)]
+    rows += [[str(number), *_figures(trial, batch_size)] for number, trial in enumerate(shown, 1)]
+    head, *lines = aligned(rows).splitlines()
+    found = [head]
+    for trial, line in zip(shown, lines, strict=True):
+        found.append(line)
+        found.append("   " + " ".join(trial.overrides(base)))
+        if trial is not shown[0]:
+            found.append(f"   {why_worse(trial, shown[0])}")
+    return "\n".join([*found, "", _NOTES])
+
+
+def distinct(trials: Sequence[Trial], most: int) -> list[Trial]:
+    """Return the first trials, without those that a better one is like in all but its schedule.
+
+    Of the schedules of one shape, size of micro-batches and recomputation the best two stay.
+    """
+    seen: dict[tuple[object, ...], int] = {}
+    found: list[Trial] = []
+    for trial in trials:
+        each = trial.candidate
+        key = each.replicas, each.stages, each.microbatches, each.recompute
+        seen[key] = seen.get(key, 0) + 1
+        if seen[key] <= 2 and len(found) < most:
+            found.append(trial)
+    return found
+
+
+def _figures(trial: Trial, batch_size: int) -> list[str]:
+    causes = [f"{100 * share:.1f} %" for share in (trial.bubble, *trial.causes)]
+    link = "-"
+    if trial.load.nbytes:
+        link = bytes_text(trial.load.nbytes) + (" between" if trial.load.is_between else " within")
+    return [
+        _seconds(trial.step_s),
+        f"{batch_size / trial.step_s:,.4g}",
+        *causes,
+        f"{bytes_text(trial.nbytes)} (rank {trial.rank})",
+        link,
+    ]
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

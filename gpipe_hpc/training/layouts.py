@@ -1,0 +1,115 @@
+"""The answer of a search, in words: which layouts are best, or what they all lack."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gpipe_hpc.config import Config
+from gpipe_hpc.config.checks import check_planning
+from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.planning.search.candidates import Space
+from gpipe_hpc.planning.search.fewest import Fewest
+from gpipe_hpc.planning.search.ranking import Ranking, search
+from gpipe_hpc.planning.search.text import counts_text, machine_text, table_text
+from gpipe_hpc.planning.search.trial import Choices, TooMuch, Trial
+from gpipe_hpc.planning.units import bytes_text
+from gpipe_hpc.training.searching import Searching
+
+
+class Answer(NamedTuple):
+    """The best layout, None where none fits; what to say; the ranking."""
+
+    chosen: Trial | None
+    text: str
+    ranking: Ranking
+
+
+def compared(config: Config, words: Sequence[str] = ()) -> Answer:
+    """Search the layouts that the settings allow; `words` are the command line, which stays.
+
+    Raises ConfigError, ModelError or PartitionError for what cannot work on any number of ranks.
+    """
+    check_planning(config, None)
+    searching = Searching.of(config, words)
+    num_ranks, heads = searching.num_ranks(), []
+    if num_ranks is None:
+        fewest = searching.fewest()
+        num_ranks = fewest.num_ranks
+        heads.append(_fewest_text(fewest, config))
+    return _answer(searching, num_ranks, heads)
+
+
+def _answer(searching: Searching, num_ranks: int, heads: Sequence[str]) -> Answer:
+    config = searching.config
+    space, ground = searching.space(num_ranks), searching.on(num_ranks)
+    if not space.shapes():
+        raise _unfactored(space)
+    ranking = search(space, ground)
+    choices = Choices.of(space.base, space.fixed, len(ground.machine.cluster.hosts))
+    num_ways = len(list(choices.all()))
+    parts = [*heads, machine_text(ground, space.base), counts_text(ranking, num_ways)]
+    if not ranking.trials:
+        parts.append(_lacking_text(searching, ranking, num_ranks))
+        return Answer(None, "\n\n".join(parts), ranking)
+    parts.append(table_text(ranking, space.base, config.train.batch_size, config.plan.shown))
+    return Answer(ranking.trials[0], "\n\n".join(parts), ranking)
+
+
+def _unfactored(space: Space) -> ConfigError:
+    """Return why no replicas x stages fill the ranks, with the next number that some do."""
+    most = space.num_layers * space.batch_size
+    near = [n for n in range(space.num_ranks - 1, 0, -1) if space.of(n).shapes()][:1]
+    near += [
+        n
+        for n in range(space.num_ranks + 1, min(most, 2 * space.num_ranks) + 1)
+        if space.of(n).shapes()
+    ][:1]
+    fixed = [
+        f"pipeline.{n}={getattr(space.base, n)}" for n in ("stages", "replicas") if n in space.fixed
+    ]
+    return ConfigError(
+        f"plan.ranks: {space.num_ranks} ranks cannot be factored, expected replicas x stages with "
+        f"at most {space.num_layers} stages, the layers of the model, and at most "
+        f"{space.batch_size} replicas, the samples of train.batch_size"
+        f"{' and ' * bool(fixed)}{', '.join(fixed)}, got none; take "
+        f"{' or '.join(map(str, near)) or 'another number of'} ranks, a larger batch, or "
+        f"pipeline.stages with holes"
+    )
+
+
+def _fewest_text(fewest: Fewest, config: Config) -> str:
+    limit = config.pipeline.memory_bytes
+    ranks = "1 rank" if fewest.num_ranks == 1 else f"{fewest.num_ranks} ranks"
+    text = f"the model fits on {ranks} of {bytes_text(limit)}, and on no fewer"
+    if fewest.nearest is not None:
+        text += f": {_missing(fewest.nearest)}"
+    return text
+
+
+def _missing(nearest: TooMuch) -> str:
+    candidate = nearest.candidate
+    return (
+        f"on {candidate.replicas * candidate.stages}, rank {nearest.rank} of what needs least "
+        f"({' '.join(candidate.overrides())}) holds {bytes_text(nearest.nbytes)}, "
+        f"{bytes_text(nearest.excess_bytes)} too much ({bytes_text(nearest.lasting_bytes)} of it "
+        f"weights, gradients and optimizer)"
+    )
+
+
+def _lacking_text(searching: Searching, ranking: Ranking, num_ranks: int) -> str:
+    """Say what lacks, and how many ranks would do."""
+    lines = []
+    if searching.config.pipeline.memory_bytes is None:
+        return f"no layout can be built: {ranking.refusal}"
+    if ranking.nearest is not None:
+        lines.append(f"no layout fits: {_missing(ranking.nearest)}")
+    else:
+        lines.append("no layout fits: the weights, gradients and optimizer alone are too much")
+    if isinstance(searching.config.pipeline.memory_bytes, list):
+        return lines[0]
+    fewest = searching.fewest()
+    if fewest.num_ranks > num_ranks:
+        lines.append(
+            f"{fewest.num_ranks} ranks of {bytes_text(searching.config.pipeline.memory_bytes)} "
+            f"would do: plan.ranks={fewest.num_ranks}"
+        )
+    return "\n".join(lines)

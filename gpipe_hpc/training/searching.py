@@ -1,0 +1,198 @@
+"""From the settings to a search over layouts: on what ranks, and what may be chosen."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from gpipe_hpc.comm.device import Device, device_to_come
+from gpipe_hpc.config import Config, bind_loss, build_target
+from gpipe_hpc.config.refusal import refuse
+from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.models import Layer, loss_function, normalise_layers
+from gpipe_hpc.planning import Counted, Example
+from gpipe_hpc.planning.cluster_file import read_cluster
+from gpipe_hpc.planning.search.candidates import Space
+from gpipe_hpc.planning.search.fewest import Fewest, fewest_ranks
+from gpipe_hpc.planning.search.ground import Ground
+from gpipe_hpc.planning.search.machine import FREE, Machine, on_hosts
+from gpipe_hpc.planning.speed import flops_per_s
+from gpipe_hpc.schedule import Cluster, Link
+from gpipe_hpc.training.asking import request_of
+from gpipe_hpc.training.shapes import microbatch
+
+_PINS: Final = {
+    "pipeline": ("stages", "replicas", "microbatches", "recompute", "offload", "schedule"),
+    "outer": ("shard", "hierarchy", "bucket_bytes"),
+}
+"""The settings that a search chooses, by section."""
+
+
+def fixed_by(words: Sequence[str]) -> frozenset[str]:
+    """Return which settings of a layout stand on a command line, and so stay as they are."""
+    found: set[str] = set()
+    for word in words:
+        name, is_set, value = word.lstrip("+").partition("=")
+        section, _, rest = name.partition(".")
+        own = rest.partition(".")[0]
+        if own == "options":
+            found.add("schedule")
+        elif is_set and own in _PINS.get(section, ()) and value not in ("null", "fit"):
+            found.add(own)
+    return frozenset(found)
+
+
+@dataclass(frozen=True)
+class Searching:
+    """What a search is of: the settings, those that stay, the model, and what ranks are."""
+
+    config: Config
+    fixed: frozenset[str]
+    ground: Ground
+
+    @classmethod
+    def of(
+        cls, config: Config, words: Sequence[str], layers: Sequence[Layer] | None = None
+    ) -> "Searching":
+        """Return the search that settings ask for; ConfigError for what cannot be searched.
+
+        `words`: the command line; `layers`: of the model, if they are there.
+        """
+        _refuse_what_is_no_search(config)
+        model = normalise_layers(layers or build_target("model", config.model))
+        device = device_to_come(config.train.device)
+        machine = Machine(
+            _cluster(config, 1),
+            config.plan.flops_per_s or _measured_rate(config, device),
+            config.plan.layer_s,
+            config.plan.host_copy_bytes_per_s,
+        )
+        counted = _counting(config, model, device)
+        policy = config.pipeline.partition
+        ground = Ground(machine, model, counted, config.train.batch_size, policy)
+        return cls(config, fixed_by(words), ground)
+
+    def space(self, num_ranks: int) -> Space:
+        """Return the layouts on so many ranks."""
+        base = request_of(self.config)
+        paces = None if isinstance(base.paces, str) else base.paces
+        copies = self.config.plan.host_copy_bytes_per_s
+        may_offload = copies is not None and base.memory_bytes is not None
+        return Space(
+            replace(base, paces=paces),
+            num_ranks,
+            self.config.train.batch_size,
+            len(self.ground.layers),
+            self.fixed,
+            (False, True) if may_offload else (False,),
+        )
+
+    def on(self, num_ranks: int) -> Ground:
+        """Return what is known of so many ranks, as the settings say how they are linked."""
+        return self.ground.on(_cluster(self.config, num_ranks))
+
+    def num_ranks(self) -> int | None:
+        """Return on how many ranks; None: on as few as the memory allows."""
+        plan = self.config.plan
+        found = plan.ranks or self.config.pipeline.ranks
+        if found is None and plan.links is not None:
+            found = read_cluster(plan.links).num_ranks
+        if found is None and self.config.pipeline.memory_bytes is None:
+            raise refuse(
+                "plan.ranks",
+                "the ranks that layouts are compared for, or pipeline.memory_bytes, to find how "
+                "many are needed",
+                None,
+                "set it, as plan.ranks=16, or pipeline.memory_bytes=24GB",
+            )
+        return found
+
+    def fewest(self) -> Fewest:
+        """Return the least number of ranks on which the model fits into pipeline.memory_bytes."""
+        if isinstance(self.config.pipeline.memory_bytes, list):
+            raise refuse(
+                "pipeline.memory_bytes",
+                "one number for all ranks, where it is not known how many there are",
+                self.config.pipeline.memory_bytes,
+                "set plan.ranks, or give one number",
+            )
+        return fewest_ranks(self.space, lambda n: self.ground.on(_alike(n)))
+
+
+def _alike(num_ranks: int) -> Cluster:
+    return Cluster((num_ranks,), FREE, FREE)
+
+
+def _refuse_what_is_no_search(config: Config) -> None:
+    pipeline = config.pipeline
+    if isinstance(pipeline.partition, list):
+        raise refuse(
+            "pipeline.partition",
+            "a policy, as a search compares cuts into other numbers of stages",
+            pipeline.partition,
+            "leave it out",
+        )
+    if config.outer.weights is not None:
+        raise refuse(
+            "outer.weights",
+            "null in a search, which compares other numbers of replicas",
+            config.outer.weights,
+            "leave it out",
+        )
+
+
+def _counting(config: Config, layers: Sequence[Layer], device: Device) -> Callable[[int], Counted]:
+    """Return what counts a micro-batch of so many samples."""
+
+    def counted(num_samples: int) -> Counted:
+        sample = microbatch(config.data, num_samples)
+        loss_fn: Callable[[Any, Any], Any] = (
+            bind_loss(config.loss) if config.loss else loss_function(sample.loss)
+        )
+        example = Example(sample.inputs, sample.targets, loss_fn, config.train.seed, device)
+        return Counted(
+            layers, example, config.train.precision, shares_casts=not config.pipeline.offload
+        )
+
+    return counted
+
+
+def _measured_rate(config: Config, device: Device) -> float:
+    """Return what this machine's CPU computes a second, in the block of a transformer."""
+    if device.is_accelerator:
+        raise refuse(
+            "plan.flops_per_s",
+            f"what a rank computes a second in practice on {device.type}, for a search",
+            None,
+            "set it, as plan.flops_per_s=2e14: about 0.4 of what a data sheet says",
+        )
+    return flops_per_s(device, config.train.precision)
+
+
+def _cluster(config: Config, num_ranks: int) -> Cluster:
+    """Return the ranks and their links as the settings say; ConfigError if they do not match."""
+    plan = config.plan
+    if plan.links is not None and num_ranks > 1:
+        return _matching(read_cluster(plan.links), plan.links, num_ranks, plan.hosts)
+    within = between = FREE
+    if plan.link_bytes_per_s is not None:
+        between = Link(plan.link_latency_s, plan.link_bytes_per_s)
+    own = plan.within_bytes_per_s or plan.link_bytes_per_s
+    if own is not None:
+        within = Link(plan.within_latency_s, own)
+    hosts = (num_ranks,) if num_ranks == 1 else on_hosts(num_ranks, plan.hosts or 1)
+    return Cluster(hosts, within, between)
+
+
+def _matching(cluster: Cluster, path: str, num_ranks: int, num_hosts: int | None) -> Cluster:
+    if cluster.num_ranks != num_ranks:
+        raise ConfigError(
+            f"plan.links: {path} describes {cluster.num_ranks} ranks on {len(cluster.hosts)} "
+            f"host(s), expected the {num_ranks} of plan.ranks; leave plan.ranks out to take those "
+            f"of the file, or give the file of these ranks"
+        )
+    if num_hosts not in (None, len(cluster.hosts)):
+        raise ConfigError(
+            f"plan.links: {path} describes {len(cluster.hosts)} host(s), expected the {num_hosts} "
+            f"of plan.hosts; leave plan.hosts out, or give the file of these hosts"
+        )
+    return cluster

@@ -1,0 +1,95 @@
+"""`plan.search=true`: what it says of a run's settings, and what it refuses."""
+
+import re
+
+import pytest
+
+from gpipe_hpc.config import check_config, compose_config
+from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.plan import make_plan
+from gpipe_hpc.planning.units import bytes_text
+from gpipe_hpc.training.layouts import compared
+from gpipe_hpc.training.searching import fixed_by
+
+MLP = ["model=mlp", "data=synthetic_vectors", "plan.flops_per_s=1e10", "plan.search=true"]
+LINKS = """
+hosts: [2, 2]
+links:
+  within: {latency_s: 3.0e-6, bandwidth_bytes_per_s: 10.0e9}
+  between: {latency_s: 1.0e-5, bandwidth_bytes_per_s: 1.0e8}
+"""
+
+
+def answer(*words):
+    return compared(compose_config([*MLP, *words]), words)
+
+
+def settings_in(text):
+    return [line.split() for line in text.splitlines() if line.startswith("   pipeline.")]
+
+
+def test_each_line_is_settings_that_train_takes_and_plan_counts_alike():
+    found = answer("plan.ranks=4", "plan.shown=40", "pipeline.memory_bytes=1.3MB")
+    lines = settings_in(found.text)
+    assert len(lines) >= 5
+    held = re.findall(r"([\d.]+ \w+) \(rank \d+\)", found.text)
+    for words, nbytes in zip(lines, held, strict=True):
+        config = compose_config([*MLP, *words, "pipeline.memory_bytes=1.3MB"])
+        check_config(config, 4)
+        plan = make_plan(config)
+        assert bytes_text(max(rank.total_bytes for rank in plan.forecast.ranks)) == nbytes, words
+
+
+def test_what_stands_on_the_command_line_stays():
+    words = ("plan.ranks=4", "pipeline.schedule=gpipe", "pipeline.replicas=2", "outer.shard=none")
+    for line in settings_in(answer(*words).text):
+        assert {"pipeline.schedule=gpipe", "pipeline.replicas=2"} <= set(line)
+        assert "outer.shard=flat" not in line
+    assert fixed_by(["pipeline.options.waves=1", "pipeline.stages=null"]) == {"schedule"}
+    assert not fixed_by(["model=gpt", "train.batch_size=8", "outer=allreduce"])
+
+
+def test_a_model_that_fits_nowhere_says_what_lacks_and_how_many_ranks_would_do():
+    found = answer("plan.ranks=1", "pipeline.memory_bytes=1MB")
+    assert found.chosen is None
+    said = re.search(r"rank 0 of what needs least .* too much", found.text)
+    assert said, found.text
+    (more,) = re.findall(r"would do: plan\.ranks=(\d+)", found.text)
+    assert answer(f"plan.ranks={more}", "pipeline.memory_bytes=1MB").chosen is not None
+
+
+def test_without_ranks_the_least_number_is_found():
+    found = answer("pipeline.memory_bytes=1MB")
+    (ranks,) = re.findall(r"the model fits on (\d+) ranks of 1.00 MB, and on no fewer", found.text)
+    assert found.chosen.candidate.replicas * found.chosen.candidate.stages == int(ranks)
+    assert answer(f"plan.ranks={int(ranks) - 1}", "pipeline.memory_bytes=1MB").chosen is None
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "plan.ranks"),
+        (["plan.ranks=3", "plan.hosts=2"], "take 2 or 4 ranks"),
+        (["plan.ranks=37", "train.batch_size=4"], "37 ranks cannot be factored"),
+        (["plan.ranks=4", "pipeline.partition=[3,2]"], "pipeline.partition"),
+        (["plan.ranks=4", "train.device=cuda", "plan.flops_per_s=null"], "plan.flops_per_s"),
+        (["pipeline.memory_bytes=[1MB,2MB]"], "set plan.ranks"),
+        (["pipeline.memory_bytes=10kB"], "one layer alone"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(words, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        answer(*words)
+
+
+def test_links_of_a_file_are_those_of_the_ranks_or_refused(tmp_path):
+    path = tmp_path / "links.yaml"
+    path.write_text(LINKS)
+    found = answer(f"plan.links={path}")
+    assert "4 ranks on 2 hosts of 2" in found.text and "100 MB/s and 10 us between" in found.text
+    for words, said in (
+        (["plan.ranks=8"], "describes 4 ranks on 2 host(s), expected the 8 of plan.ranks"),
+        (["plan.hosts=4"], "describes 2 host(s), expected the 4"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            answer(f"plan.links={path}", *words)
