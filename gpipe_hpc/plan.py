@@ -21,6 +21,7 @@ from gpipe_hpc.config import (
 from gpipe_hpc.config.checks import check_planning
 from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs, say_error
 from gpipe_hpc.config.ranks import on_ranks, ranks_to_come
+from gpipe_hpc.config.schema import AUTO_LAYOUT
 from gpipe_hpc.errors import GpipeError, PartitionError
 from gpipe_hpc.models import loss_function, normalise_layers
 from gpipe_hpc.planning import (
@@ -78,7 +79,7 @@ def main() -> None:
 
 def _task(job: Job) -> int:
     try:
-        if job.config.plan.search:
+        if job.config.plan.search or job.config.pipeline.layout == AUTO_LAYOUT:
             answer = compared(job.config, job.words)
             print(answer.text)
             return DONE_EXIT_CODE if answer.chosen else TOO_LARGE_EXIT_CODE

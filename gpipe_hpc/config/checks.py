@@ -14,6 +14,7 @@ from gpipe_hpc.config.portions import portions_of
 from gpipe_hpc.config.ranks import rows_of
 from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.config.schema import (
+    AUTO_LAYOUT,
     Config,
     OuterConfig,
     PipelineConfig,
@@ -100,6 +101,7 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "pipeline.schedule": schedule_names(),
         "pipeline.buffers": ("average", "first", "each"),
+        "pipeline.layout": ("given", AUTO_LAYOUT),
         "pipeline.recompute": ("always", "except_last", "never", "budget"),
         "outer.order": ORDERS,
         "outer.algorithm": ALGORITHMS,
@@ -117,26 +119,31 @@ _CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         **DATA_CHOICES,
     }
 )
+_CHOSEN_LATER: Final = "where stages are to be found (pipeline.stages=fit, pipeline.layout=auto)"
 _ABOVE_ZERO: Final = ("comm.timeout_s", "comm.stall_s", "comm.reach_s", "preflight.limit_s")
 _NONE_IS_OFF: Final = ("train.clip_norm", "train.stop_grace_s")
 _PARTITIONS: Final = ("time", "parameters", "uniform")
 
 
-def check_config(config: Config, world_size: int) -> list[str]:
+def check_config(config: Config, world_size: int, *, may_choose: bool = False) -> list[str]:
     """Refuse settings that cannot work; return warnings about those that hardly make sense.
 
-    `world_size` is the number of started processes. Raises ConfigError that names the setting.
+    `world_size` is the number of started processes. `may_choose`: the layout may still be to be
+    found (pipeline.layout=auto); then only what does not hang on it is looked at, and nothing is
+    warned of. Raises ConfigError that names the setting.
     """
     # Here, since the package above loads torch, which composing and drawing do without.
     from gpipe_hpc.comm.mesh import Mesh
 
     check_ranges(config)
     _check_choices(config)
+    if not may_choose:
+        _refuse_choosing(config)
     _check_device(config)
     _check_portions(config)
     _check_draw(config)
-    stages = config.pipeline.stages
-    if stages == "fit":
+    stages, is_chosen = config.pipeline.stages, config.pipeline.layout == AUTO_LAYOUT
+    if stages == "fit" or is_chosen:
         stages = None  # found where the layers are known
     elif stages is None or rows_of(config, world_size) is None:
         stages = Mesh.fit(world_size, stages, config.pipeline.replicas).stages
@@ -145,10 +152,22 @@ def check_config(config: Config, world_size: int) -> list[str]:
     _check_paces(config.pipeline.paces)
     _check_optimizer(config)
     _check_batches(config)
-    _check_outer(config)
+    if not is_chosen:
+        _check_outer(config)
     config.data.check()
     _check_model(config)
-    return list(_doubts(config, world_size))
+    return [] if is_chosen else list(_doubts(config, world_size))
+
+
+def _refuse_choosing(config: Config) -> None:
+    """Refuse to look for a layout where the command is about one that is known."""
+    if config.pipeline.layout == AUTO_LAYOUT:
+        raise refuse(
+            "pipeline.layout",
+            "given in commands other than train and plan",
+            AUTO_LAYOUT,
+            "let python -m gpipe_hpc.plan plan.search=true find one, and paste its settings",
+        )
 
 
 def check_drawing(config: Config) -> None:
@@ -158,6 +177,7 @@ def check_drawing(config: Config) -> None:
     """
     check_ranges(config)
     _check_choices(config)
+    _refuse_choosing(config)
     _check_portions(config)
     _check_draw(config)
 
@@ -332,7 +352,7 @@ def _check_partition(partition: object, num_stages: int | None) -> None:
     if num_stages is None:
         raise refuse(
             "pipeline.partition",
-            f"{', '.join(_PARTITIONS)} where the stages are to be found (pipeline.stages=fit)",
+            f"{', '.join(_PARTITIONS)} {_CHOSEN_LATER}",
             partition,
             "set pipeline.stages to as many, or leave it out",
         )

@@ -4,17 +4,21 @@ What each setting means stands beside it in the YAML files.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from omegaconf import MISSING
 
 from gpipe_hpc.config.data import DataConfig
+
+AUTO_LAYOUT: Final = "auto"
+"""Of ``pipeline.layout``: a search finds the layout for the ranks that come."""
 
 
 @dataclass
 class PipelineConfig:
     """How the model is cut and in which order the stages work."""
 
+    layout: str = "given"
     stages: Any = None
     ranks: int | None = None
     replicas: int = 1

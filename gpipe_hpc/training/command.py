@@ -93,7 +93,7 @@ def _tell_others(world: World, ending: Ending) -> None:
 def _train(config: Config, stop: StopRequest, words: Sequence[str]) -> int:
     world: World | None = None
     try:
-        doubts = check_config(config, detect_launch().world_size)
+        doubts = check_config(config, detect_launch().world_size, may_choose=True)
         world = join_world(config)
         joined = world
         with (

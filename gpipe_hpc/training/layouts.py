@@ -1,7 +1,7 @@
 """The answer of a search, in words: which layouts are best, or what they all lack."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from gpipe_hpc.config import Config
 from gpipe_hpc.config.checks import check_planning
@@ -12,7 +12,9 @@ from gpipe_hpc.planning.search.ranking import Ranking, search
 from gpipe_hpc.planning.search.text import counts_text, machine_text, table_text
 from gpipe_hpc.planning.search.trial import Choices, TooMuch, Trial
 from gpipe_hpc.planning.units import bytes_text
-from gpipe_hpc.training.searching import Searching
+from gpipe_hpc.training.searching import Came, Searching
+
+_TOLD: Final = 8  # ranks of which it is said what they lack
 
 
 class Answer(NamedTuple):
@@ -29,7 +31,16 @@ def compared(config: Config, words: Sequence[str] = ()) -> Answer:
     Raises ConfigError, ModelError or PartitionError for what cannot work on any number of ranks.
     """
     check_planning(config, None)
-    searching = Searching.of(config, words)
+    return _ranked(Searching.of(config, words))
+
+
+def compared_on(config: Config, words: Sequence[str], came: Came) -> Answer:
+    """Search, as `compared` does, on the ranks of a run that has begun."""
+    return _ranked(Searching.of(config, words, came))
+
+
+def _ranked(searching: Searching) -> Answer:
+    config = searching.config
     num_ranks, heads = searching.num_ranks(), []
     if num_ranks is None:
         fewest = searching.fewest()
@@ -91,8 +102,17 @@ def _missing(nearest: TooMuch) -> str:
         f"on {candidate.replicas * candidate.stages}, rank {nearest.rank} of what needs least "
         f"({' '.join(candidate.overrides())}) holds {bytes_text(nearest.nbytes)}, "
         f"{bytes_text(nearest.excess_bytes)} too much ({bytes_text(nearest.lasting_bytes)} of it "
-        f"weights, gradients and optimizer)"
+        f"weights, gradients and optimizer){_others_missing(nearest)}"
     )
+
+
+def _others_missing(nearest: TooMuch) -> str:
+    """Return what the other ranks lack, those first that lack most."""
+    others = {r: lack for r, lack in enumerate(nearest.lacks) if lack and r != nearest.rank}
+    worst = sorted(others, key=lambda rank: -others[rank])
+    told = [f"rank {rank} {bytes_text(others[rank])}" for rank in worst[:_TOLD]]
+    told += [f"and {len(worst) - _TOLD} more ranks less"] if len(worst) > _TOLD else []
+    return f"; too much have {', '.join(told)} too" if told else ""
 
 
 def _lacking_text(searching: Searching, ranking: Ranking, num_ranks: int) -> str:
@@ -106,7 +126,10 @@ def _lacking_text(searching: Searching, ranking: Ranking, num_ranks: int) -> str
         lines.append("no layout fits: the weights, gradients and optimizer alone are too much")
     if isinstance(searching.config.pipeline.memory_bytes, list):
         return lines[0]
-    fewest = searching.fewest()
+    try:
+        fewest = searching.fewest()
+    except ConfigError as error:
+        return f"{lines[0]}\non no number of ranks: {error}"
     if fewest.num_ranks > num_ranks:
         lines.append(
             f"{fewest.num_ranks} ranks of {bytes_text(searching.config.pipeline.memory_bytes)} "

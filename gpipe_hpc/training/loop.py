@@ -44,6 +44,7 @@ from gpipe_hpc.training.signals import (
     StopRequest,
 )
 from gpipe_hpc.training.start import open_session
+from gpipe_hpc.training.start.choosing import with_layout
 from gpipe_hpc.training.step_edge import Agreed, StepEdge, TimedStep, Told, agree, is_told_late
 from gpipe_hpc.training.summary.compose import Ended
 from gpipe_hpc.training.summary.ledger import Times
@@ -79,6 +80,9 @@ def run_training(
             run: Run = world.everybody.broadcast_object(begun, root=0)
             if config.preflight.before_run:
                 await_run(run, world.rank)
+        asked, chosen = config, with_layout(config, world, run, words)
+        if chosen is not None:
+            config, doubts = chosen.config, chosen.doubts
         train = config.train
         cores = stack.enter_context(bound(world, train.bind, train.num_threads))
         if config.train.deterministic:
@@ -92,11 +96,13 @@ def run_training(
             log.warning(doubt)
         for line in cores if world.rank == 0 else ():
             log.info(line)
+        if chosen is not None and world.rank == 0:
+            log.info(chosen.said)
         copies = _copies(config, world, run)
         if copies is not None:
             stack.push(lambda kind, error, trace: _end_copies(copies, error))
         before_bytes = world.device.memory_allocated()
-        opened = open_session(config, world, run, lock, copies)
+        opened = open_session(config, world, run, lock, copies, asked)
         session = stack.enter_context(closing(opened))
         if copies is not None:
             stack.enter_context(stop.doing_last(partial(_remove_copies, copies)))

@@ -1,8 +1,9 @@
 """From the settings to a search over layouts: on what ranks, and what may be chosen."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.comm.device import Device, device_to_come
 from gpipe_hpc.config import Config, bind_loss, build_target
@@ -20,10 +21,12 @@ from gpipe_hpc.schedule import Cluster, Link
 from gpipe_hpc.training.asking import request_of
 from gpipe_hpc.training.shapes import microbatch
 
-_PINS: Final = {
-    "pipeline": ("stages", "replicas", "microbatches", "recompute", "offload", "schedule"),
-    "outer": ("shard", "hierarchy", "bucket_bytes"),
-}
+PINS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "pipeline": ("stages", "replicas", "microbatches", "recompute", "offload", "schedule"),
+        "outer": ("shard", "hierarchy", "bucket_bytes"),
+    }
+)
 """The settings that a search chooses, by section."""
 
 
@@ -36,9 +39,21 @@ def fixed_by(words: Sequence[str]) -> frozenset[str]:
         own = rest.partition(".")[0]
         if own == "options":
             found.add("schedule")
-        elif is_set and own in _PINS.get(section, ()) and value not in ("null", "fit"):
+        elif is_set and own in PINS.get(section, ()) and value not in ("null", "fit"):
             found.add(own)
     return frozenset(found)
+
+
+class Came(NamedTuple):
+    """The ranks of a run that has begun.
+
+    `flops_per_s`: of the fastest. `hosts`: the ranks of each. `paces`: how many times as long each
+    rank takes as the fastest; empty: they are alike.
+    """
+
+    flops_per_s: float
+    hosts: tuple[int, ...]
+    paces: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,33 +63,35 @@ class Searching:
     config: Config
     fixed: frozenset[str]
     ground: Ground
+    came: Came | None = None
 
     @classmethod
-    def of(
-        cls, config: Config, words: Sequence[str], layers: Sequence[Layer] | None = None
-    ) -> "Searching":
+    def of(cls, config: Config, words: Sequence[str], came: Came | None = None) -> "Searching":
         """Return the search that settings ask for; ConfigError for what cannot be searched.
 
-        `words`: the command line; `layers`: of the model, if they are there.
+        `words`: the command line; `came`: the ranks, where there are some.
         """
         _refuse_what_is_no_search(config)
-        model = normalise_layers(layers or build_target("model", config.model))
+        model = normalise_layers(build_target("model", config.model))
         device = device_to_come(config.train.device)
+        rate = config.plan.flops_per_s if came is None else came.flops_per_s
         machine = Machine(
             _cluster(config, 1),
-            config.plan.flops_per_s or _measured_rate(config, device),
+            rate or _measured_rate(config, device),
             config.plan.layer_s,
             config.plan.host_copy_bytes_per_s,
         )
         counted = _counting(config, model, device)
         policy = config.pipeline.partition
         ground = Ground(machine, model, counted, config.train.batch_size, policy)
-        return cls(config, fixed_by(words), ground)
+        return cls(config, fixed_by(words), ground, came)
 
     def space(self, num_ranks: int) -> Space:
         """Return the layouts on so many ranks."""
         base = request_of(self.config)
-        paces = None if isinstance(base.paces, str) else base.paces
+        paces = base.paces
+        if isinstance(paces, str):  # measured where there are ranks
+            paces = self.came.paces or None if self.came else None
         copies = self.config.plan.host_copy_bytes_per_s
         may_offload = copies is not None and base.memory_bytes is not None
         return Space(
@@ -88,11 +105,16 @@ class Searching:
 
     def on(self, num_ranks: int) -> Ground:
         """Return what is known of so many ranks, as the settings say how they are linked."""
-        return self.ground.on(_cluster(self.config, num_ranks))
+        cluster = _cluster(self.config, num_ranks, None if self.came is None else self.came.hosts)
+        if self.came is not None and self.config.pipeline.paces is None and not cluster.paces:
+            cluster = replace(cluster, paces=dict(enumerate(self.came.paces)))
+        return self.ground.on(cluster)
 
     def num_ranks(self) -> int | None:
         """Return on how many ranks; None: on as few as the memory allows."""
         plan = self.config.plan
+        if self.came is not None:
+            return sum(self.came.hosts)
         found = plan.ranks or self.config.pipeline.ranks
         if found is None and plan.links is not None:
             found = read_cluster(plan.links).num_ranks
@@ -138,6 +160,13 @@ def _refuse_what_is_no_search(config: Config) -> None:
             config.outer.weights,
             "leave it out",
         )
+    if config.train.accumulation > 1:
+        raise refuse(
+            "train.accumulation",
+            "1 in a search, which chooses how many micro-batches there are",
+            config.train.accumulation,
+            "leave it out: a rank keeps no more of micro-batches than its schedule does",
+        )
 
 
 def _counting(config: Config, layers: Sequence[Layer], device: Device) -> Callable[[int], Counted]:
@@ -168,8 +197,11 @@ def _measured_rate(config: Config, device: Device) -> float:
     return flops_per_s(device, config.train.precision)
 
 
-def _cluster(config: Config, num_ranks: int) -> Cluster:
-    """Return the ranks and their links as the settings say; ConfigError if they do not match."""
+def _cluster(config: Config, num_ranks: int, came: tuple[int, ...] | None = None) -> Cluster:
+    """Return the ranks and their links as the settings say; ConfigError if they do not match.
+
+    `came`: the ranks of each host, where they are known.
+    """
     plan = config.plan
     if plan.links is not None and num_ranks > 1:
         return _matching(read_cluster(plan.links), plan.links, num_ranks, plan.hosts)
@@ -179,7 +211,7 @@ def _cluster(config: Config, num_ranks: int) -> Cluster:
     own = plan.within_bytes_per_s or plan.link_bytes_per_s
     if own is not None:
         within = Link(plan.within_latency_s, own)
-    hosts = (num_ranks,) if num_ranks == 1 else on_hosts(num_ranks, plan.hosts or 1)
+    hosts = came or ((num_ranks,) if num_ranks == 1 else on_hosts(num_ranks, plan.hosts or 1))
     return Cluster(hosts, within, between)
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from gpipe_hpc.models import stage_layers
 from gpipe_hpc.planning.optimizer import OptimizerMemory
 from gpipe_hpc.planning.partition import Partition
+from gpipe_hpc.planning.request import Request
 from gpipe_hpc.planning.search.candidates import SPLITTING, Candidate
 from gpipe_hpc.planning.search.ground import Ground
 from gpipe_hpc.planning.search.summing import copies_of, sum_time
@@ -31,24 +32,33 @@ class Ways(NamedTuple):
     divided: bool
 
 
-def bound(candidate: Candidate, ground: Ground, states: OptimizerMemory, ways: Ways) -> Bound:
+def bound(candidate: Candidate, ground: Ground, base: Request, ways: Ways) -> Bound:
     """Return what a layout takes and holds at least, whatever the order of its table.
 
-    The time is that on the fastest cut, which is left where some rank has too little memory for it.
-    `states`: what the optimizer keeps of a parameter. Raises what cutting the model raises.
+    The time is that on the fastest cut for equal ranks, each as fast as the fastest is; the cut is
+    left where some rank has too little memory for it. Raises what cutting the model raises.
     """
+    states = base.kept_states
     samples = candidate.samples(ground.batch_size)
     partition = ground.partition(samples, candidate.num_stages)
     placement = ground.placement(candidate)
     stages = ground.stages(samples, partition.counts)
     times = _StageTimes.of(partition)
     seconds = _least_s(candidate, ground, placement, times, _sums(candidate, ground, stages, ways))
-    seconds *= min([1.0, *ground.machine.cluster.paces.values()])
+    seconds *= min([1.0, *ground.machine.cluster.paces.values()]) * _least_pace(base)
     return Bound(
         seconds,
         seconds + _guess_s(candidate, times),
         _least_bytes(candidate, ground, states, ways),
     )
+
+
+def _least_pace(base: Request) -> float:
+    """Return how many times as long as rank 0 the fastest rank takes."""
+    if base.paces is None or isinstance(base.paces, str):
+        return 1.0
+    paces = [float(pace) for pace in base.paces]
+    return min(paces) / paces[0]
 
 
 class _StageTimes(NamedTuple):

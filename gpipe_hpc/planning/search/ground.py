@@ -10,7 +10,7 @@ from gpipe_hpc.engine.outer.buckets import Buckets, Sized, fill_buckets
 from gpipe_hpc.models import Layer, find_ties, sizes_of_layers
 from gpipe_hpc.planning.advice import Known
 from gpipe_hpc.planning.gauges import Gauge
-from gpipe_hpc.planning.partition import Partition, choose_partition
+from gpipe_hpc.planning.partition import ALIKE, Paces, Partition, choose_partition
 from gpipe_hpc.planning.search.candidates import Candidate
 from gpipe_hpc.planning.search.machine import Machine
 from gpipe_hpc.planning.stages import StageCount, count_stages
@@ -38,7 +38,7 @@ class Ground:
         self.machine, self.layers, self.batch_size = machine, layers, batch_size
         self._gauge_of, self._policy = gauge_of, policy
         self._gauges: dict[int, Known] = {}
-        self._cuts: dict[tuple[int, int], Partition] = {}
+        self._cuts: dict[tuple[int, int, Paces], Partition] = {}
         self._stages: dict[tuple[int, tuple[int, ...]], tuple[StageCount, ...]] = {}
         self._placements: dict[tuple[object, ...], Placement] = {}
         self._weights: dict[tuple[int, ...], tuple[Weight, ...]] = {}
@@ -57,12 +57,15 @@ class Ground:
             self._gauges[samples] = self.machine.priced(self._gauge_of(samples))
         return self._gauges[samples]
 
-    def partition(self, samples: int, num_stages: int) -> Partition:
-        """Return the cut into so many stages; PartitionError where there is none."""
-        key = samples, num_stages
+    def partition(self, samples: int, num_stages: int, paces: Paces = ALIKE) -> Partition:
+        """Return the cut into so many stages, on ranks of such paces.
+
+        Raises PartitionError where there is none.
+        """
+        key = samples, num_stages, paces
         if key not in self._cuts:
             gauge = self.gauge(samples)
-            found = choose_partition(self._policy, num_stages, gauge)
+            found = choose_partition(self._policy, num_stages, gauge, None, paces)
             self._cuts[key] = found._replace(times=gauge.times)
         return self._cuts[key]
 

@@ -108,23 +108,23 @@ def search(space: Space, ground: Ground, most_actions: int = MOST_ACTIONS) -> Ra
     tally = _Tally()
     bounded: list[tuple[Bound, Candidate]] = []
     hopeless: list[tuple[Bound, Candidate]] = []
-    num_layouts = num_large = 0
+    large: list[tuple[Bound, Candidate]] = []
+    num_layouts = 0
     for candidate in space:
         num_layouts += 1
         try:
-            if num_actions(candidate) > min(_LARGEST, most_actions):
-                num_large += 1
-                continue
             ways = Ways("host" in choices.hierarchies, "flat" in choices.shards)
-            found = bound(candidate, ground, space.base.kept_states, ways)
+            found = bound(candidate, ground, space.base, ways)
         except GpipeError as error:
             tally.refused.append(error)
             continue
         if limit is not None and found.nbytes > limit:
             hopeless.append((found, candidate))
-            continue
-        bounded.append((found, candidate))
-    left = _simulate(bounded, ground, space, choices, tally, most_actions)
+        elif num_actions(candidate) > min(_LARGEST, most_actions):
+            large.append((found, candidate))
+        else:
+            bounded.append((found, candidate))
+    left = _simulate(bounded, ground, space, choices, tally, most_actions) + large
     if tally.nearest is None and not tally.trials:
         tally.nearest = _nearest(hopeless, ground, space, choices)
     tally.trials.sort(key=lambda each: (each.step_s, each.nbytes))
@@ -133,7 +133,7 @@ def search(space: Space, ground: Ground, most_actions: int = MOST_ACTIONS) -> Ra
         num_layouts,
         len(tally.trials),
         len(tally.refused),
-        num_large,
+        len(large),
         len(hopeless) + tally.num_too_much,
         min((each.seconds for each, _ in left if each.seconds < tally.best_s), default=None),
         tally.nearest,

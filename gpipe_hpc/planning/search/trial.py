@@ -10,6 +10,7 @@ from gpipe_hpc.models import stage_layers
 from gpipe_hpc.planning.by_rank import excess_bytes, memory_limits
 from gpipe_hpc.planning.forecast import activation_memory, flop_costs, rank_states
 from gpipe_hpc.planning.layout import lay_out_compute
+from gpipe_hpc.planning.ordering import paces_of
 from gpipe_hpc.planning.request import Request
 from gpipe_hpc.planning.search.candidates import LEAST, Candidate
 from gpipe_hpc.planning.search.ground import Ground
@@ -124,7 +125,8 @@ def _written(value: str | float) -> str:
 class TooMuch(NamedTuple):
     """A layout that does not fit: what the rank needs that lacks most, and by how much too much.
 
-    `lasting_bytes`: what of it is weights, gradients and optimizer.
+    `lasting_bytes`: what of it is weights, gradients and optimizer. `lacks`: by how many bytes each
+    rank of a replica has too much, 0 where it fits.
     """
 
     candidate: Candidate
@@ -132,6 +134,7 @@ class TooMuch(NamedTuple):
     nbytes: int
     lasting_bytes: int
     excess_bytes: float
+    lacks: tuple[float, ...] = ()
 
 
 def try_out(
@@ -180,7 +183,8 @@ def _laid_out(
     least = min(shards.values(), key=lambda each: excess_bytes(each, limits))
     rank = max(range(len(least)), key=lambda at: least[at] - limits[at])
     lasting = least[rank] - round(laid.peaks[rank])
-    return TooMuch(candidate, rank, least[rank], lasting, least[rank] - limits[rank])
+    lacks = tuple(max(0.0, have - most) for have, most in zip(least, limits, strict=True))
+    return TooMuch(candidate, rank, least[rank], lasting, lacks[rank], lacks)
 
 
 def _combined(asked: Request, way: Combining) -> Request:
@@ -195,7 +199,7 @@ class Laid:
         self.candidate, self.ground, self.asked = candidate, ground, asked
         samples = candidate.samples(ground.batch_size)
         gauge = ground.gauge(samples)
-        partition = ground.partition(samples, candidate.num_stages)
+        partition = ground.partition(samples, candidate.num_stages, paces_of(asked))
         found = lay_out_compute(replace(asked, partition=partition), gauge)
         self.model, self.partition = gauge.count, found.partition
         self.table: Schedule = found.table

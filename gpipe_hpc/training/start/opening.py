@@ -38,16 +38,19 @@ def open_session(
     run: Run,
     lock: RunLock | None,
     copies: NeighbourCopies | None = None,
+    asked: Config | None = None,
 ) -> Session:
     """Build the run on this rank and, where there is a checkpoint to resume, take it over.
 
     `lock`: of the run folder, on rank 0. `copies`: of the ranks' states in memory; what is found
-    there goes before an older checkpoint.
+    there goes before an older checkpoint. `asked`: the settings as they were given, where a layout
+    was found for them since.
     """
     checkpoints = Checkpoints(run.folder, config.checkpoint.keep)
     origin = Origin(config, world, run, checkpoints, copies)
     opened = open_data_first(config, world, run.folder, origin.check_data)
     session = _built(config, world, run, lock, copies, checkpoints, origin, opened)
+    session.asked = asked or config
     extra = origin.take_over(session.pipe, session.optimizer, opened.identity)
     if extra is not None and goes_on(extra, opened.identity, config.checkpoint.data):
         session.position = int(extra["position"])

@@ -1,0 +1,155 @@
+"""`pipeline.layout=auto`: the layout that a search finds best for the ranks that came.
+
+It is kept in the run folder, so a start that goes on with the run takes the same one.
+"""
+
+import json
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from gpipe_hpc.comm.patience import patiently
+from gpipe_hpc.comm.world import World, together
+from gpipe_hpc.config import Config, check_config
+from gpipe_hpc.config.schema import AUTO_LAYOUT
+from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.planning.speed import flops_per_s, paces_of_times
+from gpipe_hpc.training.layouts import compared_on
+from gpipe_hpc.training.run.changed_settings import settings_of
+from gpipe_hpc.training.run.identity import Run
+from gpipe_hpc.training.searching import PINS, Came, fixed_by
+
+LAYOUT_FILE: Final = "layout.json"
+_SHOWN: Final = 3  # layouts that the log tells of
+
+_Layout = dict[str, dict[str, Any]]  # settings that were chosen, by section
+
+
+class Chosen(NamedTuple):
+    """The settings with a layout that is known, warnings about it, and what to say of it."""
+
+    config: Config
+    doubts: Sequence[str]
+    said: str
+
+
+def with_layout(config: Config, world: World, run: Run, words: Sequence[str]) -> Chosen | None:
+    """Return the settings with the best layout for the ranks there are; None: it was given.
+
+    `words`: the command line; what stands there stays. Rank 0 searches, unless an earlier start of
+    the run has done so for as many ranks with the same settings. Every rank calls it. Raises
+    ConfigError where no layout fits.
+    """
+    if config.pipeline.layout != AUTO_LAYOUT:
+        return None
+    where, path = "choosing the layout", run.folder / LAYOUT_FILE
+    asked = _asked(config, world.size, words)
+    with together(world, where):
+        kept = _kept(path, asked) if world.rank == 0 else None
+        layout: _Layout | None = world.everybody.broadcast_object(kept, root=0)
+    said = f"as {path} says"
+    if layout is None:
+        came = _came(config, world)
+        search = None if came is None else partial(_choose, config, words, came)
+        found = patiently(world, where, search)
+        with together(world, where):
+            if found is not None and run.lineage:
+                _keep(path, asked, found[0])
+            layout, said = world.everybody.broadcast_object(found, root=0)
+    assert layout is not None, "rank 0 has one"
+    known = _settings(config, layout)
+    said = f"pipeline.layout=auto: {' '.join(_words(layout))}\n{said}"
+    return Chosen(known, check_config(known, world.size), said)
+
+
+def _asked(config: Config, num_ranks: int, words: Sequence[str]) -> dict[str, Any]:
+    """Return what the answer of a search hangs on, fit for JSON."""
+    settings = settings_of(config)
+    kept = {name: settings.get(name) for name in ("model", "data", "pipeline", "outer")}
+    plan = {name: value for name, value in vars(config.plan).items() if name != "shown"}
+    sizes = {"batch_size": config.train.batch_size, "precision": config.train.precision}
+    told = {**kept, "plan": plan, **sizes, "ranks": num_ranks, "fixed": sorted(fixed_by(words))}
+    found: dict[str, Any] = json.loads(json.dumps(told, default=str))
+    return found
+
+
+def _kept(path: Path, asked: Mapping[str, Any]) -> _Layout | None:
+    """Return the layout that an earlier start found for the same question; None if there is none.
+
+    Whatever is wrong with the file, the search answers anew.
+    """
+    try:
+        told = json.loads(path.read_text("utf-8"))
+        layout: _Layout = {name: dict(told["layout"][name]) for name in PINS}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    allowed = {"pipeline": {*PINS["pipeline"], "options"}, "outer": {*PINS["outer"]}}
+    is_ours = all(set(layout[name]) <= allowed[name] for name in PINS)
+    return layout if is_ours and told.get("asked") == asked else None
+
+
+def _keep(path: Path, asked: Mapping[str, Any], layout: Mapping[str, Any]) -> None:
+    told = {"layout": layout, "settings": _words(layout), "asked": asked}
+    aside = path.with_name(path.name + ".part")
+    aside.write_text(json.dumps(told, indent=1) + "\n", "utf-8")
+    aside.replace(path)
+
+
+def _came(config: Config, world: World) -> Came | None:
+    """Return, on rank 0, how fast all ranks are and on which hosts, as each of them has found."""
+    device, precision = world.device, config.train.precision
+    with together(world, "measuring how fast ranks are"):
+        own = config.plan.flops_per_s or flops_per_s(device, precision)
+        told = world.everybody.gather_object((own, socket.gethostname()), root=0)
+    if told is None:
+        return None
+    hosts = tuple(len(list(group)) for _, group in groupby(name for _, name in told))
+    paces = paces_of_times([1 / rate for rate, _ in told])
+    fastest = max(rate for rate, _ in told)
+    return Came(fastest, hosts, paces if len(set(paces)) > 1 else ())
+
+
+def _choose(config: Config, words: Sequence[str], came: Came) -> tuple[_Layout, str]:
+    """Return the best layout, and what else was found; ConfigError where none fits."""
+    shown = min(_SHOWN, config.plan.shown)
+    answer = compared_on(replace(config, plan=replace(config.plan, shown=shown)), words, came)
+    if answer.chosen is None:
+        raise ConfigError(f"pipeline.layout: auto found none\n{answer.text}")
+    candidate, combining = answer.chosen.candidate, answer.chosen.combining
+    layout: _Layout = {
+        "pipeline": {
+            "replicas": candidate.replicas,
+            "stages": candidate.stages,
+            "microbatches": candidate.microbatches,
+            "schedule": candidate.schedule,
+            "options": dict(candidate.options),
+            "recompute": candidate.recompute,
+            "offload": candidate.offload,
+        },
+        "outer": {} if combining is None else combining._asdict(),
+    }
+    return layout, answer.text
+
+
+def _words(layout: Mapping[str, Any]) -> list[str]:
+    """Return a layout as settings to paste."""
+    found = []
+    for section, settings in layout.items():
+        for name, value in settings.items():
+            if name == "options":
+                found += [f"{section}.options.{key}={each}" for key, each in value.items()]
+            else:
+                found.append(f"{section}.{name}={str(value).lower()}")
+    return found
+
+
+def _settings(config: Config, layout: Mapping[str, Any]) -> Config:
+    return replace(
+        config,
+        pipeline=replace(config.pipeline, layout="given", **layout["pipeline"]),
+        outer=replace(config.outer, **layout["outer"]),
+    )

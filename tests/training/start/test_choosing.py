@@ -1,0 +1,127 @@
+"""`pipeline.layout=auto`: one search for all ranks, whose answer a later start takes again."""
+
+import json
+from functools import partial
+
+import pytest
+
+from gpipe_hpc import run_on_threads
+from gpipe_hpc.config import check_config, compose_config
+from gpipe_hpc.config.checks import check_drawing
+from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.training.layouts import compared
+from gpipe_hpc.training.loop import run_training
+from gpipe_hpc.training.run.identity import Run
+from gpipe_hpc.training.signals import StopRequest
+from gpipe_hpc.training.start import choosing
+from gpipe_hpc.training.start.choosing import LAYOUT_FILE, with_layout
+
+RANKS = 4
+WORDS = (
+    "model=mlp",
+    "data=synthetic_vectors",
+    "train.batch_size=8",
+    "plan.flops_per_s=1e9",
+    "plan.link_bytes_per_s=1e6",
+    "pipeline.layout=auto",
+)
+
+
+def chosen(folder, *words, ranks=RANKS, lineage="new"):
+    """Return what each rank has chosen for the settings."""
+    config = compose_config([*WORDS, *words])
+    run = Run(folder, "run", False, (), lineage)
+    return run_on_threads(ranks, lambda world: with_layout(config, world, run, words))
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    """Return the number of ranks of each search that is made."""
+    found = []
+
+    def counted(config, words, came):
+        found.append(sum(came.hosts))
+        return searched(config, words, came)
+
+    searched = choosing.compared_on
+    monkeypatch.setattr(choosing, "compared_on", counted)
+    return found
+
+
+def test_all_ranks_take_the_winner_of_the_search(tmp_path, searches):
+    first, *others = chosen(tmp_path, "pipeline.memory_bytes=1.3MB")
+    assert searches == [RANKS]
+    assert all(each == first for each in others)
+    words = ("plan.search=true", f"plan.ranks={RANKS}", "pipeline.memory_bytes=1.3MB")
+    best = compared(compose_config([*WORDS, *words]), words).chosen
+    got = first.config.pipeline
+    assert best.candidate.stages > 1, "a layout that nobody gets by default"
+    assert (got.replicas, got.stages, got.microbatches, got.schedule, got.recompute) == (
+        best.candidate.replicas,
+        best.candidate.stages,
+        best.candidate.microbatches,
+        best.candidate.schedule,
+        best.candidate.recompute,
+    )
+    assert got.options == dict(best.candidate.options)
+    if best.combining is not None:
+        assert first.config.outer.shard == best.combining.shard
+    assert f"pipeline.replicas={got.replicas} pipeline.stages={got.stages}" in first.said
+
+
+def test_a_later_start_takes_the_same_unless_it_asks_for_something_else(tmp_path, searches):
+    """The rate is measured anew in each start; noise must not move a run to another layout."""
+    first = chosen(tmp_path)[0]
+    assert chosen(tmp_path)[0].config == first.config and searches == [RANKS]
+    pinned = chosen(tmp_path, "pipeline.schedule=zb_h1", "pipeline.stages=2")[0].config.pipeline
+    assert (pinned.schedule, pinned.stages, pinned.replicas) == ("zb_h1", 2, 2)
+    assert searches == [RANKS] * 2
+    chosen(tmp_path, ranks=2)
+    assert searches == [RANKS] * 2 + [2]
+    for spoil in (
+        "nothing",
+        json.dumps({"layout": {"pipeline": {"buffers": "each"}, "outer": {}}}),
+    ):
+        (tmp_path / LAYOUT_FILE).write_text(spoil)
+        assert chosen(tmp_path)[0].config == first.config
+    assert len(searches) == 5
+
+
+def test_a_start_that_trains_nothing_leaves_the_folder_as_it_is(tmp_path):
+    assert chosen(tmp_path, lineage="")[0] is not None
+    assert not list(tmp_path.iterdir())
+
+
+def test_where_nothing_fits_it_is_said_what_lacks(tmp_path):
+    with pytest.raises(ConfigError, match=r"auto found none[\s\S]* too much[\s\S]*would do"):
+        chosen(tmp_path, "pipeline.memory_bytes=1MB", ranks=1)
+
+
+def test_a_layout_that_is_given_stays(tmp_path):
+    config = compose_config([*WORDS, "pipeline.layout=given"])
+    assert with_layout(config, None, Run(tmp_path, "run", False), ()) is None
+
+
+def test_commands_that_need_a_layout_refuse_to_look_for_one():
+    config = compose_config(list(WORDS))
+    assert check_config(config, 3, may_choose=True) == []
+    for check in (lambda: check_config(config, 4), lambda: check_drawing(config)):
+        with pytest.raises(ConfigError, match=r"pipeline\.layout.*plan\.search=true"):
+            check()
+
+
+def test_a_run_goes_on_in_its_layout_and_says_nothing_of_changes(tmp_path, monkeypatch, searches):
+    monkeypatch.chdir(tmp_path)
+    words = [*WORDS, "train.steps=4", "pipeline.partition=uniform", "run.dir=run"]
+    for more in (["train.stop_at=2"], []):
+        config = compose_config([*words, *more])
+        assert run_on_threads(2, partial(run_training, config, stop=StopRequest())) == [0, 0]
+    assert searches == [2]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    kept = json.loads((tmp_path / "run" / LAYOUT_FILE).read_text())["layout"]["pipeline"]
+    assert summary["first_step"] == 2 and summary["last_step"] == 4
+    for name in ("stages", "replicas", "schedule"):
+        assert summary["layout"][name] == kept[name]
+    logs = [path.read_text() for path in (tmp_path / "run" / "logs").iterdir()]
+    assert any(LAYOUT_FILE in text for text in logs)
+    assert not any("another setting" in text for text in logs)
