@@ -1,0 +1,116 @@
+"""Strike runs with random faults, and hold their ends against runs that were never struck.
+
+    python -m experiments.soak faults=100 seed=0
+    python -m experiments.soak faults=100 seed=0 only=37       # that fault alone, in a new run
+
+faults: how many; seed: of the draw; ranks: the most of a run; hosts=false: no runs on two hosts;
+out: file of results, in Markdown, beside which the same stands as JSON; keep=true: what failing
+runs wrote stays in the folder that is told.
+"""
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from experiments.soak.draws import Run, draw
+from experiments.soak.grounds import OwnServer, TwoGrounds, this_machine
+from experiments.soak.life import Life, Problem
+from experiments.soak.own_disks import make_own_disks
+from experiments.soak.results import Results
+from experiments.two_hosts import LackingError
+
+DISK_SIZE = "96m"
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """The command line."""
+
+    faults: int = 100
+    seed: int = 0
+    only: int = -1
+    ranks: int = 8
+    hosts: bool = True
+    pace_s: float = 0.005
+    out: str = ""
+    keep: bool = False
+
+
+def parsed(words: Sequence[str]) -> Wishes:
+    """Read NAME=VALUE words."""
+    known = get_type_hints(Wishes)
+    given: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name not in known or not equals:
+            sys.exit(
+                f"soak: expected words like {', '.join(f'{n}=...' for n in known)}, got {word}"
+            )
+        given[name] = value == "true" if known[name] is bool else known[name](value)
+    return replace(Wishes(), **given)
+
+
+def chosen(wishes: Wishes) -> list[Run]:
+    """Return the runs of the soak; with `only` one run of one fault."""
+    runs = draw(wishes.seed, wishes.faults, wishes.ranks, wishes.hosts)
+    if wishes.only < 0:
+        return list(runs)
+    return [
+        replace(run, faults=(fault,))
+        for run in runs
+        for fault in run.faults
+        if fault.number == wishes.only
+    ]
+
+
+def live_through(run: Run, life: Life, results: Results) -> None:
+    """Strike the faults of a run and compare its end; note what came of it."""
+    struck = 0
+    try:
+        for verdict in life.verdicts():
+            results.add(verdict)
+            struck += 1
+        results.add_end(life.end())
+        life.clean()
+    except Problem as problem:
+        results.leave_out(run.faults[struck:], f"the run could not go on: {problem}"[:300])
+    finally:
+        life.close()
+
+
+def main() -> None:
+    """Do what the command line says; exit code 1 where anything was not as it must be."""
+    wishes = parsed(sys.argv[1:])
+    work = Path(tempfile.mkdtemp(prefix="soak_"))
+    disk = work / "disk"
+    disk.mkdir()
+    refused = make_own_disks(disk, DISK_SIZE)
+    results = Results(sys.argv[1:], Path(wishes.out) if wishes.out else None, refused)
+    with ExitStack() as stack:
+        server = OwnServer()
+        stack.callback(server.close)
+        here = this_machine(server, is_private=refused is None)
+        for run in chosen(wishes):
+            folder = work / f"run_{run.number}"
+            try:
+                ground = TwoGrounds(work / f"hosts_{run.number}") if run.on_hosts else here
+            except LackingError as error:
+                results.leave_out(run.faults, f"no two hosts here: {error}")
+                continue
+            life = Life(run, ground, folder, disk, pace_s=wishes.pace_s, can_fill=refused is None)
+            live_through(run, life, results)
+            ground.close()
+    if wishes.keep:
+        print(f"what the ranks said is in {work}")
+    else:
+        shutil.rmtree(work)
+    sys.exit(results.exit_code)
+
+
+if __name__ == "__main__":
+    main()

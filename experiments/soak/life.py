@@ -1,0 +1,335 @@
+"""One run through its faults: struck, judged, started again; at the end held against another."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from experiments.soak.draws import BATCH_SIZE, Fault, Kind, Layout, Run
+from experiments.soak.grounds import Ground, Process
+from experiments.soak.processes import Seen, families
+from experiments.soak.striking import Live, Struck, corrupt, forget_copies, mend, patience, strike
+
+NAMED_S: Final = 10.0
+"""In which each surviving rank names a fault, on a quiet machine."""
+ENDED_S: Final = 30.0
+"""In which all ranks have ended, on a quiet machine."""
+LEFT_S: Final = 12.0
+"""In which nothing of them is left."""
+EXACT: Final = 1e-10
+_STOPPED_CODE: Final = 75
+_START_S: Final = 120.0
+_LAST_STEPS: Final = 6
+_LOOK_S: Final = 0.05
+_COMMON: Final = (
+    "model=own",
+    "model._target_=experiments.soak.model.build",
+    "data=synthetic_vectors",
+    f"train.batch_size={BATCH_SIZE}",
+    "train.steps=100000",
+    "train.validate_every=0",
+    "lr.warmup_steps=5",
+    "pipeline.partition=uniform",
+    "checkpoint.every=4",
+)
+
+
+@dataclass
+class Verdict:
+    """What came of a fault; `problems` is empty where all was as it must be."""
+
+    fault: Fault
+    form: str = ""
+    step: int = 0  # the last one done when it struck
+    resumed: int = 0  # the step from which the next start went on
+    named_s: dict[int, float] = field(default_factory=dict)  # by surviving rank
+    ended_s: float = 0.0
+    load: float = 1.0  # processes that wanted each processor
+    codes: list[int | None] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it for the file of results."""
+        fault = asdict(self.fault)
+        layouts = {"layout": str(self.fault.layout), "after": str(self.fault.after)}
+        found = {name: value for name, value in asdict(self).items() if name != "fault"}
+        return {**fault, "kind": self.fault.kind.value, **layouts, **found}
+
+
+@dataclass
+class End:
+    """How a run that was struck compares with the one that never was."""
+
+    run: int
+    exact: bool = False  # to the bit, as the layout stayed
+    steps: int = 0
+    largest_loss: float | None = None
+    largest_state: float | None = None
+    tensors: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+class Problem(Exception):
+    """Something of a run is not as it must be, and it cannot go on."""
+
+
+class Life:
+    """A run under way. `work`: a folder of its own; `disk`: where its run folder is to be."""
+
+    def __init__(
+        self, run: Run, ground: Ground, work: Path, disk: Path, *, pace_s: float, can_fill: bool
+    ) -> None:
+        self._run, self._ground, self._work = run, ground, work
+        self._pace_s, self._can_fill = pace_s, can_fill
+        self._folder = disk / f"run_{run.number}"
+        self._whole = disk / f"whole_{run.number}"
+        self._order = work / "order.json"
+        self._ranks: list[Process] = []
+        self._starts, self._stop_at = 0, 0
+        work.mkdir(parents=True)
+
+    def verdicts(self) -> Iterator[Verdict]:
+        """Strike the faults one after another; a run that cannot go on ends with the verdict."""
+        first = self._run.faults[0].layout
+        self._start(first)
+        for fault in self._run.faults:
+            verdict = Verdict(fault)
+            try:
+                self._strike(fault, verdict)
+                yield verdict
+            except Problem as problem:
+                verdict.problems.append(str(problem))
+                yield verdict
+                raise
+
+    def _strike(self, fault: Fault, verdict: Verdict) -> None:
+        began = self._resumed()
+        checkpoints = 2 if fault.kind is Kind.CORRUPTION else 0
+        self._await(
+            lambda: self._step() >= began + fault.steps and len(self._saved()) >= checkpoints,
+            f"step {began + fault.steps}",
+        )
+        time.sleep(fault.pause_s)
+        family = families(rank.process for rank in self._ranks)
+        live = Live(self._ground, self._ranks, self._folder, self._order, self._can_fill)
+        verdict.step, verdict.load = self._step(), patience()
+        try:
+            struck = strike(fault, live)
+            verdict.form = struck.form
+            self._judge(struck, verdict)
+        except TimeoutError as error:
+            verdict.problems.append(str(error))
+        finally:
+            self.close()
+            mend(live)
+        self._look_for_left(family, verdict)
+        expected = ""
+        if fault.kind is Kind.CORRUPTION:
+            newest = max(self._saved())
+            expected = newest.name
+            verdict.form = f"{corrupt(fault.way, newest, fault.victim)} of {newest.name}"
+            forget_copies(place.shared_memory for place in self._ground.places)
+        is_last = fault is self._run.faults[-1]
+        self._stop_at = self._step() + _LAST_STEPS
+        self._start(fault.after, self._stop_at if is_last else None)
+        verdict.resumed = self._resumed()
+        said = self._ranks[0].output
+        if expected and not re.search(rf"WARNING.*{expected}", said):
+            verdict.problems.append(f"the corrupted {expected} is not named: {said}")
+        if verdict.resumed == 0:
+            verdict.problems.append(f"began anew after step {verdict.step}: {said}")
+
+    def _judge(self, struck: Struck, verdict: Verdict) -> None:
+        """Wait for what must follow; note when it did, and what did not."""
+        deadline_s = struck.since_s + 2 * ENDED_S * patience()
+        ended_s: dict[int, float] = {}
+        while time.time() < deadline_s:
+            verdict.load = max(verdict.load, patience())
+            for rank, process in enumerate(self._ranks):
+                said = process.output
+                if (
+                    rank not in verdict.named_s
+                    and rank in struck.names
+                    and all(re.search(pattern, said) for pattern in struck.names[rank])
+                ):
+                    verdict.named_s[rank] = round(time.time() - struck.since_s, 2)
+                if rank not in ended_s and process.code is not None:
+                    ended_s[rank] = time.time() - struck.since_s
+            if len(ended_s) == len(self._ranks):
+                break
+            time.sleep(_LOOK_S)
+        verdict.codes = [process.code for process in self._ranks]
+        verdict.ended_s = round(max(ended_s.values(), default=0.0), 2)
+        self._hold_against(struck, verdict)
+
+    def _hold_against(self, struck: Struck, verdict: Verdict) -> None:
+        problems = verdict.problems
+        for rank, process in enumerate(self._ranks):
+            said = process.output
+            right = struck.codes.get(rank, frozenset({1}))
+            if process.code not in right:
+                problems.append(
+                    f"rank {rank} ended with {process.code}, expected {sorted(right)}: {said}"
+                )
+            if rank in struck.names:
+                named_s = verdict.named_s.get(rank)
+                if named_s is None:
+                    problems.append(f"rank {rank} did not say {struck.names[rank]}: {said}")
+                elif named_s > NAMED_S * verdict.load:
+                    problems.append(f"rank {rank} named it after {named_s} s only")
+            if "Traceback" in said and "gpipe_hpc/" in said.partition("Traceback")[2]:
+                problems.append(f"rank {rank} shows a traceback of ours: {said}")
+        if verdict.ended_s > ENDED_S * verdict.load:
+            problems.append(f"all had ended after {verdict.ended_s} s only")
+
+    def _look_for_left(self, family: set[Seen], verdict: Verdict) -> None:
+        """Note what outlives the ranks: processes, shared memory, the lock of the folder."""
+        deadline_s = time.monotonic() + LEFT_S * verdict.load
+        while any(each.lives for each in family) and time.monotonic() < deadline_s:
+            time.sleep(_LOOK_S)
+        for each in family:
+            if each.lives:
+                verdict.problems.append(f"process {each.pid} is left: {each.words()}")
+                each.signal(signal.SIGKILL)
+        verdict.problems += self._left_in_memory(has_copies=True)
+        first = verdict.codes[0] if verdict.codes else None
+        if (self._folder / "LOCK").exists() and first in (1, _STOPPED_CODE):
+            verdict.problems.append("rank 0 ended by itself and left its LOCK")
+
+    def _left_in_memory(self, *, has_copies: bool) -> list[str]:
+        """Return what is left in shared memory; copies of this run's state may wait there."""
+        run = json.loads((self._folder / "run.json").read_text())["id"]
+        copies = f"gpipe_hpc_{os.getuid()}/{run}"
+        kept = has_copies and "checkpoint.neighbour_every=0" not in self._run.words
+        found = []
+        for place in self._ground.places:
+            if place.shared_memory.exists():  # else the host has no power
+                found += [
+                    str(path.relative_to(place.shared_memory))
+                    for path in place.shared_memory.glob("**/*" if place.is_private else copies)
+                    if not path.is_dir()
+                ]
+        if kept:
+            found = [each for each in found if not each.startswith(copies)]
+        return [f"{each} is left in shared memory" for each in found]
+
+    def end(self) -> End:
+        """Let the run that was struck come to its end; compare it with one that never was."""
+        end = End(self._run.number)
+        self._finish()
+        end.problems += self._left_in_memory(has_copies=False)
+        for left in [self._folder / "LOCK", *self._folder.glob("checkpoints/*.partial")]:
+            if left.exists():
+                end.problems.append(f"{left.name} is left in the run folder")
+        one = Layout(1, 1, 1, "gpipe")
+        layout = self._run.faults[0].layout if self._run.keeps_layout else one
+        self._start(layout, self._stop_at, self._whole)
+        self._finish()
+        ours, theirs = _losses(self._folder), _losses(self._whole)
+        end.steps, end.exact = len(theirs), self._run.keeps_layout
+        limit = 0.0 if self._run.keeps_layout else EXACT
+        if ours.keys() != theirs.keys() or not theirs:
+            end.problems.append(f"steps {sorted(ours)} were expected to be {sorted(theirs)}")
+        else:
+            end.largest_loss = max(abs(ours[step] - theirs[step]) for step in theirs)
+            if not end.largest_loss <= limit:
+                end.problems.append(f"losses differ by up to {end.largest_loss}")
+        self._compare_states(end, limit)
+        return end
+
+    def _compare_states(self, end: End, limit: float) -> None:
+        out = self._work / "compared.json"
+        process = self._ground.places[0].start(
+            [str(self._folder), str(self._whole), str(out)],
+            module="experiments.soak.comparing",
+            folder=self._work,
+            output=self._work / "compared.txt",
+        )
+        self._ranks = [process]
+        self._await(lambda: process.code is not None, "the comparison", codes=())
+        if process.code != 0:
+            raise Problem(f"the comparison failed: {process.output}")
+        found = json.loads(out.read_text())
+        end.largest_state, end.tensors = found["largest"], found["num_tensors"]
+        if not found["largest"] <= limit or not found["num_tensors"]:
+            end.problems.append(f"states differ by up to {found['largest']}")
+
+    def close(self) -> None:
+        """End all that runs."""
+        family = families(rank.process for rank in self._ranks)
+        for each in family:
+            each.signal(signal.SIGKILL)
+        deadline_s = time.monotonic() + _START_S
+        while any(rank.code is None for rank in self._ranks) and time.monotonic() < deadline_s:
+            time.sleep(_LOOK_S)
+
+    def clean(self) -> None:
+        """Remove what the runs wrote."""
+        for folder in (self._folder, self._whole):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _start(
+        self, layout: Layout, stop_at: int | None = None, folder: Path | None = None
+    ) -> None:
+        is_struck = folder is None
+        self._starts += 1
+        words = [
+            *_COMMON,
+            *self._run.words,
+            *layout.words,
+            f"run.dir={folder or self._folder}",
+            *([f"train.stop_at={stop_at}"] if stop_at is not None else []),
+        ]
+        env = (
+            {"SOAK_ORDER": str(self._order), "SOAK_PACE_S": str(self._pace_s)} if is_struck else {}
+        )
+        logs = self._work / f"start_{self._starts}"
+        self._ranks = self._ground.start(layout.ranks, words, folder=self._work, logs=logs, env=env)
+
+    def _resumed(self) -> int:
+        """Wait until the newest start trains; return the step it went on from, 0 for none."""
+        first = self._ranks[0]
+        trains = re.compile(r"^step +\d+/", re.MULTILINE)
+        self._await(lambda: trains.search(first.output) is not None, "its first step", (None, 0))
+        found = re.findall(r"resumed from .*: (\d+) steps done", first.output)
+        return int(found[-1]) if found else 0
+
+    def _finish(self) -> None:
+        self._await(lambda: all(rank.code is not None for rank in self._ranks), "the end", codes=())
+        if any(rank.code != 0 for rank in self._ranks):
+            raise Problem("the run did not end well: " + "\n".join(r.output for r in self._ranks))
+
+    def _await(
+        self, holds: Callable[[], bool], what: str, codes: Collection[int | None] = (None,)
+    ) -> None:
+        """Wait until that holds, while the ranks' exit codes are among these (none: all are)."""
+        began_s = time.monotonic()
+        while not holds():
+            if codes and any(rank.code not in codes for rank in self._ranks):
+                said = "\n".join(rank.output for rank in self._ranks)
+                raise Problem(f"ended by itself while {what} was waited for: {said}")
+            if time.monotonic() - began_s > _START_S * patience():
+                said = "\n".join(rank.output for rank in self._ranks)
+                raise Problem(f"waited {_START_S * patience():.0f} s in vain for {what}: {said}")
+            time.sleep(_LOOK_S)
+
+    def _step(self) -> int:
+        """Return the last step of which metrics.jsonl tells."""
+        return max(_losses(self._folder), default=0)
+
+    def _saved(self) -> list[Path]:
+        return list((self._folder / "checkpoints").glob("step_????????"))
+
+
+def _losses(run: Path) -> dict[int, float]:
+    """Return the loss of each step."""
+    path = run / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}

@@ -1,0 +1,105 @@
+"""Processes as /proc shows them: who descends from whom, in whatever namespace."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Seen(NamedTuple):
+    """A process; `began` tells apart processes that had one number after another."""
+
+    pid: int
+    began: int
+
+    @property
+    def lives(self) -> bool:
+        """Say whether it is still there; a zombie is not."""
+        stat = _stat(self.pid)
+        return stat is not None and stat.began == self.began and stat.state not in "ZX"
+
+    @property
+    def is_stopped(self) -> bool:
+        """Say whether SIGSTOP holds it."""
+        stat = _stat(self.pid)
+        return stat is not None and stat.began == self.began and stat.state == "T"
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal, unless it has ended."""
+        if self.lives:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def words(self) -> str:
+        """Return its command line."""
+        with contextlib.suppress(OSError):
+            return Path(f"/proc/{self.pid}/cmdline").read_text(errors="replace").replace("\0", " ")
+        return ""
+
+
+class _Stat(NamedTuple):
+    state: str
+    parent: int
+    began: int
+
+
+def _stat(pid: int) -> _Stat | None:
+    try:
+        behind_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return _Stat(behind_name[0], int(behind_name[1]), int(behind_name[19]))
+
+
+def seen(pid: int) -> Seen | None:
+    """Return the process of that number, None if there is none."""
+    stat = _stat(pid)
+    return None if stat is None else Seen(pid, stat.began)
+
+
+def families(roots: Iterable[Seen]) -> set[Seen]:
+    """Return these processes, and all that they and theirs have started, as far as they live."""
+    children: dict[int, list[Seen]] = {}
+    for pid in _numbers():
+        stat = _stat(pid)
+        if stat is not None:
+            children.setdefault(stat.parent, []).append(Seen(pid, stat.began))
+    found: set[Seen] = set()
+    waiting = [root for root in roots if root.lives]
+    while waiting:
+        each = waiting.pop()
+        if each not in found:
+            found.add(each)
+            waiting += children.get(each.pid, [])
+    return found
+
+
+def inside(namespace: str, number: int) -> Seen | None:
+    """Return the process that has that number in a namespace of processes (as /proc names it)."""
+    for pid in _numbers():
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{pid}/ns/pid") != namespace:
+                continue
+            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+            own = next(line.split()[-1] for line in lines if line.startswith("NSpid:"))
+            if int(own) == number:
+                return seen(pid)
+    return None
+
+
+def marked(variable: str, value: str) -> Seen | None:
+    """Return a process that was started with this variable in its environment."""
+    wanted = f"{variable}={value}".encode()
+    for pid in _numbers():
+        with contextlib.suppress(OSError):
+            if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                return seen(pid)
+    return None
+
+
+def _numbers() -> Iterator[int]:
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            yield int(name)

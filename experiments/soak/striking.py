@@ -1,0 +1,256 @@
+"""How each kind of fault is done to a run under way, and what must come of it."""
+
+import contextlib
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from experiments.soak.draws import Fault, Kind
+from experiments.soak.grounds import Ground, Place, Process, TwoGrounds
+from experiments.soak.model import BLAME
+from experiments.soak.processes import families
+
+FILLER: Final = "filler"
+_KILLED: Final = -signal.SIGKILL
+_STOPPED_BY_SIGNAL: Final = 75
+_FILE_LIMIT_BYTES: Final = 100_000
+_ORDER_S: Final = 60.0  # in which an order is obeyed on a quiet machine
+_LOOK_S: Final = 0.02
+
+
+@dataclass(frozen=True)
+class Live:
+    """A run under way. `can_fill`: its run folder is on a small disk of its own."""
+
+    ground: Ground
+    ranks: list[Process]
+    folder: Path
+    order: Path
+    can_fill: bool
+
+    def host_of(self, rank: int) -> str:
+        """Return the name of a rank's host."""
+        return self.ground.place_of(rank, len(self.ranks)).name
+
+    def on_host(self, number: int) -> list[int]:
+        """Return the ranks of a host."""
+        name = self.ground.places[number].name
+        return [rank for rank in range(len(self.ranks)) if self.host_of(rank) == name]
+
+
+@dataclass(frozen=True)
+class Struck:
+    """What was done, when (seconds of time.time()), and what must follow.
+
+    `names`: patterns by surviving rank, all of which must be in its output. `codes`: the exit codes
+    that are right for the other ranks; survivors end with 1. `form`: how it was done, where that
+    depends on the machine.
+    """
+
+    since_s: float
+    names: Mapping[int, tuple[str, ...]]
+    codes: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    form: str = ""
+
+
+def strike(fault: Fault, live: Live) -> Struck:
+    """Do it."""
+    return _STRIKES[fault.kind](fault, live)
+
+
+def _named(fault: Fault, live: Live, *patterns: str) -> dict[int, tuple[str, ...]]:
+    """Return that all ranks except the victim name it and its host, and say these."""
+    named = rf"rank {fault.victim} on {live.host_of(fault.victim)}\b"
+    others = (rank for rank in range(len(live.ranks)) if rank != fault.victim)
+    return dict.fromkeys(others, (named, *patterns))
+
+
+def _code(fault: Fault, *codes: int) -> dict[int, frozenset[int]]:
+    return {fault.victim: frozenset(codes)}
+
+
+_LOOK_AT_LOG: Final = "look at its log"
+
+
+def _kill(fault: Fault, live: Live) -> Struck:
+    since_s = time.time()
+    live.ranks[fault.victim].process.signal(signal.SIGKILL)
+    names = _named(fault, live, "SIGKILL", _LOOK_AT_LOG)
+    return Struck(since_s, names, _code(fault, _KILLED))
+
+
+def _stop(fault: Fault, live: Live) -> Struck:
+    since_s = time.time()
+    live.ranks[fault.victim].process.signal(signal.SIGSTOP)
+    return Struck(since_s, _named(fault, live, "stopped"), _code(fault, _KILLED))
+
+
+def _exception(fault: Fault, live: Live) -> Struck:
+    since_s = _obeyed(fault, live)
+    return Struck(since_s, _named(fault, live, BLAME), _code(fault, 1))
+
+
+def _exit(fault: Fault, live: Live) -> Struck:
+    since_s = _obeyed(fault, live)
+    code = int(fault.way.partition("(")[2].rstrip(")"))
+    return Struck(since_s, _named(fault, live, f"exit code {code}"), _code(fault, code))
+
+
+def _disk(fault: Fault, live: Live) -> Struck:
+    everybody = range(len(live.ranks))
+    if live.can_fill:
+        since_s = time.time()
+        _fill(live.folder.parent / FILLER)
+        return Struck(since_s, dict.fromkeys(everybody, ("No space left",)), form="tmpfs")
+    limit = (_FILE_LIMIT_BYTES, _FILE_LIMIT_BYTES)
+    since_s = time.time()
+    resource.prlimit(live.ranks[fault.victim].process.pid, resource.RLIMIT_FSIZE, limit)
+    return Struck(since_s, dict.fromkeys(everybody, ("File too large",)), form="RLIMIT_FSIZE")
+
+
+def _kill_in_save(fault: Fault, live: Live) -> Struck:
+    _obeyed(fault, live)
+    return _kill(fault, live)
+
+
+def _preempt(fault: Fault, live: Live) -> Struck:
+    since_s = time.time()
+    name, _, whom = fault.way.partition(" to ")
+    number = signal.Signals[name]
+    told = live.ranks if whom == "all" else [live.ranks[fault.victim]]
+    for rank in told:
+        rank.process.signal(number)
+    codes = {rank: frozenset({_STOPPED_BY_SIGNAL}) for rank in range(len(live.ranks))}
+    return Struck(since_s, {}, codes)
+
+
+def _lose(fault: Fault, live: Live) -> Struck:
+    since_s = time.time()
+    for rank in live.ranks:
+        rank.process.signal(signal.SIGKILL)
+    return Struck(since_s, {}, {rank: frozenset({_KILLED}) for rank in range(len(live.ranks))})
+
+
+def _kill_watcher(fault: Fault, live: Live) -> Struck:
+    victim = live.ranks[fault.victim].process
+    (watcher,) = (each for each in families([victim]) if "gpipe_hpc.comm.watch" in each.words())
+    since_s = time.time()
+    watcher.signal(signal.SIGKILL)
+    return Struck(since_s, _named(fault, live, "watcher"), _code(fault, 1, _KILLED))
+
+
+def _cut(fault: Fault, live: Live) -> Struck:
+    assert isinstance(live.ground, TwoGrounds)
+    since_s = time.time()
+    live.ground.pair.link.cut()
+    names: dict[int, tuple[str, ...]] = {}
+    for own in (0, 1):
+        other = live.ground.places[1 - own]
+        gone = _any_of(live.on_host(1 - own), other)
+        names |= dict.fromkeys(live.on_host(own), (gone, "its link is cut"))
+    return Struck(since_s, names)
+
+
+def _any_of(ranks: Sequence[int], place: Place) -> str:
+    """Return a pattern that names a rank of a host, with its address."""
+    return rf"rank ({'|'.join(map(str, ranks))}) on {place.name} \({re.escape(place.address)}\)"
+
+
+def _power_off(fault: Fault, live: Live) -> Struck:
+    assert isinstance(live.ground, TwoGrounds)
+    lost = 0 if fault.victim in live.on_host(0) else 1
+    place = live.ground.places[lost]
+    gone = _any_of(live.on_host(lost), place)
+    since_s = time.time()
+    live.ground.pair.hosts[lost].power_off()
+    names = dict.fromkeys(live.on_host(1 - lost), (gone, "its host is down"))
+    return Struck(since_s, names, {rank: frozenset({_KILLED}) for rank in live.on_host(lost)})
+
+
+_STRIKES: Final[Mapping[Kind, Callable[[Fault, Live], Struck]]] = {
+    Kind.KILL: _kill,
+    Kind.STOP: _stop,
+    Kind.EXCEPTION: _exception,
+    Kind.EXIT: _exit,
+    Kind.DISK: _disk,
+    Kind.KILL_IN_SAVE: _kill_in_save,
+    Kind.PREEMPTION: _preempt,
+    Kind.CORRUPTION: _lose,
+    Kind.LOSS: _lose,
+    Kind.WATCHER: _kill_watcher,
+    Kind.CUT: _cut,
+    Kind.HOST: _power_off,
+}
+
+
+def _obeyed(fault: Fault, live: Live) -> float:
+    """Give the victim an order; return when it obeyed."""
+    aside = live.order.with_suffix(".new")
+    aside.write_text(json.dumps({"rank": fault.victim, "what": fault.way}))
+    aside.rename(live.order)
+    done = Path(f"{live.order}.done")
+    deadline_s = time.monotonic() + _ORDER_S * patience()
+    while not (done.exists() and done.read_text()):
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"rank {fault.victim} did not come to do what was ordered")
+        time.sleep(_LOOK_S)
+    return float(done.read_text())
+
+
+def mend(live: Live) -> None:
+    """Take away what a fault left of its cause: the order, the filler, the cut link."""
+    for left in (live.order, Path(f"{live.order}.done"), live.folder.parent / FILLER):
+        left.unlink(missing_ok=True)
+    if isinstance(live.ground, TwoGrounds):
+        live.ground.mend()
+
+
+def _fill(path: Path) -> None:
+    """Write a file until the disk is full."""
+    with path.open("wb", buffering=0) as file:
+        for size in (1 << 20, 1 << 12, 1):
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(b"\0" * size)
+
+
+def corrupt(way: str, newest: Path, which: int) -> str:
+    """Damage a checkpoint in one of four ways; return which file."""
+    files = sorted(newest.glob("*.distcp"))
+    path = newest / "gpipe_hpc.json" if way == "an empty manifest" else files[which % len(files)]
+    match way:
+        case "a flipped byte":
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+        case "a short file":
+            os.truncate(path, path.stat().st_size // 2)
+        case "a missing file":
+            path.unlink()
+        case "an empty manifest":
+            path.write_bytes(b"")
+        case _:
+            raise AssertionError(f"no such damage: {way}")
+    return path.name
+
+
+def forget_copies(shared: Iterable[Path]) -> None:
+    """Remove what hosts hold in memory, as a new boot does."""
+    for folder in shared:
+        for own in folder.glob(f"gpipe_hpc_{os.getuid()}"):
+            shutil.rmtree(own)
+
+
+def patience() -> float:
+    """Return how many processes want each processor, 1 on a quiet machine."""
+    average, _, _, running, _ = Path("/proc/loadavg").read_text().split()
+    wanted = max(float(average), int(running.partition("/")[0]))
+    return max(1.0, wanted / len(os.sched_getaffinity(0)))
