@@ -181,6 +181,8 @@ class Life:
                 named_s = verdict.named_s.get(rank)
                 if named_s is None:
                     problems.append(f"rank {rank} did not say {struck.names[rank]}: {said}")
+                elif not re.search(struck.remedy, said):
+                    problems.append(f"rank {rank} did not say {struck.remedy}: {said}")
                 elif named_s > NAMED_S * verdict.load:
                     problems.append(f"rank {rank} named it after {named_s} s only")
             if "Traceback" in said and "gpipe_hpc/" in said.partition("Traceback")[2]:

@@ -50,14 +50,15 @@ class Live:
 class Struck:
     """What was done, when (seconds of time.time()), and what must follow.
 
-    `names`: patterns by surviving rank, all of which must be in its output. `codes`: the exit codes
-    that are right for the other ranks; survivors end with 1. `form`: how it was done, where that
-    depends on the machine.
+    `names`: patterns by surviving rank, all of which must soon be in its output. `remedy`: what it
+    must have said too when it has ended. `codes`: the exit codes that are right for the other
+    ranks; survivors end with 1. `form`: how it was done, where that depends on the machine.
     """
 
     since_s: float
     names: Mapping[int, tuple[str, ...]]
     codes: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    remedy: str = ""
     form: str = ""
 
 
@@ -83,14 +84,15 @@ _LOOK_AT_LOG: Final = "look at its log"
 def _kill(fault: Fault, live: Live) -> Struck:
     since_s = time.time()
     live.ranks[fault.victim].process.signal(signal.SIGKILL)
-    names = _named(fault, live, "SIGKILL", _LOOK_AT_LOG)
-    return Struck(since_s, names, _code(fault, _KILLED))
+    names = _named(fault, live, "SIGKILL")
+    return Struck(since_s, names, _code(fault, _KILLED), remedy=_LOOK_AT_LOG)
 
 
 def _stop(fault: Fault, live: Live) -> Struck:
     since_s = time.time()
     live.ranks[fault.victim].process.signal(signal.SIGSTOP)
-    return Struck(since_s, _named(fault, live, "stopped"), _code(fault, _KILLED))
+    names = _named(fault, live, "stopped")
+    return Struck(since_s, names, _code(fault, _KILLED), remedy="continue it sooner")
 
 
 def _exception(fault: Fault, live: Live) -> Struck:
@@ -101,19 +103,24 @@ def _exception(fault: Fault, live: Live) -> Struck:
 def _exit(fault: Fault, live: Live) -> Struck:
     since_s = _obeyed(fault, live)
     code = int(fault.way.partition("(")[2].rstrip(")"))
-    return Struck(since_s, _named(fault, live, f"exit code {code}"), _code(fault, code))
+    return Struck(
+        since_s, _named(fault, live, f"with code {code}|SystemExit: {code}"), _code(fault, code, 1)
+    )
 
 
 def _disk(fault: Fault, live: Live) -> Struck:
     everybody = range(len(live.ranks))
+    some = rf"rank \d+ on {live.host_of(0)}\b"
     if live.can_fill:
         since_s = time.time()
         _fill(live.folder.parent / FILLER)
-        return Struck(since_s, dict.fromkeys(everybody, ("No space left",)), form="tmpfs")
+        names = dict.fromkeys(everybody, (some, "No space left"))
+        return Struck(since_s, names, remedy="make room", form="tmpfs")
     limit = (_FILE_LIMIT_BYTES, _FILE_LIMIT_BYTES)
     since_s = time.time()
     resource.prlimit(live.ranks[fault.victim].process.pid, resource.RLIMIT_FSIZE, limit)
-    return Struck(since_s, dict.fromkeys(everybody, ("File too large",)), form="RLIMIT_FSIZE")
+    names = dict.fromkeys(everybody, (some, "File too large"))
+    return Struck(since_s, names, remedy="ulimit", form="RLIMIT_FSIZE")
 
 
 def _kill_in_save(fault: Fault, live: Live) -> Struck:
@@ -144,7 +151,8 @@ def _kill_watcher(fault: Fault, live: Live) -> Struck:
     (watcher,) = (each for each in families([victim]) if "gpipe_hpc.comm.watch" in each.words())
     since_s = time.time()
     watcher.signal(signal.SIGKILL)
-    return Struck(since_s, _named(fault, live, "watcher"), _code(fault, 1, _KILLED))
+    names = _named(fault, live, "the helper that watches it")
+    return Struck(since_s, names, _code(fault, 1, _KILLED), remedy=_LOOK_AT_LOG)
 
 
 def _cut(fault: Fault, live: Live) -> Struck:
@@ -155,8 +163,8 @@ def _cut(fault: Fault, live: Live) -> Struck:
     for own in (0, 1):
         other = live.ground.places[1 - own]
         gone = _any_of(live.on_host(1 - own), other)
-        names |= dict.fromkeys(live.on_host(own), (gone, "its link is cut"))
-    return Struck(since_s, names)
+        names |= dict.fromkeys(live.on_host(own), (gone,))
+    return Struck(since_s, names, remedy="its link is cut")
 
 
 def _any_of(ranks: Sequence[int], place: Place) -> str:
@@ -171,8 +179,9 @@ def _power_off(fault: Fault, live: Live) -> Struck:
     gone = _any_of(live.on_host(lost), place)
     since_s = time.time()
     live.ground.pair.hosts[lost].power_off()
-    names = dict.fromkeys(live.on_host(1 - lost), (gone, "its host is down"))
-    return Struck(since_s, names, {rank: frozenset({_KILLED}) for rank in live.on_host(lost)})
+    names = dict.fromkeys(live.on_host(1 - lost), (gone,))
+    codes = dict.fromkeys(live.on_host(lost), frozenset({_KILLED}))
+    return Struck(since_s, names, codes, remedy=f"its host is down|{_LOOK_AT_LOG}")
 
 
 _STRIKES: Final[Mapping[Kind, Callable[[Fault, Live], Struck]]] = {

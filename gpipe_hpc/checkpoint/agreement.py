@@ -1,6 +1,7 @@
 """Refusals that all ranks share: where one finds a fault, every rank raises it."""
 
 from collections.abc import Callable
+from socket import gethostname
 from typing import TypeVar
 
 from gpipe_hpc.comm.group import Gathering
@@ -24,12 +25,25 @@ def all_or_none(group: Gathering, action: Callable[[], T]) -> T:
 
 
 def raise_first(group: Gathering, refusal: CheckpointError | None) -> None:
-    """Raise on every rank the refusal of the first rank that has one; return if none has."""
-    own = None if refusal is None else (group.ranks[group.position], str(refusal))
+    """Raise on every rank the refusal of the first rank that has one; return if none has.
+
+    The text names that rank and its host, unless it is the first of all and what it found is no
+    trouble of its machine: a fault of the checkpoint itself, which all would find.
+    """
+    own = None
+    if refusal is not None:
+        own = (group.ranks[group.position], gethostname(), _is_of_machine(refusal), str(refusal))
     first = group.merge_object(own, lambda ahead, behind: ahead or behind)
     if first is not None:
-        rank, text = first
-        # Where rank 0 finds it too, it is not this rank's own trouble.
-        raise CheckpointError(f"rank {rank}: {text}" if rank != group.ranks[0] else text) from (
+        rank, host, is_of_machine, text = first
+        is_own = len(group.ranks) > 1 and (is_of_machine or rank != group.ranks[0])
+        raise CheckpointError(f"rank {rank} on {host}: {text}" if is_own else text) from (
             refusal and refusal.__cause__
         )
+
+
+def _is_of_machine(error: BaseException | None) -> bool:
+    """Say whether the system refused something; that nothing is there says all it can."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error is not None and not isinstance(error, FileNotFoundError)

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -177,7 +178,8 @@ class FailureBoard:
             self._helper.send(kind="call")
             report = self._await_report(FACTS_S)
         if report is None:
-            report = self.publish(f"rank {self._rank}: {symptom}; {self._finding()}")
+            symptom = f"rank {self._rank}: {symptom}; {self._finding()}"
+            report = self.publish(with_host(symptom, self._rank))
         else:
             self._stand(report)
             self._note_told()
@@ -390,6 +392,14 @@ def _told_of(news: Message, *, tells_remedy: bool) -> str:
         f"{news['fate']}; its last action: {news['doing']}"
         + (f"; {news['waiting']}{_REMEDIES[news['what']]}" if tells_remedy else "")
     )
+
+
+def with_host(report: str, rank: int) -> str:
+    """Return what a rank reports with the name of its host: others look for it there.
+
+    Of a report that does not begin with that rank nothing is changed.
+    """
+    return re.sub(rf"^rank {rank}(?=[,:])", f"rank {rank} on {socket.gethostname()}", report)
 
 
 def _read(store: Store, key: str) -> str | None:

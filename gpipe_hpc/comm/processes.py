@@ -23,7 +23,7 @@ from gpipe_hpc.comm.collectives.plan import Plan
 from gpipe_hpc.comm.collectives.shards import checked_counts, shards
 from gpipe_hpc.comm.device import Device, carries, knows
 from gpipe_hpc.comm.doors import Doors
-from gpipe_hpc.comm.failure import Board, FailureBoard, SoloBoard, lost
+from gpipe_hpc.comm.failure import Board, FailureBoard, SoloBoard, lost, with_host
 from gpipe_hpc.comm.forming import Former
 from gpipe_hpc.comm.group import (
     Calls,
@@ -679,7 +679,8 @@ class ProcessWorld:
         return self._board.has_news
 
     def fail(self, report: str) -> None:
-        """Publish the report, let it spread, and unblock whoever waits for us."""
+        """Publish the report, with this host, let it spread, and unblock whoever waits for us."""
+        report = with_host(report, self.rank)
         tell_torchrun(report, is_cause=True)
         self._speaks = self._board.publish(report) == report
         if not self._speaks:

@@ -161,4 +161,5 @@ def test_a_rank_that_waits_for_nobody_learns_of_a_failure_as_its_step_ends(proce
         return str(caught.value)
 
     heard, told = processes(2, body, tmp_path)
-    assert (heard, told) == ("rank 1: step 7: ValueError: broken on purpose", "told")
+    named = f"rank 1 on {socket.gethostname()}: step 7: ValueError: broken on purpose"
+    assert (heard, told) == (named, "told"), "the host is where to look"

@@ -1,6 +1,7 @@
 """Ranks as real processes, over shared memory and over Gloo: what threads cannot show."""
 
 import gc
+import re
 import time
 import weakref
 from functools import partial
@@ -315,5 +316,5 @@ def test_failing_backward_is_named_on_every_rank(processes, tmp_path, shares_mem
     ranks = processes(4, body, tmp_path)
     assert [kind for kind, _ in ranks] == [PeerError, PeerError, ActionError, PeerError]
     for _, text in ranks:
-        assert "rank 2, stage 2, micro-batch 1, action 2B1" in text
+        assert re.search(r"rank 2( on \S+)?, stage 2, micro-batch 1, action 2B1", text)
         assert "ZeroDivisionError: in the backward" in text

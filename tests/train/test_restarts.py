@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import socket
 import time
 
 import pytest
@@ -136,7 +137,8 @@ def test_a_full_disk_is_named_by_all(start_ranks, tiny, tmp_path):
     for code, output in zip(ranks.codes, ranks.outputs, strict=True):
         assert code not in (0, None)
         # Of a traceback there are the frames of the user's disk.py alone.
-        assert "rank 1: checkpoint" in output and "/gpipe_hpc/" not in output, output
+        named = f"rank 1 on {socket.gethostname()}: checkpoint"
+        assert named in output and "/gpipe_hpc/" not in output, output
         assert "no space left" in output, output
         assert " MB free and the checkpoint takes about " in output, output
     names = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]

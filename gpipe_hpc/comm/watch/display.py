@@ -12,7 +12,8 @@ import tempfile
 import threading
 from typing import Final, NamedTuple
 
-_HEADER: Final = struct.Struct("=qHH")  # number of actions, bytes of the two texts
+# Number of actions, bytes of the two texts, whether the phase is one that all ranks do together.
+_HEADER: Final = struct.Struct("=qHH?")
 _PHASE: Final = 16
 _MAX_TEXT: Final = 240
 _ACTION: Final = _PHASE + _MAX_TEXT
@@ -24,6 +25,7 @@ class Shown(NamedTuple):
 
     num_actions: int
     text: str
+    is_together: bool  # within a phase that all ranks do together
 
 
 class Display:
@@ -35,22 +37,23 @@ class Display:
         os.ftruncate(self.descriptor, _SIZE)
         self._memory = mmap.mmap(self.descriptor, _SIZE)
         self._lock = threading.Lock()
-        self._phase_bytes = 0
+        self._phase_bytes, self._is_together = 0, False
         # By identity: the same actions come again in every step. Texts are made anew.
         self._texts: dict[int, tuple[object, bytes]] = {}
 
-    def show_phase(self, count: int, phase: object) -> None:
-        """Show a phase that begins, without an action."""
+    def show_phase(self, count: int, phase: object, *, is_together: bool) -> None:
+        """Show a phase that begins, without an action; `is_together`: all ranks do it together."""
         text = _encoded(phase)
         self._memory[_PHASE : _PHASE + len(text)] = text
-        self._phase_bytes = len(text)
-        _HEADER.pack_into(self._memory, 0, count, len(text), 0)
+        self._phase_bytes, self._is_together = len(text), is_together
+        _HEADER.pack_into(self._memory, 0, count, len(text), 0, is_together)
 
     def show_action(self, count: int, action: object) -> None:
         """Show an action within the phase."""
         text = _encoded(action) if isinstance(action, str) else self._text_of(action)
         self._memory[_ACTION : _ACTION + len(text)] = text
-        _HEADER.pack_into(self._memory, 0, count, self._phase_bytes, len(text))
+        header = (count, self._phase_bytes, len(text), self._is_together)
+        _HEADER.pack_into(self._memory, 0, *header)
 
     def _text_of(self, action: object) -> bytes:
         known = self._texts.get(id(action))
@@ -79,10 +82,10 @@ class View:
         data = b"" if self._descriptor is None else os.pread(self._descriptor, _SIZE, 0)
         if len(data) < _SIZE:
             return None
-        count, phase_bytes, action_bytes = _HEADER.unpack_from(data)
+        count, phase_bytes, action_bytes, is_together = _HEADER.unpack_from(data)
         phase = data[_PHASE : _PHASE + phase_bytes].decode(errors="replace")
         action = data[_ACTION : _ACTION + action_bytes].decode(errors="replace")
-        return Shown(count, " in ".join(filter(None, (action, phase))))
+        return Shown(count, " in ".join(filter(None, (action, phase))), is_together)
 
     def close(self) -> None:
         """Close the file."""

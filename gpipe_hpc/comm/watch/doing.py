@@ -18,6 +18,7 @@ class Doing:
     text: str = "starting"
     waits: bool = False
     inside: bool = False  # within something that all ranks do together
+    shows_together: bool = False  # the same of a phase, as the rank shows it: never old
     ends: bool = False  # may be ended by force once the run has failed
     limit_s: float = float("inf")
     changed_s: float = 0.0
@@ -38,6 +39,7 @@ class Doing:
 
     def look_at(self, shown: Shown | None, now_s: float) -> None:
         """Take what the rank shows in memory that both see."""
+        self.shows_together = shown is not None and shown.is_together
         if shown is not None and shown.num_actions > self.count:
             self._count_to(shown.num_actions, now_s)
             self.text, self.waits = shown.text[:MAX_DOING], False

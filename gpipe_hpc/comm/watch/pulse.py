@@ -74,7 +74,8 @@ class Pulse:
         if isinstance(activity, Phase | Idle):
             self._turn(activity)
             if self._display is not None:
-                self._display.show_phase(self.count, activity)
+                is_together = isinstance(activity, Phase)
+                self._display.show_phase(self.count, activity, is_together=is_together)
         elif self._display is not None:
             self._display.show_action(self.count, activity)
 

@@ -177,7 +177,8 @@ class Watcher:
         if self._view is not None:
             self._told.look_at(self._view.read(), self._now_s)
         if self._own.has_ended():
-            if self._own.has_ended_well():
+            # Code 0 in the middle of a step is no good end: a library or a layer has left Python.
+            if self._own.has_ended_well() and not self._told.shows_together:
                 self._leave()
             elif not self._told.has_left and self._news.failed_s is None:
                 self._lose(self._rank, self._host, "died", self._own.fate(), self._told.text)

@@ -23,6 +23,7 @@ def test_a_view_shows_the_newest_action_and_its_phase():
         pulse.note(activity)
         shown = view.read()
         assert shown is not None and (shown.num_actions, shown.text) == (pulse.count, text)
+        assert shown.is_together == (not isinstance(activity, Idle))
     display.close()
     pulse.note(Phase("later"))
     view.close()

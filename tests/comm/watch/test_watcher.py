@@ -10,10 +10,12 @@ from contextlib import contextmanager
 
 import pytest
 
+from gpipe_hpc.comm.watch.display import Display
 from gpipe_hpc.comm.watch.helper import Helper
 from gpipe_hpc.comm.watch.lines import Line
 from gpipe_hpc.comm.watch.neighbours import dials, neighbours
 from gpipe_hpc.comm.watch.own_process import OwnProcess
+from gpipe_hpc.comm.watch.pulse import Idle, Phase, Pulse
 from gpipe_hpc.comm.watch.watcher import Watcher
 
 LOOPBACK = "127.0.0.1"
@@ -49,12 +51,12 @@ class Rank:
 
 
 @contextmanager
-def watched(size, until, silence_s=3.0, commands=None):
+def watched(size, until, silence_s=3.0, commands=None, shown=""):
     """Yield ranks whose watchers have found each other."""
     ranks = [Rank(*(commands or {}).get(number, ())) for number in range(size)]
     try:
         for number, rank in enumerate(ranks):
-            introduce(rank.line, number, size, silence_s)
+            introduce(rank.line, number, size, silence_s, shown)
         connect(ranks, [rank.line for rank in ranks], until)
         until(lambda: all(in_touch(rank) for rank in ranks), 10, "all are in touch")
         yield ranks
@@ -63,9 +65,9 @@ def watched(size, until, silence_s=3.0, commands=None):
             rank.end()
 
 
-def introduce(line, number, size, silence_s):
+def introduce(line, number, size, silence_s, shown=""):
     orders = {"rank": number, "size": size, "key": "11" * 32, "silence_s": silence_s}
-    line.send({"kind": "orders", "stack_signal": None, "stack_file": "", "display": ""} | orders)
+    line.send({"kind": "orders", "stack_signal": None, "stack_file": "", "display": shown} | orders)
     line.send({"kind": "listen", "host": LOOPBACK, "ports": None})
     line.send({"kind": "doing", "count": 1, "text": f"{number}F0"} | DOING)
 
@@ -100,6 +102,25 @@ def test_an_end_of_the_process_is_told_with_its_code(until):
     with watched(2, until, commands={1: (("sh", "-c", "sleep 2; exit 7"),)}) as ranks:
         until(lambda: ranks[0].find("lost"), 10, "it is told")
         assert "ended with code 7 and without a report" in ranks[0].find("lost")["fate"]
+
+
+@pytest.mark.parametrize(
+    ("activity", "is_lost"), [(Phase("step 3"), True), (Idle("step 3"), False)]
+)
+def test_code_0_in_the_middle_of_a_step_is_no_good_end(until, activity, is_lost):
+    """os._exit(0) in a layer counted as leaving in good order, and nobody was told."""
+    display = Display()
+    Pulse(600.0, None, display).note(activity)
+    shown = f"/proc/self/fd/{display.descriptor}"
+    commands = {1: (("sh", "-c", "sleep 2"),)}
+    with watched(2, until, commands=commands, shown=shown) as ranks:
+        until(lambda: not ranks[1].thread.is_alive(), 10, "its watcher has ended")
+        if is_lost:
+            until(lambda: ranks[0].find("lost"), 5, "it is told")
+            assert "ended with code 0 and without a report" in ranks[0].find("lost")["fate"]
+        else:
+            assert ranks[0].find("lost") is None
+    display.close()
 
 
 def test_a_dead_rank_is_noticed_while_a_process_lives_that_it_has_forked(until, tmp_path):
