@@ -23,6 +23,9 @@ ENDED_S: Final = 30.0
 LEFT_S: Final = 12.0
 """In which nothing of them is left."""
 EXACT: Final = 1e-10
+FORCED: Final = "its watcher ends it now"
+ENDED_NOW: Final = "the process ends now"
+"""What a rank says that is stuck in torch, and so is ended by force within `ENDED_S`."""
 _STOPPED_CODE: Final = 75
 _START_S: Final = 120.0
 _LAST_STEPS: Final = 6
@@ -50,6 +53,7 @@ class Verdict:
     resumed: int = 0  # the step from which the next start went on
     named_s: dict[int, float] = field(default_factory=dict)  # by surviving rank
     ended_s: float = 0.0
+    num_forced: int = 0  # ranks that their watchers had to end
     load: float = 1.0  # processes that wanted each processor
     codes: list[int | None] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -89,6 +93,7 @@ class Life:
         self._pace_s, self._can_fill = pace_s, can_fill
         self._folder = disk / f"run_{run.number}"
         self._whole = disk / f"whole_{run.number}"
+        self._lock = self._folder / "LOCK"
         self._order = work / "order.json"
         self._ranks: list[Process] = []
         self._starts, self._stop_at = 0, 0
@@ -173,6 +178,9 @@ class Life:
         for rank, process in enumerate(self._ranks):
             said = process.output
             right = struck.codes.get(rank, frozenset({1}))
+            if FORCED in said:  # what the rank waited for in torch did not break
+                right |= {-signal.SIGKILL}
+                verdict.num_forced += 1
             if process.code not in right:
                 problems.append(
                     f"rank {rank} ended with {process.code}, expected {sorted(right)}: {said}"
@@ -200,8 +208,8 @@ class Life:
                 verdict.problems.append(f"process {each.pid} is left: {each.words()}")
                 each.signal(signal.SIGKILL)
         verdict.problems += self._left_in_memory(has_copies=True)
-        first = verdict.codes[0] if verdict.codes else None
-        if (self._folder / "LOCK").exists() and first in (1, _STOPPED_CODE):
+        by_itself = verdict.codes[:1] in ([1], [_STOPPED_CODE])
+        if by_itself and ENDED_NOW not in self._ranks[0].output and self._lock.exists():
             verdict.problems.append("rank 0 ended by itself and left its LOCK")
 
     def _left_in_memory(self, *, has_copies: bool) -> list[str]:
@@ -226,7 +234,7 @@ class Life:
         end = End(self._run.number)
         self._finish()
         end.problems += self._left_in_memory(has_copies=False)
-        for left in [self._folder / "LOCK", *self._folder.glob("checkpoints/*.partial")]:
+        for left in [self._lock, *self._folder.glob("checkpoints/*.partial")]:
             if left.exists():
                 end.problems.append(f"{left.name} is left in the run folder")
         one = Layout(1, 1, 1, "gpipe")

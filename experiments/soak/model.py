@@ -49,8 +49,9 @@ class Obeying(nn.Module):
             case "forward":
                 _note()
                 raise ValueError(BLAME)
-            case "backward":
-                y.register_hook(_break)
+            case "backward" if y.requires_grad:  # else it is a forward that is done anew later
+                hooked: Any = y  # torch has no types for hooks
+                hooked.register_hook(_break)
             case "os._exit(0)":
                 _note()
                 os._exit(0)

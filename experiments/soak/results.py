@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.soak.draws import Fault, Kind
-from experiments.soak.life import End, Verdict
+from experiments.soak.life import NAMED_S, End, Verdict
 
 
 class Results:
@@ -111,6 +111,16 @@ class Results:
             if loads
             else "No fault has struck yet.",
         ]
+        if self._verdicts:
+            named = [seconds for each in self._verdicts for seconds in each.named_s.values()]
+            soon = sum(seconds <= NAMED_S for seconds in named)
+            forced = sum(each.num_forced for each in self._verdicts)
+            late = max(each.ended_s for each in self._verdicts)
+            lines.append(
+                f"Of {len(named)} survivors {soon} named the fault within {NAMED_S:.0f} s by the "
+                f"clock, the last after {max(named, default=0.0):.1f} s; all ranks had ended after "
+                f"{late:.1f} s at most, {forced} of them by force, as torch did not let them go."
+            )
         if self._without_disks is not None:
             lines.append(f"No disk of its own ({self._without_disks}): RLIMIT_FSIZE instead.")
         return lines

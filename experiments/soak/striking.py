@@ -208,8 +208,9 @@ def _obeyed(fault: Fault, live: Live) -> float:
     done = Path(f"{live.order}.done")
     deadline_s = time.monotonic() + _ORDER_S * patience()
     while not (done.exists() and done.read_text()):
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"rank {fault.victim} did not come to do what was ordered")
+        said = [rank.output for rank in live.ranks if rank.code is not None]
+        if said or time.monotonic() > deadline_s:
+            raise TimeoutError(f"rank {fault.victim} did not do what was ordered: {said}")
         time.sleep(_LOOK_S)
     return float(done.read_text())
 

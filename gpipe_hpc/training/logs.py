@@ -5,9 +5,11 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, TextIO
+
+from gpipe_hpc.errors import os_remedy
 
 _WIPE: Final = "\r\x1b[2K"  # to the start of the line, all of it erased
 
@@ -29,6 +31,33 @@ class ScreenHandler(logging.StreamHandler[TextIO]):
         return self._wipe + super().format(record)
 
 
+class LogFile(logging.FileHandler):
+    """Write to a file; where it takes no more, say so once instead of a traceback a message.
+
+    The run goes on: what is said stands on the screen too, and a disk may have room again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8")
+        self._has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Tell standard error what keeps the file from being written; others are logging's."""
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._has_failed:
+            self._has_failed = True
+            remedy = os_remedy(error) or "look at its folder"
+            told = f"gpipe_hpc: log: expected to write {self.baseFilename}, got {error}; {remedy}"
+            print(told, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Close the file; what it did not take is lost."""
+        with suppress(OSError):
+            super().close()
+
+
 @contextmanager
 def rank_log(
     run_dir: Path, rank: int, stages: Sequence[int], *, level: int = logging.INFO
@@ -44,7 +73,7 @@ def rank_log(
     form = logging.Formatter(
         f"%(asctime)s %(levelname)s rank {rank} stage {held} %(name)s: %(message)s"
     )
-    file = logging.FileHandler(path, encoding="utf-8")
+    file = LogFile(path)
     screen = ScreenHandler()
     screen.setLevel(level if rank == 0 else logging.WARNING)
     root, package = logging.getLogger(), logging.getLogger("gpipe_hpc")

@@ -4,13 +4,14 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol, SupportsFloat
 
-from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.errors import ConfigError, RunFolderError, os_remedy
 
 if TYPE_CHECKING:
     from gpipe_hpc.pipeline import Pipeline
@@ -38,20 +39,22 @@ class JsonLines:
     """A line of JSON a step, in the hands of the system as soon as `write` returns.
 
     A run that resumes after step n drops what an earlier one wrote past n, and a line cut short
-    by a kill. None drops nothing: such a run takes no step.
+    by a kill or a full disk. None drops nothing: such a run takes no step.
     """
 
     def __init__(self, path: Path, resumed_step: int | None = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and resumed_step is not None:
             _keep_until(path, resumed_step)
-        self._file = path.open("a", encoding="utf-8")
+        # Without a buffer: what could not be written does not come again when the file is closed.
+        self._file = path.open("ab", buffering=0)
 
     def write(self, step: int, scalars: Scalars) -> None:
         """Append ``{"step": step, ...}``; JSON knows no NaN, so what is not finite becomes null."""
         line = {"step": step, **{name: _finite(value) for name, value in scalars.items()}}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        left = f"{json.dumps(line, allow_nan=False)}\n".encode()
+        while left:  # on a disk that fills up a part of it is written first
+            left = left[self._file.write(left) :]
 
     def close(self) -> None:
         """Close the file."""
@@ -96,10 +99,14 @@ class Metrics:
         """
         if pipe.world.rank:
             return cls()
-        return cls(*_writers(Path(folder), pipe.steps_done), pace=Pace(pipe.steps_done))
+        writers = _writers(Path(folder), pipe.steps_done)
+        return cls(*writers, pace=Pace(pipe.steps_done), folder=Path(folder))
 
-    def __init__(self, *writers: MetricsWriter, pace: "Pace | None" = None) -> None:
+    def __init__(
+        self, *writers: MetricsWriter, pace: "Pace | None" = None, folder: Path | None = None
+    ) -> None:
         self._writers, self._pace = writers, pace
+        self._folder = folder
 
     def write(
         self,
@@ -114,20 +121,23 @@ class Metrics:
         In a script's own the first line of a step also has `step_time_s`, the seconds since the
         step before (since `of`, for the first), and with `num_samples`, those of the global batch,
         `samples_per_s`. `grad_norm`: what `pipe.clip_grad_norm_` returned. Numbers of torch and
-        NumPy are taken too. Raises ConfigError for what is no number.
+        NumPy are taken too. Raises ConfigError for what is no number, RunFolderError where the
+        folder does not take it.
         """
         if not self._writers:
             return
         paced = {} if self._pace is None else self._pace.of(step, num_samples)
         norm = {} if grad_norm is None else {"grad_norm": grad_norm}
         numbers = {name: _number(name, each) for name, each in {**norm, **scalars}.items()}
-        for writer in self._writers:
-            writer.write(step, {**paced, **numbers})
+        with _refused(self._folder):
+            for writer in self._writers:
+                writer.write(step, {**paced, **numbers})
 
     def close(self) -> None:
-        """Close all writers."""
-        for writer in self._writers:
-            writer.close()
+        """Close all writers. Raises RunFolderError where the folder does not take what is left."""
+        with _refused(self._folder), ExitStack() as stack:
+            for writer in self._writers:
+                stack.callback(writer.close)
 
     def __enter__(self) -> "Metrics":
         return self
@@ -138,7 +148,9 @@ class Metrics:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        # What goes wrong behind an error is most often that error again.
+        with suppress(*() if error is None else (RunFolderError,)):
+            self.close()
 
 
 class Pace:
@@ -164,7 +176,20 @@ def open_metrics(run_dir: Path, resumed_step: int | None = 0) -> Metrics:
 
     What an earlier run wrote there past `resumed_step` is dropped; nothing if that is None.
     """
-    return Metrics(*_writers(run_dir, resumed_step))
+    return Metrics(*_writers(run_dir, resumed_step), folder=run_dir)
+
+
+@contextmanager
+def _refused(folder: Path | None) -> Iterator[None]:
+    """Say in which folder something could not be written, and what to do about it."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFolderError(
+            f"metrics: expected to write a line for each step in {folder}, got {error}; "
+            f"{os_remedy(error) or 'look at the folder'}, and start again: a run goes on from its "
+            f"newest checkpoint"
+        ) from error
 
 
 def _writers(folder: Path, resumed_step: int | None) -> tuple[MetricsWriter, MetricsWriter]:

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 
-from gpipe_hpc.training.logs import rank_log
+from gpipe_hpc.training.logs import LogFile, rank_log
 
 LOGGER = logging.getLogger("gpipe_hpc.training.anything")
 
@@ -27,6 +27,25 @@ def test_screen_has_warnings_of_all_and_the_rest_of_rank_0(tmp_path, capsys, ran
         LOGGER.warning("warned")
     lines = capsys.readouterr().err.splitlines()
     assert [line.rsplit(": ", 1)[1] for line in lines] == shown
+
+
+def test_a_file_on_a_full_disk_is_told_once_and_the_run_goes_on(tmp_path, capsys):
+    """Each message came with a traceback out of our files."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank1.log").symlink_to("/dev/full")
+    with rank_log(tmp_path, 1, [1]):
+        LOGGER.info("one")
+        LOGGER.warning("two")
+    told, shown = capsys.readouterr().err.splitlines()
+    assert "rank1.log, got [Errno 28] No space left on device; its file system is full" in told
+    assert shown.endswith("two")
+
+
+def test_a_message_that_cannot_be_made_is_shown_as_logging_does(tmp_path, capsys):
+    file = LogFile(tmp_path / "log")
+    file.handle(logging.makeLogRecord({"msg": "%d", "args": ("no number",)}))
+    file.close()
+    assert "--- Logging error ---" in capsys.readouterr().err
 
 
 def test_logging_is_as_before_afterwards(tmp_path):

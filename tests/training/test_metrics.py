@@ -1,8 +1,12 @@
 """metrics.jsonl and TensorBoard: what a reader finds, also after kills and resumes."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from gpipe_hpc import Metrics, Pipeline, add_loss, add_metric, run_on_threads
-from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.errors import ConfigError, RunFolderError
 from gpipe_hpc.training import metrics as metrics_module
 from gpipe_hpc.training.metrics import JsonLines, open_metrics
 
@@ -49,6 +53,46 @@ def test_resume_drops_what_came_after(tmp_path, resumed, kept):
     resumed_log.write(resumed + 1, {"loss": 1.0})
     resumed_log.close()
     assert steps_of(path) == [*kept, resumed + 1]
+
+
+class Refusing:
+    """A writer on a full disk, which has not written all when it is closed."""
+
+    def __init__(self):
+        self.num_closed = 0
+
+    def write(self, step, scalars):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def close(self):
+        self.num_closed += 1
+        self.write(0, {})
+
+
+def test_a_full_disk_is_told_with_its_folder_and_a_remedy(tmp_path):
+    """It was an OSError out of our files, and another one as they were closed."""
+    full = JsonLines(Path("/dev/full"), resumed_step=None)
+    refusing = [Refusing(), Refusing()]
+    told = rf"metrics: .* in {tmp_path}, got .*No space left on device.*make room there"
+    with (
+        pytest.raises(RunFolderError, match=told),
+        Metrics(*refusing, full, folder=tmp_path) as metrics,
+    ):
+        metrics.write(1, {"loss": 1.0})
+    assert [each.num_closed for each in refusing] == [1, 1]
+    with pytest.raises(RunFolderError, match=told), Metrics(*refusing, folder=tmp_path):
+        pass
+    assert [each.num_closed for each in refusing] == [2, 2]
+    assert full._file.closed
+
+
+def test_a_line_is_whole_where_the_system_takes_it_in_parts(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    log = JsonLines(path)
+    taken = log._file.write
+    monkeypatch.setattr(log, "_file", SimpleNamespace(write=lambda data: taken(data[:7])))
+    log.write(1, {"loss": 0.5})
+    assert json.loads(path.read_text()) == {"step": 1, "loss": 0.5}
 
 
 def test_line_cut_short_by_a_kill_is_dropped(tmp_path):
