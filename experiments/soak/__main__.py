@@ -2,6 +2,7 @@
 
     python -m experiments.soak faults=100 seed=0
     python -m experiments.soak faults=100 seed=0 only=37       # that fault alone, in a new run
+    python -m experiments.soak faults=100 seed=0 first=50      # the runs from that fault on
 
 faults: how many; seed: of the draw; ranks: the most of a run; hosts=false: no runs on two hosts;
 out: file of results, in Markdown, beside which the same stands as JSON; keep=true: what failing
@@ -33,6 +34,7 @@ class Wishes:
 
     faults: int = 100
     seed: int = 0
+    first: int = 0
     only: int = -1
     ranks: int = 8
     hosts: bool = True
@@ -59,7 +61,7 @@ def chosen(wishes: Wishes) -> list[Run]:
     """Return the runs of the soak; with `only` one run of one fault."""
     runs = draw(wishes.seed, wishes.faults, wishes.ranks, wishes.hosts)
     if wishes.only < 0:
-        return list(runs)
+        return [run for run in runs if run.faults[0].number >= wishes.first]
     return [
         replace(run, faults=(fault,))
         for run in runs

@@ -178,7 +178,7 @@ class _Loop:
         self._say_expectations()
         resumed = first if first < self._last else None
         with (
-            open_metrics(self._session.run_folder, resumed) as metrics,
+            open_metrics(self._session.run_folder, resumed, pipe.world) as metrics,
             Progress(first, self._last, self._config.train.log_every) as progress,
         ):
             try:

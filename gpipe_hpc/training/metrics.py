@@ -5,12 +5,13 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol, SupportsFloat
 
+from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.errors import ConfigError, RunFolderError, os_remedy
 
 if TYPE_CHECKING:
@@ -100,13 +101,18 @@ class Metrics:
         if pipe.world.rank:
             return cls()
         writers = _writers(Path(folder), pipe.steps_done)
-        return cls(*writers, pace=Pace(pipe.steps_done), folder=Path(folder))
+        pace = Pace(pipe.steps_done)
+        return cls(*writers, pace=pace, folder=Path(folder), world=pipe.world)
 
     def __init__(
-        self, *writers: MetricsWriter, pace: "Pace | None" = None, folder: Path | None = None
+        self,
+        *writers: MetricsWriter,
+        pace: "Pace | None" = None,
+        folder: Path | None = None,
+        world: World | None = None,
     ) -> None:
         self._writers, self._pace = writers, pace
-        self._folder = folder
+        self._folder, self._world = folder, world
 
     def write(
         self,
@@ -129,13 +135,13 @@ class Metrics:
         paced = {} if self._pace is None else self._pace.of(step, num_samples)
         norm = {} if grad_norm is None else {"grad_norm": grad_norm}
         numbers = {name: _number(name, each) for name, each in {**norm, **scalars}.items()}
-        with _refused(self._folder):
+        with _refused(self._folder, self._world):
             for writer in self._writers:
                 writer.write(step, {**paced, **numbers})
 
     def close(self) -> None:
         """Close all writers. Raises RunFolderError where the folder does not take what is left."""
-        with _refused(self._folder), ExitStack() as stack:
+        with _refused(self._folder, self._world), ExitStack() as stack:
             for writer in self._writers:
                 stack.callback(writer.close)
 
@@ -171,25 +177,29 @@ class Pace:
         return told if num_samples is None else {**told, "samples_per_s": num_samples / seconds}
 
 
-def open_metrics(run_dir: Path, resumed_step: int | None = 0) -> Metrics:
+def open_metrics(
+    run_dir: Path, resumed_step: int | None = 0, world: World | None = None
+) -> Metrics:
     """Return the writers of a run: ``metrics.jsonl`` and the folder ``tensorboard``.
 
-    What an earlier run wrote there past `resumed_step` is dropped; nothing if that is None.
+    What an earlier run wrote there past `resumed_step` is dropped; nothing if that is None. The
+    other ranks of `world` are told of what goes wrong: they write nothing, and would wait.
     """
-    return Metrics(*_writers(run_dir, resumed_step), folder=run_dir)
+    return Metrics(*_writers(run_dir, resumed_step), folder=run_dir, world=world)
 
 
 @contextmanager
-def _refused(folder: Path | None) -> Iterator[None]:
-    """Say in which folder something could not be written, and what to do about it."""
+def _refused(folder: Path | None, world: World | None) -> Iterator[None]:
+    """Say in which folder something could not be written, and what to do, also to other ranks."""
     try:
         yield
     except OSError as error:
-        raise RunFolderError(
-            f"metrics: expected to write a line for each step in {folder}, got {error}; "
-            f"{os_remedy(error) or 'look at the folder'}, and start again: a run goes on from its "
-            f"newest checkpoint"
-        ) from error
+        with nullcontext() if world is None else together(world, "writing metrics"):
+            raise RunFolderError(
+                f"metrics: expected to write a line for each step in {folder}, got {error}; "
+                f"{os_remedy(error) or 'look at the folder'}, and start again: a run goes on from "
+                f"its newest checkpoint"
+            ) from error
 
 
 def _writers(folder: Path, resumed_step: int | None) -> tuple[MetricsWriter, MetricsWriter]:

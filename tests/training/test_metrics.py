@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from gpipe_hpc import Metrics, Pipeline, add_loss, add_metric, run_on_threads
-from gpipe_hpc.errors import ConfigError, RunFolderError
+from gpipe_hpc.comm.world import together
+from gpipe_hpc.errors import ConfigError, PeerError, RunFolderError
 from gpipe_hpc.training import metrics as metrics_module
 from gpipe_hpc.training.metrics import JsonLines, open_metrics
 
@@ -84,6 +86,25 @@ def test_a_full_disk_is_told_with_its_folder_and_a_remedy(tmp_path):
         pass
     assert [each.num_closed for each in refusing] == [2, 2]
     assert full._file.closed
+
+
+def test_other_ranks_are_told_of_a_full_disk(tmp_path):
+    """They heard that rank 0 had left the run, and not why."""
+
+    def body(world):
+        if world.rank:
+            with pytest.raises(PeerError) as heard, together(world, "step 2"):
+                world.everybody.all_reduce(torch.zeros(1))
+            return str(heard.value)
+        with (
+            pytest.raises(RunFolderError),
+            Metrics(Refusing(), folder=tmp_path, world=world) as metrics,
+        ):
+            metrics.write(1, {"loss": 1.0})
+        return None
+
+    _, heard = run_on_threads(2, body)
+    assert re.match(r"rank 0( on \S+)?: metrics: expected to write .*No space left", heard)
 
 
 def test_a_line_is_whole_where_the_system_takes_it_in_parts(tmp_path, monkeypatch):
