@@ -124,6 +124,7 @@ class Life:
         family = families(rank.process for rank in self._ranks)
         live = Live(self._ground, self._ranks, self._folder, self._order, self._can_fill)
         verdict.step, verdict.load = self._step(), patience()
+        kept = max((step_of(path) for path in self._saved()), default=0)
         try:
             struck = strike(fault, live)
             verdict.form = struck.form
@@ -137,7 +138,7 @@ class Life:
         expected = ""
         if fault.kind is Kind.CORRUPTION:
             newest = max(self._saved())
-            expected = newest.name
+            kept, expected = min(step_of(path) for path in self._saved()), newest.name
             verdict.form = f"{corrupt(fault.way, newest, fault.victim)} of {newest.name}"
             forget_copies(place.shared_memory for place in self._ground.places)
         is_last = fault is self._run.faults[-1]
@@ -147,8 +148,10 @@ class Life:
         said = self._ranks[0].output
         if expected and not re.search(rf"WARNING.*{expected}", said):
             verdict.problems.append(f"the corrupted {expected} is not named: {said}")
-        if verdict.resumed == 0:
-            verdict.problems.append(f"began anew after step {verdict.step}: {said}")
+        if verdict.resumed < kept:
+            verdict.problems.append(
+                f"went on from {verdict.resumed}, though there was a checkpoint of {kept}: {said}"
+            )
 
     def _judge(self, struck: Struck, verdict: Verdict) -> None:
         """Wait for what must follow; note when it did, and what did not."""
@@ -335,6 +338,11 @@ class Life:
 
     def _saved(self) -> list[Path]:
         return list((self._folder / "checkpoints").glob("step_????????"))
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step of a checkpoint by its name."""
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def _losses(run: Path) -> dict[int, float]:
