@@ -18,6 +18,7 @@ from gpipe_hpc.config import (
 )
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.planning import OptimizerMemory
+from gpipe_hpc.training.adamw import AdamW
 from gpipe_hpc.training.large_batch.lamb import LAMB
 from gpipe_hpc.training.large_batch.lars import LARS
 from gpipe_hpc.training.masters import drop_masters, is_low, keep_masters
@@ -70,7 +71,7 @@ def _of_kind(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.opt
     match config:
         case AdamWConfig():
             beta1, beta2 = config.betas
-            return torch.optim.AdamW(groups, lr=config.lr, betas=(beta1, beta2), eps=config.eps)
+            return AdamW(groups, config.lr, (beta1, beta2), config.eps)
         case SGDConfig():
             return torch.optim.SGD(
                 groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov

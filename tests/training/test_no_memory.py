@@ -1,10 +1,10 @@
 """A run whose memory is used up says what was planned: all ranks know, though one has counted."""
 
 import pytest
-import torch
 
 from gpipe_hpc.engine.microbatch import StageWork
 from gpipe_hpc.errors import DeviceMemoryError
+from gpipe_hpc.training.adamw import AdamW
 from tests.support import train_here
 
 
@@ -31,7 +31,7 @@ def test_the_plan_is_shown_on_the_rank_that_needs_it(tiny, tmp_path, monkeypatch
 
 def test_the_first_step_of_the_optimizer_takes_its_state(tiny, tmp_path, monkeypatch):
     """No action: two numbers for each parameter are allocated when the first backward is done."""
-    own = torch.optim.AdamW.step
+    own = AdamW.step
     done = []
 
     def greedy(self, *args, **keywords):
@@ -40,7 +40,7 @@ def test_the_first_step_of_the_optimizer_takes_its_state(tiny, tmp_path, monkeyp
             raise MemoryError("Tried to allocate 2 GiB")
         return own(self, *args, **keywords)
 
-    monkeypatch.setattr(torch.optim.AdamW, "step", greedy)
+    monkeypatch.setattr(AdamW, "step", greedy)
     with pytest.raises(DeviceMemoryError) as told:
         train_here(2, *tiny, "pipeline.stages=2", "train.steps=2", f"run.dir={tmp_path}")
     text = str(told.value)

@@ -1,5 +1,7 @@
 """Optimizers: which parameters decay, and ranks that have none."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -57,8 +59,8 @@ def test_matrices_decay_and_nothing_else(model, config, kind):
 
 @pytest.mark.parametrize(("config", "kind"), CASES, ids=IDS)
 def test_steps_equal_those_of_torch(model, config, kind):
-    twin = nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 3))
-    twin.load_state_dict(model.state_dict())
+    model.double()
+    twin = copy.deepcopy(model)
     keywords = {
         name: value
         for name, value in vars(config).items()
@@ -78,7 +80,8 @@ def test_steps_equal_those_of_torch(model, config, kind):
             each(torch.arange(5)).square().sum().backward()
             optimizer.step()
     for ours, plain in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(ours, plain)
+        assert torch.equal(ours, plain) or kind is torch.optim.AdamW
+        torch.testing.assert_close(ours, plain, rtol=1e-14, atol=1e-15)
 
 
 def test_frozen_parameters_are_left_out(model):
