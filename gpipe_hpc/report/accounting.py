@@ -21,10 +21,11 @@ PARTS: Final[Mapping[str, str]] = MappingProxyType(
         "transfers": "a rank waits for what another one has made",
         "other replicas": "another pipeline began earlier or ended later",
         "reduction": "sums of gradients over replicas that are still under way behind the pipeline",
+        "meeting": "behind the pipeline: what ranks tell one another, and dividing the gradients",
         "reading data": "waiting for samples",
         "checkpoint": "all wait for the state to be kept",
         "optimizer": "clipping, and the optimizer's step, on rank 0",
-        "host": "Python between actions and at the step's edge, waiting for a processor",
+        "host": "Python between actions and around the step, waiting for a processor",
     }
 )
 IDLE: Final = ("fill and drain", "imbalance", "transfers", "other replicas")
@@ -84,6 +85,7 @@ def account_of(record: Record) -> Account | None:
     edge_s = mean("edge_s")
     tail_s = 0.0 if record.traced is None else _reduction_tail_s(record.traced.replicas)
     parts["reduction"] += min(edge_s, tail_s)
+    parts["meeting"] += edge_s - min(edge_s, tail_s)
     parts["reading data"] += mean("reading_s")
     parts["checkpoint"] += checkpoint_s
     parts["optimizer"] += mean("optimizer_s") + mean("clipping_s")

@@ -132,7 +132,8 @@ def _slow_layer(record: Record, slow: Slow, gain_s: float) -> Finding:
 
 
 def _links(record: Record, account: Account) -> Iterator[Finding]:
-    gain_s = account.parts["transfers"]
+    in_pipeline_s, meeting_s = account.parts["transfers"], account.parts["meeting"]
+    gain_s = in_pipeline_s + meeting_s
     if record.traced is None:
         return
     waits = link_waits(record.traced)
@@ -146,8 +147,9 @@ def _links(record: Record, account: Account) -> Iterator[Finding]:
     yield Finding(
         f"Waiting for transfers takes {time_text(gain_s)} of each step, most from rank {ends}",
         f"{number} times in the traced step rank {destination} had nothing to do and what it "
-        f"needed was made: {time_text(seconds / number)} each until it went on. A slow link, or "
-        f"more processes than processors.",
+        f"needed was made: {time_text(seconds / number)} each until it went on. Where all meet "
+        f"behind the pipeline it takes {time_text(meeting_s)} more. A slow link, or more processes "
+        f"than processors.",
         gain_s,
     )
 
