@@ -64,8 +64,8 @@ class Sleeper(nn.Module):
 
 def build(
     num_layers: int = 8,
-    forward_s: float = 0.005,
-    backward_s: float = 0.01,
+    forward_s: float = 0.025,
+    backward_s: float = 0.05,
     slow_layer: int | None = None,
     more_s: float = 0.0,
     slow_rank: int | None = None,

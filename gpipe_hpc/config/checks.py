@@ -26,6 +26,9 @@ from gpipe_hpc.engine.outer.settings import ALGORITHMS, COMPRESSORS, ORDERS, SHA
 from gpipe_hpc.schedule import nearest_schedule, schedule_names
 
 _INF: Final = math.inf
+TRACKERS: Final = ("tensorboard", "wandb", "mlflow")
+"""What metrics.to may name."""
+
 _LARGEST: Final = 2**63 - 1  # of an integer of torch
 
 # Setting -> (least, most). Settings that a chosen group lacks, and nulls, are passed over.
@@ -141,6 +144,7 @@ def check_config(config: Config, world_size: int, *, may_choose: bool = False) -
         _refuse_choosing(config)
     _check_device(config)
     _check_portions(config)
+    _check_trackers(config)
     _check_draw(config)
     stages, is_chosen = config.pipeline.stages, config.pipeline.layout == AUTO_LAYOUT
     if stages == "fit" or is_chosen:
@@ -259,6 +263,16 @@ def _check_choices(config: Config) -> None:
             hint = _meant(value) if is_schedule else suggestion(value, choices)
             remedy = f"{hint}choose one of them"
             raise refuse(setting, f"one of {', '.join(choices)}", value, remedy)
+
+
+def _check_trackers(config: Config) -> None:
+    names = config.metrics.to
+    for name in names:
+        if name not in TRACKERS:
+            remedy = f"{suggestion(name, TRACKERS)}choose among them"
+            raise refuse("metrics.to", f"a list of {', '.join(TRACKERS)}", names, remedy)
+    if len(set(names)) < len(names):
+        raise refuse("metrics.to", "each tracker once", names, "leave one of both out")
 
 
 def _check_device(config: Config) -> None:

@@ -35,39 +35,39 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
             "Say what a run would need and take, before it starts.",
             "python -m gpipe_hpc.plan model=gpt2 data=synthetic data.vocab_size=50257 "
             "pipeline.stages=4 pipeline.memory_bytes=24GB",
-            (*_but("plan"), "lr", "run", "checkpoint", "comm", "trace"),
+            (*_but("plan"), "lr", "run", "checkpoint", "comm", "metrics", "trace"),
         ),
         "preflight": Command(
             "Look whether hosts, ranks and links are fit for a run, and measure the links.",
             "torchrun --standalone --nproc_per_node 2 -m gpipe_hpc.preflight",
-            (*_but("preflight"), "lr", "loss", "trace"),
+            (*_but("preflight"), "lr", "loss", "metrics", "trace"),
         ),
         "draw": Command(
             "Draw schedules, simulated or as a run measured them.",
             "python -m gpipe_hpc.draw pipeline.schedule=1f1b pipeline.stages=4",
-            (*_but("draw"), "lr", "loss", "checkpoint", "comm", "trace"),
+            (*_but("draw"), "lr", "loss", "checkpoint", "comm", "metrics", "trace"),
         ),
         "verify": Command(
             "Train some steps in a layout and in one plain process, and compare them.",
             "python -m gpipe_hpc.verify pipeline.stages=2 pipeline.replicas=2",
-            _but("verify"),
+            (*_but("verify"), "metrics"),
         ),
         "bench": Command(
             "Measure the speed of a model and settings over a sweep, or of collectives.",
             "python -m gpipe_hpc.bench bench.ranks=[1,2] bench.microbatches=[4,8]",
-            _but("bench"),
+            (*_but("bench"), "metrics"),
         ),
         "export": Command(
             "Write the weights of a run as safetensors.",
             "python -m gpipe_hpc.export run.dir=RUN",
-            (*_but("export"), "lr", "loss", "pipeline", "train", "comm", "trace"),
+            (*_but("export"), "lr", "loss", "pipeline", "train", "comm", "metrics", "trace"),
         ),
         "report": Command(
             "Show what a run did, where its time went, and what would make it faster, as one page.",
             "python -m gpipe_hpc.report run.dir=RUN",
             (
                 *_but("report"),
-                *("lr", "loss", "pipeline", "train", "comm", "trace", "checkpoint"),
+                *("lr", "loss", "pipeline", "train", "comm", "metrics", "trace", "checkpoint"),
             ),
         ),
     }

@@ -210,6 +210,14 @@ class RunConfig:
 
 
 @dataclass
+class MetricsConfig:
+    """Where the figures of steps go beside ``metrics.jsonl``."""
+
+    to: list[str] = field(default_factory=lambda: ["tensorboard"])
+    project: str = "gpipe_hpc"
+
+
+@dataclass
 class TraceConfig:
     """Measured timelines."""
 
@@ -335,6 +343,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     draw: DrawConfig = field(default_factory=DrawConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from omegaconf import OmegaConf
-
+from gpipe_hpc.config.flat import flat_settings
 from gpipe_hpc.errors import ConfigError, DataError
-from gpipe_hpc.training.metrics import METRICS_FILE
 from gpipe_hpc.training.run.opening import CONFIG_FILE
 from gpipe_hpc.training.summary.compose import SUMMARY_FILE
 from gpipe_hpc.training.traces.files import ReadStep, read_step, typical_trace
+from gpipe_hpc.training.writers import METRICS_FILE
 
 _LINE: Final = re.compile(
     r"(?P<moment>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (?P<level>[A-Z]+) rank (?P<rank>\d+) "
@@ -135,18 +134,9 @@ def _json_lines(path: Path) -> Iterator[Mapping[str, Any]]:
 def _settings(path: Path) -> Mapping[str, Any]:
     """Return the settings by full name, as they stand: nothing they refer to is looked up."""
     try:
-        told = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        return flat_settings(path.read_text("utf-8"))
     except Exception:  # a damaged file may raise anything
         return {}
-    return dict(_flat("", told)) if isinstance(told, dict) else {}
-
-
-def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, dict) or not value:
-        yield prefix, value
-        return
-    for name, each in value.items():
-        yield from _flat(f"{prefix}.{name}" if prefix else str(name), each)
 
 
 def _traced(folder: Path, summary: Mapping[str, Any]) -> ReadStep | None:

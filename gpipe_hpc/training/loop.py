@@ -14,7 +14,8 @@ from gpipe_hpc.comm.cores.bind import bound
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.torchrun_report import tell_torchrun
 from gpipe_hpc.comm.world import World, together
-from gpipe_hpc.config import Config
+from gpipe_hpc.config import Config, config_yaml
+from gpipe_hpc.config.flat import flat_settings
 from gpipe_hpc.config.ranks import on_ranks
 from gpipe_hpc.engine.recorder import StepTimes
 from gpipe_hpc.engine.sums.results import StepResult
@@ -49,7 +50,8 @@ from gpipe_hpc.training.step_edge import Agreed, StepEdge, TimedStep, Told, agre
 from gpipe_hpc.training.summary.compose import Ended
 from gpipe_hpc.training.summary.ledger import Times
 from gpipe_hpc.training.summary.reporting import Reporter
-from gpipe_hpc.training.throughput import tokens_per_sample
+from gpipe_hpc.training.throughput import model_flops_per_s, share_of_peak, tokens_per_sample
+from gpipe_hpc.training.trackers import refuse_missing
 from gpipe_hpc.training.validation import validate
 
 log = logging.getLogger("gpipe_hpc.train")
@@ -75,6 +77,7 @@ def run_training(
             launchers = world.everybody.merge_object(own_launchers(), or_)
             lock = None
             if world.rank == 0:
+                refuse_missing(config.metrics.to)
                 lock = stack.enter_context(own_folder(config, stop, launchers))
             begun = None if lock is None else begin(config, lock, launchers)
             run: Run = world.everybody.broadcast_object(begun, root=0)
@@ -171,14 +174,15 @@ class _Loop:
     def run(self) -> int:
         """Train from where the session stands to the last step."""
         pipe, first = self._pipe, self._pipe.steps_done
-        if not self._leads:
+        with together(pipe.world, "opening where the metrics go"):
+            metrics = self._open_metrics() if self._leads else None
+        if metrics is None:
             return self._steps(None, None)
         log.info("run folder %s", self._session.run_folder)
         log.info("stages:\n%s", pipe.describe())
         self._say_expectations()
-        resumed = first if first < self._last else None
         with (
-            open_metrics(self._session.run_folder, resumed, pipe.world) as metrics,
+            metrics,
             Progress(first, self._last, self._config.train.log_every) as progress,
         ):
             try:
@@ -187,6 +191,17 @@ class _Loop:
                 if first < self._last:
                     self._reporter.fail(error)
                 raise
+
+    def _open_metrics(self) -> Metrics:
+        first, config = self._pipe.steps_done, self._config
+        return open_metrics(
+            self._session.run_folder,
+            first if first < self._last else None,
+            self._pipe.world,
+            to=config.metrics.to,
+            project=config.metrics.project,
+            settings=flat_settings(config_yaml(config)),
+        )
 
     def _steps(self, metrics: Metrics | None, progress: Progress | None) -> int:
         pipe, session = self._pipe, self._session
@@ -254,13 +269,15 @@ class _Loop:
     ) -> dict[str, float | None]:
         """Return what a line of metrics.jsonl says of a step besides its results."""
         pipe, batch = self._pipe, trained.batch
+        samples_per_s = batch.num_samples / step_time_s
         scalars: dict[str, float | None] = {
             "step_time_s": step_time_s,
-            "samples_per_s": batch.num_samples / step_time_s,
-            **self._tokens_per_s(batch.num_samples / step_time_s),
+            "samples_per_s": samples_per_s,
+            **self._rates(samples_per_s),
             **(Times.none() if times is None else times.scalars()),
             "peak_memory_bytes": agreed.peak_memory_bytes,
             "peak_memory_rank": agreed.peak_memory_rank,
+            "least_peak_memory_bytes": agreed.least_peak_memory_bytes,
             "position": self._session.position,
             "batch_size": batch.num_samples,
         }
@@ -280,9 +297,15 @@ class _Loop:
             scalars["skipped_steps"] = pipe.loss_scale.num_skipped
         return scalars
 
-    def _tokens_per_s(self, samples_per_s: float) -> dict[str, float]:
+    def _rates(self, samples_per_s: float) -> dict[str, float]:
+        """Return what else is done a second, of it what is known."""
         tokens = tokens_per_sample(self._config.data)
-        return {} if tokens is None else {"tokens_per_s": samples_per_s * tokens}
+        rates = {
+            "tokens_per_s": None if tokens is None else samples_per_s * tokens,
+            "model_flops_per_s": model_flops_per_s(self._session, samples_per_s),
+            "share_of_peak": share_of_peak(self._session, samples_per_s),
+        }
+        return {name: rate for name, rate in rates.items() if rate is not None}
 
     def _step(self) -> tuple[Trained, TimedStep, Agreed, Times | None]:
         """Train one step; return it, what all ranks know of it, and where its time went.

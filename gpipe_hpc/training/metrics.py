@@ -1,86 +1,23 @@
-"""What a run measured: ``metrics.jsonl``, a line a step, and the same scalars for TensorBoard."""
+"""What a run measured, told to several writers as to one."""
 
-import json
-import math
-import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Protocol, SupportsFloat
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.errors import ConfigError, RunFolderError, os_remedy
+from gpipe_hpc.training.trackers import DEFAULT_PROJECT, Tracked, open_trackers
+from gpipe_hpc.training.writers import METRICS_FILE, JsonLines, MetricsWriter
 
 if TYPE_CHECKING:
     from gpipe_hpc.pipeline import Pipeline
 
-METRICS_FILE: Final = "metrics.jsonl"
-
-Scalars = Mapping[str, float | int | None]
 Given = Mapping[str, SupportsFloat | None]
 """Scalars as a script has them: numbers of torch and NumPy, too."""
-
-
-class MetricsWriter(Protocol):
-    """Takes the scalars of one step."""
-
-    def write(self, step: int, scalars: Scalars) -> None:
-        """Record the scalars of a finished step."""
-        ...
-
-    def close(self) -> None:
-        """Finish; nothing may be written after."""
-        ...
-
-
-class JsonLines:
-    """A line of JSON a step, in the hands of the system as soon as `write` returns.
-
-    A run that resumes after step n drops what an earlier one wrote past n, and a line cut short
-    by a kill or a full disk. None drops nothing: such a run takes no step.
-    """
-
-    def __init__(self, path: Path, resumed_step: int | None = 0) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and resumed_step is not None:
-            _keep_until(path, resumed_step)
-        # Without a buffer: what could not be written does not come again when the file is closed.
-        self._file = path.open("ab", buffering=0)
-
-    def write(self, step: int, scalars: Scalars) -> None:
-        """Append ``{"step": step, ...}``; JSON knows no NaN, so what is not finite becomes null."""
-        line = {"step": step, **{name: _finite(value) for name, value in scalars.items()}}
-        left = f"{json.dumps(line, allow_nan=False)}\n".encode()
-        while left:  # on a disk that fills up a part of it is written first
-            left = left[self._file.write(left) :]
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-class TensorBoard:
-    """Scalars as TensorBoard event files in a folder."""
-
-    def __init__(self, folder: Path, resumed_step: int | None = 0) -> None:
-        # Here, since it takes a second to load and only rank 0 writes.
-        from torch.utils.tensorboard import SummaryWriter
-
-        purged = None if resumed_step is None else resumed_step + 1
-        self._writer: Any = SummaryWriter(folder, purge_step=purged)
-
-    def write(self, step: int, scalars: Scalars) -> None:
-        """Record those scalars that have a value."""
-        for name, value in scalars.items():
-            if value is not None:
-                self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """Write out what is pending."""
-        self._writer.close()
 
 
 class Metrics:
@@ -92,15 +29,19 @@ class Metrics:
     """
 
     @classmethod
-    def of(cls, pipe: "Pipeline", folder: str | Path) -> "Metrics":
-        """Return what writes `metrics.jsonl` and `tensorboard/` in `folder`, on rank 0 alone.
+    def of(
+        cls, pipe: "Pipeline", folder: str | Path, to: Sequence[str] = ("tensorboard",)
+    ) -> "Metrics":
+        """Return what writes `metrics.jsonl` in `folder`, on rank 0 alone, and tells it trackers.
 
-        What an earlier run wrote there past `pipe.steps_done` is dropped, so load a checkpoint
-        before. No rank waits for another.
+        `to`: tensorboard (a folder in `folder`), wandb, mlflow. What an earlier run wrote past
+        `pipe.steps_done` is dropped from `metrics.jsonl` and from TensorBoard, so load a checkpoint
+        before. No rank waits for another. Raises ConfigError where a tracker cannot be opened.
         """
         if pipe.world.rank:
             return cls()
-        writers = _writers(Path(folder), pipe.steps_done)
+        tracked = Tracked(Path(folder), DEFAULT_PROJECT, pipe.steps_done, {})
+        writers = _writers(tracked, to)
         pace = Pace(pipe.steps_done)
         return cls(*writers, pace=pace, folder=Path(folder), world=pipe.world)
 
@@ -178,14 +119,22 @@ class Pace:
 
 
 def open_metrics(
-    run_dir: Path, resumed_step: int | None = 0, world: World | None = None
+    run_dir: Path,
+    resumed_step: int | None = 0,
+    world: World | None = None,
+    *,
+    to: Sequence[str] = ("tensorboard",),
+    project: str = DEFAULT_PROJECT,
+    settings: Mapping[str, Any] | None = None,
 ) -> Metrics:
-    """Return the writers of a run: ``metrics.jsonl`` and the folder ``tensorboard``.
+    """Return the writers of a run: ``metrics.jsonl``, and the trackers of `to`.
 
     What an earlier run wrote there past `resumed_step` is dropped; nothing if that is None. The
     other ranks of `world` are told of what goes wrong: they write nothing, and would wait.
+    `settings`: shown by trackers that show settings. Raises ConfigError where one cannot be opened.
     """
-    return Metrics(*_writers(run_dir, resumed_step), folder=run_dir, world=world)
+    tracked = Tracked(run_dir, project, resumed_step, settings or {})
+    return Metrics(*_writers(tracked, to), folder=run_dir, world=world)
 
 
 @contextmanager
@@ -202,11 +151,9 @@ def _refused(folder: Path | None, world: World | None) -> Iterator[None]:
             ) from error
 
 
-def _writers(folder: Path, resumed_step: int | None) -> tuple[MetricsWriter, MetricsWriter]:
-    return (
-        JsonLines(folder / METRICS_FILE, resumed_step),
-        TensorBoard(folder / "tensorboard", resumed_step),
-    )
+def _writers(tracked: Tracked, to: Sequence[str]) -> list[MetricsWriter]:
+    trackers = open_trackers(to, tracked)
+    return [JsonLines(tracked.folder / METRICS_FILE, tracked.resumed_step), *trackers]
 
 
 def _number(name: str, value: SupportsFloat | None) -> float | int | None:
@@ -220,21 +167,3 @@ def _number(name: str, value: SupportsFloat | None) -> float | int | None:
             f"metrics: {name} is no number, expected one for each step, got {value!r:.80}; leave "
             f"it out, or write a mean of it"
         ) from error
-
-
-def _finite(value: float | int | None) -> float | int | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _keep_until(path: Path, last_step: int) -> None:
-    kept = []
-    for line in path.read_text("utf-8").splitlines():
-        try:
-            step = json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError):
-            continue
-        if step <= last_step:
-            kept.append(line + "\n")
-    aside = path.with_name(path.name + ".part")
-    aside.write_text("".join(kept), "utf-8")
-    os.replace(aside, path)

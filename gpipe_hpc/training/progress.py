@@ -3,7 +3,7 @@
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median
 from types import TracebackType
 from typing import Final
@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from gpipe_hpc.training.metrics import Scalars
+from gpipe_hpc.planning.units import bytes_text
+from gpipe_hpc.training.writers import Scalars
 
 _NUM_RECENT: Final = 20  # steps whose median time foretells the rest
-_SMOOTHED: Final = ("tokens_per_s", "samples_per_s", "bubble")
+_SMOOTHED: Final = ("tokens_per_s", "samples_per_s", "share_of_peak", "bubble")
 _SMOOTHED_S: Final = 10.0  # of steps whose rates and bubble are shown as one
 _REFRESH_S: Final = 0.1  # between two states of the line on a terminal
 _SHORTEST_GAP_S: Final = 1.0  # between two lines elsewhere, once the run is older than a few
@@ -102,20 +103,27 @@ class Progress:
             self._shown_s = now_s
 
     def line(self, step: int, scalars: Scalars) -> str:
-        """Return the text of a step; the bubble is idle time over total."""
+        """Return the text of a step; the bubble is idle time over total.
+
+        Memory stands last, so that a narrow terminal cuts it first: the most that a rank had so
+        far, of the ranks with least and most.
+        """
         parts = [f"step {step:>{len(str(self._last))}}/{self._last}"]
         loss = scalars.get("loss")
         if loss is not None:
             parts.append(f"loss {loss:.4f}")
-        tokens, samples, bubble = (self._smoothed[name].mean for name in _SMOOTHED)
+        tokens, samples, share, bubble = (self._smoothed[name].mean for name in _SMOOTHED)
         if tokens is not None:
             parts.append(f"{tokens:,.0f} tokens/s")
         elif samples is not None:
             parts.append(f"{samples:,.1f} samples/s")
+        if share is not None:
+            parts.append(f"{share:.1%} of peak")
         if bubble is not None:
             parts.append(f"bubble {bubble:.1%} of total")
         if self._times_s:
             parts.append(f"{_clock(median(self._times_s) * (self._last - step))} left")
+        parts += _memory(scalars)
         return "  ".join(parts)
 
     def say(self, text: str) -> None:
@@ -138,6 +146,19 @@ class Progress:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _memory(scalars: Scalars) -> Iterator[str]:
+    most, least = scalars.get("peak_memory_bytes"), scalars.get("least_peak_memory_bytes")
+    if not most:
+        return
+    if least is None or bytes_text(least) == bytes_text(most):
+        yield f"memory {bytes_text(most)}"
+    else:
+        yield (
+            f"memory {bytes_text(least)} to {bytes_text(most)} (rank "
+            f"{scalars.get('peak_memory_rank')})"
+        )
 
 
 def _clock(seconds: float) -> str:

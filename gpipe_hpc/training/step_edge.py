@@ -57,14 +57,16 @@ class Agreed(NamedTuple):
 
     `pipeline_s`: seconds from the start of the first action of any rank to the end of the last.
     `bubble`: see `idle_share`, of all ranks of all replicas.
-    `peak_memory_bytes`: of the rank that had most so far, and which that is. `is_stopped`: some
-    rank wants to stop. `is_written`: all ranks have written.
+    `peak_memory_bytes`: of the rank that had most so far, and which that is;
+    `least_peak_memory_bytes`: of the one that had least. `is_stopped`: some rank wants to stop.
+    `is_written`: all ranks have written.
     """
 
     pipeline_s: float
     bubble: float
     peak_memory_bytes: int
     peak_memory_rank: int
+    least_peak_memory_bytes: int
     is_stopped: bool
     is_written: bool
 
@@ -78,6 +80,7 @@ def agree(told: Overall, num_ranks: int) -> Agreed:
         idle_share(told.totals[busy_s], num_ranks, span_s),
         int(told.greatest[peaks]),
         told.first[peaks],
+        int(told.least[peaks]),
         is_stopped=told.greatest[stops] > 0,
         is_written=told.least[written] > 0,
     )

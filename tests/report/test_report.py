@@ -181,9 +181,11 @@ def test_what_holds_steps_up_is_named_first(tmp_path, more, stalls, what, settin
 
 def test_a_slow_link_is_named_with_its_ranks(tmp_path):
     free, slow = timeline(), timeline(send=0.02)
-    found, _ = first_finding(leave(tmp_path, slow))
+    found, account = first_finding(leave(tmp_path, slow))
     assert "Waiting for transfers" in found.what
-    assert found.gain_s == pytest.approx(slow.makespan - free.makespan, rel=0.01)
+    meeting_s = 0.002
+    assert found.gain_s == pytest.approx(slow.makespan - free.makespan + meeting_s)
+    assert account.parts["meeting"] == pytest.approx(meeting_s)
 
 
 def test_transfers_that_were_waited_for_are_drawn_where_they_were():

@@ -19,7 +19,8 @@ from gpipe_hpc import Metrics, Pipeline, add_loss, add_metric, run_on_threads
 from gpipe_hpc.comm.world import together
 from gpipe_hpc.errors import ConfigError, PeerError, RunFolderError
 from gpipe_hpc.training import metrics as metrics_module
-from gpipe_hpc.training.metrics import JsonLines, open_metrics
+from gpipe_hpc.training.metrics import open_metrics
+from gpipe_hpc.training.writers import JsonLines
 
 
 def mean_square(output, target):
@@ -128,7 +129,7 @@ def test_line_cut_short_by_a_kill_is_dropped(tmp_path):
 def test_lines_survive_a_process_that_dies(tmp_path, repository):
     code = (
         "import os, sys; from pathlib import Path; "
-        "from gpipe_hpc.training.metrics import JsonLines; "
+        "from gpipe_hpc.training.writers import JsonLines; "
         "JsonLines(Path(sys.argv[1])).write(1, {'loss': 1.0}); os.kill(os.getpid(), 9)"
     )
     path = tmp_path / "metrics.jsonl"

@@ -44,6 +44,21 @@ def test_of_text_it_says_tokens():
     assert progress.line(1, {}) == "step   1/300  15,800 tokens/s  bubble 11.2% of total  2:30 left"
 
 
+def test_it_says_the_share_of_peak_and_the_memory_of_ranks():
+    """Memory stands last: a narrow terminal cuts it, not the time that is left."""
+    progress = quiet(0, 300)
+    scalars = SCALARS | {"share_of_peak": 0.413, "peak_memory_bytes": 2.4e9}
+    scalars |= {"peak_memory_rank": 3, "least_peak_memory_bytes": 1.12e9}
+    progress.update(1, scalars)
+    assert progress.line(1, scalars) == (
+        "step   1/300  loss 2.3457  123.4 samples/s  41.3% of peak  bubble 11.2% of total  "
+        "2:30 left  memory 1.12 GB to 2.40 GB (rank 3)"
+    )
+    alike = scalars | {"least_peak_memory_bytes": 2.4e9}
+    assert progress.line(1, alike).endswith("2:30 left  memory 2.40 GB")
+    assert "memory" not in progress.line(1, SCALARS)
+
+
 def test_unknown_values_are_left_out():
     assert quiet(0, 50).line(3, {"loss": 1.0, "bubble": None}) == "step  3/50  loss 1.0000"
 

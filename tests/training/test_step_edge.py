@@ -96,6 +96,7 @@ def test_the_fullest_rank_is_named(peaks):
     agreed = meet([timeline], peaks=peaks)
     assert agreed.peak_memory_rank == peaks.index(max(peaks))
     assert agreed.peak_memory_bytes == max(peaks)
+    assert agreed.least_peak_memory_bytes == min(peaks)
 
 
 def test_of_ranks_as_full_the_first_is_named():

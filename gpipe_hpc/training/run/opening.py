@@ -12,7 +12,6 @@ from gpipe_hpc.checkpoint import read_facts
 from gpipe_hpc.config import Config, config_yaml
 from gpipe_hpc.errors import ConfigError, GpipeError, os_remedy
 from gpipe_hpc.training.horizon import last_step
-from gpipe_hpc.training.metrics import METRICS_FILE
 from gpipe_hpc.training.run.changed_settings import SETTINGS, Change, changes, read_settings
 from gpipe_hpc.training.run.folder import (
     LAUNCHERS,
@@ -25,6 +24,7 @@ from gpipe_hpc.training.run.folder import (
 from gpipe_hpc.training.run.identity import Run, read_run, write_run
 from gpipe_hpc.training.run.lock import RunLock
 from gpipe_hpc.training.signals import REQUEUE_EXIT_CODE, Ending, StopRequest
+from gpipe_hpc.training.writers import METRICS_FILE
 
 CONFIG_FILE: Final = "config.yaml"
 

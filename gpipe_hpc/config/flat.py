@@ -1,0 +1,23 @@
+"""Settings by their full names."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import OmegaConf
+
+
+def flat_settings(text: str) -> dict[str, Any]:
+    """Return what a file of settings says, by full name, nothing that it refers to looked up.
+
+    Empty where it is no mapping. Raises what OmegaConf raises where it is no YAML.
+    """
+    told = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    return dict(_flat("", told)) if isinstance(told, dict) else {}
+
+
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict) or not value:
+        yield prefix, value
+        return
+    for name, each in value.items():
+        yield from _flat(f"{prefix}.{name}" if prefix else str(name), each)
