@@ -51,11 +51,23 @@ class Seen(NamedTuple):
     account: Account
     findings: list[Finding]
 
+    def step_s(self, with_saves: bool) -> float:
+        """Return what a mean step takes; the save at the end of each run may be left out."""
+        return self.account.step_s - (0.0 if with_saves else self.account.parts["checkpoint"])
+
+
+def see(folder: Path) -> Seen:
+    """Return what the report of a run says."""
+    record = read_record(folder)
+    account = account_of(record)
+    assert account is not None, "steps were done"
+    return Seen(account, findings_of(record, account))
+
 
 def train(
     folder: Path, settings: tuple[str, ...], checkpoint_every: int, delay_s: float | None
-) -> Seen:
-    """Train with a cause; return what the report then says."""
+) -> None:
+    """Train with a cause."""
     words = [
         *("-m", "gpipe_hpc.train", "model=own", "data=own", f"run.dir={folder}"),
         "model._target_=experiments.causes.injected.build",
@@ -68,16 +80,42 @@ def train(
     ]
     ahead = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
     if delay_s is not None:
+        # Both hosts are on one machine, whose processes could hand tensors over in memory.
+        words.append("comm.shared_memory=false")
         ahead = ["-m", "experiments.two_hosts", *_LINK, "--delay", str(delay_s), "--"]
     done = subprocess.run(
         [sys.executable, *ahead, *words], capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
-    record = read_record(folder)
-    account = account_of(record)
-    assert account is not None, "steps were done"
-    return Seen(account, findings_of(record, account))
+
+
+def run(name: str) -> None:
+    """Train without a cause, with it, and without it again."""
+    cause, folder = CAUSES[name], _folder(name)
+    shutil.rmtree(folder, ignore_errors=True)
+    no_delay_s = None if cause.delay_s is None else 0.0
+    train(folder / "before", (), 0, no_delay_s)
+    train(folder / "with", cause.settings, cause.checkpoint_every, cause.delay_s)
+    train(folder / "behind", (), 0, no_delay_s)
+
+
+def row(name: str) -> str:
+    """Return the line of the table for a cause whose runs are done."""
+    cause, folder = CAUSES[name], _folder(name)
+    seen = see(folder / "with")
+    usual_s = fmean(see(folder / each).step_s(with_saves=False) for each in ("before", "behind"))
+    truth_s = seen.step_s(with_saves=cause.checkpoint_every > 0) - usual_s
+    first = seen.findings[0]
+    mark = "" if first.what.startswith(cause.said) else " (another cause)"
+    return (
+        f"| {name} | {first.what}{mark} | {1e3 * first.gain_s:.0f} | {1e3 * truth_s:.0f} "
+        f"| {first.gain_s / truth_s - 1:+.1%} |"
+    )
+
+
+def _folder(name: str) -> Path:
+    return _OUT / name.replace(" ", "_")
 
 
 def main() -> None:
@@ -85,21 +123,8 @@ def main() -> None:
     print("| injected | the report's first advice | gain told, ms | truth, ms | error |")
     print("|---|---|---|---|---|", flush=True)
     for name in sys.argv[1:] or list(CAUSES):
-        cause = CAUSES[name]
-        folder = _OUT / name.replace(" ", "_")
-        shutil.rmtree(folder, ignore_errors=True)
-        no_delay_s = None if cause.delay_s is None else 0.0
-        before = train(folder / "before", (), 0, no_delay_s)
-        seen = train(folder / "with", cause.settings, cause.checkpoint_every, cause.delay_s)
-        behind = train(folder / "behind", (), 0, no_delay_s)
-        usual_s = fmean([before.account.step_s, behind.account.step_s])
-        first, truth_s = seen.findings[0], seen.account.step_s - usual_s
-        mark = "" if first.what.startswith(cause.said) else " (another cause)"
-        print(
-            f"| {name} | {first.what}{mark} | {1e3 * first.gain_s:.0f} | {1e3 * truth_s:.0f} "
-            f"| {first.gain_s / truth_s - 1:+.1%} |",
-            flush=True,
-        )
+        run(name)
+        print(row(name), flush=True)
 
 
 if __name__ == "__main__":
