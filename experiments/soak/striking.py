@@ -110,7 +110,8 @@ def _exit(fault: Fault, live: Live) -> Struck:
 
 def _disk(fault: Fault, live: Live) -> Struck:
     everybody = range(len(live.ranks))
-    some = rf"rank \d+ on {live.host_of(0)}\b"
+    # Whoever meets it alone says so without its own name, as to itself.
+    some = rf"(?m)rank \d+ on {live.host_of(0)}\b|^gpipe_hpc: RunFolderError: metrics: "
     if live.can_fill:
         since_s = time.time()
         _fill(live.folder.parent / FILLER)
