@@ -98,11 +98,13 @@ def _fewest_text(fewest: Fewest, config: Config) -> str:
 
 def _missing(nearest: TooMuch) -> str:
     candidate = nearest.candidate
+    num_ranks = candidate.replicas * candidate.stages
+    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     return (
-        f"on {candidate.replicas * candidate.stages}, rank {nearest.rank} of what needs least "
-        f"({' '.join(candidate.overrides())}) holds {bytes_text(nearest.nbytes)}, "
-        f"{bytes_text(nearest.excess_bytes)} too much ({bytes_text(nearest.lasting_bytes)} of it "
-        f"weights, gradients and optimizer){_others_missing(nearest)}"
+        f"on {ranks}, rank {nearest.rank} of what needs least ({' '.join(candidate.overrides())}) "
+        f"holds {bytes_text(nearest.nbytes)}, {bytes_text(nearest.excess_bytes)} too much "
+        f"({bytes_text(nearest.lasting_bytes)} of it weights, gradients and optimizer)"
+        f"{_others_missing(nearest)}"
     )
 
 
@@ -112,7 +114,7 @@ def _others_missing(nearest: TooMuch) -> str:
     worst = sorted(others, key=lambda rank: -others[rank])
     told = [f"rank {rank} {bytes_text(others[rank])}" for rank in worst[:_TOLD]]
     told += [f"and {len(worst) - _TOLD} more ranks less"] if len(worst) > _TOLD else []
-    return f"; too much have {', '.join(told)} too" if told else ""
+    return f"; the others lack: {', '.join(told)}" if told else ""
 
 
 def _lacking_text(searching: Searching, ranking: Ranking, num_ranks: int) -> str:

@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.comm.device import Device, device_to_come
 from gpipe_hpc.config import Config, bind_loss, build_target
+from gpipe_hpc.config.outer import outer_of
 from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import Layer, loss_function, normalise_layers
@@ -71,7 +72,8 @@ class Searching:
 
         `words`: the command line; `came`: the ranks, where there are some.
         """
-        _refuse_what_is_no_search(config)
+        fixed = fixed_by(words)
+        _refuse_what_is_no_search(config, fixed)
         model = normalise_layers(build_target("model", config.model))
         device = device_to_come(config.train.device)
         rate = config.plan.flops_per_s if came is None else came.flops_per_s
@@ -84,14 +86,15 @@ class Searching:
         counted = _counting(config, model, device)
         policy = config.pipeline.partition
         ground = Ground(machine, model, counted, config.train.batch_size, policy)
-        return cls(config, fixed_by(words), ground, came)
+        return cls(config, fixed, ground, came)
 
     def space(self, num_ranks: int) -> Space:
         """Return the layouts on so many ranks."""
         base = request_of(self.config)
         paces = base.paces
-        if isinstance(paces, str):  # measured where there are ranks
-            paces = self.came.paces or None if self.came else None
+        if isinstance(paces, str):  # as they were measured
+            known = self._cluster(num_ranks).paces
+            paces = [known.get(rank, 1.0) for rank in range(num_ranks)] if known else None
         copies = self.config.plan.host_copy_bytes_per_s
         may_offload = copies is not None and base.memory_bytes is not None
         return Space(
@@ -105,10 +108,18 @@ class Searching:
 
     def on(self, num_ranks: int) -> Ground:
         """Return what is known of so many ranks, as the settings say how they are linked."""
-        cluster = _cluster(self.config, num_ranks, None if self.came is None else self.came.hosts)
-        if self.came is not None and self.config.pipeline.paces is None and not cluster.paces:
-            cluster = replace(cluster, paces=dict(enumerate(self.came.paces)))
+        cluster, paces = self._cluster(num_ranks), self.space(num_ranks).base.paces
+        if paces is not None:
+            # The cut knows slow ranks, one compared with rank 0: what is left is how slow that is.
+            cluster = replace(cluster, paces=dict.fromkeys(range(num_ranks), float(paces[0])))
         return self.ground.on(cluster)
+
+    def _cluster(self, num_ranks: int) -> Cluster:
+        """Return the ranks; what is known of slow ones was measured, or stands in plan.links."""
+        if self.came is None:
+            return _cluster(self.config, num_ranks)
+        found = _cluster(self.config, num_ranks, self.came.hosts)
+        return replace(found, paces=dict(enumerate(self.came.paces)) or found.paces)
 
     def num_ranks(self) -> int | None:
         """Return on how many ranks; None: on as few as the memory allows."""
@@ -144,7 +155,11 @@ def _alike(num_ranks: int) -> Cluster:
     return Cluster((num_ranks,), FREE, FREE)
 
 
-def _refuse_what_is_no_search(config: Config) -> None:
+def _compares_replicas(config: Config) -> bool:
+    return config.lr.scaling == "adascale" and config.lr.noise_over == "replicas"
+
+
+def _refuse_what_is_no_search(config: Config, fixed: frozenset[str]) -> None:
     pipeline = config.pipeline
     if isinstance(pipeline.partition, list):
         raise refuse(
@@ -159,6 +174,15 @@ def _refuse_what_is_no_search(config: Config) -> None:
             "null in a search, which compares other numbers of replicas",
             config.outer.weights,
             "leave it out",
+        )
+    outer = outer_of(config.outer)
+    if "replicas" not in fixed and (outer.is_apart or _compares_replicas(config)):
+        how = f"outer.every={outer.every}" if outer.is_apart else "lr.noise_over=replicas"
+        raise refuse(
+            "pipeline.replicas",
+            f"a number on the command line with {how}, which trains otherwise with other replicas",
+            None,
+            "set it; all else is searched",
         )
     if config.train.accumulation > 1:
         raise refuse(

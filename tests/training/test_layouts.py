@@ -12,6 +12,7 @@ from gpipe_hpc.training.layouts import compared
 from gpipe_hpc.training.searching import fixed_by
 
 MLP = ["model=mlp", "data=synthetic_vectors", "plan.flops_per_s=1e10", "plan.search=true"]
+ADASCALE = ["lr.scaling=adascale", "lr.base_batch_size=8", "lr.noise_over=replicas"]
 LINKS = """
 hosts: [2, 2]
 links:
@@ -75,6 +76,10 @@ def test_without_ranks_the_least_number_is_found():
         (["plan.ranks=4", "train.device=cuda", "plan.flops_per_s=null"], "plan.flops_per_s"),
         (["pipeline.memory_bytes=[1MB,2MB]"], "set plan.ranks"),
         (["pipeline.memory_bytes=10kB"], "one layer alone"),
+        (["plan.ranks=4", "train.accumulation=2"], "train.accumulation"),
+        (["plan.ranks=4", "outer=diloco"], "outer.every=64, which trains otherwise"),
+        (["plan.ranks=4", *ADASCALE], "lr.noise_over=replicas, which trains otherwise"),
+        (["plan.ranks=4", "pipeline.stages=3"], "take 3 or 6 ranks"),
     ],
 )
 def test_what_cannot_be_searched_is_refused(words, said):
@@ -93,3 +98,36 @@ def test_links_of_a_file_are_those_of_the_ranks_or_refused(tmp_path):
     ):
         with pytest.raises(ConfigError, match=re.escape(said)):
             answer(f"plan.links={path}", *words)
+
+
+def test_a_slow_rank_is_slow_once_wherever_it_is_told_of(tmp_path):
+    """In the file it slows the run; told to the cut, the rank gets less, and is slow once."""
+    path = tmp_path / "links.yaml"
+    path.write_text(LINKS + "slow_ranks: {0: 2.0}\n")
+    alone = [
+        "pipeline.stages=4",
+        "pipeline.schedule=gpipe",
+        "model.widths=[64,64,64,64,64,64,64,64,10]",
+        "train.batch_size=256",
+        "plan.layer_s=0",
+    ]
+
+    def step_s(*words):
+        return answer(*alone, f"plan.links={path}", *words).chosen.step_s
+
+    in_file, measured = step_s(), step_s("pipeline.paces=measured")
+    assert measured < in_file
+    assert step_s("pipeline.paces=[2,1,1,1]") == measured
+    path.write_text(LINKS)
+    assert step_s("pipeline.paces=[2,1,1,1]") == measured
+    assert step_s("pipeline.paces=measured") == step_s() < measured
+
+
+def test_all_ranks_that_lack_memory_are_named():
+    words = ("plan.ranks=4", "pipeline.stages=4", "pipeline.memory_bytes=[1kB,2kB,1kB,9MB]")
+    found = answer(*words)
+    assert found.chosen is None
+    lacking = found.ranking.nearest.lacks
+    assert [bool(lack) for lack in lacking] == [True, True, True, False]
+    for rank in (0, 1, 2):
+        assert re.search(rf"rank {rank} \S", found.text) and bytes_text(lacking[rank]) in found.text

@@ -265,3 +265,20 @@ def test_a_slow_link_between_hosts_keeps_pipelines_within_them():
     spans = stage_layers(ground.partition(1, best.candidate.num_stages).counts)
     assert len(spans) == best.candidate.num_stages
     assert best.candidate.stages <= 4 or best.combining is None
+
+
+def test_slow_ranks_get_less_and_no_layout_is_missed_for_them():
+    """The cut of a search took all ranks for equally fast, whatever `pipeline.paces` said."""
+    ground = ground_of(4, 1, 12, (64,) * 9, layer_s=0.0)
+    paces = (1.0, 1.0, 3.0, 1.0)
+    asked = space_of(ground, paces=paces)
+    tried = [each for _, each in every_trial(ground, asked) if isinstance(each, Trial)]
+    best = search(asked, ground).trials[0]
+    assert best.step_s <= 1.01 * min(each.step_s for each in tried)
+    even = min(each.step_s for _, each in every_trial(slowed(ground, paces), space_of(ground)))
+    assert best.step_s < 0.9 * even, "equal shares wait for the slow rank"
+
+
+def slowed(ground, paces):
+    """Return the ground of ranks of which the cut knows nothing, as slow as they are."""
+    return ground.on(replace(ground.machine.cluster, paces=dict(enumerate(paces))))
