@@ -5,6 +5,7 @@ Every message reads ``where: what, expected, got; remedy``.
 """
 
 import errno
+import re
 from typing import Final
 
 
@@ -84,6 +85,8 @@ class NonFiniteError(GpipeError, ArithmeticError):
     """A loss or a gradient norm is NaN or infinite; names step, rank and micro-batch."""
 
 
+_FRAMES_OF_CPP: Final = re.compile(r"\n(?:Exception raised from |C\+\+ CapturedTraceback:)")
+
 _REMEDIES: Final = {
     errno.ENOSPC: "its file system is full: make room there, or use another",
     errno.EDQUOT: "the quota of its file system is used up: remove files, or ask for more",
@@ -108,6 +111,20 @@ _REMEDIES: Final = {
     errno.ENOTCONN: "its file system is not connected any more: mount it anew",
     errno.EBUSY: "something else uses it: wait, or look who does",
 }
+
+
+def is_users_mistake(error: BaseException) -> bool:
+    """Say whether settings cannot work, which a schedule or a model that does not fit is, too."""
+    return isinstance(error, ConfigError | ModelError | PartitionError | ScheduleError)
+
+
+def words_of(error: BaseException) -> str:
+    """Return an error's kind and what it says, without the frames of C++ that torch adds to some.
+
+    For a message of ours that tells what somebody else's code raised.
+    """
+    text = _FRAMES_OF_CPP.split(str(error), maxsplit=1)[0]
+    return f"{type(error).__name__}: {text.rstrip()}"
 
 
 def os_remedy(error: BaseException | None) -> str | None:

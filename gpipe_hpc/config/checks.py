@@ -32,7 +32,7 @@ TRACKERS: Final = ("tensorboard", "wandb", "mlflow")
 _LARGEST: Final = 2**63 - 1  # of an integer of torch
 
 # Setting -> (least, most). Settings that a chosen group lacks, and nulls, are passed over.
-_RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
+RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
     {
         "draw.buckets": (1, 10_000),
         "pipeline.stages": (1, _INF),
@@ -100,7 +100,7 @@ _RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
     }
 )
 
-_CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "pipeline.schedule": schedule_names(),
         "pipeline.buffers": ("average", "first", "each"),
@@ -226,7 +226,7 @@ def _value(config: Config, setting: str) -> Any:
 
 def check_ranges(config: Config) -> None:
     """Refuse numbers outside of what a setting can be."""
-    for setting, (least, most) in _RANGES.items():
+    for setting, (least, most) in RANGES.items():
         value = _value(config, setting)
         if isinstance(value, int):
             most = min(most, _LARGEST)
@@ -256,7 +256,7 @@ def check_ranges(config: Config) -> None:
 
 
 def _check_choices(config: Config) -> None:
-    for setting, choices in _CHOICES.items():
+    for setting, choices in CHOICES.items():
         value = _value(config, setting)
         if value is not None and value not in choices:
             is_schedule = setting == "pipeline.schedule"
@@ -443,6 +443,7 @@ def _check_model(config: Config) -> None:
         )
     if config.loss and not isinstance(config.loss.get("_target_"), str):
         raise refuse("loss", "a _target_", config.loss, "as loss._target_=my.module.loss_fn")
+    _check_sizes(config)
     # Only where model and data both speak of tokens: a user's own model names what it likes.
     for setting, wanted in (("vocab_size", "vocab_size"), ("block_size", "seq_len")):
         size, needed = model.get(setting), _value(config, f"data.{wanted}")
@@ -455,6 +456,34 @@ def _check_model(config: Config) -> None:
                 size,
                 f"raise model.{setting} or lower data.{wanted}",
             )
+
+
+def _check_sizes(config: Config) -> None:
+    """Refuse sizes of a model of ours that are not those of the data."""
+    model, data = config.model, config.data
+    if not str(model.get("_target_")).startswith("gpipe_hpc.models."):
+        return
+    widths = model.get("widths")
+    ends = widths if isinstance(widths, list) and widths else [None]
+    for setting, size, wanted, may_be_more in (
+        ("model.num_classes", model.get("num_classes"), "num_classes", True),
+        ("model.widths", ends[-1], "num_classes", True),
+        ("model.widths", ends[0], "width", False),
+        ("model.in_channels", model.get("in_channels"), "channels", False),
+    ):
+        needed = getattr(data, wanted, None)
+        if type(size) is not int or type(needed) is not int or size == needed:
+            continue
+        if may_be_more and (size > needed or size == 1):  # 1: a yes or no
+            continue
+        place = {"width": "first of ", "num_classes": "last of "}.get(wanted, "")
+        least = "at least " if may_be_more else ""
+        raise refuse(
+            setting,
+            f"{place if setting == 'model.widths' else ''}{least}data.{wanted}={needed}",
+            model[setting.partition(".")[2]],
+            f"correct {setting} or data.{wanted}",
+        )
 
 
 def _check_mask(model_size: object, data: TokenDataConfig) -> None:

@@ -18,20 +18,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpipe_hpc.comm.torchrun_report import tell_torchrun
 from gpipe_hpc.comm.tracebacks import users_traceback
-from gpipe_hpc.config.complaints import EXPECTED, complaint, unknown_option
+from gpipe_hpc.config.complaints import EXPECTED, complaint, of_composing, unknown_option
 from gpipe_hpc.config.composing import Told, load_config, register_schemas
 from gpipe_hpc.config.elsewhere import Elsewhere, ended_jobs, without_launcher
 from gpipe_hpc.config.help import help_of
 from gpipe_hpc.config.presets import conf_dir
 from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.config.schema import Config
-from gpipe_hpc.errors import (
-    ConfigError,
-    GpipeError,
-    ModelError,
-    PartitionError,
-    ScheduleError,
-)
+from gpipe_hpc.errors import ConfigError, GpipeError, is_users_mistake
 
 DONE_EXIT_CODE: Final = 0
 FAILED_EXIT_CODE: Final = 1
@@ -129,7 +123,7 @@ def _run_elsewhere(jobs: Sequence[Job], command: str, launcher: str) -> int:
                 elsewhere
             )()
         except EXPECTED as error:
-            raise complaint(error) from None
+            raise complaint(error, sys.argv[1:]) from None
         except Exception as error:
             failure = error  # a job that was killed, say, or a cluster that takes none
     ended = ended_jobs(folder)
@@ -159,8 +153,7 @@ def _run_alone(task: Task, job: Job, *, is_silent: bool) -> int:
 
 def exit_code_of(error: Exception) -> int:
     """Return 2 for settings that cannot work, which a schedule that does not fit is too, else 1."""
-    bad = isinstance(error, ConfigError | ModelError | PartitionError | ScheduleError)
-    return BAD_CONFIG_EXIT_CODE if bad else FAILED_EXIT_CODE
+    return BAD_CONFIG_EXIT_CODE if is_users_mistake(error) else FAILED_EXIT_CODE
 
 
 def say_error(error: Exception, *, says_kind: bool = False, is_echo: bool = False) -> int:
@@ -203,8 +196,10 @@ def _composed_jobs(*, reads_data: bool) -> list[Job]:
                 hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(
                     collect
                 )()
-        except EXPECTED as error:
-            raise complaint(error) from None
+        except Exception as error:
+            if not of_composing(error):
+                raise
+            raise complaint(error, sys.argv[1:]) from None
         except SystemExit as leaving:
             # Nothing but composing has run: 1 is Hydra's code for what it could not compose.
             if leaving.code == FAILED_EXIT_CODE:

@@ -1,20 +1,22 @@
 """What Hydra and OmegaConf complain of, said in our own form and with the nearest right name."""
 
 import re
+import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Final, Union, get_args, get_origin, get_type_hints
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import (
     ConfigCompositionException,
     HydraException,
     MissingConfigException,
     OverrideParseException,
 )
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from gpipe_hpc.config.presets import presets_with, settings_of_presets
+from gpipe_hpc.config.presets import presets, presets_with, settings_of_presets
 from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.config.removed import refusal_of_removed
 from gpipe_hpc.config.schema import Config, OuterConfig
@@ -35,15 +37,41 @@ _WORDS: Final = {
 _GROUPS: Final = ("data", "optimizer", "outer")
 
 
-def complaint(error: Exception) -> ConfigError:
-    """Return the ConfigError that says what is wrong with the command line, and the remedy."""
+def complaint(error: Exception, words: Sequence[str] = ()) -> ConfigError:
+    """Return the ConfigError that says what is wrong with the command line, and the remedy.
+
+    `words`: the command line.
+    """
+    for word in words:
+        found = _no_setting(word)
+        if found is not None:
+            return found
+    if not isinstance(error, EXPECTED):
+        return _no_name(words) or misfit(error)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
         return _missing_preset(error)
     if isinstance(error, OverrideParseException):
         return _unreadable(error)
     if isinstance(error, ConfigCompositionException):
         return _misfit(error)
-    return ConfigError(f"config: {_first_line(error)}")
+    return misfit(error)
+
+
+def misfit(error: BaseException, section: str = "") -> ConfigError:
+    """Return the ConfigError for what Hydra or OmegaConf say, where we know no better.
+
+    `section`: where they have looked, if not at all settings.
+    """
+    setting = getattr(error, "full_key", None)
+    if setting and section:
+        setting = f"{section}.{setting}"
+    if setting and isinstance(error, MissingMandatoryValue):
+        return refuse(setting, "a value", "???", f"set {setting}, or leave it out")
+    where = f"bad {setting}" if setting else "the settings cannot be composed"
+    return ConfigError(
+        f"config: {where}, expected what the schema takes (see --help), got: {_first_line(error)}; "
+        f"correct or remove it"
+    )
 
 
 def _missing_preset(error: MissingConfigException) -> ConfigError:
@@ -69,9 +97,55 @@ def _unreadable(error: OverrideParseException) -> ConfigError:
     )
 
 
+def _no_setting(word: str) -> ConfigError | None:
+    """Return the ConfigError for a word that names nothing, or something below a setting."""
+    name = word.lstrip("+~").partition("=")[0]
+    if not name.strip():
+        return ConfigError(
+            f"config: cannot read {word!r}, expected NAME=VALUE, got no name; correct or remove it"
+        )
+    parts = name.split(".")
+    for number in range(2, len(parts)):
+        above = ".".join(parts[:number])
+        if _is_value(above):
+            return ConfigError(
+                f"config: {above} is a setting by itself, expected {above}=VALUE, got {word}; "
+                f"leave out .{'.'.join(parts[number:])}"
+            )
+    return None
+
+
+def _is_value(name: str) -> bool:
+    """Say whether a setting of the schema is one value, with no others in it."""
+    kinds = [kind for known, kind in _typed() if known == name]
+    return bool(kinds) and all(kind in _WORDS and kind is not dict for kind in kinds)
+
+
+def _no_name(words: Sequence[str]) -> ConfigError | None:
+    """Return the ConfigError for the first preset that is chosen by a number, say."""
+    parser = OverridesParser.create()
+    for word in words:
+        name, _, _ = word.partition("=")
+        if name not in ("model", *_GROUPS):
+            continue
+        value = parser.parse_override(word).value()
+        if not isinstance(value, str):
+            expected = f"one of {', '.join(presets(name))}"
+            return refuse(name, expected, value, f"choose one of them, as {name}=NAME")
+    return None
+
+
 def _misfit(error: ConfigCompositionException) -> ConfigError:
     cause = error.__cause__
     key, value = _override(error)
+    deleted = re.match(r"(?:Could not delete.*?'|Error merging override ~)([\w.]+)", str(error))
+    if deleted is not None:
+        return taken_away(f"~{deleted[1]}")
+    if str(error).startswith("Could not append") and key in settings():
+        return ConfigError(
+            f"config: {key} is a setting that there is, expected it without the +, got "
+            f"+{key}; write {key}=VALUE"
+        )
     in_a_file = getattr(error.__context__, "full_key", None)
     removed = refusal_of_removed(key or str(in_a_file), value)
     if removed is not None:
@@ -82,7 +156,10 @@ def _misfit(error: ConfigCompositionException) -> ConfigError:
         return wrong_type(key, value, cause, _type_of(key))
     if key and "." not in key and key not in {each.name for each in fields(Config)}:
         return unknown_setting(key)
-    return ConfigError(f"config: {' '.join(str(error).split())}")
+    return ConfigError(
+        f"config: the settings cannot be composed, expected what the schema takes (see --help), "
+        f"got: {' '.join(str(error).split())}; correct or remove it"
+    )
 
 
 def _override(error: Exception) -> tuple[str, str]:
@@ -120,6 +197,17 @@ def _by_use(setting: str) -> int:
     return _MUCH_USED.index(section) if section in _MUCH_USED else len(_MUCH_USED)
 
 
+def taken_away(word: str) -> ConfigError:
+    """Return the ConfigError for ``~train.steps``: a setting of the schema cannot be left away."""
+    name = word.lstrip("~").partition("=")[0].partition("@")[0]
+    if name not in settings():
+        return unknown_setting(name)
+    return ConfigError(
+        f"config: {name} cannot be taken away, expected a value for every setting, got {word}; "
+        f"leave the word out for the default"
+    )
+
+
 def unknown_setting(key: str) -> ConfigError:
     """Return the ConfigError for a setting that is not there, with what was probably meant."""
     section, _, name = key.rpartition(".")
@@ -146,18 +234,25 @@ def unknown_setting(key: str) -> ConfigError:
     )
 
 
+def no_group(key: str, value: object) -> ConfigError:
+    """Return the ConfigError for one value in place of a group of settings."""
+    inner = [each for each in settings() if each.startswith(f"{key}.")] or [f"{key}.NAME"]
+    same = [each for each in settings() if each != key and each.rpartition(".")[2] == key]
+    hint = f"did you mean {same[0]}={value}? " if same else ""
+    return ConfigError(
+        f"config: {key} is a group of settings, expected one of {', '.join(inner)}, got "
+        f"{key}={value}; {hint}name the setting in it"
+    )
+
+
 def wrong_type(key: str, value: object, cause: OmegaConfBaseException, hint: Any) -> ConfigError:
     """Return the ConfigError for a value of another type than `hint` says; None: any type."""
     kind = _plain(hint)
     if kind is not None and is_dataclass(kind):
-        inner = [f"{key}.{each.name}" for each in fields(kind)]
-        same = [each for each in settings() if each != key and each.rpartition(".")[2] == key]
-        hint = f"did you mean {same[0]}={value}? " if same else ""
-        return ConfigError(
-            f"config: {key} is a group of settings, expected one of {', '.join(inner)}, got "
-            f"{key}={value}; {hint}name the setting in it"
-        )
+        return no_group(key, value)
     expected = _WORDS.get(kind) if kind is not None else None
+    if kind is list and str(value).startswith("["):
+        return refuse(key, "a list of what it takes", value, f"correct it: {_first_line(cause)}")
     remedy = f"write it as {key}=[{value}]" if kind is list else f"correct {key}"
     return refuse(key, expected or _first_line(cause), value, remedy)
 
@@ -215,6 +310,16 @@ def _sections() -> str:
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
+
+
+_COMPOSE: Final = frozenset({"hydra", "omegaconf", "antlr4", "yaml"})
+
+
+def of_composing(error: Exception) -> bool:
+    """Say whether an error came out of Hydra: it does not raise its own kinds alone."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    module = str(frames[-1].f_globals.get("__name__", "")) if frames else ""
+    return isinstance(error, EXPECTED) or module.partition(".")[0] in _COMPOSE
 
 
 EXPECTED: Final = (HydraException, OmegaConfBaseException)

@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
-from gpipe_hpc.config.complaints import EXPECTED, complaint
+from gpipe_hpc.config.complaints import complaint, misfit, no_group, of_composing, taken_away
 from gpipe_hpc.config.data import DataConfig
 from gpipe_hpc.config.kinds import data_config
 from gpipe_hpc.config.presets import as_written, conf_dir, preset, presets
@@ -91,18 +91,26 @@ def load_config(composed: DictConfig, told: Told, *, reads_data: bool = True) ->
 
     `reads_data`: without, the kind of data is not loaded, nor its settings looked at.
     """
+    _refuse_taken_away(told)
     _forget_replaced(composed, told)
     try:
         plain = OmegaConf.to_object(composed)
     except InterpolationKeyError as error:
         raise ConfigError(
-            f"config: {error.full_key} refers to a setting that this combination lacks, got: "
-            f"{str(error).splitlines()[0]}; choose groups that fit each other "
-            f"({_fitting_groups(composed)}) or set {error.full_key} by hand"
+            f"config: {error.full_key} refers to a setting that this combination lacks, expected "
+            f"one that there is, got: {str(error).splitlines()[0]}; choose groups that fit each "
+            f"other ({_fitting_groups(composed)}) or set {error.full_key} by hand"
         ) from None
     except OmegaConfBaseException as error:
-        raise ConfigError(f"config: {error}") from None
+        raise misfit(error) from None
     assert is_dataclass(plain), f"conf/config.yaml is not under the schema: {type(plain)}"
+    for name, section in vars(plain).items():
+        if not (is_dataclass(section) or isinstance(section, dict)):  # as ``lr=${train.seed}``
+            raise no_group(name, section)
+        try:
+            OmegaConf.structured(section) if is_dataclass(section) else None
+        except OmegaConfBaseException as error:  # what lists hold was not looked at
+            raise misfit(error, name) from None
     _refuse_forced_keys(plain, "")
     found = vars(plain)
     chosen = preset("data", told.choices.get("data"))
@@ -110,6 +118,17 @@ def load_config(composed: DictConfig, told: Told, *, reads_data: bool = True) ->
     config = Config(**found | {"data": data})
     spell(config)
     return config
+
+
+def _refuse_taken_away(told: Told) -> None:
+    """Refuse ``~train``: only keywords of somebody's function may be left out.
+
+    Hydra takes the section away, and the schema's own defaults would stand in its place in silence.
+    """
+    for word in told.words:
+        name = word[1:].partition("=")[0]
+        if word.startswith("~") and not name.startswith(tuple(f"{each}." for each in _OPEN)):
+            raise taken_away(word)
 
 
 def _forget_replaced(composed: DictConfig, told: Told) -> None:
@@ -180,8 +199,10 @@ def compose_config(overrides: Sequence[str] = (), *, reads_data: bool = True) ->
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
             composed = compose("config", list(overrides), return_hydra_config=True)
-    except EXPECTED as error:
-        raise complaint(error) from None
+    except Exception as error:
+        if not of_composing(error):
+            raise
+        raise complaint(error, overrides) from None
     told = Told.of(composed.hydra)
     with open_dict(composed):
         del composed["hydra"]

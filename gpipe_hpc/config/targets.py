@@ -3,14 +3,16 @@
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
-from typing import Any, Final
+from typing import Any, Final, Union, get_args, get_origin, get_type_hints
 
+from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.config.spelling import suggestion
-from gpipe_hpc.errors import ConfigError, GpipeError, ModelError
+from gpipe_hpc.errors import ConfigError, GpipeError, ModelError, words_of
 
 _BY_NAME: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -51,7 +53,48 @@ def bind_target(section: str, settings: Mapping[str, Any]) -> "partial[Any]":
             f"{', '.join(names) or 'no keywords'}, got "
             f"{section}.{unknown[0]}={keywords[unknown[0]]!r}; correct or remove it"
         )
+    _check_types(section, target, keywords)
     return partial(target, **keywords)
+
+
+_SIMPLE: Final = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_LARGEST: Final = 2**63 - 1  # of an integer of torch
+
+
+def _check_types(section: str, target: Callable[..., Any], keywords: Mapping[str, Any]) -> None:
+    """Refuse values of another type than a function of ours says; ConfigError names the setting.
+
+    What users' functions are annotated with may say more than it means.
+    """
+    if not getattr(target, "__module__", "").startswith("gpipe_hpc."):
+        return
+    hints = get_type_hints(target)
+    for name, value in keywords.items():
+        expected = _misfit(hints.get(name, Any), value)
+        if expected is not None:
+            setting = f"{section}.{name}"
+            raise refuse(setting, expected, value, f"correct {setting}")
+
+
+def _misfit(hint: Any, value: object) -> str | None:
+    """Return what a value should be by its annotation; None where it is, or nobody can tell."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        wrong = [_misfit(each, value) for each in inner]
+        return None if None in wrong else next(filter(None, wrong))
+    if hint is type(None):
+        return None if value is None else "null"
+    if isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
+        return f"at most {_LARGEST}"
+    if hint in _SIMPLE:
+        taken = (int, float) if hint is float else hint
+        fits = isinstance(value, taken) and (hint is bool or not isinstance(value, bool))
+        return None if fits else _SIMPLE[hint]
+    if origin in (list, Sequence) and inner:
+        if not isinstance(value, list):
+            return f"a list, each {_SIMPLE.get(inner[0], 'of what it takes')}"
+        return next(filter(None, (_misfit(inner[0], each) for each in value)), None)
+    return None
 
 
 def bind_loss(settings: Mapping[str, Any]) -> Callable[..., Any]:
@@ -82,7 +125,7 @@ def own_call(
         raise
     except Exception as error:
         raise kind(
-            f"{where}: failed, expected it to return, got {type(error).__name__}: {error}; {remedy}"
+            f"{where}: failed, expected it to return, got {words_of(error)}; {remedy}"
         ) from error
 
 

@@ -3,7 +3,7 @@
 import re
 from typing import Final, NamedTuple
 
-from gpipe_hpc.errors import GpipeError
+from gpipe_hpc.errors import GpipeError, ModelError, words_of
 
 
 class _Known(NamedTuple):
@@ -70,6 +70,11 @@ _KNOWN: Final = (
         "data=arrays data.targets_dtype=int64)",
     ),
     _Known(
+        re.compile(r"Output size is too small|Kernel size can't be greater than actual input"),
+        "what it is given is too small for it: give larger pictures, or let fewer layers ahead of "
+        "it make them smaller",
+    ),
+    _Known(
         re.compile(r"0D or 1D target tensor expected"),
         "classes are one whole number for each sample: give targets of one dimension, as "
         "targets[:, 0]",
@@ -88,11 +93,18 @@ _KNOWN: Final = (
 )
 
 
+def is_shape_mistake(error: BaseException | None) -> bool:
+    """Say whether torch, or a loss of ours, refused what it was given: shapes, types of numbers."""
+    if isinstance(error, GpipeError):
+        return isinstance(error, ModelError)
+    return error is not None and any(each.text.search(str(error)) for each in _KNOWN)
+
+
 def with_remedy(error: BaseException, otherwise: str) -> str:
     """Return the kind and text of an error and what to do; messages of ours are as they are."""
     if isinstance(error, GpipeError):
         return str(error)
-    return f"{type(error).__name__}: {error}; {remedy_of(error) or otherwise}"
+    return f"{words_of(error)}; {remedy_of(error) or otherwise}"
 
 
 def remedy_of(error: BaseException) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpipe_hpc.errors import ModelError
+from gpipe_hpc.errors import ModelError, words_of
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -145,7 +145,7 @@ def call_factory(spec: LayerSpec, where: str) -> nn.Module:
         error.__traceback__ = None if trace is None else trace.tb_next
         raise ModelError(
             f"{where}: the factory {spec.name} failed, expected an nn.Module, got "
-            f"{type(error).__name__}: {error}; correct the arguments of {spec!r}"
+            f"{words_of(error)}; correct the arguments of {spec!r}"
         ) from error
     if not isinstance(module, nn.Module):
         raise ModelError(

@@ -17,7 +17,7 @@ from gpipe_hpc.comm.nests import map_tensors, tensors_of
 from gpipe_hpc.engine.backward.splitting import Deferred, DeferWeights
 from gpipe_hpc.engine.remedies import with_remedy
 from gpipe_hpc.engine.state.sources import process_generators_kept
-from gpipe_hpc.errors import ModelError
+from gpipe_hpc.errors import ModelError, words_of
 from gpipe_hpc.models import (
     Layer,
     LayerSpec,
@@ -342,7 +342,7 @@ def _private(layer: Layer, index: int) -> Layer:
     except Exception as error:
         raise ModelError(
             f"layers.{index}: cannot be measured, expected a module that copy.deepcopy copies, "
-            f"got {type(error).__name__}: {error}; give a LayerSpec, or partition by parameters"
+            f"got {words_of(error)}; give a LayerSpec, or partition by parameters"
         ) from error
 
 

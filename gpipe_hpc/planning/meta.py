@@ -6,7 +6,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from gpipe_hpc.errors import ModelError
+from gpipe_hpc.errors import ModelError, words_of
 from gpipe_hpc.models import Layer, LayerSpec, build_abstract, build_layer
 
 META: Final = torch.device("meta")
@@ -35,5 +35,5 @@ def meta_copy(module: nn.Module, where: str) -> nn.Module:
     except Exception as error:
         raise ModelError(
             f"{where}: cannot be counted, expected a module that copy.deepcopy copies, got "
-            f"{type(error).__name__}: {error}; give a LayerSpec"
+            f"{words_of(error)}; give a LayerSpec"
         ) from error

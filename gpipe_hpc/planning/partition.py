@@ -136,7 +136,7 @@ def choose_partition(
     if policy != "time":
         raise PartitionError(
             f"partition: unknown, expected one of {', '.join(POLICIES)} or the number of layers "
-            f"of each stage, got {policy!r}"
+            f"of each stage, got {policy!r}; choose one of them"
         )
     uniform(len(layers), num_stages)  # refuse too many stages before measuring
     times = gauge.times

@@ -245,7 +245,8 @@ def _stages_and_parts(field: str, num_parts: int, num_stages: int) -> tuple[int,
         return 1, num_parts // num_stages
     raise ScheduleError(
         f"costs: {field} has a number for each of some equal parts of the model, expected as many "
-        f"as the {num_stages} stages, or a divisor or multiple of that, got {num_parts}"
+        f"as the {num_stages} stages, or a divisor or multiple of that, got {num_parts}; "
+        f"give one number, or as many"
     )
 
 
@@ -254,15 +255,19 @@ def per_stage(field: str, cost: Cost, num_stages: int) -> list[float]:
     each = list(cost) if isinstance(cost, Iterable) else [cost] * num_stages
     if len(each) != num_stages:
         raise ScheduleError(
-            f"costs: {field} has a number for each stage, expected {num_stages}, got {len(each)}"
+            f"costs: {field} has a number for each stage, expected {num_stages}, got {len(each)}; "
+            f"give one number, or as many"
         )
     try:
         costs = [float(one) for one in each]
     except (TypeError, ValueError):
         raise ScheduleError(
-            f"costs: {field} is a number or one for each stage, expected that, got {cost!r}"
+            f"costs: {field} is a number or one for each stage, expected that, got {cost!r}; "
+            f"correct it"
         ) from None
     for one in costs:
         if not (math.isfinite(one) and one >= 0):
-            raise ScheduleError(f"costs: {field} is an amount, expected 0 or more, got {one}")
+            raise ScheduleError(
+                f"costs: {field} is an amount, expected 0 or more, got {one}; raise it"
+            )
     return costs

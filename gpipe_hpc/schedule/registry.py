@@ -65,12 +65,13 @@ def _unknown_option(name: str, option: str, known: Sequence[str]) -> ScheduleErr
     others = [
         each for each, build in SCHEDULES.items() if option in inspect.signature(build).parameters
     ]
-    remedy = f"; did you mean {meant[0]}?" if meant else ""
+    hint = f"did you mean {meant[0]}? " if meant else ""
     if not meant and others:
-        remedy = f"; {option} is an option of {', '.join(others)}"
+        hint = f"{option} is an option of {', '.join(others)}: "
     return ScheduleError(
         f"schedule {name!r}: unknown option, expected "
-        f"{'one of ' + ', '.join(known) if known else 'no options'}, got {option!r}{remedy}"
+        f"{'one of ' + ', '.join(known) if known else 'no options'}, got {option!r}; {hint}"
+        f"correct or remove it (pipeline.options.{option})"
     )
 
 

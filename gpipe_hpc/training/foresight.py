@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpipe_hpc.comm.nests import Nest
+from gpipe_hpc.engine.remedies import is_shape_mistake
 from gpipe_hpc.engine.sums.loss import LossFunction
+from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import Layer, LayerSpec, normalise_layers
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planning import Counted, Example
@@ -95,7 +97,8 @@ def foresee(
     """Count the model on one micro-batch, the `example`; None where it cannot be counted.
 
     `num_samples`: of the global batch, of which the example is one of the largest micro-batches.
-    That is no reason to refuse a run: why is told in the log.
+    That is no reason to refuse a run: why is told in the log. Raises ModelError where a layer does
+    not take what it is given, as the first step would have shown.
     """
     try:
         given = example()
@@ -127,6 +130,11 @@ def foresee(
         known = Known(light, counted.times, counted.count)
         return Foresight(ranks, flops, known, shares)
     except Exception as error:
+        if isinstance(error, ModelError) and is_shape_mistake(error.__cause__):
+            raise ModelError(
+                f"model and data do not fit, expected layers that take what the data give, got: "
+                f"{error}"
+            ) from error
         log.info("memory was not planned, as layers could not be counted: %s", error)
         log.debug("where it happened", exc_info=True)
         return None

@@ -112,7 +112,8 @@ class Outer:
             _check_name("hierarchy", self.hierarchy, HIERARCHIES, "or a number of copies")
         elif isinstance(self.hierarchy, bool) or self.hierarchy < 1:
             raise ConfigError(
-                f"outer.hierarchy: expected none, host or a number of copies, got {self.hierarchy}"
+                f"outer.hierarchy: expected none, host or a number of copies, got "
+                f"{self.hierarchy}; give one of these"
             )
         _check_name("shard", self.shard, SHARDS)
         chosen = [
@@ -190,7 +191,7 @@ class Outer:
         if self.every < 0:
             raise ConfigError(
                 f"outer.every: expected steps from one outer step to the next, or 0 for sums of "
-                f"gradients in each step, got {self.every}"
+                f"gradients in each step, got {self.every}; correct outer.every"
             )
         if not self.every:
             for name in _OF_APART:
@@ -203,7 +204,8 @@ class Outer:
         if not (0 < self.lr < math.inf and 0 <= self.momentum < 1 and 0 <= self.mix < 1):
             raise ConfigError(
                 f"outer: expected lr above 0, momentum and mix from 0 to below 1, got "
-                f"lr={self.lr}, momentum={self.momentum}, mix={self.mix}"
+                f"lr={self.lr}, momentum={self.momentum}, mix={self.mix}; correct outer.lr, "
+                f"outer.momentum or outer.mix"
             )
         if self.nesterov and not self.momentum:
             raise ConfigError(
@@ -212,12 +214,13 @@ class Outer:
         if not 1 <= self.parts <= self.every:
             raise ConfigError(
                 f"outer.parts: expected 1 to outer.every={self.every}, as each part has a step of "
-                f"its own, got {self.parts}"
+                f"its own, got {self.parts}; correct outer.parts or outer.every"
             )
         if not 0 <= self.behind < self.every:
             raise ConfigError(
                 f"outer.behind: expected 0 to {self.every - 1}, so that a part has arrived before "
-                f"it leaves again after outer.every={self.every} steps, got {self.behind}"
+                f"it leaves again after outer.every={self.every} steps, got {self.behind}; correct "
+                f"outer.behind or outer.every"
             )
 
 

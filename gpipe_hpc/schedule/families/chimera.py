@@ -38,12 +38,12 @@ def chimera(ranks: int, microbatches: int, pipelines: int = 2, scaling: str = "d
         allowed = [count for count in range(2, ranks + 1, 2) if ranks % count == 0]
         raise ScheduleError(
             f"schedule 'chimera': pipelines must be even and divide the ranks, expected one of "
-            f"{allowed} for {ranks} ranks, got {pipelines}"
+            f"{allowed} for {ranks} ranks, got {pipelines}; correct the option pipelines"
         )
     if scaling not in _SCALINGS:
         raise ScheduleError(
             f"schedule 'chimera': unknown scaling, expected one of {', '.join(_SCALINGS)}, "
-            f"got {scaling!r}"
+            f"got {scaling!r}; choose one of them"
         )
     in_turn, make = _SCALINGS[scaling]
     route_of = [index // in_turn % pipelines for index in range(microbatches)]

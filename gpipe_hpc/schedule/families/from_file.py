@@ -15,7 +15,10 @@ def from_file(ranks: int, microbatches: int, path: str = "") -> Schedule:
     The file must be a table of `ranks` ranks and `microbatches` micro-batches.
     """
     if not path:
-        raise ScheduleError("schedule 'file': which one, expected the option path, got none")
+        raise ScheduleError(
+            "schedule 'file': which one, expected the option path, got none; set "
+            "pipeline.options.path"
+        )
     try:
         text = Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -30,7 +30,8 @@ def gems(ranks: int, microbatches: int, replications: int | None = None) -> Sche
     if num_passes > microbatches:
         raise ScheduleError(
             f"schedule 'gems': {replications} replications are {num_passes} passes of one "
-            f"micro-batch at least, expected {num_passes} or more microbatches, got {microbatches}"
+            f"micro-batch at least, expected {num_passes} or more microbatches, got "
+            f"{microbatches}; raise pipeline.microbatches or lower the option replications"
         )
     cuts = [index * microbatches // num_passes for index in range(num_passes + 1)]
     passes = [range(*ends) for ends in pairwise(cuts)]

@@ -8,7 +8,7 @@ def whole(schedule: str, option: str, value: object, least: int = 1) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ScheduleError(
             f"schedule {schedule!r}: {option} must be a whole number, expected {least} or more, "
-            f"got {value!r}"
+            f"got {value!r}; correct pipeline.options.{option}"
         )
     return value
 
@@ -19,5 +19,6 @@ def even_ranks(schedule: str, ranks: int) -> None:
         allowed = f"{ranks - 1} or {ranks + 1}" if ranks > 1 else "2"
         raise ScheduleError(
             f"schedule {schedule!r}: needs an even number of ranks, as its two directions meet "
-            f"between two of them, expected {allowed}, got {ranks}"
+            f"between two of them, expected {allowed}, got {ranks}; change pipeline.stages or the "
+            f"schedule"
         )

@@ -54,7 +54,7 @@ def rerouted(
     if order not in _ORDERS:
         raise ScheduleError(
             f"schedule 'rerouted': unknown order, expected one of {', '.join(_ORDERS)}, "
-            f"got {order!r}"
+            f"got {order!r}; choose one of them"
         )
     if len(set(map(len, _held(placement)))) == 1:
         return tabulate("rerouted", placement, _whole_rows(placement, _NAMED[order]))

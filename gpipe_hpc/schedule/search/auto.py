@@ -91,7 +91,8 @@ def _named_costs(costs: Mapping[str, Any]) -> Costs:
     for name in costs:
         if name not in known:
             raise ScheduleError(
-                f"schedule 'auto': unknown cost, expected some of {', '.join(known)}, got {name!r}"
+                f"schedule 'auto': unknown cost, expected some of {', '.join(known)}, got "
+                f"{name!r}; correct pipeline.options.costs"
             )
     return Costs(**costs)
 
@@ -123,7 +124,8 @@ def place(
         return mirrored(ranks, 2, [index % 2 for index in range(microbatches)])
     raise ScheduleError(
         "schedule 'auto': expected placement one_each, looped, mirrored, rerouted, or wave with an "
-        f"even stages_per_rank (or, for measured layers, best), got {kind!r} with {stages_per_rank}"
+        f"even stages_per_rank (or, for measured layers, best), got {kind!r} with "
+        f"{stages_per_rank}; correct pipeline.options.placement or stages_per_rank"
     )
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gpipe_hpc.errors import DataError
+from gpipe_hpc.errors import UnfitDataError
 from gpipe_hpc.training.data.mapped import MappedFiles
 from gpipe_hpc.training.data.token_files import TokenFile
 
@@ -96,7 +96,7 @@ class Corpus:
         is_beyond = info.max >= self.vocab_size and int(tokens.max()) >= self.vocab_size
         if is_beyond or (info.min < 0 and int(tokens.min()) < 0):
             place = int(np.argmax((tokens < 0) | (tokens >= self.vocab_size)))
-            raise DataError(
+            raise UnfitDataError(
                 f"data: {segment.file.path} has a token beyond the vocabulary at position "
                 f"{first + place}, expected 0 or more and less than data.vocab_size="
                 f"{self.vocab_size}, got {int(tokens[place])} ({segment.file.kind}); raise "

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from gpipe_hpc.config import TokenDataConfig
 from gpipe_hpc.config.refusal import refuse
-from gpipe_hpc.errors import DataError
+from gpipe_hpc.errors import DataError, UnfitDataError
 from gpipe_hpc.training.data.corpus import TextSource, Tokens, TokenWindows, about_text
 from gpipe_hpc.training.data.corruption import CorruptTally, tolerance
 from gpipe_hpc.training.data.indices import Keeping, indexed
@@ -186,7 +186,7 @@ def open_jsonl(config: JsonLinesConfig, spare: Path | None = None) -> TextSource
         for where, chosen in ((lines, is_kept), (held, is_held))
     )
     if not train.num_samples:
-        raise DataError(
+        raise UnfitDataError(
             f"data: too little text in {', '.join(config.paths)}, expected more than data.seq_len="
             f"{config.seq_len} tokens to train on, got {train.corpus.num_tokens}; give more "
             f"documents or lower data.seq_len"

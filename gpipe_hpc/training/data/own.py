@@ -221,7 +221,8 @@ def open_own(config: OwnDataConfig, seed: int) -> PairSource:
         whole, held = split(train, config.validation_fraction, config.target)
     if not whole.num_samples:
         raise UnfitDataError(
-            f"data: {config.target} is empty, expected items to train on, got none"
+            f"data: {config.target} is empty, expected items to train on, got none; "
+            f"let it hold some, or lower data.validation_fraction"
         )
     loss = fitting_loss(_first_targets(whole))
     about = (

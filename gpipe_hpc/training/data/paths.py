@@ -1,11 +1,21 @@
 """Files that settings name: paths, patterns and folders."""
 
+import errno
 import glob
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from gpipe_hpc.errors import DataError, MissingDataError, os_remedy
+
+# What a wrong path gives, other than what a disk or a network do.
+_MISTAKES: Final = frozenset(
+    {
+        *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP),
+        *(errno.ENAMETOOLONG, errno.EINVAL, errno.ENXIO),
+    }
+)
 
 
 def expand(patterns: Sequence[str], folder_suffixes: Sequence[str] = ()) -> list[Path]:
@@ -46,6 +56,6 @@ def folder(setting: str, path: str | Path, remedy: str = "correct it") -> Path:
 def unreadable(path: Path, error: Exception) -> DataError:
     """Return the error for a file that the system does not let us read."""
     remedy = os_remedy(error) or "make it anew, look at the file system, or leave it out"
-    return DataError(
-        f"data: {path} cannot be read, expected a readable file, got {error}; {remedy}"
-    )
+    is_mistaken = isinstance(error, OSError) and error.errno in _MISTAKES
+    kind = MissingDataError if is_mistaken else DataError
+    return kind(f"data: {path} cannot be read, expected a readable file, got {error}; {remedy}")

@@ -12,7 +12,7 @@ from typing import Final
 
 from gpipe_hpc.config import TokenDataConfig
 from gpipe_hpc.config.refusal import refuse
-from gpipe_hpc.errors import DataError
+from gpipe_hpc.errors import UnfitDataError
 from gpipe_hpc.training.data.corpus import Corpus, Segment, TextSource, TokenWindows, about_text
 from gpipe_hpc.training.data.mapped import MappedFiles
 from gpipe_hpc.training.data.paths import expand
@@ -207,7 +207,7 @@ def _source(
     where = f"{what} ({num_files:,} file{'s' * (num_files > 1)})"
     source = TextSource(windows, held, about=about_text(where, windows, held))
     if not source.train.num_samples:
-        raise DataError(
+        raise UnfitDataError(
             f"data: too little text in {what}, expected more than data.seq_len={seq_len} tokens to "
             f"train on, got {source.train.corpus.num_tokens}; give more text or lower data.seq_len"
         )

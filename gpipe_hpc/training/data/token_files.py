@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gpipe_hpc.errors import DataError
+from gpipe_hpc.errors import DataError, UnfitDataError
 from gpipe_hpc.training.data.paths import unreadable
 
 _PEEKED_BYTES: Final = 2**14
@@ -85,7 +85,7 @@ def open_token_file(path: Path, name: str, kind: str) -> TokenFile:
         raise empty(path)
     for start, what in _OTHERS.items():
         if peek.head.startswith(start):
-            raise DataError(
+            raise UnfitDataError(
                 f"data: {path} is {what}, expected bare tokens, NumPy's .npy, or .bin and .idx as "
                 f"Megatron-LM writes them, got a file that starts with {start!r}; unpack or "
                 f"convert it"
@@ -100,7 +100,7 @@ def open_token_file(path: Path, name: str, kind: str) -> TokenFile:
         return _open_llmc(path, name, peek, llmc)
     size = np.dtype(kind).itemsize
     if peek.num_bytes % size:
-        raise DataError(
+        raise UnfitDataError(
             f"data: {path} ends inside a token, expected a multiple of {size} bytes, got "
             f"{peek.num_bytes}; check data.dtype"
         )
@@ -116,7 +116,7 @@ def refuse_array(path: Path) -> None:
     """
     head = _peek(path).head
     if head.startswith(_NPY) or (path.suffix == ".npz" and head.startswith(b"PK\x03\x04")):
-        raise DataError(
+        raise UnfitDataError(
             f"data: {path} is a file of NumPy's, expected text, got one that starts with "
             f"{head[:6]!r}; read tokens with data=tokens, and arrays with data=arrays "
             f"data.inputs={path}"
@@ -136,7 +136,7 @@ def whole_file(path: Path, name: str) -> TokenFile:
 
 def empty(path: Path) -> DataError:
     """Return the error for a file without tokens."""
-    return DataError(f"data: {path} is empty, expected tokens, got 0 bytes; leave it out")
+    return UnfitDataError(f"data: {path} is empty, expected tokens, got 0 bytes; leave it out")
 
 
 def without_indices(paths: Sequence[Path]) -> list[Path]:
@@ -172,7 +172,7 @@ def _open_npy(path: Path, name: str, peek: _Peek) -> TokenFile:
     # NumPy's own kinds: of 64 bits without a sign only those that fit with one can be tokens.
     kind = "int64" if dtype == np.dtype("<u8") else dtype.name
     if kind not in _KINDS or dtype.newbyteorder("<") != dtype or (by_columns and len(shape) > 1):
-        raise DataError(
+        raise UnfitDataError(
             f"data: {path} holds no tokens, expected whole numbers, little-endian, row by row, got "
             f"{dtype.str}{list(shape)}{' by columns' * by_columns}; save it anew, as "
             f"np.save(path, tokens.astype('uint16'))"
@@ -275,7 +275,7 @@ def _refuse_misfit(file: TokenFile, head: bytes) -> None:
     elif _TEXT[np.frombuffer(head, np.uint8)].all():
         looks = "all bytes are letters, as in text"
     if looks is not None:
-        raise DataError(
+        raise UnfitDataError(
             f"data: {file.path} holds hardly tokens of data.dtype={file.kind}: {looks}, expected "
             f"numbers of {8 * size} bits, got {sample[:6].tolist()} and so on; set data.dtype to "
             f"what the file holds, or data=text, or save it as .npy, which says what it holds"

@@ -45,7 +45,10 @@ class LAMB(Optimizer):
         ):
             if not is_good:
                 most = ", below 1" if name == "betas" else ""
-                raise ConfigError(f"LAMB: expected {name} of 0 or more{most}, got {value}")
+                raise ConfigError(
+                    f"LAMB: expected {name} of 0 or more{most}, got {value}; correct "
+                    f"optimizer.{name}"
+                )
         super().__init__(
             params,
             {

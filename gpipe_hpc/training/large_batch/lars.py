@@ -45,7 +45,10 @@ class LARS(Optimizer):
         ):
             if not is_good:
                 most = ", below 1" if name == "momentum" else ""
-                raise ConfigError(f"LARS: expected {name} of 0 or more{most}, got {value}")
+                raise ConfigError(
+                    f"LARS: expected {name} of 0 or more{most}, got {value}; correct "
+                    f"optimizer.{name}"
+                )
         super().__init__(
             params,
             {

@@ -4,13 +4,13 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
 from gpipe_hpc.checkpoint import read_facts
 from gpipe_hpc.config import Config, config_yaml
-from gpipe_hpc.errors import ConfigError, GpipeError, os_remedy
+from gpipe_hpc.errors import ConfigError, GpipeError, is_users_mistake, os_remedy
 from gpipe_hpc.training.horizon import last_step
 from gpipe_hpc.training.run.changed_settings import SETTINGS, Change, changes, read_settings
 from gpipe_hpc.training.run.folder import (
@@ -37,15 +37,18 @@ def own_folder(
 
     `launchers`: who has started the ranks, as in `find_restart`.
 
-    A new folder in runs/, which nobody has named, goes again if the run fails, or is interrupted,
-    before its first step is done: there is nothing in it that was not said.
+    A new folder goes again, with those around it that were made for it, if the run ends before its
+    first step is done: one in runs/, which nobody has named, however it ends, and one that was
+    named if its settings cannot work. There is nothing in it that was not said.
     """
     folder = Path(config.run.dir or default_run_folder()).absolute()
-    is_passing = config.run.dir is None and not folder.exists()
+    new = _not_there(folder)
 
     def clear(_: Ending | None = None) -> None:
-        if is_passing and not _has_begun(folder):
-            shutil.rmtree(folder, ignore_errors=True)
+        if new and config.run.dir is None:
+            _remove_unused(folder, new)
+
+    is_locked = False
 
     def give_back(ending: Ending) -> None:
         if ending.code == REQUEUE_EXIT_CODE:
@@ -54,10 +57,28 @@ def own_folder(
 
     try:
         with stop.doing_last(clear), _locked(folder, launchers) as lock, stop.doing_last(give_back):
+            is_locked = True
             yield lock
-    except GpipeError:
+    except GpipeError as error:
         clear()
+        if new and is_locked and is_users_mistake(error):
+            _remove_unused(folder, new)
         raise
+
+
+def _not_there(folder: Path) -> list[Path]:
+    """Return a folder and those around it that are not there, the innermost first."""
+    return [each for each in (folder, *folder.parents) if not os.path.lexists(each)]
+
+
+def _remove_unused(folder: Path, new: Sequence[Path]) -> None:
+    """Remove the folder of a run that trained nothing, and those made around it."""
+    with suppress(OSError):  # it could not be made, or somebody else uses those around it, too
+        if _has_begun(folder):
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        for each in new[1:]:
+            each.rmdir()
 
 
 def _newest_step(folder: Path) -> int:

@@ -31,7 +31,10 @@ def first_microbatch(
 def read_samples(config: Config, source: DataSource, indices: list[int]) -> tuple[Nest, Nest]:
     """Return inputs and targets of some samples to train on; ConfigError if there are none."""
     if not indices:
-        raise ConfigError("data: expected at least one sample to train on, got none")
+        raise ConfigError(
+            "data: expected at least one sample to train on, got none; give more data, or keep "
+            "fewer of them for validation"
+        )
     reader = BatchReader(source.train, True, True, tolerance(config.data))
     reading = reader.read(ReadRequest(indices, epoch=0))
     return reading.inputs, reading.targets

@@ -12,7 +12,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from gpipe_hpc.config.refusal import refuse
-from gpipe_hpc.errors import DataError
+from gpipe_hpc.errors import MissingDataError
 from gpipe_hpc.training.data.dataset import CorruptSampleError
 from gpipe_hpc.training.data.images.augmentation import (
     CentreCrop,
@@ -200,7 +200,9 @@ def coded_source(
 ) -> ImageSource:
     """Return both sets as the settings want them; DataError for none, or for too many classes."""
     if not len(train.labels):
-        raise DataError("data: no images, expected at least one to train on, got 0; check paths")
+        raise MissingDataError(
+            "data: no images, expected at least one to train on, got 0; check paths"
+        )
     size = (config.channels, config.height, config.width)
     centre = CentreCrop(config.height, config.width, config.resize)
     crop = centre if config.augment == "none" else RandomResizedCrop(config.min_area)

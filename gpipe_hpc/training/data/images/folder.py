@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpipe_hpc.config.refusal import refuse
-from gpipe_hpc.errors import DataError
+from gpipe_hpc.errors import UnfitDataError
 from gpipe_hpc.training.data.images.coded import (
     SUFFIXES,
     CodedImagesConfig,
@@ -98,7 +98,7 @@ def open_image_folder(
     training = folder("data.train", root / config.train)
     classes = _classes(training)
     if len(classes) > config.num_classes:
-        raise DataError(
+        raise UnfitDataError(
             f"data: {training} has more classes than the model, expected at most data.num_classes="
             f"{config.num_classes} folders, got {len(classes)}; set data.num_classes"
         )
@@ -112,7 +112,7 @@ def open_image_folder(
         )
         unknown = sorted(set(_classes(held)) - set(classes))
         if unknown:
-            raise DataError(
+            raise UnfitDataError(
                 f"data: {held} has a class without training images, expected folders as in "
                 f"{training}, got {unknown[0]!r}; rename or remove it"
             )

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpipe_hpc.config.refusal import refuse
-from gpipe_hpc.errors import DataError
+from gpipe_hpc.errors import DataError, MissingDataError, UnfitDataError
 from gpipe_hpc.training.data.images.augmentation import Pixels
 from gpipe_hpc.training.data.images.source import Classes, ImageSource, checked_classes
 from gpipe_hpc.training.data.images.stored import StoredImagesConfig, stored_source
@@ -84,7 +84,7 @@ class IdxFile:
             raise unreadable(path, error) from error
         expected = bytes((0, 0, _UBYTE, num_dimensions))
         if header[:4] != expected or len(header) != 4 + 4 * num_dimensions:
-            raise DataError(
+            raise UnfitDataError(
                 f"data: {path} is no IDX file of bytes in {num_dimensions} dimensions, expected it "
                 f"to start with {expected.hex(' ')}, got {header[:4].hex(' ')!r}; check its name"
             )
@@ -175,13 +175,13 @@ def _open_pair(config: IdxConfig, where: Path, images: str, labels: str) -> IdxS
     )
     size, expected = store.images.shape[1:], (config.height, config.width)
     if size != expected or config.channels != 1:
-        raise DataError(
+        raise UnfitDataError(
             f"data: {store.images.path} has images of another size, expected channels, height and "
             f"width {(config.channels, *expected)}, got {(1, *size)}; set data.channels, "
             f"data.height and data.width to these"
         )
     if store.images.shape[0] != store.labels.shape[0]:
-        raise DataError(
+        raise UnfitDataError(
             f"data: {store.labels.path} is not for {store.images.path}, expected "
             f"{store.images.shape[0]} labels, got {store.labels.shape[0]}; take the matching one"
         )
@@ -193,7 +193,7 @@ def _find(config: IdxConfig, where: Path, name: str) -> Path:
         if path.is_file():
             return path
     remedy = _DEBIAN if isinstance(config, FashionMnistConfig) else "correct data.path or its name"
-    raise DataError(
+    raise MissingDataError(
         f"data: no such file, expected {name} or {name}.gz in {where}, got neither; {remedy}"
     )
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpipe_hpc.config import ImageDataConfig
 from gpipe_hpc.config.refusal import refuse
-from gpipe_hpc.errors import DataError
+from gpipe_hpc.errors import UnfitDataError
 from gpipe_hpc.training.data.corpus import frequency_cost
 from gpipe_hpc.training.data.dataset import Dataset
 from gpipe_hpc.training.data.images.augmentation import Pixels
@@ -106,7 +106,7 @@ def checked_classes(classes: Classes, num_classes: int, where: str) -> Classes:
     """Return the classes; DataError where one is none of `num_classes`."""
     wrong = classes[(classes < 0) | (classes >= num_classes)]
     if wrong.size:
-        raise DataError(
+        raise UnfitDataError(
             f"data: {where} has a class that is none, expected 0 to {num_classes - 1}, got "
             f"{int(wrong[0])}; correct data.num_classes, or the file"
         )

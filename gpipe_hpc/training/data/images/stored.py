@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gpipe_hpc.config.refusal import refuse
-from gpipe_hpc.errors import DataError
+from gpipe_hpc.errors import MissingDataError
 from gpipe_hpc.training.data.images.augmentation import PadCropFlip, Pixels, Shift, uniform
 from gpipe_hpc.training.data.images.source import (
     Classes,
@@ -110,7 +110,9 @@ def stored_source(
 ) -> ImageSource:
     """Return both sets as the settings want them; DataError without training images."""
     if not train.num_images:
-        raise DataError("data: no images, expected at least one to train on, got 0; check the path")
+        raise MissingDataError(
+            "data: no images, expected at least one to train on, got 0; check the path"
+        )
     shift = None
     if config.augment != "none":
         shift = PadCropFlip(config.padding, flips=config.augment == "pad_crop_flip")

@@ -1,0 +1,335 @@
+"""A command in this process as a shell would run it, and whether it ended as it should."""
+
+import contextlib
+import faulthandler
+import io
+import json
+import math
+import os
+import re
+import resource
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+from unittest import mock
+
+import numpy as np
+import torch
+import yaml
+
+import gpipe_hpc.draw.__main__ as draw
+import gpipe_hpc.export.__main__ as export
+import gpipe_hpc.verify.__main__ as verify
+from gpipe_hpc import plan
+from gpipe_hpc.comm.threads import run_on_threads
+from gpipe_hpc.config import check_config
+from gpipe_hpc.config.commands import Job, run_jobs, say_error
+from gpipe_hpc.errors import ConfigError, GpipeError
+from gpipe_hpc.training import loop
+from gpipe_hpc.training.command import run_command
+from gpipe_hpc.training.loop import run_training
+from gpipe_hpc.training.signals import StopRequest
+from tests.generated.cases import Case
+from tests.support import patience
+
+LIMIT_S = 60.0  # far more than a case takes
+SPARE_BYTES = 6 << 30  # of addresses, beside what this process has: what wants more is refused it
+
+# Exit codes with a meaning of their own: too large, and not the same training.
+_OTHERS = {"plan": (3,), "verify": ()}
+# In place of /dev/shm itself, where other runs of this machine have theirs.
+_SHARED = Path(f"/dev/shm/generated_{os.getpid()}")
+
+
+class Hang(BaseException):
+    """A case that took too long; nothing of ours catches it."""
+
+
+class Ended(NamedTuple):
+    """How a command ended; `error`: what it raised, as text."""
+
+    code: int | str | None
+    stdout: str
+    stderr: str
+    error: str = ""
+
+
+class Leftovers(NamedTuple):
+    """What a command might leave behind."""
+
+    files: frozenset[str]
+    shared: frozenset[str]
+    threads: frozenset[threading.Thread]
+
+    @classmethod
+    def of(cls, folder: Path) -> "Leftovers":
+        files = frozenset(str(path.relative_to(folder)) for path in folder.rglob("*"))
+        shared = frozenset(str(path) for path in _SHARED.rglob("*") if path.is_file())
+        return cls(files, shared, frozenset(threading.enumerate()))
+
+
+def make_place(folder: Path, trained: Path | None) -> None:
+    """Make the files and folders that values name; `trained`: a run, to be found as ``run``."""
+    folder.mkdir()
+    _SHARED.mkdir(exist_ok=True)
+    rng = np.random.default_rng(0)
+    np.save(folder / "inputs.npy", rng.normal(size=(24, 4)).astype(np.float32))
+    np.save(folder / "targets.npy", rng.integers(0, 3, size=24))
+    np.save(folder / "tokens.npy", rng.integers(0, 16, size=900).astype(np.uint16))
+    np.save(folder / "data.npy", np.zeros((3, 0)))
+    (folder / "text.txt").write_text("nothing here is new under the sun, but some is true; " * 12)
+    lines = (json.dumps({"text": f"number {each} is like all others"}) for each in range(40))
+    (folder / "text.jsonl").write_text("\n".join(lines))
+    for name in ("file.txt", "empty", "a=b"):
+        (folder / name).write_text("" if name == "empty" else "a file\n")
+    for name in ("folder", "with space", "damaged/checkpoints/step_00000001"):
+        (folder / name).mkdir(parents=True)
+    (folder / "damaged/config.yaml").write_text("{")
+    (folder / "damaged/checkpoints/step_00000001/manifest.json").write_text("[1]")
+    (folder / "broken").symlink_to("nowhere")
+    (folder / "loop").symlink_to("loop")
+    (folder / "link").symlink_to("folder")
+    if trained is not None:
+        shutil.copytree(trained, folder / "run", symlinks=True)
+
+
+def ended(case: Case, folder: Path, limit_s: float = LIMIT_S) -> Ended:
+    """Run a case in `folder` in this process; return how it ended."""
+    out, err = io.StringIO(), io.StringIO()
+    code: int | str | None = None
+    error = ""
+    threads = torch.get_num_threads()
+    with (
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        mock.patch.object(sys, "argv", [f"gpipe_hpc.{case.command}", *case.words]),
+        mock.patch.dict(os.environ, {"HOME": str(folder)}),
+        mock.patch.object(loop, "DEFAULT_FOLDER", _SHARED),
+        _little_memory(),
+    ):
+        try:
+            with _limited(limit_s * patience()):
+                _call(case)
+        except SystemExit as leaving:
+            code = leaving.code
+        except BaseException:
+            error = traceback.format_exc()
+    torch.set_num_threads(threads)
+    return Ended(code or 0, out.getvalue(), err.getvalue(), error)
+
+
+def _call(case: Case) -> None:
+    mains = {"plan": plan.main, "draw": draw.main, "verify": verify.main, "export": export.main}
+    if case.command in mains:
+        mains[case.command]()
+    elif case.ranks == 1:
+        run_command(StopRequest())
+    else:
+        task = _OnThreads(case.ranks)
+        sys.exit(run_jobs(task, "train", unshared="run.dir"))
+
+
+class _OnThreads:
+    """Trains with the ranks as threads, and says of errors what the command does."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+
+    def __call__(self, job: Job) -> int:
+        try:
+            doubts = check_config(job.config, self._ranks)
+            codes = run_on_threads(
+                self._ranks,
+                lambda world: run_training(job.config, world, StopRequest(), doubts),
+            )
+        except GpipeError as error:
+            return say_error(error, says_kind=not isinstance(error, ConfigError))
+        assert len(set(codes)) == 1, codes
+        return codes[0]
+
+
+@contextlib.contextmanager
+def _limited(limit_s: float) -> Iterator[None]:
+    """Return a block that a `Hang` ends after so long, and the process's end where that is deaf."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        others = "".join(
+            "".join(traceback.format_stack(each)) for each in sys._current_frames().values()
+        )
+        raise Hang(f"longer than {limit_s:.0f} s; {others}")
+
+    began_s = time.monotonic()
+    handler = signal.signal(signal.SIGALRM, end)
+    left_s, _ = signal.setitimer(signal.ITIMER_REAL, limit_s)
+    faulthandler.dump_traceback_later(2 * limit_s, exit=True, file=sys.__stderr__)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if left_s:
+            signal.setitimer(signal.ITIMER_REAL, max(1.0, left_s - (time.monotonic() - began_s)))
+
+
+@contextlib.contextmanager
+def _little_memory() -> Iterator[None]:
+    """Return a block in which this process gets few more addresses: others work here, too."""
+    own = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (own + SPARE_BYTES, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def shell_line(case: Case) -> str:
+    """Return a case as a user would type it."""
+    assert case.ranks == 1, "a shell starts one process"
+    words = " ".join(map(shlex.quote, case.words))
+    return f"{shlex.quote(sys.executable)} -m gpipe_hpc.{case.command} {words}"
+
+
+def ended_command(case: Case, folder: Path, environ: dict[str, str]) -> Ended:
+    """Run a case in `folder` as a shell does."""
+    line = f"ulimit -v {(8 << 30) // 1024}; exec {shell_line(case)}"
+    limit_s = 3 * LIMIT_S * patience()
+    try:
+        done = subprocess.run(
+            ["sh", "-c", os.fsencode(line)],
+            cwd=folder,
+            env=environ | {"HOME": str(folder)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=limit_s,
+        )
+    except subprocess.TimeoutExpired:
+        return Ended(None, "", "", f"Hang: longer than {limit_s:.0f} s")
+    return Ended(done.returncode, *(t.decode(errors="replace") for t in (done.stdout, done.stderr)))
+
+
+def faults(case: Case, found: Ended, folder: Path, before: Leftovers) -> list[str]:
+    """Return what is wrong with how a case ended; nothing where all is well."""
+    return [*_ended_badly(case, found), *_left(found, folder, before)]
+
+
+def _ended_badly(case: Case, found: Ended) -> Iterator[str]:
+    if found.error:
+        yield f"raised: {found.error}"
+        return
+    if "Traceback (most recent call last)" in found.stderr + found.stdout:
+        yield f"a traceback: {found.stderr}"
+    if found.code == 0 or found.code in _OTHERS.get(case.command, ()):
+        return
+    messages = re.findall(r"^gpipe_hpc: .*", found.stderr, re.MULTILINE)
+    if found.code != 2 and not _is_said_reason(found.code, messages):
+        yield f"exit code {found.code}: {found.stderr}"
+    if len(messages) != 1:
+        yield f"{len(messages)} messages: {found.stderr}"
+        return
+    (message,) = messages
+    said = found.stderr[found.stderr.index(message) :]
+    if not ("expected" in said and "got" in said and ";" in said):
+        yield f"not of the form 'where: what, expected, got; remedy': {said}"
+    if not any(part in said for word in case.words for part in _parts(word)):
+        yield f"names none of the settings: {said}"
+
+
+def _parts(word: str) -> Iterator[str]:
+    """Yield by what a message may name a word: what was typed, a setting's name, its value."""
+    name, _, value = word.lstrip("+~").partition("=")
+    if name == "model":
+        yield "layers."  # one of the model's, which a message names by its place
+    yield from (each for each in (word, repr(word), repr(word)[1:-1], name) if each)
+    yield from (each for each in (name.rpartition(".")[2], value) if len(each) > 3)
+
+
+def _is_said_reason(code: object, messages: list[str]) -> bool:
+    """Say whether a run trained and failed for what only training shows."""
+    return code == 1 and any("NonFiniteError: " in message for message in messages)
+
+
+def _left(found: Ended, folder: Path, before: Leftovers) -> Iterator[str]:
+    for _ in range(50):  # threads that are about to end
+        after = Leftovers.of(folder)
+        threads = {each for each in after.threads - before.threads if each.is_alive()}
+        if not threads:
+            break
+        time.sleep(0.02)
+    else:
+        yield f"threads are left: {threads}"
+    if shared := after.shared - before.shared:
+        yield f"left in shared memory: {sorted(shared)}"
+    files = after.files - before.files
+    if found.code == 2 and files:
+        yield f"files are left of a refused start: {sorted(files)}; {found.stderr}"
+    if found.code == 0:
+        yield from _untrained(folder, files)
+
+
+def _untrained(folder: Path, files: frozenset[str]) -> Iterator[str]:
+    """Yield what a run that ended well did not do."""
+    for name in files:
+        path = folder / name
+        if path.name != "config.yaml" or not path.is_file():
+            continue
+        train = yaml.safe_load(path.read_text("utf-8"))["train"]
+        last = train["steps"] if train["stop_at"] is None else min(train["steps"], train["stop_at"])
+        lines = (path.parent / "metrics.jsonl").read_text().splitlines()
+        losses = [line["loss"] for line in map(json.loads, lines) if "loss" in line]
+        if last and not losses:
+            yield f"no step was trained in {path.parent.name}"
+        if not all(map(math.isfinite, losses)):
+            yield f"losses {losses}"
+
+
+def tried(case: Case, folder: Path, trained: Path | None) -> tuple[Ended, list[str]]:
+    """Run a case in a new `folder` in this process; return how it ended, and what is wrong there.
+
+    `trained`: a run that it finds in ``run``.
+    """
+    make_place(folder, trained)
+    before = Leftovers.of(folder)
+    try:
+        found = ended(case, folder)
+        return found, faults(case, found, folder, before)
+    finally:
+        for each in (folder, _SHARED):
+            shutil.rmtree(each, ignore_errors=True)
+
+
+def tried_command(
+    case: Case, folder: Path, trained: Path | None, environ: dict[str, str]
+) -> tuple[Ended, list[str]]:
+    """Run a case as `tried` does, but as a shell would."""
+    make_place(folder, trained)
+    before = Leftovers.of(folder)
+    try:
+        found = ended_command(case, folder, environ)
+        return found, faults(case, found, folder, before)
+    finally:
+        for each in (folder, _SHARED):
+            shutil.rmtree(each, ignore_errors=True)
+
+
+def train_first(folder: Path) -> Path:
+    """Train a small run in a new `folder`, for cases that read one; return its run folder."""
+    make_place(folder, None)
+    words = ("model=mlp", "model.widths=[6,8,3]", "data=synthetic_vectors", "data.width=6")
+    sizes = ("data.num_classes=3", "train.batch_size=4", "pipeline.microbatches=2")
+    short = ("train.steps=1", "train.validate_every=0", "train.validate_batches=1")
+    case = Case("train", (*words, *sizes, *short, "pipeline.partition=uniform", "run.dir=run"))
+    found = ended(case, folder)
+    assert found.code == 0 and not found.error, found
+    return folder / "run"

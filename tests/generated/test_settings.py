@@ -1,0 +1,52 @@
+"""Whatever is typed, a command does what it is asked or says in one line why not; see `cases`."""
+
+import os
+
+import pytest
+
+from tests.generated.cases import drawn
+from tests.generated.running import train_first, tried, tried_command
+
+_FEW, _MANY = range(40), range(40, 1000)
+_FEW_IN_A_SHELL, _MANY_IN_A_SHELL = range(2000, 2003), range(2003, 2050)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Return the folder of a run, for cases that read one."""
+    return train_first(tmp_path_factory.mktemp("trained") / "place")
+
+
+def _all_faults(numbers, trained, tmp_path):
+    return {
+        f"{number}: {case}\n{found.stderr[-600:]}": wrong
+        for number in numbers
+        for case in [drawn(number)]
+        for found, wrong in [tried(case, tmp_path / str(number), trained)]
+        if wrong
+    }
+
+
+def test_generated_settings_train_or_are_refused_in_one_line(trained, tmp_path):
+    """Numbers for presets, sizes of 20 digits and paths of 300 letters ended in tracebacks."""
+    assert not _all_faults(_FEW, trained, tmp_path)
+
+
+@pytest.mark.product
+@pytest.mark.timeout(3600)
+def test_a_thousand_generated_settings_train_or_are_refused_in_one_line(trained, tmp_path):
+    assert not _all_faults(_MANY, trained, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        *(pytest.param(each, marks=pytest.mark.slow) for each in _FEW_IN_A_SHELL),
+        *(pytest.param(each, marks=pytest.mark.product) for each in _MANY_IN_A_SHELL),
+    ],
+)
+def test_generated_settings_that_a_shell_types(number, trained, tmp_path, repository):
+    case = drawn(number, shell=True)
+    environ = os.environ | {"PYTHONPATH": str(repository)}
+    found, wrong = tried_command(case, tmp_path / "place", trained, environ)
+    assert not wrong, (str(case), found)
