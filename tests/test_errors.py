@@ -11,7 +11,7 @@ from torch import nn
 from gpipe_hpc import Pipeline
 from gpipe_hpc.config import compose_config
 from gpipe_hpc.draw.pictures import put
-from gpipe_hpc.errors import GpipeError, os_remedy
+from gpipe_hpc.errors import ConfigError, GpipeError, os_remedy, words_of
 from gpipe_hpc.models.huggingface.configs import read_json
 from gpipe_hpc.schedule import build
 from gpipe_hpc.training.data.paths import unreadable
@@ -95,3 +95,23 @@ def test_remedies_are_of_the_system_alone():
     assert os_remedy(ValueError("x")) is None
     assert os_remedy(OSError("no number")) is None
     assert "not connected" in (os_remedy(OSError(errno.ENOTCONN, "x")) or "")
+
+
+def test_frames_of_cpp_are_left_out_of_what_torch_says():
+    """A number too large for torch was told with 30 lines of its C++ frames."""
+    with pytest.raises(TypeError) as raised:
+        nn.Embedding(2**64, 8, device="meta")
+    assert words_of(raised.value).startswith("TypeError: ")
+    assert "\n" not in words_of(raised.value) and "frame #" not in words_of(raised.value)
+    added = RuntimeError("too much\nException raised from f at a.cpp:3\nframe #0: g\n")
+    assert words_of(added) == "RuntimeError: too much"
+
+
+@pytest.mark.parametrize(
+    ("number", "is_setting"),
+    [(errno.EISDIR, True), (errno.ELOOP, True), (errno.EIO, False), (errno.ESTALE, False)],
+)
+def test_a_wrong_path_of_data_is_a_setting_and_a_failing_disk_is_none(number, is_setting, tmp_path):
+    """A folder in place of a file ended with code 1, as a disk that fails."""
+    error = unreadable(tmp_path, OSError(number, os.strerror(number)))
+    assert isinstance(error, ConfigError) == is_setting

@@ -113,3 +113,24 @@ def test_numbers_that_fit_no_clock_or_integer_are_refused(override, expected):
     """A time-out of 1e300 s became an OverflowError in the middle of the start."""
     with pytest.raises(ConfigError, match=f"{override.partition('=')[0]}.*{expected}"):
         check_config(compose_config([override]), 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("model=mlp", "data=synthetic_vectors", "model.widths=[6,8,10]"), r"widths.*data\.width"),
+        (("model=mlp", "data=synthetic_vectors", "model.widths=[64,3]"), r"widths.*num_classes=10"),
+        (("model=resnet_small", "data=digits", "model.num_classes=3"), r"num_classes, expected at"),
+        (("model=resnet_small", "data=digits", "model.in_channels=3"), r"in_channels, expected da"),
+    ],
+)
+def test_sizes_of_a_model_of_ours_are_those_of_the_data(words, message):
+    """Classes beyond the outputs were told in the first step, by an action of the table."""
+    with pytest.raises(ConfigError, match=message):
+        check_config(compose_config(words), 1)
+
+
+def test_one_output_may_say_yes_or_no():
+    check_config(
+        compose_config(["model=unet_tiny", "data=synthetic_masks", "model.num_classes=1"]), 1
+    )

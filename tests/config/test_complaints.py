@@ -7,6 +7,7 @@ import pytest
 from gpipe_hpc.comm.tracebacks import users_traceback
 from gpipe_hpc.config import compose_config
 from gpipe_hpc.config.commands import run_jobs
+from gpipe_hpc.config.complaints import of_composing
 from gpipe_hpc.config.composing import conf_dir
 from gpipe_hpc.errors import ConfigError
 
@@ -30,6 +31,24 @@ CASES = {
     "train.fuse_accumulation=true": r"fuse_accumulation is no setting any more.*leave it out: auto",
     "++train.fuse_accumulation=true": r"fuse_accumulation is no setting any more.*leave it out",
     "pipeline.memory_bytes=1.2.3GB": r"bad pipeline\.memory_bytes",
+    "optimizer=1.5": r"bad optimizer, expected one of adamw, .*got 1\.5; choose",
+    "outer=[[],{}]": r"bad outer, expected one of allreduce, .*; choose",
+    "model=null": r"bad model, expected one of .*got None; choose",
+    "~train": r"train cannot be taken away, expected a value.*got ~train; leave the word out",
+    "~lr.decay": r"lr\.decay cannot be taken away",
+    "~comm.loopback": r"comm\.loopback cannot be taken away",
+    "~trace.keep=all": r"trace\.keep cannot be taken away",
+    "~nope": r"unknown setting nope",
+    "+lr.decay=constant": r"lr\.decay is a setting that there is.*write lr\.decay=VALUE",
+    "": r"cannot read '', expected NAME=VALUE, got no name; correct",
+    "~": r"cannot read '~', expected NAME=VALUE, got no name; correct",
+    "outer.weights.below=3": r"outer\.weights is a setting by itself.*leave out \.below",
+    "train.steps=???": r"bad train\.steps, expected a value, got '\?\?\?'; set",
+    "bench.backends=[[],[]]": r"bad bench\.backends\[0\], expected .* got: .*; correct",
+    "bench.ranks=[a]": r"bad bench\.ranks, expected a list of what it takes.*; correct it",
+    "lr=${train.seed}": r"lr is a group of settings, expected one of lr\.warmup_steps.*got lr=0;",
+    "train.seed=${model}": r"bad train\.seed, expected .*got: .*; correct or remove",
+    "model.width=${nope}": r"model\.width refers to .*expected .*, got: .*nope.*; choose groups",
     "pipeline.memory_bytes=[8GB,much]": r"bad pipeline\.memory_bytes.*24GB",
     "pipeline.memory_bytes=[]": r"bad pipeline\.memory_bytes.*\[24GB,80GB\]",
     "pipeline.memory_bytes=[8GB,null]": r"bad pipeline\.memory_bytes.*\[24GB,80GB\]",
@@ -81,3 +100,10 @@ def test_a_file_that_names_a_removed_setting_is_told_so(tmp_path, monkeypatch):
 def test_a_list_is_asked_for_where_one_value_is_given():
     with pytest.raises(ConfigError, match=r"expected a list.*data\.paths=\[a\.bin\]"):
         compose_config(["data=tokens", "data.paths=a.bin"])
+
+
+def test_what_is_not_hydras_is_not_called_a_mistake_on_the_command_line():
+    """Only what is raised within Hydra is the user's: a fault of ours keeps its traceback."""
+    with pytest.raises(ZeroDivisionError) as raised:
+        _ = 1 / 0
+    assert not of_composing(raised.value)

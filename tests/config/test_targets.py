@@ -169,3 +169,34 @@ def test_a_module_in_the_current_folder_is_found_however_we_were_started(tmp_pat
         [sys.executable, "-P", "-c", code], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.stdout == "found\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("model.width=abc", r"bad model\.width, expected a whole number, got 'abc'; correct"),
+        ("model.width=1.5", r"bad model\.width, expected a whole number, got 1\.5"),
+        ("model.num_layers=true", r"bad model\.num_layers, expected a whole number, got True"),
+        ("model.dropout=[1]", r"bad model\.dropout, expected a number, got \[1\]"),
+        ("model.tied=3", r"bad model\.tied, expected true or false, got 3"),
+        ("model.block_size=18446744073709551616", r"bad model\.block_size, expected at most 92"),
+    ],
+)
+def test_types_of_our_models_settings_are_checked(word, message):
+    """A text was told as ``'<' not supported between instances of 'str' and 'int'``."""
+    with pytest.raises(ConfigError, match=message):
+        build_target("model", compose_config(["model=gpt", "data=synthetic", word]).model)
+
+
+def test_lists_of_our_models_are_checked():
+    with pytest.raises(ConfigError, match=r"bad model\.widths, expected a list, each a whole"):
+        build_target("model", compose_config(["model=mlp", "model.widths=3"]).model)
+    with pytest.raises(ConfigError, match=r"bad model\.widths, expected a whole number, got \[4,"):
+        build_target("model", compose_config(["model=mlp", "model.widths=[4,a]"]).model)
+
+
+def test_annotations_of_a_users_function_are_his(tmp_path, monkeypatch):
+    """They may say more than he means: nothing is refused for them."""
+    (tmp_path / "annotated.py").write_text("def build(width: int): return width\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert build_target("model", {"_target_": "annotated.build", "width": "wide"}) == "wide"

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline
-from gpipe_hpc.engine.remedies import remedy_of, with_remedy
+from gpipe_hpc.engine.remedies import is_shape_mistake, remedy_of, with_remedy
 from gpipe_hpc.errors import ActionError, ModelError
 from gpipe_hpc.models import loss_function
 from gpipe_hpc.planning.counted import count_model
@@ -114,3 +114,12 @@ def test_a_message_of_ours_within_another_has_no_name_of_an_error():
 def test_targets_of_another_number_are_counted():
     said = failed(nn.Linear(4, 4), torch.zeros(6, 4), targets=torch.zeros(4, dtype=torch.int64))
     assert "6 inputs against 4" in said and "as many targets as inputs" in said
+
+
+def test_a_mistake_in_shapes_is_told_from_other_failures():
+    """The layers of a model are counted before it trains: what torch refuses there is final."""
+    with pytest.raises(RuntimeError) as raised:
+        nn.MaxPool2d(2)(torch.ones(1, 1, 1, 8))
+    assert is_shape_mistake(raised.value) and "larger pictures" in remedy_of(raised.value)
+    assert not is_shape_mistake(NotImplementedError("no value on the meta device"))
+    assert not is_shape_mistake(None)

@@ -34,6 +34,8 @@ class Slow(nn.Linear):
         self.where = where
 
     def forward(self, x):
+        if self.where == "fail":
+            raise ValueError("what the user got wrong")
         if self.where == "validation" and not self.training:
             time.sleep(0.5)
         # In the second step: what runs a layer ahead of the first one is no step.
@@ -187,7 +189,8 @@ def test_in_a_save_that_checkpoint_is_the_last(start_all, tmp_path, until, backg
 @pytest.mark.parametrize(
     ("words", "code"),
     [
-        (("data.width=7",), 1),  # in the first step
+        (("model.where=fail",), 1),  # in the first step
+        (("data.width=7",), 2),  # as layers are counted
         (("data.width=7", "pipeline.partition=time"), 2),  # as layers are measured
         (("pipeline.partition=[1,1]",), 2),  # as the model is cut
         (("model.shape=round",), 2),  # as the model is built
@@ -203,5 +206,13 @@ def test_a_run_that_fails_before_its_first_step_leaves_no_folder(
 
 
 def test_a_folder_that_was_named_stays(start, tmp_path, mine):
-    assert start(*SETTINGS, "data.width=7", "run.dir=run", env=mine).wait().code == 1
+    assert start(*SETTINGS, "model.where=fail", "run.dir=run", env=mine).wait().code == 1
     assert (tmp_path / "run" / "logs" / "rank0.log").exists()
+
+
+def test_a_folder_that_was_named_goes_where_its_settings_cannot_work(start, tmp_path, mine):
+    """What a refused start had written looked like a run that was to go on."""
+    words = (*SETTINGS, "data.width=7", "run.dir=new/one")
+    command = start(*words, env=mine).wait()
+    assert command.code == 2 and "model and data do not fit" in command.output
+    assert not (tmp_path / "new").exists()

@@ -89,3 +89,9 @@ def test_equals_unet_written_out(
 def test_impossible_sizes_are_refused(change: dict, message: str):
     with pytest.raises(ModelError, match=message):
         build_unet(**change)
+
+
+def test_more_levels_than_a_picture_can_have_are_refused():
+    """They were counted until memory or patience was used up."""
+    with pytest.raises(ModelError, match=r"depth too large, expected at most 24.*; lower it"):
+        build_unet(depth=2**63 - 1)
