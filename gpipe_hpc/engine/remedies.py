@@ -24,6 +24,11 @@ _WHOLE: Final = r"(?:torch\.)?(?:Long|long|Int|int|Byte|Char|Short|unsigned|uint
 _FLOAT: Final = r"(?:torch\.)?(?:Float|float|BFloat16|Half|Double|double|c10::)[\w ]*"
 _DOUBLE: Final = r"(?:torch\.)?(?:Double|double)\w*"
 
+_VECTORS: Final = (
+    r"it takes vectors of \2 numbers and was given some of \1: correct its size, or put a layer "
+    "ahead of it that reshapes, as nn.Flatten()"
+)
+
 _KNOWN: Final = (
     _Known(
         re.compile(
@@ -51,11 +56,18 @@ _KNOWN: Final = (
     ),
     _Known(
         re.compile(r"shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)"),
-        r"it takes vectors of \2 numbers and was given some of \1: correct its size, or put a "
-        "layer ahead of it that reshapes, as nn.Flatten()",
+        _VECTORS,
+    ),
+    # As torch says it of tensors without values.
+    _Known(
+        re.compile(r"must have same reduction dim, but got \[\d+, (\d+)\] X \[(\d+), \d+\]"),
+        _VECTORS,
     ),
     _Known(
-        re.compile(r"expected input\[.*\] to have \d+ channels, but got \d+ channels"),
+        re.compile(
+            r"expected input\[.*\] to have \d+ channels, but got \d+ channels"
+            r"|Invalid channel dimensions"
+        ),
         "pictures are [samples, channels, height, width]: store those without channels as "
         "array[:, None], those with channels behind as np.moveaxis(array, -1, 1)",
     ),

@@ -118,8 +118,14 @@ def test_targets_of_another_number_are_counted():
 
 def test_a_mistake_in_shapes_is_told_from_other_failures():
     """The layers of a model are counted before it trains: what torch refuses there is final."""
-    with pytest.raises(RuntimeError) as raised:
-        nn.MaxPool2d(2)(torch.ones(1, 1, 1, 8))
-    assert is_shape_mistake(raised.value) and "larger pictures" in remedy_of(raised.value)
+    for layer, shape, remedy in (
+        (nn.MaxPool2d(2), (1, 1, 1, 8), "larger pictures"),
+        (nn.Linear(8, 8), (4, 7), "vectors of 8 numbers and was given some of 7"),
+        (nn.Conv2d(3, 4, 3), (2, 1, 8, 8), "pictures are"),
+    ):
+        for place in ("cpu", "meta"):
+            with pytest.raises(RuntimeError) as raised:
+                layer.to(place)(torch.ones(shape, device=place))
+            assert is_shape_mistake(raised.value) and remedy in remedy_of(raised.value)
     assert not is_shape_mistake(NotImplementedError("no value on the meta device"))
     assert not is_shape_mistake(None)
