@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Final
@@ -224,6 +225,18 @@ def _value(config: Config, setting: str) -> Any:
         return None
 
 
+def _whole_numbers(section: object, prefix: str) -> Iterator[tuple[str, int]]:
+    """Yield the settings below `section` that are whole numbers; not keywords of functions."""
+    if isinstance(section, int):
+        yield prefix, section
+    elif isinstance(section, list | tuple):
+        for index, value in enumerate(section):
+            yield from _whole_numbers(value, f"{prefix}[{index}]")
+    elif is_dataclass(section):
+        for name, value in vars(section).items():
+            yield from _whole_numbers(value, f"{prefix}.{name}" if prefix else name)
+
+
 def check_ranges(config: Config) -> None:
     """Refuse numbers outside of what a setting can be."""
     for setting, (least, most) in RANGES.items():
@@ -239,6 +252,9 @@ def check_ranges(config: Config) -> None:
         bounded = most != _INF and (most != _LARGEST or value > most)
         expected = f"{least} to {most}" if bounded else f"at least {least}"
         raise refuse(setting, expected, value, f"set {setting} within it")
+    for setting, number in _whole_numbers(config, ""):
+        if not -_LARGEST <= number <= _LARGEST:
+            raise refuse(setting, f"{-_LARGEST} to {_LARGEST}", number, f"correct {setting}")
     # Open at zero: no time to wait and no norm at all would stop every run.
     for setting in (*_ABOVE_ZERO, *_NONE_IS_OFF):
         value = _value(config, setting)

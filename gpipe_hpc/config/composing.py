@@ -104,6 +104,7 @@ def load_config(composed: DictConfig, told: Told, *, reads_data: bool = True) ->
     except OmegaConfBaseException as error:
         raise misfit(error) from None
     assert is_dataclass(plain), f"conf/config.yaml is not under the schema: {type(plain)}"
+    _refuse_forced_keys(plain, "")
     for name, section in vars(plain).items():
         if not (is_dataclass(section) or isinstance(section, dict)):  # as ``lr=${train.seed}``
             raise no_group(name, section)
@@ -111,7 +112,6 @@ def load_config(composed: DictConfig, told: Told, *, reads_data: bool = True) ->
             OmegaConf.structured(section) if is_dataclass(section) else None
         except OmegaConfBaseException as error:  # what lists hold was not looked at
             raise misfit(error, name) from None
-    _refuse_forced_keys(plain, "")
     found = vars(plain)
     chosen = preset("data", told.choices.get("data"))
     data = data_config(found["data"], chosen) if reads_data else DataConfig()

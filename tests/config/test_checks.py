@@ -106,6 +106,7 @@ def test_doubtful_settings_warn(overrides, words):
         ("comm.timeout_s=-1", "more than 0"),
         ("train.steps=9223372036854775808", "0 to 9223372036854775807"),
         ("pipeline.microbatches=100000000000000000000", "1 to 9223372036854775807"),
+        ("bench.ranks=[2,100000000000000000000]", "to 9223372036854775807"),
         ("train.log_every=0", "at least 1"),
     ],
 )
@@ -113,6 +114,15 @@ def test_numbers_that_fit_no_clock_or_integer_are_refused(override, expected):
     """A time-out of 1e300 s became an OverflowError in the middle of the start."""
     with pytest.raises(ConfigError, match=f"{override.partition('=')[0]}.*{expected}"):
         check_config(compose_config([override]), 1)
+
+
+def test_whole_numbers_without_a_range_fit_an_integer_of_torch():
+    """Data hashed with a seed of 31 digits ended in NumPy's OverflowError."""
+    words = ["model=mlp", "data=synthetic_vectors", "data.seed=-1000000000000000000000"]
+    with pytest.raises(
+        ConfigError, match=r"bad data\.seed, expected .*9223372036854775807, got -1"
+    ):
+        check_config(compose_config(words), 1)
 
 
 @pytest.mark.parametrize(

@@ -286,7 +286,8 @@ def _untrained(folder: Path, files: frozenset[str]) -> Iterator[str]:
             continue
         train = yaml.safe_load(path.read_text("utf-8"))["train"]
         last = train["steps"] if train["stop_at"] is None else min(train["steps"], train["stop_at"])
-        lines = (path.parent / "metrics.jsonl").read_text().splitlines()
+        metrics = path.parent / "metrics.jsonl"
+        lines = metrics.read_text().splitlines() if metrics.exists() else []
         losses = [line["loss"] for line in map(json.loads, lines) if "loss" in line]
         if last and not losses:
             yield f"no step was trained in {path.parent.name}"
