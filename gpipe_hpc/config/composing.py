@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING as MISSING_DEFAULT
 from dataclasses import Field, field, fields, is_dataclass, make_dataclass
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, get_type_hints
+from typing import Any, Final, NamedTuple, get_origin, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -105,9 +105,8 @@ def load_config(composed: DictConfig, told: Told, *, reads_data: bool = True) ->
         raise misfit(error) from None
     assert is_dataclass(plain), f"conf/config.yaml is not under the schema: {type(plain)}"
     _refuse_forced_keys(plain, "")
+    _refuse_misplaced(plain, "")
     for name, section in vars(plain).items():
-        if not (is_dataclass(section) or isinstance(section, dict)):  # as ``lr=${train.seed}``
-            raise no_group(name, section)
         try:
             OmegaConf.structured(section) if is_dataclass(section) else None
         except OmegaConfBaseException as error:  # what lists hold was not looked at
@@ -188,6 +187,24 @@ def _refuse_forced_keys(section: Any, path: str) -> None:
             )
         if is_dataclass(value):
             _refuse_forced_keys(value, f"{path}{name}.")
+
+
+def _refuse_misplaced(section: Any, path: str) -> None:
+    """Refuse what stands for a group and is none, or another one, as in ``lr=${train.seed}``.
+
+    OmegaConf does not look at the type of what a reference brings.
+    """
+    hints = get_type_hints(type(section))
+    for name, value in vars(section).items():
+        kind = get_origin(hints[name]) or hints[name]
+        if not (kind is dict or is_dataclass(kind)):
+            continue
+        is_data = path + name == "data"  # not yet of its own class
+        if not isinstance(value, dict if is_data else kind):
+            other = is_dataclass(value) or isinstance(value, dict)
+            raise no_group(f"{path}{name}", "(another group)" if other else value)
+        if is_dataclass(value):
+            _refuse_misplaced(value, f"{path}{name}.")
 
 
 def compose_config(overrides: Sequence[str] = (), *, reads_data: bool = True) -> Config:
