@@ -475,9 +475,11 @@ def _check_model(config: Config) -> None:
 
 
 def _check_sizes(config: Config) -> None:
-    """Refuse sizes of a model of ours that are not those of the data."""
+    """Refuse sizes of a model of ours that are not those of data of a kind of ours."""
     model, data = config.model, config.data
     if not str(model.get("_target_")).startswith("gpipe_hpc.models."):
+        return
+    if not type(data).__module__.startswith("gpipe_hpc."):
         return
     widths = model.get("widths")
     ends = widths if isinstance(widths, list) and widths else [None]

@@ -132,8 +132,8 @@ class Searching:
         if found is None and self.config.pipeline.memory_bytes is None:
             raise refuse(
                 "plan.ranks",
-                "the ranks that layouts are compared for, or pipeline.memory_bytes, to find how "
-                "many are needed",
+                "with plan.search=true the ranks that layouts are compared for, or "
+                "pipeline.memory_bytes, to find how many are needed",
                 None,
                 "set it, as plan.ranks=16, or pipeline.memory_bytes=24GB",
             )
