@@ -196,7 +196,7 @@ def _refuse_misplaced(section: Any, path: str) -> None:
     """
     hints = get_type_hints(type(section))
     for name, value in vars(section).items():
-        kind = get_origin(hints[name]) or hints[name]
+        kind: type = get_origin(hints[name]) or hints[name]
         if not (kind is dict or is_dataclass(kind)):
             continue
         is_data = path + name == "data"  # not yet of its own class

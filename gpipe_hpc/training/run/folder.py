@@ -174,8 +174,8 @@ class Checkpoints:
 
         A path may be a checkpoint or a run folder, whose newest is best. `is_restart`: the
         launcher repeats its command, so the run goes on from what it saved itself, if anything.
-        Damaged ones are among them. ConfigError if nothing is there, CheckpointError if it is no
-        checkpoint.
+        Damaged ones are among them. ConfigError if nothing is there, or no checkpoint;
+        CheckpointError if it cannot be read.
         """
         own = self._newest_first()
         if resume == "auto" or (is_restart and own):
@@ -191,7 +191,15 @@ class Checkpoints:
                 f"config: bad checkpoint.resume, expected a checkpoint or a run folder, got "
                 f"{path}, which is not there; use auto, never or the path of one"
             )
-        read_facts(path)
+        try:
+            read_facts(path)
+        except CheckpointError as error:
+            if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError | ValueError):
+                raise ConfigError(
+                    f"config: bad checkpoint.resume, expected a checkpoint or a run folder, got "
+                    f"{resume!r}: {error}"
+                ) from error
+            raise
         return [path]
 
     def _newest_first(self) -> list[Path]:

@@ -128,6 +128,17 @@ def test_a_path_that_is_not_there_is_refused(tmp_path):
         Checkpoints(tmp_path, 1).candidates(str(tmp_path / "nowhere"))
 
 
+def test_a_path_to_what_is_no_checkpoint_is_a_setting_that_cannot_be(tmp_path, monkeypatch):
+    """An empty text, which is the folder that one is in, ended with code 1."""
+    monkeypatch.chdir(tmp_path)
+    message = r"bad checkpoint\.resume, expected a checkpoint or a run folder, got ''.*; correct"
+    with pytest.raises(ConfigError, match=message):
+        Checkpoints(tmp_path / "run", 1).candidates("")
+    (tmp_path / "gpipe_hpc.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"bad checkpoint\.resume.*written by gpipe_hpc"):
+        Checkpoints(tmp_path / "run", 1).candidates(".")
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_from_the_newest_whole_one(train, tiny, tmp_path, same_end):
     """The whole way, on two processes: to the bit what an unbroken run would have."""
