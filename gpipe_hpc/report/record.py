@@ -2,13 +2,15 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.config.flat import flat_settings
-from gpipe_hpc.errors import ConfigError, DataError
+from gpipe_hpc.errors import ConfigError, DataError, GpipeError
+from gpipe_hpc.report.shapes import SUMMARY, Number, disagreement, mismatch
+from gpipe_hpc.schedule import mean_costs, schedule_of, simulate
 from gpipe_hpc.training.run.opening import CONFIG_FILE
 from gpipe_hpc.training.summary.compose import SUMMARY_FILE
 from gpipe_hpc.training.traces.files import ReadStep, read_step, typical_trace
@@ -41,7 +43,8 @@ class Record:
     """One run. What it has not left is empty, or None.
 
     `steps`: the lines of finished steps; `others`: those of validations and stalls. `settings`: by
-    full name. `num_starts`: how often it was started, as its log tells.
+    full name. `num_starts`: how often it was started, as its log tells. `doubts`: what of it could
+    not be read, and why.
     """
 
     folder: Path
@@ -52,6 +55,7 @@ class Record:
     traced: ReadStep | None = None
     happened: tuple[Happening, ...] = ()
     num_starts: int = 0
+    doubts: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -64,7 +68,7 @@ class Record:
 
         That prepares what later ones find ready; it counts where it is the only one.
         """
-        first = self.summary.get("first_step", 0)
+        first = self.summary.get("first_step") or 0
         timed = [row for row in self.steps if row.get("pipeline_s") is not None]
         newest = [row for row in timed if row["step"] > first] or timed
         return tuple(newest[1:] or newest)
@@ -80,95 +84,165 @@ class Record:
 
 
 def read_record(folder: Path) -> Record:
-    """Read what a run has left; ConfigError where that is no folder of a run."""
+    """Read what a run has left; ConfigError where that is no folder of a run.
+
+    Files that are damaged, or of another version, are left out, and named in `doubts`.
+    """
     if not folder.is_dir():
         what = "no folder" if folder.exists() else "not there"
         raise ConfigError(
             f"config: bad run.dir, expected the folder of a run, got {str(folder)!r}, which is "
             f"{what}; correct it, or look in runs/"
         )
-    lines = tuple(_json_lines(folder / METRICS_FILE))
-    summary = _json(folder / SUMMARY_FILE)
+    doubts: list[str] = []
+    lines = _lines(folder / METRICS_FILE, doubts)
+    summary = _summary(folder / SUMMARY_FILE, doubts)
+    happened, num_starts = _happened(folder / "logs", doubts)
     if not lines and not summary:
-        raise ConfigError(
-            f"report: {folder} is no run that has done a step, expected its {METRICS_FILE} or "
-            f"{SUMMARY_FILE}, got neither; correct run.dir, or wait for the first step"
-        )
-    happened, num_starts = _happened(folder / "logs")
+        raise _no_run(folder, doubts, happened)
     return Record(
         folder,
         summary,
         tuple(line for line in lines if "loss" in line),
         tuple(line for line in lines if "loss" not in line),
-        _settings(folder / CONFIG_FILE),
-        _traced(folder, summary),
+        _settings(folder / CONFIG_FILE, doubts),
+        _traced(folder, summary, doubts),
         happened,
         num_starts,
+        tuple(doubts),
     )
 
 
-def _json(path: Path) -> Mapping[str, Any]:
-    """Return an object of a file; nothing where there is none, or none that is whole."""
+def _no_run(folder: Path, doubts: Sequence[str], happened: Sequence[Happening]) -> ConfigError:
+    said = next((e.text for e in reversed(happened) if e.level in ("ERROR", "CRITICAL")), "")
+    got = "; ".join(doubts) or "neither"
+    if said:
+        got += f"; its log says: {said:.300}"
+    return ConfigError(
+        f"report: {folder} is no run that has done a step, expected its {METRICS_FILE} or "
+        f"{SUMMARY_FILE}, got {got}; correct run.dir, or wait for the first step"
+    )
+
+
+def _text(path: Path, doubts: list[str]) -> str | None:
+    """Return what is in a file; None where there is none, or it cannot be read."""
     try:
-        told = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return told if isinstance(told, dict) else {}
-
-
-def _json_lines(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the lines of a file that are whole: of a run that goes on the last may be cut short."""
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, ValueError):
-        return
-    for line in text.splitlines():
-        try:
-            told = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(told, dict) and isinstance(told.get("step"), int):
-            yield told
-
-
-def _settings(path: Path) -> Mapping[str, Any]:
-    """Return the settings by full name, as they stand: nothing they refer to is looked up."""
-    try:
-        return flat_settings(path.read_text("utf-8"))
-    except Exception:  # a damaged file may raise anything
-        return {}
-
-
-def _traced(folder: Path, summary: Mapping[str, Any]) -> ReadStep | None:
-    try:
-        told = summary.get("traced_step")
-        path = folder / told["file"] if told else typical_trace(folder)
-        return read_step(path)
-    except (DataError, ConfigError, TypeError, KeyError):
+        return path.read_text("utf-8", errors="replace")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        doubts.append(f"{path.name} cannot be read ({error.strerror})")
         return None
 
 
-def _happened(logs: Path) -> tuple[tuple[Happening, ...], int]:
+def _summary(path: Path, doubts: list[str]) -> Mapping[str, Any]:
+    """Return a summary that is as ours are; nothing where there is none."""
+    text = _text(path, doubts)
+    if text is None:
+        return {}
+    try:
+        told = json.loads(text)
+    except ValueError as error:
+        doubts.append(f"{path.name} is damaged ({error})")
+        return {}
+    wrong = mismatch(told, SUMMARY) or disagreement(told)
+    if wrong:
+        doubts.append(f"{path.name} is damaged, or of another version: {wrong}")
+        return {}
+    summary: dict[str, Any] = told
+    return summary
+
+
+def _lines(path: Path, doubts: list[str]) -> tuple[Mapping[str, Any], ...]:
+    """Return the lines that are whole: of a run that goes on the last may be cut short."""
+    text = _text(path, doubts) or ""
+    kept: list[Mapping[str, Any]] = []
+    num_lost = 0
+    for line in text.splitlines(keepends=True):
+        told = _line(line)
+        if told is not None:
+            kept.append(told)
+        elif line.endswith("\n"):
+            num_lost += 1
+    if num_lost:
+        doubts.append(f"{num_lost} lines of {path.name} are damaged")
+    return tuple(kept)
+
+
+def _line(text: str) -> Mapping[str, Any] | None:
+    try:
+        told = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(told, dict) or type(told.get("step")) is not int:
+        return None
+    numbers = (each for each in told.values() if each is not None)
+    return told if not any(mismatch(each, Number()) for each in numbers) else None
+
+
+def _settings(path: Path, doubts: list[str]) -> Mapping[str, Any]:
+    """Return the settings by full name, as they stand: nothing they refer to is looked up."""
+    text = _text(path, doubts)
+    if text is None:
+        return {}
+    try:
+        return flat_settings(text)
+    except Exception as error:  # a damaged file may raise anything
+        doubts.append(f"{path.name} is damaged ({type(error).__name__})")
+        return {}
+
+
+def _traced(folder: Path, summary: Mapping[str, Any], doubts: list[str]) -> ReadStep | None:
+    """Return the traced step, if it is whole and of this run's ranks."""
+    told = summary.get("traced_step")
+    try:
+        path = folder / told["file"] if told else typical_trace(folder)
+    except DataError:  # none was written
+        return None
+    try:
+        traced = read_step(path)
+        for timeline in traced.replicas:
+            simulate(schedule_of(timeline), mean_costs(timeline))
+    except (GpipeError, LookupError, ValueError, TypeError, ArithmeticError) as error:
+        doubts.append(f"the traced step is left out: {error}")
+        return None
+    num_ranks = sum(timeline.num_ranks for timeline in traced.replicas)
+    size = summary["layout"]["ranks"] if summary else num_ranks
+    if num_ranks != size or len(traced.around) not in (0, num_ranks):
+        doubts.append(f"the traced step is left out: it is of {num_ranks} ranks, the run of {size}")
+        return None
+    return traced
+
+
+def _happened(logs: Path, doubts: list[str]) -> tuple[tuple[Happening, ...], int]:
     """Return what all ranks have logged, by time, and how often the run was started."""
     found: dict[tuple[str, str], Happening] = {}
     num_starts = 0
     for path in sorted(logs.glob("rank*.log")):
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                told = _LINE.match(line)
-                if told is None:
-                    continue
-                moment, level, text = told["moment"], told["level"], told["text"]
-                num_starts += text.startswith(_TOLD[0])
-                if level == "INFO" and not text.startswith(_TOLD):
-                    continue
-                # Ranks say the same within a moment: one event, in the second it was said first.
-                key = moment[:16], text
-                before = found.get(key)
-                ranks = {int(told["rank"]), *(before.ranks if before else ())}
-                first = before.moment if before else moment
-                found[key] = Happening(min(first, moment), level, tuple(sorted(ranks)), text)
+        for line in _log_lines(path, doubts):
+            told = _LINE.match(line)
+            if told is None:
+                continue
+            moment, level, text = told["moment"], told["level"], told["text"]
+            num_starts += text.startswith(_TOLD[0])
+            if level == "INFO" and not text.startswith(_TOLD):
+                continue
+            # Ranks say the same within a moment: one event, in the second it was said first.
+            key = moment[:16], text
+            before = found.get(key)
+            ranks = {int(told["rank"]), *(before.ranks if before else ())}
+            first = before.moment if before else moment
+            found[key] = Happening(min(first, moment), level, tuple(sorted(ranks)), text)
     return tuple(_fold(sorted(found.values()))), num_starts
+
+
+def _log_lines(path: Path, doubts: list[str]) -> Iterator[str]:
+    """Yield the lines of a log, which may be too long to be held."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            yield from lines
+    except OSError as error:
+        doubts.append(f"logs/{path.name} cannot be read ({error.strerror})")
 
 
 def _fold(happened: list[Happening]) -> Iterator[Happening]:

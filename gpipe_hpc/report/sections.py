@@ -67,7 +67,9 @@ def _names(records: Sequence[Record]) -> list[str]:
 
 
 def _sections(record: Record, account: Account | None) -> Iterator[Section]:
-    yield Section("The run", [Words(_outcome(record)), Figures(list(_figures(record, account)))])
+    doubts = [Words(f"Not read: {doubt}.") for doubt in record.doubts]
+    figures = Figures(list(_figures(record, account)))
+    yield Section("The run", [Words(_outcome(record)), *doubts, figures])
     if account is not None:
         yield Section("What would make it faster", [_advised(record, account)])
         yield Section("Where the time of a step goes", list(_time(record, account)))

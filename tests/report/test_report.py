@@ -1,6 +1,7 @@
 """The report of a run: what adds up, what is named first, and pages that stand by themselves."""
 
 import json
+import random
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -11,7 +12,9 @@ from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.report.__main__ import write_report
 from gpipe_hpc.report.accounting import account_of, shares
 from gpipe_hpc.report.findings import findings_of
+from gpipe_hpc.report.markdown import render_markdown
 from gpipe_hpc.report.record import read_record
+from gpipe_hpc.report.sections import report_of
 from gpipe_hpc.report.transfers import with_transfers
 from gpipe_hpc.schedule import Costs, Timeline, build, mean_costs, schedule_of, simulate
 from gpipe_hpc.training.traces.around import Around
@@ -279,6 +282,96 @@ def test_a_run_that_goes_on_or_has_no_trace_has_a_report(tmp_path):
         path.unlink()
     text = write_report(compose_config([f"run.dir={folder}", "report.format=markdown"])).read_text()
     assert "has written no summary yet" in text and "not divided by cause" in text
+
+
+def damaged(value, rng, at=()):
+    """Yield copies of a value with something wrong at one place each, and where."""
+    for wrong in rng.sample(["x", None, [], {}, -1, 1.5, 10**6, [None], True], 2):
+        yield wrong, at
+    places = list(value.items()) if isinstance(value, dict) else []
+    if isinstance(value, list):
+        places = list(enumerate(value))[:1]
+    for key, inner in places:
+        for wrong, where in damaged(inner, rng, (*at, key)):
+            copy = list(value) if isinstance(value, list) else dict(value)
+            copy[key] = wrong
+            yield copy, where
+
+
+def test_no_damage_to_a_file_ends_a_report_without_a_word(tmp_path):
+    """A summary with a text for a number ended in a traceback."""
+    folder, rng = leave(tmp_path, timeline()), random.Random(7)
+    num_doubts = num_tried = 0
+    for name, share in (
+        ("summary.json", 0.15),
+        ("trace/step_00000005.json", 0.3),
+        ("metrics.jsonl", 0.3),
+    ):
+        text = (folder / name).read_text()
+        first, *others = text.splitlines() if name.endswith("l") else [text]
+        for wrong, where in damaged(json.loads(first), rng):
+            if rng.random() > share:
+                continue
+            (folder / name).write_text("\n".join([json.dumps(wrong), *others]) + "\n")
+            record = read_record(folder)
+            try:
+                text_shown = render_markdown(report_of(record))
+            except Exception as error:
+                raise AssertionError(f"{name} {where}: {json.dumps(wrong)[:200]}") from error
+            assert all(f"Not read: {doubt}." in text_shown for doubt in record.doubts)
+            num_doubts += bool(record.doubts)
+            num_tried += 1
+        (folder / name).write_text(text)
+    assert num_tried > 30 and num_doubts > num_tried / 3
+    assert read_record(folder).doubts == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("summary.json", b'{"outcome": "do', "summary.json is damaged"),
+        ("summary.json", b"{}", "expected a text as outcome, got None"),
+        ("config.yaml", b"a: [\x00", "config.yaml is damaged"),
+        ("trace/step_00000005.json", b'{"ranks": [[["0F0", 0', "the traced step is left out"),
+        ("metrics.jsonl", b'{"step": 1, "loss": "x"}\n{"step": 1, "lo\n', "2 lines of metrics"),
+        ("metrics.jsonl", bytes(range(256)), "lines of metrics.jsonl are damaged"),
+    ],
+)
+def test_a_damaged_file_is_left_out_and_named(tmp_path, name, content, said):
+    folder = leave(tmp_path, timeline())
+    (folder / name).write_bytes(content)
+    assert len(read_record(folder).doubts) == 1
+    assert said in write_report(compose_config([f"run.dir={folder}"])).read_text()
+
+
+def test_a_summary_of_other_ranks_than_the_trace_is_told(tmp_path):
+    folder = leave(tmp_path, timeline())
+    write_trace([timeline()], folder, 5)
+    (doubt,) = read_record(folder).doubts
+    assert doubt == "the traced step is left out: it is of 4 ranks, the run of 8"
+    summary = json.loads((folder / "summary.json").read_text())
+    del summary["ranks"][3]
+    (folder / "summary.json").write_text(json.dumps(summary))
+    assert "expected 8 ranks in order" in read_record(folder).doubts[0]
+
+
+def test_a_run_that_ended_before_its_first_step_is_an_error_with_what_its_log_says(tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank0.log").write_text(
+        "2026-01-01 10:00:00,001 ERROR rank 0 stage 0 gpipe_hpc.train: a disk is full\n"
+    )
+    said = "no run that has done a step.*got neither; its log says: a disk is full"
+    with pytest.raises(ConfigError, match=said):
+        read_record(tmp_path)
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(ConfigError, match=r"metrics.jsonl cannot be read \(Is a directory\)"):
+        read_record(tmp_path)
+
+
+def test_a_run_that_validated_and_took_no_step_has_a_report(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "validation_loss": 2.5}\n')
+    text = render_markdown(report_of(read_record(tmp_path)))
+    assert "2.5" in text and "What would make it faster" not in text
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,10 @@ def read_step(path: Path) -> ReadStep:
         replicas = [
             Timeline(
                 tuple(
-                    tuple(Event(rank, parse_action(text), start, end) for text, start, end in row)
+                    tuple(
+                        Event(rank, parse_action(str(text)), float(start), float(end))
+                        for text, start, end in row
+                    )
                     for rank, row in enumerate(rows[first : first + per_replica])
                 ),
                 content["num_stages"],
@@ -122,7 +125,7 @@ def read_step(path: Path) -> ReadStep:
             for row in content.get("around", ())
         )
         return ReadStep(content.get("step"), replicas, around)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError) as error:
         raise DataError(
             f"trace {path}: expected a timeline written by gpipe_hpc, got {error}; "
             f"{os_remedy(error) or 'run with trace.steps=1'}"

@@ -1,0 +1,159 @@
+"""What files of a run must hold for a report to read them, and where they do not."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+
+class OrNull(NamedTuple):
+    """A value of a shape, or null, or none at all."""
+
+    shape: Any
+
+
+class Number(NamedTuple):
+    """A finite number from `least` up; `is_whole`: an integer."""
+
+    least: float = -math.inf
+    is_whole: bool = False
+
+
+_COUNT: Final = Number(0, is_whole=True)
+_POSITIVE: Final = Number(1, is_whole=True)
+_SECONDS: Final = Number(0)
+_ANY_SECONDS: Final = OrNull(_SECONDS)
+
+SUMMARY: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "outcome": str,
+        "error": OrNull(str),
+        "began": str,
+        "written": str,
+        "first_step": OrNull(_COUNT),
+        "last_step": _COUNT,
+        "steps_asked": _COUNT,
+        "layout": {
+            "ranks": _POSITIVE,
+            "stages": _POSITIVE,
+            "replicas": _POSITIVE,
+            "microbatches": _POSITIVE,
+            "schedule": str,
+            "recompute": str,
+            "partition": str,
+            "layers_of_stages": [_COUNT],
+        },
+        "loss": OrNull({"last": OrNull(Number()), "validation": OrNull(Number())}),
+        "throughput": OrNull(
+            dict.fromkeys(
+                ("samples_per_s", "tokens_per_s", "model_flops_per_s", "share_of_peak"),
+                OrNull(Number()),
+            )
+        ),
+        "step": OrNull({"bubble": OrNull(Number())}),
+        "expected": OrNull({"pipeline_s": _SECONDS, "bubble": Number()}),
+        "balance": OrNull({"weights": [_COUNT], "gain": Number()}),
+        "traced_step": OrNull({"file": str}),
+        "peak_memory_meaning": OrNull(str),
+        "ranks": OrNull(
+            [
+                {
+                    "rank": _COUNT,
+                    "stage_rank": _COUNT,
+                    "host": str,
+                    "stages": [_COUNT],
+                    "busy_s": _ANY_SECONDS,
+                    "reading_s": _ANY_SECONDS,
+                    "peak_memory_bytes": _COUNT,
+                    "memory_before_bytes": _COUNT,
+                    "layers": OrNull([{"layer": _COUNT, "forward_s": _SECONDS}]),
+                    "planned_memory": OrNull({"total_bytes": _COUNT, "activation_bytes": _COUNT}),
+                }
+            ]
+        ),
+        "layers": OrNull(
+            [
+                {
+                    "kind": str,
+                    "parameters": _COUNT,
+                    "forward_flops": Number(0),
+                    "backward_flops": Number(0),
+                }
+            ]
+        ),
+        "versions": OrNull({}),
+        "advice": OrNull(
+            [
+                {
+                    "settings": str,
+                    "gain": Number(),
+                    "more_bytes": OrNull(Number()),
+                    "assumes": OrNull(str),
+                }
+            ]
+        ),
+    }
+)
+_NAMES: Final = MappingProxyType({str: "a text", dict: "an object", list: "a list"})
+
+
+def mismatch(value: Any, shape: Any, where: str = "") -> str | None:
+    """Return what is not as its shape says, in words; None where all is."""
+    return next(_mismatches(value, shape, where), None)
+
+
+def _mismatches(value: Any, shape: Any, where: str) -> Iterator[str]:
+    match shape:
+        case OrNull(inner):
+            if value is not None:
+                yield from _mismatches(value, inner, where)
+        case Number(least, is_whole):
+            kinds = (int,) if is_whole else (int, float)
+            if type(value) not in kinds or not math.isfinite(value) or value < least:
+                kind = "an integer" if is_whole else "a number"
+                some = "" if least == -math.inf else f" of {least:g} or more"
+                yield _told(where, f"{kind}{some}", value)
+        case Mapping():
+            if not isinstance(value, dict):
+                yield _told(where, _NAMES[dict], value)
+                return
+            for name, inner in shape.items():
+                yield from _mismatches(value.get(name), inner, f"{where}.{name}".strip("."))
+        case list():
+            if not isinstance(value, list):
+                yield _told(where, _NAMES[list], value)
+                return
+            for place, each in enumerate(value):
+                yield from _mismatches(each, shape[0], f"{where}[{place}]")
+        case _:
+            if not isinstance(value, shape):
+                yield _told(where, _NAMES[shape], value)
+
+
+def _told(where: str, expected: str, got: Any) -> str:
+    return f"expected {expected}{f' as {where}' if where else ''}, got {got!r:.60}"
+
+
+def disagreement(summary: Mapping[str, Any]) -> str | None:
+    """Return where parts of a summary, each as its shape says, do not fit one another."""
+    layout, ranks = summary["layout"], summary.get("ranks") or []
+    size, counts = layout["ranks"], layout["layers_of_stages"]
+    if size % layout["replicas"]:
+        return f"{layout['replicas']} replicas do not divide {size} ranks"
+    if ranks and [each["rank"] for each in ranks] != list(range(size)):
+        return f"expected {size} ranks in order under ranks, got {len(ranks)} or another order"
+    per_replica = size // layout["replicas"]
+    for each in ranks:
+        if each["stage_rank"] >= per_replica:
+            return f"rank {each['rank']} is not within its replica of {per_replica} ranks"
+    return _layers_that_lack(ranks, sum(counts), len(summary.get("layers") or []))
+
+
+def _layers_that_lack(
+    ranks: Sequence[Mapping[str, Any]], num_cut: int, num_told: int
+) -> str | None:
+    indices = {own["layer"] for each in ranks for own in each.get("layers") or ()}
+    most = max(indices, default=-1)
+    if most >= num_cut or (indices and num_told and most >= num_told):
+        return f"layer {most} was timed, but the cut has {num_cut} layers and {num_told} are told"
+    return None
