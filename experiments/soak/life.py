@@ -53,7 +53,7 @@ class Verdict:
     resumed: int = 0  # the step from which the next start went on
     named_s: dict[int, float] = field(default_factory=dict)  # by surviving rank
     ended_s: float = 0.0
-    num_forced: int = 0  # ranks that their watchers had to end
+    num_forced: int = 0  # survivors that their watchers had to end
     load: float = 1.0  # processes that wanted each processor
     codes: list[int | None] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -181,7 +181,9 @@ class Life:
         for rank, process in enumerate(self._ranks):
             said = process.output
             right = struck.codes.get(rank, frozenset({1}))
-            if FORCED in said:  # what the rank waited for in torch did not break
+            if (
+                FORCED in said and rank not in struck.codes
+            ):  # what the rank waited for in torch did not break
                 right |= {-signal.SIGKILL}
                 verdict.num_forced += 1
             if process.code not in right:

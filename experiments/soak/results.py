@@ -119,7 +119,8 @@ class Results:
             lines.append(
                 f"Of {len(named)} survivors {soon} named the fault within {NAMED_S:.0f} s by the "
                 f"clock, the last after {max(named, default=0.0):.1f} s; all ranks had ended after "
-                f"{late:.1f} s at most, {forced} of them by force, as torch did not let them go."
+                f"{late:.1f} s at most, {forced} of the survivors by force, as torch did not let "
+                f"them go."
             )
         if self._without_disks is not None:
             lines.append(f"No disk of its own ({self._without_disks}): RLIMIT_FSIZE instead.")
