@@ -131,6 +131,7 @@ def test_whole_numbers_without_a_range_fit_an_integer_of_torch():
         (("model=mlp", "data=synthetic_vectors", "model.widths=[6,8,10]"), r"widths.*data\.width"),
         (("model=mlp", "data=synthetic_vectors", "model.widths=[64,3]"), r"widths.*num_classes=10"),
         (("model=resnet_small", "data=digits", "model.num_classes=3"), r"num_classes, expected at"),
+        (("model=resnet_small", "data=digits", "model.num_classes=1"), r"num_classes, expected at"),
         (("model=resnet_small", "data=digits", "model.in_channels=3"), r"in_channels, expected da"),
     ],
 )
@@ -140,6 +141,13 @@ def test_sizes_of_a_model_of_ours_are_those_of_the_data(words, message):
         check_config(compose_config(words), 1)
 
 
-def test_one_output_may_say_yes_or_no():
-    words = ["model=unet_tiny", "data=synthetic_masks", "model.num_classes=1"]
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("model=unet_tiny", "data=synthetic_masks"),
+        ("model=resnet_small", "data=digits", "loss={_target_:my.loss}"),
+    ],
+)
+def test_one_output_may_say_yes_or_no(words):
+    words = [*words, "model.num_classes=1"]
     assert check_config(compose_config(words), 1) == []
