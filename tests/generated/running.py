@@ -107,12 +107,13 @@ def ended(case: Case, folder: Path, limit_s: float = LIMIT_S) -> Ended:
     out, err = io.StringIO(), io.StringIO()
     code: int | str | None = None
     error = ""
-    threads = torch.get_num_threads()
+    threads, cores = torch.get_num_threads(), os.sched_getaffinity(0)
     with (
         contextlib.chdir(folder),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         mock.patch.object(sys, "argv", [f"gpipe_hpc.{case.command}", *case.words]),
+        mock.patch.object(sys, "path", [*sys.path]),
         mock.patch.dict(os.environ, {"HOME": str(folder)}),
         mock.patch.object(loop, "DEFAULT_FOLDER", _SHARED),
         _little_memory(),
@@ -125,6 +126,7 @@ def ended(case: Case, folder: Path, limit_s: float = LIMIT_S) -> Ended:
         except BaseException:
             error = traceback.format_exc()
     torch.set_num_threads(threads)
+    os.sched_setaffinity(0, cores)
     return Ended(code or 0, out.getvalue(), err.getvalue(), error)
 
 

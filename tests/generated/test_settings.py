@@ -7,8 +7,8 @@ import pytest
 from tests.generated.cases import drawn
 from tests.generated.running import train_first, tried, tried_command
 
-_FEW, _MANY = range(20), range(20, 1000)
-_FEW_IN_A_SHELL, _MANY_IN_A_SHELL = range(2000, 2003), range(2003, 2050)
+_FEW, _MANY = range(15), range(15, 1000)
+_FEW_IN_A_SHELL, _MANY_IN_A_SHELL = range(2000, 2002), range(2002, 2050)
 
 
 @pytest.fixture(scope="module")
