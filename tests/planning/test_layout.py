@@ -320,7 +320,7 @@ def test_the_best_placement_is_found_for_whatever_the_gauge_tells():
 def test_every_setting_of_a_pipeline_is_one_of_a_request_by_name():
     """So a new one is written in the schema, in conf/ and where it is used."""
     named = {each.name for each in fields(Request)}
-    assert {each.name for each in fields(PipelineConfig)} - named == {"options", "ranks"}
+    assert {each.name for each in fields(PipelineConfig)} - named == {"options", "ranks", "layout"}
     changed = compose_config(["pipeline.buffers=first", "train.seed=3", "train.accumulation=2"])
     asked = request_of(changed)
     assert (asked.buffers, asked.seed, asked.microbatches) == ("first", 3, 16)
