@@ -910,7 +910,7 @@ class Pipeline:
 
     def load(
         self,
-        path: str | Path | checkpoint.Verified,
+        path: str | Path | checkpoint.Source,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
         """Load a checkpoint, of any layout, and its groups' options; return its `extra`.
@@ -919,7 +919,7 @@ class Pipeline:
         CheckpointError if it is damaged, or of another model, kind of optimizer or grouping: then
         nothing has changed.
         """
-        source = path if isinstance(path, checkpoint.Verified) else Path(path)
+        source = Path(path) if isinstance(path, (str, Path)) else path
         where = source if isinstance(source, Path) else source.path
         with together(self.world, f"loading {where}"):
             return checkpoint.load(self, source, optimizer)

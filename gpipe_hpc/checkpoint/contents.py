@@ -161,6 +161,17 @@ def _writers(sizes: list[dict[str, int]]) -> dict[str, int]:
     return writers
 
 
+def layout_facts(pipe: "Pipeline") -> dict[str, Any]:
+    """Return on which ranks, and how, this step was run; nothing is read by it."""
+    return {
+        "ranks": pipe.world.size,
+        "stages": pipe.mesh.stages,
+        "replicas": pipe.mesh.replicas,
+        "schedule": pipe.schedule.name,
+        "microbatches": pipe.num_microbatches,
+    }
+
+
 def _facts(
     pipe: "Pipeline",
     values: dict[str, Any],
@@ -176,11 +187,8 @@ def _facts(
         "loss_scale": None if pipe.loss_scale is None else pipe.loss_scale.state(),
         "parameters": {info.name: info.num_elements for info in pipe.all_parameters},
         "num_layers": pipe.num_layers,
-        "stages": pipe.mesh.stages,
-        "replicas": pipe.mesh.replicas,
+        **layout_facts(pipe),
         "apart": described(pipe),
-        "schedule": pipe.schedule.name,
-        "microbatches": pipe.num_microbatches,
         "partition": pipe.partition._asdict(),
         "values": values,
         "states": states,

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from gpipe_hpc.checkpoint.agreement import all_or_none
 from gpipe_hpc.checkpoint.apart import Reading, average
 from gpipe_hpc.checkpoint.folder import OUTER, model_tensors, other_checkpoint, said
+from gpipe_hpc.checkpoint.manifest import Facts
 from gpipe_hpc.checkpoint.memory import check_room
-from gpipe_hpc.checkpoint.metadata import StoredTensor, fill
+from gpipe_hpc.checkpoint.metadata import StoredTensor
 from gpipe_hpc.checkpoint.options import stored_options
 from gpipe_hpc.checkpoint.states import decode, tensor_names
-from gpipe_hpc.checkpoint.verifying import Verified, verify
+from gpipe_hpc.checkpoint.verifying import verify
 from gpipe_hpc.engine.outer.held import Held
 from gpipe_hpc.errors import CheckpointError, HalfLoadedError
 
@@ -31,6 +32,31 @@ if TYPE_CHECKING:
 log = logging.getLogger("gpipe_hpc.checkpoint")
 
 _PART_BYTES: Final = 2**30
+
+
+class Source(Protocol):
+    """Where a checkpoint's tensors are, known to be whole.
+
+    `path`: what messages call it. `facts`: what its manifest says. `stored`: its tensors, by name.
+    """
+
+    @property
+    def path(self) -> Path:
+        """Return what messages call it."""
+
+    @property
+    def facts(self) -> Facts:
+        """Return what its manifest says."""
+
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        """Return its tensors, by name."""
+
+    def fetch(self, names: Sequence[str]) -> None:
+        """Make ready to read these on this rank; all ranks call it."""
+
+    def fill(self, targets: Mapping[str, Tensor]) -> None:
+        """Read tensors into `targets`, by name; OSError or ValueError if one cannot be read."""
 
 
 class _Cut(NamedTuple):
@@ -63,7 +89,7 @@ class _Plan(NamedTuple):
 
 
 def load(
-    pipe: "Pipeline", checkpoint: Path | Verified, optimizer: torch.optim.Optimizer | None
+    pipe: "Pipeline", checkpoint: Path | Source, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, Any]:
     """Fill the pipeline's parameters and buffers, and the optimizer; return `extra`.
 
@@ -75,21 +101,23 @@ def load(
     a file that was whole a moment ago cannot be read.
     """
     everybody = pipe.everybody
-    if isinstance(checkpoint, Verified):
-        found = checkpoint
-    else:
+    found: Source
+    if isinstance(checkpoint, Path):
         found = verify(checkpoint, everybody, pipe.world.rank, partial(_note, pipe))
+    else:
+        found = checkpoint
     plan = all_or_none(everybody, lambda: _plan(pipe, found, optimizer))
     check_room(found.path, everybody, pipe.world.device, _needed_bytes(plan, found.stored))
     made = all_or_none(everybody, lambda: _make(plan, found))
     targets = plan.targets | made
     if found.facts["format"] == 1:
         all_or_none(everybody, lambda: _try_to_read(found, [*targets, *plan.cuts]))
+    found.fetch([*targets, *plan.cuts])
     # From here on this rank's state changes.
     try:
         for number, part in enumerate(_parts(targets), start=1):
             _note(pipe, f"reading {found.path}: part {number}")
-            fill(found.path, found.stored, part)
+            found.fill(part)
         targets |= {name: _cut_out(found, name, cut) for name, cut in plan.cuts.items()}
     except (OSError, ValueError) as error:
         raise HalfLoadedError(
@@ -128,9 +156,9 @@ def _note(pipe: "Pipeline", activity: str) -> None:
     pipe.world.activity = activity
 
 
-def _plan(pipe: "Pipeline", found: Verified, optimizer: torch.optim.Optimizer | None) -> _Plan:
+def _plan(pipe: "Pipeline", found: Source, optimizer: torch.optim.Optimizer | None) -> _Plan:
     """Return what to do, having looked at all that can be wrong; changes nothing."""
-    path, facts, stored = found
+    path, facts, stored = found.path, found.facts, found.stored
     _check_model(pipe, path, facts)
     reading = Reading.of(pipe, facts)
     model = {reading.of_model(name): tensor for name, tensor in model_tensors(pipe).items()}
@@ -207,7 +235,7 @@ def _lacks(path: Path, name: str) -> CheckpointError:
     )
 
 
-def _say_unknown(pipe: "Pipeline", found: Verified, targets: Mapping[str, Tensor]) -> None:
+def _say_unknown(pipe: "Pipeline", found: Source, targets: Mapping[str, Tensor]) -> None:
     """Warn of what the checkpoint has for layers of this rank, and the model has not."""
     prefixes = tuple(
         f"model.layers.{index}." for stage in pipe.stages.values() for index in stage.layers
@@ -277,7 +305,7 @@ def _is_like(tensor: Tensor, stored: StoredTensor, device: torch.device) -> bool
     return (tensor.shape, tensor.dtype, tensor.device) == (stored.shape, stored.dtype, device)
 
 
-def _extra_states(pipe: "Pipeline", found: Verified) -> list[tuple[nn.Module, Any]]:
+def _extra_states(pipe: "Pipeline", found: Source) -> list[tuple[nn.Module, Any]]:
     """Return this rank's modules that keep a state of their own, each with what is stored."""
     modules = {n: m for s in pipe.stages.values() for n, m in s.extra_states().items()}
     if found.facts["format"] == 1:
@@ -312,7 +340,7 @@ def _needed_bytes(plan: _Plan, stored: Mapping[str, StoredTensor]) -> dict[torch
     return needed | {cpu: needed.get(cpu, 0) + largest}
 
 
-def _make(plan: _Plan, found: Verified) -> dict[str, Tensor]:
+def _make(plan: _Plan, found: Source) -> dict[str, Tensor]:
     try:
         return {
             name: torch.empty(found.stored[name].shape, dtype=found.stored[name].dtype, device=d)
@@ -326,20 +354,20 @@ def _make(plan: _Plan, found: Verified) -> dict[str, Tensor]:
         ) from error
 
 
-def _cut_out(found: Verified, name: str, cut: _Cut) -> Tensor:
+def _cut_out(found: Source, name: str, cut: _Cut) -> Tensor:
     """Read a tensor and return the elements that this rank keeps of it."""
     stored = found.stored[name]
     whole = torch.empty(stored.shape, dtype=stored.dtype)
-    fill(found.path, found.stored, {name: whole})
+    found.fill({name: whole})
     return cut.held.part_of(whole).to(cut.device, copy=True)
 
 
-def _try_to_read(found: Verified, names: Iterable[str]) -> None:
+def _try_to_read(found: Source, names: Iterable[str]) -> None:
     """Read each tensor once for nothing: without digests this tells whether it can be read."""
     for name in names:
         tensor = found.stored[name]
         try:
-            fill(found.path, found.stored, {name: torch.empty(tensor.shape, dtype=tensor.dtype)})
+            found.fill({name: torch.empty(tensor.shape, dtype=tensor.dtype)})
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"checkpoint {found.path}: expected to read {name} from {tensor.file}, got "

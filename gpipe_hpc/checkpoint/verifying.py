@@ -8,15 +8,17 @@ import hashlib
 import json
 import logging
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
+
+from torch import Tensor
 
 from gpipe_hpc.checkpoint.agreement import all_or_none, raise_first
 from gpipe_hpc.checkpoint.blocks import Block, blocks_of, digests
 from gpipe_hpc.checkpoint.folder import other_checkpoint, read_facts, read_stored, said
 from gpipe_hpc.checkpoint.manifest import MANIFEST, Facts
-from gpipe_hpc.checkpoint.metadata import METADATA, StoredTensor
+from gpipe_hpc.checkpoint.metadata import METADATA, StoredTensor, fill
 from gpipe_hpc.comm.group import Gathering
 from gpipe_hpc.errors import CheckpointError, os_remedy
 
@@ -38,6 +40,13 @@ class Verified(NamedTuple):
     path: Path
     facts: Facts
     stored: dict[str, StoredTensor]
+
+    def fetch(self, names: Sequence[str]) -> None:
+        """Do nothing: every rank reads the files itself."""
+
+    def fill(self, targets: Mapping[str, Tensor]) -> None:
+        """Read tensors into `targets`, by name; OSError or ValueError if one cannot be read."""
+        fill(self.path, self.stored, targets)
 
 
 def verify(

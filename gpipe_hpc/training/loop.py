@@ -119,14 +119,14 @@ def _copies(config: Config, world: World, run: Run) -> NeighbourCopies | None:
     if not config.checkpoint.neighbour_every or not run.lineage:
         return None
     pipeline = config.pipeline
-    about = {
-        "lineage": run.lineage,
+    layout = {
         "ranks": world.size,
         "stages": pipeline.stages,
         "replicas": pipeline.replicas,
         "schedule": pipeline.schedule,
         "shards": [config.outer.shard, config.outer.bucket_bytes],
     }
+    about = {"lineage": run.lineage, "layout": layout}
     root = Path(config.checkpoint.neighbour_dir or DEFAULT_FOLDER)
     return open_copies(world, root, run.name, about)
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
-from gpipe_hpc.checkpoint import loading
+from gpipe_hpc.checkpoint import loading, verifying
 from gpipe_hpc.checkpoint.manifest import MANIFEST, manifest_text, read_manifest
 from gpipe_hpc.comm import device
 from gpipe_hpc.errors import CheckpointError, HalfLoadedError
@@ -164,7 +164,7 @@ def test_a_file_that_fails_after_all_was_whole_says_so(saved, new_run, monkeypat
     def failing(*_):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(loading, "fill", failing)
+    monkeypatch.setattr(verifying, "fill", failing)
     with pytest.raises(HalfLoadedError, match="partly loaded: end this process"):
         run.pipe.load(path, run.optimizer)
 

@@ -23,8 +23,8 @@ from gpipe_hpc.training.run.lock import myself
 class Counting(nn.Linear):
     """A layer whose output depends on a state that is no parameter and no buffer."""
 
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
+    def __init__(self, *sizes, **options):
+        super().__init__(*sizes, **options)
         self.num_calls = torch.zeros(())
 
     def forward(self, inputs):
@@ -38,16 +38,24 @@ class Counting(nn.Linear):
         self.num_calls = state["calls"]
 
 
-ABOUT = {"lineage": "a", "stages": 2}
+ABOUT = {"lineage": "a", "layout": "2 stages"}
 SIZE = 4
 
 
-def trained(world, num_steps, seed=0):
-    """Return a pipeline of two stages and two replicas after some steps, and its optimizer."""
-    layers = [LayerSpec(nn.Linear, 6, 6), nn.BatchNorm1d(6), LayerSpec(Counting, 6, 6)]
-    loss = nn.MSELoss()
-    pipe = Pipeline(layers, loss, stages=2, replicas=2, microbatches=2, seed=seed, world=world)
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+def trained(world, num_steps, seed=0, layout=(2, 2), **settings):
+    """Return a pipeline of (stages, replicas) after some steps, and its optimizer.
+
+    The batch is cut into four micro-batches, whatever the layout.
+    """
+    layers = [
+        LayerSpec(nn.Linear, 6, 6, dtype=torch.float64),
+        nn.BatchNorm1d(6, dtype=torch.float64),
+        LayerSpec(Counting, 6, 6, dtype=torch.float64),
+    ]
+    stages, replicas = layout
+    settings = {"stages": stages, "replicas": replicas, "microbatches": 4 // replicas, **settings}
+    pipe = Pipeline(layers, nn.MSELoss(), seed=seed, world=world, **settings)
+    optimizer = pipe.optimizer(lambda parameters: torch.optim.AdamW(parameters, lr=0.01))
     steps(pipe, optimizer, range(num_steps))
     return pipe, optimizer
 
@@ -55,7 +63,8 @@ def trained(world, num_steps, seed=0):
 def steps(pipe, optimizer, numbers):
     losses = []
     for number in numbers:
-        inputs = torch.randn(16, 6, generator=torch.Generator().manual_seed(number))
+        generator = torch.Generator().manual_seed(number)
+        inputs = torch.randn(16, 6, generator=generator, dtype=torch.float64)
         part = pipe.share(16)
         losses.append(pipe.step(inputs[part], inputs[part].roll(1, 1)).loss)
         optimizer.step()
@@ -72,7 +81,7 @@ def opened(world, root, hosts=("one", "one", "two", "two"), about=ABOUT):
 
 @pytest.fixture
 def hosts(tmp_path):
-    for host in ("one", "two", "three"):
+    for host in ("one", "two", "three", "four"):
         (tmp_path / host).mkdir()
     return tmp_path
 
@@ -120,10 +129,10 @@ def test_a_restart_goes_on_to_the_bit(hosts):
     assert go_on(hosts) == [(5, {"position": 5}, losses) for losses in whole]
 
 
-def test_copies_are_on_another_host_and_nobody_elses(hosts):
+def test_copies_are_on_both_hosts_and_nobody_elses(hosts):
     save_at(hosts, 1)
-    assert names(hosts, "one") == ["rank00002_step00000001", "rank00003_step00000001"]
-    assert names(hosts, "two") == ["rank00000_step00000001", "rank00001_step00000001"]
+    for host in ("one", "two"):
+        assert names(hosts, host) == [f"rank{rank:05d}_step00000001" for rank in range(SIZE)]
     for path in hosts.glob("*/gpipe_hpc_*/the_run/rank*"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
@@ -132,16 +141,13 @@ def test_copies_are_on_another_host_and_nobody_elses(hosts):
 def test_two_generations_are_kept(hosts):
     save_at(hosts, 1, 2, 3, 4)
     assert {name[-1] for name in names(hosts, "one")} == {"3", "4"}
-    assert len(names(hosts, "one")) == 4
+    assert len(names(hosts, "one")) == 2 * SIZE
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "missing", "header", "open to others"])
-def test_a_damaged_generation_is_passed_over_for_the_one_before(hosts, damage):
-    save_at(hosts, 3)
-    shutil.copytree(hosts, hosts / "kept")
-    whole = save_at(hosts, 3)
-    save_at(hosts, 3, 4)
-    path = CopyFolder(hosts / "two", "the_run").path / "rank00001_step00000004"
+DAMAGES = ["cut", "flipped", "missing", "header", "open to others"]
+
+
+def harm(path, damage):
     if damage == "cut":
         os.truncate(path, path.stat().st_size - 100)
     elif damage == "missing":
@@ -152,8 +158,27 @@ def test_a_damaged_generation_is_passed_over_for_the_one_before(hosts, damage):
         raw = bytearray(path.read_bytes())
         raw[len(raw) // 2 if damage == "flipped" else 9] ^= 4
         path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_copy_has_another_in_its_place(hosts, damage):
+    """A generation was lost with one copy of it."""
+    whole = save_at(hosts, 3, 4)
+    harm(CopyFolder(hosts / "two", "the_run").path / "rank00003_step00000004", damage)
+    harm(CopyFolder(hosts / "one", "the_run").path / "rank00001_step00000004", damage)
+    assert go_on(hosts) == [(4, {"position": 4}, losses) for losses in whole]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_generation_is_passed_over_for_the_one_before(hosts, caplog, damage):
+    whole = save_at(hosts, 3)
+    save_at(hosts, 3, 4)
+    for host in ("one", "two"):
+        for rank in (1, 3):  # all that hold stage 1
+            harm(CopyFolder(hosts / host, "the_run").path / f"rank{rank:05d}_step00000004", damage)
     assert go_on(hosts) == [(3, {"position": 3}, losses) for losses in whole]
-    assert {name[-1] for name in names(hosts, "two")} == {"3"}
+    assert "copies of step 4 in memory lack stage 1: those of ranks 1, 3 are gone" in caplog.text
+    assert {name[-1] for name in names(hosts, "two")} <= {"3"}
 
 
 def test_a_kill_while_copies_are_written_leaves_the_generation_before(hosts, monkeypatch):
@@ -166,7 +191,7 @@ def test_a_kill_while_copies_are_written_leaves_the_generation_before(hosts, mon
     write = files.CopyWriter.close
 
     def die(self):
-        if "rank00002" in self._path.name:
+        if "rank00001" in self._path.name or "rank00003" in self._path.name:
             raise Killed
         write(self)
 
@@ -181,21 +206,15 @@ def test_a_kill_while_copies_are_written_leaves_the_generation_before(hosts, mon
         patch.setattr(files.CopyWriter, "close", die)
         with pytest.raises(Killed):
             run_on_threads(SIZE, body)
-    assert "rank00000_step00000006" in names(hosts, "two")
+    assert any("_step00000006" in name for name in names(hosts, "two"))
     assert go_on(hosts) == [(3, {"position": 3}, losses) for losses in whole]
 
 
 def test_a_host_that_is_lost_loses_nothing(hosts):
-    """Its ranks come back on a third host, and get their states from the one that is left."""
+    """Another one comes in its place, with nothing in its memory: the one that is left has all."""
     whole = save_at(hosts, 2)
     shutil.rmtree(hosts / "one")
     (hosts / "one").mkdir()
-    # Ranks 2 and 3 had their copies on the lost host: nothing to go on from in memory.
-    assert go_on(hosts) == [None] * SIZE
-    save_at(hosts, 2)
-    shutil.move(hosts / "one", hosts / "three" / "moved")
-    (hosts / "one").mkdir()
-    shutil.copytree(hosts / "three" / "moved", hosts / "two", dirs_exist_ok=True)
     assert go_on(hosts) == [(2, {"position": 2}, losses) for losses in whole]
 
 
@@ -206,10 +225,97 @@ def test_ranks_that_changed_hosts_get_their_states_sent(hosts, monkeypatch):
     assert go_on(hosts, hosts=other) == [(2, {"position": 2}, losses) for losses in whole]
 
 
-@pytest.mark.parametrize("change", [{"lineage": "b"}, {"stages": 4}])
-def test_copies_of_another_history_or_layout_are_not_taken(hosts, change):
+def test_copies_of_another_history_are_not_taken(hosts):
     save_at(hosts, 2)
-    assert go_on(hosts, about=ABOUT | change) == [None] * SIZE
+    assert go_on(hosts, about=ABOUT | {"lineage": "b"}) == [None] * SIZE
+
+
+def alone(num_steps):
+    """Return the losses of one process that nothing disturbs."""
+    (losses,) = run_on_threads(1, lambda world: steps(*trained(world, 0, layout=(1, 1)), num_steps))
+    return losses
+
+
+def save_in(root, at, where, **layout):
+    """Train to a step in a layout and copy; `where`: the hosts of its ranks."""
+
+    def body(world):
+        copies = opened(world, root, hosts=where, about=ABOUT | {"layout": str(layout)})
+        pipe, optimizer = trained(world, 0, **layout)
+        steps(pipe, optimizer, range(at))
+        copies.save(pipe, optimizer, {"position": at})
+
+    run_on_threads(len(where), body)
+
+
+def go_on_in(root, num_steps, where, **layout):
+    """Return (extra, losses) of so many steps more from copies in memory, by rank."""
+
+    def body(world):
+        copies = opened(world, root, hosts=where, about=ABOUT | {"layout": str(layout)})
+        found = copies.find()
+        if found is None:
+            return None
+        pipe, optimizer = trained(world, 1, seed=7, **layout)
+        extra = copies.restore(found, pipe, optimizer)
+        copies.forget_others()
+        done = pipe.steps_done
+        return extra, steps(pipe, optimizer, range(done, done + num_steps))
+
+    return run_on_threads(len(where), body)
+
+
+LAYOUTS = {
+    "one process": (("two",), {"layout": (1, 1)}),
+    "a replica less": (("two",) * 2, {"layout": (2, 1)}),
+    "more stages": (("two", "two", "three"), {"layout": (3, 1)}),
+    "more replicas": (("two",) * 2 + ("three",) * 2 + ("four",) * 2, {"layout": (3, 2)}),
+    "holes": (("two", "two", "three"), {"stages": 2, "replicas": 2, "microbatches": 2}),
+    "divided state": (("two",) * 2, {"layout": (1, 2), "outer": {"shard": "flat"}}),
+}
+
+
+@pytest.mark.parametrize("after", LAYOUTS)
+@pytest.mark.parametrize("before", [(2, 2), (3, 1)], ids=["2 x 2", "3 stages"])
+def test_a_lost_host_and_another_layout_go_on_where_the_copies_were(hosts, before, after):
+    """Copies were for the same layout alone: all went back to the newest checkpoint."""
+    where, layout = LAYOUTS[after]
+    save_in(hosts, 3, ("one", "one", "two", "two")[: before[0] * before[1]], layout=before)
+    shutil.rmtree(hosts / "one")
+    expected = alone(range(6))[3:]
+    for extra, losses in go_on_in(hosts, 3, where, **layout):
+        assert extra == {"position": 3}
+        assert losses == pytest.approx(expected, rel=0, abs=1e-10)
+
+
+def test_what_memory_lacks_is_said(hosts, caplog):
+    save_in(hosts, 3, ("one", "one", "two"), layout=(3, 1))
+    for name in names(hosts, "two"):
+        if name.startswith("rank00000"):
+            (CopyFolder(hosts / "two", "the_run").path / name).unlink()
+    shutil.rmtree(hosts / "one")
+    (hosts / "one").mkdir()
+    assert go_on_in(hosts, 1, ("two", "two"), layout=(2, 1)) == [None, None]
+    told = [each for each in caplog.messages if "lack stage 0: those of ranks 0 are gone" in each]
+    assert len(told) == 1, caplog.text
+
+
+def test_a_state_divided_over_replicas_is_for_its_own_layout_and_that_is_said(hosts, caplog):
+    divided = {"layout": (1, 2), "outer": {"shard": "flat"}}
+    save_in(hosts, 3, ("one", "two"), **divided)
+    assert go_on_in(hosts, 1, ("one",), layout=(1, 1)) == [None]
+    assert "of replicas that train apart or share the optimizer's state" in caplog.text
+    assert [extra for extra, _ in go_on_in(hosts, 1, ("one", "two"), **divided)] == [
+        {"position": 3}
+    ] * 2
+
+
+def test_copies_of_a_layout_left_stay_until_there_are_new_ones(hosts):
+    """A second loss, before the next copies, finds them again."""
+    save_in(hosts, 3, ("one", "one", "two"), layout=(3, 1))
+    for _ in range(2):
+        found = go_on_in(hosts, 1, ("one", "two"), layout=(2, 1))
+        assert [extra for extra, _ in found] == [{"position": 3}] * 2
 
 
 def test_a_state_of_another_cut_changes_nothing_on_any_rank(hosts):
@@ -239,13 +345,13 @@ def test_without_room_it_is_refused_by_all_at_the_first_copy(hosts, monkeypatch)
 
 def test_memory_that_fills_up_later_costs_only_that_copy(hosts, monkeypatch, caplog):
     def fail(self, piece):
-        if "rank00001_step00000002" in self._path.name:
+        if self._path.name in ("rank00001_step00000002", "rank00003_step00000002"):
             self.failure = OSError("no space left")
 
     whole = save_at(hosts, 1, 2)
     monkeypatch.setattr(files.CopyWriter, "write", with_check(files.CopyWriter.write, fail))
     assert save_at(hosts, 1, 2) == whole
-    assert "copies of step 2 in memory are not whole, as on rank 3: no space left" in caplog.text
+    assert "copies of step 2 in memory are not whole, as on rank 1: no space left" in caplog.text
     assert go_on(hosts)[0][0] == 1
 
 

@@ -8,5 +8,6 @@ processes of a job but no restart of the host.
 from gpipe_hpc.training.neighbour.copies import NeighbourCopies, open_copies
 from gpipe_hpc.training.neighbour.files import DEFAULT_FOLDER
 from gpipe_hpc.training.neighbour.finding import Found, find
+from gpipe_hpc.training.neighbour.scattered import Scattered
 
-__all__ = ["DEFAULT_FOLDER", "Found", "NeighbourCopies", "find", "open_copies"]
+__all__ = ["DEFAULT_FOLDER", "Found", "NeighbourCopies", "Scattered", "find", "open_copies"]

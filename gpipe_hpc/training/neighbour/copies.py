@@ -1,7 +1,9 @@
-"""Where each rank's copy goes, and how two generations of them are kept.
+"""Where each rank's copies go, and how two generations of them are kept.
 
-The state of step N is written while that of the one before is whole on every host; only when all
-ranks have written N may the older one go. So a kill at any moment leaves one whole generation.
+A rank's state is kept on its own host, for when processes die, and on another one, for when the
+host does. The state of step N is written while that of the one before is whole on every host; only
+when all ranks have written N may the older one go. So a kill at any moment leaves one whole
+generation.
 """
 
 import logging
@@ -20,9 +22,10 @@ from gpipe_hpc.comm.byte_moves import ByteMoves, Move
 from gpipe_hpc.comm.group import meet
 from gpipe_hpc.comm.machine import shared_identity
 from gpipe_hpc.comm.world import World, together
-from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.errors import CheckpointError, ConfigError
 from gpipe_hpc.training.neighbour.files import CopyFolder, CopyWriter
 from gpipe_hpc.training.neighbour.finding import Found, find
+from gpipe_hpc.training.neighbour.scattered import Scattered, find_scattered
 
 if TYPE_CHECKING:
     from gpipe_hpc.pipeline import Pipeline
@@ -42,7 +45,7 @@ class NeighbourCopies:
         self._folder = folder
         self._hosts = tuple(hosts)
         self._about = dict(about)
-        self._holders = choose_holders(self._hosts)
+        self._holders = choose_holders(self._hosts)  # beside the rank itself
         self._whole: list[int] = []  # steps of which all ranks have a copy, at most two
         self._buffer = HostBuffer(world.device)
         moves = [Move(r, holder) for r, holder in enumerate(self._holders) if r != holder]
@@ -53,18 +56,53 @@ class NeighbourCopies:
                 "memory: they outlive a killed process, not the host"
             )
 
-    def find(self) -> Found | None:
-        """Return the newest copies of this run and layout that are whole, or None."""
+    def find(self) -> Found | Scattered | None:
+        """Return the newest state of this run that copies hold; None, with a line why, if none do.
+
+        Of the same layout first: each rank goes on from its own, to the bit.
+        """
         with together(self._world, "looking for copies in memory"):
-            return find(self._world, self._folder, self._hosts, self._about)
+            same = find(self._world, self._folder, self._hosts, self._about)
+            other = self._find_scattered(-1 if same is None else same.step)
+            if isinstance(other, Scattered):
+                return other
+            if other is not None and self._world.rank == 0:
+                log.warning("%s: an older state is gone on from", other)
+            return same
+
+    def _find_scattered(self, after: int) -> Scattered | str | None:
+        lineage = self._about["lineage"]
+        return find_scattered(self._world, self._folder, self._hosts, lineage, after)
 
     def restore(
-        self, found: Found, pipe: "Pipeline", optimizer: torch.optim.Optimizer
+        self, found: Found | Scattered, pipe: "Pipeline", optimizer: torch.optim.Optimizer
     ) -> dict[str, Any] | None:
         """Take over the state that was found; return what was kept with it.
 
-        None, with nothing changed on any rank, if a state does not fit the model as it is cut now.
+        None, with nothing changed on any rank, if it does not fit the model.
         """
+        if isinstance(found, Found):
+            extra = self._restore_own(found, pipe, optimizer)
+            if extra is not None:
+                return extra
+            # The cut is another one: then each takes what it needs from all.
+            with together(self._world, "looking for copies in memory"):
+                other = self._find_scattered(found.step - 1)
+            if not isinstance(other, Scattered) or other.step != found.step:
+                return None
+            found = other
+        try:
+            extra = pipe.load(found, optimizer)
+        except CheckpointError as error:
+            if self._world.rank == 0:
+                log.warning("copies in memory: %s", error)
+            return None
+        self._whole = [found.step]
+        return extra
+
+    def _restore_own(
+        self, found: Found, pipe: "Pipeline", optimizer: torch.optim.Optimizer
+    ) -> dict[str, Any] | None:
         with together(self._world, "taking over copies in memory"):
             own = self._bring(found)
             try:
@@ -123,14 +161,14 @@ class NeighbourCopies:
 
     def _write(self, step: int, own: torch.Tensor, sizes: Sequence[int]) -> str | None:
         """Write the copies that this rank holds; return what failed."""
-        sources = [rank for rank, holder in enumerate(self._holders) if holder == self._world.rank]
+        here = self._world.rank
+        sources = [rank for rank, holder in enumerate(self._holders) if here in (rank, holder)]
         writers: dict[int, CopyWriter] = {r: self._folder.writing(r, step) for r in sources}
-        holder = self._holders[self._world.rank]
-        if holder == self._world.rank:
-            writers[holder].write(own)
+        holder = self._holders[here]
+        writers[here].write(own)
         self._moves.run(
-            {} if holder == self._world.rank else {holder: own},
-            {rank: sizes[rank] for rank in sources if rank != self._world.rank},
+            {} if holder == here else {holder: own},
+            {rank: sizes[rank] for rank in sources if rank != here},
             lambda source, piece: writers[source].write(piece),
         )
         for writer in writers.values():
@@ -141,7 +179,11 @@ class NeighbourCopies:
     def _lacking(self, sizes: Sequence[int]) -> str | None:
         """Return, on all ranks, what the first host without room says."""
         here = self._hosts[self._world.rank]
-        mine = [sizes[r] for r, holder in enumerate(self._holders) if self._hosts[holder] == here]
+        mine = [
+            size
+            for size, own, holder in zip(sizes, self._hosts, self._holders, strict=True)
+            if here in (own, self._hosts[holder])
+        ]
         # The first time two generations are to come, later one.
         needed = sum(mine) * (1 if self._whole else 2)
         free = self._folder.free_bytes()
@@ -175,8 +217,8 @@ def open_copies(
 ) -> NeighbourCopies:
     """Make ready to keep copies under `root`, a memory-backed folder of each host.
 
-    All ranks call it. `about`: what a copy must say to be this run's and of this layout. `host`:
-    a text that ranks share where they share `root`.
+    All ranks call it. `about`: what a copy must say to be of this layout, its `lineage` what it
+    must say to be this run's. `host`: a text that ranks share where they share `root`.
     """
     with together(world, "opening copies in memory"):
         own = host or shared_identity("mnt") or socket.gethostname()
@@ -187,7 +229,7 @@ def open_copies(
 
 
 def choose_holders(hosts: Sequence[str]) -> list[int]:
-    """Return, for each rank, who holds the copy of its state: a rank of another host.
+    """Return, for each rank, who holds a second copy of its state: a rank of another host.
 
     Copies are spread: of those on other hosts the rank that holds fewest, the next one behind
     first. With one host a rank holds its own.

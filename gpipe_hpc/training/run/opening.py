@@ -148,7 +148,8 @@ def _differing(config: Config, folder: Path, last_start: Mapping[str, Any]) -> l
 def _lineage(config: Config, restart: Restart, changed: Sequence[Change], before: object) -> str:
     """Return what tells apart histories of one run: states of another are none of this one's."""
     is_same = restart.by_launcher or config.checkpoint.resume == "auto"
-    return before if isinstance(before, str) and is_same and not changed else uuid.uuid4().hex
+    is_other = any(not change.is_layout for change in changed)
+    return before if isinstance(before, str) and is_same and not is_other else uuid.uuid4().hex
 
 
 def _unwritable(folder: Path, error: OSError) -> ConfigError:

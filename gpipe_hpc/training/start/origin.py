@@ -13,12 +13,13 @@ from gpipe_hpc.config import Config
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.training.data import Identity
 from gpipe_hpc.training.horizon import last_step
-from gpipe_hpc.training.neighbour import Found, NeighbourCopies
+from gpipe_hpc.training.neighbour import Found, NeighbourCopies, Scattered
 from gpipe_hpc.training.optimizer import own_options
 from gpipe_hpc.training.position import check_data
 from gpipe_hpc.training.run.folder import Checkpoints
 from gpipe_hpc.training.run.identity import Run
 from gpipe_hpc.training.run.resuming import newest_listed, newest_whole
+from gpipe_hpc.training.start.changed_layout import say_change
 
 log = logging.getLogger("gpipe_hpc.train")
 
@@ -26,23 +27,31 @@ MEMORY: Final = Path("in memory")
 
 
 class Resumed(NamedTuple):
-    """A checkpoint to start from; `cut`: the partition it was saved with; `extra`: the run's.
+    """A checkpoint to start from; `facts`: what its manifest says.
 
     `verified`: None where nobody has looked whether it is whole.
     """
 
     path: Path
-    steps_done: int
-    cut: dict[str, Any]
-    extra: dict[str, Any]
+    facts: Mapping[str, Any]
     verified: Verified | None = None
 
-    @classmethod
-    def of(
-        cls, path: Path, facts: Mapping[str, Any], verified: Verified | None = None
-    ) -> "Resumed":
-        """Return what a checkpoint's manifest says."""
-        return cls(path, facts["steps_done"], facts["partition"], facts["extra"], verified)
+    @property
+    def steps_done(self) -> int:
+        """Return its step."""
+        return int(self.facts["steps_done"])
+
+    @property
+    def cut(self) -> dict[str, Any]:
+        """Return the partition it was saved with."""
+        cut: dict[str, Any] = self.facts["partition"]
+        return cut
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """Return what the run has kept in it."""
+        extra: dict[str, Any] = self.facts["extra"]
+        return extra
 
 
 class Origin:
@@ -63,7 +72,7 @@ class Origin:
         self._config, self._world, self._run = config, world, run
         self._checkpoints, self._copies = checkpoints, copies
         with together(world, "opening the run"):
-            self.in_memory: Found | None = None if copies is None else copies.find()
+            self.in_memory: Found | Scattered | None = None if copies is None else copies.find()
             self.resumed = self._found()
             if self.in_memory is not None and self.resumed is not None:
                 is_newer = self.resumed.steps_done > self.in_memory.step
@@ -103,15 +112,25 @@ class Origin:
             extra = self._copies.restore(self.in_memory, pipe, optimizer)
             if extra is not None:
                 log.info("resumed from copies in memory: %d steps done", pipe.steps_done)
+                self._say_change(self.in_memory.about, pipe, extra, "copies in memory")
                 return extra
-            log.warning("copies in memory are of another cut: the newest whole checkpoint is read")
+            log.warning(
+                "copies in memory do not fit the model: the newest whole checkpoint is read"
+            )
             self._fall_back(identity)
         if self.resumed is None:
             return None
         with own_options(optimizer):
             extra = pipe.load(self.resumed.verified or self.resumed.path, optimizer)
         log.info("resumed from %s: %d steps done", self.resumed.path, pipe.steps_done)
+        self._say_change(self.resumed.facts, pipe, extra, str(self.resumed.path))
         return extra
+
+    def _say_change(
+        self, before: Mapping[str, Any], pipe: Pipeline, extra: Mapping[str, Any], source: str
+    ) -> None:
+        if self._world.rank == 0:
+            say_change(before, pipe, int(extra["position"]), source)
 
     def _fall_back(self, identity: Identity) -> None:
         """Turn from copies in memory to the newest checkpoint that is whole."""
@@ -135,7 +154,7 @@ class Origin:
         if self.in_memory is not None:
             leads = world.rank == 0
             listed = newest_listed(self._checkpoints, resume, is_repeated) if leads else None
-            own = None if listed is None else Resumed.of(listed, read_facts(listed))
+            own = None if listed is None else Resumed(listed, read_facts(listed))
             resumed: Resumed | None = world.everybody.broadcast_object(own, root=0)
             if resumed is None or resumed.steps_done <= self.in_memory.step:
                 return resumed
@@ -146,4 +165,4 @@ class Origin:
         found = newest_whole(
             self._checkpoints, resume, is_repeated, world.everybody, world.rank, say
         )
-        return None if found is None else Resumed.of(found.path, found.facts, found)
+        return None if found is None else Resumed(found.path, found.facts, found)
