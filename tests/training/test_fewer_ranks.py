@@ -11,6 +11,8 @@ MINE = '''
 import torch
 from torch import nn
 
+from gpipe_hpc import LayerSpec
+
 SEEN = []
 
 
@@ -39,9 +41,8 @@ def build():
 
 
 def _linears():
-    torch.manual_seed(5)
     for before, after in ((4, 8), (8, 8), (8, 8), (8, 2)):
-        yield nn.Linear(before, after, dtype=torch.float64)
+        yield LayerSpec(nn.Linear, before, after, dtype=torch.float64)
         yield nn.Dropout(0.2)
 '''
 BATCH, SAMPLES, STEPS = 6, 19, 12  # one of twenty is held back
