@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 
+from gpipe_hpc.errors import GpipeError
 from tests.support import metrics, train_here
 
 MINE = '''
@@ -14,6 +15,7 @@ from torch import nn
 from gpipe_hpc import LayerSpec
 
 SEEN = []
+LAST = [10**9]  # the sample after which its rank fails
 
 
 class Data(torch.utils.data.Dataset):
@@ -33,6 +35,8 @@ class Watching(nn.Module):
     def forward(self, inputs):
         if self.training:
             SEEN.extend(int(number) for number in inputs[:, 0])
+            if len(SEEN) > LAST[0]:
+                raise OSError("lost")
         return inputs[:, 1:]
 
 
@@ -62,13 +66,13 @@ SETTINGS = (
 
 @pytest.fixture
 def seen(tmp_path, monkeypatch):
-    """Return the list of samples that the first layer has seen, in their order."""
+    """Return the module of the model, which notes the samples that the first layer has seen."""
     (tmp_path / "goes_on.py").write_text(MINE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     import goes_on
 
-    yield goes_on.SEEN
+    yield goes_on
     del sys.modules["goes_on"]
 
 
@@ -89,12 +93,18 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(each, id=name, marks=[pytest.mark.slow] * (name == "fit"))
+        for name, each in LAYOUTS.items()
+    ],
+)
 def test_every_sample_comes_once_an_epoch_whatever_ranks_come_and_go(
     seen, tmp_path, caplog, layout
 ):
     train_here(1, *SETTINGS, "pipeline.stages=1", "pipeline.microbatches=4", "run.dir=whole")
-    seen.clear()
+    seen.SEEN.clear()
     trained: dict[int, list[int]] = {}
     caplog.set_level("INFO", "gpipe_hpc.train")
     before = 0
@@ -110,8 +120,8 @@ def test_every_sample_comes_once_an_epoch_whatever_ranks_come_and_go(
         for step in range(1, last + 1):
             count = next(size)
             if step > first:
-                trained[step] = [seen.pop(0) for _ in range(count)]
-        assert not seen
+                trained[step] = [seen.SEEN.pop(0) for _ in range(count)]
+        assert not seen.SEEN
         before = last
     epochs = [[trained[4 * epoch + step] for step in range(1, 5)] for epoch in range(3)]
     counts = [Counter(sample for batch in epoch for sample in batch) for epoch in epochs]
@@ -130,3 +140,36 @@ def test_a_batch_that_is_cut_otherwise_is_told_of(seen, tmp_path, caplog):
     train_here(4, *SETTINGS, *layout, "pipeline.replicas=2", "train.stop_at=2")
     train_here(2, *SETTINGS, *layout, "pipeline.replicas=1", "train.stop_at=4")
     assert "cut into 4 micro-batches, and is into 2 now" in caplog.text
+
+
+@pytest.mark.parametrize("is_lost_too", [False, True], ids=["kept", "lost too"])
+def test_what_memory_holds_is_gone_on_from_else_the_checkpoint(seen, caplog, tmp_path, is_lost_too):
+    """Where the neighbour is lost too, the newest checkpoint is taken, and both are said."""
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    layout = ("pipeline.stages=2", "pipeline.replicas=2", "pipeline.microbatches=2")
+    copied = ("checkpoint.neighbour_every=3", f"checkpoint.neighbour_dir={memory}")
+    run = (*SETTINGS, *layout, *copied, "run.dir=run")
+    train_here(1, *SETTINGS, "pipeline.stages=1", "pipeline.microbatches=4", "run.dir=whole")
+    seen.SEEN.clear()
+    seen.LAST[0] = SAMPLES + 3 * BATCH  # in the eighth step
+    with pytest.raises(GpipeError, match="lost"):
+        train_here(4, *run)
+    seen.LAST[0] = 10**9
+    copies = list(memory.glob("*/*/rank*"))
+    assert {path.name[-1] for path in copies} == {"3", "6"}
+    for path in copies:
+        if is_lost_too and path.name.startswith(("rank00000", "rank00002")):  # stage 0
+            path.unlink()
+    caplog.set_level("INFO", "gpipe_hpc.train")
+    train_here(3, *run)
+    assert "4 ranks before, 3 now" in caplog.text
+    assert ("resumed from copies in memory: 6 steps done" in caplog.text) == (not is_lost_too)
+    told = "copies of step 6 in memory lack stage 0: those of ranks 0, 2 are gone or damaged"
+    assert (told in caplog.text) == is_lost_too
+    assert ("step_00000005: 5 steps done" in caplog.text) == is_lost_too
+    whole, ours = by_step(tmp_path / "whole"), by_step(tmp_path / "run")
+    assert whole.keys() == ours.keys()
+    for step, line in whole.items():
+        assert ours[step]["position"] == line["position"]
+        assert ours[step]["loss"] == pytest.approx(line["loss"], rel=0, abs=1e-10)

@@ -236,20 +236,23 @@ def alone(num_steps):
     return losses
 
 
-def save_in(root, at, where, **layout):
+def save_in(root, at, where, seed=0, **layout):
     """Train to a step in a layout and copy; `where`: the hosts of its ranks."""
 
     def body(world):
         copies = opened(world, root, hosts=where, about=ABOUT | {"layout": str(layout)})
-        pipe, optimizer = trained(world, 0, **layout)
+        pipe, optimizer = trained(world, 0, seed, **layout)
         steps(pipe, optimizer, range(at))
         copies.save(pipe, optimizer, {"position": at})
 
     run_on_threads(len(where), body)
 
 
-def go_on_in(root, num_steps, where, **layout):
-    """Return (extra, losses) of so many steps more from copies in memory, by rank."""
+def go_on_in(root, num_steps, where, *, saves=False, **layout):
+    """Return (extra, losses) of so many steps more from copies in memory, by rank.
+
+    `saves`: at the end there are copies again.
+    """
 
     def body(world):
         copies = opened(world, root, hosts=where, about=ABOUT | {"layout": str(layout)})
@@ -260,7 +263,10 @@ def go_on_in(root, num_steps, where, **layout):
         extra = copies.restore(found, pipe, optimizer)
         copies.forget_others()
         done = pipe.steps_done
-        return extra, steps(pipe, optimizer, range(done, done + num_steps))
+        losses = steps(pipe, optimizer, range(done, done + num_steps))
+        if saves:
+            copies.save(pipe, optimizer, {"position": pipe.steps_done})
+        return extra, losses
 
     return run_on_threads(len(where), body)
 
@@ -285,6 +291,80 @@ def test_a_lost_host_and_another_layout_go_on_where_the_copies_were(hosts, befor
     expected = alone(range(6))[3:]
     for extra, losses in go_on_in(hosts, 3, where, **layout):
         assert extra == {"position": 3}
+        assert losses == pytest.approx(expected, rel=0, abs=1e-10)
+
+
+def test_a_world_that_shrinks_twice_and_grows_again_goes_on_from_memory(hosts):
+    """Each time from the newest copies, which ranks of three layouts have written."""
+    four = ("one", "two", "three", "four")
+    expected = alone(range(11))
+    save_in(hosts, 3, four, layout=(2, 2))
+    starts = [
+        ("one", four[1:], {"stages": 2, "replicas": 2, "microbatches": 2}),
+        ("two", four[2:], {"layout": (2, 1)}),
+        ("four", four, {"layout": (2, 2)}),
+        ("three", four[:2] + four[3:], {"layout": (3, 1)}),
+    ]
+    done = 3
+    for lost, where, layout in starts:
+        shutil.rmtree(hosts / lost)
+        for host in where:
+            (hosts / host).mkdir(exist_ok=True)
+        for extra, losses in go_on_in(hosts, 2, where, saves=True, **layout):
+            assert extra == {"position": done}
+            assert losses == pytest.approx(expected[done : done + 2], rel=0, abs=1e-10)
+        done += 2
+
+
+class HostDied(BaseException):
+    """Stands for a host that is gone."""
+
+
+@pytest.mark.parametrize(
+    ("moment", "may_be"), [("write", {3}), ("close", {3, 6})], ids=["before it has sent", "after"]
+)
+def test_a_host_that_is_lost_while_copies_are_made(hosts, monkeypatch, moment, may_be):
+    """What has left it counts if all of it has come; else the copies before are whole still."""
+    where = ("one", "one", "two", "two")
+    done = getattr(files.CopyWriter, moment)
+
+    def die(self, *piece):
+        if self._path.is_relative_to(hosts / "two") and "_step00000006" in self._path.name:
+            raise HostDied
+        done(self, *piece)
+
+    def body(world):
+        copies = opened(world, hosts, hosts=where, about=ABOUT | {"layout": "all"})
+        pipe, optimizer = trained(world, 0)
+        for at in (3, 6):
+            steps(pipe, optimizer, range(at - 3, at))
+            copies.save(pipe, optimizer, {"position": at})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.CopyWriter, moment, die)
+        with pytest.raises(HostDied):
+            run_on_threads(len(where), body)
+    shutil.rmtree(hosts / "two")
+    expected = alone(range(8))
+    found = go_on_in(hosts, 2, ("one", "one"), layout=(2, 1))
+    (step,) = {extra["position"] for extra, _ in found}
+    assert step in may_be
+    for _, losses in found:
+        assert losses == pytest.approx(expected[step : step + 2], rel=0, abs=1e-10)
+
+
+@pytest.mark.parametrize("layout", [(2, 2), (2, 1)], ids=["the same layout", "another"])
+def test_copies_of_two_starts_are_not_mixed(hosts, layout):
+    """A host that came back with older ones of the same step gave half of another state."""
+    for start, seed, host in (("first", 3, "one"), ("second", 0, "two")):
+        save_in(hosts / start, 3, ("one", "one", "two", "two"), seed, layout=(2, 2))
+        shutil.copytree(hosts / start / host, hosts / host, dirs_exist_ok=True)
+    for name in names(hosts, "one"):
+        if name.startswith(("rank00001", "rank00003")):  # all that hold stage 1
+            (CopyFolder(hosts / "one", "the_run").path / name).unlink()
+    expected = alone(range(5))[3:]
+    where = ("one", "one", "two", "two") if layout == (2, 2) else ("one", "two")
+    for _, losses in go_on_in(hosts, 2, where, layout=layout):
         assert losses == pytest.approx(expected, rel=0, abs=1e-10)
 
 

@@ -9,6 +9,7 @@ generation.
 import logging
 import socket
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from operator import and_, or_
 from pathlib import Path
@@ -23,7 +24,7 @@ from gpipe_hpc.comm.group import meet
 from gpipe_hpc.comm.machine import shared_identity
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.errors import CheckpointError, ConfigError
-from gpipe_hpc.training.neighbour.files import CopyFolder, CopyWriter
+from gpipe_hpc.training.neighbour.files import START, CopyFolder, CopyWriter
 from gpipe_hpc.training.neighbour.finding import Found, find
 from gpipe_hpc.training.neighbour.scattered import Scattered, find_scattered
 
@@ -39,12 +40,18 @@ class NeighbourCopies:
     """The copies of a run's states, on all hosts; every method is called by all ranks."""
 
     def __init__(
-        self, world: World, folder: CopyFolder, hosts: Sequence[str], about: Mapping[str, Any]
+        self,
+        world: World,
+        folder: CopyFolder,
+        hosts: Sequence[str],
+        about: Mapping[str, Any],
+        start: str,
     ) -> None:
         self._world = world
         self._folder = folder
         self._hosts = tuple(hosts)
         self._about = dict(about)
+        self._start = start  # told by every copy that is written from here on
         self._holders = choose_holders(self._hosts)  # beside the rank itself
         self._whole: list[int] = []  # steps of which all ranks have a copy, at most two
         self._buffer = HostBuffer(world.device)
@@ -135,7 +142,7 @@ class NeighbourCopies:
         began_s = time.perf_counter()
         step = pipe.steps_done
         with together(self._world, "copying to a neighbour"):
-            about = {**self._about, "extra": dict(extra)}
+            about = {**self._about, START: self._start, "extra": dict(extra)}
             own = pack(pipe, optimizer, about, self._buffer)
             self._whole = self._whole[-1:]
             # Ranks of one host share the folder: none writes before all have removed.
@@ -223,9 +230,10 @@ def open_copies(
     with together(world, "opening copies in memory"):
         own = host or shared_identity("mnt") or socket.gethostname()
         hosts = world.everybody.all_gather_object(own)
+        start: str = world.everybody.broadcast_object(uuid.uuid4().hex, root=0)
         folder = CopyFolder(root, run_name)
         folder.open()
-        return NeighbourCopies(world, folder, hosts, about)
+        return NeighbourCopies(world, folder, hosts, about, start)
 
 
 def choose_holders(hosts: Sequence[str]) -> list[int]:

@@ -23,10 +23,22 @@ log = logging.getLogger("gpipe_hpc.train")
 DEFAULT_FOLDER: Final = Path("/dev/shm")
 FORGOTTEN_S: Final = 3600.0
 """So long a dead run of the same user may still be started again; then its copies are removed."""
+START: Final = "start"
+"""The name, in what a copy says of itself, of the start of the run that has written it."""
 _NAME: Final = re.compile(r"rank(\d{5,})_step(\d{8,})")
 _PART: Final = ".part"
 _OWNERS: Final = "owner_"
 _MOST_HEADER_BYTES: Final = 2**30
+
+
+class Generation(NamedTuple):
+    """Copies that belong together: of one step, written by one start of the run.
+
+    Another start may have come to the same step in another layout, where sums have another order.
+    """
+
+    step: int
+    start: str
 
 
 class Held(NamedTuple):
@@ -36,6 +48,11 @@ class Held(NamedTuple):
     rank: int
     step: int
     about: dict[str, Any]
+
+    @property
+    def generation(self) -> "Generation":
+        """Return which copies it belongs with."""
+        return Generation(self.step, str(self.about.get(START, "")))
 
 
 class CopyFolder:

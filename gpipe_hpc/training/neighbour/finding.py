@@ -8,7 +8,7 @@ import torch
 
 from gpipe_hpc.checkpoint.rank_state import StateError, unpack
 from gpipe_hpc.comm.world import World
-from gpipe_hpc.training.neighbour.files import CopyFolder, Held, read_copy
+from gpipe_hpc.training.neighbour.files import CopyFolder, Generation, Held, read_copy
 
 log = logging.getLogger("gpipe_hpc.train")
 
@@ -40,22 +40,23 @@ def find(
         for copy in (folder.all() if leads_host else [])
         if all(copy.about.get(key) == value for key, value in expected.items())
     ]
-    told = world.everybody.all_gather_object([(copy.rank, copy.step) for copy in held])
-    places: dict[int, dict[int, int]] = {}  # step -> rank -> first rank of a host that has it
+    told = world.everybody.all_gather_object([(copy.rank, *copy.generation) for copy in held])
+    # By generation and rank: the first rank of a host that has its copy.
+    places: dict[Generation, dict[int, int]] = {}
     for first, part in enumerate(told):
-        for rank, step in part:
+        for rank, *generation in part:
             # Its own host's copy, if there is one: nothing has to travel then.
-            known = places.setdefault(step, {})
+            known = places.setdefault(Generation(*generation), {})
             if rank not in known or hosts[first] == hosts[rank]:
                 known[rank] = first
-    for step in sorted(places, reverse=True):
-        if places[step].keys() != set(range(world.size)):
+    for generation in sorted(places, reverse=True):
+        if places[generation].keys() != set(range(world.size)):
             continue
-        readers = _readers(places[step], hosts)
-        found = _read(world, folder, step, readers)
+        readers = _readers(places[generation], hosts)
+        found = _read(world, folder, generation, readers)
         if found is not None:
             return found
-        log.warning("copies of step %d in memory are damaged; looking for others", step)
+        log.warning("copies of step %d in memory are damaged; looking for others", generation.step)
     return None
 
 
@@ -69,14 +70,16 @@ def _readers(places: Mapping[int, int], hosts: Sequence[str]) -> tuple[int, ...]
     return tuple(readers)
 
 
-def _read(world: World, folder: CopyFolder, step: int, readers: tuple[int, ...]) -> Found | None:
+def _read(
+    world: World, folder: CopyFolder, generation: Generation, readers: tuple[int, ...]
+) -> Found | None:
     """Read what this rank is to read; None on all ranks if something on one is not whole."""
     mine = {rank for rank, reader in enumerate(readers) if reader == world.rank}
     states: dict[int, torch.Tensor] = {}
     about: dict[str, Any] | None = None
     failure: str | None = None
     for copy in folder.all():
-        if copy.step != step or copy.rank not in mine:
+        if copy.generation != generation or copy.rank not in mine:
             continue
         try:
             states[copy.rank] = _whole(copy)
@@ -92,7 +95,7 @@ def _read(world: World, folder: CopyFolder, step: int, readers: tuple[int, ...])
             log.warning("rank %d: %s", rank, text)
             return None
     (told_about,) = [part for _, part in told if part is not None]
-    return Found(step, told_about, readers, states)
+    return Found(generation.step, told_about, readers, states)
 
 
 def _whole(copy: Held) -> torch.Tensor:

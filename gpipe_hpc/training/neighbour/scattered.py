@@ -25,7 +25,7 @@ from gpipe_hpc.checkpoint.rank_state import (
 )
 from gpipe_hpc.comm.byte_moves import ByteMoves, Move
 from gpipe_hpc.comm.world import World
-from gpipe_hpc.training.neighbour.files import CopyFolder, Held, read_copy
+from gpipe_hpc.training.neighbour.files import CopyFolder, Generation, Held, read_copy
 
 T = TypeVar("T")
 
@@ -38,6 +38,7 @@ class _Told(NamedTuple):
     """What the first rank of a host says of a copy there: whose it is, and which stages it has."""
 
     step: int
+    start: str
     ranks: int
     rank: int
     stages: tuple[int, ...]
@@ -203,20 +204,20 @@ def find_scattered(
         for part in world.everybody.all_gather_object([tuple(_told(copy)) for copy in held])
     ]
     # For each generation the hosts of every rank's copy, by the first rank there.
-    generations: dict[tuple[int, int], dict[int, list[tuple[int, _Told]]]] = {}
+    generations: dict[Generation, dict[int, list[tuple[int, _Told]]]] = {}
     for first, part in enumerate(told):
         for each in (one for one in part if one.step > after):
-            of_rank = generations.setdefault((each.step, each.ranks), {})
+            of_rank = generations.setdefault(Generation(each.step, each.start), {})
             of_rank.setdefault(each.rank, []).append((first, each))
     why: str | None = None
-    for step, ranks in sorted(generations, reverse=True):
-        copies = generations[step, ranks]
+    for generation in sorted(generations, reverse=True):
+        copies = generations[generation]
         while True:
             chosen = _choose(copies)
             if isinstance(chosen, str):
-                why = why or f"copies of step {step} in memory {chosen}"
+                why = why or f"copies of step {generation.step} in memory {chosen}"
                 break
-            found, failed = _read(world, folder, hosts, step, ranks, chosen)
+            found, failed = _read(world, folder, hosts, generation, chosen)
             if found is not None:
                 return found
             # Others may have what was in those that are damaged.
@@ -228,7 +229,7 @@ def find_scattered(
 def _told(copy: Held) -> _Told:
     about = copy.about
     return _Told(
-        copy.step,
+        *copy.generation,
         int(about.get("ranks", 0)),
         copy.rank,
         tuple(about.get(STAGES_HELD, ())),
@@ -268,8 +269,7 @@ def _read(
     world: World,
     folder: CopyFolder,
     hosts: Sequence[str],
-    step: int,
-    ranks: int,
+    generation: Generation,
     chosen: Mapping[int, int],
 ) -> tuple[Scattered | None, list[tuple[int, int]]]:
     """Read the chosen copies, shared out over the ranks of their hosts; return also what failed."""
@@ -280,7 +280,8 @@ def _read(
     states: dict[int, StoredState] = {}
     failed: list[tuple[int, int]] = []
     mine = [rank for rank, reader in readers.items() if reader == world.rank]
-    files = {copy.rank: copy for copy in folder.all() if copy.step == step} if mine else {}
+    there_is = folder.all() if mine else []
+    files = {copy.rank: copy for copy in there_is if copy.generation == generation}
     for rank in mine:
         try:
             states[rank] = unpack(read_copy(files[rank].path))
