@@ -12,7 +12,7 @@ from gpipe_hpc.comm.preflight.clocks import Attendance, attend, farthest
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config
 from gpipe_hpc.planning.forecast import RankForecast
-from gpipe_hpc.training.preflight.room import Room, Rooms, own_rooms
+from gpipe_hpc.training.preflight.room import Room, Rooms, count_copies, own_rooms
 
 log = logging.getLogger("gpipe_hpc.train")
 
@@ -88,7 +88,8 @@ def kinds_of(rooms: tuple[Room, ...]) -> dict[str, Rooms]:
 
 def look_at(config: Config, world: World, planned: RankForecast | None, *, is_built: bool) -> Found:
     """Return what all ranks have found; every rank calls it."""
-    rooms = own_rooms(config, world.device, world.rank, planned, is_built=is_built)
+    kept = count_copies(config, world)
+    rooms = own_rooms(config, world.device, world.rank, planned, is_built=is_built, num_copies=kept)
     files = Files.of(world.rank)
     attendance = attend(world.everybody, world.rank, socket.gethostname())
     own = Found(attendance, files, kinds_of(rooms))

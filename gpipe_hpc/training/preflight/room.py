@@ -10,12 +10,13 @@ from typing import Final, NamedTuple
 from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.host_memory import free_bytes
 from gpipe_hpc.comm.machine import kernel_identity, shared_identity
+from gpipe_hpc.comm.world import World
 from gpipe_hpc.config import Config
 from gpipe_hpc.planning.forecast import RankForecast
 from gpipe_hpc.planning.units import bytes_text, ranges_text
 from gpipe_hpc.training.neighbour import DEFAULT_FOLDER
 
-_NUM_COPIES: Final = 2  # of each rank's state, with checkpoint.neighbour_every
+_NUM_GENERATIONS: Final = 2  # of copies, with checkpoint.neighbour_every
 
 
 class Room(NamedTuple):
@@ -48,17 +49,36 @@ class Room(NamedTuple):
         )
 
 
+def count_copies(config: Config, world: World, host: str | None = None) -> int:
+    """Return how many states a host is to keep in memory for each rank on it.
+
+    Those of the rank itself and, where there are several hosts, those of one elsewhere. Every rank
+    calls it. `host`: a text that ranks share where they share the folder of the copies.
+    """
+    if not config.checkpoint.neighbour_every:
+        return 0
+    own = host or shared_identity("mnt") or socket.gethostname()
+    told = world.everybody.merge_object(own, lambda ahead, behind: ahead * (ahead == behind))
+    return _NUM_GENERATIONS * (2 if told != own else 1)
+
+
 def own_rooms(
-    config: Config, device: Device, rank: int, planned: RankForecast | None, *, is_built: bool
+    config: Config,
+    device: Device,
+    rank: int,
+    planned: RankForecast | None,
+    *,
+    is_built: bool,
+    num_copies: int = 0,
 ) -> tuple[Room, ...]:
     """Return what this rank needs of which memory; nothing where nothing is planned.
 
-    `is_built`: its weights are there already.
+    `is_built`: its weights are there already. `num_copies`: states that its host keeps for it.
     """
     if planned is None:
         return ()
     state_bytes = planned.weight_bytes + planned.optimizer_bytes
-    copies_bytes = _NUM_COPIES * state_bytes if config.checkpoint.neighbour_every else 0
+    copies_bytes = num_copies * state_bytes
     needed_bytes = planned.total_bytes - (planned.weight_bytes if is_built else 0)
     host, ranks = socket.gethostname(), (rank, rank)
     if device.is_accelerator:

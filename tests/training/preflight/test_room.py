@@ -2,13 +2,15 @@
 
 from functools import reduce
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpipe_hpc import run_on_threads
 from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.config import compose_config
 from gpipe_hpc.planning.forecast import RankForecast
-from gpipe_hpc.training.preflight.room import Room, Rooms, own_rooms
+from gpipe_hpc.training.preflight.room import Room, Rooms, count_copies, own_rooms
 
 GB = 10**9
 
@@ -90,11 +92,25 @@ def test_what_a_rank_needs_is_what_it_does_not_have_yet():
     assert own_rooms(config, HostDevice(), 3, None, is_built=True) == ()
 
 
-def test_copies_of_states_need_memory_backed_room_twice(tmp_path):
-    """Two are kept of each rank's weights and optimizer; those files take the host's memory."""
+@pytest.mark.parametrize(("hosts", "expected"), [("aa", 2), ("ab", 4), ("aab", 4), ("aba", 4)])
+def test_states_are_kept_for_a_rank_and_for_one_elsewhere(hosts, expected):
+    """Copies on the rank's own host, too, were not counted."""
+    without, copied = (compose_config(each) for each in ([], ["checkpoint.neighbour_every=5"]))
+
+    def body(world):
+        host = hosts[world.rank]
+        return count_copies(without, world, host), count_copies(copied, world, host)
+
+    assert run_on_threads(len(hosts), body) == [(0, expected)] * len(hosts)
+
+
+def test_copies_of_states_need_memory_backed_room(tmp_path):
+    """They are of weights and optimizer; those files take the host's memory."""
     folder = tmp_path / "to come"
     words = ["checkpoint.neighbour_every=5", f"checkpoint.neighbour_dir={folder}"]
-    memory, copies = own_rooms(compose_config(words), HostDevice(), 0, PLANNED, is_built=True)
+    memory, copies = own_rooms(
+        compose_config(words), HostDevice(), 0, PLANNED, is_built=True, num_copies=2
+    )
     assert (memory.what, memory.needed_bytes) == ("memory", 360 + 600)
     assert (copies.what, copies.needed_bytes) == (str(folder), 600)
     assert copies.free_bytes > 0
