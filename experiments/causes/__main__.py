@@ -51,10 +51,6 @@ class Seen(NamedTuple):
     account: Account
     findings: list[Finding]
 
-    def step_s(self, with_saves: bool) -> float:
-        """Return what a mean step takes; the save at the end of each run may be left out."""
-        return self.account.step_s - (0.0 if with_saves else self.account.parts["checkpoint"])
-
 
 def see(folder: Path) -> Seen:
     """Return what the report of a run says."""
@@ -104,8 +100,8 @@ def row(name: str) -> str:
     """Return the line of the table for a cause whose runs are done."""
     cause, folder = CAUSES[name], _folder(name)
     seen = see(folder / "with")
-    usual_s = fmean(see(folder / each).step_s(with_saves=False) for each in ("before", "behind"))
-    truth_s = seen.step_s(with_saves=cause.checkpoint_every > 0) - usual_s
+    usual_s = fmean(see(folder / each).account.step_s for each in ("before", "behind"))
+    truth_s = seen.account.step_s - usual_s
     first = seen.findings[0]
     mark = "" if first.what.startswith(cause.said) else " (another cause)"
     return (

@@ -144,9 +144,10 @@ def _links(record: Record, account: Account) -> Iterator[Finding]:
     ends = f"{source} to {destination}"
     if hosts.get(source) != hosts.get(destination):
         ends += f" ({hosts.get(source)} to {hosts.get(destination)})"
+    often = "Once" if number == 1 else f"{number} times"
     yield Finding(
         f"Waiting for transfers takes {time_text(gain_s)} of each step, most from rank {ends}",
-        f"{number} times in the traced step rank {destination} had nothing to do and what it "
+        f"{often} in the traced step rank {destination} had nothing to do and what it "
         f"needed was made: {time_text(seconds / number)} each until it went on. Where all meet "
         f"behind the pipeline it takes {time_text(meeting_s)} more. A slow link, or more processes "
         f"than processors.",

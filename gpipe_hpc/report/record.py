@@ -74,8 +74,13 @@ class Record:
         return tuple(newest[1:] or newest)
 
     def stall_s(self, name: str) -> list[float]:
-        """Return the stalls of a kind, of the newest start, behind counted steps."""
+        """Return the stalls of a kind, of the newest start, behind counted steps.
+
+        Without that behind the last step of a run that has ended: no step waited for it.
+        """
         counted = {row["step"] for row in self.counted_steps}
+        if self.summary.get("outcome") in ("done", "stopped"):
+            counted.discard(self.summary["last_step"])
         return [
             float(row[name])
             for row in self.others
