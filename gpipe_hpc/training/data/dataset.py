@@ -1,10 +1,11 @@
 """What the training loop asks of data: numbered samples, inputs and targets read apart."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 from gpipe_hpc.comm.nests import Nest
-from gpipe_hpc.errors import DataError
+from gpipe_hpc.errors import DataError, UnfitDataError, words_of
 
 
 class CorruptSampleError(DataError):
@@ -43,6 +44,20 @@ class Dataset(Protocol):
     def digest(self) -> str:
         """Return a short text that is equal on two ranks exactly if they see the same samples."""
         ...
+
+
+@contextmanager
+def samples_that_fit() -> Iterator[None]:
+    """Return a block, before training, in which memory runs out only for samples too large."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
+            raise
+        raise UnfitDataError(
+            f"data: samples do not fit into memory, expected some that do, got {words_of(error)}; "
+            f"make them smaller, as with data.seq_len or data.height, or take fewer at once"
+        ) from error
 
 
 def read_both(dataset: Dataset, indices: Sequence[int], epoch: int) -> tuple[Nest, Nest]:

@@ -14,7 +14,13 @@ import torch
 
 from gpipe_hpc.comm.nests import flatten
 from gpipe_hpc.config import DataConfig, TrainConfig
-from gpipe_hpc.training.data.dataset import CorruptSampleError, Dataset, DataSource, read_both
+from gpipe_hpc.training.data.dataset import (
+    CorruptSampleError,
+    Dataset,
+    DataSource,
+    read_both,
+    samples_that_fit,
+)
 
 Identity = Mapping[str, Any]
 """What JSON can hold."""
@@ -88,8 +94,9 @@ def _content(dataset: Dataset) -> str:
     places = np.linspace(0, max(0, dataset.num_samples - 1), _NUM_LOOKED_AT)
     for index in dict.fromkeys(places.round().astype(np.int64).tolist()):
         if dataset.num_samples:
-            for part in _sample(dataset, index):
-                hashed.update(part)
+            with samples_that_fit():
+                for part in _sample(dataset, index):
+                    hashed.update(part)
     return hashed.hexdigest()[:16]
 
 

@@ -5,6 +5,7 @@ from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.training.data import BatchReader, DataSource, ReadRequest, ShuffledSampler, tolerance
+from gpipe_hpc.training.data.dataset import samples_that_fit
 
 
 def example_of(
@@ -36,5 +37,6 @@ def read_samples(config: Config, source: DataSource, indices: list[int]) -> tupl
             "fewer of them for validation"
         )
     reader = BatchReader(source.train, True, True, tolerance(config.data))
-    reading = reader.read(ReadRequest(indices, epoch=0))
+    with samples_that_fit():
+        reading = reader.read(ReadRequest(indices, epoch=0))
     return reading.inputs, reading.targets

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from gpipe_hpc.config import TrainConfig
-from gpipe_hpc.errors import CheckpointError
+from gpipe_hpc.errors import CheckpointError, ConfigError
 from gpipe_hpc.training.data import ShuffledSampler, differences, identify, open_data
+from gpipe_hpc.training.data.dataset import samples_that_fit
 from gpipe_hpc.training.data.images.cifar import CifarConfig
 from gpipe_hpc.training.data.images.folder import ImageFolderConfig
 from gpipe_hpc.training.data.images.idx import IdxConfig
@@ -161,3 +162,17 @@ def test_the_refusal_says_what_to_do(tmp_path):
     )
     with pytest.raises(CheckpointError, match=message):
         check_data(tmp_path, {"position": 9, "data": before}, now, "same")
+
+
+def test_samples_that_no_memory_holds_are_refused():
+    """A data.seq_len of 2^31 ended in NumPy's own error and a traceback."""
+    config = SyntheticTokensConfig(seq_len=2**55, vocab_size=16, num_samples=4)
+    with pytest.raises(ConfigError, match=r"data: samples do not fit.*Unable to allocate.*; make"):
+        identify(open_data(config), config, TrainConfig())
+
+
+def test_other_failures_of_a_read_are_what_they_were():
+    with pytest.raises(RuntimeError, match=r"^another$"), samples_that_fit():
+        raise RuntimeError("another")
+    with pytest.raises(ConfigError, match="do not fit"), samples_that_fit():
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9")
