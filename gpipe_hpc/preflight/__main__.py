@@ -25,6 +25,7 @@ from gpipe_hpc.training.ending import end_soon
 from gpipe_hpc.training.joining import join_world
 
 UNFIT_EXIT_CODE: Final = 3
+_WAITS: Final = ("timeout_s", "reach_s")  # of a run; a preflight has a limit of its own
 
 
 def main() -> None:
@@ -50,6 +51,7 @@ def _task(job: Job) -> int:
             world = join_world(config)
         report = preflight(config, world)
     except GpipeError as error:
+        _name_own_limit(error, job.config)
         is_echo = isinstance(error, PeerError) or getattr(world, "speaks", None) is False
         return say_error(error, says_kind=not isinstance(error, ConfigError), is_echo=is_echo)
     if report is None:
@@ -64,9 +66,19 @@ def _task(job: Job) -> int:
 
 def _soon(config: Config) -> Config:
     """Return settings with which nobody waits for a rank as long as a run would."""
-    comm, limit_s = config.comm, config.preflight.limit_s
-    comm = replace(comm, timeout_s=min(comm.timeout_s, limit_s), reach_s=min(comm.reach_s, limit_s))
-    return replace(config, comm=comm)
+    limit_s = config.preflight.limit_s
+    shorter = {name: limit_s for name in _WAITS if getattr(config.comm, name) > limit_s}
+    return replace(config, comm=replace(config.comm, **shorter))
+
+
+def _name_own_limit(error: GpipeError, config: Config) -> None:
+    """Let a message name the setting that ended a wait: that of a run is not in force here."""
+    if len(error.args) == 1 and isinstance(error.args[0], str):
+        text = error.args[0]
+        for name in _WAITS:
+            if getattr(config.comm, name) >= config.preflight.limit_s:
+                text = text.replace(f"comm.{name}", "preflight.limit_s")
+        error.args = (text,)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from gpipe_hpc.comm.patience import patiently
 from gpipe_hpc.comm.preflight.clocks import Attendance, attend, farthest
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config
-from gpipe_hpc.engine.stages.assembly import check_agreement
 from gpipe_hpc.planning.cluster_file import write_cluster
 from gpipe_hpc.planning.forecast import RankForecast
 from gpipe_hpc.planning.links import Links
@@ -23,10 +22,10 @@ from gpipe_hpc.preflight.facts import Facts, try_device
 from gpipe_hpc.preflight.layout import Planned, plan_layout
 from gpipe_hpc.preflight.measuring import Measured, Sum, measure
 from gpipe_hpc.preflight.report import Report, host_number, slow_texts
-from gpipe_hpc.training.asking import request_of
 from gpipe_hpc.training.preflight.before import skew_text
 from gpipe_hpc.training.preflight.folder import check_folder
 from gpipe_hpc.training.preflight.room import Room, count_copies, own_rooms
+from gpipe_hpc.training.preflight.settings import check_settings
 from gpipe_hpc.training.run.folder import default_run_folder
 
 _SLOW_PACE: Final = 1.5  # from which a rank is named; less is told to the planner alone
@@ -49,7 +48,7 @@ def preflight(config: Config, world: World) -> Report | None:
     """
     began_s, train = time.monotonic(), config.train
     with together(world, "comparing the settings"):
-        check_agreement(world.everybody, request_of(config).facts())
+        check_settings(world, config)
         try_device(world.device, world.rank)
     with bound(world, train.bind, train.num_threads) as cores:  # as the run will compute
         report = _look(config, world)

@@ -30,6 +30,7 @@ from gpipe_hpc.training.neighbour import DEFAULT_FOLDER, NeighbourCopies, open_c
 from gpipe_hpc.training.one_step import Trained, refuse_non_finite, train_one_step
 from gpipe_hpc.training.preflight.before import look_before_run
 from gpipe_hpc.training.preflight.folder import await_run
+from gpipe_hpc.training.preflight.settings import check_settings
 from gpipe_hpc.training.progress import Progress
 from gpipe_hpc.training.results import Line, Results
 from gpipe_hpc.training.run.again import command_again
@@ -73,6 +74,8 @@ def run_training(
     it to stop early. Raises GpipeError on every rank if one fails.
     """
     with ExitStack() as stack:
+        with together(world, "comparing the settings"):
+            check_settings(world, config)
         with together(world, "preparing the run folder"):
             launchers = world.everybody.merge_object(own_launchers(), or_)
             lock = None

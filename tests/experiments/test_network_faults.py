@@ -137,7 +137,8 @@ def test_a_cut_link_ends_all_ranks_and_each_names_the_other_host(begin, trains):
         assert "its link is cut" in words
 
 
-def test_a_link_that_comes_back_in_time_is_waited_for(begin, tmp_path, trains, until):
+def test_a_link_that_comes_back_in_time_is_waited_for(begin, tmp_path, trains, until, tiny, train):
+    """The losses of all steps, before and after, are those of a run that nothing disturbed."""
     pair, ranks = begin(ENDLESS, "comm.silence_s=20")
     trains()
     pair.link.cut()
@@ -152,6 +153,10 @@ def test_a_link_that_comes_back_in_time_is_waited_for(begin, tmp_path, trains, u
     assert ranks.codes == [None] * 4, ranks.outputs
     ranks.signal(signal.SIGTERM)
     assert ranks.wait(60.0 * patience()) == [75] * 4, ranks.outputs
+    found = losses(tmp_path / "run")
+    assert len(found) > done + 3
+    train(4, *tiny, *LAYOUT, ENDLESS, f"train.stop_at={len(found)}", f"run.dir={tmp_path}/whole")
+    assert losses(tmp_path / "whole") == found
 
 
 def test_a_stopped_rank_is_named_on_both_hosts(begin, trains):

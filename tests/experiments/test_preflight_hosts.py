@@ -13,11 +13,16 @@ pytestmark = [pytest.mark.two_hosts, pytest.mark.timeout(600)]
 WORDS = ("-m", "gpipe_hpc.preflight", "data=synthetic", "comm.shared_memory=false")
 
 
-def looked_at(pair, tmp_path, *words):
-    """Start two ranks on each host; return them, ended, within half a minute of their start."""
+def start_looking(pair, tmp_path, *words):
+    """Start two ranks on each host."""
     command = [*WORDS, *words, f"run.dir={tmp_path}/run", f"preflight.out={tmp_path}/links.yaml"]
     places = ((0, 1), (2, 3))
-    ranks = start_ranks(pair, places, command, folder=tmp_path, logs=tmp_path / "logs")
+    return start_ranks(pair, places, command, folder=tmp_path, logs=tmp_path / "logs")
+
+
+def looked_at(pair, tmp_path, *words):
+    """Let two ranks on each host look; return them, ended, within half a minute of their start."""
+    ranks = start_looking(pair, tmp_path, *words)
     return ranks.wait(30.0 * patience()), ranks.outputs
 
 
@@ -44,3 +49,26 @@ def test_a_pair_that_is_blocked_is_named_on_every_rank(two_hosts, tmp_path):
             r"rank [23] on host2 \(10.77.0.2\) cannot reach rank [01] on host1", output
         )
         assert "comm.interface" in output and "Traceback" not in output
+
+
+@pytest.mark.parametrize("passed_bytes", [1, 1_000_000], ids=["as they meet", "as they time"])
+def test_a_link_that_is_cut_ends_all_ranks_and_each_names_the_other_host(
+    two_hosts, tmp_path, until, passed_bytes
+):
+    """A store's client waited for a quarter of an hour for the answer that never came."""
+    pair = two_hosts(rate=20e6, delay_s=0.02)
+    ranks = start_looking(pair, tmp_path, "pipeline.stages=4")
+    until(lambda: pair.link.counts().back.passed_bytes >= passed_bytes, 200, "they are in touch")
+    pair.link.cut()
+    codes = ranks.wait(30.0 * patience())
+    assert codes == [1] * 4, ranks.outputs
+    for rank, output in enumerate(ranks.outputs):
+        (words,) = [line for line in output.splitlines() if line.startswith("gpipe_hpc: ")]
+        assert "Traceback" not in output
+        if passed_bytes > 1:
+            others, host = ((2, 3), "host2") if rank < 2 else ((0, 1), "host1")
+            assert any(f"rank {other} on {host}" in words for other in others), words
+        elif rank < 2:
+            assert "ranks 2-3" in words or "rank 2" in words or "other 3 ranks" in words, words
+        else:
+            assert f"rank {rank}" in words and "10.77.0.1:29500" in words, words

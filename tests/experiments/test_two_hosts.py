@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from experiments.two_hosts import measure, start_ranks
-from tests.support import losses
+from tests.support import losses, patience
 
 pytestmark = pytest.mark.two_hosts
 
@@ -149,9 +149,10 @@ for _ in range(2000):
 
 
 CONTROLLER = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from experiments.two_hosts import TwoHosts
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 with TwoHosts(1e6, 0.0) as pair:
     sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
     for host in pair.hosts:
@@ -178,7 +179,7 @@ def test_nothing_is_left_of_a_killed_controller(two_hosts, tmp_path, until, repo
     ours = descendants(controller.pid)
     assert len(ours) == 7  # of each host the keeper, number 1 and a job; the link
     controller.send_signal(number)
-    controller.wait(20)
+    controller.wait(20 * patience())
     until(lambda: not [pid for pid in ours if start_of(pid) == ours[pid]], 20, "all had ended")
 
 
@@ -216,7 +217,7 @@ def test_two_hosts_train_as_one_does(two_hosts, tmp_path, tiny, train):
     pair = two_hosts(rate=0.0, delay_s=0.001)
     words = ["-m", "gpipe_hpc.train", *tiny, *TINY, f"run.dir={tmp_path}/apart"]
     ranks = start_ranks(pair, [[0], [1]], words, folder=tmp_path, logs=tmp_path / "logs")
-    assert ranks.wait(60.0) == [0, 0], "\n".join(ranks.outputs)
+    assert ranks.wait(60.0 * patience()) == [0, 0], "\n".join(ranks.outputs)
     passed = pair.link.counts()
     train(2, *tiny, *TINY, f"run.dir={tmp_path}/here")
     assert losses(tmp_path / "apart") == losses(tmp_path / "here") != []
@@ -235,7 +236,7 @@ def test_a_hierarchy_sends_each_gradient_over_the_link_once(two_hosts, tmp_path,
         words += ["pipeline.replicas=4", "pipeline.microbatches=1", "train.steps=6"]
         words += [f"outer.hierarchy={hierarchy}", f"run.dir={tmp_path}/{hierarchy}"]
         ranks = start_ranks(pair, [[0, 1], [2, 3]], words, folder=tmp_path, logs=tmp_path / "logs")
-        assert ranks.wait(90.0) == [0] * 4, "\n".join(ranks.outputs)
+        assert ranks.wait(90.0 * patience()) == [0] * 4, "\n".join(ranks.outputs)
         passed[hierarchy] = pair.link.counts().there.passed_bytes
     summary = json.loads((tmp_path / "host" / "summary.json").read_text())
     gradients = 6 * summary["ranks"][0]["planned_memory"]["gradient_bytes"]
@@ -252,6 +253,6 @@ def test_a_cut_link_stops_all_ranks_with_a_reason(two_hosts, tmp_path, tiny, unt
     run = tmp_path / "run" / "metrics.jsonl"
     until(lambda: run.exists() and len(run.read_text().splitlines()) > 3, 60, "it trained")
     pair.link.cut()
-    codes = ranks.wait(40.0)
+    codes = ranks.wait(40.0 * patience())
     assert 0 not in codes
     assert "rank 1" in ranks.outputs[0] and "rank 0" in ranks.outputs[1]

@@ -3,6 +3,7 @@
 import pytest
 
 from gpipe_hpc.planning.cluster_file import read_cluster
+from tests.support import free_port
 
 TINY = ("model.num_layers=4", "model.width=16", "model.num_heads=2", "data=synthetic")
 MODULE = "gpipe_hpc.preflight"
@@ -42,3 +43,12 @@ def test_four_processes_write_their_links_and_an_unfit_run_ends_with_3(start_ran
     ranks = start_ranks(2, *TINY, "model.width=400000", module=MODULE).wait(60)
     assert ranks.codes == [3, 0], ranks.outputs
     assert "not fit: memory of" in ranks.outputs[0]
+
+
+def test_a_rank_that_does_not_come_is_named_with_the_limit_that_is_in_force(start):
+    """comm.timeout_s was to be raised, which changes nothing: a preflight waits for less."""
+    env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    done = start(*TINY, "preflight.limit_s=1", module=MODULE, env=env).wait(60)
+    assert done.code == 1, done.output
+    assert "missing rank 1" in done.output and "or raise preflight.limit_s" in done.output

@@ -1,6 +1,7 @@
 """From a model and a cut to the stages of one rank, and the proof that nothing was lost."""
 
 import copy
+import socket
 from collections.abc import Mapping, Sequence
 from operator import add
 from typing import NamedTuple
@@ -133,25 +134,27 @@ def check_agreement(world: Gathering, facts: dict[str, object]) -> None:
 
     A rank that knows nothing of a fact leaves it out.
     """
-    own = {name: (world.ranks[world.position], value) for name, value in facts.items()}
+    rank, host = world.ranks[world.position], socket.gethostname()
+    own = {name: (rank, host, value) for name, value in facts.items()}
     _, difference = world.merge_object((own, ""), _compared)
     if difference:
         raise ConfigError(f"start: {difference}; start all ranks with one configuration")
 
 
-_Claims = dict[str, tuple[int, object]]
-"""What ranks know of each fact, and which of them was the first to know it."""
+_Claims = dict[str, tuple[int, str, object]]
+"""What ranks know of each fact, and which of them, on which host, was the first to know it."""
 
 
 def _compared(ahead: tuple[_Claims, str], behind: tuple[_Claims, str]) -> tuple[_Claims, str]:
     """Return what some ranks and those behind them know, and the first difference between them."""
     known, difference = dict(ahead[0]), ahead[1]
-    for name, (rank, value) in behind[0].items():
-        known_by, first = known.setdefault(name, (rank, value))
+    for name, (rank, host, value) in behind[0].items():
+        known_by, home, first = known.setdefault(name, (rank, host, value))
         if value != first and not difference:
+            where = f"both on {host}" if host == home else f"on {home} and {host}"
             difference = (
                 f"expected the same {name} on every rank, got {first} on rank {known_by} and "
-                f"{value} on rank {rank}"
+                f"{value} on rank {rank}, {where}"
             )
     return known, difference or behind[1]
 
