@@ -89,7 +89,7 @@ def test_ranks_with_different_settings_are_refused(start_ranks, start, tiny, fre
     ]
     for command in ranks:
         assert command.wait(20).code not in (0, None)
-        assert "same seed on every rank" in command.output, command.output
+        assert "same train.seed on every rank" in command.output, command.output
 
 
 def test_a_loss_that_is_nan_stops_all_and_keeps_the_last_checkpoint(
