@@ -66,9 +66,9 @@ def _task(job: Job) -> int:
 
 def _soon(config: Config) -> Config:
     """Return settings with which nobody waits for a rank as long as a run would."""
-    limit_s = config.preflight.limit_s
-    shorter = {name: limit_s for name in _WAITS if getattr(config.comm, name) > limit_s}
-    return replace(config, comm=replace(config.comm, **shorter))
+    comm, limit_s = config.comm, config.preflight.limit_s
+    comm = replace(comm, timeout_s=min(comm.timeout_s, limit_s), reach_s=min(comm.reach_s, limit_s))
+    return replace(config, comm=comm)
 
 
 def _name_own_limit(error: GpipeError, config: Config) -> None:

@@ -13,6 +13,7 @@ from gpipe_hpc.comm.patience import patiently
 from gpipe_hpc.comm.preflight.clocks import Attendance, attend, farthest
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config
+from gpipe_hpc.config.schema import AUTO_LAYOUT
 from gpipe_hpc.planning.cluster_file import write_cluster
 from gpipe_hpc.planning.forecast import RankForecast
 from gpipe_hpc.planning.links import Links
@@ -104,6 +105,12 @@ def _report(config: Config, planned: Planned, told: Sequence[_Told], folder: Pat
     report = Report(_heading(planned, facts), facts, links, _sums(told), str(folder))
     report.lacking += _lacking(facts)
     report.doubts += _doubts(planned, facts)
+    if config.pipeline.layout == AUTO_LAYOUT:
+        report.doubts.append(
+            f"pipeline.layout=auto: expected to know the layout, got one that train will search; "
+            f"what was looked at is {_ranks_text(planned.mesh)}: search first (python -m "
+            f"gpipe_hpc.plan plan.search=true plan.links={config.preflight.out}), and look again"
+        )
     report.doubts += slow_texts(links, facts)
     paces = _paces([each.work_s for each in told])
     report.doubts += [
@@ -122,9 +129,13 @@ def _heading(planned: Planned, facts: Sequence[Facts]) -> str:
     hosts = len(host_number(facts))
     return (
         f"preflight of {len(facts)} rank{'s' * (len(facts) > 1)} on {hosts} "
-        f"host{'s' * (hosts > 1)}: {mesh.replicas} x {mesh.stages} ranks, "
+        f"host{'s' * (hosts > 1)}: {_ranks_text(mesh)}, "
         f"{schedule.num_stages} stages, schedule {schedule.name}"
     )
+
+
+def _ranks_text(mesh: Mesh) -> str:
+    return f"{mesh.replicas} x {mesh.stages} ranks"
 
 
 def _sums(told: Sequence[_Told]) -> list[Sum]:

@@ -83,6 +83,14 @@ def test_memory_that_lacks_makes_ranks_unfit(tmp_path):
     assert "not fit for this run, for 1 reason(s)" in str(report)
 
 
+def test_a_layout_that_is_searched_later_is_no_layout_to_look_at(tmp_path):
+    """The links of the settings below it were timed, as if the run had these."""
+    report = looked_at(tmp_path, 2, "pipeline.layout=auto")
+    assert report.is_fit
+    (doubt,) = [each for each in report.doubts if each.startswith("pipeline.layout=auto: ")]
+    assert "1 x 2 ranks" in doubt and f"plan.links={tmp_path}/links.yaml" in doubt
+
+
 def test_unequal_settings_are_named():
     """Each host may compose its own settings, of its own files."""
 
