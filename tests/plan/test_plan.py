@@ -21,7 +21,7 @@ from gpipe_hpc.config import (
     check_config,
     compose_config,
 )
-from gpipe_hpc.errors import ConfigError, ModelError, PartitionError
+from gpipe_hpc.errors import ConfigError, PartitionError
 from gpipe_hpc.models import build_model, long_skips, skip_routes, token_cross_entropy
 from gpipe_hpc.models.losses import segmentation
 from gpipe_hpc.plan import make_plan
@@ -377,7 +377,7 @@ def test_settings_out_of_range_are_refused(setting):
 
 
 def test_a_model_that_does_not_take_the_data_is_refused():
-    with pytest.raises(ModelError, match=r"layers\.0 \(Linear\): cannot be counted"):
+    with pytest.raises(ConfigError, match=r"model\.widths, expected first of data\.width=64"):
         planned(*MLP, "model.widths=[65,8,10]")
 
 
