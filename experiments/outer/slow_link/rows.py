@@ -23,6 +23,8 @@ COMMON: Final = (
     "pipeline.recompute=never",
     "checkpoint.every=0",
     "trace.steps=0",
+    # Namespaces of one machine would share memory, past the link: hosts do not.
+    "comm.shared_memory=false",
 )
 
 _ONE_EACH: Final[Places] = ((0,), (1,))
