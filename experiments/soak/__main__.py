@@ -10,6 +10,7 @@ runs wrote stays in the folder that is told.
 """
 
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -88,6 +89,8 @@ def live_through(run: Run, life: Life, results: Results) -> None:
 def main() -> None:
     """Do what the command line says; exit code 1 where anything was not as it must be."""
     wishes = parsed(sys.argv[1:])
+    # Whoever ends the soak ends its ranks, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     work = Path(tempfile.mkdtemp(prefix="soak_"))
     disk = work / "disk"
     disk.mkdir()
