@@ -24,7 +24,7 @@ NODES = 4
 CPUS = 8
 # A job that is queued again looks as if it had ended, as long as its old step is being ended.
 _STAYS_S = 3.0
-_STAYS_FAILED_S = 20.0
+_STAYS_FAILED_S = 60.0
 LOST_S = 10  # without an answer a node counts as down
 
 _CONF = """\

@@ -42,10 +42,10 @@ def as_undisturbed(undisturbed, settings, start, same_end):
     return compare
 
 
-def submitted(slurm, edited, settings, folder, until, num_lines=40, options=(), **values):
+def submitted(slurm, edited, settings, folder, until, num_lines=40, **values):
     """Submit a run and return its job once it trains, so many lines of metrics on."""
     script = edited(settings, RUN_DIR="run", **values)
-    job = slurm.submit(script, *SIZE, *options, folder=folder)
+    job = slurm.submit(script, *SIZE, folder=folder)
     until(lambda: has_begun(folder / "run", num_lines), 200, f"it trained: {said(folder)}")
     return job
 
@@ -163,31 +163,18 @@ def test_with_too_few_nodes_left_it_waits_for_others(
     as_undisturbed(tmp_path / "run")
 
 
-def test_a_lost_first_node_leaves_the_others_going_on(
+def test_a_lost_first_node_is_replaced(
     slurm, edited, settings, tmp_path, until, as_undisturbed
 ):
     """It runs the script: without it the job did nothing until its time limit."""
-    which = ["--nodes=1-2", "--exclude=n3,n4"]
-    job = submitted(slurm, edited, settings, tmp_path, until, options=which)
-    slurm.lose("n1")
-    assert job.await_state("COMPLETED", "FAILED", limit_s=500) == "COMPLETED", said(tmp_path)
-    assert job.told("Restarts") == "1"
-    (_, both), (again, left) = starts(tmp_path)
-    assert (both, left) == ("n1,n2", "n2") and 0 < again < STEPS
-    assert "lost its first node n1: queued again" in said(tmp_path)
-    as_undisturbed(tmp_path / "run")
-
-
-def test_a_lost_first_node_is_replaced_where_there_are_others(
-    slurm, edited, settings, tmp_path, until, as_undisturbed
-):
-    """Slurm gives as many nodes as the job had, if they are there."""
     job = submitted(slurm, edited, settings, tmp_path, until)
     slurm.lose("n1")
     assert job.await_state("COMPLETED", "FAILED", limit_s=500) == "COMPLETED", said(tmp_path)
     assert job.told("Restarts") == "1"
     first, second = (nodes.split(",") for _, nodes in starts(tmp_path))
     assert first == ["n1", "n2"] and len(second) == 2 and "n1" not in second
+    told = (tmp_path / "run" / "starts" / f"{job.number}.0.guard_n2.txt").read_text()
+    assert "lost its first node n1: queued again" in told
     as_undisturbed(tmp_path / "run")
 
 
