@@ -163,9 +163,7 @@ def test_with_too_few_nodes_left_it_waits_for_others(
     as_undisturbed(tmp_path / "run")
 
 
-def test_a_lost_first_node_is_replaced(
-    slurm, edited, settings, tmp_path, until, as_undisturbed
-):
+def test_a_lost_first_node_is_replaced(slurm, edited, settings, tmp_path, until, as_undisturbed):
     """It runs the script: without it the job did nothing until its time limit."""
     job = submitted(slurm, edited, settings, tmp_path, until)
     slurm.lose("n1")
