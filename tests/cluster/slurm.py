@@ -148,7 +148,7 @@ class Slurm:
         tasks = [pid for pid, env in ours.items() if env.get("SLURMD_NODENAME") == name]
         # A step's own process has the daemon's environment; it is its tasks' parent.
         steps = {_parent_of(pid) for pid in tasks} & ours.keys()
-        # None sees another one die: srun has a helper that ends the step of an srun which was killed.
+        # None sees another die: srun has a helper that ends the step of an srun that was killed.
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for pid in [*doomed, *steps, *tasks]:
                 with contextlib.suppress(ProcessLookupError):
