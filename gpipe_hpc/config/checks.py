@@ -23,12 +23,11 @@ from gpipe_hpc.config.schema import (
     TrainConfig,
 )
 from gpipe_hpc.config.spelling import suggestion
+from gpipe_hpc.config.tracker_names import TRACKERS
 from gpipe_hpc.engine.outer.settings import ALGORITHMS, COMPRESSORS, ORDERS, SHARDS
 from gpipe_hpc.schedule import nearest_schedule, schedule_names
 
 _INF: Final = math.inf
-TRACKERS: Final = ("tensorboard", "wandb", "mlflow")
-"""What metrics.to may name."""
 
 _LARGEST: Final = 2**63 - 1  # of an integer of torch
 

@@ -1,7 +1,6 @@
 """Count parameters of models of any size without allocating them."""
 
 from collections.abc import Iterator, Sequence
-from typing import Final
 
 import torch
 from torch import nn
@@ -11,9 +10,6 @@ from gpipe_hpc.models.building import build_abstract, build_layer, refuse_lazy
 from gpipe_hpc.models.layers import Layer, LayerSpec
 from gpipe_hpc.models.naming import global_name, named_layer_parameters
 from gpipe_hpc.models.ties import find_ties, first_names, parameter_at
-
-_MOST_ALIKE: Final = 8
-"""Specs whose layers are remembered: models repeat a few kinds in turn."""
 
 
 def count_parameters(layers: Sequence[Layer]) -> int:
@@ -54,13 +50,8 @@ def _owned_parameters(layers: Sequence[Layer]) -> Iterator[dict[str, nn.Paramete
     """Yield what each layer has that no layer before it has: a tied parameter once."""
     ties = {global_name(*place): tie for tie in find_ties(layers) for place in tie.places}
     shapes: dict[str, torch.Size] = {}
-    alike: list[tuple[LayerSpec, nn.Module]] = []  # equal specs have equal parameters
     for index, layer in enumerate(layers):
-        built = next((module for spec, module in alike if spec == layer), None)
-        if built is None:
-            built = _abstract(layer, index)
-            if isinstance(layer, LayerSpec):
-                alike = [*alike[-_MOST_ALIKE:], (layer, built)]
+        built = _abstract(layer, index)
         for name in dict(layer.ties) if isinstance(layer, LayerSpec) else ():
             tied = parameter_at(built, name, f"layers.{index}")
             tie = ties.get(global_name(index, first_names(built)[name]))

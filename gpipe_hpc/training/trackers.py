@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from gpipe_hpc.config.checks import TRACKERS
+from gpipe_hpc.config.tracker_names import TRACKERS
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.training.writers import MetricsWriter, Scalars, TensorBoard
 

@@ -62,7 +62,8 @@ def test_a_host_is_lost_and_comes_back(torchrun, train, tiny, tmp_path, until, f
     )
     copied = ("checkpoint.neighbour_every=2", "checkpoint.neighbour_dir=memory")
     port, run = free_port(), tmp_path / "run"
-    env = ENVIRON | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])}
+    places = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
+    env = ENVIRON | {"PYTHONPATH": os.pathsep.join(places)}
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     place = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job")
     flags = [*FLAGS, *place, f"--rdzv-conf={QUICK}", "--local-addr=127.0.0.1"]

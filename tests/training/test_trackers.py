@@ -11,7 +11,7 @@ from textwrap import dedent
 import pytest
 
 from gpipe_hpc.config import check_config, compose_config
-from gpipe_hpc.config.checks import TRACKERS
+from gpipe_hpc.config.tracker_names import TRACKERS
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.training import trackers
 from gpipe_hpc.training.metrics import open_metrics
