@@ -65,6 +65,7 @@ from gpipe_hpc.planning import (
     Measured,
     Partition,
     Request,
+    Settings,
     check_conservation,
     cut,
     cut_table,
@@ -77,16 +78,17 @@ from gpipe_hpc.planning.by_rank import MEASURED_PACES, given_paces
 from gpipe_hpc.planning.exhausted import explain_exhausted
 from gpipe_hpc.planning.forecast import RankForecast
 from gpipe_hpc.planning.speed import confirms, paces_of_times, paces_text, seconds_of_work
-from gpipe_hpc.schedule import Op, Timeline, canonical_schedule, num_rows, rows_text
+from gpipe_hpc.schedule import Op, Timeline, canonical_schedule, num_rows, replicas_on, rows_text
 from gpipe_hpc.schedule.passes.recompute import RECOMPUTE_MODES
 
 log = logging.getLogger("gpipe_hpc.pipeline")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Keywords(Request):
+class Keywords(Settings):
     """What `Pipeline` takes by keyword: a request, and where and on what it is carried out."""
 
+    replicas: int | None = None
     example: tuple[Nest, Nest] | None = None
     device: str = "auto"
     timeout_s: float = DEFAULT_TIMEOUT_S
@@ -97,11 +99,12 @@ class Keywords(Request):
     world: World | None = None
 
     def request(self) -> Request:
-        """Return the request, spelled as the project spells it."""
-        named = {each.name: getattr(self, each.name) for each in fields(Request)}
+        """Return the request, spelled as the project spells it, on the ranks of the world."""
+        assert self.world is not None, "joined before"
+        named = {each.name: getattr(self, each.name) for each in fields(Settings)}
         schedule = self.schedule
         return replace(
-            Request(**named),
+            Request(**named, replicas=replicas_on(self.world.size, self.stages, self.replicas)),
             schedule=canonical_schedule(schedule) if isinstance(schedule, str) else schedule,
             recompute=self.recompute.lower(),
             paces=self.paces.lower() if isinstance(self.paces, str) else self.paces,
@@ -283,8 +286,9 @@ class Pipeline:
 
     `layers`: an nn.Sequential, or a sequence of modules and LayerSpecs; a rank builds only its own.
     `loss_fn(output, target)` returns the mean over the micro-batch's samples or a pair (sum,
-    weight). `stages`: ranks of one pipeline, None for world size / replicas. `schedule`: a name
-    with `schedule_options`, or a Schedule; `auto` searches an order for the measured layers where
+    weight). `stages`: ranks of one pipeline, None for world size / replicas. `replicas`: pipelines
+    side by side, None for as many as it takes for all ranks. `schedule`: a name with
+    `schedule_options`, or a Schedule; `auto` searches an order for the measured layers where
     the partition is by `time`, one with which no rank needs more than `memory_bytes` (one number,
     or one for each rank), if that is given. `recompute`: always, except_last, never, or budget: the
     least with which no rank needs more than `memory_bytes` for weights, gradients,

@@ -108,7 +108,7 @@ def make_plan(config: Config) -> Plan:
     )
     request = request_of(config)
     if not is_fit:
-        mesh = Mesh.fit(all_ranks, config.pipeline.stages, config.pipeline.replicas)
+        mesh = Mesh.fit(all_ranks, config.pipeline.stages, config.pipeline.num_replicas)
         request = replace(request, stages=mesh.stages)
     device = device_to_come(config.train.device)
     example = Example(sample.inputs, sample.targets, loss_fn, request.seed, device)

@@ -12,7 +12,7 @@ from gpipe_hpc.config.data import TokenDataConfig, mask_token_of, num_tokens_of
 from gpipe_hpc.config.data_checks import DATA_CHOICES, DATA_RANGES
 from gpipe_hpc.config.outer import outer_of
 from gpipe_hpc.config.portions import portions_of
-from gpipe_hpc.config.ranks import rows_of
+from gpipe_hpc.config.ranks import filled, rows_of
 from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.config.schema import (
     AUTO_LAYOUT,
@@ -142,6 +142,7 @@ def check_config(config: Config, world_size: int, *, may_choose: bool = False) -
     _check_choices(config)
     if not may_choose:
         _refuse_choosing(config)
+    config = filled(config, world_size)
     _check_device(config)
     _check_portions(config)
     _check_trackers(config)
@@ -150,7 +151,7 @@ def check_config(config: Config, world_size: int, *, may_choose: bool = False) -
     if stages == "fit" or is_chosen:
         stages = None  # found where the layers are known
     elif stages is None or rows_of(config, world_size) is None:
-        stages = Mesh.fit(world_size, stages, config.pipeline.replicas).stages
+        stages = Mesh.fit(world_size, stages, config.pipeline.num_replicas).stages
     _check_partition(config.pipeline.partition, stages)
     _check_budget(config.pipeline)
     _check_paces(config.pipeline.paces)
@@ -182,7 +183,7 @@ def check_drawing(config: Config) -> None:
     check_ranges(config)
     _check_choices(config)
     _refuse_choosing(config)
-    _check_portions(config)
+    _check_portions(filled(config, config.pipeline.ranks or 0))
     _check_draw(config)
 
 
@@ -206,6 +207,7 @@ def check_planning(config: Config, num_stages: int | None) -> list[str]:
     """
     check_ranges(config)
     _check_choices(config)
+    config = filled(config, config.pipeline.ranks or 0)
     _check_device(config)
     _check_portions(config)
     _check_partition(config.pipeline.partition, num_stages)
@@ -518,7 +520,7 @@ def _check_mask(model_size: object, data: TokenDataConfig) -> None:
 def _check_outer(config: Config) -> None:
     """Refuse settings that do not go together, and a run that would end between outer steps."""
     outer, steps = outer_of(config.outer), config.train.steps
-    if config.pipeline.replicas == 1 or not outer.is_apart:
+    if config.pipeline.num_replicas == 1 or not outer.is_apart:
         return
     every = outer.every
     if config.pipeline.normalise_over_replicas:
@@ -612,7 +614,7 @@ def _outer_doubts(config: Config) -> Iterator[str]:
     every, validates = getattr(config.outer, "every", 0), config.train.validate_every
     for each in outer_of(config.outer).unused():
         yield f"config: {each}; it does nothing"
-    if config.pipeline.replicas == 1:
+    if config.pipeline.num_replicas == 1:
         yield from _idle_outer(config)
     elif every and validates % every:
         yield (
@@ -641,7 +643,7 @@ def _idle_outer(config: Config) -> Iterator[str]:
 
 def _empty_microbatches(config: Config) -> Iterator[str]:
     train, pipeline = config.train, config.pipeline
-    num_microbatches = pipeline.replicas * train.accumulation * pipeline.microbatches
+    num_microbatches = pipeline.num_replicas * train.accumulation * pipeline.microbatches
     start = train.batch_ramp.start
     name, smallest = "train.batch_size", train.batch_size
     if start is not None and start < train.batch_size:

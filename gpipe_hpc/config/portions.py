@@ -13,4 +13,4 @@ def portions_of(config: Config) -> Portions:
     if weights is not None:
         weights = list(checked_weights(weights))
     count = pipeline.microbatches * config.train.accumulation
-    return Portions.divide(count, pipeline.replicas, weights)
+    return Portions.divide(count, pipeline.num_replicas, weights)

@@ -4,13 +4,20 @@ from dataclasses import replace
 
 from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.config.schema import Config
-from gpipe_hpc.schedule import Rows, in_rows, refuse_whole_replicas
+from gpipe_hpc.schedule import Rows, in_rows, refuse_whole_replicas, replicas_on
+
+
+def filled(config: Config, num_ranks: int) -> Config:
+    """Return the settings with a number of replicas: that given, or as many as the ranks make."""
+    pipeline = config.pipeline
+    replicas = replicas_on(num_ranks, pipeline.stages, pipeline.replicas)
+    return replace(config, pipeline=replace(pipeline, replicas=replicas))
 
 
 def rows_of(config: Config, num_ranks: int) -> Rows | None:
     """Return how pipelines with holes run on so many ranks; None where there are none.
 
-    Raises ConfigError for what pipelines with holes cannot do.
+    The number of replicas is known. Raises ConfigError for what pipelines with holes cannot do.
     """
     pipeline, outer = config.pipeline, config.outer
     if pipeline.stages is None or pipeline.stages == "fit":
@@ -18,7 +25,7 @@ def rows_of(config: Config, num_ranks: int) -> Rows | None:
     rows = in_rows(
         num_ranks,
         pipeline.stages,
-        pipeline.replicas,
+        pipeline.num_replicas,
         pipeline.microbatches,
         pipeline.schedule,
         pipeline.options,
@@ -38,8 +45,10 @@ def rows_of(config: Config, num_ranks: int) -> Rows | None:
 def on_ranks(config: Config, num_ranks: int) -> Config:
     """Return the settings of a run on so many ranks: with holes, one pipeline of all of them.
 
-    The same settings where stages x replicas are the ranks, or cannot be made so.
+    Else the same settings, where stages x replicas are the ranks or cannot be made so, with a
+    number of replicas in any case.
     """
+    config = filled(config, num_ranks)
     rows = rows_of(config, num_ranks)
     if rows is None:
         return config
@@ -67,4 +76,4 @@ def ranks_to_come(config: Config, default_stages: int) -> int:
             None,
             "set it, as pipeline.ranks=7",
         )
-    return pipeline.ranks or (pipeline.stages or default_stages) * pipeline.replicas
+    return pipeline.ranks or (pipeline.stages or default_stages) * (pipeline.replicas or 1)

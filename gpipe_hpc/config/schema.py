@@ -21,7 +21,7 @@ class PipelineConfig:
     layout: str = "given"
     stages: Any = None
     ranks: int | None = None
-    replicas: int = 1
+    replicas: int | None = None
     microbatches: int = 8
     schedule: str = "gpipe"
     options: dict[str, Any] = field(default_factory=dict)
@@ -32,6 +32,12 @@ class PipelineConfig:
     paces: Any = None
     normalise_over_replicas: bool = False
     buffers: str = "average"
+
+    @property
+    def num_replicas(self) -> int:
+        """Return `replicas` where the ranks are known, as `ranks.filled` makes them."""
+        assert self.replicas is not None, "the replicas are read where the ranks are known"
+        return self.replicas
 
 
 @dataclass

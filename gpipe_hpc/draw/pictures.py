@@ -258,11 +258,11 @@ def _ranks_of(config: Config) -> int:
     pipeline = config.pipeline
     if pipeline.ranks is None or pipeline.stages == pipeline.ranks:
         return pipeline.stages or DEFAULT_STAGES
-    stages = pipeline.stages or pipeline.ranks // pipeline.replicas
-    if stages * pipeline.replicas != pipeline.ranks:
+    stages = pipeline.stages or pipeline.ranks // pipeline.num_replicas
+    if stages * pipeline.num_replicas != pipeline.ranks:
         raise refuse(
             "pipeline.ranks",
-            f"stages x replicas = {stages} x {pipeline.replicas}",
+            f"stages x replicas = {stages} x {pipeline.num_replicas}",
             pipeline.ranks,
             "set pipeline.replicas, or leave it out",
         )

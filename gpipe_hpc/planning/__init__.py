@@ -9,7 +9,7 @@ from gpipe_hpc.planning.measured import LayerCost, measure_layers
 from gpipe_hpc.planning.minimax import by_hand, minimax, uniform
 from gpipe_hpc.planning.optimizer import OptimizerMemory
 from gpipe_hpc.planning.partition import POLICIES, Partition, choose_partition
-from gpipe_hpc.planning.request import Request
+from gpipe_hpc.planning.request import Request, Settings
 
 __all__ = [
     "FIT",
@@ -25,6 +25,7 @@ __all__ = [
     "OptimizerMemory",
     "Partition",
     "Request",
+    "Settings",
     "by_hand",
     "check_conservation",
     "choose_partition",

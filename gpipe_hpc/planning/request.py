@@ -12,15 +12,14 @@ from gpipe_hpc.schedule import Schedule, digest, num_rows, one_table, refuse_who
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """The settings of a pipeline by name; `Pipeline` says what each one means.
+class Settings:
+    """The settings of a pipeline by name, except the number of replicas.
 
-    A field here is a keyword of `Pipeline`, and a setting of the same name in the sections
-    `pipeline` and `train` of the configuration becomes that field.
+    `Pipeline` says what each one means. A field here is a keyword of `Pipeline`, and a setting of
+    the same name in the sections `pipeline` and `train` of the configuration becomes that field.
     """
 
     stages: int | str | None = None
-    replicas: int = 1
     microbatches: int = 1
     schedule: str | Schedule = "gpipe"
     schedule_options: Mapping[str, Any] | None = None
@@ -37,6 +36,13 @@ class Request:
     compile: bool | str = False
     noise_over: str | None = None
     outer: Outer | Mapping[str, Any] = field(default_factory=Outer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(Settings):
+    """What is asked for on ranks whose number is known, and so that of the replicas."""
+
+    replicas: int = 1
 
     @property
     def kept_states(self) -> OptimizerMemory:

@@ -22,6 +22,7 @@ from gpipe_hpc.schedule.holes import (
     num_rows,
     one_table,
     refuse_whole_replicas,
+    replicas_on,
     rows_text,
 )
 from gpipe_hpc.schedule.job import Job, Meeting, ReplicaTimes, side_by_side, simulate_job
@@ -132,6 +133,7 @@ __all__ = [
     "recompute_of",
     "refuse_whole_replicas",
     "replayed_end",
+    "replicas_on",
     "rows_text",
     "schedule_names",
     "schedule_of",

@@ -25,16 +25,24 @@ class Rows(NamedTuple):
     options: dict[str, Any]
 
 
+def replicas_on(ranks: int, stages: object, replicas: int | None) -> int:
+    """Return how many pipelines a run on so many ranks is made of, where None are asked for.
+
+    As many as it takes for all ranks; the last one may have holes. One where the number of stages
+    is not told either, and where it is to be found.
+    """
+    if replicas is not None:
+        return replicas
+    return max(1, -(-ranks // stages)) if isinstance(stages, int) and stages > 0 else 1
+
+
 def num_rows(ranks: int, stages: int | None, replicas: int) -> int | None:
     """Return of how many pipelines the micro-batches are, where so many ranks are not all there.
 
-    None where stages x replicas are the ranks, and where they cannot be made so. With one replica
-    asked for there are as many as it takes for all ranks.
+    None where stages x replicas are the ranks, and where they cannot be made so.
     """
-    if stages is None or stages < 1 or ranks in (stages * replicas, 0):
+    if stages is None or stages < 1:
         return None
-    if replicas == 1:
-        return -(-ranks // stages) if ranks > stages and ranks % stages else None
     return replicas if stages <= ranks < stages * replicas else None
 
 

@@ -14,11 +14,11 @@ def request_of(config: Config) -> Request:
     settings = {**vars(config.train), **vars(config.pipeline)}
     named = {each.name: settings[each.name] for each in fields(Request) if each.name in settings}
     return replace(
-        Request(**named),
+        Request(**{**named, "replicas": config.pipeline.num_replicas}),
         microbatches=config.pipeline.microbatches * config.train.accumulation,
         schedule_options=config.pipeline.options,
         optimizer_states=optimizer_memory(config.optimizer)._replace(
-            outer_states=outer.num_states if config.pipeline.replicas > 1 else 0
+            outer_states=outer.num_states if config.pipeline.num_replicas > 1 else 0
         ),
         noise_over=config.lr.noise_over if config.lr.scaling == "adascale" else None,
         outer=outer,

@@ -95,7 +95,7 @@ def run_training(
             stack.enter_context(world.device.deterministic())
         pipeline = on_ranks(config, world.size).pipeline
         stages = world.size if pipeline.stages == "fit" else pipeline.stages
-        replicas = 1 if pipeline.stages == "fit" else pipeline.replicas
+        replicas = 1 if pipeline.stages == "fit" else pipeline.num_replicas
         mesh = Mesh.fit(world.size, stages, replicas)
         stack.enter_context(rank_log(run.folder, world.rank, [mesh.stage_rank_of(world.rank)]))
         for doubt in [*doubts, *run.notes] if world.rank == 0 else ():

@@ -20,7 +20,9 @@ class Sample(NamedTuple):
 def samples_per_microbatch(config: Config) -> int:
     """Return how many samples the largest micro-batch has."""
     pipeline, train = config.pipeline, config.train
-    return -(-train.batch_size // (pipeline.replicas * pipeline.microbatches * train.accumulation))
+    return -(
+        -train.batch_size // (pipeline.num_replicas * pipeline.microbatches * train.accumulation)
+    )
 
 
 def microbatch(data: DataConfig, num_samples: int) -> Sample:

@@ -20,7 +20,7 @@ from gpipe_hpc.comm.threads import run_on_threads
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.config import Config, build_target, check_config
 from gpipe_hpc.config.outer import outer_of
-from gpipe_hpc.config.ranks import ranks_to_come
+from gpipe_hpc.config.ranks import filled, ranks_to_come
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import count_parameters, normalise_layers
 from gpipe_hpc.training.horizon import last_step
@@ -74,7 +74,26 @@ def verify(config: Config) -> Report | None:
 def _own_settings(config: Config, world_size: int) -> Config:
     """Return the settings of a run that resumes nothing and has a layout; check them."""
     pipeline = config.pipeline
-    if pipeline.normalise_over_replicas and pipeline.replicas > 1:
+    if world_size == 1 and pipeline.stages is None:
+        pipeline = replace(pipeline, stages=DEFAULT_STAGES)
+    checkpoint = replace(config.checkpoint, resume="never")
+    settings = replace(config, pipeline=pipeline, checkpoint=checkpoint)
+    size = world_size if world_size > 1 else ranks_to_come(settings, DEFAULT_STAGES)
+    _check_comparable(filled(settings, size))
+    check_config(settings, size)
+    if min(last_step(settings.train), config.verify.steps) < 1:
+        raise ConfigError(
+            f"verify: expected at least one step, got train.steps={config.train.steps} and "
+            f"verify.steps={config.verify.steps}; raise them"
+        )
+    _check_room(filled(settings, size))
+    return settings
+
+
+def _check_comparable(config: Config) -> None:
+    """Refuse replicas that train otherwise than one process does."""
+    pipeline = config.pipeline
+    if pipeline.normalise_over_replicas and pipeline.num_replicas > 1:
         raise ConfigError(
             "verify: expected pipeline.normalise_over_replicas=false, got true: a plain process "
             "runs one micro-batch after another and cannot normalise several together; compare "
@@ -83,25 +102,12 @@ def _own_settings(config: Config, world_size: int) -> Config:
     outer = outer_of(config.outer)
     chosen = [f"outer.compress={outer.compress}"] if outer.compress != "none" else []
     chosen += [f"outer.every={outer.every}"] if outer.is_apart else []
-    if pipeline.replicas > 1 and chosen:
+    if pipeline.num_replicas > 1 and chosen:
         raise ConfigError(
             f"verify: expected an exact way for replicas to combine their gradients, got "
             f"{' and '.join(chosen)}, with which they train otherwise than one process does; "
             f"compare with outer=allreduce outer.compress=none"
         )
-    if world_size == 1 and pipeline.stages is None:
-        pipeline = replace(pipeline, stages=DEFAULT_STAGES)
-    checkpoint = replace(config.checkpoint, resume="never")
-    settings = replace(config, pipeline=pipeline, checkpoint=checkpoint)
-    size = world_size if world_size > 1 else ranks_to_come(settings, DEFAULT_STAGES)
-    check_config(settings, size)
-    if min(last_step(settings.train), config.verify.steps) < 1:
-        raise ConfigError(
-            f"verify: expected at least one step, got train.steps={config.train.steps} and "
-            f"verify.steps={config.verify.steps}; raise them"
-        )
-    _check_room(settings)
-    return settings
 
 
 def _check_room(config: Config) -> None:
@@ -110,7 +116,7 @@ def _check_room(config: Config) -> None:
     num_parameters = count_parameters(layers)
     free = free_bytes()
     # Weights, gradients, two optimizer states in both trainings, and what is kept to compare.
-    needed = 4 * num_parameters * (16 + 2 * config.pipeline.replicas)
+    needed = 4 * num_parameters * (16 + 2 * config.pipeline.num_replicas)
     if free is not None and needed > free:
         raise ConfigError(
             f"verify: {num_parameters:,} parameters take about {needed / 1e9:.1f} GB to compare, "

@@ -38,7 +38,7 @@ def _check_objective(layers: Sequence[Layer], data: TokenDataConfig) -> None:
 
 def _check_batchnorm(config: Config, source: DataSource | None, layers: Sequence[Layer]) -> None:
     """Refuse, on rank 0, micro-batches that BatchNorm layers cannot normalise."""
-    replicas = config.pipeline.replicas
+    replicas = config.pipeline.num_replicas
     if source is None or not source.train.num_samples:
         return
     if config.pipeline.normalise_over_replicas and replicas > 1:

@@ -25,7 +25,7 @@ def first_microbatch(
 ) -> tuple[Nest, Nest]:
     """Read the first micro-batch of the run, which is as large as any."""
     indices, _ = sampler.batch(0)
-    pieces = config.pipeline.replicas * config.pipeline.microbatches * config.train.accumulation
+    pieces = config.pipeline.num_replicas * config.pipeline.microbatches * config.train.accumulation
     return read_samples(config, source, indices[: max(1, -(-len(indices) // pieces))])
 
 

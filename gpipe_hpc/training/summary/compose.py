@@ -205,7 +205,7 @@ def _advice(session: Session, traced: Traced, ended: Ended) -> list[dict[str, An
     if foreseen is None:
         return []
     pipeline, finer = config.pipeline, 2 * config.pipeline.microbatches
-    pieces = pipeline.replicas * config.train.accumulation * finer
+    pieces = pipeline.num_replicas * config.train.accumulation * finer
     has_samples = config.train.batch_size >= pieces
     most = _MOST_ACTIONS_IN_HASTE if ended.outcome == "stopped" else MOST_ACTIONS
     measured = traced.replicas[session.pipe.layout.portions.fullest]
