@@ -183,7 +183,7 @@ def check_drawing(config: Config) -> None:
     check_ranges(config)
     _check_choices(config)
     _refuse_choosing(config)
-    _check_portions(filled(config, config.pipeline.ranks or 0))
+    _check_portions(config)
     _check_draw(config)
 
 
@@ -207,7 +207,6 @@ def check_planning(config: Config, num_stages: int | None) -> list[str]:
     """
     check_ranges(config)
     _check_choices(config)
-    config = filled(config, config.pipeline.ranks or 0)
     _check_device(config)
     _check_portions(config)
     _check_partition(config.pipeline.partition, num_stages)

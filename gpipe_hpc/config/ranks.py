@@ -17,7 +17,7 @@ def filled(config: Config, num_ranks: int) -> Config:
 def rows_of(config: Config, num_ranks: int) -> Rows | None:
     """Return how pipelines with holes run on so many ranks; None where there are none.
 
-    The number of replicas is known. Raises ConfigError for what pipelines with holes cannot do.
+    Raises ConfigError for what pipelines with holes cannot do.
     """
     pipeline, outer = config.pipeline, config.outer
     if pipeline.stages is None or pipeline.stages == "fit":
@@ -76,4 +76,4 @@ def ranks_to_come(config: Config, default_stages: int) -> int:
             None,
             "set it, as pipeline.ranks=7",
         )
-    return pipeline.ranks or (pipeline.stages or default_stages) * (pipeline.replicas or 1)
+    return pipeline.ranks or (pipeline.stages or default_stages) * pipeline.num_replicas

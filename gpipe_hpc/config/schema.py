@@ -9,6 +9,7 @@ from typing import Any, Final
 from omegaconf import MISSING
 
 from gpipe_hpc.config.data import DataConfig
+from gpipe_hpc.schedule import replicas_on
 
 AUTO_LAYOUT: Final = "auto"
 """Of ``pipeline.layout``: a search finds the layout for the ranks that come."""
@@ -35,9 +36,11 @@ class PipelineConfig:
 
     @property
     def num_replicas(self) -> int:
-        """Return `replicas` where the ranks are known, as `ranks.filled` makes them."""
-        assert self.replicas is not None, "the replicas are read where the ranks are known"
-        return self.replicas
+        """Return how many pipelines there are; None told, as many as `ranks` make, else one.
+
+        Where ranks have come, `filled` has told it.
+        """
+        return replicas_on(self.ranks or 0, self.stages, self.replicas)
 
 
 @dataclass

@@ -39,10 +39,13 @@ def replicas_on(ranks: int, stages: object, replicas: int | None) -> int:
 def num_rows(ranks: int, stages: int | None, replicas: int) -> int | None:
     """Return of how many pipelines the micro-batches are, where so many ranks are not all there.
 
-    None where stages x replicas are the ranks, and where they cannot be made so.
+    None where stages x replicas are the ranks, and where they cannot be made so. With one replica
+    asked for there are as many as it takes for all ranks.
     """
-    if stages is None or stages < 1:
+    if stages is None or stages < 1 or ranks in (stages * replicas, 0):
         return None
+    if replicas == 1:
+        return -(-ranks // stages) if ranks > stages and ranks % stages else None
     return replicas if stages <= ranks < stages * replicas else None
 
 

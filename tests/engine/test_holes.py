@@ -186,7 +186,14 @@ def test_what_holes_cannot_do_is_refused_with_a_remedy(settings, words):
         run_on_threads(3, partial(make, **{"stages": 2, "microbatches": 2, **settings}))
 
 
-def test_ranks_that_make_whole_pipelines_are_told_how_many():
-    """Eight ranks, four stages: nothing is missing, so the number of replicas has to be said."""
+def test_ranks_that_make_whole_pipelines_are_these(alone):
+    """Eight ranks with four stages were refused, while seven of them ran with a hole."""
+    places = run_on_threads(8, lambda world: make(world, stages=4, microbatches=3)[0].mesh)
+    assert {(mesh.replicas, mesh.stages) for mesh in places} == {(2, 4)}
+    found = run_on_threads(6, partial(run, stages=3, microbatches=3))
+    assert_same(found, alone(6))
+
+
+def test_one_pipeline_does_not_take_the_ranks_of_two():
     with pytest.raises(ConfigError, match=r"pipeline\.replicas, as pipeline\.replicas=2"):
-        run_on_threads(8, partial(make, stages=4))
+        run_on_threads(8, partial(make, stages=4, replicas=1))
