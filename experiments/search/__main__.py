@@ -51,7 +51,9 @@ def pipeline_of(words: list[str], world: World) -> Pipeline:
     check_config(config, world.size)
     data = config.data.shapes(config.train.batch_size)
     loss_fn = loss_function(data[2])
-    samples = config.train.batch_size // (config.pipeline.num_replicas * config.pipeline.microbatches)
+    samples = config.train.batch_size // (
+        config.pipeline.num_replicas * config.pipeline.microbatches
+    )
     tokens = tokens_of(config, max(1, samples))
     layers = normalise_layers(build_target("model", config.model))
     return build_pipeline(config, world, layers, loss_fn, None, tokens)
