@@ -6,6 +6,7 @@ import shutil
 import stat
 import time
 from collections import namedtuple
+from pathlib import Path
 
 import pytest
 import torch
@@ -447,6 +448,22 @@ def test_what_is_over_is_removed(hosts):
     save_at(hosts, 1)
     run_on_threads(SIZE, lambda world: opened(world, hosts).remove())
     assert list((hosts / "one").iterdir()) == [] and list((hosts / "two").iterdir()) == []
+
+
+def test_a_folder_that_another_run_removes_meanwhile_is_made_again(tmp_path, monkeypatch):
+    """The last run of a user that ends removes the folder of all of them."""
+    ending, folder = CopyFolder(tmp_path, "ending"), CopyFolder(tmp_path, "the_run")
+    ending.open()
+    own, removals = Path.lstat, {folder.path.parent: ending.remove, folder.path: folder.remove}
+
+    def lstat(path):
+        found = own(path)
+        removals.pop(path, lambda: None)()
+        return found
+
+    monkeypatch.setattr(Path, "lstat", lstat)
+    folder.open()
+    assert not removals and any(folder.path.iterdir())
 
 
 def test_copies_that_dead_runs_forgot_are_removed_or_named(tmp_path, caplog, monkeypatch):

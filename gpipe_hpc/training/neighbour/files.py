@@ -28,6 +28,7 @@ START: Final = "start"
 _NAME: Final = re.compile(r"rank(\d{5,})_step(\d{8,})")
 _PART: Final = ".part"
 _OWNERS: Final = "owner_"
+_TRIES: Final = 100  # to make a folder that others remove
 _MOST_HEADER_BYTES: Final = 2**30
 
 
@@ -68,21 +69,30 @@ class CopyFolder:
         Raises ConfigError if that cannot be, or if another user has made it.
         """
         try:
-            for folder in (self._user, self.path):
-                with contextlib.suppress(FileExistsError):
-                    folder.mkdir(mode=0o700, parents=folder == self._user)
-                found = folder.lstat()
-                if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-                    raise PermissionError(f"{folder} is another user's")
-                folder.chmod(0o700)
-            owner = json.dumps(myself()._asdict())
-            (self.path / f"{_OWNERS}{os.getpid()}").write_text(owner)
+            for left in reversed(range(_TRIES)):
+                try:
+                    self._make()
+                    return
+                except FileNotFoundError:  # another process that ends has just removed a folder
+                    if not left:
+                        raise
         except OSError as error:
             raise ConfigError(
                 f"config: bad checkpoint.neighbour_dir, expected a memory-backed folder that can "
                 f"be written, got {self.path} ({error}); {os_remedy(error) or 'look at it'}; or "
                 f"choose another"
             ) from error
+
+    def _make(self) -> None:
+        for folder in (self._user, self.path):
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o700, parents=folder == self._user)
+            found = folder.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+                raise PermissionError(f"{folder} is another user's")
+            folder.chmod(0o700)
+        owner = json.dumps(myself()._asdict())
+        (self.path / f"{_OWNERS}{os.getpid()}").write_text(owner)
 
     def all(self) -> list[Held]:
         """Return the copies of this run here; what cannot be read is none."""

@@ -1,6 +1,7 @@
 """The look at all ranks just before the first step."""
 
 import logging
+import re
 import resource
 from dataclasses import replace
 
@@ -56,7 +57,8 @@ def test_the_limit_of_open_files_is_raised_and_what_is_lacking_told(few_files, c
     assert (files.rank, files.allowed, files.lack) == (5, 128, files.needed - 128)
     assert files.needed > 256
     (told,) = said(caplog, [None] * 3)
-    assert "open files: rank 2 on" in told and "got a limit of 128" in told
+    # Threads of one process: whoever looks last may see one file more.
+    assert re.match(r"open files: rank [012] on .* got a limit of 128", told)
 
 
 def test_clocks_far_apart_are_told_with_both_hosts():
