@@ -6,14 +6,15 @@ go through other instructions, and now and then one differs in its last bit: a s
 would not come out as the whole does. Here these, too, are computed as part of a whole vector.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple, overload
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from gpipe_hpc.comm.device import on_host
+from gpipe_hpc.training.group_steps import GroupSteps
 
 # Numbers that are whole vectors on any processor: 512 bits of the smallest dtype, of 16 bits.
 _WHOLE: Final = 32
@@ -42,11 +43,11 @@ class _Piece(NamedTuple):
                 own.copy_(changed.view_as(own))
 
 
-class AdamW(torch.optim.AdamW):
+class AdamW(GroupSteps, torch.optim.AdamW):
     """AdamW of ``torch.optim`` (Loshchilov and Hutter, arXiv 1711.05101), always fused.
 
-    `params`: weights, pairs of name and weight, or groups, of any floating or complex dtype.
-    `options`: ``lr``, ``betas``, ``eps`` and ``weight_decay``. Its state is torch's own.
+    `params`: weights, pairs of name and weight, or groups, of any floating or complex dtype. The
+    other arguments, and the state, are torch's own.
     """
 
     def __init__(
@@ -59,26 +60,7 @@ class AdamW(torch.optim.AdamW):
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient; return what `closure` does, if given."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            if parameters:
-                self._update(parameters, group)
-        return loss
-
-    def _update(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
+    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         pieces: list[_Piece] = []
         steps: list[Tensor] = []
         lent: list[tuple[_Piece, _Piece]] = []

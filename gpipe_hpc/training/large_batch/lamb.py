@@ -1,18 +1,17 @@
 """LAMB: Adam whose step of each tensor is as long as the rate times the tensor's norm."""
 
-from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from gpipe_hpc.engine.sums.norms import norms_of
 from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.training.group_steps import GroupSteps
 from gpipe_hpc.training.large_batch.trust import dense_gradients, ratio_or_one
 
 
-class LAMB(Optimizer):
+class LAMB(GroupSteps):
     """Adam with a rate of its own for each parameter (You et al. 2019, algorithm 2).
 
     With x a parameter, g its gradient, t the number of steps, d `weight_decay`::
@@ -59,25 +58,6 @@ class LAMB(Optimizer):
                 "adapt": adapt,
             },
         )
-
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient; return what `closure` does, if given."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            parameters: list[Tensor] = [p for p in group["params"] if p.grad is not None]
-            if parameters:
-                self._update(parameters, group)
-        return loss
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         states = [self._state_of(parameter) for parameter in parameters]

@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -131,8 +132,9 @@ def test_a_dead_rank_is_noticed_while_a_process_lives_that_it_has_forked(until, 
         until(lambda: note.exists() and note.read_text().strip(), 10, "it has forked")
         ranks[1].process.kill()
         until(lambda: ranks[0].find("lost") and ranks[2].find("lost"), 5, "it is told")
+        assert {ranks[0].find("lost")["rank"], ranks[2].find("lost")["rank"]} == {1}
         child = int(note.read_text())
-        os.kill(child, 0)
+        assert Path(f"/proc/{child}").exists()
         os.kill(child, signal.SIGKILL)
 
 
