@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from gpipe_hpc.engine.sums.results import StepResult
     from gpipe_hpc.models import LayerSpec, add_loss, add_metric
     from gpipe_hpc.pipeline import Pipeline
-    from gpipe_hpc.training.large_batch.adascale import AdaScale
-    from gpipe_hpc.training.large_batch.lamb import LAMB
-    from gpipe_hpc.training.large_batch.lars import LARS
-    from gpipe_hpc.training.metrics import Metrics
+    from gpipe_hpc.training.figures.metrics import Metrics
+    from gpipe_hpc.training.optimizers.large_batch.adascale import AdaScale
+    from gpipe_hpc.training.optimizers.large_batch.lamb import LAMB
+    from gpipe_hpc.training.optimizers.large_batch.lars import LARS
 
 __all__ = [
     "LAMB",
@@ -37,11 +37,11 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     homes = {
-        "AdaScale": "gpipe_hpc.training.large_batch.adascale",
-        "LAMB": "gpipe_hpc.training.large_batch.lamb",
-        "LARS": "gpipe_hpc.training.large_batch.lars",
+        "AdaScale": "gpipe_hpc.training.optimizers.large_batch.adascale",
+        "LAMB": "gpipe_hpc.training.optimizers.large_batch.lamb",
+        "LARS": "gpipe_hpc.training.optimizers.large_batch.lars",
         "LayerSpec": "gpipe_hpc.models",
-        "Metrics": "gpipe_hpc.training.metrics",
+        "Metrics": "gpipe_hpc.training.figures.metrics",
         "Pipeline": "gpipe_hpc.pipeline",
         "StepResult": "gpipe_hpc.engine.sums.results",
         "add_loss": "gpipe_hpc.models",

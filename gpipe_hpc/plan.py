@@ -50,8 +50,8 @@ from gpipe_hpc.planning.sums import sums_text
 from gpipe_hpc.planning.units import bytes_text
 from gpipe_hpc.planning.vocabulary import check_vocabulary
 from gpipe_hpc.training.asking import request_of
-from gpipe_hpc.training.layouts import compared
-from gpipe_hpc.training.shapes import Sample, microbatch, samples_per_microbatch
+from gpipe_hpc.training.data.shapes import Sample, microbatch, samples_per_microbatch
+from gpipe_hpc.training.search.answer import compared
 
 DEFAULT_STAGES: Final = 4
 TOO_LARGE_EXIT_CODE: Final = 3

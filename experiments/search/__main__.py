@@ -22,8 +22,8 @@ from gpipe_hpc.planning.columns import aligned
 from gpipe_hpc.planning.search.text import distinct
 from gpipe_hpc.planning.search.trial import Trial
 from gpipe_hpc.training.joining import join_world
-from gpipe_hpc.training.layouts import compared
-from gpipe_hpc.training.searching import Searching
+from gpipe_hpc.training.search.answer import compared
+from gpipe_hpc.training.search.from_settings import Searching
 from gpipe_hpc.training.start.building import build_pipeline
 
 NUM_EACH = 3

@@ -18,13 +18,13 @@ from gpipe_hpc.config import Config, check_config
 from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs, say_error
 from gpipe_hpc.engine.sums.told import tell_all
 from gpipe_hpc.errors import GpipeError
+from gpipe_hpc.training.figures.throughput import tokens_per_sample
 from gpipe_hpc.training.joining import join_world
 from gpipe_hpc.training.one_step import refuse_non_finite, train_one_step
 from gpipe_hpc.training.run.identity import UNRECORDED, Run
 from gpipe_hpc.training.session import Session
 from gpipe_hpc.training.start import open_session
 from gpipe_hpc.training.step_edge import StepEdge, Told, agree
-from gpipe_hpc.training.throughput import tokens_per_sample
 
 _WARM_UP: Final = 2
 

@@ -15,7 +15,7 @@ from gpipe_hpc.planning.forecast import RankForecast, rank_forecasts
 from gpipe_hpc.planning.shares import microbatch_shares
 from gpipe_hpc.planning.stages import count_stages
 from gpipe_hpc.training.asking import request_of
-from gpipe_hpc.training.shapes import microbatch, samples_per_microbatch
+from gpipe_hpc.training.data.shapes import microbatch, samples_per_microbatch
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 from gpipe_hpc.config import Config
 from gpipe_hpc.config.outer import outer_of
 from gpipe_hpc.planning import Request
-from gpipe_hpc.training.optimizer import optimizer_memory
+from gpipe_hpc.training.optimizers.optimizer import optimizer_memory
 
 
 def request_of(config: Config) -> Request:

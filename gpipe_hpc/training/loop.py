@@ -22,17 +22,23 @@ from gpipe_hpc.engine.sums.results import StepResult
 from gpipe_hpc.planning.by_rank import memory_limits
 from gpipe_hpc.planning.shortage import shortage
 from gpipe_hpc.planning.units import bytes_text
+from gpipe_hpc.training.figures.metrics import Metrics, open_metrics
+from gpipe_hpc.training.figures.progress import Progress
+from gpipe_hpc.training.figures.results import Line, Results
+from gpipe_hpc.training.figures.throughput import (
+    model_flops_per_s,
+    share_of_peak,
+    tokens_per_sample,
+)
+from gpipe_hpc.training.figures.trackers import refuse_missing
 from gpipe_hpc.training.foresight import Foresight
 from gpipe_hpc.training.horizon import last_step
 from gpipe_hpc.training.logs import rank_log
-from gpipe_hpc.training.metrics import Metrics, open_metrics
 from gpipe_hpc.training.neighbour import DEFAULT_FOLDER, NeighbourCopies, open_copies
 from gpipe_hpc.training.one_step import Trained, refuse_non_finite, train_one_step
 from gpipe_hpc.training.preflight.before import look_before_run
 from gpipe_hpc.training.preflight.folder import await_run
 from gpipe_hpc.training.preflight.settings import check_settings
-from gpipe_hpc.training.progress import Progress
-from gpipe_hpc.training.results import Line, Results
 from gpipe_hpc.training.run.again import command_again
 from gpipe_hpc.training.run.folder import REQUEUE_FILE
 from gpipe_hpc.training.run.identity import Run
@@ -51,8 +57,6 @@ from gpipe_hpc.training.step_edge import Agreed, StepEdge, TimedStep, Told, agre
 from gpipe_hpc.training.summary.compose import Ended
 from gpipe_hpc.training.summary.ledger import Times
 from gpipe_hpc.training.summary.reporting import Reporter
-from gpipe_hpc.training.throughput import model_flops_per_s, share_of_peak, tokens_per_sample
-from gpipe_hpc.training.trackers import refuse_missing
 from gpipe_hpc.training.validation import validate
 
 log = logging.getLogger("gpipe_hpc.train")

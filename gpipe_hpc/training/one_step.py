@@ -10,8 +10,8 @@ from gpipe_hpc.engine.steps import Tell
 from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.engine.sums.results import StepResult
 from gpipe_hpc.errors import NonFiniteError
-from gpipe_hpc.training.batches import Batch
-from gpipe_hpc.training.lr import lr_at, set_lr
+from gpipe_hpc.training.data.batches import Batch
+from gpipe_hpc.training.optimizers.lr import lr_at, set_lr
 from gpipe_hpc.training.session import Session
 from gpipe_hpc.training.traces.around import Around
 

@@ -15,7 +15,6 @@ from gpipe_hpc.comm.world import together
 from gpipe_hpc.config import Config
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planning.forecast import RankForecast
-from gpipe_hpc.training.batches import Batch, Batches
 from gpipe_hpc.training.data import (
     CorruptTally,
     DataFacts,
@@ -26,11 +25,12 @@ from gpipe_hpc.training.data import (
     ShuffledSampler,
     validation_batches,
 )
+from gpipe_hpc.training.data.batches import Batch, Batches
+from gpipe_hpc.training.data.position import IDENTITY
 from gpipe_hpc.training.foresight import Foresight
 from gpipe_hpc.training.horizon import last_step
-from gpipe_hpc.training.large_batch.adascale import AdaScale
 from gpipe_hpc.training.neighbour import NeighbourCopies
-from gpipe_hpc.training.position import IDENTITY
+from gpipe_hpc.training.optimizers.large_batch.adascale import AdaScale
 from gpipe_hpc.training.run.changed_settings import SETTINGS, settings_of
 from gpipe_hpc.training.run.folder import OWNER, Checkpoints
 from gpipe_hpc.training.run.lock import RunLock

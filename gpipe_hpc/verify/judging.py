@@ -9,8 +9,8 @@ from torch import Tensor
 from gpipe_hpc.comm.nests import Nest, flatten, map_tensors, unflatten
 from gpipe_hpc.config import Config, build_target
 from gpipe_hpc.models import LayerSpec, layer_name, normalise_layers
-from gpipe_hpc.training.lr import set_lr
-from gpipe_hpc.training.optimizer import build_optimizer
+from gpipe_hpc.training.optimizers.lr import set_lr
+from gpipe_hpc.training.optimizers.optimizer import build_optimizer
 from gpipe_hpc.training.session import Session
 from gpipe_hpc.training.start import loss_of
 from gpipe_hpc.verify.comparing import Report, Verdict, add_all

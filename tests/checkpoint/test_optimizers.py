@@ -14,7 +14,7 @@ from gpipe_hpc.checkpoint.manifest import manifest_text
 from gpipe_hpc.checkpoint.metadata import StoredTensor
 from gpipe_hpc.engine.outer.held import Held
 from gpipe_hpc.errors import CheckpointError
-from gpipe_hpc.training.optimizer import own_options
+from gpipe_hpc.training.optimizers.optimizer import own_options
 from tests.support import mean_square
 
 WIDTH = 3

@@ -9,7 +9,7 @@ from gpipe_hpc.checkpoint import BackgroundSaver, read_facts
 from gpipe_hpc.checkpoint.host_copy import HostBuffer
 from gpipe_hpc.checkpoint.rank_state import fits, pack, restore, unpack
 from gpipe_hpc.config import AdamWConfig
-from gpipe_hpc.training.optimizer import build_optimizer
+from gpipe_hpc.training.optimizers.optimizer import build_optimizer
 from tests.support import mean_square
 
 WIDTH = 6

@@ -31,9 +31,9 @@ from gpipe_hpc.planning.sums import ring_bytes
 from gpipe_hpc.planning.units import bytes_text
 from gpipe_hpc.schedule import build, lower
 from gpipe_hpc.training.data import open_data
+from gpipe_hpc.training.data.shapes import microbatch, samples_per_microbatch
 from gpipe_hpc.training.data.text import TextConfig
-from gpipe_hpc.training.optimizer import build_optimizer, optimizer_memory
-from gpipe_hpc.training.shapes import microbatch, samples_per_microbatch
+from gpipe_hpc.training.optimizers.optimizer import build_optimizer, optimizer_memory
 from tests.support import metrics, train_here
 
 TOKENS = ["data=synthetic", "data.seq_len=64", "data.vocab_size=50257"]

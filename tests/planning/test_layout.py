@@ -23,7 +23,7 @@ from gpipe_hpc.planning import LayerTimes, Measured, Request, cut, lay_out
 from gpipe_hpc.planning.counted import count_model
 from gpipe_hpc.schedule import build, schedule_names, to_text
 from gpipe_hpc.training.asking import request_of
-from gpipe_hpc.training.shapes import microbatch, samples_per_microbatch
+from gpipe_hpc.training.data.shapes import microbatch, samples_per_microbatch
 from gpipe_hpc.training.start import building
 
 FOREIGN = {"huggingface", "own"}  # models that are not of the zoo

@@ -12,7 +12,7 @@ from gpipe_hpc.planning.counted import count_model
 from gpipe_hpc.planning.forecast import rank_states
 from gpipe_hpc.planning.optimizer import OptimizerMemory
 from gpipe_hpc.planning.stages import count_stages
-from gpipe_hpc.training.optimizer import build_optimizer, optimizer_memory
+from gpipe_hpc.training.optimizers.optimizer import build_optimizer, optimizer_memory
 
 WIDTH = 7
 

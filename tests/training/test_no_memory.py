@@ -4,7 +4,7 @@ import pytest
 
 from gpipe_hpc.engine.microbatch import StageWork
 from gpipe_hpc.errors import DeviceMemoryError
-from gpipe_hpc.training.adamw import AdamW
+from gpipe_hpc.training.optimizers.adamw import AdamW
 from tests.support import train_here
 
 

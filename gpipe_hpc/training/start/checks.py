@@ -9,7 +9,7 @@ from gpipe_hpc.planning.batchnorm import check_batchnorm
 from gpipe_hpc.planning.vocabulary import check_vocabulary
 from gpipe_hpc.training.data import DataSource
 from gpipe_hpc.training.horizon import last_step
-from gpipe_hpc.training.large_batch.ramp import smallest_batch
+from gpipe_hpc.training.optimizers.large_batch.ramp import smallest_batch
 from gpipe_hpc.training.start.example import read_samples
 
 

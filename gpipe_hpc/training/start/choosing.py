@@ -18,10 +18,10 @@ from gpipe_hpc.config import Config, check_config
 from gpipe_hpc.config.schema import AUTO_LAYOUT
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.planning.speed import flops_per_s, paces_of_times
-from gpipe_hpc.training.layouts import compared_on
 from gpipe_hpc.training.run.changed_settings import settings_of
 from gpipe_hpc.training.run.identity import Run
-from gpipe_hpc.training.searching import PINS, Came, fixed_by
+from gpipe_hpc.training.search.answer import compared_on
+from gpipe_hpc.training.search.from_settings import PINS, Came, fixed_by
 
 LAYOUT_FILE: Final = "layout.json"
 _SHOWN: Final = 3  # layouts that the log tells of

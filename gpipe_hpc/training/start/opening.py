@@ -13,12 +13,12 @@ from gpipe_hpc.config.ranks import on_ranks
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planning.forecast import RankForecast
 from gpipe_hpc.training.data import CorruptTally, ShuffledSampler, tolerance
+from gpipe_hpc.training.data.position import goes_on
 from gpipe_hpc.training.foresight import Foresight, foresee
-from gpipe_hpc.training.large_batch.adascale import AdaScale
-from gpipe_hpc.training.large_batch.ramp import batch_size_at
 from gpipe_hpc.training.neighbour import NeighbourCopies
-from gpipe_hpc.training.optimizer import build_optimizer
-from gpipe_hpc.training.position import goes_on
+from gpipe_hpc.training.optimizers.large_batch.adascale import AdaScale
+from gpipe_hpc.training.optimizers.large_batch.ramp import batch_size_at
+from gpipe_hpc.training.optimizers.optimizer import build_optimizer
 from gpipe_hpc.training.run.folder import Checkpoints
 from gpipe_hpc.training.run.identity import Run
 from gpipe_hpc.training.run.lock import RunLock

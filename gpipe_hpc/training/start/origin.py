@@ -12,10 +12,10 @@ from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.training.data import Identity
+from gpipe_hpc.training.data.position import check_data
 from gpipe_hpc.training.horizon import last_step
 from gpipe_hpc.training.neighbour import Found, NeighbourCopies, Scattered
-from gpipe_hpc.training.optimizer import own_options
-from gpipe_hpc.training.position import check_data
+from gpipe_hpc.training.optimizers.optimizer import own_options
 from gpipe_hpc.training.run.folder import Checkpoints
 from gpipe_hpc.training.run.identity import Run
 from gpipe_hpc.training.run.resuming import newest_listed, newest_whole

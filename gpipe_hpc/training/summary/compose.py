@@ -16,19 +16,19 @@ from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planning.advice import MOST_ACTIONS
 from gpipe_hpc.planning.forecast import RankForecast
 from gpipe_hpc.schedule import Timeline, simulate
-from gpipe_hpc.training.foresight import shares_of
-from gpipe_hpc.training.horizon import last_step
-from gpipe_hpc.training.peak import peak_meaning
-from gpipe_hpc.training.session import Session
-from gpipe_hpc.training.summary.balance import balance
-from gpipe_hpc.training.summary.figures import RankFigures, idle_of_ranks
-from gpipe_hpc.training.summary.ledger import Ledger
-from gpipe_hpc.training.throughput import (
+from gpipe_hpc.training.figures.peak import peak_meaning
+from gpipe_hpc.training.figures.throughput import (
     device_flops_per_s,
     model_flops_per_s,
     share_of_peak,
     tokens_per_sample,
 )
+from gpipe_hpc.training.foresight import shares_of
+from gpipe_hpc.training.horizon import last_step
+from gpipe_hpc.training.session import Session
+from gpipe_hpc.training.summary.balance import balance
+from gpipe_hpc.training.summary.figures import RankFigures, idle_of_ranks
+from gpipe_hpc.training.summary.ledger import Ledger
 
 SUMMARY_FILE: Final = "summary.json"
 _FORMAT: Final = 1

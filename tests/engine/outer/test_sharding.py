@@ -11,7 +11,7 @@ from gpipe_hpc.drawing.chrome_trace import chrome_trace
 from gpipe_hpc.engine.outer.division import Division, pieces_of
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.schedule import Op, schedule_names
-from gpipe_hpc.training.optimizer import build_optimizer
+from gpipe_hpc.training.optimizers.optimizer import build_optimizer
 from tests.engine.outer.replicas import (
     MICROBATCHES,
     WIDTH,

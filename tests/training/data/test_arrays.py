@@ -13,7 +13,7 @@ from gpipe_hpc.config.commands import exit_code_of
 from gpipe_hpc.errors import ConfigError, DataError
 from gpipe_hpc.training.data import identify, open_data
 from gpipe_hpc.training.data.arrays import ArraysConfig
-from gpipe_hpc.training.shapes import microbatch
+from gpipe_hpc.training.data.shapes import microbatch
 
 ROWS = 40
 

@@ -15,9 +15,9 @@ from gpipe_hpc.training.data.images.folder import ImageFolderConfig
 from gpipe_hpc.training.data.images.idx import IdxConfig
 from gpipe_hpc.training.data.images.shards import ImageShardsConfig
 from gpipe_hpc.training.data.jsonl import JsonLinesConfig
+from gpipe_hpc.training.data.position import check_data, goes_on
 from gpipe_hpc.training.data.synthetic import SyntheticTokensConfig
 from gpipe_hpc.training.data.text import TextConfig, TokensConfig
-from gpipe_hpc.training.position import check_data, goes_on
 
 
 def identity(data, **train) -> dict:

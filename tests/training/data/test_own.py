@@ -12,7 +12,7 @@ from gpipe_hpc.config import check_config, compose_config
 from gpipe_hpc.config.commands import exit_code_of
 from gpipe_hpc.errors import ConfigError, DataError
 from gpipe_hpc.training.data import BatchReader, ReadRequest, identify, open_data, open_readers
-from gpipe_hpc.training.shapes import microbatch
+from gpipe_hpc.training.data.shapes import microbatch
 
 MODULE = '''
 import random

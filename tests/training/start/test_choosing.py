@@ -9,9 +9,9 @@ from gpipe_hpc import run_on_threads
 from gpipe_hpc.config import check_config, compose_config
 from gpipe_hpc.config.checks import check_drawing
 from gpipe_hpc.errors import ConfigError
-from gpipe_hpc.training.layouts import compared
 from gpipe_hpc.training.loop import run_training
 from gpipe_hpc.training.run.identity import Run
+from gpipe_hpc.training.search.answer import compared
 from gpipe_hpc.training.signals import StopRequest
 from gpipe_hpc.training.start import choosing
 from gpipe_hpc.training.start.choosing import LAYOUT_FILE, with_layout

@@ -11,8 +11,8 @@ from gpipe_hpc.config import AdamWConfig, LAMBConfig, LARSConfig, RMSPropConfig,
 from gpipe_hpc.models import mean_squared_error
 from gpipe_hpc.planning import OptimizerMemory
 from gpipe_hpc.planning.trial import Weight
-from gpipe_hpc.training.masters import keep_masters
-from gpipe_hpc.training.optimizer import build_optimizer, optimizer_memory
+from gpipe_hpc.training.optimizers.masters import keep_masters
+from gpipe_hpc.training.optimizers.optimizer import build_optimizer, optimizer_memory
 
 CONFIGS = [
     AdamWConfig(lr=1e-4, weight_decay=0.1),

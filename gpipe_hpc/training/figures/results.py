@@ -7,9 +7,9 @@ work: the host waits once a step, for the end of the one before, and finds all i
 from typing import Any, NamedTuple
 
 from gpipe_hpc.engine.recorder import wait_for
-from gpipe_hpc.training.metrics import Metrics
+from gpipe_hpc.training.figures.metrics import Metrics
+from gpipe_hpc.training.figures.progress import Progress
 from gpipe_hpc.training.one_step import Trained, refuse_non_finite
-from gpipe_hpc.training.progress import Progress
 from gpipe_hpc.training.session import Session
 from gpipe_hpc.training.step_edge import TimedStep
 from gpipe_hpc.training.summary.ledger import Ledger, Times

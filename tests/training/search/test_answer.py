@@ -8,8 +8,8 @@ from gpipe_hpc.config import check_config, compose_config
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.plan import make_plan
 from gpipe_hpc.planning.units import bytes_text
-from gpipe_hpc.training.layouts import compared
-from gpipe_hpc.training.searching import fixed_by
+from gpipe_hpc.training.search.answer import compared
+from gpipe_hpc.training.search.from_settings import fixed_by
 
 MLP = ["model=mlp", "data=synthetic_vectors", "plan.flops_per_s=1e10", "plan.search=true"]
 ADASCALE = ["lr.scaling=adascale", "lr.base_batch_size=8", "lr.noise_over=replicas"]

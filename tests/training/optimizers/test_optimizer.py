@@ -16,8 +16,8 @@ from gpipe_hpc.config import (
     SGDConfig,
 )
 from gpipe_hpc.errors import ConfigError
-from gpipe_hpc.training.lr import set_lr
-from gpipe_hpc.training.optimizer import build_optimizer
+from gpipe_hpc.training.optimizers.lr import set_lr
+from gpipe_hpc.training.optimizers.optimizer import build_optimizer
 
 CONFIGS = [
     AdamWConfig(lr=0.1, weight_decay=0.5),

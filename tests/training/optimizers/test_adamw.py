@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpipe_hpc.config import AdamWConfig
-from gpipe_hpc.training.adamw import AdamW
-from gpipe_hpc.training.optimizer import build_optimizer
+from gpipe_hpc.training.optimizers.adamw import AdamW
+from gpipe_hpc.training.optimizers.optimizer import build_optimizer
 
 OPTIONS = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.1}
 STEPS = 5

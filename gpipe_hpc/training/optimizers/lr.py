@@ -5,7 +5,7 @@ import math
 from torch.optim import Optimizer
 
 from gpipe_hpc.config import Config
-from gpipe_hpc.training.large_batch.ramp import batch_size_at
+from gpipe_hpc.training.optimizers.large_batch.ramp import batch_size_at
 
 
 def lr_at(step: int, config: Config) -> float:

@@ -18,8 +18,8 @@ from torch import nn
 from gpipe_hpc import Metrics, Pipeline, add_loss, add_metric, run_on_threads
 from gpipe_hpc.comm.world import together
 from gpipe_hpc.errors import ConfigError, PeerError, RunFolderError
-from gpipe_hpc.training import metrics as metrics_module
-from gpipe_hpc.training.metrics import open_metrics
+from gpipe_hpc.training.figures import metrics as metrics_module
+from gpipe_hpc.training.figures.metrics import open_metrics
 from gpipe_hpc.training.writers import JsonLines
 
 

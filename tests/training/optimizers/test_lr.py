@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gpipe_hpc.config import Config, LrConfig, OptimizerConfig, TrainConfig
-from gpipe_hpc.training.lr import lr_at, set_lr
+from gpipe_hpc.training.optimizers.lr import lr_at, set_lr
 
 
 def config(steps=110, warmup_steps=10, decay="cosine", min_ratio=0.1, lr=2.0) -> Config:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from gpipe_hpc.engine.sums.norms import norms_of
 from gpipe_hpc.errors import ConfigError
-from gpipe_hpc.training.group_steps import GroupSteps
-from gpipe_hpc.training.large_batch.trust import dense_gradients, ratio_or_one
+from gpipe_hpc.training.optimizers.group_steps import GroupSteps
+from gpipe_hpc.training.optimizers.large_batch.trust import dense_gradients, ratio_or_one
 
 
 class LAMB(GroupSteps):

@@ -18,10 +18,10 @@ from gpipe_hpc.config import (
 )
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.planning import OptimizerMemory
-from gpipe_hpc.training.adamw import AdamW
-from gpipe_hpc.training.large_batch.lamb import LAMB
-from gpipe_hpc.training.large_batch.lars import LARS
-from gpipe_hpc.training.masters import drop_masters, is_low, keep_masters
+from gpipe_hpc.training.optimizers.adamw import AdamW
+from gpipe_hpc.training.optimizers.large_batch.lamb import LAMB
+from gpipe_hpc.training.optimizers.large_batch.lars import LARS
+from gpipe_hpc.training.optimizers.masters import drop_masters, is_low, keep_masters
 
 log = logging.getLogger("gpipe_hpc.train")
 

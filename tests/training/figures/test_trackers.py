@@ -13,8 +13,8 @@ import pytest
 from gpipe_hpc.config import check_config, compose_config
 from gpipe_hpc.config.tracker_names import TRACKERS
 from gpipe_hpc.errors import ConfigError
-from gpipe_hpc.training import trackers
-from gpipe_hpc.training.metrics import open_metrics
+from gpipe_hpc.training.figures import trackers
+from gpipe_hpc.training.figures.metrics import open_metrics
 
 WANDB = """
     calls = []

@@ -9,7 +9,7 @@ from torch import nn
 from gpipe_hpc import LAMB, LARS, LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.config import LAMBConfig, LARSConfig
 from gpipe_hpc.errors import ConfigError
-from gpipe_hpc.training.optimizer import build_optimizer
+from gpipe_hpc.training.optimizers.optimizer import build_optimizer
 from tests.support import batches, mean_square
 
 STEPS = 7

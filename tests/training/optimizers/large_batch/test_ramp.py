@@ -19,8 +19,8 @@ from gpipe_hpc.config import (
 )
 from gpipe_hpc.errors import CheckpointError, ConfigError
 from gpipe_hpc.training.data import ShuffledSampler
-from gpipe_hpc.training.large_batch.ramp import batch_size_at, smallest_batch
-from gpipe_hpc.training.lr import lr_at
+from gpipe_hpc.training.optimizers.large_batch.ramp import batch_size_at, smallest_batch
+from gpipe_hpc.training.optimizers.lr import lr_at
 from tests.support import metrics, train_here
 
 

@@ -11,7 +11,7 @@ import textwrap
 import pytest
 from rich.console import Console
 
-from gpipe_hpc.training.progress import Progress
+from gpipe_hpc.training.figures.progress import Progress
 
 SCALARS = {"loss": 2.34567, "samples_per_s": 123.44, "bubble": 0.1115, "step_time_s": 0.5}
 
@@ -132,7 +132,7 @@ OUTPUT = """
     import logging, sys, time
     from pathlib import Path
     from gpipe_hpc.training.logs import rank_log
-    from gpipe_hpc.training.progress import Progress
+    from gpipe_hpc.training.figures.progress import Progress
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     log = logging.getLogger("gpipe_hpc.train")
     with rank_log(folder, rank, [rank]):

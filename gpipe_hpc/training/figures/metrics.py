@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.errors import ConfigError, RunFolderError, os_remedy
-from gpipe_hpc.training.trackers import DEFAULT_PROJECT, Tracked, open_trackers
+from gpipe_hpc.training.figures.trackers import DEFAULT_PROJECT, Tracked, open_trackers
 from gpipe_hpc.training.writers import METRICS_FILE, JsonLines, MetricsWriter
 
 if TYPE_CHECKING:

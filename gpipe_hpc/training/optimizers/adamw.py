@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from gpipe_hpc.comm.device import on_host
-from gpipe_hpc.training.group_steps import GroupSteps
+from gpipe_hpc.training.optimizers.group_steps import GroupSteps
 
 # Numbers that are whole vectors on any processor: 512 bits of the smallest dtype, of 16 bits.
 _WHOLE: Final = 32

@@ -20,7 +20,7 @@ from gpipe_hpc.planning.search.machine import FREE, Machine, on_hosts
 from gpipe_hpc.planning.speed import flops_per_s
 from gpipe_hpc.schedule import Cluster, Link
 from gpipe_hpc.training.asking import request_of
-from gpipe_hpc.training.shapes import microbatch
+from gpipe_hpc.training.data.shapes import microbatch
 
 PINS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {

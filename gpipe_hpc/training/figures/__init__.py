@@ -1,0 +1,1 @@
+"""The numbers of a run: metrics, progress, trackers, throughput and the share of peak."""

@@ -1,0 +1,1 @@
+"""Optimizers, their schedules of the learning rate, and what keeps large batches as good."""
