@@ -110,7 +110,8 @@ def test_signal_while_readers_start_reaches_the_run(monkeypatch):
     started = ProcessReaders._loader
 
     def loader(self):
-        os.kill(os.getpid(), signal.SIGUSR1)
+        # To this thread: what comes for the process may be taken by any other thread.
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
         assert not came
         return started(self)
 
