@@ -3,7 +3,9 @@ PYTHON ?= python3
 PROCESSES ?= 2
 ARGS ?=
 WORKERS ?= auto
-CI_WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+CI_WORKERS ?= $(shell expr 2 \* $$(getconf _NPROCESSORS_ONLN))
+
+CI_TESTS := "not product and not two_hosts and not cluster"
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -48,10 +50,12 @@ test-slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m "slow and not product and not two_hosts and not cluster" -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
 
 # Both in one run, for continuous integration: collecting all tests takes each worker ten seconds,
-# and while a slow test waits for its processes another worker has the core: there is one more than
-# there are cores.
+# and while a slow test waits for its processes another worker has the core: two for each core.
+# Up to ten tests that fail in this crowd are tried once more, by themselves: a machine that others
+# use too can starve a process for longer than any limit. What fails again has failed; what passes
+# is named, for it is a race in the test or in the package.
 test-ci: $(STAMP)
-	$(BIN)/python -m pytest -q -m "not product and not two_hosts and not cluster" -n $(CI_WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -q -m $(CI_TESTS) -n $(CI_WORKERS) --maxprocesses 8 --dist worksteal $(ARGS) || $(BIN)/python tests/once_more.py -m $(CI_TESTS) $(ARGS)
 
 test-product: $(STAMP)
 	$(BIN)/python -m pytest -q -m product -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)

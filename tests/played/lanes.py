@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -25,6 +27,17 @@ from tests.played.device import PlayedDevice
 _LIMIT_S = 20.0
 
 
+def wait_for(world: Any, come: Callable[[float], bool], what: str) -> None:
+    """Return once `come(seconds)` says so; raise as soon as a rank has failed, too."""
+    deadline_s = time.monotonic() + _LIMIT_S
+    while not come(0.05):
+        has_failed = world.hub.report is not None
+        if has_failed or (world.device.is_accelerator and world.device.tracker.faults):
+            raise RuntimeError(f"another rank has failed, ahead of {what}")
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(f"nothing came within {_LIMIT_S:g} s: {what}")
+
+
 class Sent(NamedTuple):
     """What a sender has left: memory of its host, or tensors on its stream."""
 
@@ -37,6 +50,7 @@ class Sent(NamedTuple):
 class Queue:
     """What is under way from a rank to another: the n-th receive gets what is sent n-th."""
 
+    world: Any
     changed: threading.Condition = field(default_factory=threading.Condition)
     sent: dict[int, Sent] = field(default_factory=dict)
     num_sent: int = 0
@@ -55,19 +69,19 @@ class Queue:
 
     def take(self, number: int) -> Sent:
         with self.changed:
-            if not self.changed.wait_for(lambda: number in self.sent, _LIMIT_S):
-                raise RuntimeError("nothing came")
+            has_come = partial(self.changed.wait_for, lambda: number in self.sent)
+            wait_for(self.world, has_come, "what was to be received")
             return self.sent.pop(number)
 
 
 class _Receipt(NamedTuple):
     """A send of the host: done once it was taken."""
 
+    world: Any
     is_taken: threading.Event
 
     def wait(self) -> None:
-        if not self.is_taken.wait(_LIMIT_S):
-            raise RuntimeError("nobody took it")
+        wait_for(self.world, self.is_taken.wait, "the taking of what was sent")
 
     def is_completed(self) -> bool:
         return self.is_taken.is_set()
@@ -84,7 +98,7 @@ class HostLane:
         self._device.host_uses("send", tensor, is_write=False)
         sent = Sent(tensor, None, threading.Event())
         self._queue.put(sent)
-        return _Receipt(sent.is_taken)
+        return _Receipt(self._queue.world, sent.is_taken)
 
     def receive(self, tensor: Tensor) -> Any:
         _refuse(self._device, tensor, on_device=False)
@@ -175,7 +189,7 @@ def open_transport(world: Any, channels: Sequence[PlacedChannel], way: str) -> P
 
     def queue(*name: Any) -> Queue:
         with world.hub.changed:
-            return queues.setdefault(name, Queue())
+            return queues.setdefault(name, Queue(world))
 
     links, lanes = [], {}
     for channel in channels:

@@ -26,7 +26,7 @@ from gpipe_hpc.comm.transport.lanes import TorchLane
 from gpipe_hpc.comm.transport.outbox import Outbox
 from gpipe_hpc.comm.transport.payload import Payload
 from gpipe_hpc.comm.transport.process import Link, ProcessTransport
-from tests.played.lanes import Queue, Sent
+from tests.played.lanes import Queue, Sent, wait_for
 
 _LATE_TAG, _DEVICE_TAG = 2**28, 2**30
 _LIMIT_S = 20.0
@@ -65,7 +65,7 @@ class PlayedLibrary:
         self._queue(self.world.rank, rank, tag).put(Sent(bytes_, None, is_taken))
 
         def finish() -> None:
-            assert is_taken.wait(_LIMIT_S), "nobody took it"
+            wait_for(self.world, is_taken.wait, "the taking of a message")
 
         return PlayedMessage(finish)
 
@@ -109,7 +109,7 @@ class PlayedLibrary:
     def _queue(self, *name: Any) -> Queue:
         with self.world.hub.changed:
             queues: dict[Any, Queue] = self.world.hub.__dict__.setdefault("played_mpi", {})
-            return queues.setdefault(name, Queue())
+            return queues.setdefault(name, Queue(self.world))
 
 
 def group_of(library: Any, ranks: Sequence[int], name: str = "all", **settings: Any) -> MpiGroup:

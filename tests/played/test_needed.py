@@ -32,6 +32,7 @@ ARGUED = {
 # The cheapest trainings first; of those not named all are tried.
 NEAR = {
     "comm/handing.py": ["nests"],
+    "comm/thread_plans.py": ["in rank order"],
     "comm/threads.py": ["sums", "flat shards", "normed over replicas"],
     "comm/collectives/on_stream.py": ["by halving"],
     "comm/mpi/": ["mpi blocks", "mpi pointers blocks", "mpi sums"],
