@@ -19,6 +19,7 @@ from gpipe_hpc.config.schema import (
     Config,
     OuterConfig,
     PipelineConfig,
+    PlanConfig,
     SGDConfig,
     TrainConfig,
 )
@@ -143,6 +144,7 @@ def check_config(config: Config, world_size: int, *, may_choose: bool = False) -
     if not may_choose:
         _refuse_choosing(config)
     config = filled(config, world_size)
+    _check_precisions(config.plan)
     _check_device(config)
     _check_portions(config)
     _check_trackers(config)
@@ -207,6 +209,7 @@ def check_planning(config: Config, num_stages: int | None) -> list[str]:
     """
     check_ranges(config)
     _check_choices(config)
+    _check_precisions(config.plan)
     _check_device(config)
     _check_portions(config)
     _check_partition(config.pipeline.partition, num_stages)
@@ -216,6 +219,27 @@ def check_planning(config: Config, num_stages: int | None) -> list[str]:
     _check_batches(config)
     _check_model(config)
     return list(_empty_microbatches(config))
+
+
+def _check_precisions(plan: PlanConfig) -> None:
+    """Refuse precisions that no run has, rates that are none, and those of no search."""
+    known = CHOICES["train.precision"]
+    for name, rate in plan.precisions.items():
+        is_rate = isinstance(rate, int | float) and not isinstance(rate, bool) and rate >= 1
+        if name not in known or not (rate is None or is_rate):
+            raise refuse(
+                "plan.precisions",
+                f"{', '.join(known)}, each with the FLOPs a second of a rank or null",
+                plan.precisions,
+                "write it as {float32: 6e13, bfloat16: 4e14}",
+            )
+    if plan.precisions and not plan.search:
+        raise refuse(
+            "plan.precisions",
+            "empty where nothing is searched",
+            plan.precisions,
+            "set plan.search=true, or train.precision alone",
+        )
 
 
 def _value(config: Config, setting: str) -> Any:

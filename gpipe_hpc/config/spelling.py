@@ -49,6 +49,8 @@ def spell(config: "Config") -> None:
     if isinstance(pipeline.partition, str):
         pipeline.partition = _lower(pipeline.partition)
     train.precision = canonical_precision(train.precision)
+    precisions = config.plan.precisions.items()
+    config.plan.precisions = {canonical_precision(name): rate for name, rate in precisions}
     train.device = _lower(train.device)
     train.num_threads = _number_or(train.num_threads, "auto", "train.num_threads")
     pipeline.memory_bytes = bytes_of_ranks(pipeline.memory_bytes, "pipeline.memory_bytes")

@@ -46,6 +46,7 @@ class Candidate:
     options: tuple[tuple[str, Any], ...] = ()
     recompute: str = LEAST
     offload: bool = False
+    precision: str | None = None  # where several are compared
 
     @property
     def num_stages(self) -> int:
@@ -86,7 +87,8 @@ class Candidate:
         ]
         words += [f"pipeline.options.{name}={value}" for name, value in self.options]
         words.append(f"pipeline.recompute={self.recompute}")
-        return words + ["pipeline.offload=true"] * self.offload
+        words += ["pipeline.offload=true"] * self.offload
+        return words if self.precision is None else [*words, f"train.precision={self.precision}"]
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ class Space:
     `base`: the settings that are asked for. Those whose name is in `fixed` stay as they are there;
     names are the fields of `Request`, and those of `Outer`. `batch_size`: samples of a step, the
     same in all layouts. `num_layers`: of the model, the most stages there can be. `offloads`: what
-    it tries of moving activations to the host.
+    it tries of moving activations to the host. `precision`: of all its layouts, where others are
+    compared with them, which have a space of their own.
     """
 
     base: Request
@@ -105,6 +108,7 @@ class Space:
     num_layers: int
     fixed: frozenset[str] = frozenset()
     offloads: tuple[bool, ...] = (False,)
+    precision: str | None = None
 
     def of(self, num_ranks: int) -> "Space":
         """Return the same on another number of ranks."""
@@ -138,6 +142,7 @@ class Space:
                             tuple(options.items()),
                             self._recompute(),
                             offload,
+                            self.precision,
                         )
 
     def _may_be(self, name: str, value: object) -> bool:

@@ -53,6 +53,27 @@ class Ranking:
         return max(0.0, 1.0 - self.least_s / self.trials[0].step_s)
 
 
+def merged(rankings: Sequence[Ranking]) -> Ranking:
+    """Return one ranking of the layouts of several spaces."""
+    nearest = [each.nearest for each in rankings if each.nearest is not None]
+    least = [each.least_s for each in rankings if each.least_s is not None]
+    return Ranking(
+        tuple(sorted((t for each in rankings for t in each.trials), key=_by_time)),
+        sum(each.num_layouts for each in rankings),
+        sum(each.num_simulated for each in rankings),
+        sum(each.num_refused for each in rankings),
+        sum(each.num_large for each in rankings),
+        sum(each.num_too_much for each in rankings),
+        min(least, default=None),
+        min(nearest, key=lambda each: each.excess_bytes, default=None),
+        next((each.refusal for each in rankings if each.refusal), ""),
+    )
+
+
+def _by_time(trial: Trial) -> tuple[float, int]:
+    return trial.step_s, trial.nbytes
+
+
 @dataclass
 class _Tally:
     """What came of the layouts so far."""
@@ -127,7 +148,7 @@ def search(space: Space, ground: Ground, most_actions: int = MOST_ACTIONS) -> Ra
     left = _simulate(bounded, ground, space, choices, tally, most_actions) + large
     if tally.nearest is None and not tally.trials:
         tally.nearest = _nearest(hopeless, ground, space, choices)
-    tally.trials.sort(key=lambda each: (each.step_s, each.nbytes))
+    tally.trials.sort(key=_by_time)
     return Ranking(
         tuple(tally.trials),
         num_layouts,

@@ -1,10 +1,11 @@
 """A ranking as text: what was compared, and a table of the best with settings to paste."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from gpipe_hpc.planning.columns import aligned
 from gpipe_hpc.planning.request import Request
+from gpipe_hpc.planning.search.candidates import Space
 from gpipe_hpc.planning.search.ground import Ground
 from gpipe_hpc.planning.search.machine import FREE
 from gpipe_hpc.planning.search.ranking import Ranking
@@ -62,6 +63,12 @@ def machine_text(ground: Ground, base: Request) -> str:
     return "\n".join(lines)
 
 
+def precisions_text(searched: Iterable[tuple[Space, Ground]]) -> str:
+    """Say how fast a rank is taken to be in each precision."""
+    told = [f"{s.precision} {flops_text(g.machine.flops_per_s)}/s" for s, g in searched]
+    return f"precisions: {', '.join(told)}; each trains with other numbers"
+
+
 def _link_text(link: Link) -> str:
     if link == FREE:
         return "free"
@@ -115,7 +122,7 @@ def distinct(trials: Sequence[Trial], most: int) -> list[Trial]:
     found: list[Trial] = []
     for trial in trials:
         each = trial.candidate
-        key = each.replicas, each.stages, each.microbatches, each.recompute
+        key = each.replicas, each.stages, each.microbatches, each.recompute, each.precision
         seen[key] = seen.get(key, 0) + 1
         if seen[key] <= 2 and len(found) < most:
             found.append(trial)

@@ -43,6 +43,8 @@ def _reason(name: str, trial: Trial, best: Trial) -> str:
     """Return what takes longer, with the cause of more compute where that is known."""
     if name != "compute":
         return name
+    if trial.candidate.precision != best.candidate.precision:
+        return f"compute ({trial.candidate.precision})"
     if trial.candidate.recompute != best.candidate.recompute and trial.recomputes:
         return "compute (recomputation)"
     samples = [each.candidate.replicas * each.candidate.microbatches for each in (trial, best)]

@@ -8,8 +8,8 @@ from gpipe_hpc.config.checks import check_planning
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.planning.search.candidates import Space
 from gpipe_hpc.planning.search.fewest import Fewest
-from gpipe_hpc.planning.search.ranking import Ranking, search
-from gpipe_hpc.planning.search.text import counts_text, machine_text, table_text
+from gpipe_hpc.planning.search.ranking import Ranking, merged, search
+from gpipe_hpc.planning.search.text import counts_text, machine_text, precisions_text, table_text
 from gpipe_hpc.planning.search.trial import Choices, TooMuch, Trial
 from gpipe_hpc.planning.units import bytes_text
 from gpipe_hpc.training.search.from_settings import Came, Searching
@@ -31,35 +31,53 @@ def compared(config: Config, words: Sequence[str] = ()) -> Answer:
     Raises ConfigError, ModelError or PartitionError for what cannot work on any number of ranks.
     """
     check_planning(config, None)
-    return _ranked(Searching.of(config, words))
+    return _ranked(Searching.in_each_precision(config, words))
 
 
 def compared_on(config: Config, words: Sequence[str], came: Came) -> Answer:
     """Search, as `compared` does, on the ranks of a run that has begun."""
-    return _ranked(Searching.of(config, words, came))
+    return _ranked([Searching.of(config, words, came)])
 
 
-def _ranked(searching: Searching) -> Answer:
-    config = searching.config
-    num_ranks, heads = searching.num_ranks(), []
+def _ranked(searches: Sequence[Searching]) -> Answer:
+    config = searches[0].config
+    num_ranks, heads = searches[0].num_ranks(), []
     if num_ranks is None:
-        fewest = searching.fewest()
+        fewest = _fewest(searches)
         num_ranks = fewest.num_ranks
         heads.append(_fewest_text(fewest, config))
-    return _answer(searching, num_ranks, heads)
+    return _answer(searches, num_ranks, heads)
 
 
-def _answer(searching: Searching, num_ranks: int, heads: Sequence[str]) -> Answer:
-    config = searching.config
-    space, ground = searching.space(num_ranks), searching.on(num_ranks)
+def _fewest(searches: Sequence[Searching]) -> Fewest:
+    """Return the least number of ranks in any precision; ConfigError if there is none."""
+    found, refusals = [], []
+    for each in searches:
+        try:
+            found.append(each.fewest())
+        except ConfigError as refusal:
+            refusals.append(refusal)
+    if not found:
+        raise refusals[0]
+    return min(found, key=lambda fewest: fewest.num_ranks)
+
+
+def _answer(searches: Sequence[Searching], num_ranks: int, heads: Sequence[str]) -> Answer:
+    config = searches[0].config
+    spaces = [each.space(num_ranks) for each in searches]
+    grounds = [each.on(num_ranks) for each in searches]
+    space, ground = spaces[0], grounds[0]
     if not space.shapes():
         raise _unfactored(space)
-    ranking = search(space, ground)
+    ranking = merged([search(*each) for each in zip(spaces, grounds, strict=True)])
     choices = Choices.of(space.base, space.fixed, len(ground.machine.cluster.hosts))
     num_ways = len(list(choices.all()))
-    parts = [*heads, machine_text(ground, space.base), counts_text(ranking, num_ways)]
+    machine = machine_text(ground, space.base)
+    if space.precision is not None:
+        machine = f"{machine}\n{precisions_text(zip(spaces, grounds, strict=True))}"
+    parts = [*heads, machine, counts_text(ranking, num_ways)]
     if not ranking.trials:
-        parts.append(_lacking_text(searching, ranking, num_ranks))
+        parts.append(_lacking_text(searches, ranking, num_ranks))
         return Answer(None, "\n\n".join(parts), ranking)
     parts.append(table_text(ranking, space.base, config.train.batch_size, config.plan.shown))
     return Answer(ranking.trials[0], "\n\n".join(parts), ranking)
@@ -117,24 +135,25 @@ def _others_missing(nearest: TooMuch) -> str:
     return f"; the others lack: {', '.join(told)}" if told else ""
 
 
-def _lacking_text(searching: Searching, ranking: Ranking, num_ranks: int) -> str:
+def _lacking_text(searches: Sequence[Searching], ranking: Ranking, num_ranks: int) -> str:
     """Say what lacks, and how many ranks would do."""
     lines = []
-    if searching.config.pipeline.memory_bytes is None:
+    limit = searches[0].config.pipeline.memory_bytes
+    if limit is None:
         return f"no layout can be built: {ranking.refusal}"
     if ranking.nearest is not None:
         lines.append(f"no layout fits: {_missing(ranking.nearest)}")
     else:
         lines.append("no layout fits: the weights, gradients and optimizer alone are too much")
-    if isinstance(searching.config.pipeline.memory_bytes, list):
+    if isinstance(limit, list):
         return lines[0]
     try:
-        fewest = searching.fewest()
+        fewest = _fewest(searches)
     except ConfigError as error:
         return f"{lines[0]}\non no number of ranks: {error}"
     if fewest.num_ranks > num_ranks:
         lines.append(
-            f"{fewest.num_ranks} ranks of {bytes_text(searching.config.pipeline.memory_bytes)} "
+            f"{fewest.num_ranks} ranks of {bytes_text(limit)} "
             f"would do: plan.ranks={fewest.num_ranks}"
         )
     return "\n".join(lines)

@@ -88,6 +88,18 @@ class Searching:
         ground = Ground(machine, model, counted, config.train.batch_size, policy)
         return cls(config, fixed, ground, came)
 
+    @classmethod
+    def in_each_precision(
+        cls, config: Config, words: Sequence[str], came: Came | None = None
+    ) -> "tuple[Searching, ...]":
+        """Return one search for each precision of plan.precisions, or one of train.precision."""
+        found = []
+        for precision, rate in (config.plan.precisions or {config.train.precision: None}).items():
+            train = replace(config.train, precision=precision)
+            plan = replace(config.plan, flops_per_s=rate or config.plan.flops_per_s)
+            found.append(cls.of(replace(config, train=train, plan=plan), words, came))
+        return tuple(found)
+
     def space(self, num_ranks: int) -> Space:
         """Return the layouts on so many ranks."""
         base = request_of(self.config)
@@ -104,6 +116,7 @@ class Searching:
             len(self.ground.layers),
             self.fixed,
             (False, True) if may_offload else (False,),
+            self.config.train.precision if self.config.plan.precisions else None,
         )
 
     def on(self, num_ranks: int) -> Ground:

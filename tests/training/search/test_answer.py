@@ -50,6 +50,35 @@ def test_what_stands_on_the_command_line_stays():
     assert not fixed_by(["model=gpt", "train.batch_size=8", "outer=allreduce"])
 
 
+def test_precisions_are_compared_where_that_is_asked_for():
+    """Half the bytes and twice the speed: the first line is in bfloat16, at half the time."""
+    rates = "plan.precisions={float32: 1e10, bf16: 2e10}"
+    both = answer("plan.ranks=2", "plan.layer_s=0", "plan.shown=40", rates)
+    lines = settings_in(both.text)
+    assert "train.precision=bfloat16" in lines[0]
+    assert "train.precision=float32" in {word for line in lines for word in line}
+    assert "float32 10.0 GFLOP/s, bfloat16 20.0 GFLOP/s" in both.text
+    alone = answer("plan.ranks=2", "plan.layer_s=0")
+    assert both.chosen.step_s == pytest.approx(alone.chosen.step_s / 2)
+    assert both.ranking.num_layouts == 2 * alone.ranking.num_layouts
+    assert not any("train.precision" in line for line in settings_in(alone.text))
+    check_config(compose_config([*MLP, *lines[0]]), 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan.precisions={fp7: null}"], "write it as"),
+        (["plan.precisions={float32: fast}"], "write it as"),
+        (["plan.precisions={float32: true}"], "write it as"),
+        (["plan.precisions={bfloat16: null}", "plan.search=false"], "where nothing is searched"),
+    ],
+)
+def test_precisions_that_cannot_be_compared_are_refused(words, said):
+    with pytest.raises(ConfigError, match=f"bad plan.precisions, expected .*{said}"):
+        check_config(compose_config([*MLP, *words]), 2)
+
+
 def test_a_model_that_fits_nowhere_says_what_lacks_and_how_many_ranks_would_do():
     found = answer("plan.ranks=1", "pipeline.memory_bytes=1MB")
     assert found.chosen is None
