@@ -135,7 +135,7 @@ def _copies(config: Config, world: World, run: Run) -> NeighbourCopies | None:
     }
     about = {"lineage": run.lineage, "layout": layout}
     root = Path(config.checkpoint.neighbour_dir or DEFAULT_FOLDER)
-    return open_copies(world, root, run.name, about)
+    return open_copies(world, root, run.name, about, starts=dict(run.starts))
 
 
 def _end_copies(copies: NeighbourCopies, error: BaseException | None) -> None:

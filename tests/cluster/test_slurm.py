@@ -42,10 +42,10 @@ def as_undisturbed(undisturbed, settings, start, same_end):
     return compare
 
 
-def submitted(slurm, edited, settings, folder, until, num_lines=40, **values):
+def submitted(slurm, edited, settings, folder, until, *options, num_lines=40, **values):
     """Submit a run and return its job once it trains, so many lines of metrics on."""
     script = edited(settings, RUN_DIR="run", **values)
-    job = slurm.submit(script, *SIZE, folder=folder)
+    job = slurm.submit(script, *SIZE, *options, folder=folder)
     until(lambda: has_begun(folder / "run", num_lines), 200, f"it trained: {said(folder)}")
     return job
 
@@ -174,6 +174,77 @@ def test_a_lost_first_node_is_replaced(slurm, edited, settings, tmp_path, until,
     told = (tmp_path / "run" / "starts" / f"{job.number}.0.guard_n2.txt").read_text()
     assert "lost its first node n1: queued again" in told
     as_undisturbed(tmp_path / "run")
+
+
+# Two ranks fill a node: a job that asks for more cores than fewer nodes have would not start there.
+WHOLE_NODES = ("--cpus-per-task=4",)
+
+
+def test_without_a_spare_for_its_first_node_it_goes_on_with_fewer(
+    slurm, edited, settings, tmp_path, until, as_undisturbed
+):
+    """The job was queued again for two nodes, and waited for ever for the one that was lost."""
+    options = (*WHOLE_NODES, "--exclude=n3,n4")
+    job = submitted(slurm, edited, settings, tmp_path, until, *options, WAIT_FOR_NODES=5)
+    slurm.lose("n1")
+    assert job.await_state("COMPLETED", "FAILED", limit_s=500) == "COMPLETED", said(tmp_path)
+    assert job.told("Restarts") == "1"
+    assert [nodes for _, nodes in starts(tmp_path)] == ["n1,n2", "n2"]
+    as_undisturbed(tmp_path / "run")
+
+
+def test_with_two_of_three_nodes_lost_it_goes_on_with_the_third(
+    slurm, edited, settings, tmp_path, until, as_undisturbed
+):
+    options = ("--nodes=3", "--ntasks-per-node=1", "--exclude=n4")
+    job = submitted(slurm, edited, settings, tmp_path, until, *options, WAIT_FOR_NODES=5)
+    slurm.lose("n3")
+    slurm.lose("n1")
+    assert job.await_state("COMPLETED", "FAILED", limit_s=500) == "COMPLETED", said(tmp_path)
+    assert [nodes for _, nodes in starts(tmp_path)][-1] == "n2"
+    as_undisturbed(tmp_path / "run")
+
+
+def test_a_node_that_is_back_in_time_is_used(
+    slurm, edited, settings, tmp_path, until, as_undisturbed
+):
+    options = (*WHOLE_NODES, "--exclude=n3,n4")
+    job = submitted(slurm, edited, settings, tmp_path, until, *options, WAIT_FOR_NODES=600)
+    slurm.lose("n1")
+    job.await_state("PENDING", limit_s=200)
+    slurm.start_node("n1")
+    assert job.await_state("COMPLETED", "FAILED", limit_s=500) == "COMPLETED", said(tmp_path)
+    assert [nodes for _, nodes in starts(tmp_path)] == ["n1,n2", "n1,n2"]
+    assert not list(tmp_path.glob("run/starts/*.SHORT"))
+    as_undisturbed(tmp_path / "run")
+
+
+def test_queued_again_it_asks_for_all_nodes_and_cancelled_it_is_not_queued_again(
+    slurm, edited, settings, tmp_path, until
+):
+    """Both were wrong: a job that went on with fewer kept to them, and cancelled jobs came back."""
+    options = (*WHOLE_NODES, "--exclude=n3,n4")
+    settings = (*settings, "train.steps=1000000", "checkpoint.every=1000")
+    job = submitted(slurm, edited, settings, tmp_path, until, *options, WAIT_FOR_NODES=5)
+    slurm.lose("n2")
+    until(lambda: len(starts(tmp_path)) == 2, 200, f"it went on with n1: {said(tmp_path)}")
+    slurm.start_node("n2")
+    until(lambda: slurm.states()["n2"] == "idle", 90, "n2 was back")
+    second = tmp_path / "run" / "starts" / f"{job.number}.0.1.rank0.txt"
+    until(
+        lambda: second.exists() and "step " in second.read_text(),
+        200,
+        f"it trained: {said(tmp_path)}",
+    )
+    slurm.run("scancel", "--signal=USR1", job.number)
+    until(lambda: job.told("JobState") == "PENDING", 200, f"it was queued: {said(tmp_path)}")
+    until(lambda: job.told("NumTasks") == "4", 90, f"it asked for all: {said(tmp_path)}")
+    job.await_state("RUNNING", limit_s=200)
+    until(lambda: len(slurm.tasks(job)) == 4, 200, f"all ranks ran: {said(tmp_path)}")
+    assert [nodes for _, nodes in starts(tmp_path)] == ["n1,n2", "n1", "n1,n2"]
+    slurm.run("scancel", "--full", job.number)
+    assert job.await_state("CANCELLED", "PENDING", limit_s=200) == "CANCELLED", said(tmp_path)
+    assert job.told("Restarts") == "1"
 
 
 DYING = """

@@ -2,12 +2,14 @@
 
 import os
 import random
+import shutil
 import signal
 import socket
 import time
 
 import pytest
 
+from tests.conftest import losses
 from tests.support import has_begun, product
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
@@ -286,3 +288,26 @@ def test_copies_of_an_older_history_are_not_taken(start, train, tiny, tmp_path, 
     assert "5 steps done" in train(1, *settings, *plain, back, "train.stop_at=7")
     said = train(1, *settings, "train.steps=100000", "train.stop_at=9")
     assert "7 steps done" in said and "from copies" not in said
+
+
+def test_a_host_that_returns_with_newer_copies_leaves_no_gap(start, train, tiny, tmp_path, until):
+    """The run had gone back without them, and dropped those lines of its metrics."""
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    settings = (*tiny, *COPIED, "checkpoint.every=5", "checkpoint.keep=99", "run.dir=run")
+    killed = start(*settings, "train.steps=100000")
+    until(lambda: has_begun(tmp_path / "run", 40), 60, "it copies")
+    killed.signal(signal.SIGKILL)
+    killed.wait()
+    # The host goes, with what stands in its memory and all checkpoints but the first one.
+    memory.rename(tmp_path / "away")
+    memory.mkdir()
+    for path in (tmp_path / "run" / "checkpoints").iterdir():
+        if path.name != "step_00000005":
+            shutil.rmtree(path)
+    assert "5 steps done" in train(1, *settings, "train.steps=100000", "train.stop_at=7")
+    shutil.rmtree(memory)
+    (tmp_path / "away").rename(memory)
+    said = train(1, *settings, "train.steps=100000", "train.stop_at=100")
+    assert "7 steps done" in said and "from copies" not in said
+    assert [step for step, _ in losses(tmp_path / "run")] == list(range(1, 101))

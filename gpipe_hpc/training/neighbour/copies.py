@@ -24,7 +24,7 @@ from gpipe_hpc.comm.group import meet
 from gpipe_hpc.comm.machine import shared_identity
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.errors import CheckpointError, ConfigError
-from gpipe_hpc.training.neighbour.files import START, CopyFolder, CopyWriter
+from gpipe_hpc.training.neighbour.files import NO_STARTS, START, CopyFolder, CopyWriter
 from gpipe_hpc.training.neighbour.finding import Found, find
 from gpipe_hpc.training.neighbour.scattered import Scattered, find_scattered
 
@@ -51,7 +51,7 @@ class NeighbourCopies:
         self._folder = folder
         self._hosts = tuple(hosts)
         self._about = dict(about)
-        self._start = start  # told by every copy that is written from here on
+        self.start = start  # told by every copy that is written from here on
         self._holders = choose_holders(self._hosts)  # beside the rank itself
         self._whole: list[int] = []  # steps of which all ranks have a copy, at most two
         self._buffer = HostBuffer(world.device)
@@ -142,7 +142,7 @@ class NeighbourCopies:
         began_s = time.perf_counter()
         step = pipe.steps_done
         with together(self._world, "copying to a neighbour"):
-            about = {**self._about, START: self._start, "extra": dict(extra)}
+            about = {**self._about, START: self.start, "extra": dict(extra)}
             own = pack(pipe, optimizer, about, self._buffer)
             self._whole = self._whole[-1:]
             # Ranks of one host share the folder: none writes before all have removed.
@@ -220,18 +220,24 @@ class NeighbourCopies:
 
 
 def open_copies(
-    world: World, root: Path, run_name: str, about: Mapping[str, Any], host: str | None = None
+    world: World,
+    root: Path,
+    run_name: str,
+    about: Mapping[str, Any],
+    host: str | None = None,
+    starts: Mapping[str, int] = NO_STARTS,
 ) -> NeighbourCopies:
     """Make ready to keep copies under `root`, a memory-backed folder of each host.
 
     All ranks call it. `about`: what a copy must say to be of this layout, its `lineage` what it
-    must say to be this run's. `host`: a text that ranks share where they share `root`.
+    must say to be this run's. `host`: a text that ranks share where they share `root`. `starts`: as
+    of `CopyFolder`.
     """
     with together(world, "opening copies in memory"):
         own = host or shared_identity("mnt") or socket.gethostname()
         hosts = world.everybody.all_gather_object(own)
         start: str = world.everybody.broadcast_object(uuid.uuid4().hex, root=0)
-        folder = CopyFolder(root, run_name)
+        folder = CopyFolder(root, run_name, starts)
         folder.open()
         return NeighbourCopies(world, folder, hosts, about, start)
 

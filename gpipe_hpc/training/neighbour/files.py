@@ -8,8 +8,9 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, Final, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from gpipe_hpc.training.run.lock import Owner, is_here, lives, myself
 log = logging.getLogger("gpipe_hpc.train")
 
 DEFAULT_FOLDER: Final = Path("/dev/shm")
+NO_STARTS: Final[Mapping[str, int]] = MappingProxyType({})
 FORGOTTEN_S: Final = 3600.0
 """So long a dead run of the same user may still be started again; then its copies are removed."""
 START: Final = "start"
@@ -53,15 +55,21 @@ class Held(NamedTuple):
     @property
     def generation(self) -> "Generation":
         """Return which copies it belongs with."""
-        return Generation(self.step, str(self.about.get(START, "")))
+        return Generation(self.step, _start(self))
+
+
+def _start(copy: Held) -> str:
+    return str(copy.about.get(START, ""))
 
 
 class CopyFolder:
     """The copies of one run on this host."""
 
-    def __init__(self, root: Path, run_name: str) -> None:
+    def __init__(self, root: Path, run_name: str, starts: Mapping[str, int] = NO_STARTS) -> None:
+        """`starts`: the last step of each start of the run that a later one went on from."""
         self._user = root / f"gpipe_hpc_{os.getuid()}"
         self.path = self._user / run_name
+        self._starts = starts
 
     def open(self) -> None:
         """Make the folder for this user alone, and note that this process uses it.
@@ -95,7 +103,10 @@ class CopyFolder:
         (self.path / f"{_OWNERS}{os.getpid()}").write_text(owner)
 
     def all(self) -> list[Held]:
-        """Return the copies of this run here; what cannot be read is none."""
+        """Return the copies of this run here; what cannot be read is none.
+
+        Nor is what a start wrote past the step that a later one went on from.
+        """
         found = []
         with contextlib.suppress(OSError):
             for path in sorted(self.path.iterdir()):
@@ -104,7 +115,7 @@ class CopyFolder:
                     if form is not None and _is_private(path):
                         rank, step = map(int, form.groups())
                         found.append(Held(path, rank, step, _about(path)))
-        return found
+        return [copy for copy in found if copy.step <= self._starts.get(_start(copy), copy.step)]
 
     def writing(self, rank: int, step: int) -> "CopyWriter":
         """Return what writes the copy of a rank's state."""

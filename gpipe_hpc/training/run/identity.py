@@ -12,6 +12,12 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 RUN_FILE: Final = "run.json"
+STARTS: Final = "starts"
+"""The name, in `run.json`, of how far later starts went on from each start of the run.
+
+A start that went back leaves copies of later steps in the memory of hosts that are gone. When one
+of them returns, these are of no use: the run has done those steps anew, or is about to.
+"""
 UNRECORDED: Final = "unrecorded"
 """The name of a run that nobody will go on with, in a folder that goes when it ends."""
 
@@ -27,6 +33,7 @@ class Run(NamedTuple):
     is_repeated: bool  # a launcher started the same command again
     notes: tuple[str, ...] = ()  # warnings, for the log
     lineage: str = ""  # new where a start does not go on as the one before it would have
+    starts: tuple[tuple[str, int], ...] = ()  # the last step of each that a later one went on from
 
 
 def read_run(run_folder: Path) -> dict[str, Any]:
@@ -56,3 +63,27 @@ def write_run(run_folder: Path, about: Mapping[str, Any]) -> str:
     os.replace(aside, path)
     name: str = told["id"]
     return name
+
+
+def known_starts(told: Mapping[str, Any]) -> dict[str, int]:
+    """Return, of what `run.json` says, the last step of each start that a later one went on from.
+
+    Only of those that have been followed by another one.
+    """
+    starts = told.get(STARTS)
+    each = starts.items() if isinstance(starts, dict) else ()
+    return {name: step for name, step in each if isinstance(step, int)}
+
+
+def write_start(run_folder: Path, steps_done: int, name: str | None) -> None:
+    """Keep that a start goes on with the run after this step: what others did past it is void.
+
+    `name`: of the start; None if it writes no copies.
+    """
+    told = read_run(run_folder)
+    before = told.get(STARTS)
+    starts: dict[str, int | None] = dict(before) if isinstance(before, dict) else {}
+    for other, step in starts.items():
+        starts[other] = steps_done if step is None else min(step, steps_done)
+    own = {} if name is None else {name: None}
+    write_run(run_folder, {**told, STARTS: starts | own})

@@ -21,7 +21,14 @@ from gpipe_hpc.training.run.folder import (
     default_run_folder,
     find_restart,
 )
-from gpipe_hpc.training.run.identity import Run, read_run, write_run
+from gpipe_hpc.training.run.identity import (
+    STARTS,
+    Run,
+    known_starts,
+    read_run,
+    write_run,
+    write_start,
+)
 from gpipe_hpc.training.run.lock import RunLock
 from gpipe_hpc.training.signals import REQUEUE_EXIT_CODE, Ending, StopRequest
 from gpipe_hpc.training.writers import METRICS_FILE
@@ -126,11 +133,22 @@ def begin(config: Config, lock: RunLock, launchers: Set[str] = frozenset()) -> R
     try:
         _keep_settings(folder, config_yaml(config))
         lineage = _lineage(config, restart, changed, told.get("lineage"))
-        name = write_run(folder, {"lineage": lineage, LAUNCHERS: sorted(launchers)})
+        starts = told.get(STARTS, {}) if lineage == told.get("lineage") else {}
+        about = {"lineage": lineage, LAUNCHERS: sorted(launchers), STARTS: starts}
+        name = write_run(folder, about)
         (folder / REQUEUE_FILE).unlink(missing_ok=True)
     except OSError as error:
         raise _unwritable(folder, error) from error
-    return Run(folder, name, restart.by_launcher, tuple(notes), lineage)
+    known = tuple(known_starts(about).items())
+    return Run(folder, name, restart.by_launcher, tuple(notes), lineage, known)
+
+
+def go_on_from(folder: Path, steps_done: int, start: str | None) -> None:
+    """Keep after which step this start goes on with the run; `start`: its name in its copies."""
+    try:
+        write_start(folder, steps_done, start)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
 
 
 def _differing(config: Config, folder: Path, last_start: Mapping[str, Any]) -> list[Change]:

@@ -22,6 +22,7 @@ from gpipe_hpc.training.optimizers.optimizer import build_optimizer
 from gpipe_hpc.training.run.folder import Checkpoints
 from gpipe_hpc.training.run.identity import Run
 from gpipe_hpc.training.run.lock import RunLock
+from gpipe_hpc.training.run.opening import go_on_from
 from gpipe_hpc.training.session import ADASCALE, Session
 from gpipe_hpc.training.start.building import build_pipeline, loss_of
 from gpipe_hpc.training.start.checks import check_model
@@ -57,6 +58,10 @@ def open_session(
         session.tally = CorruptTally(session.tally.limit, extra.get("corrupt", ()))
     if extra is not None and session.adascale is not None:
         _restore(session.adascale, extra, session.pipe.steps_done)
+    with together(world, "opening the run"):
+        if world.rank == 0 and run.lineage:
+            steps_done, start = session.pipe.steps_done, None if copies is None else copies.start
+            go_on_from(run.folder, steps_done, start)
     if copies is not None:
         copies.forget_others()
     session.tally.add(opened.facts.corrupt, says=world.rank == 0)
