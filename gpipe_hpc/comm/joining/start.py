@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from gpipe_hpc.comm.device import Device, device_of_rank
 from gpipe_hpc.comm.doors import Doors, through
+from gpipe_hpc.comm.flight_recorder import leave_unrecorded
 from gpipe_hpc.comm.forming import connecting
 from gpipe_hpc.comm.joining.interfaces import asked_for
 from gpipe_hpc.comm.joining.launcher import Launch, detect_launch
@@ -186,6 +187,8 @@ def _start(
         # NCCL's own threads ask the store at times when they must not wait for Python.
         store = SealedStore(store, secret.derive("store"))
     unwatch()
+    if not chosen.is_accelerator:  # there NCCL tells by it which collective hangs
+        leave_unrecorded()
     door = doors.open(lazily=True)
     with connecting(lazily=True), through(door):  # we use it for nothing: our groups are small ones
         dist.init_process_group(
