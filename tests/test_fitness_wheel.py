@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import product
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
@@ -69,8 +71,10 @@ def test_settings_are_found_from_any_folder(python, tmp_path):
     assert Path(folder).is_relative_to(python.parent.parent) and int(steps) > 0
 
 
-def test_eight_ranks_train_from_an_empty_folder(python, tmp_path):
-    command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "8"]
+@pytest.mark.parametrize("ranks", [3, product(8)])
+def test_ranks_train_from_an_empty_folder(python, tmp_path, ranks):
+    command = [python, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc_per_node", str(ranks)]
     settings = ["train.steps=5", "run.dir=run", "comm.timeout_s=300"]
     done = subprocess.run(
         [*command, "-m", "gpipe_hpc.train", *settings],

@@ -124,7 +124,7 @@ def test_equals_the_uncompiled(options):
     assert_near(train("aot_eager", **options), train(False, **options), *near)
 
 
-@pytest.mark.slow
+@pytest.mark.product
 def test_equals_the_uncompiled_as_machine_code():
     options = {"microbatches": 3, "recompute": "always"}
     assert_near(train(True, **options), train(False, **options), 1e-4, 1e-5)
