@@ -71,6 +71,7 @@ RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
         "trace.from_step": (1, _INF),
         "draw.width": (1, 100_000),
         "plan.flops_per_s": (1, _INF),
+        "plan.memory_bytes_per_s": (1, _INF),
         "plan.link_bytes_per_s": (1, _INF),
         "plan.ranks": (1, 65_536),
         "plan.hosts": (1, 65_536),

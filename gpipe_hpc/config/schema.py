@@ -269,6 +269,7 @@ class PlanConfig:
     """What ``python -m gpipe_hpc.plan`` plans for."""
 
     flops_per_s: float | None = None
+    memory_bytes_per_s: float | None = None
     precisions: dict[str, Any] = field(default_factory=dict)
     link_bytes_per_s: float | None = None
     search: bool = False

@@ -14,7 +14,7 @@ from gpipe_hpc.errors import ConfigError, PartitionError
 from gpipe_hpc.models import Layer
 from gpipe_hpc.planning.counted import ModelCount, count_model
 from gpipe_hpc.planning.measured import measure_layers
-from gpipe_hpc.planning.trial import LayerCount
+from gpipe_hpc.planning.work import Passes
 
 log = logging.getLogger("gpipe_hpc.pipeline")
 
@@ -99,16 +99,16 @@ class Counted:
     @cached_property
     def times(self) -> tuple[LayerTimes, ...]:
         """Return the FLOPs of each layer."""
-        *ahead, last = self.count.layers
-        loss = [self.count.loss] if self.count.loss else []
-        return (*(_flops([each]) for each in ahead), _flops([last, *loss]))
+        flops = [[work.flops for work in (*each, each.of_weight)] for each in work_of(self.count)]
+        return tuple(LayerTimes(f, b, of_input, w) for f, b, of_input, w in flops)
 
 
-def _flops(together: Sequence[LayerCount]) -> LayerTimes:
-    forward = sum(each.forward_flops for each in together)
-    backward = sum(each.backward_flops for each in together)
-    of_input = sum(each.input_flops for each in together)
-    return LayerTimes(forward, backward, of_input, backward - of_input)
+def work_of(count: ModelCount) -> tuple[Passes, ...]:
+    """Return the work of each layer; the loss is part of the last one."""
+    works = [each.work for each in count.layers]
+    if count.loss is not None:
+        works[-1] = Passes.together([works[-1], count.loss.work])
+    return tuple(works)
 
 
 @dataclass(frozen=True)

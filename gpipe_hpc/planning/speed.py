@@ -48,15 +48,6 @@ def seconds_of_work(device: Device, precision: str, clock: Clock | None = None) 
     return min(times[1:])
 
 
-def flops_per_s(device: Device, precision: str, clock: Clock | None = None) -> float:
-    """Return what a device computes a second in that work, by its matrix products alone.
-
-    Five of them: two of the forward, and all of the backward but the gradient of its input.
-    """
-    rows = _ROWS_OF_ACCELERATORS if device.is_accelerator else _ROWS
-    return 5 * 2 * rows * _WIDTH * 4 * _WIDTH / seconds_of_work(device, precision, clock)
-
-
 def _ramp(device: Device, rows: int, columns: int) -> torch.Tensor:
     """Return small numbers of both signs, the same on every rank."""
     count = rows * columns

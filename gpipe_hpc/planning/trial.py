@@ -1,7 +1,6 @@
 """One layer run on the meta device, to count what it costs: shapes alone, no values.
 
-FLOPs are those of matrix products, convolutions and attention, 2 for a multiplication with its
-addition; what is done element by element costs bandwidth, not FLOPs. Activation bytes are those of
+What it computes is counted by kind, see `Work`. Activation bytes are those of
 the storages that autograd keeps in eager mode, parameters and buffers left out, and what autocast
 keeps of them for a whole step.
 """
@@ -14,7 +13,6 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.nests import map_tensors, tensors_of
@@ -23,10 +21,11 @@ from gpipe_hpc.engine.remedies import remedy_of
 from gpipe_hpc.engine.state.buffers import Home, version_of
 from gpipe_hpc.errors import GpipeError, ModelError
 from gpipe_hpc.models import SkipNames, run_layer
-from gpipe_hpc.planning.attention import FLOP_FORMULAS, FusedKernels
+from gpipe_hpc.planning.attention import FusedKernels
 from gpipe_hpc.planning.casts import WeightCasts, storage_key
 from gpipe_hpc.planning.meta import META, meta_copy
 from gpipe_hpc.planning.walk import Given, Passed, described
+from gpipe_hpc.planning.work import Passes, WorkCounter
 
 CPU: Final = torch.device("cpu")
 _FIT_LAYER: Final = (
@@ -88,16 +87,15 @@ class Kept(NamedTuple):
 class LayerCount:
     """What one layer costs for one micro-batch, alone; `weights` and their casts for all of them.
 
-    `input_flops` is the part of `backward_flops` that the gradient of the input takes. `stashed`
+    `work`: of its passes, by kind; `input_flops` is the part of `backward_flops` that the gradient
+    of the input takes. `stashed`
     is what the layer stashes, one for each of its names. `state_bytes` is of the buffers that a
     forward changes: each micro-batch has a copy of its own.
     """
 
     name: str
     weights: tuple[Weight, ...]
-    forward_flops: int
-    backward_flops: int
-    input_flops: int
+    work: Passes
     kept: Kept
     output: Crossing
     stashed: tuple[Crossing, ...] = ()
@@ -107,6 +105,21 @@ class LayerCount:
     def parameters(self) -> int:
         """Return the number of parameters of the layer, tied ones too."""
         return sum(weight.num_elements for weight in self.weights)
+
+    @property
+    def forward_flops(self) -> int:
+        """Return the FLOPs of the forward."""
+        return self.work.forward.flops
+
+    @property
+    def backward_flops(self) -> int:
+        """Return the FLOPs of the backward."""
+        return self.work.backward.flops
+
+    @property
+    def input_flops(self) -> int:
+        """Return the FLOPs of the gradient of the input alone."""
+        return self.work.of_input.flops
 
     @property
     def flops(self) -> int:
@@ -175,7 +188,7 @@ class Trial:
                         with lasting:
                             self._forward(first)
                     with anew:
-                        results, saved, flops = self._run(given, _trained(leaves))
+                        results, saved, work = self._run(given, _trained(leaves))
             except Exception as error:
                 raise self._failed(error) from error
         cast_bytes = lasting.kept_bytes(anew)
@@ -183,16 +196,13 @@ class Trial:
             saved.pop(own, None)
         for cast in lasting.storages:
             saved.pop(cast, None)
-        forward, of_input, backward = flops
         count = LayerCount(
             name=name,
             weights=tuple(
                 Weight(name, p.numel(), p.nbytes, p.requires_grad, cast_bytes[storage_key(p)])
                 for name, p in self.module.named_parameters()
             ),
-            forward_flops=forward,
-            backward_flops=backward,
-            input_flops=of_input,
+            work=work,
             kept=_kept(saved, given_tensors, results),
             output=crossing(results[0]),
             stashed=tuple(map(crossing, results[1:])),
@@ -210,31 +220,29 @@ class Trial:
             output = run_layer(self.module, self.names, given.value, stashed, self.where)
         return [output, *(stashed[name] for name in self.names.stashes)]
 
-    def _run(
-        self, given: Given, wanted: list[Tensor]
-    ) -> tuple[list[Any], dict[int, int], tuple[int, int, int]]:
-        """Return output and stashes, the bytes of saved storages, and the FLOPs of F, I and B."""
+    def _run(self, given: Given, wanted: list[Tensor]) -> tuple[list[Any], dict[int, int], Passes]:
+        """Return output and stashes, the bytes of saved storages, and the work of F, B and I."""
         saved: dict[int, Tensor] = {}
 
         def keep(tensor: Tensor) -> Tensor:
             saved[storage_key(tensor)] = tensor  # held, so that no other storage takes its place
             return tensor
 
-        counter = FlopCounterMode(display=False, custom_mapping=dict(FLOP_FORMULAS))
-        with counter:
+        with WorkCounter() as counter:
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 results = self._forward(given)
-            forward = counter.get_total_flops()
+            forward = counter.so_far()
             ends = _trained(results)
             seeds = [torch.ones_like(end) for end in ends]
+            ready = counter.so_far()
             can_split = not (ends and wanted) or _can_split(ends, wanted, seeds)
-            before = counter.get_total_flops()
+            before = counter.so_far()
             if ends:
                 torch.autograd.backward(ends, seeds)
-            backward = counter.get_total_flops() - before
-            of_input = before - forward if can_split else backward
+            backward = counter.so_far().without(before)
+            of_input = before.without(ready) if can_split else backward
         sizes = {key: tensor.untyped_storage().nbytes() for key, tensor in saved.items()}
-        return results, sizes, (forward, of_input, backward)
+        return results, sizes, Passes(forward, backward, of_input)
 
     def _failed(self, error: Exception) -> ModelError:
         if isinstance(self.module, Loss):

@@ -5,7 +5,9 @@ from typing import Final
 
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.planning.advice import Known
-from gpipe_hpc.planning.gauges import COUNTED, Gauge, LayerTimes
+from gpipe_hpc.planning.gauges import COUNTED, Gauge, LayerTimes, work_of
+from gpipe_hpc.planning.rates import Rates
+from gpipe_hpc.planning.work import Passes
 from gpipe_hpc.schedule import Cluster, Link
 
 FREE: Final = Link()
@@ -15,13 +17,13 @@ FREE: Final = Link()
 class Machine:
     """Ranks of one speed on a cluster, whose world ranks are numbered host by host.
 
-    `flops_per_s`: what a rank computes a second in practice. `layer_s`: what the forward of a layer
+    `rates`: what a rank does a second in practice. `layer_s`: what the forward of a layer
     takes besides, however few its samples are; each half of its backward takes as much.
     `host_bytes_per_s`: of the copies of ``offload``; None: not known, and they take no time.
     """
 
     cluster: Cluster
-    flops_per_s: float
+    rates: Rates
     layer_s: float = 0.0
     host_bytes_per_s: float | None = None
 
@@ -39,14 +41,15 @@ class Machine:
         """Return a gauge of seconds on this machine for one that counts FLOPs, or measures."""
         times = gauge.times
         if gauge.measure == COUNTED:
-            times = tuple(map(self._seconds, times))
+            times = tuple(map(self._seconds, work_of(gauge.count)))
         return Known(gauge.layers, times, gauge.count)
 
-    def _seconds(self, flops: LayerTimes) -> LayerTimes:
-        forward, _, of_input, of_weight = (each / self.flops_per_s for each in flops)
-        of_input += self.layer_s
+    def _seconds(self, work: Passes) -> LayerTimes:
+        forward = self.rates.seconds(work.forward) + self.layer_s
+        of_input = self.rates.seconds(work.of_input) + self.layer_s
+        of_weight = self.rates.seconds(work.of_weight)
         of_weight += self.layer_s if of_weight else 0.0
-        return LayerTimes(forward + self.layer_s, of_input + of_weight, of_input, of_weight)
+        return LayerTimes(forward, of_input + of_weight, of_input, of_weight)
 
 
 def on_hosts(num_ranks: int, num_hosts: int) -> tuple[int, ...]:

@@ -43,8 +43,8 @@ def machine_text(ground: Ground, base: Request) -> str:
     many = f"{len(cluster.hosts)} hosts of {each}" if len(cluster.hosts) > 1 else "one host"
     ranks = f"{cluster.num_ranks} ranks" if cluster.num_ranks > 1 else "1 rank"
     lines = [
-        f"{ranks} on {many}, {flops_text(machine.flops_per_s)}/s a rank, "
-        f"{machine.layer_s:.2g} s a layer and pass beside that (plan.flops_per_s, plan.layer_s)"
+        f"{ranks} on {many}, {machine.rates.text()}; {machine.layer_s:.2g} s a layer and pass "
+        f"beside that (plan.flops_per_s, plan.memory_bytes_per_s, plan.layer_s)"
     ]
     if machine.has_free_links:
         lines.append(
@@ -65,7 +65,7 @@ def machine_text(ground: Ground, base: Request) -> str:
 
 def precisions_text(searched: Iterable[tuple[Space, Ground]]) -> str:
     """Say how fast a rank is taken to be in each precision."""
-    told = [f"{s.precision} {flops_text(g.machine.flops_per_s)}/s" for s, g in searched]
+    told = [f"{s.precision} {flops_text(g.machine.rates.products)}/s" for s, g in searched]
     return f"precisions: {', '.join(told)}; each trains with other numbers"
 
 

@@ -13,11 +13,11 @@ from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import Layer, loss_function, normalise_layers
 from gpipe_hpc.planning import Counted, Example
 from gpipe_hpc.planning.cluster_file import read_cluster
+from gpipe_hpc.planning.rates import Rates, measured_rates
 from gpipe_hpc.planning.search.candidates import Space
 from gpipe_hpc.planning.search.fewest import Fewest, fewest_ranks
 from gpipe_hpc.planning.search.ground import Ground
 from gpipe_hpc.planning.search.machine import FREE, Machine, on_hosts
-from gpipe_hpc.planning.speed import flops_per_s
 from gpipe_hpc.schedule import Cluster, Link
 from gpipe_hpc.training.asking import request_of
 from gpipe_hpc.training.data.shapes import microbatch
@@ -48,11 +48,11 @@ def fixed_by(words: Sequence[str]) -> frozenset[str]:
 class Came(NamedTuple):
     """The ranks of a run that has begun.
 
-    `flops_per_s`: of the fastest. `hosts`: the ranks of each. `paces`: how many times as long each
+    `rates`: of the fastest. `hosts`: the ranks of each. `paces`: how many times as long each
     rank takes as the fastest; empty: they are alike.
     """
 
-    flops_per_s: float
+    rates: Rates
     hosts: tuple[int, ...]
     paces: tuple[float, ...] = ()
 
@@ -76,10 +76,9 @@ class Searching:
         _refuse_what_is_no_search(config, fixed)
         model = normalise_layers(build_target("model", config.model))
         device = device_to_come(config.train.device)
-        rate = config.plan.flops_per_s if came is None else came.flops_per_s
         machine = Machine(
             _cluster(config, 1),
-            rate or _measured_rate(config, device),
+            rates_of(config, device) if came is None else came.rates,
             config.plan.layer_s,
             config.plan.host_copy_bytes_per_s,
         )
@@ -222,16 +221,22 @@ def _counting(config: Config, layers: Sequence[Layer], device: Device) -> Callab
     return counted
 
 
-def _measured_rate(config: Config, device: Device) -> float:
-    """Return what this machine's CPU computes a second, in the block of a transformer."""
-    if device.is_accelerator:
+def rates_of(config: Config, device: Device, *, is_here: bool = False) -> Rates:
+    """Return what a rank does a second: as the settings say, or measured on the device.
+
+    `is_here`: the device is this rank's. Without, an accelerator that has no rate is refused.
+    """
+    plan = config.plan
+    if plan.flops_per_s is not None:
+        return Rates.alike(plan.flops_per_s, plan.memory_bytes_per_s)
+    if device.is_accelerator and not is_here:
         raise refuse(
             "plan.flops_per_s",
             f"what a rank computes a second in practice on {device.type}, for a search",
             None,
             "set it, as plan.flops_per_s=2e14: about 0.4 of what a data sheet says",
         )
-    return flops_per_s(device, config.train.precision)
+    return measured_rates(device, config.train.precision)
 
 
 def _cluster(config: Config, num_ranks: int, came: tuple[int, ...] | None = None) -> Cluster:

@@ -17,11 +17,11 @@ from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config, check_config
 from gpipe_hpc.config.schema import AUTO_LAYOUT
 from gpipe_hpc.errors import ConfigError
-from gpipe_hpc.planning.speed import flops_per_s, paces_of_times
+from gpipe_hpc.planning.speed import paces_of_times
 from gpipe_hpc.training.run.changed_settings import settings_of
 from gpipe_hpc.training.run.identity import Run
 from gpipe_hpc.training.search.answer import compared_on
-from gpipe_hpc.training.search.from_settings import PINS, Came, fixed_by
+from gpipe_hpc.training.search.from_settings import PINS, Came, fixed_by, rates_of
 
 LAYOUT_FILE: Final = "layout.json"
 _SHOWN: Final = 3  # layouts that the log tells of
@@ -101,15 +101,14 @@ def _keep(path: Path, asked: Mapping[str, Any], layout: Mapping[str, Any]) -> No
 
 def _came(config: Config, world: World) -> Came | None:
     """Return, on rank 0, how fast all ranks are and on which hosts, as each of them has found."""
-    device, precision = world.device, config.train.precision
     with together(world, "measuring how fast ranks are"):
-        own = config.plan.flops_per_s or flops_per_s(device, precision)
+        own = rates_of(config, world.device, is_here=True)
         told = world.everybody.gather_object((own, socket.gethostname()), root=0)
     if told is None:
         return None
     hosts = tuple(len(list(group)) for _, group in groupby(name for _, name in told))
-    paces = paces_of_times([1 / rate for rate, _ in told])
-    fastest = max(rate for rate, _ in told)
+    paces = paces_of_times([1 / rates.products for rates, _ in told])
+    fastest = max((rates for rates, _ in told), key=lambda rates: rates.products)
     return Came(fastest, hosts, paces if len(set(paces)) > 1 else ())
 
 

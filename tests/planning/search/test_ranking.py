@@ -15,6 +15,7 @@ from gpipe_hpc.errors import ConfigError, GpipeError
 from gpipe_hpc.models import normalise_layers, stage_layers
 from gpipe_hpc.planning import Counted, Example, Request, lay_out
 from gpipe_hpc.planning.forecast import flop_costs, forecast
+from gpipe_hpc.planning.rates import Rates
 from gpipe_hpc.planning.search.bounds import Ways, bound
 from gpipe_hpc.planning.search.candidates import Candidate, Space
 from gpipe_hpc.planning.search.fewest import fewest_ranks
@@ -46,7 +47,7 @@ def ground_of(ranks=4, hosts=1, batch=12, widths=WIDTHS, *, link_s=1e-5, speed=1
         return Counted(layers, example)
 
     cluster = Cluster(on_hosts(ranks, hosts), Link(link_s / 10, 10 * speed), Link(link_s, speed))
-    return Ground(Machine(cluster, 1e9, layer_s), layers, counted, batch)
+    return Ground(Machine(cluster, Rates.alike(1e9), layer_s), layers, counted, batch)
 
 
 def space_of(ground, **asked):
