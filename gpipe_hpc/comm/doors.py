@@ -79,17 +79,21 @@ class Doors:
             ) from error
 
 
+def options(door: Door, timeout: timedelta, num_threads: int) -> Any:
+    """Return what a group of Gloo is made with, to use a device of ours."""
+    gloo: Any = dist.ProcessGroupGloo
+    made = gloo._Options()
+    made._devices, made._threads, made._timeout = [door.device], num_threads, timeout
+    return made
+
+
 @contextmanager
 def through(door: Door) -> Iterator[None]:
     """Let the groups that torch makes meanwhile use a device of ours; it has no setting for it."""
 
     class Through(dist.ProcessGroupGloo):
         def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-            gloo: Any = dist.ProcessGroupGloo
-            options = gloo._Options()
-            options._devices, options._threads = [door.device], _NUM_THREADS
-            options._timeout = timeout
-            super().__init__(store, rank, size, options)
+            super().__init__(store, rank, size, options(door, timeout, _NUM_THREADS))
 
     torch_side: Any = torch_groups
     own = torch_side.ProcessGroupGloo

@@ -16,8 +16,9 @@ from typing import Any, Final
 
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as torch_groups
+from torch.distributed.distributed_c10d import PrefixStore
 
-from gpipe_hpc.comm.doors import Doors, through
+from gpipe_hpc.comm.doors import Door, Doors, options, through
 from gpipe_hpc.comm.knocking import Place, calls, unanswered
 from gpipe_hpc.comm.mpi.process_group import NAME as MPI_NAME
 from gpipe_hpc.errors import LaunchError
@@ -86,6 +87,31 @@ class Former:
         torch_side._world.pg_group_ranks[formed] = places
         group: dist.ProcessGroup = formed
         return group
+
+    def open_door(self) -> Door:
+        """Let Gloo listen at a place for connections of two ranks."""
+        return self._doors.open(lazily=False)
+
+    def connect(self, pair: tuple[int, int], door: Door) -> dist.ProcessGroupGloo:
+        """Connect two world ranks over Gloo, this one among them; both call it, nobody else.
+
+        What is returned sends and receives. Torch does not list it among its groups, so nothing of
+        its own grows with their number, and no thread works for it beside the door's. Raises
+        LaunchError, on both, where one cannot be reached by the other.
+        """
+        self._num_formed[pair] += 1
+        name = f"{self._name}_{pair[0]}_{pair[1]}_pair{self._num_formed[pair]}"
+        torch_side: Any = torch_groups
+        default = torch_side._get_default_group()
+        _, store = torch_side._world.pg_map[default]
+        rank = default.rank()
+        self._meet(name, pair, rank, Place(_host(), door.address, door.port))
+        made = options(door, self._timeout, num_threads=1)
+        gloo: Any = dist.ProcessGroupGloo
+        connected: dist.ProcessGroupGloo = gloo(
+            PrefixStore(f"{name}/", store), pair.index(rank), 2, made
+        )
+        return connected
 
     @contextmanager
     def _met(self, name: str, members: Collection[int], rank: int, backend: str) -> Iterator[None]:

@@ -150,7 +150,7 @@ class Gathering(Protocol):
 class Group(Gathering, Protocol):
     """A set of world ranks that call the same collectives in the same order.
 
-    Any two of them may be connected, so that large tensors go the shortest way.
+    Where they are few, any two of them may be connected, so that large tensors go the shortest way.
     """
 
     @property
@@ -193,6 +193,22 @@ class Group(Gathering, Protocol):
         each, which may differ and be 0; None: as even as can be, see `shards`. At the end this
         rank's shard of `whole` is summed and the rest of it means nothing. A rank sends all shards
         except its own, once. Raises ConfigError if the counts do not fit.
+        """
+
+    def start_ordered_all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """Start summing `tensor` in place, each element as ((x0 + x1) + x2) + ... over the ranks.
+
+        So the bits depend neither on where in a tensor an element lies, nor on how ranks are
+        connected.
+        """
+
+    def start_ordered_reduce_scatter(self, whole: torch.Tensor) -> Pending:
+        """Start as `start_reduce_scatter` with even shards, summing in the order of ranks."""
+
+    def reach(self, peers: Sequence[int]) -> None:
+        """Be ready to exchange with these positions; both ends call it, on their main threads.
+
+        Ahead of exchanges on another thread. Nothing is done where any two are connected anyway.
         """
 
     def start_all_gather(self, whole: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
@@ -259,6 +275,17 @@ class SoloGroup:
         """Leave `whole` as it is."""
         checked_counts(whole, counts, 1)
         return Done()
+
+    def start_ordered_all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """Leave `tensor` as it is."""
+        return Done()
+
+    def start_ordered_reduce_scatter(self, whole: torch.Tensor) -> Pending:
+        """Leave `whole` as it is."""
+        return Done()
+
+    def reach(self, peers: Sequence[int]) -> None:
+        """Do nothing: there is nobody else."""
 
     def start_all_gather(self, whole: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
         """Leave `whole` as it is."""

@@ -17,10 +17,17 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gpipe_hpc.comm.collectives.carrier import Carrier, Parts, Traffic
-from gpipe_hpc.comm.collectives.menu import start_all_gather, start_reduce_scatter
+from gpipe_hpc.comm.collectives.menu import (
+    start_all_gather,
+    start_ordered_all_reduce,
+    start_ordered_reduce_scatter,
+    start_reduce_scatter,
+)
 from gpipe_hpc.comm.collectives.on_stream import StreamCarrier
+from gpipe_hpc.comm.collectives.orders import in_gloo_order
 from gpipe_hpc.comm.collectives.plan import Plan
 from gpipe_hpc.comm.collectives.shards import checked_counts, shards
+from gpipe_hpc.comm.collectives.wide import MESHED, WideGroup
 from gpipe_hpc.comm.device import Device, carries, knows
 from gpipe_hpc.comm.doors import Doors
 from gpipe_hpc.comm.failure import Board, FailureBoard, SoloBoard, lost, with_host
@@ -46,6 +53,7 @@ from gpipe_hpc.comm.mpi.process_group import NAME as MPI_NAME
 from gpipe_hpc.comm.mpi.process_group import MpiGroup
 from gpipe_hpc.comm.noticeboard import Noticeboard
 from gpipe_hpc.comm.noting import Note
+from gpipe_hpc.comm.pairs import Pairs
 from gpipe_hpc.comm.pickling import dumps, loads
 from gpipe_hpc.comm.summing import NARROW, OwnSums, widened
 from gpipe_hpc.comm.timeouts import DEFAULT_REACH_S, checked_timeout
@@ -66,6 +74,7 @@ from gpipe_hpc.comm.transport.wire import as_bytes
 from gpipe_hpc.comm.watch.display import Display
 from gpipe_hpc.comm.watch.pulse import Idle, Pulse
 from gpipe_hpc.comm.watch.settings import Watchfulness
+from gpipe_hpc.comm.works import Started, Works
 from gpipe_hpc.comm.world import together
 from gpipe_hpc.errors import LaunchError
 
@@ -197,6 +206,17 @@ class TorchGroup:
         work = dist.reduce_scatter_tensor(own, whole, group=self.torch_group, async_op=True)
         return self._collective(work, whole)
 
+    def start_ordered_all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """Sum in the order of ranks: each rank exchanges with each."""
+        return start_ordered_all_reduce(self, tensor)
+
+    def start_ordered_reduce_scatter(self, whole: torch.Tensor) -> Pending:
+        """Sum shards in the order of ranks."""
+        return start_ordered_reduce_scatter(self, whole)
+
+    def reach(self, peers: Sequence[int]) -> None:
+        """Do nothing: all are connected."""
+
     def start_all_gather(self, whole: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
         """Gather shards along a ring; equal ones by the way of the device's own backend."""
         sizes = checked_counts(whole, counts, self.size)
@@ -214,9 +234,9 @@ class TorchGroup:
     def _collective(self, work: dist.Work | None, tensor: torch.Tensor) -> Pending:
         assert work is not None, f"not a member of {rank_names(self.ranks)}"
         what = f"a collective of {rank_names(self.ranks)}"
-        started: _Started = [(self.ranks, work)]
+        started: Started = [(self.ranks, work)]
         is_apart = self._device.is_accelerator and self._device.holds(tensor)
-        return _Works(started, self._await, what, tells=not is_apart)
+        return Works(started, self._await, what, tells=not is_apart)
 
     def _await(self, ranks: Sequence[int] | None) -> None:
         self._pulse.waits_for = ranks
@@ -237,11 +257,11 @@ class TorchGroup:
         batched = self._uses_own((*sends, *receives)[0].tensor)
         start = self._start_batch if batched else self._post
         try:
-            return _Works(start(sends, receives, tag), note)
+            return Works(start(sends, receives, tag), note)
         except RuntimeError as error:
             raise lost(error, rank_names(peers)) from error
 
-    def _post(self, sends: Sequence[Piece], receives: Sequence[Piece], tag: int) -> "_Started":
+    def _post(self, sends: Sequence[Piece], receives: Sequence[Piece], tag: int) -> Started:
         """Start each message by itself; what is expected first, so that nothing has to wait.
 
         The group's own calls take half the time of torch's `isend` and `irecv` around them.
@@ -253,9 +273,7 @@ class TorchGroup:
             for piece in pieces
         ]
 
-    def _start_batch(
-        self, sends: Sequence[Piece], receives: Sequence[Piece], tag: int
-    ) -> "_Started":
+    def _start_batch(self, sends: Sequence[Piece], receives: Sequence[Piece], tag: int) -> Started:
         """Start all messages at once, as NCCL needs them: one after the other would wait."""
         operations = [
             dist.P2POp(start, as_bytes(piece.tensor), piece.rank, self.torch_group, tag)
@@ -379,45 +397,13 @@ class _ByHost:
         self._calls.make()
 
 
-_Started = list[tuple[Sequence[int], dist.Work]]
-"""What is under way, each with the ranks that it waits for."""
-
-
-class _Works:
-    """What is under way with other ranks; a failure names those of what has failed, or `what`.
-
-    `tells`: it is one work, whose future says when it is done. On a device that would be as soon as
-    the work stands on its stream.
-    """
-
-    def __init__(
-        self, started: _Started, note: Note, what: str | None = None, *, tells: bool = False
-    ) -> None:
-        self._started, self._note, self._what = started, note, what
-        self._tells, self._calls = tells, Calls()
-
-    def when_done(self, call: Callable[[], None]) -> None:
-        self._calls.add(call)
-        if self._tells:
-            self._started[0][1].get_future().add_done_callback(lambda _: self._calls.make())
-
-    def wait(self) -> None:
-        for ranks, work in self._started:
-            self._note(ranks)
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise lost(error, self._what or rank_names(ranks)) from error
-        self._note(None)
-        self._calls.make()
-
-
 class ProcessWorld:
     """This process among all ranks of the default process group.
 
     `job_secret`: what all ranks know and others do not, if they have one. `watchfulness`: when
     ranks take one another for lost. `width`: more ranks than that tell one another what all know by
-    way of levels of groups of so many. `doors`: on what address and ports this rank listens.
+    way of levels of groups of so many. `meshed`: in groups of more ranks, which sum gradients over
+    Gloo, each is connected with few. `doors`: on what address and ports this rank listens.
     `reach_s`: in which other ranks have to answer where they listen. Its own groups, connections
     and threads go with it, or with `close`.
     """
@@ -431,10 +417,11 @@ class ProcessWorld:
         job_secret: Secret | None = None,
         watchfulness: Watchfulness | None = None,
         width: int = WIDTH,
+        meshed: int = MESHED,
         doors: Doors | None = None,
         reach_s: float = DEFAULT_REACH_S,
     ) -> None:
-        self._width = width
+        self._width, self._meshed = width, meshed
         self._doors = doors or Doors()
         watchfulness = watchfulness or Watchfulness()
         self.rank = dist.get_rank()
@@ -460,6 +447,7 @@ class ProcessWorld:
         self._shared: weakref.WeakSet[SharedTransport] = weakref.WeakSet()
         self._speaks: bool | None = None
         self._groups: _Groups = []
+        self._wide_pairs: list[Pairs] = []
         # From host to host by two ranks, and over the device's backend by direction.
         self._pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._queues: dict[tuple[int, int], TorchLane] = {}
@@ -479,7 +467,7 @@ class ProcessWorld:
             self.everybody = self.gathering([range(self.size)])
         # NCCL wants its groups to end together, so not whenever a rank collects its garbage.
         unasked = [] if uses_own else self._groups
-        self._release = weakref.finalize(self, _release, self._board, unasked)
+        self._release = weakref.finalize(self, _release, self._board, unasked, self._wide_pairs)
         self._release.atexit = False
         # Runs before the default group is left, which was there first.
         atexit.register(_await_end, weakref.ref(self._board))
@@ -566,7 +554,28 @@ class ProcessWorld:
         ranks = tuple(members)
         if len(ranks) == 1:
             return SoloGroup(self.rank)
+        if self._is_wide(ranks):
+            return self._wide_group(ranks)
         return TorchGroup(self._form(ranks), ranks, self._pulse, self.device)
+
+    def _is_wide(self, ranks: Sequence[int]) -> bool:
+        """Say whether a group is too large for Gloo to connect each rank with each."""
+        return self._backend == "gloo" and len(ranks) > self._meshed
+
+    def _wide_group(self, ranks: tuple[int, ...]) -> Group:
+        """Form a group whose ranks are connected with few."""
+        door, position = self._former.open_door(), ranks.index(self.rank)
+        pairs = Pairs(ranks, position, lambda pair: self._former.connect(pair, door))
+        self._wide_pairs.append(pairs)
+        return WideGroup(
+            ranks,
+            position,
+            lambda traffic, *messages: pairs.start(_EXCHANGE_TAG + traffic.value, *messages),
+            pairs.connect,
+            self._pulse.wait_for,
+            ordering=in_gloo_order,
+            form_mesh=partial(self._form, ranks),
+        )
 
     def transport(
         self, channels: Sequence[PlacedChannel], device: Device | None = None
@@ -700,7 +709,7 @@ class ProcessWorld:
     def close(self) -> None:
         """Give back groups, connections and threads, the same call on every rank."""
         self._release()
-        _release(self._board, self._groups)
+        _release(self._board, self._groups, self._wide_pairs)
         for shared in list(self._shared):
             shared.close()
 
@@ -726,6 +735,8 @@ class ProcessWorld:
         self._board_of_notices.close()
         for shared in list(self._shared):
             shared.close()
+        for pairs in self._wide_pairs:
+            pairs.break_off(_BREAK_TAG)
         for group, ranks in self._groups:
             peer = next((rank for rank in ranks if rank != self.rank), None)
             if peer is None:  # nobody waits in a group of one
@@ -778,8 +789,10 @@ def _forget_in_child(this: "weakref.ref[ProcessWorld]") -> None:
         world.forget()
 
 
-def _release(board: Board, groups: _Groups) -> None:
+def _release(board: Board, groups: _Groups, wide: list[Pairs]) -> None:
     board.stop()
+    while wide:
+        wide.pop().close()
     while groups:
         group, _ = groups.pop()
         # ValueError or AssertionError: the user has left the default group, which ends all.

@@ -14,7 +14,12 @@ import torch
 import torch.distributed as dist
 
 from gpipe_hpc.comm.collectives.carrier import Carrier, Parts, Traffic
-from gpipe_hpc.comm.collectives.menu import start_all_gather, start_reduce_scatter
+from gpipe_hpc.comm.collectives.menu import (
+    start_all_gather,
+    start_ordered_all_reduce,
+    start_ordered_reduce_scatter,
+    start_reduce_scatter,
+)
 from gpipe_hpc.comm.collectives.plan import Plan
 from gpipe_hpc.comm.device import Device, HostDevice
 from gpipe_hpc.comm.group import (
@@ -204,6 +209,17 @@ class ThreadGroup:
     ) -> Pending:
         """Sum shards along a ring."""
         return start_reduce_scatter(self, whole, counts)
+
+    def start_ordered_all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """Sum in the order of ranks: each rank exchanges with each."""
+        return start_ordered_all_reduce(self, tensor)
+
+    def start_ordered_reduce_scatter(self, whole: torch.Tensor) -> Pending:
+        """Sum shards in the order of ranks."""
+        return start_ordered_reduce_scatter(self, whole)
+
+    def reach(self, peers: Sequence[int]) -> None:
+        """Do nothing: all are connected."""
 
     def start_all_gather(self, whole: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
         """Gather shards along a ring."""

@@ -27,8 +27,8 @@ from gpipe_hpc.engine.stages.assembly import ParameterInfo
 class One(NamedTuple):
     """What one rank took: seconds and megabytes, until it had joined and then for its model.
 
-    `keys`: of the store, that it asked for or wrote. `groups`: that it formed, with `peers` other
-    ranks in all, besides that of the `copies` of its stage, where gradients are summed.
+    `keys`: of the store, that it asked for or wrote. `groups`: that it formed, in which it is
+    connected with `peers` other ranks in all, that of the `copies` of its stage among them.
     `num_bytes`: that it gave to its `collectives`.
     """
 
@@ -65,8 +65,7 @@ def measure(size: int, stages: int) -> One:
     )
     built_s = time.perf_counter() - began_s
     copies = pipe.sharers(0).size
-    groups = list(counts.groups)
-    groups.remove(copies)
+    groups = counts.groups
     return One(
         size,
         joined_s,

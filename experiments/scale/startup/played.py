@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
-from gpipe_hpc.comm.collectives.plan import Plan
+from gpipe_hpc.comm.collectives.bruck import partners
+from gpipe_hpc.comm.collectives.plan import Place, Plan
 from gpipe_hpc.comm.device import Device, HostDevice
 from gpipe_hpc.comm.forming import connecting
 from gpipe_hpc.comm.group import Done, Group, Pending, Piece, Sent, SoloGroup
@@ -34,7 +35,7 @@ class Counts(NamedTuple):
     """What this rank did.
 
     `asked` and `told`: keys that it has read or waited for in the store, and written.
-    `groups`, `members`: small groups it formed, and how many others are in them in all.
+    `groups`: of each group that it formed, with how many others it is connected, and one more.
     `collectives`: by name. `num_bytes`: that it gave to collectives.
     """
 
@@ -205,7 +206,8 @@ class PlayedWorld(ProcessWorld):
         ranks = tuple(members)
         if len(ranks) == 1:
             return SoloGroup(self.rank)
-        self._counts.groups.append(len(ranks))
+        near = partners(Place(len(ranks), ranks.index(self.rank)))
+        self._counts.groups.append(1 + len(near) if self._is_wide(ranks) else len(ranks))
         return PlayedGroup(ranks, self.rank, self._counts, partial(self._others, self.secret))
 
     def _torch_transport(self, channels: Sequence[PlacedChannel], device: Device) -> Transport:

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from gpipe_hpc.comm.collectives.agreement import Agreement
+from gpipe_hpc.comm.collectives.carrying import Exchange as Swap
 from gpipe_hpc.comm.collectives.carrying import carry_out
 from gpipe_hpc.comm.collectives.plan import Place, Plan
 from gpipe_hpc.comm.collectives.turns import Turn, Turns
@@ -25,6 +26,9 @@ Parts = Sequence[tuple[int, torch.Tensor]]
 Exchange = Callable[[Traffic, Parts, Parts, Note], None]
 """Sends and receives, with positions of ranks; waits, telling for whom."""
 
+Job = Callable[[torch.Tensor, Swap], None]
+"""Works on elements in one row, in place, by exchanges."""
+
 
 class Carrier:
     """Carry out plans over tensors on the host; `listener` hears for whom a caller waits."""
@@ -38,20 +42,21 @@ class Carrier:
 
     def start(self, plan: Plan, tensor: torch.Tensor, what: str) -> "Carried":
         """Start a plan behind those started before; see `Group.start_plan`."""
+        return self.start_job(
+            lambda flat, swap: carry_out(plan, flat, self._position, swap), tensor, what
+        )
+
+    def start_job(self, job: Job, tensor: torch.Tensor, what: str) -> "Carried":
+        """Start a job, which is the same on all ranks, behind those started before."""
         flat = flattened(tensor)
-        turn = self._turns.start(partial(self._carry, plan, flat, named(what, tensor)))
+        turn = self._turns.start(partial(self._carry, job, flat, named(what, tensor)))
         return Carried(turn, self._listener, flat, tensor)
 
-    def _carry(self, plan: Plan, flat: torch.Tensor, what: str, note: Note) -> None:
+    def _carry(self, job: Job, flat: torch.Tensor, what: str, note: Note) -> None:
         self._agreement.reach(
             what, lambda out, into: self._exchange(Traffic.GREETING, out, into, note)
         )
-        carry_out(
-            plan,
-            flat,
-            self._position,
-            lambda out, into: self._exchange(Traffic.PLAN, out, into, note),
-        )
+        job(flat, lambda out, into: self._exchange(Traffic.PLAN, out, into, note))
 
 
 class Carried:

@@ -11,7 +11,10 @@ from typing import Final
 import torch
 
 from gpipe_hpc.comm.collectives.chain import chain_all_reduce, chain_broadcast
-from gpipe_hpc.comm.collectives.direct import rank_order_all_reduce
+from gpipe_hpc.comm.collectives.direct import (
+    rank_order_all_reduce,
+    rank_order_reduce_scatter,
+)
 from gpipe_hpc.comm.collectives.halving import (
     doubling_all_gather,
     halving_reduce_scatter,
@@ -61,6 +64,7 @@ ALL_GATHERS: Final[Mapping[str, Callable[[Place, tuple[int, ...]], Plan]]] = Map
     {"ring": ring_all_gather, "doubling": doubling_all_gather}
 )
 HIERARCHICAL: Final = "hierarchical"
+_RANK_ORDER: Final = "rank_order"
 ALL_REDUCE_NAMES: Final = (BACKEND, *ALL_REDUCES, HIERARCHICAL)
 BROADCAST_NAMES: Final = (BACKEND, *BROADCASTS, HIERARCHICAL)
 
@@ -83,12 +87,26 @@ def start_all_reduce(
     block = _block(block_bytes, tensor)
     if algorithm == BACKEND:
         return group.start_all_reduce(tensor)
+    if algorithm == _RANK_ORDER:
+        return group.start_ordered_all_reduce(tensor)
     if algorithm == HIERARCHICAL:
         known = _checked_hosts(hosts, group, "all-reduce")
         plan = hierarchical_all_reduce(_place(group), tensor.numel(), known)
         return group.start_plan(plan, tensor, f"all-reduce by {algorithm}, {_numbered(known)}")
     plan = _all_reduce_plan(algorithm, _place(group), tensor.numel(), block)
     return group.start_plan(plan, tensor, f"all-reduce by {algorithm}, blocks of {block}")
+
+
+def start_ordered_all_reduce(group: Group, tensor: torch.Tensor) -> Pending:
+    """Start `Group.start_ordered_all_reduce` where any two ranks are connected."""
+    plan = _all_reduce_plan(_RANK_ORDER, _place(group), tensor.numel(), 1)
+    return group.start_plan(plan, tensor, f"all-reduce by {_RANK_ORDER}")
+
+
+def start_ordered_reduce_scatter(group: Group, whole: torch.Tensor) -> Pending:
+    """Start `Group.start_ordered_reduce_scatter` where any two ranks are connected."""
+    plan = rank_order_reduce_scatter(_place(group), checked_counts(whole, None, group.size))
+    return group.start_plan(plan, whole, "reduce-scatter in the order of ranks")
 
 
 def start_broadcast(

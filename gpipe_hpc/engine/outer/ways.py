@@ -5,9 +5,7 @@ from typing import Protocol
 
 import torch
 
-from gpipe_hpc.comm.collectives.direct import rank_order_reduce_scatter
 from gpipe_hpc.comm.collectives.menu import BACKEND
-from gpipe_hpc.comm.collectives.plan import Place, even_counts
 from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.group import Group, Pending
 from gpipe_hpc.engine.outer.algorithms import ByAlgorithm, Tuned, hierarchical
@@ -49,10 +47,7 @@ class ReduceScatter:
         """Start summing this copy's part, in place; the buffer divides evenly."""
         if not self._in_rank_order:
             return self._group.start_reduce_scatter(flat)
-        place = Place(self._group.size, self._group.position)
-        counts = even_counts(flat.numel(), place.size)
-        plan = rank_order_reduce_scatter(place, counts)
-        return self._group.start_plan(plan, flat, "reduce-scatter in the order of ranks")
+        return self._group.start_ordered_reduce_scatter(flat)
 
 
 def way_of_tie(outer: Outer, group: Group) -> Way | None:

@@ -1,0 +1,123 @@
+"""All-to-all and all-gather in ceil(log2 n) rounds, with partners 1, 2, 4, 8, ... places away.
+
+Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing
+systems", 1997. A rank needs connections with few others, whatever n is. What that costs: a piece
+goes by way of other ranks, so of a vector of B bytes a rank sends B/2 in each round of an
+all-to-all. An all-gather sends B in all, as little as any.
+
+Legend: n ranks (`size`), of which this is i (`position`); d, the distance of a round.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from gpipe_hpc.comm.collectives.carrying import Combine, Exchange
+from gpipe_hpc.comm.collectives.orders import Order
+from gpipe_hpc.comm.collectives.plan import (
+    Place,
+    Plan,
+    Span,
+    Step,
+    moves,
+    planned,
+    spans_of,
+)
+
+
+def distances(size: int) -> list[int]:
+    """Return the powers of two below the number of ranks."""
+    return [1 << k for k in range((size - 1).bit_length())]
+
+
+def partners(place: Place) -> list[int]:
+    """Return the positions with which a rank has to be connected, ascending."""
+    n, i = place
+    return sorted({(i + sign * d) % n for d in distances(n) for sign in (1, -1)})
+
+
+def bruck_all_gather(place: Place, counts: Sequence[int]) -> Plan:
+    """Give every rank all shards: what there is goes to ranks before, ever farther away.
+
+    ```text
+    n = 5        d = 1      d = 2       d = 4
+    rank 0       1 <- 1     2 3 <- 2    4 <- 4       (shards <- from whom)
+    ```
+    """
+
+    def steps() -> Iterator[Step]:
+        n, i = place
+        for d in distances(n):
+            num = min(d, n - d)
+            yield Step(
+                sends=moves((i - d) % n, *_cyclic(counts, i, num)),
+                takes=moves((i + d) % n, *_cyclic(counts, (i + d) % n, num)),
+            )
+
+    return planned(steps())
+
+
+def binomial_scatter(place: Place, counts: Sequence[int]) -> Plan:
+    """Give rank i shard i of the first rank's vector, along a tree of powers of two."""
+
+    def steps() -> Iterator[Step]:
+        n, i = place
+        spans = spans_of(counts)
+        for d in reversed(distances(n)):
+            if i % (2 * d) == 0 and i + d < n:
+                upper = Span(spans[i + d].start, spans[min(i + 2 * d, n) - 1].stop)
+                yield Step(sends=moves(i + d, upper))
+            elif i % (2 * d) == d:
+                own = Span(spans[i].start, spans[min(i + d, n) - 1].stop)
+                yield Step(takes=moves(i - d, own))
+
+    return planned(steps())
+
+
+def all_to_all(
+    place: Place, flat: torch.Tensor, counts: Sequence[int], exchange: Exchange
+) -> list[torch.Tensor]:
+    """Return this rank's shard of every rank's vector, by position; `flat` is left alone.
+
+    A piece for the rank j places on goes d places in each round whose d is part of j.
+    """
+    n, i = place
+    shards = torch.split(flat, list(counts))
+    pieces = [shards[(i + j) % n] for j in range(n)]
+    for d in distances(n):
+        moved = [j for j in range(n) if j & d]
+        # What j has of this round's distance and more is still to go.
+        lengths = [counts[(i - d + j - j % d) % n] for j in moved]
+        out = torch.cat([pieces[j] for j in moved])
+        came = flat.new_empty(sum(lengths))
+        exchange(
+            [((i + d) % n, out)] if out.numel() else [],
+            [((i - d) % n, came)] if came.numel() else [],
+        )
+        for j, piece in zip(moved, torch.split(came, lengths), strict=True):
+            pieces[j] = piece
+    return [pieces[(i - origin) % n] for origin in range(n)]
+
+
+def reduce_scatter(
+    place: Place, flat: torch.Tensor, order: Order, exchange: Exchange, combine: Combine
+) -> None:
+    """Put the sum of this rank's shard in place, its terms added in their order.
+
+    Takes up to twice the memory of the vector for the time of it.
+    """
+    terms = all_to_all(place, flat, order.counts, exchange)
+    first, *others = order.chain(place.position)
+    total = terms[first].clone()
+    for other in others if total.numel() else ():
+        combine(total, terms[other])
+    torch.split(flat, list(order.counts))[place.position].copy_(total)
+
+
+def _cyclic(counts: Sequence[int], first: int, num: int) -> list[Span]:
+    """Return the elements of `num` shards from `first` on; behind the last comes the first."""
+    spans, end = spans_of(counts), first + num
+    found = [Span(spans[first].start, spans[min(end, len(counts)) - 1].stop)]
+    if end > len(counts):
+        found.append(Span(0, spans[end - len(counts) - 1].stop))
+    return found

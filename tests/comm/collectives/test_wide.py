@@ -1,0 +1,143 @@
+"""Groups of many ranks, each connected with few: the same bits as a full mesh."""
+
+from itertools import accumulate
+from operator import add
+
+import pytest
+import torch
+
+from gpipe_hpc.comm.collectives.bruck import partners
+from gpipe_hpc.comm.collectives.menu import ALL_REDUCE_NAMES, start_all_reduce
+from gpipe_hpc.comm.collectives.orders import in_gloo_order, in_rank_order, in_ring_order
+from gpipe_hpc.comm.collectives.plan import Place
+from gpipe_hpc.comm.collectives.wide import WideGroup
+from gpipe_hpc.comm.group import Piece
+from gpipe_hpc.comm.noting import unheard
+from gpipe_hpc.comm.threads import run_on_threads
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int16, torch.complex64)
+
+
+def part_of(rank: int, length: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return numbers of many magnitudes: another order of summing has other bits."""
+    generator = torch.Generator().manual_seed(1000 * rank + length)
+    numbers = torch.randn(length, 2, generator=generator, dtype=torch.float64)
+    return (numbers[:, 0] * 10 ** numbers[:, 1]).to(dtype)
+
+
+class Heard:
+    """A wide group over the mail of threads, and with whom it has connected."""
+
+    def __init__(self, world):
+        self.narrow, self.peers = world.everybody, set()
+        self.wide = WideGroup(
+            self.narrow.ranks,
+            self.narrow.position,
+            self._start,
+            self.peers.update,
+            unheard,
+        )
+
+    def _start(self, traffic, sends, receives, note):
+        met = {self.narrow.ranks.index(piece.rank) for piece in (*sends, *receives)}
+        assert met <= self.peers, f"{met - self.peers} were not connected"
+        return self.narrow._start(traffic, sends, receives)
+
+
+def uneven(length: int, size: int) -> list[int]:
+    """Return how many elements each rank has: none, some have."""
+    ends = sorted((i * i * 7) % (length + 1) for i in range(1, size))
+    return [stop - start for start, stop in zip([0, *ends], [*ends, length], strict=True)]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 11])
+def test_sums_shards_and_broadcasts_have_the_bits_of_the_narrow_group(size: int):
+    def body(world):
+        heard, rank = Heard(world), world.rank
+        wrong = []
+        for length, dtype in [(n, torch.float32) for n in (0, 1, 2, 40)] + [(9, d) for d in DTYPES]:
+            for act in (
+                lambda group, own: group.start_all_reduce(own),
+                lambda group, own: group.start_ordered_all_reduce(own),
+                lambda group, own: group.start_broadcast(own, size - 1),
+                lambda group, own: group.start_all_gather(own),
+                lambda group, own: group.start_all_gather(own, uneven(len(own), size)),
+            ):
+                results = [part_of(rank, length, dtype) for _ in range(2)]
+                for group, own in zip((heard.narrow, heard.wide), results, strict=True):
+                    act(group, own).wait()
+                if not torch.equal(*results):
+                    wrong.append((length, dtype, act))
+            for counts in (None, uneven(length, size)):
+                results = [part_of(rank, length, dtype) for _ in range(2)]
+                for group, own in zip((heard.narrow, heard.wide), results, strict=True):
+                    group.start_reduce_scatter(own, counts).wait()
+                shards = [
+                    torch.tensor_split(own, size) if counts is None else torch.split(own, counts)
+                    for own in results
+                ]
+                if not torch.equal(*(each[rank] for each in shards)):
+                    wrong.append((length, dtype, counts))
+        return wrong
+
+    assert run_on_threads(size, body) == [[]] * size
+
+
+@pytest.mark.parametrize("size", [2, 5, 8])
+def test_the_greatest_objects_exchanges_and_plans_go_too(size: int):
+    def body(world):
+        heard, rank = Heard(world), world.rank
+        group, few = heard.wide, len(heard.peers)
+        greatest = torch.tensor([rank, -rank])
+        group.all_reduce_max(greatest)
+        for name in ALL_REDUCE_NAMES[1:]:
+            own, hosts = torch.full((13,), float(rank)), [i // 2 for i in range(size)]
+            start_all_reduce(group, own, name, block_bytes=16, hosts=hosts).wait()
+            assert own.tolist() == [float(sum(range(size)))] * 13, name
+        into, across = torch.zeros(3), (rank + size // 2) % size
+        back = (rank - size // 2) % size
+        sends = [Piece(across, torch.full((3,), float(rank)))]
+        group.start_exchange(sends, [Piece(back, into)]).wait()
+        assert into.tolist() == [float(back)] * 3
+        assert group.sent.num_messages > 0
+        return (
+            few,
+            greatest.tolist(),
+            group.merge_object([rank], add),
+            group.all_gather_object("x" * rank),
+            group.gather_object(rank, 1),
+            group.deal_object([f"for {i}" for i in range(size)] if rank == 0 else None, 0),
+            group.broadcast_object({"of": rank}, 1),
+        )
+
+    ranks = list(range(size))
+    for rank, found in enumerate(run_on_threads(size, body)):
+        assert found == (
+            len(partners(Place(size, rank))),
+            [size - 1, 0],
+            ranks,
+            ["x" * i for i in ranks],
+            ranks if rank == 1 else None,
+            f"for {rank}",
+            {"of": 1},
+        )
+
+
+@pytest.mark.parametrize(("size", "num_partners"), [(2, 1), (33, 10), (1024, 19), (4096, 23)])
+def test_a_rank_is_connected_with_two_for_each_power_of_two(size: int, num_partners: int):
+    places = [Place(size, position) for position in (0, 1, size // 2, size - 1)]
+    found = [partners(place) for place in places]
+    assert [len(each) for each in found] == [num_partners] * 4
+    for place, each in zip(places, found, strict=True):
+        assert all(place.position in partners(Place(size, other)) for other in each)
+
+
+@pytest.mark.parametrize("order_of", [in_rank_order, in_gloo_order])
+def test_an_order_adds_every_term_of_every_element_once(order_of):
+    for count, size in ((0, 5), (3, 5), (1001, 7), (3_000_001, 3)):
+        order = order_of(count, 4, size)
+        assert len(order.counts) == size and sum(order.counts) == count
+        for owner in range(size):
+            assert sorted(order.chain(owner)) == list(range(size))
+    ring = in_ring_order([3, 1, 2])
+    assert ring.chain(0) == [1, 2, 0] and list(accumulate(ring.counts))[-1] == 6
