@@ -44,9 +44,8 @@ def test_what_a_rank_does_to_start_grows_with_the_levels(found, what, at_64, eac
     """Each rank asked the store for all, formed two full meshes and gathered from all ranks.
 
     A level has eight times the ranks: a group for the start, one for the steps and one in which
-    rows of the table are handed out, each of eight. A watcher has six more neighbours. The copies of
-    a stage, four times fewer than the ranks, are a mesh at 64; from then on a rank is connected with
-    six more of them.
+    rows of the table are handed out, each of eight. A watcher has six more neighbours. The copies
+    of a stage, four times fewer than the ranks, are a mesh at 64; then a rank has six more of them.
     """
     counts = [getattr(found[size], what) for size in (64, 512, 4096)]
     assert counts[0] <= at_64

@@ -4,10 +4,9 @@ Each rank has a row of few numbers. Where ranks add, each has a slot of its own 
 as meet at once; what the slots of a group hold becomes one row, which takes a slot of the next
 level's group.
 
-What that costs: in each sum of a step, `width` x 4 x `NUM_TOLD` float64, 2 kB where groups of 8 add,
-ride along with what a step sums anyway. A rank is in at most log8 of all ranks of such groups and
-the first of a group hands the sum down, so the bytes that a rank sends and gets never grow with the
-world except by that logarithm. Slots, not one row, as least and greatest are no sums.
+What that costs: `width` x 4 x `NUM_TOLD` float64 in the sum of a step, 2 kB where groups of 8 add.
+Every group sums as much, and a rank is in at most one group of each level. Each rank has a slot, as
+the least and the greatest are no sums.
 """
 
 from collections.abc import Sequence
