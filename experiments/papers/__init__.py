@@ -1,0 +1,1 @@
+"""The papers' tables: exact figures held to be equal, simulated ones beside the paper's."""
