@@ -56,6 +56,7 @@ class Rates:
 
 _REPEATS: Final = 5
 _LIMIT_S: Final = 0.5  # of each kind
+_COPIED: Final = 2**26  # bytes
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,18 @@ def measured_rates(device: Device, precision: str, clock: Clock | None = None) -
         with casting(precision, device), torch.enable_grad():
             rates[kind] = amount / _least_s(work, device, clock)
     return Rates(**rates)
+
+
+def host_copy_rate(device: Device, clock: Clock | None = None) -> float | None:
+    """Return the bytes a second that an accelerator copies to pinned memory of its host.
+
+    None on a CPU, which has no memory apart.
+    """
+    if not device.is_accelerator:
+        return None
+    own = device.bring(torch.zeros(_COPIED, dtype=torch.uint8))
+    host = device.pinned(own.shape, own.dtype)
+    return _COPIED / _least_s(lambda: device.fetch_into(host, own), device, clock or Clock())
 
 
 def _least_s(work: Callable[[], None], device: Device, clock: Clock) -> float:

@@ -7,8 +7,9 @@ from torch.nn import functional as F
 
 from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.planning.counted import count_model
-from gpipe_hpc.planning.rates import Rates, measured_rates
+from gpipe_hpc.planning.rates import Rates, host_copy_rate, measured_rates
 from gpipe_hpc.planning.work import Passes, Work, WorkCounter
+from tests.played.alone import alone
 
 
 class Ticking:
@@ -91,3 +92,10 @@ def test_rates_are_those_of_the_least_time_but_the_first(precision):
     assert rates.products == pytest.approx(3 * forward / 0.995)
     assert measured_rates(HostDevice(), precision, clock) != rates or clock.num_timed == 20
     assert rates.convolutions > 0 and rates.attention > 0 and rates.moved_bytes > 0
+
+
+def test_copies_to_the_host_are_timed_on_an_accelerator_alone():
+    assert host_copy_rate(HostDevice()) is None
+    with alone() as device:
+        assert host_copy_rate(device, Ticking()) == pytest.approx(2**26 / 0.995)
+    assert not device.tracker.faults

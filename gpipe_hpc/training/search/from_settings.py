@@ -49,12 +49,14 @@ class Came(NamedTuple):
     """The ranks of a run that has begun.
 
     `rates`: of the fastest. `hosts`: the ranks of each. `paces`: how many times as long each
-    rank takes as the fastest; empty: they are alike.
+    rank takes as the fastest; empty: they are alike. `host_copy_bytes_per_s`: of the slowest, None
+    on CPUs.
     """
 
     rates: Rates
     hosts: tuple[int, ...]
     paces: tuple[float, ...] = ()
+    host_copy_bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class Searching:
             _cluster(config, 1),
             rates_of(config, device) if came is None else came.rates,
             config.plan.layer_s,
-            config.plan.host_copy_bytes_per_s,
+            _host_copies(config, came),
         )
         counted = _counting(config, model, device)
         policy = config.pipeline.partition
@@ -106,7 +108,7 @@ class Searching:
         if isinstance(paces, str):  # as they were measured
             known = self._cluster(num_ranks).paces
             paces = [known.get(rank, 1.0) for rank in range(num_ranks)] if known else None
-        copies = self.config.plan.host_copy_bytes_per_s
+        copies = _host_copies(self.config, self.came)
         may_offload = copies is not None and base.memory_bytes is not None
         return Space(
             replace(base, paces=paces),
@@ -161,6 +163,11 @@ class Searching:
                 "set plan.ranks, or give one number",
             )
         return fewest_ranks(self.space, lambda n: self.ground.on(_alike(n)))
+
+
+def _host_copies(config: Config, came: Came | None) -> float | None:
+    """Return the bytes a second of copies to the host; None where that is not known."""
+    return config.plan.host_copy_bytes_per_s or (came and came.host_copy_bytes_per_s)
 
 
 def _alike(num_ranks: int) -> Cluster:

@@ -17,6 +17,7 @@ from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config, check_config
 from gpipe_hpc.config.schema import AUTO_LAYOUT
 from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.planning.rates import host_copy_rate
 from gpipe_hpc.planning.speed import paces_of_times
 from gpipe_hpc.training.run.changed_settings import settings_of
 from gpipe_hpc.training.run.identity import Run
@@ -103,13 +104,16 @@ def _came(config: Config, world: World) -> Came | None:
     """Return, on rank 0, how fast all ranks are and on which hosts, as each of them has found."""
     with together(world, "measuring how fast ranks are"):
         own = rates_of(config, world.device, is_here=True)
-        told = world.everybody.gather_object((own, socket.gethostname()), root=0)
+        copied = host_copy_rate(world.device)
+        told = world.everybody.gather_object((own, copied, socket.gethostname()), root=0)
     if told is None:
         return None
-    hosts = tuple(len(list(group)) for _, group in groupby(name for _, name in told))
-    paces = paces_of_times([1 / rates.products for rates, _ in told])
-    fastest = max((rates for rates, _ in told), key=lambda rates: rates.products)
-    return Came(fastest, hosts, paces if len(set(paces)) > 1 else ())
+    hosts = tuple(len(list(group)) for _, group in groupby(name for *_, name in told))
+    paces = paces_of_times([1 / rates.products for rates, *_ in told])
+    fastest = max((rates for rates, *_ in told), key=lambda rates: rates.products)
+    copies = [rate for _, rate, _ in told if rate is not None]
+    slowest = min(copies) if len(copies) == len(told) else None
+    return Came(fastest, hosts, paces if len(set(paces)) > 1 else (), slowest)
 
 
 def _choose(config: Config, words: Sequence[str], came: Came) -> tuple[_Layout, str]:

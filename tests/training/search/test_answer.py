@@ -7,9 +7,10 @@ import pytest
 from gpipe_hpc.config import check_config, compose_config
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.plan import make_plan
+from gpipe_hpc.planning.rates import Rates
 from gpipe_hpc.planning.units import bytes_text
 from gpipe_hpc.training.search.answer import compared
-from gpipe_hpc.training.search.from_settings import fixed_by
+from gpipe_hpc.training.search.from_settings import Came, Searching, fixed_by
 
 MLP = ["model=mlp", "data=synthetic_vectors", "plan.flops_per_s=1e10", "plan.search=true"]
 ADASCALE = ["lr.scaling=adascale", "lr.base_batch_size=8", "lr.noise_over=replicas"]
@@ -77,6 +78,13 @@ def test_precisions_are_compared_where_that_is_asked_for():
 def test_precisions_that_cannot_be_compared_are_refused(words, said):
     with pytest.raises(ConfigError, match=f"bad plan.precisions, expected .*{said}"):
         check_config(compose_config([*MLP, *words]), 2)
+
+
+def test_ranks_that_know_how_fast_they_copy_to_their_host_may_offload():
+    config = compose_config([*MLP, "pipeline.memory_bytes=1MB"])
+    knows, not_known = (Came(Rates.alike(1e10), (2,), (), rate) for rate in (1e9, None))
+    assert Searching.of(config, (), knows).space(2).offloads == (False, True)
+    assert Searching.of(config, (), not_known).space(2).offloads == (False,)
 
 
 def test_a_model_that_fits_nowhere_says_what_lacks_and_how_many_ranks_would_do():
