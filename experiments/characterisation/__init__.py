@@ -1,0 +1,1 @@
+"""The literature's characterisations on one machine: batch, threads, processes, backend."""
