@@ -11,7 +11,9 @@ def test_every_point_is_a_run_that_can_work():
     """Their settings compose and pass all checks, for as many ranks as they have."""
     for setting in (each for sweep in sweeps() for each in sweep.settings):
         words = [*MODEL, *setting.words, *setting.point.overrides]
-        check_config(compose_config(words), setting.point.ranks)
+        config = compose_config(words)
+        check_config(config, setting.point.ranks)
+        assert config.comm.backend == setting.point.backend
 
 
 def test_rounds_go_over_all_points_in_turn(capsys):
