@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from gpipe_hpc.schedule.table.actions import COMPUTE, SENDS, Op
 from gpipe_hpc.schedule.table.lifetimes import ENDS_BACKWARD
-from gpipe_hpc.schedule.table.precedence import NOWHERE, Precedence, runs
+from gpipe_hpc.schedule.table.precedence import SEVERAL, Precedence, runs
 from gpipe_hpc.schedule.table.rows import Row, RowWriter
 from gpipe_hpc.schedule.table.schedule import Schedule
 
@@ -52,8 +52,11 @@ def _turns(graph: Precedence) -> dict[int, int]:
         rank = graph.ranks[run.start]
         at = free_at[rank]
         for node, which in zip(run, graph.which[run.start : run.stop], strict=True):
-            if waited_for[node] != NOWHERE:
-                at = max(at, *(done[wait] for wait in graph.waits[node]))
+            wait = waited_for[node]
+            if wait >= 0:
+                at = done[wait] if done[wait] > at else at
+            elif wait == SEVERAL:
+                at = max(at, *map(done.__getitem__, graph.waits.several[node]))
             if computes[which]:
                 at += 1
             done[node] = at

@@ -1,7 +1,6 @@
 """List scheduling: each rank, whenever it is free, starts the best action that is ready."""
 
 import heapq
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -50,8 +49,20 @@ def list_schedule(placement: Placement, rules: Rules) -> list[list[Action]]:
     return rows
 
 
+class _Way(NamedTuple):
+    """Whom the end of a kind may make ready: another kind, and what the transfer to it takes."""
+
+    place: int
+    stage: int
+    transfer: float
+    num_needs: int
+
+
 class _State:
-    """What has been started, what is ready, and when each rank looks next."""
+    """What has been started, what is ready, and when each rank looks next.
+
+    There are millions of actions, so an op and a stage are one number here, their *place*.
+    """
 
     def __init__(self, placement: Placement, rules: Rules) -> None:
         self.placement, self.rules = placement, rules
@@ -61,76 +72,86 @@ class _State:
         self.paces = self.rules.paces or [1.0] * num_ranks
         self.live = [0] * num_ranks
         self.spare = _spare_room(placement)
-        # For each rank, op and stage the micro-batches that are or will be ready, and when.
-        self.queues: list[dict[_Kind, list[tuple[int, float]]]] = [{} for _ in range(num_ranks)]
-        # By op, stage and micro-batch: plain tuples, as there are millions.
-        self.missing: dict[tuple[Op, int, int], int] = {}
-        self.ready_at: dict[tuple[Op, int, int], float] = {}
+        needs = _needs(rules.durations, num_stages)
+        self.kinds = list(needs)
+        self.durations = [rules.durations[op][stage] for op, stage in self.kinds]
+        self.starts = [op in STARTS_ACTIVATIONS for op, _ in self.kinds]
+        self.ends = [op in ENDS_BACKWARD for op, _ in self.kinds]
+        self.ways = _ways(needs, rules.transfers)
+        # For each rank and place the micro-batches that are or will be ready, and when.
+        self.queues: list[dict[int, list[tuple[int, float]]]] = [{} for _ in range(num_ranks)]
+        # By place and micro-batch: how many needs are not met yet, and when the last one was.
+        self.unmet: dict[int, tuple[int, float]] = {}
         self.looks: list[tuple[float, int]] = []
-        self.needs = _needs(rules.durations, num_stages)
-        self.followers: dict[_Kind, list[_Kind]] = defaultdict(list)
-        for kind, needs in self.needs.items():
-            for need in needs:
-                self.followers[need].append(kind)
-        self.num_actions = len(rules.durations) * num_stages * placement.num_microbatches
+        self.num_actions = len(self.kinds) * placement.num_microbatches
+        first = self.kinds.index((Op.F, 0))
         for microbatch in range(placement.num_microbatches):
-            self._offer((Op.F, 0, microbatch), 0.0)
+            rank = placement.rank_of(0, microbatch)
+            heapq.heappush(self.queues[rank].setdefault(first, []), (microbatch, 0.0))
+            heapq.heappush(self.looks, (0.0, rank))
 
     def run(self) -> None:
         """Let ranks look for work, in the order of time, until nobody has any."""
-        while self.looks:
-            now, rank = heapq.heappop(self.looks)
-            if self.free_at[rank] <= now:
-                action = self._best(rank, now)
-                if action is not None:
-                    self._start(action, rank, now)
+        looks, free_at, best, start = self.looks, self.free_at, self._best, self._start
+        while looks:
+            now, rank = heapq.heappop(looks)
+            if free_at[rank] <= now:
+                place = best(rank, now)
+                if place is not None:
+                    start(place, rank, now)
 
-    def _best(self, rank: int, now: float) -> Action | None:
-        best: tuple[tuple[int, ...], Action] | None = None
-        for (op, stage), queue in self.queues[rank].items():
-            if not queue or queue[0][1] > now or not self._has_room(op, stage, rank):
-                continue
-            action = Action(op, stage, queue[0][0])
-            key = self.rules.priority(action)
-            if best is None or key < best[0]:
-                best = (key, action)
-        return best[1] if best else None
+    def _best(self, rank: int, now: float) -> int | None:
+        """Return the place of what a rank runs next; of equals the first that it ever had."""
+        ready = [
+            place
+            for place, queue in self.queues[rank].items()
+            if queue
+            and queue[0][1] <= now
+            and (not self.starts[place] or self._has_room(place, rank))
+        ]
+        if len(ready) < 2:
+            return ready[0] if ready else None
+        return min(ready, key=lambda place: self.rules.priority(self._next(place, rank)))
 
-    def _has_room(self, op: Op, stage: int, rank: int) -> bool:
-        if op not in STARTS_ACTIVATIONS or self.rules.limits is None:
-            return True
-        return self.live[rank] + self.spare[stage, rank] < self.rules.limits[rank]
+    def _next(self, place: int, rank: int) -> Action:
+        op, stage = self.kinds[place]
+        return Action(op, stage, self.queues[rank][place][0][0])
 
-    def _start(self, action: Action, rank: int, now: float) -> None:
-        op, stage, microbatch, _ = action
-        assert microbatch is not None, f"{action} has no micro-batch"
-        heapq.heappop(self.queues[rank][op, stage])
-        self.rows[rank].append(action)
-        end = now + self.rules.durations[op][stage] * self.paces[rank]
+    def _has_room(self, place: int, rank: int) -> bool:
+        limits, (_, stage) = self.rules.limits, self.kinds[place]
+        return limits is None or self.live[rank] + self.spare[stage, rank] < limits[rank]
+
+    def _start(self, place: int, rank: int, now: float) -> None:
+        self.rows[rank].append(self._next(place, rank))
+        microbatch, _ = heapq.heappop(self.queues[rank][place])
+        end = now + self.durations[place] * self.paces[rank]
         self.free_at[rank] = end
         heapq.heappush(self.looks, (end, rank))
-        self.live[rank] += (op in STARTS_ACTIVATIONS) - (op in ENDS_BACKWARD)
-        for next_op, next_stage in self.followers[op, stage]:
-            arrival = end
-            if self.placement.rank_of(next_stage, microbatch) != rank:
-                arrival += self.rules.transfers[min(stage, next_stage)]
-            self._provide((next_op, next_stage, microbatch), arrival)
+        self.live[rank] += self.starts[place] - self.ends[place]
+        route = self.placement.routes[self.placement.route_of[microbatch]]
+        for follower, stage, transfer, num_needs in self.ways[place]:
+            user = route[stage]
+            ready_at = end if user == rank else end + transfer
+            if num_needs > 1:
+                key = follower * len(self.placement.route_of) + microbatch
+                missing, latest = self.unmet.pop(key, (num_needs, 0.0))
+                ready_at = max(ready_at, latest)
+                if missing > 1:
+                    self.unmet[key] = missing - 1, ready_at
+                    continue
+            heapq.heappush(self.queues[user].setdefault(follower, []), (microbatch, ready_at))
+            heapq.heappush(self.looks, (ready_at, user))
 
-    def _provide(self, action: tuple[Op, int, int], when: float) -> None:
-        """Note that one of an action's needs is met at a time."""
-        later = max(when, self.ready_at.pop(action, 0.0))
-        missing = self.missing.pop(action, None)
-        missing = (len(self.needs[action[:2]]) if missing is None else missing) - 1
-        if missing:
-            self.missing[action], self.ready_at[action] = missing, later
-        else:
-            self._offer(action, later)
 
-    def _offer(self, action: tuple[Op, int, int], when: float) -> None:
-        op, stage, microbatch = action
-        rank = self.placement.rank_of(stage, microbatch)
-        heapq.heappush(self.queues[rank].setdefault((op, stage), []), (microbatch, when))
-        heapq.heappush(self.looks, (when, rank))
+def _ways(needs: Mapping[_Kind, Sequence[_Kind]], transfers: Sequence[float]) -> list[list[_Way]]:
+    """Return by place whom the end of a kind may make ready."""
+    places = {kind: place for place, kind in enumerate(needs)}
+    found: list[list[_Way]] = [[] for _ in needs]
+    for (op, stage), needed in needs.items():
+        for kind in needed:
+            transfer = transfers[min(stage, kind[1])] if stage != kind[1] else 0.0
+            found[places[kind]].append(_Way(places[op, stage], stage, transfer, len(needed)))
+    return found
 
 
 def _needs(ops: Iterable[Op], num_stages: int) -> dict[_Kind, list[_Kind]]:
