@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.comm.device import device_to_come
 from gpipe_hpc.comm.mesh import Mesh
+from gpipe_hpc.comm.saying import say
 from gpipe_hpc.config import (
     Config,
     TokenDataConfig,
@@ -157,12 +158,10 @@ def _lay_out(request: Request, gauge: Gauge) -> Layout:
         hopeless = _without_search(request, gauge)
         if hopeless is not None:
             return hopeless
-        print(
+        say(
             f"plan: searching an order of {request.microbatches} micro-batches on "
             f"{request.stages} ranks (pipeline.schedule=auto), which may take minutes; fewer "
-            f"pipeline.options.trials, as 0, take less time",
-            file=sys.stderr,
-            flush=True,
+            f"pipeline.options.trials, as 0, take less time"
         )
     try:
         return lay_out(request, gauge)

@@ -11,6 +11,7 @@ from gpipe_hpc.bench.figures import Measured, table
 from gpipe_hpc.bench.plot import draw
 from gpipe_hpc.bench.running import measure
 from gpipe_hpc.bench.sweep import Point, points
+from gpipe_hpc.comm.saying import say
 from gpipe_hpc.config import Config
 from gpipe_hpc.config.checks import check_ranges
 from gpipe_hpc.config.commands import DONE_EXIT_CODE, FAILED_EXIT_CODE, Job, run_jobs, say_error
@@ -47,7 +48,7 @@ def _task(job: Job) -> int:
         if _COLLECTIVES in workloads:
             done.append(time_collectives(config, job.words))
     except OSError as error:
-        print(f"gpipe_hpc: bench.out: {error}", file=sys.stderr)
+        say(f"gpipe_hpc: bench.out: {error}")
         return FAILED_EXIT_CODE
     return DONE_EXIT_CODE if all(done) else FAILED_EXIT_CODE
 
@@ -66,10 +67,10 @@ def _time_steps(wanted: Sequence[Point], job: Job) -> bool:
     """Measure the steps of every point; say whether any could be measured."""
     found = []
     for number, point in enumerate(wanted, 1):
-        print(f"{number}/{len(wanted)}: {point.named()}", file=sys.stderr, flush=True)
+        say(f"{number}/{len(wanted)}: {point.named()}")
         found.append(measure(point, job.words, job.config.bench.limit_s))
         if found[-1].failed:
-            print(f"  {found[-1].failed}", file=sys.stderr, flush=True)
+            say(f"  {found[-1].failed}")
     print(table(found))
     if job.config.bench.out is not None:
         _keep(found, Path(job.config.bench.out))

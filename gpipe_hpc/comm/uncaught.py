@@ -20,6 +20,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Final, Protocol
 
+from gpipe_hpc.comm.saying import say
 from gpipe_hpc.comm.torchrun_report import tell_torchrun
 from gpipe_hpc.comm.tracebacks import (
     join_cause,
@@ -205,7 +206,7 @@ class _Interrupts:
 
 def _say(line: str, reported: str) -> None:
     """Print a line; torchrun, which has the cause from another rank, is told less."""
-    print(line, file=sys.stderr, flush=True)
+    say(line)
     tell_torchrun(reported, is_cause=False, whole=line)
 
 

@@ -4,17 +4,20 @@ import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Protocol
+from typing import Final, Protocol
 
 from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.group import Gathering, Group
 from gpipe_hpc.comm.joining.secret import Secret
-from gpipe_hpc.comm.tracebacks import leave_out_own_frames, shows_all_frames
+from gpipe_hpc.comm.tracebacks import leave_out_own_frames, shows_all_frames, users_line
 from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
 from gpipe_hpc.comm.watch.pulse import Idle, Phase
 from gpipe_hpc.errors import GpipeError, PeerError
 
 log = logging.getLogger("gpipe_hpc.comm")
+
+_TOLD: Final = "was_told_to_other_ranks"
+"""The name, in an error, of whether the other ranks have been told of it."""
 
 
 class World(Protocol):
@@ -81,12 +84,52 @@ def together(world: World, where: str) -> AbstractContextManager[None]:
     return _Together(world, where)
 
 
-class _Together:
+def telling(world: World, where: str = "") -> AbstractContextManager[None]:
+    """Let every rank stop if this one fails within the block, with its own words.
+
+    For what a rank does by itself, with the others ahead of it: user's code, files, figures. They
+    are told where it fails, not where it ends: on the way there it may close files and wait, while
+    they wait for it and look for another cause. A lost connection becomes a PeerError, as in
+    `together`, which tells of what all ranks do.
+    """
+    return _Telling(world, where)
+
+
+class _Telling:
     # No generator: contextlib would give errors the frames back that are left out.
 
     def __init__(self, world: World, where: str) -> None:
         self._world, self._where = world, where
 
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self._share(error)
+
+    def _share(self, error: BaseException) -> None:
+        """Tell the others of an error, once; raise what they told instead if it came of theirs."""
+        world, ahead = self._world, self._ahead(error)
+        if isinstance(error, ConnectionError | TimeoutError):
+            heard = PeerError(world.explain(f"{ahead}{error}"))
+            raise heard from (error if shows_all_frames() else None)
+        if not isinstance(error, PeerError) and not hasattr(error, _TOLD):
+            setattr(error, _TOLD, True)
+            _tell(world, _words(error, ahead))
+        leave_out_own_frames(error)
+
+    def _ahead(self, error: BaseException) -> str:
+        """Return what is said ahead of an error: in what it came, and the user's own line."""
+        return "".join(f"{each}: " for each in (self._where, users_line(error)) if each)
+
+
+class _Together(_Telling):
     def __enter__(self) -> None:
         self._outer = self._world.activity
         self._world.activity = Phase(self._where)
@@ -106,19 +149,17 @@ class _Together:
         finally:
             self._world.activity = outer if isinstance(outer, Phase) else Idle(where)
 
-    def _share(self, error: BaseException) -> None:
-        """Tell the others of an error; raise what they told instead if it came of theirs."""
-        world, where = self._world, self._where
-        if isinstance(error, ConnectionError | TimeoutError):
-            heard = PeerError(world.explain(f"{where}: {error}"))
-            raise heard from (error if shows_all_frames() else None)
-        if isinstance(error, GpipeError) and not isinstance(error, PeerError):
-            _tell(world, str(error))
-        elif isinstance(error, KeyboardInterrupt):
-            _tell(world, f"{where}: interrupted")
-        elif not isinstance(error, GpipeError):
-            _tell(world, f"{where}: {type(error).__name__}: {error}")
-        leave_out_own_frames(error)
+    def _ahead(self, error: BaseException) -> str:
+        return f"{self._where}: "
+
+
+def _words(error: BaseException, ahead: str) -> str:
+    """Return what is said of an error; one of ours says itself where it happened."""
+    if isinstance(error, GpipeError):
+        return str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return f"{ahead}interrupted"
+    return f"{ahead}{type(error).__name__}: {error}"
 
 
 def _tell(world: World, report: str) -> None:

@@ -16,6 +16,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from gpipe_hpc.comm.saying import say
 from gpipe_hpc.comm.torchrun_report import tell_torchrun
 from gpipe_hpc.comm.tracebacks import users_traceback
 from gpipe_hpc.config.complaints import EXPECTED, complaint, of_composing, unknown_option
@@ -69,7 +70,7 @@ def run_jobs(task: Task, command: str, unshared: str | None = None) -> int:
     try:
         return _run_all(task, command, unshared)
     except KeyboardInterrupt:
-        print("\ngpipe_hpc: interrupted", file=sys.stderr, flush=True)
+        say("\ngpipe_hpc: interrupted")
         return INTERRUPTED_EXIT_CODE
 
 
@@ -112,7 +113,7 @@ def _run_elsewhere(jobs: Sequence[Job], command: str, launcher: str) -> int:
     """Let a launcher of Hydra run all jobs; return the first exit code that is not 0."""
     mark = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.getpid()}"
     folder = (Path("runs") / f"sweep_{mark}").absolute()
-    print(f"gpipe_hpc: {len(jobs)} jobs by {launcher}, in {folder}", file=sys.stderr, flush=True)
+    say(f"gpipe_hpc: {len(jobs)} jobs by {launcher}, in {folder}")
     elsewhere = Elsewhere(f"gpipe_hpc.{command}", folder)
     failure = None
     register_schemas()
@@ -137,7 +138,7 @@ def _run_elsewhere(jobs: Sequence[Job], command: str, launcher: str) -> int:
     for job, code in failed:
         how = "was ended from outside" if code is None else f"ended with exit code {code}"
         words = f"gpipe_hpc: {_heading(job, jobs)} {how}"
-        print(words, file=sys.stderr, flush=True)
+        say(words)
     return next((code or FAILED_EXIT_CODE for _, code in failed), DONE_EXIT_CODE)
 
 
@@ -166,7 +167,7 @@ def say_error(error: Exception, *, says_kind: bool = False, is_echo: bool = Fals
     kind = f"{next(each for each in kinds if each[0] != '_')}: " if says_kind else ""
     frames = "" if is_echo else users_traceback(error)
     text = f"gpipe_hpc: {kind}{error}"
-    print(f"{frames}{text}", file=sys.stderr, flush=True)
+    say(f"{frames}{text}")
     tell_torchrun(text, is_cause=not is_echo, whole=f"{frames}{text}")
     return exit_code_of(error)
 
@@ -292,7 +293,7 @@ def _refuse_shared(jobs: Sequence[Job], setting: str | None) -> None:
 def _run_in_turn(task: Task, jobs: Sequence[Job]) -> int:
     failed: list[tuple[Job, int]] = []
     for job in jobs:
-        print(f"gpipe_hpc: {_heading(job, jobs)}", file=sys.stderr, flush=True)
+        say(f"gpipe_hpc: {_heading(job, jobs)}")
         try:
             with _environment(job.environment):
                 code = task(job)
@@ -304,11 +305,7 @@ def _run_in_turn(task: Task, jobs: Sequence[Job]) -> int:
         if code != DONE_EXIT_CODE:
             failed.append((job, code))
     for job, code in failed:
-        print(
-            f"gpipe_hpc: {_heading(job, jobs)} ended with exit code {code}",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"gpipe_hpc: {_heading(job, jobs)} ended with exit code {code}")
     return failed[0][1] if failed else DONE_EXIT_CODE
 
 

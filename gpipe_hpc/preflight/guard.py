@@ -6,13 +6,13 @@ as TCP tries to get one: a quarter of an hour.
 
 import os
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
 from gpipe_hpc.comm.joining.launcher import Launch
+from gpipe_hpc.comm.saying import say
 from gpipe_hpc.comm.torchrun_report import tell_torchrun
 from gpipe_hpc.config.commands import FAILED_EXIT_CODE
 
@@ -39,6 +39,6 @@ def _end(launch: Launch, limit_s: float) -> None:
         f"{launch.master_port}, within {limit_s:g} s, got an answer at first and then none; look "
         f"whether the link to it is cut or a firewall drops packets, or raise preflight.limit_s"
     )
-    print(text, file=sys.stderr, flush=True)
+    say(text)
     tell_torchrun(text, is_cause=True)
     os._exit(FAILED_EXIT_CODE)

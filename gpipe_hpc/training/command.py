@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gpipe_hpc.comm.joining.launcher import detect_launch
+from gpipe_hpc.comm.saying import say
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.config import Config, check_config
 from gpipe_hpc.config.commands import (
@@ -59,7 +60,7 @@ def run_command(stop: StopRequest) -> None:
 def _train_of_sweep(job: Job, stop: StopRequest) -> int:
     """Train one job of several in this process, each in a folder of its own."""
     if stop.came:
-        print("gpipe_hpc: stopped by a signal before this job", file=sys.stderr, flush=True)
+        say("gpipe_hpc: stopped by a signal before this job")
         return REQUEUE_EXIT_CODE
     if job.config.run.dir is None:
         job.config.run.dir = str(default_run_folder() / str(job.number))

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, TextIO
 
+from gpipe_hpc.comm.saying import say
 from gpipe_hpc.errors import os_remedy
 
 _WIPE: Final = "\r\x1b[2K"  # to the start of the line, all of it erased
@@ -50,7 +51,7 @@ class LogFile(logging.FileHandler):
             self._has_failed = True
             remedy = os_remedy(error) or "look at its folder"
             told = f"gpipe_hpc: log: expected to write {self.baseFilename}, got {error}; {remedy}"
-            print(told, file=sys.stderr, flush=True)
+            say(told)
 
     def close(self) -> None:
         """Close the file; what it did not take is lost."""

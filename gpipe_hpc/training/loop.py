@@ -13,7 +13,7 @@ import torch
 from gpipe_hpc.comm.cores.bind import bound
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.torchrun_report import tell_torchrun
-from gpipe_hpc.comm.world import World, together
+from gpipe_hpc.comm.world import World, telling, together
 from gpipe_hpc.config import Config, config_yaml
 from gpipe_hpc.config.flat import flat_settings
 from gpipe_hpc.config.ranks import on_ranks
@@ -77,7 +77,7 @@ def run_training(
     0 when the run is finished or reached train.stop_at, REQUEUE_EXIT_CODE when a signal asked
     it to stop early. Raises GpipeError on every rank if one fails.
     """
-    with ExitStack() as stack:
+    with ExitStack() as stack, telling(world):
         with together(world, "comparing the settings"):
             check_settings(world, config)
         with together(world, "preparing the run folder"):
@@ -184,7 +184,8 @@ class _Loop:
         with together(pipe.world, "opening where the metrics go"):
             metrics = self._open_metrics() if self._leads else None
         if metrics is None:
-            return self._steps(None, None)
+            with telling(pipe.world):
+                return self._steps(None, None)
         log.info("run folder %s", self._session.run_folder)
         log.info("stages:\n%s", pipe.describe())
         self._say_expectations()
@@ -193,7 +194,8 @@ class _Loop:
             Progress(first, self._last, self._config.train.log_every) as progress,
         ):
             try:
-                return self._steps(metrics, progress)
+                with telling(pipe.world):
+                    return self._steps(metrics, progress)
             except BaseException as error:
                 if first < self._last:
                     self._reporter.fail(error)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+from gpipe_hpc.comm.world import telling
 from gpipe_hpc.engine.recorder import Mark, seconds_between, take_mark
 from gpipe_hpc.engine.steps import Tell
 from gpipe_hpc.engine.sums.fetched import Fetched
@@ -108,7 +109,8 @@ def train_one_step(
     clipped = mark()
     lr = _lr(session, batch, result)
     set_lr(session.optimizer, lr)
-    with pipe.telling_of_memory("the optimizer's step"):
+    where = "the optimizer's step"
+    with telling(pipe.world, where), pipe.telling_of_memory(where):
         session.optimizer.step()
     laps = Laps(began, read, piped, looked, clipped, mark())
     pipe.outer_step()

@@ -19,8 +19,8 @@ class MetricsWriter(Protocol):
         """Record the scalars of a finished step."""
         ...
 
-    def close(self) -> None:
-        """Finish; nothing may be written after."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Finish; nothing may be written after. `error`: what has ended the run, if anything."""
         ...
 
 
@@ -45,7 +45,7 @@ class JsonLines:
         while left:  # on a disk that fills up a part of it is written first
             left = left[self._file.write(left) :]
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Close the file."""
         self._file.close()
 
@@ -66,7 +66,7 @@ class TensorBoard:
             if value is not None:
                 self._writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Write out what is pending."""
         self._writer.close()
 

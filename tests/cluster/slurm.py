@@ -222,6 +222,7 @@ class BatchJob:
 
     def __init__(self, slurm: Slurm, number: str) -> None:
         self._slurm, self.number = slurm, number
+        self._held_s = 0.0  # since when Slurm holds it back, if it does
 
     def told(self, name: str) -> str:
         """Return what the controller says of the job, as JobState or Restarts; empty if nothing."""
@@ -246,8 +247,11 @@ class BatchJob:
         return self.told("JobState")
 
     def _state(self) -> str:
-        # Slurm starts a requeued job only after two minutes or so.
-        if self.told("Reason") == "BeginTime":
+        # Slurm starts a requeued job only after two minutes or so. Within a second it would refuse
+        # to, as it has just revoked the right of the start before, and the job would have failed.
+        is_held = self.told("Reason") == "BeginTime"
+        self._held_s = self._held_s or time.monotonic() if is_held else 0.0
+        if is_held and time.monotonic() - self._held_s > _STAYS_S:
             self._slurm.run(
                 "scontrol", "update", f"JobId={self.number}", "StartTime=now", fails=True
             )

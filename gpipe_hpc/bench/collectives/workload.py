@@ -1,7 +1,6 @@
 """The workload of collectives: ranks started for each number, then tables, advice and a plot."""
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -9,6 +8,7 @@ from typing import Final
 from gpipe_hpc.bench.collectives.figures import Found, advice, table
 from gpipe_hpc.bench.collectives.plot import draw
 from gpipe_hpc.bench.running import Failed, run_ranks
+from gpipe_hpc.comm.saying import say
 from gpipe_hpc.config import Config
 from gpipe_hpc.config.refusal import refuse
 
@@ -30,10 +30,10 @@ def time_collectives(config: Config, words: Sequence[str]) -> bool:
     """Time, print and keep; say whether anything could be timed."""
     found = []
     for ranks in config.bench.ranks or _DEFAULT_RANKS:
-        print(f"collectives: {ranks} ranks", file=sys.stderr, flush=True)
+        say(f"collectives: {ranks} ranks")
         found.append(_time(config, words, ranks))
         if found[-1].failed:
-            print(f"  {found[-1].failed}", file=sys.stderr, flush=True)
+            say(f"  {found[-1].failed}")
     print(text := f"{table(found)}\n\n{advice(found)}")
     if config.bench.out is not None:
         _keep(found, text, Path(config.bench.out))

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
-from gpipe_hpc.comm.world import World, together
+from gpipe_hpc.comm.world import World, telling
 from gpipe_hpc.errors import ConfigError, RunFolderError, os_remedy
 from gpipe_hpc.training.figures.trackers import DEFAULT_PROJECT, Tracked, open_trackers
 from gpipe_hpc.training.writers import METRICS_FILE, JsonLines, MetricsWriter
@@ -80,11 +80,14 @@ class Metrics:
             for writer in self._writers:
                 writer.write(step, {**paced, **numbers})
 
-    def close(self) -> None:
-        """Close all writers. Raises RunFolderError where the folder does not take what is left."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Close all writers. Raises RunFolderError where the folder does not take what is left.
+
+        `error`: what has ended the run, if anything; trackers show it as one that has failed.
+        """
         with _refused(self._folder, self._world), ExitStack() as stack:
             for writer in self._writers:
-                stack.callback(writer.close)
+                stack.callback(writer.close, error)
 
     def __enter__(self) -> "Metrics":
         return self
@@ -97,7 +100,7 @@ class Metrics:
     ) -> None:
         # What goes wrong behind an error is most often that error again.
         with suppress(*() if error is None else (RunFolderError,)):
-            self.close()
+            self.close(error)
 
 
 class Pace:
@@ -143,7 +146,7 @@ def _refused(folder: Path | None, world: World | None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        with nullcontext() if world is None else together(world, "writing metrics"):
+        with nullcontext() if world is None else telling(world, "writing metrics"):
             raise RunFolderError(
                 f"metrics: expected to write a line for each step in {folder}, got {error}; "
                 f"{os_remedy(error) or 'look at the folder'}, and start again: a run goes on from "

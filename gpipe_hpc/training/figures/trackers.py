@@ -23,6 +23,10 @@ DEFAULT_PROJECT: Final = "gpipe_hpc"
 IDS_FILE: Final = "trackers.json"
 """Which run of each tracker a run folder belongs to, so that it goes on there."""
 
+_DONE: Final = 0
+_FAILED: Final = 1
+_INTERRUPTED: Final = 130
+
 log = logging.getLogger("gpipe_hpc.train")
 
 
@@ -62,6 +66,15 @@ def _ids(folder: Path) -> dict[str, str]:
     return {k: v for k, v in told.items() if isinstance(v, str)} if isinstance(told, dict) else {}
 
 
+def exit_code_of(error: BaseException | None) -> int:
+    """Return how a run has ended that an error left, in the words of a shell: 0 is well."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, KeyboardInterrupt):
+        return _INTERRUPTED
+    return _DONE if error is None else _FAILED
+
+
 class WeightsAndBiases:
     """Scalars as a run of Weights & Biases; each has the step as its axis."""
 
@@ -83,9 +96,9 @@ class WeightsAndBiases:
         """Record those scalars that have a value; the library sends them from its own process."""
         self._run.log({"step": step, **{k: v for k, v in scalars.items() if v is not None}})
 
-    def close(self) -> None:
-        """Wait until what is pending has been sent."""
-        self._run.finish()
+    def close(self, error: BaseException | None = None) -> None:
+        """Wait until what is pending has been sent, and say how the run has ended."""
+        self._run.finish(exit_code=exit_code_of(error))
 
 
 class MLflow:
@@ -124,10 +137,12 @@ class MLflow:
         rows = [self._metric(k, v, now_ms, step) for k, v in scalars.items() if v is not None]
         self._client.log_batch(self._run_id, metrics=rows, synchronous=False)
 
-    def close(self) -> None:
-        """Wait until what is pending has been sent."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Wait until what is pending has been sent, and say how the run has ended."""
         import_module("mlflow").flush_async_logging()
-        self._client.set_terminated(self._run_id)
+        statuses = {_DONE: "FINISHED", _INTERRUPTED: "KILLED"}
+        status = statuses.get(exit_code_of(error), "FAILED")
+        self._client.set_terminated(self._run_id, status=status)
 
 
 class Guarded:
@@ -141,9 +156,9 @@ class Guarded:
         """Hand the scalars on, unless the writer has failed before."""
         self._attempt(lambda: self._writer.write(step, scalars))
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Close the writer, unless it has failed before."""
-        self._attempt(self._writer.close)
+        self._attempt(lambda: self._writer.close(error))
 
     def _attempt(self, act: Callable[[], None]) -> None:
         if self._is_lost:

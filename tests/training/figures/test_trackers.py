@@ -31,8 +31,8 @@ WANDB = """
             if row.get("loss") == 13.0:
                 raise OSError("the line is cut")
 
-        def finish(self):
-            calls.append(("finish",))
+        def finish(self, exit_code=None):
+            calls.append(("finish", exit_code))
 
     def init(**given):
         if given["project"] == "none of mine":
@@ -77,8 +77,8 @@ MLFLOW_TRACKING = """
         def log_batch(self, run_id, metrics, synchronous):
             calls.append(("batch", run_id, metrics, synchronous))
 
-        def set_terminated(self, run_id):
-            calls.append(("end", run_id))
+        def set_terminated(self, run_id, status=None):
+            calls.append(("end", run_id, status))
 """
 
 MLFLOW_ENTITIES = """
@@ -129,7 +129,7 @@ def test_wandb_is_told_each_step_and_goes_on_in_its_run(tmp_path, installed):
     (_, given), axis, *logged, end = calls
     assert given["project"] == "p" and given["name"] == "run" and given["dir"] == folder
     assert given["config"] == {"a.b": 1} and given["id"] is None
-    assert axis == ("axis", "*", "step") and end == ("finish",)
+    assert axis == ("axis", "*", "step") and end == ("finish", 0)
     assert logged == [
         ("log", {"step": 1, "loss": 2.0}),
         ("log", {"step": 1, "validation_loss": 3.0}),
@@ -163,13 +163,32 @@ def test_mlflow_is_told_each_step_and_keeps_its_file_in_the_run_folder(
         [("loss", 2.0, 2)],
     ]
     assert [synchronous for *_, synchronous in batches] == [False, False]
-    assert calls[-2:] == [("flush",), ("end", batches[0][1])]
+    assert calls[-2:] == [("flush",), ("end", batches[0][1], "FINISHED")]
     assert (folder / "tensorboard").is_dir()
     assert [each for each in calls if each[0] == "status"] == [("status", batches[0][1], "RUNNING")]
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://there")
     calls.clear()
     open_metrics(folder, 0, to=["mlflow"]).close()
     assert calls[0] == ("client", None), "its own variable says where"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "status"),
+    [
+        (ValueError("a bad step"), 1, "FAILED"),
+        (KeyboardInterrupt(), 130, "KILLED"),
+        (SystemExit(3), 3, "FAILED"),
+        (SystemExit(), 0, "FINISHED"),
+    ],
+    ids=["an error", "Ctrl-C", "an exit", "an exit without an error"],
+)
+def test_trackers_know_of_a_run_that_an_error_has_ended(tmp_path, installed, error, code, status):
+    """It was shown as finished."""
+    with pytest.raises(type(error)), open_metrics(tmp_path, to=["wandb", "mlflow"]) as metrics:
+        metrics.write(1, {"loss": 2.0})
+        raise error
+    assert installed("wandb")[-1] == ("finish", code)
+    assert installed("mlflow")[-1][2] == status
 
 
 def test_a_tracker_that_fails_in_mid_run_is_told_once_and_ends_no_run(tmp_path, installed, caplog):
