@@ -22,6 +22,7 @@ from torch import Generator, Tensor, nn
 from gpipe_hpc.comm.cores.machine import node_of_pci
 from gpipe_hpc.comm.host_memory import free_bytes, peak_bytes, used_bytes
 from gpipe_hpc.comm.machine import kernel_identity, shared_identity
+from gpipe_hpc.comm.setting import setting
 from gpipe_hpc.errors import ConfigError
 
 # By names of their own, as a device has a property `torch`.
@@ -458,9 +459,10 @@ class Accelerator:
         module = self._module
         if not hasattr(module, "default_generators"):
             raise ConfigError(
-                f"device: expected one whose generators can be seeded, so that dropout is the same "
-                f"in every layout, got {self.type}, whose module has no default_generators; use "
-                f"another version of its package, or device=cpu"
+                f"train.device: expected one whose generators can be seeded, so that dropout is "
+                f"the same in every layout, got {self.type}, whose module has no "
+                f"default_generators; use another version of its package, or "
+                f"{setting('train.device', 'cpu')}"
             )
         if not module.default_generators:  # before anything was done there
             module.init()
@@ -529,22 +531,23 @@ def device_of_rank(name: str, local_rank: int | None) -> Device:
     kind = automatic_kind() if name == "auto" else known_kind(name)
     if kind is None:
         raise ConfigError(
-            f"device: expected auto, {KNOWN_KINDS}, got {name!r}; choose one of them, or install "
-            f"the package that brings it"
+            f"train.device: expected auto, {KNOWN_KINDS}, got {name!r}; choose one of them, or "
+            f"install the package that brings it"
         )
     if kind.type == "cpu":
         return HostDevice()
     if kind.type == "mps":
         raise ConfigError(
-            "device: expected one with float64, in which losses are summed, got mps, which has "
-            "none; use device=cpu"
+            "train.device: expected one with float64, in which losses are summed, got mps, which "
+            f"has none; use {setting('train.device', 'cpu')}"
         )
     here = torch.accelerator.current_accelerator(check_available=True)
     if here is None or here.type != kind.type:
         raise ConfigError(
-            f"device: expected a device of kind {kind.type}, got a torch that sees "
-            f"{'none' if here is None else here.type}; use device=cpu, or check the driver, what "
-            f"hides devices from this process, and the torch build"
+            f"train.device: expected a device of kind {kind.type}, got a torch that sees "
+            f"{'none' if here is None else here.type}; use "
+            f"{setting('train.device', 'cpu')}, or check the driver, what hides devices from this "
+            f"process, and the torch build"
         )
     count = torch.accelerator.device_count()
     index: int | None = kind.index
@@ -554,8 +557,8 @@ def device_of_rank(name: str, local_rank: int | None) -> Device:
         index = torch.accelerator.current_device_index()
     if index >= count:
         raise ConfigError(
-            f"device: expected one of the {count} of kind {kind.type} that this process sees, "
-            f"{kind.type}:0 to {kind.type}:{count - 1}, got {name}; choose one of them"
+            f"train.device: expected one of the {count} of kind {kind.type} that this process "
+            f"sees, {kind.type}:0 to {kind.type}:{count - 1}, got {name}; choose one of them"
         )
     refuse_old_torch()
     device = Accelerator(torch.device(kind.type, index))
@@ -569,8 +572,8 @@ def refuse_old_torch() -> None:
     if lacking:
         names = ", ".join(f"torch.{name}" for name in lacking)
         raise ConfigError(
-            f"device: expected a torch with {names}, got {torch.__version__} without; use torch "
-            f"2.10 or newer (2.13 is what is tested), or device=cpu"
+            f"train.device: expected a torch with {names}, got {torch.__version__} without; use "
+            f"torch 2.10 or newer (2.13 is what is tested), or {setting('train.device', 'cpu')}"
         )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.group import rank_names
+from gpipe_hpc.comm.setting import setting
 from gpipe_hpc.errors import ConfigError
 
 log = logging.getLogger("gpipe_hpc.comm")
@@ -54,9 +55,9 @@ class OwnSums:
                 )
             return False
         raise ConfigError(
-            f"backend: expected {self._device.backend} to sum {dtype} over "
+            f"comm.backend: expected {self._device.backend} to sum {dtype} over "
             f"{rank_names(self._ranks)}, got {refusal or 'an error of another rank'}; use "
-            f"backend=gloo, which goes by way of the host"
+            f"{setting('comm.backend', 'gloo')}, which goes by way of the host"
         )
 
     def _refusal(self, dtype: torch.dtype) -> str | None:

@@ -5,6 +5,7 @@ import logging
 from torch.distributed.distributed_c10d import Store
 
 from gpipe_hpc.comm.device import Device
+from gpipe_hpc.comm.setting import setting
 from gpipe_hpc.errors import ConfigError
 
 log = logging.getLogger("gpipe_hpc.comm")
@@ -23,8 +24,8 @@ def claim_device(store: Store, device: Device, rank: int, name: str, backend: st
     if device.is_slice and backend != "gloo":
         log.warning(
             "rank %d: %s is a slice of a device; if its backend, %s, stops because two ranks have "
-            "slices of one device ('Duplicate GPU detected'), set backend=gloo",
-            *(rank, device.name, device.backend),
+            "slices of one device ('Duplicate GPU detected'), set %s",
+            *(rank, device.name, device.backend, setting("comm.backend", "gloo")),
         )
     key = f"devices/{device.identity}"
     if store.add(f"{key}/ranks", 1) == 1:
@@ -33,8 +34,8 @@ def claim_device(store: Store, device: Device, rank: int, name: str, backend: st
     first = int(store.get(f"{key}/first"))
     shown = " (a process sees one slice, the first that it is shown)" if device.is_slice else ""
     raise ConfigError(
-        f"device: expected one for each rank, got {device.torch} ({device.name}) for rank {first} "
-        f"and for rank {rank}; start at most as many ranks on a machine as it has devices, let the "
-        f"launcher show each rank its own{shown}, or, to share one on purpose, set "
-        f"device={device.torch} and backend=gloo"
+        f"train.device: expected one for each rank, got {device.torch} ({device.name}) for rank "
+        f"{first} and for rank {rank}; start at most as many ranks on a machine as it has devices, "
+        f"let the launcher show each rank its own{shown}, or, to share one on purpose, set "
+        f"{setting('train.device', device.torch)}, and {setting('comm.backend', 'gloo')}"
     )

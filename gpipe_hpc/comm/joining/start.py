@@ -26,6 +26,7 @@ from gpipe_hpc.comm.mpi.process_group import NAME as MPI_NAME
 from gpipe_hpc.comm.mpi.process_group import register
 from gpipe_hpc.comm.ports import Ports
 from gpipe_hpc.comm.processes import ProcessWorld, leave_default_group
+from gpipe_hpc.comm.setting import setting
 from gpipe_hpc.comm.thread_hub import ThreadHub
 from gpipe_hpc.comm.threads import ThreadWorld
 from gpipe_hpc.comm.timeouts import DEFAULT_REACH_S, checked_timeout
@@ -262,15 +263,15 @@ def _backend(name: str, device: Device) -> str:
         return MPI_NAME
     if name not in ("auto", "gloo", device.backend):
         raise ConfigError(
-            f"backend: expected auto, gloo, mpi or the one that torch has for a device of kind "
-            f"{device.type}, which is {device.backend}, got {name!r}; choose one of them"
+            f"comm.backend: expected auto, gloo, mpi or the one that torch has for a device of "
+            f"kind {device.type}, which is {device.backend}, got {name!r}; choose one of them"
         )
     if device.backend == "gloo" or name == "gloo":
         return "gloo"
     if not dist.is_backend_available(device.backend):
         raise ConfigError(
-            f"backend: expected a torch with {device.backend}, which a device of kind "
-            f"{device.type} uses, got one without; use comm.backend=gloo, which goes by way of "
-            f"the host, or another torch build"
+            f"comm.backend: expected a torch with {device.backend}, which a device of kind "
+            f"{device.type} uses, got one without; use {setting('comm.backend', 'gloo')}, which "
+            f"goes by way of the host, or another torch build"
         )
     return f"cpu:gloo,{device.type}:{device.backend}"

@@ -10,6 +10,7 @@ from typing import Final
 
 from gpipe_hpc.comm.joining.launcher import Environment, Launch, detect_launch
 from gpipe_hpc.comm.mpi.library import Library
+from gpipe_hpc.comm.setting import setting
 from gpipe_hpc.errors import LaunchError
 
 _LOOPBACK: Final = "127.0.0.1"
@@ -57,12 +58,12 @@ def _remedy(launch: Launch) -> str:
     if launch.launcher in ("torchrun", "environment"):
         return (
             "start the ranks with the mpiexec of this MPI, or with srun --mpi=pmi2, without RANK "
-            "and WORLD_SIZE in their environment; or use comm.backend=gloo"
+            f"and WORLD_SIZE in their environment; or use {setting('comm.backend', 'gloo')}"
         )
     if launch.launcher == "srun":
         return (
             "start the step with srun --mpi=pmi2 or --mpi=pmix, whichever this MPI was built for; "
-            "or use comm.backend=gloo"
+            f"or use {setting('comm.backend', 'gloo')}"
         )
     return (
         "the mpiexec that started it belongs to another MPI library than the one that mpi4py has "

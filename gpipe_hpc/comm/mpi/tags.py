@@ -8,6 +8,7 @@ most.
 
 from typing import Final
 
+from gpipe_hpc.comm.setting import setting
 from gpipe_hpc.errors import LaunchError
 
 _KIND_BITS: Final = 4
@@ -39,12 +40,12 @@ class Tags:
             raise LaunchError(
                 f"MPI: expected tags below {1 << self._queue_bits}, as this library's bound on "
                 f"tags leaves room for, got {queue}; use fewer stages for each rank, another MPI, "
-                f"or comm.backend=gloo"
+                f"or {setting('comm.backend', 'gloo')}"
             )
         if group + 1 >= self._num_groups:
             raise LaunchError(
                 f"MPI: expected {self._num_groups - 1} groups of ranks at most, as this library's "
                 f"bound on tags leaves room for, got one more; use another MPI, or "
-                f"comm.backend=gloo"
+                f"{setting('comm.backend', 'gloo')}"
             )
         return ((group + 1 << _KIND_BITS | kind) << self._queue_bits) | queue

@@ -115,7 +115,7 @@ def test_any_kind_that_torch_sees_is_taken(monkeypatch, kind):
     [
         ("gpu", r"expected auto, cpu, cuda \(NVIDIA and AMD\), xpu .*, got 'gpu'"),
         ("meta", "got 'meta'"),
-        ("xpu", "expected a device of kind xpu, got a torch that sees cuda; use device=cpu"),
+        ("xpu", "expected a device of kind xpu, got a torch that sees cuda; use train.device=cpu"),
         ("cuda:2", "expected one of the 2 of kind cuda that this process sees, cuda:0 to cuda:1"),
     ],
 )
@@ -240,7 +240,9 @@ def test_a_slice_under_nccl_is_warned_of(monkeypatch, caplog, backend, name, war
     told = [
         record.message for record in caplog.records if "is a slice of a device" in record.message
     ]
-    assert bool(told) == warns and all("set backend=gloo" in text for text in told)
+    assert bool(told) == warns and all(
+        "set comm.backend=gloo, in a script backend=" in text for text in told
+    )
 
 
 def identity_of(monkeypatch, properties, env=()):
