@@ -12,7 +12,8 @@ def say(text: str) -> None:
     """
     stream, piece = sys.stderr, f"{text}\n"
     stream.flush()
-    if stream is not sys.__stderr__:  # somebody collects it, or draws a bar below
+    is_collected = stream is not sys.__stderr__  # or a bar is drawn below
+    if is_collected:
         stream.write(piece)
         stream.flush()
         return
