@@ -1,7 +1,8 @@
 """`python -m gpipe_hpc.plan`: what a run would need and take, before it starts.
 
 Nothing is read, allocated or measured: models of any size are counted in seconds. (With
-plan.search=true and no plan.flops_per_s the speed of this machine's CPU is.)
+plan.search=true or plan.costs=counted and no plan.flops_per_s the speed of this machine's CPU is;
+with plan.costs=measured every layer is run here.)
 """
 
 import sys
@@ -9,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-from gpipe_hpc.comm.device import device_to_come
+from gpipe_hpc.comm.device import Device, device_to_come
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.saying import say
 from gpipe_hpc.config import (
@@ -22,7 +23,7 @@ from gpipe_hpc.config import (
 from gpipe_hpc.config.checks import check_planning
 from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs, say_error
 from gpipe_hpc.config.ranks import on_ranks, ranks_to_come
-from gpipe_hpc.config.schema import AUTO_LAYOUT
+from gpipe_hpc.config.schema import AUTO_LAYOUT, MEASURED_COSTS
 from gpipe_hpc.errors import GpipeError, PartitionError
 from gpipe_hpc.models import loss_function, normalise_layers
 from gpipe_hpc.planning import (
@@ -31,6 +32,7 @@ from gpipe_hpc.planning import (
     Example,
     Gauge,
     Layout,
+    Measured,
     Partition,
     Request,
     fit_stages,
@@ -45,13 +47,16 @@ from gpipe_hpc.planning.alternatives import (
 from gpipe_hpc.planning.by_rank import excess_bytes, memory_limits
 from gpipe_hpc.planning.counted import ModelCount
 from gpipe_hpc.planning.forecast import Forecast, least_bytes
-from gpipe_hpc.planning.gauges import COUNTED
+from gpipe_hpc.planning.gauges import COUNTED, MEASURED
 from gpipe_hpc.planning.report import Assumptions, Sections, report
+from gpipe_hpc.planning.search.machine import Machine
+from gpipe_hpc.planning.search.whole_step import step_of
 from gpipe_hpc.planning.sums import sums_text
 from gpipe_hpc.planning.units import bytes_text
 from gpipe_hpc.planning.vocabulary import check_vocabulary
 from gpipe_hpc.training.asking import request_of
 from gpipe_hpc.training.data.shapes import Sample, microbatch, samples_per_microbatch
+from gpipe_hpc.training.machines import cluster_of, machine_of, measured_rate, with_values
 from gpipe_hpc.training.search.answer import compared
 
 DEFAULT_STAGES: Final = 4
@@ -113,7 +118,10 @@ def make_plan(config: Config) -> Plan:
         request = replace(request, stages=mesh.stages)
     device = device_to_come(config.train.device)
     example = Example(sample.inputs, sample.targets, loss_fn, request.seed, device)
-    gauge = Counted(layers, example, request.precision, shares_casts=not request.offload)
+    counted = Counted(layers, example, request.precision, shares_casts=not request.offload)
+    gauge: Gauge = counted
+    if config.plan.costs == MEASURED_COSTS:
+        gauge = Measured(replace(counted, example=with_values(example, config)))
     fit = fit_stages(request, all_ranks, gauge) if is_fit else None
     if fit is not None:
         request = fit.request
@@ -128,8 +136,13 @@ def make_plan(config: Config) -> Plan:
         can_cut=samples_per_microbatch(config) > 1,
     )
     if limits is not None and _may_help(found, limits):
-        others = _others(config, request, gauge)
+        others = _others(config, request, counted)
         assumptions = replace(assumptions, others=others)
+    machine = _machine(config, device, layout)
+    if machine is not None:
+        priced = machine.priced(gauge)
+        step = step_of(layout, priced, machine, request.combining, config.train.batch_size)
+        assumptions = replace(assumptions, step=step, measured=gauge.measure == MEASURED)
     sections = Sections(
         heading="\n".join(
             [
@@ -146,6 +159,18 @@ def make_plan(config: Config) -> Plan:
     )
     text = report(layers, gauge.count, counts, layout.schedule, found, assumptions, sections)
     return Plan(layout, gauge.count, found, text, all(assumptions.fit(found.ranks)))
+
+
+def _machine(config: Config, device: Device, layout: Layout) -> Machine | None:
+    """Return what ranks are; None where nothing says how fast they compute."""
+    plan = config.plan
+    if plan.costs is None and plan.flops_per_s is None:
+        return None
+    rate = plan.flops_per_s
+    if rate is None:
+        rate = 1.0 if plan.costs == MEASURED_COSTS else measured_rate(config, device)
+    cluster = cluster_of(config, layout.replicas * layout.schedule.num_ranks)
+    return machine_of(config, device, cluster, rate)
 
 
 def _warning(doubt: str) -> str:
@@ -233,6 +258,8 @@ def _cut_by(policy: object, partition: Partition) -> str:
     """Say how the layers of each stage were chosen."""
     if isinstance(policy, list):
         return "by hand"
+    if partition.measure == MEASURED:
+        return "by time, measured here (plan.costs=measured)"
     if partition.measure != COUNTED:
         return "by parameters" if partition.measure == "parameters" else "uniformly by layers"
     if not any(partition.costs):

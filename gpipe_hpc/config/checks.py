@@ -16,6 +16,7 @@ from gpipe_hpc.config.ranks import filled, rows_of
 from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.config.schema import (
     AUTO_LAYOUT,
+    COSTS,
     Config,
     OuterConfig,
     PipelineConfig,
@@ -119,6 +120,7 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "lr.scaling": ("linear", "sqrt", "adascale"),
         "lr.noise_over": ("microbatches", "replicas"),
         "trace.keep": ("median", "all"),
+        "plan.costs": COSTS,
         "draw.format": ("auto", "text", "svg", "png", "html", "trace", "table"),
         "report.format": ("auto", "html", "markdown"),
         **DATA_CHOICES,

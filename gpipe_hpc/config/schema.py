@@ -12,6 +12,8 @@ from gpipe_hpc.config.data import DataConfig
 from gpipe_hpc.schedule import replicas_on
 
 AUTO_LAYOUT: Final = "auto"
+MEASURED_COSTS: Final = "measured"
+COSTS: Final = ("counted", MEASURED_COSTS)
 """Of ``pipeline.layout``: a search finds the layout for the ranks that come."""
 
 
@@ -276,6 +278,8 @@ class PlanConfig:
     ranks: int | None = None
     hosts: int | None = None
     links: str | None = None
+    prices: str | None = None
+    costs: str | None = None
     link_latency_s: float = 1e-5
     within_bytes_per_s: float | None = None
     within_latency_s: float = 3e-6
@@ -292,6 +296,8 @@ class PreflightConfig:
     out: str | None = "links.yaml"
     bytes: Any = "4MB"
     limit_s: float = 20.0
+    steps: bool = False
+    prices: str = "prices.yaml"
 
 
 @dataclass

@@ -12,6 +12,7 @@ from gpipe_hpc.planning.cut_table import cut_table
 from gpipe_hpc.planning.forecast import Forecast, RankForecast
 from gpipe_hpc.planning.shortage import shortage
 from gpipe_hpc.planning.stages import count_stages
+from gpipe_hpc.planning.step_time import StepTime
 from gpipe_hpc.planning.trial import LayerCount
 from gpipe_hpc.planning.units import bytes_text, flops_text
 from gpipe_hpc.schedule import Schedule
@@ -21,6 +22,11 @@ _NOTES: Final = (
     "Counted, not measured: FLOPs of matrix products, convolutions and attention; activations that "
     "autograd keeps; no gradients in flight, receive buffers or workspaces; transfers take no time."
 )
+_NOTES_WITH_TIME: Final = (
+    "Counted, not measured: activations that autograd keeps; no gradients in flight, receive "
+    "buffers or workspaces. The bubble is of counted FLOPs, without transfers. The step time has "
+    "what plan.links and plan.prices tell; what they do not tell takes no time in it."
+)
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,7 @@ class Assumptions:
 
     `limits`: the bytes that each rank may fill. `recompute`: as it was asked for; `can_cut`:
     whether micro-batches have several samples; `others`: what other settings would need, in words,
-    where these do not fit.
+    where these do not fit. `step`: its seconds, from layers that were counted or `measured`.
     """
 
     flops_per_s: float | None = None
@@ -37,6 +43,8 @@ class Assumptions:
     recompute: str = "except_last"
     can_cut: bool = True
     others: str = ""
+    step: StepTime | None = None
+    measured: bool = False
 
     def fit(self, ranks: Sequence[RankForecast]) -> list[bool]:
         """Say of each rank whether it stays within its memory, if that is known."""
@@ -152,7 +160,9 @@ def step_text(found: Forecast, schedule: Schedule, assumptions: Assumptions) -> 
     if found.step_flops:
         ideal = timeline.makespan * num_ranks / found.step_flops
         lines[1] += f": a step takes {ideal:.3f} times as long as without"
-    if assumptions.flops_per_s is not None:
+    if assumptions.step is not None:
+        lines.append(_seconds_text(assumptions.step, assumptions))
+    elif assumptions.flops_per_s is not None:
         seconds = timeline.makespan / assumptions.flops_per_s
         rate = flops_text(assumptions.flops_per_s)
         lines.append(f"expected step time {seconds:.4g} s at {rate}/s a rank")
@@ -168,6 +178,16 @@ def step_text(found: Forecast, schedule: Schedule, assumptions: Assumptions) -> 
         fits = f"every rank fits, with {limits_text(assumptions.limits)} a rank"
         lines.append(f"memory: {lacking or fits}")
     return "\n".join(lines)
+
+
+def _seconds_text(step: StepTime, assumptions: Assumptions) -> str:
+    """Return the seconds of a step, and what they stand on."""
+    basis = "layers measured here"
+    if not assumptions.measured:
+        rate = assumptions.flops_per_s
+        basis = "counted layers" if rate is None else f"{flops_text(rate)}/s a rank"
+    first, *rest = step.text().splitlines()
+    return "\n".join([f"{first} at {basis}", *rest])
 
 
 class Sections(NamedTuple):
@@ -206,7 +226,7 @@ def report(
         f"Ranks, at their fullest:\n{rank_table(found.ranks, assumptions)}",
         sections.summed and f"Over copies: {sections.summed}",
         step_text(found, schedule, assumptions),
-        _NOTES,
+        _NOTES if assumptions.step is None else _NOTES_WITH_TIME,
     ]
     return "\n\n".join(filter(None, parts))
 

@@ -7,9 +7,11 @@ from typing import Final
 
 from gpipe_hpc.planning.columns import aligned
 from gpipe_hpc.planning.links import BETWEEN, WITHIN, Links
+from gpipe_hpc.planning.prices import Prices
 from gpipe_hpc.planning.units import bytes_text, ranges_text
 from gpipe_hpc.preflight.facts import Facts
 from gpipe_hpc.preflight.measuring import Sum
+from gpipe_hpc.schedule import Link
 
 _MOST_NAMED: Final = 16
 _REMEDIES: Final = {
@@ -33,6 +35,7 @@ class Report:
     cores: list[str] = field(default_factory=list)
     took_s: float = 0.0
     written: str = ""
+    prices: Prices | None = None
     lacking: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
 
@@ -44,6 +47,7 @@ class Report:
     def __str__(self) -> str:
         """Return the tables, then what is wrong."""
         parts = [self.heading, hosts_text(self.facts), links_text(self.links, self.sums)]
+        parts += [] if self.prices is None else [prices_text(self.prices)]
         lines = [
             *self.cores,
             f"run folder {self.folder}: every rank writes there and sees what others write",
@@ -135,6 +139,27 @@ def links_text(links: Links, sums: Sequence[Sum]) -> str:
     if len(sums) > _MOST_NAMED:
         lines.append(f"... and {len(sums) - _MOST_NAMED} more groups of ranks")
     return "\n".join(lines)
+
+
+def prices_text(prices: Prices) -> str:
+    """Return what a step takes beside its layers, a line each."""
+    rows = [
+        ["a step beside its layers", "takes"],
+        ["an action", time_text(prices.action_s)],
+        ["a step, whatever is in it", time_text(prices.step_s)],
+        ["the optimizer, for a million numbers", time_text(prices.update.seconds(1, 1e6))],
+        ["the optimizer, for a tensor", time_text(prices.update.tensor_s)],
+        ["the norm, for a million numbers", time_text(prices.norm.seconds(1, 1e6))],
+    ]
+    if prices.summing != Link():
+        link = prices.summing
+        rows.append(
+            [
+                "a message of a sum",
+                f"{time_text(link.latency)} and {bytes_text(link.bandwidth)}/s",
+            ]
+        )
+    return aligned(rows, left=[0])
 
 
 def slow_texts(links: Links, facts: Sequence[Facts]) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.comm.cores.bind import bound
+from gpipe_hpc.comm.machine import kernel_identity
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.patience import patiently
 from gpipe_hpc.comm.preflight.clocks import Attendance, attend, farthest
@@ -16,17 +17,20 @@ from gpipe_hpc.config import Config
 from gpipe_hpc.config.schema import AUTO_LAYOUT
 from gpipe_hpc.planning.cluster_file import write_cluster
 from gpipe_hpc.planning.forecast import RankForecast
-from gpipe_hpc.planning.links import Links
+from gpipe_hpc.planning.links import WITHIN, Links
+from gpipe_hpc.planning.prices import Prices, write_prices
 from gpipe_hpc.planning.speed import paces_of_times, seconds_of_work
 from gpipe_hpc.planning.units import bytes_text, ranges_text
 from gpipe_hpc.preflight.facts import Facts, try_device
 from gpipe_hpc.preflight.layout import Planned, plan_layout
 from gpipe_hpc.preflight.measuring import Measured, Sum, measure
 from gpipe_hpc.preflight.report import Report, host_number, slow_texts
+from gpipe_hpc.schedule import Link
 from gpipe_hpc.training.preflight.before import skew_text
 from gpipe_hpc.training.preflight.folder import check_folder
 from gpipe_hpc.training.preflight.room import Room, count_copies, own_rooms
 from gpipe_hpc.training.preflight.settings import check_settings
+from gpipe_hpc.training.pricing import measure_prices
 from gpipe_hpc.training.run.folder import default_run_folder
 
 _SLOW_PACE: Final = 1.5  # from which a rank is named; less is told to the planner alone
@@ -77,6 +81,7 @@ def _look(config: Config, world: World) -> Report | None:
     assert isinstance(config.preflight.bytes, int | float), "the settings were read"
     layout = None if planned is None else planned.layout
     measured = measure(world, mesh, layout, int(config.preflight.bytes))
+    prices = _prices(config, world, mesh, measured) if config.preflight.steps else None
     with together(world, "gathering what was found"):
         work_s = seconds_of_work(world.device, config.train.precision)
         attended = attend(world.everybody, world.rank, socket.gethostname())
@@ -85,7 +90,22 @@ def _look(config: Config, world: World) -> Report | None:
         report = None
         if gathered is not None and planned is not None:
             report = _report(config, planned, gathered, folder)
+            if prices is not None:
+                report.prices = prices
+                write_prices(Path(config.preflight.prices).absolute(), prices)
     return report
+
+
+def _prices(config: Config, world: World, mesh: Mesh, measured: Measured) -> Prices | None:
+    """Return, on rank 0, what a step takes beside its layers, and what a send takes."""
+    with together(world, "gathering links"):
+        told = world.everybody.gather_object((kernel_identity(), measured.ways), root=0)
+    send = Link()
+    if told is not None:
+        links = Links([host for host, _ in told], [way for _, ways in told for way in ways])
+        kinds = [kind for key, kind in links.kinds().items() if key[0] == WITHIN]
+        send = kinds[0].link if kinds else send
+    return measure_prices(config, world, mesh, send)
 
 
 def _plain(planned: Planned) -> tuple[tuple[int, int], list[dict[str, Any]] | None]:

@@ -12,6 +12,7 @@ from gpipe_hpc.config import compose_config
 from gpipe_hpc.errors import ConfigError, DeviceError
 from gpipe_hpc.planning.cluster_file import read_cluster
 from gpipe_hpc.planning.links import Links
+from gpipe_hpc.planning.prices import read_prices
 from gpipe_hpc.preflight import measuring
 from gpipe_hpc.preflight import run as running
 from gpipe_hpc.preflight.facts import Facts
@@ -53,6 +54,16 @@ def test_neighbours_and_groups_of_the_layout_are_timed_and_written(tmp_path):
     assert text.startswith("preflight of 4 ranks on 1 host: 2 x 2 ranks, 2 stages, schedule gpipe")
     assert "boundaries within a host" in text and "ranks 0, 2 sum 64.0 kB" in text
     assert not (tmp_path / "run").exists()
+
+
+def test_what_a_step_takes_beside_its_layers_is_measured_and_written(tmp_path):
+    out = f"preflight.prices={tmp_path}/prices.yaml"
+    report = looked_at(tmp_path, 2, "pipeline.stages=2", "preflight.steps=true", out)
+    prices = read_prices(tmp_path / "prices.yaml")
+    assert prices == report.prices
+    assert prices.measured.device == "cpu" and prices.measured.optimizer == "adamw"
+    assert prices.send.latency > 0 and prices.summing.latency > 0
+    assert "a step, whatever is in it" in str(report)
 
 
 def test_mirrored_stages_and_chains_are_timed(tmp_path):

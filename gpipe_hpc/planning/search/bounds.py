@@ -125,7 +125,7 @@ def _sums(
     candidate: Candidate, ground: Ground, stages: Sequence[StageCount], ways: Ways
 ) -> list[float]:
     """Return the least seconds of summing each stage's gradients behind its backward."""
-    placement, cluster = ground.placement(candidate), ground.machine.cluster
+    placement, cluster = ground.placement(candidate), ground.machine.summing
     found = []
     for number, stage in enumerate(stages):
         ranks = copies_of(placement, number, candidate.replicas, candidate.stages)

@@ -1,11 +1,14 @@
 """What a search takes the ranks to be: how fast they compute, and how they are linked."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.planning.advice import Known
 from gpipe_hpc.planning.gauges import COUNTED, Gauge, LayerTimes, work_of
+from gpipe_hpc.planning.prices import FREE as FREE_PRICES
+from gpipe_hpc.planning.prices import Prices
+from gpipe_hpc.planning.step_time import Crowd
 from gpipe_hpc.planning.rates import Rates
 from gpipe_hpc.planning.work import Passes
 from gpipe_hpc.schedule import Cluster, Link
@@ -20,12 +23,28 @@ class Machine:
     `rates`: what a rank does a second in practice. `layer_s`: what the forward of a layer
     takes besides, however few its samples are; each half of its backward takes as much.
     `host_bytes_per_s`: of the copies of ``offload``; None: not known, and they take no time.
+    `prices`: what a step takes beside its layers. `clips`: whether gradients are clipped by their
+    norm. `cores`: of each host, where ranks are CPUs and that is known.
     """
 
     cluster: Cluster
     rates: Rates
     layer_s: float = 0.0
     host_bytes_per_s: float | None = None
+    prices: Prices = FREE_PRICES
+    clips: bool = False
+    cores: int | None = None
+
+    @property
+    def summing(self) -> Cluster:
+        """Return the ranks with the links that sums of gradients have."""
+        link = self.prices.summing
+        return self.cluster if link == FREE else replace(self.cluster, within=link)
+
+    @property
+    def crowd(self) -> Crowd | None:
+        """Return how many ranks share how many cores; None where that is not known."""
+        return None if self.cores is None else Crowd(max(self.cluster.hosts), self.cores)
 
     @property
     def num_ranks(self) -> int:

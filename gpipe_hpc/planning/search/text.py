@@ -15,8 +15,8 @@ from gpipe_hpc.planning.units import bytes_text, flops_text
 from gpipe_hpc.schedule import Link
 
 _NOTES: Final = (
-    "Simulated, not measured: layers as counted, transfers and sums of gradients as the links say, "
-    "all else free: reading data, the optimizer's step, kernels that share a device. Memory is "
+    "Simulated, not measured: layers as {layers}, transfers and sums of gradients as the links "
+    "say, {rest}. Memory is "
     "weights, gradients, optimizer and activations, without gradients in flight, receive buffers "
     "and workspaces. Micro-batches of other sizes draw other dropout; BatchNorm sees other batches."
 )
@@ -110,7 +110,18 @@ def table_text(ranking: Ranking, base: Request, batch_size: int, most: int) -> s
         found.append("   " + " ".join(trial.overrides(base)))
         if trial is not shown[0]:
             found.append(f"   {why_worse(trial, shown[0])}")
-    return "\n".join([*found, "", _NOTES])
+    return "\n".join(found)
+
+
+def notes_text(ground: Ground, *, is_measured: bool) -> str:
+    """Say what the figures stand on."""
+    rest = "all else free: reading data, the optimizer's step, kernels that share a device"
+    if ground.machine.prices.measured is not None:
+        rest = "what a step takes beside them as plan.prices says; reading data is free"
+    layers = "measured here" if is_measured else "counted"
+    lines = [_NOTES.format(layers=layers, rest=rest)]
+    crowd = ground.machine.crowd
+    return "\n".join(lines if crowd is None or not crowd.is_full else [*lines, f"{crowd}."])
 
 
 def distinct(trials: Sequence[Trial], most: int) -> list[Trial]:

@@ -6,26 +6,26 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from gpipe_hpc.errors import PartitionError, ScheduleError
-from gpipe_hpc.models import stage_layers
 from gpipe_hpc.planning.by_rank import excess_bytes, memory_limits
-from gpipe_hpc.planning.forecast import activation_memory, flop_costs, rank_states
+from gpipe_hpc.planning.forecast import activation_memory, rank_states
 from gpipe_hpc.planning.layout import lay_out_compute
 from gpipe_hpc.planning.ordering import paces_of
 from gpipe_hpc.planning.request import Request
 from gpipe_hpc.planning.search.candidates import LEAST, Candidate
 from gpipe_hpc.planning.search.ground import Ground
 from gpipe_hpc.planning.search.links import Load, add_sums, boundary_loads, heaviest
-from gpipe_hpc.planning.search.summing import (
-    Ending,
-    Sum,
-    copies_of,
-    endings,
-    sum_time,
-    summed_at,
-)
+from gpipe_hpc.planning.search.summing import Sum, copies_of, sum_time
 from gpipe_hpc.planning.shares import microbatch_shares
 from gpipe_hpc.planning.sharing import Sharing
-from gpipe_hpc.schedule import BubbleCauses, Costs, Schedule, Timeline, peak_memory, simulate
+from gpipe_hpc.planning.step_time import (
+    Piped,
+    StepTime,
+    action_costs,
+    held_by_ranks,
+    of_replicas,
+    reduced_s,
+)
+from gpipe_hpc.schedule import BubbleCauses, Costs, Schedule, Timeline, peak_memory
 from gpipe_hpc.schedule.table.lifetimes import ENDS_BACKWARD
 
 _BUCKETS: Final = (25e6, 100e6)
@@ -87,6 +87,7 @@ class Trial:
     `rank`: of a replica, the one that holds most, `nbytes`. `compute_s`: the mean over ranks of
     what they compute in a step. `causes`: why they idle, as shares of the step, which sum to the
     bubble. `load`: what goes over the slowest link. `combining`: None where there are no copies.
+    `beside_s`: of the step, what is behind pipeline and sums: clipping, optimizer, and all else.
     """
 
     candidate: Candidate
@@ -98,6 +99,7 @@ class Trial:
     rank: int
     load: Load
     combining: Combining | None = None
+    beside_s: float = 0.0
 
     @property
     def bubble(self) -> float:
@@ -249,30 +251,40 @@ class Laid:
     def timed(self) -> Trial:
         """Simulate it, and choose of the ways to combine copies that fit the fastest."""
         ways, held = self._ways, self._held
-        each = self._costs()
-        timelines = [simulate(self.table, costs) for costs in each]
-        self._refuse_idle_copies(timelines[0])
-        ends = endings(timelines)
-        compute_ends = [timeline.end_of_compute for timeline in timelines]
-        slowest = compute_ends.index(max(compute_ends))
-        best, step_s = ways[0], compute_ends[slowest]
-        if not self.is_alone:
-            found = {way: self._summed(way, ends, compute_ends[slowest]) for way in ways}
-            best = min(found, key=lambda way: (found[way], max(held[way.shard])))
-            step_s = found[best]
-        undelayed = simulate(self.table, each[slowest].without_transfers()).end_of_compute
+        piped = Piped(self.table, self._costs(), self.ground.machine.prices)
+        self._refuse_idle_copies(piped.slowest)
+        steps = {way: self._step(piped, way) for way in ways}
+        best = min(ways, key=lambda way: (steps[way].total_s, max(held[way.shard])))
+        step_s, timeline = steps[best].total_s, piped.slowest
         own = held[best.shard]
         return Trial(
             candidate=self.candidate,
             request=self.asked if self.is_alone else _combined(self.asked, best),
             step_s=step_s,
-            compute_s=sum(timelines[slowest].busy) / self.candidate.stages,
-            causes=_causes(timelines[slowest], undelayed, step_s),
+            compute_s=sum(timeline.busy) / self.candidate.stages,
+            causes=_causes(timeline, piped.undelayed_s(), step_s, steps[best].reduction_s),
             nbytes=max(own),
             rank=own.index(max(own)),
             load=self._load(best),
             combining=None if self.is_alone else best,
+            beside_s=step_s - steps[best].reduction_s - timeline.end_of_compute,
         )
+
+    def _step(self, piped: Piped, way: Combining) -> StepTime:
+        """Return what a step takes whose gradients are summed in some way."""
+        machine, placement, counts = self.ground.machine, self.table.placement, self._counts
+        over_s = piped.end_s
+        if not self.is_alone:
+            sums = [self._sum(way, stage) for stage in range(len(self.stages))]
+            outer = replace(self.asked.combining, **way._asdict())
+            over_s = reduced_s(placement, piped, sums, outer, counts, self.partition.times)
+        copies = 1 if way.shard == "none" else self.candidate.replicas
+        held = held_by_ranks(self.model, counts, placement, copies)
+        return piped.step(over_s, held, clips=machine.clips, crowd=machine.crowd)
+
+    @property
+    def _counts(self) -> tuple[int, ...]:
+        return self.partition.counts
 
     def _refuse_idle_copies(self, timeline: Timeline) -> None:
         """Refuse a table in which a rank holds a stage that has no micro-batch there."""
@@ -289,69 +301,25 @@ class Laid:
 
     def _costs(self) -> list[Costs]:
         """Return what actions cost, once for all replicas that are alike."""
-        costs = self.partition.stage_costs()
-        assert costs is not None, "a search knows what layers take"
-        if self.recomputed is not None:
-            times = self.partition.times
-            again = [sum(times[layer].forward for layer in own) for own in self.recomputed]
-            costs = replace(costs, recompute=again)
-        sent = flop_costs(self.stages)
-        costs = replace(
-            costs,
-            boundary_bytes=sent.boundary_bytes,
-            skip_bytes=sent.skip_bytes,
-            shares=self.shares,
-            offload=self._copies(),
-            fetch=self._copies(),
-        )
-        found = self.ground.machine.cluster.replicas(self.table, costs, self.candidate.replicas)
-        each = {id(own): own for own in found}.values()
-        return [replace(own, paces=_both(costs.paces, own.paces)) for own in each]
+        copies = self._copies()
+        costs = action_costs(self.partition, self.stages, self.recomputed, self.shares)
+        costs = replace(costs, offload=copies, fetch=copies)
+        cluster = self.ground.machine.cluster
+        return of_replicas(cluster, self.table, costs, self.candidate.replicas)
 
     def _copies(self) -> list[float]:
         """Return what copying a micro-batch of each stage to the host takes, or back."""
         speed = self.ground.machine.host_bytes_per_s or math.inf
         return [stage.activation_bytes / speed for stage in self.stages]
 
-    def _summed(self, way: Combining, ends: Sequence[set[Ending]], end_of_compute: float) -> float:
-        """Return when a step is over whose gradients are summed in some way.
-
-        Of a flat shard half the sum comes behind the backwards. The other half, which gathers the
-        parameters, runs beside the next step's first forwards: those that it delays delay all.
-        """
-        sums = [self._sum(way, stage) for stage in range(len(self.stages))]
-        outer = self.asked.combining
-        placement = self.table.placement
-        if outer.is_apart:
-            return end_of_compute + max(each.time.total_s for each in sums) / outer.every
-        late = 0.0
-        if way.shard == "flat":
-            sums = [each.halved() for each in sums]
-            late = self._late(sums)
-        over = summed_at(placement, ends, sums, overlaps=outer.overlap)
-        return late + max(end_of_compute, over)
-
     def _sum(self, way: Combining, stage: int) -> Sum:
         buckets = self.ground.bucket_sizes(self.stages[stage].layers, way.bucket_bytes)
         ranks = copies_of(
             self.table.placement, stage, self.candidate.replicas, self.candidate.stages
         )
-        cluster = self.ground.machine.cluster
+        cluster = self.ground.machine.summing
         time = sum_time(cluster, ranks, sum(buckets), len(buckets), by_host=way.is_by_host)
         return Sum(time, buckets)
-
-    def _late(self, gathers: Sequence[Sum]) -> float:
-        """Return by how much gathering parameters delays the first forward of some stage."""
-        assert self.partition.times, "a search knows what layers take"
-        placement = self.table.placement
-        free_at = [0.0] * placement.num_ranks
-        begins, late = 0.0, 0.0
-        for stage, span in enumerate(stage_layers(self.partition.counts)):
-            for rank in placement.holders(stage):
-                free_at[rank] += gathers[stage].whole_s
-                late = max(late, free_at[rank] - begins)
-            begins += sum(self.partition.times[layer].forward for layer in span)
-        return late
 
     def _load(self, way: Combining) -> Load:
         """Return what a step sends over the slowest link."""
@@ -370,12 +338,9 @@ class Laid:
         return heaviest(cluster, found)
 
 
-def _both(first: Mapping[int, float], second: Mapping[int, float]) -> dict[int, float]:
-    """Return how slow ranks are of which two tell."""
-    return {rank: first.get(rank, 1.0) * second.get(rank, 1.0) for rank in {*first, *second}}
-
-
-def _causes(timeline: Timeline, undelayed_s: float, step_s: float) -> BubbleCauses:
+def _causes(
+    timeline: Timeline, undelayed_s: float, step_s: float, reduction_s: float
+) -> BubbleCauses:
     """Return why ranks idle, as shares of a step; see `BubbleCauses`."""
     if not step_s:
         return BubbleCauses(0.0, 0.0, 0.0, 0.0)
@@ -386,5 +351,5 @@ def _causes(timeline: Timeline, undelayed_s: float, step_s: float) -> BubbleCaus
         fill_and_drain=(undelayed_s - max(busy)) / step_s,
         imbalance=(max(busy) - mean) / step_s,
         transfers=(end - undelayed_s) / step_s,
-        reduction_tail=(step_s - end) / step_s,
+        reduction_tail=reduction_s / step_s,
     )

@@ -18,6 +18,7 @@ def parts_s(trial: Trial) -> dict[str, float]:
         "imbalance": causes.imbalance * trial.step_s,
         "transfers": causes.transfers * trial.step_s,
         "reduction": causes.reduction_tail * trial.step_s,
+        "behind it": trial.beside_s,
     }
 
 

@@ -5,11 +5,18 @@ from typing import Final, NamedTuple
 
 from gpipe_hpc.config import Config
 from gpipe_hpc.config.checks import check_planning
+from gpipe_hpc.config.schema import MEASURED_COSTS
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.planning.search.candidates import Space
 from gpipe_hpc.planning.search.fewest import Fewest
 from gpipe_hpc.planning.search.ranking import Ranking, merged, search
-from gpipe_hpc.planning.search.text import counts_text, machine_text, precisions_text, table_text
+from gpipe_hpc.planning.search.text import (
+    counts_text,
+    machine_text,
+    notes_text,
+    precisions_text,
+    table_text,
+)
 from gpipe_hpc.planning.search.trial import Choices, TooMuch, Trial
 from gpipe_hpc.planning.units import bytes_text
 from gpipe_hpc.training.search.from_settings import Came, Searching
@@ -80,6 +87,7 @@ def _answer(searches: Sequence[Searching], num_ranks: int, heads: Sequence[str])
         parts.append(_lacking_text(searches, ranking, num_ranks))
         return Answer(None, "\n\n".join(parts), ranking)
     parts.append(table_text(ranking, space.base, config.train.batch_size, config.plan.shown))
+    parts.append(notes_text(ground, is_measured=config.plan.costs == MEASURED_COSTS))
     return Answer(ranking.trials[0], "\n\n".join(parts), ranking)
 
 

@@ -9,18 +9,21 @@ from gpipe_hpc.comm.device import Device, device_to_come
 from gpipe_hpc.config import Config, bind_loss, build_target
 from gpipe_hpc.config.outer import outer_of
 from gpipe_hpc.config.refusal import refuse
-from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.config.schema import MEASURED_COSTS
 from gpipe_hpc.models import Layer, loss_function, normalise_layers
-from gpipe_hpc.planning import Counted, Example
+from gpipe_hpc.planning import Counted, Example, Gauge, Measured
+from gpipe_hpc.planning.advice import Known
 from gpipe_hpc.planning.cluster_file import read_cluster
-from gpipe_hpc.planning.rates import Rates, measured_rates
+from gpipe_hpc.planning.gauges import MEASURED, LayerTimes
+from gpipe_hpc.planning.rates import Rates
 from gpipe_hpc.planning.search.candidates import Space
 from gpipe_hpc.planning.search.fewest import Fewest, fewest_ranks
 from gpipe_hpc.planning.search.ground import Ground
-from gpipe_hpc.planning.search.machine import FREE, Machine, on_hosts
-from gpipe_hpc.schedule import Cluster, Link
+from gpipe_hpc.planning.search.machine import FREE
+from gpipe_hpc.schedule import Cluster
 from gpipe_hpc.training.asking import request_of
 from gpipe_hpc.training.data.shapes import microbatch
+from gpipe_hpc.training.machines import cluster_of, machine_of, rates_of, with_values
 
 PINS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
@@ -78,15 +81,19 @@ class Searching:
         _refuse_what_is_no_search(config, fixed)
         model = normalise_layers(build_target("model", config.model))
         device = device_to_come(config.train.device)
-        machine = Machine(
-            _cluster(config, 1),
-            rates_of(config, device) if came is None else came.rates,
-            config.plan.layer_s,
+        is_measured = config.plan.costs == MEASURED_COSTS
+        machine = machine_of(
+            config,
+            device,
+            cluster_of(config, 1),
+            came.rates if came else Rates.alike(1.0) if is_measured else rates_of(config, device),
             _host_copies(config, came),
         )
-        counted = _counting(config, model, device)
+        gauge_of: Callable[[int], Gauge] = _counting(config, model, device)
+        if is_measured:
+            gauge_of = _measuring(config, _counting(config, model, device), came)
         policy = config.pipeline.partition
-        ground = Ground(machine, model, counted, config.train.batch_size, policy)
+        ground = Ground(machine, model, gauge_of, config.train.batch_size, policy)
         return cls(config, fixed, ground, came)
 
     @classmethod
@@ -131,8 +138,8 @@ class Searching:
     def _cluster(self, num_ranks: int) -> Cluster:
         """Return the ranks; what is known of slow ones was measured, or stands in plan.links."""
         if self.came is None:
-            return _cluster(self.config, num_ranks)
-        found = _cluster(self.config, num_ranks, self.came.hosts)
+            return cluster_of(self.config, num_ranks)
+        found = cluster_of(self.config, num_ranks, self.came.hosts)
         return replace(found, paces=dict(enumerate(self.came.paces)) or found.paces)
 
     def num_ranks(self) -> int | None:
@@ -228,52 +235,20 @@ def _counting(config: Config, layers: Sequence[Layer], device: Device) -> Callab
     return counted
 
 
-def rates_of(config: Config, device: Device, *, is_here: bool = False) -> Rates:
-    """Return what a rank does a second: as the settings say, or measured on the device.
+def _measuring(
+    config: Config, counted: Callable[[int], Counted], came: Came | None
+) -> Callable[[int], Gauge]:
+    """Return what measures the layers here for a micro-batch of so many samples.
 
-    `is_here`: the device is this rank's. Without, an accelerator that has no rate is refused.
+    Where ranks came, this is rank 0: times are those of the fastest.
     """
-    plan = config.plan
-    if plan.flops_per_s is not None:
-        return Rates.alike(plan.flops_per_s, plan.memory_bytes_per_s)
-    if device.is_accelerator and not is_here:
-        raise refuse(
-            "plan.flops_per_s",
-            f"what a rank computes a second in practice on {device.type}, for a search",
-            None,
-            "set it, as plan.flops_per_s=2e14: about 0.4 of what a data sheet says",
-        )
-    return measured_rates(device, config.train.precision)
+    pace = came.paces[0] if came is not None and came.paces else 1.0
 
+    def measured(num_samples: int) -> Gauge:
+        counts = counted(num_samples)
+        assert counts.example is not None, "a search makes one"
+        gauge = Measured(replace(counts, example=with_values(counts.example, config)))
+        times = tuple(LayerTimes(*(part / pace for part in each)) for each in gauge.times)
+        return Known(counts.layers, times, counts.count, MEASURED)
 
-def _cluster(config: Config, num_ranks: int, came: tuple[int, ...] | None = None) -> Cluster:
-    """Return the ranks and their links as the settings say; ConfigError if they do not match.
-
-    `came`: the ranks of each host, where they are known.
-    """
-    plan = config.plan
-    if plan.links is not None and num_ranks > 1:
-        return _matching(read_cluster(plan.links), plan.links, num_ranks, plan.hosts)
-    within = between = FREE
-    if plan.link_bytes_per_s is not None:
-        between = Link(plan.link_latency_s, plan.link_bytes_per_s)
-    own = plan.within_bytes_per_s or plan.link_bytes_per_s
-    if own is not None:
-        within = Link(plan.within_latency_s, own)
-    hosts = came or ((num_ranks,) if num_ranks == 1 else on_hosts(num_ranks, plan.hosts or 1))
-    return Cluster(hosts, within, between)
-
-
-def _matching(cluster: Cluster, path: str, num_ranks: int, num_hosts: int | None) -> Cluster:
-    if cluster.num_ranks != num_ranks:
-        raise ConfigError(
-            f"plan.links: {path} describes {cluster.num_ranks} ranks on {len(cluster.hosts)} "
-            f"host(s), expected the {num_ranks} of plan.ranks; leave plan.ranks out to take those "
-            f"of the file, or give the file of these ranks"
-        )
-    if num_hosts not in (None, len(cluster.hosts)):
-        raise ConfigError(
-            f"plan.links: {path} describes {len(cluster.hosts)} host(s), expected the {num_hosts} "
-            f"of plan.hosts; leave plan.hosts out, or give the file of these hosts"
-        )
-    return cluster
+    return measured

@@ -19,10 +19,11 @@ from gpipe_hpc.config.schema import AUTO_LAYOUT
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.planning.rates import host_copy_rate
 from gpipe_hpc.planning.speed import paces_of_times
+from gpipe_hpc.training.machines import rates_of
 from gpipe_hpc.training.run.changed_settings import settings_of
 from gpipe_hpc.training.run.identity import Run
 from gpipe_hpc.training.search.answer import compared_on
-from gpipe_hpc.training.search.from_settings import PINS, Came, fixed_by, rates_of
+from gpipe_hpc.training.search.from_settings import PINS, Came, fixed_by
 
 LAYOUT_FILE: Final = "layout.json"
 _SHOWN: Final = 3  # layouts that the log tells of

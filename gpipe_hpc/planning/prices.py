@@ -1,0 +1,206 @@
+"""What a step takes beside its layers on one kind of machine, and the file that keeps it."""
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, NamedTuple, NoReturn
+
+import yaml
+
+from gpipe_hpc.errors import ConfigError, os_remedy
+from gpipe_hpc.schedule import Costs, Link
+from gpipe_hpc.schedule.costs import Cost
+
+_FORMAT: Final = "prices of gpipe_hpc, 1"
+_REMEDY: Final = "measure anew: python -m gpipe_hpc.preflight preflight.steps=true"
+
+
+class Pass(NamedTuple):
+    """A pass over parameters: seconds of a call, of each tensor, and of each number in them."""
+
+    call_s: float = 0.0
+    tensor_s: float = 0.0
+    element_s: float = 0.0
+
+    def seconds(self, num_tensors: float, num_elements: float) -> float:
+        """Return what it takes over so many tensors with so many numbers."""
+        if not num_tensors:
+            return 0.0
+        return self.call_s + num_tensors * self.tensor_s + num_elements * self.element_s
+
+
+class Measured(NamedTuple):
+    """On what prices were measured: the type and name of the device, its host's cores, and how."""
+
+    device: str
+    name: str
+    cores: int
+    precision: str
+    optimizer: str
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Seconds, and bytes a second, beside what layers take; nothing costs anything by default.
+
+    `action_s`: of an action of compute, whatever its layers. `send`: between two ranks of a host.
+    `summing`: of one message of a ring that sums, between two ranks of a host. `update`: of the
+    optimizer; `norm`: of clipping. `step_s`: of a step, whatever is in it. `measured`: None where
+    nobody measured.
+    """
+
+    action_s: float = 0.0
+    send: Link = field(default_factory=Link)
+    summing: Link = field(default_factory=Link)
+    update: Pass = field(default_factory=Pass)
+    norm: Pass = field(default_factory=Pass)
+    step_s: float = 0.0
+    measured: Measured | None = None
+
+    def of_actions(self, costs: Costs) -> Costs:
+        """Return costs in which each action of compute takes `action_s` more."""
+        if not self.action_s:
+            return costs
+        more = {name: _more(getattr(costs, name), self.action_s) for name in _COMPUTE}
+        return Costs(**{**vars(costs), **more})
+
+
+FREE: Final = Prices()
+_COMPUTE: Final = ("forward", "backward", "input_gradient", "weight_gradient", "recompute")
+_LINK: Final = ("latency_s", "bandwidth_bytes_per_s")
+
+
+def _more(cost: Cost | None, seconds: float) -> Cost | None:
+    if cost is None:
+        return None
+    if isinstance(cost, float | int):
+        return cost + seconds
+    return [each + seconds for each in cost]
+
+
+def write_prices(path: str | Path, prices: Prices) -> None:
+    """Write prices as `read_prices` reads them, in the place of what is there.
+
+    Raises ConfigError where nothing can be written.
+    """
+    assert prices.measured is not None, "prices that are written were measured"
+    told = {
+        "format": _FORMAT,
+        "measured": prices.measured._asdict(),
+        "action_s": prices.action_s,
+        "step_s": prices.step_s,
+        "send": dict(zip(_LINK, (prices.send.latency, prices.send.bandwidth), strict=True)),
+        "sum": dict(zip(_LINK, (prices.summing.latency, prices.summing.bandwidth), strict=True)),
+        "update": prices.update._asdict(),
+        "norm": prices.norm._asdict(),
+    }
+    path = Path(path)
+    aside = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_text(
+            "# What a step takes beside its layers, by python -m gpipe_hpc.preflight\n"
+            + yaml.safe_dump(told, sort_keys=False),
+            "utf-8",
+        )
+        os.replace(aside, path)
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: not writable, expected a file for prices, got {error}; "
+            f"{os_remedy(error) or 'look at its folder'}, or choose another"
+        ) from None
+
+
+def read_prices(path: str | Path) -> Prices:
+    """Read what `write_prices` wrote; ConfigError, which names file and key, for anything else."""
+    try:
+        read = yaml.safe_load(Path(path).read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"{path}: not readable, expected prices that a preflight wrote, got {error}; correct "
+            f"the path, or {_REMEDY}"
+        ) from None
+    file = _File(path)
+    top = file.keys(
+        read, "", "format", "measured", "action_s", "step_s", "send", "sum", "update", "norm"
+    )
+    if top["format"] != _FORMAT:
+        file.refuse("format", repr(_FORMAT), top["format"])
+    own = file.keys(top["measured"], "measured", *Measured._fields)
+    texts = {name: own[name] for name in own if name != "cores"}
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            file.refuse(f"measured.{name}", "a text", text)
+    cores = own["cores"]
+    if isinstance(cores, bool) or not isinstance(cores, int) or cores < 1:
+        file.refuse("measured.cores", "a whole number from 1 up", cores)
+    return Prices(
+        file.seconds(top["action_s"], "action_s"),
+        file.link(top["send"], "send"),
+        file.link(top["sum"], "sum"),
+        file.over(top["update"], "update"),
+        file.over(top["norm"], "norm"),
+        file.seconds(top["step_s"], "step_s"),
+        Measured(**texts, cores=cores),
+    )
+
+
+def check_prices(
+    prices: Prices, path: str | Path, *, device: str, precision: str, optimizer: str
+) -> None:
+    """Refuse prices that were measured on another kind of device or for other settings."""
+    known = prices.measured
+    assert known is not None, "prices that were read were measured"
+    asked = {"device": device, "precision": precision, "optimizer": optimizer}
+    for name, expected in asked.items():
+        got = getattr(known, name)
+        if got != expected:
+            raise ConfigError(
+                f"plan.prices: {path} does not match these settings, expected prices for {name} "
+                f"{expected}, got those for {got}; give another file, leave it out, or {_REMEDY}"
+            )
+
+
+class _File:
+    """Reads parts of a file; refuses what is not as it should be, by its key."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = path
+
+    def refuse(self, key: str, expected: str, got: object) -> NoReturn:
+        """Raise for one key."""
+        raise ConfigError(
+            f"{self.path}: {key or 'top'}, expected {expected}, got {got!r}; {_REMEDY}"
+        )
+
+    def keys(self, value: object, key: str, *names: str) -> Mapping[str, Any]:
+        """Return what has these keys and no others."""
+        if not isinstance(value, Mapping) or set(value) != set(names):
+            got = ", ".join(map(str, value)) if isinstance(value, Mapping) else value
+            self.refuse(key, f"the keys {', '.join(names)}", got)
+        return value
+
+    def seconds(self, value: object, key: str) -> float:
+        """Return an amount of 0 or more."""
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            self.refuse(key, "a number of seconds", value)
+        if not 0 <= value < math.inf:
+            self.refuse(key, "0 or more seconds", value)
+        return float(value)
+
+    def link(self, value: object, key: str) -> Link:
+        """Return a link."""
+        found = self.keys(value, key, *_LINK)
+        bandwidth = found[_LINK[1]]
+        if isinstance(bandwidth, bool) or not isinstance(bandwidth, int | float):
+            self.refuse(f"{key}.{_LINK[1]}", "a number", bandwidth)
+        if not bandwidth > 0:
+            self.refuse(f"{key}.{_LINK[1]}", "more than 0 bytes a second", bandwidth)
+        return Link(self.seconds(found[_LINK[0]], f"{key}.{_LINK[0]}"), float(bandwidth))
+
+    def over(self, value: object, key: str) -> Pass:
+        """Return a pass over parameters."""
+        found = self.keys(value, key, *Pass._fields)
+        return Pass(*(self.seconds(found[name], f"{key}.{name}") for name in Pass._fields))

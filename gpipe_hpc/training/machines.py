@@ -1,0 +1,129 @@
+"""From the settings to what ranks are: their links, their speed, and what else a step costs."""
+
+from typing import Any
+
+import torch
+
+from gpipe_hpc.comm.device import Device
+from gpipe_hpc.config import Config, TokenDataConfig, num_tokens_of
+from gpipe_hpc.config.refusal import refuse
+from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.planning import Example
+from gpipe_hpc.planning.cluster_file import read_cluster
+from gpipe_hpc.planning.prices import FREE as FREE_PRICES
+from gpipe_hpc.planning.prices import Prices, check_prices, read_prices
+from gpipe_hpc.planning.rates import Rates, measured_rates
+from gpipe_hpc.planning.search.machine import FREE, Machine, on_hosts
+from gpipe_hpc.schedule import Cluster, Link
+
+_SEED = 0  # of samples whose values do not count
+
+
+def machine_of(
+    config: Config,
+    device: Device,
+    cluster: Cluster,
+    rates: Rates,
+    host_bytes_per_s: float | None = None,
+) -> Machine:
+    """Return ranks that work at `rates`; ConfigError where plan.prices is of another kind."""
+    prices = prices_of(config, device)
+    return Machine(
+        cluster,
+        rates,
+        config.plan.layer_s,
+        host_bytes_per_s,
+        prices,
+        clips=config.train.clip_norm is not None,
+        cores=None if prices.measured is None or device.is_accelerator else prices.measured.cores,
+    )
+
+
+def prices_of(config: Config, device: Device) -> Prices:
+    """Return what plan.prices says; nothing costs anything where there is no such file."""
+    path = config.plan.prices
+    if path is None:
+        return FREE_PRICES
+    found = read_prices(path)
+    check_prices(
+        found,
+        path,
+        device=device.type,
+        precision=config.train.precision,
+        optimizer=optimizer_kind(config),
+    )
+    return found
+
+
+def optimizer_kind(config: Config) -> str:
+    """Return what the optimizer is called in a file of prices."""
+    return type(config.optimizer).__name__.removesuffix("Config").lower()
+
+
+def rates_of(config: Config, device: Device, *, is_here: bool = False) -> Rates:
+    """Return what a rank does a second: as the settings say, or measured on the device.
+
+    `is_here`: the device is this rank's. Without, an accelerator that has no rate is refused.
+    """
+    plan = config.plan
+    if plan.flops_per_s is not None:
+        return Rates.alike(plan.flops_per_s, plan.memory_bytes_per_s)
+    if device.is_accelerator and not is_here:
+        raise refuse(
+            "plan.flops_per_s",
+            f"what a rank computes a second in practice on {device.type}, for a search",
+            None,
+            "set it, as plan.flops_per_s=2e14: about 0.4 of what a data sheet says",
+        )
+    return measured_rates(device, config.train.precision)
+
+
+def cluster_of(config: Config, num_ranks: int, came: tuple[int, ...] | None = None) -> Cluster:
+    """Return the ranks and their links as the settings say; ConfigError if they do not match.
+
+    `came`: the ranks of each host, where they are known.
+    """
+    plan = config.plan
+    if plan.links is not None and num_ranks > 1:
+        return _matching(read_cluster(plan.links), plan.links, num_ranks, plan.hosts)
+    within = between = FREE
+    if plan.link_bytes_per_s is not None:
+        between = Link(plan.link_latency_s, plan.link_bytes_per_s)
+    own = plan.within_bytes_per_s or plan.link_bytes_per_s
+    if own is not None:
+        within = Link(plan.within_latency_s, own)
+    elif plan.prices is not None:
+        within = read_prices(plan.prices).send
+    hosts = came or ((num_ranks,) if num_ranks == 1 else on_hosts(num_ranks, plan.hosts or 1))
+    return Cluster(hosts, within, between)
+
+
+def _matching(cluster: Cluster, path: str, num_ranks: int, num_hosts: int | None) -> Cluster:
+    if cluster.num_ranks != num_ranks:
+        raise ConfigError(
+            f"plan.links: {path} describes {cluster.num_ranks} ranks on {len(cluster.hosts)} "
+            f"host(s), expected the {num_ranks} of plan.ranks; leave plan.ranks out to take those "
+            f"of the file, or give the file of these ranks"
+        )
+    if num_hosts not in (None, len(cluster.hosts)):
+        raise ConfigError(
+            f"plan.links: {path} describes {len(cluster.hosts)} host(s), expected the {num_hosts} "
+            f"of plan.hosts; leave plan.hosts out, or give the file of these hosts"
+        )
+    return cluster
+
+
+def with_values(example: Example, config: Config) -> Example:
+    """Return an example of shapes with values in it, to run layers on; nothing is read.
+
+    Inputs are any tokens or numbers; targets that count something are 0, which any loss takes.
+    """
+    drawn = torch.Generator().manual_seed(_SEED)
+    most = num_tokens_of(config.data) if isinstance(config.data, TokenDataConfig) else 2
+
+    def valued(shape: Any, top: int) -> Any:
+        if shape.dtype.is_floating_point:
+            return torch.randn(shape.shape, generator=drawn, dtype=shape.dtype)
+        return torch.randint(0, top, shape.shape, generator=drawn).to(shape.dtype)
+
+    return example._replace(inputs=valued(example.inputs, most), targets=valued(example.targets, 1))

@@ -1,0 +1,213 @@
+"""Measure what a step takes beside its layers, with the engine and the optimizer of a run.
+
+Pipelines of layers with next to no work take as long as all else does. Each time is the least of
+several: what else the machine does makes them longer, never shorter.
+"""
+
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_hpc.comm.cores.machine import allowed_cpus
+from gpipe_hpc.comm.machine import kernel_identity
+from gpipe_hpc.comm.mesh import Mesh
+from gpipe_hpc.comm.world import World, together
+from gpipe_hpc.config import Config
+from gpipe_hpc.models import LayerSpec
+from gpipe_hpc.pipeline import Pipeline
+from gpipe_hpc.planning import measure_layers
+from gpipe_hpc.planning.prices import Measured, Pass, Prices
+from gpipe_hpc.planning.step_time import Crowd
+from gpipe_hpc.schedule import Link
+from gpipe_hpc.training.machines import optimizer_kind
+from gpipe_hpc.training.optimizers.optimizer import build_optimizer
+
+_WIDTH: Final = 8
+_MICROBATCHES: Final = (4, 20)
+_REPEATS: Final = 8
+_SMALL: Final = 64  # numbers of a tensor that takes no time but that of being one
+_MANY: Final = 65  # tensors
+_LARGE: Final = 2**21  # numbers: more than caches hold, with their gradient and states
+_SUMMED: Final = (64, 2**20)  # numbers of messages
+
+
+def measure_prices(config: Config, world: World, mesh: Mesh, send: Link) -> Prices | None:
+    """Return, on rank 0, what a step takes beside its layers on ranks laid out so.
+
+    Every rank calls it. `send`: what links two ranks of a host, as timed before.
+    """
+    crowd = _crowd(world)
+    slowed = 1.0 if world.device.is_accelerator else max(1.0, crowd.ranks / crowd.cores)
+    own = _Bench(config, world, mesh, slowed)
+    action_s, step_s = own.overheads()
+    update, norm = own.passes()
+    summing = own.summing()
+    if world.rank:
+        return None
+    return Prices(
+        action_s,
+        send,
+        summing,
+        update,
+        norm,
+        step_s,
+        Measured(
+            world.device.type,
+            world.device.name if world.device.is_accelerator else _processor(),
+            crowd.cores,
+            config.train.precision,
+            optimizer_kind(config),
+        ),
+    )
+
+
+def _crowd(world: World) -> Crowd:
+    """Return, on every rank, how many ranks share how many cores on the first rank's host."""
+    with together(world, "counting cores"):
+        own = kernel_identity(), sorted(allowed_cpus() or range(os.cpu_count() or 1))
+        told = world.everybody.gather_object(own, root=0)
+        found = None
+        if told is not None:
+            here = [cpus for host, cpus in told if host == told[0][0]]
+            ranks = 1 if world.is_one_process else len(here)
+            found = Crowd(ranks, len({cpu for cpus in here for cpu in cpus}))
+        crowd: Crowd = world.everybody.broadcast_object(found, root=0)
+    return crowd
+
+
+def _processor() -> str:
+    """Return what the processor is called, where the system tells."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine() or "unknown"
+
+
+class _Bag(nn.Module):
+    """So many tensors of so many numbers, all of which get a gradient."""
+
+    def __init__(self, num: int, size: int) -> None:
+        super().__init__()
+        self.own = nn.ParameterList(torch.full((size,), 1e-3) for _ in range(num))
+
+    def forward(self, value: Tensor) -> Tensor:
+        """Return the input times about nothing."""
+        means = torch.stack([each.mean() for each in self.own])
+        return value * (1 + means.sum())
+
+
+def _loss(output: Tensor, target: Any) -> Tensor:
+    return output.square().mean()
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """The ranks, how a run's pipeline stands on them, and how much they slow each other down."""
+
+    config: Config
+    world: World
+    mesh: Mesh
+    slowed: float
+
+    def overheads(self) -> tuple[float, float]:
+        """Return the seconds of an action of compute, and of a step with none.
+
+        What a micro-batch more takes is its forward and backward on each rank, of which the layers'
+        own seconds are known. What is left of a step without them is beside.
+        """
+        layers = [LayerSpec(nn.Linear, _WIDTH, _WIDTH) for _ in range(self.mesh.stages)]
+        given = torch.ones(1, _WIDTH)
+        layer_s = measure_layers(layers[:1], given, None, device=self.world.device)[0].total_s
+        few, many = _MICROBATCHES
+        few_s, many_s = (self._step_s(layers, number) for number in _MICROBATCHES)
+        each_s = max(0.0, many_s - few_s) / (many - few)
+        fill = self.mesh.stages - 1
+        step_s = max(0.0, few_s - (few + fill) * each_s)
+        return max(0.0, each_s - layer_s) / 2 / self.slowed, step_s / self.slowed
+
+    def _pipeline(self, layers: list[LayerSpec], microbatches: int) -> Pipeline:
+        return Pipeline(
+            layers,
+            _loss,
+            stages=self.mesh.stages,
+            replicas=self.mesh.replicas,
+            microbatches=microbatches,
+            partition="uniform",
+            recompute="never",
+            precision=self.config.train.precision,
+            timeout_s=self.config.comm.timeout_s,
+            world=self.world,
+        )
+
+    def _step_s(self, layers: list[LayerSpec], microbatches: int) -> float:
+        pipe = self._pipeline(layers, microbatches)
+        inputs = torch.ones(microbatches, _WIDTH)
+        return self._least(lambda: pipe.step(inputs, inputs))
+
+    def passes(self) -> tuple[Pass, Pass]:
+        """Return what the optimizer and the norm for clipping take over parameters."""
+        found = [self._pass(num, size) for num, size in self._bags()]
+        (one_u, one_n), (many_u, many_n), (large_u, large_n) = found
+        return _fitted(one_u, many_u, large_u), _fitted(one_n, many_n, large_n)
+
+    @staticmethod
+    def _bags() -> Iterator[tuple[int, int]]:
+        yield 1, _SMALL
+        yield _MANY, _SMALL
+        yield 1, _LARGE
+
+    def _pass(self, num: int, size: int) -> tuple[float, float]:
+        """Return the seconds of an optimizer's step, and of clipping, for tensors on each rank."""
+        layers = [LayerSpec(_Bag, num, size) for _ in range(self.mesh.stages)]
+        pipe = self._pipeline(layers, 1)
+        optimizer = build_optimizer(pipe.named_parameters(), self.config.optimizer)
+        inputs = torch.ones(1, _WIDTH)
+        pipe.step(inputs, inputs)
+        update_s = self._least(optimizer.step)
+        norm_s = self._least(lambda: pipe.clip_grad_norm_(self.config.train.clip_norm or 1.0))
+        return update_s / self.slowed, norm_s / self.slowed
+
+    def summing(self) -> Link:
+        """Return what a message of a ring takes that sums over all ranks; free for one rank."""
+        size = self.world.size
+        if size == 1:
+            return Link()
+        with together(self.world, "timing sums"):
+            group = self.world.group([range(size)])
+            small_s, large_s = (self._sum_s(group.all_reduce, number) for number in _SUMMED)
+        messages = 2 * (size - 1)
+        more_bytes = 4 * (_SUMMED[1] - _SUMMED[0]) * messages / size
+        return Link(small_s / messages, more_bytes / max(1e-9, large_s - small_s))
+
+    def _sum_s(self, all_reduce: Callable[[Tensor], object], number: int) -> float:
+        tensor = self.world.device.bring(torch.zeros(number))
+        return self._least(lambda: all_reduce(tensor))
+
+    def _least(self, work: Callable[[], object]) -> float:
+        """Return the least seconds of some work, all of which every rank does."""
+        device, marks = self.world.device, []
+        for _ in range(_REPEATS + 2):
+            device.synchronize()
+            marks.append(time.perf_counter())
+            work()
+        device.synchronize()
+        marks.append(time.perf_counter())
+        return min(end - start for start, end in list(pairwise(marks))[2:])
+
+
+def _fitted(one_s: float, many_s: float, large_s: float) -> Pass:
+    """Return the call, the tensor and the number that explain three bags."""
+    tensor_s = max(0.0, many_s - one_s) / (_MANY - 1)
+    element_s = max(0.0, large_s - one_s) / (_LARGE - _SMALL)
+    return Pass(max(0.0, one_s - tensor_s), tensor_s, element_s)
