@@ -26,6 +26,7 @@ from gpipe_hpc.models import (
     run_layer,
     seeded_generators,
 )
+from gpipe_hpc.planning.caches import Caches
 from gpipe_hpc.planning.clock import Clock
 from gpipe_hpc.planning.walk import Passed, Visit, described, walk
 
@@ -85,7 +86,9 @@ def measure_layers(
     Raises `ModelError`, naming the layer, when it does not run on what the layer before gives.
     """
     target = device or HostDevice()
-    bench = _Bench(seed, target, repetitions, warmup, clock or Clock())
+    bench = _Bench(
+        seed, target, repetitions, warmup, clock or Clock(), Caches(not target.is_accelerator)
+    )
     began = bench.clock.now()
     goal = _to(example_targets, target)
     subjects = _first_round(layers, _to(example_inputs, target), goal, loss_fn, bench)
@@ -222,6 +225,7 @@ class _Bench(NamedTuple):
     repetitions: int
     warmup: int
     clock: Clock
+    caches: Caches
 
     def run(self, subject: _Subject) -> list[Any]:
         """Measure a layer for a round; return its output and stashes, detached."""
@@ -273,6 +277,7 @@ class _Trial:
         names, where = self.visit.names, self.visit.where
         given = map_tensors(lambda tensor: _detached(tensor).clone(), tuple(self.visit.given))
         timed = partial(self.bench.clock.timed, device=self.bench.device)
+        self.bench.caches.fill()
         results: list[Any] = []
 
         def forward() -> list[Tensor]:
@@ -290,9 +295,11 @@ class _Trial:
                     blocks.enter_context(DeferWeights(deferred))
                 ends, forward_s = timed(forward)
             seeds = [torch.ones_like(end) for end in ends]
+            self.bench.caches.fill()
             _, backward_s = timed(lambda: _backward(ends, seeds))
             seconds = [forward_s, backward_s if ends else 0.0]
             if deferred is not None:
+                self.bench.caches.fill()
                 seconds.append(timed(deferred.run)[1])
         except _LossError:
             raise

@@ -412,9 +412,11 @@ class _Loop:
             log.info(
                 "expected from the measured layers: %.3f s in the pipeline a step, bubble %.1f %%"
                 " (idle over total)",
-                plan.makespan,
-                100 * plan.bubble,
+                plan.timeline.makespan,
+                100 * plan.timeline.bubble,
             )
+            if self._session.config.plan.prices is not None:
+                log.info("with plan.prices: %s", plan.text())
         foreseen = self._session.foreseen
         if foreseen is not None:
             fullest = max(foreseen.ranks, key=lambda rank: rank.total_bytes)

@@ -1,6 +1,7 @@
 """``summary.json``: everything that is known of a run when it ends; see docs/reference/files.md."""
 
 import json
+import logging
 import os
 import platform
 import time
@@ -12,9 +13,12 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from gpipe_hpc import __version__
-from gpipe_hpc.pipeline import Pipeline
+from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.planning.advice import MOST_ACTIONS
 from gpipe_hpc.planning.forecast import RankForecast
+from gpipe_hpc.planning.gauges import MEASURED
+from gpipe_hpc.planning.search.whole_step import step_of
+from gpipe_hpc.planning.step_time import StepTime
 from gpipe_hpc.schedule import Timeline, simulate
 from gpipe_hpc.training.figures.peak import peak_meaning
 from gpipe_hpc.training.figures.throughput import (
@@ -25,10 +29,13 @@ from gpipe_hpc.training.figures.throughput import (
 )
 from gpipe_hpc.training.foresight import shares_of
 from gpipe_hpc.training.horizon import last_step
+from gpipe_hpc.training.machines import cluster_of, machine_of
 from gpipe_hpc.training.session import Session
 from gpipe_hpc.training.summary.balance import balance
 from gpipe_hpc.training.summary.figures import RankFigures, idle_of_ranks
 from gpipe_hpc.training.summary.ledger import Ledger
+
+log = logging.getLogger("gpipe_hpc.train")
 
 SUMMARY_FILE: Final = "summary.json"
 _FORMAT: Final = 1
@@ -61,7 +68,7 @@ def compose_summary(
     ended: Ended,
     ranks: Sequence[RankFigures],
     traced: Traced | None,
-    planned: Timeline | None,
+    planned: StepTime | None,
 ) -> dict[str, Any]:
     """Return what rank 0 knows; `ranks` are those that could be asked, at least rank 0.
 
@@ -101,7 +108,12 @@ def compose_summary(
         },
         "throughput": _throughput(session, ledger),
         "step": ledger.medians(),
-        "expected": planned and {"pipeline_s": planned.makespan, "bubble": planned.bubble},
+        "expected": planned
+        and {
+            "pipeline_s": planned.timeline.makespan,
+            "bubble": planned.timeline.bubble,
+            "step_s": planned.total_s,
+        },
         "balance": None if better is None else better.told(),
         "bubble_definition": _DEFINITION,
         "stalls_s": ledger.stalls_s,
@@ -151,16 +163,34 @@ def _throughput(session: Session, ledger: Ledger) -> dict[str, Any]:
     }
 
 
-def expected_timeline(pipe: Pipeline, num_samples: int) -> Timeline | None:
+def expected_step(session: Session) -> StepTime | None:
     """Return a step as simulated for the layers measured before the run; None if none were.
 
-    Of the replica with the most micro-batches, for a global batch of `num_samples`: its smaller
-    micro-batches, and the empty ones, take as much less.
+    Of the replica with the most micro-batches: its smaller micro-batches, and the empty ones, take
+    as much less. The same function tells it as for a plan, with plan.links and plan.prices; where
+    these do not match the run, or layers could not be counted, of the pipeline alone.
     """
+    pipe, foreseen = session.pipe, session.foreseen
     costs = pipe.partition.stage_costs() if pipe.partition.is_measured else None
     if costs is None:
         return None
-    return simulate(pipe.layout.schedule, replace(costs, shares=shares_of(pipe, num_samples)))
+    if foreseen is not None:
+        try:
+            machine = machine_of(
+                session.config,
+                pipe.world.device,
+                cluster_of(session.config, pipe.world.size),
+                rate=1.0,
+            )
+        except ConfigError as error:
+            log.warning("the step was planned without links and prices: %s", error)
+        else:
+            known = replace(foreseen.known, times=pipe.partition.times, measure=MEASURED)
+            combining = pipe.request.combining
+            return step_of(pipe.layout, known, machine, combining, session.batch_size)
+    costs = replace(costs, shares=shares_of(pipe, session.batch_size))
+    timeline = simulate(pipe.layout.schedule, costs)
+    return StepTime(timeline, timeline.end_of_compute)
 
 
 def _traced(traced: Traced) -> dict[str, Any]:

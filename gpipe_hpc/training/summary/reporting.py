@@ -13,7 +13,7 @@ from gpipe_hpc.training.summary.compose import (
     Ended,
     Traced,
     compose_summary,
-    expected_timeline,
+    expected_step,
     write_summary,
 )
 from gpipe_hpc.training.summary.figures import RankFigures, Sums
@@ -71,7 +71,7 @@ class Reporter:
         self.ledger = Ledger(session.pipe.steps_done)
         layout, leads = session.pipe.layout, session.pipe.world.rank == 0
         self._tables = [layout.of(replica).schedule for replica in range(layout.replicas)]
-        self.planned = expected_timeline(session.pipe, session.batch_size) if leads else None
+        self.planned = expected_step(session) if leads else None
 
     def hold(self, timed: TimedStep, pipeline_s: float) -> None:
         """Note how long this rank computed, and keep when, if that step may be traced."""
@@ -138,7 +138,7 @@ class Reporter:
         folder, pipe = self._session.run_folder, self._pipe
         forget_later_traces(folder, pipe.steps_done)
         if self.planned is not None and traced:
-            write_planned(self.planned, folder)
+            write_planned(self.planned.timeline, folder)
         for each in traced:
             replicas = timelines_of(each, self._tables)
             around = each.around
