@@ -6,10 +6,8 @@ several: what else the machine does makes them longer, never shorter.
 
 import os
 import platform
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +22,7 @@ from gpipe_hpc.config import Config
 from gpipe_hpc.models import LayerSpec
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planning import measure_layers
+from gpipe_hpc.planning.clock import Clock
 from gpipe_hpc.planning.prices import Measured, Pass, Prices
 from gpipe_hpc.planning.step_time import Crowd
 from gpipe_hpc.schedule import Link
@@ -196,14 +195,9 @@ class _Bench:
 
     def _least(self, work: Callable[[], object]) -> float:
         """Return the least seconds of some work, all of which every rank does."""
-        device, marks = self.world.device, []
-        for _ in range(_REPEATS + 2):
-            device.synchronize()
-            marks.append(time.perf_counter())
-            work()
-        device.synchronize()
-        marks.append(time.perf_counter())
-        return min(end - start for start, end in list(pairwise(marks))[2:])
+        clock, device = Clock(), self.world.device
+        times = [clock.timed(work, device)[1] for _ in range(_REPEATS + 2)]
+        return min(times[2:])
 
 
 def _fitted(one_s: float, many_s: float, large_s: float) -> Pass:
