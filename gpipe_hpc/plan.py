@@ -48,6 +48,7 @@ from gpipe_hpc.planning.by_rank import excess_bytes, memory_limits
 from gpipe_hpc.planning.counted import ModelCount
 from gpipe_hpc.planning.forecast import Forecast, least_bytes
 from gpipe_hpc.planning.gauges import COUNTED, MEASURED
+from gpipe_hpc.planning.rates import Rates
 from gpipe_hpc.planning.report import Assumptions, Sections, report
 from gpipe_hpc.planning.search.machine import Machine
 from gpipe_hpc.planning.search.whole_step import step_of
@@ -56,7 +57,7 @@ from gpipe_hpc.planning.units import bytes_text
 from gpipe_hpc.planning.vocabulary import check_vocabulary
 from gpipe_hpc.training.asking import request_of
 from gpipe_hpc.training.data.shapes import Sample, microbatch, samples_per_microbatch
-from gpipe_hpc.training.machines import cluster_of, machine_of, measured_rate, with_values
+from gpipe_hpc.training.machines import cluster_of, machine_of, rates_of, with_values
 from gpipe_hpc.training.search.answer import compared
 
 DEFAULT_STAGES: Final = 4
@@ -166,11 +167,10 @@ def _machine(config: Config, device: Device, layout: Layout) -> Machine | None:
     plan = config.plan
     if plan.costs is None and plan.flops_per_s is None:
         return None
-    rate = plan.flops_per_s
-    if rate is None:
-        rate = 1.0 if plan.costs == MEASURED_COSTS else measured_rate(config, device)
+    is_measured = plan.costs == MEASURED_COSTS
+    rates = Rates.alike(1.0) if is_measured else rates_of(config, device)
     cluster = cluster_of(config, layout.replicas * layout.schedule.num_ranks)
-    return machine_of(config, device, cluster, rate)
+    return machine_of(config, device, cluster, rates, plan.host_copy_bytes_per_s)
 
 
 def _warning(doubt: str) -> str:

@@ -13,6 +13,7 @@ from gpipe_hpc.models import normalise_layers
 from gpipe_hpc.plan import make_plan
 from gpipe_hpc.planning import Counted, Example, Request, lay_out
 from gpipe_hpc.planning.prices import Measured, Pass, Prices, write_prices
+from gpipe_hpc.planning.rates import Rates
 from gpipe_hpc.planning.search.candidates import Candidate
 from gpipe_hpc.planning.search.ground import Ground
 from gpipe_hpc.planning.search.machine import Machine
@@ -39,7 +40,9 @@ def counted(samples):
 
 
 def machine_of(ranks=4, **more):
-    return Machine(Cluster((ranks,), Link(1e-5, 1e9), Link()), 1e9, 1e-5, prices=SOME, **more)
+    return Machine(
+        Cluster((ranks,), Link(1e-5, 1e9), Link()), Rates.alike(1e9), 1e-5, prices=SOME, **more
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from gpipe_hpc.planning.advice import Known
 from gpipe_hpc.planning.gauges import COUNTED, Gauge, LayerTimes, work_of
 from gpipe_hpc.planning.prices import FREE as FREE_PRICES
 from gpipe_hpc.planning.prices import Prices
-from gpipe_hpc.planning.step_time import Crowd
 from gpipe_hpc.planning.rates import Rates
+from gpipe_hpc.planning.step_time import Crowd
 from gpipe_hpc.planning.work import Passes
 from gpipe_hpc.schedule import Cluster, Link
 

@@ -17,6 +17,7 @@ from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.planning.advice import MOST_ACTIONS
 from gpipe_hpc.planning.forecast import RankForecast
 from gpipe_hpc.planning.gauges import MEASURED
+from gpipe_hpc.planning.rates import Rates
 from gpipe_hpc.planning.search.whole_step import step_of
 from gpipe_hpc.planning.step_time import StepTime
 from gpipe_hpc.schedule import Timeline, simulate
@@ -180,7 +181,7 @@ def expected_step(session: Session) -> StepTime | None:
                 session.config,
                 pipe.world.device,
                 cluster_of(session.config, pipe.world.size),
-                rate=1.0,
+                Rates.alike(1.0),
             )
         except ConfigError as error:
             log.warning("the step was planned without links and prices: %s", error)
