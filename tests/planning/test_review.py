@@ -1,0 +1,98 @@
+"""The cut looked at again for what layers took: a slow layer is named with the right cut."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_hpc.models import LayerSpec
+from gpipe_hpc.planning import LayerTimes, Request, lay_out
+from gpipe_hpc.planning.advice import Known, layer_times
+from gpipe_hpc.planning.counted import count_model
+from gpipe_hpc.planning.review import by_forwards, review
+from gpipe_hpc.schedule import Costs, simulate
+
+LAYERS = [LayerSpec(nn.Linear, 16, 16) for _ in range(8)]
+COUNT = count_model(LAYERS, torch.empty(4, 16, device="meta"))
+EVEN = (LayerTimes(1.0, 2.0, 1.0, 1.0),) * 8
+SLOW = LayerTimes(4.0, 8.0, 4.0, 4.0)
+
+
+def asked(**wishes):
+    request = Request(stages=4, microbatches=8, partition="uniform", recompute="never")
+    return replace(request, **wishes)
+
+
+def reviewed(times, **wishes):
+    gauge, request = Known(LAYERS, tuple(times), COUNT), asked(**wishes)
+    return review(request, lay_out(request, gauge), gauge, EVEN)
+
+
+def with_slow(layer):
+    return (*EVEN[:layer], SLOW, *EVEN[layer + 1 :])
+
+
+@pytest.mark.parametrize(("layer", "cut"), [(0, (1, 3, 2, 2)), (7, (2, 2, 3, 1))])
+def test_a_slow_layer_is_named_with_the_cut_that_stands_it_alone(layer, cut):
+    found = reviewed(with_slow(layer))
+    assert found is not None
+    assert (found.layer, max(found.counts)) == (layer, max(cut))
+    assert found.counts[0 if layer == 0 else -1] == 1
+    # Of 8 micro-batches: 11 x 15 with 5 layers' worth on the fullest stage.
+    assert 0.1 < found.gain < 1 - 4 / 5
+    assert found.counted_gain == pytest.approx(0.0)
+    assert found.times_counted == pytest.approx((4 / 11) / (1 / 8))
+    text = found.text()
+    assert f"layers.{layer} 2.9 times" in text
+    assert f"pipeline.partition=[{','.join(map(str, found.counts))}]" in text
+
+
+def test_the_gain_is_that_of_the_simulated_step():
+    """Not that of the fullest stage, which a pipeline only comes near."""
+    times = with_slow(0)
+    found = reviewed(times)
+
+    def makespan(counts):
+        stages, at = [], 0
+        for count in counts:
+            stages.append(sum(each.forward for each in times[at : at + count]))
+            at += count
+        costs = Costs(forward=stages, backward=[2 * each for each in stages])
+        gauge = Known(LAYERS, times, COUNT)
+        return simulate(lay_out(asked(), gauge).schedule, costs).makespan
+
+    assert found.gain == pytest.approx(1 - makespan(found.counts) / makespan((2,) * 4))
+
+
+def test_a_balanced_run_is_silent():
+    assert reviewed(EVEN) is None
+    nearly = (*EVEN[:3], LayerTimes(1.1, 2.2, 1.1, 1.1), *EVEN[4:])
+    assert reviewed(nearly) is None
+
+
+def test_one_rank_alone_and_huge_tables_are_not_looked_at(monkeypatch):
+    assert reviewed(with_slow(0), stages=1) is None
+    monkeypatch.setattr("gpipe_hpc.planning.review.MOST_ACTIONS", 10)
+    assert reviewed(with_slow(0)) is None
+
+
+def test_the_seen_forwards_say_which_layer_of_a_stage_is_slow():
+    """A stage's time alone does not tell: by FLOPs its two layers would share it."""
+    request = asked()
+    times = with_slow(5)
+    gauge = Known(LAYERS, times, COUNT)
+    stages = [sum(each.forward for each in times[at : at + 2]) for at in range(0, 8, 2)]
+    costs = Costs(forward=stages, backward=[2 * each for each in stages])
+    measured = simulate(lay_out(request, gauge).schedule, costs)
+    forwards = {index: each.forward for index, each in enumerate(times)}
+    basis = by_forwards(EVEN, forwards, (2,) * 4)
+    found = layer_times(measured, (2,) * 4, basis)
+    assert [each.forward for each in found] == pytest.approx([each.forward for each in times])
+    blind = layer_times(measured, (2,) * 4, by_forwards(EVEN, {0: 1.0}, (2,) * 4))
+    assert blind[4].forward == pytest.approx(blind[5].forward)
+
+
+def test_a_layer_without_flops_takes_what_was_seen():
+    none = (LayerTimes(0.0, 0.0, 0.0, 0.0), *EVEN[1:2])
+    assert by_forwards(none, {0: 3.0, 1: 1.0}, (2,))[0] == LayerTimes(3.0, 6.0, 3.0, 3.0)
