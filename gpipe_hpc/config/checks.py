@@ -70,6 +70,7 @@ RANGES: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
         "checkpoint.neighbour_every": (0, _INF),
         "trace.steps": (0, 10_000),
         "trace.from_step": (1, _INF),
+        "trace.review_after": (0, _INF),
         "draw.width": (1, 100_000),
         "plan.flops_per_s": (1, _INF),
         "plan.memory_bytes_per_s": (1, _INF),

@@ -235,6 +235,7 @@ class TraceConfig:
     steps: int = 20
     from_step: int | None = None
     keep: str = "median"
+    review_after: int = 10
 
 
 @dataclass

@@ -229,6 +229,8 @@ class _Loop:
             if self._is_saved(done) or self._is_copied(done) or self._validates(done):
                 # Nothing is kept of a step that is not known to be good.
                 self._known = results.settle() or self._known
+            if done - first == self._config.trace.review_after and not self._is_stopped:
+                self._reporter.review()
             if agreed.is_written:
                 with self._stop.unhurried():
                     stall_s = self._session.finish_save()

@@ -7,6 +7,7 @@ from typing import Any
 
 from gpipe_hpc.comm.world import together
 from gpipe_hpc.errors import os_remedy
+from gpipe_hpc.training.review import review_run
 from gpipe_hpc.training.session import Session
 from gpipe_hpc.training.step_edge import TimedStep
 from gpipe_hpc.training.summary.compose import (
@@ -38,7 +39,7 @@ log = logging.getLogger("gpipe_hpc.train")
 
 
 @contextmanager
-def _telling() -> Iterator[None]:
+def _telling(failed: str = "summary: it could not be made") -> Iterator[None]:
     """Tell what keeps a report from being made; that is no reason to end a run."""
     try:
         yield
@@ -46,7 +47,7 @@ def _telling() -> Iterator[None]:
         remedy = os_remedy(error) or "look at the folder"
         log.warning("summary: expected to write it into the run folder, got %s; %s", error, remedy)
     except Exception:
-        log.warning("summary: it could not be made; the run itself is whole", exc_info=True)
+        log.warning("%s; the run itself is whole", failed, exc_info=True)
 
 
 class Reporter:
@@ -79,6 +80,29 @@ class Reporter:
         if self._held.wants(timed.step):
             moments, around = timed.marks.moments, timed.laps.moments()
             self._held.take(HeldStep(timed.step, pipeline_s, moments, timed.origin_s, around))
+
+    def review(self) -> None:
+        """Warn on rank 0 of a cut that is not the best for what was measured.
+
+        The same call everywhere: each rank sends the times of one step's actions.
+        """
+        median, everybody = self._held.median, self._pipe.everybody
+        if median is None or self._pipe.layout.schedule.num_ranks == 1:
+            return
+        with together(self._pipe.world, "looking at the cut again"):
+            stages = self._pipe.mesh.stages
+            traced = gather_steps(everybody, (median,), median, stages)
+            watched = everybody.gather_object(self.layer_clock.times(), root=0)
+        if watched is None or self._session.foreseen is None:
+            return
+        with _telling("the cut was not looked at again"):
+            fullest = self._pipe.layout.portions.fullest
+            measured = timelines_of(traced[0], self._tables)[fullest]
+            of_replica = watched[fullest * stages : (fullest + 1) * stages]
+            forwards_s = {each.layer: each.forward_s for own in of_replica for each in own}
+            found = review_run(self._pipe, self._session.foreseen, measured, forwards_s)
+            if found is not None:
+                log.warning("%s", found.text())
 
     def refresh(self) -> None:
         """Write how the run stands, for whoever looks before its end; the same call everywhere."""
