@@ -102,6 +102,8 @@ def _cross(graph: Precedence, transfers: _Transfers) -> tuple[Links, Links]:
     awaited, made = Links.of_none(graph.num_nodes), Links.of_none(graph.num_nodes)
     # The output of a forward that is one block with a backward leaves at that one's end.
     forward_of = {backward: forward for forward, backward in graph.leaves_with.items()}
+    is_forward = [op is Op.F for op, _, _ in graph.kinds]
+    needed, leaving = awaited.one, made.one
     for node, wait in enumerate(one):
         if wait == NOWHERE:
             continue
@@ -110,7 +112,7 @@ def _cross(graph: Precedence, transfers: _Transfers) -> tuple[Links, Links]:
             if ranks[maker] == rank:
                 continue
             source = maker
-            if forward_of and graph.kinds[which[node]][0] is Op.F:
+            if forward_of and is_forward[which[node]]:
                 source = forward_of.get(maker, maker)
             ends = which[node], which[source]
             if ends not in places:
@@ -119,8 +121,14 @@ def _cross(graph: Precedence, transfers: _Transfers) -> tuple[Links, Links]:
                 post = arrival(user, stage)
                 ways.append(_Way(kind_of(counterpart(post)), kind_of(post)))
             number = len(way)
-            awaited.add(node, number)
-            made.add(maker, number)
+            if needed[node] == NOWHERE:
+                needed[node] = number  # as `add` does, at half its cost
+            else:
+                awaited.add(node, number)
+            if leaving[maker] == NOWHERE:
+                leaving[maker] = number
+            else:
+                made.add(maker, number)
             way.append(places[ends])
             microbatch.append(graph.numbers[node])
             sender.append(ranks[maker])

@@ -365,11 +365,17 @@ def _join_blocks(graph: Precedence) -> None:
     """Note which forwards are one block with a backward; in a lowered table sends stand by it."""
     if graph.schedule.is_lowered:
         return
+    column_of, ranks = graph.makers.get, graph.ranks
     for forward, backward in graph.schedule.overlaps:
-        node, partner = graph.find(forward), graph.find(backward._replace(op=Op.I))
-        if node is None or partner is None:
+        op, stage, microbatch, peer = forward
+        _, behind, of_backward, _ = backward
+        forwards, backwards = column_of((op, stage, peer)), column_of((Op.I, behind, None))
+        if forwards is None or backwards is None or microbatch is None or of_backward is None:
             continue  # whoever needs it says that it is missing
-        if graph.ranks[partner] != graph.ranks[node] or partner < node:
+        node, partner = forwards[microbatch], backwards[of_backward]
+        if node == NOWHERE or partner == NOWHERE:
+            continue
+        if ranks[partner] != ranks[node] or partner < node:
             graph.refuse(
                 node,
                 f"overlaps {backward}, expected it behind on this rank, got "
@@ -401,7 +407,7 @@ def _link(
     graph: Precedence, kind: Kind, nodes: Column, order: int, need: _Need
 ) -> Iterator[_Fault]:
     """Let the nodes of a kind wait for one of their needs; yield those that nobody meets."""
-    ranks, waits, late = graph.ranks, graph.waits, graph.late
+    ranks, waits, late, leaves_with = graph.ranks, graph.waits, graph.late, graph.leaves_with
     one = waits.one
     posts_a_buffer = kind[0] in RECEIVES  # its consumer waits
     is_optional, is_beside = need.action.op in OPTIONAL, need.action.op in _BESIDE
@@ -423,7 +429,11 @@ def _link(
             if maker > node or is_beside:
                 waits.add(node, maker)
         elif need.posts is None or need.sends is None:
-            waits.add(node, graph.leaves_with.get(maker, maker))
+            source = leaves_with.get(maker, maker) if leaves_with else maker
+            if one[node] == NOWHERE:
+                one[node] = source  # as `add` does
+            else:
+                waits.add(node, source)
         else:
             post, send = need.posts[microbatch], need.sends[microbatch]
             if post == NOWHERE or send == NOWHERE:

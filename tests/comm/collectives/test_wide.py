@@ -123,6 +123,19 @@ def test_the_greatest_objects_exchanges_and_plans_go_too(size: int):
         )
 
 
+def test_what_a_sum_sends_grows_with_the_logarithm():
+    def body(world):
+        group, own = Heard(world).wide, torch.ones(64)
+        group.start_all_reduce(own).wait()
+        return group.sent.num_bytes, group.sent.num_messages
+
+    # Half of the vector in each of three rounds, and seven of its eight shards in three more, in
+    # which shards from behind the last on are a message of their own.
+    found = run_on_threads(8, body)
+    assert {num_bytes for num_bytes, _ in found} == {3 * 128 + 7 * 32}
+    assert max(num_messages for _, num_messages in found) <= 3 + 2 * 3
+
+
 @pytest.mark.parametrize(("size", "num_partners"), [(2, 1), (33, 10), (1024, 19), (4096, 23)])
 def test_a_rank_is_connected_with_two_for_each_power_of_two(size: int, num_partners: int):
     places = [Place(size, position) for position in (0, 1, size // 2, size - 1)]
