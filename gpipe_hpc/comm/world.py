@@ -119,8 +119,8 @@ class _Telling:
         if isinstance(error, ConnectionError | TimeoutError):
             heard = PeerError(world.explain(f"{ahead}{error}"))
             raise heard from (error if shows_all_frames() else None)
-        if not isinstance(error, PeerError) and not hasattr(error, _TOLD):
-            setattr(error, _TOLD, True)
+        if not isinstance(error, PeerError) and _TOLD not in vars(error):
+            vars(error)[_TOLD] = True  # not by setattr: a user's class may allow none
             _tell(world, _words(error, ahead))
         leave_out_own_frames(error)
 
