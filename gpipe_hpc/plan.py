@@ -52,6 +52,7 @@ from gpipe_hpc.planning.rates import Rates
 from gpipe_hpc.planning.report import Assumptions, Sections, report
 from gpipe_hpc.planning.search.machine import Machine
 from gpipe_hpc.planning.search.whole_step import step_of
+from gpipe_hpc.planning.step_time import StepTime
 from gpipe_hpc.planning.sums import sums_text
 from gpipe_hpc.planning.units import bytes_text
 from gpipe_hpc.planning.vocabulary import check_vocabulary
@@ -66,13 +67,17 @@ _OTHERS_S: Final = 10.0  # for settings that are tried where those given do not 
 
 
 class Plan(NamedTuple):
-    """A layout, the counts, what it would need and take, as text too; whether every rank fits."""
+    """A layout, the counts, what it would need and take, as text too; whether every rank fits.
+
+    `step`: its seconds, where something says how fast ranks compute.
+    """
 
     layout: Layout
     model: ModelCount
     forecast: Forecast
     text: str
     fits: bool
+    step: StepTime | None = None
 
 
 def main() -> None:
@@ -159,7 +164,9 @@ def make_plan(config: Config) -> Plan:
         summed=sums_text(gauge.count, layout, request.combining, config.plan.link_bytes_per_s),
     )
     text = report(layers, gauge.count, counts, layout.schedule, found, assumptions, sections)
-    return Plan(layout, gauge.count, found, text, all(assumptions.fit(found.ranks)))
+    return Plan(
+        layout, gauge.count, found, text, all(assumptions.fit(found.ranks)), assumptions.step
+    )
 
 
 def _machine(config: Config, device: Device, layout: Layout) -> Machine | None:

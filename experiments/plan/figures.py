@@ -1,0 +1,128 @@
+"""How far predictions are from what was measured: errors, rank correlation, and the noise."""
+
+import io
+from collections.abc import Sequence
+from statistics import fmean, median, quantiles
+from typing import Any, NamedTuple
+
+from experiments.plan.running import Result
+from gpipe_hpc.planning.columns import aligned
+from gpipe_hpc.planning.units import bytes_text
+
+_LEAST = 3  # results of which an order can be told
+
+
+class Errors(NamedTuple):
+    """Of some layouts: errors as shares; the correlation is None of too few."""
+
+    num: int
+    median: float
+    ninth_tenth: float
+    memory_median: float
+    correlation: float | None
+
+
+def done(results: Sequence[Result]) -> list[Result]:
+    """Return those that have figures."""
+    return [each for each in results if not each.failed]
+
+
+def errors(results: Sequence[Result]) -> Errors | None:
+    """Return the errors of those that ran; None where none did."""
+    ran = done(results)
+    if not ran:
+        return None
+    times = sorted(abs(each.error) for each in ran)
+    tenths = quantiles(times, n=10, method="inclusive") if len(times) > 1 else times * 9
+    order = None
+    if len(ran) >= _LEAST:
+        order = spearman([e.predicted_s for e in ran], [e.measured_s for e in ran])
+    memory = median(abs(each.memory_error) for each in ran)
+    return Errors(len(ran), median(times), tenths[8], memory, order)
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """Return Spearman's rank correlation: Pearson's of the ranks, equal ones sharing theirs."""
+    one, other = _ranks(first), _ranks(second)
+    mean = fmean(one)
+    shared = sum((a - mean) * (b - mean) for a, b in zip(one, other, strict=True))
+    spread = sum((a - mean) ** 2 for a in one) * sum((b - mean) ** 2 for b in other)
+    return float(shared / spread**0.5) if spread else 0.0
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(values)
+    return [order.index(v) + (order.count(v) - 1) / 2 for v in values]
+
+
+def noise(results: Sequence[Result]) -> float | None:
+    """Return the median distance of a repeated run from the median of its layout, as a share."""
+    repeated = [each for each in done(results) if len(each.runs_s) > 1]
+    apart = [abs(run / each.measured_s - 1) for each in repeated for run in each.runs_s]
+    return median(apart) if apart else None
+
+
+def table(results: Sequence[Result]) -> str:
+    """Return a line for each layout."""
+    rows = [["layout", "planned", "measured", "error", "memory planned", "measured", "error"]]
+    for each in results:
+        if each.failed:
+            rows.append([each.name, f"failed: {each.failed}", "", "", "", "", ""])
+            continue
+        rows.append(
+            [
+                each.name + " *" * each.crowded,
+                f"{1e3 * each.predicted_s:.1f} ms",
+                f"{1e3 * each.measured_s:.1f} ms",
+                f"{100 * each.error:+.0f} %",
+                bytes_text(each.predicted_bytes),
+                bytes_text(each.measured_bytes),
+                f"{100 * each.memory_error:+.0f} %",
+            ]
+        )
+    return aligned(rows, left={0})
+
+
+def summary(results: Sequence[Result]) -> str:
+    """Return the errors where each rank has a core, where it has none of its own, and the noise."""
+    groups = {
+        "a core for each rank": [e for e in results if not e.crowded],
+        "more ranks than cores (*)": [e for e in done(results) if e.crowded],
+    }
+    lines = []
+    for name, own in groups.items():
+        found = errors(own)
+        if found is None:
+            continue
+        order = "too few" if found.correlation is None else f"{found.correlation:.3f}"
+        lines.append(
+            f"{name}: {found.num} layouts, error of time median {100 * found.median:.1f} %, "
+            f"90th percentile {100 * found.ninth_tenth:.1f} %, rank correlation {order}; "
+            f"error of memory median {100 * found.memory_median:.1f} %"
+        )
+    floor = noise(results)
+    if floor is not None:
+        lines.append(f"noise: repeated runs are {100 * floor:.1f} % from their median")
+    failed = len(results) - len(done(results))
+    return "\n".join([*lines, f"failed: {failed} of {len(results)} layouts"])
+
+
+def draw(results: Sequence[Result]) -> str:
+    """Draw planned over measured seconds as an SVG picture."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context({"svg.hashsalt": "gpipe_hpc", "svg.fonttype": "none", "font.size": 9}):
+        figure: Any = Figure(figsize=(5.6, 5.2), layout="constrained")
+        axes = figure.subplots()
+        for crowded, label in ((False, "a core for each rank"), (True, "more ranks than cores")):
+            own = [each for each in done(results) if each.crowded == crowded]
+            measured, planned = [e.measured_s for e in own], [e.predicted_s for e in own]
+            axes.plot(measured, planned, "os"[crowded], label=label, alpha=0.7)
+        ends = [e.measured_s for e in done(results)]
+        axes.plot([min(ends), max(ends)], [min(ends), max(ends)], "k-", linewidth=0.8)
+        axes.set(xscale="log", yscale="log", xlabel="measured step, s", ylabel="planned step, s")
+        axes.legend()
+        drawn = io.StringIO()
+        figure.savefig(drawn, format="svg", metadata={"Date": None})
+    return "\n".join(line.rstrip() for line in drawn.getvalue().splitlines()) + "\n"

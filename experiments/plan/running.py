@@ -1,0 +1,128 @@
+"""Plan a layout and run it: predicted and measured step time and memory."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+from experiments.plan.layouts import Planned
+from gpipe_hpc.config import compose_config
+from gpipe_hpc.errors import GpipeError
+from gpipe_hpc.plan import make_plan
+
+_SKIPPED: Final = 2  # steps at the start, which open connections and make buffers
+_LIMIT_S: Final = 180
+_ROOT: Final = Path(__file__).parents[2]
+_COMMON: Final = (
+    "train.device=cpu",
+    "train.num_threads=1",
+    "train.validate_every=0",
+    "train.validate_batches=1",
+    "checkpoint.every=0",
+    "preflight.before_run=false",
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A layout as planned and as run: seconds of a step, bytes of the fullest rank.
+
+    `runs_s`: the median step of each run. `crowded`: ranks outnumber cores. `failed`: why there are
+    no figures.
+    """
+
+    name: str
+    predicted_s: float = 0.0
+    runs_s: tuple[float, ...] = ()
+    predicted_bytes: int = 0
+    measured_bytes: int = 0
+    crowded: bool = False
+    parts: str = ""
+    failed: str = ""
+
+    @property
+    def measured_s(self) -> float:
+        """Return the median over its runs."""
+        return median(self.runs_s)
+
+    @property
+    def error(self) -> float:
+        """Return how far the prediction is from what was measured, as a share of that."""
+        return self.predicted_s / self.measured_s - 1
+
+    @property
+    def memory_error(self) -> float:
+        """Return the same for memory."""
+        return self.predicted_bytes / self.measured_bytes - 1
+
+
+class FailedRunError(Exception):
+    """A run that gave no figures, in one line."""
+
+
+def prices(out: Path, ranks: int) -> Path:
+    """Measure what a step takes beside its layers on so many ranks; return the file."""
+    path = out / f"prices_{ranks}.yaml"
+    words = ("preflight.steps=true", f"preflight.prices={path}", "preflight.out=null")
+    model = ("model=mlp", "data=synthetic_vectors", f"pipeline.stages={ranks}")
+    _launch(ranks, "gpipe_hpc.preflight", [*model, *words, "train.device=cpu"])
+    return path
+
+
+def try_layout(layout: Planned, prices_file: Path, steps: int, num_runs: int, out: Path) -> Result:
+    """Plan it and run it; whatever fails is told in the result."""
+    words = [*_COMMON, *layout.words]
+    try:
+        config = compose_config([*words, "plan.costs=measured", f"plan.prices={prices_file}"])
+        plan = make_plan(config)
+        step = plan.step
+        assert step is not None, "plan.costs=measured gives seconds"
+        counts = ",".join(map(str, plan.layout.partition.counts))
+        words.append(f"pipeline.partition=[{counts}]")
+        runs = [_run(layout, words, steps, out / layout.name) for _ in range(num_runs)]
+    except (GpipeError, FailedRunError) as error:
+        return Result(layout.name, failed=str(error).splitlines()[0])
+    return Result(
+        layout.name,
+        step.total_s,
+        tuple(seconds for seconds, _ in runs),
+        max(rank.total_bytes for rank in plan.forecast.ranks),
+        max(nbytes for _, nbytes in runs),
+        crowded=step.crowd is not None,
+        parts=step.text().splitlines()[0].partition("(")[2].rstrip(")"),
+    )
+
+
+def _run(layout: Planned, words: list[str], steps: int, folder: Path) -> tuple[float, int]:
+    """Return the median seconds of a step, and the most bytes a rank took above its start."""
+    shutil.rmtree(folder, ignore_errors=True)
+    asked = [*words, f"train.steps={steps + _SKIPPED}", f"run.dir={folder}"]
+    _launch(layout.ranks, "gpipe_hpc.train", asked)
+    lines = (folder / "metrics.jsonl").read_text("utf-8").splitlines()
+    times = [line["step_time_s"] for line in map(json.loads, lines) if "step_time_s" in line]
+    summary = json.loads((folder / "summary.json").read_text("utf-8"))
+    taken = [r["peak_memory_bytes"] - r["memory_before_bytes"] for r in summary["ranks"]]
+    shutil.rmtree(folder, ignore_errors=True)
+    if len(times) <= _SKIPPED:
+        raise FailedRunError(f"expected {steps} steps, got {len(times)}")
+    return median(times[_SKIPPED:]), max(taken)
+
+
+def _launch(ranks: int, module: str, words: list[str]) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command = [sys.executable, *launcher, "-m", module, *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            command, env=environment, cwd=_ROOT, capture_output=True, text=True, timeout=_LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise FailedRunError(f"{module} did not end within {_LIMIT_S} s") from None
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if "Error" in line or "error" in line]
+        raise FailedRunError(said[0] if said else f"{module} ended with {done.returncode}")

@@ -1,0 +1,52 @@
+"""The experiment that holds plans against runs: its layouts, its figures, and failed layouts."""
+
+import pytest
+
+from experiments.plan.figures import errors, noise, spearman, summary, table
+from experiments.plan.layouts import MODELS, layouts
+from experiments.plan.running import Result, try_layout
+from gpipe_hpc.config import check_config, compose_config
+from gpipe_hpc.schedule import schedule_names
+
+
+def test_layouts_are_of_all_models_ranks_schedules_and_modes():
+    found = layouts()
+    assert len({each.name for each in found}) == len(found) >= 40
+    assert {each.ranks for each in found} == {1, 2, 4}
+    words = {word for each in found for word in each.words}
+    run = {w.partition("=")[2] for w in words if w.startswith("pipeline.schedule=")}
+    assert run == set(schedule_names()) - {"auto", "file", "rerouted"}
+    assert {f"pipeline.recompute={mode}" for mode in ("never", "always", "except_last")} <= words
+    assert "pipeline.replicas=2" in words
+    assert [each.name for each in layouts("mlp_1r")] == [
+        "mlp_1r_gpipe_never",
+        "mlp_1r_gpipe_always",
+    ]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_their_settings_can_work(model):
+    last = layouts(model)[-1]
+    check_config(compose_config(list(last.words)), last.ranks)
+
+
+def test_a_failed_layout_is_told_and_the_others_count(tmp_path):
+    results = [
+        Result("a", 1.1, (1.0, 1.2, 0.8), 90, 100),
+        Result("b", 2.0, (2.0,), 100, 100),
+        Result("c", 4.0, (5.0,), 100, 100, crowded=True),
+        try_layout(layouts("mlp_2r")[0], tmp_path / "none.yaml", 2, 1, tmp_path),
+    ]
+    assert "none.yaml" in results[-1].failed
+    told = errors(results)
+    assert told is not None and told.num == 3 and told.correlation == pytest.approx(1.0)
+    assert told.median == pytest.approx(0.1)
+    assert noise(results) == pytest.approx(0.2)
+    assert "failed: " in table(results) and "failed: 1 of 4 layouts" in summary(results)
+    assert "more ranks than cores (*): 1 layouts" in summary(results)
+
+
+def test_ranks_that_are_equal_share_their_place():
+    assert spearman([1, 2, 3], [10, 20, 30]) == pytest.approx(1.0)
+    assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1.0)
+    assert spearman([1, 1, 1], [1, 2, 3]) == 0.0
