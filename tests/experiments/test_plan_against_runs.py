@@ -27,7 +27,9 @@ def test_layouts_are_of_all_models_ranks_schedules_and_modes():
 @pytest.mark.parametrize("model", MODELS)
 def test_their_settings_can_work(model):
     last = layouts(model)[-1]
-    check_config(compose_config(list(last.words)), last.ranks)
+    config = compose_config(list(last.words))
+    check_config(config, last.ranks)
+    assert config.pipeline.schedule in last.name
 
 
 def test_a_failed_layout_is_told_and_the_others_count(tmp_path):
