@@ -23,6 +23,7 @@ from gpipe_hpc.config import (
 from gpipe_hpc.config.checks import check_planning
 from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs, say_error
 from gpipe_hpc.config.ranks import on_ranks, ranks_to_come
+from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.config.schema import AUTO_LAYOUT, MEASURED_COSTS
 from gpipe_hpc.errors import GpipeError, PartitionError
 from gpipe_hpc.models import loss_function, normalise_layers
@@ -38,6 +39,7 @@ from gpipe_hpc.planning import (
     fit_stages,
     lay_out,
 )
+from gpipe_hpc.planning.advice import Known
 from gpipe_hpc.planning.alternatives import (
     Batch,
     alternatives_text,
@@ -45,6 +47,7 @@ from gpipe_hpc.planning.alternatives import (
     try_others,
 )
 from gpipe_hpc.planning.by_rank import excess_bytes, memory_limits
+from gpipe_hpc.planning.calibration import check_calibration, read_calibration
 from gpipe_hpc.planning.counted import ModelCount
 from gpipe_hpc.planning.forecast import Forecast, least_bytes
 from gpipe_hpc.planning.gauges import COUNTED, MEASURED
@@ -92,6 +95,7 @@ def main() -> None:
 def _task(job: Job) -> int:
     try:
         if job.config.plan.search or job.config.pipeline.layout == AUTO_LAYOUT:
+            _refuse_calibration(job.config)
             answer = compared(job.config, job.words)
             print(answer.text)
             return DONE_EXIT_CODE if answer.chosen else TOO_LARGE_EXIT_CODE
@@ -100,6 +104,14 @@ def _task(job: Job) -> int:
         return say_error(error)
     print(found.text)
     return DONE_EXIT_CODE if found.fits else TOO_LARGE_EXIT_CODE
+
+
+def _refuse_calibration(config: Config) -> None:
+    """Refuse a calibration for a search, whose layouts have micro-batches of many sizes."""
+    path = config.plan.calibration
+    if path is not None:
+        remedy = "leave it out, or plan.search and pipeline.layout=auto"
+        raise refuse("plan.calibration", "null for a search", path, remedy)
 
 
 def make_plan(config: Config) -> Plan:
@@ -126,7 +138,9 @@ def make_plan(config: Config) -> Plan:
     example = Example(sample.inputs, sample.targets, loss_fn, request.seed, device)
     counted = Counted(layers, example, request.precision, shares_casts=not request.offload)
     gauge: Gauge = counted
-    if config.plan.costs == MEASURED_COSTS:
+    if config.plan.calibration is not None:
+        gauge = _calibrated(config.plan.calibration, counted, device)
+    elif config.plan.costs == MEASURED_COSTS:
         gauge = Measured(replace(counted, example=with_values(example, config)))
     fit = fit_stages(request, all_ranks, gauge) if is_fit else None
     if fit is not None:
@@ -169,12 +183,19 @@ def make_plan(config: Config) -> Plan:
     )
 
 
+def _calibrated(path: str, counted: Counted, device: Device) -> Known:
+    """Return the layers with what they took in a run; ConfigError where that was another one."""
+    found, count = read_calibration(path), counted.count
+    check_calibration(found, path, count, device=device.type, precision=counted.precision)
+    return Known(counted.layers, found.layers, count)
+
+
 def _machine(config: Config, device: Device, layout: Layout) -> Machine | None:
     """Return what ranks are; None where nothing says how fast they compute."""
     plan = config.plan
-    if plan.costs is None and plan.flops_per_s is None:
+    if plan.costs is None and plan.flops_per_s is None and plan.calibration is None:
         return None
-    is_measured = plan.costs == MEASURED_COSTS
+    is_measured = plan.costs == MEASURED_COSTS or plan.calibration is not None
     rates = Rates.alike(1.0) if is_measured else rates_of(config, device)
     cluster = cluster_of(config, layout.replicas * layout.schedule.num_ranks)
     return machine_of(config, device, cluster, rates, plan.host_copy_bytes_per_s)

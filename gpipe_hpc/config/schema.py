@@ -281,6 +281,7 @@ class PlanConfig:
     links: str | None = None
     prices: str | None = None
     costs: str | None = None
+    calibration: str | None = None
     link_latency_s: float = 1e-5
     within_bytes_per_s: float | None = None
     within_latency_s: float = 3e-6

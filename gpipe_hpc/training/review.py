@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from gpipe_hpc.pipeline import Pipeline
-from gpipe_hpc.planning.advice import layer_times
-from gpipe_hpc.planning.review import Review, by_forwards, review
+from gpipe_hpc.planning.review import Review, review
 from gpipe_hpc.schedule import Timeline
+from gpipe_hpc.training.calibrating import measured_times
 from gpipe_hpc.training.foresight import Foresight
 
 
@@ -18,7 +18,6 @@ def review_run(
     `forwards_s`: what the forwards of layers took, where they were watched. They say which layer of
     a stage is slow; the step says how long the stage takes.
     """
-    cut, counted = pipe.partition, foreseen.known.times
-    basis = by_forwards(counted, forwards_s, cut.counts)
-    times = layer_times(measured, cut.counts, basis, cut.paces)
-    return review(pipe.request, pipe.layout, replace(foreseen.known, times=times), counted)
+    known = foreseen.known
+    times = measured_times(pipe, foreseen, measured, forwards_s)
+    return review(pipe.request, pipe.layout, replace(known, times=times), known.times)

@@ -7,6 +7,7 @@ from typing import Any
 
 from gpipe_hpc.comm.world import together
 from gpipe_hpc.errors import os_remedy
+from gpipe_hpc.training.calibrating import calibrate
 from gpipe_hpc.training.review import review_run
 from gpipe_hpc.training.session import Session
 from gpipe_hpc.training.step_edge import TimedStep
@@ -129,6 +130,13 @@ class Reporter:
                 log.info("%s", summary_text(summary))
                 self._keep_traces(traced)
                 write_summary(self._session.run_folder, summary)
+                self._calibrate(found, ranks)
+
+    def _calibrate(self, traced: Traced | None, ranks: Sequence[RankFigures]) -> None:
+        session = self._session
+        if traced is not None and session.foreseen is not None:
+            measured = traced.replicas[self._pipe.layout.portions.fullest]
+            calibrate(session.run_folder, self._pipe, session.foreseen, measured, ranks)
 
     def fail(self, error: BaseException) -> None:
         """Write on rank 0 what it knows by itself of a run that failed; whatever that meets, stays.
