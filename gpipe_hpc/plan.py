@@ -249,8 +249,8 @@ def _without_search(request: Request, gauge: Gauge) -> Layout | None:
         return None
     said = (
         f"no order fits: one micro-batch needs {bytes_text(least.activation_bytes)} on rank {rank} "
-        f"beside {bytes_text(least.lasting_bytes)} of weights, gradients and optimizer, and "
-        f"pipeline.memory_bytes allows {bytes_text(limits[rank])}; none was searched, "
+        f"beside {bytes_text(least.lasting_bytes)} of weights, gradients, optimizer and workspace, "
+        f"and pipeline.memory_bytes allows {bytes_text(limits[rank])}; none was searched, "
         f"one_f_one_b with recompute always is shown"
     )
     return replace(found, budget=said)

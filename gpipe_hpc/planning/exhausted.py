@@ -21,7 +21,7 @@ def explain_exhausted(standing: Standing, planned: RankForecast | None, request:
 
 
 def _table(standing: Standing, planned: RankForecast | None) -> str:
-    names = ("weights", "casts", "gradients", "optimizer", "activations", "sum")
+    names = ("weights", "casts", "gradients", "optimizer", "activations", "workspace", "sum")
     expected = [_UNKNOWN] * len(names)
     if planned is not None:
         expected = [
@@ -32,13 +32,14 @@ def _table(standing: Standing, planned: RankForecast | None) -> str:
                 planned.gradient_bytes,
                 planned.optimizer_bytes,
                 planned.activation_bytes,
+                planned.workspace_bytes,
                 planned.total_bytes,
             )
         ]
     found = [_UNKNOWN] * len(names)
     found[0], found[2] = bytes_text(standing.weights), bytes_text(standing.gradients)
     found[4] = f"of {standing.num_kept} micro-batches"
-    found[5] = bytes_text(standing.allocated)
+    found[6] = bytes_text(standing.allocated)
     rows = [["memory", "planned", "allocated"]]
     rows += [list(row) for row in zip(names, expected, found, strict=True)]
     return aligned(rows, left={0})

@@ -31,6 +31,7 @@ class RankStates:
     """What a rank holds all the time, in bytes, and the stages that it is for.
 
     `cast_bytes`: copies of weights in a lower precision, made once a step for all micro-batches.
+    `workspace_bytes`: what the stage that takes most takes while it runs; see `stage_workspace`.
     """
 
     stages: tuple[int, ...]
@@ -39,12 +40,18 @@ class RankStates:
     cast_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
+    workspace_bytes: int
 
     @property
-    def total_bytes(self) -> int:
+    def lasting_bytes(self) -> int:
         """Return the sum of weights, their casts, gradients and optimizer."""
         weights = self.weight_bytes + self.cast_bytes
         return weights + self.gradient_bytes + self.optimizer_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Return what there has to be room for beside activations."""
+        return self.lasting_bytes + self.workspace_bytes
 
 
 @dataclass(frozen=True)
@@ -278,4 +285,5 @@ def rank_states(
         cast_bytes=sum(weight.cast_bytes for weight in weights),
         gradient_bytes=trained + shared.padding_bytes,
         optimizer_bytes=shared.optimizer_bytes,
+        workspace_bytes=max((stages[stage].workspace_bytes for stage in held), default=0),
     )

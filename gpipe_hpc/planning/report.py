@@ -20,7 +20,9 @@ from gpipe_hpc.schedule import Schedule
 _MAX_SKIPS: Final = 24  # lines of a table
 _NOTES: Final = (
     "Counted, not measured: FLOPs of matrix products, convolutions and attention; activations that "
-    "autograd keeps; no gradients in flight, receive buffers or workspaces; transfers take no time."
+    "autograd keeps; workspace: what layers take as they run, gradients on their way, a receive "
+    "buffer posted ahead. Not counted: what kernels and libraries take for themselves. Transfers "
+    "take no time."
 )
 _NOTES_WITH_TIME: Final = (
     "Counted, not measured: activations that autograd keeps; no gradients in flight, receive "
@@ -120,7 +122,7 @@ def rank_table(ranks: Sequence[RankForecast], assumptions: Assumptions) -> str:
     casts = any(rank.cast_bytes for rank in ranks)
     head = ["rank", "stages", "parameters", "weights", *["casts"] * casts, "gradients"]
     verdicts = _verdicts(ranks, assumptions)
-    rows = [[*head, "optimizer", "activations", "sum", "sent a step", *verdicts[0]]]
+    rows = [[*head, "optimizer", "activations", "workspace", "sum", "sent a step", *verdicts[0]]]
     for index, rank in enumerate(ranks):
         parts = (
             rank.weight_bytes,
@@ -128,6 +130,7 @@ def rank_table(ranks: Sequence[RankForecast], assumptions: Assumptions) -> str:
             rank.gradient_bytes,
             rank.optimizer_bytes,
             rank.activation_bytes,
+            rank.workspace_bytes,
             rank.total_bytes,
             rank.sent_bytes,
         )

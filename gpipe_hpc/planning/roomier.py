@@ -68,11 +68,12 @@ def roomier_cut(
 
 
 class _Span:
-    """Some layers as a stage: what they hold all the time, and of a micro-batch."""
+    """Some layers as a stage: what they hold all the time, to run, and of a micro-batch."""
 
     def __init__(self, lasting: int, stage: StageCount) -> None:
         lives = stage.lives(stage.layers)
-        self._lasting, self._whole = lasting, stage.activation_bytes
+        self._lasting = lasting + stage.workspace_bytes
+        self._whole = stage.activation_bytes
         self._kept, self._full = lives.kept, lives.full
 
     def needs(self, moments: Sequence[Moment], stage: int) -> int:

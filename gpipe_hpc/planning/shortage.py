@@ -24,11 +24,10 @@ def shortage(
     over = [at for at, rank in enumerate(ranks) if rank.total_bytes > limits[at]]
     if not over:
         return ""
-    lasting = [rank.total_bytes - rank.activation_bytes for rank in ranks]
+    lasting = [rank.lasting_bytes for rank in ranks]
     heaviest = max(range(len(ranks)), key=lambda at: lasting[at] - limits[at])
-    head = (
-        f"{_needs(ranks, limits, over)} (weights, gradients, optimizer and activations, as counted)"
-    )
+    parts = "weights, gradients, optimizer, activations and workspace, as counted"
+    head = f"{_needs(ranks, limits, over)} ({parts})"
     if lasting[heaviest] > limits[heaviest]:
         return (
             f"{head}; weights, gradients and optimizer alone take "

@@ -7,6 +7,7 @@ from typing import Final
 from gpipe_hpc.models import Skip, skip_routes
 from gpipe_hpc.planning.counted import ModelCount
 from gpipe_hpc.planning.storages import Follower, Lives, StageStorages
+from gpipe_hpc.planning.transient import stage_workspace
 from gpipe_hpc.planning.trial import Crossing
 
 
@@ -17,6 +18,7 @@ class StageCount:
     `forward_costs` are the FLOPs of each layer's forward; the loss belongs to the last layer.
     `input` and `output` cross the boundaries to the neighbours, what they stashed for each other
     included; `received` comes straight from stages further ahead, `sent` goes to those further on.
+    `workspace_bytes` is what the stage takes while it runs beside what it keeps.
     """
 
     layers: range
@@ -28,6 +30,7 @@ class StageCount:
     output: Crossing
     received: Mapping[int, Crossing]
     sent: Mapping[int, Crossing]
+    workspace_bytes: int
 
     @property
     def forward_flops(self) -> int:
@@ -85,16 +88,26 @@ def _count_stage(
     if model.loss is not None and is_last:
         parts.append(model.loss)
         costs[-1:] = [sum(costs[-1:]) + model.loss.forward_flops]
+    storages = _storages(model, span, plain, incoming, is_last)
+    from_before = _joined(model, plain, incoming.pop(index - 1, ()))
+    to_next = _joined(model, _behind(model, span.stop), outgoing.pop(index + 1, ()))
+    received = {s: _joined(model, NOTHING, skips) for s, skips in incoming.items()}
+    sent = {d: _joined(model, NOTHING, skips) for d, skips in outgoing.items()}
     return StageCount(
         layers=span,
         forward_costs=tuple(costs),
         backward_flops=sum(part.backward_flops for part in parts),
         input_flops=sum(part.input_flops for part in parts),
-        storages=_storages(model, span, plain, incoming, is_last),
-        input=_joined(model, plain, incoming.pop(index - 1, ())),
-        output=_joined(model, _behind(model, span.stop), outgoing.pop(index + 1, ())),
-        received={s: _joined(model, NOTHING, skips) for s, skips in incoming.items()},
-        sent={d: _joined(model, NOTHING, skips) for d, skips in outgoing.items()},
+        storages=storages,
+        input=from_before,
+        output=to_next,
+        received=received,
+        sent=sent,
+        workspace_bytes=stage_workspace(
+            parts,
+            came=NOTHING.joined([*[from_before] * (start > 0), *received.values()]),
+            left=NOTHING.joined([*[to_next] * (not is_last), *sent.values()]),
+        ),
     )
 
 

@@ -7,7 +7,8 @@ keeps of them for a whole step.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from gpipe_hpc.planning.casts import WeightCasts, storage_key
 from gpipe_hpc.planning.meta import META, meta_copy
 from gpipe_hpc.planning.walk import Given, Passed, described
 from gpipe_hpc.planning.work import Passes, WorkCounter
+from gpipe_hpc.planning.workspace import Workspace, run_counting
 
 CPU: Final = torch.device("cpu")
 _FIT_LAYER: Final = (
@@ -90,7 +92,8 @@ class LayerCount:
     `work`: of its passes, by kind; `input_flops` is the part of `backward_flops` that the gradient
     of the input takes. `stashed`
     is what the layer stashes, one for each of its names. `state_bytes` is of the buffers that a
-    forward changes: each micro-batch has a copy of its own.
+    forward changes: each micro-batch has a copy of its own. `workspace` is what lives while the
+    layer runs.
     """
 
     name: str
@@ -100,6 +103,7 @@ class LayerCount:
     output: Crossing
     stashed: tuple[Crossing, ...] = ()
     state_bytes: int = 0
+    workspace: Workspace = field(default_factory=Workspace)
 
     @property
     def parameters(self) -> int:
@@ -177,7 +181,7 @@ class Trial:
         with _counting_device(self.precision, self.module) as placed:
             leaves = map_tensors(lambda t: placed(fresh(t)), tuple(self.given))
             # Clones, for a layer may work in place: on a leaf that is forbidden.
-            first, given = (Given(*map_tensors(torch.clone, leaves)) for _ in range(2))
+            first, given, again = (Given(*map_tensors(torch.clone, leaves)) for _ in range(3))
             given_tensors = tensors_of(tuple(given))
             lasting, anew = (WeightCasts(self.module.parameters()) for _ in range(2))
             homes = _homes(self.module)
@@ -189,10 +193,16 @@ class Trial:
                             self._forward(first)
                     with anew:
                         results, saved, work = self._run(given, _trained(leaves))
+                    lasts = [*map(storage_key, (*self.module.parameters(), *self.module.buffers()))]
+                    state_bytes = _moved_bytes(buffers, homes)
+                    # Last: a layer may replace its buffers, and storages have names of dead ones.
+                    workspace = run_counting(
+                        partial(self._forward, again), self.module.parameters()
+                    )
             except Exception as error:
                 raise self._failed(error) from error
         cast_bytes = lasting.kept_bytes(anew)
-        for own in map(storage_key, (*self.module.parameters(), *self.module.buffers())):
+        for own in lasts:
             saved.pop(own, None)
         for cast in lasting.storages:
             saved.pop(cast, None)
@@ -206,7 +216,8 @@ class Trial:
             kept=_kept(saved, given_tensors, results),
             output=crossing(results[0]),
             stashed=tuple(map(crossing, results[1:])),
-            state_bytes=_moved_bytes(buffers, homes),
+            state_bytes=state_bytes,
+            workspace=workspace,
         )
         return Passed(count, *map(forgotten, (results[0], results[1:])))
 

@@ -17,7 +17,7 @@ from gpipe_hpc.planning.request import Request
 from tests.support import mean_square
 
 GB = 10**9
-PLANNED = RankForecast((1,), 100, 2 * GB, 0, 2 * GB, 4 * GB, 8 * GB, 0)
+PLANNED = RankForecast((1,), 100, 2 * GB, 0, 2 * GB, 4 * GB, GB, 8 * GB, 0)
 
 
 class Full(HostDevice):
@@ -103,7 +103,7 @@ def test_who_had_no_memory_and_for_what(where, microbatch, action):
     assert "Tried to allocate 20.00 GiB" in own
     rows = {line.split()[0]: line for line in own.splitlines()[1:]}
     assert re.search(r"weights +2.00 GB +80 B", rows["weights"])
-    assert re.search(r"sum +16.0 GB +70.0 GB", rows["sum"])
+    assert re.search(r"sum +17.0 GB +70.0 GB", rows["sum"])
     assert re.search(r"activations +8.00 GB +of \d micro-batches", rows["activations"])
     assert "78.0 GB at the fullest, torch holds 79.0 GB of 80.0 GB" in own
     for setting in ("microbatches above 4", "recompute=always", "offload=true", "schedule=1f1b"):

@@ -232,7 +232,8 @@ def test_a_rank_holds_casts_once_and_all_that_it_sums_up():
         assert sum(rank.cast_bytes for rank in ranks) == casts_of(model)
         for rank in ranks:
             states = rank.weight_bytes + rank.gradient_bytes + rank.optimizer_bytes
-            assert rank.total_bytes == states + rank.cast_bytes + rank.activation_bytes
+            beside = rank.activation_bytes + rank.workspace_bytes
+    assert rank.total_bytes == states + rank.cast_bytes + beside
     mirrored = lower(build("chimera", ranks=2, microbatches=4, recompute="never"))
     for rank in forecast(model, [3, 4], mirrored, 2).ranks:
         assert rank.cast_bytes == casts_of(model)

@@ -46,7 +46,7 @@ def test_weights_gradients_and_optimizer_by_its_states():
         6 * one,
     )
     assert rank.parameters == 3 * one // 4
-    assert rank.total_bytes == 12 * one + rank.activation_bytes
+    assert rank.total_bytes == 12 * one + rank.activation_bytes + rank.workspace_bytes
     plain, _ = foreseen(model, [1, 3], "gpipe", microbatches=4, ranks=2, states=0)
     assert plain.ranks[1].optimizer_bytes == 0
 

@@ -88,7 +88,7 @@ def test_a_span_is_counted_as_the_stage_that_it_would_be():
         for rank, (start, count, stage) in enumerate(zip(starts, counts, whole, strict=True)):
             span = count_span(GAUGE.count, start, start + count)
             assert span == stage
-            states = rank_states(GAUGE.count, whole, place, rank, 2).total_bytes
+            states = rank_states(GAUGE.count, whole, place, rank, 2).lasting_bytes
             assert lasting_bytes(GAUGE.count, span.layers, 2) == states
 
 

@@ -17,8 +17,9 @@ from gpipe_hpc.schedule import Link
 _NOTES: Final = (
     "Simulated, not measured: layers as {layers}, transfers and sums of gradients as the links "
     "say, {rest}. Memory is "
-    "weights, gradients, optimizer and activations, without gradients in flight, receive buffers "
-    "and workspaces. Micro-batches of other sizes draw other dropout; BatchNorm sees other batches."
+    "weights, gradients, optimizer, activations and workspace, without what kernels and libraries "
+    "take for themselves. Micro-batches of other sizes draw other dropout; BatchNorm sees other "
+    "batches."
 )
 _HEAD: Final = (
     "",

@@ -206,7 +206,7 @@ def test_with_little_memory_something_is_recomputed_and_with_less_nothing_fits()
     ground = ground_of(2, 1, 256, (32,) * 6)
 
     def coarse(**asked):
-        return replace(space_of(ground, microbatches=2, **asked), fixed=frozenset({"microbatches"}))
+        return replace(space_of(ground, microbatches=4, **asked), fixed=frozenset({"microbatches"}))
 
     free = search(coarse(), ground)
     assert all(each.candidate.recompute == "never" for each in free.trials)

@@ -77,6 +77,7 @@ PLANNED = RankForecast(
     cast_bytes=10,
     gradient_bytes=100,
     optimizer_bytes=200,
+    workspace_bytes=0,
     activation_bytes=50,
     sent_bytes=7,
 )
