@@ -15,14 +15,14 @@ import torch
 from torch import nn
 
 from gpipe_hpc import checkpoint
-from gpipe_hpc.comm.clock import clock_identity
 from gpipe_hpc.comm.cores.bind import bind
+from gpipe_hpc.comm.failing.patience import patiently, patiently_here
+from gpipe_hpc.comm.failing.tracebacks import OwnFramesLeftOut
 from gpipe_hpc.comm.group import Gathering, Group
+from gpipe_hpc.comm.host.clock import clock_identity
 from gpipe_hpc.comm.joining.start import DEFAULT_TIMEOUT_S, start_world
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.nests import Nest
-from gpipe_hpc.comm.patience import patiently, patiently_here
-from gpipe_hpc.comm.tracebacks import OwnFramesLeftOut
 from gpipe_hpc.comm.watch.settings import DEFAULT_SILENCE_S
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config.spelling import bytes_of_ranks, canonical_precision, num_bytes, suggestion
@@ -74,10 +74,10 @@ from gpipe_hpc.planning import (
     lay_out,
     on_stages,
 )
-from gpipe_hpc.planning.by_rank import MEASURED_PACES, given_paces
-from gpipe_hpc.planning.exhausted import explain_exhausted
+from gpipe_hpc.planning.costs.speed import confirms, paces_of_times, paces_text, seconds_of_work
 from gpipe_hpc.planning.forecast import RankForecast
-from gpipe_hpc.planning.speed import confirms, paces_of_times, paces_text, seconds_of_work
+from gpipe_hpc.planning.memory.by_rank import MEASURED_PACES, given_paces
+from gpipe_hpc.planning.memory.exhausted import explain_exhausted
 from gpipe_hpc.schedule import Op, Timeline, canonical_schedule, num_rows, replicas_on, rows_text
 from gpipe_hpc.schedule.passes.recompute import RECOMPUTE_MODES
 

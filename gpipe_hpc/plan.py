@@ -40,24 +40,24 @@ from gpipe_hpc.planning import (
     lay_out,
 )
 from gpipe_hpc.planning.advice import Known
-from gpipe_hpc.planning.alternatives import (
+from gpipe_hpc.planning.costs.calibration import check_calibration, read_calibration
+from gpipe_hpc.planning.costs.counted import ModelCount
+from gpipe_hpc.planning.costs.gauges import COUNTED, MEASURED
+from gpipe_hpc.planning.costs.rates import Rates
+from gpipe_hpc.planning.forecast import Forecast, least_bytes
+from gpipe_hpc.planning.memory.by_rank import excess_bytes, memory_limits
+from gpipe_hpc.planning.search.machine import Machine
+from gpipe_hpc.planning.search.whole_step import step_of
+from gpipe_hpc.planning.step_time import StepTime
+from gpipe_hpc.planning.telling.alternatives import (
     Batch,
     alternatives_text,
     forecast_of,
     try_others,
 )
-from gpipe_hpc.planning.by_rank import excess_bytes, memory_limits
-from gpipe_hpc.planning.calibration import check_calibration, read_calibration
-from gpipe_hpc.planning.counted import ModelCount
-from gpipe_hpc.planning.forecast import Forecast, least_bytes
-from gpipe_hpc.planning.gauges import COUNTED, MEASURED
-from gpipe_hpc.planning.rates import Rates
-from gpipe_hpc.planning.report import Assumptions, Sections, report
-from gpipe_hpc.planning.search.machine import Machine
-from gpipe_hpc.planning.search.whole_step import step_of
-from gpipe_hpc.planning.step_time import StepTime
-from gpipe_hpc.planning.sums import sums_text
-from gpipe_hpc.planning.units import bytes_text
+from gpipe_hpc.planning.telling.report import Assumptions, Sections, report
+from gpipe_hpc.planning.telling.sums import sums_text
+from gpipe_hpc.planning.telling.units import bytes_text
 from gpipe_hpc.planning.vocabulary import check_vocabulary
 from gpipe_hpc.training.asking import request_of
 from gpipe_hpc.training.data.shapes import Sample, microbatch, samples_per_microbatch

@@ -22,8 +22,8 @@ from experiments.gpu.gradients import (
     plain_gradients,
 )
 from experiments.gpu.running import Findings, enter, options
-from gpipe_hpc.comm.forming import Former
 from gpipe_hpc.comm.joining.start import start_world
+from gpipe_hpc.comm.reaching.forming import Former
 from gpipe_hpc.comm.world import World
 
 

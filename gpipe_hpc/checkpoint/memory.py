@@ -8,7 +8,7 @@ import torch
 
 from gpipe_hpc.comm.device import Device, HostDevice
 from gpipe_hpc.comm.group import Gathering, rank_names
-from gpipe_hpc.comm.machine import shared_identity
+from gpipe_hpc.comm.host.machine import shared_identity
 from gpipe_hpc.errors import CheckpointError
 
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Generator, Tensor, nn
 
 from gpipe_hpc.comm.cores.machine import node_of_pci
-from gpipe_hpc.comm.host_memory import free_bytes, peak_bytes, used_bytes
-from gpipe_hpc.comm.machine import kernel_identity, shared_identity
+from gpipe_hpc.comm.host.host_memory import free_bytes, peak_bytes, used_bytes
+from gpipe_hpc.comm.host.machine import kernel_identity, shared_identity
 from gpipe_hpc.comm.setting import setting
 from gpipe_hpc.errors import ConfigError
 

@@ -29,9 +29,10 @@ from gpipe_hpc.comm.collectives.plan import Plan
 from gpipe_hpc.comm.collectives.shards import checked_counts, shards
 from gpipe_hpc.comm.collectives.wide import MESHED, WideGroup
 from gpipe_hpc.comm.device import Device, carries, knows
-from gpipe_hpc.comm.doors import Doors
-from gpipe_hpc.comm.failure import Board, FailureBoard, SoloBoard, lost, with_host
-from gpipe_hpc.comm.forming import Former
+from gpipe_hpc.comm.failing.failure import Board, FailureBoard, SoloBoard, lost, with_host
+from gpipe_hpc.comm.failing.noticeboard import Noticeboard
+from gpipe_hpc.comm.failing.timeouts import DEFAULT_REACH_S, checked_timeout
+from gpipe_hpc.comm.failing.torchrun_report import tell_torchrun
 from gpipe_hpc.comm.group import (
     Calls,
     Done,
@@ -43,21 +44,20 @@ from gpipe_hpc.comm.group import (
     SoloGroup,
     rank_names,
 )
+from gpipe_hpc.comm.host.machine import folder_identity, kernel_identity
 from gpipe_hpc.comm.joining.acquaintance import make_acquaintance
 from gpipe_hpc.comm.joining.claim import claim_device
 from gpipe_hpc.comm.joining.secret import Secret, secret_for_all
 from gpipe_hpc.comm.joining.source import own_source
 from gpipe_hpc.comm.levels import WIDTH, Levels, own_levels
-from gpipe_hpc.comm.machine import folder_identity, kernel_identity
 from gpipe_hpc.comm.mpi.process_group import NAME as MPI_NAME
 from gpipe_hpc.comm.mpi.process_group import MpiGroup
-from gpipe_hpc.comm.noticeboard import Noticeboard
 from gpipe_hpc.comm.noting import Note
-from gpipe_hpc.comm.pairs import Pairs
 from gpipe_hpc.comm.pickling import dumps, loads
+from gpipe_hpc.comm.reaching.doors import Doors
+from gpipe_hpc.comm.reaching.forming import Former
+from gpipe_hpc.comm.reaching.pairs import Pairs
 from gpipe_hpc.comm.summing import NARROW, OwnSums, widened
-from gpipe_hpc.comm.timeouts import DEFAULT_REACH_S, checked_timeout
-from gpipe_hpc.comm.torchrun_report import tell_torchrun
 from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
 from gpipe_hpc.comm.transport.lanes import TorchLane
 from gpipe_hpc.comm.transport.outbox import Outbox

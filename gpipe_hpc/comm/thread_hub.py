@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+from gpipe_hpc.comm.failing.timeouts import checked_timeout
 from gpipe_hpc.comm.group import rank_names
 from gpipe_hpc.comm.handing import Left
 from gpipe_hpc.comm.joining.secret import Secret
-from gpipe_hpc.comm.timeouts import checked_timeout
 from gpipe_hpc.comm.transport.base import Message, PlacedChannel
 
 T = TypeVar("T")

@@ -22,6 +22,7 @@ from gpipe_hpc.comm.collectives.menu import (
 )
 from gpipe_hpc.comm.collectives.plan import Plan
 from gpipe_hpc.comm.device import Device, HostDevice
+from gpipe_hpc.comm.failing.tracebacks import leave_out_own_frames
 from gpipe_hpc.comm.group import (
     Calls,
     Gathering,
@@ -37,7 +38,6 @@ from gpipe_hpc.comm.noting import Note, unheard
 from gpipe_hpc.comm.pickling import check_travels
 from gpipe_hpc.comm.thread_hub import ExchangeKey, MailKey, ThreadHub
 from gpipe_hpc.comm.thread_plans import ThreadPlans
-from gpipe_hpc.comm.tracebacks import leave_out_own_frames
 from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
 from gpipe_hpc.comm.transport.memory import MemoryTransport
 from gpipe_hpc.errors import LaunchError, PeerError

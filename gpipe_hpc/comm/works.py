@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gpipe_hpc.comm.failure import lost
+from gpipe_hpc.comm.failing.failure import lost
 from gpipe_hpc.comm.group import Calls, rank_names
 from gpipe_hpc.comm.noting import Note
 

@@ -7,9 +7,9 @@ from types import TracebackType
 from typing import Final, Protocol
 
 from gpipe_hpc.comm.device import Device
+from gpipe_hpc.comm.failing.tracebacks import leave_out_own_frames, shows_all_frames, users_line
 from gpipe_hpc.comm.group import Gathering, Group
 from gpipe_hpc.comm.joining.secret import Secret
-from gpipe_hpc.comm.tracebacks import leave_out_own_frames, shows_all_frames, users_line
 from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
 from gpipe_hpc.comm.watch.pulse import Idle, Phase
 from gpipe_hpc.errors import GpipeError, PeerError

@@ -7,7 +7,7 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Final
 
-from gpipe_hpc.comm.timeouts import MAX_TIMEOUT_S
+from gpipe_hpc.comm.failing.timeouts import MAX_TIMEOUT_S
 from gpipe_hpc.config.data import TokenDataConfig, mask_token_of, num_tokens_of
 from gpipe_hpc.config.data_checks import DATA_CHOICES, DATA_RANGES
 from gpipe_hpc.config.outer import outer_of

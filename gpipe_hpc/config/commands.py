@@ -16,9 +16,9 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from gpipe_hpc.comm.failing.torchrun_report import tell_torchrun
+from gpipe_hpc.comm.failing.tracebacks import users_traceback
 from gpipe_hpc.comm.saying import say
-from gpipe_hpc.comm.torchrun_report import tell_torchrun
-from gpipe_hpc.comm.tracebacks import users_traceback
 from gpipe_hpc.config.complaints import EXPECTED, complaint, of_composing, unknown_option
 from gpipe_hpc.config.composing import Told, load_config, register_schemas
 from gpipe_hpc.config.elsewhere import Elsewhere, ended_jobs, without_launcher

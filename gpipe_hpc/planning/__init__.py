@@ -1,14 +1,14 @@
 """What layers cost, and how a model is laid out."""
 
-from gpipe_hpc.planning.cut_table import check_conservation, cut_table
+from gpipe_hpc.planning.costs.gauges import Counted, Example, Gauge, LayerTimes, Measured
+from gpipe_hpc.planning.costs.measured import LayerCost, measure_layers
+from gpipe_hpc.planning.cutting.cut_table import check_conservation, cut_table
+from gpipe_hpc.planning.cutting.minimax import by_hand, minimax, uniform
+from gpipe_hpc.planning.cutting.partition import POLICIES, Partition, choose_partition
 from gpipe_hpc.planning.fit import FIT, Fit, fit_stages, on_stages
-from gpipe_hpc.planning.gauges import Counted, Example, Gauge, LayerTimes, Measured
 from gpipe_hpc.planning.handing_out import hand_out
 from gpipe_hpc.planning.layout import Layout, cut, lay_out
-from gpipe_hpc.planning.measured import LayerCost, measure_layers
-from gpipe_hpc.planning.minimax import by_hand, minimax, uniform
-from gpipe_hpc.planning.optimizer import OptimizerMemory
-from gpipe_hpc.planning.partition import POLICIES, Partition, choose_partition
+from gpipe_hpc.planning.memory.optimizer import OptimizerMemory
 from gpipe_hpc.planning.request import Request, Settings
 
 __all__ = [

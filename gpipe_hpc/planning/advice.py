@@ -7,13 +7,13 @@ from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.errors import GpipeError
 from gpipe_hpc.models import Layer, stage_layers
-from gpipe_hpc.planning.by_rank import excess_bytes
-from gpipe_hpc.planning.counted import ModelCount
+from gpipe_hpc.planning.costs.counted import ModelCount
+from gpipe_hpc.planning.costs.gauges import MEASURED, LayerTimes
+from gpipe_hpc.planning.cutting.partition import Partition
 from gpipe_hpc.planning.forecast import forecast
-from gpipe_hpc.planning.gauges import MEASURED, LayerTimes
 from gpipe_hpc.planning.layout import Layout, lay_out
+from gpipe_hpc.planning.memory.by_rank import excess_bytes
 from gpipe_hpc.planning.ordering import shared_by
-from gpipe_hpc.planning.partition import Partition
 from gpipe_hpc.planning.request import Request
 from gpipe_hpc.schedule import Op, Timeline, mean_costs, num_stages, simulate
 from gpipe_hpc.schedule.families.rerouted import ORDERS

@@ -15,8 +15,8 @@ from gpipe_hpc.models import (
     refuse_single_values,
     run_layers,
 )
-from gpipe_hpc.planning.meta import meta_layer
-from gpipe_hpc.planning.trial import forgotten
+from gpipe_hpc.planning.costs.meta import meta_layer
+from gpipe_hpc.planning.costs.trial import forgotten
 
 
 def check_batchnorm(layers: Sequence[Layer], smallest: Callable[[], Any]) -> None:

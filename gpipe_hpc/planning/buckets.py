@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from gpipe_hpc.engine.outer.buckets import Buckets, Sized, fill_buckets
 from gpipe_hpc.models import Layer, find_ties, sizes_of_layers, stage_layers
+from gpipe_hpc.planning.memory.sharing import Sharing
 from gpipe_hpc.planning.request import Request
-from gpipe_hpc.planning.sharing import Sharing
 from gpipe_hpc.schedule import Placement
 
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from gpipe_hpc.errors import ConfigError, GpipeError
-from gpipe_hpc.planning.by_rank import excess_bytes, limits_text, memory_limits
+from gpipe_hpc.planning.costs.gauges import Gauge
+from gpipe_hpc.planning.cutting.partition import Partition
 from gpipe_hpc.planning.forecast import held_bytes
-from gpipe_hpc.planning.gauges import Gauge
 from gpipe_hpc.planning.layout import Layout, lay_out
-from gpipe_hpc.planning.partition import Partition
+from gpipe_hpc.planning.memory.by_rank import excess_bytes, limits_text, memory_limits
 from gpipe_hpc.planning.request import Request
-from gpipe_hpc.planning.units import bytes_text
+from gpipe_hpc.planning.telling.units import bytes_text
 from gpipe_hpc.schedule import canonical_schedule, simulate
 
 FIT: Final = "fit"

@@ -4,9 +4,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from gpipe_hpc.planning.counted import ModelCount
-from gpipe_hpc.planning.optimizer import OptimizerMemory
-from gpipe_hpc.planning.sharing import Shared, Sharing
+from gpipe_hpc.planning.costs.counted import ModelCount
+from gpipe_hpc.planning.memory.optimizer import OptimizerMemory
+from gpipe_hpc.planning.memory.sharing import Shared, Sharing
 from gpipe_hpc.planning.stages import StageCount, count_stages
 from gpipe_hpc.schedule import (
     Action,

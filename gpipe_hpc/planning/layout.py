@@ -13,7 +13,9 @@ from gpipe_hpc.models import (
     skip_routes,
 )
 from gpipe_hpc.planning.buckets import buckets_of
-from gpipe_hpc.planning.gauges import Gauge
+from gpipe_hpc.planning.costs.gauges import Gauge
+from gpipe_hpc.planning.cutting.partition import Partition, choose_partition
+from gpipe_hpc.planning.memory.sharing import Sharing
 from gpipe_hpc.planning.ordering import (
     Order,
     compares_placements,
@@ -22,9 +24,7 @@ from gpipe_hpc.planning.ordering import (
     shared_by,
     stages_of,
 )
-from gpipe_hpc.planning.partition import Partition, choose_partition
 from gpipe_hpc.planning.request import Request
-from gpipe_hpc.planning.sharing import Sharing
 from gpipe_hpc.planning.tables import dressed, make_tables
 from gpipe_hpc.schedule import Row, Schedule, digest, with_row, without_rows
 

@@ -8,16 +8,16 @@ from typing import Any, Final, NamedTuple
 from gpipe_hpc.errors import ConfigError, GpipeError, PartitionError, ScheduleError
 from gpipe_hpc.planning.buckets import sharing_of
 from gpipe_hpc.planning.budget.fitting import Budget, choose_recompute
-from gpipe_hpc.planning.by_rank import excess_bytes, given_paces, memory_limits
+from gpipe_hpc.planning.costs.gauges import Gauge
+from gpipe_hpc.planning.cutting.partition import ALIKE, Paces, Partition
+from gpipe_hpc.planning.cutting.roomier import lacks_memory, roomier_cut
+from gpipe_hpc.planning.cutting.uneven import copies_for
 from gpipe_hpc.planning.forecast import activation_memory, flop_costs, held_bytes, rank_states
-from gpipe_hpc.planning.gauges import Gauge
-from gpipe_hpc.planning.partition import ALIKE, Paces, Partition
+from gpipe_hpc.planning.memory.by_rank import excess_bytes, given_paces, memory_limits
 from gpipe_hpc.planning.request import Request
-from gpipe_hpc.planning.roomier import lacks_memory, roomier_cut
 from gpipe_hpc.planning.stages import count_stages
 from gpipe_hpc.planning.tables import dressed, recomputes, table_asked_for
-from gpipe_hpc.planning.uneven import copies_for
-from gpipe_hpc.planning.units import bytes_text, flops_text
+from gpipe_hpc.planning.telling.units import bytes_text, flops_text
 from gpipe_hpc.schedule import (
     Costs,
     Placement,

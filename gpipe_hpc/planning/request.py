@@ -6,8 +6,8 @@ from typing import Any
 
 from gpipe_hpc.engine.outer.portions import Portions
 from gpipe_hpc.engine.outer.settings import Outer
-from gpipe_hpc.planning.optimizer import OptimizerMemory
-from gpipe_hpc.planning.partition import Partition
+from gpipe_hpc.planning.cutting.partition import Partition
+from gpipe_hpc.planning.memory.optimizer import OptimizerMemory
 from gpipe_hpc.schedule import Schedule, digest, num_rows, one_table, refuse_whole_replicas
 
 

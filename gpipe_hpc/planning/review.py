@@ -6,10 +6,10 @@ from itertools import accumulate, pairwise
 from typing import Final, NamedTuple
 
 from gpipe_hpc.planning.advice import Known
-from gpipe_hpc.planning.gauges import MEASURED, LayerTimes
+from gpipe_hpc.planning.costs.gauges import MEASURED, LayerTimes
+from gpipe_hpc.planning.cutting.partition import Partition
 from gpipe_hpc.planning.layout import Layout, lay_out
 from gpipe_hpc.planning.ordering import shared_by
-from gpipe_hpc.planning.partition import Partition
 from gpipe_hpc.planning.request import Request
 from gpipe_hpc.schedule import simulate
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from gpipe_hpc.models import Skip, skip_routes
-from gpipe_hpc.planning.counted import ModelCount
-from gpipe_hpc.planning.storages import Follower, Lives, StageStorages
-from gpipe_hpc.planning.transient import stage_workspace
-from gpipe_hpc.planning.trial import Crossing
+from gpipe_hpc.planning.costs.counted import ModelCount
+from gpipe_hpc.planning.costs.trial import Crossing
+from gpipe_hpc.planning.memory.storages import Follower, Lives, StageStorages
+from gpipe_hpc.planning.memory.transient import stage_workspace
 
 
 @dataclass(frozen=True)

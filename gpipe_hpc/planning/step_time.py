@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from gpipe_hpc.engine.outer.settings import Outer
 from gpipe_hpc.models import stage_layers
-from gpipe_hpc.planning.counted import ModelCount
+from gpipe_hpc.planning.costs.counted import ModelCount
+from gpipe_hpc.planning.costs.gauges import LayerTimes
+from gpipe_hpc.planning.costs.prices import FREE, Prices
+from gpipe_hpc.planning.cutting.partition import Partition
 from gpipe_hpc.planning.forecast import Recomputed, flop_costs
-from gpipe_hpc.planning.gauges import LayerTimes
-from gpipe_hpc.planning.partition import Partition
-from gpipe_hpc.planning.prices import FREE, Prices
 from gpipe_hpc.planning.search.summing import Ending, Sum, endings, summed_at
 from gpipe_hpc.planning.stages import StageCount
 from gpipe_hpc.schedule import Cluster, Costs, Placement, Schedule, Timeline, simulate

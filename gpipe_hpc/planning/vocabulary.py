@@ -6,7 +6,7 @@ from torch import nn
 
 from gpipe_hpc.errors import ConfigError, ModelError
 from gpipe_hpc.models import Layer
-from gpipe_hpc.planning.meta import meta_layer
+from gpipe_hpc.planning.costs.meta import meta_layer
 
 
 def check_vocabulary(layers: Sequence[Layer], vocab_size: int) -> None:

@@ -6,8 +6,8 @@ from typing import Final
 
 import torch.distributed as dist
 
+from gpipe_hpc.comm.failing.torchrun_report import tell_torchrun
 from gpipe_hpc.comm.joining.launcher import detect_launch
-from gpipe_hpc.comm.torchrun_report import tell_torchrun
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.config import Config, check_config
 from gpipe_hpc.config.commands import (

@@ -9,8 +9,8 @@ from typing import Final, NamedTuple
 import torch
 
 from gpipe_hpc.comm.device import Device
-from gpipe_hpc.comm.host_memory import free_bytes
-from gpipe_hpc.comm.machine import kernel_identity, shared_identity
+from gpipe_hpc.comm.host.host_memory import free_bytes
+from gpipe_hpc.comm.host.machine import kernel_identity, shared_identity
 from gpipe_hpc.comm.preflight.clocks import Reading
 from gpipe_hpc.errors import DeviceError
 from gpipe_hpc.planning.forecast import RankForecast

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from gpipe_hpc.comm.failing.torchrun_report import tell_torchrun
 from gpipe_hpc.comm.joining.launcher import Launch
 from gpipe_hpc.comm.saying import say
-from gpipe_hpc.comm.torchrun_report import tell_torchrun
 from gpipe_hpc.config.commands import FAILED_EXIT_CODE
 
 GRACE_S: Final = 8.0

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Final
 
-from gpipe_hpc.planning.columns import aligned
+from gpipe_hpc.planning.costs.prices import Prices
 from gpipe_hpc.planning.links import BETWEEN, WITHIN, Links
-from gpipe_hpc.planning.prices import Prices
-from gpipe_hpc.planning.units import bytes_text, ranges_text
+from gpipe_hpc.planning.telling.columns import aligned
+from gpipe_hpc.planning.telling.units import bytes_text, ranges_text
 from gpipe_hpc.preflight.facts import Facts
 from gpipe_hpc.preflight.measuring import Sum
 from gpipe_hpc.schedule import Link

@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.comm.cores.bind import bound
-from gpipe_hpc.comm.machine import kernel_identity
+from gpipe_hpc.comm.failing.patience import patiently
+from gpipe_hpc.comm.host.machine import kernel_identity
 from gpipe_hpc.comm.mesh import Mesh
-from gpipe_hpc.comm.patience import patiently
 from gpipe_hpc.comm.preflight.clocks import Attendance, attend, farthest
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config
 from gpipe_hpc.config.schema import AUTO_LAYOUT
 from gpipe_hpc.planning.cluster_file import write_cluster
+from gpipe_hpc.planning.costs.prices import Prices, write_prices
+from gpipe_hpc.planning.costs.speed import paces_of_times, seconds_of_work
 from gpipe_hpc.planning.forecast import RankForecast
 from gpipe_hpc.planning.links import WITHIN, Links
-from gpipe_hpc.planning.prices import Prices, write_prices
-from gpipe_hpc.planning.speed import paces_of_times, seconds_of_work
-from gpipe_hpc.planning.units import bytes_text, ranges_text
+from gpipe_hpc.planning.telling.units import bytes_text, ranges_text
 from gpipe_hpc.preflight.facts import Facts, try_device
 from gpipe_hpc.preflight.layout import Planned, plan_layout
 from gpipe_hpc.preflight.measuring import Measured, Sum, measure

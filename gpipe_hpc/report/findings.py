@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from statistics import fmean
 from typing import Any, Final, NamedTuple
 
-from gpipe_hpc.planning.units import bytes_text
+from gpipe_hpc.planning.telling.units import bytes_text
 from gpipe_hpc.report.accounting import Account
 from gpipe_hpc.report.pace import Slow, slow_ones, timed_layers, without
 from gpipe_hpc.report.record import Record

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from gpipe_hpc.planning.units import bytes_text, flops_text
+from gpipe_hpc.planning.telling.units import bytes_text, flops_text
 from gpipe_hpc.report.accounting import PARTS, Account, account_of
 from gpipe_hpc.report.blocks import (
     Advised,

@@ -9,8 +9,8 @@ import torch
 from gpipe_hpc import __version__
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planning.advice import layer_times
-from gpipe_hpc.planning.calibration import Calibration, shape_of, write_calibration
-from gpipe_hpc.planning.gauges import LayerTimes
+from gpipe_hpc.planning.costs.calibration import Calibration, shape_of, write_calibration
+from gpipe_hpc.planning.costs.gauges import LayerTimes
 from gpipe_hpc.planning.review import by_forwards
 from gpipe_hpc.schedule import Timeline
 from gpipe_hpc.training.foresight import Foresight

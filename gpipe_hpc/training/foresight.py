@@ -13,9 +13,9 @@ from gpipe_hpc.models import Layer, LayerSpec, normalise_layers
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planning import Counted, Example
 from gpipe_hpc.planning.advice import Advice, Known, advise, layer_times
-from gpipe_hpc.planning.by_rank import memory_limits
+from gpipe_hpc.planning.costs.meta import meta_copy
 from gpipe_hpc.planning.forecast import RankForecast, rank_forecasts
-from gpipe_hpc.planning.meta import meta_copy
+from gpipe_hpc.planning.memory.by_rank import memory_limits
 from gpipe_hpc.planning.shares import microbatch_shares
 from gpipe_hpc.planning.stages import count_stages
 from gpipe_hpc.schedule import Timeline

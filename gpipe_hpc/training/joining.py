@@ -1,6 +1,6 @@
 """From the settings to this process's place among the ranks."""
 
-from gpipe_hpc.comm.allocator import keep_freed_memory
+from gpipe_hpc.comm.host.allocator import keep_freed_memory
 from gpipe_hpc.comm.joining.start import start_world
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.config import Config

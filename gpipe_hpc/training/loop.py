@@ -11,17 +11,17 @@ from pathlib import Path
 import torch
 
 from gpipe_hpc.comm.cores.bind import bound
+from gpipe_hpc.comm.failing.torchrun_report import tell_torchrun
 from gpipe_hpc.comm.mesh import Mesh
-from gpipe_hpc.comm.torchrun_report import tell_torchrun
 from gpipe_hpc.comm.world import World, telling, together
 from gpipe_hpc.config import Config, config_yaml
 from gpipe_hpc.config.flat import flat_settings
 from gpipe_hpc.config.ranks import on_ranks
 from gpipe_hpc.engine.recorder import StepTimes
 from gpipe_hpc.engine.sums.results import StepResult
-from gpipe_hpc.planning.by_rank import memory_limits
-from gpipe_hpc.planning.shortage import shortage
-from gpipe_hpc.planning.units import bytes_text
+from gpipe_hpc.planning.memory.by_rank import memory_limits
+from gpipe_hpc.planning.memory.shortage import shortage
+from gpipe_hpc.planning.telling.units import bytes_text
 from gpipe_hpc.training.figures.metrics import Metrics, open_metrics
 from gpipe_hpc.training.figures.progress import Progress
 from gpipe_hpc.training.figures.results import Line, Results

@@ -10,9 +10,9 @@ from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.planning import Example
 from gpipe_hpc.planning.cluster_file import read_cluster
-from gpipe_hpc.planning.prices import FREE as FREE_PRICES
-from gpipe_hpc.planning.prices import Prices, check_prices, read_prices
-from gpipe_hpc.planning.rates import Rates, measured_rates
+from gpipe_hpc.planning.costs.prices import FREE as FREE_PRICES
+from gpipe_hpc.planning.costs.prices import Prices, check_prices, read_prices
+from gpipe_hpc.planning.costs.rates import Rates, measured_rates
 from gpipe_hpc.planning.search.machine import FREE, Machine, on_hosts
 from gpipe_hpc.schedule import Cluster, Link
 

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_hpc.comm.cores.machine import allowed_cpus
-from gpipe_hpc.comm.machine import kernel_identity
+from gpipe_hpc.comm.host.machine import kernel_identity
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config
 from gpipe_hpc.models import LayerSpec
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planning import measure_layers
-from gpipe_hpc.planning.clock import Clock
-from gpipe_hpc.planning.prices import Measured, Pass, Prices
+from gpipe_hpc.planning.costs.clock import Clock
+from gpipe_hpc.planning.costs.prices import Measured, Pass, Prices
 from gpipe_hpc.planning.step_time import Crowd
 from gpipe_hpc.schedule import Link
 from gpipe_hpc.training.machines import optimizer_kind

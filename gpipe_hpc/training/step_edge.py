@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from gpipe_hpc.comm.clock import clock_identity
 from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.group import Gathering
+from gpipe_hpc.comm.host.clock import clock_identity
 from gpipe_hpc.engine.recorder import StepMarks, StepTimes
 from gpipe_hpc.engine.sums.told import Overall
 from gpipe_hpc.schedule import idle_share

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gpipe_hpc.comm.device import device_of_rank
-from gpipe_hpc.comm.host_memory import free_bytes
+from gpipe_hpc.comm.host.host_memory import free_bytes
 from gpipe_hpc.comm.joining.launcher import detect_launch
 from gpipe_hpc.comm.nests import Nest, map_tensors
 from gpipe_hpc.comm.threads import run_on_threads

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from gpipe_hpc.comm import processes as module
 from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.comm.forming import Former
 from gpipe_hpc.comm.processes import TorchGroup
+from gpipe_hpc.comm.reaching.forming import Former
 from gpipe_hpc.comm.watch.pulse import Pulse
 from gpipe_hpc.errors import ConfigError
 

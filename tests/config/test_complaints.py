@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from gpipe_hpc.comm.tracebacks import users_traceback
+from gpipe_hpc.comm.failing.tracebacks import users_traceback
 from gpipe_hpc.config import compose_config
 from gpipe_hpc.config.commands import run_jobs
 from gpipe_hpc.config.complaints import of_composing

@@ -11,8 +11,8 @@ from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.threads import run_on_threads
 from gpipe_hpc.engine.memory.standing import Standing
 from gpipe_hpc.errors import DeviceMemoryError, PeerError
-from gpipe_hpc.planning.exhausted import explain_exhausted
 from gpipe_hpc.planning.forecast import RankForecast
+from gpipe_hpc.planning.memory.exhausted import explain_exhausted
 from gpipe_hpc.planning.request import Request
 from tests.support import mean_square
 

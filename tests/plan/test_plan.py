@@ -25,10 +25,10 @@ from gpipe_hpc.errors import ConfigError, PartitionError
 from gpipe_hpc.models import build_model, long_skips, skip_routes, token_cross_entropy
 from gpipe_hpc.models.losses import segmentation
 from gpipe_hpc.plan import make_plan
-from gpipe_hpc.planning.counted import count_model
+from gpipe_hpc.planning.costs.counted import count_model
 from gpipe_hpc.planning.forecast import forecast
-from gpipe_hpc.planning.sums import ring_bytes
-from gpipe_hpc.planning.units import bytes_text
+from gpipe_hpc.planning.telling.sums import ring_bytes
+from gpipe_hpc.planning.telling.units import bytes_text
 from gpipe_hpc.schedule import build, lower
 from gpipe_hpc.training.data import open_data
 from gpipe_hpc.training.data.shapes import microbatch, samples_per_microbatch

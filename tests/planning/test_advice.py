@@ -9,8 +9,8 @@ from torch import nn
 from gpipe_hpc.models import LayerSpec
 from gpipe_hpc.planning import LayerTimes, Partition, Request, lay_out
 from gpipe_hpc.planning.advice import Known, advise, layer_times
-from gpipe_hpc.planning.counted import count_model
-from gpipe_hpc.planning.gauges import MEASURED
+from gpipe_hpc.planning.costs.counted import count_model
+from gpipe_hpc.planning.costs.gauges import MEASURED
 from gpipe_hpc.schedule import Costs, simulate
 
 LAYERS = [LayerSpec(nn.Linear, 16, 16) for _ in range(8)]

@@ -33,9 +33,9 @@ from gpipe_hpc.models import (
 )
 from gpipe_hpc.planning.budget.fitting import choose_recompute
 from gpipe_hpc.planning.budget.one_stage import undominated_by_one
-from gpipe_hpc.planning.counted import count_model
+from gpipe_hpc.planning.costs.counted import count_model
+from gpipe_hpc.planning.cutting.minimax import minimax
 from gpipe_hpc.planning.forecast import forecast
-from gpipe_hpc.planning.minimax import minimax
 from gpipe_hpc.planning.stages import count_stages
 from gpipe_hpc.schedule import Op, build, lower
 

@@ -14,7 +14,7 @@ from gpipe_hpc.comm.threads import run_on_threads
 from gpipe_hpc.engine.outer.portions import Portions
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.planning import Layout, hand_out
-from gpipe_hpc.planning.partition import Partition
+from gpipe_hpc.planning.cutting.partition import Partition
 from gpipe_hpc.planning.tables import make_tables
 from gpipe_hpc.schedule import Op, build, digest, with_row, without_rows
 from gpipe_hpc.schedule.families.known import FAMILIES

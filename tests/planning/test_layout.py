@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 import gpipe_hpc.pipeline
-import gpipe_hpc.planning.gauges
+import gpipe_hpc.planning.costs.gauges
 from gpipe_hpc import Pipeline, run_on_threads
 from gpipe_hpc.comm.nests import tensors_of
 from gpipe_hpc.comm.pickling import dumps, loads
@@ -20,7 +20,7 @@ from gpipe_hpc.errors import ConfigError, ModelError
 from gpipe_hpc.models import LayerSpec, loss_function
 from gpipe_hpc.plan import make_plan
 from gpipe_hpc.planning import LayerTimes, Measured, Request, cut, lay_out
-from gpipe_hpc.planning.counted import count_model
+from gpipe_hpc.planning.costs.counted import count_model
 from gpipe_hpc.schedule import build, schedule_names, to_text
 from gpipe_hpc.training.asking import request_of
 from gpipe_hpc.training.data.shapes import microbatch, samples_per_microbatch
@@ -90,7 +90,7 @@ def same_gauge(monkeypatch, request, counts):
                 known[key] = count_model(layers, *example, **how)
             return known[key]
 
-    monkeypatch.setattr(gpipe_hpc.planning.gauges, "count_model", counted)
+    monkeypatch.setattr(gpipe_hpc.planning.costs.gauges, "count_model", counted)
     monkeypatch.setattr(gpipe_hpc.pipeline, "Measured", lambda counted: counted)
     monkeypatch.setattr(Pipeline, "_build", lambda self, model: None)
 

@@ -25,9 +25,9 @@ from gpipe_hpc.planning import (
     ordering,
 )
 from gpipe_hpc.planning.advice import Known, advise, layer_times
-from gpipe_hpc.planning.alternatives import forecast_of
-from gpipe_hpc.planning.gauges import LayerTimes
-from gpipe_hpc.planning.uneven import cut_for_paces
+from gpipe_hpc.planning.costs.gauges import LayerTimes
+from gpipe_hpc.planning.cutting.uneven import cut_for_paces
+from gpipe_hpc.planning.telling.alternatives import forecast_of
 from gpipe_hpc.schedule import Costs, simulate
 from tests.support import mean_square
 

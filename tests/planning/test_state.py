@@ -9,7 +9,7 @@ from torch import nn
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.errors import PartitionError
 from gpipe_hpc.planning.budget.fitting import choose_recompute
-from gpipe_hpc.planning.counted import count_model
+from gpipe_hpc.planning.costs.counted import count_model
 from gpipe_hpc.planning.forecast import forecast
 from gpipe_hpc.schedule import build, lower
 

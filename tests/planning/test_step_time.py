@@ -12,8 +12,8 @@ from gpipe_hpc.engine.outer.settings import Outer
 from gpipe_hpc.models import normalise_layers
 from gpipe_hpc.plan import make_plan
 from gpipe_hpc.planning import Counted, Example, Request, lay_out
-from gpipe_hpc.planning.prices import Measured, Pass, Prices, write_prices
-from gpipe_hpc.planning.rates import Rates
+from gpipe_hpc.planning.costs.prices import Measured, Pass, Prices, write_prices
+from gpipe_hpc.planning.costs.rates import Rates
 from gpipe_hpc.planning.search.candidates import Candidate
 from gpipe_hpc.planning.search.ground import Ground
 from gpipe_hpc.planning.search.machine import Machine

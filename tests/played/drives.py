@@ -13,8 +13,8 @@ from gpipe_hpc.checkpoint.host_copy import HostBuffer
 from gpipe_hpc.comm.collectives.on_stream import StreamCarrier
 from gpipe_hpc.comm.collectives.plan import Place
 from gpipe_hpc.comm.collectives.ring import ring_all_reduce
+from gpipe_hpc.comm.failing.patience import patiently, patiently_here
 from gpipe_hpc.comm.group import Piece
-from gpipe_hpc.comm.patience import patiently, patiently_here
 from gpipe_hpc.comm.summing import OwnSums
 from gpipe_hpc.comm.thread_hub import ThreadHub
 from gpipe_hpc.comm.threads import ThreadGroup
@@ -152,7 +152,7 @@ DRIVES: dict[str, Drive] = {
     "engine/sums/fetched.py": fetched,
     "checkpoint/host_copy.py": copies,
     "comm/threads.py": sends,
-    "comm/patience.py": threads,
+    "comm/failing/patience.py": threads,
     "comm/summing.py": refusals,
     "engine/device_clock.py": clock,
     "engine/recorder.py": clock,

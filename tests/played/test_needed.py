@@ -17,8 +17,8 @@ from tests.played.test_transport import on_played
 _STOPS = "a clock on the host stops when the work is done"
 # What the tracker cannot miss, and why it is there all the same.
 ARGUED = {
-    "planning/clock.py _timed_by_events synchronize": "work put there before is not measured",
-    "planning/clock.py _timed_by_events record": "times are measured between these marks",
+    "planning/costs/clock.py _timed_by_events synchronize": "work put there before is not measured",
+    "planning/costs/clock.py _timed_by_events record": "times are measured between these marks",
     "bench/point.py _finish synchronize": _STOPS,
     "bench/collectives/point.py _finish synchronize": _STOPS,
     "comm/collectives/tuned.py _seconds synchronize": _STOPS,

@@ -11,8 +11,8 @@ from gpipe_hpc.comm.threads import run_on_threads
 from gpipe_hpc.config import compose_config
 from gpipe_hpc.errors import ConfigError, DeviceError
 from gpipe_hpc.planning.cluster_file import read_cluster
+from gpipe_hpc.planning.costs.prices import read_prices
 from gpipe_hpc.planning.links import Links
-from gpipe_hpc.planning.prices import read_prices
 from gpipe_hpc.preflight import measuring
 from gpipe_hpc.preflight import run as running
 from gpipe_hpc.preflight.facts import Facts

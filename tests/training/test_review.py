@@ -10,7 +10,7 @@ from torch import nn
 from gpipe_hpc.models import LayerSpec
 from gpipe_hpc.planning import LayerTimes, Request, lay_out
 from gpipe_hpc.planning.advice import Known
-from gpipe_hpc.planning.counted import count_model
+from gpipe_hpc.planning.costs.counted import count_model
 from gpipe_hpc.planning.review import Review
 from gpipe_hpc.schedule import Costs, simulate
 from gpipe_hpc.training.review import review_run

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe_hpc.comm.clock import clock_identity
+from gpipe_hpc.comm.host.clock import clock_identity
 from gpipe_hpc.comm.threads import run_on_threads
 from gpipe_hpc.engine.recorder import StepTimes
 from gpipe_hpc.engine.sums.told import tell_all

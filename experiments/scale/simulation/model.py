@@ -8,9 +8,9 @@ import torch
 
 from gpipe_hpc.engine.outer.buckets import Sized, fill_buckets
 from gpipe_hpc.models import build_gpt, sizes_of_layers, stage_layers, token_cross_entropy
-from gpipe_hpc.planning.counted import ModelCount, count_model
+from gpipe_hpc.planning.costs.counted import ModelCount, count_model
+from gpipe_hpc.planning.cutting.minimax import minimax
 from gpipe_hpc.planning.forecast import flop_costs
-from gpipe_hpc.planning.minimax import minimax
 from gpipe_hpc.planning.stages import count_stages
 from gpipe_hpc.schedule import Costs
 from gpipe_hpc.schedule.costs import Cost

@@ -18,11 +18,11 @@ from torch._C._distributed_c10d import HashStore, Store
 from gpipe_hpc.comm.collectives.bruck import partners
 from gpipe_hpc.comm.collectives.plan import Place, Plan
 from gpipe_hpc.comm.device import Device, HostDevice
-from gpipe_hpc.comm.forming import connecting
 from gpipe_hpc.comm.group import Done, Group, Pending, Piece, Sent, SoloGroup
 from gpipe_hpc.comm.joining.secret import Secret
 from gpipe_hpc.comm.pickling import dumps
 from gpipe_hpc.comm.processes import ProcessWorld
+from gpipe_hpc.comm.reaching.forming import connecting
 from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
 
 T = TypeVar("T")

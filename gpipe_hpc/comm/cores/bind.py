@@ -11,7 +11,7 @@ import torch
 from gpipe_hpc.comm.cores.choice import Asked, Lot, lots_text, share_out
 from gpipe_hpc.comm.cores.given import given_cpus, keep_on, user_chose_threads
 from gpipe_hpc.comm.cores.machine import cores_with, tightest_quota
-from gpipe_hpc.comm.machine import kernel_identity
+from gpipe_hpc.comm.host.machine import kernel_identity
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.errors import ConfigError
 

@@ -11,7 +11,7 @@ import os
 import socket
 from typing import Final
 
-from gpipe_hpc.comm.addresses import Interface, address_of, is_loopback, own_interfaces
+from gpipe_hpc.comm.reaching.addresses import Interface, address_of, is_loopback, own_interfaces
 from gpipe_hpc.errors import ConfigError
 
 GLOO: Final = "GLOO_SOCKET_IFNAME"

@@ -14,13 +14,8 @@ from typing import Final, NamedTuple
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from gpipe_hpc.comm.addresses import (
-    Interface,
-    address_outside,
-    address_towards,
-    holder_of,
-    is_loopback,
-)
+from gpipe_hpc.comm.failing.timeouts import DEFAULT_REACH_S
+from gpipe_hpc.comm.host.open_files import allow_files
 from gpipe_hpc.comm.joining.interfaces import (
     asked_for,
     follow_gloo,
@@ -32,8 +27,13 @@ from gpipe_hpc.comm.joining.launcher import Launch
 from gpipe_hpc.comm.joining.meetings import Meetings
 from gpipe_hpc.comm.joining.roll_call import Member, OverError, RollCall
 from gpipe_hpc.comm.joining.secret import Secret
-from gpipe_hpc.comm.open_files import allow_files
-from gpipe_hpc.comm.timeouts import DEFAULT_REACH_S
+from gpipe_hpc.comm.reaching.addresses import (
+    Interface,
+    address_outside,
+    address_towards,
+    holder_of,
+    is_loopback,
+)
 from gpipe_hpc.errors import LaunchError
 
 # How long a store may take to answer that may be none.

@@ -11,27 +11,27 @@ from typing import Final, NamedTuple
 import torch.distributed as dist
 
 from gpipe_hpc.comm.device import Device, device_of_rank
-from gpipe_hpc.comm.doors import Doors, through
-from gpipe_hpc.comm.flight_recorder import leave_unrecorded
-from gpipe_hpc.comm.forming import connecting
+from gpipe_hpc.comm.failing.timeouts import DEFAULT_REACH_S, checked_timeout
+from gpipe_hpc.comm.failing.tracebacks import OwnFramesLeftOut
+from gpipe_hpc.comm.failing.uncaught import unwatch, watch_start, watch_uncaught
+from gpipe_hpc.comm.host.flight_recorder import leave_unrecorded
+from gpipe_hpc.comm.host.machine import started_by
 from gpipe_hpc.comm.joining.interfaces import asked_for
 from gpipe_hpc.comm.joining.launcher import Launch, detect_launch
 from gpipe_hpc.comm.joining.rendezvous import meet
 from gpipe_hpc.comm.joining.sealed_store import SealedStore
 from gpipe_hpc.comm.joining.secret import SECRET_VARIABLE, job_secret
-from gpipe_hpc.comm.machine import started_by
 from gpipe_hpc.comm.mpi.joining import launch_by
 from gpipe_hpc.comm.mpi.library import Library, open_mpi
 from gpipe_hpc.comm.mpi.process_group import NAME as MPI_NAME
 from gpipe_hpc.comm.mpi.process_group import register
-from gpipe_hpc.comm.ports import Ports
 from gpipe_hpc.comm.processes import ProcessWorld, leave_default_group
+from gpipe_hpc.comm.reaching.doors import Doors, through
+from gpipe_hpc.comm.reaching.forming import connecting
+from gpipe_hpc.comm.reaching.ports import Ports
 from gpipe_hpc.comm.setting import setting
 from gpipe_hpc.comm.thread_hub import ThreadHub
 from gpipe_hpc.comm.threads import ThreadWorld
-from gpipe_hpc.comm.timeouts import DEFAULT_REACH_S, checked_timeout
-from gpipe_hpc.comm.tracebacks import OwnFramesLeftOut
-from gpipe_hpc.comm.uncaught import unwatch, watch_start, watch_uncaught
 from gpipe_hpc.comm.watch.settings import DEFAULT_SILENCE_S, Watchfulness
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.errors import ConfigError, LaunchError

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from gpipe_hpc.comm.failure import lost
+from gpipe_hpc.comm.failing.failure import lost
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.transport.base import Message, PlacedChannel
 from gpipe_hpc.comm.transport.lanes import Lane

@@ -8,9 +8,14 @@ from typing import Final
 
 from torch.distributed.distributed_c10d import Store
 
-from gpipe_hpc.comm.addresses import address_of, address_outside, address_towards, is_loopback
-from gpipe_hpc.comm.doors import Doors
-from gpipe_hpc.comm.machine import shared_identity
+from gpipe_hpc.comm.host.machine import shared_identity
+from gpipe_hpc.comm.reaching.addresses import (
+    address_of,
+    address_outside,
+    address_towards,
+    is_loopback,
+)
+from gpipe_hpc.comm.reaching.doors import Doors
 from gpipe_hpc.comm.watch.helper import Helper
 from gpipe_hpc.comm.watch.lines import Message
 from gpipe_hpc.comm.watch.neighbours import dials, neighbours

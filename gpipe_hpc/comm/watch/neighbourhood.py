@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from gpipe_hpc.comm.joining.secret import Secret
-from gpipe_hpc.comm.ports import Ports, listen
+from gpipe_hpc.comm.reaching.ports import Ports, listen
 from gpipe_hpc.comm.watch.lines import Line, Message
 from gpipe_hpc.comm.watch.link import Link
 from gpipe_hpc.comm.watch.neighbours import dials, neighbours

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Final
 
 from gpipe_hpc.comm.joining.secret import Secret
-from gpipe_hpc.comm.ports import Ports
+from gpipe_hpc.comm.reaching.ports import Ports
 from gpipe_hpc.comm.watch.display import View
 from gpipe_hpc.comm.watch.doing import MAX_DOING, Doing
 from gpipe_hpc.comm.watch.lines import Line, Message

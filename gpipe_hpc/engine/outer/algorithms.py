@@ -9,7 +9,7 @@ from gpipe_hpc.comm.collectives.menu import HIERARCHICAL, start_all_reduce
 from gpipe_hpc.comm.collectives.tuned import measured_link, start_tuned_all_reduce
 from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.group import Group, Pending
-from gpipe_hpc.comm.machine import shared_identity
+from gpipe_hpc.comm.host.machine import shared_identity
 from gpipe_hpc.engine.outer.items import Item
 
 

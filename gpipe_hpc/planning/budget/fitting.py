@@ -15,14 +15,14 @@ from typing import Final, NamedTuple
 from gpipe_hpc.errors import ConfigError, PartitionError
 from gpipe_hpc.planning.budget.many_stages import Limit, select
 from gpipe_hpc.planning.budget.one_stage import Choices, Weights, stage_choices
-from gpipe_hpc.planning.by_rank import limits_text
-from gpipe_hpc.planning.counted import ModelCount
+from gpipe_hpc.planning.costs.counted import ModelCount
 from gpipe_hpc.planning.forecast import rank_states
-from gpipe_hpc.planning.optimizer import OptimizerMemory
-from gpipe_hpc.planning.sharing import Sharing
+from gpipe_hpc.planning.memory.by_rank import limits_text
+from gpipe_hpc.planning.memory.optimizer import OptimizerMemory
+from gpipe_hpc.planning.memory.sharing import Sharing
+from gpipe_hpc.planning.memory.storages import StageStorages
 from gpipe_hpc.planning.stages import StageCount, count_stages
-from gpipe_hpc.planning.storages import StageStorages
-from gpipe_hpc.planning.units import bytes_text, flops_text, ranges_text
+from gpipe_hpc.planning.telling.units import bytes_text, flops_text, ranges_text
 from gpipe_hpc.schedule import Action, Op, Placement, Schedule, add_recompute
 from gpipe_hpc.schedule.table.dependencies import Thing
 from gpipe_hpc.schedule.table.lifetimes import kept

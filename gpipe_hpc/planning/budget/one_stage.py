@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gpipe_hpc.planning.storages import Lives, StageStorages
+from gpipe_hpc.planning.memory.storages import Lives, StageStorages
 
 Integers = npt.NDArray[np.int64]
 Indices = npt.NDArray[np.signedinteger[Any]]

@@ -5,15 +5,15 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from gpipe_hpc.models import stage_layers
-from gpipe_hpc.planning.optimizer import OptimizerMemory
-from gpipe_hpc.planning.partition import Partition
+from gpipe_hpc.planning.costs.trial import Weight
+from gpipe_hpc.planning.cutting.partition import Partition
+from gpipe_hpc.planning.memory.optimizer import OptimizerMemory
 from gpipe_hpc.planning.request import Request
 from gpipe_hpc.planning.search.candidates import SPLITTING, Candidate
 from gpipe_hpc.planning.search.ground import Ground
 from gpipe_hpc.planning.search.summing import copies_of, sum_time
 from gpipe_hpc.planning.shares import microbatch_shares
 from gpipe_hpc.planning.stages import StageCount
-from gpipe_hpc.planning.trial import Weight
 from gpipe_hpc.schedule import Placement
 
 

@@ -10,7 +10,7 @@ from gpipe_hpc.planning.search.candidates import Candidate, Space
 from gpipe_hpc.planning.search.ground import Ground
 from gpipe_hpc.planning.search.ranking import most_bytes
 from gpipe_hpc.planning.search.trial import Choices, Laid, TooMuch, lay_out_in_memory
-from gpipe_hpc.planning.units import bytes_text
+from gpipe_hpc.planning.telling.units import bytes_text
 
 _THRIFTY: Final = ("one_f_one_b", "v_half", "zb_v", "interleaved")
 _MOST_RANKS: Final = 4096

@@ -9,12 +9,12 @@ from typing import Any, Final
 from gpipe_hpc.engine.outer.buckets import Buckets, Sized, fill_buckets
 from gpipe_hpc.models import Layer, find_ties, sizes_of_layers
 from gpipe_hpc.planning.advice import Known
-from gpipe_hpc.planning.gauges import Gauge
-from gpipe_hpc.planning.partition import ALIKE, Paces, Partition, choose_partition
+from gpipe_hpc.planning.costs.gauges import Gauge
+from gpipe_hpc.planning.costs.trial import Weight
+from gpipe_hpc.planning.cutting.partition import ALIKE, Paces, Partition, choose_partition
 from gpipe_hpc.planning.search.candidates import Candidate
 from gpipe_hpc.planning.search.machine import Machine
 from gpipe_hpc.planning.stages import StageCount, count_stages
-from gpipe_hpc.planning.trial import Weight
 from gpipe_hpc.schedule import Cluster, Placement, build
 
 _FEW: Final = 4  # micro-batches of a table that only shows its placement

@@ -5,12 +5,12 @@ from typing import Final
 
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.planning.advice import Known
-from gpipe_hpc.planning.gauges import COUNTED, Gauge, LayerTimes, work_of
-from gpipe_hpc.planning.prices import FREE as FREE_PRICES
-from gpipe_hpc.planning.prices import Prices
-from gpipe_hpc.planning.rates import Rates
+from gpipe_hpc.planning.costs.gauges import COUNTED, Gauge, LayerTimes, work_of
+from gpipe_hpc.planning.costs.prices import FREE as FREE_PRICES
+from gpipe_hpc.planning.costs.prices import Prices
+from gpipe_hpc.planning.costs.rates import Rates
+from gpipe_hpc.planning.costs.work import Passes
 from gpipe_hpc.planning.step_time import Crowd
-from gpipe_hpc.planning.work import Passes
 from gpipe_hpc.schedule import Cluster, Link
 
 FREE: Final = Link()

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from gpipe_hpc.planning.columns import aligned
 from gpipe_hpc.planning.request import Request
 from gpipe_hpc.planning.search.candidates import Space
 from gpipe_hpc.planning.search.ground import Ground
@@ -11,7 +10,8 @@ from gpipe_hpc.planning.search.machine import FREE
 from gpipe_hpc.planning.search.ranking import Ranking
 from gpipe_hpc.planning.search.trial import Trial
 from gpipe_hpc.planning.search.why import why_worse
-from gpipe_hpc.planning.units import bytes_text, flops_text
+from gpipe_hpc.planning.telling.columns import aligned
+from gpipe_hpc.planning.telling.units import bytes_text, flops_text
 from gpipe_hpc.schedule import Link
 
 _NOTES: Final = (

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from gpipe_hpc.errors import PartitionError, ScheduleError
-from gpipe_hpc.planning.by_rank import excess_bytes, memory_limits
 from gpipe_hpc.planning.forecast import activation_memory, rank_states
 from gpipe_hpc.planning.layout import lay_out_compute
+from gpipe_hpc.planning.memory.by_rank import excess_bytes, memory_limits
+from gpipe_hpc.planning.memory.sharing import Sharing
 from gpipe_hpc.planning.ordering import paces_of
 from gpipe_hpc.planning.request import Request
 from gpipe_hpc.planning.search.candidates import LEAST, Candidate
@@ -16,7 +17,6 @@ from gpipe_hpc.planning.search.ground import Ground
 from gpipe_hpc.planning.search.links import Load, add_sums, boundary_loads, heaviest
 from gpipe_hpc.planning.search.summing import Sum, copies_of, sum_time
 from gpipe_hpc.planning.shares import microbatch_shares
-from gpipe_hpc.planning.sharing import Sharing
 from gpipe_hpc.planning.step_time import (
     Piped,
     StepTime,

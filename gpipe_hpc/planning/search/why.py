@@ -3,7 +3,7 @@
 from typing import Final
 
 from gpipe_hpc.planning.search.trial import Trial
-from gpipe_hpc.planning.units import bytes_text
+from gpipe_hpc.planning.telling.units import bytes_text
 
 _ALIKE: Final = 0.0005  # of the time: less is told as no difference
 _WORTH_TELLING: Final = 0.25  # of the whole difference

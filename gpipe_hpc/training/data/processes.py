@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from gpipe_hpc.comm.cores.given import go_everywhere
-from gpipe_hpc.comm.tracebacks import users_traceback
+from gpipe_hpc.comm.failing.tracebacks import users_traceback
 from gpipe_hpc.errors import DataError, GpipeError
 from gpipe_hpc.training.data.reading import BatchReader, Reading, ReadRequest
 from gpipe_hpc.training.signals import STOP_SIGNALS

@@ -6,7 +6,7 @@ import torch
 
 from gpipe_hpc.config import Config, DataConfig
 from gpipe_hpc.config.data import Shape
-from gpipe_hpc.planning.meta import META
+from gpipe_hpc.planning.costs.meta import META
 
 
 class Sample(NamedTuple):

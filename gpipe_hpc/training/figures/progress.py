@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from gpipe_hpc.planning.units import bytes_text
+from gpipe_hpc.planning.telling.units import bytes_text
 from gpipe_hpc.training.writers import Scalars
 
 _NUM_RECENT: Final = 20  # steps whose median time foretells the rest

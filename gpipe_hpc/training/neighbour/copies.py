@@ -21,7 +21,7 @@ from gpipe_hpc.checkpoint.host_copy import HostBuffer
 from gpipe_hpc.checkpoint.rank_state import StateError, fits, pack, restore, unpack
 from gpipe_hpc.comm.byte_moves import ByteMoves, Move
 from gpipe_hpc.comm.group import meet
-from gpipe_hpc.comm.machine import shared_identity
+from gpipe_hpc.comm.host.machine import shared_identity
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.errors import CheckpointError, ConfigError
 from gpipe_hpc.training.neighbour.files import NO_STARTS, START, CopyFolder, CopyWriter

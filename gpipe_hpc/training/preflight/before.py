@@ -7,7 +7,7 @@ import logging
 import socket
 from typing import Final, NamedTuple
 
-from gpipe_hpc.comm.open_files import allow_files, num_open
+from gpipe_hpc.comm.host.open_files import allow_files, num_open
 from gpipe_hpc.comm.preflight.clocks import Attendance, attend, farthest
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config

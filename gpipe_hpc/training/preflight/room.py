@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from gpipe_hpc.comm.device import Device
-from gpipe_hpc.comm.host_memory import free_bytes
-from gpipe_hpc.comm.machine import kernel_identity, shared_identity
+from gpipe_hpc.comm.host.host_memory import free_bytes
+from gpipe_hpc.comm.host.machine import kernel_identity, shared_identity
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.config import Config
 from gpipe_hpc.planning.forecast import RankForecast
-from gpipe_hpc.planning.units import bytes_text, ranges_text
+from gpipe_hpc.planning.telling.units import bytes_text, ranges_text
 from gpipe_hpc.training.neighbour import DEFAULT_FOLDER
 
 _NUM_GENERATIONS: Final = 2  # of copies, with checkpoint.neighbour_every

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple
 
-from gpipe_hpc.comm.machine import shared_identity
+from gpipe_hpc.comm.host.machine import shared_identity
 from gpipe_hpc.errors import RunFolderError
 
 log = logging.getLogger("gpipe_hpc.train")

@@ -18,7 +18,7 @@ from gpipe_hpc.planning.search.text import (
     table_text,
 )
 from gpipe_hpc.planning.search.trial import Choices, TooMuch, Trial
-from gpipe_hpc.planning.units import bytes_text
+from gpipe_hpc.planning.telling.units import bytes_text
 from gpipe_hpc.training.search.from_settings import Came, Searching
 
 _TOLD: Final = 8  # ranks of which it is said what they lack

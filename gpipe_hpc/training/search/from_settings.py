@@ -14,8 +14,8 @@ from gpipe_hpc.models import Layer, loss_function, normalise_layers
 from gpipe_hpc.planning import Counted, Example, Gauge, Measured
 from gpipe_hpc.planning.advice import Known
 from gpipe_hpc.planning.cluster_file import read_cluster
-from gpipe_hpc.planning.gauges import MEASURED, LayerTimes
-from gpipe_hpc.planning.rates import Rates
+from gpipe_hpc.planning.costs.gauges import MEASURED, LayerTimes
+from gpipe_hpc.planning.costs.rates import Rates
 from gpipe_hpc.planning.search.candidates import Space
 from gpipe_hpc.planning.search.fewest import Fewest, fewest_ranks
 from gpipe_hpc.planning.search.ground import Ground

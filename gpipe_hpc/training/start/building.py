@@ -12,8 +12,8 @@ from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import Layer, loss_function
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planning import Partition
-from gpipe_hpc.planning.by_rank import MEASURED_PACES
-from gpipe_hpc.planning.gauges import MEASURED
+from gpipe_hpc.planning.costs.gauges import MEASURED
+from gpipe_hpc.planning.memory.by_rank import MEASURED_PACES
 from gpipe_hpc.training.asking import request_of
 from gpipe_hpc.training.data import DataFacts
 

@@ -12,13 +12,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from gpipe_hpc.comm.patience import patiently
+from gpipe_hpc.comm.failing.patience import patiently
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config, check_config
 from gpipe_hpc.config.schema import AUTO_LAYOUT
 from gpipe_hpc.errors import ConfigError
-from gpipe_hpc.planning.rates import host_copy_rate
-from gpipe_hpc.planning.speed import paces_of_times
+from gpipe_hpc.planning.costs.rates import host_copy_rate
+from gpipe_hpc.planning.costs.speed import paces_of_times
 from gpipe_hpc.training.machines import rates_of
 from gpipe_hpc.training.run.changed_settings import settings_of
 from gpipe_hpc.training.run.identity import Run

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from gpipe_hpc.comm.patience import patiently
+from gpipe_hpc.comm.failing.patience import patiently
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config
 from gpipe_hpc.engine.stages.assembly import check_agreement

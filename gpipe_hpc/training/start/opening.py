@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from gpipe_hpc.checkpoint import BackgroundSaver
-from gpipe_hpc.comm.patience import patiently
+from gpipe_hpc.comm.failing.patience import patiently
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config, build_target
 from gpipe_hpc.config.ranks import on_ranks

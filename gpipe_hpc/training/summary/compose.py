@@ -15,9 +15,9 @@ import torch
 from gpipe_hpc import __version__
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.planning.advice import MOST_ACTIONS
+from gpipe_hpc.planning.costs.gauges import MEASURED
+from gpipe_hpc.planning.costs.rates import Rates
 from gpipe_hpc.planning.forecast import RankForecast
-from gpipe_hpc.planning.gauges import MEASURED
-from gpipe_hpc.planning.rates import Rates
 from gpipe_hpc.planning.search.whole_step import step_of
 from gpipe_hpc.planning.step_time import StepTime
 from gpipe_hpc.schedule import Timeline, simulate

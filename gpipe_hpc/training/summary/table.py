@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from gpipe_hpc.planning.columns import aligned
-from gpipe_hpc.planning.units import bytes_text, flops_text
+from gpipe_hpc.planning.telling.columns import aligned
+from gpipe_hpc.planning.telling.units import bytes_text, flops_text
 
 _MAX_RANKS: Final = 16  # lines of a table; of more ranks those at the ends are shown
 _AROUND: Final = {

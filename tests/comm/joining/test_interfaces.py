@@ -5,7 +5,6 @@ import socket
 
 import pytest
 
-from gpipe_hpc.comm.addresses import Interface
 from gpipe_hpc.comm.joining import interfaces
 from gpipe_hpc.comm.joining.interfaces import (
     asked_for,
@@ -14,6 +13,7 @@ from gpipe_hpc.comm.joining.interfaces import (
     listen_on,
     refuse_loopback,
 )
+from gpipe_hpc.comm.reaching.addresses import Interface
 from gpipe_hpc.errors import ConfigError
 
 OTHERS = ("NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME", "CCL_KVS_IFACE", "FI_TCP_IFACE")

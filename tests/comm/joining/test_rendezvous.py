@@ -18,13 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpipe_hpc.comm.addresses import Interface
 from gpipe_hpc.comm.joining import rendezvous as module
 from gpipe_hpc.comm.joining.launcher import Launch, detect_launch
 from gpipe_hpc.comm.joining.rendezvous import is_own_address, make_room, meet, rendezvous
 from gpipe_hpc.comm.joining.roll_call import Member
 from gpipe_hpc.comm.joining.sealed_store import SealedStore
 from gpipe_hpc.comm.joining.secret import Secret
+from gpipe_hpc.comm.reaching.addresses import Interface
 from gpipe_hpc.errors import LaunchError
 from tests.support import free_port, mute, patience
 

@@ -14,7 +14,7 @@ from gpipe_hpc.engine.layers.precision import casting, keeping_casts
 from gpipe_hpc.models.huggingface import huggingface_layers
 from gpipe_hpc.models.huggingface.library import transformers_part
 from gpipe_hpc.models.huggingface.valueless import run_as_with_values
-from gpipe_hpc.planning.counted import count_model
+from gpipe_hpc.planning.costs.counted import count_model
 from gpipe_hpc.planning.stages import count_stages
 from tests.support import covering
 

@@ -14,8 +14,8 @@ from gpipe_hpc.engine.outer.settings import Outer
 from gpipe_hpc.errors import ConfigError, GpipeError
 from gpipe_hpc.models import normalise_layers, stage_layers
 from gpipe_hpc.planning import Counted, Example, Request, lay_out
+from gpipe_hpc.planning.costs.rates import Rates
 from gpipe_hpc.planning.forecast import flop_costs, forecast
-from gpipe_hpc.planning.rates import Rates
 from gpipe_hpc.planning.search.bounds import Ways, bound
 from gpipe_hpc.planning.search.candidates import Candidate, Space
 from gpipe_hpc.planning.search.fewest import fewest_ranks

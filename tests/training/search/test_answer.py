@@ -7,8 +7,8 @@ import pytest
 from gpipe_hpc.config import check_config, compose_config
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.plan import make_plan
-from gpipe_hpc.planning.rates import Rates
-from gpipe_hpc.planning.units import bytes_text
+from gpipe_hpc.planning.costs.rates import Rates
+from gpipe_hpc.planning.telling.units import bytes_text
 from gpipe_hpc.training.search.answer import compared
 from gpipe_hpc.training.search.from_settings import Came, Searching, fixed_by
 

@@ -1,0 +1,1 @@
+"""How ranks reach one another: interfaces, ports, connections and groups."""

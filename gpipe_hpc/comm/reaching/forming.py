@@ -1,0 +1,187 @@
+"""Process groups of torch, formed by their members alone.
+
+`dist.new_group` has every rank of the world take part, or derives the name of a group from how many
+the process has, which ranks need not agree on. Here a name says the world, the ranks, and how many
+groups these ranks have formed before: that is the same on all members, and nobody else is asked.
+"""
+
+import hashlib
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Final
+
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as torch_groups
+from torch.distributed.distributed_c10d import PrefixStore
+
+from gpipe_hpc.comm.mpi.process_group import NAME as MPI_NAME
+from gpipe_hpc.comm.reaching.doors import Door, Doors, options, through
+from gpipe_hpc.comm.reaching.knocking import Place, calls, unanswered
+from gpipe_hpc.errors import LaunchError
+
+LAZY_VARIABLE: Final = "TORCH_GLOO_LAZY_INIT"
+
+
+_LONGEST_KNOCK_S: Final = 10.0  # in which a call is made four times
+
+Exchange = Callable[[str, str, Collection[int]], Mapping[int, str]]
+"""Tells some ranks, this one among them, a text under a name; returns all of theirs."""
+
+
+def _own_alone(name: str, text: str, ranks: Collection[int]) -> Mapping[int, str]:
+    return {}
+
+
+class Former:
+    """Forms the groups of one world; `name` tells it from other worlds of the same ranks.
+
+    `exchange`: returns once all members of a group have called it. Forming itself waits for them on
+    the store, where the failure of one would not end the wait. `doors`: where Gloo listens.
+    `reach_s`: in which who listens there has to answer.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        timeout: timedelta,
+        backend: str,
+        exchange: Exchange = _own_alone,
+        doors: Doors | None = None,
+        reach_s: float = _LONGEST_KNOCK_S,
+    ) -> None:
+        self._exchange, self._doors = exchange, doors or Doors()
+        self._reach_s = min(reach_s, _LONGEST_KNOCK_S)
+        self._name, self._timeout, self._backend = name, timeout, backend
+        self._num_formed: Counter[tuple[int, ...]] = Counter()
+
+    def form(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+        """Form a group of world ranks, this one among them; each of them calls it, nobody else.
+
+        `backend`: None for that of the other groups. Over Gloo all members are connected with one
+        another then, so a group should be small. Raises LaunchError, on all members, where one
+        cannot be reached by another.
+        """
+        members = tuple(ranks)
+        self._num_formed[members] += 1
+        digest = hashlib.sha256(str(members).encode()).hexdigest()[:32]
+        name = f"{self._name}_{digest}_{self._num_formed[members]}"
+        torch_side: Any = torch_groups
+        default = torch_side._get_default_group()
+        _, store = torch_side._world.pg_map[default]
+        chosen = backend or self._backend
+        with self._met(name, members, default.rank(), chosen), _unbound(default):
+            formed, _ = torch_side._new_process_group_helper(
+                len(members),
+                members.index(default.rank()),
+                list(members),
+                dist.Backend(chosen),
+                store,
+                group_name=name,
+                timeout=self._timeout,
+            )
+        places = {rank: position for position, rank in enumerate(members)}
+        torch_side._world.pg_group_ranks[formed] = places
+        group: dist.ProcessGroup = formed
+        return group
+
+    def open_door(self) -> Door:
+        """Let Gloo listen at a place for connections of two ranks."""
+        return self._doors.open(lazily=False)
+
+    def connect(self, pair: tuple[int, int], door: Door) -> dist.ProcessGroupGloo:
+        """Connect two world ranks over Gloo, this one among them; both call it, nobody else.
+
+        What is returned sends and receives. Torch does not list it among its groups, so nothing of
+        its own grows with their number, and no thread works for it beside the door's. Raises
+        LaunchError, on both, where one cannot be reached by the other.
+        """
+        self._num_formed[pair] += 1
+        name = f"{self._name}_{pair[0]}_{pair[1]}_pair{self._num_formed[pair]}"
+        torch_side: Any = torch_groups
+        default = torch_side._get_default_group()
+        _, store = torch_side._world.pg_map[default]
+        rank = default.rank()
+        self._meet(name, pair, rank, Place(_host(), door.address, door.port))
+        made = options(door, self._timeout, num_threads=1)
+        gloo: Any = dist.ProcessGroupGloo
+        connected: dist.ProcessGroupGloo = gloo(
+            PrefixStore(f"{name}/", store), pair.index(rank), 2, made
+        )
+        return connected
+
+    @contextmanager
+    def _met(self, name: str, members: Collection[int], rank: int, backend: str) -> Iterator[None]:
+        """Let the members meet first; Gloo listens at a door meanwhile, MPI at none."""
+        if backend == MPI_NAME:
+            self._exchange(f"forming group {name}", "", members)
+            yield
+            return
+        door = self._doors.open(lazily=False)
+        self._meet(name, members, rank, Place(_host(), door.address, door.port))
+        with connecting(lazily=False), through(door):
+            yield
+
+    def _meet(self, name: str, members: Collection[int], rank: int, own: Place) -> None:
+        """Wait for all members; where they are on several hosts, see that all can be reached."""
+        told = self._exchange(f"forming group {name}", own.told(), members)
+        places = {member: Place.parsed(text) for member, text in told.items()}
+        if len({place.address for place in places.values()}) < 2:
+            return
+        called = {r: place for r, place in places.items() if calls(own, place)}
+        failed = unanswered(called, self._reach_s)
+        why = "; ".join(_unreached(rank, own, r, places[r], why) for r, why in failed.items())
+        heard = self._exchange(f"reaching group {name}", why, members)
+        reasons = [heard[member] for member in sorted(heard) if heard[member]]
+        if reasons:
+            raise LaunchError(f"launch: {reasons[0]}")
+
+
+def _host() -> str:
+    return socket.gethostname().replace("|", "_")
+
+
+def _unreached(rank: int, own: Place, other: int, place: Place, why: str) -> str:
+    """Return a pair of ranks that does not meet, as a message, with what can be done."""
+    return (
+        f"rank {rank} on {own.host} ({own.address}) cannot reach rank {other} on {place.host}, "
+        f"expected an answer at {place}, where its Gloo listens, got: {why}; let the hosts reach "
+        f"one another on that port (comm.ports gives a range to open), or choose a network on "
+        f"which they do with comm.interface"
+    )
+
+
+@contextmanager
+def _unbound(default: Any) -> Iterator[None]:
+    """Let the default group have no device of its own meanwhile, if its user gave it one.
+
+    NCCL would else split the new group off from it, in which all ranks of the world take part.
+    """
+    bound = default.bound_device_id
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
+
+
+@contextmanager
+def connecting(*, lazily: bool) -> Iterator[None]:
+    """Let Gloo's groups that are formed meanwhile connect two ranks when they first need it.
+
+    A group of the whole world is formed `lazily`: else each rank would connect with all others, and
+    ask the store for each. A group that steps use is not: the first message between two ranks would
+    wait until both ends touch it, and nothing could end that wait.
+    """
+    before = os.environ.get(LAZY_VARIABLE)
+    os.environ[LAZY_VARIABLE] = "1" if lazily else "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[LAZY_VARIABLE]
+        else:
+            os.environ[LAZY_VARIABLE] = before

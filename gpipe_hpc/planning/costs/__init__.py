@@ -1,0 +1,1 @@
+"""What layers cost: counted on the meta device, measured here, or priced by known rates."""

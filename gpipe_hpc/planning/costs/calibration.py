@@ -1,0 +1,173 @@
+"""What a run measured of its layers under load, and the file that keeps it for the next plan."""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import yaml
+
+from gpipe_hpc.errors import ConfigError, os_remedy
+from gpipe_hpc.planning.costs.counted import ModelCount
+from gpipe_hpc.planning.costs.gauges import LayerTimes
+
+_FORMAT: Final = "calibration of gpipe_hpc, "
+_VERSION: Final = 1
+_REMEDY: Final = "give that of a run of these settings, or leave plan.calibration out"
+_PARTS: Final = LayerTimes._fields
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Seconds of each layer for a micro-batch, and on what a run measured them.
+
+    `model`: parameters and forward FLOPs of each layer, for a micro-batch of `input_bytes`.
+    """
+
+    device: str
+    device_name: str
+    precision: str
+    hosts: int
+    ranks: int
+    versions: dict[str, str]
+    input_bytes: int
+    model: tuple[tuple[int, int], ...]
+    layers: tuple[LayerTimes, ...]
+
+
+def shape_of(count: ModelCount) -> tuple[tuple[int, int], ...]:
+    """Return what tells one model from another: parameters and forward FLOPs of each layer."""
+    return tuple((each.parameters, each.forward_flops) for each in count.layers)
+
+
+def write_calibration(path: Path, found: Calibration) -> None:
+    """Write it in one piece, in the place of what is there."""
+    told = {"format": f"{_FORMAT}{_VERSION}", **asdict(found)}
+    told["model"] = [list(each) for each in found.model]
+    told["layers"] = [dict(each._asdict()) for each in found.layers]
+    aside = path.with_name(f"{path.name}.{os.getpid()}.part")
+    aside.write_text(
+        "# What layers took in this run, for plan.calibration\n"
+        + yaml.safe_dump(told, sort_keys=False),
+        "utf-8",
+    )
+    os.replace(aside, path)
+
+
+def read_calibration(path: str | Path) -> Calibration:
+    """Read what `write_calibration` wrote; ConfigError, which names the key, for anything else."""
+    try:
+        read = yaml.safe_load(Path(path).read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        remedy = os_remedy(error) if isinstance(error, OSError) else None
+        raise ConfigError(
+            f"plan.calibration: {path} is not readable, expected what a run wrote, got {error}; "
+            f"{remedy or _REMEDY}"
+        ) from None
+    names = [*Calibration.__dataclass_fields__]
+    file = _File(path)
+    if not isinstance(read, Mapping) or not str(read.get("format", "")).startswith(_FORMAT):
+        file.refuse("format", f"{_FORMAT}{_VERSION}", _shown(read))
+    if read["format"] != f"{_FORMAT}{_VERSION}":
+        file.refuse("format", f"version {_VERSION}", f"{read['format']}, of another version")
+    if set(read) != {"format", *names}:
+        file.refuse("top", f"the keys format, {', '.join(names)}", ", ".join(map(str, read)))
+    versions = read["versions"]
+    if not isinstance(versions, Mapping):
+        file.refuse("versions", "names with versions", versions)
+    model, layers = file.rows(read, "model"), file.rows(read, "layers")
+    if len(model) != len(layers) or not layers:
+        file.refuse("layers", f"as many as in model, {len(model)}", len(layers))
+    return Calibration(
+        device=file.text(read, "device"),
+        device_name=file.text(read, "device_name"),
+        precision=file.text(read, "precision"),
+        hosts=file.whole(read["hosts"], "hosts"),
+        ranks=file.whole(read["ranks"], "ranks"),
+        input_bytes=file.whole(read["input_bytes"], "input_bytes"),
+        versions={str(name): str(each) for name, each in versions.items()},
+        model=tuple(file.pair(each, f"model[{at}]") for at, each in enumerate(model)),
+        layers=tuple(file.times(each, f"layers[{at}]") for at, each in enumerate(layers)),
+    )
+
+
+def check_calibration(
+    found: Calibration, path: str | Path, count: ModelCount, *, device: str, precision: str
+) -> None:
+    """Refuse what was measured of another model or micro-batch, in another precision or device."""
+    own = shape_of(count)
+    size = sum(count.inputs.tensors)
+    if len(own) != len(found.model):
+        _mismatch(path, "model", f"{len(own)} layers", f"{len(found.model)}")
+    for at, (mine, its) in enumerate(zip(own, found.model, strict=True)):
+        if mine[0] != its[0]:
+            _mismatch(path, "model", f"{mine[0]} parameters in layers.{at}", str(its[0]))
+    if precision != found.precision:
+        _mismatch(path, "precision", precision, found.precision)
+    if device != found.device:
+        _mismatch(path, "device", device, found.device)
+    if size != found.input_bytes:
+        sizes = f"inputs of {size} bytes", f"{found.input_bytes} bytes"
+        _mismatch(path, "micro-batch", *sizes)
+    if own != found.model:
+        at = next(at for at, pair in enumerate(own) if pair != found.model[at])
+        _mismatch(path, "model", f"{own[at][1]} FLOPs in layers.{at}", str(found.model[at][1]))
+
+
+def _mismatch(path: str | Path, what: str, expected: str, got: str) -> NoReturn:
+    raise ConfigError(
+        f"plan.calibration: {path} is of another {what}, expected {expected}, got {got}; {_REMEDY}"
+    )
+
+
+def _shown(read: object) -> object:
+    return read.get("format") if isinstance(read, Mapping) else type(read).__name__
+
+
+class _File:
+    """Reads parts of a file; refuses what is not as it should be, by its key."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = path
+
+    def refuse(self, key: str, expected: str, got: object) -> NoReturn:
+        """Raise for one key."""
+        raise ConfigError(
+            f"plan.calibration: {self.path}: {key}, expected {expected}, got {got!r}; {_REMEDY}"
+        )
+
+    def text(self, read: Mapping[str, Any], name: str) -> str:
+        """Return a text."""
+        if not isinstance(read[name], str):
+            self.refuse(name, "a text", read[name])
+        return str(read[name])
+
+    def whole(self, value: object, key: str) -> int:
+        """Return a whole number of 0 or more."""
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            self.refuse(key, "a whole number of 0 or more", value)
+        return value
+
+    def rows(self, read: Mapping[str, Any], name: str) -> Sequence[Any]:
+        """Return a list."""
+        if not isinstance(read[name], list):
+            self.refuse(name, "a list", read[name])
+        return list(read[name])
+
+    def pair(self, value: object, key: str) -> tuple[int, int]:
+        """Return two whole numbers."""
+        if not isinstance(value, list) or len(value) != 2:
+            self.refuse(key, "parameters and FLOPs", value)
+        return self.whole(value[0], key), self.whole(value[1], key)
+
+    def times(self, value: object, key: str) -> LayerTimes:
+        """Return the seconds of a layer, none of them negative."""
+        if not isinstance(value, Mapping) or set(value) != set(_PARTS):
+            self.refuse(key, f"the keys {', '.join(_PARTS)}", value)
+        for name, each in value.items():
+            is_number = isinstance(each, int | float) and not isinstance(each, bool)
+            if not is_number or not 0 <= each < math.inf:
+                self.refuse(f"{key}.{name}", "0 or more seconds", each)
+        return LayerTimes(*(float(value[name]) for name in _PARTS))

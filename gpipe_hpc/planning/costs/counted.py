@@ -1,0 +1,110 @@
+"""Count what the layers of a model cost without running them: see `LayerCount`."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gpipe_hpc.models import (
+    Layer,
+    Skip,
+    SkipNames,
+    Tie,
+    find_skips,
+    find_ties,
+    global_name,
+    layer_name,
+    skip_names,
+)
+from gpipe_hpc.planning.costs.meta import meta_layer
+from gpipe_hpc.planning.costs.trial import (
+    Crossing,
+    LayerCount,
+    Loss,
+    Trial,
+    Weight,
+    crossing,
+    forgotten,
+)
+from gpipe_hpc.planning.costs.walk import Given, Passed, Visit, walk
+
+
+@dataclass(frozen=True)
+class ModelCount:
+    """The layers of a model, the loss behind them if it was counted, and what they share.
+
+    `names` are what each layer stashes and pops, `skips` the same as pairs of layers.
+    """
+
+    inputs: Crossing
+    layers: tuple[LayerCount, ...]
+    loss: LayerCount | None
+    ties: tuple[Tie, ...]
+    names: tuple[SkipNames, ...]
+    skips: tuple[Skip, ...]
+
+    def weights(self, layers: Iterable[int]) -> list[Weight]:
+        """Return the parameters of some layers, those tied among them once."""
+        return list(self.named_weights(layers).values())
+
+    def named_weights(self, layers: Iterable[int]) -> dict[str, Weight]:
+        """Return them by global name; a tied one has that of its first place."""
+        tied = {place: tie.name for tie in self.ties for place in tie.places}
+        found: dict[str, Weight] = {}
+        for index in layers:
+            for weight in self.layers[index].weights:
+                name = tied.get((index, weight.name), global_name(index, weight.name))
+                # Not every layer that shares a weight needs it cast.
+                cast_bytes = max(weight.cast_bytes, found.get(name, weight).cast_bytes)
+                found[name] = weight._replace(cast_bytes=cast_bytes)
+        return found
+
+    @property
+    def parameters(self) -> int:
+        """Return the number of parameters of the model, tied ones once."""
+        return sum(weight.num_elements for weight in self.weights(range(len(self.layers))))
+
+    def carried(self, skip: Skip) -> Crossing:
+        """Return what a skip carries."""
+        place = self.names[skip.source].stashes.index(skip.name)
+        return self.layers[skip.source].stashed[place]
+
+
+def count_model(
+    layers: Sequence[Layer],
+    inputs: Any,
+    targets: Any = None,
+    loss_fn: Callable[[Any, Any], Any] | None = None,
+    *,
+    device_type: str = "cpu",
+    precision: str = "float32",
+    shares_casts: bool = True,
+) -> ModelCount:
+    """Count every layer, and the loss, for a micro-batch of the structure of `inputs`.
+
+    `inputs` and `targets` are nests of tensors, best on the meta device: only their shapes count.
+    One layer at a time is built, without allocating; equal specs on inputs of equal structure are
+    counted once. `device_type`, cpu or cuda, says which kernels to expect, `precision` in which
+    one forwards compute, `shares_casts` whether a weight is cast once a step: not where graphs
+    move to the host. Modules that come built stay as they are. Raises `ModelError`, naming the
+    layer, for one that does not run so.
+    """
+    how = device_type, precision, shares_casts
+
+    def visit(each: Visit) -> Passed[LayerCount]:
+        module = meta_layer(each.layer, each.index)
+        return Trial(each.where, module, each.names, each.given, *how).count(layer_name(each.layer))
+
+    value = forgotten(inputs)
+    counts, output = walk(layers, value, visit)
+    loss = None
+    if loss_fn is not None:
+        ending = Loss(loss_fn, forgotten(targets))
+        loss = Trial("loss", ending, SkipNames(), Given(output), *how).count("loss").found
+    return ModelCount(
+        inputs=crossing(value),
+        layers=tuple(counts),
+        loss=loss,
+        ties=tuple(find_ties(layers)),
+        names=tuple(map(skip_names, layers)),
+        skips=find_skips(layers),
+    )

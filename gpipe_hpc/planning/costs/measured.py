@@ -1,0 +1,362 @@
+"""Measure what each layer costs on the device and micro-batch at hand."""
+
+import copy
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_hpc.comm.device import Device, HostDevice
+from gpipe_hpc.comm.nests import map_tensors, tensors_of
+from gpipe_hpc.engine.backward.splitting import Deferred, DeferWeights
+from gpipe_hpc.engine.remedies import with_remedy
+from gpipe_hpc.engine.state.sources import process_generators_kept
+from gpipe_hpc.errors import ModelError, words_of
+from gpipe_hpc.models import (
+    Layer,
+    LayerSpec,
+    build_layer,
+    init_key,
+    run_layer,
+    seeded_generators,
+)
+from gpipe_hpc.planning.costs.caches import Caches
+from gpipe_hpc.planning.costs.clock import Clock
+from gpipe_hpc.planning.costs.walk import Passed, Visit, described, walk
+
+log = logging.getLogger("gpipe_hpc.pipeline")
+
+LossFunction = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What one layer costs for one micro-batch; seconds are the least that were measured.
+
+    ``forward_s`` and ``backward_s`` are seconds without recomputation, ``input_s`` and ``weight_s``
+    those of a backward that is split in two. Bytes are counted, not measured: see `LayerCount`.
+    """
+
+    forward_s: float
+    backward_s: float
+    input_s: float
+    weight_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Return the seconds of forward plus backward."""
+        return self.forward_s + self.backward_s
+
+
+def measure_layers(
+    layers: Sequence[Layer],
+    example_inputs: Any,
+    example_targets: Any = None,
+    loss_fn: LossFunction | None = None,
+    *,
+    seed: int = 0,
+    device: Device | None = None,
+    repetitions: int = 2,
+    warmup: int = 1,
+    rounds: int = 3,
+    budget_s: float = 10.0,
+    clock: Clock | None = None,
+) -> list[LayerCost]:
+    """Return the cost of every layer, each run alone on one micro-batch: the least of its times.
+
+    All layers are measured in turn, then all again, so that other work on the machine disturbs
+    none more than another. After `rounds` rounds that agree it is done. Else there are as many
+    more, and at most ten for layers whose best times did not come again in another round, until
+    they do or `budget_s` seconds have passed since the start. What is uncertain even then is told
+    in the log.
+
+    One layer at a time is built (`build_layer` with ``seed``) and dropped again; its inputs stay
+    from round to round. Equal specs whose inputs have equal structure are measured once. Without
+    ``loss_fn`` the last layer's backward starts from ones; with it the loss counts for the last
+    layer. ``example_inputs`` is any nest of tensors. Modules that come built are copied, so neither
+    their buffers nor their gradients change, and random states are left as they were. Purely
+    local: no communication.
+
+    Raises `ModelError`, naming the layer, when it does not run on what the layer before gives.
+    """
+    target = device or HostDevice()
+    bench = _Bench(
+        seed, target, repetitions, warmup, clock or Clock(), Caches(not target.is_accelerator)
+    )
+    began = bench.clock.now()
+    goal = _to(example_targets, target)
+    subjects = _first_round(layers, _to(example_inputs, target), goal, loss_fn, bench)
+    distinct = list({id(subject): subject for subject in subjects}.values())
+    always = (rounds - 1) * len(distinct)
+    for turn, subject in enumerate(_turns(subjects, distinct, rounds)):
+        if turn >= always and bench.clock.now() - began >= budget_s:
+            break
+        bench.run(subject)
+    _tell(subjects, _uncertain(subjects, distinct), bench.clock.now() - began)
+    return [subject.cost() for subject in subjects]
+
+
+def _turns(
+    subjects: Sequence["_Subject"], distinct: Sequence["_Subject"], rounds: int
+) -> Iterator["_Subject"]:
+    """Give what is to be measured next, after the first round; `subjects`: of every layer."""
+    for _ in range(rounds - 1):
+        yield from distinct
+    slack_s = _slack_s(subjects)
+    if any(subject.spread(slack_s, last=True) for subject in distinct):
+        # Something disturbs. A layer that it disturbed in all rounds alike does not show it.
+        for _ in range(rounds):
+            yield from distinct
+    for _ in range(_MOST_ROUNDS):
+        yield from _uncertain(subjects, distinct)
+
+
+def _first_round(
+    layers: Sequence[Layer],
+    inputs: Any,
+    targets: Any,
+    loss_fn: LossFunction | None,
+    bench: "_Bench",
+) -> list["_Subject"]:
+    """Run every layer on what the one before gives; return for each what was measured for it."""
+    last = {len(layers) - 1: _Loss(loss_fn, targets)} if loss_fn else {}
+
+    def visit(each: Visit) -> Passed[_Subject]:
+        subject = _Subject(each, last.get(each.index))
+        output, *stashed = bench.run(subject)
+        return Passed(subject, output, stashed)
+
+    return walk(layers, inputs, visit, alone=last)[0]
+
+
+class _Seconds(NamedTuple):
+    """Of forward, backward, and the two halves of a split backward."""
+
+    forward: float
+    backward: float
+    of_input: float
+    of_weight: float
+
+
+@dataclass(eq=False)
+class _Subject:
+    """A layer, what it is run on, and the least times of each round."""
+
+    visit: Visit
+    loss: "_Loss | None"
+    rounds: list[_Seconds] = field(default_factory=list)
+
+    @property
+    def best(self) -> _Seconds:
+        """Return the least seconds of each part."""
+        return _Seconds(*map(min, zip(*self.rounds, strict=True)))
+
+    def cost(self) -> LayerCost:
+        """Return the result."""
+        return LayerCost(*self.best)
+
+    def spread(self, slack_s: float, last: bool = False) -> float:
+        """Return by how much of a best time the next best round missed it, or the worst one.
+
+        What lies within the tolerance, or `slack_s`, is 0.
+        """
+        worst = 0.0
+        for times in zip(*self.rounds, strict=True):
+            best, *others = sorted(times)
+            missed = others[-1 if last else 0] - best if others else 0.0
+            if missed > max(_TOLERANCE * best, slack_s):
+                worst = max(worst, missed / best if best else math.inf)
+        return worst
+
+
+_TOLERANCE: Final = 0.05  # of a time: it came again
+_NEGLIGIBLE: Final = 0.005  # of the time of all layers
+_NEGLIGIBLE_S: Final = 20e-6
+_MOST_ROUNDS: Final = 10  # more for layers that stay uncertain
+_SHOWN: Final = 8  # layers in a message
+_FIT_LAYER: Final = "make the layer take what the layer before it (or the data) gives"
+_FIT_LOSS: Final = (
+    "correct the loss, or choose model, data and loss that fit each other (as many outputs as the "
+    "targets have classes)"
+)
+
+
+def _slack_s(subjects: Sequence[_Subject]) -> float:
+    whole = sum(subject.best.forward + subject.best.backward for subject in subjects)
+    return max(_NEGLIGIBLE_S, _NEGLIGIBLE * whole)
+
+
+def _uncertain(subjects: Sequence[_Subject], distinct: Sequence[_Subject]) -> list[_Subject]:
+    """Return those whose best times were not seen in two rounds; `subjects`: of every layer."""
+    slack_s = _slack_s(subjects)
+    return [subject for subject in distinct if subject.spread(slack_s) > 0]
+
+
+def _tell(subjects: Sequence[_Subject], uncertain: Sequence[_Subject], spent_s: float) -> None:
+    if not uncertain:
+        return
+    slack_s = _slack_s(subjects)
+    ids = {id(subject) for subject in uncertain}
+    indices = [index for index, subject in enumerate(subjects) if id(subject) in ids]
+    more = f" and {len(indices) - _SHOWN} more" if len(indices) > _SHOWN else ""
+    log.warning(
+        "partition: the times of layers %s%s were measured for %.0f s, expected the best to come "
+        "again within %.0f %%, got none nearer than %.0f %%; other work keeps this machine busy, "
+        "and the cut may not be the best: measure on a quiet one, or give the cut by hand",
+        ", ".join(map(str, indices[:_SHOWN])),
+        more,
+        spent_s,
+        100 * _TOLERANCE,
+        100 * max(subject.spread(slack_s) for subject in uncertain),
+    )
+
+
+class _Bench(NamedTuple):
+    """How layers are measured."""
+
+    seed: int
+    device: Device
+    repetitions: int
+    warmup: int
+    clock: Clock
+    caches: Caches
+
+    def run(self, subject: _Subject) -> list[Any]:
+        """Measure a layer for a round; return its output and stashes, detached."""
+        # In a function of its own, so that the layer is gone before the next one is built.
+        visit = subject.visit
+        index = visit.index
+        with seeded_generators(init_key(self.seed, index)), process_generators_kept():
+            private = _private(visit.layer, index)
+            module = build_layer(private, index=index, seed=self.seed, device=self.device)
+            trial = _Trial(visit, module, subject.loss, self)
+            results, seconds = trial.measured()
+            subject.rounds.append(seconds)
+        return results
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """One built layer and the micro-batch it is run on."""
+
+    visit: Visit
+    module: nn.Module
+    loss: "_Loss | None"
+    bench: _Bench
+
+    def measured(self) -> tuple[list[Any], _Seconds]:
+        """Return output and stashes, detached, and the least seconds of each part."""
+        results, (forward, backward) = self._least(lambda: None)
+        _, (_, of_input, of_weight) = self._least(Deferred)
+        return results, _Seconds(forward, backward, of_input, of_weight)
+
+    def _least(self, deferred: Callable[[], Deferred | None]) -> tuple[list[Any], list[float]]:
+        """Run it several times; return output and stashes of the last, and the least seconds."""
+        warmup, wanted = self.bench.warmup, self.bench.repetitions
+        times: list[tuple[float, ...]] = []
+        for _ in range(warmup + wanted):
+            results: list[Any] = []  # what the last one made is gone before the next begins
+            results, seconds = self._pass(deferred())
+            times.append(seconds)
+        return results, [min(column) for column in zip(*times[warmup:], strict=True)]
+
+    def _pass(self, deferred: Deferred | None) -> tuple[list[Any], tuple[float, ...]]:
+        """Run one forward and backward; return output and stashes, and the seconds of its parts.
+
+        The parts are forward and backward, or, where weight gradients are deferred, three.
+        """
+        # Clones, for a layer may work in place: on a leaf that is forbidden, and the next
+        # repetition needs the input unchanged. Parameter gradients stay, so that repetitions
+        # accumulate into them as micro-batches do.
+        names, where = self.visit.names, self.visit.where
+        given = map_tensors(lambda tensor: _detached(tensor).clone(), tuple(self.visit.given))
+        timed = partial(self.bench.clock.timed, device=self.bench.device)
+        self.bench.caches.fill()
+        results: list[Any] = []
+
+        def forward() -> list[Tensor]:
+            value, popped = given
+            stashed = dict(zip(names.pops, popped, strict=True))
+            output = run_layer(self.module, names, value, stashed, where)
+            results.extend([output, *(stashed[name] for name in names.stashes)])
+            ends = results if self.loss is None else [self.loss.of(output, where)]
+            return [tensor for tensor in tensors_of(ends) if tensor.requires_grad]
+
+        try:
+            with ExitStack() as blocks:
+                if deferred is not None:
+                    blocks.enter_context(deferred.in_forward())
+                    blocks.enter_context(DeferWeights(deferred))
+                ends, forward_s = timed(forward)
+            seeds = [torch.ones_like(end) for end in ends]
+            self.bench.caches.fill()
+            _, backward_s = timed(lambda: _backward(ends, seeds))
+            seconds = [forward_s, backward_s if ends else 0.0]
+            if deferred is not None:
+                self.bench.caches.fill()
+                seconds.append(timed(deferred.run)[1])
+        except _LossError:
+            raise
+        except Exception as error:
+            raise ModelError(
+                f"{where}: failed on the example micro-batch, expected it to run on "
+                f"{described(self.visit.given)}, got {with_remedy(error, _FIT_LAYER)}"
+            ) from error
+        return map_tensors(_detached, results), tuple(seconds)
+
+
+def _backward(ends: list[Tensor], seeds: list[Tensor]) -> None:
+    if ends:
+        torch.autograd.backward(ends, seeds)
+
+
+class _LossError(ModelError):
+    """The loss failed, not the layer before it."""
+
+
+class _Loss(NamedTuple):
+    """The loss, and the targets of the example."""
+
+    function: LossFunction
+    targets: Any
+
+    def of(self, output: Any, where: str) -> Tensor:
+        """Return the one tensor that the backward starts from; `where` names the last layer."""
+        try:
+            value = self.function(output, self.targets)
+        except Exception as error:
+            raise _LossError(
+                f"loss: failed on the output of {where} and the example's targets, expected it to "
+                f"take output {described(output)} and targets {described(self.targets)}, got "
+                f"{with_remedy(error, _FIT_LOSS)}"
+            ) from error
+        total: Tensor = value[0] if isinstance(value, tuple) else value
+        return total
+
+
+def _private(layer: Layer, index: int) -> Layer:
+    """Return a layer that the measurement may change: a copy of a module that comes built."""
+    if isinstance(layer, LayerSpec):
+        return layer
+    try:
+        return copy.deepcopy(layer)
+    except Exception as error:
+        raise ModelError(
+            f"layers.{index}: cannot be measured, expected a module that copy.deepcopy copies, "
+            f"got {words_of(error)}; give a LayerSpec, or partition by parameters"
+        ) from error
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    """Cut a tensor from its graph; it remembers whether a gradient will be asked of it."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _to(nest: Any, device: Device) -> Any:
+    return map_tensors(device.bring, nest)

@@ -1,0 +1,1 @@
+"""How a sequence of layers is cut into stages."""

@@ -1,0 +1,144 @@
+"""The cut of a model into stages: what was asked for, and what came of it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from gpipe_hpc.errors import PartitionError
+from gpipe_hpc.models import layer_parameters, stage_layers
+from gpipe_hpc.planning.costs.gauges import MEASURED, Gauge, LayerTimes
+from gpipe_hpc.planning.cutting.minimax import by_hand, minimax, uniform
+from gpipe_hpc.planning.cutting.uneven import cut_for_paces, cut_for_ranks
+from gpipe_hpc.schedule import Costs
+
+POLICIES = ("parameters", "uniform", "time")
+
+
+class Partition(NamedTuple):
+    """A cut, and what it was made by.
+
+    `counts`: the layers of each stage. `costs`: one number a layer, in the unit `measure`, which
+    is ``parameters``, ``layers``, or that of the gauge (``time``, ``FLOPs``); then `times` has the
+    parts of each cost. `paces`: how many times as long each stage takes as on rank 0, and
+    `rank_paces` the same by rank; empty: all ranks are as fast.
+    """
+
+    counts: tuple[int, ...]
+    costs: tuple[float, ...]
+    measure: str
+    times: tuple[LayerTimes, ...] = ()
+    paces: tuple[float, ...] = ()
+    rank_paces: tuple[float, ...] = ()
+
+    @classmethod
+    def stored(cls, facts: Mapping[str, Any]) -> "Partition":
+        """Return the cut that a checkpoint tells of; older ones called the times seconds."""
+        times = facts.get("times", facts.get("seconds", ()))
+        counts, costs = tuple(facts["counts"]), tuple(facts["costs"])
+        paces, of_ranks = (tuple(facts.get(name, ())) for name in ("paces", "rank_paces"))
+        made_by = tuple(LayerTimes(*each) for each in times)
+        return cls(counts, costs, facts["measure"], made_by, paces, of_ranks)
+
+    @property
+    def is_measured(self) -> bool:
+        """Say whether the times are seconds."""
+        return bool(self.times) and self.measure == MEASURED
+
+    def stage_costs(self) -> Costs | None:
+        """Return what each op of a stage takes; None where no gauge was asked."""
+        if not self.times:
+            return None
+        spans = [[self.times[i] for i in span] for span in stage_layers(self.counts)]
+        forward, backward, inputs, weights = (
+            [sum(layer[part] for layer in span) for span in spans] for part in range(4)
+        )
+        return Costs(
+            forward=forward,
+            backward=backward,
+            input_gradient=inputs,
+            weight_gradient=weights,
+            recompute=forward,
+            paces=dict(enumerate(self.rank_paces)),
+        )
+
+    def likely_costs(self) -> Costs:
+        """Return what each op of a stage takes; where no gauge was asked, as the cut weighs layers.
+
+        Then the forward takes as long as either half of the backward.
+        """
+        known = self.stage_costs()
+        if known is not None:
+            return known
+        forward = [sum(self.costs[i] for i in span) for span in stage_layers(self.counts)]
+        return Costs(
+            forward=forward,
+            input_gradient=forward,
+            weight_gradient=forward,
+            recompute=forward,
+            paces=dict(enumerate(self.rank_paces)),
+        )
+
+    def cut_anew(self, num_stages: int, num_ranks: int | None = None) -> "Partition":
+        """Return the best cut for the same costs into another number of stages.
+
+        `num_ranks`: where these share the stages, some of which are on one rank less.
+        """
+        if num_ranks is None and len(self.paces) == num_stages:
+            return self._replace(counts=tuple(cut_for_paces(self.costs, self.paces)))
+        if num_ranks is None:
+            return self._replace(counts=tuple(minimax(self.costs, num_stages)))
+        return self._replace(counts=tuple(cut_for_ranks(self.costs, num_stages, num_ranks)))
+
+
+class Paces(NamedTuple):
+    """How many times as long slow ranks take: by stage, and by rank. Empty: all are alike."""
+
+    stages: tuple[float, ...] = ()
+    ranks: tuple[float, ...] = ()
+
+
+ALIKE: Final = Paces()
+
+
+def choose_partition(
+    policy: str | Sequence[int] | Partition,
+    num_stages: int,
+    gauge: Gauge,
+    num_ranks: int | None = None,
+    paces: Paces = ALIKE,
+) -> Partition:
+    """Cut a model into `num_stages` by parameters, uniform, time, or as given by hand.
+
+    A Partition that was made before, in a checkpoint say, is taken as it is where it fits the
+    layers and the stages; else the cut is made anew, as that one was. `time` is what the gauge
+    measures or counts; no other policy asks it. `num_ranks`: where these share the stages, and some
+    stages are on one rank less, which get less to do. `paces`: those of slow ranks, which get
+    less. Raises PartitionError.
+    """
+    layers = gauge.layers
+    if isinstance(policy, Partition):
+        if (len(policy.counts), sum(policy.counts)) == (num_stages, len(layers)):
+            if (policy.paces, policy.rank_paces) == paces:
+                return policy._replace(counts=tuple(policy.counts))
+            return policy._replace(paces=paces.stages, rank_paces=paces.ranks).cut_anew(num_stages)
+        policy = "uniform" if policy.measure == "layers" else policy.measure
+    if not isinstance(policy, str):
+        # A zero written by hand asks for an empty stage: it passes its input on.
+        counts = by_hand(policy, len(layers), num_stages, allow_empty=True)
+        sizes = tuple(map(float, layer_parameters(layers)))
+        return Partition(tuple(counts), sizes, "parameters", (), *paces)
+    if policy == "parameters":
+        sizes = tuple(map(float, layer_parameters(layers)))
+        return Partition((), sizes, policy, (), *paces).cut_anew(num_stages, num_ranks)
+    if policy == "uniform":
+        return Partition((), (1.0,) * len(layers), "layers", (), *paces).cut_anew(
+            num_stages, num_ranks
+        )
+    if policy != "time":
+        raise PartitionError(
+            f"partition: unknown, expected one of {', '.join(POLICIES)} or the number of layers "
+            f"of each stage, got {policy!r}; choose one of them"
+        )
+    uniform(len(layers), num_stages)  # refuse too many stages before measuring
+    times = gauge.times
+    costs = tuple(each.forward + each.backward for each in times)
+    return Partition((), costs, gauge.measure, times, *paces).cut_anew(num_stages, num_ranks)

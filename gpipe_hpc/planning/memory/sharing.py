@@ -1,0 +1,116 @@
+"""What the copies of a stage hold of its optimizer's state, where that is divided over them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from gpipe_hpc.engine.outer.buckets import Buckets
+from gpipe_hpc.engine.outer.division import Division
+from gpipe_hpc.engine.outer.owners import owners
+from gpipe_hpc.planning.costs.counted import ModelCount
+from gpipe_hpc.planning.costs.trial import Weight
+from gpipe_hpc.planning.memory.optimizer import OptimizerMemory
+from gpipe_hpc.planning.stages import StageCount
+from gpipe_hpc.schedule import Placement
+
+
+class Shared(NamedTuple):
+    """What a rank holds: its share of the states, and what pads the weights, once; bytes."""
+
+    optimizer_bytes: int
+    padding_bytes: int = 0
+
+
+class _Part(NamedTuple):
+    """Numbers that a rank keeps state for, of one size in bytes; and those that only pad."""
+
+    num_elements: int
+    size: int
+    padding: int = 0
+
+
+class _Copies(NamedTuple):
+    """Stages of a rank with the same copies: how many, and which this one is."""
+
+    stages: tuple[int, ...]
+    number: int
+    position: int
+
+
+class Sharing(NamedTuple):
+    """How states are divided over the copies of stages, of which there are some.
+
+    `shard`: flat or oss, as in `Outer`. `buckets`: of each stage; what is in none, tied weights,
+    stays whole.
+    """
+
+    shard: str
+    replicas: int
+    buckets: tuple[Buckets, ...]
+
+    @classmethod
+    def of(cls, shard: str, replicas: int, buckets: tuple[Buckets, ...]) -> "Sharing | None":
+        """Return how states are divided; None: each copy, or the only one, has all of them."""
+        return cls(shard, replicas, buckets) if shard != "none" and buckets else None
+
+    def of_rank(
+        self,
+        model: ModelCount,
+        stages: Sequence[StageCount],
+        placement: Placement,
+        rank: int,
+        memory: OptimizerMemory,
+        replica: int = 0,
+    ) -> Shared:
+        """Return what a rank of a replica holds."""
+        held = placement.stages_of(rank)
+        weights = model.named_weights(layer for stage in held for layer in stages[stage].layers)
+        divided = {name for stage in held for bucket in self.buckets[stage] for name in bucket}
+        parts: list[_Part] = []
+        for copies in self._copies(placement, rank, replica):
+            divide = self._in_rows if self.shard == "flat" else self._by_owner
+            parts += divide(copies, {n: w for n, w in weights.items() if n in divided})
+        whole = memory.of_weights(w for name, w in weights.items() if name not in divided)
+        whole += memory.copies_of(w for name, w in weights.items() if name in divided)
+        return Shared(
+            whole + sum(memory.of_elements(part.num_elements, part.size) for part in parts),
+            sum(part.padding * part.size for part in parts),
+        )
+
+    def _copies(self, placement: Placement, rank: int, replica: int) -> list[_Copies]:
+        """Return the stages of a rank by their copies: mirrored ones each have their own."""
+        plain: list[int] = []
+        found: list[_Copies] = []
+        for stage in placement.stages_of(rank):
+            holders = placement.holders(stage)
+            if len(holders) == 1:
+                plain.append(stage)
+                continue
+            position = replica * len(holders) + holders.index(rank)
+            found.append(_Copies((stage,), self.replicas * len(holders), position))
+        return [*found, _Copies(tuple(plain), self.replicas, replica)]
+
+    def _in_rows(self, copies: _Copies, weights: Mapping[str, Weight]) -> Iterator[_Part]:
+        """Yield this copy's part of each bucket."""
+        for bucket in (bucket for stage in copies.stages for bucket in self.buckets[stage]):
+            trained = [weights[name] for name in bucket if weights[name].is_trained]
+            count = sum(weight.num_elements for weight in trained)
+            if count:
+                division = Division(count, copies.number)
+                start, stop = division.span(copies.position)
+                yield _Part(stop - start, _size(trained), division.padded - count)
+
+    def _by_owner(self, copies: _Copies, weights: Mapping[str, Weight]) -> Iterator[_Part]:
+        """Yield the tensors that this copy owns; each size of numbers is divided by itself."""
+        names = {n for stage in copies.stages for bucket in self.buckets[stage] for n in bucket}
+        own = {n: w for n, w in weights.items() if n in names and w.is_trained and w.num_elements}
+        for size in sorted({_size([weight]) for weight in own.values()}):
+            counts = {n: w.num_elements for n, w in own.items() if _size([w]) == size}
+            owner = owners(counts, dict.fromkeys(counts, True), copies.number)
+            mine = (count for n, count in counts.items() if owner[n] == copies.position)
+            yield _Part(sum(mine), size)
+
+
+def _size(weights: Sequence[Weight]) -> int:
+    """Return the bytes of one number of weights of one kind."""
+    first = next(weight for weight in weights if weight.num_elements)
+    return first.nbytes // first.num_elements

@@ -1,0 +1,256 @@
+"""A forecast as text: layers, the cut, ranks, and the step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from gpipe_hpc.models import Layer, skip_routes
+from gpipe_hpc.planning.costs.counted import ModelCount
+from gpipe_hpc.planning.costs.trial import LayerCount
+from gpipe_hpc.planning.cutting.cut_table import cut_table
+from gpipe_hpc.planning.forecast import Forecast, RankForecast
+from gpipe_hpc.planning.memory.by_rank import limits_text
+from gpipe_hpc.planning.memory.shortage import shortage
+from gpipe_hpc.planning.stages import count_stages
+from gpipe_hpc.planning.step_time import StepTime
+from gpipe_hpc.planning.telling.columns import aligned, folded
+from gpipe_hpc.planning.telling.units import bytes_text, flops_text
+from gpipe_hpc.schedule import Schedule
+
+_MAX_SKIPS: Final = 24  # lines of a table
+_NOTES: Final = (
+    "Counted, not measured: FLOPs of matrix products, convolutions and attention; activations that "
+    "autograd keeps; workspace: what layers take as they run, gradients on their way, a receive "
+    "buffer posted ahead. Not counted: what kernels and libraries take for themselves. Transfers "
+    "take no time."
+)
+_NOTES_WITH_TIME: Final = (
+    "Counted, not measured: activations that autograd keeps; no gradients in flight, receive "
+    "buffers or workspaces. The bubble is of counted FLOPs, without transfers. The step time has "
+    "what plan.links and plan.prices tell; what they do not tell takes no time in it."
+)
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What the numbers stand on: the device's speed and memory, None where not given.
+
+    `limits`: the bytes that each rank may fill. `recompute`: as it was asked for; `can_cut`:
+    whether micro-batches have several samples; `others`: what other settings would need, in words,
+    where these do not fit. `step`: its seconds, from layers that were counted or `measured`.
+    """
+
+    flops_per_s: float | None = None
+    limits: Sequence[float] | None = None
+    recompute: str = "except_last"
+    can_cut: bool = True
+    others: str = ""
+    step: StepTime | None = None
+    measured: bool = False
+
+    def fit(self, ranks: Sequence[RankForecast]) -> list[bool]:
+        """Say of each rank whether it stays within its memory, if that is known."""
+        if self.limits is None:
+            return [True] * len(ranks)
+        return [rank.total_bytes <= most for rank, most in zip(ranks, self.limits, strict=True)]
+
+
+def layer_table(model: ModelCount) -> str:
+    """Return the layers with repeats folded; the numbers of a line are those of one layer."""
+    rows = [["layers", "times", "layer", "parameters", *_FIGURES]]
+    for start, period, times in folded(model.layers):
+        last = start + period * times - 1
+        for place in range(period):
+            count = model.layers[start + place]
+            span = f"{start}-{last}" if last > start else str(start)
+            first = [span, f"{times} x" if times > 1 else ""] if place == 0 else ["", ""]
+            rows.append([*first, count.name, f"{count.parameters:,}", *_figures(count)])
+    if model.loss is not None:
+        rows.append(["", "", model.loss.name, "0", *_figures(model.loss)])
+    whole = count_stages(model, [len(model.layers)])[0]
+    rows.append(
+        [
+            "all",
+            "",
+            f"{len(model.layers)}",
+            f"{model.parameters:,}",
+            flops_text(whole.forward_flops),
+            flops_text(whole.backward_flops),
+            bytes_text(whole.activation_bytes),
+            "",
+        ]
+    )
+    return aligned(rows, left={0, 2})
+
+
+_FIGURES: Final = ("forward", "backward", "activations", "output")
+
+
+def _figures(count: LayerCount) -> list[str]:
+    return [
+        flops_text(count.forward_flops),
+        flops_text(count.backward_flops),
+        bytes_text(count.activation_bytes),
+        bytes_text(count.output_bytes),
+    ]
+
+
+def stage_table(
+    layers: Sequence[Layer],
+    model: ModelCount,
+    counts: Sequence[int],
+    schedule: Schedule,
+    paces: Sequence[float] = (),
+) -> str:
+    """Return the cut: layers, ranks, parameters and share of the FLOPs of each stage."""
+    placement = schedule.placement
+    return cut_table(
+        layers,
+        counts,
+        holders=[placement.holders(stage) for stage in range(placement.num_stages)],
+        costs=[float(count.flops) for count in model.layers],
+        measure="FLOPs",
+        paces=paces,
+    )
+
+
+def rank_table(ranks: Sequence[RankForecast], assumptions: Assumptions) -> str:
+    """Return what each rank holds at its fullest and sends.
+
+    Casts of weights where there are any; whether it fits, if that is asked.
+    """
+    casts = any(rank.cast_bytes for rank in ranks)
+    head = ["rank", "stages", "parameters", "weights", *["casts"] * casts, "gradients"]
+    verdicts = _verdicts(ranks, assumptions)
+    rows = [[*head, "optimizer", "activations", "workspace", "sum", "sent a step", *verdicts[0]]]
+    for index, rank in enumerate(ranks):
+        parts = (
+            rank.weight_bytes,
+            *[rank.cast_bytes] * casts,
+            rank.gradient_bytes,
+            rank.optimizer_bytes,
+            rank.activation_bytes,
+            rank.workspace_bytes,
+            rank.total_bytes,
+            rank.sent_bytes,
+        )
+        stages = ",".join(map(str, rank.stages)) or "none"
+        numbers = [str(index), stages, f"{rank.parameters:,}", *map(bytes_text, parts)]
+        rows.append([*numbers, *verdicts[1 + index]])
+    return aligned(rows, left={1})
+
+
+def _verdicts(ranks: Sequence[RankForecast], assumptions: Assumptions) -> list[list[str]]:
+    """Return a title and for each rank whether it fits; what it may fill where they differ."""
+    if assumptions.limits is None:
+        return [[] for _ in range(1 + len(ranks))]
+    rows = [["fits"], *([("NO", "yes")[fits]] for fits in assumptions.fit(ranks))]
+    if len(set(assumptions.limits)) == 1:
+        return rows
+    own = ["may fill", *map(bytes_text, assumptions.limits)]
+    return [[limit, *row] for limit, row in zip(own, rows, strict=True)]
+
+
+def step_text(found: Forecast, schedule: Schedule, assumptions: Assumptions) -> str:
+    """Return bubble and time of a step, and its FLOPs."""
+    timeline, num_ranks = found.timeline, schedule.num_ranks
+    lines = [
+        f"{schedule.name}, {schedule.num_microbatches} micro-batches"
+        f"{f' ({found.num_empty} of them empty)' if found.num_empty else ''} on {num_ranks} ranks: "
+        f"{flops_text(found.step_flops)} a step, recomputation included",
+        f"expected bubble {100 * timeline.bubble:.1f} % (idle over total)",
+    ]
+    if found.step_flops:
+        ideal = timeline.makespan * num_ranks / found.step_flops
+        lines[1] += f": a step takes {ideal:.3f} times as long as without"
+    if assumptions.step is not None:
+        lines.append(_seconds_text(assumptions.step, assumptions))
+    elif assumptions.flops_per_s is not None:
+        seconds = timeline.makespan / assumptions.flops_per_s
+        rate = flops_text(assumptions.flops_per_s)
+        lines.append(f"expected step time {seconds:.4g} s at {rate}/s a rank")
+    if assumptions.limits is not None:
+        lacking = shortage(
+            found.ranks,
+            assumptions.limits,
+            recompute=assumptions.recompute,
+            schedule=schedule.name,
+            can_cut=assumptions.can_cut,
+            others=assumptions.others,
+        )
+        fits = f"every rank fits, with {limits_text(assumptions.limits)} a rank"
+        lines.append(f"memory: {lacking or fits}")
+    return "\n".join(lines)
+
+
+def _seconds_text(step: StepTime, assumptions: Assumptions) -> str:
+    """Return the seconds of a step, and what they stand on."""
+    basis = "layers measured here"
+    if not assumptions.measured:
+        rate = assumptions.flops_per_s
+        basis = "counted layers" if rate is None else f"{flops_text(rate)}/s a rank"
+    first, *rest = step.text().splitlines()
+    return "\n".join([f"{first} at {basis}", *rest])
+
+
+class Sections(NamedTuple):
+    """What the plan says in words.
+
+    Of what it is, who chose the cut, what was compared for the placement, what a budget of
+    memory chose, and what copies of stages sum. `paces`: how many times as long each stage takes,
+    where ranks are slow.
+    """
+
+    heading: str
+    cut_by: str
+    searched: str = ""
+    recomputed: str = ""
+    summed: str = ""
+    paces: tuple[float, ...] = ()
+
+
+def report(
+    layers: Sequence[Layer],
+    model: ModelCount,
+    counts: Sequence[int],
+    schedule: Schedule,
+    found: Forecast,
+    assumptions: Assumptions,
+    sections: Sections,
+) -> str:
+    """Return the whole plan as text."""
+    parts = [
+        sections.heading,
+        f"Layers, for one micro-batch:\n{layer_table(model)}",
+        f"Cut {sections.cut_by}:\n{stage_table(layers, model, counts, schedule, sections.paces)}",
+        skip_table(model, counts),
+        sections.searched and f"Placements compared:\n{sections.searched}",
+        sections.recomputed and f"Recomputed, to stay within the memory:\n{sections.recomputed}",
+        f"Ranks, at their fullest:\n{rank_table(found.ranks, assumptions)}",
+        sections.summed and f"Over copies: {sections.summed}",
+        step_text(found, schedule, assumptions),
+        _NOTES if assumptions.step is None else _NOTES_WITH_TIME,
+    ]
+    return "\n\n".join(filter(None, parts))
+
+
+def skip_table(model: ModelCount, counts: Sequence[int]) -> str:
+    """Return the skips that leave their stage, and how many do not; nothing without skips."""
+    if not model.skips:
+        return ""
+    routes = skip_routes(model.skips, counts)
+    crossing = [(route, skip) for route, skips in routes.items() for skip in skips]
+    within = len(model.skips) - len(crossing)
+    straight = sum(destination > source + 1 for (source, destination), _ in crossing)
+    title = (
+        f"Skips, for one micro-batch: {len(model.skips)}, of which {within} within a stage, "
+        f"{len(crossing) - straight} with the boundary to the next, {straight} straight on:"
+    )
+    rows = [["skip", "layers", "stages", "bytes"]]
+    for (source, destination), skip in crossing[:_MAX_SKIPS]:
+        nbytes = bytes_text(sum(model.carried(skip).tensors))
+        layers, stages = f"{skip.source} to {skip.destination}", f"{source} to {destination}"
+        rows.append([skip.name, layers, stages, nbytes])
+    more = len(crossing) - _MAX_SKIPS
+    lines = [title, aligned(rows, left={0})] if crossing else [title.rstrip(":")]
+    return "\n".join([*lines, *([f"and {more} more"] if more > 0 else [])])

@@ -1,0 +1,93 @@
+"""Prices of a step: their file, what it refuses, and what they add to costs."""
+
+import pytest
+
+from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.planning.costs.prices import (
+    FREE,
+    Measured,
+    Pass,
+    Prices,
+    check_prices,
+    read_prices,
+    write_prices,
+)
+from gpipe_hpc.schedule import Costs, Link
+
+HERE = Measured("cpu", "some processor", 2, "float32", "adamw")
+SOME = Prices(
+    1e-4, Link(2e-5, 3e9), Link(4e-5, 1e9), Pass(1e-5, 2e-6, 3e-10), Pass(1e-6, 2e-6, 1e-10), 5e-4,
+    HERE,
+)  # fmt: skip
+
+
+@pytest.fixture
+def path(tmp_path):
+    write_prices(tmp_path / "prices.yaml", SOME)
+    return tmp_path / "prices.yaml"
+
+
+def test_what_is_written_is_read(path):
+    assert read_prices(path) == SOME
+    assert [each.name for each in path.parent.iterdir()] == ["prices.yaml"]
+
+
+@pytest.mark.parametrize(
+    "before, after, said",
+    [
+        ("action_s: 0.0001", "action_s: -1", r"action_s, expected 0 or more seconds, got -1"),
+        ("action_s: 0.0001", "action_s: fast", r"action_s, expected a number of seconds"),
+        ("step_s:", "steps:", r"top, expected the keys format, measured"),
+        ("cores: 2", "cores: 0", r"measured\.cores, expected a whole number"),
+        ("device: cpu", "device: 3", r"measured\.device, expected a text"),
+        ("prices of gpipe_hpc, 1", "prices of gpipe_hpc, 9", r"format, expected"),
+        ("tensor_s: 2.0e-06", "tensor_s: .nan", r"tensor_s, expected 0 or more"),
+        ("bandwidth_bytes_per_s: 3000000000.0", "bandwidth_bytes_per_s: 0", r"more than 0 bytes"),
+    ],
+)
+def test_a_damaged_file_is_refused_by_its_key(path, before, after, said):
+    text = path.read_text()
+    assert before in text
+    path.write_text(text.replace(before, after))
+    with pytest.raises(ConfigError, match=said) as refused:
+        read_prices(path)
+    assert str(path) in str(refused.value)
+    assert "preflight.steps=true" in str(refused.value)
+
+
+@pytest.mark.parametrize("content", ["", "[1, 2]", "a: [", "hosts: 2\nlinks: {}\n"])
+def test_a_foreign_file_is_refused(tmp_path, content):
+    path = tmp_path / "links.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=r"links\.yaml"):
+        read_prices(path)
+    with pytest.raises(ConfigError, match="not readable"):
+        read_prices(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(
+    "name, value", [("device", "cuda"), ("precision", "bfloat16"), ("optimizer", "sgd")]
+)
+def test_prices_of_other_settings_are_refused(name, value):
+    asked = {"device": "cpu", "precision": "float32", "optimizer": "adamw"}
+    check_prices(SOME, "prices.yaml", **asked)
+    with pytest.raises(ConfigError, match=f"expected prices for {name} {value}"):
+        check_prices(SOME, "prices.yaml", **{**asked, name: value})
+
+
+def test_an_unwritable_place_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="not writable"):
+        write_prices(tmp_path / "file" / "prices.yaml", SOME)
+
+
+def test_prices_add_to_each_action():
+    costs = Costs(forward=[1.0, 2.0], backward=3.0)
+    more = Prices(action_s=0.5).of_actions(costs)
+    assert (more.forward, more.backward, more.recompute) == ([1.5, 2.5], 3.5, None)
+    assert FREE.of_actions(costs) is costs
+
+
+def test_a_pass_over_nothing_takes_no_time():
+    assert Pass(1.0, 2.0, 3.0).seconds(0, 0) == 0
+    assert Pass(1.0, 2.0, 3.0).seconds(2, 10) == 35
