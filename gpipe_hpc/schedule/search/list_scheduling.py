@@ -1,6 +1,7 @@
 """List scheduling: each rank, whenever it is free, starts the best action that is ready."""
 
 import heapq
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,6 +16,8 @@ Priority = Callable[[Action], tuple[int, ...]]
 
 
 _Kind = tuple[Op, int]
+# The micro-batch of what is or will be ready, when, its priority, and the action itself.
+_Waiting = tuple[int, float, tuple[int, ...], Action]
 
 
 class Rules(NamedTuple):
@@ -78,8 +81,8 @@ class _State:
         self.starts = [op in STARTS_ACTIVATIONS for op, _ in self.kinds]
         self.ends = [op in ENDS_BACKWARD for op, _ in self.kinds]
         self.ways = _ways(needs, rules.transfers)
-        # For each rank and place the micro-batches that are or will be ready, and when.
-        self.queues: list[dict[int, list[tuple[int, float]]]] = [{} for _ in range(num_ranks)]
+        # For each rank and place what is or will be ready.
+        self.queues: list[dict[int, list[_Waiting]]] = [{} for _ in range(num_ranks)]
         # By place and micro-batch: how many needs are not met yet, and when the last one was.
         self.unmet: dict[int, tuple[int, float]] = {}
         self.looks: list[tuple[float, int]] = []
@@ -87,7 +90,7 @@ class _State:
         first = self.kinds.index((Op.F, 0))
         for microbatch in range(placement.num_microbatches):
             rank = placement.rank_of(0, microbatch)
-            heapq.heappush(self.queues[rank].setdefault(first, []), (microbatch, 0.0))
+            self._wait(first, rank, microbatch, 0.0)
             heapq.heappush(self.looks, (0.0, rank))
 
     def run(self) -> None:
@@ -102,28 +105,34 @@ class _State:
 
     def _best(self, rank: int, now: float) -> int | None:
         """Return the place of what a rank runs next; of equals the first that it ever had."""
-        ready = [
-            place
-            for place, queue in self.queues[rank].items()
-            if queue
-            and queue[0][1] <= now
-            and (not self.starts[place] or self._has_room(place, rank))
-        ]
-        if len(ready) < 2:
-            return ready[0] if ready else None
-        return min(ready, key=lambda place: self.rules.priority(self._next(place, rank)))
+        starts, room, spare = self.starts, self._room(rank), self.spare[rank]
+        best: int | None = None
+        least: tuple[int, ...] = ()
+        for place, queue in self.queues[rank].items():
+            if not queue:
+                continue
+            _, ready_at, key, _ = queue[0]
+            if ready_at > now or (starts[place] and spare[self.kinds[place][1]] >= room):
+                continue
+            if best is None or key < least:
+                best, least = place, key
+        return best
 
-    def _next(self, place: int, rank: int) -> Action:
+    def _room(self, rank: int) -> float:
+        """Return how many more stage micro-batches may live on a rank."""
+        limits = self.rules.limits
+        return math.inf if limits is None else limits[rank] - self.live[rank]
+
+    def _wait(self, place: int, rank: int, microbatch: int, ready_at: float) -> None:
+        """Queue an action, with its priority: it is compared many times."""
         op, stage = self.kinds[place]
-        return Action(op, stage, self.queues[rank][place][0][0])
-
-    def _has_room(self, place: int, rank: int) -> bool:
-        limits, (_, stage) = self.rules.limits, self.kinds[place]
-        return limits is None or self.live[rank] + self.spare[stage, rank] < limits[rank]
+        action = Action(op, stage, microbatch)
+        queue = self.queues[rank].setdefault(place, [])
+        heapq.heappush(queue, (microbatch, ready_at, self.rules.priority(action), action))
 
     def _start(self, place: int, rank: int, now: float) -> None:
-        self.rows[rank].append(self._next(place, rank))
-        microbatch, _ = heapq.heappop(self.queues[rank][place])
+        microbatch, _, _, action = heapq.heappop(self.queues[rank][place])
+        self.rows[rank].append(action)
         end = now + self.durations[place] * self.paces[rank]
         self.free_at[rank] = end
         heapq.heappush(self.looks, (end, rank))
@@ -139,8 +148,10 @@ class _State:
                 if missing > 1:
                     self.unmet[key] = missing - 1, ready_at
                     continue
-            heapq.heappush(self.queues[user].setdefault(follower, []), (microbatch, ready_at))
-            heapq.heappush(self.looks, (ready_at, user))
+            self._wait(follower, user, microbatch, ready_at)
+            # A rank looks at the end of what it runs anyway.
+            if ready_at > self.free_at[user] or (ready_at == self.free_at[user] and user != rank):
+                heapq.heappush(self.looks, (ready_at, user))
 
 
 def _ways(needs: Mapping[_Kind, Sequence[_Kind]], transfers: Sequence[float]) -> list[list[_Way]]:
@@ -166,10 +177,10 @@ def _needs(ops: Iterable[Op], num_stages: int) -> dict[_Kind, list[_Kind]]:
     return found
 
 
-def _spare_room(placement: Placement) -> dict[tuple[int, int], int]:
-    """Return for each stage and holder how many later stages the rank holds."""
-    return {
-        (stage, rank): len([other for other in placement.stages_of(rank) if other > stage])
-        for stage in range(placement.num_stages)
-        for rank in placement.holders(stage)
-    }
+def _spare_room(placement: Placement) -> list[dict[int, int]]:
+    """Return for each rank and stage that it holds how many later stages it holds."""
+    stages_of = map(placement.stages_of, range(placement.num_ranks))
+    return [
+        {stage: len(stages) - 1 - index for index, stage in enumerate(stages)}
+        for stages in stages_of
+    ]
