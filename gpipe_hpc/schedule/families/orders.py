@@ -22,10 +22,11 @@ def tabulate(
     """
 
     kept = tuple(Row.of(row).below(placement.num_microbatches) for row in rows)
+    end = placement.num_microbatches
     whole = tuple(
-        pair
-        for pair in overlaps
-        if all((action.microbatch or 0) < placement.num_microbatches for action in pair)
+        (forward, backward)
+        for forward, backward in overlaps
+        if (forward.microbatch or 0) < end and (backward.microbatch or 0) < end
     )
     return Schedule(name, placement, kept, max_activations=bounds_of(kept), overlaps=whole)
 
@@ -45,9 +46,9 @@ class RankOrder:
 
     def run(self, op: Op, stage: int) -> None:
         """Add ``F``, ``B`` or ``I`` of a stage's next micro-batch; an ``I`` owes its ``W``."""
-        kind = Op.I if op is Op.B else op
-        index = self._taken[kind, stage]
-        self._taken[kind, stage] += 1
+        kind = Op.I if op is Op.B else op, stage
+        index = self._taken[kind]
+        self._taken[kind] = index + 1
         microbatch = self._microbatch_of(stage, index) if self._microbatch_of else index
         self.actions.append(Action(op, stage, microbatch))
         if op is Op.I:

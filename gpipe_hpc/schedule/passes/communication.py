@@ -115,8 +115,9 @@ def _cross(graph: Precedence, transfers: _Transfers) -> tuple[Links, Links]:
             if forward_of and is_forward[which[node]]:
                 source = forward_of.get(maker, maker)
             ends = which[node], which[source]
-            if ends not in places:
-                places[ends] = len(ways)
+            place = places.get(ends)
+            if place is None:
+                place = places[ends] = len(ways)
                 user, stage = action_of(graph.kinds[ends[0]]), graph.kinds[ends[1]][1]
                 post = arrival(user, stage)
                 ways.append(_Way(kind_of(counterpart(post)), kind_of(post)))
@@ -129,7 +130,7 @@ def _cross(graph: Precedence, transfers: _Transfers) -> tuple[Links, Links]:
                 leaving[maker] = number
             else:
                 made.add(maker, number)
-            way.append(places[ends])
+            way.append(place)
             microbatch.append(graph.numbers[node])
             sender.append(ranks[maker])
             receiver.append(rank)
@@ -144,6 +145,7 @@ def _lane(
     places = {kind: place for place, kind in enumerate(row.kinds)}
     which, numbers, one = integers(), integers(), integers()
     several: dict[int, tuple[int, ...]] = {}
+    has_skips = bool(graph.schedule.skips)
     for node, place, number in zip(
         range(graph.starts[rank], graph.starts[rank + 1]), row.which, row.numbers, strict=True
     ):
@@ -158,7 +160,9 @@ def _lane(
             continue
         in_turn: Iterable[int] = (makes,)
         if makes == SEVERAL:
-            in_turn = sorted(made[node], key=lambda each: _distance(ways[way[each]].send))
+            in_turn = made.several[node]
+            if has_skips:
+                in_turn = sorted(in_turn, key=lambda each: _distance(ways[way[each]].send))
         for transfer in in_turn:
             which.append(places.setdefault(ways[way[transfer]].send, len(places)))
             numbers.append(microbatch[transfer])
@@ -194,10 +198,14 @@ def _due(traffic: _Traffic) -> "array[int]":
     for lane in lanes:
         sends = [op in SENDS for op, _, _ in lane.kinds]
         latest: dict[int, int] = {}  # by the receiver, from the last send to the first
-        for which, number in zip(reversed(lane.which), reversed(lane.awaits.one), strict=True):
-            if sends[which]:
-                receiver = transfers.receiver[number]
-                due[number] = latest[receiver] = min(due[number], latest.get(receiver, due[number]))
+        starts = map(sends.__getitem__, reversed(lane.which))
+        for number in compress(reversed(lane.awaits.one), starts):
+            receiver = transfers.receiver[number]
+            before = latest.get(receiver, sys.maxsize)
+            if due[number] < before:
+                latest[receiver] = due[number]
+            else:
+                due[number] = before
     return due
 
 
@@ -237,6 +245,8 @@ class _Rendezvous:
         # Rank -> the transfer it sleeps for: to be posted if it is the sender, else to be sent.
         # Who has slept for longest comes first; `fresh` fell asleep since circles were looked for.
         self.asleep: dict[int, int] = {}
+        # Rank -> the rank at the other end of the transfer that it sleeps or last slept for.
+        self.blockers = [NOWHERE] * num_ranks
         self.fresh: list[int] = []
         self.ring: _Ring | None = None
 
@@ -319,6 +329,9 @@ class _Rendezvous:
     def _sleep(self, rank: int, index: int, number: int) -> None:
         self.position[rank] = index
         self.asleep[rank] = number
+        transfers = self.traffic.transfers
+        sender = transfers.sender[number]
+        self.blockers[rank] = sender if sender != rank else transfers.receiver[number]
         self.fresh.append(rank)
 
     def _post(self, number: int) -> None:
@@ -430,8 +443,7 @@ class _Rendezvous:
 
     def _circles(self, starts: Iterable[int]) -> list[list[int]]:
         """Return the circles of ranks, each waiting for the next, that some ranks lead into."""
-        receivers, senders = self.traffic.transfers.receiver, self.traffic.transfers.sender
-        asleep = self.asleep
+        blockers = self.blockers
         circles: list[list[int]] = []
         seen: set[int] = set()
         for rank in starts:
@@ -439,9 +451,7 @@ class _Rendezvous:
             while rank not in seen:
                 seen.add(rank)
                 path[rank] = len(path)
-                number = asleep[rank]
-                sender = senders[number]
-                rank = receivers[number] if sender == rank else sender
+                rank = blockers[rank]
             if rank in path:
                 circles.append(list(path)[path[rank] :])
         return circles

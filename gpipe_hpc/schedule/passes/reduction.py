@@ -98,7 +98,7 @@ def _rank(
 
 def _last_backwards(row: Row) -> dict[int, int]:
     """Return where the last backward of each stage stands."""
-    last_of = {which: at for at, which in enumerate(row.which)}
+    last_of = dict(zip(row.which, range(len(row)), strict=True))
     found: dict[int, int] = {}
     for which, (op, stage, _) in enumerate(row.kinds):
         if op in ENDS_BACKWARD:

@@ -74,11 +74,11 @@ class _State:
         self.free_at = [0.0] * num_ranks
         self.paces = self.rules.paces or [1.0] * num_ranks
         self.live = [0] * num_ranks
-        self.spare = _spare_room(placement)
         needs = _needs(rules.durations, num_stages)
         self.kinds = list(needs)
         self.durations = [rules.durations[op][stage] for op, stage in self.kinds]
         self.starts = [op in STARTS_ACTIVATIONS for op, _ in self.kinds]
+        self.spare = _spare_room(placement, self.kinds)
         self.ends = [op in ENDS_BACKWARD for op, _ in self.kinds]
         self.ways = _ways(needs, rules.transfers)
         # For each rank and place what is or will be ready.
@@ -105,16 +105,16 @@ class _State:
 
     def _best(self, rank: int, now: float) -> int | None:
         """Return the place of what a rank runs next; of equals the first that it ever had."""
-        starts, room, spare = self.starts, self._room(rank), self.spare[rank]
+        room, spare = self._room(rank), self.spare[rank]
         best: int | None = None
         least: tuple[int, ...] = ()
         for place, queue in self.queues[rank].items():
             if not queue:
                 continue
             _, ready_at, key, _ = queue[0]
-            if ready_at > now or (starts[place] and spare[self.kinds[place][1]] >= room):
+            if ready_at > now or (best is not None and key >= least):
                 continue
-            if best is None or key < least:
+            if place not in spare or spare[place] < room:
                 best, least = place, key
         return best
 
@@ -177,10 +177,12 @@ def _needs(ops: Iterable[Op], num_stages: int) -> dict[_Kind, list[_Kind]]:
     return found
 
 
-def _spare_room(placement: Placement) -> list[dict[int, int]]:
-    """Return for each rank and stage that it holds how many later stages it holds."""
-    stages_of = map(placement.stages_of, range(placement.num_ranks))
-    return [
-        {stage: len(stages) - 1 - index for index, stage in enumerate(stages)}
-        for stages in stages_of
-    ]
+def _spare_room(placement: Placement, kinds: Sequence[_Kind]) -> list[dict[int, int]]:
+    """Return for each rank, by the place of each of its forwards, how many later stages it has."""
+    found: list[dict[int, int]] = [{} for _ in range(placement.num_ranks)]
+    for place, (op, stage) in enumerate(kinds):
+        if op in STARTS_ACTIVATIONS:
+            for rank in placement.holders(stage):
+                stages = placement.stages_of(rank)
+                found[rank][place] = len(stages) - 1 - stages.index(stage)
+    return found
