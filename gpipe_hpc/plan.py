@@ -23,7 +23,6 @@ from gpipe_hpc.config import (
 from gpipe_hpc.config.checks import check_planning
 from gpipe_hpc.config.commands import DONE_EXIT_CODE, Job, run_jobs, say_error
 from gpipe_hpc.config.ranks import on_ranks, ranks_to_come
-from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.config.schema import AUTO_LAYOUT, MEASURED_COSTS
 from gpipe_hpc.errors import GpipeError, PartitionError
 from gpipe_hpc.models import loss_function, normalise_layers
@@ -95,7 +94,6 @@ def main() -> None:
 def _task(job: Job) -> int:
     try:
         if job.config.plan.search or job.config.pipeline.layout == AUTO_LAYOUT:
-            _refuse_calibration(job.config)
             answer = compared(job.config, job.words)
             print(answer.text)
             return DONE_EXIT_CODE if answer.chosen else TOO_LARGE_EXIT_CODE
@@ -104,14 +102,6 @@ def _task(job: Job) -> int:
         return say_error(error)
     print(found.text)
     return DONE_EXIT_CODE if found.fits else TOO_LARGE_EXIT_CODE
-
-
-def _refuse_calibration(config: Config) -> None:
-    """Refuse a calibration for a search, whose layouts have micro-batches of many sizes."""
-    path = config.plan.calibration
-    if path is not None:
-        remedy = "leave it out, or plan.search and pipeline.layout=auto"
-        raise refuse("plan.calibration", "null for a search", path, remedy)
 
 
 def make_plan(config: Config) -> Plan:
@@ -171,7 +161,7 @@ def make_plan(config: Config) -> Plan:
                 *map(_warning, doubts),
             ]
         ),
-        cut_by=_cut_by(config.pipeline.partition, layout.partition),
+        cut_by=_cut_by(config, layout.partition),
         searched=layout.searched,
         recomputed=layout.budget,
         paces=layout.partition.paces,
@@ -282,10 +272,12 @@ def _others(config: Config, request: Request, gauge: Counted) -> str:
     return alternatives_text(tried, config.plan.flops_per_s)
 
 
-def _cut_by(policy: object, partition: Partition) -> str:
+def _cut_by(config: Config, partition: Partition) -> str:
     """Say how the layers of each stage were chosen."""
-    if isinstance(policy, list):
+    if isinstance(config.pipeline.partition, list):
         return "by hand"
+    if partition.measure == MEASURED and config.plan.calibration is not None:
+        return "by time, as a run measured it (plan.calibration)"
     if partition.measure == MEASURED:
         return "by time, measured here (plan.costs=measured)"
     if partition.measure != COUNTED:

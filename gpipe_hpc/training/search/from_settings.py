@@ -187,6 +187,13 @@ def _compares_replicas(config: Config) -> bool:
 
 def _refuse_what_is_no_search(config: Config, fixed: frozenset[str]) -> None:
     pipeline = config.pipeline
+    if config.plan.calibration is not None:
+        raise refuse(
+            "plan.calibration",
+            "null in a search, whose layouts have micro-batches of many sizes",
+            config.plan.calibration,
+            "leave it out, or plan.search and pipeline.layout=auto",
+        )
     if isinstance(pipeline.partition, list):
         raise refuse(
             "pipeline.partition",
