@@ -144,7 +144,9 @@ def test_all_state_comes_back_on_any_layout(saved, new_run, monkeypatch, saving,
         for mine, theirs in zip(one, other, strict=True):
             assert mine.keys() == theirs.keys() and len(mine) > 3
             for name in mine:
-                torch.testing.assert_close(mine[name], theirs[name], rtol=1e-5, atol=1e-6)
+                # Layouts sum tied gradients in other orders, and BatchNorm over two samples makes
+                # much of a last bit; what is not restored is off by a tenth.
+                torch.testing.assert_close(mine[name], theirs[name], rtol=1e-3, atol=1e-4)
 
 
 def test_optimizer_state_that_is_there_is_overwritten_in_place(saved, new_run):

@@ -29,7 +29,7 @@ def test_one_process_trains_and_says_so(train, tiny, tmp_path):
     kept = {"step", "loss", "lr", "grad_norm", "step_time_s", "samples_per_s", "bubble"}
     assert kept <= metrics(run)[0].keys()
     names = {path.name for path in run.iterdir()}
-    files = {"config.yaml", "run.json", "metrics.jsonl"}
+    files = {"config.yaml", "run.json", "metrics.jsonl", "calibration.yaml"}
     assert names == files | {"tensorboard", "checkpoints", "logs", "summary.json", "trace"}
     assert "schedule: gpipe" in (run / "config.yaml").read_text()
 

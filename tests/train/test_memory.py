@@ -7,6 +7,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 MB = 2**20
+FILLING_BYTES = 32_000_000  # what is read between two timings of a layer
 # Layers of 4 MB: with fewer and larger ones, what the C library keeps of freed memory would hide
 # what is measured.
 WIDTH = 1024
@@ -84,6 +85,8 @@ def test_each_rank_holds_a_quarter(reports, partition, num_large):
         assert num_large / 5 <= num_own <= num_large / 3
         kept = 2 * num_own * LAYER_BYTES  # weights and gradients
         extra = report["peak_bytes"] - constant[rank]
+        if num_measured and rank == 0:  # what fills the caches is part of the small model's peak
+            extra += FILLING_BYTES
         assert 0.9 * kept < extra < kept + 100 * MB, (rank, num_own, extra / MB)
     built = sum(len(report["built"]) for report in large)
     if partition == "parameters":

@@ -24,7 +24,7 @@ def _folder_of(package: str) -> str:
     return str(Path(found.origin).parent) + os.sep if found and found.origin else os.devnull
 
 
-_OURS: Final = str(Path(__file__).parent.parent) + os.sep
+_OURS: Final = str(Path(__file__).parents[2]) + os.sep
 _PACKAGE: Final = __name__.partition(".")[0]
 _TORCHS: Final = _folder_of("torch")
 _PYTHONS: Final = sysconfig.get_paths()["stdlib"] + os.sep

@@ -222,7 +222,7 @@ def _ranks(
 
 
 def _planned(rank: RankForecast) -> dict[str, int]:
-    parts = ("weight", "cast", "gradient", "optimizer", "activation", "total")
+    parts = ("weight", "cast", "gradient", "optimizer", "workspace", "activation", "total")
     return {f"{part}_bytes": getattr(rank, f"{part}_bytes") for part in parts}
 
 
