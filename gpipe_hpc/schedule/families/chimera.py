@@ -1,6 +1,6 @@
 """Chimera: pipelines in both directions at once, each in the other's bubbles."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
@@ -74,7 +74,7 @@ def _forwards_in_pairs(placement: Placement) -> list[list[Action]]:
     size = 2 * num_ranks
     rules = Rules(
         durations={Op.F: [1.0] * num_ranks, Op.B: [2.0] * num_ranks},
-        priority=lambda action: (action.op is Op.B, -action.stage, action.microbatch or 0),
+        priority=lambda op, stage, microbatch: (op is Op.B, -stage, microbatch),
         transfers=[0.0] * num_ranks,
         limits=[size] * num_ranks,
     )
@@ -90,7 +90,7 @@ def _forwards_in_pairs(placement: Placement) -> list[list[Action]]:
     ]
 
 
-def _pair_up(row: list[Action]) -> list[Action]:
+def _pair_up(row: Sequence[Action]) -> list[Action]:
     """Move the first forward of each pair to right ahead of the second."""
     paired: list[Action] = []
     for action in row:

@@ -3,7 +3,7 @@
 from gpipe_hpc.schedule.families.options import whole
 from gpipe_hpc.schedule.families.orders import tabulate
 from gpipe_hpc.schedule.search.list_scheduling import Priority, Rules, list_schedule
-from gpipe_hpc.schedule.table.actions import Action, Op
+from gpipe_hpc.schedule.table.actions import Op
 from gpipe_hpc.schedule.table.placements import wave
 from gpipe_hpc.schedule.table.schedule import Schedule
 
@@ -34,9 +34,9 @@ def hanayo(ranks: int, microbatches: int, waves: int = 2) -> Schedule:
 
 def _furthest_on(first: Op) -> Priority:
     """Prefer one op, then the forward nearest the last stage, the backward nearest the first."""
+    forward = Op.F
 
-    def key(action: Action) -> tuple[int, ...]:
-        nearest = -action.stage if action.op is Op.F else action.stage
-        return action.op is not first, nearest, action.microbatch or 0
+    def key(op: Op, stage: int, microbatch: int) -> tuple[int, ...]:
+        return op is not first, -stage if op is forward else stage, microbatch
 
     return key

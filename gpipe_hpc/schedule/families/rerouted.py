@@ -13,6 +13,7 @@ from gpipe_hpc.schedule.families.zero_bubble import zb_h1
 from gpipe_hpc.schedule.search.list_scheduling import Rules, list_schedule
 from gpipe_hpc.schedule.table.actions import Action, Op
 from gpipe_hpc.schedule.table.placements import with_holes
+from gpipe_hpc.schedule.table.rows import Row
 from gpipe_hpc.schedule.table.schedule import Placement, Schedule
 
 
@@ -132,7 +133,7 @@ def _fill_and_drain(placement: Placement, _: int) -> list[list[Action]]:
     return rows
 
 
-def _one_f_one_b(placement: Placement, room: int) -> list[list[Action]]:
+def _one_f_one_b(placement: Placement, room: int) -> Sequence[Sequence[Action]]:
     """Run a backward as soon as there is one; the later a stage, the fewer micro-batches live."""
     num_stages = placement.num_stages
     return _listed(
@@ -140,7 +141,7 @@ def _one_f_one_b(placement: Placement, room: int) -> list[list[Action]]:
     )
 
 
-def _zero_bubble(placement: Placement, room: int) -> list[list[Action]]:
+def _zero_bubble(placement: Placement, room: int) -> Sequence[Sequence[Action]]:
     """Let weight gradients wait until a rank has nothing else to do, or no room."""
     return _listed(
         placement, (Op.I, Op.F, Op.W), [placement.num_stages] * placement.num_stages, room
@@ -149,7 +150,7 @@ def _zero_bubble(placement: Placement, room: int) -> list[list[Action]]:
 
 def _listed(
     placement: Placement, order: tuple[Op, ...], kept_of_row: Sequence[int], room: int
-) -> list[list[Action]]:
+) -> list[Row]:
     """Let each rank start the first op of an order that is ready; of one op the oldest.
 
     `kept_of_row`: the micro-batches that a stage of a row without holes keeps at most; `room`: how
@@ -167,7 +168,7 @@ def _listed(
             limits[rank] = -(-num_rows * kept_of_row[stage] // copies[stage]) + room
     rules = Rules(
         durations={op: [(2.0 if op is Op.B else 1.0) * each for each in work] for op in order},
-        priority=lambda action: (order.index(action.op), action.microbatch or 0),
+        priority=lambda op, _, microbatch: (order.index(op), microbatch),
         transfers=[0.0] * placement.num_stages,
         limits=limits,
     )
@@ -177,6 +178,6 @@ def _listed(
 _NAMED: Final[Mapping[str, Callable[[int, int], Schedule]]] = MappingProxyType(
     dict(zip(ORDERS, (gpipe, one_f_one_b, zb_h1), strict=True))
 )
-_ORDERS: Final[Mapping[str, Callable[[Placement, int], list[list[Action]]]]] = MappingProxyType(
-    dict(zip(ORDERS, (_fill_and_drain, _one_f_one_b, _zero_bubble), strict=True))
+_ORDERS: Final[Mapping[str, Callable[[Placement, int], Sequence[Sequence[Action]]]]] = (
+    MappingProxyType(dict(zip(ORDERS, (_fill_and_drain, _one_f_one_b, _zero_bubble), strict=True)))
 )

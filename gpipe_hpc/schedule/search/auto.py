@@ -18,7 +18,7 @@ from gpipe_hpc.schedule.search.join import join_backwards
 from gpipe_hpc.schedule.search.list_scheduling import Priority, Rules, list_schedule
 from gpipe_hpc.schedule.search.local_search import improve
 from gpipe_hpc.schedule.simulator import simulate
-from gpipe_hpc.schedule.table.actions import Action, Op
+from gpipe_hpc.schedule.table.actions import Op
 from gpipe_hpc.schedule.table.lifetimes import bounds_of
 from gpipe_hpc.schedule.table.placements import copies_in_rows, looped, mirrored, wave
 from gpipe_hpc.schedule.table.schedule import Placement, Schedule, Skip
@@ -374,16 +374,15 @@ def _limits(
 def _deepest_first(order: tuple[Op, ...]) -> Priority:
     """Prefer ops in an order, then what is furthest on its way."""
 
-    def key(action: Action) -> tuple[int, ...]:
-        nearest = -action.stage if action.op is Op.F else action.stage
-        return order.index(action.op), nearest, action.microbatch or 0
+    def key(op: Op, stage: int, microbatch: int) -> tuple[int, ...]:
+        return order.index(op), -stage if op is Op.F else stage, microbatch
 
     return key
 
 
 def _oldest_first(order: tuple[Op, ...]) -> Priority:
     """Prefer ops in an order, then the lowest micro-batch."""
-    return lambda action: (order.index(action.op), action.microbatch or 0, action.stage)
+    return lambda op, stage, microbatch: (order.index(op), microbatch, stage)
 
 
 def _finish(schedule: Schedule, costs: Costs, room: _Room, trials: int) -> Schedule:

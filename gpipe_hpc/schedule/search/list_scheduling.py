@@ -9,15 +9,16 @@ from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.table.actions import Action, Op
 from gpipe_hpc.schedule.table.dependencies import dependencies
 from gpipe_hpc.schedule.table.lifetimes import ENDS_BACKWARD, STARTS_ACTIVATIONS
+from gpipe_hpc.schedule.table.rows import Kind, Row, RowWriter
 from gpipe_hpc.schedule.table.schedule import Placement
 
-# The action that a rank runs first among those that are ready: the one with the smallest key.
-Priority = Callable[[Action], tuple[int, ...]]
+# Of op, stage and micro-batch the key by which a rank chooses: what is ready and has the smallest.
+Priority = Callable[[Op, int, int], tuple[int, ...]]
 
 
 _Kind = tuple[Op, int]
-# The micro-batch of what is or will be ready, when, its priority, and the action itself.
-_Waiting = tuple[int, float, tuple[int, ...], Action]
+# The micro-batch of what is or will be ready, when, and its priority.
+_Waiting = tuple[int, float, tuple[int, ...]]
 
 
 class Rules(NamedTuple):
@@ -35,7 +36,7 @@ class Rules(NamedTuple):
     paces: Sequence[float] = ()
 
 
-def list_schedule(placement: Placement, rules: Rules) -> list[list[Action]]:
+def list_schedule(placement: Placement, rules: Rules) -> list[Row]:
     """Return each rank's order of F and B, or F, I and W; refuse limits under which it gets stuck.
 
     A stage's micro-batches run in order. A forward into a stage leaves room under the limit for one
@@ -43,7 +44,7 @@ def list_schedule(placement: Placement, rules: Rules) -> list[list[Action]]:
     """
     state = _State(placement, rules)
     state.run()
-    rows = state.rows
+    rows = [writer.row() for writer in state.writers]
     if sum(map(len, rows)) < state.num_actions:
         raise ScheduleError(
             f"list scheduling: stuck, expected room for every stage of a rank at once, got limits "
@@ -70,12 +71,13 @@ class _State:
     def __init__(self, placement: Placement, rules: Rules) -> None:
         self.placement, self.rules = placement, rules
         num_ranks, num_stages = placement.num_ranks, placement.num_stages
-        self.rows: list[list[Action]] = [[] for _ in range(num_ranks)]
         self.free_at = [0.0] * num_ranks
         self.paces = self.rules.paces or [1.0] * num_ranks
         self.live = [0] * num_ranks
         needs = _needs(rules.durations, num_stages)
         self.kinds = list(needs)
+        self.row_kinds: list[Kind] = [(op, stage, None) for op, stage in self.kinds]
+        self.writers = [RowWriter() for _ in range(num_ranks)]
         self.durations = [rules.durations[op][stage] for op, stage in self.kinds]
         self.starts = [op in STARTS_ACTIVATIONS for op, _ in self.kinds]
         self.spare = _spare_room(placement, self.kinds)
@@ -111,7 +113,7 @@ class _State:
         for place, queue in self.queues[rank].items():
             if not queue:
                 continue
-            _, ready_at, key, _ = queue[0]
+            _, ready_at, key = queue[0]
             if ready_at > now or (best is not None and key >= least):
                 continue
             if place not in spare or spare[place] < room:
@@ -125,14 +127,13 @@ class _State:
 
     def _wait(self, place: int, rank: int, microbatch: int, ready_at: float) -> None:
         """Queue an action, with its priority: it is compared many times."""
-        op, stage = self.kinds[place]
-        action = Action(op, stage, microbatch)
+        key = self.rules.priority(*self.kinds[place], microbatch)
         queue = self.queues[rank].setdefault(place, [])
-        heapq.heappush(queue, (microbatch, ready_at, self.rules.priority(action), action))
+        heapq.heappush(queue, (microbatch, ready_at, key))
 
     def _start(self, place: int, rank: int, now: float) -> None:
-        microbatch, _, _, action = heapq.heappop(self.queues[rank][place])
-        self.rows[rank].append(action)
+        microbatch, _, _ = heapq.heappop(self.queues[rank][place])
+        self.writers[rank].add(self.row_kinds[place], microbatch)
         end = now + self.durations[place] * self.paces[rank]
         self.free_at[rank] = end
         heapq.heappush(self.looks, (end, rank))

@@ -9,7 +9,7 @@ def test_a_slow_rank_is_as_a_slow_stage_where_each_rank_has_one():
     placement = place("one_each", 3, 5)
     even = Rules(
         {op: [1.0, 1.0, 1.0] for op in (Op.I, Op.F, Op.W)},
-        lambda action: ((Op.I, Op.F, Op.W).index(action.op), action.microbatch or 0),
+        lambda op, _, microbatch: ((Op.I, Op.F, Op.W).index(op), microbatch),
         [0.0, 0.0, 0.0],
     )
     by_rank = list_schedule(placement, even._replace(paces=[1.0, 2.0, 1.0]))
