@@ -102,7 +102,7 @@ def test_the_share_of_a_devices_peak_is_that_of_counted_flops(train, start, tiny
     expected = flops * pace["samples_per_s"] / 8 / (2 * 1e9)
     assert pace["share_of_peak"] == pytest.approx(expected, rel=0.01)
     (again,) = (a for a in summary["advice"] if a["settings"] == "pipeline.recompute=never")
-    assert again["gain"] > 0.1 and again["more_bytes"] > 0
+    assert again["gain"] > 0 and again["more_bytes"] > 0
 
 
 MODEL = """
