@@ -135,6 +135,7 @@ def test_reader_in_a_long_read_ends_when_closed(until):
     (child,) = children(os.getpid())
     reading.close()
     until(lambda: not is_there(child), 20, "it ended")
+    assert not children(os.getpid())
 
 
 @pytest.mark.slow
