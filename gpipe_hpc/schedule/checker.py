@@ -1,9 +1,10 @@
 """The checker: proves, before anything runs, that a table trains and cannot hang."""
 
 from collections import defaultdict
-from itertools import pairwise
 from types import MappingProxyType
 from typing import Final, NoReturn
+
+import numpy as np
 
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.garbage import collector_paused
@@ -16,6 +17,7 @@ from gpipe_hpc.schedule.table.precedence import (
     Column,
     Precedence,
     build_precedence,
+    numbers_of,
     runs,
 )
 from gpipe_hpc.schedule.table.rows import action_of, kind_of
@@ -127,6 +129,8 @@ def _check_transfers(graph: Precedence) -> None:
         if kind[0] not in SENDS and kind[0] not in RECEIVES:
             continue
         partners = graph.makers.get(kind_of(counterpart(action_of(kind))), nowhere)
+        if _are_transferred(graph, halves, partners):
+            continue
         for node, partner in zip(halves, partners, strict=True):
             if node == NOWHERE:
                 continue
@@ -138,28 +142,37 @@ def _check_transfers(graph: Precedence) -> None:
     _check_order(graph)
 
 
+def _are_transferred(graph: Precedence, halves: Column, partners: Column) -> bool:
+    """Say whether all halves of some transfers have a partner on another rank."""
+    own, others, ranks = map(numbers_of, (halves, partners, graph.ranks))
+    own, others = own[own != NOWHERE], others[own != NOWHERE]
+    return bool(((others != NOWHERE) & (ranks[others] != ranks[own])).all())
+
+
 def _check_order(graph: Precedence) -> None:
     """Refuse receives of what one rank sends another that are posted in another order than sent.
 
     Whichever channels they are of: one queue between the two ranks carries all of them.
     """
-    ranks = graph.ranks
-    posts_of = [
-        graph.columns[kind_of(counterpart(action_of(kind)))] if kind[0] in SENDS else None
-        for kind in graph.kinds
-    ]
-    for rank, (start, end) in enumerate(pairwise(graph.starts)):
-        last_post: dict[int, int] = {}  # of what was sent so far, by its receiver
-        columns = zip(graph.which[start:end], graph.numbers[start:end], strict=True)
-        for which, number in columns:
-            posts = posts_of[which]
-            if posts is None:
-                continue
-            post = posts[number]
-            receiver = ranks[post]
-            if post < last_post.get(receiver, NOWHERE):
-                _refuse_order(graph, rank, post, last_post[receiver])
-            last_post[receiver] = post
+    ranks, which, numbers = map(numbers_of, (graph.ranks, graph.which, graph.numbers))
+    is_send = np.array([kind[0] in SENDS for kind in graph.kinds], bool)
+    sends = np.flatnonzero(is_send[which])
+    posts = np.empty_like(sends)
+    for at, kind in enumerate(graph.kinds):
+        if is_send[at]:
+            own = which[sends] == at
+            column = graph.columns[kind_of(counterpart(action_of(kind)))]
+            posts[own] = numbers_of(column)[numbers[sends[own]]]
+    # By pairs of ranks, what one sends the other in the order of its list.
+    order = np.lexsort((ranks[posts], ranks[sends]))
+    sends, posts = sends[order], posts[order]
+    are_of_one_pair = (np.diff(ranks[sends]) == 0) & (np.diff(ranks[posts]) == 0)
+    is_ahead = are_of_one_pair & (np.diff(posts) < 0)
+    if is_ahead.any():
+        # Of several, the one that is sent first.
+        first = min(np.flatnonzero(is_ahead).tolist(), key=lambda at: int(sends[at + 1]))
+        sender = int(ranks[sends[first]])
+        _refuse_order(graph, sender, int(posts[first + 1]), int(posts[first]))
 
 
 def _refuse_order(graph: Precedence, sender: int, post: int, awaited: int) -> NoReturn:

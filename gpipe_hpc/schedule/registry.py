@@ -106,7 +106,7 @@ def build(
             raise _unknown_option(name, "within", _options_of(name))
         options = {**options, "within": within}
     bare = SCHEDULES[name](ranks=ranks, microbatches=microbatches, **options)
-    if any(action.op is Op.R for row in bare.ranks for action in row):
+    if Op.R in bare.ops:
         return bare  # a file that places recomputation itself
     return add_recompute(bare, recompute)
 

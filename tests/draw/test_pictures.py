@@ -239,7 +239,7 @@ def test_drawing_loads_no_torch(repository, tmp_path):
         "for name in ('text', 'svg', 'png', 'html', 'trace'):\n"
         "    draw(compose_config(['draw.format=' + name], reads_data=False))\n"
         f"draw(compose_config(['run.dir={tmp_path}'], reads_data=False))\n"
-        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+        "sys.exit('torch' in sys.modules)"
     )
     environment = os.environ | {"PYTHONPATH": str(repository)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, check=False)

@@ -12,8 +12,10 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import compress, count
+from itertools import chain, compress, count
 from typing import NamedTuple
+
+import numpy as np
 
 from gpipe_hpc.schedule.table.actions import COMPUTE, SENDS, Op
 from gpipe_hpc.schedule.table.dependencies import arrival, counterpart
@@ -22,6 +24,8 @@ from gpipe_hpc.schedule.table.precedence import (
     SEVERAL,
     Links,
     Precedence,
+    column_of,
+    numbers_of,
     runs,
 )
 from gpipe_hpc.schedule.table.rows import Kind, Row, RowWriter, action_of, integers, kind_of
@@ -96,45 +100,39 @@ def _traffic(graph: Precedence) -> _Traffic:
 
 def _cross(graph: Precedence, transfers: _Transfers) -> tuple[Links, Links]:
     """Number what crosses ranks; return which transfers each node needs, and which it makes."""
-    ways, way, microbatch, sender, receiver = transfers
-    ranks, which, one = graph.ranks, graph.which, graph.waits.one
-    places: dict[tuple[int, int], int] = {}
-    awaited, made = Links.of_none(graph.num_nodes), Links.of_none(graph.num_nodes)
-    # The output of a forward that is one block with a backward leaves at that one's end.
-    forward_of = {backward: forward for forward, backward in graph.leaves_with.items()}
-    is_forward = [op is Op.F for op, _, _ in graph.kinds]
-    needed, leaving = awaited.one, made.one
-    for node, wait in enumerate(one):
-        if wait == NOWHERE:
-            continue
-        rank = ranks[node]
-        for maker in (wait,) if wait != SEVERAL else graph.waits.several[node]:
-            if ranks[maker] == rank:
-                continue
-            source = maker
-            if forward_of and is_forward[which[node]]:
-                source = forward_of.get(maker, maker)
-            ends = which[node], which[source]
-            place = places.get(ends)
-            if place is None:
-                place = places[ends] = len(ways)
-                user, stage = action_of(graph.kinds[ends[0]]), graph.kinds[ends[1]][1]
-                post = arrival(user, stage)
-                ways.append(_Way(kind_of(counterpart(post)), kind_of(post)))
-            number = len(way)
-            if needed[node] == NOWHERE:
-                needed[node] = number  # as `add` does, at half its cost
-            else:
-                awaited.add(node, number)
-            if leaving[maker] == NOWHERE:
-                leaving[maker] = number
-            else:
-                made.add(maker, number)
-            way.append(place)
-            microbatch.append(graph.numbers[node])
-            sender.append(ranks[maker])
-            receiver.append(rank)
-    return awaited, made
+    ranks, which, one = map(numbers_of, (graph.ranks, graph.which, graph.waits.one))
+    several = graph.waits.several
+    users = np.flatnonzero(one != NOWHERE)
+    if several:  # once for each wait
+        num_waits = np.ones(len(users), np.int64)
+        at_several = np.flatnonzero(one[users] == SEVERAL)
+        waits = [several[node] for node in users[at_several].tolist()]
+        num_waits[at_several] = list(map(len, waits))
+        users = np.repeat(users, num_waits)
+        makers = one[users]
+        makers[makers == SEVERAL] = list(chain.from_iterable(waits))
+    else:
+        makers = one[users]
+    crosses = ranks[makers] != ranks[users]
+    users, makers = users[crosses], makers[crosses]
+    sources = makers
+    if graph.leaves_with:
+        # The output of a forward that is one block with a backward leaves at that one's end.
+        forward_of = {backward: forward for forward, backward in graph.leaves_with.items()}
+        is_forward = np.array([op is Op.F for op, _, _ in graph.kinds], bool)[which[users]]
+        own = makers[is_forward].tolist()
+        sources = makers.copy()
+        sources[is_forward] = [forward_of.get(maker, maker) for maker in own]
+    ends, way = np.unique(
+        which[users].astype(np.int64) * len(graph.kinds) + which[sources], return_inverse=True
+    )
+    for user, source in (divmod(each, len(graph.kinds)) for each in ends.tolist()):
+        post = arrival(action_of(graph.kinds[user]), graph.kinds[source][1])
+        transfers.ways.append(_Way(kind_of(counterpart(post)), kind_of(post)))
+    columns = way, numbers_of(graph.numbers)[users], ranks[makers], ranks[users]
+    for column, values in zip(transfers[1:], columns, strict=True):
+        column.frombytes(values.astype(np.int32).tobytes())
+    return Links.of(graph.num_nodes, users), Links.of(graph.num_nodes, makers)
 
 
 def _lane(
@@ -142,32 +140,42 @@ def _lane(
 ) -> _Lane:
     """Return a rank's list with its sends; what the nearest stage gets goes first."""
     ways, way, microbatch, _, _ = transfers
+    start, end = graph.starts[rank], graph.starts[rank + 1]
+    makes = numbers_of(made.one)[start:end]
+    num_sends = (makes != NOWHERE).astype(np.int64)
+    in_turn = [
+        (node, _nearest_first(transfers, made.several[start + node]))
+        for node in np.flatnonzero(makes == SEVERAL).tolist()
+    ]
+    for node, sent in in_turn:
+        num_sends[node] = len(sent)
+    computes = np.arange(len(row)) + np.cumsum(num_sends) - num_sends  # their places in the lane
+    one = np.empty(len(row) + int(num_sends.sum()), np.int32)
+    is_send = np.ones(len(one), bool)
+    is_send[computes] = False
+    one[computes] = numbers_of(awaited.one)[start:end]
+    one[computes[makes >= 0] + 1] = makes[makes >= 0]
+    for node, sent in in_turn:
+        one[computes[node] + 1 : computes[node] + 1 + len(sent)] = sent
+    sent_ways = numbers_of(way)[one[is_send]]
     places = {kind: place for place, kind in enumerate(row.kinds)}
-    which, numbers, one = integers(), integers(), integers()
-    several: dict[int, tuple[int, ...]] = {}
-    has_skips = bool(graph.schedule.skips)
-    for node, place, number in zip(
-        range(graph.starts[rank], graph.starts[rank + 1]), row.which, row.numbers, strict=True
-    ):
-        needed = awaited.one[node]
-        if needed == SEVERAL:
-            several[len(which)] = awaited.several[node]
-        which.append(place)
-        numbers.append(number)
-        one.append(needed)
-        makes = made.one[node]
-        if makes == NOWHERE:
-            continue
-        in_turn: Iterable[int] = (makes,)
-        if makes == SEVERAL:
-            in_turn = made.several[node]
-            if has_skips:
-                in_turn = sorted(in_turn, key=lambda each: _distance(ways[way[each]].send))
-        for transfer in in_turn:
-            which.append(places.setdefault(ways[way[transfer]].send, len(places)))
-            numbers.append(microbatch[transfer])
-            one.append(transfer)
-    return _Lane(list(places), which, numbers, Links(one, several))
+    place_of = np.zeros(len(ways), np.int32)
+    for each in np.unique(sent_ways).tolist():
+        place_of[each] = places.setdefault(ways[each].send, len(places))
+    which, numbers = np.empty_like(one), np.empty_like(one)
+    which[computes], numbers[computes] = numbers_of(row.which), numbers_of(row.numbers)
+    which[is_send], numbers[is_send] = place_of[sent_ways], numbers_of(microbatch)[one[is_send]]
+    several = {
+        int(computes[node]): awaited.several[start + node]
+        for node in np.flatnonzero(one[computes] == SEVERAL).tolist()
+    }
+    return _Lane(list(places), column_of(which), column_of(numbers), Links(column_of(one), several))
+
+
+def _nearest_first(transfers: _Transfers, sent: tuple[int, ...]) -> list[int]:
+    """Return what one action makes for several stages in the order in which it is sent."""
+    ways, way = transfers.ways, transfers.way
+    return sorted(sent, key=lambda each: _distance(ways[way[each]].send))
 
 
 def _distance(send: Kind) -> int:

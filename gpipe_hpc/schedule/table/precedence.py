@@ -12,9 +12,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import chain, count
+from itertools import chain
 from operator import itemgetter, lt
 from typing import Final, NamedTuple, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
 
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.table.actions import COPIES, OF_BUCKETS, RECEIVES, SENDS, Action, Op
@@ -39,6 +42,18 @@ SEVERAL: Final = -2
 _BESIDE: Final = COPIES | {Op.UNSHARD}
 
 
+def numbers_of(column: Column) -> "NDArray[np.int32]":
+    """Return a column as an array of numpy; of an `array` the same memory, which it then holds."""
+    return np.asarray(column, dtype=np.int32)
+
+
+def column_of(values: "NDArray[np.int32]") -> "array[int]":
+    """Return an array of numpy as a column."""
+    column = integers()
+    column.frombytes(values.astype(np.int32, copy=False).tobytes())
+    return column
+
+
 class Links:
     """Some numbers for each node, such as the nodes it waits for: mostly none or one."""
 
@@ -50,6 +65,19 @@ class Links:
     def of_none(cls, num_nodes: int) -> "Links":
         """Return those of nodes that have none."""
         return cls(integers((NOWHERE,)) * num_nodes, {})
+
+    @classmethod
+    def of(cls, num_nodes: int, nodes: "NDArray[np.intp]") -> "Links":
+        """Return those of nodes that are given once for each of their numbers: 0, 1, 2, ..."""
+        links = cls.of_none(num_nodes)
+        one = numbers_of(links.one)
+        order = np.argsort(nodes, kind="stable")
+        has, first, num = np.unique(nodes[order], return_index=True, return_counts=True)
+        one[has] = np.where(num == 1, order[first], SEVERAL)
+        of_several = (each[num > 1].tolist() for each in (has, first, num))
+        for node, start, many in zip(*of_several, strict=True):
+            links.several[node] = tuple(order[start : start + many].tolist())
+        return links
 
     def copy(self) -> "Links":
         """Return the same, which may be added to."""
@@ -162,16 +190,18 @@ class Precedence:
         Every transfer must be whole.
         """
         waits = self.waits.copy()
-        for kind, sends in self.columns.items():
-            if kind[0] in SENDS:
-                posts = self.columns[kind_of(counterpart(action_of(kind)))]
-                for send, partner in zip(sends, posts, strict=True):
-                    if send == NOWHERE:
-                        continue
-                    if waits.one[send] == NOWHERE:
-                        waits.one[send] = partner  # as `add` does
-                    else:
-                        waits.add(send, partner)
+        one = numbers_of(waits.one)
+        for kind, column in self.columns.items():
+            if kind[0] not in SENDS:
+                continue
+            sends = numbers_of(column)
+            posts = numbers_of(self.columns[kind_of(counterpart(action_of(kind)))])
+            sends, posts = sends[sends != NOWHERE], posts[sends != NOWHERE]
+            is_free = one[sends] == NOWHERE
+            one[sends[is_free]] = posts[is_free]
+            others = sends[~is_free].tolist(), posts[~is_free].tolist()
+            for send, post in zip(*others, strict=True):
+                waits.add(send, post)
         return waits
 
 
@@ -207,43 +237,41 @@ def _index(graph: Precedence) -> None:
     schedule = graph.schedule
     num_microbatches = schedule.num_microbatches
     faults: list[_Fault] = []
-    homes = _homes(schedule)
-    nobodys = integers((NOWHERE,)) * num_microbatches
     on_holder: dict[tuple[Action, int], int] = {}
-    for rank, row in enumerate(schedule.rows):
-        known = [
-            (homes[kind[1]], graph.columns.setdefault(kind, nobodys[:]))
-            if _is_regular(kind, schedule)
-            else (nobodys, nobodys)
-            for kind in row.kinds
-        ]
-        for node, which, number in zip(count(graph.starts[rank]), row.which, row.numbers):
-            home, column = known[which]
-            if not 0 <= number < num_microbatches or home[number] != rank:
-                faults += _place_by_itself(graph, node, on_holder)
-            elif column[number] == NOWHERE:
-                column[number] = node
-            else:
-                need = provides(graph.action(node))[0]
-                faults.append(
-                    _Fault(node, 0, partial(_refuse_twice, graph, node, column[number], need))
-                )
+    regular = [_is_regular(kind, schedule) for kind in graph.kinds]
+    which, numbers = numbers_of(graph.which), numbers_of(graph.numbers)
+    is_placed = np.array(regular, bool)[which] & (numbers >= 0) & (numbers < num_microbatches)
+    nodes = np.flatnonzero(is_placed)
+    stages = np.array([stage for _, stage, _ in graph.kinds], np.int32)
+    at_home = (
+        _homes(schedule)[stages[which[nodes]], numbers[nodes]] == numbers_of(graph.ranks)[nodes]
+    )
+    is_placed[nodes[~at_home]] = False
+    nodes = nodes[at_home]
+    # A row of nodes for each kind; of several nodes of one micro-batch the first has the place.
+    columns = np.full((len(regular), num_microbatches), NOWHERE, np.int32)
+    columns[which[nodes[::-1]], numbers[nodes[::-1]]] = nodes[::-1]
+    again = nodes[columns[which[nodes], numbers[nodes]] != nodes].tolist()
+    for kind, is_regular, own in zip(graph.kinds, regular, columns, strict=True):
+        if is_regular:
+            graph.columns[kind] = column_of(own)
+    for node in again:
+        first = int(columns[which[node], numbers[node]])
+        need = provides(graph.action(node))[0]
+        faults.append(_Fault(node, 0, partial(_refuse_twice, graph, node, first, need)))
+    for node in np.flatnonzero(~is_placed).tolist():
+        faults += _place_by_itself(graph, node, on_holder)
     for kind, column in graph.columns.items():
         for order, need in enumerate(provides(action_of(kind))):
             faults += _provide(graph, kind_of(need), column, order)
     _refuse_first(faults)
 
 
-def _homes(schedule: Schedule) -> list[Column]:
-    """Return for each stage the rank that runs it, by micro-batch."""
+def _homes(schedule: Schedule) -> "NDArray[np.int32]":
+    """Return the rank that runs each stage (rows) for each micro-batch."""
     placement = schedule.placement
-    if len(placement.routes) == 1:
-        num = schedule.num_microbatches
-        return [integers((rank,)) * num for rank in placement.routes[0]]
-    return [
-        integers(map([route[stage] for route in placement.routes].__getitem__, placement.route_of))
-        for stage in range(placement.num_stages)
-    ]
+    routes = np.array(placement.routes, np.int32)
+    return routes.T[:, np.array(placement.route_of, np.int32)]
 
 
 def _is_regular(kind: Kind, schedule: Schedule) -> bool:
@@ -414,6 +442,8 @@ def _link(
     is_own = need.action.stage == kind[1]
     if is_own and not is_beside and not posts_a_buffer and _come_first(need.makers, nodes):
         return
+    if not is_beside and not leaves_with and _link_at_once(graph, kind, nodes, need):
+        return
     for microbatch, (node, maker) in enumerate(zip(nodes, need.makers, strict=True)):
         if node == NOWHERE:
             continue
@@ -450,6 +480,32 @@ def _link(
                 one[node] = send  # as `add` does
             else:
                 waits.add(node, send)
+
+
+def _link_at_once(graph: Precedence, kind: Kind, nodes: Column, need: _Need) -> bool:
+    """Do all that `_link` does, where nothing is missing or late; say whether that was so."""
+    users, makers = numbers_of(nodes), numbers_of(need.makers)
+    there = users != NOWHERE
+    users, makers = users[there], makers[there]
+    if (makers == NOWHERE).any():
+        return False
+    if kind[0] in RECEIVES:
+        return True
+    ranks, one = numbers_of(graph.ranks), numbers_of(graph.waits.one)
+    is_own = ranks[makers] == ranks[users]
+    if (makers > users)[is_own].any():
+        return False
+    elsewhere = ~is_own
+    sources, users = makers[elsewhere], users[elsewhere]
+    if need.posts is not None and need.sends is not None:
+        posts = numbers_of(need.posts)[there][elsewhere]
+        sources = numbers_of(need.sends)[there][elsewhere]
+        if ((posts == NOWHERE) | (sources == NOWHERE) | (posts > users)).any():
+            return False
+    if (one[users] != NOWHERE).any():
+        return False
+    one[users] = sources
+    return True
 
 
 def _come_first(makers: Column, nodes: Column) -> bool:

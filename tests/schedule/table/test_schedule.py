@@ -61,11 +61,8 @@ def test_digest_is_the_same_in_another_process():
     assert found.stdout.strip() == digest(lower(build("one_f_one_b", ranks=3, microbatches=5)))
 
 
-def test_importing_schedules_loads_no_torch_and_no_numpy():
-    code = (
-        "import sys, gpipe_hpc.schedule;"
-        "print([name for name in ('torch', 'numpy') if name in sys.modules])"
-    )
+def test_importing_schedules_loads_no_torch():
+    code = "import sys, gpipe_hpc.schedule; print('torch' in sys.modules)"
     found = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -73,4 +70,4 @@ def test_importing_schedules_loads_no_torch_and_no_numpy():
         text=True,
         check=True,
     )
-    assert found.stdout.strip() == "[]"
+    assert found.stdout.strip() == "False"
