@@ -1,9 +1,11 @@
 """States of an optimizer that lie on several ranks: each is put together on the one that writes it.
 
-The others send what they hold of it, one tensor after the other. A rank needs memory for those that
-it writes: of the parameters that lie across the ends of shards, no others.
+The others send what they hold of it, one tensor after the other, by way of ranks 1, 2, 4, 8, ...
+places away: of a tensor that lies on thousands of ranks, each talks to few. A rank needs memory for
+those that it writes or hands on: of the parameters that lie across the ends of shards, no others.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -56,19 +58,57 @@ def _put_together(
             continue
         writer = max(parts_of, key=lambda rank: (_size(parts_of[rank]), -rank))
         mine = own[name][1].detach()
-        if here != writer:
-            group.start_exchange([Piece(writer, mine)], []).wait()
+        if here == writer:
+            whole = mine.new_empty(torch.Size(parts_of[here].shape).numel())
+            whole[parts_of[here].start : parts_of[here].stop] = mine
+            for side in _sides(parts_of, writer):
+                _hand_on(group, side, 0, whole)
+            found[name] = whole.view(parts_of[here].shape)
             continue
-        whole = mine.new_empty(torch.Size(parts_of[here].shape).numel())
-        whole[parts_of[here].start : parts_of[here].stop] = mine
-        others = [
-            Piece(rank, whole[part.start : part.stop])
-            for rank, part in parts_of.items()
-            if rank != here
-        ]
-        group.start_exchange([], others).wait()
-        found[name] = whole.view(parts_of[here].shape)
+        (side,) = [side for side in _sides(parts_of, writer) if here in dict(side)]
+        place = [rank for rank, _ in side].index(here)
+        start, stop = _span(side, place, place + (place & -place))
+        row = mine.new_empty(stop - start)
+        row[parts_of[here].start - start : parts_of[here].stop - start] = mine
+        _hand_on(group, side, place, row, start)
     return found
+
+
+_Side = list[tuple[int, Part]]
+"""The ranks that hold a tensor, from its writer outwards in one direction, and what they hold."""
+
+
+def _sides(parts_of: Mapping[int, Part], writer: int) -> tuple[_Side, _Side]:
+    """Return both sides of a writer, itself the first of each."""
+    held = sorted(parts_of.items())
+    ahead = [each for each in held if each[0] <= writer]
+    behind = [each for each in held if each[0] >= writer]
+    return ahead[::-1], behind
+
+
+def _hand_on(group: Group, side: _Side, place: int, row: Tensor, start: int = 0) -> None:
+    """Collect into `row`, which begins at element `start`, what comes from outwards; send it on."""
+
+    def elements(first: int, last: int) -> Tensor:
+        begin, end = _span(side, first, last)
+        return row[begin - start : end - start]
+
+    distance = 1
+    while distance < len(side):
+        if place & distance:
+            out = Piece(side[place - distance][0], elements(place, place + distance))
+            group.start_exchange([out], []).wait()
+            return
+        if place + distance < len(side):
+            into = elements(place + distance, place + 2 * distance)
+            group.start_exchange([], [Piece(side[place + distance][0], into)]).wait()
+        distance *= 2
+
+
+def _span(side: _Side, first: int, last: int) -> tuple[int, int]:
+    """Return where the elements of some ranks of a side begin and end."""
+    parts = [part for _, part in side[first:last]]
+    return min(part.start for part in parts), max(part.stop for part in parts)
 
 
 def _size(part: Part) -> int:

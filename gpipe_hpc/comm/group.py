@@ -205,11 +205,15 @@ class Group(Gathering, Protocol):
     def start_ordered_reduce_scatter(self, whole: torch.Tensor) -> Pending:
         """Start as `start_reduce_scatter` with even shards, summing in the order of ranks."""
 
-    def reach(self, peers: Sequence[int]) -> None:
-        """Be ready to exchange with these positions; both ends call it, on their main threads.
+    def all_to_all(self, whole: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+        """Return this rank's shard of every rank's flat `whole`, by position; waits.
 
-        Ahead of exchanges on another thread. Nothing is done where any two are connected anyway.
+        `counts`: elements of each rank's shard, the same on all. The calling thread exchanges, so
+        no other one may do so in this group meanwhile.
         """
+
+    def all_gather(self, whole: torch.Tensor, counts: Sequence[int]) -> None:
+        """Fill flat `whole`, of which each rank has its shard, with all shards; as `all_to_all`."""
 
     def start_all_gather(self, whole: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
         """Start filling `whole`, of which each rank has its own shard, with all ranks' shards.
@@ -284,8 +288,12 @@ class SoloGroup:
         """Leave `whole` as it is."""
         return Done()
 
-    def reach(self, peers: Sequence[int]) -> None:
-        """Do nothing: there is nobody else."""
+    def all_to_all(self, whole: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+        """Return the one shard."""
+        return [whole]
+
+    def all_gather(self, whole: torch.Tensor, counts: Sequence[int]) -> None:
+        """Leave `whole` as it is."""
 
     def start_all_gather(self, whole: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
         """Leave `whole` as it is."""

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from gpipe_hpc.comm.collectives.at_once import all_gather, all_to_all
 from gpipe_hpc.comm.collectives.carrier import Carrier, Parts, Traffic
 from gpipe_hpc.comm.collectives.menu import (
     start_all_gather,
@@ -58,6 +59,7 @@ from gpipe_hpc.comm.reaching.doors import Doors
 from gpipe_hpc.comm.reaching.forming import Former
 from gpipe_hpc.comm.reaching.pairs import Pairs
 from gpipe_hpc.comm.summing import NARROW, OwnSums, widened
+from gpipe_hpc.comm.torch_face import StartBroadcast, TorchFace
 from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
 from gpipe_hpc.comm.transport.lanes import TorchLane
 from gpipe_hpc.comm.transport.outbox import Outbox
@@ -214,8 +216,13 @@ class TorchGroup:
         """Sum shards in the order of ranks."""
         return start_ordered_reduce_scatter(self, whole)
 
-    def reach(self, peers: Sequence[int]) -> None:
-        """Do nothing: all are connected."""
+    def all_to_all(self, whole: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+        """Send each rank its shard."""
+        return all_to_all(self, whole, counts)
+
+    def all_gather(self, whole: torch.Tensor, counts: Sequence[int]) -> None:
+        """Send this rank's shard to each."""
+        all_gather(self, whole, counts)
 
     def start_all_gather(self, whole: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
         """Gather shards along a ring; equal ones by the way of the device's own backend."""
@@ -456,7 +463,7 @@ class ProcessWorld:
             f"gpipe_hpc_world{number}",
             self._timeout,
             self._backend,
-            self._exchanged_among,
+            partial(_exchanged_among, self._board_of_notices, self.rank),
             self._doors,
             reach_s,
         )
@@ -564,8 +571,10 @@ class ProcessWorld:
 
     def _wide_group(self, ranks: tuple[int, ...]) -> Group:
         """Form a group whose ranks are connected with few."""
-        door, position = self._former.open_door(), ranks.index(self.rank)
-        pairs = Pairs(ranks, position, lambda pair: self._former.connect(pair, door))
+        # Not by way of `self`: what is closed with this world must not keep it alive.
+        former, position = self._former, ranks.index(self.rank)
+        door = former.open_door()
+        pairs = Pairs(ranks, position, lambda pair: former.connect(pair, door))
         self._wide_pairs.append(pairs)
         return WideGroup(
             ranks,
@@ -574,7 +583,7 @@ class ProcessWorld:
             pairs.connect,
             self._pulse.wait_for,
             ordering=in_gloo_order,
-            form_mesh=partial(self._form, ranks),
+            show=partial(_shown, former, self._groups, ranks),
         )
 
     def transport(
@@ -605,12 +614,7 @@ class ProcessWorld:
 
     def _exchanged(self, what: str, text: str, peers: Collection[int]) -> Mapping[int, str]:
         """Tell the peers a text; return theirs, and this rank's own."""
-        self._board_of_notices.tell(what, text)
-        return {self.rank: text, **self._board_of_notices.ask(what, peers)}
-
-    def _exchanged_among(self, what: str, text: str, ranks: Collection[int]) -> Mapping[int, str]:
-        """Tell ranks, this one among them, a text; return theirs once all have come here."""
-        return self._exchanged(what, text, set(ranks) - {self.rank})
+        return _exchanged_among(self._board_of_notices, self.rank, what, text, peers)
 
     def _host(self, device: Device) -> str:
         """Return with whom this rank can share memory; empty: with nobody."""
@@ -744,6 +748,8 @@ class ProcessWorld:
             if isinstance(group, MpiGroup):
                 group.abort()
                 continue
+            if isinstance(group, TorchFace):  # its connections are those of a wide group
+                continue
             with contextlib.suppress(RuntimeError, ValueError):
                 work = dist.irecv(torch.empty(1), peer, group=group, tag=_BREAK_TAG)
                 if work is not None:
@@ -752,6 +758,15 @@ class ProcessWorld:
                 with contextlib.suppress(RuntimeError, AttributeError):
                     backend: Any = group._get_backend(self.device.torch)
                     backend.abort()
+
+
+def _shown(
+    former: Former, groups: _Groups, ranks: tuple[int, ...], start_broadcast: StartBroadcast
+) -> dist.ProcessGroup:
+    """Return what torch sees of a wide group; it is left with the others."""
+    shown = former.show(ranks, start_broadcast)
+    groups.append((shown, ranks))
+    return shown
 
 
 def _private_keys(rank: int) -> tuple[Store, int]:
@@ -769,6 +784,14 @@ def _number_of_world(keys: Store, rank: int) -> bytes:
     if rank == 0:
         keys.set("number", secrets.token_hex(32))
     return keys.get("number")
+
+
+def _exchanged_among(
+    notices: Noticeboard, rank: int, what: str, text: str, ranks: Collection[int]
+) -> Mapping[int, str]:
+    """Tell ranks a text; return theirs, and this rank's own, once all have come here."""
+    notices.tell(what, text)
+    return {rank: text, **notices.ask(what, set(ranks) - {rank})}
 
 
 def _await_end(board: weakref.ref[Board]) -> None:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from gpipe_hpc.comm.collectives.at_once import all_gather, all_to_all
 from gpipe_hpc.comm.collectives.carrier import Carrier, Parts, Traffic
 from gpipe_hpc.comm.collectives.menu import (
     start_all_gather,
@@ -218,8 +219,13 @@ class ThreadGroup:
         """Sum shards in the order of ranks."""
         return start_ordered_reduce_scatter(self, whole)
 
-    def reach(self, peers: Sequence[int]) -> None:
-        """Do nothing: all are connected."""
+    def all_to_all(self, whole: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+        """Send each rank its shard."""
+        return all_to_all(self, whole, counts)
+
+    def all_gather(self, whole: torch.Tensor, counts: Sequence[int]) -> None:
+        """Send this rank's shard to each."""
+        all_gather(self, whole, counts)
 
     def start_all_gather(self, whole: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
         """Gather shards along a ring."""

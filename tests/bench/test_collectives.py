@@ -11,7 +11,9 @@ from gpipe_hpc.bench.collectives.point import time_all
 from gpipe_hpc.comm.collectives.costs import FORMS, Link
 from gpipe_hpc.comm.collectives.fitting import Fit
 from gpipe_hpc.comm.collectives.menu import BACKEND
+from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.joining.start import start_world
+from gpipe_hpc.comm.processes import ProcessWorld
 
 FIT = Fit(Link(1e-4, 1e-9, 0.0), 0.125)
 
@@ -80,6 +82,17 @@ def test_every_algorithm_is_timed_and_what_was_found_survives_json(processes, tm
     assert all((t.form_s is None) == (t.algorithm == BACKEND) for t in found.timings)
     assert all((t.block_bytes > 0) == (t.algorithm == "chain") for t in found.timings)
     assert min(found.fit.link) >= 0 and found.fit.link.start_s > 0
+
+
+def test_many_ranks_time_sums_over_their_few_connections(processes, tmp_path):
+    def body(rank):
+        world = ProcessWorld(HostDevice(), 60.0, meshed=3)
+        return json.dumps(time_all(world, [400], 1).told())
+
+    told, *others = processes(4, body, tmp_path)
+    timings = Found.of(json.loads(told)).timings
+    assert others == [told] * 3
+    assert {t.collective for t in timings if t.algorithm == BACKEND} == FORMS.keys()
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from gpipe_hpc.comm.collectives.menu import (
 from gpipe_hpc.comm.collectives.shards import shards
 from gpipe_hpc.comm.collectives.tuned import measured_link
 from gpipe_hpc.comm.collectives.tuning import predicted, terms
+from gpipe_hpc.comm.collectives.wide import WideGroup
 from gpipe_hpc.comm.cores.bind import bound
 from gpipe_hpc.comm.group import Group, Pending
 from gpipe_hpc.comm.world import World, together
@@ -142,7 +143,7 @@ def _time(world: World, group: Group, cases: Sequence[_Case], repeats: int) -> l
 def _runner(group: Group, case: _Case, vector: torch.Tensor) -> Callable[[], None]:
     """Return what carries out a collective once, to its end."""
     collective, algorithm, _, block_bytes = case
-    if algorithm == BACKEND:
+    if algorithm == BACKEND and not isinstance(group, WideGroup):
         return _backends_own(group, collective, vector)
     block_bytes = block_bytes or DEFAULT_BLOCK_BYTES
     starts: dict[str, Callable[[], Pending]] = {
@@ -153,6 +154,9 @@ def _runner(group: Group, case: _Case, vector: torch.Tensor) -> Callable[[], Non
         "reduce_scatter": lambda: start_reduce_scatter(group, vector, None, algorithm),
         "all_gather": lambda: start_all_gather(group, vector, None, algorithm),
     }
+    if algorithm == BACKEND:  # of so many ranks no group of the backend's own is formed
+        starts["reduce_scatter"] = lambda: group.start_reduce_scatter(vector)
+        starts["all_gather"] = lambda: group.start_all_gather(vector)
     start = starts[collective]
     return lambda: start().wait()
 

@@ -15,12 +15,20 @@ import torch
 import torch.distributed as dist
 
 from gpipe_hpc.comm.collectives.bruck import (
+    all_to_all,
     binomial_scatter,
     bruck_all_gather,
     partners,
     reduce_scatter,
 )
-from gpipe_hpc.comm.collectives.carrier import Carrier, Job, Parts, Traffic
+from gpipe_hpc.comm.collectives.carrier import (
+    Carrier,
+    Job,
+    Parts,
+    Traffic,
+    flattened,
+    give_back,
+)
 from gpipe_hpc.comm.collectives.carrying import Combine, carry_out, plus
 from gpipe_hpc.comm.collectives.carrying import Exchange as Swap
 from gpipe_hpc.comm.collectives.orders import Order, Ordering, in_rank_order, in_ring_order
@@ -30,6 +38,7 @@ from gpipe_hpc.comm.collectives.tree import binomial_broadcast
 from gpipe_hpc.comm.group import Pending, Piece, Sent, rank_names
 from gpipe_hpc.comm.noting import Note
 from gpipe_hpc.comm.pickling import dumps, loads
+from gpipe_hpc.comm.torch_face import StartBroadcast
 
 T = TypeVar("T")
 
@@ -42,13 +51,16 @@ StartExchange = Callable[[Traffic, Sequence[Piece], Sequence[Piece], Note], Pend
 Connect = Callable[[Sequence[int]], None]
 """Connects this rank with some positions, which call it too; those it has are passed over."""
 
+Show = Callable[[StartBroadcast], dist.ProcessGroup | None]
+"""Returns a group of torch's that broadcasts so; None where torch has none."""
+
 
 class WideGroup:
     """A `Group` of many ranks over connections of one rank with another.
 
     `start_exchange` and `connect`: what there is between two ranks. `ordering`: that of sums for
-    which nobody asks for another. `form_mesh`: forms a group of torch of all, for those that need
-    one. `listener` hears for whom a caller waits.
+    which nobody asks for another. `show`: returns what torch is to see of it, which starts its
+    broadcasts here. `listener` hears for whom a caller waits.
     """
 
     def __init__(
@@ -60,7 +72,7 @@ class WideGroup:
         listener: Note,
         *,
         ordering: Ordering = in_rank_order,
-        form_mesh: Callable[[], dist.ProcessGroup | None] = lambda: None,
+        show: Show = lambda start_broadcast: None,
     ) -> None:
         self.ranks, self.position = ranks, position
         self.size = self.width = len(ranks)
@@ -68,21 +80,17 @@ class WideGroup:
         self._place = Place(self.size, position)
         self._start_exchange, self._connect = start_exchange, connect
         self._listener, self._ordering = listener, ordering
-        self._form_mesh = form_mesh
-        self._mesh: dist.ProcessGroup | None = None
+        self._show = show
+        self._shown: dist.ProcessGroup | None = None
         self._carrier = Carrier(ranks, position, self._swap, listener)
         self._connect(partners(self._place))
 
     @property
     def torch_group(self) -> dist.ProcessGroup | None:
-        """Form a full mesh, when first asked for by all members together: of the cost of one."""
-        if self._mesh is None:
-            self._mesh = self._form_mesh()
-        return self._mesh
-
-    def reach(self, peers: Sequence[int]) -> None:
-        """Connect with further positions; those do the same at the same time."""
-        self._connect(peers)
+        """Return what torch sees of it, which can broadcast and nothing else."""
+        if self._shown is None:
+            self._shown = self._show(self.start_broadcast)
+        return self._shown
 
     def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
         """Start summing `tensor` in place, with the bits that a full mesh gives."""
@@ -123,6 +131,19 @@ class WideGroup:
         sizes = checked_counts(whole, counts, self.size)
         plan = bruck_all_gather(self._place, sizes)
         return self._carrier.start(plan, whole, f"all-gather, shards {sizes}")
+
+    def all_to_all(self, whole: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+        """Return this rank's shard of every rank's vector, which came by way of others."""
+        sizes = checked_counts(whole, counts, self.size)
+        came = all_to_all(self._place, whole.cpu(), sizes, self._swap_now)
+        return [shard.to(whole.device) for shard in came]
+
+    def all_gather(self, whole: torch.Tensor, counts: Sequence[int]) -> None:
+        """Fill `whole` with all ranks' shards, which came by way of others."""
+        plan = bruck_all_gather(self._place, checked_counts(whole, counts, self.size))
+        flat = flattened(whole)
+        carry_out(plan, flat, self.position, self._swap_now)
+        give_back(flat, whole)
 
     def start_broadcast(self, tensor: torch.Tensor, root: int) -> Pending:
         """Start filling `tensor` with world rank `root`'s, along a binomial tree."""
@@ -219,6 +240,9 @@ class WideGroup:
 
     def _start_job(self, job: Job, tensor: torch.Tensor, what: str) -> Pending:
         return self._carrier.start_job(job, tensor, f"{what}, by way of others")
+
+    def _swap_now(self, sends: Parts, receives: Parts) -> None:
+        self._swap(Traffic.CALLER, sends, receives, self._listener)
 
     def _swap(self, traffic: Traffic, sends: Parts, receives: Parts, note: Note) -> None:
         out, into = ([Piece(self.ranks[i], t) for i, t in parts] for parts in (sends, receives))

@@ -21,6 +21,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 from gpipe_hpc.comm.mpi.process_group import NAME as MPI_NAME
 from gpipe_hpc.comm.reaching.doors import Door, Doors, options, through
 from gpipe_hpc.comm.reaching.knocking import Place, calls, unanswered
+from gpipe_hpc.comm.torch_face import NAME as FACE_NAME
+from gpipe_hpc.comm.torch_face import StartBroadcast, register
 from gpipe_hpc.errors import LaunchError
 
 LAZY_VARIABLE: Final = "TORCH_GLOO_LAZY_INIT"
@@ -66,21 +68,37 @@ class Former:
         cannot be reached by another.
         """
         members = tuple(ranks)
+        name, chosen = self._named(members), backend or self._backend
+        with self._met(name, members, dist.get_rank(), chosen):
+            return self._entered(name, members, chosen)
+
+    def show(self, ranks: Sequence[int], start_broadcast: StartBroadcast) -> dist.ProcessGroup:
+        """Let torch see ranks that are connected already as a group; it waits for nobody."""
+        register()
+        members = tuple(ranks)
+        return self._entered(self._named(members), members, FACE_NAME, start_broadcast)
+
+    def _named(self, members: tuple[int, ...]) -> str:
         self._num_formed[members] += 1
         digest = hashlib.sha256(str(members).encode()).hexdigest()[:32]
-        name = f"{self._name}_{digest}_{self._num_formed[members]}"
+        return f"{self._name}_{digest}_{self._num_formed[members]}"
+
+    def _entered(
+        self, name: str, members: tuple[int, ...], backend: str, given: object = None
+    ) -> dist.ProcessGroup:
+        """Make a group and enter it into torch's lists; `given`: what the backend is made with."""
         torch_side: Any = torch_groups
         default = torch_side._get_default_group()
         _, store = torch_side._world.pg_map[default]
-        chosen = backend or self._backend
-        with self._met(name, members, default.rank(), chosen), _unbound(default):
+        with _unbound(default):
             formed, _ = torch_side._new_process_group_helper(
                 len(members),
                 members.index(default.rank()),
                 list(members),
-                dist.Backend(chosen),
+                dist.Backend(backend),
                 store,
                 group_name=name,
+                backend_options=given,
                 timeout=self._timeout,
             )
         places = {rank: position for position, rank in enumerate(members)}

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from gpipe_hpc.comm.collectives.bruck import partners
-from gpipe_hpc.comm.collectives.menu import ALL_REDUCE_NAMES, start_all_reduce
+from gpipe_hpc.comm.collectives.menu import ALL_REDUCE_NAMES, ALL_REDUCES, start_all_reduce
 from gpipe_hpc.comm.collectives.orders import in_gloo_order, in_rank_order, in_ring_order
 from gpipe_hpc.comm.collectives.plan import Place
-from gpipe_hpc.comm.collectives.wide import WideGroup
 from gpipe_hpc.comm.group import Piece
-from gpipe_hpc.comm.noting import unheard
 from gpipe_hpc.comm.threads import run_on_threads
+
+from .wide_threads import Heard
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int16, torch.complex64)
 
@@ -25,25 +25,6 @@ def part_of(rank: int, length: int, dtype: torch.dtype = torch.float32) -> torch
     return (numbers[:, 0] * 10 ** numbers[:, 1]).to(dtype)
 
 
-class Heard:
-    """A wide group over the mail of threads, and with whom it has connected."""
-
-    def __init__(self, world):
-        self.narrow, self.peers = world.everybody, set()
-        self.wide = WideGroup(
-            self.narrow.ranks,
-            self.narrow.position,
-            self._start,
-            self.peers.update,
-            unheard,
-        )
-
-    def _start(self, traffic, sends, receives, note):
-        met = {self.narrow.ranks.index(piece.rank) for piece in (*sends, *receives)}
-        assert met <= self.peers, f"{met - self.peers} were not connected"
-        return self.narrow._start(traffic, sends, receives)
-
-
 def uneven(length: int, size: int) -> list[int]:
     """Return how many elements each rank has: none, some have."""
     ends = sorted((i * i * 7) % (length + 1) for i in range(1, size))
@@ -53,7 +34,7 @@ def uneven(length: int, size: int) -> list[int]:
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 11])
 def test_sums_shards_and_broadcasts_have_the_bits_of_the_narrow_group(size: int):
     def body(world):
-        heard, rank = Heard(world), world.rank
+        heard, rank = Heard(world.everybody), world.rank
         wrong = []
         for length, dtype in [(n, torch.float32) for n in (0, 1, 2, 40)] + [(9, d) for d in DTYPES]:
             for act in (
@@ -68,6 +49,18 @@ def test_sums_shards_and_broadcasts_have_the_bits_of_the_narrow_group(size: int)
                     act(group, own).wait()
                 if not torch.equal(*results):
                     wrong.append((length, dtype, act))
+            counts = uneven(length, size)
+            ours, theirs = (part_of(rank, length, dtype) for _ in range(2))
+            came, known = (
+                heard.narrow.all_to_all(ours, counts),
+                heard.wide.all_to_all(theirs, counts),
+            )
+            if not all(map(torch.equal, came, known)) or len(came) != size:
+                wrong.append((length, dtype, "all to all"))
+            heard.narrow.all_gather(ours, counts)
+            heard.wide.all_gather(theirs, counts)
+            if not torch.equal(ours, theirs):
+                wrong.append((length, dtype, "all gather"))
             for counts in (None, uneven(length, size)):
                 results = [part_of(rank, length, dtype) for _ in range(2)]
                 for group, own in zip((heard.narrow, heard.wide), results, strict=True):
@@ -86,7 +79,7 @@ def test_sums_shards_and_broadcasts_have_the_bits_of_the_narrow_group(size: int)
 @pytest.mark.parametrize("size", [2, 5, 8])
 def test_the_greatest_objects_exchanges_and_plans_go_too(size: int):
     def body(world):
-        heard, rank = Heard(world), world.rank
+        heard, rank = Heard(world.everybody), world.rank
         group, few = heard.wide, len(heard.peers)
         greatest = torch.tensor([rank, -rank])
         group.all_reduce_max(greatest)
@@ -125,7 +118,7 @@ def test_the_greatest_objects_exchanges_and_plans_go_too(size: int):
 
 def test_what_a_sum_sends_grows_with_the_logarithm():
     def body(world):
-        group, own = Heard(world).wide, torch.ones(64)
+        group, own = Heard(world.everybody).wide, torch.ones(64)
         group.start_all_reduce(own).wait()
         return group.sent.num_bytes, group.sent.num_messages
 
@@ -143,6 +136,17 @@ def test_a_rank_is_connected_with_two_for_each_power_of_two(size: int, num_partn
     assert [len(each) for each in found] == [num_partners] * 4
     for place, each in zip(places, found, strict=True):
         assert all(place.position in partners(Place(size, other)) for other in each)
+
+
+@pytest.mark.parametrize("size", [100, 1024])
+@pytest.mark.parametrize("name", [name for name in ALL_REDUCES if name != "rank_order"])
+def test_no_algorithm_needs_many_more_connections(name: str, size: int):
+    """In the order of ranks a wide group sums by its partners, not by a plan."""
+    for position in (0, 1, size // 3, size - 1):
+        place = Place(size, position)
+        plan = ALL_REDUCES[name](place, 4 * size, 64)
+        peers = {m.peer for step in plan for part in step for m in part}
+        assert len(peers - set(partners(place))) <= (size - 1).bit_length()
 
 
 @pytest.mark.parametrize("order_of", [in_rank_order, in_gloo_order])

@@ -1,13 +1,17 @@
 """Wide groups over Gloo: few connections, the mesh's bits, and the cause of a failure."""
 
+import gc
 import os
 import re
 import signal
+import weakref
 
 import pytest
 import torch
 
 from gpipe_hpc import Pipeline
+from gpipe_hpc.comm.collectives.bruck import partners
+from gpipe_hpc.comm.collectives.plan import Place
 from gpipe_hpc.comm.collectives.wide import WideGroup
 from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.processes import ProcessWorld
@@ -51,41 +55,64 @@ def test_sums_have_the_bits_of_gloos_own(processes, tmp_path):
 
 
 def test_training_over_wide_groups_has_the_same_bits(processes, tmp_path):
-    data = batches(2, 15)
-    outers = ({}, {"order": "rank"}, {"shard": "flat"}, {"algorithm": "rabenseifner"})
+    data = batches(2, 24)
+    outers = (
+        {},
+        {"order": "rank"},
+        {"algorithm": "rabenseifner"},
+        {"compress": "float16"},
+        {"compress": "topk", "topk_fraction": 0.3},
+        {"shard": "flat"},
+        {"shard": "oss"},
+    )
 
     def body(rank):
         found = []
-        for meshed in (2, 8):
+        for meshed in (2, 9):
             world = world_of(meshed)
             for outer in outers:
                 pipe = Pipeline(
-                    linears(3), mean_square, stages=1, replicas=5, world=world, outer=outer
+                    linears(3), mean_square, stages=1, replicas=8, world=world, outer=outer
                 )
                 optimizer = pipe.optimizer(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
                 for inputs, targets in data:
-                    part = pipe.share(15)
+                    part = pipe.share(24)
                     loss = pipe.step(inputs[part].float(), targets[part].float()).loss
                     optimizer.step()
                 found.append((loss, {n: p.tolist() for n, p in pipe.named_parameters()}))
-            assert bool(world._wide_pairs) == (meshed == 2)
+            connected = {pairs.num_connected for pairs in world._wide_pairs}
+            assert connected == ({len(partners(Place(8, rank)))} if meshed == 2 else set())
         return found
 
-    for found in processes(5, body, tmp_path):
+    for found in processes(8, body, tmp_path):
         half = len(outers)
         assert found[:half] == found[half:]
 
 
-def test_who_needs_a_group_of_torch_gets_one(processes, tmp_path):
+def test_torch_broadcasts_over_what_it_sees_of_a_wide_group(processes, tmp_path):
     def body(rank):
-        group = world_of(meshed=2).group([range(4)])
+        world = world_of(meshed=2)
+        group = world.group([range(1, 8)] if rank else [range(1)])
+        if rank == 0:
+            return None
         assert isinstance(group, WideGroup)
-        total = torch.tensor([rank])
-        torch.distributed.all_reduce(total, group=group.torch_group)
-        assert group.torch_group is group.torch_group
-        return total.item()
+        shown, found = group.torch_group, []
+        for root in range(1, 8):
+            own = torch.tensor([rank])
+            torch.distributed.broadcast(own, root, group=shown)
+            work = torch.distributed.broadcast(own + 10, root, group=shown, async_op=True)
+            work.wait()
+            found.append(own.item())
+        place = torch.distributed.get_rank(shown), torch.distributed.get_world_size(shown)
+        assert group.torch_group is shown and place == (rank - 1, 7)
+        peers, this = world._wide_pairs[-1].num_connected, weakref.ref(world)
+        del world, group, shown
+        gc.collect()
+        assert this() is None, "what torch sees of a group keeps no world alive"
+        return found, peers
 
-    assert processes(4, body, tmp_path) == [6] * 4
+    alone, *others = processes(8, body, tmp_path)
+    assert alone is None and others == [(list(range(1, 8)), 6)] * 7
 
 
 def test_a_failure_is_told_to_ranks_that_wait_in_a_sum(processes, tmp_path):

@@ -6,7 +6,6 @@ import torch
 
 from gpipe_hpc.comm.collectives.plan import even_counts
 from gpipe_hpc.engine.outer.compress.compressor import Stateless, Task
-from gpipe_hpc.engine.outer.compress.messages import exchange
 from gpipe_hpc.models import mix64
 
 
@@ -28,8 +27,8 @@ class Coded(Stateless):
 
     What travels is coded twice: on its way to the copy that adds up a shard, and as that shard's
     sum. The sender keeps what the first code lost, the one that added keeps what the second lost.
-    A rank sends 2 (n-1) shards of 1/n of the numbers, n the number of copies: as many messages as
-    a ring, each in the bits of the code.
+    A rank sends 2 (n-1) shards of 1/n of the numbers, n the number of copies: as many as a ring,
+    each in the bits of the code. Where copies are not all connected, codes go by way of others.
     """
 
     def __init__(self, code: Code) -> None:
@@ -41,26 +40,30 @@ class Coded(Stateless):
         size, position = group.size, group.position
         counts = even_counts(own.numel(), size)
         shards = torch.split(own, list(counts))
-        others = [each for each in range(size) if each != position]
-        codes = {at: code.encode(shards[at], _key(task.key, at)) for at in others}
-        for at in others:
-            shards[at].sub_(code.decode(codes[at], counts[at], own.dtype))
-        mine = counts[position]
-        came = exchange(group, codes, dict.fromkeys(others, code.num_bytes(mine)))
-        terms = {at: code.decode(each, mine, own.dtype) for at, each in came.items()}
+        sizes = [code.num_bytes(count) for count in counts]
+        codes = torch.empty(sum(sizes), dtype=torch.uint8, device=own.device)
+        parts = torch.split(codes, sizes)
+        for at in range(size):
+            if at != position:
+                coded = code.encode(shards[at], _key(task.key, at))
+                parts[at].copy_(coded)
+                shards[at].sub_(code.decode(coded, counts[at], own.dtype))
+        came = group.all_to_all(codes, sizes)
         total = torch.zeros_like(shards[position])
         for at in range(size):
-            total += terms[at] if at in terms else shards[position]
-        summed = code.encode(total, _key(task.key, size))
-        sums = exchange(
-            group,
-            dict.fromkeys(others, summed),
-            {at: code.num_bytes(counts[at]) for at in others},
-        )
-        sums[position] = summed
-        result = torch.cat([code.decode(sums[at], counts[at], own.dtype) for at in range(size)])
+            is_own = at == position
+            total += shards[at] if is_own else _decoded(code, came[at], len(total), own.dtype)
+        parts[position].copy_(code.encode(total, _key(task.key, size)))
+        group.all_gather(codes, sizes)
+        numbered = zip(parts, counts, strict=True)
+        result = torch.cat([_decoded(code, part, count, own.dtype) for part, count in numbered])
         torch.sub(total, torch.split(result, list(counts))[position], out=shards[position])
         return result
+
+
+def _decoded(code: Code, part: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return what a code means that lies anywhere in a message; decoders look at whole words."""
+    return code.decode(part.clone(), count, dtype)
 
 
 def _key(key: int, number: int) -> int:

@@ -35,7 +35,6 @@ class Compression:
                 dtype = torch.promote_types(parameter.dtype, least)
                 check_fits(self._outer.compress, name, dtype)
         if copies not in self._jobs:
-            copies.reach(range(copies.size))  # each sends its codes to each
             self._jobs[copies] = beside("compressed sums", stage.device, copies)
         way = Compressed(
             make_compressor(self._outer),

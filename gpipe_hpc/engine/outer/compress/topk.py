@@ -11,7 +11,6 @@ import torch
 
 from gpipe_hpc.comm.transport.wire import as_bytes
 from gpipe_hpc.engine.outer.compress.compressor import Stateless, Task
-from gpipe_hpc.engine.outer.compress.messages import gather
 from gpipe_hpc.errors import ConfigError
 
 _MOST: Final = 0.5  # an index takes as many bytes as a number
@@ -43,8 +42,11 @@ class TopK(Stateless):
         chosen = own.abs().topk(kept, sorted=False).indices.sort().values
         message = torch.cat([as_bytes(chosen.to(torch.int32)), as_bytes(own[chosen])])
         total = torch.zeros_like(own)
-        for each in gather(task.group, message):
-            places, values = each[: 4 * kept].view(torch.int32), each[4 * kept :]
+        sizes = [message.numel()] * task.group.size
+        gathered = message.repeat(task.group.size)
+        task.group.all_gather(gathered, sizes)
+        for each in torch.split(gathered, sizes):
+            places, values = each[: 4 * kept].clone().view(torch.int32), each[4 * kept :]
             # A copy names each place once, so nothing depends on the order within.
             total.index_add_(0, places, values.clone().view(own.dtype))
         own[chosen] = 0
