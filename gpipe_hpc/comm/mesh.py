@@ -3,10 +3,14 @@
 from dataclasses import dataclass
 
 from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.schedule.holes import num_rows
 
 
 def _replicas_that_fit(world_size: int, stages: int) -> str:
     """Say how many replicas would fill the ranks, if some would."""
+    rows = num_rows(world_size, stages, 1)
+    if rows is not None:
+        return f", as pipeline.replicas=1 for {rows} pipelines with holes"
     if world_size % stages:
         return ""
     return f", as pipeline.replicas={world_size // stages}"

@@ -99,11 +99,10 @@ def _await(holds: Callable[[], bool], limit_s: float) -> bool:
 
 
 def _unwritable(folder: Path, rank: int, error: OSError) -> ConfigError:
-    remedy = os_remedy(error)
+    remedy = os_remedy(error) or "look at the folder"
     return ConfigError(
         f"run.dir: rank {rank} on {socket.gethostname()} cannot write in {folder}, expected a "
-        f"folder in which all ranks may, got {error.strerror}; "
-        f"{f'{remedy}; or ' if remedy else ''}choose another"
+        f"folder in which all ranks may, got {error.strerror}; {remedy}; or set run.dir to another"
     )
 
 
