@@ -259,5 +259,7 @@ def _fold(happened: list[Happening]) -> Iterator[Happening]:
     for each in happened:
         if id(each) not in folded:
             kind = kinds[_NUMBERS.sub("#", each.text)]
-            is_many = len(kind) > _MOST_ALIKE
-            yield each._replace(times=len(kind)) if is_many else each
+            if len(kind) > _MOST_ALIKE:
+                ranks = {rank for like in kind for rank in like.ranks}
+                each = each._replace(times=len(kind), ranks=tuple(sorted(ranks)))
+            yield each

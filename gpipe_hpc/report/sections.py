@@ -200,11 +200,12 @@ def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 def _ranks(record: Record) -> Iterator[Block]:
     head = ["rank", "host", "stages", "computed", "reading", "peak memory", "above start"]
-    head += ["planned", "of it activations"]
+    head += ["planned", "of plan", "of it activations", "workspace"]
     rows = []
     for each in record.summary["ranks"]:
         planned = each.get("planned_memory") or {}
-        peak, before = each["peak_memory_bytes"], each["memory_before_bytes"]
+        peak = each["peak_memory_bytes"]
+        above = max(0, peak - each["memory_before_bytes"])
         rows.append(
             [
                 str(each["rank"]),
@@ -213,16 +214,22 @@ def _ranks(record: Record) -> Iterator[Block]:
                 time_text(each["busy_s"]),
                 time_text(each.get("reading_s")),
                 bytes_text(peak),
-                bytes_text(max(0, peak - before)),
+                bytes_text(above),
                 bytes_text(planned["total_bytes"]) if planned else "-",
-                bytes_text(planned["activation_bytes"]) if planned else "-",
+                percent(above / planned["total_bytes"] if planned.get("total_bytes") else None),
+                *(
+                    "-" if planned.get(part) is None else bytes_text(planned[part])
+                    for part in ("activation_bytes", "workspace_bytes")
+                ),
             ]
         )
     yield Grid(head, rows)
     meaning = record.summary.get("peak_memory_meaning")
     yield Words(
         f"Peak memory: {meaning}. Above start: of it, since the start. Planned: weights, "
-        f"gradients, optimizer and activations as counted. Computed: in the traced step."
+        f"gradients, optimizer, activations and workspace as counted; of plan: what is above the "
+        f"start as a share of that. Workspace: what layers take as they run, gradients on their "
+        f"way, receive buffers. Computed: in the traced step."
     )
 
 
@@ -231,8 +238,9 @@ def _layout(record: Record) -> Iterator[Block]:
     counts = layout["layers_of_stages"]
     layers = record.summary.get("layers") or []
     yield Words(
-        f"{layout['ranks']} ranks: {layout['replicas']} replicas of {layout['stages']} stages; "
-        f"schedule {layout['schedule']}, {layout['microbatches']} micro-batches, recompute "
+        f"{_some(layout['ranks'], 'rank')}: {_some(layout['replicas'], 'replica')} of "
+        f"{_some(layout['stages'], 'stage')}; schedule {layout['schedule']}, "
+        f"{_some(layout['microbatches'], 'micro-batch', 'es')}, recompute "
         f"{layout['recompute']}; cut by {layout['partition']}: "
         f"pipeline.partition=[{','.join(map(str, counts))}]"
     )
@@ -267,8 +275,8 @@ def _events(record: Record) -> Iterator[Block]:
         (r["corrupt_samples"] for r in reversed(record.steps) if "corrupt_samples" in r), 0
     )
     yield Words(
-        f"Started {max(1, record.num_starts)} times, {skipped or 0} steps skipped, "
-        f"{corrupt or 0} corrupt samples passed over."
+        f"Started {_some(max(1, record.num_starts), 'time')}, {_some(skipped or 0, 'step')} "
+        f"skipped, {_some(corrupt or 0, 'corrupt sample')} passed over."
     )
     shown = record.happened[-_MOST_EVENTS:]
     if len(shown) < len(record.happened):
@@ -287,6 +295,10 @@ def _events(record: Record) -> Iterator[Block]:
                 for each in shown
             ],
         )
+
+
+def _some(count: int, what: str, ending: str = "s") -> str:
+    return f"{count} {what}{ending * (count != 1)}"
 
 
 def _settings(record: Record) -> Iterator[Block]:

@@ -67,7 +67,13 @@ SUMMARY: Final[Mapping[str, Any]] = MappingProxyType(
                     "peak_memory_bytes": _COUNT,
                     "memory_before_bytes": _COUNT,
                     "layers": OrNull([{"layer": _COUNT, "forward_s": _SECONDS}]),
-                    "planned_memory": OrNull({"total_bytes": _COUNT, "activation_bytes": _COUNT}),
+                    "planned_memory": OrNull(
+                        {
+                            "total_bytes": _COUNT,
+                            "activation_bytes": _COUNT,
+                            "workspace_bytes": OrNull(_COUNT),  # older runs did not count it
+                        }
+                    ),
                 }
             ]
         ),

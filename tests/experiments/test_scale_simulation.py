@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.scale.simulation.__main__ import DEEPER, HERE, WIDER, simulated, table_of
+from experiments.scale.simulation.__main__ import HERE, table_of
+from experiments.scale.simulation.jobs import DEEPER, WIDER, simulated
 from experiments.scale.simulation.model import Work
 from experiments.scale.simulation.plot import draw
 from gpipe_hpc.planning.cluster_file import read_cluster

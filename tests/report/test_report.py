@@ -257,6 +257,23 @@ def test_the_page_needs_nothing_else_and_its_tags_nest(tmp_path):
         assert word in page
 
 
+def test_memory_of_each_rank_stands_beside_the_plan_and_its_parts(tmp_path):
+    folder = leave(tmp_path, timeline())
+    summary = json.loads((folder / "summary.json").read_text())
+    parts = {"total_bytes": 4_000_000, "activation_bytes": 1_500_000}
+    for rank, more in ((0, {}), (1, {"workspace_bytes": 700_000})):  # 0: as older runs left it
+        summary["ranks"][rank]["planned_memory"] = parts | more
+    (folder / "summary.json").write_text(json.dumps(summary))
+    report = report_of(read_record(folder))
+    (section,) = [each for each in report.sections if each.title == "Ranks and memory"]
+    head, rows = section.blocks[0].head, section.blocks[0].rows
+    told = [dict(zip(head, row, strict=True)) for row in rows]
+    names = ("above start", "planned", "of plan", "of it activations", "workspace")
+    assert [told[0][name] for name in names] == ["2.00 MB", "4.00 MB", "50.0 %", "1.50 MB", "-"]
+    assert told[1]["workspace"] == "700 kB"
+    assert [told[2][name] for name in names[1:]] == ["-"] * 4
+
+
 def test_markdown_and_several_runs(tmp_path):
     """Runs with folders of the same name are told apart, and settings that differ are shown."""
     one = leave(tmp_path / "a", timeline(), logs=LOGS)

@@ -25,9 +25,10 @@ _NOTES: Final = (
     "take no time."
 )
 _NOTES_WITH_TIME: Final = (
-    "Counted, not measured: activations that autograd keeps; no gradients in flight, receive "
-    "buffers or workspaces. The bubble is of counted FLOPs, without transfers. The step time has "
-    "what plan.links and plan.prices tell; what they do not tell takes no time in it."
+    "Counted, not measured: activations that autograd keeps; workspace: what layers take as they "
+    "run, gradients on their way, a receive buffer posted ahead. Not counted: what kernels and "
+    "libraries take for themselves. The bubble is of counted FLOPs, without transfers. The step "
+    "time has what plan.links and plan.prices tell; what they do not tell takes no time in it."
 )
 
 

@@ -6,6 +6,7 @@ work: the host waits once a step, for the end of the one before, and finds all i
 
 from typing import Any, NamedTuple
 
+from gpipe_hpc.comm.world import together
 from gpipe_hpc.engine.recorder import wait_for
 from gpipe_hpc.training.figures.metrics import Metrics
 from gpipe_hpc.training.figures.progress import Progress
@@ -48,7 +49,8 @@ class Results:
     def add(self, line: Line) -> TimedStep | None:
         """Take a step; return one whose marks may be read: the one before if steps are done late.
 
-        Raises NonFiniteError, on every rank, if that one's loss or norm is no number to go on from.
+        Raises NonFiniteError, on every rank, if that one's loss or norm is no number to go on from;
+        PeerError if another rank failed before the device was done with it.
         """
         before, self._waiting = self._waiting, line
         if not self._is_late:
@@ -63,7 +65,9 @@ class Results:
     def _finish(self, line: Line) -> TimedStep:
         trained = line.trained
         if self._is_late:
-            wait_for(trained.laps.stepped)
+            # A sum that was cut off on the device may have ended with anything in memory.
+            with together(self._session.pipe.world, f"step {trained.step}"):
+                wait_for(trained.laps.stepped)
             refuse_non_finite(self._session, trained)
         if self._metrics is not None and self._progress is not None:
             scalars = {

@@ -52,7 +52,8 @@ class Came(NamedTuple):
     """The ranks of a run that has begun.
 
     `rates`: of the fastest. `hosts`: the ranks of each. `paces`: how many times as long each
-    rank takes as the fastest; empty: they are alike. `host_copy_bytes_per_s`: of the slowest, None
+    rank takes as the fastest, for the model's layers where these are measured (plan.costs), else
+    for matrix products; empty: they are alike. `host_copy_bytes_per_s`: of the slowest, None
     on CPUs.
     """
 
@@ -112,7 +113,8 @@ class Searching:
         """Return the layouts on so many ranks."""
         base = request_of(self.config)
         paces = base.paces
-        if isinstance(paces, str):  # as they were measured
+        runs_layers = self.came is not None and self.config.plan.costs == MEASURED_COSTS
+        if isinstance(paces, str) or (paces is None and runs_layers):  # as they were measured
             known = self._cluster(num_ranks).paces
             paces = [known.get(rank, 1.0) for rank in range(num_ranks)] if known else None
         copies = _host_copies(self.config, self.came)
@@ -242,6 +244,17 @@ def _counting(config: Config, layers: Sequence[Layer], device: Device) -> Callab
     return counted
 
 
+def seconds_of_layers(config: Config, device: Device, num_samples: int) -> tuple[LayerTimes, ...]:
+    """Run each layer of the model here, on a micro-batch of so many samples."""
+    layers = normalise_layers(build_target("model", config.model))
+    return _measured(config, _counting(config, layers, device)(num_samples)).times
+
+
+def _measured(config: Config, counts: Counted) -> Gauge:
+    assert counts.example is not None, "a search makes one"
+    return Measured(replace(counts, example=with_values(counts.example, config)))
+
+
 def _measuring(
     config: Config, counted: Callable[[int], Counted], came: Came | None
 ) -> Callable[[int], Gauge]:
@@ -253,9 +266,8 @@ def _measuring(
 
     def measured(num_samples: int) -> Gauge:
         counts = counted(num_samples)
-        assert counts.example is not None, "a search makes one"
-        gauge = Measured(replace(counts, example=with_values(counts.example, config)))
-        times = tuple(LayerTimes(*(part / pace for part in each)) for each in gauge.times)
+        of_here = _measured(config, counts).times
+        times = tuple(LayerTimes(*(part / pace for part in each)) for each in of_here)
         return Known(counts.layers, times, counts.count, MEASURED)
 
     return measured

@@ -15,15 +15,16 @@ from typing import Any, Final, NamedTuple
 from gpipe_hpc.comm.failing.patience import patiently
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config, check_config
-from gpipe_hpc.config.schema import AUTO_LAYOUT
+from gpipe_hpc.config.schema import AUTO_LAYOUT, MEASURED_COSTS
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.planning.costs.rates import host_copy_rate
 from gpipe_hpc.planning.costs.speed import paces_of_times
+from gpipe_hpc.training.data.shapes import samples_per_microbatch
 from gpipe_hpc.training.machines import rates_of
 from gpipe_hpc.training.run.changed_settings import settings_of
 from gpipe_hpc.training.run.identity import Run
 from gpipe_hpc.training.search.answer import compared_on
-from gpipe_hpc.training.search.from_settings import PINS, Came, fixed_by
+from gpipe_hpc.training.search.from_settings import PINS, Came, fixed_by, seconds_of_layers
 
 LAYOUT_FILE: Final = "layout.json"
 _SHOWN: Final = 3  # layouts that the log tells of
@@ -89,7 +90,7 @@ def _kept(path: Path, asked: Mapping[str, Any]) -> _Layout | None:
         layout: _Layout = {name: dict(told["layout"][name]) for name in PINS}
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    allowed = {"pipeline": {*PINS["pipeline"], "options"}, "outer": {*PINS["outer"]}}
+    allowed = {"pipeline": {*PINS["pipeline"], "options", "paces"}, "outer": {*PINS["outer"]}}
     is_ours = all(set(layout[name]) <= allowed[name] for name in PINS)
     return layout if is_ours and told.get("asked") == asked else None
 
@@ -103,18 +104,35 @@ def _keep(path: Path, asked: Mapping[str, Any], layout: Mapping[str, Any]) -> No
 
 def _came(config: Config, world: World) -> Came | None:
     """Return, on rank 0, how fast all ranks are and on which hosts, as each of them has found."""
-    with together(world, "measuring how fast ranks are"):
+    where = "measuring how fast ranks are"
+    took_s = None
+    if config.plan.costs == MEASURED_COSTS and world.size > 1:
+        took_s = patiently(world, where, partial(_layers_s, config, world))
+    with together(world, where):
         own = rates_of(config, world.device, is_here=True)
+        if took_s is None:
+            took_s = 1 / own.products
         copied = host_copy_rate(world.device)
-        told = world.everybody.gather_object((own, copied, socket.gethostname()), root=0)
+        mine = own, took_s, copied, socket.gethostname()
+        told = world.everybody.gather_object(mine, root=0)
     if told is None:
         return None
     hosts = tuple(len(list(group)) for _, group in groupby(name for *_, name in told))
-    paces = paces_of_times([1 / rates.products for rates, *_ in told])
+    paces = paces_of_times([seconds for _, seconds, *_ in told])
     fastest = max((rates for rates, *_ in told), key=lambda rates: rates.products)
-    copies = [rate for _, rate, _ in told if rate is not None]
+    copies = [rate for *_, rate, _ in told if rate is not None]
     slowest = min(copies) if len(copies) == len(told) else None
     return Came(fastest, hosts, paces if len(set(paces)) > 1 else (), slowest)
+
+
+def _layers_s(config: Config, world: World) -> float:
+    """Return the seconds that the model's layers take on this rank, run one by one.
+
+    All ranks run the same: a micro-batch of as many samples as the settings give without a search.
+    """
+    num_samples = samples_per_microbatch(config)
+    times = seconds_of_layers(config, world.device, num_samples)
+    return sum(each.forward + each.backward for each in times)
 
 
 def _choose(config: Config, words: Sequence[str], came: Came) -> tuple[_Layout, str]:
@@ -124,6 +142,7 @@ def _choose(config: Config, words: Sequence[str], came: Came) -> tuple[_Layout, 
     if answer.chosen is None:
         raise ConfigError(f"pipeline.layout: auto found none\n{answer.text}")
     candidate, combining = answer.chosen.candidate, answer.chosen.combining
+    paces = answer.chosen.request.paces
     layout: _Layout = {
         "pipeline": {
             "replicas": candidate.replicas,
@@ -133,6 +152,8 @@ def _choose(config: Config, words: Sequence[str], came: Came) -> tuple[_Layout, 
             "options": dict(candidate.options),
             "recompute": candidate.recompute,
             "offload": candidate.offload,
+            # Those that were measured: the run's cut has to be the one that was compared.
+            **({"paces": [*paces]} if came.paces and not isinstance(paces, str | None) else {}),
         },
         "outer": {} if combining is None else combining._asdict(),
     }
@@ -147,7 +168,7 @@ def _words(layout: Mapping[str, Any]) -> list[str]:
             if name == "options":
                 found += [f"{section}.options.{key}={each}" for key, each in value.items()]
             else:
-                found.append(f"{section}.{name}={str(value).lower()}")
+                found.append(f"{section}.{name}={str(value).lower().replace(' ', '')}")
     return found
 
 

@@ -127,8 +127,8 @@ def _legend(summary: Mapping[str, Any]) -> str:
     ]
     if any(each["planned_memory"] for each in summary["ranks"]):
         parts.append(
-            "planned: weights, gradients, optimizer and activations as counted, without Python, "
-            "workspaces and what transfers take"
+            "planned: weights, gradients, optimizer, activations and workspace as counted, without "
+            "Python and what libraries take"
         )
     return "\n".join(parts)
 

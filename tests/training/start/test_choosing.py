@@ -125,3 +125,26 @@ def test_a_run_goes_on_in_its_layout_and_says_nothing_of_changes(tmp_path, monke
     logs = [path.read_text() for path in (tmp_path / "run" / "logs").iterdir()]
     assert any(LAYOUT_FILE in text for text in logs)
     assert not any("another setting" in text for text in logs)
+
+
+def test_every_rank_runs_the_layers_and_a_slow_one_gets_fewer(tmp_path, monkeypatch):
+    """Rank 0 alone ran them, and what rank 1 took was known for a matrix product alone."""
+    monkeypatch.chdir(tmp_path)
+    ran, took = [], choosing._layers_s
+
+    def played(config, world):
+        ran.append(world.rank)
+        return took(config, world) * (4 if world.rank == 1 else 1)
+
+    monkeypatch.setattr(choosing, "_layers_s", played)
+    words = [*WORDS, "plan.costs=measured", "pipeline.stages=2", "pipeline.schedule=gpipe"]
+    words += ["train.steps=1", "pipeline.partition=uniform", "run.dir=run"]
+    run = partial(run_training, compose_config(words), words=words[-6:], stop=StopRequest())
+    assert run_on_threads(2, run) == [0, 0]
+    assert sorted(ran) == [0, 1]
+    layout = json.loads((tmp_path / "run" / "summary.json").read_text())["layout"]
+    first, second = layout["layers_of_stages"]
+    assert first > second and layout["paces"][1] > 1.5 * layout["paces"][0]
+    kept = json.loads((tmp_path / "run" / LAYOUT_FILE).read_text())
+    assert kept["layout"]["pipeline"]["paces"][0] == 1.0
+    assert any(each.startswith("pipeline.paces=[1.0,") for each in kept["settings"])

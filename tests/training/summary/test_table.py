@@ -89,7 +89,7 @@ def test_all_that_is_known_is_said():
     ]
     assert "held the run up for 3.000 s" in text
     # The columns were 128 MB and 15 MB for one rank, and nothing said why.
-    assert "planned: weights, gradients, optimizer and activations as counted, without" in text
+    assert "planned: weights, gradients, optimizer, activations and workspace as counted" in text
     assert text.splitlines()[-1].startswith("advice: x=1: -7 % of it, simulated")
     assert text.endswith("the fullest rank needs 1.00 MB less memory")
 
