@@ -2,12 +2,11 @@
 
 import io
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-if TYPE_CHECKING:
-    from experiments.scale.simulation.__main__ import Row
+from experiments.scale.simulation.jobs import Row
 
-_PANELS: Final[Sequence[tuple[str, Callable[["Row"], float]]]] = (
+_PANELS: Final[Sequence[tuple[str, Callable[[Row], float]]]] = (
     ("step time, s", lambda row: row.step_s),
     ("bubble, % of total", lambda row: 100 * row.bubble),
     ("share of reductions, % of the step", lambda row: 100 * row.reduction_share),
@@ -16,7 +15,7 @@ _PANELS: Final[Sequence[tuple[str, Callable[["Row"], float]]]] = (
 _STYLES: Final = {"even": "--", "described": "-"}
 
 
-def draw(rows: Sequence["Row"]) -> str:
+def draw(rows: Sequence[Row]) -> str:
     """Draw four panels over the number of ranks, a line for each schedule and cluster."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
