@@ -2,39 +2,31 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
-from functools import partial
-from inspect import signature
+from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Concatenate, Final, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
 
 from gpipe_hpc import checkpoint
 from gpipe_hpc.comm.cores.bind import bind
-from gpipe_hpc.comm.failing.patience import patiently, patiently_here
-from gpipe_hpc.comm.failing.tracebacks import OwnFramesLeftOut
 from gpipe_hpc.comm.group import Gathering, Group
 from gpipe_hpc.comm.host.clock import clock_identity
-from gpipe_hpc.comm.joining.start import DEFAULT_TIMEOUT_S, start_world
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.nests import Nest
-from gpipe_hpc.comm.watch.settings import DEFAULT_SILENCE_S
-from gpipe_hpc.comm.world import World, together
-from gpipe_hpc.config.spelling import bytes_of_ranks, canonical_precision, num_bytes, suggestion
+from gpipe_hpc.comm.world import together
+from gpipe_hpc.config.keywords import Keywords, Layers, by_keyword, name_of
 from gpipe_hpc.engine.batch.arrays import with_tensors
 from gpipe_hpc.engine.batch.cutting import Pieces, share_of
 from gpipe_hpc.engine.layers.compiling import chosen_backend
-from gpipe_hpc.engine.layers.precision import check_precision, scaling
+from gpipe_hpc.engine.layers.precision import scaling
 from gpipe_hpc.engine.memory.standing import Exhausted, Standing
 from gpipe_hpc.engine.outer.held import Held
 from gpipe_hpc.engine.outer.optimizers import Factory, Sharing, make_optimizer
 from gpipe_hpc.engine.outer.saying import say_apart, say_inexact
-from gpipe_hpc.engine.outer.settings import Outer
 from gpipe_hpc.engine.recorder import Moments, Recorded, StepMarks, StepTimes, on_one_clock
 from gpipe_hpc.engine.run import Run, random_keys
 from gpipe_hpc.engine.stages.assembly import (
@@ -45,7 +37,6 @@ from gpipe_hpc.engine.stages.assembly import (
     gather_parameters,
 )
 from gpipe_hpc.engine.stages.wiring import Wiring, make_first_calls, wire
-from gpipe_hpc.engine.state.drift import POLICIES
 from gpipe_hpc.engine.steps import Site, Steps, Tell
 from gpipe_hpc.engine.sums.loss import LossFunction
 from gpipe_hpc.engine.sums.loss_scale import LossScale
@@ -54,231 +45,25 @@ from gpipe_hpc.engine.sums.results import StepResult
 from gpipe_hpc.engine.sums.squares import parts_of
 from gpipe_hpc.engine.sums.statistics import gather_batchnorm, say_batchnorm
 from gpipe_hpc.engine.sums.tied import TiedParameter, join_ties
-from gpipe_hpc.errors import ConfigError, DataError, DeviceMemoryError, GpipeError, KeywordError
+from gpipe_hpc.errors import ConfigError, DataError, DeviceMemoryError, GpipeError
 from gpipe_hpc.models import Layer, find_ties, layer_stages, normalise_layers, parameter_sizes
 from gpipe_hpc.planning import (
-    FIT,
     Counted,
     Example,
     Gauge,
-    Layout,
     Measured,
-    Partition,
     Request,
-    Settings,
     check_conservation,
-    cut,
     cut_table,
-    fit_stages,
-    hand_out,
-    lay_out,
-    on_stages,
 )
-from gpipe_hpc.planning.costs.speed import confirms, paces_of_times, paces_text, seconds_of_work
+from gpipe_hpc.planning.deciding import decide_layout, with_open_choices
 from gpipe_hpc.planning.forecast import RankForecast
-from gpipe_hpc.planning.memory.by_rank import MEASURED_PACES, given_paces
 from gpipe_hpc.planning.memory.exhausted import explain_exhausted
-from gpipe_hpc.schedule import Op, Timeline, canonical_schedule, num_rows, replicas_on, rows_text
-from gpipe_hpc.schedule.passes.recompute import RECOMPUTE_MODES
+from gpipe_hpc.schedule import Op, Timeline
 
 log = logging.getLogger("gpipe_hpc.pipeline")
 
-
-@dataclass(frozen=True, kw_only=True)
-class Keywords(Settings):
-    """What `Pipeline` takes by keyword: a request, and where and on what it is carried out."""
-
-    replicas: int | None = None
-    example: tuple[Nest, Nest] | None = None
-    device: str = "auto"
-    timeout_s: float = DEFAULT_TIMEOUT_S
-    silence_s: float = DEFAULT_SILENCE_S
-    stall_s: float | None = None
-    bind: str = "none"
-    num_threads: str | int | None = None
-    world: World | None = None
-
-    def request(self) -> Request:
-        """Return the request, spelled as the project spells it, on the ranks of the world."""
-        assert self.world is not None, "joined before"
-        named = {each.name: getattr(self, each.name) for each in fields(Settings)}
-        schedule = self.schedule
-        return replace(
-            Request(**named, replicas=replicas_on(self.world.size, self.stages, self.replicas)),
-            schedule=canonical_schedule(schedule) if isinstance(schedule, str) else schedule,
-            recompute=self.recompute.lower(),
-            paces=self.paces.lower() if isinstance(self.paces, str) else self.paces,
-            precision=canonical_precision(self.precision),
-            memory_bytes=bytes_of_ranks(self.memory_bytes, "memory_bytes"),
-            outer=outer_of(self.outer),
-        )
-
-
-# Keywords that the command line calls otherwise, or splits.
-_OF_COMMAND_LINE: Final[Mapping[str, str]] = MappingProxyType(
-    {"options": "schedule_options", "loss": "loss_fn", "model": "layers"}
-)
-_OF_WORLD: Final = ("device", "timeout_s", "silence_s", "stall_s")
-
-P = ParamSpec("P")
 O = TypeVar("O", bound=torch.optim.Optimizer)
-Layers = nn.Sequential | Sequence[Layer]
-TakesRecord = Callable[[Any, Layers, LossFunction, Keywords], None]
-TakesKeywords = Callable[Concatenate[Any, Layers, LossFunction, P], None]
-
-
-def _by_keyword(
-    record: Callable[P, Keywords],
-) -> Callable[[TakesRecord], TakesKeywords[P]]:
-    """Let a constructor be called with the fields of a record as keywords, each with its type."""
-
-    def decorate(make: TakesRecord) -> TakesKeywords[P]:
-        own, fields_of_record = signature(make), signature(record).parameters
-        positional = list(own.parameters.values())[:-1]
-
-        def init(self: Any, /, *args: Any, **kwargs: Any) -> None:
-            with OwnFramesLeftOut():
-                # First of all, so that what is mistaken is told as one message of one rank.
-                world = _world_of(kwargs)
-                with together(world, "start"):
-                    layers, loss_fn = _model_and_loss(args, kwargs)
-                    _refuse_unknown(kwargs, fields_of_record)
-                    build: Callable[..., Keywords] = record
-                    given = build(**{**kwargs, "world": world})
-                make(self, layers, loss_fn, given)
-
-        shown = own.replace(parameters=[*positional, *fields_of_record.values()])
-        init.__dict__["__signature__"] = shown  # what `help` and editors show
-        return init
-
-    return decorate
-
-
-def _world_of(given: Mapping[str, Any]) -> World:
-    """Return the world that is given, or else joined as the keywords say."""
-    world: World | None = given.get("world")
-    if world is not None:
-        return world
-    return start_world(**{name: given[name] for name in _OF_WORLD if name in given})
-
-
-def _model_and_loss(args: Sequence[Any], given: dict[str, Any]) -> tuple[Layers, LossFunction]:
-    """Return the first two arguments, by place or taken from those by name."""
-    names = ("layers", "loss_fn")
-    found = dict(zip(names, args, strict=False))
-    twice = [name for name in found if name in given]
-    found |= {name: given.pop(name) for name in names if name in given}
-    if len(args) > len(names) or twice or len(found) < len(names):
-        by_place = f"{len(args)} by place" + "".join(f", {name} once more" for name in twice)
-        raise KeywordError(
-            f"Pipeline: expected the layers, the loss, and all else by keyword, got {by_place}; "
-            f"write Pipeline(layers, loss_fn, stages=2, microbatches=8)"
-        )
-    _refuse_no_loss(found["loss_fn"])
-    return found["layers"], found["loss_fn"]
-
-
-def _refuse_no_loss(loss_fn: object) -> None:
-    if loss_fn is None:  # it only predicts
-        return
-    if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
-        got = f"the class {loss_fn.__name__}; make it, as {loss_fn.__name__}()"
-    elif not callable(loss_fn):
-        got = f"{type(loss_fn).__name__}; give a function"
-    elif not _takes_two(loss_fn):
-        taken = signature(_called(loss_fn))
-        got = f"one of {taken}; let it take both, and bind what else it takes, as by a lambda"
-    else:
-        return
-    raise ConfigError(f"loss_fn: expected a function of (output, target), got {got}")
-
-
-def _called(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what a call ends up in: a module itself would take anything."""
-    return function.forward if isinstance(function, nn.Module) else function
-
-
-def _takes_two(function: Callable[..., Any]) -> bool:
-    """Say whether a function can be called with two arguments; also where nobody can know."""
-    try:
-        taken = signature(_called(function))
-    except (TypeError, ValueError):  # some of torch's have none
-        return True
-    try:
-        taken.bind(None, None)
-    except TypeError:
-        return False
-    return True
-
-
-def outer_of(given: Outer | Mapping[str, Any]) -> Outer:
-    """Return the settings of the outer data parallelism; ConfigError for an unknown one."""
-    if isinstance(given, Outer):
-        return given
-    known = [each.name for each in fields(Outer)]
-    if not isinstance(given, Mapping):
-        raise ConfigError(
-            f"outer: expected an Outer or a dict of its settings, got {given!r}; write "
-            f"outer={{'compress': 'bfloat16'}}, or leave it out"
-        )
-    for name in given:
-        if name not in known:
-            raise ConfigError(
-                f"outer: unknown setting {name}, expected some of {', '.join(known)}; "
-                f"{suggestion(name, known)}correct it"
-            )
-    named = dict(given)
-    if "bucket_bytes" in named:
-        named["bucket_bytes"] = num_bytes(named["bucket_bytes"], "outer.bucket_bytes")
-    if isinstance(named.get("compress"), str):
-        named["compress"] = canonical_precision(named["compress"])
-    return Outer(**named)
-
-
-def _check_choice(keyword: str, value: object, known: Collection[str]) -> None:
-    """Raise ConfigError for a value that is none of those known."""
-    if value not in known:
-        raise ConfigError(
-            f"{keyword}: expected one of {', '.join(known)}, got {value!r}; "
-            f"{suggestion(str(value), known)}correct it"
-        )
-
-
-def _refuse_unknown(given: Iterable[str], known: Iterable[str]) -> None:
-    for name in given:
-        if name not in known:
-            meant = _OF_COMMAND_LINE.get(name)
-            near = f"did you mean {meant}? " if meant else suggestion(name, known)
-            some = "one that help(Pipeline) lists" if near else f"some of {', '.join(known)}"
-            raise KeywordError(
-                f"Pipeline: unknown keyword {name}, expected {some}, got {name}; {near}correct it"
-            )
-
-
-def _name_of(loss_fn: LossFunction | None) -> dict[str, object]:
-    """Return what a loss is called, if there is one: ranks that need none may have none."""
-    if loss_fn is None:
-        return {}
-    inner = getattr(loss_fn, "func", loss_fn)  # of a functools.partial
-    return {"loss_fn": getattr(inner, "__qualname__", type(inner).__qualname__)}
-
-
-def _kept_paces(request: Request, num_ranks: int) -> Sequence[float]:
-    """Return the paces of the cut that a request brings along, if those measured confirm them."""
-    measured, before = request.paces, request.partition
-    assert measured is not None and not isinstance(measured, str), "they were measured"
-    if not isinstance(before, Partition) or not before.rank_paces or request.stages == FIT:
-        return measured
-    stages = request.stages or num_ranks // request.replicas
-    now = given_paces(replace(request, stages=stages))
-    if now is not None and confirms(now, before.rank_paces):
-        return before.rank_paces
-    log.warning(
-        "paces: ranks are not as fast, one compared with another, as when the cut was made (%s); "
-        "the model is cut anew",
-        paces_text(before.rank_paces),
-    )
-    return measured
 
 
 class Pipeline:
@@ -321,30 +106,20 @@ class Pipeline:
     PeerError if another rank found it.
     """
 
-    @_by_keyword(Keywords)
+    @by_keyword(Keywords)
     def __init__(self, layers: Layers, loss_fn: LossFunction, given: Keywords) -> None:
         assert given.world is not None, "joined before"
         self.world = given.world
         with together(self.world, "start"):
             request = given.request()
             model = normalise_layers(layers)
-            check_precision(request.precision)
-            _check_choice("pipeline.buffers", request.buffers, POLICIES)
-            if isinstance(request.stages, str):
-                _check_choice("stages", request.stages, (FIT,))
-            if isinstance(request.paces, str):
-                _check_choice("paces", request.paces, (MEASURED_PACES,))
-            _check_choice("recompute", request.recompute, (*RECOMPUTE_MODES, "budget"))
-            facts = {"number of layers": len(model), **_name_of(loss_fn), **request.facts()}
+            facts = {"number of layers": len(model), **name_of(loss_fn), **request.facts()}
             facts |= {"bind": given.bind, "num_threads": given.num_threads}
             check_agreement(self.world.everybody, facts)
             if given.bind != "none" or given.num_threads is not None:
                 self._say(bind(self.world, given.bind, given.num_threads).lines)
             gauge = self._gauge(request, model, loss_fn, given.example)
-        if request.paces == MEASURED_PACES:
-            request = self._with_measured_paces(request)
-        if request.stages == FIT:
-            request = self._fit(request, gauge, given.timeout_s)
+        request = with_open_choices(request, self.world, gauge, given.timeout_s)
         with together(self.world, "start"):
             request = request.on(self.world.size)
             assert not isinstance(request.stages, str), "checked, and found by now"
@@ -356,7 +131,7 @@ class Pipeline:
         self.request = replace(request, stages=self.mesh.stages)
         self.loss_fn, self.num_layers = loss_fn, len(model)
         self.seed, self.precision, self.steps_done = request.seed, request.precision, 0
-        self.layout = self._lay_out(gauge, given.timeout_s)
+        self.layout = decide_layout(self.request, self._site, gauge, given.timeout_s)
         self.partition = self.layout.partition
         self._own = self.layout.of(self.replica)
         self.schedule = self._own.schedule
@@ -369,80 +144,6 @@ class Pipeline:
         if self.world.rank == 0:
             for line in lines:
                 log.info("%s", line)
-
-    def _with_measured_paces(self, request: Request) -> Request:
-        """Return the request with how slow each rank of the world is, as all have measured.
-
-        Paces of a checkpoint's cut are kept where they are confirmed. Every rank calls it.
-        """
-        world = self.world
-        if world.size == 1:
-            return replace(request, paces=None)
-        stages = request.stages if isinstance(request.stages, int) else None
-        if num_rows(world.size, stages, request.replicas) is not None:
-            if world.rank == 0:
-                log.warning(
-                    "paces: not measured, as in pipelines with holes all ranks count as equally "
-                    "fast"
-                )
-            return replace(request, paces=None)
-        with together(world, "measuring how fast ranks are"):
-            if request.stages != FIT:
-                Mesh.fit(world.size, stages, request.replicas)  # refuses what cannot be
-            own = seconds_of_work(world.device, request.precision)
-            times = world.everybody.gather_object(own, root=0)
-            found: Sequence[float] | None = None
-            if times is not None:
-                measured = paces_of_times(times)
-                log.info("paces: %s", paces_text(measured))
-                found = _kept_paces(replace(request, paces=measured), world.size)
-            found = world.everybody.broadcast_object(found, root=0)
-        return replace(request, paces=found)
-
-    def _fit(self, request: Request, gauge: Gauge, timeout_s: float) -> Request:
-        """Return a request for the stages that rank 0 finds best for the ranks there are."""
-        world = self.world
-
-        def choose() -> tuple[int, str]:
-            found = fit_stages(request, world.size, gauge)
-            return found.stages, found.text
-
-        leads = world.rank == 0
-        found = patiently_here(
-            world, "choosing the stages", choose if leads else None, idle_s=timeout_s
-        )
-        with together(world, "start"):
-            stages, text = world.everybody.broadcast_object(found, root=0)
-            if leads:
-                log.info("%s", text)
-            return on_stages(request, world.size, stages)
-
-    def _lay_out(self, gauge: Gauge, timeout_s: float) -> Layout:
-        """Return the layout that rank 0 decides on, which alone measures and needs an example.
-
-        Rank 0 has the tables of all ranks, the others their own rows.
-        """
-        world, request = self.world, self.request
-
-        def measure() -> Callable[[], Layout]:
-            return partial(lay_out, replace(request, partition=cut(request, gauge)), gauge)
-
-        # Layers are measured on the thread that will run them: another one has other memory
-        # (arenas of glibc) and other settings of torch. Both this and a search may take long.
-        search = patiently_here(
-            world, "start", measure if world.rank == 0 else None, idle_s=timeout_s
-        )
-        if world.rank == 0 and request.schedule == "auto":
-            log.info("searching an order of the work ...")
-        decided = patiently(world, "laying out", search)
-        with together(world, "start"):
-            site = self._site
-            layout = hand_out(decided, world, site.mesh, site.everybody, site.pipeline)
-        if world.rank == 0:
-            said = rows_text(layout.schedule.placement), layout.searched, layout.budget
-            for text in filter(None, said):
-                log.info("%s", text)
-        return layout
 
     def _gauge(
         self,

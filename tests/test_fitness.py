@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 
 from docs import generate
 from gpipe_hpc.config import Config, compose_config
+from gpipe_hpc.config.keywords import Keywords
 from gpipe_hpc.errors import ConfigError
-from gpipe_hpc.pipeline import Keywords
 from tests import mutations
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-import gpipe_hpc.pipeline
 from gpipe_hpc import Pipeline, run_on_threads
 from gpipe_hpc.comm.device import device_to_come
 from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.planning import deciding
 from gpipe_hpc.planning.costs.speed import confirms, paces_of_times, paces_text, seconds_of_work
 from tests.support import mean_square, train_here
 
@@ -78,30 +78,30 @@ def cuts(ranks, **settings):
 
 
 def test_the_cut_follows_what_ranks_have_measured(monkeypatch, caplog):
-    monkeypatch.setattr(gpipe_hpc.pipeline, "seconds_of_work", of_rank(0.01, 0.0203))
+    monkeypatch.setattr(deciding, "seconds_of_work", of_rank(0.01, 0.0203))
     with caplog.at_level("INFO"):
         assert cuts(2) == ((4, 2), (1.0, 2.0), 2)
     assert "paces: rank 0: 1, rank 1: 2 times as long as the fastest" in caplog.text
 
 
 def test_of_replicas_the_slower_counts(monkeypatch):
-    monkeypatch.setattr(gpipe_hpc.pipeline, "seconds_of_work", of_rank(0.02, 0.01, 0.01, 0.02))
+    monkeypatch.setattr(deciding, "seconds_of_work", of_rank(0.02, 0.01, 0.01, 0.02))
     assert cuts(4, replicas=2) == ((3, 3), (1.0, 1.0), 2)
-    monkeypatch.setattr(gpipe_hpc.pipeline, "seconds_of_work", of_rank(0.01, 0.01, 0.01, 0.02))
+    monkeypatch.setattr(deciding, "seconds_of_work", of_rank(0.01, 0.01, 0.01, 0.02))
     assert cuts(4, replicas=2) == ((4, 2), (1.0, 2.0), 2)
 
 
 def test_with_holes_nothing_is_measured_and_that_is_said(monkeypatch, caplog):
     """A run that goes on with fewer ranks is not refused for a setting it always had."""
-    monkeypatch.setattr(gpipe_hpc.pipeline, "seconds_of_work", None)
+    monkeypatch.setattr(deciding, "seconds_of_work", None)
     assert cuts(3, stages=2)[1] == ()
     assert "paces: not measured" in caplog.text
 
 
 def test_stages_fit_ranks_as_measured(monkeypatch):
-    monkeypatch.setattr(gpipe_hpc.pipeline, "seconds_of_work", of_rank(0.01, 0.03))
+    monkeypatch.setattr(deciding, "seconds_of_work", of_rank(0.01, 0.03))
     assert cuts(2, stages="fit", schedule="zb_h1")[2] == 2
-    monkeypatch.setattr(gpipe_hpc.pipeline, "seconds_of_work", of_rank(0.01, 0.0101))
+    monkeypatch.setattr(deciding, "seconds_of_work", of_rank(0.01, 0.0101))
     assert cuts(2, stages="fit", schedule="zb_h1")[2] == 1
 
 
@@ -121,7 +121,7 @@ def test_a_resumed_run_keeps_its_paces_unless_ranks_have_changed(
     words = (*tiny, "pipeline.paces=measured", f"pipeline.partition={partition}")
 
     def run(seconds, steps):
-        monkeypatch.setattr(gpipe_hpc.pipeline, "seconds_of_work", of_rank(*seconds))
+        monkeypatch.setattr(deciding, "seconds_of_work", of_rank(*seconds))
         train_here(2, f"run.dir={tmp_path}", *words, f"train.stop_at={steps}", "train.steps=9")
         layout = json.loads((tmp_path / "summary.json").read_text())["layout"]
         return layout["paces"], layout["layers_of_stages"]
