@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpipe_hpc.comm import processes as module
+from gpipe_hpc.comm import torch_group as module
 from gpipe_hpc.comm.device import HostDevice
-from gpipe_hpc.comm.processes import TorchGroup
 from gpipe_hpc.comm.reaching.forming import Former
+from gpipe_hpc.comm.torch_group import TorchGroup
 from gpipe_hpc.comm.watch.pulse import Pulse
 from gpipe_hpc.errors import ConfigError
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.comm import processes as processes_module
+from gpipe_hpc.comm import torch_group as torch_group_module
 from gpipe_hpc.comm.joining.source import own_source
 from gpipe_hpc.comm.joining.start import start_world
 from gpipe_hpc.comm.transport.routed import RoutedTransport
@@ -67,7 +68,9 @@ def test_a_hostile_rank_makes_no_other_run_its_code_in_a_collective(
         everybody = start_world().everybody
         value = "harmless"
         if rank == 1:
-            monkeypatch.setattr(processes_module, "dumps", lambda value, what: pickle.dumps(value))
+            monkeypatch.setattr(
+                torch_group_module, "dumps", lambda value, what: pickle.dumps(value)
+            )
             value = Command(tmp_path / "made")
         with pytest.raises(DataError) as caught:
             everybody.all_gather_object(value)
