@@ -60,6 +60,7 @@ from gpipe_hpc.planning.telling.units import bytes_text
 from gpipe_hpc.planning.vocabulary import check_vocabulary
 from gpipe_hpc.training.asking import request_of
 from gpipe_hpc.training.data.shapes import Sample, microbatch, samples_per_microbatch
+from gpipe_hpc.training.joining import keep_memory
 from gpipe_hpc.training.machines import cluster_of, machine_of, rates_of, with_values
 from gpipe_hpc.training.search.answer import compared
 
@@ -131,6 +132,7 @@ def make_plan(config: Config) -> Plan:
     if config.plan.calibration is not None:
         gauge = _calibrated(config.plan.calibration, counted, device)
     elif config.plan.costs == MEASURED_COSTS:
+        keep_memory(config)
         gauge = Measured(replace(counted, example=with_values(example, config)))
     fit = fit_stages(request, all_ranks, gauge) if is_fit else None
     if fit is not None:

@@ -15,7 +15,7 @@ from gpipe_hpc.planning.layout import Layout, lay_out
 from gpipe_hpc.planning.memory.by_rank import excess_bytes
 from gpipe_hpc.planning.ordering import shared_by
 from gpipe_hpc.planning.request import Request
-from gpipe_hpc.schedule import Op, Timeline, mean_costs, num_stages, simulate
+from gpipe_hpc.schedule import Op, Timeline, mean_costs, mean_forwards, num_stages, simulate
 from gpipe_hpc.schedule.families.rerouted import ORDERS
 from gpipe_hpc.schedule.table.placements import copies_in_rows
 
@@ -121,7 +121,7 @@ class _Trial(NamedTuple):
         kept = layout.partition
         costs = Partition(
             kept.counts, (), MEASURED, gauge.times, kept.paces, kept.rank_paces
-        ).stage_costs()
+        ).stage_costs(layout.recomputed)
         assert costs is not None, "the times are known"
         foreseen = forecast(
             gauge.count,
@@ -221,18 +221,35 @@ def layer_times(
     split are as in the basis.
     """
     costs = mean_costs(timeline)
-    measured = {op: costs.of_compute(op, timeline.num_stages) for op in (Op.F, Op.B, Op.I, Op.W)}
+    measured = {op: costs.of_compute(op, timeline.num_stages) for op in (Op.B, Op.I, Op.W)}
+    kept_took, bare_took = mean_forwards(timeline)
     times: list[LayerTimes] = []
     for stage, span in enumerate(stage_layers(counts)):
         own = [basis[layer] for layer in span]
         pace = paces[stage] if paces else 1.0
         took = {op: seconds[stage] / pace for op, seconds in measured.items()}
-        forward = _spread(took[Op.F], [each.forward for each in own])
+        kept_s, bare_s = _both_forwards(kept_took[stage], bare_took[stage], own)
+        forward = _spread(kept_s / pace, [each.forward for each in own])
+        bare = _spread(bare_s / pace, [each.bare_forward for each in own])
         backward = _spread(took[Op.B] or took[Op.I] + took[Op.W], [each.backward for each in own])
-        for each, ahead, back in zip(own, forward, backward, strict=True):
+        for each, ahead, alone, back in zip(own, forward, bare, backward, strict=True):
             share = each.of_input / each.backward if each.backward else 0.5
-            times.append(LayerTimes(ahead, back, share * back, (1 - share) * back))
+            times.append(LayerTimes(ahead, back, share * back, (1 - share) * back, alone))
     return tuple(times)
+
+
+def _both_forwards(
+    kept: float | None, bare: float | None, basis: Sequence[LayerTimes]
+) -> tuple[float, float]:
+    """Return what forwards of a stage take with and without a graph; what was not seen by basis."""
+    with_graph, without = sum(each.forward for each in basis), sum(e.bare_forward for e in basis)
+    ratio = without / with_graph if with_graph and without else 1.0
+    if kept is None and bare is None:
+        return 0.0, 0.0
+    if kept is None:
+        assert bare is not None, "one of them was seen"
+        return bare / ratio, bare
+    return kept, kept * ratio if bare is None else bare
 
 
 def _spread(total: float, weights: Sequence[float]) -> list[float]:

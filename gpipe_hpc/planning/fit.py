@@ -112,7 +112,7 @@ def _try(request: Request, num_ranks: int, stages: int, gauge: Gauge) -> _Tried:
         name = "rerouted" if options else "zb_h1"
         stand_in = replace(asked, schedule=name, schedule_options=options)
     layout = lay_out(stand_in, gauge)
-    time = simulate(layout.schedule, layout.partition.likely_costs()).makespan
+    time = simulate(layout.schedule, layout.partition.likely_costs(layout.recomputed)).makespan
     limits = memory_limits(asked)
     if limits is None:
         return _Tried(stages, asked, time, None, 0.0)

@@ -297,13 +297,10 @@ def _time_of(found: Order, gauge: Gauge) -> float:
     """
     partition = found.partition
     recomputed = None if found.budget is None else found.budget.recomputed
-    costs = partition.stage_costs()
+    costs = partition.stage_costs(recomputed)
     if costs is None:
         counted = flop_costs(count_stages(gauge.count, partition.counts), recomputed)
         costs = replace(counted, paces=dict(enumerate(partition.rank_paces)))
-    elif recomputed is not None:
-        again = [sum(partition.times[layer].forward for layer in own) for own in recomputed]
-        costs = replace(costs, recompute=again)
     return simulate(found.table, costs).makespan
 
 

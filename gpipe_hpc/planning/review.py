@@ -80,9 +80,10 @@ def _cut(costs: Sequence[float], kept: Partition, request: Request) -> tuple[int
 def _step_s(request: Request, counts: tuple[int, ...], kept: Partition, gauge: Known) -> float:
     """Return the simulated step of a cut."""
     cut = Partition(counts, (), MEASURED, gauge.times, kept.paces, kept.rank_paces)
-    costs = cut.stage_costs()
+    layout = lay_out(replace(request, partition=cut), gauge)
+    costs = cut.stage_costs(layout.recomputed)
     assert costs is not None, "the times are known"
-    return simulate(lay_out(replace(request, partition=cut), gauge).schedule, costs).makespan
+    return simulate(layout.schedule, costs).makespan
 
 
 def _most_above(took: Sequence[float], flops: Sequence[float]) -> tuple[int, float]:
@@ -112,6 +113,6 @@ def by_forwards(
             factor = seen / each.forward if each.forward else 0.0
             parts = [seen, *(factor * part for part in each[1:])]
             if not each.forward:  # no FLOPs: a backward is taken to be twice its forward
-                parts = [seen, 2 * seen, seen, seen]
+                parts = [seen, 2 * seen, seen, seen, seen]
             found[layer] = LayerTimes(*parts)
     return tuple(found)

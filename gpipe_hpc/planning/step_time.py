@@ -155,12 +155,8 @@ def action_costs(
     shares: Sequence[float] = (),
 ) -> Costs:
     """Return what actions and transfers cost, by a cut whose layers' times are known."""
-    costs = partition.stage_costs()
+    costs = partition.stage_costs(recomputed)
     assert costs is not None, "a step is told of layers whose times are known"
-    if recomputed is not None:
-        times = partition.times
-        again = [sum(times[layer].forward for layer in own) for own in recomputed]
-        costs = replace(costs, recompute=again)
     sent = flop_costs(stages)
     return replace(
         costs, boundary_bytes=sent.boundary_bytes, skip_bytes=sent.skip_bytes, shares=shares

@@ -135,7 +135,10 @@ def _with_less(timeline: Timeline, costs: Costs, excess: Mapping[int, float]) ->
     num = timeline.num_stages
     ops = (Op.F, Op.B, Op.I, Op.W, Op.R)
     took = {op: list(costs.of_compute(op, num)) for op in ops}
-    forward = [max(0.0, took[Op.F][s] - excess.get(s, 0.0)) for s in range(num)]
+    forward, bare = (
+        [max(0.0, each[s] - excess.get(s, 0.0)) for s in range(num)]
+        for each in (took[Op.F], costs.of_bare_forward(num))
+    )
     for op in (Op.B, Op.I, Op.W):
         ratios = [
             took[op][s] / forward[s] for s in range(num) if s not in excess and forward[s] > 0
@@ -148,6 +151,7 @@ def _with_less(timeline: Timeline, costs: Costs, excess: Mapping[int, float]) ->
     return replace(
         costs,
         forward=forward,
+        bare_forward=bare,
         backward=took[Op.B],
         input_gradient=took[Op.I],
         weight_gradient=took[Op.W],

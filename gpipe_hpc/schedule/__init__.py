@@ -29,6 +29,7 @@ from gpipe_hpc.schedule.job import Job, Meeting, ReplicaTimes, side_by_side, sim
 from gpipe_hpc.schedule.measured import (
     costs_for_others,
     mean_costs,
+    mean_forwards,
     recompute_of,
     schedule_of,
 )
@@ -120,6 +121,7 @@ __all__ = [
     "lower",
     "lower_bound",
     "mean_costs",
+    "mean_forwards",
     "memory_over_time",
     "nearest_schedule",
     "num_rows",

@@ -32,7 +32,9 @@ class Link:
 class Costs:
     """How long each op takes, one number for all stages or one for each, in any unit of time.
 
-    Without `backward`, ``B`` costs `input_gradient` plus `weight_gradient`. A transfer over the
+    Without `backward`, ``B`` costs `input_gradient` plus `weight_gradient`. An ``F`` whose
+    micro-batch is recomputed (``R``) keeps nothing for a backward: it takes `bare_forward` where
+    that is given. A transfer over the
     boundary behind stage s, in either direction, takes ``send[s]`` plus the link's latency plus
     ``boundary_bytes[s]`` over its bandwidth; `links` names those between two ranks, (source,
     destination), that differ from `link`. A transfer over a skip takes the link's latency plus its
@@ -70,6 +72,7 @@ class Costs:
     gather: Cost = 0.0
     offload: Cost = 0.0
     fetch: Cost = 0.0
+    bare_forward: Cost | None = None
     shares: Sequence[float] = ()
     paces: Mapping[int, float] = field(default_factory=dict)
 
@@ -83,6 +86,12 @@ class Costs:
         if cost is None:
             raise ScheduleError(f"costs: no cost for {op}, expected one, got none; give {field}=")
         return per_stage(field, cost, num_stages)
+
+    def of_bare_forward(self, num_stages: int) -> list[float]:
+        """Return the cost of a forward that is recomputed later, on each stage."""
+        if self.bare_forward is None:
+            return self.of_compute(Op.F, num_stages)
+        return per_stage("bare_forward", self.bare_forward, num_stages)
 
     def of_reduction(self, num_stages: int) -> list[float]:
         """Return the cost of reducing the gradients of each stage."""
@@ -165,6 +174,7 @@ class Costs:
         return replace(
             self,
             forward=if_given("forward", self.forward),
+            bare_forward=if_given("bare_forward", self.bare_forward),
             backward=if_given("backward", self.backward),
             input_gradient=if_given("input_gradient", self.input_gradient),
             weight_gradient=if_given("weight_gradient", self.weight_gradient),

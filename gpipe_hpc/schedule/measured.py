@@ -40,13 +40,36 @@ def schedule_of(timeline: Timeline) -> Schedule:
     )
 
 
+def mean_forwards(timeline: Timeline) -> tuple[list[float | None], list[float | None]]:
+    """Return what forwards of each stage took on average: those that kept a graph, and bare ones.
+
+    Bare are those of micro-batches that were recomputed. None where a stage ran none of a kind.
+    """
+    again = {
+        event.action[1:] for row in timeline.events for event in row if event.action.op is Op.R
+    }
+    kept: list[list[float]] = [[] for _ in range(timeline.num_stages)]
+    bare: list[list[float]] = [[] for _ in range(timeline.num_stages)]
+    for row in timeline.events:
+        for event in row:
+            if event.action.op is Op.F:
+                own = bare if event.action[1:] in again else kept
+                own[event.action.stage].append(event.duration_s)
+    kept_means, bare_means = ([fmean(e) if e else None for e in each] for each in (kept, bare))
+    return kept_means, bare_means
+
+
 def mean_costs(timeline: Timeline) -> Costs:
-    """Return what each op took on each stage, on average over micro-batches; transfers are free."""
+    """Return what each op took on each stage, on average over micro-batches; transfers are free.
+
+    Where a stage ran but one kind of forwards, bare or not, the other counts as long.
+    """
     durations: dict[tuple[Op, int], list[float]] = defaultdict(list)
     for row in timeline.events:
         for event in row:
             if event.action.op in COMPUTE:
                 durations[event.action.op, event.action.stage].append(event.duration_s)
+    kept, bare = mean_forwards(timeline)
 
     def of(op: Op) -> list[float]:
         """Return the means of an op by stage; 0 where a stage never ran it."""
@@ -54,12 +77,18 @@ def mean_costs(timeline: Timeline) -> Costs:
         return [fmean(time) if time else 0.0 for time in times]
 
     return Costs(
-        forward=of(Op.F),
+        forward=[_first(*each) for each in zip(kept, bare, strict=True)],
+        bare_forward=[_first(*each) for each in zip(bare, kept, strict=True)],
         backward=of(Op.B),
         input_gradient=of(Op.I),
         weight_gradient=of(Op.W),
         recompute=of(Op.R),
     )
+
+
+def _first(*means: float | None) -> float:
+    """Return the first mean that there is; 0 without any."""
+    return next((mean for mean in means if mean is not None), 0.0)
 
 
 def costs_for_others(timeline: Timeline) -> Costs:

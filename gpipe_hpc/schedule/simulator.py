@@ -97,11 +97,14 @@ class Clock:
         graph = self.graph
         which, numbers, ranks, waits = graph.which, graph.numbers, graph.ranks, graph.waits
         of_kind = [(kind[0], self.steps[kind]) for kind in graph.kinds]
+        bare = self._bare_forwards()
         starts, ends, arrivals = self.starts, self.ends, self.arrivals
         copied_at, shares, paces = self.copied_at, self.shares, self.paces
         free_at = [0.0] * self.graph.schedule.num_ranks
         for node in order:
             op, (duration, computes, destination, way) = of_kind[which[node]]
+            if op is Op.F and node in bare:
+                duration = bare[node]
             if duration:
                 duration *= shares[numbers[node]]
             rank = ranks[node]
@@ -124,6 +127,20 @@ class Clock:
                 self._gather(node)
             if destination >= 0:
                 self._transfer(node, destination, way)
+
+    def _bare_forwards(self) -> dict[int, float]:
+        """Return what forwards take whose micro-batch is recomputed, where that is another time."""
+        if self.costs.bare_forward is None:
+            return {}
+        makers = self.graph.makers
+        bare = self.costs.of_bare_forward(self.graph.schedule.num_stages)
+        return {
+            forward: bare[kind[1]]
+            for kind, again in makers.items()
+            if kind[0] is Op.R
+            for forward, node in zip(makers[Op.F, *kind[1:]], again, strict=True)
+            if node >= 0
+        }
 
     def _copy(self, node: int, duration: float) -> None:
         """Copy once the rank comes to it and its copy before is done."""

@@ -6,10 +6,18 @@ from gpipe_hpc.comm.world import World
 from gpipe_hpc.config import Config
 
 
-def join_world(config: Config) -> World:
-    """Start or join the ranks as the settings say; see `start_world` for what it raises."""
+def keep_memory(config: Config) -> None:
+    """Let this process keep freed memory, if the settings say so, before it runs or times layers.
+
+    A forecast whose layers pay for page faults that a run avoids is too slow.
+    """
     if config.train.keep_freed_memory:
         keep_freed_memory()
+
+
+def join_world(config: Config) -> World:
+    """Start or join the ranks as the settings say; see `start_world` for what it raises."""
+    keep_memory(config)
     return start_world(
         device=config.train.device,
         backend=config.comm.backend,

@@ -15,7 +15,7 @@ from gpipe_hpc.schedule import Costs, simulate
 
 LAYERS = [LayerSpec(nn.Linear, 16, 16) for _ in range(8)]
 COUNT = count_model(LAYERS, torch.empty(4, 16, device="meta"))
-EVEN = (LayerTimes(1.0, 2.0, 1.0, 1.0),) * 8
+EVEN = (LayerTimes.alike(1.0, 2.0, 1.0, 1.0),) * 8
 
 
 def known(times=EVEN):
@@ -44,7 +44,7 @@ def test_gains_are_those_of_the_simulator():
 
 def test_of_what_saves_as_much_the_one_that_needs_least_memory_comes_first():
     """Of 1F1B and zero bubble, both without recomputation on the last rank."""
-    times = (*EVEN[:6], *(LayerTimes(9.0, 18.0, 9.0, 9.0),) * 2)
+    times = (*EVEN[:6], *(LayerTimes.alike(9.0, 18.0, 9.0, 9.0),) * 2)
     found = list(advice(asked(recompute="except_last"), known(times)).values())
     by_gain = {}
     for each in found:
@@ -54,7 +54,7 @@ def test_of_what_saves_as_much_the_one_that_needs_least_memory_comes_first():
 
 
 def test_a_bad_cut_is_told_with_the_better_one():
-    times = (*(LayerTimes(3.0, 6.0, 3.0, 3.0),) * 2, *EVEN[2:])
+    times = (*(LayerTimes.alike(3.0, 6.0, 3.0, 3.0),) * 2, *EVEN[2:])
     found = advice(asked(), known(times))
     cut = found["pipeline.partition=[1,1,3,3]"]
     assert cut.gain == pytest.approx(
@@ -97,7 +97,7 @@ def test_one_rank_has_no_bubble_and_gets_no_advice():
 
 def test_one_rank_is_told_of_recomputation_alone():
     """It was told to order the work of one rank anew, for halves of a backward that sum to less."""
-    uneven = (LayerTimes(1.0, 4.0, 1.0, 1.0),) * 8
+    uneven = (LayerTimes.alike(1.0, 4.0, 1.0, 1.0),) * 8
     request = asked(stages=1, recompute="always")
     assert list(advice(request, known(uneven), finer=16)) == ["pipeline.recompute=never"]
 
@@ -144,7 +144,7 @@ def test_what_does_not_fit_the_numbers_is_passed_over():
 
 
 def test_measured_times_are_spread_over_the_layers_as_the_basis_says():
-    basis = tuple(LayerTimes(f, 10 * f, 4 * f, 6 * f) for f in (1.0, 3.0, 2.0, 2.0))
+    basis = tuple(LayerTimes.alike(f, 10 * f, 4 * f, 6 * f) for f in (1.0, 3.0, 2.0, 2.0))
     costs = Costs(forward=[8.0, 2.0], backward=[4.0, 6.0])
     request = Request(stages=2, microbatches=4, partition=[2, 2], recompute="never")
     gauge = Known(LAYERS[:4], basis, count_model(LAYERS[:4], torch.empty(4, 16, device="meta")))
@@ -153,5 +153,5 @@ def test_measured_times_are_spread_over_the_layers_as_the_basis_says():
     assert [each.forward for each in times] == [2.0, 6.0, 1.0, 1.0]
     assert [each.backward for each in times] == pytest.approx([1.0, 3.0, 3.0, 3.0])
     assert times[1].of_input == pytest.approx(1.2) and times[1].of_weight == pytest.approx(1.8)
-    nothing = layer_times(timeline, [2, 2], (LayerTimes(0.0, 0.0, 0.0, 0.0),) * 4)
+    nothing = layer_times(timeline, [2, 2], (LayerTimes.alike(0.0, 0.0, 0.0, 0.0),) * 4)
     assert [each.forward for each in nothing] == [4.0, 4.0, 1.0, 1.0]

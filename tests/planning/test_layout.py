@@ -136,7 +136,7 @@ def test_every_plan_is_what_is_run(preset, schedule, same_gauge, tmp_path):
     assert_planned_as_run(preset, schedule, tmp_path)
 
 
-FLOPS = (LayerTimes(1.0, 2.0, 1.0, 1.0), LayerTimes(3.0, 6.0, 3.0, 3.0))
+FLOPS = (LayerTimes.alike(1.0, 2.0, 1.0, 1.0), LayerTimes.alike(3.0, 6.0, 3.0, 3.0))
 LAYERS = [LayerSpec(nn.Linear, 4, 4) for _ in range(8)]
 
 

@@ -37,7 +37,7 @@ class Given:
 
     measure = "time"
     layers = normalise_layers([nn.Identity() for _ in range(12)])
-    times = (LayerTimes(1.0, 2.0, 1.0, 1.0),) * 12
+    times = (LayerTimes.alike(1.0, 2.0, 1.0, 1.0),) * 12
     count = None
 
 

@@ -15,8 +15,8 @@ from gpipe_hpc.schedule import Costs, simulate
 
 LAYERS = [LayerSpec(nn.Linear, 16, 16) for _ in range(8)]
 COUNT = count_model(LAYERS, torch.empty(4, 16, device="meta"))
-EVEN = (LayerTimes(1.0, 2.0, 1.0, 1.0),) * 8
-SLOW = LayerTimes(4.0, 8.0, 4.0, 4.0)
+EVEN = (LayerTimes.alike(1.0, 2.0, 1.0, 1.0),) * 8
+SLOW = LayerTimes.alike(4.0, 8.0, 4.0, 4.0)
 
 
 def asked(**wishes):
@@ -67,7 +67,7 @@ def test_the_gain_is_that_of_the_simulated_step():
 
 def test_a_balanced_run_is_silent():
     assert reviewed(EVEN) is None
-    nearly = (*EVEN[:3], LayerTimes(1.1, 2.2, 1.1, 1.1), *EVEN[4:])
+    nearly = (*EVEN[:3], LayerTimes.alike(1.1, 2.2, 1.1, 1.1), *EVEN[4:])
     assert reviewed(nearly) is None
 
 
@@ -94,5 +94,5 @@ def test_the_seen_forwards_say_which_layer_of_a_stage_is_slow():
 
 
 def test_a_layer_without_flops_takes_what_was_seen():
-    none = (LayerTimes(0.0, 0.0, 0.0, 0.0), *EVEN[1:2])
-    assert by_forwards(none, {0: 3.0, 1: 1.0}, (2,))[0] == LayerTimes(3.0, 6.0, 3.0, 3.0)
+    none = (LayerTimes.alike(0.0, 0.0, 0.0, 0.0), *EVEN[1:2])
+    assert by_forwards(none, {0: 3.0, 1: 1.0}, (2,))[0] == LayerTimes.alike(3.0, 6.0, 3.0, 3.0)

@@ -11,6 +11,7 @@ from gpipe_hpc.schedule import (
     costs_for_others,
     lower,
     mean_costs,
+    mean_forwards,
     parse_action,
     recompute_of,
     schedule_of,
@@ -79,3 +80,16 @@ def test_other_schedules_leave_out_what_was_empty():
 @pytest.mark.parametrize("mode", ["never", "except_last", "always"])
 def test_a_timeline_shows_what_was_recomputed(mode):
     assert recompute_of(run_of("one_f_one_b", recompute=mode)) == mode
+
+
+def test_bare_forwards_are_told_apart():
+    """Those of micro-batches that are recomputed keep nothing: they take another time."""
+    table = build("gpipe", ranks=2, microbatches=3, recompute="except_last")
+    costs = Costs(forward=2, bare_forward=1, backward=3, recompute=2.5)
+    timeline = simulate(table, costs)
+    assert mean_forwards(timeline) == ([None, 2.0], [1.0, 1.0])
+    means = mean_costs(timeline)
+    assert means.forward == [1.0, 2.0] and means.bare_forward == [1.0, 1.0]
+    assert simulate(schedule_of(timeline), means).makespan == timeline.makespan
+    whole = simulate(table, Costs(forward=2, backward=3, recompute=2.5))
+    assert timeline.makespan < whole.makespan

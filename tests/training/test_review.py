@@ -66,7 +66,7 @@ def test_of_given_clocks_the_slow_layer_is_named_with_its_cut():
     """Layer 5 takes as much as six others; its stage alone would not tell which of the two."""
     layers = [LayerSpec(nn.Linear, 16, 16) for _ in range(8)]
     count = count_model(layers, torch.empty(4, 16, device="meta"))
-    even = (LayerTimes(1.0, 2.0, 1.0, 1.0),) * 8
+    even = (LayerTimes.alike(1.0, 2.0, 1.0, 1.0),) * 8
     request = Request(stages=4, microbatches=8, partition="uniform", recompute="never")
     known = Known(layers, even, count)
     layout = lay_out(request, known)

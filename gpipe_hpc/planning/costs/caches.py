@@ -5,7 +5,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-_BYTES: Final = 32_000_000  # more than the caches of a core have, and little beside a model
+_MOST_BYTES: Final = 32_000_000  # more than the caches of a core have, and little beside a model
+_NUMBER_BYTES: Final = 4
 
 
 class Caches:
@@ -13,7 +14,19 @@ class Caches:
 
     def __init__(self, is_host: bool) -> None:
         """Make what is read; nothing for an accelerator, whose layers are far larger."""
-        self._read: Tensor | None = torch.ones(_BYTES // 4) if is_host else None
+        self._read: Tensor | None = None
+        if is_host:
+            self._read = torch.ones(_MOST_BYTES // _NUMBER_BYTES)
+
+    def lessen(self, num_bytes: int) -> bool:
+        """Read no more than so many bytes from now on; say whether that is less than before.
+
+        A small model fits into the caches, and finds itself there again.
+        """
+        if self._read is None or num_bytes >= self._read.numel() * _NUMBER_BYTES:
+            return False
+        self._read = self._read[: num_bytes // _NUMBER_BYTES]
+        return True
 
     def fill(self) -> None:
         """Read all of it."""

@@ -14,9 +14,11 @@ from gpipe_hpc.planning.costs.counted import ModelCount
 from gpipe_hpc.planning.costs.gauges import LayerTimes
 
 _FORMAT: Final = "calibration of gpipe_hpc, "
-_VERSION: Final = 1
+_VERSION: Final = 2
+_OLDER: Final = 1  # which did not tell forwards apart
 _REMEDY: Final = "give that of a run of these settings, or leave plan.calibration out"
 _PARTS: Final = LayerTimes._fields
+_OLDER_PARTS: Final = tuple(name for name in _PARTS if name != "bare_forward")
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,11 @@ def read_calibration(path: str | Path) -> Calibration:
     file = _File(path)
     if not isinstance(read, Mapping) or not str(read.get("format", "")).startswith(_FORMAT):
         file.refuse("format", f"{_FORMAT}{_VERSION}", _shown(read))
-    if read["format"] != f"{_FORMAT}{_VERSION}":
+    if read["format"] not in (f"{_FORMAT}{_OLDER}", f"{_FORMAT}{_VERSION}"):
         file.refuse("format", f"version {_VERSION}", f"{read['format']}, of another version")
     if set(read) != {"format", *names}:
         file.refuse("top", f"the keys format, {', '.join(names)}", ", ".join(map(str, read)))
+    parts = _OLDER_PARTS if read["format"] == f"{_FORMAT}{_OLDER}" else _PARTS
     versions = read["versions"]
     if not isinstance(versions, Mapping):
         file.refuse("versions", "names with versions", versions)
@@ -89,7 +92,7 @@ def read_calibration(path: str | Path) -> Calibration:
         input_bytes=file.whole(read["input_bytes"], "input_bytes"),
         versions={str(name): str(each) for name, each in versions.items()},
         model=tuple(file.pair(each, f"model[{at}]") for at, each in enumerate(model)),
-        layers=tuple(file.times(each, f"layers[{at}]") for at, each in enumerate(layers)),
+        layers=tuple(file.times(each, f"layers[{at}]", parts) for at, each in enumerate(layers)),
     )
 
 
@@ -162,12 +165,12 @@ class _File:
             self.refuse(key, "parameters and FLOPs", value)
         return self.whole(value[0], key), self.whole(value[1], key)
 
-    def times(self, value: object, key: str) -> LayerTimes:
-        """Return the seconds of a layer, none of them negative."""
-        if not isinstance(value, Mapping) or set(value) != set(_PARTS):
-            self.refuse(key, f"the keys {', '.join(_PARTS)}", value)
+    def times(self, value: object, key: str, parts: Sequence[str]) -> LayerTimes:
+        """Return the seconds of a layer, none of them negative; without bare ones as alike."""
+        if not isinstance(value, Mapping) or set(value) != set(parts):
+            self.refuse(key, f"the keys {', '.join(parts)}", value)
         for name, each in value.items():
             is_number = isinstance(each, int | float) and not isinstance(each, bool)
             if not is_number or not 0 <= each < math.inf:
                 self.refuse(f"{key}.{name}", "0 or more seconds", each)
-        return LayerTimes(*(float(value[name]) for name in _PARTS))
+        return LayerTimes(*(float(value[name if name in parts else "forward"]) for name in _PARTS))

@@ -23,12 +23,23 @@ COUNTED: Final = "FLOPs"
 
 
 class LayerTimes(NamedTuple):
-    """Of one layer: its forward, its backward, and the two halves of a split backward."""
+    """Of one layer: its forward, its backward, and the two halves of a split backward.
+
+    `bare_forward`: a forward that keeps nothing for a backward, as it will be recomputed.
+    """
 
     forward: float
     backward: float
     of_input: float
     of_weight: float
+    bare_forward: float
+
+    @classmethod
+    def alike(
+        cls, forward: float, backward: float, of_input: float, of_weight: float
+    ) -> "LayerTimes":
+        """Return times of which a forward takes as long whatever it keeps."""
+        return cls(forward, backward, of_input, of_weight, forward)
 
 
 class Example(NamedTuple):
@@ -100,7 +111,7 @@ class Counted:
     def times(self) -> tuple[LayerTimes, ...]:
         """Return the FLOPs of each layer."""
         flops = [[work.flops for work in (*each, each.of_weight)] for each in work_of(self.count)]
-        return tuple(LayerTimes(f, b, of_input, w) for f, b, of_input, w in flops)
+        return tuple(LayerTimes.alike(*parts) for parts in flops)
 
 
 def work_of(count: ModelCount) -> tuple[Passes, ...]:
@@ -150,6 +161,8 @@ class Measured:
             )
         log.info("timed the layers in %.1f s", time.perf_counter() - began_s)
         return tuple(
-            LayerTimes(each.forward_s, each.backward_s, each.input_s, each.weight_s)
+            LayerTimes(
+                each.forward_s, each.backward_s, each.input_s, each.weight_s, each.bare_forward_s
+            )
             for each in measured
         )

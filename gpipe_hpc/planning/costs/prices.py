@@ -68,7 +68,14 @@ class Prices:
 
 
 FREE: Final = Prices()
-_COMPUTE: Final = ("forward", "backward", "input_gradient", "weight_gradient", "recompute")
+_COMPUTE: Final = (
+    "forward",
+    "bare_forward",
+    "backward",
+    "input_gradient",
+    "weight_gradient",
+    "recompute",
+)
 _LINK: Final = ("latency_s", "bandwidth_bytes_per_s")
 
 

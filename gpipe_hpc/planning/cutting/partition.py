@@ -1,6 +1,6 @@
 """The cut of a model into stages: what was asked for, and what came of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.errors import PartitionError
@@ -35,7 +35,7 @@ class Partition(NamedTuple):
         times = facts.get("times", facts.get("seconds", ()))
         counts, costs = tuple(facts["counts"]), tuple(facts["costs"])
         paces, of_ranks = (tuple(facts.get(name, ())) for name in ("paces", "rank_paces"))
-        made_by = tuple(LayerTimes(*each) for each in times)
+        made_by = tuple(LayerTimes(*each, *each[: 5 - len(each)]) for each in times)
         return cls(counts, costs, facts["measure"], made_by, paces, of_ranks)
 
     @property
@@ -43,29 +43,37 @@ class Partition(NamedTuple):
         """Say whether the times are seconds."""
         return bool(self.times) and self.measure == MEASURED
 
-    def stage_costs(self) -> Costs | None:
-        """Return what each op of a stage takes; None where no gauge was asked."""
+    def stage_costs(self, recomputed: Sequence[Collection[int]] | None = None) -> Costs | None:
+        """Return what each op of a stage takes; None where no gauge was asked.
+
+        `recomputed`: the layers of each stage that an ``R`` runs again; None for all.
+        """
         if not self.times:
             return None
-        spans = [[self.times[i] for i in span] for span in stage_layers(self.counts)]
+        spans = stage_layers(self.counts)
+        again = spans if recomputed is None else recomputed
         forward, backward, inputs, weights = (
-            [sum(layer[part] for layer in span) for span in spans] for part in range(4)
+            [sum(self.times[i][part] for i in span) for span in spans] for part in range(4)
         )
         return Costs(
             forward=forward,
+            bare_forward=[
+                sum(self.times[i].bare_forward if i in own else self.times[i].forward for i in span)
+                for span, own in zip(spans, again, strict=True)
+            ],
             backward=backward,
             input_gradient=inputs,
             weight_gradient=weights,
-            recompute=forward,
+            recompute=[sum(self.times[i].forward for i in own) for own in again],
             paces=dict(enumerate(self.rank_paces)),
         )
 
-    def likely_costs(self) -> Costs:
+    def likely_costs(self, recomputed: Sequence[Collection[int]] | None = None) -> Costs:
         """Return what each op of a stage takes; where no gauge was asked, as the cut weighs layers.
 
         Then the forward takes as long as either half of the backward.
         """
-        known = self.stage_costs()
+        known = self.stage_costs(recomputed)
         if known is not None:
             return known
         forward = [sum(self.costs[i] for i in span) for span in stage_layers(self.counts)]

@@ -68,12 +68,17 @@ class _StageTimes(NamedTuple):
     backward: list[float]
     of_input: list[float]
     of_weight: list[float]
+    least_forward: list[float]
 
     @classmethod
     def of(cls, partition: Partition) -> "_StageTimes":
         """Return those of a cut whose layers' times are known."""
         spans = [partition.times[s.start : s.stop] for s in stage_layers(partition.counts)]
-        return cls(*([sum(layer[part] for layer in span) for span in spans] for part in range(4)))
+        forward, backward, of_input, of_weight = (
+            [sum(layer[part] for layer in span) for span in spans] for part in range(4)
+        )
+        least = [sum(min(each.forward, each.bare_forward) for each in span) for span in spans]
+        return cls(forward, backward, of_input, of_weight, least)
 
 
 def _least_s(
@@ -96,12 +101,12 @@ def _least_s(
     )
     amount = sum(shares) if shares else float(candidate.microbatches)
     smallest = min(shares, default=1.0)
-    forward, backward, of_input, of_weight = times
+    forward, backward, of_input, of_weight, least_forward = times
     splits = candidate.schedule in SPLITTING
     if len(placement.routes) > 1:
         work = amount * (sum(forward) + sum(backward)) / placement.num_ranks
-        return max(work, smallest * (sum(forward) + sum(of_input)))
-    ahead = [0.0, *accumulate(forward)]
+        return max(work, smallest * (sum(least_forward) + sum(of_input)))
+    ahead = [0.0, *accumulate(least_forward)]
     behind = [0.0, *accumulate(of_input if splits else backward)]
     most = 0.0
     for rank in range(placement.num_ranks):
@@ -143,7 +148,7 @@ def _guess_s(candidate: Candidate, times: _StageTimes) -> float:
     if candidate.schedule not in SPLITTING or candidate.stages == 1:
         return 0.0
     each = [sum(part) / candidate.stages for part in times]
-    forward, _, of_input, of_weight = each
+    forward, _, of_input, of_weight, _ = each
     idle = {
         "zb_h1": max(0.0, of_input - of_weight),
         "v_half": 1.5 * forward,

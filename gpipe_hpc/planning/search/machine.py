@@ -68,7 +68,7 @@ class Machine:
         of_input = self.rates.seconds(work.of_input) + self.layer_s
         of_weight = self.rates.seconds(work.of_weight)
         of_weight += self.layer_s if of_weight else 0.0
-        return LayerTimes(forward, of_input + of_weight, of_input, of_weight)
+        return LayerTimes.alike(forward, of_input + of_weight, of_input, of_weight)
 
 
 def on_hosts(num_ranks: int, num_hosts: int) -> tuple[int, ...]:

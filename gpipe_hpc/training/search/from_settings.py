@@ -23,6 +23,7 @@ from gpipe_hpc.planning.search.machine import FREE
 from gpipe_hpc.schedule import Cluster
 from gpipe_hpc.training.asking import request_of
 from gpipe_hpc.training.data.shapes import microbatch
+from gpipe_hpc.training.joining import keep_memory
 from gpipe_hpc.training.machines import cluster_of, machine_of, rates_of, with_values
 
 PINS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
@@ -252,6 +253,7 @@ def seconds_of_layers(config: Config, device: Device, num_samples: int) -> tuple
 
 def _measured(config: Config, counts: Counted) -> Gauge:
     assert counts.example is not None, "a search makes one"
+    keep_memory(config)
     return Measured(replace(counts, example=with_values(counts.example, config)))
 
 

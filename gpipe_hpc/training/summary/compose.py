@@ -172,7 +172,9 @@ def expected_step(session: Session) -> StepTime | None:
     these do not match the run, or layers could not be counted, of the pipeline alone.
     """
     pipe, foreseen = session.pipe, session.foreseen
-    costs = pipe.partition.stage_costs() if pipe.partition.is_measured else None
+    costs = None
+    if pipe.partition.is_measured:
+        costs = pipe.partition.stage_costs(pipe.layout.recomputed)
     if costs is None:
         return None
     if foreseen is not None:

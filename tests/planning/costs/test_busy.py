@@ -82,7 +82,7 @@ def bursts(seed: int, mean_s: float) -> Callable[[float], float]:
 @pytest.mark.parametrize("mean_s", [0.5, 2.0, 5.0])
 def test_bursts_of_other_work_do_not_move_the_cut(seed, mean_s, caplog):
     """A machine that was busy now and then made 3|9 of 4|8: medians of one time for each layer."""
-    costs = measured(Machine(bursts(seed, mean_s)), budget_s=60.0)
+    costs = measured(Machine(bursts(seed, mean_s)), budget_s=90.0)
     assert costs == pytest.approx([3 * seconds for seconds in SECONDS], rel=0.06)
     for num_stages in (2, 3, 4):
         assert slowest(minimax(costs, num_stages)) <= 1.01 * slowest(minimax(SECONDS, num_stages))
@@ -90,12 +90,12 @@ def test_bursts_of_other_work_do_not_move_the_cut(seed, mean_s, caplog):
 
 
 def test_a_quiet_machine_needs_no_more_than_three_rounds():
+    """And one ahead of them, as the model is small, which shows how much the caches hold of it."""
     machine = Machine(lambda now: 1.0)
     measured(machine)
-    # In each round the whole backward and its halves, once to warm up and twice.
-    passes = 3 * 2 * (1 + 2)
-    kinds = sum(set(SECONDS))
-    assert machine.time_s == pytest.approx(3 * kinds * passes)
+    # In each round the whole backward, its halves, and a forward alone, once to warm up and twice.
+    units = 4 * (3 + 3 + 1) * (1 + 2)
+    assert machine.time_s == pytest.approx(sum(set(SECONDS)) * units)
 
 
 def test_what_stays_uncertain_is_told_when_the_time_is_spent(caplog):
@@ -120,4 +120,4 @@ def test_all_layers_are_measured_before_any_is_measured_again(monkeypatch):
     monkeypatch.setattr(Working, "__init__", noting)
     measured(Machine(lambda now: 1.0))
     once = list(dict.fromkeys(SECONDS))
-    assert built == [*once, *once, *once]
+    assert built == [*once, *once, *once, *once]

@@ -33,7 +33,7 @@ SOME = Calibration(
     versions={"torch": "2"},
     input_bytes=48,
     model=shape_of(COUNT),
-    layers=(LayerTimes(0.5, 1.0, 0.5, 0.5), LayerTimes(0.25, 0.5, 0.25, 0.25)),
+    layers=(LayerTimes.alike(0.5, 1.0, 0.5, 0.5), LayerTimes.alike(0.25, 0.5, 0.25, 0.25)),
 )
 
 
@@ -52,7 +52,8 @@ def test_what_is_written_is_read(path):
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        ("gpipe_hpc, 1", "gpipe_hpc, 2", "expected version 1, got .*of another version"),
+        ("gpipe_hpc, 2", "gpipe_hpc, 3", "expected version 2, got .*of another version"),
+        ("gpipe_hpc, 2", "gpipe_hpc, 1", "expected the keys forward, backward, of_input, of_wei"),
         ("calibration of", "prices of", "format, expected calibration of"),
         ("forward: 0.5", "forward: -0.5", r"layers\[0\].forward, expected 0 or more seconds"),
         ("forward: 0.5", "forward: .nan", r"layers\[0\].forward, expected 0 or more seconds"),
@@ -69,6 +70,12 @@ def test_a_damaged_file_is_refused_by_its_key(path, before, after, said):
     path.write_text(text.replace(before, after, 1))
     with pytest.raises(ConfigError, match=said):
         read_calibration(path)
+
+
+def test_one_of_the_version_before_has_forwards_of_one_kind(path):
+    text = path.read_text().replace("gpipe_hpc, 2", "gpipe_hpc, 1")
+    path.write_text("".join(line for line in text.splitlines(True) if "bare_" not in line))
+    assert read_calibration(path) == SOME
 
 
 def test_one_that_is_not_there_is_refused(tmp_path):
@@ -106,7 +113,7 @@ def test_a_plan_takes_the_times_of_a_run(tiny, tmp_path):
     path = tmp_path / "calibration.yaml"
     found = read_calibration(path)
     assert found.ranks == 2 and min(min(each) for each in found.layers) >= 0
-    given = tuple(LayerTimes(1.0, 2.0, 1.0, 1.0) for _ in found.layers)
+    given = tuple(LayerTimes.alike(1.0, 2.0, 1.0, 1.0) for _ in found.layers)
     write_calibration(path, replace(found, layers=given))
     settings = (*tiny, *own, "pipeline.recompute=never", "pipeline.partition=uniform")
     found_plan = make_plan(compose_config([*settings, f"plan.calibration={path}"]))

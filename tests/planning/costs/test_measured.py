@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from gpipe_hpc.errors import ModelError
 from gpipe_hpc.models import LayerSpec, build_model, token_cross_entropy
 from gpipe_hpc.planning import LayerCost, measure_layers
+from gpipe_hpc.planning.costs.caches import Caches
 from gpipe_hpc.planning.costs.clock import Clock
 
 FAST = {"repetitions": 1, "warmup": 0, "rounds": 1}
@@ -57,10 +58,10 @@ def test_one_layer_lives_at_a_time():
     layers = [LayerSpec(Spy, log), LayerSpec(Spy, log), LayerSpec(nn.ReLU), LayerSpec(Spy, [])]
     measure_layers(layers[:3], torch.ones(2, 4), repetitions=2, warmup=1, rounds=2, budget_s=0)
     # The input of the first layer asks for no gradient, the second's does: two measurements, of
-    # its backward and of that in halves.
-    each = ["made", *["run"] * 6, "dropped"]
-    assert log[:32] == each * 4
-    assert log[32:] in ([], each)  # where the real clock's two rounds differ
+    # its backward, of that in halves, and of a forward alone; one round more, as they are small.
+    each = ["made", *["run"] * 9, "dropped"]
+    assert log[:66] == each * 6
+    assert log[66:] in ([], each)  # where the real clock's two rounds differ
 
 
 class Told(Clock):
@@ -111,12 +112,39 @@ def test_the_halves_of_a_backward_are_measured_apart():
     assert plain.weight_s < plain.input_s
 
 
+def test_a_forward_without_a_graph_is_measured_apart():
+    clock = Told()
+
+    class Layer(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            clock.now_s += 0.02 if torch.is_grad_enabled() else 0.01
+            return super().forward(x)
+
+    (cost,) = measure_layers([LayerSpec(Layer, 4, 4)], torch.ones(2, 4), clock=clock, **FAST)
+    assert cost.forward_s == pytest.approx(0.02, abs=1e-4)
+    assert cost.bare_forward_s == pytest.approx(0.01, abs=1e-4)
+
+
+def test_between_timings_no_more_is_read_than_a_step_touches(monkeypatch):
+    """The caches keep a small model from layer to layer; a larger one is not found there."""
+    read: list[int] = []
+    monkeypatch.setattr(Caches, "fill", lambda self: read.append(self._read.nbytes))
+    layers = [LayerSpec(nn.Linear, 8, 8), LayerSpec(nn.ReLU)]
+    measure_layers(layers, torch.ones(2, 8), **FAST)
+    weights, passed = 4 * (64 + 8), 4 * 16
+    assert sorted(set(read)) == [weights + 4 * passed, 32_000_000]
+    assert read.index(weights + 4 * passed) == len(read) // 2
+    read.clear()
+    measure_layers([LayerSpec(nn.Linear, 3000, 3000)], torch.ones(1, 3000), **FAST)
+    assert set(read) == {32_000_000}
+
+
 def test_equal_specs_on_equal_inputs_are_run_once():
     log: list[str] = []
     spec = LayerSpec(Spy, log)
     costs = measure_layers([spec] * 6, torch.ones(2, 4), **FAST)
-    # Layers 0 (no input gradient), 1, and the last one only if it carried a loss.
-    assert log.count("made") == 2
+    # Layers 0 (no input gradient), 1, and the last one only if it carried a loss; in two rounds.
+    assert log.count("made") == 4
     assert costs[1] == costs[5]
 
 

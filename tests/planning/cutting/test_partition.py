@@ -52,7 +52,7 @@ def test_a_cut_by_time_is_by_what_the_gauge_finds():
     # Forward, and of the first layer one product more (weights), of others two (input, weights).
     small, large = 2 * 4 * 2 * 2, 2 * 4 * 2 * 64
     assert chosen.costs == (2 * small, 3 * large, 3 * large)
-    assert chosen.times[1] == LayerTimes(large, 2 * large, large, large)
+    assert chosen.times[1] == LayerTimes.alike(large, 2 * large, large, large)
     assert (chosen.measure, chosen.counts, chosen.is_measured) == ("FLOPs", (2, 1), False)
     measured = choose_partition("time", 2, Measured(counted))
     assert measured.is_measured and measured.times != chosen.times
@@ -71,7 +71,7 @@ def test_the_loss_is_part_of_the_last_layer():
 
 def test_a_checkpoints_cut_is_read_whatever_its_times_are_called():
     """They were called seconds until cuts by counted FLOPs were kept too."""
-    times = LayerTimes(1.0, 2.0, 1.0, 1.0)
+    times = LayerTimes.alike(1.0, 2.0, 1.0, 1.0)
     cut = Partition((1, 1), (3.0, 3.0), "time", (times, times))
     assert Partition.stored(cut._asdict()) == cut
     older = {name: value for name, value in cut._asdict().items() if name != "times"}
