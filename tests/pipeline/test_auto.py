@@ -6,13 +6,14 @@ from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.errors import ConfigError
-from gpipe_hpc.planning import Partition
+from gpipe_hpc.planning import LayerTimes, Partition
 from gpipe_hpc.schedule import Costs, simulate
 from gpipe_hpc.schedule.table.lifetimes import peak_activations
 
 INPUTS = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 # Three stages of one layer, the middle one three times as slow.
-SLOW, FAST = (3.0, 6.0, 3.0, 3.0), (1.0, 2.0, 1.0, 1.0)  # F, B, and of a split B its I and W
+# F, B, and of a split B its I and W.
+SLOW, FAST = LayerTimes.alike(3.0, 6.0, 3.0, 3.0), LayerTimes.alike(1.0, 2.0, 1.0, 1.0)
 MEASURED = Partition((1, 1, 1), (3.0, 9.0, 3.0), "time", (FAST, SLOW, FAST))
 
 

@@ -64,7 +64,7 @@ def test_file_that_cannot_be_read_is_named(tasks, processes, monkeypatch, has_pr
 
 
 def test_process_that_dies_is_told_of(tasks, processes):
-    found = in_order(tasks * 50)
+    found = in_order(tasks * 5000)  # more than is done before they are killed
     next(found)
     for each in processes:
         each.kill()
