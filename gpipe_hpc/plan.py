@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
-from gpipe_hpc.comm.device import Device, device_to_come
+from gpipe_hpc.comm.device import Device, device_to_come, name_here
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.saying import say
 from gpipe_hpc.config import (
@@ -61,7 +61,13 @@ from gpipe_hpc.planning.vocabulary import check_vocabulary
 from gpipe_hpc.training.asking import request_of
 from gpipe_hpc.training.data.shapes import Sample, microbatch, samples_per_microbatch
 from gpipe_hpc.training.joining import keep_memory
-from gpipe_hpc.training.machines import cluster_of, machine_of, rates_of, with_values
+from gpipe_hpc.training.machines import (
+    cluster_of,
+    doubts_of_prices,
+    machine_of,
+    rates_of,
+    with_values,
+)
 from gpipe_hpc.training.search.answer import compared
 
 DEFAULT_STAGES: Final = 4
@@ -130,7 +136,8 @@ def make_plan(config: Config) -> Plan:
     counted = Counted(layers, example, request.precision, shares_casts=not request.offload)
     gauge: Gauge = counted
     if config.plan.calibration is not None:
-        gauge = _calibrated(config.plan.calibration, counted, device)
+        gauge, more = _calibrated(config.plan.calibration, counted, device)
+        doubts = [*doubts, *more]
     elif config.plan.costs == MEASURED_COSTS:
         keep_memory(config)
         gauge = Measured(replace(counted, example=with_values(example, config)))
@@ -152,6 +159,7 @@ def make_plan(config: Config) -> Plan:
         assumptions = replace(assumptions, others=others)
     machine = _machine(config, device, layout)
     if machine is not None:
+        doubts = [*doubts, *doubts_of_prices(config, device)]
         priced = machine.priced(gauge)
         step = step_of(layout, priced, machine, request.combining, config.train.batch_size)
         assumptions = replace(assumptions, step=step, measured=gauge.measure == MEASURED)
@@ -175,11 +183,18 @@ def make_plan(config: Config) -> Plan:
     )
 
 
-def _calibrated(path: str, counted: Counted, device: Device) -> Known:
-    """Return the layers with what they took in a run; ConfigError where that was another one."""
+def _calibrated(path: str, counted: Counted, device: Device) -> tuple[Known, list[str]]:
+    """Return the layers with what they took in a run, and doubts; ConfigError for another run."""
     found, count = read_calibration(path), counted.count
-    check_calibration(found, path, count, device=device.type, precision=counted.precision)
-    return Known(counted.layers, found.layers, count)
+    doubts = check_calibration(
+        found,
+        path,
+        count,
+        device=device.type,
+        name=name_here(device),
+        precision=counted.precision,
+    )
+    return Known(counted.layers, found.layers, count), doubts
 
 
 def _machine(config: Config, device: Device, layout: Layout) -> Machine | None:

@@ -21,7 +21,7 @@ from torch import Generator, Tensor, nn
 
 from gpipe_hpc.comm.cores.machine import node_of_pci
 from gpipe_hpc.comm.host.host_memory import free_bytes, peak_bytes, used_bytes
-from gpipe_hpc.comm.host.machine import kernel_identity, shared_identity
+from gpipe_hpc.comm.host.machine import kernel_identity, processor_name, shared_identity
 from gpipe_hpc.comm.setting import setting
 from gpipe_hpc.errors import ConfigError
 
@@ -650,6 +650,18 @@ def automatic_kind() -> torch.device:
     """
     found = torch.accelerator.current_accelerator(check_available=True)
     return _HOST if found is None or found.type == "mps" else found
+
+
+def maker_name(device: Device) -> str:
+    """Return what the maker of a device calls it; of a CPU, what its processor is called."""
+    return device.name if device.is_accelerator else processor_name()
+
+
+def name_here(device: Device) -> str | None:
+    """Return what this machine's device of the same kind is called; None if it has none."""
+    if device.is_accelerator and automatic_kind().type != device.type:
+        return None
+    return maker_name(device)
 
 
 def generators_in_use() -> list[Generator]:

@@ -7,6 +7,7 @@ from typing import Final
 import torch
 
 from gpipe_hpc import __version__
+from gpipe_hpc.comm.device import maker_name
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planning.advice import layer_times
 from gpipe_hpc.planning.costs.calibration import Calibration, shape_of, write_calibration
@@ -46,7 +47,7 @@ def calibrate(
     count = foreseen.known.count
     found = Calibration(
         device=pipe.world.device.type,
-        device_name=pipe.world.device.name,
+        device_name=maker_name(pipe.world.device),
         precision=pipe.request.precision,
         hosts=len({each.host for each in ranks}),
         ranks=pipe.world.size,

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from gpipe_hpc.comm.device import Device
+from gpipe_hpc.comm.device import Device, name_here
 from gpipe_hpc.config import Config, TokenDataConfig, num_tokens_of
 from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.errors import ConfigError
@@ -45,14 +45,25 @@ def prices_of(config: Config, device: Device) -> Prices:
     if path is None:
         return FREE_PRICES
     found = read_prices(path)
-    check_prices(
+    _doubts_of_prices(found, path, config, device)
+    return found
+
+
+def doubts_of_prices(config: Config, device: Device) -> list[str]:
+    """Return warnings about plan.prices; ConfigError where it is of another kind."""
+    path = config.plan.prices
+    return [] if path is None else _doubts_of_prices(read_prices(path), path, config, device)
+
+
+def _doubts_of_prices(found: Prices, path: str, config: Config, device: Device) -> list[str]:
+    return check_prices(
         found,
         path,
         device=device.type,
+        name=name_here(device),
         precision=config.train.precision,
         optimizer=optimizer_kind(config),
     )
-    return found
 
 
 def optimizer_kind(config: Config) -> str:

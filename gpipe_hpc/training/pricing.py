@@ -5,16 +5,15 @@ several: what else the machine does makes them longer, never shorter.
 """
 
 import os
-import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from gpipe_hpc.comm.cores.machine import allowed_cpus
+from gpipe_hpc.comm.device import maker_name
 from gpipe_hpc.comm.host.machine import kernel_identity
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.world import World, together
@@ -60,7 +59,7 @@ def measure_prices(config: Config, world: World, mesh: Mesh, send: Link) -> Pric
         step_s,
         Measured(
             world.device.type,
-            world.device.name if world.device.is_accelerator else _processor(),
+            maker_name(world.device),
             crowd.cores,
             config.train.precision,
             optimizer_kind(config),
@@ -80,17 +79,6 @@ def _crowd(world: World) -> Crowd:
             found = Crowd(ranks, len({cpu for cpus in here for cpu in cpus}))
         crowd: Crowd = world.everybody.broadcast_object(found, root=0)
     return crowd
-
-
-def _processor() -> str:
-    """Return what the processor is called, where the system tells."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine() or "unknown"
 
 
 class _Bag(nn.Module):

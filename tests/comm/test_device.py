@@ -17,8 +17,11 @@ from gpipe_hpc.comm.device import (
     Device,
     HostDevice,
     known_backends,
+    maker_name,
+    name_here,
     refuse_old_torch,
 )
+from gpipe_hpc.comm.host.machine import processor_name
 from gpipe_hpc.errors import ConfigError
 
 
@@ -208,6 +211,16 @@ def test_the_name_is_its_makers(monkeypatch):
     assert cuda().name == "H100 1"
     monkeypatch.setattr(torch, "get_device_module", lambda device: object())
     assert cuda().name == "cuda"
+
+
+def test_a_machine_without_a_kind_of_device_has_no_name_for_it(monkeypatch):
+    assert name_here(HostDevice()) == maker_name(HostDevice()) == processor_name()
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    assert name_here(cuda()) is None
+    found = torch.device("cuda")
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
+    assert name_here(cuda()) == cuda().name
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc.comm.device import device_to_come
+from gpipe_hpc.comm.host.machine import processor_name
 from gpipe_hpc.config import compose_config
 from gpipe_hpc.engine.outer.settings import Outer
 from gpipe_hpc.models import normalise_layers
@@ -79,7 +80,8 @@ def test_ranks_that_share_cores_are_named():
 
 
 def test_plan_tells_the_parts_of_a_step(tmp_path):
-    write_prices(tmp_path / "prices.yaml", SOME)
+    here = SOME.measured._replace(name=processor_name())
+    write_prices(tmp_path / "prices.yaml", replace(SOME, measured=here))
     words = ["model=mlp", "data=synthetic_vectors", "pipeline.stages=2", "plan.flops_per_s=1e9"]
     text = make_plan(compose_config([*words, f"plan.prices={tmp_path}/prices.yaml"])).text
     line = next(each for each in text.splitlines() if "expected step time" in each)

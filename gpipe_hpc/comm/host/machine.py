@@ -1,6 +1,7 @@
 """Which machine this process is on, as far as one of its namespaces goes."""
 
 import os
+import platform
 import socket
 from collections.abc import Collection
 from pathlib import Path
@@ -48,6 +49,17 @@ def kernel_identity() -> str:
         return _BOOT.read_text().strip()
     except OSError:
         return socket.gethostname()
+
+
+def processor_name() -> str:
+    """Return what the processor is called, where the system tells; else its kind."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine() or "unknown"
 
 
 def started_by(names: Collection[str], proc: Path = Path("/proc")) -> bool | None:

@@ -12,6 +12,7 @@ import yaml
 from gpipe_hpc.errors import ConfigError, os_remedy
 from gpipe_hpc.planning.costs.counted import ModelCount
 from gpipe_hpc.planning.costs.gauges import LayerTimes
+from gpipe_hpc.planning.costs.origin import doubts_of_device
 
 _FORMAT: Final = "calibration of gpipe_hpc, "
 _VERSION: Final = 2
@@ -83,9 +84,10 @@ def read_calibration(path: str | Path) -> Calibration:
     model, layers = file.rows(read, "model"), file.rows(read, "layers")
     if len(model) != len(layers) or not layers:
         file.refuse("layers", f"as many as in model, {len(model)}", len(layers))
+    device, name = file.text(read, "device"), file.text(read, "device_name")
     return Calibration(
-        device=file.text(read, "device"),
-        device_name=file.text(read, "device_name"),
+        device=device,
+        device_name="" if name == device else name,  # CPUs had no names once
         precision=file.text(read, "precision"),
         hosts=file.whole(read["hosts"], "hosts"),
         ranks=file.whole(read["ranks"], "ranks"),
@@ -97,9 +99,18 @@ def read_calibration(path: str | Path) -> Calibration:
 
 
 def check_calibration(
-    found: Calibration, path: str | Path, count: ModelCount, *, device: str, precision: str
-) -> None:
-    """Refuse what was measured of another model or micro-batch, in another precision or device."""
+    found: Calibration,
+    path: str | Path,
+    count: ModelCount,
+    *,
+    device: str,
+    name: str | None,
+    precision: str,
+) -> list[str]:
+    """Refuse what is of another model, micro-batch, precision or device; return doubts.
+
+    `name`: of this machine's device of that kind, None where it has none.
+    """
     own = shape_of(count)
     size = sum(count.inputs.tensors)
     if len(own) != len(found.model):
@@ -117,6 +128,7 @@ def check_calibration(
     if own != found.model:
         at = next(at for at, pair in enumerate(own) if pair != found.model[at])
         _mismatch(path, "model", f"{own[at][1]} FLOPs in layers.{at}", str(found.model[at][1]))
+    return doubts_of_device("plan.calibration", path, device, found.device_name, name, _REMEDY)
 
 
 def _mismatch(path: str | Path, what: str, expected: str, got: str) -> NoReturn:

@@ -10,11 +10,13 @@ from typing import Any, Final, NamedTuple, NoReturn
 import yaml
 
 from gpipe_hpc.errors import ConfigError, os_remedy
+from gpipe_hpc.planning.costs.origin import doubts_of_device
 from gpipe_hpc.schedule import Costs, Link
 from gpipe_hpc.schedule.costs import Cost
 
 _FORMAT: Final = "prices of gpipe_hpc, 1"
 _REMEDY: Final = "measure anew: python -m gpipe_hpc.preflight preflight.steps=true"
+_OTHER: Final = f"give another file, leave it out, or {_REMEDY}"
 
 
 class Pass(NamedTuple):
@@ -155,19 +157,29 @@ def read_prices(path: str | Path) -> Prices:
 
 
 def check_prices(
-    prices: Prices, path: str | Path, *, device: str, precision: str, optimizer: str
-) -> None:
-    """Refuse prices that were measured on another kind of device or for other settings."""
+    prices: Prices,
+    path: str | Path,
+    *,
+    device: str,
+    name: str | None,
+    precision: str,
+    optimizer: str,
+) -> list[str]:
+    """Refuse prices that were measured on another device or for other settings; return doubts.
+
+    `name`: of this machine's device of that kind, None where it has none.
+    """
     known = prices.measured
     assert known is not None, "prices that were read were measured"
     asked = {"device": device, "precision": precision, "optimizer": optimizer}
-    for name, expected in asked.items():
-        got = getattr(known, name)
+    for what, expected in asked.items():
+        got = getattr(known, what)
         if got != expected:
             raise ConfigError(
-                f"plan.prices: {path} does not match these settings, expected prices for {name} "
-                f"{expected}, got those for {got}; give another file, leave it out, or {_REMEDY}"
+                f"plan.prices: {path} does not match these settings, expected prices for {what} "
+                f"{expected}, got those for {got}; {_OTHER}"
             )
+    return doubts_of_device("plan.prices", path, device, known.name, name, _OTHER)
 
 
 class _File:

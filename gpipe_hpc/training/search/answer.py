@@ -48,7 +48,8 @@ def compared_on(config: Config, words: Sequence[str], came: Came) -> Answer:
 
 def _ranked(searches: Sequence[Searching]) -> Answer:
     config = searches[0].config
-    num_ranks, heads = searches[0].num_ranks(), []
+    num_ranks = searches[0].num_ranks()
+    heads = [f"Warning: {doubt}" for doubt in searches[0].doubts]
     if num_ranks is None:
         fewest = _fewest(searches)
         num_ranks = fewest.num_ranks

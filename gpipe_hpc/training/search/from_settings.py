@@ -24,7 +24,13 @@ from gpipe_hpc.schedule import Cluster
 from gpipe_hpc.training.asking import request_of
 from gpipe_hpc.training.data.shapes import microbatch
 from gpipe_hpc.training.joining import keep_memory
-from gpipe_hpc.training.machines import cluster_of, machine_of, rates_of, with_values
+from gpipe_hpc.training.machines import (
+    cluster_of,
+    doubts_of_prices,
+    machine_of,
+    rates_of,
+    with_values,
+)
 
 PINS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
@@ -66,12 +72,16 @@ class Came(NamedTuple):
 
 @dataclass(frozen=True)
 class Searching:
-    """What a search is of: the settings, those that stay, the model, and what ranks are."""
+    """What a search is of: the settings, those that stay, the model, and what ranks are.
+
+    `doubts`: of the files that say what ranks are.
+    """
 
     config: Config
     fixed: frozenset[str]
     ground: Ground
     came: Came | None = None
+    doubts: Sequence[str] = ()
 
     @classmethod
     def of(cls, config: Config, words: Sequence[str], came: Came | None = None) -> "Searching":
@@ -96,7 +106,7 @@ class Searching:
             gauge_of = _measuring(config, _counting(config, model, device), came)
         policy = config.pipeline.partition
         ground = Ground(machine, model, gauge_of, config.train.batch_size, policy)
-        return cls(config, fixed, ground, came)
+        return cls(config, fixed, ground, came, doubts_of_prices(config, device))
 
     @classmethod
     def in_each_precision(

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc import plan
+from gpipe_hpc.comm.host.machine import processor_name
 from gpipe_hpc.config import compose_config
 from gpipe_hpc.config.commands import Job
 from gpipe_hpc.errors import ConfigError
@@ -37,6 +38,9 @@ SOME = Calibration(
 )
 
 
+HERE = {"device": "cpu", "name": "some processor", "precision": "float32"}
+
+
 @pytest.fixture
 def path(tmp_path):
     write_calibration(tmp_path / "calibration.yaml", SOME)
@@ -46,7 +50,7 @@ def path(tmp_path):
 def test_what_is_written_is_read(path):
     assert read_calibration(path) == SOME
     assert [each.name for each in path.parent.iterdir()] == ["calibration.yaml"]
-    check_calibration(SOME, path, COUNT, device="cpu", precision="float32")
+    check_calibration(SOME, path, COUNT, **HERE)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +92,7 @@ def test_one_that_is_not_there_is_refused(tmp_path):
     [
         ({"precision": "bfloat16"}, "another precision, expected float32, got bfloat16"),
         ({"device": "cuda"}, "another device, expected cpu, got cuda"),
+        ({"device_name": "another"}, "measured on some processor, .* got one of another"),
         ({"input_bytes": 96}, "another micro-batch, expected inputs of 48 bytes, got 96 bytes"),
         ({"model": SOME.model[:1]}, "another model, expected 2 layers, got 1"),
         ({"model": ((21, 96), SOME.model[1])}, "expected 20 parameters in layers.0, got 21"),
@@ -96,7 +101,19 @@ def test_one_that_is_not_there_is_refused(tmp_path):
 def test_one_of_another_run_is_refused_by_what_differs(changes, said):
     other = replace(SOME, **changes)
     with pytest.raises(ConfigError, match=said):
-        check_calibration(other, "file", COUNT, device="cpu", precision="float32")
+        check_calibration(other, "file", COUNT, **HERE)
+
+
+def test_one_of_a_device_that_is_not_here_is_warned_of():
+    far, asked = replace(SOME, device="cuda"), {**HERE, "device": "cuda", "name": None}
+    (doubt,) = check_calibration(far, "file", COUNT, **asked)
+    assert "was measured on some processor, and this machine has no cuda" in doubt
+
+
+def test_one_from_before_processors_had_names_is_warned_of(path):
+    path.write_text(path.read_text().replace("some processor", "cpu"))
+    (doubt,) = check_calibration(read_calibration(path), path, COUNT, **HERE)
+    assert "does not say on which cpu" in doubt
 
 
 def test_a_search_takes_none(tmp_path, capsys):
@@ -112,6 +129,7 @@ def test_a_plan_takes_the_times_of_a_run(tiny, tmp_path):
     train_here(2, *tiny, *own, f"run.dir={tmp_path}")
     path = tmp_path / "calibration.yaml"
     found = read_calibration(path)
+    assert found.device_name == processor_name()
     assert found.ranks == 2 and min(min(each) for each in found.layers) >= 0
     given = tuple(LayerTimes.alike(1.0, 2.0, 1.0, 1.0) for _ in found.layers)
     write_calibration(path, replace(found, layers=given))
@@ -121,6 +139,10 @@ def test_a_plan_takes_the_times_of_a_run(tiny, tmp_path):
     slowest = max(found_plan.layout.partition.counts)
     step_s = float(found_plan.text.split("expected step time ")[1].split(" s")[0])
     assert 3 * slowest * microbatches <= step_s <= 3 * slowest * (microbatches + 1)
+    assert "Warning: plan.calibration" not in found_plan.text
+    write_calibration(path, replace(found, layers=given, device_name="another"))
+    with pytest.raises(ConfigError, match="got one of another"):
+        make_plan(compose_config([*settings, f"plan.calibration={path}"]))
     with pytest.raises(ConfigError, match="another precision"):
         make_plan(
             compose_config([*settings, f"plan.calibration={path}", "train.precision=bfloat16"])

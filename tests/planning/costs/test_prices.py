@@ -1,8 +1,13 @@
 """Prices of a step: their file, what it refuses, and what they add to costs."""
 
+from dataclasses import replace
+
 import pytest
 
+from gpipe_hpc.comm.host.machine import processor_name
+from gpipe_hpc.config import compose_config
 from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.plan import make_plan
 from gpipe_hpc.planning.costs.prices import (
     FREE,
     Measured,
@@ -13,12 +18,16 @@ from gpipe_hpc.planning.costs.prices import (
     write_prices,
 )
 from gpipe_hpc.schedule import Costs, Link
+from gpipe_hpc.training.search.answer import compared
 
 HERE = Measured("cpu", "some processor", 2, "float32", "adamw")
 SOME = Prices(
     1e-4, Link(2e-5, 3e9), Link(4e-5, 1e9), Pass(1e-5, 2e-6, 3e-10), Pass(1e-6, 2e-6, 1e-10), 5e-4,
     HERE,
 )  # fmt: skip
+
+
+ASKED = {"device": "cpu", "name": HERE.name, "precision": "float32", "optimizer": "adamw"}
 
 
 @pytest.fixture
@@ -69,10 +78,40 @@ def test_a_foreign_file_is_refused(tmp_path, content):
     "name, value", [("device", "cuda"), ("precision", "bfloat16"), ("optimizer", "sgd")]
 )
 def test_prices_of_other_settings_are_refused(name, value):
-    asked = {"device": "cpu", "precision": "float32", "optimizer": "adamw"}
-    check_prices(SOME, "prices.yaml", **asked)
+    check_prices(SOME, "prices.yaml", **ASKED)
     with pytest.raises(ConfigError, match=f"expected prices for {name} {value}"):
-        check_prices(SOME, "prices.yaml", **{**asked, name: value})
+        check_prices(SOME, "prices.yaml", **{**ASKED, name: value})
+
+
+def test_prices_of_another_processor_are_refused_by_both_names():
+    """Only the kind was compared: those of one processor were taken for another's."""
+    assert check_prices(SOME, "prices.yaml", **ASKED) == []
+    said = "expected one measured on another one, which this machine has, got one of some processor"
+    with pytest.raises(ConfigError, match=said):
+        check_prices(SOME, "prices.yaml", **{**ASKED, "name": "another one"})
+
+
+def test_prices_of_a_device_that_is_not_here_are_warned_of():
+    far = replace(SOME, measured=HERE._replace(device="cuda", name="some accelerator"))
+    (doubt,) = check_prices(far, "prices.yaml", **{**ASKED, "device": "cuda", "name": None})
+    assert "was measured on some accelerator, and this machine has no cuda" in doubt
+
+
+def test_a_plan_and_a_search_compare_the_processor(tiny, tmp_path):
+    path, words = tmp_path / "prices.yaml", [*tiny, "pipeline.stages=2"]
+    own = HERE._replace(name=processor_name())
+    write_prices(path, replace(SOME, measured=own))
+    words += [f"plan.prices={path}", "plan.flops_per_s=1e9"]
+    searched = [*words, "plan.search=true", "plan.ranks=2"]
+    assert "Warning: plan.prices" not in make_plan(compose_config(words)).text
+    assert "Warning: plan.prices" not in compared(compose_config(searched)).text
+    write_prices(path, SOME)
+    for settings, planned in ((words, make_plan), (searched, compared)):
+        with pytest.raises(ConfigError, match="got one of some processor"):
+            planned(compose_config(settings))
+    write_prices(path, replace(SOME, measured=HERE._replace(name="")))
+    assert "Warning: plan.prices" in make_plan(compose_config(words)).text
+    assert "Warning: plan.prices" in compared(compose_config(searched)).text
 
 
 def test_an_unwritable_place_is_told(tmp_path):
