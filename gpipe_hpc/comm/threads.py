@@ -57,9 +57,17 @@ class _Aside:
         self.device = device
         self._stream = device.stream()
 
+    def follow(self) -> None:
+        """Begin behind what the current stream has to do."""
+        self._stream.wait_stream(self.device.current_stream())
+
+    def join(self) -> None:
+        """Let the current stream go on behind all that has begun here."""
+        self.device.current_stream().wait_stream(self._stream)
+
     def leave(self, tensor: torch.Tensor) -> Left:
         """Leave a copy of a tensor for others."""
-        self._stream.wait_stream(self.device.current_stream())
+        self.follow()
         with self.device.on(self._stream):
             left = leave(self.device, [tensor.clone()])
         self._lend(tensor)
@@ -127,6 +135,8 @@ class _ThreadExchange:
         for key, tensor in self._receives:
             left = self._hub.take_mail(key)
             self._aside.fill(tensor, partial(self._came, key, tensor, left))
+        # Behind the copies of what was sent, too: the caller may write to it again.
+        self._aside.join()
         self._calls.make()
 
     def _came(self, key: MailKey, tensor: torch.Tensor, left: Left) -> torch.Tensor:
@@ -236,6 +246,8 @@ class ThreadGroup:
     ) -> Pending:
         if traffic is not Traffic.GREETING:
             self.sent.count(sends)
+        # What only receives writes behind what the caller's stream has to do with that memory.
+        self._aside.follow()
         for piece in sends:
             key = self._mail(traffic, self._rank, piece.rank)
             self._hub.put_mail(key, self._aside.leave(piece.tensor))

@@ -101,11 +101,18 @@ def clock(device: PlayedDevice) -> None:
 
 
 def sends(device: PlayedDevice) -> None:
-    """What is sent may be let go of at once: nobody waits for it."""
-    group = ThreadGroup(ThreadHub(2), (0, 1), 0, 0, device)
+    """What is sent may be let go of at once, if nobody waits for it, or be written to again."""
+    hub = ThreadHub(2)
+    first, second = (ThreadGroup(hub, (0, 1), rank, 0, device) for rank in range(2))
     for _ in range(2):
-        group.start_exchange([Piece(1, made(device))], [])
+        first.start_exchange([Piece(1, made(device))], [])
         made(device)
+    for _ in range(3):
+        out, into = made(device), made(device)
+        first.start_exchange([Piece(1, out)], []).wait()
+        out.zero_()
+        second.start_exchange([], [Piece(0, into)]).wait()
+        assert into.add_(1).tolist() == [3.0] * 6
 
 
 def copies(device: PlayedDevice) -> None:

@@ -210,8 +210,15 @@ OUTER: dict[str, dict[str, Any]] = {
     "in rank order": {"order": "rank"},
     "by a ring": {"algorithm": "ring"},
     "by halving": {"algorithm": "rabenseifner", "bucket_bytes": 200},
+    "by doubling": {"algorithm": "recursive_doubling", "bucket_bytes": 200},
+    "by a tree": {"algorithm": "tree"},
+    "by a chain": {"algorithm": "chain"},
+    "by what is fastest": {"algorithm": "auto"},
     "by hosts": {"hierarchy": 1},
+    "by one host": {"hierarchy": "host"},
+    "by weights": {"weights": (3, 1)},
     "flat shards": {"shard": "flat", "bucket_bytes": 200},
+    "flat shards in rank order": {"shard": "flat", "order": "rank"},
     **{
         f"{name}": {"compress": name}
         for name in ("bfloat16", "float16", "powersgd", "topk", "qsgd")

@@ -17,6 +17,7 @@ from tests.support import covering, product
 
 SLOW = {"normed over replicas", "buffers of the first", "apart in parts", "apart and compressed"}
 SLOW |= {"direct skips", "staged uneven", "no overlap", "by a ring", "qsgd", "v_half"}
+SLOW |= {"by doubling", "by what is fastest", "by one host", "by weights"}
 
 
 def assert_bits_of_a_cpu(scenario: Scenario) -> None:
