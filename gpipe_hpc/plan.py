@@ -65,6 +65,7 @@ from gpipe_hpc.training.machines import (
     cluster_of,
     doubts_of_prices,
     machine_of,
+    notes_of_calibration,
     rates_of,
     with_values,
 )
@@ -162,13 +163,14 @@ def make_plan(config: Config) -> Plan:
         doubts = [*doubts, *doubts_of_prices(config, device)]
         priced = machine.priced(gauge)
         step = step_of(layout, priced, machine, request.combining, config.train.batch_size)
-        assumptions = replace(assumptions, step=step, measured=gauge.measure == MEASURED)
+        assumptions = replace(assumptions, step=step, measured=_layers_as(config, gauge))
     sections = Sections(
         heading="\n".join(
             [
                 *_heading(config, gauge, layout, sample),
                 *([] if fit is None else [fit.text]),
                 *map(_warning, doubts),
+                *notes_of_calibration(config),
             ]
         ),
         cut_by=_cut_by(config, layout.partition),
@@ -287,6 +289,14 @@ def _others(config: Config, request: Request, gauge: Counted) -> str:
     batch = Batch(config.train.batch_size, config.train.accumulation)
     tried = try_others(request, batch, gauge_of, _OTHERS_S)
     return alternatives_text(tried, config.plan.flops_per_s)
+
+
+def _layers_as(config: Config, gauge: Gauge) -> str:
+    """Say where the times of layers are from; empty where they are counted."""
+    if gauge.measure != MEASURED:
+        return ""
+    by_run = config.plan.calibration is not None
+    return "layers as a run measured them" if by_run else "layers measured here"
 
 
 def _cut_by(config: Config, partition: Partition) -> str:

@@ -1,5 +1,6 @@
 """From the settings to what ranks are: their links, their speed, and what else a step costs."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.planning import Example
 from gpipe_hpc.planning.cluster_file import read_cluster
+from gpipe_hpc.planning.costs.calibration import Calibration, read_calibration
 from gpipe_hpc.planning.costs.prices import FREE as FREE_PRICES
-from gpipe_hpc.planning.costs.prices import Prices, check_prices, read_prices
+from gpipe_hpc.planning.costs.prices import Pass, Prices, check_prices, read_prices
 from gpipe_hpc.planning.costs.rates import Rates, measured_rates
 from gpipe_hpc.planning.search.machine import FREE, Machine, on_hosts
 from gpipe_hpc.schedule import Cluster, Link
@@ -35,24 +37,74 @@ def machine_of(
         host_bytes_per_s,
         prices,
         clips=config.train.clip_norm is not None,
-        cores=None if prices.measured is None or device.is_accelerator else prices.measured.cores,
+        cores=_cores(config, prices, device),
     )
 
 
+def _cores(config: Config, prices: Prices, device: Device) -> int | None:
+    """Return the cores of each host, where they are known and not in what was measured."""
+    if prices.measured is None or device.is_accelerator:
+        return None
+    known = calibration_of(config) if config.plan.prices is None else None
+    return None if known is not None and known.is_crowded else prices.measured.cores
+
+
+def calibration_of(config: Config) -> Calibration | None:
+    """Return what plan.calibration says, where it is given."""
+    path = config.plan.calibration
+    return None if path is None else read_calibration(path)
+
+
 def prices_of(config: Config, device: Device) -> Prices:
-    """Return what plan.prices says; nothing costs anything where there is no such file."""
+    """Return what plan.prices says, else plan.calibration; without either nothing costs anything.
+
+    Of another optimizer than a calibration's run had, the step takes no time.
+    """
     path = config.plan.prices
-    if path is None:
+    if path is not None:
+        found = read_prices(path)
+        _doubts_of_prices(found, path, config, device)
+        return found
+    known = calibration_of(config)
+    if known is None:
         return FREE_PRICES
-    found = read_prices(path)
-    _doubts_of_prices(found, path, config, device)
-    return found
+    return known.prices if _has_optimizer(known, config) else replace(known.prices, update=Pass())
 
 
 def doubts_of_prices(config: Config, device: Device) -> list[str]:
-    """Return warnings about plan.prices; ConfigError where it is of another kind."""
+    """Return warnings about plan.prices, or about what plan.calibration says in its place.
+
+    Raises ConfigError where prices are of another kind.
+    """
     path = config.plan.prices
-    return [] if path is None else _doubts_of_prices(read_prices(path), path, config, device)
+    if path is not None:
+        return _doubts_of_prices(read_prices(path), path, config, device)
+    known = calibration_of(config)
+    if known is None:
+        return []
+    doubts = []
+    if known.is_crowded:
+        doubts.append(
+            "plan.calibration: more ranks than cores shared a host, so its times hold for as many "
+            "ranks on a host"
+        )
+    if not _has_optimizer(known, config):
+        doubts.append(
+            f"plan.calibration: its run had another optimizer than {optimizer_kind(config)}, whose "
+            f"step takes no time here"
+        )
+    return doubts
+
+
+def notes_of_calibration(config: Config) -> list[str]:
+    """Return what plan.calibration could not tell, a line each."""
+    known = calibration_of(config)
+    return [] if known is None else [f"plan.calibration: {note}" for note in known.notes]
+
+
+def _has_optimizer(known: Calibration, config: Config) -> bool:
+    measured = known.prices.measured
+    return measured is None or measured.optimizer == optimizer_kind(config)
 
 
 def _doubts_of_prices(found: Prices, path: str, config: Config, device: Device) -> list[str]:
@@ -97,7 +149,8 @@ def cluster_of(config: Config, num_ranks: int, came: tuple[int, ...] | None = No
     plan = config.plan
     if plan.links is not None and num_ranks > 1:
         return _matching(read_cluster(plan.links), plan.links, num_ranks, plan.hosts)
-    within = between = FREE
+    known = calibration_of(config)
+    within, between = (FREE, FREE) if known is None else (known.within, known.between)
     if plan.link_bytes_per_s is not None:
         between = Link(plan.link_latency_s, plan.link_bytes_per_s)
     own = plan.within_bytes_per_s or plan.link_bytes_per_s

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -13,13 +13,37 @@ from gpipe_hpc.errors import ConfigError, os_remedy
 from gpipe_hpc.planning.costs.counted import ModelCount
 from gpipe_hpc.planning.costs.gauges import LayerTimes
 from gpipe_hpc.planning.costs.origin import doubts_of_device
+from gpipe_hpc.planning.costs.prices import (
+    FREE,
+    Measured,
+    Prices,
+    Reader,
+    told_link,
+    told_prices,
+)
+from gpipe_hpc.schedule import Link
 
 _FORMAT: Final = "calibration of gpipe_hpc, "
-_VERSION: Final = 2
-_OLDER: Final = 1  # which did not tell forwards apart
+_VERSION: Final = 3
+_LAYERS_ALONE: Final = 2  # which had no transfers, sums or steps
+_FORWARDS_ALIKE: Final = 1  # which did not tell forwards apart, either
 _REMEDY: Final = "give that of a run of these settings, or leave plan.calibration out"
 _PARTS: Final = LayerTimes._fields
 _OLDER_PARTS: Final = tuple(name for name in _PARTS if name != "bare_forward")
+_ALWAYS: Final = (
+    "device",
+    "device_name",
+    "precision",
+    "hosts",
+    "ranks",
+    "versions",
+    "input_bytes",
+    "model",
+    "layers",
+)
+_BESIDE: Final = ("optimizer", "cores", "prices", "links", "notes")
+_FREE_LINK: Final = Link()
+_LINKS: Final = ("within", "between")
 
 
 @dataclass(frozen=True)
@@ -27,6 +51,8 @@ class Calibration:
     """Seconds of each layer for a micro-batch, and on what a run measured them.
 
     `model`: parameters and forward FLOPs of each layer, for a micro-batch of `input_bytes`.
+    `prices`: what a step took beside its layers. `within`, `between`: what links two ranks of a
+    host, and of two hosts; free where that was not seen. `notes`: what could not be told, and why.
     """
 
     device: str
@@ -38,6 +64,18 @@ class Calibration:
     input_bytes: int
     model: tuple[tuple[int, int], ...]
     layers: tuple[LayerTimes, ...]
+    prices: Prices = FREE
+    within: Link = _FREE_LINK
+    between: Link = _FREE_LINK
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_crowded(self) -> bool:
+        """Say whether more ranks than cores shared a host; then all times have that in them."""
+        known = self.prices.measured
+        if known is None or known.device != "cpu":
+            return False
+        return -(-self.ranks // self.hosts) > known.cores
 
 
 def shape_of(count: ModelCount) -> tuple[tuple[int, int], ...]:
@@ -47,12 +85,19 @@ def shape_of(count: ModelCount) -> tuple[tuple[int, int], ...]:
 
 def write_calibration(path: Path, found: Calibration) -> None:
     """Write it in one piece, in the place of what is there."""
-    told = {"format": f"{_FORMAT}{_VERSION}", **asdict(found)}
+    measured = found.prices.measured
+    assert measured is not None, "what is written was measured"
+    told: dict[str, Any] = {"format": f"{_FORMAT}{_VERSION}"}
+    told |= {name: getattr(found, name) for name in _ALWAYS}
     told["model"] = [list(each) for each in found.model]
     told["layers"] = [dict(each._asdict()) for each in found.layers]
+    told["optimizer"], told["cores"] = measured.optimizer, measured.cores
+    told["prices"] = told_prices(found.prices)
+    told["links"] = {name: told_link(getattr(found, name)) for name in _LINKS}
+    told["notes"] = list(found.notes)
     aside = path.with_name(f"{path.name}.{os.getpid()}.part")
     aside.write_text(
-        "# What layers took in this run, for plan.calibration\n"
+        "# What layers, transfers, sums and all else of a step took, for plan.calibration\n"
         + yaml.safe_dump(told, sort_keys=False),
         "utf-8",
     )
@@ -69,32 +114,49 @@ def read_calibration(path: str | Path) -> Calibration:
             f"plan.calibration: {path} is not readable, expected what a run wrote, got {error}; "
             f"{remedy or _REMEDY}"
         ) from None
-    names = [*Calibration.__dataclass_fields__]
-    file = _File(path)
+    file = _Reader(f"plan.calibration: {path}", _REMEDY)
     if not isinstance(read, Mapping) or not str(read.get("format", "")).startswith(_FORMAT):
         file.refuse("format", f"{_FORMAT}{_VERSION}", _shown(read))
-    if read["format"] not in (f"{_FORMAT}{_OLDER}", f"{_FORMAT}{_VERSION}"):
+    known = {f"{_FORMAT}{number}": number for number in range(1, _VERSION + 1)}
+    version = known.get(str(read["format"]))
+    if version is None:
         file.refuse("format", f"version {_VERSION}", f"{read['format']}, of another version")
-    if set(read) != {"format", *names}:
-        file.refuse("top", f"the keys format, {', '.join(names)}", ", ".join(map(str, read)))
-    parts = _OLDER_PARTS if read["format"] == f"{_FORMAT}{_OLDER}" else _PARTS
-    versions = read["versions"]
+    top = file.keys(read, "", "format", *_ALWAYS, *(_BESIDE if version > _LAYERS_ALONE else ()))
+    parts = _OLDER_PARTS if version == _FORWARDS_ALIKE else _PARTS
+    versions = top["versions"]
     if not isinstance(versions, Mapping):
         file.refuse("versions", "names with versions", versions)
-    model, layers = file.rows(read, "model"), file.rows(read, "layers")
+    model, layers = file.rows(top, "model"), file.rows(top, "layers")
     if len(model) != len(layers) or not layers:
         file.refuse("layers", f"as many as in model, {len(model)}", len(layers))
-    device, name = file.text(read, "device"), file.text(read, "device_name")
-    return Calibration(
+    device, name = file.text(top, "device"), file.text(top, "device_name")
+    found = Calibration(
         device=device,
         device_name="" if name == device else name,  # CPUs had no names once
-        precision=file.text(read, "precision"),
-        hosts=file.whole(read["hosts"], "hosts"),
-        ranks=file.whole(read["ranks"], "ranks"),
-        input_bytes=file.whole(read["input_bytes"], "input_bytes"),
+        precision=file.text(top, "precision"),
+        hosts=file.whole(top["hosts"], "hosts"),
+        ranks=file.whole(top["ranks"], "ranks"),
+        input_bytes=file.whole(top["input_bytes"], "input_bytes"),
         versions={str(name): str(each) for name, each in versions.items()},
         model=tuple(file.pair(each, f"model[{at}]") for at, each in enumerate(model)),
         layers=tuple(file.times(each, f"layers[{at}]", parts) for at, each in enumerate(layers)),
+    )
+    if version <= _LAYERS_ALONE:
+        return replace(found, notes=(f"{read['format']}: of an older version, of layers alone",))
+    links = file.keys(top["links"], "links", *_LINKS)
+    measured = Measured(
+        device,
+        found.device_name,
+        file.cores(top["cores"], "cores"),
+        found.precision,
+        file.text(top, "optimizer"),
+    )
+    return replace(
+        found,
+        prices=file.prices(top["prices"], "prices", measured),
+        within=file.link(links["within"], "links.within"),
+        between=file.link(links["between"], "links.between"),
+        notes=tuple(map(str, file.rows(top, "notes"))),
     )
 
 
@@ -141,17 +203,8 @@ def _shown(read: object) -> object:
     return read.get("format") if isinstance(read, Mapping) else type(read).__name__
 
 
-class _File:
-    """Reads parts of a file; refuses what is not as it should be, by its key."""
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = path
-
-    def refuse(self, key: str, expected: str, got: object) -> NoReturn:
-        """Raise for one key."""
-        raise ConfigError(
-            f"plan.calibration: {self.path}: {key}, expected {expected}, got {got!r}; {_REMEDY}"
-        )
+class _Reader(Reader):
+    """Reads parts of a calibration; refuses what is not as it should be, by its key."""
 
     def text(self, read: Mapping[str, Any], name: str) -> str:
         """Return a text."""

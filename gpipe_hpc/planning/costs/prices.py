@@ -78,6 +78,7 @@ _COMPUTE: Final = (
     "weight_gradient",
     "recompute",
 )
+_PARTS: Final = ("action_s", "step_s", "send", "sum", "update", "norm")
 _LINK: Final = ("latency_s", "bandwidth_bytes_per_s")
 
 
@@ -95,16 +96,7 @@ def write_prices(path: str | Path, prices: Prices) -> None:
     Raises ConfigError where nothing can be written.
     """
     assert prices.measured is not None, "prices that are written were measured"
-    told = {
-        "format": _FORMAT,
-        "measured": prices.measured._asdict(),
-        "action_s": prices.action_s,
-        "step_s": prices.step_s,
-        "send": dict(zip(_LINK, (prices.send.latency, prices.send.bandwidth), strict=True)),
-        "sum": dict(zip(_LINK, (prices.summing.latency, prices.summing.bandwidth), strict=True)),
-        "update": prices.update._asdict(),
-        "norm": prices.norm._asdict(),
-    }
+    told = {"format": _FORMAT, "measured": prices.measured._asdict(), **told_prices(prices)}
     path = Path(path)
     aside = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -122,6 +114,23 @@ def write_prices(path: str | Path, prices: Prices) -> None:
         ) from None
 
 
+def told_prices(prices: Prices) -> dict[str, Any]:
+    """Return prices as files have them, without what they were measured on."""
+    return {
+        "action_s": prices.action_s,
+        "step_s": prices.step_s,
+        "send": told_link(prices.send),
+        "sum": told_link(prices.summing),
+        "update": prices.update._asdict(),
+        "norm": prices.norm._asdict(),
+    }
+
+
+def told_link(link: Link) -> dict[str, float]:
+    """Return a link as files have it."""
+    return dict(zip(_LINK, (link.latency, link.bandwidth), strict=True))
+
+
 def read_prices(path: str | Path) -> Prices:
     """Read what `write_prices` wrote; ConfigError, which names file and key, for anything else."""
     try:
@@ -131,10 +140,8 @@ def read_prices(path: str | Path) -> Prices:
             f"{path}: not readable, expected prices that a preflight wrote, got {error}; correct "
             f"the path, or {_REMEDY}"
         ) from None
-    file = _File(path)
-    top = file.keys(
-        read, "", "format", "measured", "action_s", "step_s", "send", "sum", "update", "norm"
-    )
+    file = Reader(str(path), _REMEDY)
+    top = file.keys(read, "", "format", "measured", *_PARTS)
     if top["format"] != _FORMAT:
         file.refuse("format", repr(_FORMAT), top["format"])
     own = file.keys(top["measured"], "measured", *Measured._fields)
@@ -142,18 +149,8 @@ def read_prices(path: str | Path) -> Prices:
     for name, text in texts.items():
         if not isinstance(text, str):
             file.refuse(f"measured.{name}", "a text", text)
-    cores = own["cores"]
-    if isinstance(cores, bool) or not isinstance(cores, int) or cores < 1:
-        file.refuse("measured.cores", "a whole number from 1 up", cores)
-    return Prices(
-        file.seconds(top["action_s"], "action_s"),
-        file.link(top["send"], "send"),
-        file.link(top["sum"], "sum"),
-        file.over(top["update"], "update"),
-        file.over(top["norm"], "norm"),
-        file.seconds(top["step_s"], "step_s"),
-        Measured(**texts, cores=cores),
-    )
+    measured = Measured(**texts, cores=file.cores(own["cores"], "measured.cores"))
+    return file.prices({name: top[name] for name in _PARTS}, "", measured)
 
 
 def check_prices(
@@ -182,17 +179,39 @@ def check_prices(
     return doubts_of_device("plan.prices", path, device, known.name, name, _OTHER)
 
 
-class _File:
-    """Reads parts of a file; refuses what is not as it should be, by its key."""
+class Reader:
+    """Reads parts of a file; refuses what is not as it should be, by its key.
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = path
+    `where`: what a message begins with, the file's path in it.
+    """
+
+    def __init__(self, where: str, remedy: str) -> None:
+        self._where, self._remedy = where, remedy
 
     def refuse(self, key: str, expected: str, got: object) -> NoReturn:
         """Raise for one key."""
         raise ConfigError(
-            f"{self.path}: {key or 'top'}, expected {expected}, got {got!r}; {_REMEDY}"
+            f"{self._where}: {key or 'top'}, expected {expected}, got {got!r}; {self._remedy}"
         )
+
+    def prices(self, value: object, key: str, measured: Measured) -> Prices:
+        """Return prices that were measured on something."""
+        found, at = self.keys(value, key, *_PARTS), f"{key}." if key else ""
+        return Prices(
+            self.seconds(found["action_s"], f"{at}action_s"),
+            self.link(found["send"], f"{at}send"),
+            self.link(found["sum"], f"{at}sum"),
+            self.over(found["update"], f"{at}update"),
+            self.over(found["norm"], f"{at}norm"),
+            self.seconds(found["step_s"], f"{at}step_s"),
+            measured,
+        )
+
+    def cores(self, value: object, key: str) -> int:
+        """Return a number of cores."""
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            self.refuse(key, "a whole number from 1 up", value)
+        return value
 
     def keys(self, value: object, key: str, *names: str) -> Mapping[str, Any]:
         """Return what has these keys and no others."""

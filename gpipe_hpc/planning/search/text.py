@@ -114,12 +114,11 @@ def table_text(ranking: Ranking, base: Request, batch_size: int, most: int) -> s
     return "\n".join(found)
 
 
-def notes_text(ground: Ground, *, is_measured: bool) -> str:
-    """Say what the figures stand on."""
+def notes_text(ground: Ground, layers: str, prices: str) -> str:
+    """Say what the figures stand on: where `layers` are from, and the setting that has `prices`."""
     rest = "all else free: reading data, the optimizer's step, kernels that share a device"
     if ground.machine.prices.measured is not None:
-        rest = "what a step takes beside them as plan.prices says; reading data is free"
-    layers = "measured here" if is_measured else "counted"
+        rest = f"what a step takes beside them as {prices} says; reading data is free"
     lines = [_NOTES.format(layers=layers, rest=rest)]
     crowd = ground.machine.crowd
     return "\n".join(lines if crowd is None or not crowd.is_full else [*lines, f"{crowd}."])

@@ -28,7 +28,8 @@ _NOTES_WITH_TIME: Final = (
     "Counted, not measured: activations that autograd keeps; workspace: what layers take as they "
     "run, gradients on their way, a receive buffer posted ahead. Not counted: what kernels and "
     "libraries take for themselves. The bubble is of counted FLOPs, without transfers. The step "
-    "time has what plan.links and plan.prices tell; what they do not tell takes no time in it."
+    "time has what plan.links, plan.prices and plan.calibration tell; what they do not tell takes "
+    "no time in it."
 )
 
 
@@ -38,7 +39,8 @@ class Assumptions:
 
     `limits`: the bytes that each rank may fill. `recompute`: as it was asked for; `can_cut`:
     whether micro-batches have several samples; `others`: what other settings would need, in words,
-    where these do not fit. `step`: its seconds, from layers that were counted or `measured`.
+    where these do not fit. `step`: its seconds. `measured`: where the times of its
+    layers are from, empty where they are counted.
     """
 
     flops_per_s: float | None = None
@@ -47,7 +49,7 @@ class Assumptions:
     can_cut: bool = True
     others: str = ""
     step: StepTime | None = None
-    measured: bool = False
+    measured: str = ""
 
     def fit(self, ranks: Sequence[RankForecast]) -> list[bool]:
         """Say of each rank whether it stays within its memory, if that is known."""
@@ -186,8 +188,8 @@ def step_text(found: Forecast, schedule: Schedule, assumptions: Assumptions) -> 
 
 def _seconds_text(step: StepTime, assumptions: Assumptions) -> str:
     """Return the seconds of a step, and what they stand on."""
-    basis = "layers measured here"
-    if not assumptions.measured:
+    basis = assumptions.measured
+    if not basis:
         rate = assumptions.flops_per_s
         basis = "counted layers" if rate is None else f"{flops_text(rate)}/s a rank"
     first, *rest = step.text().splitlines()

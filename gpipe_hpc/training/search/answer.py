@@ -49,7 +49,8 @@ def compared_on(config: Config, words: Sequence[str], came: Came) -> Answer:
 def _ranked(searches: Sequence[Searching]) -> Answer:
     config = searches[0].config
     num_ranks = searches[0].num_ranks()
-    heads = [f"Warning: {doubt}" for doubt in searches[0].doubts]
+    heads = ["\n".join(f"Warning: {doubt}" for doubt in searches[0].doubts)]
+    heads = [*filter(None, heads)]
     if num_ranks is None:
         fewest = _fewest(searches)
         num_ranks = fewest.num_ranks
@@ -80,7 +81,7 @@ def _answer(searches: Sequence[Searching], num_ranks: int, heads: Sequence[str])
     ranking = merged([search(*each) for each in zip(spaces, grounds, strict=True)])
     choices = Choices.of(space.base, space.fixed, len(ground.machine.cluster.hosts))
     num_ways = len(list(choices.all()))
-    machine = machine_text(ground, space.base)
+    machine = "\n".join([machine_text(ground, space.base), *searches[0].notes])
     if space.precision is not None:
         machine = f"{machine}\n{precisions_text(zip(spaces, grounds, strict=True))}"
     parts = [*heads, machine, counts_text(ranking, num_ways)]
@@ -88,8 +89,20 @@ def _answer(searches: Sequence[Searching], num_ranks: int, heads: Sequence[str])
         parts.append(_lacking_text(searches, ranking, num_ranks))
         return Answer(None, "\n\n".join(parts), ranking)
     parts.append(table_text(ranking, space.base, config.train.batch_size, config.plan.shown))
-    parts.append(notes_text(ground, is_measured=config.plan.costs == MEASURED_COSTS))
+    parts.append(notes_text(ground, _layers_as(searches[0]), _rest_as(config)))
     return Answer(ranking.trials[0], "\n\n".join(parts), ranking)
+
+
+def _layers_as(searching: Searching) -> str:
+    """Say where the times of layers are from."""
+    if searching.notes:
+        return "a run measured them (plan.calibration)"
+    return "measured here" if searching.config.plan.costs == MEASURED_COSTS else "counted"
+
+
+def _rest_as(config: Config) -> str:
+    """Return the setting that the times of all else of a step are from, if they are known."""
+    return "plan.calibration" if config.plan.prices is None else "plan.prices"
 
 
 def _unfactored(space: Space) -> ConfigError:

@@ -5,21 +5,24 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from gpipe_hpc.comm.device import Device, device_to_come
+from gpipe_hpc.comm.device import Device, device_to_come, name_here
 from gpipe_hpc.config import Config, bind_loss, build_target
 from gpipe_hpc.config.outer import outer_of
 from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.config.schema import MEASURED_COSTS
+from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.models import Layer, loss_function, normalise_layers
 from gpipe_hpc.planning import Counted, Example, Gauge, Measured
 from gpipe_hpc.planning.advice import Known
 from gpipe_hpc.planning.cluster_file import read_cluster
+from gpipe_hpc.planning.costs.calibration import check_calibration, read_calibration
 from gpipe_hpc.planning.costs.gauges import MEASURED, LayerTimes
 from gpipe_hpc.planning.costs.rates import Rates
 from gpipe_hpc.planning.search.candidates import Space
 from gpipe_hpc.planning.search.fewest import Fewest, fewest_ranks
 from gpipe_hpc.planning.search.ground import Ground
-from gpipe_hpc.planning.search.machine import FREE
+from gpipe_hpc.planning.search.machine import FREE, Machine
+from gpipe_hpc.planning.search.scaling import Scaling
 from gpipe_hpc.schedule import Cluster
 from gpipe_hpc.training.asking import request_of
 from gpipe_hpc.training.data.shapes import microbatch
@@ -28,6 +31,7 @@ from gpipe_hpc.training.machines import (
     cluster_of,
     doubts_of_prices,
     machine_of,
+    notes_of_calibration,
     rates_of,
     with_values,
 )
@@ -74,7 +78,8 @@ class Came(NamedTuple):
 class Searching:
     """What a search is of: the settings, those that stay, the model, and what ranks are.
 
-    `doubts`: of the files that say what ranks are.
+    `doubts`: of the files that say what ranks are. `notes`: what the times of layers are scaled
+    from, and what that does not tell; nothing where they are counted or measured.
     """
 
     config: Config
@@ -82,6 +87,7 @@ class Searching:
     ground: Ground
     came: Came | None = None
     doubts: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
     @classmethod
     def of(cls, config: Config, words: Sequence[str], came: Came | None = None) -> "Searching":
@@ -93,20 +99,29 @@ class Searching:
         _refuse_what_is_no_search(config, fixed)
         model = normalise_layers(build_target("model", config.model))
         device = device_to_come(config.train.device)
-        is_measured = config.plan.costs == MEASURED_COSTS
-        machine = machine_of(
-            config,
-            device,
-            cluster_of(config, 1),
-            came.rates if came else Rates.alike(1.0) if is_measured else rates_of(config, device),
-            _host_copies(config, came),
-        )
-        gauge_of: Callable[[int], Gauge] = _counting(config, model, device)
-        if is_measured:
-            gauge_of = _measuring(config, _counting(config, model, device), came)
+        counted = _counting(config, model, device)
+        scaling, doubts = _scaling(config, counted, device)
+        is_measured = config.plan.costs == MEASURED_COSTS and scaling is None
+        if came is not None:
+            rates = came.rates
+        elif is_measured:
+            rates = Rates.alike(1.0)
+        elif scaling is not None and config.plan.flops_per_s is None and device.is_accelerator:
+            rates = scaling.rates  # of an accelerator that may not be here
+        else:
+            rates = rates_of(config, device)
+        copies = _host_copies(config, came)
+        machine = machine_of(config, device, cluster_of(config, 1), rates, copies)
+        gauge_of: Callable[[int], Gauge] = counted
+        if scaling is not None:
+            gauge_of = _scaled(scaling, machine, counted, came)
+        elif is_measured:
+            gauge_of = _measuring(config, counted, came)
         policy = config.pipeline.partition
         ground = Ground(machine, model, gauge_of, config.train.batch_size, policy)
-        return cls(config, fixed, ground, came, doubts_of_prices(config, device))
+        doubts = [*doubts, *doubts_of_prices(config, device)]
+        notes = () if scaling is None else (scaling.text(), *notes_of_calibration(config))
+        return cls(config, fixed, ground, came, doubts, notes)
 
     @classmethod
     def in_each_precision(
@@ -200,13 +215,6 @@ def _compares_replicas(config: Config) -> bool:
 
 def _refuse_what_is_no_search(config: Config, fixed: frozenset[str]) -> None:
     pipeline = config.pipeline
-    if config.plan.calibration is not None:
-        raise refuse(
-            "plan.calibration",
-            "null in a search, whose layouts have micro-batches of many sizes",
-            config.plan.calibration,
-            "leave it out, or plan.search and pipeline.layout=auto",
-        )
     if isinstance(pipeline.partition, list):
         raise refuse(
             "pipeline.partition",
@@ -265,6 +273,40 @@ def _measured(config: Config, counts: Counted) -> Gauge:
     assert counts.example is not None, "a search makes one"
     keep_memory(config)
     return Measured(replace(counts, example=with_values(counts.example, config)))
+
+
+def _scaling(
+    config: Config, counted: Callable[[int], Counted], device: Device
+) -> tuple[Scaling | None, list[str]]:
+    """Return what plan.calibration says of layers, and doubts; ConfigError for another model."""
+    path = config.plan.calibration
+    if path is None:
+        return None, []
+    found, sample_bytes = read_calibration(path), sum(counted(1).count.inputs.tensors)
+    samples, rest = divmod(found.input_bytes, sample_bytes)
+    if rest or not samples:
+        raise ConfigError(
+            f"plan.calibration: {path} is of another micro-batch, expected inputs of a multiple of "
+            f"{sample_bytes} bytes, got {found.input_bytes}; give that of a run of these settings, "
+            f"or leave plan.calibration out"
+        )
+    gauge = counted(samples)
+    precision = config.train.precision
+    doubts = check_calibration(
+        found, path, gauge.count, device=device.type, name=name_here(device), precision=precision
+    )
+    return Scaling(found, path, samples, gauge), doubts
+
+
+def _scaled(
+    scaling: Scaling, machine: Machine, counted: Callable[[int], Counted], came: Came | None
+) -> Callable[[int], Gauge]:
+    """Return what scales a run's times to a micro-batch of so many samples.
+
+    Where ranks came, they were those of rank 0: times are those of the fastest.
+    """
+    pace = came.paces[0] if came is not None and came.paces else 1.0
+    return lambda num_samples: scaling.scaled(counted(num_samples), machine, pace)
 
 
 def _measuring(

@@ -130,13 +130,14 @@ class Reporter:
                 log.info("%s", summary_text(summary))
                 self._keep_traces(traced)
                 write_summary(self._session.run_folder, summary)
-                self._calibrate(found, ranks)
+                self._calibrate(traced, found, ranks)
 
-    def _calibrate(self, traced: Traced | None, ranks: Sequence[RankFigures]) -> None:
-        session = self._session
-        if traced is not None and session.foreseen is not None:
-            measured = traced.replicas[self._pipe.layout.portions.fullest]
-            calibrate(session.run_folder, self._pipe, session.foreseen, measured, ranks)
+    def _calibrate(
+        self, traced: Sequence[TracedStep], typical: Traced | None, ranks: Sequence[RankFigures]
+    ) -> None:
+        if typical is not None:
+            steps = [timelines_of(each, self._tables) for each in traced]
+            calibrate(self._session, self.ledger, steps, typical.replicas, ranks)
 
     def fail(self, error: BaseException) -> None:
         """Write on rank 0 what it knows by itself of a run that failed; whatever that meets, stays.

@@ -110,7 +110,7 @@ def test_without_ranks_the_least_number_is_found():
         (["plan.ranks=3", "plan.hosts=2"], "take 2 or 4 ranks"),
         (["plan.ranks=37", "train.batch_size=4"], "37 ranks cannot be factored"),
         (["plan.ranks=4", "pipeline.partition=[3,2]"], "pipeline.partition"),
-        (["plan.ranks=4", "plan.calibration=x.yaml"], "plan.calibration, expected null"),
+        (["plan.ranks=4", "plan.calibration=x.yaml"], "plan.calibration: x.yaml is not readable"),
         (["plan.ranks=4", "train.device=cuda", "plan.flops_per_s=null"], "plan.flops_per_s"),
         (["pipeline.memory_bytes=[1MB,2MB]"], "set plan.ranks"),
         (["pipeline.memory_bytes=10kB"], "one layer alone"),
