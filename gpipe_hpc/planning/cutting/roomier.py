@@ -3,16 +3,19 @@
 from collections.abc import Sequence
 from functools import cache, partial
 
+import numpy as np
+
 from gpipe_hpc.errors import GpipeError
 from gpipe_hpc.planning.budget.fitting import Moment, moments_of
+from gpipe_hpc.planning.budget.one_stage import stage_choices
 from gpipe_hpc.planning.costs.counted import ModelCount
 from gpipe_hpc.planning.costs.gauges import Gauge
 from gpipe_hpc.planning.cutting.partition import Partition
-from gpipe_hpc.planning.cutting.uneven import cut_where
+from gpipe_hpc.planning.cutting.uneven import Room, cut_where
 from gpipe_hpc.planning.forecast import held_bytes, lasting_bytes
 from gpipe_hpc.planning.memory.by_rank import excess_bytes, memory_limits
 from gpipe_hpc.planning.request import Request
-from gpipe_hpc.planning.stages import StageCount, count_span
+from gpipe_hpc.planning.stages import count_span
 from gpipe_hpc.planning.tables import dressed
 from gpipe_hpc.schedule import Schedule
 
@@ -37,8 +40,8 @@ def roomier_cut(
     """Return the fastest cut with which all ranks stay within their memory; None: there is none.
 
     Exact for what a `table` of this order holds, by dynamic programming: of all cuts that fit, one
-    whose slowest stage is as fast as can be. With recompute ``budget`` each rank recomputes all,
-    which is the least that it can do with. None also where this is not looked for: a cut by hand,
+    whose slowest stage is as fast as can be. With recompute ``budget`` each rank recomputes what
+    leaves it most room. None also where this is not looked for: a cut by hand,
     several stages a rank or ranks a stage, offload, states divided over replicas, layers that
     cannot be counted.
     """
@@ -53,39 +56,72 @@ def roomier_cut(
         model = gauge.count
     except GpipeError:
         return None
-    recompute = "except_last" if request.recompute == "budget" else request.recompute
+    chooses = request.recompute == "budget"
+    recompute = "except_last" if chooses else request.recompute
     rows = dressed(table, recompute, offload=False).ranks
     (route,) = placement.routes
     moments = [moments_of(rows[rank]) for rank in route]
-    span = cache(partial(_span, model, request))
+    span = cache(partial(_Span, model, request))
 
     def fits(stage: int, start: int, stop: int) -> bool:
-        return span(start, stop).needs(moments[stage], stage) <= limits[route[stage]]
+        own, each = span(start, stop), moments[stage]
+        room = limits[route[stage]] - own.workspace_bytes
+        if own.bytes(each) <= room or not chooses:
+            return own.bytes(each) <= room
+        return own.at_least_bytes(each) <= room and own.least_bytes(each) <= room
+
+    def is_spent(stage: int, start: int, stop: int) -> bool:
+        # With more layers all of this grows. The workspace may shrink: with it what leaves.
+        own, each = span(start, stop), moments[stage]
+        return (own.at_least_bytes(each) if chooses else own.bytes(each)) > limits[route[stage]]
 
     paces = partition.paces or (1.0,) * placement.num_stages
-    counts = cut_where(partition.costs, paces, fits)
+    counts = cut_where(partition.costs, paces, Room(fits, is_spent))
     return None if counts is None else partition._replace(counts=tuple(counts))
 
 
 class _Span:
     """Some layers as a stage: what they hold all the time, to run, and of a micro-batch."""
 
-    def __init__(self, lasting: int, stage: StageCount) -> None:
-        lives = stage.lives(stage.layers)
-        self._lasting = lasting + stage.workspace_bytes
-        self._whole = stage.activation_bytes
-        self._kept, self._full = lives.kept, lives.full
+    def __init__(self, model: ModelCount, request: Request, start: int, stop: int) -> None:
+        self._lasting = lasting_bytes(model, range(start, stop), request.kept_states)
+        self._stage = count_span(model, start, stop)
+        self._whole = self._stage.activation_bytes
+        self._all_again = self._stage.lives(self._stage.layers)
+        self.workspace_bytes = self._stage.workspace_bytes
 
-    def needs(self, moments: Sequence[Moment], stage: int) -> int:
-        """Return the bytes that a rank needs for them at its fullest."""
+    def bytes(self, moments: Sequence[Moment], less: int = 0) -> int:
+        """Return what a rank of these moments holds for them; all that can be is recomputed.
+
+        `less`: by how much less is counted of each micro-batch that is to be, or was.
+        """
+        kept, full = self._all_again
         return self._lasting + max(
-            self._whole * each.whole[stage]
-            + self._kept * each.kept[stage]
-            + self._full * each.full[stage]
-            for each in moments
+            self._whole * whole + (kept - less) * num_kept + (full - less) * num_full
+            for whole, num_kept, num_full in map(_numbers, moments)
         )
 
+    def at_least_bytes(self, moments: Sequence[Moment]) -> int:
+        """Return what it holds at least, whatever is recomputed.
 
-def _span(model: ModelCount, request: Request, start: int, stop: int) -> _Span:
-    lasting = lasting_bytes(model, range(start, stop), request.kept_states)
-    return _Span(lasting, count_span(model, start, stop))
+        To recompute less than all saves nothing but what a run starts from and nobody else keeps.
+        """
+        storages = self._stage.storages
+        return self.bytes(moments, storages.nbytes(storages.layers[0].given - storages.held))
+
+    def least_bytes(self, moments: Sequence[Moment]) -> int:
+        """Return what it holds where those layers are recomputed for which that is least."""
+        numbers = [*map(_numbers, moments)]
+        weights = {(kept, full) for _, kept, full in numbers if kept or full} or {(1, 0)}
+        # For nothing: of choices that cost the same those that keep least are left.
+        choices = stage_choices(self._stage.storages, [0] * len(self._stage.layers), weights)
+        held = [
+            self._whole * whole + choices.kept_bytes * kept + choices.full_bytes * full
+            for whole, kept, full in numbers
+        ]
+        return self._lasting + int(np.max(held, axis=0).min())
+
+
+def _numbers(moment: Moment) -> tuple[int, int, int]:
+    """Return how many micro-batches of a rank's only stage are whole, to be recomputed, and are."""
+    return sum(moment.whole.values()), sum(moment.kept.values()), sum(moment.full.values())

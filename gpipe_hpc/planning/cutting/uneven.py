@@ -59,16 +59,29 @@ def cut_for_paces(costs: Sequence[float], paces: Sequence[float]) -> list[int]:
     return _best_of_paces(prefix, weights, limit, _plus_square)[1]
 
 
-Fits = Callable[[int, int, int], bool]
-"""Whether a stage, by its number, may have the layers from a start to ahead of an end."""
+Asked = Callable[[int, int, int], bool]
+"""Says something of a stage, by its number, with the layers from a start to ahead of an end."""
 
+
+class Room(NamedTuple):
+    """Which layers there is room for in each stage.
+
+    `fits`: whether it may have them; with more layers behind them it may fit again. `is_spent`:
+    whether it may have neither them nor them with any more behind; asked of what does not fit.
+    """
+
+    fits: Asked
+    is_spent: Asked
+
+
+ROOM_FOR_ALL: Final = Room(lambda *_: True, lambda *_: False)
 _WIDER: Final = (1.0, 1.25, 1.5, 2.0, 4.0)  # times the bottleneck of a cut that need not fit
 
 
-def cut_where(costs: Sequence[float], paces: Sequence[float], fits: Fits) -> list[int] | None:
+def cut_where(costs: Sequence[float], paces: Sequence[float], room: Room) -> list[int] | None:
     """Return the cut as `cut_for_paces` does, of those whose stages all fit; None: there is none.
 
-    What fits with more layers behind it fits without them.
+    Exact, whatever fits.
     """
     prefix, weights = [0, *accumulate(integers(costs))], integers(paces)
     ends = [0, *accumulate(cut_for_paces(costs, paces))]
@@ -78,9 +91,9 @@ def cut_where(costs: Sequence[float], paces: Sequence[float], fits: Fits) -> lis
     )
     # Few cuts are looked at first: to ask whether a stage fits takes long.
     for limit in (*(int(wider * least) for wider in _WIDER), prefix[-1] * max(weights)):
-        found = _best_where(prefix, weights, limit, max, fits)
+        found = _best_where(prefix, weights, limit, max, room)
         if found is not None:
-            evenest = _best_where(prefix, weights, found[0], _plus_square, fits)
+            evenest = _best_where(prefix, weights, found[0], _plus_square, room)
             assert evenest is not None, "one was just found"
             return evenest[1]
     return None
@@ -90,7 +103,7 @@ def _best_of_paces(
     prefix: list[int], weights: Sequence[int], limit: int, plus: Callable[[int, int], int]
 ) -> tuple[int, list[int]]:
     """Return the least price, and its cut, of those in which no stage takes more than a limit."""
-    found = _best_where(prefix, weights, limit, plus, lambda *_: True)
+    found = _best_where(prefix, weights, limit, plus, ROOM_FOR_ALL)
     assert found is not None, "the limit is that of some cut"
     return found
 
@@ -100,7 +113,7 @@ def _best_where(
     weights: Sequence[int],
     limit: int,
     plus: Callable[[int, int], int],
-    fits: Fits,
+    room: Room,
 ) -> tuple[int, list[int]] | None:
     """Return the same of those whose stages fit; None if there are none."""
     num_layers = len(prefix) - 1
@@ -111,10 +124,14 @@ def _best_where(
         here: dict[int, int] = {}
         came: dict[int, int] = {}
         for start, price in best.items():
-            for end in range(start + 1, num_layers - left + 1):
+            for end in range(start + 1 if left else num_layers, num_layers - left + 1):
                 took = (prefix[end] - prefix[start]) * weight
-                if took > limit or not fits(stage, start, end):
+                if took > limit:
                     break
+                if not room.fits(stage, start, end):
+                    if room.is_spent(stage, start, end):
+                        break
+                    continue
                 total = plus(price, took)
                 if end not in here or total < here[end]:
                     here[end], came[end] = total, start

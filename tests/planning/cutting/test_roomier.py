@@ -11,12 +11,18 @@ from torch import nn
 
 from gpipe_hpc.comm.device import device_to_come
 from gpipe_hpc.errors import PartitionError
-from gpipe_hpc.models import normalise_layers
+from gpipe_hpc.models import LayerSpec, normalise_layers
 from gpipe_hpc.planning import Counted, Example, Request, lay_out
-from gpipe_hpc.planning.cutting.uneven import cut_where
+from gpipe_hpc.planning.budget.fitting import choose_recompute
+from gpipe_hpc.planning.cutting.partition import Partition
+from gpipe_hpc.planning.cutting.roomier import roomier_cut
+from gpipe_hpc.planning.cutting.uneven import Room, cut_where
 from gpipe_hpc.planning.forecast import held_bytes, lasting_bytes, rank_states
+from gpipe_hpc.planning.layout import cut
 from gpipe_hpc.planning.memory.by_rank import excess_bytes
+from gpipe_hpc.planning.ordering import table_of
 from gpipe_hpc.planning.stages import count_span, count_stages
+from gpipe_hpc.planning.tables import dressed
 from gpipe_hpc.schedule.table.placements import looped
 from tests.support import mean_square
 
@@ -25,9 +31,9 @@ LAYERS = [layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.Tanh())]
 ASKED = Request(stages=3, microbatches=6, partition="time", schedule="one_f_one_b")
 
 
-def counted(layers=LAYERS):
-    batch = torch.empty(16, 32, device="meta")
-    example = Example(batch, batch, mean_square, 0, device_to_come("cpu"))
+def counted(layers=LAYERS, width=32):
+    batch, targets = (torch.empty(16, each, device="meta") for each in (width, 32))
+    example = Example(batch, targets, mean_square, 0, device_to_come("cpu"))
     return Counted(normalise_layers(layers), example)
 
 
@@ -74,7 +80,8 @@ def test_no_cut_that_fits_is_faster(costs, most, paces):
         pairs = zip(pairwise(ends), paces, strict=True)
         return max(sum(costs[a:b]) * pace for (a, b), pace in pairs)
 
-    found = cut_where(costs, paces, lambda stage, start, end: end - start <= most[stage])
+    fits = Room(lambda stage, start, end: end - start <= most[stage], lambda *_: True)
+    found = cut_where(costs, paces, fits)
     assert (found is None) == (not fitting)
     if found is not None:
         assert found in fitting and took(found) == min(map(took, fitting))
@@ -137,3 +144,177 @@ def test_a_cut_by_hand_stays_and_layers_that_cannot_be_counted_are_cut_by_time()
     blind = Counted(GAUGE.layers, None)
     uniform = replace(ASKED, partition="uniform", memory_bytes=1000)
     assert lay_out(uniform, blind).partition.counts == (4, 4, 4)
+
+
+class Wider(nn.Module):
+    """Make rows many times as wide."""
+
+    def __init__(self, times):
+        super().__init__()
+        self.times = times
+
+    def forward(self, x):
+        return x.repeat(1, self.times)
+
+
+class Narrower(nn.Module):
+    """Make them narrow again; keeps nothing."""
+
+    def __init__(self, times):
+        super().__init__()
+        self.times = times
+
+    def forward(self, x):
+        return x.view(len(x), self.times, -1).sum(1)
+
+
+class Stash(nn.Module):
+    """Leave something wide for a later layer."""
+
+    def __init__(self, times):
+        super().__init__()
+        self.times = times
+
+    def forward(self, x):
+        return x, x.repeat(1, self.times)
+
+
+class Pop(nn.Module):
+    """Add what was left."""
+
+    def __init__(self, times):
+        super().__init__()
+        self.times = times
+
+    def forward(self, x, left):
+        return x + left.view(len(x), self.times, -1).sum(1)
+
+
+def cuts_of(num_layers, stages):
+    return [
+        tuple(b - a for a, b in pairwise((0, *ends, num_layers)))
+        for ends in combinations(range(1, num_layers), stages - 1)
+    ]
+
+
+def needs(asked, counts, gauge):
+    """Return what ranks hold with a cut and, of a budget, whether some recomputation fits."""
+    table = table_of(asked)
+    if asked.recompute != "budget":
+        whole = dressed(table, asked.recompute, offload=False)
+        return held_bytes(gauge.count, counts, whole, asked.kept_states)
+    try:
+        choose_recompute(gauge.count, counts, table, asked.memory_bytes, asked.kept_states)
+    except PartitionError:
+        return [float("inf")] * len(counts)
+    return [0] * len(counts)
+
+
+def fastest_that_fits(asked, gauge):
+    """Return how long the slowest stage of the best of all cuts takes; None: none fits."""
+    costs = [each.forward + each.backward for each in gauge.times]
+    fitting = [
+        slowest(costs, counts)
+        for counts in cuts_of(len(costs), asked.stages)
+        if excess_bytes(needs(asked, counts, gauge), asked.memory_bytes) == 0
+    ]
+    return min(fitting, default=None)
+
+
+def hold_against_all_cuts(layers, asked, gauge=None):
+    gauge = gauge or counted(layers)
+    found = roomier_cut(asked, cut(asked, gauge), table_of(asked), gauge)
+    best = fastest_that_fits(asked, gauge)
+    assert (found is None) == (best is None)
+    if found is not None:
+        costs = [each.forward + each.backward for each in gauge.times]
+        assert excess_bytes(needs(asked, found.counts, gauge), asked.memory_bytes) == 0
+        assert slowest(costs, found.counts) == best
+
+
+def test_a_stage_that_ends_behind_a_wide_output_may_fit_if_it_ends_later():
+    """No cut was found: the search for an end stopped at the first that did not fit."""
+    narrow = [nn.Linear(32, 32) for _ in range(3)]
+    layers = [nn.Linear(32, 32), Wider(200), Narrower(200), *narrow]
+    asked = Request(stages=2, microbatches=4, recompute="never", partition="time")
+    gauge = counted(layers)
+    limit = max(needs(asked, (4, 2), gauge))
+    assert max(needs(asked, (2, 4), gauge)) > limit
+    asked = replace(asked, memory_bytes=[limit] * 2)
+    found = roomier_cut(
+        asked, Partition((2, 4), gauge_costs(gauge), "FLOPs"), table_of(asked), gauge
+    )
+    assert found is not None and found.counts in ((3, 3), (4, 2))
+    hold_against_all_cuts(layers, asked)
+
+
+def gauge_costs(gauge):
+    return tuple(each.forward + each.backward for each in gauge.times)
+
+
+def test_a_budget_need_not_recompute_a_layer_that_drops_a_wide_input():
+    """No cut was found: each rank was taken to recompute all, and so to keep that input."""
+    layers = [Narrower(100), *(nn.Linear(32, 32) for _ in range(4))]
+    asked = Request(stages=2, microbatches=4, recompute="budget", partition=[2, 3])
+    gauge = counted(layers, width=3200)
+    always, never = (
+        held_bytes(
+            gauge.count, (2, 3), dressed(table_of(asked), each, offload=False), asked.kept_states
+        )
+        for each in ("except_last", "never")
+    )
+    assert never[0] < always[0]
+    asked = replace(asked, partition="time")
+    for limit in (never[0], (never[0] + always[0]) // 2, always[0], always[0] * 2):
+        hold_against_all_cuts(layers, replace(asked, memory_bytes=[limit, always[1]]), gauge)
+
+
+@st.composite
+def models(draw):
+    """Draw layers of unequal widths, one pair of them tied, one skip over others."""
+    layers = []
+    for _ in range(draw(st.integers(3, 5))):
+        kind = draw(st.sampled_from(["linear", "wide", "tanh", "broad"]))
+        times = draw(st.sampled_from([3, 20]))
+        if kind == "linear":
+            layers.append([LayerSpec(nn.Linear, 32, 32)])
+        elif kind == "wide":
+            layers.append([LayerSpec(Wider, times), LayerSpec(Narrower, times)])
+        elif kind == "tanh":
+            layers.append([LayerSpec(nn.Tanh)])
+        else:
+            layers.append([LayerSpec(nn.Linear, 32, 96), LayerSpec(nn.Linear, 96, 32)])
+    if draw(st.booleans()):
+        tied = [LayerSpec(nn.Linear, 32, 32).tied({"weight": "shared"}) for _ in range(2)]
+        layers = [tied[:1], *layers, tied[1:]]
+    flat = [layer for block in layers for layer in block]
+    if draw(st.booleans()):
+        times = draw(st.sampled_from([1, 30]))
+        first = draw(st.sampled_from([0, len(layers[0])]))
+        flat.insert(first, LayerSpec(Stash, times).stashing("left"))
+        flat.append(LayerSpec(Pop, times).popping("left"))
+    return flat
+
+
+@given(
+    models(),
+    st.integers(2, 3),
+    st.sampled_from(["never", "always", "except_last", "budget"]),
+    st.sampled_from(["gpipe", "one_f_one_b"]),
+    st.lists(st.floats(0.4, 1.3), min_size=3, max_size=3),
+    st.randoms(use_true_random=False),
+)
+@settings(max_examples=40, deadline=None)
+def test_of_all_cuts_that_fit_one_of_the_fastest_is_found(
+    layers, stages, recompute, schedule, factors, random
+):
+    """Unequal widths, ties and skips, against what each cut holds."""
+    asked = Request(
+        stages=stages, microbatches=3, recompute=recompute, schedule=schedule, partition="time"
+    )
+    gauge = counted(layers)
+    plain = replace(asked, recompute="except_last" if recompute == "budget" else recompute)
+    some = random.choice(cuts_of(len(layers), stages))
+    pairs = zip(needs(plain, some, gauge), factors, strict=False)
+    limits = [max(1, round(factor * nbytes)) for nbytes, factor in pairs]
+    hold_against_all_cuts(layers, replace(asked, memory_bytes=limits), gauge)
