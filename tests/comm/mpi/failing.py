@@ -1,5 +1,7 @@
 """A script whose rank 2 fails in its fourth step, as its argument says."""
 
+import os
+import signal
 import sys
 
 import torch
@@ -16,5 +18,7 @@ for step in range(1, 200):
     if step == 4 and world.rank == 2:
         if sys.argv[1] == "raises":
             raise ValueError("a mistake of the user")
+        if sys.argv[1] == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
         sys.exit(3)
     pipe.step(torch.ones(8, 4), torch.ones(8, 4))

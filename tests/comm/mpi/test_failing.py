@@ -1,6 +1,7 @@
 """A rank that ends early under mpiexec: each other one says why it stops, once, and all end."""
 
 import re
+import signal
 
 import pytest
 
@@ -28,3 +29,14 @@ def test_a_rank_that_leaves_is_named_by_those_that_wait_for_it(mpiexec, reposito
     assert ended.code != 0
     assert stops(ended.output) == {"0": 1, "1": 1, "3": 1}
     assert "rank 2 has left" in ended.output
+
+
+def test_kill_9_of_a_rank_ends_all(mpiexec, repository):
+    """MPICH's launcher kills the others at once, so it is its own message that names the process.
+
+    The fixture waits until no rank has its output open any more: none outlives the launcher.
+    """
+    ended = mpiexec(4, repository / "tests/comm/mpi/failing.py", "is killed")
+    assert ended.code == signal.SIGKILL
+    assert re.search(r"PID \d+ RUNNING AT", ended.output)
+    assert "Killed (signal 9)" in ended.output and "Traceback" not in ended.output
