@@ -41,11 +41,19 @@ def test_a_run_that_is_resumed_has_the_losses_of_a_cpu(tiny, tmp_path, ranks, se
     assert losses(tmp_path / "played") == losses(tmp_path / "cpu")
 
 
-def test_a_step_more_is_a_wait_more(tiny, tmp_path):
-    """Loss, norm and times are read behind a step, in one wait for all."""
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        pytest.param(2, (), id="plain"),
+        pytest.param(2, ("train.precision=float16", "optimizer=lamb"), id="float16 and lamb"),
+        pytest.param(4, ("pipeline.replicas=2", "outer=local_sgd", "outer.every=1"), id="apart"),
+    ],
+)
+def test_a_step_more_is_a_wait_more(tiny, tmp_path, ranks, settings):
+    """Loss, norm, times, and what replicas saw, are read behind a step, in one wait for all."""
     found = []
     for steps in (3, 7):
         run = (f"train.steps={steps}", f"run.dir={tmp_path / str(steps)}", "train.clip_norm=1.0")
-        there = run_played(2, body(2, *tiny, *run))
-        found.append(len(there.devices[0].host_waits))
-    assert found[1] - found[0] <= 4, found
+        there = run_played(ranks, body(ranks, *tiny, *settings, *run))
+        found.append([len(device.host_waits) for device in there.devices])
+    assert all(more - few <= 4 for few, more in zip(*found, strict=True)), found

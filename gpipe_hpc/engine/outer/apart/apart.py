@@ -88,20 +88,18 @@ class Apart:
     def step(self, step: int) -> bool:
         """Do what is due behind step number `step`; say whether a part was averaged."""
         self._compression.begin(step, self._unit)
-        weight = self.rounds.weight(0)
-        stepped = self.rounds.step(step)
+        met = self.rounds.step(step)
         if self.rounds.leaves_first(step):
-            self._settle_buffers(weight)
-        return stepped
+            self._settle_buffers(met.weight)
+        return met.has_averaged
 
     def unite(self, step: int) -> bool:
         """Let all replicas hold the same behind step number `step`; say whether they did not."""
         self._compression.begin(step, self._unit)
-        weight, differ = self.rounds.weight(0), self.rounds.replicas_differ
-        united = self.rounds.unite()
-        if differ:
-            self._settle_buffers(weight)
-        return united
+        met = self.rounds.unite()
+        if met.has_averaged:
+            self._settle_buffers(met.weight)
+        return met.has_averaged
 
     def _settle_buffers(self, weight: float | None) -> None:
         for index, drift in self._drifts.items():

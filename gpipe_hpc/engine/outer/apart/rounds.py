@@ -26,6 +26,17 @@ class Turn(NamedTuple):
     is_plain: bool
 
 
+class Met(NamedTuple):
+    """What replicas did as they met.
+
+    `has_averaged`: parameters were averaged and stepped on. `weight`: what this replica counted
+    for where the first part left; None if it did not leave, or all saw nothing.
+    """
+
+    has_averaged: bool
+    weight: float | None
+
+
 class Rounds:
     """The outer steps of one rank.
 
@@ -61,14 +72,14 @@ class Rounds:
         self._trained |= {name for name, each in named.items() if each.requires_grad}
 
     @property
+    def _is_late(self) -> bool:
+        """Say whether an average may be under way."""
+        return self._outer.behind > 0 and not self._is_united
+
+    @property
     def replicas_differ(self) -> bool:
         """Say whether replicas may have other parameters than one another."""
-        is_late = self._outer.behind > 0 and not self._is_united
-        return is_late or any(map(self._has_gone, range(self._outer.parts)))
-
-    def _has_gone(self, part: int) -> bool:
-        """Say whether steps were trained since a part last left."""
-        return bool(self._since[part, -1] > 0)
+        return self._is_late or bool(_gone(self._device.fetch(self._since)))
 
     def is_due(self, step: int) -> bool:
         """Say whether something leaves or arrives behind step number `step`, counted from 1."""
@@ -79,9 +90,8 @@ class Rounds:
         """Say whether the first part leaves behind a step."""
         return self._leaves(0, step)
 
-    def weight(self, part: int) -> float | None:
-        """Return what this replica counts for when a part leaves; None if all saw nothing."""
-        weights = self._device.fetch(self._since[part, :-1])
+    def _weight(self, weights: torch.Tensor) -> float | None:
+        """Return what this replica counts for, of `weights`; None if all saw nothing."""
         return float(weights[self._replica]) if weights.sum() > 0 else None
 
     def _leaves(self, part: int, step: int) -> bool:
@@ -91,47 +101,52 @@ class Rounds:
     def _arrives(self, part: int, step: int) -> bool:
         return self._leaves(part, step - self._outer.behind)
 
-    def step(self, step: int) -> bool:
-        """Do what is due behind that step; say whether a part was averaged and stepped on."""
+    def step(self, step: int) -> Met:
+        """Do what is due behind that step. The host waits once, where a part leaves."""
         outer = self._outer
         arriving = [turn for turn in self._turns if self._arrives(turn.part, step)]
         leaving = [turn for turn in self._turns if self._leaves(turn.part, step)]
         if outer.behind:
             for turn in arriving:
                 turn.fragment.finish(outer.mix)
-        since = self._device.fetch(self._since) if leaving else self._since
+        # Also those of which this rank has nothing.
+        gone = [part for part in range(outer.parts) if self._leaves(part, step)]
+        since = self._device.fetch(self._since) if gone else self._since
+        weight = self._weight(since[0, :-1]) if 0 in gone else None
         for turn in leaving:
             # Of another layout, in which it was of another part.
             turn.fragment.finish(outer.mix)
             self._start(turn, since[turn.part, :-1])
-        for part in {turn.part for turn in leaving}:
+        for part in gone:
             self._since[part] = 0
         if not outer.behind:
             for turn in leaving:
                 turn.fragment.finish(0.0)
-        return bool(arriving)
+        return Met(bool(arriving), weight)
 
-    def unite(self) -> bool:
-        """Do early what is still to come, so that all replicas hold the same; say whether it was.
+    def unite(self) -> Met:
+        """Do early what is still to come, so that all replicas hold the same.
 
         Averages that are under way arrive, and each part that was trained since it left has its
         outer step now, at once.
         """
-        were_apart = self.replicas_differ
-        gone = {part for part in range(self._outer.parts) if self._has_gone(part)}
+        since = self._device.fetch(self._since)
+        gone = _gone(since)
+        if not gone and not self._is_late:
+            return Met(has_averaged=False, weight=None)
+        weight = self._weight(since[0, :-1])
         coming = [turn for turn in self._turns if turn.fragment.is_coming]
         for turn in coming:
             # Of a part that was not trained since, no replica has anything of its own to keep.
             turn.fragment.finish(self._outer.mix if turn.part in gone else 0.0)
         leaving = [turn for turn in self._turns if turn.part in gone]
-        since = self._device.fetch(self._since) if leaving else self._since
         for turn in leaving:
             self._start(turn, since[turn.part, :-1])
         self._since.zero_()
         for turn in leaving:
             turn.fragment.finish(0.0)
         self._is_united = True
-        return were_apart
+        return Met(has_averaged=True, weight=weight)
 
     def _start(self, turn: Turn, weights: torch.Tensor) -> None:
         """Let a part leave; `weights`: those of the replicas since it last left, on the host."""
@@ -167,3 +182,8 @@ class Rounds:
         else:
             self._since.zero_()
         self._is_united = not self._outer.behind
+
+
+def _gone(since: torch.Tensor) -> set[int]:
+    """Return which parts were trained since they last left; `since` lies on the host."""
+    return {part for part, num_steps in enumerate(since[:, -1].tolist()) if num_steps > 0}

@@ -5,6 +5,9 @@ import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.comm.device import HostDevice
+from gpipe_hpc.engine.outer.apart.rounds import Met, Rounds
+from gpipe_hpc.engine.outer.settings import Outer
 from gpipe_hpc.errors import ConfigError, PeerError
 from gpipe_hpc.schedule import Op
 from tests.support import batches, largest, product, square_sum
@@ -449,3 +452,15 @@ def test_replicas_with_unequal_numbers_of_micro_batches_count_by_them():
 def test_parameters_are_averaged_by_every_way_to_sum(how):
     data = batches(3, ROWS, WIDTH)
     assert_near(run(4, TOGETHER | how, data, 1), run(4, {}, data, 1))
+
+
+def test_a_rank_without_anything_of_a_part_knows_that_it_has_left():
+    """Before, such a rank went on summing up, and its buffers were averaged by weights of old."""
+    rounds = Rounds(Outer(every=2, parts=2), [], 0, 2, HostDevice())
+    met = []
+    for step, seen in enumerate((1.0, 2.0, 4.0, 8.0), 1):
+        rounds.note(torch.tensor([seen, 1.0], dtype=torch.float64), {})
+        met.append(rounds.step(step).weight)
+    assert met == [None, 3.0, None, 12.0]
+    rounds.step(5)
+    assert not rounds.replicas_differ and rounds.unite() == Met(False, None)
