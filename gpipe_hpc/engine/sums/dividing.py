@@ -10,7 +10,8 @@ from gpipe_hpc.comm.device import Device
 
 _LOW: Final = (torch.bfloat16, torch.float16)
 _SMALL: Final = 2**18  # elements: a kernel of its own takes no longer to start than to run
-_PACK: Final = 2**22  # elements of small tensors, of which there is a float32 copy at a time
+PACK: Final = 2**22
+"""Elements of tensors that are worked on together, of which there is a copy at a time."""
 
 T = TypeVar("T", bound=Tensor)
 
@@ -52,7 +53,7 @@ class Divisor:
 
 def _divide_wide(tensors: Sequence[Tensor], divisor: Tensor) -> None:
     small = [tensor for tensor in tensors if tensor.numel() <= _SMALL]
-    for pack in packs(small, _PACK):
+    for pack in packs(small, PACK):
         wide = [torch.empty_like(tensor, dtype=torch.float32) for tensor in pack]
         torch._foreach_copy_(wide, pack)
         torch._foreach_div_(wide, divisor)

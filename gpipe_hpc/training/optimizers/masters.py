@@ -6,6 +6,7 @@ weight, in float32, and the weight is what the master rounds to. A master is par
 optimizer's state, as `master`: checkpoints keep it by the weight's global name.
 """
 
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpipe_hpc.comm.device import on_host
+from gpipe_hpc.engine.sums.dividing import PACK, packs
 
 MASTER: Final = "master"
 _LOW: Final = (torch.bfloat16, torch.float16)
@@ -34,27 +36,28 @@ def keep_masters(optimizer: Optimizer) -> Optimizer:
 
     @torch.no_grad()
     def before(own: Optimizer, args: Any, kwargs: Any) -> None:
-        for parameter in _with_gradient(own):
-            gradient, low = parameter.grad, parameter.data
-            assert gradient is not None, "chosen so"
-            state = own.state.get(parameter, {})
-            swapped.append((parameter, low, gradient))
-            master = _master(parameter, state.get(MASTER))
-            _cast_states(state, low.dtype, torch.float32)
-            parameter.grad = None
-            parameter.data = master
-            parameter.grad = gradient.float()
+        for parameters in _alike(_with_gradient(own)):
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            for parameter, gradient, master, wide in zip(
+                parameters, gradients, _masters(own, parameters), _wide(gradients), strict=True
+            ):
+                swapped.append((parameter, parameter.data, gradient))
+                _cast_states(own.state.get(parameter, {}), parameter.dtype, torch.float32)
+                parameter.grad = None
+                parameter.data = master
+                parameter.grad = wide
 
     @torch.no_grad()
     def after(own: Optimizer, args: Any, kwargs: Any) -> None:
+        masters = {parameter: parameter.data for parameter, _, _ in swapped}
         for parameter, low, gradient in swapped:
-            master = parameter.data
             parameter.grad = None
             parameter.data = low
-            parameter.copy_(master)
             parameter.grad = gradient
             # Not before the step: optimizers begin where their state is empty.
-            own.state[parameter][MASTER] = master
+            own.state[parameter][MASTER] = masters[parameter]
+        for parameters in _alike(list(masters)):
+            torch._foreach_copy_(parameters, [masters[p] for p in parameters])
         swapped.clear()
 
     optimizer.register_step_pre_hook(before)
@@ -82,16 +85,52 @@ def _with_gradient(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for params in groups for p in params if is_low(p) and p.grad is not None]
 
 
-def _master(parameter: nn.Parameter, kept: Tensor | None) -> Tensor:
-    """Return the float32 of a weight: what was kept, where that still rounds to the weight."""
-    wide = parameter.detach().float()
-    if kept is None:
-        return wide
-    is_same = kept.to(parameter.dtype) == parameter
+def _alike(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Yield parameters of one dtype and device together: so few kernels do for all of them."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+    yield from kinds.values()
+
+
+def _wide(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies in float32."""
+    if any(tensor.layout is not torch.strided for tensor in tensors):
+        return [tensor.float() for tensor in tensors]
+    copies = [torch.empty_like(tensor, dtype=torch.float32) for tensor in tensors]
+    if copies:
+        torch._foreach_copy_(copies, tensors)
+    return copies
+
+
+def _masters(own: Optimizer, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Return the float32 of weights: what was kept, where that still rounds to the weight."""
+    found = {p: own.state[p][MASTER] for p in parameters if MASTER in own.state.get(p, {})}
+    new = [parameter for parameter in parameters if parameter not in found]
+    # On the host, where kernels cost nothing to start, one by one.
+    for pack in packs(list(found), 0 if on_host(parameters[0]) else PACK):
+        _follow([found[parameter] for parameter in pack], pack)
+    found |= dict(zip(new, _wide([parameter.detach() for parameter in new]), strict=True))
+    return [found[parameter] for parameter in parameters]
+
+
+def _follow(masters: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+    """Let masters take over what was changed in their weights since."""
+    kept, low = _in_a_row(masters), _in_a_row(weights)
+    is_same = kept.to(low.dtype) == low
     # Only where nobody waits for a device to say it.
     if on_host(is_same) and bool(is_same.all()):
-        return kept
-    return torch.where(is_same, kept, wide)
+        return
+    row = torch.where(is_same, kept, low.float())
+    parts = torch.split(row, [master.numel() for master in masters])
+    torch._foreach_copy_(
+        masters, [part.view(master.shape) for part, master in zip(parts, masters, strict=True)]
+    )
+
+
+def _in_a_row(tensors: Sequence[Tensor]) -> Tensor:
+    rows = [tensor.detach().reshape(-1) for tensor in tensors]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 def _cast_states(state: dict[str, Any], old: torch.dtype, new: torch.dtype) -> None:

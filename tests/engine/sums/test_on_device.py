@@ -185,7 +185,7 @@ def test_clipping_on_a_device_has_the_bits_of_a_cpu_and_waits_for_nothing():
 def test_a_device_divides_as_a_cpu_does(dtype, monkeypatch):
     """A device rounds a scalar of its own to the 16 bits of what it divides; a CPU does not."""
     monkeypatch.setattr("gpipe_hpc.engine.sums.dividing._SMALL", 40)
-    monkeypatch.setattr("gpipe_hpc.engine.sums.dividing._PACK", 60)
+    monkeypatch.setattr("gpipe_hpc.engine.sums.dividing.PACK", 60)
     generator = torch.Generator().manual_seed(0)
     owns = [torch.randn(n, 3, generator=generator, dtype=dtype) for n in (5, 9, 11, 40, 2)]
     number = torch.tensor(1001 / 1024, dtype=torch.float64)

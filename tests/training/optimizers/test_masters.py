@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.config import AdamWConfig, LAMBConfig, LARSConfig, RMSPropConfig, SGDConfig
@@ -13,6 +14,7 @@ from gpipe_hpc.planning import OptimizerMemory
 from gpipe_hpc.planning.costs.trial import Weight
 from gpipe_hpc.training.optimizers.masters import keep_masters
 from gpipe_hpc.training.optimizers.optimizer import build_optimizer, optimizer_memory
+from tests.played.alone import alone
 
 CONFIGS = [
     AdamWConfig(lr=1e-4, weight_decay=0.1),
@@ -23,6 +25,7 @@ CONFIGS = [
     LARSConfig(lr=1.0, momentum=0.0, adapt_vectors=True),
     LAMBConfig(lr=1e-3, weight_decay=0.1),
 ]
+ON_HOST = "gpipe_hpc.training.optimizers.masters.on_host"
 IDS = ["adamw", "sgd", "plain_sgd", "rmsprop", "lars", "plain_lars", "lamb"]
 
 
@@ -80,6 +83,81 @@ def test_a_weight_changed_by_others_goes_on_from_there():
         optimizer.step()
     expected = torch.tensor([5.0 - 1e-3, 1.0 - 2e-3])
     torch.testing.assert_close(optimizer.state[weight]["master"], expected)
+
+
+def test_weights_of_several_dtypes_and_layouts_keep_their_bits(monkeypatch):
+    """In rows, as on a device, they are what each is by itself; a gradient may be sparse."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(3, 4), (5,), (), (2, 3, 4, 4)]
+    starts = [torch.randn(shape, generator=generator) for shape in shapes]
+    starts[3] = starts[3].contiguous(memory_format=torch.channels_last)
+    kinds = (torch.bfloat16, torch.float16, torch.float32)
+    weights = [nn.Parameter(start.to(kind)) for kind in kinds for start in starts]
+    singles = [nn.Parameter(weight.detach().clone()) for weight in weights]
+    sets = [weights, *([single] for single in singles)]
+    optimizers = [keep_masters(torch.optim.SGD(each, lr=0.01, momentum=0.9)) for each in sets]
+    for step in range(4):
+        for weight, single in zip(weights, singles, strict=True):
+            weight.grad = torch.randn(weight.shape, generator=generator).to(weight)
+            single.grad = weight.grad.clone()
+        if step == 2:
+            for weight in (weights[0], singles[0]):
+                weight.grad = weight.grad.to_sparse()
+            with torch.no_grad():
+                weights[1][0] = singles[1][0] = 3.0
+        with monkeypatch.context() as patch:
+            patch.setattr(ON_HOST, lambda tensor: False)
+            optimizers[0].step()
+        for optimizer in optimizers[1:]:
+            optimizer.step()
+    for weight, single, own in zip(weights, singles, optimizers[1:], strict=True):
+        assert torch.equal(weight, single)
+        if weight.dtype is not torch.float32:
+            ours, plain = optimizers[0].state[weight]["master"], own.state[single]["master"]
+            assert torch.equal(ours, plain) and torch.equal(ours.to(weight.dtype), weight)
+
+
+class Kernels(TorchDispatchMode):
+    """Count what would be a kernel each: what makes nothing but memory, or a view, is none."""
+
+    NONE = ("empty_like", "view", "_unsafe_view", "detach", "alias", "split_with_sizes", "split")
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket._qualified_op_name.removeprefix("aten::") not in self.NONE
+        return func(*args, **(kwargs or {}))
+
+
+def test_kernels_do_not_grow_with_the_weights(monkeypatch):
+    """Each gradient, master and weight was copied by a kernel of its own."""
+    monkeypatch.setattr(ON_HOST, lambda tensor: False)  # where a played device is called cpu
+
+    class Idle(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {})
+
+        def step(self):
+            pass
+
+    def count(number, device):
+        weights = [nn.Parameter(device.bring(torch.ones(3).bfloat16())) for _ in range(number)]
+        optimizer, counts = keep_masters(Idle(weights)), []
+        for _ in range(2):  # masters are made, and followed
+            for weight in weights:
+                weight.grad = torch.ones_like(weight)
+            device.host_waits.clear()
+            with Kernels() as kernels:
+                optimizer.step()
+            counts.append(kernels.count)
+            assert not device.host_waits
+        assert all(optimizer.state[weight]["master"].shape == (3,) for weight in weights)
+        return counts
+
+    with alone() as device:
+        assert count(4, device) == count(16, device)
 
 
 WIDTH = 6
