@@ -221,7 +221,7 @@ def fastest_that_fits(asked, gauge):
     return min(fitting, default=None)
 
 
-def hold_against_all_cuts(layers, asked, gauge=None):
+def assert_best_of_all_cuts(layers, asked, gauge=None):
     gauge = gauge or counted(layers)
     found = roomier_cut(asked, cut(asked, gauge), table_of(asked), gauge)
     best = fastest_that_fits(asked, gauge)
@@ -245,7 +245,7 @@ def test_a_stage_that_ends_behind_a_wide_output_may_fit_if_it_ends_later():
         asked, Partition((2, 4), gauge_costs(gauge), "FLOPs"), table_of(asked), gauge
     )
     assert found is not None and found.counts in ((3, 3), (4, 2))
-    hold_against_all_cuts(layers, asked)
+    assert_best_of_all_cuts(layers, asked)
 
 
 def gauge_costs(gauge):
@@ -266,7 +266,7 @@ def test_a_budget_need_not_recompute_a_layer_that_drops_a_wide_input():
     assert never[0] < always[0]
     asked = replace(asked, partition="time")
     for limit in (never[0], (never[0] + always[0]) // 2, always[0], always[0] * 2):
-        hold_against_all_cuts(layers, replace(asked, memory_bytes=[limit, always[1]]), gauge)
+        assert_best_of_all_cuts(layers, replace(asked, memory_bytes=[limit, always[1]]), gauge)
 
 
 @st.composite
@@ -317,4 +317,4 @@ def test_of_all_cuts_that_fit_one_of_the_fastest_is_found(
     some = random.choice(cuts_of(len(layers), stages))
     pairs = zip(needs(plain, some, gauge), factors, strict=False)
     limits = [max(1, round(factor * nbytes)) for nbytes, factor in pairs]
-    hold_against_all_cuts(layers, replace(asked, memory_bytes=limits), gauge)
+    assert_best_of_all_cuts(layers, replace(asked, memory_bytes=limits), gauge)
