@@ -57,7 +57,7 @@ def keep_masters(optimizer: Optimizer) -> Optimizer:
             # Not before the step: optimizers begin where their state is empty.
             own.state[parameter][MASTER] = masters[parameter]
         for parameters in _alike(list(masters)):
-            torch._foreach_copy_(parameters, [masters[p] for p in parameters])
+            torch._foreach_copy_([*parameters], [masters[p] for p in parameters])
         swapped.clear()
 
     optimizer.register_step_pre_hook(before)
@@ -93,7 +93,7 @@ def _alike(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     yield from kinds.values()
 
 
-def _wide(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _wide(tensors: list[Tensor]) -> list[Tensor]:
     """Return copies in float32."""
     if any(tensor.layout is not torch.strided for tensor in tensors):
         return [tensor.float() for tensor in tensors]
@@ -114,7 +114,7 @@ def _masters(own: Optimizer, parameters: Sequence[nn.Parameter]) -> list[Tensor]
     return [found[parameter] for parameter in parameters]
 
 
-def _follow(masters: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+def _follow(masters: list[Tensor], weights: Sequence[Tensor]) -> None:
     """Let masters take over what was changed in their weights since."""
     kept, low = _in_a_row(masters), _in_a_row(weights)
     is_same = kept.to(low.dtype) == low
