@@ -58,13 +58,14 @@ def calibration_of(config: Config) -> Calibration | None:
 def prices_of(config: Config, device: Device) -> Prices:
     """Return what plan.prices says, else plan.calibration; without either nothing costs anything.
 
-    Of another optimizer than a calibration's run had, the step takes no time.
+    Of another optimizer than a calibration's run had, the step takes no time. Where precisions are
+    compared, neither do the optimizer and the norm of prices, which were measured in one.
     """
     path = config.plan.prices
     if path is not None:
         found = read_prices(path)
         _doubts_of_prices(found, path, config, device)
-        return found
+        return replace(found, update=Pass(), norm=Pass()) if _compares(config, found) else found
     known = calibration_of(config)
     if known is None:
         return FREE_PRICES
@@ -108,14 +109,28 @@ def _has_optimizer(known: Calibration, config: Config) -> bool:
 
 
 def _doubts_of_prices(found: Prices, path: str, config: Config, device: Device) -> list[str]:
-    return check_prices(
+    assert found.measured is not None, "prices that were read were measured"
+    compares, measured_in = _compares(config, found), found.measured.precision
+    doubts = check_prices(
         found,
         path,
         device=device.type,
         name=name_here(device),
-        precision=config.train.precision,
+        precision=measured_in if compares else config.train.precision,
         optimizer=optimizer_kind(config),
     )
+    if compares:
+        doubts.append(
+            f"plan.prices: {path} was measured in {measured_in}; as precisions are compared, the "
+            f"optimizer and the norm, which depend on that, take no time in any of them"
+        )
+    return doubts
+
+
+def _compares(config: Config, prices: Prices) -> bool:
+    """Say whether precisions are compared, others than that of prices among them."""
+    assert prices.measured is not None, "prices that were read were measured"
+    return bool(set(config.plan.precisions) - {prices.measured.precision})
 
 
 def optimizer_kind(config: Config) -> str:

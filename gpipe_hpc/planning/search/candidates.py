@@ -30,7 +30,11 @@ _SCHEDULES: Final[tuple[tuple[str, Mapping[str, Any]], ...]] = (
     ("dualpipe", MappingProxyType({})),
 )
 _MIRRORED: Final = frozenset({"chimera", "dualpipe", "gems"})
-"""Those of two directions: with one micro-batch half of the copies would idle."""
+"""Those of two directions: with one micro-batch half of the copies would idle.
+
+``gems`` is laid out only where it is asked for: with one micro-batch under way on K ranks, each
+takes 2 K + 1 forwards, where ``one_f_one_b`` that recomputes everything takes 4.
+"""
 SPLITTING: Final = frozenset({"zb_h1", "zb_h2", "zb_v", "v_half", "dualpipe_v", "dualpipe"})
 """Those in which weight gradients may wait."""
 

@@ -35,8 +35,8 @@ _HEAD: Final = (
 )
 
 
-def machine_text(ground: Ground, base: Request) -> str:
-    """Say what ranks and links are taken to be."""
+def machine_text(ground: Ground, space: Space) -> str:
+    """Say what ranks and links are taken to be, and what is not tried for want of that."""
     machine = ground.machine
     cluster = machine.cluster
     hosts = sorted(set(cluster.hosts))
@@ -57,9 +57,16 @@ def machine_text(ground: Ground, base: Request) -> str:
         lines.append(
             f"links: {within} within a host" + f", {between} between" * (len(cluster.hosts) > 1)
         )
-    if base.memory_bytes is None:
+    is_open = "offload" not in space.fixed
+    if space.base.memory_bytes is None:
+        offloaded = " or offloaded" * is_open
         lines.append(
-            "memory: no limit given (pipeline.memory_bytes), so nothing is recomputed or offloaded"
+            f"memory: no limit given (pipeline.memory_bytes), so nothing is recomputed{offloaded}"
+        )
+    elif is_open and True not in space.offloads:
+        lines.append(
+            "offload: not tried, as it is not known how fast an accelerator copies to its host; "
+            "give plan.host_copy_bytes_per_s (a run with pipeline.layout=auto measures it)"
         )
     return "\n".join(lines)
 

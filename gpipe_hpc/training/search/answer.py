@@ -81,7 +81,7 @@ def _answer(searches: Sequence[Searching], num_ranks: int, heads: Sequence[str])
     ranking = merged([search(*each) for each in zip(spaces, grounds, strict=True)])
     choices = Choices.of(space.base, space.fixed, len(ground.machine.cluster.hosts))
     num_ways = len(list(choices.all()))
-    machine = "\n".join([machine_text(ground, space.base), *searches[0].notes])
+    machine = "\n".join([machine_text(ground, space), *searches[0].notes])
     if space.precision is not None:
         machine = f"{machine}\n{precisions_text(zip(spaces, grounds, strict=True))}"
     parts = [*heads, machine, counts_text(ranking, num_ways)]

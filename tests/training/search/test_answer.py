@@ -4,11 +4,16 @@ import re
 
 import pytest
 
+from gpipe_hpc import plan
+from gpipe_hpc.comm.host.machine import processor_name
 from gpipe_hpc.config import check_config, compose_config
+from gpipe_hpc.config.commands import Job
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.plan import make_plan
+from gpipe_hpc.planning.costs.prices import Measured, Pass, Prices, write_prices
 from gpipe_hpc.planning.costs.rates import Rates
 from gpipe_hpc.planning.telling.units import bytes_text
+from gpipe_hpc.schedule import Link
 from gpipe_hpc.training.search.answer import compared
 from gpipe_hpc.training.search.from_settings import Came, Searching, fixed_by
 
@@ -26,6 +31,12 @@ def answer(*words):
     return compared(compose_config([*MLP, *words]), words)
 
 
+PRICES = Prices(
+    1e-4, Link(2e-5, 3e9), Link(4e-5, 1e9), Pass(0.5, 0.0, 0.0), Pass(0.25, 0.0, 0.0), 5e-4,
+    Measured("cpu", processor_name(), 64, "float32", "adamw"),
+)  # fmt: skip
+
+
 def settings_in(text):
     return [line.split() for line in text.splitlines() if line.startswith("   pipeline.")]
 
@@ -38,8 +49,8 @@ def test_each_line_is_settings_that_train_takes_and_plan_counts_alike():
     for words, nbytes in zip(lines, held, strict=True):
         config = compose_config([*MLP, *words, "pipeline.memory_bytes=1.3MB"])
         check_config(config, 4)
-        plan = make_plan(config)
-        assert bytes_text(max(rank.total_bytes for rank in plan.forecast.ranks)) == nbytes, words
+        planned = make_plan(config)
+        assert bytes_text(max(rank.total_bytes for rank in planned.forecast.ranks)) == nbytes, words
 
 
 def test_what_stands_on_the_command_line_stays():
@@ -64,6 +75,40 @@ def test_precisions_are_compared_where_that_is_asked_for():
     assert both.ranking.num_layouts == 2 * alone.ranking.num_layouts
     assert not any("train.precision" in line for line in settings_in(alone.text))
     check_config(compose_config([*MLP, *lines[0]]), 2)
+
+
+def test_prices_of_one_precision_give_their_links_and_actions_to_all(tmp_path):
+    """Any file was refused, as one of the precisions was never that it was measured in."""
+    write_prices(tmp_path / "prices.yaml", PRICES)
+    words = ["plan.ranks=2", f"plan.prices={tmp_path}/prices.yaml"]
+    found = answer(*words, "plan.precisions={float32: 1e10, bf16: 2e10}")
+    assert "was measured in float32; as precisions are compared" in found.text
+    assert "3.00 GB/s and 20 us within a host" in found.text
+    config = compose_config([*MLP, *words, "plan.precisions={float32: 1e10, bf16: 2e10}"])
+    for each in Searching.in_each_precision(config, ()):
+        prices = each.ground.machine.prices
+        assert (prices.send, prices.summing) == (PRICES.send, PRICES.summing)
+        assert (prices.action_s, prices.update, prices.norm) == (1e-4, Pass(), Pass())
+    alone = answer(*words, "plan.precisions={float32: 1e10}")
+    assert "as precisions are compared" not in alone.text and alone.chosen.beside_s > 0.75
+
+
+def test_what_is_not_offloaded_for_want_of_a_rate_is_said():
+    """Moving activations to the host was left out without a word."""
+    words = ["plan.ranks=2", "pipeline.memory_bytes=10MB"]
+    assert "offload: not tried" in answer(*words).text
+    assert "offload: not tried" not in answer(*words, "plan.host_copy_bytes_per_s=1e9").text
+    assert "offload: not tried" not in answer(*words, "pipeline.offload=true").text
+    assert "nothing is recomputed or offloaded" in answer("plan.ranks=2").text
+
+
+def test_a_search_in_which_nothing_fits_ends_with_code_3(capsys):
+    """As a plan of one layout does; scripts tell by it that the answer is no layout."""
+    words = ("plan.ranks=1", "pipeline.memory_bytes=0.5MB")
+    config = compose_config([*MLP, *words])
+    assert plan._task(Job(config, None, words, {})) == 3
+    assert "no layout fits" in capsys.readouterr().out
+    assert plan._task(Job(compose_config([*MLP, "plan.ranks=1"]), None, (), {})) == 0
 
 
 @pytest.mark.parametrize(
