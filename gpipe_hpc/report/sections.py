@@ -29,6 +29,8 @@ _CURVES: Final = (
     ("loss", "loss of the global batch"),
     ("samples_per_s", "samples a second"),
     ("tokens_per_s", "tokens a second"),
+    ("model_flops_per_s", "FLOPs a second of the model, without recomputation"),
+    ("share_of_peak", "share of the devices' peak"),
     ("bubble", "bubble: idle time over total"),
 )
 
@@ -278,6 +280,7 @@ def _events(record: Record) -> Iterator[Block]:
         f"Started {_some(max(1, record.num_starts), 'time')}, {_some(skipped or 0, 'step')} "
         f"skipped, {_some(corrupt or 0, 'corrupt sample')} passed over."
     )
+    yield from map(Words, _stragglers(record))
     shown = record.happened[-_MOST_EVENTS:]
     if len(shown) < len(record.happened):
         yield Words(f"The last {len(shown)} of {len(record.happened)}:")
@@ -294,6 +297,20 @@ def _events(record: Record) -> Iterator[Block]:
                 ]
                 for each in shown
             ],
+        )
+
+
+def _stragglers(record: Record) -> Iterator[str]:
+    """Yield which ranks computed longer than before, in which steps, and how much longer."""
+    seen: dict[int, list[tuple[int, float]]] = {}
+    for row in record.steps:
+        if row.get("straggles") and row.get("straggling_rank") is not None:
+            seen.setdefault(row["straggling_rank"], []).append((row["step"], row["straggles"]))
+    for rank, rows in sorted(seen.items()):
+        most = max(factor for _, factor in rows)
+        yield (
+            f"Straggler: rank {rank} computed up to {most:.2f} times as long as before, and the "
+            f"others did not; told from step {rows[0][0]} to {rows[-1][0]}."
         )
 
 

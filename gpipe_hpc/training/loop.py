@@ -25,6 +25,7 @@ from gpipe_hpc.planning.telling.units import bytes_text
 from gpipe_hpc.training.figures.metrics import Metrics, open_metrics
 from gpipe_hpc.training.figures.progress import Progress
 from gpipe_hpc.training.figures.results import Line, Results
+from gpipe_hpc.training.figures.straggling import Watched
 from gpipe_hpc.training.figures.throughput import (
     model_flops_per_s,
     share_of_peak,
@@ -175,6 +176,7 @@ class _Loop:
         with together(session.pipe.world, "the first step's edge"):
             self._edge = StepEdge(session.pipe.everybody)
         self._is_late = is_told_late(session.pipe.world.device)
+        self._watched = Watched()
         self._known: TimedStep | None = None  # done on the device, and not yet told of
         self._reporter = Reporter(session, memory_before_bytes)
 
@@ -289,9 +291,13 @@ class _Loop:
             "peak_memory_bytes": agreed.peak_memory_bytes,
             "peak_memory_rank": agreed.peak_memory_rank,
             "least_peak_memory_bytes": agreed.least_peak_memory_bytes,
+            **{f"peak_memory_bytes/{r}": each for r, each in enumerate(agreed.peaks_bytes)},
             "position": self._session.position,
             "batch_size": batch.num_samples,
         }
+        if agreed.straggles:
+            scalars["straggling_rank"] = agreed.straggling_rank
+            scalars["straggles"] = agreed.straggles
         if self._session.adascale is not None:
             scalars["gain"] = self._session.adascale.gain
             scalars["base_steps"] = self._session.adascale.progress
@@ -340,6 +346,7 @@ class _Loop:
                 # A checkpoint in the background: each rank's part is in its file.
                 has_written=self._session.saver.is_done,
                 origin_s=origin_s if before is None or not is_late else before.origin_s,
+                straggles=self._watched.factor,
             ).numbers()
 
         with self._reporter.layer_clock.step():
@@ -358,9 +365,31 @@ class _Loop:
         if timed is None:
             return trained, this, agreed, None
         self._reporter.hold(timed, agreed.pipeline_s)
+        self._watch(timed, agreed)
         spent = timed.laps.spent(agreed.pipeline_s)
         times = Times(agreed.pipeline_s, agreed.bubble, spent)
         return trained, this, agreed, times
+
+    def _watch(self, timed: TimedStep, agreed: Agreed) -> None:
+        """Say on this rank when it has become slow, and when it is as before."""
+        if timed.step == self._reporter.ledger.first_step + 1:
+            return  # it prepares what later ones find ready
+        busy_s, num_others = timed.marks.times.busy_s, self._pipe.world.size - 1
+        others_s = max(0.0, agreed.busy_s - busy_s) / num_others if num_others else 0.0
+        found = self._watched.add(timed.step, busy_s, others_s)
+        if found is None:
+            return
+        rank = self._pipe.world.rank
+        if found.is_over:
+            log.warning("rank %d computes as fast as before since step %d", rank, found.first_step)
+        else:
+            log.warning(
+                "straggler: rank %d computes %.2f times as long as before since step %d, and the "
+                "other ranks do not; look at what else its host does, its clock and its heat",
+                rank,
+                found.factor,
+                found.first_step,
+            )
 
     def _say_skipped(self, result: StepResult) -> None:
         pipe = self._pipe

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
@@ -13,6 +13,8 @@ from gpipe_hpc.engine.recorder import StepMarks, StepTimes
 from gpipe_hpc.engine.sums.told import Overall
 from gpipe_hpc.schedule import idle_share
 from gpipe_hpc.training.one_step import Laps
+
+_FEW_RANKS: Final = 8  # whose memory is told rank by rank
 
 
 class TimedStep(NamedTuple):
@@ -30,7 +32,8 @@ class TimedStep(NamedTuple):
 class Told(NamedTuple):
     """What one rank says of a step.
 
-    `origin_s`: the moment of its clock from which all ranks count, see `StepEdge`.
+    `origin_s`: the moment of its clock from which all ranks count, see `StepEdge`. `straggles`:
+    how many times as long as before it computes, 0 unless it is a straggler.
     """
 
     times: StepTimes
@@ -38,6 +41,7 @@ class Told(NamedTuple):
     wants_to_stop: bool = False
     has_written: bool = True
     origin_s: float = 0.0
+    straggles: float = 0.0
 
     def numbers(self) -> tuple[float, ...]:
         """Return it as numbers, moments since the origin; `agree` reads their sums."""
@@ -49,6 +53,7 @@ class Told(NamedTuple):
             float(self.peak_memory_bytes),
             float(self.wants_to_stop),
             float(self.has_written),
+            self.straggles,
         )
 
 
@@ -59,7 +64,9 @@ class Agreed(NamedTuple):
     `bubble`: see `idle_share`, of all ranks of all replicas.
     `peak_memory_bytes`: of the rank that had most so far, and which that is;
     `least_peak_memory_bytes`: of the one that had least. `is_stopped`: some rank wants to stop.
-    `is_written`: all ranks have written.
+    `is_written`: all ranks have written. `busy_s`: what all ranks together computed. `straggles`:
+    see `Told`, of the worst rank, and which that is. `peaks_bytes`: of each rank, where there are
+    at most 8 of them and they add at once; else empty.
     """
 
     pipeline_s: float
@@ -69,11 +76,15 @@ class Agreed(NamedTuple):
     least_peak_memory_bytes: int
     is_stopped: bool
     is_written: bool
+    busy_s: float = 0.0
+    straggles: float = 0.0
+    straggling_rank: int = 0
+    peaks_bytes: tuple[int, ...] = ()
 
 
 def agree(told: Overall, num_ranks: int) -> Agreed:
     """Return what all ranks say of the step; `told`: their numbers, in sum."""
-    busy_s, starts_s, ends_s, peaks, stops, written = range(6)
+    busy_s, starts_s, ends_s, peaks, stops, written, straggles = range(7)
     span_s = max(0.0, told.greatest[ends_s] - told.least[starts_s])
     return Agreed(
         span_s,
@@ -83,6 +94,10 @@ def agree(told: Overall, num_ranks: int) -> Agreed:
         int(told.least[peaks]),
         is_stopped=told.greatest[stops] > 0,
         is_written=told.least[written] > 0,
+        busy_s=told.totals[busy_s],
+        straggles=told.greatest[straggles],
+        straggling_rank=told.first[straggles],
+        peaks_bytes=tuple(int(e[peaks]) for e in told.each) if num_ranks <= _FEW_RANKS else (),
     )
 
 

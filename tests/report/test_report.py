@@ -11,6 +11,7 @@ from gpipe_hpc.config import compose_config
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.report.__main__ import write_report
 from gpipe_hpc.report.accounting import account_of, shares
+from gpipe_hpc.report.blocks import Curve
 from gpipe_hpc.report.findings import findings_of
 from gpipe_hpc.report.markdown import render_markdown
 from gpipe_hpc.report.record import read_record
@@ -180,6 +181,36 @@ def test_what_holds_steps_up_is_named_first(tmp_path, more, stalls, what, settin
     found, _ = first_finding(leave(tmp_path, timeline(), more=more, stalls=stalls))
     assert found.what.startswith(what) and found.settings == settings
     assert found.gain_s == pytest.approx(gain_s, rel=0.01)
+
+
+def test_flops_and_the_share_of_peak_are_drawn_over_time(tmp_path):
+    """Only their means were shown."""
+    rates = {"model_flops_per_s": 5e9, "share_of_peak": 0.4}
+    known, unknown = (
+        [
+            block.title
+            for section in report_of(
+                read_record(leave(tmp_path / name, timeline(), more=more))
+            ).sections
+            for block in section.blocks
+            if isinstance(block, Curve)
+        ]
+        for name, more in (("known", rates), ("unknown", {}))
+    )
+    drawn = ["FLOPs a second of the model, without recomputation", "share of the devices' peak"]
+    assert set(known) - set(unknown) == set(drawn)
+
+
+def test_stragglers_are_told_with_their_steps(tmp_path):
+    lines = leave(tmp_path, timeline()).joinpath("metrics.jsonl")
+    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    for row in rows:
+        if 4 <= row["step"] <= 6:
+            row |= {"straggles": 1.3 + row["step"] / 20, "straggling_rank": 3}
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = render_markdown(report_of(read_record(tmp_path)))
+    assert "rank 3 computed up to 1.60 times as long as before" in text
+    assert "told from step 4 to 6" in text
 
 
 def test_a_slow_link_is_named_with_its_ranks(tmp_path):

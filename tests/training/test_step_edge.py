@@ -110,3 +110,19 @@ def test_one_rank_that_wants_to_stop_or_has_not_written_is_enough():
     assert agreed.is_stopped and not agreed.is_written
     agreed = meet([timeline])
     assert not agreed.is_stopped and agreed.is_written
+
+
+def test_the_memory_of_few_ranks_is_told_rank_by_rank():
+    timeline = Timeline(((),) * 3, 1, 1)
+    assert meet([timeline], peaks=[1024, 4096, 2048]).peaks_bytes == (1024, 4096, 2048)
+    many = Timeline(((),) * 9, 1, 1)
+    assert meet([many], peaks=list(range(9))).peaks_bytes == ()
+
+
+def test_ranks_agree_on_who_straggles():
+    def body(world):
+        told = Told(StepTimes(2.0), 0, straggles=1.5 if world.rank == 1 else 0.0)
+        return agree(tell_all(told.numbers(), world.everybody, world.rank), world.size)
+
+    for agreed in run_on_threads(3, body):
+        assert (agreed.straggles, agreed.straggling_rank, agreed.busy_s) == (1.5, 1, 6.0)

@@ -26,12 +26,16 @@ _TOTAL, _LEAST, _GREATEST, _FIRST = range(_NUM_PARTS)
 
 
 class Overall(NamedTuple):
-    """What all ranks tell, number by number: `first` is the lowest rank that has the greatest."""
+    """What all ranks tell, number by number: `first` is the lowest rank that has the greatest.
+
+    `each`: by rank what it told, where all add at once; empty where groups of them do.
+    """
 
     totals: tuple[float, ...]
     least: tuple[float, ...]
     greatest: tuple[float, ...]
     first: tuple[int, ...]
+    each: tuple[tuple[float, ...], ...] = ()
 
 
 class Slots:
@@ -39,6 +43,7 @@ class Slots:
 
     def __init__(self, group: Gathering, rank: int) -> None:
         self._width, self._position, self._rank = group.width, group.position, rank
+        self._is_one_group = group.width == group.size
         self.size = self._width * _NUM_PARTS * NUM_TOLD
 
     def of(self, numbers: Sequence[float]) -> list[float]:
@@ -70,7 +75,11 @@ class Slots:
         """Return what all ranks told, once all have added."""
         totals, least, greatest, first = self._merged(slots).tolist()
         ranks = tuple(int(number) - 1 for number in first)
-        return Overall(tuple(totals), tuple(least), tuple(greatest), ranks)
+        each: tuple[tuple[float, ...], ...] = ()
+        if self._is_one_group:
+            rows = slots.view(-1, _NUM_PARTS, NUM_TOLD)[:, _TOTAL].tolist()
+            each = tuple(map(tuple, rows))
+        return Overall(tuple(totals), tuple(least), tuple(greatest), ranks, each)
 
     def _merged(self, slots: torch.Tensor) -> torch.Tensor:
         rows = slots.view(-1, _NUM_PARTS, NUM_TOLD)

@@ -18,6 +18,7 @@ from gpipe_hpc.training.writers import Scalars
 _NUM_RECENT: Final = 20  # steps whose median time foretells the rest
 _SMOOTHED: Final = ("tokens_per_s", "samples_per_s", "share_of_peak", "bubble")
 _SMOOTHED_S: Final = 10.0  # of steps whose rates and bubble are shown as one
+_OF_RANK: Final = "peak_memory_bytes/"  # and its number
 _REFRESH_S: Final = 0.1  # between two states of the line on a terminal
 _SHORTEST_GAP_S: Final = 1.0  # between two lines elsewhere, once the run is older than a few
 _LONGEST_GAP_S: Final = 60.0
@@ -106,7 +107,7 @@ class Progress:
         """Return the text of a step; the bubble is idle time over total.
 
         Memory stands last, so that a narrow terminal cuts it first: the most that a rank had so
-        far, of the ranks with least and most.
+        far, of each of at most 8 ranks; of more, of those with least and most.
         """
         parts = [f"step {step:>{len(str(self._last))}}/{self._last}"]
         loss = scalars.get("loss")
@@ -151,6 +152,11 @@ class Progress:
 def _memory(scalars: Scalars) -> Iterator[str]:
     most, least = scalars.get("peak_memory_bytes"), scalars.get("least_peak_memory_bytes")
     if not most:
+        return
+    each = [each for name, each in scalars.items() if name.startswith(_OF_RANK) and each]
+    texts = list(map(bytes_text, each))
+    if len(set(texts)) > 1:
+        yield f"memory {', '.join(texts)} by rank"
         return
     if least is None or bytes_text(least) == bytes_text(most):
         yield f"memory {bytes_text(most)}"

@@ -159,8 +159,9 @@ def test_what_ranks_tell_all_find_in_sum():
     told, silent = run_on_threads(4, body)[0]
     assert told.totals[:2] == (6.0, float("inf")) and told.first[:2] == (3, 0)
     assert (told.least[0], told.greatest[0]) == (0.0, 3.0)
-    assert {len(part) for part in told} == {NUM_TOLD}
-    assert silent == ((0.0,) * NUM_TOLD,) * 3 + ((0,) * NUM_TOLD,)
+    assert {len(part) for part in (*told[:4], *told.each)} == {NUM_TOLD}
+    assert [each[:2] for each in told.each] == [(float(rank), float("inf")) for rank in range(4)]
+    assert silent[:4] == ((0.0,) * NUM_TOLD,) * 3 + ((0,) * NUM_TOLD,)
 
 
 @pytest.mark.parametrize("told", [["a"], 0.5, None])

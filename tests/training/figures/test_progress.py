@@ -57,6 +57,15 @@ def test_it_says_the_share_of_peak_and_the_memory_of_ranks():
     alike = scalars | {"least_peak_memory_bytes": 2.4e9}
     assert progress.line(1, alike).endswith("2:30 left  memory 2.40 GB")
     assert "memory" not in progress.line(1, SCALARS)
+    each = {
+        "peak_memory_bytes/0": 1.12e9,
+        "peak_memory_bytes/1": 1.5e9,
+        "peak_memory_bytes/2": 2.4e9,
+    }
+    told = progress.line(1, scalars | each)
+    assert told.endswith("memory 1.12 GB, 1.50 GB, 2.40 GB by rank")
+    same = dict.fromkeys(each, 2.4e9)
+    assert progress.line(1, alike | same).endswith("2:30 left  memory 2.40 GB")
 
 
 def test_unknown_values_are_left_out():
