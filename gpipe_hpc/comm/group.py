@@ -64,6 +64,13 @@ class Sent:
         self.num_bytes = 0
         self.num_messages = 0
 
+    def plus(self, other: "Sent") -> "Sent":
+        """Return what both have sent."""
+        both = Sent()
+        both.num_bytes = self.num_bytes + other.num_bytes
+        both.num_messages = self.num_messages + other.num_messages
+        return both
+
     def count(self, pieces: Sequence[Piece]) -> None:
         """Count pieces that leave."""
         num_bytes = sum(piece.tensor.nbytes for piece in pieces)

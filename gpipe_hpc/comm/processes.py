@@ -49,6 +49,7 @@ from gpipe_hpc.comm.transport.shared import (
     open_shared_transport,
     why_not_shared,
 )
+from gpipe_hpc.comm.two_sided import TwoSidedGroup
 from gpipe_hpc.comm.watch.display import Display
 from gpipe_hpc.comm.watch.pulse import Idle, Pulse
 from gpipe_hpc.comm.watch.settings import Watchfulness
@@ -70,8 +71,8 @@ class ProcessWorld:
 
     `job_secret`: what all ranks know and others do not, if they have one. `watchfulness`: when
     ranks take one another for lost. `width`: more ranks than that tell one another what all know by
-    way of levels of groups of so many. `meshed`: in groups of more ranks, which sum gradients over
-    Gloo, each is connected with few. `doors`: on what address and ports this rank listens.
+    way of levels of groups of so many. `meshed`: in groups of more ranks, which sum gradients, each
+    is connected with few over Gloo. `doors`: on what address and ports this rank listens.
     `reach_s`: in which other ranks have to answer where they listen. Its own groups, connections
     and threads go with it, or with `close`.
     """
@@ -107,9 +108,8 @@ class ProcessWorld:
         self._uses_mpi = isinstance(dist.distributed_c10d._get_default_group(), MpiGroup)
         self._host_backend = MPI_NAME if self._uses_mpi else "gloo"
         # CPU tensors (words, flags) travel over Gloo also where the user's group is NCCL alone.
-        self._backend = (
-            f"cpu:gloo,{device.type}:{device.backend}" if uses_own else self._host_backend
-        )
+        self._own_backend = f"{device.type}:{device.backend}"
+        self._backend = f"cpu:gloo,{self._own_backend}" if uses_own else self._host_backend
         self._shares_memory = shares_memory
         self._is_divided = False  # from ranks of this machine
         self._shared: weakref.WeakSet[SharedTransport] = weakref.WeakSet()
@@ -120,7 +120,7 @@ class ProcessWorld:
         self._pairs: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._queues: dict[tuple[int, int], TorchLane] = {}
         self._board_of_notices = Noticeboard(keys, self.rank, timeout_s, self._pulse.wait_for)
-        self._former = Former(
+        self._former = self._make_former(
             f"gpipe_hpc_world{number}",
             self._timeout,
             self._backend,
@@ -183,6 +183,9 @@ class ProcessWorld:
             doors=self._doors,
         )
 
+    def _make_former(self, *given: Any) -> Former:
+        return Former(*given)
+
     def _introduce(self) -> None:
         """Let ranks prove the secret over their groups and say which source lines they run.
 
@@ -222,13 +225,15 @@ class ProcessWorld:
         ranks = tuple(members)
         if len(ranks) == 1:
             return SoloGroup(self.rank)
-        if self._is_wide(ranks):
-            return self._wide_group(ranks)
-        return TorchGroup(self._form(ranks), ranks, self._pulse, self.device)
-
-    def _is_wide(self, ranks: Sequence[int]) -> bool:
-        """Say whether a group is too large for Gloo to connect each rank with each."""
-        return self._backend == "gloo" and len(ranks) > self._meshed
+        if self._uses_mpi or len(ranks) <= self._meshed:
+            return TorchGroup(self._form(ranks), ranks, self._pulse, self.device)
+        # Too many for Gloo to connect each with each.
+        host = self._wide_group(ranks)
+        if self._backend == "gloo":
+            return host
+        formed = self._form(ranks, self._own_backend)
+        own = TorchGroup(formed, ranks, self._pulse, self.device, host)
+        return TwoSidedGroup(own, host, self.device)
 
     def _wide_group(self, ranks: tuple[int, ...]) -> Group:
         """Form a group whose ranks are connected with few."""
@@ -340,7 +345,7 @@ class ProcessWorld:
 
     def _open_queue(self, ends: tuple[int, int], device: Device) -> TorchLane:
         """Form the group of one direction, and build its communicator: not in the first step."""
-        group = self._form(ends, f"{device.type}:{device.backend}")
+        group = self._form(ends, self._own_backend)
         sends = self.rank == ends[0]
         lane = TorchLane(group, peer=int(sends))
         token = device.empty((1,), torch.uint8)

@@ -24,10 +24,19 @@ log = logging.getLogger("gpipe_hpc.comm")
 
 
 class OwnSums:
-    """Knows which dtypes the backend of one group sums; the same calls on each of its ranks."""
+    """Knows which dtypes the backend of one group sums; the same calls on each of its ranks.
 
-    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], device: Device) -> None:
-        self._group, self._ranks, self._device = group, ranks, device
+    `agree` sums a tensor of the host over the ranks, in place.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        ranks: Sequence[int],
+        device: Device,
+        agree: Callable[[Tensor], object],
+    ) -> None:
+        self._group, self._ranks, self._device, self._agree = group, ranks, device, agree
         self._goes: dict[torch.dtype, bool] = {}
 
     def goes(self, dtype: torch.dtype) -> bool:
@@ -43,7 +52,7 @@ class OwnSums:
     def _try(self, dtype: torch.dtype) -> bool:
         refusal = self._refusal(dtype)
         failed = torch.tensor([int(refusal is not None)])
-        dist.all_reduce(failed, group=self._group)
+        self._agree(failed)
         if not failed.item():
             return True
         if dtype is not torch.float32 and self.goes(torch.float32):

@@ -23,6 +23,7 @@ from gpipe_hpc.comm.failing.failure import lost
 from gpipe_hpc.comm.group import (
     Calls,
     Done,
+    Group,
     Pending,
     Piece,
     Sent,
@@ -41,10 +42,19 @@ T = TypeVar("T")
 
 
 class TorchGroup:
-    """Collectives of a torch process group; `pulse` is told for whom this rank waits."""
+    """Collectives of a torch process group; `pulse` is told for whom this rank waits.
+
+    `host`: the group of the same ranks over which tensors of the host go, where torch's carries
+    those of the device alone; None where it carries both.
+    """
 
     def __init__(
-        self, group: dist.ProcessGroup, ranks: tuple[int, ...], pulse: Pulse, device: Device
+        self,
+        group: dist.ProcessGroup,
+        ranks: tuple[int, ...],
+        pulse: Pulse,
+        device: Device,
+        host: Group | None = None,
     ) -> None:
         self.ranks = ranks
         self.size = self.width = len(ranks)
@@ -53,10 +63,12 @@ class TorchGroup:
         self.torch_group = group
         self._pulse, self._device = pulse, device
         self._carries, self._knows = carries(group, device), knows(group, device)
-        self._own_sums = OwnSums(group, ranks, device)
+        self._host = host or self
+        agree = host.all_reduce if host else partial(dist.all_reduce, group=group)
+        self._own_sums = OwnSums(group, ranks, device, agree)
         self._carrier = Carrier(ranks, self.position, self._exchange, self._await)
         self._stream_carrier = StreamCarrier(
-            ranks, self.position, self._exchange, self.all_reduce, device
+            ranks, self.position, self._exchange_of_stream, self.all_reduce, device
         )
 
     def start_all_reduce(self, tensor: torch.Tensor) -> Pending:
@@ -78,7 +90,7 @@ class TorchGroup:
         """Put the greatest of each element in its place."""
         if self._is_foreign(tensor) or not self._sums(tensor):
             host = self._device.fetch(tensor)
-            widened(host, self.all_reduce_max)
+            widened(host, self._host.all_reduce_max)
             tensor.copy_(host)
             return
         greatest = dist.ReduceOp.MAX
@@ -112,8 +124,8 @@ class TorchGroup:
     def _start_on_host(self, host: torch.Tensor) -> Pending:
         """Start summing a copy in the host's memory; at once where Gloo needs another dtype."""
         if host.dtype not in NARROW:
-            return self.start_all_reduce(host)
-        widened(host, self.all_reduce)
+            return self._host.start_all_reduce(host)
+        widened(host, self._host.all_reduce)
         return Done()
 
     def _is_foreign(self, tensor: torch.Tensor) -> bool:
@@ -197,8 +209,19 @@ class TorchGroup:
         self._pulse.waits_for = ranks
 
     def _exchange(self, traffic: Traffic, sends: Parts, receives: Parts, note: Note) -> None:
-        out, into = ([Piece(self.ranks[i], t) for i, t in parts] for parts in (sends, receives))
-        self._start(traffic, out, into, note).wait()
+        self._start(traffic, self._pieces(sends), self._pieces(receives), note).wait()
+
+    def _exchange_of_stream(
+        self, traffic: Traffic, sends: Parts, receives: Parts, note: Note
+    ) -> None:
+        """Exchange as `_exchange`; greetings lie on the host, and the calling thread sends them."""
+        if traffic is not Traffic.GREETING or self._host is self:
+            self._exchange(traffic, sends, receives, note)
+            return
+        self._host.start_exchange(self._pieces(sends), self._pieces(receives)).wait()
+
+    def _pieces(self, parts: Parts) -> list[Piece]:
+        return [Piece(self.ranks[i], tensor) for i, tensor in parts]
 
     def _start(
         self, traffic: Traffic, sends: Sequence[Piece], receives: Sequence[Piece], note: Note

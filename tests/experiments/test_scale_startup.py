@@ -9,23 +9,23 @@ import sys
 
 import pytest
 
-from experiments.scale.startup.one import One, measure
+from experiments.scale.startup.one import DEVICES, One, measure
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[int, One]:
+@pytest.fixture(scope="module", params=DEVICES)
+def found(request) -> dict[int, One]:
     """Return rank 0 of worlds of several sizes, which does more than any other rank."""
-    return {size: measured_apart(size) for size in (64, 512, 4096)}
+    return {size: measured_apart(size, request.param) for size in (64, 512, 4096)}
 
 
-def measured_apart(size: int) -> One:
+def measured_apart(size: int, kind: str) -> One:
     """Measure in a process of its own, which has loaded torch already."""
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
 
     def body() -> None:
         try:
-            queue.put(tuple(measure(size, 4)))
+            queue.put(tuple(measure(size, 4, kind)))
         finally:
             queue.put(None)  # what fails says so on stderr
             os._exit(0)
@@ -38,14 +38,16 @@ def measured_apart(size: int) -> One:
 
 @pytest.mark.parametrize(
     ("what", "at_64", "each_level"),
-    [("keys", 20, 8), ("groups", 9, 3), ("peers", 57, 27), ("collectives", 28, 16)],
+    [("keys", 88, 56), ("groups", 11, 3), ("peers", 57, 27), ("collectives", 36, 18)],
 )
 def test_what_a_rank_does_to_start_grows_with_the_levels(found, what, at_64, each_level):
     """Each rank asked the store for all, formed two full meshes and gathered from all ranks.
 
-    A level has eight times the ranks: a group for the start, one for the steps and one in which
-    rows of the table are handed out, each of eight. A watcher has six more neighbours. The copies
-    of a stage, four times fewer than the ranks, are a mesh at 64; then a rank has six more of them.
+    On an accelerator it did so for the copies of its stage until later: 1,023 peers in a world of
+    4,096. A level has eight times the ranks: a group for the start, one for the steps and one in
+    which rows of the table are handed out, each of eight. A watcher has six more neighbours. The
+    copies of a stage, four times fewer than the ranks, are a mesh at 64; then a rank has six more
+    of them. Whom it connects with it tells a key, and asks for one.
     """
     counts = [getattr(found[size], what) for size in (64, 512, 4096)]
     assert counts[0] <= at_64

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.scale.startup.one import One
+from experiments.scale.startup.one import DEVICES, One
 from experiments.scale.startup.ranks import Rank, check_alone, run
 
 HERE = Path(__file__).parent
@@ -30,7 +30,7 @@ def main() -> None:
     given = _arguments()
     check_alone()
     real = {number: run(number) for number in REAL if number <= given.most_ranks}
-    played = [_one(size, given.stages) for size in PLAYED]
+    played = [_one(size, given.stages, kind) for kind in DEVICES for size in PLAYED]
     text = f"{_machine()}\n\n{_table_of_real(real)}\n\n{_table_of_played(played)}\n"
     print(text)
     given.out.mkdir(parents=True, exist_ok=True)
@@ -50,9 +50,10 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _one(size: int, stages: int) -> One:
+def _one(size: int, stages: int, kind: str) -> One:
     """Measure one rank in a process of its own: its memory is then nobody else's."""
-    command = [sys.executable, "-m", "experiments.scale.startup.one", *map(str, (size, stages))]
+    given = [str(size), str(stages), kind]
+    command = [sys.executable, "-m", "experiments.scale.startup.one", *given]
     told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return One(**json.loads(told.splitlines()[-1]))
 
@@ -98,6 +99,7 @@ def _table_of_played(found: Sequence[One]) -> str:
     rows = [
         [
             f"{one.size:,}",
+            one.device,
             f"{one.joined_s:.2f}",
             f"{one.joined_mb:.1f}",
             f"{one.built_s:.2f}",
@@ -113,13 +115,14 @@ def _table_of_played(found: Sequence[One]) -> str:
     ]
     head = (
         "played ranks",
+        "device",
         "joined, s",
         "MB",
         "model built, s",
         "MB more",
         "keys of the store",
         "groups",
-        "ranks in them",
+        "connected with",
         "copies of its stage",
         "collectives",
         "bytes",

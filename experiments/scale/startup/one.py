@@ -1,6 +1,7 @@
 """Join a large world as rank 0 of it, all others played, and build a tiny model.
 
-    python -m experiments.scale.startup.one 16384 4     # ranks, stages
+    python -m experiments.scale.startup.one 16384 4 cpu           # ranks, stages, device
+    python -m experiments.scale.startup.one 16384 4 accelerator   # one that is played
 
 Prints one line of JSON. No rank does more than rank 0: it is in a group of every level, and decides
 the layout.
@@ -13,13 +14,14 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
-from experiments.scale.startup.played import join, no_counts
+from experiments.scale.startup.played import StandIn, join, no_counts
 from experiments.scale.startup.ranks import layers, mean_square
 from gpipe_hpc import Pipeline
+from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.joining.secret import Secret
 from gpipe_hpc.engine.stages.assembly import ParameterInfo
 
@@ -27,12 +29,13 @@ from gpipe_hpc.engine.stages.assembly import ParameterInfo
 class One(NamedTuple):
     """What one rank took: seconds and megabytes, until it had joined and then for its model.
 
-    `keys`: of the store, that it asked for or wrote. `groups`: that it formed, in which it is
-    connected with `peers` other ranks in all, that of the `copies` of its stage among them.
+    `keys`: of the store, that it asked for or wrote. `groups`: of torch's, that it formed.
+    `peers`: other ranks with which Gloo connects it, some of them twice. `copies`: of its stage.
     `num_bytes`: that it gave to its `collectives`.
     """
 
     size: int
+    device: str
     joined_s: float
     joined_mb: float
     built_s: float
@@ -45,12 +48,16 @@ class One(NamedTuple):
     num_bytes: int
 
 
-def measure(size: int, stages: int) -> One:
+DEVICES: Final = ("cpu", "accelerator")
+
+
+def measure(size: int, stages: int, kind: str) -> One:
     """Join and build once in this process, as rank 0."""
     torch.set_num_threads(1)
     counts = no_counts()
     before_mb = _resident_mb()
-    world, joined_s = join(0, size, counts, partial(_others, stages))
+    device: Any = HostDevice() if kind == "cpu" else StandIn()
+    world, joined_s = join(0, size, counts, partial(_others, stages), device)
     joined_mb = _resident_mb() - before_mb
     began_s = time.perf_counter()
     pipe = Pipeline(
@@ -68,13 +75,14 @@ def measure(size: int, stages: int) -> One:
     groups = counts.groups
     return One(
         size,
+        kind,
         joined_s,
         joined_mb,
         built_s,
         _resident_mb() - before_mb - joined_mb,
         len(counts.asked | counts.told),
         len(groups),
-        sum(groups) - len(groups),
+        sum(groups) - len(groups) + len(counts.pairs),
         copies,
         sum(counts.collectives.values()),
         sum(counts.num_bytes.values()),
@@ -106,5 +114,6 @@ def _resident_mb() -> float:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(*map(int, sys.argv[1:]))._asdict()), flush=True)
+    size, stages, kind = sys.argv[1:]
+    print(json.dumps(measure(int(size), int(stages), kind)._asdict()), flush=True)
     os._exit(0)  # nobody else is there to end with

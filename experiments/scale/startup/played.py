@@ -1,9 +1,11 @@
 """One real rank of a large world whose other ranks are played: they say what it says itself.
 
-The default process group is Gloo's own, of all ranks. The small groups are played, and so is the
-store: what another rank would have put there is there as soon as this one has put up its own.
+The default process group is torch's own, of all ranks. The small groups meet by way of the store
+and are played from then on. The store is played, too: what another rank would have put there is
+there as soon as this one has put up its own.
 """
 
+import importlib
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,15 +17,17 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
-from gpipe_hpc.comm.collectives.bruck import partners
-from gpipe_hpc.comm.collectives.plan import Place, Plan
+from gpipe_hpc.comm.collectives.plan import Plan
 from gpipe_hpc.comm.device import Device, HostDevice
 from gpipe_hpc.comm.group import Done, Group, Pending, Piece, Sent, SoloGroup
 from gpipe_hpc.comm.joining.secret import Secret
 from gpipe_hpc.comm.pickling import dumps
 from gpipe_hpc.comm.processes import ProcessWorld
-from gpipe_hpc.comm.reaching.forming import connecting
-from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
+from gpipe_hpc.comm.reaching.doors import Door
+from gpipe_hpc.comm.reaching.forming import Former, connecting
+from gpipe_hpc.comm.torch_face import NAME as FACE_NAME
+from gpipe_hpc.comm.torch_face import register
+from gpipe_hpc.comm.transport.lanes import TorchLane
 
 T = TypeVar("T")
 
@@ -35,20 +39,22 @@ class Counts(NamedTuple):
     """What this rank did.
 
     `asked` and `told`: keys that it has read or waited for in the store, and written.
-    `groups`: of each group that it formed, with how many others it is connected, and one more.
+    `groups`: of each group of torch's that it formed, with how many ranks Gloo connects it, itself
+    among them. `pairs`: with whom it is connected beside those.
     `collectives`: by name. `num_bytes`: that it gave to collectives.
     """
 
     asked: set[str]
     told: set[str]
     groups: list[int]
+    pairs: list[tuple[int, int]]
     collectives: Counter[str]
     num_bytes: Counter[str]
 
 
 def no_counts() -> Counts:
     """Return counts of nothing."""
-    return Counts(set(), set(), [], Counter(), Counter())
+    return Counts(set(), set(), [], [], Counter(), Counter())
 
 
 class PlayedStore(Store):
@@ -186,11 +192,38 @@ class PlayedGroup(SoloGroup):
         self._counts.num_bytes[name] += num_bytes
 
 
-class _NoTransport:
-    """Channels on which nothing is sent: no step is made."""
+class StandIn:
+    """A device whose tensors lie on the host, and whose own backend connects nobody.
 
-    def __init__(self, channels: Sequence[PlacedChannel]) -> None:
-        self.channels = channels
+    What its ranks do over Gloo and over the store is what they do beside NCCL.
+    """
+
+    is_accelerator, type, backend = True, "xpu", "fake"
+
+    def __init__(self) -> None:
+        self._host = HostDevice()
+
+    def __getattr__(self, name: str) -> Any:
+        """Be as the host in all else."""
+        return getattr(self._host, name)
+
+
+class PlayedFormer(Former):
+    """Meets the others as ever; then it is connected with nobody, and counts with how many."""
+
+    def __init__(self, counts: Counts, *given: Any) -> None:
+        super().__init__(*given)
+        self._counts = counts
+
+    def _entered(
+        self, name: str, members: tuple[int, ...], backend: str, given: object = None
+    ) -> dist.ProcessGroup:
+        self._counts.groups.append(len(members) if "gloo" in backend else 1)
+        register()
+        return super()._entered(name, members, FACE_NAME, None)
+
+    def _connected(self, name: str, pair: tuple[int, int], door: Door) -> Any:
+        self._counts.pairs.append(pair)
 
 
 class PlayedWorld(ProcessWorld):
@@ -198,31 +231,35 @@ class PlayedWorld(ProcessWorld):
 
     store: PlayedStore
 
-    def __init__(self, counts: Counts, others: Others, **options: Any) -> None:
+    def __init__(self, device: Device, counts: Counts, others: Others, **options: Any) -> None:
         self._counts, self._others = counts, others
-        super().__init__(HostDevice(), 60.0, shares_memory=False, **options)
+        super().__init__(device, 60.0, shares_memory=False, **options)
+
+    def _make_former(self, *given: Any) -> Former:
+        return PlayedFormer(self._counts, *given)
 
     def _group_of(self, members: Sequence[int]) -> Group:
-        ranks = tuple(members)
-        if len(ranks) == 1:
-            return SoloGroup(self.rank)
-        near = partners(Place(len(ranks), ranks.index(self.rank)))
-        self._counts.groups.append(1 + len(near) if self._is_wide(ranks) else len(ranks))
-        return PlayedGroup(ranks, self.rank, self._counts, partial(self._others, self.secret))
+        formed = super()._group_of(members)
+        if formed.size == 1:
+            return formed
+        return PlayedGroup(
+            formed.ranks, self.rank, self._counts, partial(self._others, self.secret)
+        )
 
-    def _torch_transport(self, channels: Sequence[PlacedChannel], device: Device) -> Transport:
-        pairs = {frozenset((c.source_rank, c.destination_rank)) for c in channels}
-        self._counts.groups.extend(2 for _ in pairs)
-        transport: Any = _NoTransport(channels)
-        return transport
+    def _open_queue(self, ends: tuple[int, int], device: Device) -> TorchLane:
+        return TorchLane(self._form(ends, self._own_backend), peer=int(self.rank == ends[0]))
 
 
-def join(rank: int, size: int, counts: Counts, others: Others) -> tuple[PlayedWorld, float]:
+def join(
+    rank: int, size: int, counts: Counts, others: Others, device: Device
+) -> tuple[PlayedWorld, float]:
     """Return the world of one rank among `size`, and the seconds that it took to join."""
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")
     began_s = time.perf_counter()
     store = PlayedStore(rank, counts)
+    backend = f"cpu:gloo,{device.type}:{device.backend}" if device.is_accelerator else "gloo"
     with connecting(lazily=True):
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    world = PlayedWorld(counts, others)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    world = PlayedWorld(device, counts, others)
     world.store = store  # torch calls it from C++, and does not keep it alive
     return world, time.perf_counter() - began_s

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as torch_groups
 from torch.distributed.distributed_c10d import PrefixStore
 
-from gpipe_hpc.comm.mpi.process_group import NAME as MPI_NAME
+from gpipe_hpc.comm.collectives.bruck import distances
 from gpipe_hpc.comm.reaching.doors import Door, Doors, options, through
 from gpipe_hpc.comm.reaching.knocking import Place, calls, unanswered
 from gpipe_hpc.comm.torch_face import NAME as FACE_NAME
@@ -63,9 +63,10 @@ class Former:
     def form(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
         """Form a group of world ranks, this one among them; each of them calls it, nobody else.
 
-        `backend`: None for that of the other groups. Over Gloo all members are connected with one
-        another then, so a group should be small. Raises LaunchError, on all members, where one
-        cannot be reached by another.
+        `backend`: None for that of the other groups. Where Gloo is part of it, all members are
+        connected with one another then, so a group should be small; what a rank asks the store for
+        grows with the logarithm of the members elsewhere. Raises LaunchError, on all members, where
+        one cannot be reached by another.
         """
         members = tuple(ranks)
         name, chosen = self._named(members), backend or self._backend
@@ -119,29 +120,42 @@ class Former:
         """
         self._num_formed[pair] += 1
         name = f"{self._name}_{pair[0]}_{pair[1]}_pair{self._num_formed[pair]}"
+        self._meet(name, pair, dist.get_rank(), Place(_host(), door.address, door.port))
+        return self._connected(name, pair, door)
+
+    def _connected(self, name: str, pair: tuple[int, int], door: Door) -> dist.ProcessGroupGloo:
+        """Connect two ranks that have met."""
         torch_side: Any = torch_groups
         default = torch_side._get_default_group()
         _, store = torch_side._world.pg_map[default]
-        rank = default.rank()
-        self._meet(name, pair, rank, Place(_host(), door.address, door.port))
         made = options(door, self._timeout, num_threads=1)
         gloo: Any = dist.ProcessGroupGloo
         connected: dist.ProcessGroupGloo = gloo(
-            PrefixStore(f"{name}/", store), pair.index(rank), 2, made
+            PrefixStore(f"{name}/", store), pair.index(default.rank()), 2, made
         )
         return connected
 
     @contextmanager
-    def _met(self, name: str, members: Collection[int], rank: int, backend: str) -> Iterator[None]:
-        """Let the members meet first; Gloo listens at a door meanwhile, MPI at none."""
-        if backend == MPI_NAME:
-            self._exchange(f"forming group {name}", "", members)
+    def _met(self, name: str, members: Sequence[int], rank: int, backend: str) -> Iterator[None]:
+        """Let the members meet first; Gloo listens at a door meanwhile, other backends at none."""
+        if "gloo" not in backend:
+            self._meet_in_rounds(name, members, rank)
             yield
             return
         door = self._doors.open(lazily=False)
         self._meet(name, members, rank, Place(_host(), door.address, door.port))
         with connecting(lazily=False), through(door):
             yield
+
+    def _meet_in_rounds(self, name: str, members: Sequence[int], rank: int) -> None:
+        """Wait for all members, each asking for those 1, 2, 4, 8, ... places before it alone.
+
+        Who has heard of the one d places before has heard, by way of it, of 2 d places.
+        """
+        n, i = len(members), members.index(rank)
+        for d in distances(n):
+            before = members[(i - d) % n]
+            self._exchange(f"forming group {name}, {d} places on", "", [before])
 
     def _meet(self, name: str, members: Collection[int], rank: int, own: Place) -> None:
         """Wait for all members; where they are on several hosts, see that all can be reached."""
