@@ -33,7 +33,7 @@ from gpipe_hpc.engine.sums.flags import Flags
 from gpipe_hpc.engine.sums.loss import backward_seed, final_divisor
 from gpipe_hpc.engine.sums.loss_scale import LossScale, count_overflows
 from gpipe_hpc.engine.sums.meeting import Known, Meeting, Says
-from gpipe_hpc.engine.sums.results import StepLoss, StepResult
+from gpipe_hpc.engine.sums.results import StepLoss, StepResult, shares
 from gpipe_hpc.engine.sums.squares import GradientParts
 from gpipe_hpc.engine.sums.tied import TiedParameter
 from gpipe_hpc.engine.sums.trained import Trained
@@ -130,17 +130,17 @@ class Steps:
         }
         self._portions = portions
         self._first = portions.of(site.replica).start
+        self._shares = site.world.device.bring(shares(portions.counts))
         num_global = portions.total
         widths = {index: drift.num_flags for index, drift in self._drifts.items()}
-        self._flags = Flags.gathered(
-            names,
-            widths,
-            site.everybody,
-            replica=site.replica if is_apart else 0,
-            num_replicas=site.mesh.replicas if is_apart else 1,
-        )
+        self._flags = Flags.gathered(names, widths, site.everybody)
         self._meeting = Meeting(
-            num_global, self._flags.size, site.everybody, site.world.rank, site.world.device
+            num_global,
+            self._flags.size,
+            site.everybody,
+            site.world.rank,
+            site.world.device,
+            site.pipeline if is_apart else None,
         )
         held = {n: p for stage in stages.values() for n, p in stage.named_parameters().items()}
         self._trained = Trained(held, names, site.everybody)
@@ -218,8 +218,7 @@ class Steps:
             self.compression.settle(is_kept=not is_skipped)
         else:
             self.apart.end(outcome.samples)
-            replicas, of = range(self._site.mesh.replicas), self._portions.of
-            self.apart.note(torch.stack([known.loss.weight_of(of(r)) for r in replicas]))
+            self.apart.note(known.loss.weights_of(self._shares))
         if has_changed:
             self._adopt()
         parts = self._parts(known.loss, divisor)

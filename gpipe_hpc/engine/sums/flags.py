@@ -10,42 +10,24 @@ from gpipe_hpc.comm.group import Gathering
 class Flags:
     """Numbers for flags, the same on every rank.
 
-    The first says that a rank trains other parameters than in the step before (`HAS_CHANGED`). Then
-    come, for each replica that trains by itself, or once for all: a flag of each parameter of the
-    model (`names`), whether a micro-batch has used it; and `widths` of each stage: what the holders
-    of its buffers must know of one another. `replica`: of those, this rank's.
+    The first says that a rank trains other parameters than in the step before (`HAS_CHANGED`), and
+    concerns all ranks. Then come those that concern who trains together (`size` counts all): a flag
+    of each parameter of the model (`names`), whether a micro-batch has used it; and `widths` of
+    each stage: what the holders of its buffers must know of one another.
     """
 
     HAS_CHANGED: Final = 0
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        widths: Sequence[int],
-        *,
-        replica: int = 0,
-        num_replicas: int = 1,
-    ) -> None:
-        *starts, size = accumulate(widths, initial=len(names))
-        first = 1 + size * replica
-        self._numbers = {name: first + number for number, name in enumerate(names)}
-        self._starts, self._widths = [first + start for start in starts], widths
-        self.size = 1 + size * num_replicas
+    def __init__(self, names: Sequence[str], widths: Sequence[int]) -> None:
+        *starts, self.size = accumulate(widths, initial=1 + len(names))
+        self._numbers = {name: 1 + number for number, name in enumerate(names)}
+        self._starts, self._widths = starts, widths
 
     @classmethod
-    def gathered(
-        cls,
-        names: Sequence[str],
-        own: Mapping[int, int],
-        group: Gathering,
-        *,
-        replica: int = 0,
-        num_replicas: int = 1,
-    ) -> "Flags":
+    def gathered(cls, names: Sequence[str], own: Mapping[int, int], group: Gathering) -> "Flags":
         """Return the flags of a model; `own`: how many each stage of this rank has of buffers."""
         widths = group.merge_object(dict(own), _widest)
-        ordered = [widths[stage] for stage in sorted(widths)]
-        return cls(names, ordered, replica=replica, num_replicas=num_replicas)
+        return cls(names, [widths[stage] for stage in sorted(widths)])
 
     def of_use(self, names: Iterable[str], used: Iterable[bool]) -> set[int]:
         """Return the numbers of those parameters that were used."""

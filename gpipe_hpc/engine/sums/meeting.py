@@ -66,17 +66,27 @@ class _Summed(NamedTuple):
 class Meeting:
     """Where all ranks meet: none goes on behind a step that failed on one.
 
-    `num_global`: micro-batches of the global batch. `num_flags`: the same on every rank. Each
-    number but a flag and what ranks tell has one contributor and zeros from everybody else, so the
-    sums are exact.
+    `num_global`: micro-batches of the global batch. `num_flags`: the same on every rank.
+    `trains_together`: those ranks that unite all flags but the first, a pipeline where replicas
+    train apart; None: all ranks do, as they do the first. Each number but a flag and what ranks
+    tell has one contributor and zeros from everybody else, so the sums are exact.
     Which rows of a loss there are, all ranks agree on when one has a row that is new.
     """
 
     def __init__(
-        self, num_global: int, num_flags: int, group: Gathering, rank: int, device: Device
+        self,
+        num_global: int,
+        num_flags: int,
+        group: Gathering,
+        rank: int,
+        device: Device,
+        trains_together: Gathering | None = None,
     ) -> None:
         self._num_global, self._num_flags = num_global, num_flags
         self._group, self._device = group, device
+        self._apart = trains_together
+        # So many of the flags travel to all; the rest do not where replicas train apart.
+        self._num_common = 1 if trains_together else num_flags
         self._slots = Slots(group, rank)
         self._add = ordered_sum(device)
         self._rows: tuple[Row, ...] = ()
@@ -109,6 +119,7 @@ class Meeting:
     def _sum(self, says: Says, found: Found) -> _Summed:
         """Return the sums over all ranks of what they say, with the rows that all know of."""
         terms, host = self._terms(says, found), self._host(says, found)
+        united = None if self._apart is None else _Uniting(self._own(says), self._apart)
         if not self._device.is_accelerator:
             flat = torch.cat([terms, host])
             self._climb(flat)
@@ -118,7 +129,9 @@ class Meeting:
             self._climb(host)
             pending.wait()
         left_s = time.perf_counter()
-        num_new, flags, told = torch.split(host, [1, self._num_flags, self._slots.size])
+        num_new, flags, told = torch.split(host, [1, self._num_common, self._slots.size])
+        if united is not None:
+            flags = torch.cat([flags, united.wait()])
         return _Summed(terms, int(num_new), flags, told, left_s)
 
     def _climb(self, flat: torch.Tensor) -> None:
@@ -163,13 +176,34 @@ class Meeting:
             flat[start : start + len(run)] = stacked(run)
         return flat
 
+    def _own(self, says: Says) -> torch.Tensor:
+        """Return the flags that those unite which train together, float64[flags] on the host."""
+        row = [0.0] * (self._num_flags - self._num_common)
+        for flag in says.flags:
+            if flag >= self._num_common:
+                row[flag - self._num_common] = 1.0
+        return torch.tensor(row, dtype=torch.float64)
+
     def _host(self, says: Says, found: Found) -> torch.Tensor:
-        """Return how many rows are new, the flags, and what is told: float64[n] on the host."""
-        row = [0.0] * (1 + self._num_flags)
+        """Return for all ranks how many rows are new, flags, and what is told: float64[n]."""
+        row = [0.0] * (1 + self._num_common)
         row[0] = float(sum(each not in self._rows for each in found))
         for flag in says.flags:
-            row[1 + flag] = 1.0
+            if flag < self._num_common:
+                row[1 + flag] = 1.0
         return torch.tensor(row + self._slots.of(says.told), dtype=torch.float64)
+
+
+class _Uniting:
+    """Flags on their way to those that train together."""
+
+    def __init__(self, flags: torch.Tensor, group: Gathering) -> None:
+        self._flags, self._pending = flags, group.start_all_reduce(flags)
+
+    def wait(self) -> torch.Tensor:
+        """Return how many ranks set each."""
+        self._pending.wait()
+        return self._flags
 
 
 def _united(ahead: list[Row], behind: list[Row]) -> list[Row]:

@@ -14,7 +14,10 @@ from torch import Tensor
 from gpipe_hpc.comm.device import Device
 
 OrderedSum = Callable[[Tensor], Tensor]
-"""Returns the sum of at least one number, float64[], of float64[numbers]."""
+"""Returns the sum over the first dimension, of at least one: float64[...] of float64[numbers, ...].
+
+`...` is nothing, or one dimension.
+"""
 
 _NUM_PROBED: Final = 4099
 
@@ -26,11 +29,13 @@ def ordered_sum(device: Device) -> OrderedSum:
     generator = torch.Generator().manual_seed(0)
     spread = torch.randint(-20, 20, (_NUM_PROBED,), generator=generator).double().exp2()
     numbers = torch.randn(_NUM_PROBED, generator=generator, dtype=torch.float64) * spread
+    columns = torch.stack([numbers, numbers.flip(0)], 1)
     try:
-        found = device.fetch(_by_bag(device.bring(numbers)))
+        found = [device.fetch(_by_bag(device.bring(each))) for each in (numbers, columns)]
     except RuntimeError:  # it has no such kernel
         return _one_by_one
-    return _by_bag if torch.equal(found, _by_prefixes(numbers)) else _one_by_one
+    expected = [_by_prefixes(each) for each in (numbers, columns)]
+    return _by_bag if all(map(torch.equal, found, expected)) else _one_by_one
 
 
 def _by_prefixes(numbers: Tensor) -> Tensor:
@@ -41,7 +46,8 @@ def _by_bag(numbers: Tensor) -> Tensor:
     """Sum the rows of one bag: CUDA has a thread for each column, which adds row after row."""
     count = len(numbers)
     order = torch.arange(count, device=numbers.device).view(1, count)
-    return F.embedding_bag(order, numbers.view(count, 1), mode="sum").view(())
+    summed = F.embedding_bag(order, numbers.reshape(count, -1), mode="sum")
+    return summed.view(numbers.shape[1:])
 
 
 def _one_by_one(numbers: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.engine.sums.loss import Noted
@@ -56,6 +57,10 @@ class StepLoss:
     def weight_of(self, microbatches: range) -> torch.Tensor:
         """Return the weight of some of the global micro-batches, float64[] on the device."""
         return self.add(self.terms[1, microbatches.start : microbatches.stop])
+
+    def weights_of(self, places: torch.Tensor) -> torch.Tensor:
+        """Return the weight of each of the `shares`, float64[shares] on the device."""
+        return self.add(F.pad(self.terms[1], (0, 1))[places])
 
     @cached_property
     def known_weight(self) -> float:
@@ -191,6 +196,17 @@ def find_rows(noted: Mapping[int, Sequence[Noted]]) -> Found:
 def positions(rows: Sequence[Row]) -> list[int]:
     """Return where the numbers of each row begin, behind the main loss and its weight."""
     return list(accumulate((2 - row.is_loss for row in rows[:-1]), initial=2)) if rows else []
+
+
+def shares(counts: Sequence[int]) -> torch.Tensor:
+    """Return where in a row of numbers those of each share lie, int64[most of a share, shares].
+
+    `counts`: how many numbers a share has; they follow one another. Where one has fewer than
+    another it has a place behind the row instead.
+    """
+    own = torch.tensor(counts)
+    within = torch.arange(max(counts)).unsqueeze(1)
+    return torch.where(within < own, own.cumsum(0) - own + within, sum(counts))
 
 
 def num_terms(rows: Sequence[Row]) -> int:

@@ -245,13 +245,48 @@ def test_flags_have_places_of_their_own():
     assert flags.buffers(2, united) == [True, False]
 
 
-def test_replicas_that_train_apart_have_flags_of_their_own():
-    first, second = (Flags(["a", "b"], [1], replica=r, num_replicas=2) for r in range(2))
-    assert first.size == second.size == 7
-    united = first.of_use(["a"], [True]) | second.of_buffers(0, [True])
-    assert first.used(["a", "b"], united) == [True, False]
-    assert second.used(["a", "b"], united) == [False, False]
-    assert first.buffers(0, united) == [False] and second.buffers(0, united) == [True]
+def test_replicas_that_train_apart_unite_flags_within_a_pipeline():
+    """Only that a rank trains other parameters than before concerns the others."""
+
+    def body(world):
+        replica = world.rank // 2
+        pipeline = world.group([[2 * replica, 2 * replica + 1]])
+        met = Meeting(4, 6, world.everybody, world.rank, CPU, pipeline)
+        own = {world.rank: LossTerm(1.0, 1.0)}
+        first = met(Says(own, {}, {2 + world.rank}, None, [1.0]))
+        changed = {Flags.HAS_CHANGED} if world.rank == 3 else set()
+        return first.flags, met(Says(own, {}, changed, None, [1.0])).flags, first.told.totals[0]
+
+    found = run_on_threads(4, body)
+    assert [flags for flags, *_ in found] == [{2, 3}, {2, 3}, {4, 5}, {4, 5}]
+    assert all(rest == ({Flags.HAS_CHANGED}, 4.0) for _, *rest in found for rest in [tuple(rest)])
+
+
+@pytest.mark.parametrize("replicas", [2, 16])
+def test_what_replicas_that_train_apart_send_grows_with_losses_alone(replicas, monkeypatch):
+    """Each replica had flags of its own in the sum over all: 2.5 MB a step of 1,024 replicas."""
+    lengths, climb = [], Meeting._climb
+    slots = replicas * 4 * NUM_TOLD
+
+    def seen(self, flat):
+        lengths.append(len(flat))
+        climb(self, flat)
+
+    monkeypatch.setattr(Meeting, "_climb", seen)
+
+    def body(world):
+        outer = {"every": 2}
+        pipe = Pipeline(
+            linears(2), mean_square, stages=1, replicas=replicas, world=world, outer=outer
+        )
+        inputs, targets = batch(replicas)
+        part = pipe.share(replicas)
+        pipe.step(inputs[part], targets[part])
+        return [p.grad is not None for p in pipe.parameters()]
+
+    assert all(map(all, run_on_threads(replicas, body)))
+    # Two terms for each micro-batch, the overflows; new rows, and one flag: not one more.
+    assert set(lengths) == {2 * replicas + 1 + 2 + slots}
 
 
 def test_a_tied_parameter_adds_its_own_reduction_alone():

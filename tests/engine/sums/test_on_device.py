@@ -19,6 +19,7 @@ from gpipe_hpc.engine.sums.loss_scale import count_overflows
 from gpipe_hpc.engine.sums.meeting import Meeting, Says
 from gpipe_hpc.engine.sums.norms import clip_by_norm, gather_norms
 from gpipe_hpc.engine.sums.ordered import ordered_sum
+from gpipe_hpc.engine.sums.results import StepLoss, shares
 from gpipe_hpc.errors import ModelError
 from tests.played.alone import alone
 from tests.played.world import between, run_played
@@ -68,6 +69,25 @@ def test_weights_are_summed_from_left_to_right_on_a_device(count, monkeypatch):
         total = add(there)
         assert not device.host_waits
         assert device.fetch(total).item() == expected
+
+
+@pytest.mark.parametrize("counts", [[3] * 64, [5, 1, 0, 2], [7]])
+def test_weights_of_all_replicas_are_summed_at_once(counts):
+    """A sum was started for each replica."""
+    weights, starts = numbers(sum(counts)), [sum(counts[:i]) for i in range(len(counts))]
+    expected = []
+    for start, count in zip(starts, counts, strict=True):
+        expected.append(0.0)
+        for value in weights[start : start + count].tolist():
+            expected[-1] += value
+    with alone() as device:
+        for each in (HOST, device):
+            terms, places = each.bring(torch.stack([weights, weights])), each.bring(shares(counts))
+            loss = StepLoss(terms, Fetched.of(terms.flatten(), each), ordered_sum(each))
+            with Kernels() as kernels:
+                found = loss.weights_of(places)
+            assert each.fetch(found).tolist() == expected
+            assert kernels.count <= 8
 
 
 @pytest.mark.parametrize("has_kernel", [True, False])
