@@ -54,7 +54,7 @@ class Layout:
     @property
     def sharing(self) -> Sharing | None:
         """Return how the optimizer's state is divided over copies; None: each has all of it."""
-        return Sharing.of(self.shard, len(self.portions.counts), self.tables.buckets)
+        return Sharing.of(self.shard, self.portions.num_replicas, self.tables.buckets)
 
     @property
     def schedule(self) -> Schedule:
@@ -64,11 +64,11 @@ class Layout:
     @property
     def replicas(self) -> int:
         """Return how many such pipelines run side by side."""
-        return len(self.portions.counts)
+        return self.portions.num_replicas
 
     def of(self, replica: int) -> "Layout":
         """Return the layout of one replica: its own tables, and what it recomputes."""
-        count = self.portions.counts[replica]
+        count = len(self.portions.of(replica))
         return next(e for e in (self, *self.others) if e.schedule.num_microbatches == count)
 
     def rows(self, rank: int) -> list[Row]:

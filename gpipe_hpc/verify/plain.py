@@ -60,7 +60,7 @@ class Layout:
     @property
     def portions(self) -> Portions:
         """Return the micro-batches of each replica."""
-        return Portions(tuple(schedule.num_microbatches for schedule in self.schedules))
+        return Portions.of_counts(schedule.num_microbatches for schedule in self.schedules)
 
     @property
     def stage_of(self) -> list[int]:

@@ -38,7 +38,13 @@ def measured_apart(size: int, kind: str) -> One:
 
 @pytest.mark.parametrize(
     ("what", "at_64", "each_level"),
-    [("keys", 88, 56), ("groups", 11, 3), ("peers", 57, 27), ("collectives", 36, 18)],
+    [
+        ("keys", 88, 56),
+        ("groups", 11, 3),
+        ("peers", 57, 27),
+        ("collectives", 36, 18),
+        ("num_bytes", 8500, 5500),
+    ],
 )
 def test_what_a_rank_does_to_start_grows_with_the_levels(found, what, at_64, each_level):
     """Each rank asked the store for all, formed two full meshes and gathered from all ranks.
@@ -47,7 +53,8 @@ def test_what_a_rank_does_to_start_grows_with_the_levels(found, what, at_64, eac
     4,096. A level has eight times the ranks: a group for the start, one for the steps and one in
     which rows of the table are handed out, each of eight. A watcher has six more neighbours. The
     copies of a stage, four times fewer than the ranks, are a mesh at 64; then a rank has six more
-    of them. Whom it connects with it tells a key, and asks for one.
+    of them. Whom it connects with it tells a key, and asks for one. The layout named the
+    micro-batches of each replica: 25,000 bytes in a world of 4,096.
     """
     counts = [getattr(found[size], what) for size in (64, 512, 4096)]
     assert counts[0] <= at_64
@@ -58,7 +65,6 @@ def test_a_world_of_thousands_costs_a_rank_little_memory(found):
     """What is left to grow are the entries of torch's default group, 1.5 kB for each rank."""
     most_mb = found[64].joined_mb + found[64].built_mb + 4032 * 2.5e-3 + 4
     assert found[4096].joined_mb + found[4096].built_mb < most_mb
-    assert found[4096].num_bytes < 64_000
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from gpipe_hpc.schedule.families.known import FAMILIES
 def layout_of(ranks=4, microbatches=6, replicas=1, name="zb_v"):
     table = build(name, ranks=ranks, microbatches=microbatches)
     partition = Partition((1,) * table.num_stages, (1.0,) * table.num_stages, "layers")
-    portions = Portions((microbatches,) * replicas)
+    portions = Portions(((replicas, microbatches),))
     return Layout(partition, make_tables(table, "always"), portions=portions)
 
 

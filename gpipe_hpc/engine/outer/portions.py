@@ -1,9 +1,9 @@
 """How many of the global micro-batches each replica runs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import accumulate
+from itertools import accumulate, groupby
 from math import gcd, lcm
 
 from gpipe_hpc.errors import ConfigError
@@ -11,9 +11,18 @@ from gpipe_hpc.errors import ConfigError
 
 @dataclass(frozen=True)
 class Portions:
-    """How many micro-batches each replica has; they are consecutive ones of the global batch."""
+    """How many micro-batches each replica has; they are consecutive ones of the global batch.
 
-    counts: tuple[int, ...] = (1,)
+    `runs`: of replicas that follow one another, how many have how many each. So all ranks are told
+    few numbers of thousands of replicas.
+    """
+
+    runs: tuple[tuple[int, int], ...] = ((1, 1),)
+
+    @classmethod
+    def of_counts(cls, counts: Iterable[int]) -> "Portions":
+        """Return those of the micro-batches of each replica."""
+        return cls(tuple((len(list(equal)), count) for count, equal in groupby(counts)))
 
     @classmethod
     def divide(cls, microbatches: int, replicas: int, weights: Sequence[int] | None) -> "Portions":
@@ -22,7 +31,7 @@ class Portions:
         Raises ConfigError where there is no weight for each replica, or they do not divide.
         """
         if weights is None:
-            return cls((microbatches,) * replicas)
+            return cls(((replicas, microbatches),))
         if len(weights) != replicas:
             raise ConfigError(
                 f"outer.weights: expected a weight for each of {replicas} replica(s), got "
@@ -41,17 +50,27 @@ class Portions:
                 f"multiples of {whole}, got {replicas} x {microbatches} = {total}; use {near} "
                 f"micro-batches (pipeline.microbatches x train.accumulation), or other weights"
             )
-        return cls(tuple(total // whole * part for part in parts))
+        return cls.of_counts(total // whole * part for part in parts)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Return the micro-batches of each replica."""
+        return tuple(count for number, count in self.runs for _ in range(number))
+
+    @property
+    def num_replicas(self) -> int:
+        """Return the number of replicas."""
+        return sum(number for number, _ in self.runs)
 
     @property
     def total(self) -> int:
         """Return the number of global micro-batches."""
-        return sum(self.counts)
+        return sum(number * count for number, count in self.runs)
 
     @property
     def most(self) -> int:
         """Return the micro-batches of the replica that has most."""
-        return max(self.counts)
+        return max(count for _, count in self.runs)
 
     @property
     def fullest(self) -> int:
@@ -61,12 +80,17 @@ class Portions:
     @property
     def are_equal(self) -> bool:
         """Say whether all replicas have as many."""
-        return len(set(self.counts)) == 1
+        return len({count for _, count in self.runs}) == 1
 
     def of(self, replica: int) -> range:
         """Return the global micro-batches of a replica."""
-        first = sum(self.counts[:replica])
-        return range(first, first + self.counts[replica])
+        first = ahead = 0
+        for number, count in self.runs:
+            if replica < ahead + number:
+                first += (replica - ahead) * count
+                return range(first, first + count)
+            first, ahead = first + number * count, ahead + number
+        raise IndexError(f"expected one of {ahead} replicas, got {replica}")
 
     def owner(self, microbatch: int) -> tuple[int, int]:
         """Return which replica has a global micro-batch, and which of its own that is."""
