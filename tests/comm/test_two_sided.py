@@ -4,7 +4,6 @@ from collections import Counter
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as torch_groups
 
 from gpipe_hpc.comm import processes as module
 from gpipe_hpc.comm.collectives.bruck import partners
@@ -108,7 +107,7 @@ def joined(meshed):
     dist.Backend.register_backend("standin", OwnBackend, extended_api=True, devices=["xpu"])
     module._is_carried = lambda device: True
     meshes, asked = [], []
-    gloo, ask = torch_groups.ProcessGroupGloo, Noticeboard.ask
+    gloo, ask = dist.ProcessGroupGloo, Noticeboard.ask
 
     class Seen(gloo):
         def __init__(self, store, rank, size, *rest, **named):
@@ -119,7 +118,7 @@ def joined(meshed):
         asked.append((what, len(ranks)))
         return ask(self, what, ranks)
 
-    torch_groups.ProcessGroupGloo, Noticeboard.ask = Seen, seen
+    dist.ProcessGroupGloo, Noticeboard.ask = Seen, seen
     return ProcessWorld(StandIn(), 60.0, meshed=meshed), meshes, asked
 
 
@@ -128,6 +127,7 @@ def body_of_connections(rank):
     asked.clear()
     group = world.group([range(SIZE)])
     assert isinstance(group, TwoSidedGroup)
+    assert 2 in meshes, "each connection was seen"
     rounds = [num for what, num in asked if "places on" in what]
     return (
         [size for size in meshes if size > 2],
