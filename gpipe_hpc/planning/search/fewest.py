@@ -17,14 +17,29 @@ _MOST_RANKS: Final = 4096
 
 
 class Fewest(NamedTuple):
-    """The least number of ranks, and what of the next smaller one comes nearest, if any was tried.
+    """The least number of ranks for which some layout of those tried fits.
 
-    `layout`: one that fits, not the fastest.
+    `layout`: one that fits, not the fastest. `first`: the least number that was tried; weights,
+    gradients and optimizer alone need as many. `nearest`: what of the next smaller number comes
+    nearest, if any was laid out. `schedules`: those that were tried.
     """
 
     num_ranks: int
     layout: Candidate
+    first: int
     nearest: TooMuch | None = None
+    schedules: tuple[str, ...] = ()
+
+    def fewer_text(self) -> str:
+        """Say what is known of fewer ranks; nothing where there are none."""
+        if self.num_ranks == 1:
+            return ""
+        if self.num_ranks == self.first:
+            return "weights, gradients and optimizer alone need as many"
+        tried = ", ".join(self.schedules)
+        return (
+            f"no layout that was tried fits on fewer (tried: {tried}, as much recomputed as fits)"
+        )
 
 
 def fewest_ranks(space_of: Callable[[int], Space], ground_of: Callable[[int], Ground]) -> Fewest:
@@ -37,13 +52,15 @@ def fewest_ranks(space_of: Callable[[int], Space], ground_of: Callable[[int], Gr
     assert limit is not None, "asked for within a memory"
     first = _first(space_of(1), ground_of(1), limit)
     nearest: TooMuch | None = None
+    tried: dict[str, None] = {}
     most = min(_MOST_RANKS, max(len(ground_of(1).layers), first) * 2)
     for num_ranks in range(first, most + 1):
         closest: TooMuch | None = None
         for candidate in _thrifty(space_of(num_ranks)):
             found = _lay_out(candidate, ground_of(num_ranks), space_of(num_ranks))
             if isinstance(found, Laid):
-                return Fewest(num_ranks, found.candidate, nearest)
+                return Fewest(num_ranks, found.candidate, first, nearest, tuple(tried))
+            tried[candidate.schedule] = None
             if found and (closest is None or found.excess_bytes < closest.excess_bytes):
                 closest = found
         nearest = closest or nearest
@@ -56,9 +73,9 @@ def fewest_ranks(space_of: Callable[[int], Space], ground_of: Callable[[int], Gr
         )
     )
     raise ConfigError(
-        f"pipeline.memory_bytes: no layout of up to {most} ranks fits, expected room for the "
-        f"model, got {bytes_text(limit)} a rank{lacking}; allow more memory, or take a "
-        f"smaller batch, shorter samples or a model of smaller layers"
+        f"pipeline.memory_bytes: no layout that was tried on up to {most} ranks fits, expected "
+        f"room for the model, got {bytes_text(limit)} a rank{lacking}; allow more memory, or take "
+        f"a smaller batch, shorter samples or a model of smaller layers"
     )
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -127,8 +128,8 @@ def _written(value: str | float) -> str:
 class TooMuch(NamedTuple):
     """A layout that does not fit: what the rank needs that lacks most, and by how much too much.
 
-    `lasting_bytes`: what of it is weights, gradients and optimizer. `lacks`: by how many bytes each
-    rank of a replica has too much, 0 where it fits.
+    `lasting_bytes`: what of it is weights, gradients, optimizer and workspace. `lacks`: by how many
+    bytes each rank of a replica has too much, 0 where it fits.
     """
 
     candidate: Candidate
@@ -144,7 +145,8 @@ def try_out(
 ) -> Trial | TooMuch:
     """Lay out a candidate and, if it fits into the memory that `base` allows, simulate it.
 
-    With `LEAST` nothing is recomputed where that fits, else as little as does. Raises what laying
+    With `LEAST` nothing is recomputed where that fits, else as little as does; where nothing fits,
+    what needs less: to recompute all that helps, or nothing. Raises what laying
     out raises: PartitionError where nothing fits, ScheduleError where there is no such table.
     """
     laid = lay_out_in_memory(candidate, ground, base, choices)
@@ -158,12 +160,15 @@ def lay_out_in_memory(
     if candidate.recompute != LEAST:
         return _laid_out(candidate, ground, base, choices)
     plain = _laid_out(replace(candidate, recompute="never"), ground, base, choices)
-    if isinstance(plain, Laid) or plain.lasting_bytes >= plain.nbytes - plain.excess_bytes:
+    if isinstance(plain, Laid):
         return plain
-    try:
-        return _laid_out(replace(candidate, recompute="budget"), ground, base, choices)
-    except PartitionError:  # nothing fits
-        return plain
+    if plain.lasting_bytes < plain.nbytes - plain.excess_bytes:
+        with suppress(PartitionError):  # nothing fits
+            return _laid_out(replace(candidate, recompute="budget"), ground, base, choices)
+    thrifty = _laid_out(replace(candidate, recompute="except_last"), ground, base, choices)
+    if isinstance(thrifty, Laid) or thrifty.excess_bytes < plain.excess_bytes:
+        return thrifty
+    return plain
 
 
 def _laid_out(

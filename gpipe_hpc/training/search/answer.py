@@ -1,6 +1,7 @@
 """The answer of a search, in words: which layouts are best, or what they all lack."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 from gpipe_hpc.config import Config
@@ -130,10 +131,10 @@ def _unfactored(space: Space) -> ConfigError:
 def _fewest_text(fewest: Fewest, config: Config) -> str:
     limit = config.pipeline.memory_bytes
     ranks = "1 rank" if fewest.num_ranks == 1 else f"{fewest.num_ranks} ranks"
-    text = f"the model fits on {ranks} of {bytes_text(limit)}, and on no fewer"
+    parts = [f"the model fits on {ranks} of {bytes_text(limit)}", fewest.fewer_text()]
     if fewest.nearest is not None:
-        text += f": {_missing(fewest.nearest)}"
-    return text
+        parts.append(_missing(fewest.nearest))
+    return "; ".join(filter(None, parts))
 
 
 def _missing(nearest: TooMuch) -> str:
@@ -143,7 +144,7 @@ def _missing(nearest: TooMuch) -> str:
     return (
         f"on {ranks}, rank {nearest.rank} of what needs least ({' '.join(candidate.overrides())}) "
         f"holds {bytes_text(nearest.nbytes)}, {bytes_text(nearest.excess_bytes)} too much "
-        f"({bytes_text(nearest.lasting_bytes)} of it weights, gradients and optimizer)"
+        f"({bytes_text(nearest.lasting_bytes)} of it weights, gradients, optimizer and workspace)"
         f"{_others_missing(nearest)}"
     )
 
@@ -167,15 +168,24 @@ def _lacking_text(searches: Sequence[Searching], ranking: Ranking, num_ranks: in
         lines.append(f"no layout fits: {_missing(ranking.nearest)}")
     else:
         lines.append("no layout fits: the weights, gradients and optimizer alone are too much")
+    least, each = limit, bytes_text(limit) if not isinstance(limit, list) else ""
     if isinstance(limit, list):
-        return lines[0]
+        least = min(map(float, limit))
+        each = f"{bytes_text(least)}, the least of pipeline.memory_bytes,"
     try:
-        fewest = _fewest(searches)
+        fewest = _fewest([_within(own, least) for own in searches])
     except ConfigError as error:
-        return f"{lines[0]}\non no number of ranks: {error}"
-    if fewest.num_ranks > num_ranks:
-        lines.append(
-            f"{fewest.num_ranks} ranks of {bytes_text(limit)} "
-            f"would do: plan.ranks={fewest.num_ranks}"
-        )
+        return f"{lines[0]}\nno number of ranks that would do was found: {error}"
+    do = f"plan.ranks={fewest.num_ranks} {' '.join(fewest.layout.overrides())}"
+    if fewest.num_ranks < num_ranks:
+        lines.append(f"fewer ranks of {each} would do, {fewest.num_ranks} of {num_ranks}: {do}")
+    else:
+        lines.append(f"{fewest.num_ranks} ranks of {each} would do: {do}")
     return "\n".join(lines)
+
+
+def _within(searching: Searching, memory_bytes: float) -> Searching:
+    """Return the same search for ranks that may all fill so many bytes."""
+    config = searching.config
+    pipeline = replace(config.pipeline, memory_bytes=memory_bytes)
+    return replace(searching, config=replace(config, pipeline=pipeline))

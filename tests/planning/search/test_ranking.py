@@ -18,12 +18,19 @@ from gpipe_hpc.planning.costs.rates import Rates
 from gpipe_hpc.planning.forecast import flop_costs, forecast
 from gpipe_hpc.planning.search.bounds import Ways, bound
 from gpipe_hpc.planning.search.candidates import Candidate, Space
-from gpipe_hpc.planning.search.fewest import fewest_ranks
+from gpipe_hpc.planning.search.fewest import Fewest, fewest_ranks
 from gpipe_hpc.planning.search.ground import Ground
 from gpipe_hpc.planning.search.machine import Machine, on_hosts
 from gpipe_hpc.planning.search.ranking import search
 from gpipe_hpc.planning.search.summing import copies_of, sum_time
-from gpipe_hpc.planning.search.trial import Choices, TooMuch, Trial, try_out
+from gpipe_hpc.planning.search.trial import (
+    Choices,
+    Laid,
+    TooMuch,
+    Trial,
+    lay_out_in_memory,
+    try_out,
+)
 from gpipe_hpc.planning.search.why import parts_s, why_worse
 from gpipe_hpc.planning.shares import microbatch_shares
 from gpipe_hpc.schedule import Cluster, Link, simulate_job
@@ -238,6 +245,7 @@ def test_the_fewest_ranks_are_the_first_number_on_which_any_layout_fits():
     ]
     assert fitting == [found.num_ranks] and found.num_ranks > 2
     assert isinstance(found.nearest, TooMuch) and found.nearest.nbytes > limit
+    assert found.first <= found.num_ranks and "one_f_one_b" in found.schedules
     with pytest.raises(ConfigError, match="one layer alone"):
         fewest_ranks(lambda ranks: space_of(on(ranks), memory_bytes=10_000), on)
 
@@ -283,3 +291,30 @@ def test_slow_ranks_get_less_and_no_layout_is_missed_for_them():
 def slowed(ground, paces):
     """Return the ground of ranks of which the cut knows nothing, as slow as they are."""
     return ground.on(replace(ground.machine.cluster, paces=dict(enumerate(paces))))
+
+
+def test_what_lacks_where_nothing_fits_is_told_of_the_least():
+    """It was told of a layout that recomputes nothing."""
+    ground = ground_of(2, 1, 64)
+    chosen = Candidate(1, 2, 4, "gpipe")
+    free = space_of(ground)
+    ways = all_ways(ground, free)
+
+    def held(recompute):
+        found = lay_out_in_memory(replace(chosen, recompute=recompute), ground, free.base, ways)
+        assert isinstance(found, Laid)
+        return found.held(next(ways.all()))
+
+    least, most = max(held("except_last")), max(held("never"))
+    assert least < 0.9 * most
+    base = replace(free.base, memory_bytes=[0.99 * each for each in held("except_last")])
+    found = try_out(chosen, ground, base, ways)
+    assert isinstance(found, TooMuch) and found.candidate.recompute == "except_last"
+    assert found.excess_bytes <= 0.011 * least
+
+
+def test_fewer_ranks_that_were_not_tried_are_not_spoken_of():
+    found = Fewest(4, Candidate(1, 4, 4, "gpipe"), 2, None, ("gpipe",))
+    assert "no layout that was tried fits on fewer (tried: gpipe" in found.fewer_text()
+    assert found._replace(first=4).fewer_text().endswith("alone need as many")
+    assert found._replace(num_ranks=1).fewer_text() == ""

@@ -141,9 +141,29 @@ def test_a_model_that_fits_nowhere_says_what_lacks_and_how_many_ranks_would_do()
     assert answer(f"plan.ranks={more}", "pipeline.memory_bytes=1MB").chosen is not None
 
 
+def test_where_fewer_ranks_would_do_or_limits_differ_that_is_said():
+    """Nothing was said of fewer ranks, nor where memory_bytes is a list."""
+    prime = answer("plan.ranks=7", "pipeline.memory_bytes=1MB")
+    assert prime.chosen is None
+    said = r"fewer ranks of 1.00 MB would do, (\d) of 7: plan.ranks=\1 (.*)"
+    ((fewer, words),) = re.findall(said, prime.text)
+    found = answer(f"plan.ranks={fewer}", "pipeline.memory_bytes=1MB", *words.split())
+    assert int(fewer) < 7 and found.chosen is not None
+    several = answer("plan.ranks=2", "pipeline.memory_bytes=[0.92MB,0.95MB]")
+    assert several.chosen is None
+    said = (
+        r"(\d+) ranks of 920 kB, the least of pipeline.memory_bytes, would do: plan.ranks=\1 (.*)"
+    )
+    ((more, words),) = re.findall(said, several.text)
+    found = answer(f"plan.ranks={more}", "pipeline.memory_bytes=0.92MB", *words.split())
+    assert found.chosen is not None
+
+
 def test_without_ranks_the_least_number_is_found():
     found = answer("pipeline.memory_bytes=1MB")
-    (ranks,) = re.findall(r"the model fits on (\d+) ranks of 1.00 MB, and on no fewer", found.text)
+    (ranks,) = re.findall(
+        r"the model fits on (\d+) ranks of 1.00 MB; (?:no lay|weights)", found.text
+    )
     assert found.chosen.candidate.replicas * found.chosen.candidate.stages == int(ranks)
     assert answer(f"plan.ranks={int(ranks) - 1}", "pipeline.memory_bytes=1MB").chosen is None
 
