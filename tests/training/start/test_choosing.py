@@ -9,9 +9,11 @@ from gpipe_hpc import run_on_threads
 from gpipe_hpc.config import check_config, compose_config
 from gpipe_hpc.config.checks import check_drawing
 from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.planning.costs.rates import Rates
 from gpipe_hpc.training.loop import run_training
 from gpipe_hpc.training.run.identity import Run
 from gpipe_hpc.training.search.answer import compared
+from gpipe_hpc.training.search.from_settings import Came, Searching
 from gpipe_hpc.training.signals import StopRequest
 from gpipe_hpc.training.start import choosing
 from gpipe_hpc.training.start.choosing import LAYOUT_FILE, with_layout
@@ -148,3 +150,16 @@ def test_every_rank_runs_the_layers_and_a_slow_one_gets_fewer(tmp_path, monkeypa
     kept = json.loads((tmp_path / "run" / LAYOUT_FILE).read_text())
     assert kept["layout"]["pipeline"]["paces"][0] == 1.0
     assert any(each.startswith("pipeline.paces=[1.0,") for each in kept["settings"])
+
+
+def test_slow_ranks_get_fewer_layers_where_layers_are_counted_too():
+    """Their rates were measured, and every rank got as much all the same."""
+    config = compose_config([*WORDS, "pipeline.stages=2"])
+    came = Came(Rates.alike(1e10), (2,), (1.0, 2.0))
+    assert Searching.of(config, (), came).space(2).base.paces == [1.0, 2.0]
+    alike = came._replace(paces=())
+    assert Searching.of(config, (), alike).space(2).base.paces is None
+    given = compose_config([*WORDS, "pipeline.stages=2", "pipeline.paces=[1,1]"])
+    assert list(Searching.of(given, (), came).space(2).base.paces) == [1, 1]
+    holes = compose_config([*WORDS, "pipeline.schedule=rerouted"])
+    assert Searching.of(holes, (), came).space(2).base.paces is None
