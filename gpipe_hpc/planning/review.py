@@ -5,15 +5,21 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Final, NamedTuple
 
+from gpipe_hpc.errors import PartitionError
+from gpipe_hpc.models import stage_layers
 from gpipe_hpc.planning.advice import Known
 from gpipe_hpc.planning.costs.gauges import MEASURED, LayerTimes
 from gpipe_hpc.planning.cutting.partition import Partition
+from gpipe_hpc.planning.forecast import rank_forecasts
 from gpipe_hpc.planning.layout import Layout, lay_out
+from gpipe_hpc.planning.memory.by_rank import excess_bytes, memory_limits
 from gpipe_hpc.planning.ordering import shared_by
 from gpipe_hpc.planning.request import Request
+from gpipe_hpc.planning.stages import count_stages
 from gpipe_hpc.schedule import simulate
 
 LEAST_GAIN: Final = 0.1  # of the simulated step; less is within what steps differ by
+MOST_OFF: Final = 0.2  # of what was planned for a stage; more is told
 MOST_ACTIONS: Final = 5_000  # of a table: all ranks wait while it is looked at
 
 
@@ -21,20 +27,22 @@ class Review(NamedTuple):
     """A better cut, and what speaks for it.
 
     `gain`: the share of the simulated step that it saves; `counted_gain`: what the cut by counted
-    FLOPs would, less than 0 if it is slower. `layer`: the one whose share of the measured time is
-    furthest above its share of the FLOPs, `times_counted` that many times.
+    FLOPs would, less than 0 if it is slower, None if it does not fit. `layer`: the one whose share
+    of the measured time is furthest above its share of the FLOPs, `times_counted` that many times.
     """
 
     counts: tuple[int, ...]
     gain: float
-    counted_gain: float
+    counted_gain: float | None
     layer: int
     times_counted: float
 
     def text(self) -> str:
         """Return it as a warning: what was seen, the gain, and the settings to paste."""
         cut = ",".join(map(str, self.counts))
-        by_flops = f"{100 * abs(self.counted_gain):.0f} % {_than(self.counted_gain)}"
+        by_flops = "does not fit"
+        if self.counted_gain is not None:
+            by_flops = f"{100 * abs(self.counted_gain):.0f} % {_than(self.counted_gain)}"
         return (
             f"partition: layers take other times than the cut was made for: layers.{self.layer} "
             f"{self.times_counted:.1f} times its share of the counted FLOPs. Expected of a better "
@@ -52,8 +60,9 @@ def review(
 ) -> Review | None:
     """Return a cut that is better for the gauge's times than the layout's; None if none is much.
 
-    `counted` are the same layers by FLOPs. Both cuts are simulated on the layout's table, with free
-    transfers. Nothing is said of one rank alone, nor of tables that would take long.
+    `counted` are the same layers by FLOPs. Both cuts are laid out as asked, within the memory where
+    that is given, and simulated with free transfers. Nothing is said of a cut that does not fit,
+    of one rank alone, nor of tables that would take long.
     """
     kept, schedule = layout.partition, layout.schedule
     if schedule.num_ranks == 1 or schedule.num_actions > MOST_ACTIONS:
@@ -62,14 +71,23 @@ def review(
     flops = [each.forward + each.backward for each in counted]
     if not sum(took) or not sum(flops):
         return None
-    before_s = _step_s(request, kept.counts, kept, gauge)
-    better = _cut(took, kept, request)
-    gain = 1 - _step_s(request, better, kept, gauge) / before_s
-    if better == kept.counts or gain < LEAST_GAIN:
+    better = _Tried.of(request, _cut(took, kept, request), kept, gauge)
+    if better is None or better.counts == kept.counts:
         return None
-    by_flops = _step_s(request, _cut(flops, kept, request), kept, gauge)
+    before_s = _step_s(layout, kept._replace(times=gauge.times))
+    gain = 1 - better.step_s / before_s
+    if gain < LEAST_GAIN:
+        return None
+    by_flops = _Tried.of(request, _cut(flops, kept, request), kept, gauge)
     layer, above = _most_above(took, flops)
-    return Review(better, gain, 1 - by_flops / before_s, layer, above)
+    counted_gain = None if by_flops is None else 1 - by_flops.step_s / before_s
+    return Review(better.counts, gain, counted_gain, layer, above)
+
+
+def _step_s(layout: Layout, cut: Partition) -> float:
+    costs = cut.stage_costs(layout.recomputed)
+    assert costs is not None, "the times are known"
+    return simulate(layout.schedule, costs).makespan
 
 
 def _cut(costs: Sequence[float], kept: Partition, request: Request) -> tuple[int, ...]:
@@ -77,13 +95,66 @@ def _cut(costs: Sequence[float], kept: Partition, request: Request) -> tuple[int
     return own.cut_anew(len(kept.counts), shared_by(request)).counts
 
 
-def _step_s(request: Request, counts: tuple[int, ...], kept: Partition, gauge: Known) -> float:
-    """Return the simulated step of a cut."""
-    cut = Partition(counts, (), MEASURED, gauge.times, kept.paces, kept.rank_paces)
-    layout = lay_out(replace(request, partition=cut), gauge)
-    costs = cut.stage_costs(layout.recomputed)
-    assert costs is not None, "the times are known"
-    return simulate(layout.schedule, costs).makespan
+class _Tried(NamedTuple):
+    """A cut as it was laid out, and its simulated step."""
+
+    counts: tuple[int, ...]
+    step_s: float
+
+    @classmethod
+    def of(
+        cls, request: Request, counts: tuple[int, ...], kept: Partition, gauge: Known
+    ) -> "_Tried | None":
+        """Lay out a cut, or where some rank lacks memory for it a roomier one; None: none fits."""
+        costs = tuple(each.forward + each.backward for each in gauge.times)
+        asked = Partition(counts, costs, MEASURED, gauge.times, kept.paces, kept.rank_paces)
+        try:
+            layout = lay_out(replace(request, partition=asked), gauge)
+        except PartitionError:
+            return None
+        cut = layout.partition
+        ranks = rank_forecasts(
+            gauge.count,
+            count_stages(gauge.count, cut.counts),
+            layout.schedule,
+            request.kept_states,
+            layout.recomputed,
+            sharing=layout.sharing,
+        )
+        if excess_bytes([rank.total_bytes for rank in ranks], memory_limits(request)):
+            return None
+        return cls(cut.counts, _step_s(layout, cut))
+
+
+def slow_stages_text(
+    kept: Partition, took: Sequence[LayerTimes], counted: Sequence[LayerTimes]
+) -> str:
+    """Say in one line which stages took other times than planned; nothing where none did by much.
+
+    Held against the seconds that the cut was made for; where it was made for none, against each
+    stage's share of the FLOPs. Slow ranks take as long as the cut says they do.
+    """
+    planned = kept.times if kept.is_measured else counted
+    pairs = [
+        tuple(sum(each[i].forward + each[i].backward for i in span) for each in (took, planned))
+        for span in stage_layers(kept.counts)
+    ]
+    whole, due = (sum(each) for each in zip(*pairs, strict=True))
+    if not (whole and due):
+        return ""
+    unit = 1.0 if kept.is_measured else whole / due
+    off = [
+        f"stage {stage} {seconds:.3g} s, planned {unit * of_plan:.3g} s"
+        for stage, (seconds, of_plan) in enumerate(pairs)
+        if abs(seconds - unit * of_plan) > MOST_OFF * unit * of_plan
+    ]
+    if not off:
+        return ""
+    by = "as timed for the cut" if kept.is_measured else "by shares of the counted FLOPs"
+    return (
+        f"stages: a micro-batch took other times than planned ({by}; forward and backward): "
+        f"{'; '.join(off)}"
+    )
 
 
 def _most_above(took: Sequence[float], flops: Sequence[float]) -> tuple[int, float]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from gpipe_hpc.pipeline import Pipeline
-from gpipe_hpc.planning.review import Review, review
+from gpipe_hpc.planning.review import Review, review, slow_stages_text
 from gpipe_hpc.schedule import Timeline
 from gpipe_hpc.training.calibrating import measured_times
 from gpipe_hpc.training.foresight import Foresight
@@ -21,3 +21,11 @@ def review_run(
     known = foreseen.known
     times = measured_times(pipe, foreseen, measured, forwards_s)
     return review(pipe.request, pipe.layout, replace(known, times=times), known.times)
+
+
+def slow_stages(
+    pipe: Pipeline, foreseen: Foresight, measured: Timeline, forwards_s: Mapping[int, float]
+) -> str:
+    """Say which stages of a measured step took other times than planned; nothing where none did."""
+    times = measured_times(pipe, foreseen, measured, forwards_s)
+    return slow_stages_text(pipe.partition, times, foreseen.known.times)

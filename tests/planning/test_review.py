@@ -10,7 +10,8 @@ from gpipe_hpc.models import LayerSpec
 from gpipe_hpc.planning import LayerTimes, Request, lay_out
 from gpipe_hpc.planning.advice import Known, layer_times
 from gpipe_hpc.planning.costs.counted import count_model
-from gpipe_hpc.planning.review import by_forwards, review
+from gpipe_hpc.planning.forecast import held_bytes
+from gpipe_hpc.planning.review import by_forwards, review, slow_stages_text
 from gpipe_hpc.schedule import Costs, simulate
 
 LAYERS = [LayerSpec(nn.Linear, 16, 16) for _ in range(8)]
@@ -96,3 +97,60 @@ def test_the_seen_forwards_say_which_layer_of_a_stage_is_slow():
 def test_a_layer_without_flops_takes_what_was_seen():
     none = (LayerTimes.alike(0.0, 0.0, 0.0, 0.0), *EVEN[1:2])
     assert by_forwards(none, {0: 3.0, 1: 1.0}, (2,))[0] == LayerTimes.alike(3.0, 6.0, 3.0, 3.0)
+
+
+def held(layout):
+    return held_bytes(COUNT, layout.partition.counts, layout.schedule, 2)
+
+
+def test_a_cut_that_does_not_fit_is_not_named():
+    """The rank that was to get three layers had memory for two."""
+    times, gauge = with_slow(0), Known(LAYERS, with_slow(0), COUNT)
+    better = reviewed(times).counts
+    even = max(held(lay_out(asked(), gauge)))
+    wide = better.index(max(better))
+    limits = [2.0 * even if rank != wide else 1.01 * even for rank in range(4)]
+    found = reviewed(times, memory_bytes=limits)
+    fitting = lay_out(asked(partition=found.counts), gauge)
+    assert found.counts != better and found.gain > 0.1
+    assert all(have <= most for have, most in zip(held(fitting), limits, strict=True))
+    assert reviewed(times, memory_bytes=[1.0 * even] * 4) is None
+    assert reviewed(times, memory_bytes=[1000.0] * 4) is None
+
+
+def test_the_gain_of_a_roomier_cut_is_of_what_was_laid_out():
+    """Its stages were timed as those of the cut that did not fit."""
+    times, gauge = with_slow(0), Known(LAYERS, with_slow(0), COUNT)
+    even = max(held(lay_out(asked(), gauge)))
+    better = reviewed(times).counts
+    wide = better.index(max(better))
+    limits = [2.0 * even if rank != wide else 1.01 * even for rank in range(4)]
+    found = reviewed(times, memory_bytes=limits)
+
+    def step_s(counts):
+        stages = [
+            sum(each.forward for each in times[sum(counts[:k]) :][:n]) for k, n in enumerate(counts)
+        ]
+        costs = Costs(forward=stages, backward=[2 * each for each in stages])
+        return simulate(lay_out(asked(partition=counts), gauge).schedule, costs).makespan
+
+    assert found.gain == pytest.approx(1 - step_s(found.counts) / step_s((2,) * 4))
+
+
+def test_stages_that_took_other_times_than_planned_are_told():
+    request = asked(partition="time")
+    cut = lay_out(request, Known(LAYERS, EVEN, COUNT)).partition
+    took = (*EVEN[:4], LayerTimes.alike(1.6, 3.2, 1.6, 1.6), *EVEN[5:])
+    text = slow_stages_text(cut, took, EVEN)
+    assert "stage 2 7.8 s, planned 6 s" in text and "stage 1" not in text
+    assert (
+        slow_stages_text(cut, (*EVEN[:4], LayerTimes.alike(1.3, 2.6, 1.3, 1.3), *EVEN[5:]), EVEN)
+        == ""
+    )
+    # Of a cut without times only shares are known: twice as slow in all is as planned.
+    plain = lay_out(asked(), Known(LAYERS, EVEN, COUNT)).partition
+    double = tuple(LayerTimes(*(2 * part for part in each)) for each in EVEN)
+    assert slow_stages_text(plain, double, EVEN) == ""
+    assert "stage 0 12 s, planned 6 s" in slow_stages_text(cut, double, EVEN)
+    uneven = with_slow(4)
+    assert "stage 2 15 s, planned 8.25 s" in slow_stages_text(plain, uneven, EVEN)

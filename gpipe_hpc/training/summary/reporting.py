@@ -8,7 +8,7 @@ from typing import Any
 from gpipe_hpc.comm.world import together
 from gpipe_hpc.errors import os_remedy
 from gpipe_hpc.training.calibrating import calibrate
-from gpipe_hpc.training.review import review_run
+from gpipe_hpc.training.review import review_run, slow_stages
 from gpipe_hpc.training.session import Session
 from gpipe_hpc.training.step_edge import TimedStep
 from gpipe_hpc.training.summary.compose import (
@@ -83,7 +83,7 @@ class Reporter:
             self._held.take(HeldStep(timed.step, pipeline_s, moments, timed.origin_s, around))
 
     def review(self) -> None:
-        """Warn on rank 0 of a cut that is not the best for what was measured.
+        """Tell on rank 0 which stages are not as planned; warn of a cut that is not the best.
 
         The same call everywhere: each rank sends the times of one step's actions.
         """
@@ -101,6 +101,9 @@ class Reporter:
             measured = timelines_of(traced[0], self._tables)[fullest]
             of_replica = watched[fullest * stages : (fullest + 1) * stages]
             forwards_s = {each.layer: each.forward_s for own in of_replica for each in own}
+            off = slow_stages(self._pipe, self._session.foreseen, measured, forwards_s)
+            if off:
+                log.info("%s", off)
             found = review_run(self._pipe, self._session.foreseen, measured, forwards_s)
             if found is not None:
                 log.warning("%s", found.text())
