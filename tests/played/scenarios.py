@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc import LayerSpec, Pipeline, add_loss, add_metric, run_on_threads
+from gpipe_hpc.config import LAMBConfig, LARSConfig, OptimizerConfig, RMSPropConfig, SGDConfig
 from gpipe_hpc.schedule import schedule_names
+from gpipe_hpc.training.optimizers.optimizer import build_optimizer
 from tests.played.device import Site
 from tests.played.lanes import open_transport
 from tests.played.mpi import open_mpi_transport, reduce_all
@@ -59,6 +61,27 @@ class Nest(nn.Module):
         return self.linear(given["x"]) * given["signs"]
 
 
+class Reporting(Block):
+    """A loss and a metric of its own; some parameters are frozen."""
+
+    def __init__(self, *, freezes: bool) -> None:
+        super().__init__()
+        self.linear.weight.requires_grad_(not freezes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        add_loss("size", 0.01 * y.square().sum())
+        add_metric("peak", y.detach().abs().sum(), y.numel())
+        return y
+
+
+class Low(nn.Linear):
+    """Weights in 16 bits, which get masters in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
 class Overflowing(nn.Linear):
     """Gives one gradient that is not finite, in the second step."""
 
@@ -92,10 +115,18 @@ def overflowing() -> list[Any]:
 
 def tied() -> list[Any]:
     return [
-        LayerSpec(nn.Linear, WIDTH, WIDTH).tied("weight", "shared"),
+        LayerSpec(nn.Linear, WIDTH, WIDTH).tied({"weight": "shared"}),
         *(LayerSpec(Block) for _ in range(6)),
-        LayerSpec(nn.Linear, WIDTH, WIDTH).tied("weight", "shared"),
+        LayerSpec(nn.Linear, WIDTH, WIDTH).tied({"weight": "shared"}),
     ]
+
+
+def reporting() -> list[Any]:
+    return [LayerSpec(Reporting, freezes=place % 2 == 1) for place in range(8)]
+
+
+def in_16_bits() -> list[Any]:
+    return [LayerSpec(Low, WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(8)]
 
 
 def square_sum(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
@@ -112,6 +143,7 @@ class Scenario:
     options: Mapping[str, Any] = field(default_factory=dict)
     way: str | None = None
     sizes: tuple[int, ...] = (16,) * NUM_STEPS
+    optimizer: OptimizerConfig | None = None  # None: torch's AdamW
     # What is done in place of a training.
     instead: Callable[[Any], list[Tensor]] | None = None
 
@@ -133,8 +165,11 @@ class Given:
         return self.losses == other.losses and all(all_same(one, two) for one, two in same)
 
 
-def adamw(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(list(parameters) or [{"params": []}], lr=0.01)
+def optimizer_of(scenario: Scenario, parameters: Sequence[Any]) -> torch.optim.Optimizer:
+    if scenario.optimizer is None:
+        return torch.optim.AdamW(list(parameters) or [{"params": []}], lr=0.01)
+    named = [(str(place), parameter) for place, parameter in enumerate(parameters)]
+    return build_optimizer(named, scenario.optimizer)
 
 
 def train(scenario: Scenario, world: Any) -> Given:
@@ -152,7 +187,7 @@ def train(scenario: Scenario, world: Any) -> Given:
         partition="uniform",
         **{"microbatches": 4, **scenario.options},
     )
-    given, optimizer = Given(), pipe.optimizer(adamw)
+    given, optimizer = Given(), pipe.optimizer(partial(optimizer_of, scenario))
     data = [batches(1, n, WIDTH, seed=n, dtype=torch.float32)[0] for n in scenario.sizes]
     for inputs, targets in data:
         part = pipe.share(len(inputs))
@@ -193,7 +228,7 @@ def on_cpu(scenario: Scenario) -> list[Given]:
 
 def of(name: str, ranks: int = 2, **rest: Any) -> Scenario:
     """Return a scenario; what is no field of it is an option of `Pipeline`."""
-    fields = ("layers", "way", "sizes", "instead")
+    fields = ("layers", "way", "sizes", "instead", "optimizer")
     named = {key: rest.pop(key) for key in fields if key in rest}
     return Scenario(name, ranks, options=rest, **named)
 
@@ -204,6 +239,7 @@ EACH_SCHEDULE = [
     of(name, schedule=name, recompute=RECOMPUTE[place % 3], offload=place % 2 == 1)
     for place, name in enumerate(SCHEDULES)
 ]
+FLAT = {"shard": "flat", "bucket_bytes": 200}
 OUTER: dict[str, dict[str, Any]] = {
     "sums": {"bucket_bytes": 200},
     "no overlap": {"overlap": False},
@@ -217,7 +253,7 @@ OUTER: dict[str, dict[str, Any]] = {
     "by hosts": {"hierarchy": 1},
     "by one host": {"hierarchy": "host"},
     "by weights": {"weights": (3, 1)},
-    "flat shards": {"shard": "flat", "bucket_bytes": 200},
+    "flat shards": FLAT,
     "flat shards in rank order": {"shard": "flat", "order": "rank"},
     **{
         f"{name}": {"compress": name}
@@ -243,6 +279,11 @@ KINDS = [
     of("nests offloaded", layers=nests, recompute="always", offload=True, schedule="zb_v"),
     of("uneven", sizes=(16, 3, 11), schedule="one_f_one_b"),
     of("parts of gradients", 4, replicas=2, noise_over="microbatches"),
+    of("noise over replicas", 2, replicas=2, noise_over="replicas", optimizer=SGDConfig()),
+    of("tied", layers=tied, schedule="one_f_one_b", optimizer=LAMBConfig()),
+    of("reporting", layers=reporting, offload=True, optimizer=LARSConfig()),
+    of("mirrored flat shards", 2, schedule="chimera", outer=FLAT, optimizer=RMSPropConfig()),
+    of("in 16 bits", 2, layers=in_16_bits, replicas=2, microbatches=3, optimizer=LAMBConfig()),
     of("one rank", 1, offload=True, recompute="never"),
 ]
 WAYS_TO_OPEN: dict[str, Callable[..., Any]] = {
