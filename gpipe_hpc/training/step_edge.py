@@ -14,7 +14,7 @@ from gpipe_hpc.engine.sums.told import Overall
 from gpipe_hpc.schedule import idle_share
 from gpipe_hpc.training.one_step import Laps
 
-_FEW_RANKS: Final = 8  # whose memory is told rank by rank
+_FEW_RANKS: Final = range(2, 9)  # whose memory is told rank by rank
 
 
 class TimedStep(NamedTuple):
@@ -65,8 +65,8 @@ class Agreed(NamedTuple):
     `peak_memory_bytes`: of the rank that had most so far, and which that is;
     `least_peak_memory_bytes`: of the one that had least. `is_stopped`: some rank wants to stop.
     `is_written`: all ranks have written. `busy_s`: what all ranks together computed. `straggles`:
-    see `Told`, of the worst rank, and which that is. `peaks_bytes`: of each rank, where there are
-    at most 8 of them and they add at once; else empty.
+    see `Told`, of the worst rank, and which that is. `peaks_bytes`: of each rank, where there are 2
+    to 8 of them and they add at once; else empty.
     """
 
     pipeline_s: float
@@ -97,7 +97,7 @@ def agree(told: Overall, num_ranks: int) -> Agreed:
         busy_s=told.totals[busy_s],
         straggles=told.greatest[straggles],
         straggling_rank=told.first[straggles],
-        peaks_bytes=tuple(int(e[peaks]) for e in told.each) if num_ranks <= _FEW_RANKS else (),
+        peaks_bytes=tuple(int(e[peaks]) for e in told.each) if num_ranks in _FEW_RANKS else (),
     )
 
 

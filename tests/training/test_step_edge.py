@@ -115,6 +115,7 @@ def test_one_rank_that_wants_to_stop_or_has_not_written_is_enough():
 def test_the_memory_of_few_ranks_is_told_rank_by_rank():
     timeline = Timeline(((),) * 3, 1, 1)
     assert meet([timeline], peaks=[1024, 4096, 2048]).peaks_bytes == (1024, 4096, 2048)
+    assert meet([Timeline(((),), 1, 1)], peaks=[1024]).peaks_bytes == ()
     many = Timeline(((),) * 9, 1, 1)
     assert meet([many], peaks=list(range(9))).peaks_bytes == ()
 
