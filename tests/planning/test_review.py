@@ -120,12 +120,15 @@ def test_a_cut_that_does_not_fit_is_not_named():
 
 def test_the_gain_of_a_roomier_cut_is_of_what_was_laid_out():
     """Its stages were timed as those of the cut that did not fit."""
-    times, gauge = with_slow(0), Known(LAYERS, with_slow(0), COUNT)
+    each = (4, 4, 1, 2, 1, 2, 1, 1)
+    times = tuple(LayerTimes(*(factor * part for part in EVEN[0])) for factor in each)
+    gauge = Known(LAYERS, times, COUNT)
     even = max(held(lay_out(asked(), gauge)))
-    better = reviewed(times).counts
-    wide = better.index(max(better))
+    better = reviewed(times)
+    wide = better.counts.index(max(better.counts))
     limits = [2.0 * even if rank != wide else 1.01 * even for rank in range(4)]
     found = reviewed(times, memory_bytes=limits)
+    assert found.counts != better.counts and found.gain < better.gain - 0.05
 
     def step_s(counts):
         stages = [
