@@ -1,6 +1,5 @@
 """Choose the stages for the ranks that came: the fastest layout that fits into memory."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final, NamedTuple
 
@@ -11,13 +10,13 @@ from gpipe_hpc.planning.forecast import held_bytes
 from gpipe_hpc.planning.layout import Layout, lay_out
 from gpipe_hpc.planning.memory.by_rank import excess_bytes, limits_text, memory_limits
 from gpipe_hpc.planning.request import Request
+from gpipe_hpc.planning.search.candidates import numbers_of_stages
 from gpipe_hpc.planning.telling.units import bytes_text
 from gpipe_hpc.schedule import canonical_schedule, simulate
 
 FIT: Final = "fit"
 """In the place of a number of stages: as many as are best for the ranks that came."""
 
-_MOST_TRIED: Final = 16
 _WORTH_MORE_STAGES: Final = 0.99  # of the time with fewer
 
 
@@ -55,7 +54,7 @@ def fit_stages(request: Request, num_ranks: int, gauge: Gauge) -> Fit:
     _refuse_what_knows_the_stages(request, num_ranks)
     tried: list[_Tried] = []
     refusal: GpipeError | None = None
-    for stages in _numbers(min(num_ranks, len(gauge.layers))):
+    for stages in numbers_of_stages(min(num_ranks, len(gauge.layers))):
         try:
             tried.append(_try(request, num_ranks, stages, gauge))
         except GpipeError as error:
@@ -93,14 +92,6 @@ def _refuse_what_knows_the_stages(request: Request, num_ranks: int) -> None:
             f"pipeline.stages: expected a number for a table of your own, got fit; give "
             f"{request.schedule.num_ranks}"
         )
-
-
-def _numbers(most: int) -> Iterator[int]:
-    """Yield numbers of stages to try: all up to 16, and as many more in growing steps."""
-    stages = 1
-    while stages <= most:
-        yield stages
-        stages += max(1, stages // _MOST_TRIED * 2)
 
 
 def _try(request: Request, num_ranks: int, stages: int, gauge: Gauge) -> _Tried:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from gpipe_hpc.models import stage_layers
 from gpipe_hpc.planning.costs.trial import Weight
 from gpipe_hpc.planning.cutting.partition import Partition
+from gpipe_hpc.planning.cutting.uneven import copies_for
 from gpipe_hpc.planning.memory.optimizer import OptimizerMemory
 from gpipe_hpc.planning.request import Request
 from gpipe_hpc.planning.search.candidates import SPLITTING, Candidate
@@ -40,11 +41,15 @@ def bound(candidate: Candidate, ground: Ground, base: Request, ways: Ways) -> Bo
     """
     states = base.kept_states
     samples = candidate.samples(ground.batch_size)
-    partition = ground.partition(samples, candidate.num_stages)
+    partition = ground.partition(samples, candidate.num_stages, shared_by=candidate.shared_by)
     placement = ground.placement(candidate)
     stages = ground.stages(samples, partition.counts)
     times = _StageTimes.of(partition)
-    seconds = _least_s(candidate, ground, placement, times, _sums(candidate, ground, stages, ways))
+    if candidate.rows > 1:
+        seconds = _least_in_rows_s(candidate, ground, _copies(candidate, partition, ground), times)
+    else:
+        sums = _sums(candidate, ground, stages, ways)
+        seconds = _least_s(candidate, ground, placement, times, sums)
     seconds *= min([1.0, *ground.machine.cluster.paces.values()]) * _least_pace(base)
     return Bound(
         seconds,
@@ -94,13 +99,7 @@ def _least_s(
     backward come those of the stages ahead, though a W that waits may be the last of all. The sum
     of a stage's gradients begins no sooner than its last backward.
     """
-    shares = microbatch_shares(
-        ground.batch_size,
-        candidate.replicas * candidate.microbatches,
-        range(candidate.microbatches),
-    )
-    amount = sum(shares) if shares else float(candidate.microbatches)
-    smallest = min(shares, default=1.0)
+    amount, smallest = _amounts(candidate, ground)
     forward, backward, of_input, of_weight, least_forward = times
     splits = candidate.schedule in SPLITTING
     if len(placement.routes) > 1:
@@ -123,6 +122,48 @@ def _least_s(
             head + work,
             head + known - backward[first] + sums[first],
         )
+    return most
+
+
+def _amounts(candidate: Candidate, ground: Ground) -> tuple[float, float]:
+    """Return how many of the largest micro-batches all of a replica are, and what the least is."""
+    shares = microbatch_shares(
+        ground.batch_size,
+        candidate.replicas * candidate.microbatches,
+        range(candidate.microbatches),
+    )
+    amount = sum(shares) if shares else float(candidate.microbatches)
+    return amount, min(shares, default=1.0)
+
+
+def _copies(candidate: Candidate, partition: Partition, ground: Ground) -> list[int]:
+    """Return how many ranks hold each stage of pipelines with holes."""
+    if candidate.shared_by is not None:
+        return copies_for(partition.counts, partition.costs, candidate.shared_by)
+    placement = ground.placement(candidate)
+    return [len(placement.holders(stage)) for stage in range(placement.num_stages)]
+
+
+def _least_in_rows_s(
+    candidate: Candidate, ground: Ground, copies: Sequence[int], times: _StageTimes
+) -> float:
+    """Return the least time of pipelines with holes, without sums of gradients.
+
+    Of the ranks that hold a stage the busiest has their mean share of its micro-batches at least.
+    As in `_least_s` it waits for the stages ahead, and they for it.
+    """
+    amount, smallest = _amounts(candidate, ground)
+    forward, backward, of_input, of_weight, least_forward = times
+    splits = candidate.written.schedule in SPLITTING
+    ahead = [0.0, *accumulate(least_forward)]
+    behind = [0.0, *accumulate(of_input if splits else backward)]
+    most = 0.0
+    for stage, number in enumerate(copies):
+        own = max(amount / number, -(-candidate.microbatches // number) * smallest)
+        head, tail = smallest * ahead[stage], smallest * behind[stage]
+        work = own * (forward[stage] + backward[stage])
+        waiting = own * of_weight[stage] if splits else 0.0
+        most = max(most, head + work - waiting + tail, head + work)
     return most
 
 
@@ -162,10 +203,11 @@ def _least_bytes(
     candidate: Candidate, ground: Ground, states: OptimizerMemory, ways: Ways
 ) -> float:
     """Return the least bytes of the fullest rank, wherever the model is cut: see `least_bytes`."""
-    holders = len(ground.placement(candidate).holders(0))
-    copies = candidate.replicas * holders if ways.divided else 1
+    placement = ground.placement(candidate)
+    holders = [len(placement.holders(stage)) for stage in range(placement.num_stages)]
+    copies = candidate.replicas * max(holders) if ways.divided else 1
     whole, largest = least_bytes(ground, states, copies)
-    return max(whole * holders / candidate.stages, largest)
+    return max(whole * min(holders) / candidate.stages, largest)
 
 
 def least_bytes(ground: Ground, states: OptimizerMemory, copies: int) -> tuple[float, float]:

@@ -7,7 +7,8 @@ from typing import Any, Final
 
 from gpipe_hpc.errors import GpipeError
 from gpipe_hpc.planning.request import Request
-from gpipe_hpc.schedule import canonical_schedule, num_stages
+from gpipe_hpc.schedule import canonical_schedule, num_rows, num_stages, one_table
+from gpipe_hpc.schedule.families.rerouted import ORDERS
 
 LEAST: Final = "least"
 """In place of a way to recompute: nothing where that fits, else as little as does (``budget``)."""
@@ -37,11 +38,16 @@ takes 2 K + 1 forwards, where ``one_f_one_b`` that recomputes everything takes 4
 """
 SPLITTING: Final = frozenset({"zb_h1", "zb_h2", "zb_v", "v_half", "dualpipe_v", "dualpipe"})
 """Those in which weight gradients may wait."""
+_MOST_TRIED: Final = 16
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout, but for how copies combine their gradients, which is chosen once it is timed."""
+    """One layout, but for how copies combine their gradients, which is chosen once it is timed.
+
+    Pipelines with holes are one replica on all ranks, as their table is; `rows`: of how many
+    pipelines that is, 1 where there are no holes.
+    """
 
     replicas: int
     stages: int
@@ -51,6 +57,37 @@ class Candidate:
     recompute: str = LEAST
     offload: bool = False
     precision: str | None = None  # where several are compared
+    rows: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Return on how many ranks it is."""
+        return self.replicas * self.stages
+
+    @property
+    def shared_by(self) -> int | None:
+        """Return how many ranks share the stages unequally, so the cut heeds it; None: equally."""
+        return self.num_ranks if self.rows > 1 and "copies" not in dict(self.options) else None
+
+    @property
+    def written(self) -> "Candidate":
+        """Return it as a user asks for it: with holes as rows of stages, which ranks do not fill.
+
+        Of that, only the settings mean something.
+        """
+        if self.rows == 1:
+            return self
+        options = dict(self.options)
+        order, stages = options.pop("order"), options.pop("stages")
+        return replace(
+            self,
+            replicas=self.rows,
+            stages=stages,
+            microbatches=self.microbatches // self.rows,
+            schedule=order,
+            options=tuple(options.items()),
+            rows=1,
+        )
 
     @property
     def num_stages(self) -> int:
@@ -82,14 +119,16 @@ class Candidate:
         )
 
     def overrides(self) -> list[str]:
-        """Return it as it is written on a command line."""
+        """Return it as it is written on a command line, with the ranks where these make holes."""
+        asked = self.written
         words = [
-            f"pipeline.replicas={self.replicas}",
-            f"pipeline.stages={self.stages}",
-            f"pipeline.microbatches={self.microbatches}",
-            f"pipeline.schedule={self.schedule}",
+            f"pipeline.replicas={asked.replicas}",
+            f"pipeline.stages={asked.stages}",
+            f"pipeline.microbatches={asked.microbatches}",
+            f"pipeline.schedule={asked.schedule}",
         ]
-        words += [f"pipeline.options.{name}={value}" for name, value in self.options]
+        words += [f"pipeline.ranks={self.num_ranks}"] * (self.rows > 1)
+        words += [f"pipeline.options.{name}={value}" for name, value in asked.options]
         words.append(f"pipeline.recompute={self.recompute}")
         words += ["pipeline.offload=true"] * self.offload
         return words if self.precision is None else [*words, f"train.precision={self.precision}"]
@@ -130,8 +169,73 @@ class Space:
                 found.append((replicas, stages))
         return found
 
+    @property
+    def is_empty(self) -> bool:
+        """Say whether there is no layout."""
+        return not (self.shapes() or self.shapes_with_holes())
+
+    def shapes_with_holes(self) -> list[tuple[int, int]]:
+        """Return (pipelines, stages of each) that ranks do not fill, so the last one has holes."""
+        found = []
+        for stages in numbers_of_stages(min(self.num_ranks - 1, self.num_layers)):
+            asked = self.base.replicas if "replicas" in self.fixed else 1
+            rows = num_rows(self.num_ranks, stages, asked)
+            if rows is None or rows > self.batch_size or not self._may_be("stages", stages):
+                continue
+            found.append((rows, stages))
+        return found if found and self._may_have_holes(*found[0]) else []
+
     def __iter__(self) -> Iterator[Candidate]:
         """Yield all layouts; some may turn out to be refused."""
+        yield from self._whole()
+        yield from self._with_holes()
+
+    def _with_holes(self) -> Iterator[Candidate]:
+        for rows, stages in self.shapes_with_holes():
+            for microbatches in self._microbatches(rows):
+                for order in self._orders():
+                    table = one_table(
+                        self.num_ranks, stages, rows * microbatches, order, self._options
+                    )
+                    for offload in self._offloads():
+                        yield Candidate(
+                            1,
+                            table.ranks,
+                            table.microbatches,
+                            table.schedule,
+                            tuple(table.options.items()),
+                            self._recompute(),
+                            offload,
+                            self.precision,
+                            rows,
+                        )
+
+    def _may_have_holes(self, rows: int, stages: int) -> bool:
+        """Say whether what is asked for beside the layout goes with holes, and with equal ranks."""
+        paces, orders = self.base.paces, self._orders()
+        are_unequal = not isinstance(paces, str | None) and len(set(paces)) > 1
+        if are_unequal or not orders:
+            return False
+        try:
+            base = replace(self.base, schedule=orders[0], schedule_options=dict(self._options))
+            base.in_rows(self.num_ranks, stages, rows)
+        except GpipeError:
+            return False
+        return True
+
+    def _orders(self) -> tuple[str, ...]:
+        """Return the orders of rows with holes that may be."""
+        if "schedule" not in self.fixed:
+            return tuple(o for o in ORDERS if not (self.base.compile and o in SPLITTING))
+        given = self.base.schedule
+        name = canonical_schedule(given) if isinstance(given, str) else ""
+        return (name,) if name in ORDERS else ()
+
+    @property
+    def _options(self) -> Mapping[str, Any]:
+        return self.base.options if "schedule" in self.fixed else {}
+
+    def _whole(self) -> Iterator[Candidate]:
         for replicas, stages in self.shapes():
             for microbatches in self._microbatches(replicas):
                 for schedule, options in self._schedules(stages):
@@ -188,3 +292,11 @@ class Space:
 
     def _offloads(self) -> tuple[bool, ...]:
         return (self.base.offload,) if "offload" in self.fixed else self.offloads
+
+
+def numbers_of_stages(most: int) -> Iterator[int]:
+    """Yield numbers of stages to try: all up to 16, and as many more in growing steps."""
+    stages = 1
+    while stages <= most:
+        yield stages
+        stages += max(1, stages // _MOST_TRIED * 2)

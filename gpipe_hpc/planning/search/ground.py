@@ -38,7 +38,7 @@ class Ground:
         self.machine, self.layers, self.batch_size = machine, layers, batch_size
         self._gauge_of, self._policy = gauge_of, policy
         self._gauges: dict[int, Known] = {}
-        self._cuts: dict[tuple[int, int, Paces], Partition] = {}
+        self._cuts: dict[tuple[int, int, Paces, int | None], Partition] = {}
         self._stages: dict[tuple[int, tuple[int, ...]], tuple[StageCount, ...]] = {}
         self._placements: dict[tuple[object, ...], Placement] = {}
         self._weights: dict[tuple[int, ...], tuple[Weight, ...]] = {}
@@ -57,15 +57,22 @@ class Ground:
             self._gauges[samples] = self.machine.priced(self._gauge_of(samples))
         return self._gauges[samples]
 
-    def partition(self, samples: int, num_stages: int, paces: Paces = ALIKE) -> Partition:
+    def partition(
+        self,
+        samples: int,
+        num_stages: int,
+        paces: Paces = ALIKE,
+        shared_by: int | None = None,
+    ) -> Partition:
         """Return the cut into so many stages, on ranks of such paces.
 
-        Raises PartitionError where there is none.
+        `shared_by`: how many ranks hold the stages, where some are on one less than others. Raises
+        PartitionError where there is none.
         """
-        key = samples, num_stages, paces
+        key = samples, num_stages, paces, shared_by
         if key not in self._cuts:
             gauge = self.gauge(samples)
-            found = choose_partition(self._policy, num_stages, gauge, None, paces)
+            found = choose_partition(self._policy, num_stages, gauge, shared_by, paces)
             self._cuts[key] = found._replace(times=gauge.times)
         return self._cuts[key]
 
@@ -83,7 +90,8 @@ class Ground:
             table = build(
                 candidate.schedule,
                 ranks=candidate.stages,
-                microbatches=min(candidate.microbatches, _FEW),
+                # Each of the rows that ranks do not fill has one.
+                microbatches=min(candidate.microbatches, max(_FEW, candidate.rows)),
                 **dict(candidate.options),
             )
             self._placements[key] = table.placement

@@ -139,7 +139,7 @@ def distinct(trials: Sequence[Trial], most: int) -> list[Trial]:
     seen: dict[tuple[object, ...], int] = {}
     found: list[Trial] = []
     for trial in trials:
-        each = trial.candidate
+        each = trial.candidate.written
         key = each.replicas, each.stages, each.microbatches, each.recompute, each.precision
         seen[key] = seen.get(key, 0) + 1
         if seen[key] <= 2 and len(found) < most:

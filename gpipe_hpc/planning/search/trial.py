@@ -11,7 +11,7 @@ from gpipe_hpc.planning.forecast import activation_memory, rank_states
 from gpipe_hpc.planning.layout import lay_out_compute
 from gpipe_hpc.planning.memory.by_rank import excess_bytes, memory_limits
 from gpipe_hpc.planning.memory.sharing import Sharing
-from gpipe_hpc.planning.ordering import paces_of
+from gpipe_hpc.planning.ordering import paces_of, shared_by
 from gpipe_hpc.planning.request import Request
 from gpipe_hpc.planning.search.candidates import LEAST, Candidate
 from gpipe_hpc.planning.search.ground import Ground
@@ -206,7 +206,9 @@ class Laid:
         self.candidate, self.ground, self.asked = candidate, ground, asked
         samples = candidate.samples(ground.batch_size)
         gauge = ground.gauge(samples)
-        partition = ground.partition(samples, candidate.num_stages, paces_of(asked))
+        partition = ground.partition(
+            samples, candidate.num_stages, paces_of(asked), shared_by(asked)
+        )
         found = lay_out_compute(replace(asked, partition=partition), gauge)
         self.model, self.partition = gauge.count, found.partition
         self.table: Schedule = found.table

@@ -77,7 +77,7 @@ def _answer(searches: Sequence[Searching], num_ranks: int, heads: Sequence[str])
     spaces = [each.space(num_ranks) for each in searches]
     grounds = [each.on(num_ranks) for each in searches]
     space, ground = spaces[0], grounds[0]
-    if not space.shapes():
+    if space.is_empty:
         raise _unfactored(space)
     ranking = merged([search(*each) for each in zip(spaces, grounds, strict=True)])
     choices = Choices.of(space.base, space.fixed, len(ground.machine.cluster.hosts))
@@ -109,11 +109,11 @@ def _rest_as(config: Config) -> str:
 def _unfactored(space: Space) -> ConfigError:
     """Return why no replicas x stages fill the ranks, with the next number that some do."""
     most = space.num_layers * space.batch_size
-    near = [n for n in range(space.num_ranks - 1, 0, -1) if space.of(n).shapes()][:1]
+    near = [n for n in range(space.num_ranks - 1, 0, -1) if not space.of(n).is_empty][:1]
     near += [
         n
         for n in range(space.num_ranks + 1, min(most, 2 * space.num_ranks) + 1)
-        if space.of(n).shapes()
+        if not space.of(n).is_empty
     ][:1]
     fixed = [
         f"pipeline.{n}={getattr(space.base, n)}" for n in ("stages", "replicas") if n in space.fixed
@@ -123,8 +123,7 @@ def _unfactored(space: Space) -> ConfigError:
         f"at most {space.num_layers} stages, the layers of the model, and at most "
         f"{space.batch_size} replicas, the samples of train.batch_size"
         f"{' and ' * bool(fixed)}{', '.join(fixed)}, got none; take "
-        f"{' or '.join(map(str, near)) or 'another number of'} ranks, a larger batch, or "
-        f"pipeline.stages with holes"
+        f"{' or '.join(map(str, near)) or 'another number of'} ranks, or a larger batch"
     )
 
 
@@ -139,8 +138,7 @@ def _fewest_text(fewest: Fewest, config: Config) -> str:
 
 def _missing(nearest: TooMuch) -> str:
     candidate = nearest.candidate
-    num_ranks = candidate.replicas * candidate.stages
-    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    ranks = "1 rank" if candidate.num_ranks == 1 else f"{candidate.num_ranks} ranks"
     return (
         f"on {ranks}, rank {nearest.rank} of what needs least ({' '.join(candidate.overrides())}) "
         f"holds {bytes_text(nearest.nbytes)}, {bytes_text(nearest.excess_bytes)} too much "

@@ -141,7 +141,7 @@ def _choose(config: Config, words: Sequence[str], came: Came) -> tuple[_Layout, 
     answer = compared_on(replace(config, plan=replace(config.plan, shown=shown)), words, came)
     if answer.chosen is None:
         raise ConfigError(f"pipeline.layout: auto found none\n{answer.text}")
-    candidate, combining = answer.chosen.candidate, answer.chosen.combining
+    candidate, combining = answer.chosen.candidate.written, answer.chosen.combining
     paces = answer.chosen.request.paces
     layout: _Layout = {
         "pipeline": {

@@ -42,7 +42,8 @@ def settings_in(text):
 
 
 def test_each_line_is_settings_that_train_takes_and_plan_counts_alike():
-    found = answer("plan.ranks=4", "plan.shown=40", "pipeline.memory_bytes=1.3MB")
+    free = "plan.layer_s=0"  # `plan` cuts by operations alone
+    found = answer("plan.ranks=4", "plan.shown=40", "pipeline.memory_bytes=1.3MB", free)
     lines = settings_in(found.text)
     assert len(lines) >= 5
     held = re.findall(r"([\d.]+ \w+) \(rank \d+\)", found.text)
@@ -51,6 +52,21 @@ def test_each_line_is_settings_that_train_takes_and_plan_counts_alike():
         check_config(config, 4)
         planned = make_plan(config)
         assert bytes_text(max(rank.total_bytes for rank in planned.forecast.ranks)) == nbytes, words
+
+
+def test_lines_with_holes_are_settings_that_train_takes_and_plan_counts_alike():
+    """Three stages on four ranks, as rows that ranks do not fill, and not as one table of them."""
+    words = ["plan.ranks=4", "pipeline.stages=3", "plan.shown=40", "plan.layer_s=0"]
+    found = answer(*words)
+    lines = settings_in(found.text)
+    assert {"pipeline.replicas=2", "pipeline.stages=3"} <= set(lines[0])
+    held = re.findall(r"([\d.]+ \w+) \(rank \d+\)", found.text)
+    for line, nbytes in zip(lines, held, strict=True):
+        config = compose_config([*MLP, *line])
+        check_config(config, 4)
+        plan = make_plan(config)
+        assert bytes_text(max(rank.total_bytes for rank in plan.forecast.ranks)) == nbytes, line
+        assert plan.layout.schedule.num_ranks == 4
 
 
 def test_what_stands_on_the_command_line_stays():
@@ -182,7 +198,7 @@ def test_without_ranks_the_least_number_is_found():
         (["plan.ranks=4", "train.accumulation=2"], "train.accumulation"),
         (["plan.ranks=4", "outer=diloco"], "outer.every=64, which trains otherwise"),
         (["plan.ranks=4", *ADASCALE], "lr.noise_over=replicas, which trains otherwise"),
-        (["plan.ranks=4", "pipeline.stages=3"], "take 3 or 6 ranks"),
+        (["plan.ranks=4", "pipeline.stages=3", "pipeline.schedule=zb_v"], "take 3 or 6 ranks"),
     ],
 )
 def test_what_cannot_be_searched_is_refused(words, said):

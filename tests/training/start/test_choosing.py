@@ -94,6 +94,17 @@ def test_a_start_that_trains_nothing_leaves_the_folder_as_it_is(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_run_whose_best_layout_has_holes_trains_in_it(tmp_path):
+    words = ("pipeline.stages=2", "pipeline.replicas=2", "train.steps=2", f"run.dir={tmp_path}")
+    config = compose_config([*WORDS, *words, "checkpoint.every=0"])
+    codes = run_on_threads(3, lambda world: run_training(config, world, StopRequest(), words=words))
+    assert codes == [0] * 3
+    kept = json.loads((tmp_path / LAYOUT_FILE).read_text())["layout"]["pipeline"]
+    assert (kept["stages"], kept["replicas"], kept["options"]) == (2, 2, {})
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["layout"]["schedule"] == "rerouted", summary["layout"]
+
+
 def test_where_nothing_fits_it_is_said_what_lacks(tmp_path):
     with pytest.raises(ConfigError, match=r"auto found none[\s\S]* too much[\s\S]*would do"):
         chosen(tmp_path, "pipeline.memory_bytes=1MB", ranks=1)
