@@ -72,6 +72,15 @@ def test_a_balanced_run_is_silent():
     assert reviewed(nearly) is None
 
 
+def test_pipelines_with_holes_are_looked_at_too():
+    """A soak found it: which stages more ranks hold was asked of a cut that knew no weights."""
+    holes = {"stages": 5, "schedule": "rerouted", "microbatches": 12}
+    holes["schedule_options"] = {"stages": 3, "order": "zb_h1"}
+    assert reviewed(EVEN, **holes) is None
+    found = reviewed(with_slow(0), **holes)
+    assert found is not None and found.layer == 0 and len(found.counts) == 3
+
+
 def test_one_rank_alone_and_huge_tables_are_not_looked_at(monkeypatch):
     assert reviewed(with_slow(0), stages=1) is None
     monkeypatch.setattr("gpipe_hpc.planning.review.MOST_ACTIONS", 10)
