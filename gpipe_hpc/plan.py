@@ -47,6 +47,7 @@ from gpipe_hpc.planning.forecast import Forecast, least_bytes
 from gpipe_hpc.planning.memory.by_rank import excess_bytes, memory_limits
 from gpipe_hpc.planning.search.machine import Machine
 from gpipe_hpc.planning.search.whole_step import step_of
+from gpipe_hpc.planning.splitting import gain_of_splitting
 from gpipe_hpc.planning.step_time import StepTime
 from gpipe_hpc.planning.telling.alternatives import (
     Batch,
@@ -169,6 +170,7 @@ def make_plan(config: Config) -> Plan:
             [
                 *_heading(config, gauge, layout, sample),
                 *([] if fit is None else [fit.text]),
+                *filter(None, [gain_of_splitting(request, layout, gauge)]),
                 *map(_warning, doubts),
                 *notes_of_calibration(config),
             ]

@@ -17,6 +17,7 @@ from gpipe_hpc.planning.handing_out import hand_out
 from gpipe_hpc.planning.layout import Layout, cut, lay_out
 from gpipe_hpc.planning.memory.by_rank import MEASURED_PACES, given_paces
 from gpipe_hpc.planning.request import Request
+from gpipe_hpc.planning.splitting import gain_of_splitting
 from gpipe_hpc.schedule import num_rows, rows_text
 
 log = logging.getLogger("gpipe_hpc.pipeline")
@@ -43,7 +44,7 @@ def decide_layout(request: Request, site: Site, gauge: Gauge, timeout_s: float) 
     world = site.world
 
     def measure() -> Callable[[], Layout]:
-        return partial(lay_out, replace(request, partition=cut(request, gauge)), gauge)
+        return partial(_laid_out, replace(request, partition=cut(request, gauge)), gauge)
 
     # Layers are measured on the thread that will run them: another one has other memory
     # (arenas of glibc) and other settings of torch. Both this and a search may take long.
@@ -58,6 +59,12 @@ def decide_layout(request: Request, site: Site, gauge: Gauge, timeout_s: float) 
         for text in filter(None, said):
             log.info("%s", text)
     return layout
+
+
+def _laid_out(request: Request, gauge: Gauge) -> Layout:
+    """Lay out, and say what another order would bring to pipelines with holes."""
+    layout = lay_out(request, gauge)
+    return replace(layout, searched=layout.searched or gain_of_splitting(request, layout, gauge))
 
 
 def _with_measured_paces(request: Request, world: World) -> Request:
