@@ -113,7 +113,8 @@ def main() -> None:
     if wishes.keep:
         print(f"what the ranks said is in {work}")
     else:
-        shutil.rmtree(work)
+        # The own disk leaves with this process; its folder cannot before.
+        shutil.rmtree(work, ignore_errors=True)
     sys.exit(results.exit_code)
 
 
