@@ -68,6 +68,7 @@ from gpipe_hpc.training.machines import (
     machine_of,
     notes_of_calibration,
     rates_of,
+    with_process,
     with_values,
 )
 from gpipe_hpc.training.search.answer import compared
@@ -134,6 +135,7 @@ def make_plan(config: Config) -> Plan:
         mesh = Mesh.fit(all_ranks, config.pipeline.stages, config.pipeline.num_replicas)
         request = replace(request, stages=mesh.stages)
     device = device_to_come(config.train.device)
+    request = with_process(request, config, device)
     example = Example(sample.inputs, sample.targets, loss_fn, request.seed, device)
     counted = Counted(layers, example, request.precision, shares_casts=not request.offload)
     gauge: Gauge = counted

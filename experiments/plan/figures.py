@@ -13,12 +13,18 @@ _LEAST = 3  # results of which an order can be told
 
 
 class Errors(NamedTuple):
-    """Of some layouts: errors as shares; the correlation is None of too few."""
+    """Of some layouts: errors as shares; the correlation is None of too few.
+
+    `tensors_median`: of memory, without what a process takes beside tensors. `kept_median`: how
+    much more is taken where freed memory is kept.
+    """
 
     num: int
     median: float
     ninth_tenth: float
     memory_median: float
+    tensors_median: float
+    kept_median: float
     correlation: float | None
 
 
@@ -37,8 +43,15 @@ def errors(results: Sequence[Result]) -> Errors | None:
     order = None
     if len(ran) >= _LEAST:
         order = spearman([e.predicted_s for e in ran], [e.measured_s for e in ran])
-    memory = median(abs(each.memory_error) for each in ran)
-    return Errors(len(ran), median(times), tenths[8], memory, order)
+    return Errors(
+        len(ran),
+        median(times),
+        tenths[8],
+        median(abs(each.memory_error) for each in ran),
+        median(abs(each.tensors_error) for each in ran),
+        median(each.kept_more for each in ran),
+        order,
+    )
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
@@ -64,10 +77,11 @@ def noise(results: Sequence[Result]) -> float | None:
 
 def table(results: Sequence[Result]) -> str:
     """Return a line for each layout."""
-    rows = [["layout", "planned", "measured", "error", "memory planned", "measured", "error"]]
+    memory = ["memory planned", "measured", "error", "of tensors", "kept"]
+    rows = [["layout", "planned", "measured", "error", *memory]]
     for each in results:
         if each.failed:
-            rows.append([each.name, f"failed: {each.failed}", "", "", "", "", ""])
+            rows.append([each.name, f"failed: {each.failed}", *[""] * (2 + len(memory))])
             continue
         rows.append(
             [
@@ -77,7 +91,9 @@ def table(results: Sequence[Result]) -> str:
                 f"{100 * each.error:+.0f} %",
                 bytes_text(each.predicted_bytes),
                 bytes_text(each.measured_bytes),
-                f"{100 * each.memory_error:+.0f} %",
+                f"{100 * each.memory_error:+.1f} %",
+                f"{100 * each.tensors_error:+.0f} %",
+                bytes_text(each.kept_bytes),
             ]
         )
     return aligned(rows, left={0})
@@ -97,8 +113,14 @@ def summary(results: Sequence[Result]) -> str:
         order = "too few" if found.correlation is None else f"{found.correlation:.3f}"
         lines.append(
             f"{name}: {found.num} layouts, error of time median {100 * found.median:.1f} %, "
-            f"90th percentile {100 * found.ninth_tenth:.1f} %, rank correlation {order}; "
-            f"error of memory median {100 * found.memory_median:.1f} %"
+            f"90th percentile {100 * found.ninth_tenth:.1f} %, rank correlation {order}"
+        )
+    everything = errors(results)
+    if everything is not None:
+        lines.append(
+            f"memory of all: error median {100 * everything.memory_median:.1f} % of the process, "
+            f"{100 * everything.tensors_median:.1f} % of what it takes beside its start; where "
+            f"freed memory is kept, the default, it is {100 * everything.kept_median:.1f} % more"
         )
     floor = noise(results)
     if floor is not None:

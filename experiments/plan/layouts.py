@@ -33,7 +33,15 @@ MODELS: Final = {
         "data.seq_len=64",
         "train.batch_size=32",
     ),
+    "gpt2": (
+        "model=gpt2",
+        "data=synthetic",
+        "data.seq_len=128",
+        "data.vocab_size=50257",
+        "train.batch_size=4",
+    ),
 }
+_LARGE: Final = ("gpt2",)  # of these a few layouts, for what they say of memory
 _PLAIN: Final = ("gpipe", "one_f_one_b")
 _ON_TWO: Final = (
     "looped_bfs",
@@ -77,6 +85,11 @@ def _of_model(model: str) -> Iterator[Planned]:
         )
         return Planned(name, ranks, words)
 
+    if model in _LARGE:
+        yield layout(2, "one_f_one_b")
+        yield layout(2, "gpipe", "except_last")
+        yield layout(4, "one_f_one_b")
+        return
     yield layout(1, "gpipe")
     yield layout(1, "gpipe", "always")
     for schedule in _PLAIN:

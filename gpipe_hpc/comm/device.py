@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Generator, Tensor, nn
 
 from gpipe_hpc.comm.cores.machine import node_of_pci
-from gpipe_hpc.comm.host.host_memory import free_bytes, peak_bytes, used_bytes
+from gpipe_hpc.comm.host.host_memory import free_bytes, peak_bytes, reset_peak, used_bytes
 from gpipe_hpc.comm.host.machine import kernel_identity, processor_name, shared_identity
 from gpipe_hpc.comm.setting import setting
 from gpipe_hpc.errors import ConfigError
@@ -179,7 +179,7 @@ class Device(Protocol):
         """Return the bytes that may still be allocated; None where the system does not tell."""
 
     def reset_peak(self) -> None:
-        """Begin a new peak; does nothing on a CPU, where the system keeps it."""
+        """Begin a new peak of `memory_peak`."""
 
     def deterministic(self) -> AbstractContextManager[None]:
         """Return a block within which operators give the same bits each time, or raise.
@@ -273,7 +273,7 @@ class HostDevice:
         return used_bytes()
 
     def memory_peak(self) -> int:
-        """Return the resident bytes of this process at the fullest."""
+        """Return the resident bytes of this process at the fullest, or since `reset_peak`."""
         return peak_bytes()
 
     def memory_reserved(self) -> int:
@@ -288,7 +288,8 @@ class HostDevice:
         return free_bytes()
 
     def reset_peak(self) -> None:
-        """Do nothing: the system keeps the peak."""
+        """Begin a new peak of the process, where the system allows it."""
+        reset_peak()
 
     def deterministic(self) -> AbstractContextManager[None]:
         """Return a block within which operators give the same bits each time, or raise."""

@@ -32,6 +32,7 @@ class RankStates:
 
     `cast_bytes`: copies of weights in a lower precision, made once a step for all micro-batches.
     `workspace_bytes`: what the stage that takes most takes while it runs; see `stage_workspace`.
+    `process_bytes`: what its process takes beside tensors, 0 where nobody measured that.
     """
 
     stages: tuple[int, ...]
@@ -41,12 +42,13 @@ class RankStates:
     gradient_bytes: int
     optimizer_bytes: int
     workspace_bytes: int
+    process_bytes: int
 
     @property
     def lasting_bytes(self) -> int:
-        """Return the sum of weights, their casts, gradients and optimizer."""
+        """Return the sum of weights, their casts, gradients, optimizer and the process."""
         weights = self.weight_bytes + self.cast_bytes
-        return weights + self.gradient_bytes + self.optimizer_bytes
+        return weights + self.gradient_bytes + self.optimizer_bytes + self.process_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -251,11 +253,12 @@ def sent_bytes(action: Action, stages: Sequence[StageCount]) -> int:
 def lasting_bytes(
     model: ModelCount, layers: Iterable[int], optimizer_states: int | OptimizerMemory
 ) -> int:
-    """Return what some layers hold all the time: weights and casts, gradients and optimizer."""
+    """Return what a rank of some layers holds all the time: as `RankStates.lasting_bytes`."""
     weights = model.weights(layers)
     held = sum(weight.nbytes + weight.cast_bytes for weight in weights)
     gradients = sum(weight.nbytes for weight in weights if weight.is_trained)
-    return held + gradients + OptimizerMemory.of(optimizer_states).of_weights(weights)
+    memory = OptimizerMemory.of(optimizer_states)
+    return held + gradients + memory.of_weights(weights) + memory.process_bytes
 
 
 def rank_states(
@@ -286,4 +289,5 @@ def rank_states(
         gradient_bytes=trained + shared.padding_bytes,
         optimizer_bytes=shared.optimizer_bytes,
         workspace_bytes=max((stages[stage].workspace_bytes for stage in held), default=0),
+        process_bytes=memory.process_bytes,
     )

@@ -1,18 +1,35 @@
 """From the settings to this process's place among the ranks."""
 
-from gpipe_hpc.comm.host.allocator import keep_freed_memory
+import gc
+
+from gpipe_hpc.comm.device import Device
+from gpipe_hpc.comm.host.allocator import (
+    give_back_freed_memory,
+    keep_freed_memory,
+    trim_freed_memory,
+)
 from gpipe_hpc.comm.joining.start import start_world
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.config import Config
 
 
 def keep_memory(config: Config) -> None:
-    """Let this process keep freed memory, if the settings say so, before it runs or times layers.
+    """Let this process keep freed memory or give it back, as the settings say, before layers run.
 
     A forecast whose layers pay for page faults that a run avoids is too slow.
     """
     if config.train.keep_freed_memory:
         keep_freed_memory()
+    else:
+        give_back_freed_memory()
+
+
+def settle_memory(device: Device) -> None:
+    """Give back what the start has used and freed, and begin a new peak: training starts here."""
+    gc.collect()
+    if not device.is_accelerator:
+        trim_freed_memory()
+    device.reset_peak()
 
 
 def join_world(config: Config) -> World:

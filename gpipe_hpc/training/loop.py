@@ -34,6 +34,7 @@ from gpipe_hpc.training.figures.throughput import (
 from gpipe_hpc.training.figures.trackers import refuse_missing
 from gpipe_hpc.training.foresight import Foresight
 from gpipe_hpc.training.horizon import last_step
+from gpipe_hpc.training.joining import settle_memory
 from gpipe_hpc.training.logs import rank_log
 from gpipe_hpc.training.neighbour import DEFAULT_FOLDER, NeighbourCopies, open_copies
 from gpipe_hpc.training.one_step import Trained, refuse_non_finite, train_one_step
@@ -115,6 +116,7 @@ def run_training(
         before_bytes = world.device.memory_allocated()
         opened = open_session(config, world, run, lock, copies, asked)
         session = stack.enter_context(closing(opened))
+        settle_memory(world.device)
         if copies is not None:
             stack.enter_context(stop.doing_last(partial(_remove_copies, copies)))
         stack.enter_context(stop.between_steps(config.train.stop_grace_s, lambda: world.doing))

@@ -15,6 +15,8 @@ from gpipe_hpc.planning.costs.calibration import Calibration, read_calibration
 from gpipe_hpc.planning.costs.prices import FREE as FREE_PRICES
 from gpipe_hpc.planning.costs.prices import Pass, Prices, check_prices, read_prices
 from gpipe_hpc.planning.costs.rates import Rates, measured_rates
+from gpipe_hpc.planning.memory.optimizer import OptimizerMemory
+from gpipe_hpc.planning.request import Request
 from gpipe_hpc.planning.search.machine import FREE, Machine, on_hosts
 from gpipe_hpc.schedule import Cluster, Link
 
@@ -70,6 +72,13 @@ def prices_of(config: Config, device: Device) -> Prices:
     if known is None:
         return FREE_PRICES
     return known.prices if _has_optimizer(known, config) else replace(known.prices, update=Pass())
+
+
+def with_process(request: Request, config: Config, device: Device) -> Request:
+    """Return a request whose ranks also hold what plan.prices says that a process takes."""
+    states = OptimizerMemory.of(request.optimizer_states)
+    own = prices_of(config, device).process_bytes
+    return replace(request, optimizer_states=states._replace(process_bytes=own))
 
 
 def doubts_of_prices(config: Config, device: Device) -> list[str]:

@@ -25,6 +25,7 @@ from gpipe_hpc.planning.costs.clock import Clock
 from gpipe_hpc.planning.costs.prices import Measured, Pass, Prices
 from gpipe_hpc.planning.step_time import Crowd
 from gpipe_hpc.schedule import Link
+from gpipe_hpc.training.joining import settle_memory
 from gpipe_hpc.training.machines import optimizer_kind
 from gpipe_hpc.training.optimizers.optimizer import build_optimizer
 
@@ -48,6 +49,7 @@ def measure_prices(config: Config, world: World, mesh: Mesh, send: Link) -> Pric
     action_s, step_s = own.overheads()
     update, norm = own.passes()
     summing = own.summing()
+    process_bytes = _process_bytes(world)
     if world.rank:
         return None
     return Prices(
@@ -64,7 +66,26 @@ def measure_prices(config: Config, world: World, mesh: Mesh, send: Link) -> Pric
             config.train.precision,
             optimizer_kind(config),
         ),
+        process_bytes,
     )
+
+
+def _process_bytes(world: World) -> int:
+    """Return what the process of a rank takes beside the tensors of a run; the most of any rank.
+
+    Every rank calls it, once pipelines have run here: their libraries and connections are there,
+    their tensors are not. On an accelerator it is what is taken of the device beside torch's
+    tensors, 0 where the device does not tell.
+    """
+    device = world.device
+    settle_memory(device)
+    own = device.memory_allocated()
+    if device.is_accelerator:
+        total, free = device.memory_total(), device.memory_free()
+        own = 0 if total is None or free is None else max(0, total - free - own)
+    with together(world, "measuring memory"):
+        most: int = max(world.everybody.all_gather_object(own))
+    return most
 
 
 def _crowd(world: World) -> Crowd:

@@ -17,7 +17,7 @@ from gpipe_hpc.planning.request import Request
 from tests.support import mean_square
 
 GB = 10**9
-PLANNED = RankForecast((1,), 100, 2 * GB, 0, 2 * GB, 4 * GB, GB, 8 * GB, 0)
+PLANNED = RankForecast((1,), 100, 2 * GB, 0, 2 * GB, 4 * GB, GB, 0, 8 * GB, 0)
 
 
 class Full(HostDevice):

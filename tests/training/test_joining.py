@@ -1,6 +1,9 @@
 """What a process does with its memory before it runs layers, in a run or to time them."""
 
+from pathlib import Path
+
 import pytest
+import torch
 
 from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.config import compose_config
@@ -18,6 +21,25 @@ def test_layers_are_timed_with_memory_kept_as_in_a_run(tiny, monkeypatch, words,
     assert len(calls) == times
     seconds_of_layers(config, HostDevice(), 1)
     assert len(calls) == 2 * times
+
+
+def test_memory_that_is_not_kept_goes_back(tiny, monkeypatch):
+    calls: list[None] = []
+    monkeypatch.setattr(joining, "give_back_freed_memory", lambda: calls.append(None))
+    joining.keep_memory(compose_config(tiny))
+    assert not calls
+    joining.keep_memory(compose_config([*tiny, "train.keep_freed_memory=false"]))
+    assert calls
+
+
+def test_training_begins_with_a_peak_of_its_own():
+    """The peak of a start that times layers counted as that of training."""
+    device = HostDevice()
+    block = torch.ones(64 * 2**20)
+    before = device.memory_peak()
+    del block
+    joining.settle_memory(device)
+    assert device.memory_peak() < before - 2**27 or not Path("/proc/self/clear_refs").exists()
 
 
 def test_a_plan_that_counts_leaves_the_memory_as_it_is(tiny, monkeypatch):

@@ -3,22 +3,31 @@
 import resource
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 _STATUS: Final = Path("/proc/self/status")
+_CLEAR: Final = Path("/proc/self/clear_refs")
+_CLEAR_PEAK: Final = "5"
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _GIVEN_UP: Final = ("inactive_file ", "active_file ")
 
 
 def peak_bytes() -> int:
-    """Return the resident memory of this process at its fullest."""
+    """Return the resident memory of this process at its fullest, or since `reset_peak`."""
     # Not what the system counts for the process: that may be the peak of who started it.
     told = _status_bytes("VmHWM")
     if told is not None:
         return told
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def reset_peak() -> None:
+    """Begin a new peak of `peak_bytes`; the old one stays where the system does not allow it."""
+    with suppress(OSError):
+        _CLEAR.write_text(_CLEAR_PEAK)
 
 
 def used_bytes() -> int:

@@ -14,7 +14,7 @@ from gpipe_hpc.planning.costs.origin import doubts_of_device
 from gpipe_hpc.schedule import Costs, Link
 from gpipe_hpc.schedule.costs import Cost
 
-_FORMAT: Final = "prices of gpipe_hpc, 1"
+_FORMAT: Final = "prices of gpipe_hpc, 2"
 _REMEDY: Final = "measure anew: python -m gpipe_hpc.preflight preflight.steps=true"
 _OTHER: Final = f"give another file, leave it out, or {_REMEDY}"
 
@@ -45,12 +45,13 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class Prices:
-    """Seconds, and bytes a second, beside what layers take; nothing costs anything by default.
+    """Seconds and bytes beside what layers take; nothing costs anything by default.
 
     `action_s`: of an action of compute, whatever its layers. `send`: between two ranks of a host.
     `summing`: of one message of a ring that sums, between two ranks of a host. `update`: of the
-    optimizer; `norm`: of clipping. `step_s`: of a step, whatever is in it. `measured`: None where
-    nobody measured.
+    optimizer; `norm`: of clipping. `step_s`: of a step, whatever is in it. `process_bytes`: of
+    memory, what the process of a rank takes beside the tensors that a plan counts. `measured`: None
+    where nobody measured.
     """
 
     action_s: float = 0.0
@@ -60,6 +61,7 @@ class Prices:
     norm: Pass = field(default_factory=Pass)
     step_s: float = 0.0
     measured: Measured | None = None
+    process_bytes: int = 0
 
     def of_actions(self, costs: Costs) -> Costs:
         """Return costs in which each action of compute takes `action_s` more."""
@@ -78,7 +80,7 @@ _COMPUTE: Final = (
     "weight_gradient",
     "recompute",
 )
-_PARTS: Final = ("action_s", "step_s", "send", "sum", "update", "norm")
+_PARTS: Final = ("action_s", "step_s", "process_bytes", "send", "sum", "update", "norm")
 _LINK: Final = ("latency_s", "bandwidth_bytes_per_s")
 
 
@@ -119,6 +121,7 @@ def told_prices(prices: Prices) -> dict[str, Any]:
     return {
         "action_s": prices.action_s,
         "step_s": prices.step_s,
+        "process_bytes": prices.process_bytes,
         "send": told_link(prices.send),
         "sum": told_link(prices.summing),
         "update": prices.update._asdict(),
@@ -141,9 +144,9 @@ def read_prices(path: str | Path) -> Prices:
             f"the path, or {_REMEDY}"
         ) from None
     file = Reader(str(path), _REMEDY)
+    if isinstance(read, Mapping) and read.get("format", _FORMAT) != _FORMAT:
+        file.refuse("format", repr(_FORMAT), read["format"])
     top = file.keys(read, "", "format", "measured", *_PARTS)
-    if top["format"] != _FORMAT:
-        file.refuse("format", repr(_FORMAT), top["format"])
     own = file.keys(top["measured"], "measured", *Measured._fields)
     texts = {name: own[name] for name in own if name != "cores"}
     for name, text in texts.items():
@@ -205,19 +208,24 @@ class Reader:
             self.over(found["norm"], f"{at}norm"),
             self.seconds(found["step_s"], f"{at}step_s"),
             measured,
+            self.number(found["process_bytes"], f"{at}process_bytes", 0),
         )
 
     def cores(self, value: object, key: str) -> int:
         """Return a number of cores."""
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            self.refuse(key, "a whole number from 1 up", value)
-        return value
+        return self.number(value, key, 1)
 
     def keys(self, value: object, key: str, *names: str) -> Mapping[str, Any]:
         """Return what has these keys and no others."""
         if not isinstance(value, Mapping) or set(value) != set(names):
             got = ", ".join(map(str, value)) if isinstance(value, Mapping) else value
             self.refuse(key, f"the keys {', '.join(names)}", got)
+        return value
+
+    def number(self, value: object, key: str, least: int) -> int:
+        """Return a whole number."""
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            self.refuse(key, f"a whole number from {least} up", value)
         return value
 
     def seconds(self, value: object, key: str) -> float:

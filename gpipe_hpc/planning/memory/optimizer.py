@@ -1,4 +1,4 @@
-"""What an optimizer keeps beside the weights."""
+"""What an optimizer keeps beside the weights, and a process beside all tensors."""
 
 from collections.abc import Iterable
 from typing import Final, NamedTuple
@@ -14,12 +14,15 @@ class OptimizerMemory(NamedTuple):
     `masters`: parameters smaller than float32 have one, of float32, and their states are so too.
     `gradient_copies`: of each trained parameter's gradient. `outer_states`: numbers of a trained
     parameter, of float32 or wider, for combining replicas: residuals, anchors, outer momenta.
+    `process_bytes`: of a rank, whatever it trains: interpreter, libraries, communicators; 0 where
+    nobody measured them.
     """
 
     states: int
     masters: bool = False
     gradient_copies: int = 0
     outer_states: int = 0
+    process_bytes: int = 0
 
     @classmethod
     def of(cls, given: "int | OptimizerMemory") -> "OptimizerMemory":

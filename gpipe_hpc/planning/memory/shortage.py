@@ -25,12 +25,13 @@ def shortage(
     if not over:
         return ""
     lasting = [rank.lasting_bytes for rank in ranks]
+    processes = ", the process" if any(rank.process_bytes for rank in ranks) else ""
     heaviest = max(range(len(ranks)), key=lambda at: lasting[at] - limits[at])
-    parts = "weights, gradients, optimizer, activations and workspace, as counted"
+    parts = f"weights, gradients, optimizer{processes}, activations and workspace, as counted"
     head = f"{_needs(ranks, limits, over)} ({parts})"
     if lasting[heaviest] > limits[heaviest]:
         return (
-            f"{head}; weights, gradients and optimizer alone take "
+            f"{head}; weights, gradients and optimizer{processes} alone take "
             f"{bytes_text(lasting[heaviest])} on rank {heaviest}: use more stages "
             "(pipeline.stages), or a smaller model"
         )

@@ -21,16 +21,18 @@ _MAX_SKIPS: Final = 24  # lines of a table
 _NOTES: Final = (
     "Counted, not measured: FLOPs of matrix products, convolutions and attention; activations that "
     "autograd keeps; workspace: what layers take as they run, gradients on their way, a receive "
-    "buffer posted ahead. Not counted: what kernels and libraries take for themselves. Transfers "
-    "take no time."
+    "buffer posted ahead. {process} Transfers take no time."
 )
 _NOTES_WITH_TIME: Final = (
     "Counted, not measured: activations that autograd keeps; workspace: what layers take as they "
-    "run, gradients on their way, a receive buffer posted ahead. Not counted: what kernels and "
-    "libraries take for themselves. The bubble is of counted FLOPs, without transfers. The step "
+    "run, gradients on their way, a receive buffer posted ahead. {process} The bubble is of "
+    "counted FLOPs, without transfers. The step "
     "time has what plan.links, plan.prices and plan.calibration tell; what they do not tell takes "
     "no time in it."
 )
+
+_NOT_COUNTED: Final = "Not counted: what kernels and libraries take for themselves."
+_PROCESS: Final = "What a process takes beside tensors is as plan.prices says."
 
 
 @dataclass(frozen=True)
@@ -120,12 +122,15 @@ def stage_table(
 def rank_table(ranks: Sequence[RankForecast], assumptions: Assumptions) -> str:
     """Return what each rank holds at its fullest and sends.
 
-    Casts of weights where there are any; whether it fits, if that is asked.
+    Casts of weights where there are any, the process where it was measured; whether it fits, if
+    that is asked.
     """
     casts = any(rank.cast_bytes for rank in ranks)
+    processes = any(rank.process_bytes for rank in ranks)
     head = ["rank", "stages", "parameters", "weights", *["casts"] * casts, "gradients"]
     verdicts = _verdicts(ranks, assumptions)
-    rows = [[*head, "optimizer", "activations", "workspace", "sum", "sent a step", *verdicts[0]]]
+    held = ["optimizer", "activations", "workspace", *["process"] * processes, "sum"]
+    rows = [[*head, *held, "sent a step", *verdicts[0]]]
     for index, rank in enumerate(ranks):
         parts = (
             rank.weight_bytes,
@@ -134,6 +139,7 @@ def rank_table(ranks: Sequence[RankForecast], assumptions: Assumptions) -> str:
             rank.optimizer_bytes,
             rank.activation_bytes,
             rank.workspace_bytes,
+            *[rank.process_bytes] * processes,
             rank.total_bytes,
             rank.sent_bytes,
         )
@@ -232,7 +238,9 @@ def report(
         f"Ranks, at their fullest:\n{rank_table(found.ranks, assumptions)}",
         sections.summed and f"Over copies: {sections.summed}",
         step_text(found, schedule, assumptions),
-        _NOTES if assumptions.step is None else _NOTES_WITH_TIME,
+        (_NOTES if assumptions.step is None else _NOTES_WITH_TIME).format(
+            process=_PROCESS if any(r.process_bytes for r in found.ranks) else _NOT_COUNTED
+        ),
     ]
     return "\n\n".join(filter(None, parts))
 

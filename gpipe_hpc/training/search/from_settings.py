@@ -34,6 +34,7 @@ from gpipe_hpc.training.machines import (
     machine_of,
     notes_of_calibration,
     rates_of,
+    with_process,
     with_values,
 )
 
@@ -138,7 +139,8 @@ class Searching:
 
     def space(self, num_ranks: int) -> Space:
         """Return the layouts on so many ranks."""
-        base = request_of(self.config)
+        device = device_to_come(self.config.train.device)
+        base = with_process(request_of(self.config), self.config, device)
         paces = base.paces
         if isinstance(paces, str) or (paces is None and self._shares_unequally(base)):
             known = self._cluster(num_ranks).paces

@@ -23,7 +23,7 @@ from gpipe_hpc.training.search.answer import compared
 HERE = Measured("cpu", "some processor", 2, "float32", "adamw")
 SOME = Prices(
     1e-4, Link(2e-5, 3e9), Link(4e-5, 1e9), Pass(1e-5, 2e-6, 3e-10), Pass(1e-6, 2e-6, 1e-10), 5e-4,
-    HERE,
+    HERE, 300_000_000,
 )  # fmt: skip
 
 
@@ -49,7 +49,12 @@ def test_what_is_written_is_read(path):
         ("step_s:", "steps:", r"top, expected the keys format, measured"),
         ("cores: 2", "cores: 0", r"measured\.cores, expected a whole number"),
         ("device: cpu", "device: 3", r"measured\.device, expected a text"),
-        ("prices of gpipe_hpc, 1", "prices of gpipe_hpc, 9", r"format, expected"),
+        ("prices of gpipe_hpc, 2", "prices of gpipe_hpc, 1", r"format, expected"),
+        (
+            "process_bytes: 300000000",
+            "process_bytes: -1",
+            r"process_bytes, expected a whole number",
+        ),
         ("tensor_s: 2.0e-06", "tensor_s: .nan", r"tensor_s, expected 0 or more"),
         ("bandwidth_bytes_per_s: 3000000000.0", "bandwidth_bytes_per_s: 0", r"more than 0 bytes"),
     ],
@@ -112,6 +117,25 @@ def test_a_plan_and_a_search_compare_the_processor(tiny, tmp_path):
     write_prices(path, replace(SOME, measured=HERE._replace(name="")))
     assert "Warning: plan.prices" in make_plan(compose_config(words)).text
     assert "Warning: plan.prices" in compared(compose_config(searched)).text
+
+
+def test_a_plan_and_a_search_count_what_a_process_takes(tiny, tmp_path):
+    """Every rank fitted into a memory that its interpreter and libraries alone would fill."""
+    path, words = tmp_path / "prices.yaml", [*tiny, "pipeline.stages=2", "plan.flops_per_s=1e9"]
+    priced = [*words, f"plan.prices={path}"]
+    for nbytes in (300_000_000, 100_000_000):
+        own = HERE._replace(name=processor_name())
+        write_prices(path, replace(SOME, measured=own, process_bytes=nbytes))
+        for settings, fits in ((words, True), (priced, nbytes < 200_000_000)):
+            plan = make_plan(compose_config([*settings, "pipeline.memory_bytes=200e6"]))
+            assert plan.fits is fits
+            searched = [*settings, "plan.search=true", "plan.ranks=2", "pipeline.memory_bytes=2e8"]
+            assert bool(compared(compose_config(searched)).chosen) is fits
+    bare = make_plan(compose_config(words))
+    plan = make_plan(compose_config(priced))
+    for rank, without in zip(plan.forecast.ranks, bare.forecast.ranks, strict=True):
+        assert rank.total_bytes == without.total_bytes + 100_000_000
+    assert "  process  " in plan.text and "  process  " not in bare.text
 
 
 def test_an_unwritable_place_is_told(tmp_path):

@@ -13,7 +13,7 @@ from gpipe_hpc.config import compose_config
 from gpipe_hpc.planning.forecast import RankForecast
 from gpipe_hpc.training.preflight.before import Files, look_before_run, skew_text
 
-LITTLE = RankForecast((0,), 1, 4, 0, 4, 8, 0, 100, 0)
+LITTLE = RankForecast((0,), 1, 4, 0, 4, 8, 0, 0, 100, 0)
 
 
 def said(caplog, planned, *words, size=3):

@@ -78,6 +78,7 @@ PLANNED = RankForecast(
     gradient_bytes=100,
     optimizer_bytes=200,
     workspace_bytes=0,
+    process_bytes=0,
     activation_bytes=50,
     sent_bytes=7,
 )
