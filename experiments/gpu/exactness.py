@@ -12,6 +12,8 @@ TESTS = (
     "tests/engine/test_exactness.py",
     "tests/engine/test_exactness_models.py",
     "tests/engine/test_exactness_random.py",
+    "tests/engine/outer/test_exactness.py::test_two_replicas_are_one_process_to_the_bit",
+    "tests/engine/outer/test_exactness.py::test_each_way_to_sum_is_one_process",
 )
 # For the test that runs when time ends.
 MARGIN_S = 25.0

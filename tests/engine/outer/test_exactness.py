@@ -38,7 +38,7 @@ def train(plain, layers, ranks, stages, **options):
         pipe = make(layers, world, stages, **options)
         return plain.train_rank(pipe, data, optimizer=sgd, max_norm=0.5)
 
-    return plain.unite(run_on_threads(ranks, body), stages)
+    return plain.unite(plain.on_threads(ranks, body), stages)
 
 
 def expected(plain, layers, replicas):
