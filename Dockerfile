@@ -28,10 +28,10 @@ ENV PATH=/opt/gpipe/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1
 
 # The dependencies first: they change less often than the sources.
-COPY requirements.lock /tmp/
+COPY requirements.run.lock /tmp/
 RUN pip install --no-cache-dir ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} \
-        -r /tmp/requirements.lock \
-    && rm /tmp/requirements.lock
+        -r /tmp/requirements.run.lock \
+    && rm /tmp/requirements.run.lock
 
 COPY . /tmp/source
 RUN pip install --no-cache-dir --no-deps --no-build-isolation /tmp/source \

