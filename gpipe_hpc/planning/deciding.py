@@ -55,7 +55,8 @@ def decide_layout(request: Request, site: Site, gauge: Gauge, timeout_s: float) 
     with together(world, "start"):
         layout = hand_out(decided, world, site.mesh, site.everybody, site.pipeline)
     if world.rank == 0:
-        said = rows_text(layout.schedule.placement), layout.searched, layout.budget
+        anew = _cut_anew_text(request.partition, layout.partition)
+        said = rows_text(layout.schedule.placement), anew, layout.searched, layout.budget
         for text in filter(None, said):
             log.info("%s", text)
     return layout
@@ -65,6 +66,23 @@ def _laid_out(request: Request, gauge: Gauge) -> Layout:
     """Lay out, and say what another order would bring to pipelines with holes."""
     layout = lay_out(request, gauge)
     return replace(layout, searched=layout.searched or gain_of_splitting(request, layout, gauge))
+
+
+def _cut_anew_text(before: object, now: Partition) -> str:
+    """Return what is said of a cut that was made before for another number of ranks; else ''."""
+    if not isinstance(before, Partition) or before.costs != now.costs:
+        return ""
+    if before.num_ranks == now.num_ranks:
+        return ""
+    made_for, ranks = (
+        "as many ranks of each stage" if each.num_ranks is None else f"{each.num_ranks} ranks"
+        for each in (before, now)
+    )
+    layers, are_now = (", ".join(map(str, each.counts)) for each in (before, now))
+    return (
+        f"partition: the cut into {layers} layers was made for {made_for}; for {ranks} the same "
+        f"costs of layers are cut anew, into {are_now}; nothing is measured again"
+    )
 
 
 def _with_measured_paces(request: Request, world: World) -> Request:

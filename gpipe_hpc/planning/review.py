@@ -107,7 +107,7 @@ class _Tried(NamedTuple):
     ) -> "_Tried | None":
         """Lay out a cut, or where some rank lacks memory for it a roomier one; None: none fits."""
         costs = tuple(each.forward + each.backward for each in gauge.times)
-        asked = Partition(counts, costs, MEASURED, gauge.times, kept.paces, kept.rank_paces)
+        asked = kept._replace(counts=counts, costs=costs, measure=MEASURED, times=gauge.times)
         try:
             layout = lay_out(replace(request, partition=asked), gauge)
         except PartitionError:

@@ -1,11 +1,13 @@
 """A run goes on with fewer ranks, and with more again: the same samples, losses and rates."""
 
+import json
 import sys
 from collections import Counter
 
 import pytest
 
 from gpipe_hpc.errors import GpipeError
+from gpipe_hpc.planning.cutting.uneven import cut_for_ranks
 from tests.support import metrics, train_here
 
 MINE = '''
@@ -140,6 +142,26 @@ def test_a_batch_that_is_cut_otherwise_is_told_of(seen, tmp_path, caplog):
     train_here(4, *SETTINGS, *layout, "pipeline.replicas=2", "train.stop_at=2")
     train_here(2, *SETTINGS, *layout, "pipeline.replicas=1", "train.stop_at=4")
     assert "cut into 4 micro-batches, and is into 2 now" in caplog.text
+
+
+def test_a_measured_cut_is_made_anew_for_other_ranks_and_not_measured_again(seen, tmp_path, caplog):
+    """A run that began with whole replicas kept their cut with holes, and the other way round."""
+    layout = ("pipeline.stages=2", "pipeline.replicas=2", "pipeline.microbatches=2")
+    by_time = ("pipeline.partition=time", "run.dir=run")
+    caplog.set_level("INFO", "gpipe_hpc")
+    cuts = []
+    for ranks, last in ((4, 2), (3, 4), (4, 6)):
+        caplog.clear()
+        train_here(ranks, *SETTINGS, *layout, *by_time, f"train.stop_at={last}")
+        told = f"for {'3 ranks' if ranks == 3 else 'as many ranks of each stage'} the same costs"
+        assert (told in caplog.text) == (last > 2)
+        manifest = tmp_path / "run" / "checkpoints" / f"step_{last:08d}" / "gpipe_hpc.json"
+        cuts.append(json.loads(manifest.read_text())["partition"])
+    whole, with_holes, again = cuts
+    assert whole["num_ranks"] is None and with_holes["num_ranks"] == 3
+    assert with_holes["costs"] == whole["costs"]
+    assert with_holes["counts"] == cut_for_ranks(whole["costs"], 2, 3)
+    assert again == whole
 
 
 @pytest.mark.parametrize("is_lost_too", [False, True], ids=["kept", "lost too"])

@@ -19,7 +19,8 @@ class Partition(NamedTuple):
     `counts`: the layers of each stage. `costs`: one number a layer, in the unit `measure`, which
     is ``parameters``, ``layers``, or that of the gauge (``time``, ``FLOPs``); then `times` has the
     parts of each cost. `paces`: how many times as long each stage takes as on rank 0, and
-    `rank_paces` the same by rank; empty: all ranks are as fast.
+    `rank_paces` the same by rank; empty: all ranks are as fast. `num_ranks`: how many ranks share
+    the stages, where some stages are on one rank less; None: each stage is on as many.
     """
 
     counts: tuple[int, ...]
@@ -28,15 +29,21 @@ class Partition(NamedTuple):
     times: tuple[LayerTimes, ...] = ()
     paces: tuple[float, ...] = ()
     rank_paces: tuple[float, ...] = ()
+    num_ranks: int | None = None
 
     @classmethod
     def stored(cls, facts: Mapping[str, Any]) -> "Partition":
-        """Return the cut that a checkpoint tells of; older ones called the times seconds."""
+        """Return the cut that a checkpoint tells of.
+
+        Older ones called the times seconds, and did not tell of how many ranks the cut was for:
+        they count as made for as many ranks of each stage.
+        """
         times = facts.get("times", facts.get("seconds", ()))
         counts, costs = tuple(facts["counts"]), tuple(facts["costs"])
         paces, of_ranks = (tuple(facts.get(name, ())) for name in ("paces", "rank_paces"))
         made_by = tuple(LayerTimes(*each, *each[: 5 - len(each)]) for each in times)
-        return cls(counts, costs, facts["measure"], made_by, paces, of_ranks)
+        num_ranks = facts.get("num_ranks")
+        return cls(counts, costs, facts["measure"], made_by, paces, of_ranks, num_ranks)
 
     @property
     def is_measured(self) -> bool:
@@ -90,11 +97,13 @@ class Partition(NamedTuple):
 
         `num_ranks`: where these share the stages, some of which are on one rank less.
         """
-        if num_ranks is None and len(self.paces) == num_stages:
-            return self._replace(counts=tuple(cut_for_paces(self.costs, self.paces)))
-        if num_ranks is None:
-            return self._replace(counts=tuple(minimax(self.costs, num_stages)))
-        return self._replace(counts=tuple(cut_for_ranks(self.costs, num_stages, num_ranks)))
+        if num_ranks is not None:
+            counts = cut_for_ranks(self.costs, num_stages, num_ranks)
+        elif len(self.paces) == num_stages:
+            counts = cut_for_paces(self.costs, self.paces)
+        else:
+            counts = minimax(self.costs, num_stages)
+        return self._replace(counts=tuple(counts), num_ranks=num_ranks)
 
 
 class Paces(NamedTuple):
@@ -117,23 +126,25 @@ def choose_partition(
     """Cut a model into `num_stages` by parameters, uniform, time, or as given by hand.
 
     A Partition that was made before, in a checkpoint say, is taken as it is where it fits the
-    layers and the stages; else the cut is made anew, as that one was. `time` is what the gauge
-    measures or counts; no other policy asks it. `num_ranks`: where these share the stages, and some
-    stages are on one rank less, which get less to do. `paces`: those of slow ranks, which get
-    less. Raises PartitionError.
+    layers and the stages, and was made for the same ranks and paces; for others its costs are cut
+    anew. Where it does not fit the cut is made as that one was. `time` is what the gauge measures
+    or counts; no other policy asks it. `num_ranks`: where these share the stages, and some stages
+    are on one rank less, which get less to do. `paces`: those of slow ranks, which get less. Raises
+    PartitionError.
     """
     layers = gauge.layers
     if isinstance(policy, Partition):
         if (len(policy.counts), sum(policy.counts)) == (num_stages, len(layers)):
-            if (policy.paces, policy.rank_paces) == paces:
+            if (policy.paces, policy.rank_paces, policy.num_ranks) == (*paces, num_ranks):
                 return policy._replace(counts=tuple(policy.counts))
-            return policy._replace(paces=paces.stages, rank_paces=paces.ranks).cut_anew(num_stages)
+            now = policy._replace(paces=paces.stages, rank_paces=paces.ranks)
+            return now.cut_anew(num_stages, num_ranks)
         policy = "uniform" if policy.measure == "layers" else policy.measure
     if not isinstance(policy, str):
         # A zero written by hand asks for an empty stage: it passes its input on.
         counts = by_hand(policy, len(layers), num_stages, allow_empty=True)
         sizes = tuple(map(float, layer_parameters(layers)))
-        return Partition(tuple(counts), sizes, "parameters", (), *paces)
+        return Partition(tuple(counts), sizes, "parameters", (), *paces, num_ranks)
     if policy == "parameters":
         sizes = tuple(map(float, layer_parameters(layers)))
         return Partition((), sizes, policy, (), *paces).cut_anew(num_stages, num_ranks)

@@ -13,6 +13,7 @@ from gpipe_hpc.planning import (
     Partition,
     choose_partition,
 )
+from gpipe_hpc.planning.cutting.partition import Paces
 
 LAYERS = [LayerSpec(nn.Linear, 2, 2) for _ in range(3)]
 BEFORE = Partition((1, 2), (3.0, 1.0, 1.0), "parameters")
@@ -33,6 +34,35 @@ def test_a_cut_made_before_is_made_anew_where_it_does_not_fit(num_layers, num_st
     own = gauge(LAYERS[:num_layers])
     chosen = choose_partition(BEFORE, num_stages, own)
     assert chosen == choose_partition("parameters", num_stages, own)
+
+
+SIXTEEN = [LayerSpec(nn.Linear, 2, 2) for _ in range(16)]
+EVEN = Partition((4, 4, 4, 4), (1.0,) * 16, "time", (LayerTimes.alike(1.0, 2.0, 1.0, 1.0),) * 16)
+
+
+def test_a_cut_for_other_ranks_is_made_anew_from_the_same_costs():
+    """A run that lost a rank, or got it back, kept the cut that was made for the ranks before."""
+    own = gauge(SIXTEEN)  # refuses to measure
+    with_holes = choose_partition(EVEN, 4, own, 7)
+    assert with_holes == EVEN._replace(counts=(1, 5, 5, 5), num_ranks=7)
+    stored = Partition.stored(with_holes._asdict())
+    assert choose_partition(stored, 4, own, 7) == with_holes
+    assert choose_partition(stored, 4, own) == EVEN
+    assert choose_partition(stored, 4, own, 6).num_ranks == 6
+
+
+def test_a_cut_for_slow_ranks_is_made_anew_for_pipelines_with_holes():
+    """The cut for other paces did not know how many ranks share the stages."""
+    paced = choose_partition(EVEN, 4, gauge(SIXTEEN), None, Paces((1, 1, 1, 2), (1, 1, 1, 2)))
+    assert paced.counts == (5, 5, 5, 1)
+    assert choose_partition(paced, 4, gauge(SIXTEEN), 7).counts == (1, 5, 5, 5)
+
+
+def test_a_checkpoint_that_does_not_tell_of_ranks_counts_as_whole_replicas():
+    older = {name: value for name, value in EVEN._asdict().items() if name != "num_ranks"}
+    assert Partition.stored(older) == EVEN
+    assert choose_partition(Partition.stored(older), 4, gauge(SIXTEEN)).counts == (4, 4, 4, 4)
+    assert choose_partition(Partition.stored(older), 4, gauge(SIXTEEN), 7).counts == (1, 5, 5, 5)
 
 
 def test_a_cut_by_time_needs_an_example():
