@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gpipe_hpc.config import compose_config
+from gpipe_hpc.config import check_config, compose_config
 
 CLUSTER = Path(__file__).resolve().parent.parent / "cluster"
 
@@ -176,6 +176,21 @@ def test_the_batch_script_is_one():
     options = re.findall(r"^#SBATCH (--[\w-]+)", text, re.M)
     assert {"--requeue", "--no-kill", "--open-mode", "--signal"} <= set(options)
     (body,) = re.findall(r"^what_runs\(\) \{\s*COMMAND=\((.*?)\)\n\}", text, re.M | re.S)
-    words = shlex.split(body.replace("$((NUM_RANKS / 8))", "2"))
-    assert words[:3] == ["python", "-m", "gpipe_hpc.train"]
-    compose_config(words[3:])
+    assert shlex.split(body)[:3] == ["python", "-m", "gpipe_hpc.train"]
+
+
+def test_the_batch_script_keeps_the_micro_batches_with_half_of_its_nodes():
+    """It set pipeline.replicas by the ranks, so a lost node made another run of dropout."""
+    text = (CLUSTER / "slurm" / "train.sbatch").read_text("utf-8")
+    (function,) = re.findall(r"^what_runs\(\) \{.*?^\}", text, re.M | re.S)
+    found = []
+    for ranks in (16, 8):
+        script = f"{function}\nNUM_RANKS={ranks} NUM_NODES={ranks // 8}\nwhat_runs\n"
+        script += 'printf "%s\\n" "${COMMAND[@]}"'
+        done = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, check=True)
+        config = compose_config(done.stdout.splitlines()[3:])
+        check_config(config, ranks)  # these ranks can run it
+        found.append(
+            (config.train.batch_size, config.pipeline.replicas * config.pipeline.microbatches)
+        )
+    assert found[0] == found[1]

@@ -75,7 +75,7 @@ def edited(repository: Path, tmp_path: Path) -> Edited:
                 flags=re.M | re.S,
             )
             assert count == 1, name
-        for name, value in values.items():
+        for name, value in ({"PREFLIGHT": "false"} | values).items():
             top, count = re.subn(
                 rf"^{name}=\S*", lambda _, v=value: f"{_[0].partition('=')[0]}={v}", top, flags=re.M
             )

@@ -247,6 +247,38 @@ def test_queued_again_it_asks_for_all_nodes_and_cancelled_it_is_not_queued_again
     assert job.told("Restarts") == "1"
 
 
+def test_it_grows_again_when_a_lost_node_is_back(slurm, edited, settings, tmp_path, until):
+    """A job that went on with fewer nodes kept to them until something else ended it."""
+    options = (*WHOLE_NODES, "--exclude=n3,n4")
+    settings = (*settings, "train.steps=1000000", "checkpoint.every=1000")
+    job = submitted(slurm, edited, settings, tmp_path, until, *options, GROW_AFTER=45)
+    slurm.lose("n2")
+    until(lambda: len(starts(tmp_path)) == 2, 200, f"it went on with n1: {said(tmp_path)}")
+    slurm.start_node("n2")
+    until(lambda: job.told("JobState") == "PENDING", 200, f"it was queued: {said(tmp_path)}")
+    assert "nodes n2 are back: asks the ranks to stop" in said(tmp_path)
+    assert "stopped by SIGUSR1 after step" in said(tmp_path)
+    until(lambda: job.told("NumTasks") == "4", 90, f"it asked for all: {said(tmp_path)}")
+    job.await_state("RUNNING", limit_s=200)
+    until(lambda: len(slurm.tasks(job)) == 4, 200, f"all ranks ran: {said(tmp_path)}")
+    assert [nodes for _, nodes in starts(tmp_path)] == ["n1,n2", "n1", "n1,n2"]
+
+
+def test_ranks_are_looked_at_first_and_a_job_of_unfit_ones_stops(slurm, edited, settings, tmp_path):
+    """Fit ones leave links.yaml in the run folder; unfit ones are not queued again."""
+    script = edited((*settings, "train.stop_at=2"), RUN_DIR="run", PREFLIGHT="true")
+    job = slurm.submit(script, *SIZE, folder=tmp_path)
+    assert job.await_state("COMPLETED", "FAILED", limit_s=300) == "COMPLETED", said(tmp_path)
+    assert "preflight ended with code 0" in said(tmp_path)
+    assert (tmp_path / "run" / "links.yaml").exists() and has_begun(tmp_path / "run", 0)
+    script = edited((*settings, "pipeline.replicas=3"), RUN_DIR="unfit", PREFLIGHT="true")
+    job = slurm.submit(script, *SIZE, folder=tmp_path)
+    assert job.await_state("COMPLETED", "FAILED", limit_s=300) == "FAILED", said(tmp_path)
+    assert job.told("ExitCode") == "2:0" and job.told("Restarts") == "0"
+    assert "stops: these ranks are not fit" in said(tmp_path)
+    assert not (tmp_path / "unfit" / "metrics.jsonl").exists()
+
+
 DYING = """
 import os
 import signal
