@@ -23,7 +23,7 @@ help:
 	@echo "make test-product  every combination of what those sample (half an hour on two cores)"
 	@echo "make test-all   all of these"
 	@echo "make test-two-hosts  two hosts over a slow link (Linux, root or user namespaces; minutes)"
-	@echo "make test-cluster  a real Slurm and containers (Debian: slurm-wlm munge podman buildah runc debootstrap)"
+	@echo "make test-cluster  a real Slurm, containers, Kubernetes (Debian: slurm-wlm munge podman buildah runc debootstrap; kubectl 1.29)"
 	@echo "make check      formatting, lint, types, fitness of the code, links of the documents"
 	@echo "make docs       the documents as a site in build/site"
 	@echo "make .venv      only the environment"
