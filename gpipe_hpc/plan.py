@@ -67,6 +67,7 @@ from gpipe_hpc.training.machines import (
     doubts_of_prices,
     machine_of,
     notes_of_calibration,
+    process_bytes_of,
     rates_of,
     with_process,
     with_values,
@@ -135,7 +136,7 @@ def make_plan(config: Config) -> Plan:
         mesh = Mesh.fit(all_ranks, config.pipeline.stages, config.pipeline.num_replicas)
         request = replace(request, stages=mesh.stages)
     device = device_to_come(config.train.device)
-    request = with_process(request, config, device)
+    request = with_process(request, process_bytes_of(config, device))
     example = Example(sample.inputs, sample.targets, loss_fn, request.seed, device)
     counted = Counted(layers, example, request.precision, shares_casts=not request.offload)
     gauge: Gauge = counted
@@ -162,8 +163,8 @@ def make_plan(config: Config) -> Plan:
         others = _others(config, request, counted)
         assumptions = replace(assumptions, others=others)
     machine = _machine(config, device, layout)
+    doubts = [*doubts, *doubts_of_prices(config, device)]
     if machine is not None:
-        doubts = [*doubts, *doubts_of_prices(config, device)]
         priced = machine.priced(gauge)
         step = step_of(layout, priced, machine, request.combining, config.train.batch_size)
         assumptions = replace(assumptions, step=step, measured=_layers_as(config, gauge))

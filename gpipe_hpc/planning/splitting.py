@@ -37,9 +37,9 @@ def gain_of_splitting(request: Request, layout: Layout, gauge: Gauge) -> str:
     )
     try:
         found = lay_out_compute(asked, gauge)
-    except GpipeError:  # with no recomputation that a budget may choose
-        return ""
-    if not _fits(asked, found, gauge):
+        if not _fits(asked, found, gauge):
+            return ""
+    except GpipeError:  # no recomputation that a budget may choose, or layers cannot be counted
         return ""
     again = found.budget.recomputed if found.budget else None
     before = simulate(layout.schedule, layout.partition.likely_costs(layout.recomputed)).makespan

@@ -106,7 +106,7 @@ def calibrate(
                 pipe.request.precision,
                 optimizer_kind(session.config),
             ),
-            _beside_bytes(ranks, foreseen),
+            0 if device.is_accelerator else _beside_bytes(ranks, foreseen),
         ),
         within=within.link if within else Link(),
         between=between.link if between else Link(),
@@ -119,7 +119,10 @@ def calibrate(
 
 
 def _beside_bytes(ranks: Sequence[RankFigures], foreseen: Foresight) -> int:
-    """Return what a rank took at its fullest beside what was planned; the most of any rank."""
+    """Return what a process took at its fullest beside what was planned; the most of any rank.
+
+    Of an accelerator a run knows tensors alone.
+    """
     planned = [foreseen.ranks[each.stage_rank].total_bytes for each in ranks]
     pairs = zip(ranks, planned, strict=True)
     return max(0, *(each.peak_memory_bytes - nbytes for each, nbytes in pairs))

@@ -27,8 +27,8 @@ log = logging.getLogger("gpipe_hpc.train")
 class Foresight:
     """Counted for the micro-batches of the first batch.
 
-    `ranks`: what each rank of a replica will hold at its fullest. `model_flops`: of a step of all
-    replicas, recomputation not counted. `known`: the layers, without any weights, and their FLOPs.
+    `ranks`: what each rank of a replica will hold at its fullest, without its process.
+    `model_flops`: of a step of all replicas, recomputation not counted. `known`: the layers, without any weights, and their FLOPs.
     `shares`: how large the micro-batches of the fullest replica are, see `microbatch_shares`.
     """
 
@@ -119,7 +119,7 @@ def foresee(
             counted.count,
             stages,
             pipe.layout.schedule,
-            request.kept_states,
+            request.kept_states._replace(process_bytes=0),
             pipe.layout.recomputed,
             shares,
             pipe.layout.sharing,

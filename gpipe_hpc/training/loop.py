@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from operator import or_
 from pathlib import Path
@@ -377,7 +378,9 @@ class _Loop:
         if timed.step == self._reporter.ledger.first_step + 1:
             return  # it prepares what later ones find ready
         busy_s, num_others = timed.marks.times.busy_s, self._pipe.world.size - 1
-        others_s = max(0.0, agreed.busy_s - busy_s) / num_others if num_others else 0.0
+        if not num_others:
+            return  # larger batches and a slower host look alike to one rank
+        others_s = max(0.0, agreed.busy_s - busy_s) / num_others
         found = self._watched.add(timed.step, busy_s, others_s)
         if found is None:
             return
@@ -483,8 +486,9 @@ class _Loop:
         limits = memory_limits(self._pipe.request)
         if limits is None:
             return
+        own = self._pipe.request.kept_states.process_bytes
         lacking = shortage(
-            foreseen.ranks,
+            [replace(rank, process_bytes=own) for rank in foreseen.ranks],
             limits,
             recompute=pipeline.recompute,
             schedule=pipeline.schedule,

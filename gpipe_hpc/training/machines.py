@@ -74,11 +74,15 @@ def prices_of(config: Config, device: Device) -> Prices:
     return known.prices if _has_optimizer(known, config) else replace(known.prices, update=Pass())
 
 
-def with_process(request: Request, config: Config, device: Device) -> Request:
-    """Return a request whose ranks also hold what plan.prices says that a process takes."""
+def process_bytes_of(config: Config, device: Device) -> int:
+    """Return what a process takes beside tensors, as plan.prices or plan.calibration say."""
+    return prices_of(config, device).process_bytes
+
+
+def with_process(request: Request, process_bytes: int) -> Request:
+    """Return a request whose ranks also hold what their process takes beside tensors."""
     states = OptimizerMemory.of(request.optimizer_states)
-    own = prices_of(config, device).process_bytes
-    return replace(request, optimizer_states=states._replace(process_bytes=own))
+    return replace(request, optimizer_states=states._replace(process_bytes=process_bytes))
 
 
 def doubts_of_prices(config: Config, device: Device) -> list[str]:

@@ -63,6 +63,19 @@ def test_what_would_not_fit_is_not_told():
     assert said(asked("one_f_one_b", memory_bytes=10.0), gauge) == ""
 
 
+def test_a_memory_without_an_example_starts_a_run_with_holes(caplog):
+    """Layers that could not be counted ended a run for the sake of an advice."""
+    layers = [LayerSpec(nn.Linear, 4, 4) for _ in range(4)]
+
+    def body(world):
+        pipe = Pipeline(
+            layers, mean_square, stages=2, microbatches=2, memory_bytes=1e9, world=world
+        )
+        return pipe.layout.searched
+
+    assert run_on_threads(3, body) == ["", "", ""]
+
+
 @pytest.mark.parametrize(("schedule", "lines"), [("gpipe", 1), ("zb_h1", 0)])
 def test_a_run_with_holes_says_it_at_its_start(caplog, schedule, lines):
     caplog.set_level(logging.INFO, logger="gpipe_hpc.pipeline")

@@ -1,6 +1,6 @@
 """The layouts that a search compares: all settings together that may stand in a line."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final
@@ -177,7 +177,11 @@ class Space:
     def shapes_with_holes(self) -> list[tuple[int, int]]:
         """Return (pipelines, stages of each) that ranks do not fill, so the last one has holes."""
         found = []
-        for stages in numbers_of_stages(min(self.num_ranks - 1, self.num_layers)):
+        most, pinned = min(self.num_ranks - 1, self.num_layers), self.base.stages
+        numbers: Iterable[int] = numbers_of_stages(most)
+        if "stages" in self.fixed and isinstance(pinned, int):
+            numbers = [pinned] if pinned <= most else []
+        for stages in numbers:
             asked = self.base.replicas if "replicas" in self.fixed else 1
             rows = num_rows(self.num_ranks, stages, asked)
             if rows is None or rows > self.batch_size or not self._may_be("stages", stages):

@@ -36,6 +36,8 @@ class Fewest(NamedTuple):
             return ""
         if self.num_ranks == self.first:
             return "weights, gradients and optimizer alone need as many"
+        if not self.schedules:
+            return "on fewer no layout was tried, as the settings allow none"
         tried = ", ".join(self.schedules)
         return (
             f"no layout that was tried fits on fewer (tried: {tried}, as much recomputed as fits)"
@@ -97,7 +99,8 @@ def _first(space: Space, ground: Ground, limit: float) -> int:
 
 def _thrifty(space: Space) -> list[Candidate]:
     """Return the layouts of a space that keep least, those of small micro-batches first."""
-    found = [each for each in space if each.schedule in _THRIFTY or "schedule" in space.fixed]
+    is_fixed = "schedule" in space.fixed
+    found = [each for each in space if each.written.schedule in _THRIFTY or is_fixed]
     return sorted(found, key=lambda each: (-each.stages, -each.microbatches))
 
 

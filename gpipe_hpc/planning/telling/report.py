@@ -32,7 +32,7 @@ _NOTES_WITH_TIME: Final = (
 )
 
 _NOT_COUNTED: Final = "Not counted: what kernels and libraries take for themselves."
-_PROCESS: Final = "What a process takes beside tensors is as plan.prices says."
+_PROCESS: Final = "What a process takes beside tensors is as plan.prices or plan.calibration says."
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from gpipe_hpc.comm.nests import Nest
-from gpipe_hpc.comm.world import World
+from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config, bind_loss
 from gpipe_hpc.engine.sums.loss import LossFunction
 from gpipe_hpc.errors import ConfigError
@@ -16,6 +16,7 @@ from gpipe_hpc.planning.costs.gauges import MEASURED
 from gpipe_hpc.planning.memory.by_rank import MEASURED_PACES
 from gpipe_hpc.training.asking import request_of
 from gpipe_hpc.training.data import DataFacts
+from gpipe_hpc.training.machines import process_bytes_of, with_process
 
 
 def loss_of(config: Config, facts: DataFacts) -> LossFunction:
@@ -42,6 +43,7 @@ def build_pipeline(
 ) -> Pipeline:
     """Return the pipeline that the settings ask for; `cut`: that of what the run goes on from."""
     request = replace(request_of(config), partition=_partition(config, cut))
+    request = with_process(request, _process_bytes(config, world))
     return Pipeline(
         layers,
         loss_fn,
@@ -50,6 +52,16 @@ def build_pipeline(
         timeout_s=config.comm.timeout_s,
         world=world,
     )
+
+
+def _process_bytes(config: Config, world: World) -> int:
+    """Return on every rank what rank 0 reads of the memory of a process."""
+    if config.plan.prices is None and config.plan.calibration is None:
+        return 0
+    with together(world, "reading what a process takes"):
+        own = 0 if world.rank else process_bytes_of(config, world.device)
+        told: int = world.everybody.broadcast_object(own, root=0)
+    return told
 
 
 def _partition(config: Config, cut: Mapping[str, Any] | None) -> Any:

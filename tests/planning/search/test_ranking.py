@@ -375,3 +375,11 @@ def test_fewer_ranks_that_were_not_tried_are_not_spoken_of():
     assert "no layout that was tried fits on fewer (tried: gpipe" in found.fewer_text()
     assert found._replace(first=4).fewer_text().endswith("alone need as many")
     assert found._replace(num_ranks=1).fewer_text() == ""
+    assert "no layout was tried" in found._replace(first=1, schedules=()).fewer_text()
+
+
+def test_a_given_number_of_stages_has_holes_whatever_it_is():
+    """Of many stages not every number is tried, and a given one between was not found."""
+    ground = ground_of(50, batch=50, widths=(8,) * 21)
+    space = replace(space_of(ground, stages=17), fixed=frozenset({"stages"}))
+    assert space.shapes_with_holes() == [(3, 17)]

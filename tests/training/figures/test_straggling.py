@@ -55,6 +55,12 @@ def test_one_rank_is_held_against_itself():
     assert events([0.0] * 40, [0.0] * 40)[0] == {}
 
 
+def test_a_run_of_one_rank_has_no_straggler(tiny, tmp_path, monkeypatch):
+    """Longer sequences were told as a slow host that "the other ranks" did not share."""
+    monkeypatch.setattr(Watched, "add", lambda *_: pytest.fail("there is no other rank"))
+    train_here(1, *tiny, "train.steps=4", f"run.dir={tmp_path}")
+
+
 def test_a_run_tells_a_straggler_in_its_log_and_in_its_metrics(tiny, tmp_path, monkeypatch, caplog):
     """By clocks that are given: one rank takes half as long again from step 12 to 24."""
     real = Watched.add

@@ -3,12 +3,19 @@
 from inspect import signature
 
 import pytest
+import torch
 
 from gpipe_hpc import Pipeline
-from gpipe_hpc.config import compose_config
+from gpipe_hpc.comm.host.machine import processor_name
+from gpipe_hpc.config import build_target, compose_config
 from gpipe_hpc.engine.outer.settings import Outer
+from gpipe_hpc.models import loss_function
+from gpipe_hpc.plan import make_plan
 from gpipe_hpc.planning import OptimizerMemory
+from gpipe_hpc.planning.costs.prices import Measured, Prices, write_prices
+from gpipe_hpc.training.data.shapes import microbatch
 from gpipe_hpc.training.start import building
+from tests.support import run_on_threads
 
 # What each keyword of `Pipeline` is when these settings are given, none of which is a default.
 GIVEN = {
@@ -48,6 +55,46 @@ def keywords():
         patch.setattr(building, "Pipeline", lambda *_, **keywords: found.update(keywords))
         building.build_pipeline(compose_config(list(GIVEN)), "world", [], None, None, None)
     return found
+
+
+def test_a_run_counts_what_a_process_takes_as_its_plan_does(tmp_path):
+    """A plan recomputed a layer for what the process takes, and the run of it none."""
+    prices = tmp_path / "prices.yaml"
+    own = Measured("cpu", processor_name(), 2, "float32", "adamw")
+    write_prices(prices, Prices(measured=own, process_bytes=300_000))
+    words = (
+        *("model=mlp", "model.widths=[64,64,64,64,64,64,64]", "data=synthetic_vectors"),
+        *(
+            "data.width=64",
+            "train.batch_size=128",
+            "pipeline.microbatches=2",
+            "pipeline.partition=uniform",
+        ),
+        *("pipeline.stages=2", "pipeline.recompute=budget", "train.device=cpu"),
+    )
+
+    def planned(*more):
+        layout = make_plan(compose_config([*words, *more])).layout
+        return [sorted(own) for own in layout.recomputed or ()]
+
+    def ran(*more):
+        config = compose_config([*words, *more])
+        layers, sample = build_target("model", config.model), microbatch(config.data, 64)
+        loss = loss_function(sample.loss)
+        given = torch.zeros(64, 64), torch.zeros(64, dtype=sample.targets.dtype)
+
+        def body(world):
+            pipe = building.build_pipeline(config, world, layers, loss, None, given)
+            return [sorted(own) for own in pipe.layout.recomputed or ()]
+
+        first, second = run_on_threads(2, body)
+        assert first == second
+        return first
+
+    limit = "pipeline.memory_bytes=680e3"
+    assert planned(limit) == ran(limit)
+    assert planned(limit, f"plan.prices={prices}") == ran(limit, f"plan.prices={prices}")
+    assert planned(limit) != planned(limit, f"plan.prices={prices}")
 
 
 @pytest.mark.parametrize("setting", GIVEN)
