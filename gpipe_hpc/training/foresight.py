@@ -28,7 +28,8 @@ class Foresight:
     """Counted for the micro-batches of the first batch.
 
     `ranks`: what each rank of a replica will hold at its fullest, without its process.
-    `model_flops`: of a step of all replicas, recomputation not counted. `known`: the layers, without any weights, and their FLOPs.
+    `model_flops`: of a step of all replicas, recomputation not counted. `known`: the layers,
+    without any weights, and their FLOPs.
     `shares`: how large the micro-batches of the fullest replica are, see `microbatch_shares`.
     """
 
