@@ -44,6 +44,8 @@ _KNOWN: Final = frozenset(
         ("torch.serialization", "_get_layout"),
         ("pathlib", "PosixPath"),
         ("pathlib._local", "PosixPath"),
+        # Python 3.11.0 to 3.11.3 write a member of an enum as this call; here it is a record, too.
+        ("builtins", "getattr"),
     }
 )
 

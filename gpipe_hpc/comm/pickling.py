@@ -188,6 +188,9 @@ class _Sender(pickle.Pickler):
             return _Described(_of_torch, (str(value).removeprefix("torch."),))
         if isinstance(value, np.dtype):
             return _Described(_dtype, (_describe_dtype(value),))
+        if isinstance(value, Enum) and _may_travel(kind):
+            # As most versions of Python do; 3.11.0 to 3.11.3 name getattr, which nobody may call.
+            return kind, (value.value,)
         if isinstance(value, type):
             if not _may_travel(value):
                 raise _Refused(f"the class {_name(value)}")

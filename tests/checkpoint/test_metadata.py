@@ -157,6 +157,29 @@ def test_our_list_is_torchs(saved, stored_tensors):
     assert metadata.storage_meta.checkpoint_id is None, "where it was written is not told"
 
 
+def test_members_of_enums_are_read_as_any_python_writes_them(saved, monkeypatch):
+    """Python 3.11.2, that of Debian 12 and so of the image for CPUs, could read no checkpoint."""
+    kind = of_torch._MEM_FORMAT_ENCODING
+
+    def by_name(self, protocol):
+        return getattr, (type(self), self.name)
+
+    expected = read_metadata(saved("as_here"))
+    monkeypatch.setattr(kind, "__reduce_ex__", by_name)
+    path = saved("as_there")
+    assert b"getattr" in (path / METADATA).read_bytes()
+    assert read_metadata(path).keys() == expected.keys()
+
+
+def test_getattr_is_not_called_for_a_list(tmp_path):
+    """What it would give, a method of ours that takes any state, is not there afterwards."""
+    raw = b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\nMetadata\nS'mro'\ntR)R."
+    assert pickle.loads(raw)[0] is of_torch.Metadata
+    (tmp_path / METADATA).write_bytes(raw)
+    with pytest.raises(ValueError, match=r"."):
+        read_metadata(tmp_path)
+
+
 def test_a_tensor_behind_the_end_of_its_file_is_refused(saved):
     path = saved()
     metadata = FileSystemReader(path).read_metadata()
