@@ -26,6 +26,30 @@ from gpipe_hpc.schedule import Costs, Timeline, build, simulate
 Batch = tuple[Tensor, Tensor]
 Named = dict[str, Tensor]
 
+PAUSING_MODEL = """
+import time
+
+from torch import nn
+
+from gpipe_hpc.models import build_gpt
+
+
+class Pause(nn.Module):
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+
+    def forward(self, inputs):
+        time.sleep(self.seconds)
+        return inputs
+
+
+def build(pause_s=0.0, **own):
+    keywords = {"vocab_size": 256, "block_size": 16, "num_heads": 4, "dropout": 0.1, **own}
+    return [*build_gpt(**keywords), Pause(pause_s)]
+"""
+"""A user's model: a test lasts as long as processes take to start, not as steps done meanwhile."""
+
 
 def mean_square(output: Tensor, target: Tensor) -> Tensor:
     """Return the mean over a micro-batch."""

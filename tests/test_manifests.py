@@ -40,6 +40,8 @@ def first_pod(name):
 
 
 both = pytest.mark.parametrize("name", ["job.yaml", "jobset.yaml"])
+ALL = ("job.yaml", "jobset.yaml", "elastic.yaml")
+each_one = pytest.mark.parametrize("name", ALL)
 
 
 @both
@@ -72,11 +74,12 @@ def command(name):
     return dict(word.split("=", 1) for word in args[:place]), args[place + 2 :]
 
 
-@both
+@each_one
 def test_settings_compose_and_fill_all_ranks(name):
     flags, settings = command(name)
     config = compose_config(settings)
-    ranks = int(flags["--nnodes"]) * int(flags["--nproc-per-node"])
+    most = flags["--nnodes"].rpartition(":")[2]
+    ranks = int(most) * int(flags["--nproc-per-node"])
     assert config.pipeline.stages * config.pipeline.replicas == ranks
     (container,) = job_of(name)["template"]["spec"]["containers"]
     limits = container["resources"]["limits"]
@@ -84,7 +87,7 @@ def test_settings_compose_and_fill_all_ranks(name):
     assert config.run.dir.startswith("/work/") and config.checkpoint.every > 0
 
 
-@both
+@each_one
 def test_a_stopped_pod_has_time_to_save_and_is_not_counted(name):
     job = job_of(name)
     pod = job["template"]["spec"]
@@ -94,9 +97,11 @@ def test_a_stopped_pod_has_time_to_save_and_is_not_counted(name):
     (rule,) = job["podFailurePolicy"]["rules"]
     # The status must be text.
     assert rule["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
-    if name == "job.yaml":
+    if name != "jobset.yaml":
         assert rule["action"] == "Ignore" and job["podReplacementPolicy"] == "Failed"
-        assert job["backoffLimitPerIndex"] > 0 and job["maxFailedIndexes"] == 0
+        fewest = flags["--nnodes"].partition(":")[0]
+        spare = job["completions"] - int(fewest)
+        assert job["backoffLimitPerIndex"] > 0 and job["maxFailedIndexes"] == spare
     else:
         policy = documents(name)["JobSet"]["spec"]["failurePolicy"]
         assert rule["action"] == "FailJob" and job["backoffLimit"] == 0 < policy["maxRestarts"]
@@ -107,15 +112,24 @@ def test_a_stopped_pod_has_time_to_save_and_is_not_counted(name):
         assert policy["rules"] == [ignored]
 
 
-@both
-def test_pods_need_no_rights_and_write_to_volumes(name):
-    pod = job_of(name)["template"]["spec"]
-    (container,) = pod["containers"]
+def assert_no_rights(pod):
+    """Assert that a pod runs as the user of the image, and may write to volumes alone."""
     dockerfile = (CLUSTER.parent / "Dockerfile").read_text("utf-8")
     (user,) = re.findall(r"^USER (\d+)$", dockerfile, re.M)
     assert pod["securityContext"]["runAsNonRoot"]
-    assert pod["securityContext"]["runAsUser"] == pod["securityContext"]["fsGroup"] == int(user)
-    assert container["securityContext"]["readOnlyRootFilesystem"]
+    assert pod["securityContext"]["runAsUser"] == int(user)
+    (container,) = pod["containers"]
+    context = container["securityContext"]
+    assert context["readOnlyRootFilesystem"] and not context["allowPrivilegeEscalation"]
+    assert context["capabilities"] == {"drop": ["ALL"]}
+
+
+@each_one
+def test_pods_need_no_rights_and_write_to_volumes(name):
+    pod = job_of(name)["template"]["spec"]
+    (container,) = pod["containers"]
+    assert_no_rights(pod)
+    assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsUser"]
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     mounts = {mount["mountPath"]: volumes.pop(mount["name"]) for mount in container["volumeMounts"]}
     assert not volumes and set(mounts) == {"/work", "/dev/shm", "/tmp"}
@@ -123,16 +137,80 @@ def test_pods_need_no_rights_and_write_to_volumes(name):
     claim = documents(name)["PersistentVolumeClaim"]
     assert mounts["/work"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
-    (secret,) = container["env"]
+    secret = container["env"][0]
     assert secret["name"] == "GPIPE_HPC_SECRET" and "secretKeyRef" in secret["valueFrom"]
 
 
-def test_the_two_manifests_run_the_same():
+def test_job_and_jobset_run_the_same():
     job, jobset = (job_of(name)["template"]["spec"] for name in ("job.yaml", "jobset.yaml"))
     del job["subdomain"]  # JobSet sets it
     assert yaml.safe_dump(job).replace(first_pod("job.yaml"), "POD") == yaml.safe_dump(
         jobset
     ).replace(first_pod("jobset.yaml"), "POD")
+
+
+def test_pods_of_the_elastic_job_meet_in_the_store():
+    found = documents("elastic.yaml")
+    service, store = found["Service"], found["Deployment"]["spec"]
+    pod = store["template"]["spec"]
+    labels = store["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"] == store["selector"]["matchLabels"] == labels
+    assert service["spec"]["clusterIP"] == "None"
+    assert store["replicas"] == 1 and store["strategy"] == {"type": "Recreate"}
+    assert_no_rights(pod)
+    (container,) = pod["containers"]
+    (program,) = container["args"]
+    compile(program, "store", "exec")
+    flags, _ = command("elastic.yaml")
+    host, port = flags["--rdzv-endpoint"].split(":")
+    assert host == service["metadata"]["name"]
+    assert f'TCPStore("127.0.0.1", {port}, is_master=True' in program
+    assert (
+        container["image"] == job_of("elastic.yaml")["template"]["spec"]["containers"][0]["image"]
+    )
+
+
+def test_the_elastic_job_goes_on_with_fewer_pods_and_ends_with_the_first():
+    job = job_of("elastic.yaml")
+    flags, settings = command("elastic.yaml")
+    fewest, most = map(int, flags["--nnodes"].split(":"))
+    assert 0 < fewest < most == job["completions"] == job["parallelism"]
+    assert job["completionMode"] == "Indexed"
+    assert job["successPolicy"] == {"rules": [{"succeededCount": 1}]}
+    config = compose_config(settings)
+    # What one replica has is there in the fewest pods.
+    assert config.pipeline.stages <= fewest * int(flags["--nproc-per-node"])
+    conf = dict(pair.split("=") for pair in flags["--rdzv-conf"].split(","))
+    assert conf["is_host"] == "0" and flags["--rdzv-backend"] == "c10d"
+    assert int(flags["--max-restarts"]) > 0
+    env = {entry["name"]: entry for entry in job["template"]["spec"]["containers"][0]["env"]}
+    assert env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]["value"] == "1"
+    named = set(re.findall(r"\$\((\w+)\)", " ".join(flags.values())))
+    assert named == {"JOB_UID", "POD_IP"} and named <= env.keys()
+
+
+def test_the_elastic_job_trains_what_the_other_ones_do():
+    *_, settings = command("job.yaml")
+    *_, elastic = command("elastic.yaml")
+    assert elastic == [*settings, "checkpoint.neighbour_every=10"]
+    pods = [job_of(name)["template"]["spec"] for name in ("job.yaml", "elastic.yaml")]
+    for pod in pods:
+        pod.pop("subdomain", None)
+        for word in ("args", "env"):
+            del pod["containers"][0][word]
+    assert pods[0] == pods[1]
+
+
+def test_the_pod_for_data_holds_the_volume_that_pods_train_on():
+    found = documents("data.yaml")
+    pod = found["Pod"]["spec"]
+    assert_no_rights(pod)
+    assert pod["securityContext"] == job_of("job.yaml")["template"]["spec"]["securityContext"]
+    (container,), (volume,) = pod["containers"], pod["volumes"]
+    assert container["volumeMounts"] == [{"name": volume["name"], "mountPath": "/work"}]
+    claims = [documents(name)["PersistentVolumeClaim"] for name in (*ALL, "data.yaml")]
+    assert all(claim == claims[0] for claim in claims)
+    assert volume["persistentVolumeClaim"]["claimName"] == claims[0]["metadata"]["name"]
 
 
 def sections(text):

@@ -4,7 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tests.cluster.tools import MissingToolError, tool
@@ -88,6 +88,14 @@ class Containers:
             )
         return Container([*podman, "kill", "--signal=KILL", name], process, output)
 
+    def keep(self, *words: str) -> "KeptContainer":
+        """Start a container that podman may start again; it has no terminal."""
+        name = f"gpipe_{os.getpid()}_{len(self._names)}"
+        self._names.append(name)
+        runtime = f"--runtime={tool('runc')}"
+        self._run("podman", runtime, "run", "--detach", f"--name={name}", *_HARDENED, *words)
+        return KeptContainer(lambda verb, *more: self._run("podman", runtime, verb, *more, name))
+
     def stop(self) -> None:
         """End all containers."""
         if self._names:
@@ -119,6 +127,44 @@ class Container:
     def kill(self) -> None:
         """End all of it at once."""
         subprocess.run(self._kill, check=True, capture_output=True)
+
+
+class KeptContainer:
+    """A container that outlives its end, and may be started again."""
+
+    def __init__(self, run: Callable[..., str]) -> None:
+        self._run = run
+
+    @property
+    def output(self) -> str:
+        """Return what came out so far, of all its starts."""
+        return self._run("logs")
+
+    @property
+    def state(self) -> str:
+        """Return whether it runs, its exit code, and how often podman has started it again."""
+        return self._run(
+            "inspect", "--format={{.State.Status}} {{.State.ExitCode}} {{.RestartCount}}"
+        ).strip()
+
+    def processes(self, word: str) -> list[int]:
+        """Return the numbers, on this machine, of its processes whose command has this word."""
+        said = self._run("container", "inspect", "--format={{.State.Pid}}")
+        first = int(said)
+        children = Path(f"/proc/{first}/task/{first}/children").read_text().split()
+        return [pid for pid in map(int, children) if word in _command(pid)]
+
+    def stop(self) -> None:
+        """End it by SIGTERM, in the time that it was started with."""
+        self._run("stop")
+
+    def start(self) -> None:
+        """Start it again."""
+        self._run("start")
+
+
+def _command(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
 
 
 def _of_pip() -> list[Path]:

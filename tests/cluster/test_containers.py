@@ -1,9 +1,12 @@
 """The image, built and run: hardened, and with a container for each rank."""
 
+import os
+import signal
+
 import pytest
 
 from tests.cluster.containers import IMAGE
-from tests.support import losses
+from tests.support import has_begun, losses
 
 # The first of them builds the image.
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
@@ -80,6 +83,32 @@ def test_two_ranks_train_in_a_hardened_container(containers, folder, settings, a
     assert DIVIDED not in said and "no secret" not in said
     assert (folder / "run" / "config.yaml").stat().st_uid == 10001
     as_outside(folder / "run")
+
+
+def test_a_crashed_container_starts_again_and_a_stopped_one_goes_on(
+    containers, folder, tiny, start, tmp_path, until
+):
+    """In Debian 12 no checkpoint could be read: each start after the first one failed."""
+    run, steps = folder / "run", ("train.steps=1500", "checkpoint.every=50")
+    container = containers.keep(
+        *("--restart=on-failure:5", "--stop-timeout=60", "--tmpfs=/tmp", "--network=none"),
+        *(f"--volume={folder}:/work", "--env=OMP_NUM_THREADS=1", IMAGE, "--standalone"),
+        *("--nproc_per_node=2", "--shutdown-timeout=50", "-m", "gpipe_hpc.train", *tiny, *steps),
+        "run.dir=/work/run",
+    )
+    until(lambda: has_begun(run, 60), 120, "it trained")
+    os.kill(container.processes("gpipe_hpc.train")[1], signal.SIGKILL)
+    until(lambda: "resumed from" in container.output, 120, "it started again")
+    assert container.state.endswith(" 1")
+    until(lambda: has_begun(run, 120), 120, "it trained again")
+    container.stop()
+    reached = int((run / "REQUEUE").read_text())
+    assert 120 <= reached < 1500
+    container.start()
+    until(lambda: container.state.startswith("exited 0"), 120, "it was done")
+    alone = start(*tiny, *steps, f"run.dir={tmp_path}/alone").wait(120)
+    assert alone.code == 0, alone.output
+    assert losses(run) == losses(tmp_path / "alone")
 
 
 def test_ranks_in_containers_of_their_own_say_that_they_share_nothing(

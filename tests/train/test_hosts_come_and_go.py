@@ -7,33 +7,10 @@ import signal
 import pytest
 from torch.distributed import TCPStore
 
-from tests.support import has_begun
+from tests.support import PAUSING_MODEL, has_begun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-# The test lasts as long as processes take to start, not as the steps do that are done meanwhile.
-SLOW = """
-import time
-
-from torch import nn
-
-from gpipe_hpc.models import build_gpt
-
-
-class Pause(nn.Module):
-    def __init__(self, seconds):
-        super().__init__()
-        self.seconds = seconds
-
-    def forward(self, inputs):
-        time.sleep(self.seconds)
-        return inputs
-
-
-def build(pause_s=0.0, **own):
-    keywords = {"vocab_size": 256, "block_size": 16, "num_heads": 4, "dropout": 0.1, **own}
-    return [*build_gpt(**keywords), Pause(pause_s)]
-"""
 # torch 2.13's agents cannot take in a new host while they share the store of their rendezvous.
 ENVIRON = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 FLAGS = ("--nnodes=1:2", "--nproc_per_node=1", "--max-restarts=3", "--monitor-interval=0.2")
@@ -52,7 +29,7 @@ def newest(run):
 
 def test_a_host_is_lost_and_comes_back(torchrun, train, tiny, tmp_path, until, free_port, same_end):
     """With fewer ranks it waited for the dead; with more torchrun's counts kept ranks apart."""
-    (tmp_path / "slow.py").write_text(SLOW)
+    (tmp_path / "slow.py").write_text(PAUSING_MODEL)
     (tmp_path / "memory").mkdir()
     settings = (
         *tiny,
