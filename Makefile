@@ -5,14 +5,14 @@ ARGS ?=
 WORKERS ?= auto
 CI_WORKERS ?= $(shell expr 2 \* $$(getconf _NPROCESSORS_ONLN))
 
-CI_TESTS := "not product and not two_hosts and not cluster"
+CI_TESTS := "not product and not two_hosts and not cluster and not browser"
 
 BIN := .venv/bin
 STAMP := .venv/.installed
 # One thread a process: two ranks on two cores would only take turns with more.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help .venv train bench test test-slow test-ci test-product test-two-hosts test-cluster test-all check docs format clean
+.PHONY: help .venv train bench test test-slow test-ci test-product test-two-hosts test-cluster test-browser test-all check docs format clean
 
 help:
 	@echo "make train      train a GPT on Python source through two stages (ARGS='train.steps=50 ...')"
@@ -24,6 +24,7 @@ help:
 	@echo "make test-all   all of these"
 	@echo "make test-two-hosts  two hosts over a slow link (Linux, root or user namespaces; minutes)"
 	@echo "make test-cluster  a real Slurm, containers, Kubernetes (Debian: slurm-wlm munge podman buildah runc debootstrap; kubectl 1.29)"
+	@echo "make test-browser  a report in a real browser (Debian: chromium)"
 	@echo "make check      formatting, lint, types, fitness of the code, links of the documents"
 	@echo "make docs       the documents as a site in build/site"
 	@echo "make .venv      only the environment"
@@ -44,10 +45,10 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -m "not slow and not product and not two_hosts and not cluster" -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -q -m "not slow and not product and not two_hosts and not cluster and not browser" -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -q -m "slow and not product and not two_hosts and not cluster" -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -q -m "slow and not product and not two_hosts and not cluster and not browser" -n $(WORKERS) --maxprocesses 8 --dist worksteal $(ARGS)
 
 # Both in one run, for continuous integration: collecting all tests takes each worker ten seconds,
 # and while a slow test waits for its processes another worker has the core: two for each core.
@@ -65,6 +66,9 @@ test-two-hosts: $(STAMP)
 
 test-cluster: $(STAMP)
 	$(BIN)/python -m pytest -q -m cluster $(ARGS)
+
+test-browser: $(STAMP)
+	$(BIN)/python -m pytest -q -m browser $(ARGS)
 
 test-all: test test-slow test-product
 

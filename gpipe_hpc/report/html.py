@@ -27,7 +27,7 @@ from gpipe_hpc.report.blocks import (
     Words,
 )
 from gpipe_hpc.report.transfers import with_transfers
-from gpipe_hpc.report.words import number, percent, time_text
+from gpipe_hpc.report.words import LEAST_S, number, percent, time_text
 from gpipe_hpc.training.traces.files import ReadStep
 
 _MARK: Final = re.compile(r"\{\{(\w+)\}\}")
@@ -103,14 +103,14 @@ def _bars(block: Bars) -> Iterator[str]:
             f'<i style="width:{100 * bar.parts.get(name, 0.0) / longest:.3f}%;background:{colour}" '
             f'title="{escape(name)}: {time_text(bar.parts.get(name, 0.0))}"></i>'
             for name, colour in colours.items()
-            if bar.parts.get(name, 0.0) > 0
+            if bar.parts.get(name, 0.0) >= LEAST_S
         )
         total = time_text(sum(bar.parts.values()))
         yield (
             f'<div class="bar"><span>{escape(bar.name)}</span><div>{cells}</div>'
             f"<span>{total}</span></div>"
         )
-    shown = [n for n in colours if any(bar.parts.get(n, 0.0) > 0 for bar in block.bars)]
+    shown = [n for n in colours if any(bar.parts.get(n, 0.0) >= LEAST_S for bar in block.bars)]
     yield _key({name: colours[name] for name in shown})
 
 

@@ -1,12 +1,22 @@
 """Numbers as a report shows them."""
 
+from typing import Final
+
+LEAST_S: Final = 1e-9
+"""Seconds: what is shorter is no time."""
+
 
 def time_text(seconds: float | None) -> str:
-    """Return seconds in s, ms or us; a dash where they are not known."""
+    """Return seconds in s, ms or us; less than a nanosecond, what rounding leaves, as none.
+
+    A dash where they are not known.
+    """
     if seconds is None:
         return "-"
     size = abs(seconds)
-    if size >= 1 or not size:
+    if size < LEAST_S:
+        return "0 s"
+    if size >= 1:
         return f"{seconds:.3g} s" if size < 1000 else f"{seconds:,.0f} s"
     return f"{1e3 * seconds:.3g} ms" if size >= 1e-3 else f"{1e6 * seconds:.3g} us"
 

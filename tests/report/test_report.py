@@ -288,6 +288,16 @@ def test_the_page_needs_nothing_else_and_its_tags_nest(tmp_path):
         assert word in page
 
 
+def test_what_rounding_leaves_is_no_part_of_a_step(tmp_path):
+    """0.1 - 0.09999 in floats stood as `1.73e-11 us` in the table, and in the key of colours."""
+    folder = leave(tmp_path / "run", timeline(send=0.003))
+    account = account_of(read_record(folder))
+    assert 0 < account.parts["imbalance"] < 1e-12, "this run no longer shows it"
+    page = write_report(compose_config([f"run.dir={folder}"])).read_text()
+    assert "<td>imbalance</td><td>0 s</td>" in page
+    assert "imbalance</span>" not in page
+
+
 def test_memory_of_each_rank_stands_beside_the_plan_and_its_parts(tmp_path):
     folder = leave(tmp_path, timeline())
     summary = json.loads((folder / "summary.json").read_text())

@@ -33,7 +33,6 @@ from gpipe_hpc.training.machines import (
     doubts_of_prices,
     machine_of,
     notes_of_calibration,
-    process_bytes_of,
     rates_of,
     with_process,
     with_values,
@@ -140,8 +139,7 @@ class Searching:
 
     def space(self, num_ranks: int) -> Space:
         """Return the layouts on so many ranks."""
-        device = device_to_come(self.config.train.device)
-        base = with_process(request_of(self.config), process_bytes_of(self.config, device))
+        base = with_process(request_of(self.config), self.ground.machine.prices.process_bytes)
         paces = base.paces
         if isinstance(paces, str) or (paces is None and self._shares_unequally(base)):
             known = self._cluster(num_ranks).paces
