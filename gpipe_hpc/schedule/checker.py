@@ -155,14 +155,15 @@ def _check_order(graph: Precedence) -> None:
     Whichever channels they are of: one queue between the two ranks carries all of them.
     """
     ranks, which, numbers = map(numbers_of, (graph.ranks, graph.which, graph.numbers))
-    is_send = np.array([kind[0] in SENDS for kind in graph.kinds], bool)
-    sends = np.flatnonzero(is_send[which])
-    posts = np.empty_like(sends)
-    for at, kind in enumerate(graph.kinds):
-        if is_send[at]:
-            own = which[sends] == at
-            column = graph.columns[kind_of(counterpart(action_of(kind)))]
-            posts[own] = numbers_of(column)[numbers[sends[own]]]
+    kinds = [at for at, (op, _, _) in enumerate(graph.kinds) if op in SENDS]
+    if not kinds:
+        return
+    partners = [kind_of(counterpart(action_of(graph.kinds[at]))) for at in kinds]
+    column = np.full(len(graph.kinds), NOWHERE, np.int32)  # of `received`, by the kind of a send
+    column[kinds] = np.arange(len(kinds))
+    received = np.stack([numbers_of(graph.columns[kind]) for kind in partners])
+    sends = np.flatnonzero(column[which] != NOWHERE)
+    posts = received[column[which[sends]], numbers[sends]]
     # By pairs of ranks, what one sends the other in the order of its list.
     order = np.lexsort((ranks[posts], ranks[sends]))
     sends, posts = sends[order], posts[order]

@@ -7,6 +7,7 @@ a post moves up. Of all that goes from one rank to another, over whichever chann
 in the order of the sends: one queue between the two then serves all channels.
 """
 
+import math
 import sys
 from array import array
 from collections import deque
@@ -217,16 +218,47 @@ def _due(traffic: _Traffic) -> "array[int]":
     return due
 
 
-class _Ring(NamedTuple):
+@dataclass
+class _Ring:
     """Ranks that wait in a circle, each at a ``SEND`` to the next.
 
     `costs` are those of posting what each rank sends. A circle of all ranks may stand through
-    millions of posts, each of which changes two of them.
+    millions of posts, each of which changes two of them: so the least of each block of about
+    sqrt(ranks) costs is kept.
     """
 
     ranks: list[int]
     place: dict[int, int]
     costs: list[int]
+
+    def __post_init__(self) -> None:
+        """Find the least of each block."""
+        self.width = math.isqrt(len(self.costs)) or 1
+        starts = range(0, len(self.costs), self.width)
+        self.least = [min(self.costs[start : start + self.width]) for start in starts]
+
+    def change(self, place: int, cost: int) -> None:
+        """Enter another cost; a place from the end may be counted backwards."""
+        if place < 0:
+            place += len(self.costs)
+        before, self.costs[place] = self.costs[place], cost
+        block = place // self.width
+        if cost < self.least[block]:
+            self.least[block] = cost
+        elif before == self.least[block]:
+            start = block * self.width
+            self.least[block] = min(self.costs[start : start + self.width])
+
+    def first(self, cost: int, start: int) -> int | None:
+        """Return the first place from `start` on of a cost that is the least of all, or None."""
+        block = start // self.width
+        here = self.costs[start : (block + 1) * self.width]
+        if cost in here:
+            return start + here.index(cost)
+        if cost not in self.least[block + 1 :]:
+            return None
+        start = self.least.index(cost, block + 1) * self.width
+        return self.costs.index(cost, start)
 
 
 @dataclass
@@ -393,8 +425,8 @@ class _Rendezvous:
         if self.traffic.transfers.receiver[number] != behind:
             return False
         due, position = self.due, self.position
-        ring.costs[place - 1] = due[self.asleep[ring.ranks[place - 1]]] - position[rank]
-        ring.costs[place] = due[number] - position[behind]
+        ring.change(place - 1, due[self.asleep[ring.ranks[place - 1]]] - position[rank])
+        ring.change(place, due[number] - position[behind])
         return True
 
     def _cheapest_in_ring(self) -> int | None:
@@ -404,15 +436,14 @@ class _Rendezvous:
         """
         ring = self.ring
         assert ring is not None, "there is one"
-        costs = ring.costs
-        least = min(costs)
-        place = costs.index(least)
-        oldest = next(iter(self.asleep))
-        start = ring.place.get(oldest, NOWHERE)
+        cost = min(ring.least)
+        place = ring.first(cost, 0)
+        assert place is not None, "somebody has the least"
+        start = ring.place.get(next(iter(self.asleep)), NOWHERE)
         if start > place:
-            if least in costs[start:]:
-                place = costs.index(least, start)
-        elif start == NOWHERE and costs.count(least) > 1:
+            behind = ring.first(cost, start)
+            place = place if behind is None else behind
+        elif start == NOWHERE and ring.first(cost, place + 1) is not None:
             return None
         return self.asleep[ring.ranks[place]]
 
