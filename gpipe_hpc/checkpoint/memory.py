@@ -1,7 +1,7 @@
 """Is there room in memory for what a checkpoint brings beside the model?"""
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -24,17 +24,29 @@ def check_room(
         f"{host} {where}": (size, (device if where == device.torch else HostDevice()).memory_free())
         for where, size in needed.items()
     }
-    told: list[dict[str, tuple[int, int | None]]] = group.all_gather_object(own)
-    for place in sorted({name for part in told for name in part}):
-        sharing = [
-            (r, part[place]) for r, part in zip(group.ranks, told, strict=True) if place in part
-        ]
-        size = sum(need for _, (need, _) in sharing)
-        free = min((free for _, (_, free) in sharing if free is not None), default=None)
+    first = group.ranks[0]
+    told = group.gather_object(own, first)
+    lacking = group.broadcast_object(told and _lacking(group.ranks, told), first)
+    if lacking:
+        raise CheckpointError(f"checkpoint {path}: {lacking}")
+
+
+def _lacking(
+    ranks: Sequence[int], told: Sequence[Mapping[str, tuple[int, int | None]]]
+) -> str | None:
+    """Return what the first place that has too little room lacks; `told`: by rank."""
+    sharing: dict[str, list[tuple[int, int, int | None]]] = {}
+    for rank, own in zip(ranks, told, strict=True):
+        for place, (need, free) in own.items():
+            sharing.setdefault(place, []).append((rank, need, free))
+    for _, there in sorted(sharing.items()):
+        size = sum(need for _, need, _ in there)
+        free = min((free for *_, free in there if free is not None), default=None)
         if free is not None and size > free:
-            raise CheckpointError(
-                f"checkpoint {path}: expected room for {size / 1e6:,.3f} MB more on "
-                f"{rank_names([rank for rank, _ in sharing])} (the optimizer's state and the "
+            return (
+                f"expected room for {size / 1e6:,.3f} MB more on "
+                f"{rank_names([rank for rank, *_ in there])} (the optimizer's state and the "
                 f"largest tensor), got {free / 1e6:,.3f} MB free; end what else runs there, use "
                 f"more machines, or load the weights alone: pipe.load without an optimizer"
             )
+    return None

@@ -16,6 +16,7 @@ from gpipe_hpc.schedule import Channel
 
 PIECE_BYTES: Final = 16 * 2**20
 _LANE: Final = "bytes"
+_SIZES: Final = "sizes"
 # Apart from the tags of stages' channels, which count from 0, and from those of their late lanes.
 _FIRST_TAG: Final = 2**27
 _HOST: Final = HostDevice()
@@ -29,12 +30,15 @@ class Move(NamedTuple):
 
 
 class ByteMoves:
-    """Moves of bytes between ranks, the same on every rank; each move may happen many times.
+    """Moves of bytes between ranks; each move may happen many times.
 
-    `serial` tells apart those of one world that live at the same time.
+    `moves`: those that this rank has a part in, or more. Every rank of the world makes it, also one
+    that has none, and both ends of a move name it. `serial` tells apart those of one world that
+    live at the same time.
     """
 
     def __init__(self, world: World, moves: Sequence[Move], serial: int) -> None:
+        moves = [move for move in moves if world.rank in move]
         assert all(move.source != move.destination for move in moves), f"to itself: {moves}"
         # No two moves of one pair of ranks have one tag; more is not asked of tags.
         tags = (_FIRST_TAG + 2 * serial, _FIRST_TAG + 2 * serial + 1)
@@ -45,9 +49,26 @@ class ByteMoves:
         self._world = world
         self._outgoing = [move for move in moves if move.source == world.rank]
         self._incoming = [move for move in moves if move.destination == world.rank]
-        self._transport: Transport | None = None
-        if moves:
-            self._transport = world.transport(list(self._channels.values()), _HOST)
+        self._transport: Transport = world.transport(list(self._channels.values()), _HOST)
+
+    def tell_sizes(self, outgoing: Mapping[int, torch.Tensor]) -> dict[int, int]:
+        """Tell each destination how much is to come; return what the sources say.
+
+        All ranks of the moves call it. Raises as `run`.
+        """
+        transport = self._transport
+        for move in self._outgoing:
+            size = torch.tensor([len(outgoing[move.destination])])
+            transport.send(self._channels[move], _SIZES, 0, size, 1)
+        sizes = {}
+        for move in self._incoming:
+            channel = self._channels[move]
+            transport.post(channel, _SIZES, 0)
+            came = transport.wait(channel, _SIZES, 0).nest
+            assert isinstance(came, torch.Tensor), f"a size comes as a tensor, not {came}"
+            sizes[move.source] = int(came)
+        transport.finish()
+        return sizes
 
     def run(
         self,
@@ -63,8 +84,6 @@ class ByteMoves:
         ConnectionError or TimeoutError if another rank is gone or silent.
         """
         transport = self._transport
-        if transport is None:
-            return
         for turn in range(_num_pieces(outgoing, sizes)):
             span = slice(turn * PIECE_BYTES, (turn + 1) * PIECE_BYTES)
             for move in self._outgoing:

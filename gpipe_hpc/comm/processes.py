@@ -127,6 +127,7 @@ class ProcessWorld:
             partial(_exchanged_among, self._board_of_notices, self.rank),
             self._doors,
             reach_s,
+            self._board_of_notices.absent,
         )
         self._num_transports = 0
         # First of all: from here on no rank ends, and none hangs, without the others' knowledge.
@@ -235,7 +236,7 @@ class ProcessWorld:
         own = TorchGroup(formed, ranks, self._pulse, self.device, host)
         return TwoSidedGroup(own, host, self.device)
 
-    def _wide_group(self, ranks: tuple[int, ...]) -> Group:
+    def _wide_group(self, ranks: tuple[int, ...]) -> WideGroup:
         """Form a group whose ranks are connected with few."""
         # Not by way of `self`: what is closed with this world must not keep it alive.
         former, position = self._former, ranks.index(self.rank)
@@ -323,7 +324,8 @@ class ProcessWorld:
         many communicators can run at the same time.
         """
         # Groups are formed in one order everywhere, so no ranks wait for one another in a ring;
-        # every second pair of a pipeline comes first, so that they are formed side by side.
+        # every second pair of a pipeline, or of ranks some places apart, comes first, so that they
+        # are formed side by side.
         for pair in sorted({_pair(c) for c in channels} - self._pairs.keys(), key=_order):
             self._pairs[pair] = self._form(pair, self._host_backend)
         ways = {_ends(c) for c in channels} if _is_carried(device) else set()
@@ -517,7 +519,8 @@ def _pair(channel: PlacedChannel) -> tuple[int, int]:
 
 
 def _order(ends: tuple[int, int]) -> tuple[int, tuple[int, int]]:
-    return min(ends) % 2, ends
+    low, high = sorted(ends)
+    return low // (high - low) % 2, ends
 
 
 def _peers(channels: Sequence[PlacedChannel], rank: int) -> set[int]:

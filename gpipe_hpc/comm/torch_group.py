@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from gpipe_hpc.comm.collectives.at_once import all_gather, all_to_all
-from gpipe_hpc.comm.collectives.carrier import Carrier, Parts, Traffic
+from gpipe_hpc.comm.collectives.carrier import Carrier, Job, Parts, Traffic
 from gpipe_hpc.comm.collectives.menu import (
     start_all_gather,
     start_ordered_all_reduce,
@@ -18,6 +18,7 @@ from gpipe_hpc.comm.collectives.menu import (
 from gpipe_hpc.comm.collectives.on_stream import StreamCarrier
 from gpipe_hpc.comm.collectives.plan import Plan
 from gpipe_hpc.comm.collectives.shards import checked_counts, shards
+from gpipe_hpc.comm.collectives.wide import WideGroup
 from gpipe_hpc.comm.device import Device, carries, knows
 from gpipe_hpc.comm.failing.failure import lost
 from gpipe_hpc.comm.group import (
@@ -54,7 +55,7 @@ class TorchGroup:
         ranks: tuple[int, ...],
         pulse: Pulse,
         device: Device,
-        host: Group | None = None,
+        host: WideGroup | None = None,
     ) -> None:
         self.ranks = ranks
         self.size = self.width = len(ranks)
@@ -63,7 +64,8 @@ class TorchGroup:
         self.torch_group = group
         self._pulse, self._device = pulse, device
         self._carries, self._knows = carries(group, device), knows(group, device)
-        self._host = host or self
+        self._host: Group = host or self
+        self._greets = host.greet if host else None
         agree = host.all_reduce if host else partial(dist.all_reduce, group=group)
         self._own_sums = OwnSums(group, ranks, device, agree)
         self._carrier = Carrier(ranks, self.position, self._exchange, self._await)
@@ -102,7 +104,7 @@ class TorchGroup:
         if self._is_foreign(tensor):
             return self._by_host(tensor, partial(self.start_broadcast, root=root))
         # As bytes: a backend need not have a name for every dtype.
-        moved = as_bytes(tensor) if self._uses_own(tensor) and tensor.is_contiguous() else tensor
+        moved = as_bytes(tensor) if self.uses_own(tensor) and tensor.is_contiguous() else tensor
         work = dist.broadcast(moved, root, group=self.torch_group, async_op=True)
         return self._collective(work, tensor)
 
@@ -119,7 +121,7 @@ class TorchGroup:
 
     def _sums(self, tensor: torch.Tensor) -> bool:
         """Say whether the backend that a tensor would go over sums its dtype; see `OwnSums`."""
-        return not self._uses_own(tensor) or self._own_sums.goes(tensor.dtype)
+        return not self.uses_own(tensor) or self._own_sums.goes(tensor.dtype)
 
     def _start_on_host(self, host: torch.Tensor) -> Pending:
         """Start summing a copy in the host's memory; at once where Gloo needs another dtype."""
@@ -150,9 +152,16 @@ class TorchGroup:
 
         Tensors of a device go over Gloo by way of the host, which then waits for them.
         """
-        if self._uses_own(tensor):
+        if self.uses_own(tensor):
             return self._stream_carrier.start(plan, tensor, what)
         return self._carrier.start(plan, tensor, what)
+
+    def start_job(self, job: Job, tensor: torch.Tensor, what: str) -> Pending:
+        """Start a job over a tensor that `uses_own`, on a stream of the device; see `start_plan`.
+
+        Each exchange of it is one with few, by which all ranks take part alike.
+        """
+        return self._stream_carrier.start_job(job, tensor, what)
 
     def start_reduce_scatter(
         self, whole: torch.Tensor, counts: Sequence[int] | None = None
@@ -162,7 +171,7 @@ class TorchGroup:
         Gloo's own is an all-reduce inside: twice the bytes.
         """
         sizes = checked_counts(whole, counts, self.size)
-        if not self._uses_own(whole) or len(set(sizes)) > 1 or not self._sums(whole):
+        if not self.uses_own(whole) or len(set(sizes)) > 1 or not self._sums(whole):
             return start_reduce_scatter(self, whole, counts)
         own = shards(whole, counts, self.size)[self.position]
         work = dist.reduce_scatter_tensor(own, whole, group=self.torch_group, async_op=True)
@@ -187,7 +196,7 @@ class TorchGroup:
     def start_all_gather(self, whole: torch.Tensor, counts: Sequence[int] | None = None) -> Pending:
         """Gather shards along a ring; equal ones by the way of the device's own backend."""
         sizes = checked_counts(whole, counts, self.size)
-        if not self._uses_own(whole) or len(set(sizes)) > 1:
+        if not self.uses_own(whole) or len(set(sizes)) > 1:
             return start_all_gather(self, whole, counts)
         own = shards(whole, counts, self.size)[self.position]
         work = dist.all_gather_into_tensor(
@@ -195,7 +204,8 @@ class TorchGroup:
         )
         return self._collective(work, whole)
 
-    def _uses_own(self, tensor: torch.Tensor) -> bool:
+    def uses_own(self, tensor: torch.Tensor) -> bool:
+        """Say whether a tensor goes over the device's own backend."""
         return self._carries and self._device.holds(tensor)
 
     def _collective(self, work: dist.Work | None, tensor: torch.Tensor) -> Pending:
@@ -215,10 +225,10 @@ class TorchGroup:
         self, traffic: Traffic, sends: Parts, receives: Parts, note: Note
     ) -> None:
         """Exchange as `_exchange`; greetings lie on the host, and the calling thread sends them."""
-        if traffic is not Traffic.GREETING or self._host is self:
+        if traffic is not Traffic.GREETING or self._greets is None:
             self._exchange(traffic, sends, receives, note)
             return
-        self._host.start_exchange(self._pieces(sends), self._pieces(receives)).wait()
+        self._greets(self._pieces(sends), self._pieces(receives))
 
     def _pieces(self, parts: Parts) -> list[Piece]:
         return [Piece(self.ranks[i], tensor) for i, tensor in parts]
@@ -232,7 +242,7 @@ class TorchGroup:
         peers = sorted({piece.rank for piece in (*sends, *receives)})
         if not peers:
             return Done()
-        batched = self._uses_own((*sends, *receives)[0].tensor)
+        batched = self.uses_own((*sends, *receives)[0].tensor)
         start = self._start_batch if batched else self._post
         try:
             return Works(start(sends, receives, tag), note)

@@ -10,9 +10,15 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from gpipe_hpc.comm.collectives.plan import Plan
+from gpipe_hpc.comm.collectives.bruck import all_reduce, all_to_all, reduce_scatter
+from gpipe_hpc.comm.collectives.carrying import Exchange as Swap
+from gpipe_hpc.comm.collectives.carrying import plus
+from gpipe_hpc.comm.collectives.orders import in_rank_order
+from gpipe_hpc.comm.collectives.plan import Place, Plan
+from gpipe_hpc.comm.collectives.shards import checked_counts
 from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.group import Done, Group, Pending, Piece, Sent
+from gpipe_hpc.comm.torch_group import TorchGroup
 
 T = TypeVar("T")
 
@@ -20,13 +26,14 @@ T = TypeVar("T")
 class TwoSidedGroup:
     """A `Group` over `own`, which carries tensors of the device, and `host` for all else.
 
-    Sums in the order of ranks go by way of the host, and what `all_to_all` moves: on the device
-    each rank would exchange with each.
+    Sums in the order of ranks, and what `all_to_all` moves, go by way of other ranks on either
+    side: else each rank would exchange with each.
     """
 
-    def __init__(self, own: Group, host: Group, device: Device) -> None:
+    def __init__(self, own: TorchGroup, host: Group, device: Device) -> None:
         assert own.ranks == host.ranks, f"expected one group, got {own.ranks} and {host.ranks}"
         self._own, self._host, self._device = own, host, device
+        self._place = Place(own.size, own.position)
         self.ranks = own.ranks
         self.size = self.width = own.size
         self.position = own.position
@@ -89,16 +96,41 @@ class TwoSidedGroup:
         return self._side(whole).start_all_gather(whole, counts)
 
     def start_ordered_all_reduce(self, tensor: torch.Tensor) -> Pending:
-        """Start summing in the order of ranks, by way of the host."""
-        return self._host.start_ordered_all_reduce(tensor)
+        """Start summing in the order of ranks."""
+        if not self._own.uses_own(tensor):
+            return self._host.start_ordered_all_reduce(tensor)
+        parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        order = in_rank_order(parts.numel(), parts.element_size(), self.size)
+
+        def job(flat: torch.Tensor, swap: Swap) -> None:
+            all_reduce(self._place, flat, order, swap, plus)
+
+        return self._own.start_job(job, parts, "all-reduce in the order of ranks")
 
     def start_ordered_reduce_scatter(self, whole: torch.Tensor) -> Pending:
-        """Start summing even shards in the order of ranks, by way of the host."""
-        return self._host.start_ordered_reduce_scatter(whole)
+        """Start summing even shards in the order of ranks."""
+        if not self._own.uses_own(whole):
+            return self._host.start_ordered_reduce_scatter(whole)
+        order = in_rank_order(len(whole), whole.element_size(), self.size)
+
+        def job(flat: torch.Tensor, swap: Swap) -> None:
+            reduce_scatter(self._place, flat, order, swap, plus)
+
+        return self._own.start_job(job, whole, "reduce-scatter in the order of ranks")
 
     def all_to_all(self, whole: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-        """Return this rank's shard of every rank's vector, by way of the host."""
-        return self._host.all_to_all(whole, counts)
+        """Return this rank's shard of every rank's vector."""
+        if not self._own.uses_own(whole):
+            return self._host.all_to_all(whole, counts)
+        sizes, came = checked_counts(whole, counts, self.size), list[torch.Tensor]()
+
+        def job(flat: torch.Tensor, swap: Swap) -> None:
+            came.extend(all_to_all(self._place, flat, sizes, swap))
+
+        self._own.start_job(job, whole, f"all-to-all, shards {sizes}").wait()
+        for shard in came:  # made on the stream of the job
+            self._device.lend(shard, self._device.current_stream())
+        return came
 
     def all_gather(self, whole: torch.Tensor, counts: Sequence[int]) -> None:
         """Fill `whole` with all shards; on the device along a ring, where they differ in size."""

@@ -130,7 +130,6 @@ class Steps:
         }
         self._portions = portions
         self._first = portions.of(site.replica).start
-        self._shares = site.world.device.bring(shares(portions.counts))
         num_global = portions.total
         widths = {index: drift.num_flags for index, drift in self._drifts.items()}
         self._flags = Flags.gathered(names, widths, site.everybody)
@@ -147,7 +146,9 @@ class Steps:
         self._held: dict[str, Held] | None = None
         self._held_with: list[StageShards | None] = []
         self.apart = None
+        self._shares: torch.Tensor | None = None
         if is_apart:
+            self._shares = site.world.device.bring(shares(portions.counts))
             self.apart = Apart(
                 outer,
                 site.world.rank,
@@ -217,6 +218,7 @@ class Steps:
         if self.apart is None:
             self.compression.settle(is_kept=not is_skipped)
         else:
+            assert self._shares is not None, "replicas that train apart have shares"
             self.apart.end(outcome.samples)
             self.apart.note(known.loss.weights_of(self._shares))
         if has_changed:

@@ -84,7 +84,7 @@ def _process_bytes(world: World) -> int:
         total, free = device.memory_total(), device.memory_free()
         own = 0 if total is None or free is None else max(0, total - free - own)
     with together(world, "measuring memory"):
-        most: int = max(world.everybody.all_gather_object(own))
+        most: int = world.everybody.merge_object(own, max)
     return most
 
 

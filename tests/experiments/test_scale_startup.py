@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from experiments.scale.startup.one import DEVICES, One, measure
+from experiments.scale.startup.session import Part, measure_session
 
 
 @pytest.fixture(scope="module", params=DEVICES)
@@ -18,22 +19,32 @@ def found(request) -> dict[int, One]:
     return {size: measured_apart(size, request.param) for size in (64, 512, 4096)}
 
 
+@pytest.fixture(scope="module")
+def opened() -> dict[int, dict[str, Part]]:
+    """Return what opening a run and a copy in a neighbour's memory take rank 0, part by part."""
+    return {size: apart(measure_session, size, 4) for size in (64, 512, 4096)}
+
+
 def measured_apart(size: int, kind: str) -> One:
+    return apart(measure, size, 4, kind)
+
+
+def apart(measuring, *given):
     """Measure in a process of its own, which has loaded torch already."""
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
 
     def body() -> None:
         try:
-            queue.put(tuple(measure(size, 4, kind)))
+            queue.put(measuring(*given))
         finally:
             queue.put(None)  # what fails says so on stderr
             os._exit(0)
 
     context.Process(target=body, daemon=True).start()
     told = queue.get()
-    assert told is not None, f"rank 0 of {size} did not start"
-    return One(*told)
+    assert told is not None, f"{measuring.__name__}{given} did not end"
+    return told
 
 
 @pytest.mark.parametrize(
@@ -43,7 +54,7 @@ def measured_apart(size: int, kind: str) -> One:
         ("groups", 11, 3),
         ("peers", 57, 27),
         ("collectives", 36, 18),
-        ("num_bytes", 8500, 5500),
+        ("num_bytes", 10500, 5500),
     ],
 )
 def test_what_a_rank_does_to_start_grows_with_the_levels(found, what, at_64, each_level):
@@ -59,6 +70,34 @@ def test_what_a_rank_does_to_start_grows_with_the_levels(found, what, at_64, eac
     counts = [getattr(found[size], what) for size in (64, 512, 4096)]
     assert counts[0] <= at_64
     assert all(more - less <= each_level for less, more in itertools.pairwise(counts))
+
+
+MOST = {
+    "comparing the settings": Part(3, 0, 8500, 0, 3, 0, 0, 0),
+    "opening the copies": Part(8, 0, 400, 0, 10, 2, 0, 0),
+    "opening the session": Part(40, 14, 6500, 7500, 50, 42, 0, 0),
+    "looking before the run": Part(12, 0, 2500, 0, 3, 0, 0, 0),
+    "copying to a neighbour": Part(9, 0, 60, 0, 3, 0, 2, 4000),
+}
+"""In a world of 64; a few keys are those of the watcher, which come when they come."""
+EACH_LEVEL = {
+    "comparing the settings": Part(2, 0, 6000, 0, 3, 0, 0, 0),
+    "opening the copies": Part(5, 0, 250, 0, 3, 0, 0, 0),
+    "opening the session": Part(24, 6, 4200, 2600, 30, 22, 0, 0),
+    "looking before the run": Part(8, 0, 1500, 0, 3, 0, 0, 0),
+    "copying to a neighbour": Part(6, 0, 40, 0, 3, 0, 0, 0),
+}
+"""More for eight times as many ranks."""
+
+
+@pytest.mark.parametrize("part", MOST)
+def test_what_opening_a_run_takes_grows_with_the_levels(opened, part):
+    """Copies in memory had each rank hear of the host and of the size of every other's state."""
+    small, *_ = counts = [opened[size][part] for size in (64, 512, 4096)]
+    assert all(own <= most for own, most in zip(small, MOST[part], strict=True)), small
+    for less, more in itertools.pairwise(counts):
+        growth = Part(*(after - before for before, after in zip(less, more, strict=True)))
+        assert all(g <= most for g, most in zip(growth, EACH_LEVEL[part], strict=True)), growth
 
 
 def test_a_world_of_thousands_costs_a_rank_little_memory(found):

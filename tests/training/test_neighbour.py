@@ -1,5 +1,6 @@
 """Copies of ranks' states in the memory of other hosts: here folders, and threads for ranks."""
 
+import itertools
 import json
 import os
 import shutil
@@ -16,8 +17,9 @@ from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.comm import byte_moves
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.training.neighbour import files, open_copies
-from gpipe_hpc.training.neighbour.copies import choose_holders
 from gpipe_hpc.training.neighbour.files import CopyFolder
+from gpipe_hpc.training.neighbour.place import choose_holders, find_place
+from gpipe_hpc.training.neighbour.scattered import deal_hops
 from gpipe_hpc.training.run.lock import myself
 
 
@@ -77,7 +79,7 @@ def steps(pipe, optimizer, numbers):
 
 def opened(world, root, hosts=("one", "one", "two", "two"), about=ABOUT):
     host = hosts[world.rank]
-    return open_copies(world, root / host, "the_run", about, host)
+    return open_copies(world, root / host, "the_run", about)
 
 
 @pytest.fixture
@@ -490,17 +492,86 @@ def test_a_folder_of_another_users_making_is_refused(tmp_path):
         folder.open()
 
 
-@pytest.mark.parametrize(
-    ("hosts", "holders"),
-    [
-        ("a", [0]),
-        ("aaa", [0, 1, 2]),
-        ("ab", [1, 0]),
-        ("aabb", [2, 3, 0, 1]),
-        ("abab", [1, 2, 3, 0]),
-        ("aaab", [3, 3, 3, 0]),
-        ("aabbcc", [2, 3, 4, 5, 0, 1]),
-    ],
-)
-def test_copies_go_to_other_hosts_evenly(hosts, holders):
-    assert choose_holders(hosts) == holders
+EVERY_HOST_OF_FIVE = ["".join(each) for each in itertools.product("abc", repeat=5)]
+
+
+def places(hosts, root):
+    """Return each rank's place, of ranks whose folder is their host's."""
+
+    def body(world):
+        folder = CopyFolder(root / hosts[world.rank], "the_run")
+        folder.open("now", world.rank)
+        return find_place(world, folder, "now")
+
+    return run_on_threads(len(hosts), body)
+
+
+@pytest.mark.parametrize("hosts", ["a", "aaa", "ab", "aabb", "aaabbc", "abab", "aaab", "aabaabb"])
+def test_ranks_find_their_hosts_and_holders_by_themselves(hosts, tmp_path):
+    """Each rank heard of every other's host."""
+    found = places(hosts, tmp_path)
+    for rank, place in enumerate(found):
+        assert place.here == tuple(r for r, host in enumerate(hosts) if host == hosts[rank])
+        assert place.num_hosts == len(set(hosts))
+        keeps = {r for r, other in enumerate(found) if other.holder == rank} - {rank}
+        assert set(place.sources) == keeps and len(place.sources) == len(keeps)
+    assert [place.holder for place in found] == choose_holders(hosts)
+
+
+@pytest.mark.parametrize("hosts", [*EVERY_HOST_OF_FIVE, "a" * 7 + "bc", "abc" * 9, "aab" * 5])
+def test_copies_go_to_other_hosts_evenly(hosts):
+    """As before: a rank that keeps its own copy would lose both, one that keeps many be full."""
+    holders = choose_holders(hosts)
+    if len(set(hosts)) == 1:
+        assert holders == list(range(len(hosts)))
+        return
+    assert all(hosts[holder] != hosts[rank] for rank, holder in enumerate(holders))
+    largest = max(map(hosts.count, hosts))
+    fewest = -(-largest // (len(hosts) - largest))  # the most that one of the others has to keep
+    assert max(map(holders.count, holders)) == max(1, fewest)
+
+
+def test_the_holders_of_thousands_are_found_in_their_number():
+    """Each rank looked at all others to find its own: 16 million for 4,096 ranks."""
+    hosts = [Seen(rank // 8) for rank in range(4096)]
+    assert choose_holders(hosts)[:9] == [*range(8, 17)]
+    assert sum(host.num_compared for host in hosts) < 20 * len(hosts)
+
+
+class Seen:
+    """A host that counts how often it is looked at."""
+
+    def __init__(self, name):
+        self.name, self.num_compared = name, 0
+
+    def __hash__(self):
+        self.num_compared += 1
+        return hash(self.name)
+
+    def __eq__(self, other):
+        self.num_compared += 1
+        return self.name == other.name
+
+
+@pytest.mark.parametrize("num_copies", [1, 2, 5, 64])
+def test_what_many_want_is_passed_on_along_a_tree(num_copies):
+    """A rank that had read a stage sent it to each of its copies."""
+    # Two stages of three and four tensors; ranks 1 and 4 have read them, in a pipeline of two.
+    reader = [1] * 3 + [4] * 4
+    stages = [[range(3)], [range(3, 7)]]
+    wanted = [stages[rank % 2] for rank in range(max(6, 2 * num_copies))]
+    rows = deal_hops(reader, wanted)
+    has = [{n for n, each in enumerate(reader) if each == rank} for rank in range(len(wanted))]
+    took = [sum(len(hop.coming) for hop in row) for row in rows]
+    assert max(took) <= 1
+    assert max(sum(len(hop.going) for hop in row) for row in rows) <= 4
+    # In rounds: who has it gives it on.
+    for _ in range(len(wanted)):
+        for giver, row in enumerate(rows):
+            for hop in row:
+                for taker, runs in hop.going.items():
+                    numbers = {n for run in runs for n in run}
+                    if numbers <= has[giver]:
+                        has[taker] |= numbers
+    for rank, own in enumerate(wanted):
+        assert has[rank] >= {n for run in own for n in run}

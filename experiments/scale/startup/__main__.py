@@ -19,6 +19,7 @@ from typing import Any
 
 from experiments.scale.startup.one import DEVICES, One
 from experiments.scale.startup.ranks import Rank, check_alone, run
+from experiments.scale.startup.session import Part
 
 HERE = Path(__file__).parent
 REAL = (4, 8, 16, 32, 64)
@@ -31,13 +32,19 @@ def main() -> None:
     check_alone()
     real = {number: run(number) for number in REAL if number <= given.most_ranks}
     played = [_one(size, given.stages, kind) for kind in DEVICES for size in PLAYED]
-    text = f"{_machine()}\n\n{_table_of_real(real)}\n\n{_table_of_played(played)}\n"
+    opened = {size: _session(size, given.stages) for size in PLAYED}
+    tables = _table_of_real(real), _table_of_played(played), _table_of_parts(opened)
+    text = "\n\n".join([_machine(), *tables]) + "\n"
     print(text)
     given.out.mkdir(parents=True, exist_ok=True)
     (given.out / "startup.md").write_text(text)
     rows = {
         "real": {number: [rank._asdict() for rank in ranks] for number, ranks in real.items()},
         "played": [row._asdict() for row in played],
+        "opened": {
+            size: {name: part._asdict() for name, part in parts.items()}
+            for size, parts in opened.items()
+        },
     }
     (given.out / "startup.json").write_text(json.dumps(rows, indent=1))
 
@@ -56,6 +63,14 @@ def _one(size: int, stages: int, kind: str) -> One:
     command = [sys.executable, "-m", "experiments.scale.startup.one", *given]
     told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return One(**json.loads(told.splitlines()[-1]))
+
+
+def _session(size: int, stages: int) -> dict[str, Part]:
+    """Open a run in a process of its own."""
+    command = [sys.executable, "-m", "experiments.scale.startup.session", str(size), str(stages)]
+    told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    parts = [json.loads(line) for line in told.splitlines() if line.startswith("{")]
+    return {part.pop("part"): Part(**part) for part in parts}
 
 
 def _machine() -> str:
@@ -126,6 +141,27 @@ def _table_of_played(found: Sequence[One]) -> str:
         "copies of its stage",
         "collectives",
         "bytes",
+    )
+    return _table(head, rows)
+
+
+def _table_of_parts(found: dict[int, dict[str, Part]]) -> str:
+    rows = [
+        [f"{size:,}", name, *(f"{each:,}" for each in part)]
+        for size, parts in found.items()
+        for name, part in parts.items()
+    ]
+    head = (
+        "played ranks",
+        "part",
+        "collectives of all",
+        "of groups",
+        "bytes to all",
+        "to groups",
+        "keys",
+        "connected with",
+        "messages",
+        "their bytes",
     )
     return _table(head, rows)
 

@@ -57,7 +57,7 @@ def measure(size: int, stages: int, kind: str) -> One:
     counts = no_counts()
     before_mb = _resident_mb()
     device: Any = HostDevice() if kind == "cpu" else StandIn()
-    world, joined_s = join(0, size, counts, partial(_others, stages), device)
+    world, joined_s = join(0, size, counts, partial(others_say, stages), device)
     joined_mb = _resident_mb() - before_mb
     began_s = time.perf_counter()
     pipe = Pipeline(
@@ -89,7 +89,7 @@ def measure(size: int, stages: int, kind: str) -> One:
     )
 
 
-def _others(stages: int, secret: Secret, value: Any, ranks: Sequence[int]) -> Sequence[Any]:
+def others_say(stages: int, secret: Secret, value: Any, ranks: Sequence[int]) -> Sequence[Any]:
     """Return what ranks say: a proof of their own, parameters of their stage, else the same."""
     match value:
         case (bytes(), *rest):

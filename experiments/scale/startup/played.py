@@ -21,12 +21,14 @@ from gpipe_hpc.comm.collectives.plan import Plan
 from gpipe_hpc.comm.device import Device, HostDevice
 from gpipe_hpc.comm.group import Done, Group, Pending, Piece, Sent, SoloGroup
 from gpipe_hpc.comm.joining.secret import Secret
+from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.pickling import dumps
 from gpipe_hpc.comm.processes import ProcessWorld
 from gpipe_hpc.comm.reaching.doors import Door
 from gpipe_hpc.comm.reaching.forming import Former, connecting
 from gpipe_hpc.comm.torch_face import NAME as FACE_NAME
 from gpipe_hpc.comm.torch_face import register
+from gpipe_hpc.comm.transport.base import Message, PlacedChannel, Transport
 from gpipe_hpc.comm.transport.lanes import TorchLane
 
 T = TypeVar("T")
@@ -41,7 +43,8 @@ class Counts(NamedTuple):
     `asked` and `told`: keys that it has read or waited for in the store, and written.
     `groups`: of each group of torch's that it formed, with how many ranks Gloo connects it, itself
     among them. `pairs`: with whom it is connected beside those.
-    `collectives`: by name. `num_bytes`: that it gave to collectives.
+    `collectives`: by name. `num_bytes`: that it gave to collectives. `messages`: how many it sent
+    from rank to rank, and their bytes.
     """
 
     asked: set[str]
@@ -50,11 +53,12 @@ class Counts(NamedTuple):
     pairs: list[tuple[int, int]]
     collectives: Counter[str]
     num_bytes: Counter[str]
+    messages: Counter[str]
 
 
 def no_counts() -> Counts:
     """Return counts of nothing."""
-    return Counts(set(), set(), [], [], Counter(), Counter())
+    return Counts(set(), set(), [], [], Counter(), Counter(), Counter())
 
 
 class PlayedStore(Store):
@@ -130,6 +134,13 @@ class PlayedGroup(SoloGroup):
         self.width = self.size
         self.sent = Sent()
         self._rank, self._counts, self._others = rank, counts, others
+        self.num_calls = self.num_bytes = 0  # of this group
+
+    def deal_object(self, values: Sequence[Any] | None, root: int) -> Any:
+        """Return this rank's value, which is the root's first one."""
+        assert values is not None, "no other rank deals"
+        self._count("deal_object", sum(len(dumps(value, "dealing")) for value in values))
+        return values[self.position]
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return what each rank says."""
@@ -190,6 +201,34 @@ class PlayedGroup(SoloGroup):
     def _count(self, name: str, num_bytes: int) -> None:
         self._counts.collectives[name] += 1
         self._counts.num_bytes[name] += num_bytes
+        self.num_calls += 1
+        self.num_bytes += num_bytes
+
+
+class PlayedTransport:
+    """Channels whose other ends send what this rank has sent last, in the same lane."""
+
+    def __init__(self, counts: Counts) -> None:
+        self._counts = counts
+        self._sent: dict[str, tuple[Nest, int]] = {}
+
+    def send(
+        self, channel: PlacedChannel, lane: str, microbatch: int, nest: Nest, num_samples: int
+    ) -> None:
+        """Count a message."""
+        self._counts.messages["sent"] += 1
+        self._counts.messages["bytes"] += nest.nbytes if isinstance(nest, torch.Tensor) else 0
+        self._sent[lane] = nest, num_samples
+
+    def post(self, channel: PlacedChannel, lane: str, microbatch: int) -> None:
+        """Do nothing."""
+
+    def wait(self, channel: PlacedChannel, lane: str, microbatch: int) -> Message:
+        """Return what this rank has sent."""
+        return Message(*self._sent[lane])
+
+    def finish(self) -> None:
+        """Do nothing: all has left."""
 
 
 class StandIn:
@@ -245,6 +284,13 @@ class PlayedWorld(ProcessWorld):
         return PlayedGroup(
             formed.ranks, self.rank, self._counts, partial(self._others, self.secret)
         )
+
+    def transport(
+        self, channels: Sequence[PlacedChannel], device: Device | None = None
+    ) -> Transport:
+        """Open the channels as ever; then what goes over them is played."""
+        super().transport(channels, device)
+        return PlayedTransport(self._counts)
 
     def _open_queue(self, ends: tuple[int, int], device: Device) -> TorchLane:
         return TorchLane(self._form(ends, self._own_backend), peer=int(self.rank == ends[0]))

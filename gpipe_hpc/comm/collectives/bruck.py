@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from gpipe_hpc.comm.collectives.carrying import Combine, Exchange
+from gpipe_hpc.comm.collectives.carrying import Combine, Exchange, carry_out
 from gpipe_hpc.comm.collectives.orders import Order
 from gpipe_hpc.comm.collectives.plan import (
     Place,
@@ -112,6 +112,14 @@ def reduce_scatter(
     for other in others if total.numel() else ():
         combine(total, terms[other])
     torch.split(flat, list(order.counts))[place.position].copy_(total)
+
+
+def all_reduce(
+    place: Place, flat: torch.Tensor, order: Order, exchange: Exchange, combine: Combine
+) -> None:
+    """Put the sum of all elements in place, their terms added in their order."""
+    reduce_scatter(place, flat, order, exchange, combine)
+    carry_out(bruck_all_gather(place, order.counts), flat, place.position, exchange)
 
 
 def _cyclic(counts: Sequence[int], first: int, num: int) -> list[Span]:

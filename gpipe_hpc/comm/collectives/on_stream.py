@@ -1,4 +1,4 @@
-"""Plans over tensors of an accelerator, with a backend that orders streams: no host waits.
+"""Plans and jobs over tensors of an accelerator, with a backend that orders streams: no host waits.
 
 The whole plan is put on a stream of its own as it is started, behind what the current stream has to
 do; `wait` puts the current stream behind it. Not tried here on two GPUs.
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from gpipe_hpc.comm.collectives.agreement import Agreement
-from gpipe_hpc.comm.collectives.carrier import Exchange, Parts, Traffic, named
+from gpipe_hpc.comm.collectives.carrier import Exchange, Job, Parts, Traffic, named
 from gpipe_hpc.comm.collectives.carrying import carry_out
 from gpipe_hpc.comm.collectives.plan import Place, Plan
 from gpipe_hpc.comm.device import Device, Event, Stream
@@ -35,6 +35,12 @@ class StreamCarrier:
 
     def start(self, plan: Plan, tensor: torch.Tensor, what: str) -> "OnStream":
         """Put a plan on the stream, behind those started before; see `Group.start_plan`."""
+        return self.start_job(
+            lambda flat, swap: carry_out(plan, flat, self._position, swap), tensor, what
+        )
+
+    def start_job(self, job: Job, tensor: torch.Tensor, what: str) -> "OnStream":
+        """Put a job, which is the same on all ranks, behind those started before."""
         # Waits on the host, but the first time alone.
         self._agreement.reach(named(what, tensor), self._greet)
         if self._stream is None:
@@ -43,7 +49,7 @@ class StreamCarrier:
         self._stream.wait_stream(self._device.current_stream())
         with self._device.on(self._stream):
             flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-            carry_out(plan, flat, self._position, self._enqueue)
+            job(flat, self._enqueue)
             if flat.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(flat.view(tensor.shape))
             done = self._stream.record_event()

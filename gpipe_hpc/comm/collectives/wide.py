@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from gpipe_hpc.comm.collectives.bruck import (
+    all_reduce,
     all_to_all,
     binomial_scatter,
     bruck_all_gather,
@@ -160,6 +161,12 @@ class WideGroup:
         self._connect(sorted({at(piece.rank) for piece in (*sends, *receives)}))
         return self._start(Traffic.CALLER, sends, receives, self._listener)
 
+    def greet(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> None:
+        """Exchange what the two halves of a group tell ahead of a plan: no part of what is sent."""
+        at = self.ranks.index
+        self._connect(sorted({at(piece.rank) for piece in (*sends, *receives)}))
+        self._start(Traffic.GREETING, sends, receives, self._listener).wait()
+
     def start_plan(self, plan: Plan, tensor: torch.Tensor, what: str) -> Pending:
         """Start a plan; whom it needs and has not met is connected first, on all ranks."""
         moves = (move for step in plan for part in step for move in part)
@@ -224,11 +231,9 @@ class WideGroup:
         # Sums of complex numbers are those of their parts.
         parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         order = ordering(parts.numel(), parts.element_size(), self.size)
-        gather = bruck_all_gather(self._place, order.counts)
 
         def job(flat: torch.Tensor, swap: Swap) -> None:
-            reduce_scatter(self._place, flat, order, swap, combine)
-            carry_out(gather, flat, self.position, swap)
+            all_reduce(self._place, flat, order, swap, combine)
 
         return self._start_job(job, parts, what)
 

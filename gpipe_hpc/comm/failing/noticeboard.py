@@ -38,6 +38,10 @@ class Noticeboard:
         self._await(what, keys)
         return {rank: self._store.get(key).decode() for rank, key in keys.items()}
 
+    def absent(self, what: str, ranks: Collection[int]) -> list[int]:
+        """Return which ranks have not told by now; waits for none."""
+        return [rank for rank in sorted(ranks) if not self._store.check([_key(what, rank)])]
+
     def close(self) -> None:
         """Let whoever asks in vain hear that the run has failed."""
         self._is_closed = True
@@ -49,8 +53,8 @@ class Noticeboard:
             if self._is_closed:
                 raise ConnectionError(f"{what}: another rank has failed")
             if time.monotonic() > deadline_s:
-                missing = [rank for rank, key in keys.items() if not self._store.check([key])]
-                raise TimeoutError(f"{what}: waited in vain for {rank_names(missing)}")
+                missing = rank_names(self.absent(what, keys))
+                raise TimeoutError(f"{what}: waited in vain for {missing}")
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
         self._note(None)

@@ -19,6 +19,7 @@ import torch.distributed.distributed_c10d as torch_groups
 from torch.distributed.distributed_c10d import PrefixStore
 
 from gpipe_hpc.comm.collectives.bruck import distances
+from gpipe_hpc.comm.group import rank_names
 from gpipe_hpc.comm.reaching.doors import Door, Doors, options, through
 from gpipe_hpc.comm.reaching.knocking import Place, calls, unanswered
 from gpipe_hpc.comm.torch_face import NAME as FACE_NAME
@@ -32,10 +33,16 @@ _LONGEST_KNOCK_S: Final = 10.0  # in which a call is made four times
 
 Exchange = Callable[[str, str, Collection[int]], Mapping[int, str]]
 """Tells some ranks, this one among them, a text under a name; returns all of theirs."""
+Absent = Callable[[str, Collection[int]], Sequence[int]]
+"""Returns which of some ranks have told nothing under a name by now."""
 
 
 def _own_alone(name: str, text: str, ranks: Collection[int]) -> Mapping[int, str]:
     return {}
+
+
+def _none_known(name: str, ranks: Collection[int]) -> Sequence[int]:
+    return ()
 
 
 class Former:
@@ -43,7 +50,7 @@ class Former:
 
     `exchange`: returns once all members of a group have called it. Forming itself waits for them on
     the store, where the failure of one would not end the wait. `doors`: where Gloo listens.
-    `reach_s`: in which who listens there has to answer.
+    `reach_s`: in which who listens there has to answer. `absent`: who has not called `exchange`.
     """
 
     def __init__(
@@ -54,8 +61,9 @@ class Former:
         exchange: Exchange = _own_alone,
         doors: Doors | None = None,
         reach_s: float = _LONGEST_KNOCK_S,
+        absent: Absent = _none_known,
     ) -> None:
-        self._exchange, self._doors = exchange, doors or Doors()
+        self._exchange, self._absent, self._doors = exchange, absent, doors or Doors()
         self._reach_s = min(reach_s, _LONGEST_KNOCK_S)
         self._name, self._timeout, self._backend = name, timeout, backend
         self._num_formed: Counter[tuple[int, ...]] = Counter()
@@ -150,12 +158,23 @@ class Former:
     def _meet_in_rounds(self, name: str, members: Sequence[int], rank: int) -> None:
         """Wait for all members, each asking for those 1, 2, 4, 8, ... places before it alone.
 
-        Who has heard of the one d places before has heard, by way of it, of 2 d places.
+        Who has heard of the one d places before has heard, by way of it, of 2 d places. Raises
+        TimeoutError with those that never came: the one that a rank waits for may wait itself.
         """
         n, i = len(members), members.index(rank)
-        for d in distances(n):
-            before = members[(i - d) % n]
-            self._exchange(f"forming group {name}, {d} places on", "", [before])
+        rounds = {d: f"forming group {name}, {d} places on" for d in distances(n)}
+        try:
+            for d, what in rounds.items():
+                self._exchange(what, "", [members[(i - d) % n]])
+        except TimeoutError as error:
+            # All that have come to a round have told so, and go on to the next once all have come.
+            never = (self._absent(what, members) for what in rounds.values())
+            missing = next(filter(None, never), ())
+            if not missing:
+                raise
+            raise TimeoutError(
+                f"forming group {name}: waited in vain for {rank_names(missing)}"
+            ) from error
 
     def _meet(self, name: str, members: Collection[int], rank: int, own: Place) -> None:
         """Wait for all members; where they are on several hosts, see that all can be reached."""

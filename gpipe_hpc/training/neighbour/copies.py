@@ -10,8 +10,8 @@ import logging
 import socket
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from operator import and_, or_
+from collections.abc import Mapping
+from operator import and_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +21,11 @@ from gpipe_hpc.checkpoint.host_copy import HostBuffer
 from gpipe_hpc.checkpoint.rank_state import StateError, fits, pack, restore, unpack
 from gpipe_hpc.comm.byte_moves import ByteMoves, Move
 from gpipe_hpc.comm.group import meet
-from gpipe_hpc.comm.host.machine import shared_identity
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.errors import CheckpointError, ConfigError
 from gpipe_hpc.training.neighbour.files import NO_STARTS, START, CopyFolder, CopyWriter
 from gpipe_hpc.training.neighbour.finding import Found, find
+from gpipe_hpc.training.neighbour.place import Place, find_place
 from gpipe_hpc.training.neighbour.scattered import Scattered, find_scattered
 
 if TYPE_CHECKING:
@@ -43,21 +43,22 @@ class NeighbourCopies:
         self,
         world: World,
         folder: CopyFolder,
-        hosts: Sequence[str],
+        place: Place,
         about: Mapping[str, Any],
         start: str,
     ) -> None:
         self._world = world
         self._folder = folder
-        self._hosts = tuple(hosts)
+        self._place = place
         self._about = dict(about)
         self.start = start  # told by every copy that is written from here on
-        self._holders = choose_holders(self._hosts)  # beside the rank itself
         self._whole: list[int] = []  # steps of which all ranks have a copy, at most two
         self._buffer = HostBuffer(world.device)
-        moves = [Move(r, holder) for r, holder in enumerate(self._holders) if r != holder]
+        moves = [Move(source, world.rank) for source in place.sources]
+        if place.holder != world.rank:
+            moves.append(Move(world.rank, place.holder))
         self._moves = ByteMoves(world, moves, _SAVING)
-        if world.rank == 0 and len(set(hosts)) == 1:
+        if world.rank == 0 and place.num_hosts == 1:
             log.warning(
                 "checkpoint.neighbour_every: all ranks are on one host, so copies stay in its "
                 "memory: they outlive a killed process, not the host"
@@ -69,7 +70,7 @@ class NeighbourCopies:
         Of the same layout first: each rank goes on from its own, to the bit.
         """
         with together(self._world, "looking for copies in memory"):
-            same = find(self._world, self._folder, self._hosts, self._about)
+            same = find(self._world, self._folder, self._place.here, self._about)
             other = self._find_scattered(-1 if same is None else same.step)
             if isinstance(other, Scattered):
                 return other
@@ -79,7 +80,7 @@ class NeighbourCopies:
 
     def _find_scattered(self, after: int) -> Scattered | str | None:
         lineage = self._about["lineage"]
-        return find_scattered(self._world, self._folder, self._hosts, lineage, after)
+        return find_scattered(self._world, self._folder, self._place.here, lineage, after)
 
     def restore(
         self, found: Found | Scattered, pipe: "Pipeline", optimizer: torch.optim.Optimizer
@@ -145,13 +146,13 @@ class NeighbourCopies:
             about = {**self._about, START: self.start, "extra": dict(extra)}
             own = pack(pipe, optimizer, about, self._buffer)
             self._whole = self._whole[-1:]
-            # Ranks of one host share the folder: none writes before all have removed.
             self._folder.keep(set(self._whole))
-            sizes = self._world.everybody.all_gather_object(len(own))
-            failure = self._lacking(sizes)
+            outgoing = {} if self._place.holder == self._world.rank else {self._place.holder: own}
+            sizes = self._moves.tell_sizes(outgoing)
+            failure = self._lacking(len(own) + sum(sizes.values()))
             if failure is not None and not self._whole:
                 raise ConfigError(failure)
-            failure = failure or self._write(step, own, sizes)
+            failure = failure or self._write(step, own, outgoing, sizes)
             told = None if failure is None else (self._world.rank, failure)
             first = self._world.everybody.merge_object(told, lambda ahead, behind: ahead or behind)
         if first is None:
@@ -166,57 +167,59 @@ class NeighbourCopies:
         """Remove the copies on this host, for good; no other rank is needed."""
         self._folder.remove()
 
-    def _write(self, step: int, own: torch.Tensor, sizes: Sequence[int]) -> str | None:
+    def _write(
+        self,
+        step: int,
+        own: torch.Tensor,
+        outgoing: Mapping[int, torch.Tensor],
+        sizes: Mapping[int, int],
+    ) -> str | None:
         """Write the copies that this rank holds; return what failed."""
         here = self._world.rank
-        sources = [rank for rank, holder in enumerate(self._holders) if here in (rank, holder)]
-        writers: dict[int, CopyWriter] = {r: self._folder.writing(r, step) for r in sources}
-        holder = self._holders[here]
+        writers: dict[int, CopyWriter] = {
+            rank: self._folder.writing(rank, step) for rank in sorted({here, *sizes})
+        }
         writers[here].write(own)
-        self._moves.run(
-            {} if holder == here else {holder: own},
-            {rank: sizes[rank] for rank in sources if rank != here},
-            lambda source, piece: writers[source].write(piece),
-        )
+        self._moves.run(outgoing, sizes, lambda source, piece: writers[source].write(piece))
         for writer in writers.values():
             writer.close()
         failures = [str(writer.failure) for writer in writers.values() if writer.failure]
         return failures[0] if failures else None
 
-    def _lacking(self, sizes: Sequence[int]) -> str | None:
-        """Return, on all ranks, what the first host without room says."""
-        here = self._hosts[self._world.rank]
-        mine = [
-            size
-            for size, own, holder in zip(sizes, self._hosts, self._holders, strict=True)
-            if here in (own, self._hosts[holder])
-        ]
-        # The first time two generations are to come, later one.
-        needed = sum(mine) * (1 if self._whole else 2)
-        free = self._folder.free_bytes()
-        lacking = (
-            f"config: bad checkpoint.neighbour_every, expected {needed / 1e6:,.1f} MB free in "
-            f"{self._folder.path} on {socket.gethostname()} for the copies, got "
-            f"{free / 1e6:,.1f} MB; set checkpoint.neighbour_dir to a larger memory-backed "
-            f"folder, or checkpoint.neighbour_every=0"
-        )
-        own = lacking if free < needed else None
-        return self._world.everybody.merge_object(own, lambda ahead, behind: ahead or behind)
+    def _lacking(self, num_bytes: int) -> str | None:
+        """Return, on all ranks, what the first host without room says.
+
+        `num_bytes`: what this rank is to write.
+        """
+        world, here = self._world, self._place.here
+        own = self._folder.say_need(world.rank, num_bytes)
+        # Ranks of one host share the folder: none writes before all have removed.
+        meet(world.everybody)
+        if world.rank == here[0]:
+            # The first time two generations are to come, later one.
+            needed = self._folder.needed_bytes(here) * (1 if self._whole else 2)
+            free = self._folder.free_bytes()
+            lacking = (
+                f"config: bad checkpoint.neighbour_every, expected {needed / 1e6:,.1f} MB free in "
+                f"{self._folder.path} on {socket.gethostname()} for the copies, got "
+                f"{free / 1e6:,.1f} MB; set checkpoint.neighbour_dir to a larger memory-backed "
+                f"folder, or checkpoint.neighbour_every=0"
+            )
+            own = lacking if free < needed else own
+        return world.everybody.merge_object(own, lambda ahead, behind: ahead or behind)
 
     def _bring(self, found: Found) -> torch.Tensor:
         """Return this rank's state, from whoever has read it."""
-        moves = [Move(reader, r) for r, reader in enumerate(found.readers) if reader != r]
-        sizes_of = {rank: len(state) for rank, state in found.states.items()}
-        sizes = self._world.everybody.merge_object(sizes_of, or_)
+        rank, reader = self._world.rank, found.reader
+        outgoing = {r: state for r, state in found.states.items() if r != rank}
+        moves = [Move(rank, r) for r in outgoing]
+        if reader != rank:
+            moves.append(Move(reader, rank))
+        by_bytes = ByteMoves(self._world, moves, _RESTORING)
+        sizes = by_bytes.tell_sizes(outgoing)
         pieces: list[torch.Tensor] = []
-        reader = found.readers[self._world.rank]
-        is_own = reader == self._world.rank
-        ByteMoves(self._world, moves, _RESTORING).run(
-            {r: state for r, state in found.states.items() if r != self._world.rank},
-            {} if is_own else {reader: sizes[self._world.rank]},
-            lambda _, piece: pieces.append(piece.clone()),
-        )
-        return found.states[self._world.rank] if is_own else torch.cat(pieces)
+        by_bytes.run(outgoing, sizes, lambda _, piece: pieces.append(piece.clone()))
+        return found.states[rank] if reader == rank else torch.cat(pieces)
 
 
 def open_copies(
@@ -224,38 +227,17 @@ def open_copies(
     root: Path,
     run_name: str,
     about: Mapping[str, Any],
-    host: str | None = None,
     starts: Mapping[str, int] = NO_STARTS,
 ) -> NeighbourCopies:
     """Make ready to keep copies under `root`, a memory-backed folder of each host.
 
     All ranks call it. `about`: what a copy must say to be of this layout, its `lineage` what it
-    must say to be this run's. `host`: a text that ranks share where they share `root`. `starts`: as
-    of `CopyFolder`.
+    must say to be this run's. `starts`: as of `CopyFolder`. Ranks that share the folder are one
+    host.
     """
     with together(world, "opening copies in memory"):
-        own = host or shared_identity("mnt") or socket.gethostname()
-        hosts = world.everybody.all_gather_object(own)
         start: str = world.everybody.broadcast_object(uuid.uuid4().hex, root=0)
         folder = CopyFolder(root, run_name, starts)
-        folder.open()
-        return NeighbourCopies(world, folder, hosts, about, start)
-
-
-def choose_holders(hosts: Sequence[str]) -> list[int]:
-    """Return, for each rank, who holds a second copy of its state: a rank of another host.
-
-    Copies are spread: of those on other hosts the rank that holds fewest, the next one behind
-    first. With one host a rank holds its own.
-    """
-    size = len(hosts)
-    if len(set(hosts)) == 1:
-        return list(range(size))
-    num_held = [0] * size
-    holders = []
-    for rank, host in enumerate(hosts):
-        others = [other for other in range(size) if hosts[other] != host]
-        chosen = min(others, key=lambda r: (num_held[r], (r - rank) % size))
-        num_held[chosen] += 1
-        holders.append(chosen)
-    return holders
+        folder.open(start, world.rank)
+        place = find_place(world, folder, start)
+        return NeighbourCopies(world, folder, place, about, start)

@@ -8,7 +8,7 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, Final, NamedTuple
@@ -30,6 +30,8 @@ START: Final = "start"
 _NAME: Final = re.compile(r"rank(\d{5,})_step(\d{8,})")
 _PART: Final = ".part"
 _OWNERS: Final = "owner_"
+_HERE: Final = "here_"
+_NEED: Final = "need_"
 _TRIES: Final = 100  # to make a folder that others remove
 _MOST_HEADER_BYTES: Final = 2**30
 
@@ -71,27 +73,24 @@ class CopyFolder:
         self.path = self._user / run_name
         self._starts = starts
 
-    def open(self) -> None:
-        """Make the folder for this user alone, and note that this process uses it.
+    def open(self, start: str = "", rank: int = 0) -> None:
+        """Make the folder for this user alone, and note that this process uses it, as which rank.
 
-        Raises ConfigError if that cannot be, or if another user has made it.
+        `start`: a text of this start of the run alone. Raises ConfigError if that cannot be, or if
+        another user has made it.
         """
         try:
             for left in reversed(range(_TRIES)):
                 try:
-                    self._make()
+                    self._make(f"{_HERE}{start}_{rank}")
                     return
                 except FileNotFoundError:  # another process that ends has just removed a folder
                     if not left:
                         raise
         except OSError as error:
-            raise ConfigError(
-                f"config: bad checkpoint.neighbour_dir, expected a memory-backed folder that can "
-                f"be written, got {self.path} ({error}); {os_remedy(error) or 'look at it'}; or "
-                f"choose another"
-            ) from error
+            raise ConfigError(self._unwritable(error)) from error
 
-    def _make(self) -> None:
+    def _make(self, note: str) -> None:
         for folder in (self._user, self.path):
             with contextlib.suppress(FileExistsError):
                 folder.mkdir(mode=0o700, parents=folder == self._user)
@@ -101,6 +100,44 @@ class CopyFolder:
             folder.chmod(0o700)
         owner = json.dumps(myself()._asdict())
         (self.path / f"{_OWNERS}{os.getpid()}").write_text(owner)
+        (self.path / note).touch()
+
+    def entered(self, start: str) -> tuple[int, ...]:
+        """Return the ranks that have opened this folder at a start; forget those of other starts.
+
+        All of them have, by now.
+        """
+        ranks = []
+        for path in self.path.glob(f"{_HERE}*"):
+            its_start, _, rank = path.name.removeprefix(_HERE).rpartition("_")
+            if its_start == start:
+                ranks.append(int(rank))
+            else:
+                path.unlink(missing_ok=True)
+        return tuple(sorted(ranks))
+
+    def say_need(self, rank: int, num_bytes: int) -> str | None:
+        """Tell the ranks here how much a rank is to write; return what failed."""
+        try:
+            (self.path / f"{_NEED}{rank}").write_text(str(num_bytes))
+        except OSError as error:
+            return self._unwritable(error)
+        return None
+
+    def _unwritable(self, error: OSError) -> str:
+        return (
+            f"config: bad checkpoint.neighbour_dir, expected a memory-backed folder that can be "
+            f"written, got {self.path} ({error}); {os_remedy(error) or 'look at it'}; or choose "
+            f"another"
+        )
+
+    def needed_bytes(self, ranks: Sequence[int]) -> int:
+        """Return how much ranks that have all said it are to write; one that could not counts 0."""
+        total = 0
+        for rank in ranks:
+            with contextlib.suppress(OSError, ValueError):
+                total += int((self.path / f"{_NEED}{rank}").read_text())
+        return total
 
     def all(self) -> list[Held]:
         """Return the copies of this run here; what cannot be read is none.

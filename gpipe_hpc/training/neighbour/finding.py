@@ -1,7 +1,12 @@
-"""The newest copies from which all ranks can go on: agreed on by all, and whole to the bit."""
+"""The newest copies from which all ranks can go on: agreed on by all, and whole to the bit.
+
+A rank that finds its copy on its own host tells nobody which it is. What travels to all is which
+ranks do not, and who has read theirs.
+"""
 
 import logging
 from collections.abc import Mapping, Sequence
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -16,89 +21,125 @@ log = logging.getLogger("gpipe_hpc.train")
 class Found(NamedTuple):
     """Copies of all ranks' states at one step.
 
-    `readers`: by rank, who has read its state. `states`: what this rank has read, by rank.
+    `reader`: who has read this rank's state. `states`: what this rank has read, by rank.
     `about`: what rank 0 said of its state.
     """
 
     step: int
     about: dict[str, Any]
-    readers: tuple[int, ...]
+    reader: int
     states: dict[int, torch.Tensor]
 
 
+class Missing(NamedTuple):
+    """Of the ranks from `first` to before `stop`: whose copies their own hosts do not have.
+
+    By generation, as runs of ranks; a generation of which no host of these ranks has anything is
+    left out.
+    """
+
+    first: int
+    stop: int
+    runs: dict[Generation, tuple[range, ...]]
+
+    def of(self, generation: Generation) -> tuple[range, ...]:
+        """Return whose copies of a generation are missing."""
+        return self.runs.get(generation, (range(self.first, self.stop),))
+
+    def then(self, behind: "Missing") -> "Missing":
+        """Return what is missing of these ranks and of those behind them."""
+        runs = {
+            generation: _joined(self.of(generation), behind.of(generation))
+            for generation in self.runs.keys() | behind.runs.keys()
+        }
+        return Missing(self.first, behind.stop, runs)
+
+
+def _joined(ahead: tuple[range, ...], behind: tuple[range, ...]) -> tuple[range, ...]:
+    if ahead and behind and ahead[-1].stop == behind[0].start:
+        return (*ahead[:-1], range(ahead[-1].start, behind[0].stop), *behind[1:])
+    return (*ahead, *behind)
+
+
 def find(
-    world: World, folder: CopyFolder, hosts: Sequence[str], expected: Mapping[str, Any]
+    world: World, folder: CopyFolder, here: Sequence[int], expected: Mapping[str, Any]
 ) -> Found | None:
     """Return the newest step of which every rank's state is on some host and whole, or None.
 
-    All ranks call it, and get the same step. `hosts`: by rank. `expected`: what a copy must say
-    about itself.
+    All ranks call it, and get the same step. `here`: the ranks of this host. `expected`: what a
+    copy must say about itself.
     """
-    leads_host = hosts.index(hosts[world.rank]) == world.rank
-    held = [
-        copy
-        for copy in (folder.all() if leads_host else [])
+    held = {
+        (copy.generation, copy.rank): copy
+        for copy in folder.all()
         if all(copy.about.get(key) == value for key, value in expected.items())
-    ]
-    told = world.everybody.all_gather_object([(copy.rank, *copy.generation) for copy in held])
-    # By generation and rank: the first rank of a host that has its copy.
-    places: dict[Generation, dict[int, int]] = {}
-    for first, part in enumerate(told):
-        for rank, *generation in part:
-            # Its own host's copy, if there is one: nothing has to travel then.
-            known = places.setdefault(Generation(*generation), {})
-            if rank not in known or hosts[first] == hosts[rank]:
-                known[rank] = first
-    for generation in sorted(places, reverse=True):
-        if places[generation].keys() != set(range(world.size)):
-            continue
-        readers = _readers(places[generation], hosts)
-        found = _read(world, folder, generation, readers)
+    }
+    rank = world.rank
+    own: dict[Generation, tuple[range, ...]] = {
+        generation: () if (generation, rank) in held else (range(rank, rank + 1),)
+        for generation, _ in held
+    }
+    missing = world.everybody.merge_object(Missing(rank, rank + 1, own), Missing.then)
+    for generation in sorted(missing.runs, reverse=True):
+        runs = missing.runs[generation]
+        missing_ranks = [rank for run in runs for rank in run]
+        found = _found(world, folder, here, held, generation, missing_ranks)
         if found is not None:
             return found
-        log.warning("copies of step %d in memory are damaged; looking for others", generation.step)
     return None
 
 
-def _readers(places: Mapping[int, int], hosts: Sequence[str]) -> tuple[int, ...]:
-    """Return who reads each rank's state: itself, or one after the other of a host that has it."""
-    readers = []
-    for rank in range(len(hosts)):
-        host = hosts[places[rank]]
-        there = [other for other, its in enumerate(hosts) if its == host]
-        readers.append(rank if hosts[rank] == host else there[rank % len(there)])
-    return tuple(readers)
-
-
-def _read(
-    world: World, folder: CopyFolder, generation: Generation, readers: tuple[int, ...]
+def _found(
+    world: World,
+    folder: CopyFolder,
+    here: Sequence[int],
+    held: Mapping[tuple[Generation, int], Held],
+    generation: Generation,
+    missing: Sequence[int],
 ) -> Found | None:
-    """Read what this rank is to read; None on all ranks if something on one is not whole."""
-    mine = {rank for rank, reader in enumerate(readers) if reader == world.rank}
-    states: dict[int, torch.Tensor] = {}
-    about: dict[str, Any] | None = None
-    failure: str | None = None
-    for copy in folder.all():
-        if copy.generation != generation or copy.rank not in mine:
-            continue
-        try:
-            states[copy.rank] = _whole(copy)
-        except (OSError, StateError) as error:
-            failure = f"{copy.path}: {error}"
-        if copy.rank == 0:
-            about = copy.about
-    if failure is None and states.keys() != mine:
-        failure = f"{folder.path}: a copy has gone"
-    told = world.everybody.all_gather_object((failure, about))
-    for rank, (text, _) in enumerate(told):
-        if text is not None:
-            log.warning("rank %d: %s", rank, text)
+    """Read what this rank is to read; None on all ranks if something is nowhere, or not whole.
+
+    `missing`: the ranks whose copies their own hosts do not have; ranks of others read them, one
+    after the other of the first host that can.
+    """
+    readers: dict[int, int] = {}
+    if missing:
+        has = here[0] == world.rank
+        offers = {r: here[r % len(here)] for r in missing if has and (generation, r) in held}
+        readers = world.everybody.merge_object(offers, lambda ahead, behind: behind | ahead)
+        if len(readers) < len(missing):
             return None
-    (told_about,) = [part for _, part in told if part is not None]
-    return Found(generation.step, told_about, readers, states)
+    mine = [r for r, reader in readers.items() if reader == world.rank]
+    if world.rank not in readers:
+        mine.append(world.rank)
+    states: dict[int, torch.Tensor] = {}
+    failures: dict[int, str] = {}
+    told_about: dict[int, dict[str, Any]] = {}
+    for rank in mine:
+        copy = held.get((generation, rank))
+        try:
+            states[rank] = _whole(copy)
+        except (OSError, StateError) as error:
+            where = folder.path if copy is None else copy.path
+            failures = {world.rank: f"{where}: {error}"}
+        if rank == 0 and copy is not None:
+            told_about[0] = copy.about
+    failures = world.everybody.merge_object(failures, _first)
+    for rank, text in failures.items():
+        log.warning("rank %d: %s", rank, text)
+        log.warning("copies of step %d in memory are damaged; looking for others", generation.step)
+        return None
+    about = world.everybody.merge_object(told_about, or_)[0]
+    return Found(generation.step, about, readers.get(world.rank, world.rank), states)
 
 
-def _whole(copy: Held) -> torch.Tensor:
+def _first(ahead: dict[int, str], behind: dict[int, str]) -> dict[int, str]:
+    return ahead or behind
+
+
+def _whole(copy: Held | None) -> torch.Tensor:
+    if copy is None:
+        raise StateError("a copy has gone")
     memory = read_copy(copy.path)
     unpack(memory)
     return memory

@@ -6,9 +6,11 @@ tensors that it holds in the layout of now.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import add, itemgetter, or_
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,23 +29,39 @@ from gpipe_hpc.comm.byte_moves import ByteMoves, Move
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.training.neighbour.files import CopyFolder, Generation, Held, read_copy
 
-T = TypeVar("T")
-
 MEMORY: Final = Path("in memory")
 _GATHERING: Final = 2  # serial of byte moves
 _ROUND_BYTES: Final = 2**28
 
 
-class _Told(NamedTuple):
-    """What the first rank of a host says of a copy there: whose it is, and which stages it has."""
+class _Copy(NamedTuple):
+    """A copy on some host: whose state it is, and the first rank of that host."""
 
-    step: int
-    start: str
-    ranks: int
     rank: int
-    stages: tuple[int, ...]
+    first: int
+
+
+class _Stages(NamedTuple):
+    """What copies of one generation hold between them: of each stage that with the lowest rank.
+
+    `ranks`, `num_stages`: of the layout that wrote them.
+    """
+
+    ranks: int
     num_stages: int
-    is_alone: bool
+    are_alone: bool
+    copies: dict[int, _Copy]
+
+    def plus(self, other: "_Stages") -> "_Stages":
+        """Return what both hold."""
+        both = dict(self.copies)
+        for stage, copy in other.copies.items():
+            both[stage] = min(both.get(stage, copy), copy)
+        are_alone = self.are_alone and other.are_alone
+        return _Stages(self.ranks, self.num_stages, are_alone, both)
+
+
+_Generations = dict[Generation, _Stages]
 
 
 class _Place(NamedTuple):
@@ -72,6 +90,16 @@ class _Inbox:
         start = self._filled[source]
         self.memory[source][start : start + len(piece)] = piece
         self._filled[source] = start + len(piece)
+
+
+class _Hop(NamedTuple):
+    """What a rank takes from others, and gives to others, at one depth of all trees.
+
+    Numbers of tensors, as runs, by rank.
+    """
+
+    coming: dict[int, list[range]]
+    going: dict[int, list[range]]
 
 
 class Scattered:
@@ -112,41 +140,40 @@ class Scattered:
 
     def fetch(self, names: Sequence[str]) -> None:
         """Bring tensors to this rank, by parts; all ranks call it, each with its own names."""
-        world = self._world
-        order = list(self._places)
+        world, order = self._world, list(self._places)
         number = {name: index for index, name in enumerate(order)}
-        wanted: list[list[int]] = world.everybody.all_gather_object([number[n] for n in names])
-        reader = [place.reader for place in self._places.values()]
-        moves = sorted(
-            {
-                Move(reader[index], rank)
-                for rank, indices in enumerate(wanted)
-                for index in indices
-                if reader[index] != rank
-            }
-        )
+        hops = self._hops([number[name] for name in names])
+        sources = {source for hop in hops for source in hop.coming}
+        targets = {target for hop in hops for target in hop.going}
+        moves = [Move(source, world.rank) for source in sorted(sources)]
+        moves += [Move(world.rank, target) for target in sorted(targets)]
         by_bytes = ByteMoves(world, moves, _GATHERING)
-        own = set(wanted[world.rank])
-        sources = [move.source for move in moves if move.destination == world.rank]
-        targets = [move.destination for move in moves if move.source == world.rank]
         self._here = {n: self._own[n] for n in names if self._places[n].reader == world.rank}
         for turn in self._rounds(order):
-            # Each list of one pair is in the same order on both ends.
-            going = {
-                rank: self._packed(
-                    [order[index] for index in sorted(turn.intersection(wanted[rank]))]
+            for hop in hops:
+                # Each list of one pair is in the same order on both ends.
+                going = self._packed(
+                    {rank: _names(order, turn, runs) for rank, runs in hop.going.items()}
                 )
-                for rank in targets
-            }
-            coming = {
-                source: [order[index] for index in sorted(turn & own) if reader[index] == source]
-                for source in sources
-            }
-            inbox = _Inbox({source: self._size(each) for source, each in coming.items()})
-            by_bytes.run(going, inbox.sizes, inbox.take)
-            for source, each in coming.items():
-                self._unpack(inbox.memory[source], each)
+                coming = {rank: _names(order, turn, runs) for rank, runs in hop.coming.items()}
+                inbox = _Inbox({source: self._size(each) for source, each in coming.items()})
+                by_bytes.run(going, inbox.sizes, inbox.take)
+                for source, each in coming.items():
+                    self._unpack(inbox.memory[source], each)
         self._own = {}
+
+    def _hops(self, wanted: Sequence[int]) -> list[_Hop]:
+        """Return what this rank takes and passes on, as rank 0 has found; all ranks call it.
+
+        `wanted`: the numbers of its tensors. Rank 0 alone hears what all want.
+        """
+        everybody = self._world.everybody
+        told = everybody.gather_object(_runs(wanted), root=0)
+        rows: list[list[_Hop]] | None = None
+        if told is not None:
+            rows = deal_hops([place.reader for place in self._places.values()], told)
+        own: list[_Hop] = everybody.deal_object(rows, root=0)
+        return own
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
         """Copy tensors that were fetched into `targets`, by name."""
@@ -169,14 +196,15 @@ class Scattered:
     def _size(self, names: Sequence[str]) -> int:
         return sum(self._places[name].nbytes for name in names)
 
-    def _packed(self, names: Sequence[str]) -> Tensor:
-        """Return the bytes of those of the tensors that this rank has read, one after another."""
-        parts = [
-            self._own[name].contiguous().reshape(-1).view(torch.uint8)
-            for name in names
-            if self._places[name].reader == self._world.rank
-        ]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+    def _packed(self, names: Mapping[int, Sequence[str]]) -> dict[int, Tensor]:
+        """Return the bytes of tensors for each rank, one behind another; one memory for equal."""
+        memories: dict[tuple[str, ...], Tensor] = {}
+        for each in map(tuple, names.values()):
+            if each not in memories:
+                tensors = [self._own[n] if n in self._own else self._here[n] for n in each]
+                parts = [t.contiguous().reshape(-1).view(torch.uint8) for t in tensors]
+                memories[each] = torch.cat([torch.empty(0, dtype=torch.uint8), *parts])
+        return {rank: memories[tuple(each)] for rank, each in names.items()}
 
     def _unpack(self, memory: Tensor, names: Sequence[str]) -> None:
         start = 0
@@ -188,128 +216,185 @@ class Scattered:
 
 
 def find_scattered(
-    world: World, folder: CopyFolder, hosts: Sequence[str], lineage: object, after: int
+    world: World, folder: CopyFolder, here: Sequence[int], lineage: object, after: int
 ) -> Scattered | str | None:
     """Return the newest state behind a step that copies hold together, whatever the layout was.
 
     All ranks call it, and get the same: a state, why there is none, or None where there are no
-    copies of this history at all. `hosts`: by rank. `after`: the step.
+    copies of this history at all. `here`: the ranks of this host. `after`: the step. What travels
+    to all grows with the stages, not with the ranks.
     """
-    first_here = hosts.index(hosts[world.rank])
     held: list[Held] = []
-    if first_here == world.rank:
-        held = [copy for copy in folder.all() if copy.about.get("lineage") == lineage]
-    told: list[list[_Told]] = [
-        [_Told(*each) for each in part]
-        for part in world.everybody.all_gather_object([tuple(_told(copy)) for copy in held])
-    ]
-    # For each generation the hosts of every rank's copy, by the first rank there.
-    generations: dict[Generation, dict[int, list[tuple[int, _Told]]]] = {}
-    for first, part in enumerate(told):
-        for each in (one for one in part if one.step > after):
-            of_rank = generations.setdefault(Generation(each.step, each.start), {})
-            of_rank.setdefault(each.rank, []).append((first, each))
+    if here[0] == world.rank:
+        known = (copy for copy in folder.all() if copy.about.get("lineage") == lineage)
+        held = [copy for copy in known if copy.step > after]
     why: str | None = None
-    for generation in sorted(generations, reverse=True):
-        copies = generations[generation]
-        while True:
-            chosen = _choose(copies)
-            if isinstance(chosen, str):
-                why = why or f"copies of step {generation.step} in memory {chosen}"
-                break
-            found, failed = _read(world, folder, hosts, generation, chosen)
-            if found is not None:
-                return found
-            # Others may have what was in those that are damaged.
-            for rank, first in failed:
-                copies[rank] = [each for each in copies[rank] if each[0] != first]
+    generations: set[Generation] | None = None
+    damaged: set[tuple[Generation, _Copy]] = set()
+    while generations is None or generations:
+        found_by = world.everybody.merge_object(_told(held, here[0], damaged), _merged)
+        if generations is None:
+            generations = set(found_by)
+        if not generations:
+            break
+        generation = max(generations)
+        chosen = _choose(world, held, generation, found_by.get(generation), damaged)
+        if isinstance(chosen, str):
+            why = why or f"copies of step {generation.step} in memory {chosen}"
+            generations.discard(generation)
+            continue
+        found, failed = _read(world, folder, here, generation, chosen)
+        if found is not None:
+            return found
+        # Others may have what was in those that are damaged.
+        damaged.update((generation, copy) for copy in failed)
     return why
 
 
-def _told(copy: Held) -> _Told:
-    about = copy.about
-    return _Told(
-        *copy.generation,
-        int(about.get("ranks", 0)),
-        copy.rank,
-        tuple(about.get(STAGES_HELD, ())),
-        int(about.get(NUM_STAGES, 0)),
-        bool(about.get(ALONE)),
-    )
+def _told(held: Sequence[Held], first: int, damaged: set[tuple[Generation, _Copy]]) -> _Generations:
+    """Return what the copies of one host hold, without those that are damaged."""
+    told: _Generations = {}
+    for held_copy in held:
+        about, copy = held_copy.about, _Copy(held_copy.rank, first)
+        if (held_copy.generation, copy) in damaged:
+            continue
+        own = _Stages(
+            int(about.get("ranks", 0)),
+            int(about.get(NUM_STAGES, 0)),
+            bool(about.get(ALONE)),
+            dict.fromkeys(about.get(STAGES_HELD, ()), copy),
+        )
+        told = _merged(told, {held_copy.generation: own})
+    return told
 
 
-def _choose(copies: Mapping[int, Sequence[tuple[int, _Told]]]) -> dict[int, int] | str:
-    """Return which ranks' copies to read, each with the host's first rank; or what they lack.
+def _merged(ahead: _Generations, behind: _Generations) -> _Generations:
+    both = dict(ahead)
+    for generation, stages in behind.items():
+        both[generation] = both[generation].plus(stages) if generation in both else stages
+    return both
 
-    Of a stage that several ranks held the first one's is taken, as a checkpoint does.
+
+def _choose(
+    world: World,
+    held: Sequence[Held],
+    generation: Generation,
+    stages: _Stages | None,
+    damaged: set[tuple[Generation, _Copy]],
+) -> list[_Copy] | str:
+    """Return which copies to read, by rank; or what they lack.
+
+    Of a stage that several ranks held the first one's is taken, as a checkpoint does. All ranks
+    call it.
     """
-    chosen: dict[int, int] = {}
-    stages: set[int] = set()
-    num_stages, ranks = 0, 0
-    for rank in sorted(copies):
-        for first, each in copies[rank][:1]:
-            if not each.is_alone:
-                return (
-                    "are of replicas that train apart or share the optimizer's state, which only "
-                    "as many ranks in the same layout can take"
-                )
-            num_stages, ranks = each.num_stages, each.ranks
-            if not stages.issuperset(each.stages):
-                chosen[rank] = first
-                stages.update(each.stages)
-    lacking = sorted(set(range(num_stages)) - stages)
-    if lacking or not chosen:
-        lost = sorted(set(range(ranks)) - {rank for rank in copies if copies[rank]})
-        which = f"stage{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking))}"
-        return f"lack {which}: those of ranks {', '.join(map(str, lost))} are gone or damaged"
-    return chosen
+    if stages is not None and not stages.are_alone:
+        return (
+            "are of replicas that train apart or share the optimizer's state, which only "
+            "as many ranks in the same layout can take"
+        )
+    copies = {} if stages is None else stages.copies
+    num_stages = 0 if stages is None else stages.num_stages
+    lacking = sorted(set(range(num_stages)) - copies.keys())
+    if not lacking and copies:
+        return sorted(set(copies.values()))
+    here = {copy.rank for copy in held if copy.generation == generation}
+    here -= {copy.rank for its, copy in damaged if its == generation}
+    left = world.everybody.merge_object(here, or_)
+    lost = sorted(set(range(0 if stages is None else stages.ranks)) - left)
+    which = f"stage{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking))}"
+    return f"lack {which}: those of ranks {', '.join(map(str, lost))} are gone or damaged"
 
 
 def _read(
     world: World,
     folder: CopyFolder,
-    hosts: Sequence[str],
+    here: Sequence[int],
     generation: Generation,
-    chosen: Mapping[int, int],
-) -> tuple[Scattered | None, list[tuple[int, int]]]:
+    chosen: Sequence[_Copy],
+) -> tuple[Scattered | None, list[_Copy]]:
     """Read the chosen copies, shared out over the ranks of their hosts; return also what failed."""
-    readers: dict[int, int] = {}
-    for turn, (rank, first) in enumerate(sorted(chosen.items())):
-        there = [other for other, host in enumerate(hosts) if host == hosts[first]]
-        readers[rank] = there[turn % len(there)]
+    mine = [
+        copy
+        for turn, copy in enumerate(chosen)
+        if copy.first == here[0] and here[turn % len(here)] == world.rank
+    ]
     states: dict[int, StoredState] = {}
-    failed: list[tuple[int, int]] = []
-    mine = [rank for rank, reader in readers.items() if reader == world.rank]
+    failed: list[_Copy] = []
     there_is = folder.all() if mine else []
     files = {copy.rank: copy for copy in there_is if copy.generation == generation}
-    for rank in mine:
+    for copy in mine:
         try:
-            states[rank] = unpack(read_copy(files[rank].path))
+            states[copy.rank] = unpack(read_copy(files[copy.rank].path))
         except (KeyError, OSError, StateError):
-            failed.append((rank, chosen[rank]))
-    lost = _gathered(world, failed)
+            failed.append(copy)
+    lost = world.everybody.merge_object(failed, add)
     if lost:
         return None, lost
     own: dict[str, Tensor] = {}
     for rank in sorted(states, reverse=True):
         own |= states[rank].tensors
     listed = [
-        (rank, [(name, tuple(t.shape), str(t.dtype)) for name, t in state.tensors.items()])
+        (rank, world.rank, [(n, tuple(t.shape), str(t.dtype)) for n, t in state.tensors.items()])
         for rank, state in states.items()
     ]
     places: dict[str, _Place] = {}
-    for rank, tensors in sorted(_gathered(world, listed)):
+    for _, reader, tensors in sorted(world.everybody.merge_object(listed, add)):
         for name, shape, dtype in tensors:
-            places.setdefault(name, _Place(readers[rank], tuple(shape), dtype))
-    headers = _gathered(world, [(rank, state.about) for rank, state in states.items()])
-    facts = together([StoredState(about, {}) for _, about in sorted(headers, key=lambda h: h[0])])
+            places.setdefault(name, _Place(reader, tuple(shape), dtype))
+    own_headers = [(rank, state.about) for rank, state in states.items()]
+    headers = sorted(world.everybody.merge_object(own_headers, add), key=itemgetter(0))
+    facts = together([StoredState(about, {}) for _, about in headers])
     return Scattered(world, facts, places, own), []
 
 
-def _gathered(world: World, own: list[T]) -> list[T]:
-    """Return what all ranks have, in their order."""
-    parts: list[list[T]] = world.everybody.all_gather_object(own)
-    return [each for part in parts for each in part]
+def _runs(numbers: Collection[int]) -> list[range]:
+    """Return numbers as runs that follow one another."""
+    runs: list[range] = []
+    for number in sorted(numbers):
+        if runs and runs[-1].stop == number:
+            runs[-1] = range(runs[-1].start, number + 1)
+        else:
+            runs.append(range(number, number + 1))
+    return runs
+
+
+def deal_hops(reader: Sequence[int], wanted: Sequence[Sequence[range]]) -> list[list[_Hop]]:
+    """Return for each rank what it takes from whom, and gives to whom, one depth after another.
+
+    `reader`: who has read each tensor. `wanted`: by rank, the tensors' numbers. Those that want the
+    same of one reader, as the copies of a stage do, pass it on along a tree, in which each gives to
+    two: so what a rank sends does not grow with them.
+
+        reader -> a, b    a -> c, d    b -> e, f
+    """
+    lines: dict[tuple[int, tuple[range, ...]], list[int]] = {}
+    for rank, runs in enumerate(wanted):
+        parts: dict[int, list[range]] = {}
+        for run in runs:
+            for source, part in groupby(run, key=reader.__getitem__):
+                parts.setdefault(source, []).extend(_runs(list(part)))
+        for source, its in parts.items():
+            if source != rank:
+                lines.setdefault((source, tuple(its)), [source]).append(rank)
+    hops: list[dict[int, _Hop]] = [{} for _ in wanted]
+    for (_, runs_of_all), ranks in lines.items():
+        for place in range(1, len(ranks)):
+            depth, (giver, taker) = (
+                (place + 1).bit_length(),
+                (ranks[(place - 1) // 2], ranks[place]),
+            )
+            hops[giver].setdefault(depth, _Hop({}, {})).going.setdefault(taker, []).extend(
+                runs_of_all
+            )
+            hops[taker].setdefault(depth, _Hop({}, {})).coming.setdefault(giver, []).extend(
+                runs_of_all
+            )
+    return [[own[depth] for depth in sorted(own)] for own in hops]
+
+
+def _names(order: Sequence[str], turn: set[int], runs: Sequence[range]) -> list[str]:
+    """Return the names of those of some tensors that a turn has, in their order."""
+    return [order[index] for index in sorted(turn.intersection(set().union(*runs)))]
 
 
 def _dtype(name: str) -> torch.dtype:

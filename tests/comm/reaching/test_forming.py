@@ -48,6 +48,27 @@ def test_a_group_is_not_split_off_from_one_that_its_user_bound_to_a_device(proce
     assert processes(2, body, tmp_path) == [(2, [(None, None)], True)] * 2
 
 
+def test_who_never_came_is_named_by_those_that_wait_for_others_too(processes, tmp_path):
+    """Rank 1 waits for rank 3, which waits for rank 2, and named rank 3."""
+
+    def body(rank):
+        if rank == 2:
+            return None
+        board = Noticeboard(torch_groups._get_default_store(), rank, 2.0 if rank == 3 else 1.0)
+
+        def exchange(what, text, ranks):
+            board.tell(what, text)
+            return {**board.ask(what, set(ranks) - {rank}), rank: text}
+
+        former = Former("mine", timedelta(seconds=30), "gloo", exchange, absent=board.absent)
+        with pytest.raises(TimeoutError) as caught:
+            former.form((0, 1, 2, 3), "xpu:xccl")
+        return str(caught.value).rpartition(": ")[2]
+
+    expected = "waited in vain for rank 2"
+    assert processes(4, body, tmp_path) == [expected, expected, None, expected]
+
+
 class WrongDoors(Doors):
     """Of a rank whose port is closed to the others, or, `how` else, whose Gloo listens there."""
 

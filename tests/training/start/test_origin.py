@@ -30,7 +30,7 @@ class Misfits:
 
     def __init__(self, facts):
         about = {"extra": facts["extra"], "partition": facts["partition"]}
-        self._found = Found(4, about, (0, 1), {})
+        self._found = Found(4, about, 0, {})
 
     def find(self):
         return self._found

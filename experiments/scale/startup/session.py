@@ -1,0 +1,144 @@
+"""Open a run as rank 0 of a large world, all others played, and keep a copy in memory elsewhere.
+
+    python -m experiments.scale.startup.session 4096 4     # ranks, stages
+
+Prints a line of JSON for each part: what rank 0 says and hears, of which no rank has more.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from experiments.scale.startup.one import others_say
+from experiments.scale.startup.played import Counts, PlayedWorld, join, no_counts
+from gpipe_hpc import LayerSpec
+from gpipe_hpc.comm.device import HostDevice
+from gpipe_hpc.comm.failing import patience
+from gpipe_hpc.comm.joining.secret import Secret
+from gpipe_hpc.comm.levels import Levels
+from gpipe_hpc.config import compose_config
+from gpipe_hpc.training.neighbour import open_copies
+from gpipe_hpc.training.neighbour.finding import Missing
+from gpipe_hpc.training.preflight.before import look_before_run
+from gpipe_hpc.training.preflight.settings import check_settings
+from gpipe_hpc.training.run.identity import Run
+from gpipe_hpc.training.start import open_session
+
+_WIDTH: Final = 10
+
+
+class Part(NamedTuple):
+    """What one part of a start took.
+
+    `of_all`: collectives of all ranks, by way of the groups of their levels; `of_groups`: of
+    others. `bytes_of_all` and `bytes_of_groups`: that this rank gave to them. `keys`: of the store.
+    `peers`: ranks with which Gloo connects it. `messages` and `message_bytes`: from rank to rank.
+    """
+
+    of_all: int
+    of_groups: int
+    bytes_of_all: int
+    bytes_of_groups: int
+    keys: int
+    peers: int
+    messages: int
+    message_bytes: int
+
+
+def model(stages: int) -> list[LayerSpec]:
+    """Return a tiny model, one layer for each stage."""
+    return [LayerSpec(nn.Linear, _WIDTH, _WIDTH) for _ in range(stages)]
+
+
+def measure_session(size: int, stages: int) -> dict[str, Part]:
+    """Return what opening takes, part by part, in this process as rank 0."""
+    torch.set_num_threads(1)
+    counts = no_counts()
+    world, _ = join(0, size, counts, partial(_say, stages), HostDevice())
+    parts: dict[str, Part] = {}
+    seen = [_now(world, counts)]
+
+    # While data are opened all meet once a second: how often says how busy this machine is.
+    unhurried = patch.object(patience, "_MEET_EVERY_S", 600.0)
+
+    def done(name: str) -> None:
+        seen.append(_now(world, counts))
+        parts[name] = Part(*(now - then for now, then in zip(seen[-1], seen[-2], strict=True)))
+
+    with tempfile.TemporaryDirectory() as folder, unhurried:
+        config = compose_config(_settings(size, stages, folder))
+        check_settings(world, config)
+        done("comparing the settings")
+        run = Run(Path(folder) / "run", "the_run", False, lineage="a")
+        (run.folder / "checkpoints").mkdir(parents=True)
+        copies = open_copies(world, Path(folder), run.name, {"lineage": "a", "layout": "one"})
+        done("opening the copies")
+        session = open_session(config, world, run, None, copies)
+        done("opening the session")
+        look_before_run(config, world, session.planned)
+        done("looking before the run")
+        session.copy()
+        done("copying to a neighbour")
+        session.close()
+        copies.remove()
+    return parts
+
+
+def _settings(size: int, stages: int, folder: str) -> list[str]:
+    return [
+        "model._target_=experiments.scale.startup.session.model",
+        f"+model.stages={stages}",
+        "data=synthetic_vectors",
+        f"data.width={_WIDTH}",
+        f"data.num_samples={4 * size}",
+        f"train.batch_size={size}",
+        "train.steps=4",
+        f"pipeline.stages={stages}",
+        f"pipeline.replicas={size // stages}",
+        "pipeline.microbatches=4",
+        "pipeline.partition=uniform",
+        f"run.dir={folder}/run",
+        "checkpoint.neighbour_every=1",
+        f"checkpoint.neighbour_dir={folder}",
+    ]
+
+
+def _say(stages: int, secret: Secret, value: Any, ranks: Sequence[int]) -> Sequence[Any]:
+    """Return what ranks say: of which of them each speaks, where it says that; else as ever."""
+    match value:
+        case Missing(first=first, stop=stop):
+            return [Missing(first + rank, stop + rank, value.runs) for rank in ranks]
+    return others_say(stages, secret, value, ranks)
+
+
+def _now(world: PlayedWorld, counts: Counts) -> Part:
+    everybody = world.everybody
+    levels: Sequence[Any] = everybody.groups if isinstance(everybody, Levels) else (everybody,)
+    of_all = sum(group.num_calls for group in levels)
+    bytes_of_all = sum(group.num_bytes for group in levels)
+    return Part(
+        of_all,
+        sum(counts.collectives.values()) - of_all,
+        bytes_of_all,
+        sum(counts.num_bytes.values()) - bytes_of_all,
+        len(counts.asked | counts.told),
+        sum(counts.groups) - len(counts.groups) + len(counts.pairs),
+        counts.messages["sent"],
+        counts.messages["bytes"],
+    )
+
+
+if __name__ == "__main__":
+    for name, part in measure_session(*map(int, sys.argv[1:])).items():
+        print(json.dumps({"part": name, **part._asdict()}), flush=True)
+    sys.stdout.flush()
+    os._exit(0)  # nobody else is there to end with

@@ -1,0 +1,96 @@
+"""Who shares a host, and which rank of another host keeps whose second copy.
+
+The ranks of a host find one another in its folder. Of all ranks each learns three numbers; where
+those of a host follow one another, as launchers put them, it knows its own part by these:
+
+    hosts  a a a b b b c c     rank r keeps its copy at r + 3, as no host has more than 3 ranks
+"""
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+from gpipe_hpc.comm.group import meet
+from gpipe_hpc.comm.world import World
+from gpipe_hpc.training.neighbour.files import CopyFolder
+
+
+class Place(NamedTuple):
+    """Where a rank stands among the hosts.
+
+    `here`: the ranks of its host, ascending. `holder`: who keeps its second copy; itself, where
+    there is one host. `sources`: whose second copies it keeps.
+    """
+
+    here: tuple[int, ...]
+    num_hosts: int
+    holder: int
+    sources: tuple[int, ...]
+
+
+class _Hosts(NamedTuple):
+    """What is known of the hosts of some ranks: `longest` is the most ranks of one."""
+
+    num_hosts: int
+    longest: int
+    are_rows: bool  # the ranks of each host follow one another
+
+    def plus(self, other: "_Hosts") -> "_Hosts":
+        longest = max(self.longest, other.longest)
+        return _Hosts(self.num_hosts + other.num_hosts, longest, self.are_rows and other.are_rows)
+
+
+def find_place(world: World, folder: CopyFolder, start: str) -> Place:
+    """Return this rank's place; all ranks call it, having opened their folders at this start."""
+    rank, size = world.rank, world.size
+    meet(world.everybody)
+    here = folder.entered(start)
+    assert rank in here, f"rank {rank} has entered {folder.path}, where there is {here}"
+    is_row = here == tuple(range(here[0], here[0] + len(here)))
+    own = _Hosts(int(here[0] == rank), len(here), is_row)
+    hosts = world.everybody.merge_object(own, _Hosts.plus)
+    if hosts.num_hosts == 1:
+        return Place(here, 1, rank, ())
+    if hosts.are_rows and 2 * hosts.longest <= size:
+        behind, before = (rank + hosts.longest) % size, (rank - hosts.longest) % size
+        return Place(here, hosts.num_hosts, behind, (before,))
+    # Ranks are spread in another way, or one host has more than half: rank 0 looks at all.
+    told = world.everybody.gather_object(here[0], root=0)
+    rows = None if told is None else _rows(choose_holders(told))
+    holder, sources = world.everybody.deal_object(rows, root=0)
+    return Place(here, hosts.num_hosts, holder, tuple(sources))
+
+
+def choose_holders(hosts: Sequence[Hashable]) -> list[int]:
+    """Return, for each rank, who keeps a second copy of its state: a rank of another host.
+
+    With the ranks in the order of their hosts it is the one as many places on as the largest host
+    has ranks, so each keeps one copy. Where that host has more than half of the ranks, the others
+    take turns for its, and its ranks keep those of the others. With one host a rank keeps its own.
+    """
+    counts = Counter(hosts)
+    if len(counts) == 1:
+        return list(range(len(hosts)))
+    largest, most = counts.most_common(1)[0]
+    holders = [0] * len(hosts)
+    if 2 * most <= len(hosts):
+        numbers = {host: number for number, host in enumerate(counts)}
+        order = sorted(range(len(hosts)), key=lambda r: (numbers[hosts[r]], r))
+        for position, rank in enumerate(order):
+            holders[rank] = order[(position + most) % len(order)]
+        return holders
+    inside = [rank for rank, host in enumerate(hosts) if host == largest]
+    others = [rank for rank, host in enumerate(hosts) if host != largest]
+    for number, rank in enumerate(inside):
+        holders[rank] = others[number % len(others)]
+    for rank, holder in zip(others, inside, strict=False):
+        holders[rank] = holder
+    return holders
+
+
+def _rows(holders: Sequence[int]) -> list[tuple[int, list[int]]]:
+    """Return for each rank who keeps its copy, and whose it keeps."""
+    sources: list[list[int]] = [[] for _ in holders]
+    for rank, holder in enumerate(holders):
+        sources[holder].append(rank)
+    return list(zip(holders, sources, strict=True))
