@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import hypothesis
 import pytest
@@ -337,14 +337,56 @@ def torchrun(environ: dict[str, str], tmp_path: Path) -> Iterator[Callable[..., 
     """Return a function that starts a real torchrun; nothing outlives the test."""
     launches: list[Torchrun] = []
 
-    def launch(flags: Sequence[str], *overrides: str, env: Mapping[str, str] | None = None):
-        arguments = [*flags, "-m", "gpipe_hpc.train", *overrides]
+    def launch(
+        flags: Sequence[str],
+        *overrides: str,
+        env: Mapping[str, str] | None = None,
+        module: str = "gpipe_hpc.train",
+    ) -> Torchrun:
+        arguments = [*flags, "-m", module, *overrides]
         launches.append(Torchrun(arguments, environ | dict(env or {}), tmp_path))
         return launches[-1]
 
     yield launch
     for each in launches:
         each.kill()
+
+
+class Ended(NamedTuple):
+    """An mpiexec that has ended; `output` is both streams of all ranks."""
+
+    code: int
+    output: str
+
+
+Mpiexec = Callable[..., Ended]
+
+
+@pytest.fixture(scope="session")
+def mpiexec(repository: Path) -> Iterator[Mpiexec]:
+    """Return a function that runs Python on some ranks of the MPI that is installed beside it."""
+    launcher = Path(sys.executable).with_name("mpiexec")
+    assert launcher.exists(), "no mpiexec: pip install mpich, as requirements.lock says"
+    unwanted = ("RANK", "WORLD_", "LOCAL_", "MASTER_", "TORCHELASTIC_", "PMI_", "MPI_", "SLURM_")
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(unwanted)}
+    # The folder that the tests run in comes first, so the package is the one that is tested.
+    environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(repository), "PYTHONWARNINGS": "ignore"}
+
+    def run(size: int, *arguments: object, folder: Path | None = None) -> Ended:
+        words = [str(launcher), "-n", str(size), sys.executable, *map(str, arguments)]
+        done = subprocess.run(
+            words,
+            cwd=folder,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=110,
+            check=False,
+        )
+        return Ended(done.returncode, done.stdout.decode(errors="replace"))
+
+    yield run
 
 
 def run_processes(size, body, folder, timeout_s=60.0):

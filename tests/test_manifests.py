@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from gpipe_hpc.config import check_config, compose_config
+from tests.kubernetes import mistakes
 
 CLUSTER = Path(__file__).resolve().parent.parent / "cluster"
 
@@ -37,6 +38,59 @@ def first_pod(name):
     assert jobs["replicas"] == 1
     pod = f"{jobset['metadata']['name']}-{jobs['name']}-0-0"
     return f"{pod}.{jobset['spec']['network']['subdomain']}"
+
+
+def objects():
+    """Return every object of every manifest."""
+    texts = [path.read_text("utf-8") for path in sorted((CLUSTER / "kubernetes").glob("*.yaml"))]
+    return [each for text in texts for each in yaml.safe_load_all(text)]
+
+
+def parts(thing):
+    """Yield each map and list of an object, the object too."""
+    yield thing
+    for value in list(thing.values() if isinstance(thing, dict) else thing):
+        if isinstance(value, dict | list):
+            yield from parts(value)
+
+
+def test_kubernetes_knows_every_field_and_its_type():
+    assert [mistake for thing in objects() for mistake in mistakes(thing)] == []
+
+
+def slips(part):
+    """Yield a part with a slip: of each value the type, of each name a letter."""
+    for key, value in list(part.items() if isinstance(part, dict) else enumerate(part)):
+        others = [None, 1.5, {} if isinstance(value, list) else []]
+        if not isinstance(value, dict) and key not in QUANTITIES:
+            others.append(7 if isinstance(value, str) else str(value))
+        for other in others:
+            part[key] = other
+            yield key
+        part[key] = value
+        if isinstance(part, dict):
+            whole = dict(part)
+            part[key + key[-1]] = part.pop(key)
+            yield key
+            part.clear()
+            part.update(whole)
+
+
+QUANTITIES = ("cpu", "memory", "storage", "sizeLimit", "nvidia.com/gpu")  # numbers or text
+
+
+def test_a_slip_in_any_field_at_any_depth_is_found():
+    """The fields of JobSet, which kubectl does not know, were compared by reading alone."""
+    unseen, tried = [], 0
+    for thing in objects():
+        for part in parts(thing):
+            for key in slips(part):
+                tried += 1
+                unseen += [] if mistakes(thing) else [(thing["kind"], key)]
+        assert mistakes(thing) == [], "as it was"
+    assert tried > 1000
+    # The names of labels are anybody's.
+    assert {key for _, key in unseen} == {"app", "batch.kubernetes.io/job-name"}
 
 
 both = pytest.mark.parametrize("name", ["job.yaml", "jobset.yaml"])

@@ -26,11 +26,12 @@ from gpipe_hpc.config.help import help_of
 from gpipe_hpc.config.presets import conf_dir
 from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.config.schema import Config
-from gpipe_hpc.errors import ConfigError, GpipeError, is_users_mistake
+from gpipe_hpc.errors import ConfigError, GpipeError, NonFiniteError, is_users_mistake
 
 DONE_EXIT_CODE: Final = 0
 FAILED_EXIT_CODE: Final = 1
 BAD_CONFIG_EXIT_CODE: Final = 2
+NON_FINITE_EXIT_CODE: Final = 4  # so that nobody starts it again to come to the same
 INTERRUPTED_EXIT_CODE: Final = 128 + signal.SIGINT  # as shells say it
 
 # Hydra prints what it finds wrong and leaves, unless this is set.
@@ -153,7 +154,12 @@ def _run_alone(task: Task, job: Job, *, is_silent: bool) -> int:
 
 
 def exit_code_of(error: Exception) -> int:
-    """Return 2 for settings that cannot work, which a schedule that does not fit is too, else 1."""
+    """Return 2 for settings that cannot work, which a schedule that does not fit is too.
+
+    4 for a loss or gradient that is no number, 1 for all else.
+    """
+    if isinstance(error, NonFiniteError):
+        return NON_FINITE_EXIT_CODE
     return BAD_CONFIG_EXIT_CODE if is_users_mistake(error) else FAILED_EXIT_CODE
 
 

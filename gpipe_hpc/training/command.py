@@ -16,6 +16,7 @@ from gpipe_hpc.config import Config, check_config
 from gpipe_hpc.config.commands import (
     BAD_CONFIG_EXIT_CODE,
     FAILED_EXIT_CODE,
+    NON_FINITE_EXIT_CODE,
     Job,
     run_jobs,
     say_error,
@@ -36,8 +37,8 @@ _AGENTS_S: Final = 3.0  # within which all agents of torchrun have seen that a h
 def run_command(stop: StopRequest) -> None:
     """Compose the settings from the command line, train, and exit.
 
-    Exit codes: 0 done, 1 failed, 2 settings that cannot work, 75 stopped by a signal (run it
-    again to go on). Of a sweep (-m) the first that is not 0.
+    Exit codes: 0 done, 1 failed, 2 settings that cannot work, 4 a loss or gradient that is no
+    number, 75 stopped by a signal (run it again to go on). Of a sweep (-m) the first that is not 0.
     """
 
     def task(job: Job) -> int:
@@ -46,7 +47,7 @@ def run_command(stop: StopRequest) -> None:
         return _train_of_sweep(job, stop)
 
     code = run_jobs(task, "train", unshared="run.dir")
-    has_failed = code in (FAILED_EXIT_CODE, BAD_CONFIG_EXIT_CODE)
+    has_failed = code in (FAILED_EXIT_CODE, BAD_CONFIG_EXIT_CODE, NON_FINITE_EXIT_CODE)
     if code == REQUEUE_EXIT_CODE and is_one_of_several_agents():
         # Each agent stops its workers when hosts come; one whose workers end before that takes it
         # for a failure, of which it allows --max-restarts.

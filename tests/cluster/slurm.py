@@ -56,6 +56,7 @@ KillWait=30
 SlurmdTimeout={lost_s}
 MpiDefault=none
 PartitionName=low Nodes=ALL Default=YES PriorityTier=1 GraceTime=60 PreemptMode=REQUEUE
+PartitionName=gone Nodes=ALL PriorityTier=1 GraceTime=60 PreemptMode=CANCEL
 PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF
 """
 _NODE = (

@@ -120,6 +120,73 @@ def test_a_preempted_job_goes_on(slurm, edited, settings, tmp_path, until, as_un
     as_undisturbed(tmp_path / "run")
 
 
+def test_where_preemption_cancels_a_job_goes_on_all_the_same(
+    slurm, edited, settings, tmp_path, until, as_undisturbed
+):
+    """PreemptMode=CANCEL: it is queued again within its grace, ahead of being cancelled."""
+    job = submitted(slurm, edited, settings, tmp_path, until, "--partition=gone")
+    short = tmp_path / "short.sh"
+    short.write_text("#!/bin/bash\nsleep 3\n")
+    slurm.submit(short, "--partition=high", "--nodes=4", "--exclusive", folder=tmp_path)
+    ends = ("COMPLETED", "FAILED", "PREEMPTED", "CANCELLED")
+    assert job.await_state(*ends, limit_s=400) == "COMPLETED", said(tmp_path)
+    assert job.told("Restarts") == "1"
+    assert "stopped by SIGTERM after step" in said(tmp_path)
+    as_undisturbed(tmp_path / "run")
+
+
+ENDLESS = ("train.steps=1000000", "checkpoint.every=1000")
+
+
+@pytest.mark.parametrize("ahead", [True, False], ids=["near", "at"])
+def test_a_job_whose_time_is_up_saves_and_goes_on(slurm, edited, settings, tmp_path, until, ahead):
+    """By USR1 that --signal asks for, and by TERM and KillWait alone, at the limit."""
+    script = edited((*settings, *ENDLESS), RUN_DIR="run")
+    if not ahead:
+        text, count = re.subn(r"^#SBATCH --signal=.*\n", "", script.read_text(), flags=re.M)
+        assert count == 1
+        script.write_text(text)
+    limit = ("--time=2", "--signal=USR1@30") if ahead else ("--time=1",)
+    job = slurm.submit(script, *SIZE, *limit, folder=tmp_path)
+    until(lambda: has_begun(tmp_path / "run", 40), 100, f"it trained: {said(tmp_path)}")
+    until(lambda: job.told("JobState") == "PENDING", 300, f"it was queued: {said(tmp_path)}")
+    how = "SIGUSR1" if ahead else "SIGTERM"
+    assert f"stopped by {how} after step" in said(tmp_path)
+    assert "stopped by a signal at step" in said(tmp_path)
+    job.await_state("RUNNING", limit_s=200)
+    until(lambda: len(starts(tmp_path)) == 2, 200, f"it went on: {said(tmp_path)}")
+    assert starts(tmp_path)[1][0] > 0
+    assert job.told("Restarts") == "1"
+
+
+def test_a_job_that_is_cancelled_saves_and_is_not_queued_again(
+    slurm, edited, settings, tmp_path, until
+):
+    """A plain scancel sends SIGTERM to the ranks, and leaves them KillWait."""
+    job = submitted(slurm, edited, (*settings, *ENDLESS), tmp_path, until)
+    slurm.run("scancel", job.number)
+    assert job.await_state("CANCELLED", "PENDING") == "CANCELLED", said(tmp_path)
+    assert job.told("Restarts") == "0"
+    assert "cancelled, so not queued again" in said(tmp_path)
+    assert [path.name for path in tmp_path.glob("run/checkpoints/step_*")], said(tmp_path)
+    assert "stopped by SIGTERM after step" in said(tmp_path) and len(starts(tmp_path)) == 1
+
+
+def test_a_signal_in_the_preflight_is_heeded(
+    slurm, edited, settings, tmp_path, until, as_undisturbed
+):
+    """The script lost it, and trained on towards its limit."""
+    script = edited(settings, RUN_DIR="run", PREFLIGHT="true")
+    job = slurm.submit(script, *SIZE, folder=tmp_path)
+    began = tmp_path / "run" / "starts" / f"{job.number}.0.0.preflight.rank3.txt"
+    until(began.exists, 120, f"the preflight ran: {said(tmp_path)}")
+    slurm.run("scancel", "--signal=USR1", job.number)
+    assert job.await_state("COMPLETED", "FAILED", limit_s=400) == "COMPLETED", said(tmp_path)
+    assert "asked to stop while the preflight ran: queued again" in said(tmp_path)
+    assert job.told("Restarts") == "1" and "preflight ended with code 0" in said(tmp_path)
+    as_undisturbed(tmp_path / "run")
+
+
 def test_a_killed_task_starts_again_on_the_same_nodes(
     slurm, edited, settings, tmp_path, until, as_undisturbed
 ):

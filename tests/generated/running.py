@@ -259,7 +259,7 @@ def _parts(word: str) -> Iterator[str]:
 
 def _is_said_reason(code: object, messages: list[str]) -> bool:
     """Say whether a run trained and failed for what only training shows."""
-    return code == 1 and any("NonFiniteError: " in message for message in messages)
+    return code == 4 and any("NonFiniteError: " in message for message in messages)
 
 
 def _left(case: Case, found: Ended, folder: Path, before: Leftovers) -> Iterator[str]:
