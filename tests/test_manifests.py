@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from gpipe_hpc.config import check_config, compose_config
+from tests.cluster.apptainer import arguments, definition, files, filled
 from tests.kubernetes import mistakes
 
 CLUSTER = Path(__file__).resolve().parent.parent / "cluster"
@@ -267,33 +268,25 @@ def test_the_pod_for_data_holds_the_volume_that_pods_train_on():
     assert volume["persistentVolumeClaim"]["claimName"] == claims[0]["metadata"]["name"]
 
 
-def sections(text):
-    """Return the sections of an Apptainer definition; the header as the one without a name."""
-    parts = re.split(r"^%(\w+)\n", text, flags=re.M)
-    return dict(zip(["", *parts[1::2]], parts[::2], strict=True))
-
-
 def test_apptainer_builds_what_the_dockerfile_does(tmp_path):
-    """It was checked by reading: what it copies is there, its shell is one, its versions agree."""
-    found = sections((CLUSTER / "apptainer" / "gpipe_hpc.def").read_text("utf-8"))
+    """What it copies is there, its shell is one, its versions agree."""
+    found = definition(CLUSTER.parent)
     known = {"arguments", "files", "post", "environment", "runscript", "test", "help"}
     assert set(found) == {"", *known}
     header = dict(
         line.split(": ", 1) for line in found[""].splitlines() if line and line[0] not in "# "
     )
     assert header == {"Bootstrap": "docker", "From": "{{ BASE }}"}
-    arguments = dict(line.strip().split("=", 1) for line in found["arguments"].split())
     used = set(re.findall(r"\{\{ (\w+) \}\}", "".join(found.values())))
-    assert used == set(arguments)
+    assert used == set(arguments(found))
     dockerfile = (CLUSTER.parent / "Dockerfile").read_text("utf-8")
-    assert f"ARG BASE={arguments['BASE']}" in dockerfile
-    copied = [line.split() for line in found["files"].strip().splitlines()]
+    assert f"ARG BASE={arguments(found)['BASE']}" in dockerfile
+    copied = files(found)
     assert all((CLUSTER.parent / source).exists() for source, _ in copied)
     sent = (CLUSTER.parent / ".dockerignore").read_text("utf-8").split()
     assert {source for source, _ in copied} == {w[1:] for w in sent if w.startswith("!")}
     for name in ("post", "environment", "runscript", "test"):
-        script = re.sub(r"\{\{ \w+ \}\}", "value", found[name])
-        subprocess.run(["sh", "-n"], input=script, text=True, check=True)
+        subprocess.run(["sh", "-n"], input=filled(found)[name], text=True, check=True)
 
 
 def test_the_batch_script_is_one():

@@ -149,10 +149,11 @@ class Slurm:
         tasks = [pid for pid, env in ours.items() if env.get("SLURMD_NODENAME") == name]
         # A step's own process has the daemon's environment; it is its tasks' parent.
         steps = {_parent_of(pid) for pid in tasks} & ours.keys()
-        # Younger ones first: srun has a child that ends the step of an srun that was killed.
-        for pid in sorted([*doomed, *steps, *tasks], reverse=True):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        # All at once: srun has a child that ends the step of an srun that was killed.
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in [*doomed, *steps, *tasks]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
     def restore(self) -> None:
         """Cancel all jobs, and bring nodes back that were lost."""

@@ -102,6 +102,7 @@ def test_a_loss_that_is_nan_stops_all_and_keeps_the_last_checkpoint(
         assert code == 4, "what starts runs again can tell it from a crash"
         assert "step 4, rank 1, micro-batch 1 of replica 0: expected a finite loss" in output
         assert "step_00000002" in output
+    assert (tmp_path / "run" / "NON_FINITE").read_text().startswith("step 4, rank 1, micro-batch 1")
     kept = tmp_path / "run" / "checkpoints"
     assert [path.name for path in kept.iterdir()] == ["step_00000002"]
     assert all(

@@ -24,6 +24,7 @@ from gpipe_hpc.training.run.identity import read_run, run_id
 log = logging.getLogger("gpipe_hpc.train")
 
 REQUEUE_FILE = "REQUEUE"
+NON_FINITE_FILE: Final = "NON_FINITE"
 OWNER: Final = "run"
 """The name, among what a checkpoint keeps for its run, of the run that wrote it."""
 LAUNCHERS: Final = "launchers"

@@ -10,11 +10,18 @@ from typing import Any, Final
 
 from gpipe_hpc.checkpoint import read_facts
 from gpipe_hpc.config import Config, config_yaml
-from gpipe_hpc.errors import ConfigError, GpipeError, is_users_mistake, os_remedy
+from gpipe_hpc.errors import (
+    ConfigError,
+    GpipeError,
+    NonFiniteError,
+    is_users_mistake,
+    os_remedy,
+)
 from gpipe_hpc.training.horizon import last_step
 from gpipe_hpc.training.run.changed_settings import SETTINGS, Change, changes, read_settings
 from gpipe_hpc.training.run.folder import (
     LAUNCHERS,
+    NON_FINITE_FILE,
     REQUEUE_FILE,
     Checkpoints,
     Restart,
@@ -47,6 +54,8 @@ def own_folder(
     A new folder goes again, with those around it that were made for it, if the run ends before its
     first step is done: one in runs/, which nobody has named, however it ends, and one that was
     named if its settings cannot work. There is nothing in it that was not said.
+
+    A run that came to a loss or gradient that is no number leaves a mark: launchers start it again.
     """
     folder = Path(config.run.dir or default_run_folder()).absolute()
     new = _not_there(folder)
@@ -65,11 +74,24 @@ def own_folder(
     try:
         with stop.doing_last(clear), _locked(folder, launchers) as lock, stop.doing_last(give_back):
             is_locked = True
-            yield lock
+            with _marking(folder):
+                yield lock
     except GpipeError as error:
         clear()
         if new and is_locked and is_users_mistake(error):
             _remove_unused(folder, new)
+        raise
+
+
+@contextmanager
+def _marking(folder: Path) -> Iterator[None]:
+    """Let a folder say, while it is locked, why the same start would fail as this one did."""
+    try:
+        yield
+    except NonFiniteError as error:
+        # A start that is refused for the mark leaves it. On a full disk the error itself is told.
+        with suppress(OSError), (folder / NON_FINITE_FILE).open("x", encoding="utf-8") as mark:
+            mark.write(f"{error}\n")
         raise
 
 
@@ -112,8 +134,9 @@ def begin(config: Config, lock: RunLock, launchers: Set[str] = frozenset()) -> R
     """Write what a start of a run leaves in its folder, which is locked.
 
     What cannot go on is refused before anything is written: ConfigError with the settings that
-    differ. The settings of earlier starts are kept as config_1.yaml and so on. A start that only
-    validates an earlier one's checkpoint leaves all as it is.
+    differ; NonFiniteError where none does, and the run came to a loss that is no number. The
+    settings of earlier starts are kept as config_1.yaml and so on. A start that only validates an
+    earlier one's checkpoint leaves all as it is.
     """
     folder = lock.folder
     restart = find_restart(folder, launchers=launchers)
@@ -124,6 +147,8 @@ def begin(config: Config, lock: RunLock, launchers: Set[str] = frozenset()) -> R
     changed = changes(last_start, config)
     differing = _differing(config, folder, last_start)
     _refuse_changes(config, folder, restart, differing)
+    if not changed and (restart.by_launcher or config.checkpoint.resume == "auto"):
+        _refuse_non_finite(folder)
     notes = [f"going on with another setting, {change}" for change in differing]
     if restart.has_mark and not restart.by_launcher and config.checkpoint.resume != "auto":
         notes.append(
@@ -137,6 +162,7 @@ def begin(config: Config, lock: RunLock, launchers: Set[str] = frozenset()) -> R
         about = {"lineage": lineage, LAUNCHERS: sorted(launchers), STARTS: starts}
         name = write_run(folder, about)
         (folder / REQUEUE_FILE).unlink(missing_ok=True)
+        (folder / NON_FINITE_FILE).unlink(missing_ok=True)
     except OSError as error:
         raise _unwritable(folder, error) from error
     known = tuple(known_starts(about).items())
@@ -200,6 +226,19 @@ def _refuse_changes(
             f"choose another run.dir for a new run, checkpoint.resume={folder} to go on with the "
             f"settings changed, or checkpoint.resume=never to start over here"
         )
+
+
+def _refuse_non_finite(folder: Path) -> None:
+    """Refuse to train to the same NaN again: launchers start a run that failed many times."""
+    try:
+        before = (folder / NON_FINITE_FILE).read_text("utf-8").strip()
+    except FileNotFoundError:
+        return
+    raise NonFiniteError(
+        f"run: these settings came to a loss or gradient that is no number in {folder}, expected "
+        f"others, got the same; remove {folder / NON_FINITE_FILE} to try them once more, or set "
+        f"checkpoint.resume={folder} to go on with others; it said: {before}"
+    )
 
 
 def _keep_settings(folder: Path, text: str) -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from gpipe_hpc.config import compose_config
-from gpipe_hpc.errors import ActionError, ConfigError
-from gpipe_hpc.training.run.opening import own_folder
+from gpipe_hpc.errors import ActionError, ConfigError, NonFiniteError
+from gpipe_hpc.training.run.opening import begin, own_folder
 from gpipe_hpc.training.signals import StopRequest
 
 
@@ -38,3 +38,47 @@ def test_what_was_there_before_stays(tmp_path):
 def test_a_named_folder_of_a_run_that_failed_stays_with_its_log(tmp_path):
     failing(tmp_path / "run", ActionError("a layer failed"))
     assert (tmp_path / "run" / "config.yaml").exists()
+
+
+def start(folder, *words, error=None):
+    """Begin a run in its folder, as rank 0 does, and maybe fail; return its settings' file."""
+    config = compose_config([f"run.dir={folder}", *words])
+    with own_folder(config, StopRequest()) as lock:
+        begin(config, lock)
+        if error is not None:
+            raise error
+    return (folder / "config.yaml").read_text()
+
+
+def test_a_run_that_came_to_nan_is_not_started_again_as_it_was(tmp_path, monkeypatch):
+    """torchrun, Kubernetes and Docker started it up to a hundred times, each to the same step."""
+    run = tmp_path / "run"
+    with pytest.raises(NonFiniteError):
+        start(run, error=NonFiniteError("step 7: got nan"))
+    refused = pytest.raises(NonFiniteError, match=r"remove .*/NON_FINITE to .* said: step 7: got")
+    for _ in range(2):
+        with refused:
+            start(run)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with refused:
+        start(run, "checkpoint.resume=never")
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
+    assert "lr: 0.5" in start(run, "optimizer.lr=0.5", "checkpoint.resume=never")
+    start(run, "optimizer.lr=0.5")  # the mark is gone
+
+
+@pytest.mark.parametrize("how", ["by hand", "removed"])
+def test_a_user_may_try_the_same_again(tmp_path, how):
+    run = tmp_path / "run"
+    with pytest.raises(NonFiniteError):
+        start(run, error=NonFiniteError("step 7: got nan"))
+    if how == "removed":
+        (run / "NON_FINITE").unlink()
+    start(run, *(["checkpoint.resume=never"] if how == "by hand" else []))
+    assert not (run / "NON_FINITE").exists()
+
+
+def test_a_run_that_failed_otherwise_may_be_started_again(tmp_path):
+    with pytest.raises(ActionError):
+        start(tmp_path / "run", error=ActionError("a layer failed"))
+    start(tmp_path / "run")
