@@ -72,13 +72,23 @@ test-browser: $(STAMP)
 
 test-all: test test-slow test-product
 
+# mypy has one core for twenty seconds: the rest is done beside it.
 check: $(STAMP)
+	$(MAKE) --no-print-directory --jobs --output-sync=target lint types fitness site
+	@$(BIN)/python tests/longest.py
+
+lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+types: $(STAMP)
 	$(BIN)/mypy
+
+fitness: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses 8 tests/test_fitness.py
+
+site: $(STAMP)
 	$(BIN)/mkdocs build --quiet
-	@$(BIN)/python tests/longest.py
 
 docs: $(STAMP)
 	$(BIN)/python -m docs.generate

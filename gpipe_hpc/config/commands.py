@@ -20,10 +20,10 @@ from gpipe_hpc.comm.failing.torchrun_report import tell_torchrun
 from gpipe_hpc.comm.failing.tracebacks import users_traceback
 from gpipe_hpc.comm.saying import say
 from gpipe_hpc.config.complaints import EXPECTED, complaint, of_composing, unknown_option
-from gpipe_hpc.config.composing import Told, load_config, register_schemas
+from gpipe_hpc.config.composing import Told, compose_config, load_config, register_schemas
 from gpipe_hpc.config.elsewhere import Elsewhere, ended_jobs, without_launcher
 from gpipe_hpc.config.help import help_of
-from gpipe_hpc.config.presets import conf_dir
+from gpipe_hpc.config.presets import CONF_VARIABLE, conf_dir
 from gpipe_hpc.config.refusal import refuse
 from gpipe_hpc.config.schema import Config
 from gpipe_hpc.errors import ConfigError, GpipeError, NonFiniteError, is_users_mistake
@@ -194,6 +194,8 @@ def _composed_jobs(*, reads_data: bool) -> list[Job]:
             wrong.append(error)
 
     _refuse_options(sys.argv[1:])
+    if not _concerns_hydra(sys.argv[1:]):
+        return [_composed_alone(sys.argv[1:], reads_data=reads_data)]
     register_schemas()
     # Hydra writes multirun.yaml for every sweep; conf/config.yaml sends it here.
     with tempfile.TemporaryDirectory(prefix="gpipe_hpc_") as scratch:
@@ -220,6 +222,22 @@ def _composed_jobs(*, reads_data: bool) -> list[Job]:
             "in this process, got one that gave none back; leave it out, or start a run for each"
         )
     return jobs
+
+
+def _concerns_hydra(words: Sequence[str]) -> bool:
+    """Say whether Hydra may have more to do than to compose the settings of one job."""
+    is_ours = CONF_VARIABLE not in os.environ  # settings of somebody else's may tell it anything
+    return not is_ours or any(word.startswith("-") or "hydra" in word for word in words)
+
+
+def _composed_alone(words: Sequence[str], *, reads_data: bool) -> Job:
+    """Compose one job by Hydra's interface for programs.
+
+    Its command line composes all settings twice, the first time to see whether it is a sweep: a
+    quarter of the processor time of a short run, on every rank.
+    """
+    config = compose_config(words, reads_data=reads_data)
+    return Job(config, 1, tuple(words), {})
 
 
 # Of Hydra's own command line.

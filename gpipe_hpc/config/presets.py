@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 from gpipe_hpc.errors import ConfigError
 
+CONF_VARIABLE: Final = "GPIPE_HPC_CONF"
 _CONF_MARK: Final = "# gpipe_hpc:"
 
 
@@ -19,7 +20,7 @@ def conf_dir() -> Path:
     and ``conf/`` inside it (an installed wheel). Raises ConfigError if none is there.
     """
     package = Path(__file__).resolve().parent.parent
-    named = os.environ.get("GPIPE_HPC_CONF")
+    named = os.environ.get(CONF_VARIABLE)
     candidates = [Path(named).resolve()] if named else [package.parent / "conf", package / "conf"]
     for folder in candidates:
         config = folder / "config.yaml"
@@ -29,7 +30,7 @@ def conf_dir() -> Path:
     raise ConfigError(
         f"conf: no settings found, expected a config.yaml that starts with {_CONF_MARK!r}, looked "
         f"in {', '.join(map(str, candidates))}; "
-        + ("correct $GPIPE_HPC_CONF" if named else "install the package anew")
+        + (f"correct ${CONF_VARIABLE}" if named else "install the package anew")
     )
 
 

@@ -1,6 +1,7 @@
 """From the command line to the exit code, and sweeps (-m) of the commands."""
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -35,6 +36,43 @@ def test_one_job_has_no_number(say):
     seen = []
     assert run_jobs(lambda job: seen.append(job) or 7, "train") == 7
     assert [(job.config.pipeline.stages, job.number) for job in seen] == [(3, None)]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["model=mlp", "data=synthetic_vectors", "+model.extra=[1,2]", "~model.activation"],
+        ["run.dir=runs/${train.steps}", "pipeline.partition=[5,6]", "train.steps=7"],
+    ],
+)
+def test_one_job_has_the_settings_that_hydras_command_line_gives(say, words):
+    """Which composes all of them twice, so it is asked only for what Hydra alone does."""
+    found = []
+    for more in ([], ["hydra.verbose=false"]):
+        say(*words, *more)
+        assert run_jobs(lambda job: found.append(job) or 0, "train") == 0
+    alone, by_hydra = found
+    assert alone == by_hydra and alone.words == tuple(words)
+
+
+def test_where_hydra_has_nothing_else_to_do_settings_are_composed_once(say, monkeypatch):
+    monkeypatch.delattr(commands.hydra, "main")
+    say("train.steps=7")
+    assert run_jobs(lambda job: job.config.train.steps, "train") == 7
+
+
+def test_settings_of_another_folder_may_tell_hydra_more(say, monkeypatch, tmp_path):
+    """As it is done there for a job of a sweep, too."""
+    shutil.copytree(conf_dir(), tmp_path / "conf")
+    path = tmp_path / "conf" / "config.yaml"
+    text = path.read_text("utf-8")
+    assert text.count("    chdir: false\n") == 1
+    own = "    chdir: false\n    env_set:\n      GPIPE_HPC_NEW: x\n"
+    path.write_text(text.replace("    chdir: false\n", own), "utf-8")
+    monkeypatch.setenv("GPIPE_HPC_CONF", str(tmp_path / "conf"))
+    say("train.steps=7")
+    assert run_jobs(lambda job: int(os.environ["GPIPE_HPC_NEW"] == "x"), "train") == 1
 
 
 def test_a_sweep_runs_every_job_and_leaves_nothing_behind(say, tmp_path):
