@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.containers import Containers
+from tests.cluster.containers import DEFINED, Containers
 from tests.cluster.slurm import Slurm
 
 
@@ -33,17 +33,31 @@ def slurm(all_of_slurm: Slurm) -> Iterator[Slurm]:
 
 
 @pytest.fixture(scope="session")
-def built(repository: Path) -> Iterator[Containers]:
-    """Build the image in a storage of its own; CLUSTER_STORAGE names one that is to be kept."""
+def storage() -> Iterator[Containers]:
+    """Return a storage of images of its own; CLUSTER_STORAGE names one that is to be kept."""
     kept = os.environ.get("CLUSTER_STORAGE")
     folder = Path(kept) if kept else Path(tempfile.mkdtemp(prefix="containers_"))
     containers = Containers(folder, os.environ)
     try:
-        containers.build(repository)
         yield containers
     finally:
         if not kept:
             containers.remove()
+
+
+@pytest.fixture(scope="session")
+def built(storage: Containers, repository: Path) -> Containers:
+    """Build the image of the Dockerfile."""
+    storage.build(repository)
+    return storage
+
+
+@pytest.fixture
+def defined(storage: Containers, repository: Path) -> Iterator[tuple[Containers, str]]:
+    """Build what Apptainer's definition says; return what starts containers of it, its name."""
+    storage.build_defined(repository)
+    yield storage, DEFINED
+    storage.stop()
 
 
 @pytest.fixture

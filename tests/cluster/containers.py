@@ -7,10 +7,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from tests.cluster.apptainer import SCRIPTS, TEST, definition, files, filled
 from tests.cluster.tools import MissingToolError, tool
 
 BASE = "localhost/base"
 IMAGE = "localhost/gpipe-hpc"
+BARE = "localhost/bare"
+DEFINED = "localhost/gpipe-hpc-sif"
 _SUITE = "bookworm"
 _HARDENED = (
     *("--read-only", "--cap-drop=all", "--security-opt=no-new-privileges", "--shm-size=64m"),
@@ -32,7 +35,7 @@ class Containers:
         """Build the image; error of the tool, with all that it said, if it cannot be."""
         if IMAGE in self._run("podman", "images", "--format={{.Repository}}"):
             return
-        self._import_base()
+        self._import_base(BASE, "python3,python3-venv,ca-certificates")
         mounts = [f"--volume={path}:{path}:ro" for path in _of_pip()]
         index = self._environ.get("TORCH_INDEX", "")
         self._run(
@@ -48,13 +51,34 @@ class Containers:
                 "https://download.pytorch.org/whl/cpu"
             )
 
-    def _import_base(self) -> None:
+    def build_defined(self, repository: Path) -> None:
+        """Do what Apptainer does with its definition, for CPUs, in a Debian without Python."""
+        if DEFINED in self._run("podman", "images", "--format={{.Repository}}"):
+            return
+        # A certificate of pip's is mounted where this package would put its own.
+        self._import_base(BARE, "ca-certificates")
+        index = self._environ.get("TORCH_INDEX") or "none"
+        found = filled(definition(repository), BASE=BARE, TORCH_INDEX=index)
+        (name,) = self._run("buildah", "from", "--pull-never", BARE).split()
+        for source, target in files(found):
+            self._run("buildah", "copy", "--quiet", name, str(repository / source), target)
+        for section, target in SCRIPTS.items():
+            path = self.folder / section
+            path.write_text(found[section])
+            self._run("buildah", "copy", "--quiet", name, str(path), target)
+        mounts = [f"--volume={path}:{path}:ro" for path in _of_pip()]
+        within = ("buildah", "run", "--isolation=chroot", "--network=host", *mounts, name, "--")
+        self._run(*within, "/bin/sh", "-ex", "-c", found["post"])
+        self._run(*within, "/bin/sh", TEST)
+        self._run("buildah", "commit", "--quiet", "--rm", name, DEFINED)
+
+    def _import_base(self, image: str, packages: str) -> None:
         root = self.folder / "base"
-        packages = "--include=python3,python3-venv,ca-certificates"
-        self._run("debootstrap", "--variant=minbase", packages, _SUITE, str(root))
+        more = f"--include={packages}"
+        self._run("debootstrap", "--variant=minbase", more, _SUITE, str(root))
         tar = subprocess.Popen(["tar", "-C", str(root), "-c", "."], stdout=subprocess.PIPE)
         with tar:
-            self._run("podman", "import", "-", BASE, source=tar)
+            self._run("podman", "import", "-", image, source=tar)
         shutil.rmtree(root)
 
     def _run(self, name: str, *words: str, source: subprocess.Popen[bytes] | None = None) -> str:

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests.cluster.slurm import BatchJob
-from tests.support import has_begun
+from tests.support import has_begun, losses
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -217,6 +217,25 @@ def test_a_lost_node_leaves_the_others_going_on(
     as_undisturbed(tmp_path / "run")
 
 
+def test_a_lost_node_takes_no_replica_with_it(
+    slurm, edited, settings, tmp_path, until, start_ranks
+):
+    """Stages and replicas as the script has them, as numbers: the micro-batches stay the same."""
+    own = (*settings, "pipeline.stages=2", "pipeline.replicas=2")
+    job = submitted(slurm, edited, own, tmp_path, until)
+    slurm.lose("n2")
+    assert job.await_state("COMPLETED", "FAILED", limit_s=400) == "COMPLETED", said(tmp_path)
+    (_, both), (again, left) = starts(tmp_path)
+    assert (both, left) == ("n1,n2", "n1") and 0 < again < STEPS
+    assert "4 ranks before, 2 now" in said(tmp_path)
+    ranks = start_ranks(4, *own, f"run.dir={tmp_path}/undisturbed").wait(200)
+    assert ranks.codes == [0] * 4, ranks.outputs
+    found, undisturbed = losses(tmp_path / "run"), losses(tmp_path / "undisturbed")
+    assert len(found) == len(undisturbed) == STEPS
+    # Fewer ranks sum in another order; other dropout would show in the second digit.
+    assert found == pytest.approx(undisturbed, rel=1e-4)
+
+
 def test_with_too_few_nodes_left_it_waits_for_others(
     slurm, edited, settings, tmp_path, until, as_undisturbed
 ):
@@ -408,10 +427,16 @@ def test_settings_that_cannot_work_are_tried_once(slurm, edited, settings, tmp_p
     assert named and "replicas" in (tmp_path / named[1]).read_text()
 
 
+@pytest.fixture
+def submitit():
+    """Fail at once where a sweep would start no job."""
+    found = importlib.util.find_spec("submitit")
+    assert found is not None, "cluster tests: pip install hydra-submitit-launcher"
+
+
+@pytest.mark.usefixtures("submitit")
 def test_a_sweep_is_a_job_for_each_of_its_runs(slurm, tiny, tmp_path, train, same_end):
     """By submitit: two jobs of two ranks each, as they would be alone; what failed is named."""
-    submitit = importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher")
-    assert submitit is not None, "cluster tests: pip install hydra-submitit-launcher"
     words = [*tiny, "train.steps=5", "pipeline.stages=2"]
     sweep = ["optimizer.lr=0.001,0.01", "run.dir=runs/${optimizer.lr}"]
     launcher = ["hydra/launcher=submitit_slurm", "hydra.launcher.tasks_per_node=2"]
@@ -423,6 +448,7 @@ def test_a_sweep_is_a_job_for_each_of_its_runs(slurm, tiny, tmp_path, train, sam
         same_end(tmp_path / "runs" / rate, tmp_path / "alone" / rate)
 
 
+@pytest.mark.usefixtures("submitit")
 def test_a_job_of_a_sweep_that_is_stopped_goes_on(slurm, settings, tmp_path, until, as_undisturbed):
     """Slurm starts it again, and the sweep waits for that."""
     script = tmp_path / "sweep.sh"
