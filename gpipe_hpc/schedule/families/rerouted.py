@@ -1,5 +1,6 @@
 """Pipelines side by side with holes: a missing rank's micro-batches go to its peers."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
@@ -24,6 +25,7 @@ def rerouted(
     order: str = "zb_h1",
     copies: Sequence[int] | None = None,
     room: int = 1,
+    paces: Sequence[float] | None = None,
 ) -> Schedule:
     """Run pipelines of `stages` on any number of ranks, those of the last one not all there.
 
@@ -39,39 +41,64 @@ def rerouted(
     the rows in turn. Where a row has a hole the ranks that hold the same stage in other rows take
     its micro-batches, evenly. `microbatches` counts those of all rows. `copies` says how many ranks
     hold each stage; without it the last stages have fewer. A cut that gives a stage with fewer
-    copies less work keeps all ranks equally busy.
+    copies less work keeps all ranks equally busy. `paces` says how many times as long each rank
+    takes: those of a stage share its micro-batches accordingly, and a stage of slow ranks is to
+    have less work.
 
     `order` is that of each row: ``gpipe``, ``one_f_one_b`` or ``zb_h1``, whose backwards are split
     so that weight gradients fill what the others leave idle. A stage keeps as many micro-batches as
     those of whole rows would, shared by its copies, and `room` more on a rank where some rows have
     holes: with C copies in R rows of K stages, stage k has at most R (K - k) / C + room on a rank
     in ``one_f_one_b``, R K / C + room in ``zb_h1`` (rounded up), and all of a rank's in ``gpipe``.
+    Of ranks of unequal paces each keeps its share of that, not 1 / C.
     In deep pipelines more room lets the bubble take in what the holes leave: a quarter of K more
     makes up for most of them.
     Source: Gandhi et al., ReCycle, SOSP 2024 (arXiv 2405.14009): adaptive pipelining and decoupled
     back-propagation.
     """
-    placement = in_rows(ranks, microbatches, stages, copies)
+    placement = in_rows(ranks, microbatches, stages, copies, paces)
     if order not in _ORDERS:
         raise ScheduleError(
             f"schedule 'rerouted': unknown order, expected one of {', '.join(_ORDERS)}, "
             f"got {order!r}; choose one of them"
         )
-    if len(set(map(len, _held(placement)))) == 1:
+    slow = _slow(ranks, paces)
+    if len(set(map(len, _held(placement)))) == 1 and not slow:
         return tabulate("rerouted", placement, _whole_rows(placement, _NAMED[order]))
     return tabulate(
         "rerouted",
         placement,
-        _ORDERS[order](placement, whole("rerouted", "room", room)),
+        _ORDERS[order](placement, whole("rerouted", "room", room), slow),
     )
 
 
 def in_rows(
-    ranks: int, microbatches: int, stages: int | None, copies: Sequence[int] | None
+    ranks: int,
+    microbatches: int,
+    stages: int | None,
+    copies: Sequence[int] | None,
+    paces: Sequence[float] | None = None,
 ) -> Placement:
-    """Place stages in rows of ranks; None: as many stages as ranks, as even copies as can be."""
+    """Place stages in rows of ranks; None: as many stages as ranks, as even copies as can be.
+
+    `paces`: how many times as long each rank takes; None: all are equally fast.
+    """
     num_stages = ranks if stages is None else whole("rerouted", "stages", stages)
-    return with_holes(_copies(ranks, num_stages, copies), microbatches)
+    held = _copies(ranks, num_stages, copies)
+    return with_holes(held, microbatches, _slow(ranks, paces))
+
+
+def _slow(ranks: int, paces: Sequence[float] | None) -> Sequence[float]:
+    """Return how many times as long each rank takes, where some take longer; refuse others."""
+    given = [] if paces is None else [*paces]
+    are_paces = all(isinstance(each, int | float) and 0 < each < math.inf for each in given)
+    if paces is not None and (len(given) != ranks or not are_paces):
+        raise ScheduleError(
+            f"schedule 'rerouted': paces has how many times as long each rank takes, expected a "
+            f"number above 0 for each of {ranks} ranks, got {given}; correct them, or leave them "
+            f"out"
+        )
+    return given if len(set(given)) > 1 else ()
 
 
 ORDERS: Final = ("gpipe", "one_f_one_b", "zb_h1")
@@ -122,7 +149,7 @@ def _whole_rows(placement: Placement, named: Callable[[int, int], Schedule]) -> 
     return rows
 
 
-def _fill_and_drain(placement: Placement, _: int) -> list[list[Action]]:
+def _fill_and_drain(placement: Placement, _: int, __: Sequence[float]) -> list[list[Action]]:
     """Let each rank run all its forwards, then all its backwards, the last micro-batch first."""
     rows: list[list[Action]] = []
     for rank in range(placement.num_ranks):
@@ -133,44 +160,52 @@ def _fill_and_drain(placement: Placement, _: int) -> list[list[Action]]:
     return rows
 
 
-def _one_f_one_b(placement: Placement, room: int) -> Sequence[Sequence[Action]]:
+def _one_f_one_b(
+    placement: Placement, room: int, paces: Sequence[float]
+) -> Sequence[Sequence[Action]]:
     """Run a backward as soon as there is one; the later a stage, the fewer micro-batches live."""
     num_stages = placement.num_stages
-    return _listed(
-        placement, (Op.B, Op.F), [num_stages - stage for stage in range(num_stages)], room
-    )
+    kept = [num_stages - stage for stage in range(num_stages)]
+    return _listed(placement, (Op.B, Op.F), kept, room, paces)
 
 
-def _zero_bubble(placement: Placement, room: int) -> Sequence[Sequence[Action]]:
+def _zero_bubble(
+    placement: Placement, room: int, paces: Sequence[float]
+) -> Sequence[Sequence[Action]]:
     """Let weight gradients wait until a rank has nothing else to do, or no room."""
-    return _listed(
-        placement, (Op.I, Op.F, Op.W), [placement.num_stages] * placement.num_stages, room
-    )
+    kept = [placement.num_stages] * placement.num_stages
+    return _listed(placement, (Op.I, Op.F, Op.W), kept, room, paces)
 
 
 def _listed(
-    placement: Placement, order: tuple[Op, ...], kept_of_row: Sequence[int], room: int
+    placement: Placement,
+    order: tuple[Op, ...],
+    kept_of_row: Sequence[int],
+    room: int,
+    paces: Sequence[float],
 ) -> list[Row]:
     """Let each rank start the first op of an order that is ready; of one op the oldest.
 
     `kept_of_row`: the micro-batches that a stage of a row without holes keeps at most; `room`: how
-    many more where rows are unequal.
+    many more where rows are unequal; `paces`: how many times as long ranks take, if not all alike.
     """
     stages = range(placement.num_stages)
     num_rows = max(len(placement.holders(stage)) for stage in stages)
-    copies = [len(placement.holders(stage)) for stage in stages]
-    # A cut that knows the copies gives each rank as much to do.
-    work = [float(each) for each in copies]
+    speeds = [1 / pace for pace in paces] or [1] * placement.num_ranks
+    # A cut that knows the copies, and how fast they are, gives each rank as much to do.
+    work = [float(sum(speeds[rank] for rank in placement.holders(stage))) for stage in stages]
     limits = [0] * placement.num_ranks
     for stage in stages:
         for rank in placement.holders(stage):
             # Where rows are unequal micro-batches come unevenly, and some wait.
-            limits[rank] = -(-num_rows * kept_of_row[stage] // copies[stage]) + room
+            share = num_rows * kept_of_row[stage] * speeds[rank] / work[stage]
+            limits[rank] = math.ceil(share - 1e-9) + room
     rules = Rules(
         durations={op: [(2.0 if op is Op.B else 1.0) * each for each in work] for op in order},
         priority=lambda op, _, microbatch: (order.index(op), microbatch),
         transfers=[0.0] * placement.num_stages,
         limits=limits,
+        paces=paces,
     )
     return list_schedule(placement, rules)
 
@@ -178,6 +213,7 @@ def _listed(
 _NAMED: Final[Mapping[str, Callable[[int, int], Schedule]]] = MappingProxyType(
     dict(zip(ORDERS, (gpipe, one_f_one_b, zb_h1), strict=True))
 )
-_ORDERS: Final[Mapping[str, Callable[[Placement, int], Sequence[Sequence[Action]]]]] = (
-    MappingProxyType(dict(zip(ORDERS, (_fill_and_drain, _one_f_one_b, _zero_bubble), strict=True)))
+_Ordered = Callable[[Placement, int, Sequence[float]], Sequence[Sequence[Action]]]
+_ORDERS: Final[Mapping[str, _Ordered]] = MappingProxyType(
+    dict(zip(ORDERS, (_fill_and_drain, _one_f_one_b, _zero_bubble), strict=True))
 )

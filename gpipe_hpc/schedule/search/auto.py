@@ -80,7 +80,8 @@ def auto(
     """
     if not isinstance(costs, Costs):
         costs = _named_costs(costs or {"forward": 1, "input_gradient": 1, "weight_gradient": 1})
-    where = place(placement, ranks, microbatches, stages_per_rank, stages, copies)
+    slow = costs.of_paces(ranks)
+    where = place(placement, ranks, microbatches, stages_per_rank, stages, copies, slow)
     whole("auto", "trials", trials, least=0)
     bound = None if within is None else within(where)
     return search(where, costs, limit=limit, trials=trials, within=bound).schedule
@@ -104,10 +105,14 @@ def place(
     stages_per_rank: int = 2,
     stages: int | None = None,
     copies: Sequence[int] | None = None,
+    paces: Sequence[float] | None = None,
 ) -> Placement:
-    """Return a placement by the name of its shape; refuse one that is not known."""
+    """Return a placement by the name of its shape; refuse one that is not known.
+
+    `paces`: how many times as long each rank takes, which rows with holes heed.
+    """
     if kind == "rerouted":
-        return in_rows(ranks, microbatches, stages, copies)
+        return in_rows(ranks, microbatches, stages, copies, paces)
     if stages is not None or copies is not None:
         raise ScheduleError(
             f"schedule 'auto': stages and copies are of placement rerouted, got {kind!r}; leave "
@@ -153,7 +158,7 @@ def search(
     tables = (
         [replace(table, skips=skips) for table in each]
         for each in (
-            _named(placement, may_split),
+            _named(placement, may_split, costs.of_paces(placement.num_ranks)),
             _listed(placement, costs, may_split, room),
         )
     )
@@ -275,7 +280,7 @@ def _timed(
             yield simulate(schedule, costs).makespan, schedule
 
 
-def _named(placement: Placement, may_split: bool) -> Iterator[Schedule]:
+def _named(placement: Placement, may_split: bool, paces: Sequence[float]) -> Iterator[Schedule]:
     """Yield the schedules known by name that have a placement, split ones if that is allowed.
 
     What options they would need shows in the placement: stages on a rank, routes, and how many
@@ -294,7 +299,7 @@ def _named(placement: Placement, may_split: bool) -> Iterator[Schedule]:
         "looped_bfs": [{"stages_per_rank": each}],
         "interleaved": [{"stages_per_rank": each}],
         "hanayo": [{"waves": max(1, each // 2)}],
-        "rerouted": list(_in_rows(placement)),
+        "rerouted": list(_in_rows(placement, paces)),
     }
     makers = [
         partial(family, **options)
@@ -311,11 +316,12 @@ def _named(placement: Placement, may_split: bool) -> Iterator[Schedule]:
             yield schedule
 
 
-def _in_rows(placement: Placement) -> Iterator[dict[str, Any]]:
+def _in_rows(placement: Placement, paces: Sequence[float]) -> Iterator[dict[str, Any]]:
     """Yield the options of tables in rows, where ranks of one stage each share stages."""
     copies = copies_in_rows(placement)
     if copies is not None:
-        yield from ({"stages": len(copies), "copies": copies, "order": order} for order in ORDERS)
+        rows = {"stages": len(copies), "copies": copies, "paces": paces}
+        yield from ({**rows, "order": order} for order in ORDERS)
 
 
 def _listed(placement: Placement, costs: Costs, may_split: bool, room: _Room) -> Iterator[Schedule]:

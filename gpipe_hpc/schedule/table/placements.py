@@ -45,33 +45,82 @@ def copies_in_rows(placement: Placement) -> list[int] | None:
     return copies if is_in_rows else None
 
 
-def with_holes(copies: Sequence[int], num_microbatches: int) -> Placement:
+def with_holes(
+    copies: Sequence[int], num_microbatches: int, paces: Sequence[float] = ()
+) -> Placement:
     """Place stage s on ``copies[s]`` ranks, in rows of which each has a rank for a stage or none.
 
     Ranks are numbered row by row. Micro-batches take the rows in turn; where a row has none for a
     stage, the rank of another one that has the fewest micro-batches of the stage so far takes it.
+    `paces`: how many times as long each rank takes. Where they differ, the ranks of a stage share
+    its micro-batches so that the last of them ends as early as can be, and a micro-batch stays in
+    its row as long as no rank gets ahead of its share.
     """
     num_rows = max(copies)
     numbers = iter(range(sum(copies)))
     held = [[next(numbers) if row < n else -1 for n in copies] for row in range(num_rows)]
+    are_alike = len(set(paces)) <= 1
     home = [microbatch % num_rows for microbatch in range(num_microbatches)]
     routes: dict[tuple[int, ...], int] = {}
     route_of: list[int] = []
     columns: list[list[int]] = []
     for stage, count in enumerate(copies):
-        taken = [home.count(row) for row in range(count)]
-        column: list[int] = []
-        for row in home:
-            if row >= count:
-                row = taken.index(min(taken))
-                taken[row] += 1
-            column.append(held[row][stage])
-        columns.append(column)
+        if are_alike:
+            rows = _in_turn(home, count)
+        else:
+            rows = _by_paces(home, [paces[held[row][stage]] for row in range(count)])
+            home = rows
+        columns.append([held[row][stage] for row in rows])
     for route in zip(*columns, strict=True):
         route_of.append(routes.setdefault(route, len(routes)))
     # Rows that no micro-batch takes hold their stages all the same.
-    for row in range(num_rows):
-        if not any(row == each for each in home):
-            idle = tuple(own if own >= 0 else held[0][s] for s, own in enumerate(held[row]))
+    taken = {rank for column in columns for rank in column}
+    for own in held:
+        if not all(rank in taken for rank in own if rank >= 0):
+            idle = tuple(rank if rank >= 0 else held[0][s] for s, rank in enumerate(own))
             routes.setdefault(idle, len(routes))
     return Placement(tuple(routes), tuple(route_of))
+
+
+def _in_turn(home: Sequence[int], count: int) -> list[int]:
+    """Return the row of each micro-batch in a stage that the first `count` rows hold."""
+    taken = [home.count(row) for row in range(count)]
+    rows: list[int] = []
+    for row in home:
+        if row >= count:
+            row = taken.index(min(taken))
+            taken[row] += 1
+        rows.append(row)
+    return rows
+
+
+def _by_paces(before: Sequence[int], paces: Sequence[float]) -> list[int]:
+    """Return the row of each micro-batch in a stage that rows of such paces hold.
+
+    `before`: the rows that they come from.
+    """
+    quota = shares_of(len(before), paces)
+    together = 1 / sum(1 / pace for pace in paces)  # of all ranks, for a micro-batch
+    taken = [0] * len(paces)
+    rows: list[int] = []
+    for number, row in enumerate(before, 1):
+        stays = row < len(paces) and taken[row] < quota[row]
+        if not (stays and taken[row] * paces[row] <= number * together):
+            free = (each for each in range(len(paces)) if taken[each] < quota[each])
+            row = min(free, key=lambda each: (taken[each] + 1) * paces[each])
+        taken[row] += 1
+        rows.append(row)
+    return rows
+
+
+def shares_of(number: int, paces: Sequence[float]) -> list[int]:
+    """Return how many of some pieces ranks take, so that the last of them ends early as can be.
+
+    `paces`: how many times as long each takes for a piece. Each next one goes to where it would end
+    first, which no other choice beats.
+    """
+    shares = [0] * len(paces)
+    for _ in range(number):
+        first = min(range(len(paces)), key=lambda each: (shares[each] + 1) * paces[each])
+        shares[first] += 1
+    return shares

@@ -1,6 +1,8 @@
 """Tables in rows with holes: proved for any number of ranks, and as fast as ranks allow."""
 
 from collections import Counter
+from itertools import product
+from operator import mul
 
 import pytest
 from hypothesis import given, settings
@@ -98,6 +100,65 @@ def test_holes_cost_no_more_than_a_pipeline_does(ranks, stages, most):
     assert took["one_f_one_b"] <= plain + 1e-9
 
 
+@st.composite
+def unequal(draw):
+    """Draw copies of stages, micro-batches, and how slow each rank is."""
+    copies = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    paces = draw(
+        st.lists(
+            st.sampled_from([1.0, 1.5, 2.0, 4.0, 40.0]),
+            min_size=sum(copies),
+            max_size=sum(copies),
+        )
+    )
+    return copies, draw(st.integers(1, 9)), paces
+
+
+@given(unequal(), st.sampled_from(ORDERS))
+@settings(max_examples=60, deadline=None)
+def test_ranks_of_unequal_paces_share_a_stage_as_well_as_can_be(size, order):
+    """No deadlock, and no other shares would let the last rank of a stage end earlier."""
+    copies, microbatches, paces = size
+    table = build(
+        "rerouted",
+        ranks=len(paces),
+        microbatches=microbatches,
+        stages=len(copies),
+        order=order,
+        copies=copies,
+        paces=paces,
+    )
+    check(lower(table))
+    check(lower(forward_only(table)))
+    placement = table.placement
+    for stage, count in enumerate(copies):
+        holders = placement.holders(stage)
+        assert len(holders) == count
+        taken = Counter(placement.rank_of(stage, m) for m in range(microbatches))
+        slow = [paces[rank] for rank in holders]
+        ends = max(taken[rank] * pace for rank, pace in zip(holders, slow, strict=True))
+        shares = product(range(microbatches + 1), repeat=count)
+        whole = (each for each in shares if sum(each) == microbatches)
+        best = min(max(map(mul, each, slow)) for each in whole)
+        assert ends == pytest.approx(best)
+
+
+def test_a_slow_rank_holds_up_less_than_with_even_shares():
+    """Of seven ranks for three stages one takes twice as long; the cut gives its stage less."""
+    paces = [1.0, 1.0, 1.0, 1.0, 2.0, 1.0, 1.0]
+    size = {"ranks": 7, "microbatches": 36, "stages": 3}
+    took = {}
+    for name, heeded in (("even", None), ("heeded", paces)):
+        table = build("rerouted", paces=heeded, **size)
+        work = [sum(1 / paces[rank] for rank in table.placement.holders(s)) for s in range(3)]
+        costs = Costs(
+            forward=work, input_gradient=work, weight_gradient=work, paces=dict(enumerate(paces))
+        )
+        took[name] = simulate(table, costs).makespan / (3 * 36)
+    assert took["heeded"] < 1.1, "a tenth above all work over all that ranks can do"
+    assert took["even"] > 1.3 * took["heeded"]
+
+
 def test_without_a_hole_it_is_the_schedule_of_that_name():
     for order in ORDERS:
         table = build("rerouted", ranks=4, microbatches=8, order=order)
@@ -117,6 +178,8 @@ def test_without_a_hole_it_is_the_schedule_of_that_name():
         ({"stages": 2, "copies": [3]}, "2 numbers"),
         ({"stages": 2, "copies": [3, 0]}, "copies must be a whole number"),
         ({"stages": 2, "room": 0}, "room must be a whole number"),
+        ({"stages": 2, "paces": [1, 1]}, "a number above 0 for each of 3 ranks, got .1, 1."),
+        ({"stages": 2, "paces": [1, 0, 1]}, "a number above 0 for each of 3 ranks"),
         ({"stages": 2, "order": "zb_v"}, "one of gpipe, one_f_one_b, zb_h1"),
     ],
 )
