@@ -232,7 +232,7 @@ class Pipeline:
             holders=[placement.holders(s) for s in range(placement.num_stages)],
             costs=self.partition.costs,
             measure=self.partition.measure,
-            paces=self.partition.paces,
+            paces=self.partition.stage_paces,
         )
         self.batchnorm = gather_batchnorm(
             {index: stage.batchnorm for index, stage in self.stages.items()}, pipeline

@@ -181,7 +181,7 @@ def make_plan(config: Config) -> Plan:
         cut_by=_cut_by(config, layout.partition),
         searched=layout.searched,
         recomputed=layout.budget,
-        paces=layout.partition.paces,
+        paces=layout.partition.stage_paces,
         summed=sums_text(gauge.count, layout, request.combining, config.plan.link_bytes_per_s),
     )
     text = report(layers, gauge.count, counts, layout.schedule, found, assumptions, sections)

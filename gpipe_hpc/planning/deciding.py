@@ -93,14 +93,9 @@ def _with_measured_paces(request: Request, world: World) -> Request:
     if world.size == 1:
         return replace(request, paces=None)
     stages = request.stages if isinstance(request.stages, int) else None
-    if num_rows(world.size, stages, request.replicas) is not None:
-        if world.rank == 0:
-            log.warning(
-                "paces: not measured, as in pipelines with holes all ranks count as equally fast"
-            )
-        return replace(request, paces=None)
+    has_holes = num_rows(world.size, stages, request.replicas) is not None
     with together(world, "measuring how fast ranks are"):
-        if request.stages != FIT:
+        if request.stages != FIT and not has_holes:
             Mesh.fit(world.size, stages, request.replicas)  # refuses what cannot be
         own = seconds_of_work(world.device, request.precision)
         times = world.everybody.gather_object(own, root=0)
@@ -120,7 +115,7 @@ def _kept_paces(request: Request, num_ranks: int) -> Sequence[float]:
     if not isinstance(before, Partition) or not before.rank_paces or request.stages == FIT:
         return measured
     stages = request.stages or num_ranks // request.replicas
-    now = given_paces(replace(request, stages=stages))
+    now = given_paces(replace(request, stages=stages).on(num_ranks))
     if now is not None and confirms(now, before.rank_paces):
         return before.rank_paces
     log.warning(

@@ -11,7 +11,6 @@ from gpipe_hpc.planning.budget.fitting import Budget, choose_recompute
 from gpipe_hpc.planning.costs.gauges import Gauge
 from gpipe_hpc.planning.cutting.partition import ALIKE, Paces, Partition
 from gpipe_hpc.planning.cutting.roomier import lacks_memory, roomier_cut
-from gpipe_hpc.planning.cutting.uneven import copies_for
 from gpipe_hpc.planning.forecast import activation_memory, flop_costs, held_bytes, rank_states
 from gpipe_hpc.planning.memory.by_rank import excess_bytes, given_paces, memory_limits
 from gpipe_hpc.planning.request import Request
@@ -106,13 +105,7 @@ def paces_of(request: Request) -> Paces:
     if compares_placements(request):
         return Paces(paces, paces)
     if shared_by(request) is not None:
-        if len(set(paces)) == 1:
-            return ALIKE
-        raise ConfigError(
-            f"pipeline.paces: expected equally fast ranks in pipelines with holes, got "
-            f"{list(paces)} for {len(paces)} ranks; leave it out, or use a number of ranks that "
-            f"stages x replicas make"
-        )
+        return ALIKE if len(set(paces)) == 1 else Paces((), paces)
     return _paces_on(_placement_of(request), paces)
 
 
@@ -140,9 +133,13 @@ def shared_by(request: Request) -> int | None:
 
 
 def _copies(request: Request, partition: Partition) -> dict[str, Any]:
-    """Return how many ranks hold each stage of a cut, as an option of schedules in rows."""
-    ranks = shared_by(request)
-    return {} if ranks is None else {"copies": copies_for(partition.counts, partition.costs, ranks)}
+    """Return which ranks hold each stage of a cut, as options of schedules in rows."""
+    if shared_by(request) is None:
+        return {}
+    copies = partition._replace(num_ranks=shared_by(request)).copies
+    if request.schedule == "auto" or not partition.rank_paces:
+        return {"copies": copies}  # the costs of a search say how slow ranks are
+    return {"copies": copies, "paces": partition.rank_paces}
 
 
 def table_of(request: Request, **more: Any) -> Schedule:

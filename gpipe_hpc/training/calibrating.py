@@ -55,7 +55,7 @@ def measured_times(
     """
     cut = pipe.partition
     basis = by_forwards(foreseen.known.times, forwards_s, cut.counts)
-    return layer_times(measured, cut.counts, basis, cut.paces)
+    return layer_times(measured, cut.counts, basis, cut.stage_paces)
 
 
 def calibrate(

@@ -57,7 +57,7 @@ class Foresight:
         """Return what would make a measured step faster; see `advise`."""
         cut = pipe.partition
         basis = cut.times or self.known.times
-        known = replace(self.known, times=layer_times(measured, cut.counts, basis, cut.paces))
+        known = replace(self.known, times=layer_times(measured, cut.counts, basis, cut.stage_paces))
         limits = memory_limits(pipe.request)
         total = pipe.world.device.memory_total()
         if limits is None and total is not None:

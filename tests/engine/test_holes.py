@@ -97,6 +97,27 @@ def test_holes_train_as_one_process_does(alone, shape, schedule, recompute, shar
     assert_same(found, alone(3 * rows))
 
 
+@product_of(
+    "shape, schedule, recompute",
+    [(3, 2), (5, 2), (7, 4)],
+    ("gpipe", "one_f_one_b", "zb_h1", "auto"),
+    ("except_last", "never"),
+)
+def test_holes_train_the_same_on_slow_ranks(alone, shape, schedule, recompute):
+    """The last rank takes four times as long, and the second one twice."""
+    ranks, stages = shape
+    paces = [1, 2, *[1] * (ranks - 3), 4]
+    settings = {"stages": stages, "microbatches": 3, "paces": paces, "recompute": recompute}
+
+    def body(world):
+        pipe, optimizer = make(world, schedule=schedule, **settings)
+        return pipe.partition.rank_paces, train(pipe, optimizer, data())
+
+    found = run_on_threads(ranks, body)
+    assert all(told == tuple(paces) for told, _ in found)
+    assert_same([steps for _, steps in found], alone(3 * -(-ranks // stages)))
+
+
 def test_a_pipeline_with_holes_is_one_replica_that_takes_the_whole_batch():
     def body(world):
         pipe, _ = make(world, stages=4, microbatches=3)

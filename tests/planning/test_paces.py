@@ -1,5 +1,6 @@
 """Ranks of unequal speed: the cut gives slow ones fewer layers, and forecasts know of them."""
 
+from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 from itertools import accumulate, combinations, pairwise
@@ -108,7 +109,7 @@ def test_a_stored_cut_is_made_anew_for_other_paces():
     [
         ({"paces": [1, 2]}, "a number above 0 for each of 3 ranks"),
         ({"paces": [1, 2, 0]}, "a number above 0 for each of 3 ranks"),
-        ({"paces": [1, 1, 2], "stages": 2}, "with holes"),
+        ({"paces": [1, 2], "stages": 2}, "a number above 0 for each of 3 ranks"),
     ],
 )
 def test_paces_that_say_nothing_of_the_ranks_are_refused(settings, words):
@@ -146,6 +147,31 @@ def test_paces_are_those_of_the_slowest_replica_and_told_relative_to_rank_0():
 def test_equal_paces_are_nothing_to_refuse_in_pipelines_with_holes():
     asked = replace(ASKED, stages=2, paces=[2, 2, 2]).on(3)
     assert cut(asked, Given()).rank_paces == ()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b", "zb_h1", "auto"])
+def test_pipelines_with_holes_heed_paces(schedule):
+    """Rank 4 of seven takes three times as long: it, and its stage, get less to do."""
+    paces = [1, 1, 1, 1, 3, 1, 1]
+    options = {"trials": 2} if schedule == "auto" else {}
+    asked = replace(ASKED, schedule=schedule, schedule_options=options, microbatches=8, stages=3)
+    even, heeded = (lay_out(replace(asked, paces=given).on(7), Given()) for given in (None, paces))
+    took = simulated(heeded, paces)
+    assert took < 0.8 * simulated(even, paces)
+    cut_of = heeded.partition
+    assert cut_of.rank_paces == tuple(map(float, paces)) and cut_of.num_ranks == 7
+    placement = heeded.schedule.placement
+    assert cut_of.copies == [len(placement.holders(stage)) for stage in range(3)]
+    (stage,) = placement.stages_of(4)
+    taken = Counter(placement.rank_of(stage, m) for m in range(placement.num_microbatches))
+    others = [taken[rank] for rank in placement.holders(stage) if rank != 4]
+    assert 2 * taken[4] < min(others)
+    means = [sum(paces[placement.rank_of(own, m)] for m in range(24)) / 24 for own in range(3)]
+    assert cut_of.stage_paces == pytest.approx(means, rel=0.1)
+    # What a checkpoint keeps is taken as it is by those ranks, and cut anew for others.
+    again = replace(asked, paces=paces, partition=Partition.stored(cut_of._asdict()))
+    assert cut(again.on(7), Given()) == cut_of
+    assert cut(replace(again, paces=None).on(7), Given()) == even.partition
 
 
 def known():

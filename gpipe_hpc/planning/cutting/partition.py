@@ -7,7 +7,12 @@ from gpipe_hpc.errors import PartitionError
 from gpipe_hpc.models import layer_parameters, stage_layers
 from gpipe_hpc.planning.costs.gauges import MEASURED, Gauge, LayerTimes
 from gpipe_hpc.planning.cutting.minimax import by_hand, minimax, uniform
-from gpipe_hpc.planning.cutting.uneven import cut_for_paces, cut_for_ranks
+from gpipe_hpc.planning.cutting.uneven import (
+    copies_for,
+    cut_for_paces,
+    cut_for_ranks,
+    paces_in_rows,
+)
 from gpipe_hpc.schedule import Costs
 
 POLICIES = ("parameters", "uniform", "time")
@@ -20,7 +25,8 @@ class Partition(NamedTuple):
     is ``parameters``, ``layers``, or that of the gauge (``time``, ``FLOPs``); then `times` has the
     parts of each cost. `paces`: how many times as long each stage takes as on rank 0, and
     `rank_paces` the same by rank; empty: all ranks are as fast. `num_ranks`: how many ranks share
-    the stages, where some stages are on one rank less; None: each stage is on as many.
+    the stages, where some stages are on one rank less; None: each stage is on as many. Where they
+    share stages `paces` are empty: see `stage_paces`.
     """
 
     counts: tuple[int, ...]
@@ -49,6 +55,24 @@ class Partition(NamedTuple):
     def is_measured(self) -> bool:
         """Say whether the times are seconds."""
         return bool(self.times) and self.measure == MEASURED
+
+    @property
+    def copies(self) -> list[int] | None:
+        """Return how many ranks hold each stage, where ranks share stages; else None."""
+        if self.num_ranks is None:
+            return None
+        return copies_for(self.counts, self.costs, self.num_ranks, self.rank_paces)
+
+    @property
+    def stage_paces(self) -> tuple[float, ...]:
+        """Return how many times as long each stage takes as on rank 0; empty: all are as fast.
+
+        Where ranks share it, on the average of its micro-batches.
+        """
+        copies = self.copies
+        if copies is None or not self.rank_paces:
+            return self.paces
+        return paces_in_rows(copies, self.rank_paces)
 
     def stage_costs(self, recomputed: Sequence[Collection[int]] | None = None) -> Costs | None:
         """Return what each op of a stage takes; None where no gauge was asked.
@@ -98,7 +122,7 @@ class Partition(NamedTuple):
         `num_ranks`: where these share the stages, some of which are on one rank less.
         """
         if num_ranks is not None:
-            counts = cut_for_ranks(self.costs, num_stages, num_ranks)
+            counts = cut_for_ranks(self.costs, num_stages, num_ranks, self.rank_paces)
         elif len(self.paces) == num_stages:
             counts = cut_for_paces(self.costs, self.paces)
         else:

@@ -4,7 +4,9 @@ Legend as in `minimax`: n layers, K stages, prefix[j] the cost of the first j la
 are on one rank less than the `high` ones; what counts is the cost of a stage over its ranks.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Final, NamedTuple
 
@@ -12,23 +14,25 @@ from gpipe_hpc.planning.cutting.minimax import integers, minimax
 from gpipe_hpc.schedule.families.rerouted import num_copies
 
 
-def cut_for_ranks(costs: Sequence[float], stages: int, ranks: int) -> list[int]:
+def cut_for_ranks(
+    costs: Sequence[float], stages: int, ranks: int, paces: Sequence[float] = ()
+) -> list[int]:
     """Return the layers of each stage for which the busiest of some ranks has least to do.
 
-    Each stage is on as many ranks as any other, or on one less; which ones, the cut chooses. Exact,
-    as `minimax` is; among the best the one with the least sum of squares of what ranks have to do.
-    No stage is empty. Raises PartitionError as `minimax` does, ScheduleError for fewer ranks than
-    stages.
+    Each stage is on as many ranks as any other, or on one less; which ones, the cut chooses.
+    ``paces[rank]`` is how many times as long a rank takes, empty where all are alike; those of a
+    stage share its work so that they end together. Exact, as `minimax` is; among the best the one
+    with the least sum of squares of what ranks have to do. No stage is empty. Raises PartitionError
+    as `minimax` does, ScheduleError for fewer ranks than stages.
     """
     copies = num_copies(ranks, stages)
     even = minimax(costs, stages)
-    if len(set(copies)) == 1:
+    are_alike = len(set(paces)) <= 1
+    if are_alike and len(set(copies)) == 1:
         return even
-    low, num_high = copies[-1], copies.count(copies[0])
     prefix = [0, *accumulate(integers(costs))]
-    # Of a stage on fewer ranks each has more.
-    work = _Work(prefix, stages, num_high, weights=(low + 1, low))
-    most = work.busiest(even, copies_for(even, costs, ranks))
+    work = _Work.of(prefix, stages, ranks, paces)
+    most, _ = work.dealt(even)
     found = next(filter(None, (work.best(limit, max) for limit in work.limits(most))))
     evenest = work.best(found[0], _plus_square)
     assert evenest is not None, "one was just found"
@@ -145,14 +149,19 @@ def _best_where(
     return best[num_layers], [b - a for a, b in pairwise(ends[::-1])]
 
 
-def copies_for(counts: Sequence[int], costs: Sequence[float], ranks: int) -> list[int]:
+def copies_for(
+    counts: Sequence[int], costs: Sequence[float], ranks: int, paces: Sequence[float] = ()
+) -> list[int]:
     """Return how many of the ranks hold each stage of a cut: the cheapest stages one less.
 
-    Of stages that cost the same the later ones, which keep fewer micro-batches.
+    Of stages that cost the same the later ones, which keep fewer micro-batches. With unequal
+    `paces` of ranks, whichever stages leave the busiest rank least to do.
     """
     stages = len(counts)
-    copies = num_copies(ranks, stages)
     prefix = [0, *accumulate(integers(costs))]
+    if len(set(paces)) > 1:
+        return _Work.of(prefix, stages, ranks, paces).dealt(counts)[1]
+    copies = num_copies(ranks, stages)
     ends = [0, *accumulate(counts)]
     amounts = [prefix[end] - prefix[start] for start, end in pairwise(ends)]
     dearest = sorted(range(stages), key=lambda stage: (-amounts[stage], stage))
@@ -162,31 +171,89 @@ def copies_for(counts: Sequence[int], costs: Sequence[float], ranks: int) -> lis
     return found
 
 
+def paces_in_rows(copies: Sequence[int], paces: Sequence[float]) -> tuple[float, ...]:
+    """Return how many times as long stages in rows take, on the average of their micro-batches.
+
+    `copies`: how many ranks hold each stage; `paces`: those of the ranks, row by row.
+    """
+    numbers = iter(range(len(paces)))
+    speeds = [0.0] * len(copies)
+    for row in range(max(copies)):
+        for stage, count in enumerate(copies):
+            if row < count:
+                speeds[stage] += 1 / paces[next(numbers)]
+    return tuple(count / speed for count, speed in zip(copies, speeds, strict=True))
+
+
 class _Work(NamedTuple):
     """What ranks have to do, in whole units: the cost of a stage times its weight.
 
-    `weights`: of stages on fewer ranks, and of those on more.
+    Ranks are numbered row by row; behind `num_rows` rows of all stages the last one, of `num_high`
+    ranks, has holes. `of_fewer` are the weights of stages without a rank in that row,
+    `of_more[stage]` of those with one, by how many stages ahead have one, too: each next has the
+    next rank, and behind the last there is none. All ranks are equally busy where each has the cost
+    of all layers over `capacity`.
     """
 
     prefix: list[int]
-    stages: int
+    num_rows: int
     num_high: int
-    weights: tuple[int, int]
+    of_fewer: list[int]
+    of_more: list[list[int]]
+    capacity: Fraction
 
-    def busiest(self, counts: Sequence[int], copies: Sequence[int]) -> int:
-        """Return what the busiest rank of a cut has to do."""
-        ends = [0, *accumulate(counts)]
-        high = max(copies)
-        return max(
-            (self.prefix[end] - self.prefix[start]) * self.weights[number == high]
-            for (start, end), number in zip(pairwise(ends), copies, strict=True)
-        )
+    @classmethod
+    def of(cls, prefix: list[int], stages: int, ranks: int, paces: Sequence[float]) -> "_Work":
+        """Return that of some ranks; `paces` are empty where all are alike."""
+        low, num_high = divmod(ranks, stages)
+        if len(set(paces)) <= 1:
+            # Of a stage on fewer ranks each has more.
+            of_fewer, of_more = [low + 1] * stages, [[low] * (num_high + 1)] * stages
+            return cls(prefix, low, num_high, of_fewer, of_more, Fraction(ranks, low * (low + 1)))
+        speeds = [1 / Fraction(pace) for pace in paces]
+        whole = [sum(speeds[stage : low * stages : stages], Fraction()) for stage in range(stages)]
+        last = speeds[low * stages :]
+        fewer = [1 / each for each in whole]
+        more = [[1 / (each + speed) for speed in (*last, Fraction())] for each in whole]
+        unit = max(fewer) / _FINE
+        of_fewer = [max(1, round(each / unit)) for each in fewer]
+        of_more = [[max(1, round(each / unit)) for each in row] for row in more]
+        return cls(prefix, low, num_high, of_fewer, of_more, sum(speeds, Fraction()) * unit)
+
+    @property
+    def stages(self) -> int:
+        """Return the number of stages."""
+        return len(self.of_fewer)
+
+    def dealt(self, counts: Sequence[int]) -> tuple[int, list[int]]:
+        """Return what the busiest rank of a cut has to do, and how many ranks hold each stage.
+
+        The ranks of the last row are with the stages where that is least; of equals with the first.
+        """
+        best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [])}
+        for stage, (start, end) in enumerate(pairwise([0, *accumulate(counts)])):
+            cost = self.prefix[end] - self.prefix[start]
+            here: dict[int, tuple[int, int, list[int]]] = {}
+            for num_high, (most, squares, copies) in best.items():
+                for is_high, weight in reversed([*self._weights(stage, num_high)]):
+                    work, now = cost * weight, num_high + is_high
+                    price = max(most, work), squares + work * work
+                    if now not in here or price < here[now][:2]:
+                        here[now] = *price, [*copies, self.num_rows + is_high]
+            best = here
+        most, _, copies = best[self.num_high]
+        return most, copies
+
+    def _weights(self, stage: int, num_high: int) -> Iterator[tuple[int, int]]:
+        """Yield whether a stage may have a rank in the last row, and its weight."""
+        if self.num_high - num_high < self.stages - stage:
+            yield 0, self.of_fewer[stage]
+        if num_high < self.num_high:
+            yield 1, self.of_more[stage][num_high]
 
     def limits(self, most: int) -> Iterator[int]:
         """Yield limits to try: from where all ranks are equally busy, the last one is `most`."""
-        of_more, of_fewer = sorted(self.weights)
-        ranks = of_more * self.stages + self.num_high
-        least = -(-self.prefix[-1] * of_more * of_fewer // ranks)
+        least = math.ceil(self.prefix[-1] / self.capacity)
         slack = least // 64
         while least + slack < most:
             yield least + slack
@@ -199,15 +266,16 @@ class _Work(NamedTuple):
         None if there are none. Dynamic programming over the stages so far, how many of them are on
         more ranks, and their end; `plus` adds a stage's work to a price.
         """
-        num_layers = len(self.prefix) - 1
+        num_layers, room = len(self.prefix) - 1, self._room(limit)
         best: dict[_State, int] = {_State(0, 0): 0}
         steps: list[dict[_State, _State]] = []
-        for left in reversed(range(self.stages)):
+        for stage in range(self.stages):
+            last = num_layers - (self.stages - 1 - stage)
             here: dict[_State, int] = {}
             came: dict[_State, _State] = {}
             for state, price in best.items():
-                for following, work in self._stages_behind(state, limit, num_layers - left):
-                    if not self._has_room(following, left, limit):
+                for following, work in self._behind(state, stage, limit, last):
+                    if self.prefix[-1] - self.prefix[following.end] > room(stage, following):
                         continue
                     total = plus(price, work)
                     if following not in here or total < here[following]:
@@ -223,20 +291,24 @@ class _Work(NamedTuple):
             ends.append(state.end)
         return best[_State(self.num_high, num_layers)], [b - a for a, b in pairwise(ends[::-1])]
 
-    def _has_room(self, state: "_State", left: int, limit: int) -> bool:
-        """Say whether what is left of the layers could be in the stages that are left."""
-        num_high = self.num_high - state.num_high
-        of_fewer, of_more = (limit // weight for weight in self.weights)
-        room = num_high * of_more + (left - num_high) * of_fewer
-        return num_high <= left and self.prefix[-1] - self.prefix[state.end] <= room
+    def _room(self, limit: int) -> Callable[[int, "_State"], int]:
+        """Return what tells how much the stages behind one could cost together, at the most."""
+        of_fewer = [limit // weight for weight in self.of_fewer]
+        more = [limit // min(row) - own for row, own in zip(self.of_more, of_fewer, strict=True)]
+        behind = [*accumulate(reversed(of_fewer), initial=0)][::-1]
+        most_more = [*accumulate(reversed(more), max, initial=0)][::-1]
 
-    def _stages_behind(
-        self, state: "_State", limit: int, last: int
+        def room(stage: int, state: _State) -> int:
+            num_high = self.num_high - state.num_high
+            return behind[stage + 1] + num_high * most_more[stage + 1]
+
+        return room
+
+    def _behind(
+        self, state: "_State", stage: int, limit: int, last: int
     ) -> Iterator[tuple["_State", int]]:
         """Yield where one more stage leads, and what its ranks have to do."""
-        for is_high, weight in enumerate(self.weights):
-            if state.num_high + is_high > self.num_high:
-                continue
+        for is_high, weight in self._weights(stage, state.num_high):
             for end in range(state.end + 1, last + 1):
                 work = (self.prefix[end] - self.prefix[state.end]) * weight
                 if work > limit:
@@ -249,3 +321,7 @@ class _State(NamedTuple):
 
     num_high: int
     end: int
+
+
+_FINE: Final = 2**30
+"""The largest weight: what is rounded off is far less than what can be measured."""

@@ -215,10 +215,9 @@ class Space:
                         )
 
     def _may_have_holes(self, rows: int, stages: int) -> bool:
-        """Say whether what is asked for beside the layout goes with holes, and with equal ranks."""
-        paces, orders = self.base.paces, self._orders()
-        are_unequal = not isinstance(paces, str | None) and len(set(paces)) > 1
-        if are_unequal or not orders:
+        """Say whether what is asked for beside the layout goes with holes."""
+        orders = self._orders()
+        if not orders:
             return False
         try:
             base = replace(self.base, schedule=orders[0], schedule_options=dict(self._options))

@@ -18,7 +18,6 @@ from gpipe_hpc.planning.cluster_file import read_cluster
 from gpipe_hpc.planning.costs.calibration import check_calibration, read_calibration
 from gpipe_hpc.planning.costs.gauges import MEASURED, LayerTimes
 from gpipe_hpc.planning.costs.rates import Rates
-from gpipe_hpc.planning.request import Request
 from gpipe_hpc.planning.search.candidates import Space
 from gpipe_hpc.planning.search.fewest import Fewest, fewest_ranks
 from gpipe_hpc.planning.search.ground import Ground
@@ -141,7 +140,7 @@ class Searching:
         """Return the layouts on so many ranks."""
         base = with_process(request_of(self.config), self.ground.machine.prices.process_bytes)
         paces = base.paces
-        if isinstance(paces, str) or (paces is None and self._shares_unequally(base)):
+        if isinstance(paces, str) or (paces is None and self.came and self.came.paces):
             known = self._cluster(num_ranks).paces
             paces = [known.get(rank, 1.0) for rank in range(num_ranks)] if known else None
         copies = _host_copies(self.config, self.came)
@@ -155,14 +154,6 @@ class Searching:
             (False, True) if may_offload else (False,),
             self.config.train.precision if self.config.plan.precisions else None,
         )
-
-    def _shares_unequally(self, base: Request) -> bool:
-        """Say whether slow ranks are to get less, as they were measured, where nobody says so.
-
-        In pipelines with holes all count as equally fast.
-        """
-        has_holes = "rerouted" in (base.schedule, base.options.get("placement"))
-        return self.came is not None and bool(self.came.paces) and not has_holes
 
     def on(self, num_ranks: int) -> Ground:
         """Return what is known of so many ranks, as the settings say how they are linked."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gpipe_hpc.errors import PartitionError, ScheduleError
 from gpipe_hpc.planning.cutting.minimax import minimax
-from gpipe_hpc.planning.cutting.uneven import copies_for, cut_for_ranks
+from gpipe_hpc.planning.cutting.uneven import copies_for, cut_for_ranks, paces_in_rows
 
 
 def amounts(counts, costs):
@@ -46,6 +46,47 @@ def test_no_cut_lets_the_busiest_rank_do_less(costs, stages, more):
     copies = copies_for(counts, costs, ranks)
     assert sum(counts) == len(costs) and min(counts) > 0 and sum(copies) == ranks
     assert busiest(counts, copies, costs) == best_of_all(costs, stages, ranks)
+
+
+def speeds_of(copies, paces):
+    """Return how fast the ranks of each stage are together; ranks are numbered row by row."""
+    numbers = iter(range(len(paces)))
+    speeds = [Fraction()] * len(copies)
+    for row in range(max(copies)):
+        for stage, count in enumerate(copies):
+            if row < count:
+                speeds[stage] += 1 / Fraction(paces[next(numbers)])
+    return speeds
+
+
+@st.composite
+def unequal(draw):
+    costs = draw(st.lists(st.sampled_from([0, 1, 2, 5, 9, 0.5, 20.25]), min_size=1, max_size=7))
+    stages = draw(st.integers(1, min(4, len(costs))))
+    ranks = stages + draw(st.integers(0, 5))
+    pace = st.sampled_from([1, 1.5, 2, 0.25, 7])
+    return costs, stages, draw(st.lists(pace, min_size=ranks, max_size=ranks))
+
+
+@given(unequal())
+@settings(max_examples=150, deadline=None)
+def test_of_ranks_of_unequal_paces_the_busiest_does_least(size):
+    """Against every cut, and every choice of the stages that the last row has ranks for."""
+    costs, stages, paces = size
+    counts = cut_for_ranks(costs, stages, len(paces), paces)
+    copies = copies_for(counts, costs, len(paces), paces)
+    low, num_high = divmod(len(paces), stages)
+    assert sorted(copies) == [low] * (stages - num_high) + [low + 1] * num_high
+    best = min(
+        busiest([b - a for a, b in pairwise((0, *ends, len(costs)))], speeds, costs)
+        for ends in combinations(range(1, len(costs)), stages - 1)
+        for high in combinations(range(stages), num_high)
+        for speeds in [speeds_of([low + (stage in high) for stage in range(stages)], paces)]
+    )
+    took = busiest(counts, speeds_of(copies, paces), costs)
+    assert best <= took <= best * (1 + 1e-8)
+    means = [count / speed for count, speed in zip(copies, speeds_of(copies, paces), strict=True)]
+    assert paces_in_rows(copies, paces) == pytest.approx([float(each) for each in means])
 
 
 def test_a_stage_on_fewer_ranks_gets_fewer_layers():

@@ -220,11 +220,28 @@ def test_pipelines_with_holes_are_among_the_layouts(ranks, batch, holes_win):
     assert (found.step_s < whole) == (found.candidate.rows > 1) == holes_win
 
 
+def test_of_ranks_of_unequal_paces_holes_are_among_the_layouts_too():
+    """One of five ranks takes three times as long; no layout beats its bound."""
+    ground = ground_of(5, 1, 10, (64,) * 5, layer_s=1e-4)
+    space = space_of(ground, microbatches=2, paces=(1.0, 1.0, 1.0, 3.0, 1.0))
+    space = replace(space, fixed=frozenset({"microbatches"}))
+    ways = all_ways(ground, space)
+    allowed = Ways("host" in ways.hierarchies, "flat" in ways.shards)
+    tried = []
+    for candidate, trial in every_trial(ground, space):
+        known = bound(candidate, ground, space.base, allowed)
+        assert known.seconds <= trial.step_s * (1 + 1e-9), candidate
+        assert known.nbytes <= trial.nbytes, candidate
+        tried.append(trial)
+    assert {t.candidate.written.stages for t in tried if t.candidate.rows > 1} == {2, 3, 4}
+    found = search(space, ground).trials[0]
+    assert found.step_s <= 1.01 * min(each.step_s for each in tried)
+
+
 @pytest.mark.parametrize(
     ("asked", "fixed"),
     [
         ({"schedule": "zb_v"}, "schedule"),
-        ({"paces": (1.0, 1.0, 2.0, 1.0, 1.0)}, ""),
         ({"normalise_over_replicas": True}, ""),
         ({"stages": 5}, "stages"),
     ],
