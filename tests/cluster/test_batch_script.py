@@ -141,7 +141,8 @@ def asks(played: Played) -> list[tuple[str, str]]:
 
 def test_a_run_that_is_done_ends_the_job(job):
     played = job()
-    assert played.run("exit 0") == 0
+    guarded = "until grep -q 'bash -c' $PLAY/calls; do /bin/sleep 0.02; done"
+    assert played.run(f"{guarded}; exit 0") == 0
     assert "done" in played.said and played.started == [("train", "n1,n2")]
     assert not played.calls("scontrol requeue")
     assert len(played.calls("srun")) == 2, "the ranks, and a guard on the other node"
