@@ -2,14 +2,18 @@
 
 One request a line of JSON on standard input, one answer a line on standard output: `start` forks
 a process that becomes the command, `poll` tells its exit code as subprocess does. The process has
-no child of its own and its own file for output, and ends as an interpreter ends.
+no child of its own and its own file for output. It ends as an interpreter ends, except for ranks
+other than the first of a launch: these leave once all has run that is registered for the end.
+Taking an interpreter with torch apart would be a quarter of their processor time.
 """
 
+import atexit
 import gc
 import json
 import os
 import runpy
 import sys
+import threading
 from importlib import import_module
 
 from gpipe_hpc.config import register_schemas
@@ -28,7 +32,21 @@ def become(request):
     sys.path[0] = request["folder"]
     sys.path[1:1] = filter(None, request["environ"].get("PYTHONPATH", "").split(os.pathsep))
     sys.argv[1:] = request["arguments"]
-    runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+    except SystemExit as leaving:
+        if os.environ.get("RANK", "0") == "0" or not isinstance(leaving.code, int):
+            raise
+        leave(leaving.code)
+
+
+def leave(code):
+    """End with what a program and its libraries do at the end, and nothing behind that."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def poll(pid):

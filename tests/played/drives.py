@@ -1,5 +1,6 @@
 """Programs of a few lines, each around one class of the package that orders streams."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,19 +11,32 @@ from torch import Tensor
 
 from gpipe_hpc import run_on_threads
 from gpipe_hpc.checkpoint.host_copy import HostBuffer
+from gpipe_hpc.checkpoint.parts import Part, _hand_on
+from gpipe_hpc.comm.collectives.carrier import Carrier
 from gpipe_hpc.comm.collectives.on_stream import StreamCarrier
 from gpipe_hpc.comm.collectives.plan import Place
 from gpipe_hpc.comm.collectives.ring import ring_all_reduce
+from gpipe_hpc.comm.collectives.wide import WideGroup
+from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.failing.patience import patiently, patiently_here
-from gpipe_hpc.comm.group import Piece
+from gpipe_hpc.comm.group import Pending, Piece
+from gpipe_hpc.comm.levels import Levels
+from gpipe_hpc.comm.noting import unheard
+from gpipe_hpc.comm.packed import broadcast_packed
+from gpipe_hpc.comm.preflight.lines import GroupLine
 from gpipe_hpc.comm.summing import OwnSums
 from gpipe_hpc.comm.thread_hub import ThreadHub
+from gpipe_hpc.comm.thread_plans import PutByThread
 from gpipe_hpc.comm.threads import ThreadGroup
+from gpipe_hpc.comm.torch_face import _PendingWork
+from gpipe_hpc.comm.two_sided import TwoSidedGroup
 from gpipe_hpc.engine.batch.intake import Intake
 from gpipe_hpc.engine.device_clock import DeviceClock
-from gpipe_hpc.engine.outer.compress.beside import BesideOnStream
+from gpipe_hpc.engine.outer.compress.beside import BesideOnStream, BesideOnThread
 from gpipe_hpc.engine.recorder import seconds_between, take_mark
 from gpipe_hpc.engine.sums.fetched import Fetched
+from gpipe_hpc.engine.sums.meeting import _Uniting
+from tests.played.backend import RANKS, OnHost, group_over
 from tests.played.device import PlayedDevice
 
 Drive = Callable[[PlayedDevice], object]
@@ -115,6 +129,126 @@ def sends(device: PlayedDevice) -> None:
         assert into.add_(1).tolist() == [3.0] * 6
 
 
+def late(
+    traffic: object,
+    sends: Sequence[tuple[int, Tensor]],
+    receives: Sequence[tuple[int, Tensor]],
+    note: object,
+) -> None:
+    """Exchange with a rank that has the same, and takes its time."""
+    time.sleep(0.02)
+    _echo(traffic, sends, receives, note)
+
+
+def host_plans(device: PlayedDevice) -> None:
+    """A plan over memory of the host, which another thread carries out."""
+    tensor = torch.full((6,), 2.0)
+    carrier = Carrier((0, 1), 0, late, unheard)
+    carrier.start(ring_all_reduce(Place(2, 0), 6), tensor, "a sum").wait()
+    assert tensor.tolist() == [4.0] * 6
+
+
+def put_by_thread(device: PlayedDevice) -> None:
+    """A plan that another thread puts on its stream, and takes its time."""
+    tensor = made(device)
+    carrier = StreamCarrier((0, 1), 0, _echo, lambda tensor: None, device)
+
+    def begin() -> Pending:
+        time.sleep(0.02)
+        return carrier.start(ring_all_reduce(Place(2, 0), 6), tensor, "a sum")
+
+    PutByThread("plans", device).start(begin).wait()
+    assert tensor.add_(1).tolist() == [5.0] * 6
+
+
+def host_jobs(device: PlayedDevice) -> None:
+    """A job over memory of the host, which another thread does."""
+    tensor = torch.full((6,), 2.0)
+
+    def job() -> None:
+        time.sleep(0.02)
+        tensor.add_(1)
+
+    BesideOnThread("jobs").start(job, [tensor]).wait()
+    assert tensor.tolist() == [3.0] * 6
+
+
+def gathered(device: PlayedDevice) -> None:
+    """What groups of threads bring together, used as soon as they return."""
+
+    def body(world: Any) -> None:
+        group = world.everybody
+        tensor = made(device)
+        group.all_reduce_max(tensor.mul_(world.rank + 1))
+        assert tensor.add_(1).tolist() == [5.0] * 6
+        levels = Levels((0, 1), world.rank, [group], width=2)
+        tensor = made(device)
+        levels.all_reduce(tensor)
+        assert tensor.add_(1).tolist() == [5.0] * 6
+        # Of its own memory, or side by side with others.
+        for parts in ([made(device)], [made(device), made(device, 3)]):
+            for tensor in parts:
+                tensor.mul_(world.rank + 1)
+            broadcast_packed(group, parts, 1)
+            assert all(set(tensor.add_(1).tolist()) == {5.0} for tensor in parts)
+
+    run_on_threads(2, body, device=lambda rank: device)
+
+
+def united(device: PlayedDevice) -> None:
+    """Flags of the host on their way to those that train together."""
+
+    def body(world: Any) -> list[float]:
+        flags = torch.tensor([float(world.rank), 0.0], dtype=torch.float64)
+        found: list[float] = _Uniting(flags, world.everybody).wait().tolist()
+        return found
+
+    assert run_on_threads(2, body, device=lambda rank: device) == [[1.0, 0.0]] * 2
+
+
+def wide(device: PlayedDevice) -> None:
+    """Collectives of three ranks by way of others, over connections that take their time."""
+
+    def body(world: Any) -> None:
+        mesh = world.group([(0, 1, 2)])
+
+        def start(traffic: Any, out: Any, into: Any, note: object) -> Any:
+            time.sleep(0.01)
+            return mesh._start(traffic, out, into)
+
+        group = WideGroup(mesh.ranks, world.rank, start, lambda peers: None, unheard)
+        tensor = torch.full((6,), float(world.rank + 1))
+        group.all_reduce(tensor)
+        assert tensor.tolist() == [6.0] * 6
+        tensor.fill_(world.rank)
+        group.all_reduce_max(tensor)
+        assert tensor.tolist() == [2.0] * 6
+        tensor.fill_(world.rank)
+        group.broadcast(tensor, 1)
+        assert tensor.tolist() == [1.0] * 6
+        group.all_gather(tensor.fill_(world.rank), [2, 2, 2])
+        assert tensor.tolist() == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
+        before, behind = (world.rank - 1) % 3, (world.rank + 1) % 3
+        own, came = torch.tensor([world.rank]), torch.tensor([-1])
+        group.greet([Piece(behind, own)], [Piece(before, came)])
+        assert came.item() == before
+        assert group.all_gather_object({"rank": world.rank}) == [{"rank": r} for r in range(3)]
+        dealt = ["a", "bb", "ccc"] if world.rank == 0 else None
+        assert group.deal_object(dealt, 0) == ["a", "bb", "ccc"][world.rank]
+
+    run_on_threads(3, body)
+
+
+def threads_and_sends(device: PlayedDevice) -> None:
+    sends(device)
+    gathered(device)
+
+
+def all_jobs(device: PlayedDevice) -> None:
+    jobs(device)
+    host_jobs(device)
+
+
 def copies(device: PlayedDevice) -> None:
     """What a checkpoint in the background copies to the host, and writes."""
     tensors = {"own": made(device), "host": torch.ones(3)}
@@ -152,15 +286,107 @@ def refusals(device: PlayedDevice) -> None:
     assert found == [False, True, False]
 
 
+def torchs(device: PlayedDevice) -> None:
+    """Collectives of torch over the device's own backend, used as soon as they return."""
+    with group_over(device, knows_device=True) as (group, _):
+        tensor = made(device)
+        group.all_reduce(tensor)
+        assert tensor.add_(1).tolist() == [5.0] * 6
+        tensor = made(device)
+        group.all_reduce_max(tensor)
+        assert tensor.add_(1).tolist() == [3.0] * 6
+        tensor = made(device).to(torch.int32)
+        group.broadcast(tensor, 0)
+        assert tensor.mul_(0).tolist() == [0] * 6
+        tensor = made(device)
+        group.start_plan(ring_all_reduce(Place(2, 0), 6), tensor, "a sum").wait()
+        assert tensor.tolist() == [4.0] * 6
+        group.start_exchange([Piece(1, made(device))], [Piece(1, tensor)]).wait()
+        assert tensor.add_(1).tolist() == [3.0] * 6
+
+
+def torchs_by_host(device: PlayedDevice) -> None:
+    """Collectives of torch over a backend that knows the host's memory alone."""
+    with group_over(device, knows_device=False) as (group, backend):
+        tensor = made(device)
+        group.all_reduce(tensor)
+        assert tensor.add_(1).tolist() == [5.0] * 6
+        host = torch.ones(3)
+        for _ in range(2):
+            group.all_reduce(host)
+            group.all_reduce_max(host)
+            group.broadcast(host, 0)
+        assert host.tolist() == [7.0] * 3  # doubled, and one more as it comes, and again
+        assert group.deal_object([{"a": 1}, {"b": 2}], 0) == {"a": 1}
+        (dealt,) = backend.mail
+        backend.told.append(torch.tensor([len(dealt), 0]))
+        assert group.deal_object(None, 1) == {"b": 2}
+        assert all(work.is_over for work in backend.works)
+
+
+def on_two_sides(device: PlayedDevice) -> None:
+    """Objects by the host, tensors over the device's own backend."""
+    with group_over(device, knows_device=True) as (group, _):
+        both = TwoSidedGroup(group, group, device)
+        first, second = both.all_to_all(made(device), [4, 2])
+        assert first.add_(1).tolist() == second.add_(1).tolist() == [3.0] * 4
+        tensor = made(device)
+        both.all_gather(tensor, [4, 2])
+        assert tensor.add_(1).tolist() == [3.0] * 6
+
+
+def handed_on(device: PlayedDevice) -> None:
+    """Parts of a state on their way to the rank that writes it."""
+    side = [(rank, Part(0, "state", 2 * rank, 2 * rank + 2, (4,))) for rank in RANKS]
+    with group_over(device, knows_device=True) as (group, backend):
+        _hand_on(group, side, 1, torch.full((2,), 7.0), 2)
+        row = torch.zeros(4)
+        _hand_on(group, side, 0, row)
+        assert row.tolist() == [0.0, 0.0, 7.0, 7.0] and not backend.mail
+
+
+def lines(device: PlayedDevice) -> None:
+    """Messages that are timed."""
+    with group_over(device, knows_device=True) as (group, _):
+        line = GroupLine(group, 1, HostDevice())
+        line.send(torch.full((2,), 7.0))
+        assert line.expect(2, torch.float32)().tolist() == [7.0] * 2
+
+
+def faces(device: PlayedDevice) -> None:
+    """What torch waits for of a group that is ours."""
+    work = OnHost(lambda: None)
+    pending: Any = work
+    _PendingWork(pending).wait()
+    assert work.is_over
+
+
+def both_of_torchs(device: PlayedDevice) -> None:
+    torchs(device)
+    torchs_by_host(device)
+
+
 DRIVES: dict[str, Drive] = {
     "comm/collectives/on_stream.py": plans,
-    "engine/outer/compress/beside.py": jobs,
+    "engine/outer/compress/beside.py": all_jobs,
     "engine/batch/intake.py": intake,
     "engine/sums/fetched.py": fetched,
+    "engine/sums/meeting.py": united,
     "checkpoint/host_copy.py": copies,
-    "comm/threads.py": sends,
+    "comm/threads.py": threads_and_sends,
+    "comm/levels.py": gathered,
+    "comm/packed.py": gathered,
+    "comm/collectives/carrier.py": host_plans,
+    "comm/collectives/wide.py": wide,
     "comm/failing/patience.py": threads,
     "comm/summing.py": refusals,
+    "checkpoint/parts.py": handed_on,
+    "comm/preflight/lines.py": lines,
+    "comm/thread_plans.py": put_by_thread,
+    "comm/torch_face.py": faces,
+    "comm/two_sided.py": on_two_sides,
+    "comm/torch_group.py": both_of_torchs,
+    "comm/works.py": both_of_torchs,
     "engine/device_clock.py": clock,
     "engine/recorder.py": clock,
 }

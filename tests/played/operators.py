@@ -253,13 +253,14 @@ class PlayedMode(TorchDispatchMode):
             result = target = func(*args, **kwargs)
             if target.is_meta or source.is_meta:
                 return result
-            tracker.mark(target, to, device.current_stream().line, shape.name)
-        line = device.current_stream().line
+            # Copies from host to host are the business of any thread, whatever device it is on.
+            own = device.current_stream().line if to is Kind.DEVICE else None
+            tracker.mark(target, to, own, shape.name)
         of = to if of is Kind.UNKNOWN else Kind.HOST if of is Kind.DATA else of
         to = Kind.HOST if to is Kind.DATA else to
         if to is Kind.UNKNOWN:
             if of is Kind.DEVICE:
-                tracker.adopt(target, line, shape.name)
+                tracker.adopt(target, device.current_stream().line, shape.name)
             to = of
         if Kind.DEVICE not in (to, of):
             device.host_uses(shape.name, source, is_write=False)
@@ -269,6 +270,7 @@ class PlayedMode(TorchDispatchMode):
             of = Kind.UNKNOWN  # `x[...] = number` fills
         if of is Kind.PINNED and not late:
             device.host_uses(shape.name, source, is_write=False)
+        line = device.current_stream().line
         tracker.work(line, shape.name, [Access(source, False), Access(target, True)])
         is_between = of in (Kind.HOST, Kind.PINNED) or to in (Kind.HOST, Kind.PINNED)
         # Plain memory of the host is copied aside at once on its way in, and waited for on its way

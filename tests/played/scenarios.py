@@ -221,6 +221,22 @@ def played(scenario: Scenario, ignores: frozenset[Site] = frozenset()) -> Played
     )
 
 
+def read_shards(world: Any) -> list[Tensor]:
+    """Read what is gathered behind a step before anything computes with it, and step once more."""
+    pipe = Pipeline(
+        blocks(), square_sum, world=world, seed=5, replicas=2, microbatches=2, outer=FLAT
+    )
+    optimizer = pipe.optimizer(lambda own: torch.optim.AdamW(own, lr=0.01))
+    inputs, targets = batches(1, 16, WIDTH, dtype=torch.float32)[0]
+    part = pipe.share(len(inputs))
+    pipe.step(inputs[part], targets[part])
+    found = [each.clone() for each in pipe.gradients().values() if each is not None]
+    optimizer.step()
+    optimizer.step()
+    pipe.await_parameters()
+    return found + [parameter.detach().clone() for parameter in pipe.parameters()]
+
+
 def on_cpu(scenario: Scenario) -> list[Given]:
     """Train on the CPU."""
     return run_on_threads(scenario.ranks, lambda world: train(scenario, world))
@@ -281,9 +297,11 @@ KINDS = [
     of("parts of gradients", 4, replicas=2, noise_over="microbatches"),
     of("noise over replicas", 2, replicas=2, noise_over="replicas", optimizer=SGDConfig()),
     of("tied", layers=tied, schedule="one_f_one_b", optimizer=LAMBConfig()),
+    of("tied in float16", layers=tied, precision="float16"),
     of("reporting", layers=reporting, offload=True, optimizer=LARSConfig()),
     of("mirrored flat shards", 2, schedule="chimera", outer=FLAT, optimizer=RMSPropConfig()),
     of("in 16 bits", 2, layers=in_16_bits, replicas=2, microbatches=3, optimizer=LAMBConfig()),
+    of("flat shards at once", 2, replicas=2, outer={**FLAT, "overlap": False}),
     of("one rank", 1, offload=True, recompute="never"),
 ]
 WAYS_TO_OPEN: dict[str, Callable[..., Any]] = {
@@ -303,5 +321,8 @@ WAYS = [
         ("uneven", 2, {"sizes": (16, 3, 11, 16), "schedule": "hanayo"}),
     )
 ]
-BESIDE = [of("mpi sums", 4, instead=reduce_all, way="mpi")]
+BESIDE = [
+    of("mpi sums", 4, instead=reduce_all, way="mpi"),
+    of("shards that are read", 2, instead=read_shards),
+]
 ALL = [*EACH_SCHEDULE, *EACH_OUTER, *KINDS, *WAYS, *BESIDE]

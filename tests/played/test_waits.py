@@ -1,0 +1,157 @@
+"""Each wait for what is under way is there for something: without it something here goes wrong.
+
+As in test_needed.py, nobody lists the waits: one that nothing here misses fails this test. Found is
+one whose loss the tracker refuses, or ends the program, or changes a bit of a training.
+"""
+
+from contextlib import nullcontext
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+
+from gpipe_hpc.comm.works import Works
+from tests.played.alone import alone
+from tests.played.drives import DRIVES
+from tests.played.removed import Wait, waits, without
+from tests.played.scenarios import ALL, on_cpu, played
+from tests.played.test_transport import on_played
+
+_CLOCK = "a clock on the host stops when the work is done"
+_BROKEN = "nothing of it is used: it ends what hangs"
+# What is not missed here, and why it is there all the same.
+ARGUED = {
+    "checkpoint/background.py BackgroundSaver.finish job": "a process of the host",
+    "checkpoint/background.py BackgroundSaver.give_up job": "a process of the host",
+    "checkpoint/metadata.py fill reader.read_data(planner.create_local_plan(), planner)": (
+        "torch has read all when it gives its future back; others may not have"
+    ),
+    "engine/executor.py Executor._bind_gather.gather shards": (
+        "layers wait for their own: here all begin when all is there, as outer.overlap=false says"
+    ),
+    "engine/outer/flat_sharing.py _finish each": (
+        "a process that ends would take its shards along; threads leave theirs in memory of all"
+    ),
+    "comm/collectives/tuned.py _seconds start_all_reduce(group, vector, name)": _CLOCK,
+    "comm/processes.py ProcessWorld.break_groups work": _BROKEN,
+    "comm/reaching/pairs.py Pairs.break_off group.recv([torch.empty(1)], other, tag)": _BROKEN,
+}
+# MPI and real groups of torch are played nowhere: their own tests start ranks.
+ELSEWHERE = {
+    "comm/mpi/": "tests/comm/mpi",
+    "comm/processes.py": "tests/engine/test_processes.py",
+}
+# The trainings that miss one, the cheapest first.
+NEAR = {
+    "comm/collectives/at_once.py": ["qsgd"],
+    "comm/threads.py": ["sums", "flat shards"],
+    "comm/transport/outbox.py": ["staged blocks", "direct blocks"],
+    "comm/transport/payload.py": ["staged uneven"],
+    "engine/microbatch.py": ["one rank", "nests offloaded"],
+    "engine/outer/apart/": ["apart"],
+    "engine/outer/bucket.py": ["sums"],
+    "engine/outer/compress/": ["powersgd"],
+    "engine/outer/": ["shards that are read", "flat shards"],
+    "engine/steps.py": ["tied in float16", "float16 of replicas"],
+    "engine/sums/gradients.py": ["float16 of replicas"],
+    "engine/sums/meeting.py": ["apart"],
+    "engine/sums/norms.py": ["sums"],
+    "engine/sums/statistics.py": ["normed over replicas"],
+    "engine/sums/tied.py": ["tied in float16"],
+    "pipeline.py": ["shards that are read"],
+}
+WAITS = list(waits())
+NAMED = {scenario.name: scenario for scenario in ALL}
+
+
+def near(wait: Wait) -> list[str]:
+    """Return the trainings that may miss a wait."""
+    return next((names for start, names in NEAR.items() if wait.file.startswith(start)), [])
+
+
+@cache
+def expected(name: str) -> list:
+    return on_cpu(NAMED[name])
+
+
+def goes_wrong_in_a_drive(wait: Wait) -> bool:
+    try:
+        with without(wait), alone() as device:
+            DRIVES[wait.file](device)
+    except Exception:
+        return True
+    return bool(device.tracker.faults)
+
+
+def goes_wrong_between_two(wait: Wait, has_backend: bool) -> bool:
+    try:
+        with without(wait):
+            sums, faults, _ = on_played(has_backend=has_backend)
+    except Exception:
+        return True
+    return sums is None or bool(faults)
+
+
+def goes_wrong_in_training(wait: Wait, name: str) -> bool:
+    try:
+        with without(wait):
+            found = played(NAMED[name]).results
+    except Exception:
+        return True
+    pairs = zip(found, expected(name), strict=True)
+    return not all(own.is_that_of(cpu) for own, cpu in pairs)
+
+
+def is_missed(wait: Wait) -> bool:
+    return (
+        (wait.file in DRIVES and goes_wrong_in_a_drive(wait))
+        or (
+            wait.file.startswith("comm/transport/")
+            and any(goes_wrong_between_two(wait, has) for has in (False, True))
+        )
+        or any(goes_wrong_in_training(wait, name) for name in near(wait))
+    )
+
+
+def is_elsewhere(wait: Wait) -> bool:
+    return wait.file.startswith(tuple(ELSEWHERE))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "wait",
+    [
+        pytest.param(wait, id=str(wait))
+        for wait in WAITS
+        if wait.name not in ARGUED and not is_elsewhere(wait)
+    ],
+)
+def test_each_is_missed_where_it_is_left_out(wait):
+    assert is_missed(wait)
+
+
+def test_what_is_argued_is_there(repository):
+    """No argument outlives its wait, and no file stands for what is not there."""
+    assert set(ARGUED) <= {wait.name for wait in WAITS}
+    for start, tests in ELSEWHERE.items():
+        assert any(wait.file.startswith(start) for wait in WAITS)
+        assert (repository / tests).exists()
+
+
+def test_waits_are_found():
+    found = {wait.name for wait in WAITS}
+    assert "engine/outer/bucket.py Bucket.wait self._pending" in found
+    assert "comm/works.py Works.wait work" in found
+    assert len(found) > 60
+
+
+def test_a_wait_that_is_left_out_is_that_of_its_line_alone_and_comes_back():
+    (own,) = (wait for wait in WAITS if wait.name == "comm/works.py Works.wait work")
+    for has_it in (True, False, True):
+        heard = []
+        work = SimpleNamespace(wait=lambda heard=heard: heard.append("waited"))
+        works = Works([((0,), work)], heard.append)
+        with nullcontext() if has_it else without(own):
+            works.wait()
+        assert heard == ([(0,), "waited", None] if has_it else [(0,), None])
