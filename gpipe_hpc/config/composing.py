@@ -226,8 +226,15 @@ def compose_config(overrides: Sequence[str] = (), *, reads_data: bool = True) ->
     return load_config(composed, told, reads_data=reads_data)
 
 
-def config_yaml(config: Config) -> str:
-    """Return all settings as the YAML text that a run folder keeps."""
+def written(config: Config) -> dict[str, Any]:
+    """Return all settings as a run folder's file has them, of plain dicts, lists and values."""
     told = OmegaConf.to_container(OmegaConf.structured(config))
     assert isinstance(told, dict), f"settings are a mapping, not a {type(told).__name__}"
-    return OmegaConf.to_yaml(OmegaConf.create(told | {"data": dict(config.data.written())}))
+    plain = OmegaConf.to_container(OmegaConf.create(told | {"data": dict(config.data.written())}))
+    assert isinstance(plain, dict), f"settings are a mapping, not a {type(plain).__name__}"
+    return {str(name): each for name, each in plain.items()}
+
+
+def config_yaml(config: Config) -> str:
+    """Return all settings as the YAML text that a run folder keeps."""
+    return OmegaConf.to_yaml(OmegaConf.create(written(config)))

@@ -1,6 +1,6 @@
 """Settings by their full names."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -12,7 +12,12 @@ def flat_settings(text: str) -> dict[str, Any]:
     Empty where it is no mapping. Raises what OmegaConf raises where it is no YAML.
     """
     told = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    return dict(_flat("", told)) if isinstance(told, dict) else {}
+    return flat(told) if isinstance(told, dict) else {}
+
+
+def flat(told: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return settings by full name."""
+    return dict(_flat("", dict(told)))
 
 
 def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -15,8 +15,9 @@ from gpipe_hpc.comm.cores.bind import bound
 from gpipe_hpc.comm.failing.torchrun_report import tell_torchrun
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.world import World, telling, together
-from gpipe_hpc.config import Config, config_yaml
-from gpipe_hpc.config.flat import flat_settings
+from gpipe_hpc.config import Config
+from gpipe_hpc.config.composing import written
+from gpipe_hpc.config.flat import flat
 from gpipe_hpc.config.ranks import on_ranks
 from gpipe_hpc.engine.recorder import StepTimes
 from gpipe_hpc.engine.sums.results import StepResult
@@ -214,7 +215,7 @@ class _Loop:
             self._pipe.world,
             to=config.metrics.to,
             project=config.metrics.project,
-            settings=flat_settings(config_yaml(config)),
+            settings=flat(written(config)),
         )
 
     def _steps(self, metrics: Metrics | None, progress: Progress | None) -> int:

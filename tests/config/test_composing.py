@@ -1,5 +1,6 @@
 """The settings as they are composed: presets, unknown keys, wrong types, folders of presets."""
 
+import json
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ from gpipe_hpc.config import (
     conf_dir,
     config_yaml,
 )
+from gpipe_hpc.config.composing import written
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.training.data.text import PythonSourceConfig
 
@@ -121,3 +123,19 @@ def test_composing_for_a_drawing_loads_no_torch(repository: Path):
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["model=mlp", "data=synthetic_vectors", "optimizer.lr=1e-5", "+model.note='1e3'"],
+        ["+model.note='on: [1, 2]'", "+model.sizes=[1,[2.5,null]]", "pipeline.partition=[5,6]"],
+        ["data=text", "data.paths=[a.txt]", "run.dir='${train.steps}'", "train.stop_at=null"],
+    ],
+)
+def test_what_is_written_is_what_its_text_says(words):
+    """Each checkpoint keeps the settings: reading them from their text took twice as long."""
+    config = compose_config(words)
+    assert written(config) == OmegaConf.to_container(OmegaConf.create(config_yaml(config)))
+    assert json.loads(json.dumps(written(config))) == written(config)

@@ -6,7 +6,8 @@ from typing import Any, Final, NamedTuple
 
 from omegaconf import OmegaConf
 
-from gpipe_hpc.config import Config, config_yaml
+from gpipe_hpc.config import Config
+from gpipe_hpc.config.composing import written
 from gpipe_hpc.config.removed import REMOVED
 
 # What a run trains, and on what, is in these sections; all others are about this start of it.
@@ -87,8 +88,7 @@ SETTINGS: Final = "settings"
 
 def settings_of(config: Config) -> dict[str, Any]:
     """Return the settings that `changes` compares, fit for JSON."""
-    told = OmegaConf.to_container(OmegaConf.create(config_yaml(config)))
-    assert isinstance(told, dict), f"settings are a mapping, not a {type(told).__name__}"
+    told = written(config)
     kept: dict[str, Any] = {name: told[name] for name in _SECTIONS if name in told}
     return kept | {_KINDS: _kinds_of(config)}
 
