@@ -1,6 +1,7 @@
 """Small trainings that together use every stream, mark and lent memory of the package."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from gpipe_hpc.training.optimizers.optimizer import build_optimizer
 from tests.played.device import Site
 from tests.played.lanes import open_transport
 from tests.played.mpi import open_mpi_transport, reduce_all
+from tests.played.owners import oss_between_threads, show_groups
 from tests.played.tracker import HostWait
 from tests.played.world import Played, between, run_played
 from tests.support import all_same, batches
@@ -150,6 +152,16 @@ class Scenario:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def has_owners(self) -> bool:
+        """Say whether copies own whole tensors, by fairscale's OSS."""
+        outer: Mapping[str, Any] = self.options.get("outer", {})
+        return outer.get("shard") == "oss"
+
+    def between_threads(self) -> AbstractContextManager[None]:
+        """Return what lets threads do what takes processes else."""
+        return oss_between_threads() if self.has_owners else nullcontext()
+
 
 @dataclass
 class Given:
@@ -179,6 +191,8 @@ def train(scenario: Scenario, world: Any) -> Given:
         return Given(tensors=[{str(at): each for at, each in enumerate(tensors)}])
     if scenario.way is not None and world.device.is_accelerator:
         world.transport = partial(WAYS_TO_OPEN[scenario.way], world)
+    if scenario.has_owners:
+        show_groups(world)
     pipe = Pipeline(
         scenario.layers(),
         square_sum,
@@ -216,9 +230,10 @@ def watched(world: Any, call: Callable[[], Any]) -> tuple[Any, list[HostWait]]:
 
 def played(scenario: Scenario, ignores: frozenset[Site] = frozenset()) -> Played:
     """Train on played devices."""
-    return run_played(
-        scenario.ranks, lambda world: train(scenario, world), ignores=ignores, timeout_s=30.0
-    )
+    with scenario.between_threads():
+        return run_played(
+            scenario.ranks, lambda world: train(scenario, world), ignores=ignores, timeout_s=30.0
+        )
 
 
 def read_shards(world: Any) -> list[Tensor]:
@@ -239,7 +254,8 @@ def read_shards(world: Any) -> list[Tensor]:
 
 def on_cpu(scenario: Scenario) -> list[Given]:
     """Train on the CPU."""
-    return run_on_threads(scenario.ranks, lambda world: train(scenario, world))
+    with scenario.between_threads():
+        return run_on_threads(scenario.ranks, lambda world: train(scenario, world))
 
 
 def of(name: str, ranks: int = 2, **rest: Any) -> Scenario:
@@ -271,6 +287,7 @@ OUTER: dict[str, dict[str, Any]] = {
     "by weights": {"weights": (3, 1)},
     "flat shards": FLAT,
     "flat shards in rank order": {"shard": "flat", "order": "rank"},
+    "shards of owners": {"shard": "oss"},
     **{
         f"{name}": {"compress": name}
         for name in ("bfloat16", "float16", "powersgd", "topk", "qsgd")
