@@ -136,7 +136,7 @@ def make_plan(config: Config) -> Plan:
         mesh = Mesh.fit(all_ranks, config.pipeline.stages, config.pipeline.num_replicas)
         request = replace(request, stages=mesh.stages)
     device = device_to_come(config.train.device)
-    request = with_process(request, process_bytes_of(config, device))
+    request = with_process(request, process_bytes_of(config, device), device)
     example = Example(sample.inputs, sample.targets, loss_fn, request.seed, device)
     counted = Counted(layers, example, request.precision, shares_casts=not request.offload)
     gauge: Gauge = counted

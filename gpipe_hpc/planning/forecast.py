@@ -1,8 +1,8 @@
 """From counted layers, a cut and a schedule to what each rank holds, sends and waits for."""
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple
 
 from gpipe_hpc.planning.costs.counted import ModelCount
 from gpipe_hpc.planning.memory.optimizer import OptimizerMemory
@@ -22,6 +22,9 @@ from gpipe_hpc.schedule import (
 from gpipe_hpc.schedule.costs import shares_of_each
 from gpipe_hpc.schedule.table.actions import SENDS
 
+NEIGHBOUR_STATES: Final = 4
+"""Two generations of a rank's state and of a neighbour's; on one host there are its own alone."""
+
 Recomputed = Sequence[Collection[int]]
 """For each stage the layers, by their index, that its R runs again."""
 
@@ -33,6 +36,9 @@ class RankStates:
     `cast_bytes`: copies of weights in a lower precision, made once a step for all micro-batches.
     `workspace_bytes`: what the stage that takes most takes while it runs; see `stage_workspace`.
     `process_bytes`: what its process takes beside tensors, 0 where nobody measured that.
+    `update_bytes`: what the optimizer's step takes for its time, when no activations are there.
+    `saving_bytes`: buffers on the host for what is saved, which `lies_apart` from a device's own
+    memory. `neighbour_bytes`: copies of states, in memory-backed files of the host.
     """
 
     stages: tuple[int, ...]
@@ -43,12 +49,17 @@ class RankStates:
     optimizer_bytes: int
     workspace_bytes: int
     process_bytes: int
+    update_bytes: int = field(default=0, kw_only=True)
+    saving_bytes: int = field(default=0, kw_only=True)
+    neighbour_bytes: int = field(default=0, kw_only=True)
+    lies_apart: bool = field(default=False, kw_only=True)
 
     @property
     def lasting_bytes(self) -> int:
-        """Return the sum of weights, their casts, gradients, optimizer and the process."""
+        """Return the sum of weights, their casts, gradients, optimizer, process and saving."""
         weights = self.weight_bytes + self.cast_bytes
-        return weights + self.gradient_bytes + self.optimizer_bytes + self.process_bytes
+        saving = 0 if self.lies_apart else self.saving_bytes
+        return weights + self.gradient_bytes + self.optimizer_bytes + self.process_bytes + saving
 
     @property
     def total_bytes(self) -> int:
@@ -65,8 +76,9 @@ class RankForecast(RankStates):
 
     @property
     def total_bytes(self) -> int:
-        """Return the sum of all that it holds."""
-        return super().total_bytes + self.activation_bytes
+        """Return the sum of all that it holds, in the step or in the optimizer's update."""
+        in_step = self.workspace_bytes + self.activation_bytes
+        return self.lasting_bytes + max(in_step, self.update_bytes)
 
 
 @dataclass(frozen=True)
@@ -258,7 +270,9 @@ def lasting_bytes(
     held = sum(weight.nbytes + weight.cast_bytes for weight in weights)
     gradients = sum(weight.nbytes for weight in weights if weight.is_trained)
     memory = OptimizerMemory.of(optimizer_states)
-    return held + gradients + memory.of_weights(weights) + memory.process_bytes
+    states = memory.of_weights(weights)
+    saving = 0 if memory.is_on_device else memory.saving_of(weights, memory.replicas, states)
+    return held + gradients + states + memory.process_bytes + saving
 
 
 def rank_states(
@@ -276,11 +290,14 @@ def rank_states(
     """
     held = placement.stages_of(rank)
     weights = model.weights(i for stage in held for i in stages[stage].layers)
+    copies = min((len(placement.holders(stage)) for stage in held), default=1)
     trained = sum(weight.nbytes for weight in weights if weight.is_trained)
     memory = OptimizerMemory.of(optimizer_states)
     shared = Shared(memory.of_weights(weights), 0)
     if sharing is not None:
         shared = sharing.of_rank(model, stages, placement, rank, memory)
+    own_bytes, whole_bytes = shared.optimizer_bytes, memory.of_weights(weights)
+    state_bytes = memory.state_of(weights, own_bytes)
     return RankStates(
         stages=held,
         parameters=sum(weight.num_elements for weight in weights),
@@ -290,4 +307,8 @@ def rank_states(
         optimizer_bytes=shared.optimizer_bytes,
         workspace_bytes=max((stages[stage].workspace_bytes for stage in held), default=0),
         process_bytes=memory.process_bytes,
+        update_bytes=memory.update_of(weights, own_bytes / whole_bytes if whole_bytes else 1.0),
+        saving_bytes=memory.saving_of(weights, copies * memory.replicas, own_bytes),
+        neighbour_bytes=NEIGHBOUR_STATES * state_bytes * memory.copies_to_neighbours,
+        lies_apart=memory.is_on_device,
     )

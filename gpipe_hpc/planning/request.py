@@ -48,7 +48,8 @@ class Request(Settings):
     def kept_states(self) -> OptimizerMemory:
         """Return what is kept for each trained parameter beside it and its gradient."""
         states = OptimizerMemory.of(self.optimizer_states)
-        return states._replace(gradient_copies=int(self.noise_over == "microbatches"))
+        num_gradients = int(self.noise_over == "microbatches")
+        return states._replace(gradient_copies=num_gradients, replicas=self.replicas)
 
     @property
     def combining(self) -> Outer:

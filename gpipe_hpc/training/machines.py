@@ -79,10 +79,15 @@ def process_bytes_of(config: Config, device: Device) -> int:
     return prices_of(config, device).process_bytes
 
 
-def with_process(request: Request, process_bytes: int) -> Request:
-    """Return a request whose ranks also hold what their process takes beside tensors."""
-    states = OptimizerMemory.of(request.optimizer_states)
-    return replace(request, optimizer_states=states._replace(process_bytes=process_bytes))
+def with_process(request: Request, process_bytes: int, device: Device) -> Request:
+    """Return a request whose ranks also hold what their process takes beside tensors.
+
+    `device`: where their tensors lie.
+    """
+    states = OptimizerMemory.of(request.optimizer_states)._replace(
+        process_bytes=process_bytes, is_on_device=device.is_accelerator
+    )
+    return replace(request, optimizer_states=states)
 
 
 def doubts_of_prices(config: Config, device: Device) -> list[str]:

@@ -21,7 +21,7 @@ def explain_exhausted(standing: Standing, planned: RankForecast | None, request:
 
 
 def _table(standing: Standing, planned: RankForecast | None) -> str:
-    names = ("weights", "casts", "gradients", "optimizer", "activations", "workspace", "sum")
+    names = ["weights", "casts", "gradients", "optimizer", "activations", "workspace", "sum"]
     expected = [_UNKNOWN] * len(names)
     if planned is not None:
         expected = [
@@ -40,6 +40,14 @@ def _table(standing: Standing, planned: RankForecast | None) -> str:
     found[0], found[2] = bytes_text(standing.weights), bytes_text(standing.gradients)
     found[4] = f"of {standing.num_kept} micro-batches"
     found[6] = bytes_text(standing.allocated)
+    more = [] if planned is None else [("update", planned.update_bytes)]
+    if planned is not None and not planned.lies_apart:
+        more.append(("saving", planned.saving_bytes))
+    for name, part in more:
+        if part:
+            names.insert(-1, name)
+            expected.insert(-1, bytes_text(part))
+            found.insert(-1, _UNKNOWN)
     rows = [["memory", "planned", "allocated"]]
     rows += [list(row) for row in zip(names, expected, found, strict=True)]
     return aligned(rows, left={0})

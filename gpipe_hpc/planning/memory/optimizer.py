@@ -1,8 +1,9 @@
 """What an optimizer keeps beside the weights, and a process beside all tensors."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
+from gpipe_hpc.engine.sums.dividing import PACK
 from gpipe_hpc.planning.costs.trial import Weight
 
 _WIDE: Final = 4  # bytes of a float32
@@ -16,6 +17,13 @@ class OptimizerMemory(NamedTuple):
     parameter, of float32 or wider, for combining replicas: residuals, anchors, outer momenta.
     `process_bytes`: of a rank, whatever it trains: interpreter, libraries, communicators; 0 where
     nobody measured them.
+
+    `temporaries`: tensors that a step makes of each weight that it has in hand: on the host one by
+    one, on a device packs of them. `of_all_on_device`: where a step there takes all weights at
+    once, how many it makes of each then. `is_on_device`: tensors lie
+    in the memory of a device. `saves_in_background`: what a checkpoint writes is copied to the host
+    first. `copies_to_neighbours`: a rank's state is, and kept in the memory of hosts. `replicas`:
+    among which what a checkpoint writes is divided.
     """
 
     states: int
@@ -23,6 +31,12 @@ class OptimizerMemory(NamedTuple):
     gradient_copies: int = 0
     outer_states: int = 0
     process_bytes: int = 0
+    temporaries: int = 0
+    of_all_on_device: int | None = None
+    is_on_device: bool = False
+    saves_in_background: bool = False
+    copies_to_neighbours: bool = False
+    replicas: int = 1
 
     @classmethod
     def of(cls, given: "int | OptimizerMemory") -> "OptimizerMemory":
@@ -46,3 +60,54 @@ class OptimizerMemory(NamedTuple):
         if self.masters and size < _WIDE:
             return (self.states + 1) * _WIDE * count
         return self.states * size * count
+
+    def update_of(self, weights: Iterable[Weight], share: float = 1.0) -> int:
+        """Return the bytes that a step takes for its time; `share`: of the weights that it updates.
+
+        Weights with masters have their whole gradients in float32 meanwhile.
+        """
+        trained = [weight for weight in weights if weight.is_trained and weight.num_elements]
+        sizes = [weight.num_elements * self._width(weight) for weight in trained]
+        made = self.temporaries * max(sizes, default=0)
+        if self.is_on_device and self.of_all_on_device is not None:
+            made = round(self.of_all_on_device * sum(sizes) * share)
+        elif self.is_on_device:
+            most = max(*sizes, PACK * _WIDE) if sizes else 0
+            made = self.temporaries * min(most, sum(sizes))
+        low = sum(w.num_elements for w in trained if self._has_master(w))
+        return made + round(_WIDE * low * share)
+
+    def saving_of(self, weights: Sequence[Weight], copies: int, optimizer_bytes: int) -> int:
+        """Return the bytes of buffers on the host that hold what is saved; they stay.
+
+        `copies`: of these weights over all ranks. `optimizer_bytes`: what this rank keeps.
+        """
+        in_background = self._written(weights, copies) if self.saves_in_background else 0
+        to_neighbours = self.state_of(weights, optimizer_bytes) if self.copies_to_neighbours else 0
+        return in_background + to_neighbours
+
+    def state_of(self, weights: Iterable[Weight], optimizer_bytes: int) -> int:
+        """Return the bytes of a rank's state, as a neighbour keeps it."""
+        own = list(weights)
+        gradients = self.gradient_copies * sum(w.nbytes for w in own if w.is_trained)
+        return sum(weight.nbytes for weight in own) + optimizer_bytes - gradients
+
+    def _written(self, weights: Sequence[Weight], copies: int) -> int:
+        """Return what the first of copies writes: each tensor goes to that with least so far."""
+        trained = [weight for weight in weights if weight.is_trained]
+        sizes = [weight.nbytes for weight in weights]
+        for weight in trained:
+            num = self.states + self._has_master(weight)
+            sizes += num * [weight.num_elements * self._width(weight)]
+        sizes += [max(w.nbytes, _WIDE * w.num_elements) for w in trained] * self.outer_states
+        load = [0] * copies
+        for size in sizes:
+            load[load.index(min(load))] += size
+        return load[0]
+
+    def _width(self, weight: Weight) -> int:
+        own = weight.nbytes // max(1, weight.num_elements)
+        return max(own, _WIDE) if self.masters else own
+
+    def _has_master(self, weight: Weight) -> bool:
+        return self.masters and weight.nbytes < _WIDE * weight.num_elements

@@ -21,16 +21,27 @@ _MAX_SKIPS: Final = 24  # lines of a table
 _NOTES: Final = (
     "Counted, not measured: FLOPs of matrix products, convolutions and attention; activations that "
     "autograd keeps; workspace: what layers take as they run, gradients on their way, a receive "
-    "buffer posted ahead. {process} Transfers take no time."
+    "buffer posted ahead. {beside}{process} Transfers take no time."
 )
 _NOTES_WITH_TIME: Final = (
     "Counted, not measured: activations that autograd keeps; workspace: what layers take as they "
-    "run, gradients on their way, a receive buffer posted ahead. {process} The bubble is of "
-    "counted FLOPs, without transfers. The step "
+    "run, gradients on their way, a receive buffer posted ahead. {beside}{process} The bubble is "
+    "of counted FLOPs, without transfers. The step "
     "time has what plan.links, plan.prices and plan.calibration tell; what they do not tell takes "
     "no time in it."
 )
 
+_UPDATE: Final = (
+    "Update: what the optimizer's step makes for its time; as no activations are there, the sum "
+    "has it in place of activations and workspace where it is more. "
+)
+_SAVING: Final = (
+    "Saving: buffers on the host for checkpoints in the background and for neighbours. "
+)
+_NEIGHBOURS: Final = (
+    "Neighbours: four states in files in the host's memory, its own and another rank's, two on one "
+    "host; the sum is without them. "
+)
 _NOT_COUNTED: Final = "Not counted: what kernels and libraries take for themselves."
 _PROCESS: Final = "What a process takes beside tensors is as plan.prices or plan.calibration says."
 
@@ -127,10 +138,16 @@ def rank_table(ranks: Sequence[RankForecast], assumptions: Assumptions) -> str:
     """
     casts = any(rank.cast_bytes for rank in ranks)
     processes = any(rank.process_bytes for rank in ranks)
+    updates = any(rank.update_bytes for rank in ranks)
+    saves = any(rank.saving_bytes and not rank.lies_apart for rank in ranks)
+    saves_apart = any(rank.saving_bytes and rank.lies_apart for rank in ranks)
+    neighbours = any(rank.neighbour_bytes for rank in ranks)
     head = ["rank", "stages", "parameters", "weights", *["casts"] * casts, "gradients"]
     verdicts = _verdicts(ranks, assumptions)
-    held = ["optimizer", "activations", "workspace", *["process"] * processes, "sum"]
-    rows = [[*head, *held, "sent a step", *verdicts[0]]]
+    held = ["optimizer", "activations", "workspace", *["update"] * updates]
+    held += [*["saving"] * saves, *["process"] * processes, "sum"]
+    beside = [*["saving on host"] * saves_apart, *["neighbours on host"] * neighbours]
+    rows = [[*head, *held, *beside, "sent a step", *verdicts[0]]]
     for index, rank in enumerate(ranks):
         parts = (
             rank.weight_bytes,
@@ -139,8 +156,12 @@ def rank_table(ranks: Sequence[RankForecast], assumptions: Assumptions) -> str:
             rank.optimizer_bytes,
             rank.activation_bytes,
             rank.workspace_bytes,
+            *[rank.update_bytes] * updates,
+            *[rank.saving_bytes] * saves,
             *[rank.process_bytes] * processes,
             rank.total_bytes,
+            *[rank.saving_bytes] * saves_apart,
+            *[rank.neighbour_bytes] * neighbours,
             rank.sent_bytes,
         )
         stages = ",".join(map(str, rank.stages)) or "none"
@@ -239,10 +260,21 @@ def report(
         sections.summed and f"Over copies: {sections.summed}",
         step_text(found, schedule, assumptions),
         (_NOTES if assumptions.step is None else _NOTES_WITH_TIME).format(
-            process=_PROCESS if any(r.process_bytes for r in found.ranks) else _NOT_COUNTED
+            beside=_beside(found.ranks),
+            process=_PROCESS if any(r.process_bytes for r in found.ranks) else _NOT_COUNTED,
         ),
     ]
     return "\n\n".join(filter(None, parts))
+
+
+def _beside(ranks: Sequence[RankForecast]) -> str:
+    """Return what columns mean that not every plan has."""
+    told = (
+        (_UPDATE, any(rank.update_bytes for rank in ranks)),
+        (_SAVING, any(rank.saving_bytes for rank in ranks)),
+        (_NEIGHBOURS, any(rank.neighbour_bytes for rank in ranks)),
+    )
+    return "".join(text for text, is_there in told if is_there)
 
 
 def skip_table(model: ModelCount, counts: Sequence[int]) -> str:

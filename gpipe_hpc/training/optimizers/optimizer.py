@@ -113,22 +113,30 @@ def own_options(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def optimizer_memory(config: OptimizerConfig) -> OptimizerMemory:
-    """Return what the optimizer keeps for each parameter."""
-    return OptimizerMemory(_states_per_parameter(config), config.masters)
+    """Return what the optimizer keeps for each parameter, and makes of it in a step."""
+    states, made, of_all = _numbers_per_parameter(config)
+    return OptimizerMemory(states, config.masters, temporaries=made, of_all_on_device=of_all)
 
 
-def _states_per_parameter(config: OptimizerConfig) -> int:
+def _numbers_per_parameter(config: OptimizerConfig) -> tuple[int, int, int | None]:
+    """Return how many numbers stay for each of a parameter, and how many a step makes of one.
+
+    And, where torch takes all of a device at once, how many of each it makes then.
+    """
+    decays = int(config.weight_decay > 0)
     match config:
         case AdamWConfig():
-            return 2
+            return 2, 0, 0
         case SGDConfig():
-            return int(config.momentum > 0)
+            return int(config.momentum > 0), decays + config.nesterov, decays
         case RMSPropConfig():
-            return 1 + int(config.momentum > 0) + int(config.centered)
+            states = 1 + int(config.momentum > 0) + int(config.centered)
+            # One by one it keeps what it made of a weight until it has that of the next.
+            return states, decays + 2, decays + 1
         case LARSConfig():
-            return int(config.momentum > 0)
+            return int(config.momentum > 0), 1, None
         case LAMBConfig():
-            return 2
+            return 2, 2, None
     raise ConfigError(
         f"optimizer: unknown kind, expected one of conf/optimizer, got {type(config).__name__}; "
         f"choose optimizer=adamw, sgd, rmsprop, lars or lamb"

@@ -84,7 +84,7 @@ def own_rooms(
     if device.is_accelerator:
         free = device.memory_free()
         rooms = [Room(device.identity, f"{device.name}", host, ranks, needed_bytes, free)]
-        host_bytes = copies_bytes
+        host_bytes = copies_bytes + planned.saving_bytes
     else:
         rooms, host_bytes = [], needed_bytes + copies_bytes
     if host_bytes:

@@ -138,7 +138,9 @@ class Searching:
 
     def space(self, num_ranks: int) -> Space:
         """Return the layouts on so many ranks."""
-        base = with_process(request_of(self.config), self.ground.machine.prices.process_bytes)
+        device = device_to_come(self.config.train.device)
+        process_bytes = self.ground.machine.prices.process_bytes
+        base = with_process(request_of(self.config), process_bytes, device)
         paces = base.paces
         if isinstance(paces, str) or (paces is None and self.came and self.came.paces):
             known = self._cluster(num_ranks).paces

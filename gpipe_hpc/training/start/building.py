@@ -43,7 +43,7 @@ def build_pipeline(
 ) -> Pipeline:
     """Return the pipeline that the settings ask for; `cut`: that of what the run goes on from."""
     request = replace(request_of(config), partition=_partition(config, cut))
-    request = with_process(request, _process_bytes(config, world))
+    request = with_process(request, _process_bytes(config, world), world.device)
     return Pipeline(
         layers,
         loss_fn,

@@ -1,11 +1,13 @@
 """Every setting of the pipeline reaches the `Pipeline` that trains."""
 
 from inspect import signature
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gpipe_hpc import Pipeline
+from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.host.machine import processor_name
 from gpipe_hpc.config import build_target, compose_config
 from gpipe_hpc.engine.outer.settings import Outer
@@ -27,7 +29,10 @@ GIVEN = {
     "+pipeline.options.limit=6": ("schedule_options", {"limit": 6}),
     "pipeline.recompute=budget": ("recompute", "budget"),
     "pipeline.memory_bytes=[1GB,2e9,3GB]": ("memory_bytes", [1e9, 2e9, 3e9]),
-    "optimizer=sgd": ("optimizer_states", OptimizerMemory(1, masters=True)),
+    "optimizer=sgd": (
+        "optimizer_states",
+        OptimizerMemory(1, True, of_all_on_device=0),
+    ),
     "pipeline.offload=true": ("offload", True),
     "pipeline.partition=uniform": ("partition", "uniform"),
     "pipeline.paces=[1,2,1]": ("paces", [1, 2, 1]),
@@ -53,7 +58,8 @@ def keywords():
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(building, "Pipeline", lambda *_, **keywords: found.update(keywords))
-        building.build_pipeline(compose_config(list(GIVEN)), "world", [], None, None, None)
+        world = SimpleNamespace(device=HostDevice())
+        building.build_pipeline(compose_config(list(GIVEN)), world, [], None, None, None)
     return found
 
 

@@ -8,7 +8,11 @@ from torch import Tensor
 from gpipe_hpc.engine.sums.norms import norms_of
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.training.optimizers.group_steps import GroupSteps
-from gpipe_hpc.training.optimizers.large_batch.trust import dense_gradients, ratio_or_one
+from gpipe_hpc.training.optimizers.large_batch.trust import (
+    dense_gradients,
+    in_packs,
+    ratio_or_one,
+)
 
 
 class LAMB(GroupSteps):
@@ -60,6 +64,10 @@ class LAMB(GroupSteps):
         )
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        for pack in in_packs(parameters):
+            self._update_pack(pack, group)
+
+    def _update_pack(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         states = [self._state_of(parameter) for parameter in parameters]
         gradients = dense_gradients(parameters)
         means = [state["exp_avg"] for state in states]

@@ -8,7 +8,11 @@ from torch import Tensor
 from gpipe_hpc.engine.sums.norms import norms_of
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.training.optimizers.group_steps import GroupSteps
-from gpipe_hpc.training.optimizers.large_batch.trust import dense_gradients, ratio_or_one
+from gpipe_hpc.training.optimizers.large_batch.trust import (
+    dense_gradients,
+    in_packs,
+    ratio_or_one,
+)
 
 
 class LARS(GroupSteps):
@@ -60,6 +64,10 @@ class LARS(GroupSteps):
         )
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        for pack in in_packs(parameters):
+            self._update_pack(pack, group)
+
+    def _update_pack(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         gradients = dense_gradients(parameters)
         changes = list(torch._foreach_add(gradients, parameters, alpha=group["weight_decay"]))
         if group["adapt"]:

@@ -1,9 +1,20 @@
 """What LARS and LAMB have in common; the host waits for no device."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+
+from gpipe_hpc.comm.device import on_host
+from gpipe_hpc.engine.sums.dividing import PACK, packs
+
+
+def in_packs(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield parameters that are updated together, so that few copies live at a time.
+
+    On the host, where kernels cost nothing to start, one by one; else at most `PACK` elements.
+    """
+    yield from packs(parameters, 0 if on_host(parameters[0]) else PACK)
 
 
 def dense_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
