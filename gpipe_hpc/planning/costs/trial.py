@@ -27,7 +27,8 @@ from gpipe_hpc.planning.costs.casts import WeightCasts, storage_key
 from gpipe_hpc.planning.costs.meta import META, meta_copy
 from gpipe_hpc.planning.costs.walk import Given, Passed, described
 from gpipe_hpc.planning.costs.work import Passes, WorkCounter
-from gpipe_hpc.planning.memory.workspace import Workspace, run_counting
+from gpipe_hpc.planning.memory.convolutions import bytes_within
+from gpipe_hpc.planning.memory.workspace import Workspace, nothing_within, run_counting
 
 CPU: Final = torch.device("cpu")
 _FIT_LAYER: Final = (
@@ -196,8 +197,9 @@ class Trial:
                     lasts = [*map(storage_key, (*self.module.parameters(), *self.module.buffers()))]
                     state_bytes = _moved_bytes(buffers, homes)
                     # Last: a layer may replace its buffers, and storages have names of dead ones.
+                    within = bytes_within if self.device_type == CPU.type else nothing_within
                     workspace = run_counting(
-                        partial(self._forward, again), self.module.parameters()
+                        partial(self._forward, again), self.module.parameters(), within
                     )
             except Exception as error:
                 raise self._failed(error) from error

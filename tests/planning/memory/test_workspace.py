@@ -7,6 +7,7 @@ from torch import nn
 
 from gpipe_hpc.models import LayerSpec
 from gpipe_hpc.planning.costs.counted import count_model
+from gpipe_hpc.planning.memory.convolutions import bytes_within
 from gpipe_hpc.planning.memory.workspace import LiveBytes, Workspace, run_counting
 from gpipe_hpc.planning.stages import count_stages
 
@@ -98,11 +99,67 @@ def test_the_count_is_what_torchs_profiler_sees(name):
     given = torch.empty(shape, device="meta", requires_grad=True).clone()
     counted = run_counting(lambda: module(given), module.parameters())
     # Kernels of the host take some bytes of their own: numbers of a row, a block of a product.
-    # Those of a convolution take several times its output: there the count is too low.
+    # Those of a convolution take several times its output, which nobody asked to count here.
     for ours, theirs in zip(counted, seen, strict=True):
         assert ours <= 1.05 * theirs + 4096
         assert theirs <= 1.05 * ours + 4096 or name == "convolution"
     assert counted.backward > 0
+
+
+CONVOLUTIONS = {
+    "3 x 3": (lambda: nn.Conv2d(64, 64, 3, padding=1), (4, 64, 28, 28)),
+    "strided": (lambda: nn.Conv2d(32, 64, 3, 2, 1), (4, 32, 56, 56)),
+    "first of an image": (lambda: nn.Conv2d(3, 64, 7, 2, 3), (4, 3, 112, 112)),
+    "large weight": (lambda: nn.Conv2d(256, 256, 3, padding=1), (4, 256, 7, 7)),
+    "depthwise": (lambda: nn.Conv2d(64, 64, 3, padding=1, groups=64), (4, 64, 28, 28)),
+    "one place, many samples": (lambda: nn.Conv2d(64, 128, 1), (16, 64, 28, 28)),
+    "one dimension": (lambda: nn.Conv1d(64, 64, 3, padding=1), (4, 64, 512)),
+    "three dimensions": (lambda: nn.Conv3d(16, 16, 3, padding=1), (2, 16, 16, 16, 16)),
+    "transposed": (lambda: nn.ConvTranspose2d(64, 64, 2, 2), (4, 64, 28, 28)),
+    "channels last": (
+        lambda: nn.Conv2d(64, 64, 3, padding=1).to(memory_format=torch.channels_last),
+        (4, 64, 28, 28),
+    ),
+}
+
+
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_what_a_convolution_takes_on_the_host_is_counted(name, dtype, one_thread):
+    """Its copies in blocks were in no plan: up to three times what was counted of a backward."""
+    make, shape = CONVOLUTIONS[name]
+    if dtype is torch.float64 and name in ("one place, many samples", "channels last"):
+        pytest.skip("one is a product without a matrix of columns, the other is made contiguous")
+    last = torch.channels_last if name == "channels last" else torch.contiguous_format
+
+    def given(device):
+        made = torch.ones(shape, device=device, dtype=dtype).to(memory_format=last)
+        return made.requires_grad_().clone()
+
+    seen = measured(make().to(dtype), given("cpu"))
+    module, there = make().to("meta", dtype), given("meta")
+    counted = run_counting(lambda: module(there), module.parameters(), bytes_within)
+    for ours, theirs in zip(counted, seen, strict=True):
+        assert theirs <= 1.3 * ours + 2**17
+        assert ours <= 1.3 * theirs + 2**17
+
+
+def test_on_an_accelerator_nothing_is_known_of_what_convolutions_take():
+    specs, inputs = [LayerSpec(nn.Conv2d, 8, 8, 3)], torch.empty(2, 8, 32, 32, device="meta")
+    here, there = (
+        count_model(specs, inputs, device_type=device).layers[0].workspace
+        for device in ("cpu", "cuda")
+    )
+    assert there.forward == 0 and here.forward > inputs.nbytes
+    assert here.backward - there.backward > inputs.nbytes
 
 
 def test_what_stood_there_before_is_not_counted_and_views_take_nothing():

@@ -1,0 +1,75 @@
+"""What convolutions on the host take within one operator, of which no tensor is seen.
+
+torch hands those in 32 and 16 bits to oneDNN, which works on copies in blocks of channels: of the
+input, the weight and the output, or their gradients. Those in 64 bits are products of a matrix
+that holds each element of the input once for every place of the kernel. Found with torch's
+profiler (2.13): within a quarter for kernels of 3 x 3 to 7 x 7, strides, groups, one and three
+dimensions, with one thread. Each thread more has one more gradient of a weight in 16 bits, in
+float32. Nothing is taken for kernels of one place where one thread works on few samples; it is
+counted all the same, as the threads of a run are not known here.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def bytes_within(func: Any, args: Sequence[Any], result: Any) -> int:
+    """Return the bytes that an operator takes beside its inputs and what it returns.
+
+    0 for all but convolutions; torch's operators, called with tensors by position.
+    """
+    if func is torch.ops.aten.convolution.default:
+        given, weight, is_transposed, groups = args[0], args[1], args[6], args[8]
+        return _forward(given, weight, result, is_transposed=is_transposed, groups=groups)
+    if func is torch.ops.aten.convolution_backward.default:
+        came, given, weight, is_transposed, groups = *args[:3], args[7], args[9]
+        return _backward(given, weight, came, is_transposed=is_transposed, groups=groups)
+    return 0
+
+
+def _forward(
+    given: Tensor, weight: Tensor, output: Tensor, *, is_transposed: bool, groups: int
+) -> int:
+    if given.dtype == torch.float64:
+        columns = _columns(given, weight, output, is_transposed=is_transposed)
+        return columns if groups == 1 else columns // groups + output.nbytes
+    if _has_channels_last(given):
+        return weight.nbytes
+    copies = output.nbytes if is_transposed else 0
+    return max(given.nbytes, output.nbytes) + weight.nbytes + copies
+
+
+def _backward(
+    given: Tensor, weight: Tensor, came: Tensor, *, is_transposed: bool, groups: int
+) -> int:
+    if given.dtype == torch.float64:
+        columns = _columns(given, weight, came, is_transposed=is_transposed)
+        if is_transposed:
+            return columns // max(1, len(given))  # one sample after the other
+        return columns if groups == 1 else columns // groups + given.nbytes
+    if _has_channels_last(given):
+        return 2 * weight.nbytes
+    both = given.nbytes + came.nbytes
+    if given.element_size() == 2:
+        return both + 4 * weight.numel()  # the weight's gradient in float32
+    return max(both, weight.nbytes)
+
+
+def _columns(given: Tensor, weight: Tensor, output: Tensor, *, is_transposed: bool) -> int:
+    """Return the bytes of a matrix of all places that the kernel has, for all samples."""
+    small, wide = (given, output) if is_transposed else (output, given)
+    num_places = len(small) * math.prod(small.shape[2:]) * math.prod(weight.shape[2:])
+    return num_places * wide.shape[1] * given.element_size()
+
+
+def _has_channels_last(tensor: Tensor) -> bool:
+    last = _CHANNELS_LAST.get(tensor.ndim)
+    if last is None or tensor.is_contiguous():
+        return False
+    return tensor.is_contiguous(memory_format=last)
