@@ -11,12 +11,13 @@ counted all the same, as the threads of a run are not known here.
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+_CHANNELS_LAST: Final = MappingProxyType({4: torch.channels_last, 5: torch.channels_last_3d})
 
 
 def bytes_within(func: Any, args: Sequence[Any], result: Any) -> int:
