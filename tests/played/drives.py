@@ -330,6 +330,12 @@ def on_two_sides(device: PlayedDevice) -> None:
         both = TwoSidedGroup(group, group, device)
         first, second = both.all_to_all(made(device), [4, 2])
         assert first.add_(1).tolist() == second.add_(1).tolist() == [3.0] * 4
+        del first, second
+        _, came = both.all_to_all(made(device), [4, 2])
+        came.add_(1)
+        del came  # its memory was of the job's stream, which the next caller's comes ahead of
+        with device.on(device.stream()):
+            both.all_to_all(made(device), [4, 2])
         tensor = made(device)
         both.all_gather(tensor, [4, 2])
         assert tensor.add_(1).tolist() == [3.0] * 6
