@@ -80,8 +80,10 @@ class Pipeline:
     `optimizer_states` numbers a parameter (or an OptimizerMemory), and activations (both need an
     example too). `offload`: kept activations wait on the host where their backward is not near.
     `partition`: parameters, uniform, time (needs `example=(inputs, targets)` of one micro-batch),
-    or the number of layers of each stage. `paces`: where ranks of a pipeline are not equally fast,
-    how many times as long each takes, or ``measured``: each times the same work at the start.
+    or the number of layers of each stage. `pins`: layers that must be on certain stages, as
+    {0: 0, 11: 2, "Head": -1}: by index, or by a name that one layer alone has. `paces`: where ranks
+    of a pipeline are not equally fast, how many times as long each takes, or ``measured``: each
+    times the same work at the start.
     `precision`: float32, or bfloat16 or float16 by autocast, the latter with a loss scale. `outer`:
     an `Outer`, or a dict of its fields: how replicas, and mirrored placements, combine their
     gradients.
@@ -233,6 +235,7 @@ class Pipeline:
             costs=self.partition.costs,
             measure=self.partition.measure,
             paces=self.partition.stage_paces,
+            pins=self.partition.pins,
         )
         self.batchnorm = gather_batchnorm(
             {index: stage.batchnorm for index, stage in self.stages.items()}, pipeline

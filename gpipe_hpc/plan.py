@@ -43,6 +43,7 @@ from gpipe_hpc.planning.costs.calibration import check_calibration, read_calibra
 from gpipe_hpc.planning.costs.counted import ModelCount
 from gpipe_hpc.planning.costs.gauges import COUNTED, MEASURED
 from gpipe_hpc.planning.costs.rates import Rates
+from gpipe_hpc.planning.cutting.distance import distance
 from gpipe_hpc.planning.forecast import Forecast, least_bytes
 from gpipe_hpc.planning.memory.by_rank import excess_bytes, memory_limits
 from gpipe_hpc.planning.search.machine import Machine
@@ -182,12 +183,25 @@ def make_plan(config: Config) -> Plan:
         searched=layout.searched,
         recomputed=layout.budget,
         paces=layout.partition.stage_paces,
+        pins=layout.partition.pins,
+        distance=_distance_text(layout, gauge.count),
         summed=sums_text(gauge.count, layout, request.combining, config.plan.link_bytes_per_s),
     )
     text = report(layers, gauge.count, counts, layout.schedule, found, assumptions, sections)
     return Plan(
         layout, gauge.count, found, text, all(assumptions.fit(found.ranks)), assumptions.step
     )
+
+
+def _distance_text(layout: Layout, model: ModelCount) -> str:
+    """Say how far the cut is from the best one, by what it was made for, or else by FLOPs."""
+    partition, placement = layout.partition, layout.schedule.placement
+    if placement.num_ranks == 1:
+        return ""
+    flops = [float(count.flops) for count in model.layers]
+    found = distance(partition, placement, partition.costs if partition.times else flops)
+    measure = partition.measure if partition.times else COUNTED
+    return "" if found is None else f"by {measure}, {found.text()}"
 
 
 def _calibrated(path: str, counted: Counted, device: Device) -> tuple[Known, list[str]]:

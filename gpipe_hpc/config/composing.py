@@ -33,7 +33,7 @@ _DATA_FOR: Final = (
 
 
 # Keywords of somebody's function: any key is welcome, without Hydra's leading plus.
-_OPEN: Final = ("model", "data", "loss", "pipeline.options", "plan.precisions")
+_OPEN: Final = ("model", "data", "loss", "pipeline.options", "pipeline.pins", "plan.precisions")
 
 
 _OURS: Final = "gpipe_hpc"  # what Hydra is told of who has given it a schema

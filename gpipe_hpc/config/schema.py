@@ -32,6 +32,7 @@ class PipelineConfig:
     memory_bytes: Any = None
     offload: bool = False
     partition: Any = "time"
+    pins: dict[Any, Any] = field(default_factory=dict)
     paces: Any = None
     normalise_over_replicas: bool = False
     buffers: str = "average"

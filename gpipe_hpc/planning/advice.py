@@ -149,7 +149,7 @@ def _others(request: Request, layout: Layout, gauge: Known, finer: int | None) -
     if layout.schedule.num_ranks == 1:
         return
     took = tuple(each.forward + each.backward for each in gauge.times)
-    cut = Partition((), took, MEASURED, gauge.times, kept.paces, kept.rank_paces)
+    cut = kept._replace(counts=(), costs=took, measure=MEASURED, times=gauge.times)
     anew = cut.cut_anew(len(kept.counts), shared_by(request))
     if anew.counts != kept.counts:
         yield _cut_words(anew), replace(request, partition=anew), gauge, ""

@@ -6,6 +6,7 @@ from typing import Final, NamedTuple
 from gpipe_hpc.errors import ConfigError, GpipeError
 from gpipe_hpc.planning.costs.gauges import Gauge
 from gpipe_hpc.planning.cutting.partition import Partition
+from gpipe_hpc.planning.cutting.pins import holds, read_pins
 from gpipe_hpc.planning.forecast import held_bytes
 from gpipe_hpc.planning.layout import Layout, lay_out
 from gpipe_hpc.planning.memory.by_rank import excess_bytes, limits_text, memory_limits
@@ -54,11 +55,13 @@ def fit_stages(request: Request, num_ranks: int, gauge: Gauge) -> Fit:
     _refuse_what_knows_the_stages(request, num_ranks)
     tried: list[_Tried] = []
     refusal: GpipeError | None = None
+    pins, unpinned = read_pins(request.pins, gauge.layers), []
     for stages in numbers_of_stages(min(num_ranks, len(gauge.layers))):
         try:
             tried.append(_try(request, num_ranks, stages, gauge))
         except GpipeError as error:
             refusal = refusal or error
+            unpinned += [stages] * (not holds(pins, len(gauge.layers), stages))
     if not tried:
         raise ConfigError(
             f"pipeline.stages: none fits {num_ranks} ranks with these settings, expected one at "
@@ -69,7 +72,10 @@ def fit_stages(request: Request, num_ranks: int, gauge: Gauge) -> Fit:
         less = each.excess - best.excess
         if less < 0 or (less == 0 and each.time < _WORTH_MORE_STAGES * best.time):
             best = each
-    return Fit(best.stages, best.request, _text(best, tried, num_ranks))
+    text = _text(best, tried, num_ranks)
+    if unpinned:
+        text += f"; {', '.join(map(str, unpinned))} cannot hold pipeline.pins"
+    return Fit(best.stages, best.request, text)
 
 
 def _refuse_what_knows_the_stages(request: Request, num_ranks: int) -> None:

@@ -15,6 +15,7 @@ from gpipe_hpc.models import (
 from gpipe_hpc.planning.buckets import buckets_of
 from gpipe_hpc.planning.costs.gauges import Gauge
 from gpipe_hpc.planning.cutting.partition import Partition, choose_partition
+from gpipe_hpc.planning.cutting.pins import read_pins
 from gpipe_hpc.planning.memory.sharing import Sharing
 from gpipe_hpc.planning.ordering import (
     Order,
@@ -205,7 +206,9 @@ def cut(request: Request, gauge: Gauge) -> Partition:
     what `lay_out` raises.
     """
     request = request.of_one(request.portions.most)
-    given = request.partition
+    given, pins = request.partition, read_pins(request.pins, gauge.layers)
     if compares_placements(request) and isinstance(given, Partition) and given.times:
-        return given  # of whichever placement was the best: its times are what counts
-    return choose_partition(given, stages_of(request), gauge, shared_by(request), paces_of(request))
+        # Of whichever placement was the best: its times are what counts.
+        return given._replace(pins=pins)
+    stages, ranks, paces = stages_of(request), shared_by(request), paces_of(request)
+    return choose_partition(given, stages, gauge, ranks, paces, pins)

@@ -28,6 +28,7 @@ class Settings:
     optimizer_states: int | OptimizerMemory = 2
     offload: bool = False
     partition: str | Sequence[int] | Partition = "parameters"
+    pins: Mapping[int | str, int] | None = None
     paces: Sequence[float] | str | None = None
     seed: int = 0
     precision: str = "float32"

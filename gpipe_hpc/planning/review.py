@@ -91,7 +91,7 @@ def _step_s(layout: Layout, cut: Partition) -> float:
 
 
 def _cut(costs: Sequence[float], kept: Partition, request: Request) -> tuple[int, ...]:
-    own = Partition((), tuple(costs), MEASURED, (), kept.paces, kept.rank_paces)
+    own = kept._replace(costs=tuple(costs), measure=MEASURED, times=())
     return own.cut_anew(len(kept.counts), shared_by(request)).counts
 
 

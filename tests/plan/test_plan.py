@@ -608,3 +608,27 @@ def test_exit_codes(start):
     wrong = start(*MLP, "pipeline.partition=[9]", module="gpipe_hpc.plan").wait()
     assert wrong.code == 2
     assert wrong.output.startswith("gpipe_hpc: config: bad pipeline.partition")
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("partition=time", "no cut leaves the fullest rank less to do"),
+        ("partition=[4,1]", r"the fullest rank has [\d.]+ % more to do than in the best cut"),
+        ("schedule=interleaved", r"the fullest rank has at most [\d.]+ % more to do"),
+    ],
+)
+def test_the_plan_says_how_far_the_cut_is_from_the_best(word, said):
+    text = make_plan(compose_config([*MLP, f"pipeline.{word}"])).text
+    assert re.search(f"^by FLOPs, {said}", text, re.MULTILINE)
+
+
+def test_the_plan_says_what_is_pinned():
+    words = [*MLP, "pipeline.partition=uniform", "pipeline.schedule=interleaved"]
+    pinned = make_plan(compose_config([*words, "pipeline.pins={1:0,-1:-1}"]))
+    assert pinned.layout.partition.counts[0] >= 2
+    last = len(pinned.model.layers) - 1
+    line = next(each for each in pinned.text.splitlines() if each.startswith("pinned"))
+    assert f"layers.{last} " in line and "on stage 3" in line and "layers.1 " in line
+    assert make_plan(compose_config([*words, "pipeline.pins.1=0"])).layout.partition.counts[0] >= 2
+    assert "pinned" not in make_plan(compose_config(words)).text

@@ -155,3 +155,10 @@ def test_measured_times_are_spread_over_the_layers_as_the_basis_says():
     assert times[1].of_input == pytest.approx(1.2) and times[1].of_weight == pytest.approx(1.8)
     nothing = layer_times(timeline, [2, 2], (LayerTimes.alike(0.0, 0.0, 0.0, 0.0),) * 4)
     assert [each.forward for each in nothing] == [4.0, 4.0, 1.0, 1.0]
+
+
+def test_a_better_cut_keeps_pinned_layers_where_they_are():
+    times = (*(LayerTimes.alike(3.0, 6.0, 3.0, 3.0),) * 2, *EVEN[2:])
+    assert not any("partition" in each for each in advice(asked(pins={1: 0}), known(times)))
+    found = advice(asked(pins={1: 1, 4: 2}), known(times))
+    assert "pipeline.partition=[1,1,3,3]" in found

@@ -166,3 +166,12 @@ def test_stages_that_took_other_times_than_planned_are_told():
     assert "stage 0 12 s, planned 6 s" in slow_stages_text(cut, double, EVEN)
     uneven = with_slow(4)
     assert "stage 2 15 s, planned 8.25 s" in slow_stages_text(plain, uneven, EVEN)
+
+
+def test_a_better_cut_keeps_pinned_layers_where_they_are():
+    free = reviewed(with_slow(0))
+    assert free.counts[0] == 1
+    times = (SLOW, *EVEN[1:6], SLOW, SLOW)
+    assert reviewed(times).counts[0] == 1
+    pinned = reviewed(times, pins={1: 0})
+    assert pinned.counts[0] >= 2 and max(pinned.counts) > 2

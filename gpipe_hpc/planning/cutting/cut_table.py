@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from gpipe_hpc.errors import PartitionError
 from gpipe_hpc.models import Layer, layer_name, layer_parameters, stage_layers
+from gpipe_hpc.planning.cutting.pins import Pins, pins_text
 from gpipe_hpc.planning.telling.columns import aligned, compressed
 
 
@@ -15,6 +16,7 @@ def cut_table(
     costs: Sequence[float] | None = None,
     measure: str = "time",
     paces: Sequence[float] = (),
+    pins: Pins = (),
 ) -> str:
     """Return a cut as a text table: stage, rank, layers, parameters, share.
 
@@ -23,7 +25,8 @@ def cut_table(
     stage in their sum fills the last column (default: the parameters themselves); ``paces`` say how
     many times as long each stage takes where ranks are slow, which counts in the share. A last line
     has the sums and how far the dearest stage is above the mean; where ranks share a stage's
-    micro-batches, how far the busiest rank is. Raises `PartitionError` when the cut misses a layer.
+    micro-batches, how far the busiest rank is; `pins` that the cut holds follow. Raises
+    `PartitionError` when the cut misses a layer.
     """
     if sum(counts) != len(layers):
         raise PartitionError(
@@ -54,7 +57,8 @@ def cut_table(
         )
     over = 100 * _above_mean(shares, ranks) if whole else 0.0
     rows.append(["all", "", f"{len(layers)}", "", f"{sum(sizes):,}", f"max +{over:.1f}"])
-    return aligned(rows, left={1, 2, 3})
+    pinned = pins_text(pins, layers, len(counts))
+    return "\n".join(filter(None, [aligned(rows, left={1, 2, 3}), pinned]))
 
 
 def _above_mean(shares: Sequence[float], holders: Sequence[Sequence[int]]) -> float:

@@ -10,24 +10,29 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from gpipe_hpc.errors import PartitionError
+from gpipe_hpc.planning.cutting.pins import Ends, Pins
 
 
-def minimax(costs: Sequence[float], stages: int, *, allow_empty: bool = False) -> list[int]:
+def minimax(
+    costs: Sequence[float], stages: int, *, allow_empty: bool = False, pins: Pins = ()
+) -> list[int]:
     """Return the cut whose most expensive stage is the cheapest possible.
 
     Exact for floats too: costs are scaled to integers first, so no sum is ever rounded. Among the
     optimal cuts it takes the one with the least sum of squared stage costs, then of squared layer
     counts, then the one with fewer layers in earlier stages (those keep more micro-batches
     alive). No stage is empty, except, with ``allow_empty``, the last ones when there are more
-    stages than layers. Costs are finite and at least 0, in any unit.
+    stages than layers. Costs are finite and at least 0, in any unit. Of the cuts that have each
+    layer of `pins` on its stage it takes the best.
 
-    Raises `PartitionError` for bad costs, or more stages than layers.
+    Raises `PartitionError` for bad costs, more stages than layers, or pins that no cut holds.
     """
     _check_sizes(len(costs), stages, allow_empty)
     used = min(stages, len(costs))
     prefix = [0, *accumulate(integers(costs))]
-    limit = _least_bottleneck(prefix, used)
-    return _most_even(prefix, used, limit) + [0] * (stages - used)
+    ends = Ends.where(pins, len(costs), used) if costs else Ends((0,), (0,))
+    limit = _least_bottleneck(prefix, ends)
+    return _most_even(prefix, ends, limit) + [0] * (stages - used)
 
 
 def uniform(num_layers: int, stages: int, *, allow_empty: bool = False) -> list[int]:
@@ -91,36 +96,38 @@ def integers(costs: Sequence[float]) -> list[int]:
     return [numerator * (scale // denominator) for numerator, denominator in ratios]
 
 
-def _least_bottleneck(prefix: list[int], stages: int) -> int:
-    """Return the least limit under which filling stage after stage needs at most ``stages``."""
+def _least_bottleneck(prefix: list[int], ends: Ends) -> int:
+    """Return the least limit under which filling stage after stage has each end where it may be."""
+    stages = len(ends.low) - 1
     low = max((b - a for a, b in pairwise(prefix)), default=0)
     low, high = max(low, -(-prefix[-1] // max(stages, 1))), prefix[-1]
     while low < high:
         middle = (low + high) // 2
-        if _furthest(prefix, stages, middle)[-1] == len(prefix) - 1:
+        reach = _furthest(prefix, ends, middle)
+        if all(end >= least for end, least in zip(reach, ends.low, strict=True)):
             high = middle
         else:
             low = middle + 1
     return high
 
 
-def _furthest(prefix: list[int], stages: int, limit: int) -> list[int]:
+def _furthest(prefix: list[int], ends: Ends, limit: int) -> list[int]:
     """Return how many layers the first 0, 1, ... stages can hold under the limit."""
     reach = [0]
-    for _ in range(stages):
-        reach.append(bisect_right(prefix, prefix[reach[-1]] + limit) - 1)
+    for most in ends.high[1:]:
+        reach.append(min(most, bisect_right(prefix, prefix[reach[-1]] + limit) - 1))
     return reach
 
 
-def _earliest(prefix: list[int], stages: int, limit: int) -> list[int]:
+def _earliest(prefix: list[int], ends: Ends, limit: int) -> list[int]:
     """Return how many layers must come before stage k = 0, 1, ... so that the rest still fits."""
     start = [len(prefix) - 1]
-    for _ in range(stages):
-        start.append(bisect_left(prefix, prefix[start[-1]] - limit))
+    for least in ends.low[-2::-1]:
+        start.append(max(least, bisect_left(prefix, prefix[start[-1]] - limit)))
     return start[::-1]
 
 
-def _most_even(prefix: list[int], stages: int, limit: int) -> list[int]:
+def _most_even(prefix: list[int], ends: Ends, limit: int) -> list[int]:
     """Return the cut of least sum of squares among those with no stage above the limit.
 
     Dynamic programming over the ends of stages. The price of a stage satisfies the quadrangle
@@ -128,19 +135,17 @@ def _most_even(prefix: list[int], stages: int, limit: int) -> list[int]:
     right with its end, and each stage's row is solved by halving: O(K n log n).
     """
     num_layers = len(prefix) - 1
-    furthest, earliest = _furthest(prefix, stages, limit), _earliest(prefix, stages, limit)
+    furthest, earliest = _furthest(prefix, ends, limit), _earliest(prefix, ends, limit)
     weight = num_layers**2 + 1  # makes one number of the pair (cost squared, layers squared)
     best = {0: 0}
     starts: list[dict[int, int]] = []
-    for k in range(1, stages + 1):
-        low = max(k, earliest[k])
-        high = min(furthest[k], num_layers - (stages - k))
+    for low, high in zip(earliest[1:], furthest[1:], strict=True):
         best, chosen = _solve_row(prefix, limit, weight, best, low, high)
         starts.append(chosen)
-    ends = [num_layers]
+    found = [num_layers]
     for chosen in reversed(starts):
-        ends.append(chosen[ends[-1]])
-    return [end - start for start, end in pairwise(ends[::-1])]
+        found.append(chosen[found[-1]])
+    return [end - start for start, end in pairwise(found[::-1])]
 
 
 def _solve_row(

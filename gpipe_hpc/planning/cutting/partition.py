@@ -7,6 +7,7 @@ from gpipe_hpc.errors import PartitionError
 from gpipe_hpc.models import layer_parameters, stage_layers
 from gpipe_hpc.planning.costs.gauges import MEASURED, Gauge, LayerTimes
 from gpipe_hpc.planning.cutting.minimax import by_hand, minimax, uniform
+from gpipe_hpc.planning.cutting.pins import Ends, Pin, Pins, check_pinned
 from gpipe_hpc.planning.cutting.uneven import (
     copies_for,
     cut_for_paces,
@@ -26,7 +27,8 @@ class Partition(NamedTuple):
     parts of each cost. `paces`: how many times as long each stage takes as on rank 0, and
     `rank_paces` the same by rank; empty: all ranks are as fast. `num_ranks`: how many ranks share
     the stages, where some stages are on one rank less; None: each stage is on as many. Where they
-    share stages `paces` are empty: see `stage_paces`.
+    share stages `paces` are empty: see `stage_paces`. `pins`: the layers that are on their stages
+    in this cut, and in those that are made anew from it.
     """
 
     counts: tuple[int, ...]
@@ -36,6 +38,7 @@ class Partition(NamedTuple):
     paces: tuple[float, ...] = ()
     rank_paces: tuple[float, ...] = ()
     num_ranks: int | None = None
+    pins: Pins = ()
 
     @classmethod
     def stored(cls, facts: Mapping[str, Any]) -> "Partition":
@@ -49,7 +52,8 @@ class Partition(NamedTuple):
         paces, of_ranks = (tuple(facts.get(name, ())) for name in ("paces", "rank_paces"))
         made_by = tuple(LayerTimes(*each, *each[: 5 - len(each)]) for each in times)
         num_ranks = facts.get("num_ranks")
-        return cls(counts, costs, facts["measure"], made_by, paces, of_ranks, num_ranks)
+        pins = tuple(Pin(*each) for each in facts.get("pins", ()))
+        return cls(counts, costs, facts["measure"], made_by, paces, of_ranks, num_ranks, pins)
 
     @property
     def is_measured(self) -> bool:
@@ -122,11 +126,11 @@ class Partition(NamedTuple):
         `num_ranks`: where these share the stages, some of which are on one rank less.
         """
         if num_ranks is not None:
-            counts = cut_for_ranks(self.costs, num_stages, num_ranks, self.rank_paces)
+            counts = cut_for_ranks(self.costs, num_stages, num_ranks, self.rank_paces, self.pins)
         elif len(self.paces) == num_stages:
-            counts = cut_for_paces(self.costs, self.paces)
+            counts = cut_for_paces(self.costs, self.paces, self.pins)
         else:
-            counts = minimax(self.costs, num_stages)
+            counts = minimax(self.costs, num_stages, pins=self.pins)
         return self._replace(counts=tuple(counts), num_ranks=num_ranks)
 
 
@@ -146,6 +150,7 @@ def choose_partition(
     gauge: Gauge,
     num_ranks: int | None = None,
     paces: Paces = ALIKE,
+    pins: Pins = (),
 ) -> Partition:
     """Cut a model into `num_stages` by parameters, uniform, time, or as given by hand.
 
@@ -153,35 +158,39 @@ def choose_partition(
     layers and the stages, and was made for the same ranks and paces; for others its costs are cut
     anew. Where it does not fit the cut is made as that one was. `time` is what the gauge measures
     or counts; no other policy asks it. `num_ranks`: where these share the stages, and some stages
-    are on one rank less, which get less to do. `paces`: those of slow ranks, which get less. Raises
-    PartitionError.
+    are on one rank less, which get less to do. `paces`: those of slow ranks, which get less.
+    `pins`: layers that have to be on certain stages. Raises PartitionError.
     """
     layers = gauge.layers
     if isinstance(policy, Partition):
         if (len(policy.counts), sum(policy.counts)) == (num_stages, len(layers)):
-            if (policy.paces, policy.rank_paces, policy.num_ranks) == (*paces, num_ranks):
+            made_for = policy.paces, policy.rank_paces, policy.num_ranks, policy.pins
+            if made_for == (*paces, num_ranks, pins):
                 return policy._replace(counts=tuple(policy.counts))
-            now = policy._replace(paces=paces.stages, rank_paces=paces.ranks)
+            now = policy._replace(paces=paces.stages, rank_paces=paces.ranks, pins=pins)
             return now.cut_anew(num_stages, num_ranks)
         policy = "uniform" if policy.measure == "layers" else policy.measure
     if not isinstance(policy, str):
         # A zero written by hand asks for an empty stage: it passes its input on.
         counts = by_hand(policy, len(layers), num_stages, allow_empty=True)
+        check_pinned(pins, counts)
         sizes = tuple(map(float, layer_parameters(layers)))
-        return Partition(tuple(counts), sizes, "parameters", (), *paces, num_ranks)
+        return Partition(tuple(counts), sizes, "parameters", (), *paces, num_ranks, pins)
     if policy == "parameters":
         sizes = tuple(map(float, layer_parameters(layers)))
-        return Partition((), sizes, policy, (), *paces).cut_anew(num_stages, num_ranks)
+        made = Partition((), sizes, policy, (), *paces, pins=pins)
+        return made.cut_anew(num_stages, num_ranks)
     if policy == "uniform":
-        return Partition((), (1.0,) * len(layers), "layers", (), *paces).cut_anew(
-            num_stages, num_ranks
-        )
+        made = Partition((), (1.0,) * len(layers), "layers", (), *paces, pins=pins)
+        return made.cut_anew(num_stages, num_ranks)
     if policy != "time":
         raise PartitionError(
             f"partition: unknown, expected one of {', '.join(POLICIES)} or the number of layers "
             f"of each stage, got {policy!r}; choose one of them"
         )
     uniform(len(layers), num_stages)  # refuse too many stages before measuring
+    Ends.where(pins, len(layers), num_stages)
     times = gauge.times
     costs = tuple(each.forward + each.backward for each in times)
-    return Partition((), costs, gauge.measure, times, *paces).cut_anew(num_stages, num_ranks)
+    made = Partition((), costs, gauge.measure, times, *paces, pins=pins)
+    return made.cut_anew(num_stages, num_ranks)

@@ -76,7 +76,7 @@ def roomier_cut(
         return (own.at_least_bytes(each) if chooses else own.bytes(each)) > limits[route[stage]]
 
     paces = partition.paces or (1.0,) * placement.num_stages
-    counts = cut_where(partition.costs, paces, Room(fits, is_spent))
+    counts = cut_where(partition.costs, paces, Room(fits, is_spent), partition.pins)
     return None if counts is None else partition._replace(counts=tuple(counts))
 
 

@@ -11,30 +11,37 @@ from itertools import accumulate, pairwise
 from typing import Final, NamedTuple
 
 from gpipe_hpc.planning.cutting.minimax import integers, minimax
+from gpipe_hpc.planning.cutting.pins import Ends, Pins
 from gpipe_hpc.schedule.families.rerouted import num_copies
 
 
 def cut_for_ranks(
-    costs: Sequence[float], stages: int, ranks: int, paces: Sequence[float] = ()
+    costs: Sequence[float],
+    stages: int,
+    ranks: int,
+    paces: Sequence[float] = (),
+    pins: Pins = (),
 ) -> list[int]:
     """Return the layers of each stage for which the busiest of some ranks has least to do.
 
     Each stage is on as many ranks as any other, or on one less; which ones, the cut chooses.
     ``paces[rank]`` is how many times as long a rank takes, empty where all are alike; those of a
     stage share its work so that they end together. Exact, as `minimax` is; among the best the one
-    with the least sum of squares of what ranks have to do. No stage is empty. Raises PartitionError
-    as `minimax` does, ScheduleError for fewer ranks than stages.
+    with the least sum of squares of what ranks have to do. No stage is empty, and each layer of
+    `pins` is on its stage. Raises PartitionError as `minimax` does, ScheduleError for fewer ranks
+    than stages.
     """
     copies = num_copies(ranks, stages)
-    even = minimax(costs, stages)
+    even = minimax(costs, stages, pins=pins)
     are_alike = len(set(paces)) <= 1
     if are_alike and len(set(copies)) == 1:
         return even
     prefix = [0, *accumulate(integers(costs))]
     work = _Work.of(prefix, stages, ranks, paces)
     most, _ = work.dealt(even)
-    found = next(filter(None, (work.best(limit, max) for limit in work.limits(most))))
-    evenest = work.best(found[0], _plus_square)
+    where = Ends.where(pins, len(costs), stages)
+    found = next(filter(None, (work.best(limit, max, where) for limit in work.limits(most))))
+    evenest = work.best(found[0], _plus_square, where)
     assert evenest is not None, "one was just found"
     return evenest[1]
 
@@ -43,14 +50,14 @@ def _plus_square(price: int, work: int) -> int:
     return price + work * work
 
 
-def cut_for_paces(costs: Sequence[float], paces: Sequence[float]) -> list[int]:
+def cut_for_paces(costs: Sequence[float], paces: Sequence[float], pins: Pins = ()) -> list[int]:
     """Return the layers of each stage for which the slowest stage is as fast as can be.
 
     ``paces[stage]`` is how many times as long it takes there. Exact; among the best cuts the one
-    with the least sum of squares of what stages take. No stage is empty. Raises PartitionError as
-    `minimax` does.
+    with the least sum of squares of what stages take. No stage is empty. Each layer of `pins` is on
+    its stage. Raises PartitionError as `minimax` does.
     """
-    even = minimax(costs, len(paces))
+    even = minimax(costs, len(paces), pins=pins)
     if len(set(paces)) == 1:
         return even
     prefix, weights = [0, *accumulate(integers(costs))], integers(paces)
@@ -59,8 +66,9 @@ def cut_for_paces(costs: Sequence[float], paces: Sequence[float]) -> list[int]:
         (prefix[end] - prefix[start]) * weight
         for (start, end), weight in zip(pairwise(ends), weights, strict=True)
     )
-    limit, _ = _best_of_paces(prefix, weights, limit, max)
-    return _best_of_paces(prefix, weights, limit, _plus_square)[1]
+    where = Ends.where(pins, len(costs), len(paces))
+    limit, _ = _best_of_paces(prefix, weights, where, limit, max)
+    return _best_of_paces(prefix, weights, where, limit, _plus_square)[1]
 
 
 Asked = Callable[[int, int, int], bool]
@@ -82,32 +90,39 @@ ROOM_FOR_ALL: Final = Room(lambda *_: True, lambda *_: False)
 _WIDER: Final = (1.0, 1.25, 1.5, 2.0, 4.0)  # times the bottleneck of a cut that need not fit
 
 
-def cut_where(costs: Sequence[float], paces: Sequence[float], room: Room) -> list[int] | None:
+def cut_where(
+    costs: Sequence[float], paces: Sequence[float], room: Room, pins: Pins = ()
+) -> list[int] | None:
     """Return the cut as `cut_for_paces` does, of those whose stages all fit; None: there is none.
 
-    Exact, whatever fits.
+    Exact, whatever fits and is pinned.
     """
     prefix, weights = [0, *accumulate(integers(costs))], integers(paces)
-    ends = [0, *accumulate(cut_for_paces(costs, paces))]
+    ends = [0, *accumulate(cut_for_paces(costs, paces, pins))]
+    where = Ends.where(pins, len(costs), len(paces))
     least = max(
         (prefix[end] - prefix[start]) * weight
         for (start, end), weight in zip(pairwise(ends), weights, strict=True)
     )
     # Few cuts are looked at first: to ask whether a stage fits takes long.
     for limit in (*(int(wider * least) for wider in _WIDER), prefix[-1] * max(weights)):
-        found = _best_where(prefix, weights, limit, max, room)
+        found = _best_where(prefix, weights, where, limit, max, room)
         if found is not None:
-            evenest = _best_where(prefix, weights, found[0], _plus_square, room)
+            evenest = _best_where(prefix, weights, where, found[0], _plus_square, room)
             assert evenest is not None, "one was just found"
             return evenest[1]
     return None
 
 
 def _best_of_paces(
-    prefix: list[int], weights: Sequence[int], limit: int, plus: Callable[[int, int], int]
+    prefix: list[int],
+    weights: Sequence[int],
+    where: Ends,
+    limit: int,
+    plus: Callable[[int, int], int],
 ) -> tuple[int, list[int]]:
     """Return the least price, and its cut, of those in which no stage takes more than a limit."""
-    found = _best_where(prefix, weights, limit, plus, ROOM_FOR_ALL)
+    found = _best_where(prefix, weights, where, limit, plus, ROOM_FOR_ALL)
     assert found is not None, "the limit is that of some cut"
     return found
 
@@ -115,6 +130,7 @@ def _best_of_paces(
 def _best_where(
     prefix: list[int],
     weights: Sequence[int],
+    where: Ends,
     limit: int,
     plus: Callable[[int, int], int],
     room: Room,
@@ -124,11 +140,11 @@ def _best_where(
     best: dict[int, int] = {0: 0}
     steps: list[dict[int, int]] = []
     for stage, weight in enumerate(weights):
-        left = len(weights) - 1 - stage
+        first, last = where.low[stage + 1], where.high[stage + 1]
         here: dict[int, int] = {}
         came: dict[int, int] = {}
         for start, price in best.items():
-            for end in range(start + 1 if left else num_layers, num_layers - left + 1):
+            for end in range(max(start + 1, first), last + 1):
                 took = (prefix[end] - prefix[start]) * weight
                 if took > limit:
                     break
@@ -260,21 +276,24 @@ class _Work(NamedTuple):
             slack = 2 * slack + 1
         yield most
 
-    def best(self, limit: int, plus: Callable[[int, int], int]) -> tuple[int, list[int]] | None:
+    def best(
+        self, limit: int, plus: Callable[[int, int], int], where: Ends
+    ) -> tuple[int, list[int]] | None:
         """Return the least price, and its cut, of those in which no rank has more than a limit.
 
-        None if there are none. Dynamic programming over the stages so far, how many of them are on
-        more ranks, and their end; `plus` adds a stage's work to a price.
+        None if there are none that end `where` they may. Dynamic programming over the stages so
+        far, how many of them are on more ranks, and their end; `plus` adds a stage's work to a
+        price.
         """
         num_layers, room = len(self.prefix) - 1, self._room(limit)
         best: dict[_State, int] = {_State(0, 0): 0}
         steps: list[dict[_State, _State]] = []
         for stage in range(self.stages):
-            last = num_layers - (self.stages - 1 - stage)
+            among = where.low[stage + 1], where.high[stage + 1]
             here: dict[_State, int] = {}
             came: dict[_State, _State] = {}
             for state, price in best.items():
-                for following, work in self._behind(state, stage, limit, last):
+                for following, work in self._behind(state, stage, limit, among):
                     if self.prefix[-1] - self.prefix[following.end] > room(stage, following):
                         continue
                     total = plus(price, work)
@@ -305,11 +324,12 @@ class _Work(NamedTuple):
         return room
 
     def _behind(
-        self, state: "_State", stage: int, limit: int, last: int
+        self, state: "_State", stage: int, limit: int, among: tuple[int, int]
     ) -> Iterator[tuple["_State", int]]:
-        """Yield where one more stage leads, and what its ranks have to do."""
+        """Yield where one more stage leads, which ends among two numbers, and its ranks' work."""
+        first, last = among
         for is_high, weight in self._weights(stage, state.num_high):
-            for end in range(state.end + 1, last + 1):
+            for end in range(max(state.end + 1, first), last + 1):
                 work = (self.prefix[end] - self.prefix[state.end]) * weight
                 if work > limit:
                     break

@@ -12,6 +12,7 @@ from gpipe_hpc.planning.advice import Known
 from gpipe_hpc.planning.costs.gauges import Gauge
 from gpipe_hpc.planning.costs.trial import Weight
 from gpipe_hpc.planning.cutting.partition import ALIKE, Paces, Partition, choose_partition
+from gpipe_hpc.planning.cutting.pins import Ends, Pins
 from gpipe_hpc.planning.search.candidates import Candidate
 from gpipe_hpc.planning.search.machine import Machine
 from gpipe_hpc.planning.stages import StageCount, count_stages
@@ -33,10 +34,11 @@ class Ground:
         gauge_of: Callable[[int], Gauge],
         batch_size: int,
         policy: Any = "time",
+        pins: Pins = (),
     ) -> None:
-        """Keep what is known; `policy`: how the model is cut, as in `Request.partition`."""
+        """Keep what is known; `policy`, `pins`: how the model is cut, as in a `Request`."""
         self.machine, self.layers, self.batch_size = machine, layers, batch_size
-        self._gauge_of, self._policy = gauge_of, policy
+        self._gauge_of, self._policy, self._pins = gauge_of, policy, pins
         self._gauges: dict[int, Known] = {}
         self._cuts: dict[tuple[int, int, Paces, int | None], Partition] = {}
         self._stages: dict[tuple[int, tuple[int, ...]], tuple[StageCount, ...]] = {}
@@ -57,6 +59,14 @@ class Ground:
             self._gauges[samples] = self.machine.priced(self._gauge_of(samples))
         return self._gauges[samples]
 
+    def check_pins(self, num_stages: int) -> None:
+        """Raise PartitionError unless some cut into so many stages has all pinned layers on theirs.
+
+        With more stages than layers there is no cut to ask of.
+        """
+        if num_stages <= len(self.layers):
+            Ends.where(self._pins, len(self.layers), num_stages)
+
     def partition(
         self,
         samples: int,
@@ -72,7 +82,7 @@ class Ground:
         key = samples, num_stages, paces, shared_by
         if key not in self._cuts:
             gauge = self.gauge(samples)
-            found = choose_partition(self._policy, num_stages, gauge, shared_by, paces)
+            found = choose_partition(self._policy, num_stages, gauge, shared_by, paces, self._pins)
             self._cuts[key] = found._replace(times=gauge.times)
         return self._cuts[key]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from gpipe_hpc.errors import GpipeError
+from gpipe_hpc.errors import GpipeError, PartitionError
 from gpipe_hpc.planning.request import Request
 from gpipe_hpc.planning.search.bounds import Bound, Ways, bound
 from gpipe_hpc.planning.search.candidates import Candidate, Space
@@ -30,9 +30,10 @@ class Ranking:
     """What a search found: the layouts that fit, the fastest first.
 
     `num_layouts`: of the space; of them `num_refused` cannot be built, `num_large` have too large a
-    table to be simulated, `num_too_much` need more than the memory. `least_s`: what a layout that
-    was not simulated takes at least; None where all were, or cannot be faster. `nearest`: of those
-    that do not fit, the one that needs least.
+    table to be simulated, `num_too_much` need more than the memory, and `num_unpinned` have
+    stages that cannot hold the pinned layers. `least_s`: what a layout that was not simulated takes
+    at least; None where all were, or cannot be faster. `nearest`: of those that do not fit, the one
+    that needs least.
     """
 
     trials: tuple[Trial, ...]
@@ -44,6 +45,7 @@ class Ranking:
     least_s: float | None = None
     nearest: TooMuch | None = None
     refusal: str = ""
+    num_unpinned: int = 0
 
     @property
     def distance(self) -> float:
@@ -67,6 +69,7 @@ def merged(rankings: Sequence[Ranking]) -> Ranking:
         min(least, default=None),
         min(nearest, key=lambda each: each.excess_bytes, default=None),
         next((each.refusal for each in rankings if each.refusal), ""),
+        sum(each.num_unpinned for each in rankings),
     )
 
 
@@ -80,6 +83,7 @@ class _Tally:
 
     trials: list[Trial] = field(default_factory=list)
     refused: list[GpipeError] = field(default_factory=list)
+    unpinned: list[PartitionError] = field(default_factory=list)
     num_too_much: int = 0
     num_actions: int = 0
     nearest: TooMuch | None = None
@@ -122,7 +126,8 @@ def search(space: Space, ground: Ground, most_actions: int = MOST_ACTIONS) -> Ra
     """Rank the layouts of a space by the time of a step, among those that fit into memory.
 
     Of layouts that take the same time the one that needs least memory is first. With
-    `most_actions` of all tables together it stops. Raises ConfigError where the space is empty.
+    `most_actions` of all tables together it stops. Raises PartitionError where no layout has stages
+    that can hold the pinned layers.
     """
     choices = Choices.of(space.base, space.fixed, len(ground.machine.cluster.hosts))
     limit = most_bytes(space.base)
@@ -133,6 +138,14 @@ def search(space: Space, ground: Ground, most_actions: int = MOST_ACTIONS) -> Ra
     num_layouts = 0
     for candidate in space:
         num_layouts += 1
+        try:
+            ground.check_pins(candidate.num_stages)
+        except PartitionError as error:
+            tally.unpinned.append(error)
+            continue
+        except GpipeError as error:
+            tally.refused.append(error)
+            continue
         try:
             ways = Ways("host" in choices.hierarchies, "flat" in choices.shards)
             found = bound(candidate, ground, space.base, ways)
@@ -145,6 +158,8 @@ def search(space: Space, ground: Ground, most_actions: int = MOST_ACTIONS) -> Ra
             large.append((found, candidate))
         else:
             bounded.append((found, candidate))
+    if tally.unpinned and len(tally.unpinned) == num_layouts:
+        raise tally.unpinned[-1]
     left = _simulate(bounded, ground, space, choices, tally, most_actions) + large
     if tally.nearest is None and not tally.trials:
         tally.nearest = _nearest(hopeless, ground, space, choices)
@@ -158,7 +173,8 @@ def search(space: Space, ground: Ground, most_actions: int = MOST_ACTIONS) -> Ra
         len(hopeless) + tally.num_too_much,
         min((each.seconds for each, _ in left if each.seconds < tally.best_s), default=None),
         tally.nearest,
-        str(tally.refused[0]) if tally.refused else "",
+        str((tally.refused or tally.unpinned or [""])[0]),
+        len(tally.unpinned),
     )
 
 

@@ -91,10 +91,12 @@ def counts_text(ranking: Ranking, num_ways: int) -> str:
         parts.append(f"{ranking.num_too_much} need too much memory")
     if ranking.num_refused:
         parts.append(f"{ranking.num_refused} cannot be built")
+    if ranking.num_unpinned:
+        parts.append(f"{ranking.num_unpinned} have stages that cannot hold pipeline.pins")
     if ranking.num_large:
         parts.append(f"{ranking.num_large} have too large a table")
     left = ranking.num_layouts - simulated - ranking.num_too_much
-    left -= ranking.num_refused + ranking.num_large
+    left -= ranking.num_refused + ranking.num_large + ranking.num_unpinned
     if left > 0:
         parts.append(f"{left} left out by what they take at least")
     sure = "; no layout is faster than the first"

@@ -8,6 +8,7 @@ from gpipe_hpc.models import Layer, skip_routes
 from gpipe_hpc.planning.costs.counted import ModelCount
 from gpipe_hpc.planning.costs.trial import LayerCount
 from gpipe_hpc.planning.cutting.cut_table import cut_table
+from gpipe_hpc.planning.cutting.pins import Pins
 from gpipe_hpc.planning.forecast import Forecast, RankForecast
 from gpipe_hpc.planning.memory.by_rank import limits_text
 from gpipe_hpc.planning.memory.shortage import shortage
@@ -117,6 +118,7 @@ def stage_table(
     counts: Sequence[int],
     schedule: Schedule,
     paces: Sequence[float] = (),
+    pins: Pins = (),
 ) -> str:
     """Return the cut: layers, ranks, parameters and share of the FLOPs of each stage."""
     placement = schedule.placement
@@ -127,6 +129,7 @@ def stage_table(
         costs=[float(count.flops) for count in model.layers],
         measure="FLOPs",
         paces=paces,
+        pins=pins,
     )
 
 
@@ -228,7 +231,8 @@ class Sections(NamedTuple):
 
     Of what it is, who chose the cut, what was compared for the placement, what a budget of
     memory chose, and what copies of stages sum. `paces`: how many times as long each stage takes,
-    where ranks are slow.
+    where ranks are slow; `pins`: layers that have to be on their stages; `distance`: how far the
+    fullest rank is from that of the best cut.
     """
 
     heading: str
@@ -237,6 +241,8 @@ class Sections(NamedTuple):
     recomputed: str = ""
     summed: str = ""
     paces: tuple[float, ...] = ()
+    pins: Pins = ()
+    distance: str = ""
 
 
 def report(
@@ -249,10 +255,12 @@ def report(
     sections: Sections,
 ) -> str:
     """Return the whole plan as text."""
+    table = stage_table(layers, model, counts, schedule, sections.paces, sections.pins)
+    cut = "\n".join(filter(None, [table, sections.distance]))
     parts = [
         sections.heading,
         f"Layers, for one micro-batch:\n{layer_table(model)}",
-        f"Cut {sections.cut_by}:\n{stage_table(layers, model, counts, schedule, sections.paces)}",
+        f"Cut {sections.cut_by}:\n{cut}",
         skip_table(model, counts),
         sections.searched and f"Placements compared:\n{sections.searched}",
         sections.recomputed and f"Recomputed, to stay within the memory:\n{sections.recomputed}",

@@ -18,6 +18,7 @@ from gpipe_hpc.planning.cluster_file import read_cluster
 from gpipe_hpc.planning.costs.calibration import check_calibration, read_calibration
 from gpipe_hpc.planning.costs.gauges import MEASURED, LayerTimes
 from gpipe_hpc.planning.costs.rates import Rates
+from gpipe_hpc.planning.cutting.pins import read_pins
 from gpipe_hpc.planning.search.candidates import Space
 from gpipe_hpc.planning.search.fewest import Fewest, fewest_ranks
 from gpipe_hpc.planning.search.ground import Ground
@@ -119,7 +120,8 @@ class Searching:
         elif is_measured:
             gauge_of = _measuring(config, counted, came)
         policy = config.pipeline.partition
-        ground = Ground(machine, model, gauge_of, config.train.batch_size, policy)
+        pins = read_pins(config.pipeline.pins, model)
+        ground = Ground(machine, model, gauge_of, config.train.batch_size, policy, pins)
         doubts = [*doubts, *doubts_of_prices(config, device)]
         notes = () if scaling is None else (scaling.text(), *notes_of_calibration(config))
         return cls(config, fixed, ground, came, doubts, notes)

@@ -8,7 +8,7 @@ from gpipe_hpc import plan
 from gpipe_hpc.comm.host.machine import processor_name
 from gpipe_hpc.config import check_config, compose_config
 from gpipe_hpc.config.commands import Job
-from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.errors import ConfigError, PartitionError
 from gpipe_hpc.plan import make_plan
 from gpipe_hpc.planning.costs.prices import Measured, Pass, Prices, write_prices
 from gpipe_hpc.planning.costs.rates import Rates
@@ -252,3 +252,21 @@ def test_all_ranks_that_lack_memory_are_named():
     assert [bool(lack) for lack in lacking] == [True, True, True, False]
     for rank in (0, 1, 2):
         assert re.search(rf"rank {rank} \S", found.text) and bytes_text(lacking[rank]) in found.text
+
+
+def test_layouts_whose_stages_cannot_hold_pins_are_left_out_and_said():
+    # Of the five layers 3 is on the third stage, so there are three or four stages.
+    found = answer("plan.ranks=4", "pipeline.pins={3:2,-1:-1}")
+    assert "have stages that cannot hold pipeline.pins" in found.text
+    assert found.ranking.num_unpinned and found.ranking.trials
+    assert {trial.candidate.num_stages for trial in found.ranking.trials} == {3, 4}
+    for words in settings_in(found.text):
+        config = compose_config([*MLP, "plan.search=false", *words, "pipeline.pins={3:2,-1:-1}"])
+        counts = plan.make_plan(config).layout.partition.counts
+        assert sum(counts[:2]) <= 3 < sum(counts[:3])
+    every = answer("plan.ranks=4", "pipeline.pins={0:0,-1:-1}")
+    assert not every.ranking.num_unpinned and "pipeline.pins" not in every.text
+    with pytest.raises(PartitionError, match=r"expected layers\.1 on a stage of 0 to \d+, got"):
+        answer("plan.ranks=4", "pipeline.pins={1:900}")
+    with pytest.raises(PartitionError, match="expected a layer"):
+        answer("plan.ranks=4", "pipeline.pins={Head:0}")
