@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Final
 
 import torch
 from torch import Generator, Tensor, nn
 
+from gpipe_hpc.comm.device import HostDevice
 from tests.played.clocks import Clock, Host, learn
 from tests.played.engine import EngineThread
 from tests.played.errors import LateError, ThreadError
@@ -136,6 +137,9 @@ class PlayedDevice:
     def use(self) -> None:
         if self.does("use"):
             self._streams.is_in_use = True
+
+    def deterministic(self) -> AbstractContextManager[None]:
+        return HostDevice().deterministic()
 
     def generators(self) -> list[Generator]:
         return [torch.default_generator, self._generator]

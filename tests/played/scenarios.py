@@ -272,6 +272,7 @@ EACH_SCHEDULE = [
     for place, name in enumerate(SCHEDULES)
 ]
 FLAT = {"shard": "flat", "bucket_bytes": 200}
+TWO_FLAT = {"outer": FLAT, "replicas": 2}
 OUTER: dict[str, dict[str, Any]] = {
     "sums": {"bucket_bytes": 200},
     "no overlap": {"overlap": False},
@@ -320,6 +321,10 @@ KINDS = [
     of("in 16 bits", 2, layers=in_16_bits, replicas=2, microbatches=3, optimizer=LAMBConfig()),
     of("flat shards at once", 2, replicas=2, outer={**FLAT, "overlap": False}),
     of("one rank", 1, offload=True, recompute="never"),
+    of("holes", 3, stages=2, schedule="zb_h1", microbatches=4),
+    of("holes and slow ranks", 5, stages=2, schedule="one_f_one_b", paces=[1, 1, 2, 1, 1]),
+    of("flat shards in float16", 2, layers=overflowing, precision="float16", **TWO_FLAT),
+    of("buffers of each", 4, layers=normed, replicas=2, buffers="each"),
 ]
 WAYS_TO_OPEN: dict[str, Callable[..., Any]] = {
     "staged": partial(open_transport, way="staged"),

@@ -21,7 +21,7 @@ def body(ranks, *overrides):
 @pytest.mark.parametrize(
     ("ranks", "settings"),
     [
-        pytest.param(2, (), id="plain"),
+        pytest.param(2, ("train.deterministic=true",), id="deterministic"),
         pytest.param(
             2, ("checkpoint.in_background=true",), id="background", marks=pytest.mark.slow
         ),
