@@ -156,7 +156,7 @@ def _run_alone(task: Task, job: Job, *, is_silent: bool) -> int:
 def exit_code_of(error: Exception) -> int:
     """Return 2 for settings that cannot work, which a schedule that does not fit is too.
 
-    4 for a loss or gradient that is no number, 1 for all else.
+    4 for a loss or gradient that is NaN or infinite, 1 for all else.
     """
     if isinstance(error, NonFiniteError):
         return NON_FINITE_EXIT_CODE
@@ -227,7 +227,11 @@ def _composed_jobs(*, reads_data: bool) -> list[Job]:
 def _concerns_hydra(words: Sequence[str]) -> bool:
     """Say whether Hydra may have more to do than to compose the settings of one job."""
     is_ours = CONF_VARIABLE not in os.environ  # settings of somebody else's may tell it anything
-    return not is_ours or any(word.startswith("-") or "hydra" in word for word in words)
+    if not is_ours or any(word.startswith("-") or "hydra" in word for word in words):
+        return True
+    # So may those of a checkout that somebody edits.
+    own = OmegaConf.to_container(OmegaConf.load(conf_dir() / "config.yaml"), resolve=False)
+    return not isinstance(own, dict) or own.get("hydra") != _OWN_HYDRA
 
 
 def _composed_alone(words: Sequence[str], *, reads_data: bool) -> Job:
@@ -240,6 +244,13 @@ def _composed_alone(words: Sequence[str], *, reads_data: bool) -> Job:
     return Job(config, 1, tuple(words), {})
 
 
+# What the package's settings say to Hydra: to write nothing of its own, and to stay where it is.
+_OWN_HYDRA: Final = {
+    "run": {"dir": "."},
+    "sweep": {"dir": "${gpipe_hpc.scratch:}", "subdir": "."},
+    "output_subdir": None,
+    "job": {"chdir": False},
+}
 # Of Hydra's own command line.
 _OPTIONS: Final = frozenset(
     {

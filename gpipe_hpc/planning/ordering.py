@@ -10,7 +10,7 @@ from gpipe_hpc.planning.buckets import sharing_of
 from gpipe_hpc.planning.budget.fitting import Budget, choose_recompute
 from gpipe_hpc.planning.costs.gauges import Gauge
 from gpipe_hpc.planning.cutting.partition import ALIKE, Paces, Partition
-from gpipe_hpc.planning.cutting.pins import holds
+from gpipe_hpc.planning.cutting.pins import Ends
 from gpipe_hpc.planning.cutting.roomier import lacks_memory, roomier_cut
 from gpipe_hpc.planning.forecast import activation_memory, flop_costs, held_bytes, rank_states
 from gpipe_hpc.planning.memory.by_rank import excess_bytes, given_paces, memory_limits
@@ -343,7 +343,10 @@ def _best_placement(request: Request, given: Partition, gauge: Gauge) -> Order:
         if each > 1 and ranks * each > len(given.costs):
             continue
         head = f"auto: {placement} with {each} stage{'s' * (each > 1)} a rank"
-        if not holds(given.pins, len(given.costs), ranks * each):
+        try:
+            Ends.where(given.pins, len(given.costs), ranks * each)
+        except PartitionError as error:
+            refusal = refusal or error
             lines.append(f"{head}: its stages cannot hold pipeline.pins")
             continue
         try:

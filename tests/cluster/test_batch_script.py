@@ -413,3 +413,11 @@ def test_a_guard_queues_the_job_again_once_its_first_node_is_lost(job):
     said = (played.folder / "run/starts/7.0.guard_n2.txt").read_text()
     assert "job 7: lost its first node n1: queued again" in said
     assert asks(played) == [("0", "ask_for 0 2 2 4 12"), ("50", "ask_for 0 1 2 2 6")]
+
+
+@pytest.mark.parametrize("code", [2, 4])
+def test_what_the_user_changes_is_no_crash(job, code):
+    """After three such starts a fourth one, with other settings, was not even tried."""
+    played = job()
+    starts = [*[f"exit {code}"] * 3, CHECKPOINT.format(step="05") + "; exit 0"]
+    assert [played.run(*starts) for _ in range(4)] == [code] * 3 + [0]

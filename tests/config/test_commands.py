@@ -31,6 +31,20 @@ def exit_code(main, *arguments):
     return left.value.code
 
 
+def test_what_a_checkout_tells_hydra_is_heeded(say, monkeypatch, tmp_path):
+    """The shorter way, for one job alone, passed over a `hydra:` section that somebody edits."""
+    shutil.copytree(conf_dir(), tmp_path / "conf")
+    own = tmp_path / "conf" / "config.yaml"
+    text = own.read_text()
+    own.write_text(text.replace("chdir: false", "chdir: false\n    env_set: {TOLD: '1'}"))
+    assert own.read_text() != text
+    monkeypatch.setattr(commands, "conf_dir", lambda: tmp_path / "conf")
+    seen = []
+    say("pipeline.stages=3")
+    assert run_jobs(lambda job: seen.append(os.environ.get("TOLD")) or 0, "train") == 0
+    assert seen == ["1"]
+
+
 def test_one_job_has_no_number(say):
     say("pipeline.stages=3")
     seen = []

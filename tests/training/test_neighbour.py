@@ -19,7 +19,7 @@ from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.training.neighbour import files, open_copies
 from gpipe_hpc.training.neighbour.files import CopyFolder
 from gpipe_hpc.training.neighbour.place import choose_holders, find_place
-from gpipe_hpc.training.neighbour.scattered import deal_hops
+from gpipe_hpc.training.neighbour.scattered import _choose, deal_hops
 from gpipe_hpc.training.run.lock import myself
 
 
@@ -575,3 +575,8 @@ def test_what_many_want_is_passed_on_along_a_tree(num_copies):
                         has[taker] |= numbers
     for rank, own in enumerate(wanted):
         assert has[rank] >= {n for run in own for n in run}
+
+
+def test_copies_that_are_all_damaged_are_called_so():
+    """It was `lack stage : those of ranks  are gone or damaged`."""
+    assert _choose(None, [], None, None, set()) == "are all damaged"

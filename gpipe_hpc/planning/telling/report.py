@@ -33,7 +33,7 @@ _NOTES_WITH_TIME: Final = (
 )
 
 _UPDATE: Final = (
-    "Update: what the optimizer's step makes for its time; as no activations are there, the sum "
+    "Update: what the optimizer holds while its step runs; as no activations are there, the sum "
     "has it in place of activations and workspace where it is more. "
 )
 _SAVING: Final = (

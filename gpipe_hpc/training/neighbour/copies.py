@@ -75,7 +75,8 @@ class NeighbourCopies:
             if isinstance(other, Scattered):
                 return other
             if other is not None and self._world.rank == 0:
-                log.warning("%s: an older state is gone on from", other)
+                then = "no copy is gone on from" if same is None else "an older one is gone on from"
+                log.warning("%s: %s", other, then)
             return same
 
     def _find_scattered(self, after: int) -> Scattered | str | None:

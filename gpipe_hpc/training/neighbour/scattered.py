@@ -292,15 +292,16 @@ def _choose(
             "are of replicas that train apart or share the optimizer's state, which only "
             "as many ranks in the same layout can take"
         )
-    copies = {} if stages is None else stages.copies
-    num_stages = 0 if stages is None else stages.num_stages
-    lacking = sorted(set(range(num_stages)) - copies.keys())
+    if stages is None:
+        return "are all damaged"
+    copies = stages.copies
+    lacking = sorted(set(range(stages.num_stages)) - copies.keys())
     if not lacking and copies:
         return sorted(set(copies.values()))
     here = {copy.rank for copy in held if copy.generation == generation}
     here -= {copy.rank for its, copy in damaged if its == generation}
     left = world.everybody.merge_object(here, or_)
-    lost = sorted(set(range(0 if stages is None else stages.ranks)) - left)
+    lost = sorted(set(range(stages.ranks)) - left)
     which = f"stage{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking))}"
     return f"lack {which}: those of ranks {', '.join(map(str, lost))} are gone or damaged"
 

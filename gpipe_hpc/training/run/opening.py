@@ -1,5 +1,7 @@
 """The start of a run in its folder, by rank 0: locked, compared with earlier starts, written."""
 
+import hashlib
+import json
 import os
 import shutil
 import uuid
@@ -10,6 +12,7 @@ from typing import Any, Final
 
 from gpipe_hpc.checkpoint import read_facts
 from gpipe_hpc.config import Config, config_yaml
+from gpipe_hpc.config.composing import written
 from gpipe_hpc.errors import (
     ConfigError,
     GpipeError,
@@ -55,7 +58,8 @@ def own_folder(
     first step is done: one in runs/, which nobody has named, however it ends, and one that was
     named if its settings cannot work. There is nothing in it that was not said.
 
-    A run that came to a loss or gradient that is no number leaves a mark: launchers start it again.
+    A run that came to a loss or gradient that is NaN or infinite leaves a mark: launchers start it
+    again.
     """
     folder = Path(config.run.dir or default_run_folder()).absolute()
     new = _not_there(folder)
@@ -74,7 +78,7 @@ def own_folder(
     try:
         with stop.doing_last(clear), _locked(folder, launchers) as lock, stop.doing_last(give_back):
             is_locked = True
-            with _marking(folder):
+            with _marking(folder, config):
                 yield lock
     except GpipeError as error:
         clear()
@@ -84,15 +88,22 @@ def own_folder(
 
 
 @contextmanager
-def _marking(folder: Path) -> Iterator[None]:
+def _marking(folder: Path, config: Config) -> Iterator[None]:
     """Let a folder say, while it is locked, why the same start would fail as this one did."""
     try:
         yield
     except NonFiniteError as error:
         # A start that is refused for the mark leaves it. On a full disk the error itself is told.
         with suppress(OSError), (folder / NON_FINITE_FILE).open("x", encoding="utf-8") as mark:
-            mark.write(f"{error}\n")
+            mark.write(f"{error}\n{_asked(config)}\n")
         raise
+
+
+def _asked(config: Config) -> str:
+    """Return a hash of all that a start was asked for, but for its folder and its network."""
+    told = {name: each for name, each in written(config).items() if name not in ("run", "comm")}
+    text = json.dumps(told, sort_keys=True, default=str)
+    return f"settings {hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def _not_there(folder: Path) -> list[Path]:
@@ -134,9 +145,9 @@ def begin(config: Config, lock: RunLock, launchers: Set[str] = frozenset()) -> R
     """Write what a start of a run leaves in its folder, which is locked.
 
     What cannot go on is refused before anything is written: ConfigError with the settings that
-    differ; NonFiniteError where none does, and the run came to a loss that is no number. The
-    settings of earlier starts are kept as config_1.yaml and so on. A start that only validates an
-    earlier one's checkpoint leaves all as it is.
+    differ; NonFiniteError where none at all does, and the run came to a loss that is NaN or
+    infinite. The settings of earlier starts are kept as config_1.yaml and so on. A start that only
+    validates an earlier one's checkpoint leaves all as it is.
     """
     folder = lock.folder
     restart = find_restart(folder, launchers=launchers)
@@ -147,8 +158,8 @@ def begin(config: Config, lock: RunLock, launchers: Set[str] = frozenset()) -> R
     changed = changes(last_start, config)
     differing = _differing(config, folder, last_start)
     _refuse_changes(config, folder, restart, differing)
-    if not changed and (restart.by_launcher or config.checkpoint.resume == "auto"):
-        _refuse_non_finite(folder)
+    if restart.by_launcher or config.checkpoint.resume == "auto":
+        _refuse_non_finite(folder, config)
     notes = [f"going on with another setting, {change}" for change in differing]
     if restart.has_mark and not restart.by_launcher and config.checkpoint.resume != "auto":
         notes.append(
@@ -228,17 +239,25 @@ def _refuse_changes(
         )
 
 
-def _refuse_non_finite(folder: Path) -> None:
+def _refuse_non_finite(folder: Path, config: Config) -> None:
     """Refuse to train to the same NaN again: launchers start a run that failed many times."""
+    mark = folder / NON_FINITE_FILE
     try:
-        before = (folder / NON_FINITE_FILE).read_text("utf-8").strip()
+        before = mark.read_text("utf-8", errors="replace").strip()
     except FileNotFoundError:
         return
-    raise NonFiniteError(
-        f"run: these settings came to a loss or gradient that is no number in {folder}, expected "
-        f"others, got the same; remove {folder / NON_FINITE_FILE} to try them once more, or set "
-        f"checkpoint.resume={folder} to go on with others; it said: {before}"
-    )
+    except OSError as error:
+        raise ConfigError(
+            f"run: bad {mark}, expected the file that a run leaves when it comes to NaN, got "
+            f"{error}; {os_remedy(error) or 'look at it'}, or remove it"
+        ) from error
+    said, _, asked = before.rpartition("\n")
+    if asked == _asked(config):
+        raise NonFiniteError(
+            f"run: these settings came to a loss or gradient that is NaN or infinite in {folder}, "
+            f"expected changed settings, got the same ones; change what it names, or remove {mark} "
+            f"to try them once more; it said: {said}"
+        )
 
 
 def _keep_settings(folder: Path, text: str) -> None:

@@ -230,6 +230,8 @@ def test_a_kept_cut_of_the_best_placement_holds_pins_that_are_new():
     assert "cannot hold" not in pinned.searched
     assert keeps(((10, 0),), unpinned.partition.counts)
     assert "its stages cannot hold pipeline.pins" in unpinned.searched
+    with pytest.raises(PartitionError, match="pins"):  # it was an AssertionError
+        lay_out(replace(best, partition=kept, pins={2: 9}), GAUGE)
 
 
 def test_a_cut_that_leaves_for_memory_holds_them():

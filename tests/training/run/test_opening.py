@@ -59,12 +59,37 @@ def test_a_run_that_came_to_nan_is_not_started_again_as_it_was(tmp_path, monkeyp
     for _ in range(2):
         with refused:
             start(run)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    with refused:
-        start(run, "checkpoint.resume=never")
-    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
     assert "lr: 0.5" in start(run, "optimizer.lr=0.5", "checkpoint.resume=never")
-    start(run, "optimizer.lr=0.5")  # the mark is gone
+    with pytest.raises(NonFiniteError):  # the mark is gone
+        start(run, "checkpoint.resume=never", error=NonFiniteError("step 8: got inf"))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(NonFiniteError, match="said: step 8: got inf"):
+        start(run, "checkpoint.resume=never")
+
+
+@pytest.mark.parametrize(
+    "changed", ["train.device=cpu", "train.deterministic=true", "checkpoint.resume=older"]
+)
+def test_any_changed_setting_is_none_that_came_to_nan(tmp_path, monkeypatch, changed):
+    """These were refused, and told that they were the same."""
+    run = tmp_path / "run"
+    with pytest.raises(NonFiniteError):
+        start(run, error=NonFiniteError("step 7: got nan"))
+    if changed.startswith("checkpoint"):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    start(run, changed)
+    assert not (run / "NON_FINITE").exists()
+
+
+def test_a_mark_that_cannot_be_read_is_told(tmp_path):
+    run = tmp_path / "run"
+    with pytest.raises(NonFiniteError):
+        start(run, error=NonFiniteError("step 7: got nan"))
+    (run / "NON_FINITE").write_bytes(b"\xff\n")
+    start(run)
+    (run / "NON_FINITE").mkdir()
+    with pytest.raises(ConfigError, match="NON_FINITE"):
+        start(run)
 
 
 @pytest.mark.parametrize("how", ["by hand", "removed"])
