@@ -21,7 +21,7 @@ def show_groups(world: Any) -> None:
 
     def group(members: Any) -> Any:
         formed = form(members)
-        if formed.size > 1:
+        if formed.size > 1 and formed.torch_group is None:
             formed.torch_group = formed
         return formed
 

@@ -173,4 +173,4 @@ def test_slow_ranks_get_fewer_layers_where_layers_are_counted_too():
     given = compose_config([*WORDS, "pipeline.stages=2", "pipeline.paces=[1,1]"])
     assert list(Searching.of(given, (), came).space(2).base.paces) == [1, 1]
     holes = compose_config([*WORDS, "pipeline.schedule=rerouted"])
-    assert Searching.of(holes, (), came).space(2).base.paces is None
+    assert Searching.of(holes, (), came).space(2).base.paces == [1.0, 2.0]
