@@ -33,6 +33,7 @@ def exit_code(main, *arguments):
 
 def test_what_a_checkout_tells_hydra_is_heeded(say, monkeypatch, tmp_path):
     """The shorter way, for one job alone, passed over a `hydra:` section that somebody edits."""
+    assert not commands._concerns_hydra(["pipeline.stages=3"]), "the package's own takes it"
     shutil.copytree(conf_dir(), tmp_path / "conf")
     own = tmp_path / "conf" / "config.yaml"
     text = own.read_text()

@@ -62,7 +62,7 @@ class OptimizerMemory(NamedTuple):
         return self.states * size * count
 
     def update_of(self, weights: Iterable[Weight], share: float = 1.0) -> int:
-        """Return the bytes that a step takes for its time; `share`: of the weights that it updates.
+        """Return the bytes that a step holds while it runs; `share`: of the weights it updates.
 
         Weights with masters have their whole gradients in float32 meanwhile.
         """
