@@ -28,7 +28,7 @@ from gpipe_hpc.preflight.report import Report, host_number, slow_texts
 from gpipe_hpc.schedule import Link
 from gpipe_hpc.training.preflight.before import skew_text
 from gpipe_hpc.training.preflight.folder import check_folder
-from gpipe_hpc.training.preflight.room import Room, count_copies, own_rooms
+from gpipe_hpc.training.preflight.room import Room, own_rooms, probe_copies
 from gpipe_hpc.training.preflight.settings import check_settings
 from gpipe_hpc.training.pricing import measure_prices
 from gpipe_hpc.training.run.folder import default_run_folder
@@ -74,10 +74,8 @@ def _look(config: Config, world: World) -> Report | None:
         mesh = Mesh(replicas, stages)
         own = None if forecasts is None else forecasts[mesh.stage_rank_of(world.rank)]
         forecast = None if own is None else RankForecast(**own)
-        kept = count_copies(config, world)
-        rooms = own_rooms(
-            config, world.device, world.rank, forecast, is_built=False, num_copies=kept
-        )
+        kept = probe_copies(config, world)
+        rooms = own_rooms(config, world.device, world.rank, forecast, is_built=False, kept=kept)
     assert isinstance(config.preflight.bytes, int | float), "the settings were read"
     layout = None if planned is None else planned.layout
     measured = measure(world, mesh, layout, int(config.preflight.bytes))

@@ -21,6 +21,7 @@ from gpipe_hpc.config.flat import flat
 from gpipe_hpc.config.ranks import on_ranks
 from gpipe_hpc.engine.recorder import StepTimes
 from gpipe_hpc.engine.sums.results import StepResult
+from gpipe_hpc.errors import ConfigError, NonFiniteError
 from gpipe_hpc.planning.memory.by_rank import memory_limits
 from gpipe_hpc.planning.memory.shortage import shortage
 from gpipe_hpc.planning.telling.units import bytes_text
@@ -47,7 +48,8 @@ from gpipe_hpc.training.run.again import command_again
 from gpipe_hpc.training.run.folder import REQUEUE_FILE
 from gpipe_hpc.training.run.identity import Run
 from gpipe_hpc.training.run.launchers import own_launchers
-from gpipe_hpc.training.run.opening import begin, own_folder
+from gpipe_hpc.training.run.lock import RunLock
+from gpipe_hpc.training.run.opening import Refusal, begin, own_folder
 from gpipe_hpc.training.session import Session
 from gpipe_hpc.training.signals import (
     INTERRUPTED_EXIT_CODE,
@@ -86,12 +88,19 @@ def run_training(
             check_settings(world, config)
         with together(world, "preparing the run folder"):
             launchers = world.everybody.merge_object(own_launchers(), or_)
-            lock = None
+            lock: RunLock | None = None
+            begun: Run | Refusal | None = None
             if world.rank == 0:
-                refuse_missing(config.metrics.to)
-                lock = stack.enter_context(own_folder(config, stop, launchers))
-            begun = None if lock is None else begin(config, lock, launchers)
-            run: Run = world.everybody.broadcast_object(begun, root=0)
+                try:
+                    refuse_missing(config.metrics.to)
+                    lock = stack.enter_context(own_folder(config, stop, launchers))
+                    begun = begin(config, lock, launchers)
+                except (ConfigError, NonFiniteError) as error:
+                    begun = Refusal.of(error)
+            told: Run | Refusal = world.everybody.broadcast_object(begun, root=0)
+            if isinstance(told, Refusal):
+                raise told.error
+            run = told
             if config.preflight.before_run:
                 await_run(run, world.rank)
         asked, chosen = config, with_layout(config, world, run, words)
@@ -122,7 +131,8 @@ def run_training(
         if copies is not None:
             stack.enter_context(stop.doing_last(partial(_remove_copies, copies)))
         stack.enter_context(stop.between_steps(config.train.stop_grace_s, lambda: world.doing))
-        look_before_run(config, world, session.planned)
+        place = None if copies is None else copies.place
+        look_before_run(config, world, session.planned, place)
         return _Loop(session, stop, words, before_bytes).run()
 
 

@@ -38,6 +38,7 @@ def test_bad_settings_are_refused_on_every_rank(start_ranks, tiny, overrides, pa
         for part in parts:
             assert part in output, output
         assert "Traceback" not in output, output
+    assert max(ranks.codes) == 2, "srun ends with the highest"
 
 
 def test_more_stages_than_layers_are_refused(start_ranks):

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import stat
+import threading
 import time
 from collections import namedtuple
 from pathlib import Path
@@ -466,6 +467,42 @@ def test_a_folder_that_another_run_removes_meanwhile_is_made_again(tmp_path, mon
     monkeypatch.setattr(Path, "lstat", lstat)
     folder.open()
     assert not removals and any(folder.path.iterdir())
+
+
+def test_a_start_that_is_still_ending_leaves_the_folder_to_the_next(tmp_path):
+    """Only rank 0 holds the run's lock: another rank of an earlier start may end after it."""
+    folder = CopyFolder(tmp_path, "the_run")
+    folder.open("first", 1)
+    folder.open("next", 0)
+    folder.remove("first")
+    assert folder.entered("next") == (0,)
+    folder.remove("next")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("hosts", ["aa", "aab", "abab"])
+def test_a_folder_that_is_removed_as_a_start_opens_it_is_opened_again(tmp_path, monkeypatch, hosts):
+    """Its ranks ended with an assert, or took themselves for hosts of their own."""
+    own, lock, removals = CopyFolder.entered, threading.Lock(), [1]
+
+    def entered(folder, start):
+        with lock:
+            if removals and folder.path.parts[-3] == "a":
+                removals.pop()
+                shutil.rmtree(folder.path)
+        return own(folder, start)
+
+    monkeypatch.setattr(CopyFolder, "entered", entered)
+    found = places(hosts, tmp_path)
+    assert not removals
+    for rank, place in enumerate(found):
+        assert place.here == tuple(r for r, host in enumerate(hosts) if host == hosts[rank])
+
+
+def test_a_folder_that_something_removes_each_time_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(CopyFolder, "entered", lambda folder, start: ())
+    with pytest.raises(ConfigError, match="expected a folder that stays"):
+        places("aa", tmp_path)
 
 
 def test_copies_that_dead_runs_forgot_are_removed_or_named(tmp_path, caplog, monkeypatch):

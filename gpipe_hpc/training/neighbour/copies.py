@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Mapping
 from operator import and_
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -34,6 +34,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("gpipe_hpc.train")
 
 _SAVING, _RESTORING = 0, 1  # serials of byte moves
+_ON_ONE_HOST: Final = (
+    "checkpoint.neighbour_every: all ranks are on one host, so copies stay in its memory: they "
+    "outlive a killed process, not the host"
+)
+
+
+def _shared(folder: CopyFolder) -> str:
+    return (
+        f"checkpoint.neighbour_dir: expected a folder of each host's own memory, got one that "
+        f"several machines share, {folder.path}; each state is kept there once, as fast and as "
+        f"safe as that file system is; choose another for copies in memory"
+    )
 
 
 class NeighbourCopies:
@@ -49,7 +61,7 @@ class NeighbourCopies:
     ) -> None:
         self._world = world
         self._folder = folder
-        self._place = place
+        self.place = place
         self._about = dict(about)
         self.start = start  # told by every copy that is written from here on
         self._whole: list[int] = []  # steps of which all ranks have a copy, at most two
@@ -59,10 +71,7 @@ class NeighbourCopies:
             moves.append(Move(world.rank, place.holder))
         self._moves = ByteMoves(world, moves, _SAVING)
         if world.rank == 0 and place.num_hosts == 1:
-            log.warning(
-                "checkpoint.neighbour_every: all ranks are on one host, so copies stay in its "
-                "memory: they outlive a killed process, not the host"
-            )
+            log.warning(_shared(folder) if place.is_shared else _ON_ONE_HOST)
 
     def find(self) -> Found | Scattered | None:
         """Return the newest state of this run that copies hold; None, with a line why, if none do.
@@ -70,7 +79,7 @@ class NeighbourCopies:
         Of the same layout first: each rank goes on from its own, to the bit.
         """
         with together(self._world, "looking for copies in memory"):
-            same = find(self._world, self._folder, self._place.here, self._about)
+            same = find(self._world, self._folder, self.place.here, self._about)
             other = self._find_scattered(-1 if same is None else same.step)
             if isinstance(other, Scattered):
                 return other
@@ -81,7 +90,7 @@ class NeighbourCopies:
 
     def _find_scattered(self, after: int) -> Scattered | str | None:
         lineage = self._about["lineage"]
-        return find_scattered(self._world, self._folder, self._place.here, lineage, after)
+        return find_scattered(self._world, self._folder, self.place.here, lineage, after)
 
     def restore(
         self, found: Found | Scattered, pipe: "Pipeline", optimizer: torch.optim.Optimizer
@@ -148,7 +157,7 @@ class NeighbourCopies:
             own = pack(pipe, optimizer, about, self._buffer)
             self._whole = self._whole[-1:]
             self._folder.keep(set(self._whole))
-            outgoing = {} if self._place.holder == self._world.rank else {self._place.holder: own}
+            outgoing = {} if self.place.holder == self._world.rank else {self.place.holder: own}
             sizes = self._moves.tell_sizes(outgoing)
             failure = self._lacking(len(own) + sum(sizes.values()))
             if failure is not None and not self._whole:
@@ -166,7 +175,7 @@ class NeighbourCopies:
 
     def remove(self) -> None:
         """Remove the copies on this host, for good; no other rank is needed."""
-        self._folder.remove()
+        self._folder.remove(self.start)
 
     def _write(
         self,
@@ -192,7 +201,7 @@ class NeighbourCopies:
 
         `num_bytes`: what this rank is to write.
         """
-        world, here = self._world, self._place.here
+        world, here = self._world, self.place.here
         own = self._folder.say_need(world.rank, num_bytes)
         # Ranks of one host share the folder: none writes before all have removed.
         meet(world.everybody)

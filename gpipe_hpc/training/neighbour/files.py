@@ -8,6 +8,7 @@ import re
 import shutil
 import stat
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -32,6 +33,7 @@ _PART: Final = ".part"
 _OWNERS: Final = "owner_"
 _HERE: Final = "here_"
 _NEED: Final = "need_"
+_GOING: Final = ".going_"  # what a folder is called while it is removed
 _TRIES: Final = 100  # to make a folder that others remove
 _MOST_HEADER_BYTES: Final = 2**30
 
@@ -105,16 +107,24 @@ class CopyFolder:
     def entered(self, start: str) -> tuple[int, ...]:
         """Return the ranks that have opened this folder at a start; forget those of other starts.
 
-        All of them have, by now.
+        All of them have, by now; one that is not there has to open it again, as an earlier start
+        that was still ending has removed it meanwhile.
         """
         ranks = []
-        for path in self.path.glob(f"{_HERE}*"):
-            its_start, _, rank = path.name.removeprefix(_HERE).rpartition("_")
+        for path, its_start, rank in self._notes():
             if its_start == start:
-                ranks.append(int(rank))
+                ranks.append(rank)
             else:
                 path.unlink(missing_ok=True)
         return tuple(sorted(ranks))
+
+    def _notes(self) -> list[tuple[Path, str, int]]:
+        """Return who has opened this folder: each note, its start and its rank."""
+        notes = []
+        for path in self.path.glob(f"{_HERE}*"):
+            start, _, rank = path.name.removeprefix(_HERE).rpartition("_")
+            notes.append((path, start, int(rank)))
+        return notes
 
     def say_need(self, rank: int, num_bytes: int) -> str | None:
         """Tell the ranks here how much a rank is to write; return what failed."""
@@ -171,9 +181,13 @@ class CopyFolder:
         """Return how much memory is free for copies."""
         return shutil.disk_usage(self.path).free
 
-    def remove(self) -> None:
-        """Remove all copies of the run here, for good."""
-        shutil.rmtree(self.path, ignore_errors=True)
+    def remove(self, start: str = "") -> None:
+        """Remove all copies of the run here, for good; `start`: the one that ends.
+
+        Not those of a later start, which has opened the folder while this one was still ending.
+        """
+        if all(its_start == start for _, its_start, _ in self._notes()):
+            _remove(self.path)
         with contextlib.suppress(OSError):
             self._user.rmdir()  # if no other run of this user has copies
 
@@ -188,7 +202,7 @@ class CopyFolder:
                     continue
                 age_s = time.time() - max(p.stat().st_mtime for p in [folder, *folder.iterdir()])
                 if age_s > FORGOTTEN_S:
-                    shutil.rmtree(folder, ignore_errors=True)
+                    _remove(folder)
                     log.info("removed %s, copies that a dead run left in memory", folder)
                 else:
                     log.warning(
@@ -263,6 +277,14 @@ def _is_private(path: Path) -> bool:
     found = path.lstat()
     is_file = stat.S_ISREG(found.st_mode)
     return is_file and found.st_uid == os.getuid() and not found.st_mode & 0o077
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder that others may open: at once, under its name, then what is in it."""
+    going = folder.with_name(f"{_GOING}{uuid.uuid4().hex}")
+    with contextlib.suppress(OSError):  # another rank has removed it
+        folder.rename(going)
+        shutil.rmtree(going, ignore_errors=True)
 
 
 def _owners(folder: Path) -> Iterator[Owner]:

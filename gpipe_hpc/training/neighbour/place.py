@@ -8,24 +8,30 @@ those of a host follow one another, as launchers put them, it knows its own part
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from gpipe_hpc.comm.group import meet
+from gpipe_hpc.comm.host.machine import kernel_identity
 from gpipe_hpc.comm.world import World
+from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.training.neighbour.files import CopyFolder
+
+_TRIES: Final = 10  # to find every rank in its folder
 
 
 class Place(NamedTuple):
     """Where a rank stands among the hosts.
 
-    `here`: the ranks of its host, ascending. `holder`: who keeps its second copy; itself, where
-    there is one host. `sources`: whose second copies it keeps.
+    `here`: the ranks of its host, ascending: those that share its folder. `holder`: who keeps its
+    second copy; itself, where there is one host. `sources`: whose second copies it keeps.
+    `is_shared`: all ranks share one folder, though they are on several machines.
     """
 
     here: tuple[int, ...]
     num_hosts: int
     holder: int
     sources: tuple[int, ...]
+    is_shared: bool = False
 
 
 class _Hosts(NamedTuple):
@@ -34,23 +40,44 @@ class _Hosts(NamedTuple):
     num_hosts: int
     longest: int
     are_rows: bool  # the ranks of each host follow one another
+    is_whole: bool  # each rank has found itself in its host's folder
+    machine: str  # empty where there are several
 
     def plus(self, other: "_Hosts") -> "_Hosts":
         longest = max(self.longest, other.longest)
-        return _Hosts(self.num_hosts + other.num_hosts, longest, self.are_rows and other.are_rows)
+        are_rows, is_whole = self.are_rows and other.are_rows, self.is_whole and other.is_whole
+        machine = self.machine if self.machine == other.machine else ""
+        return _Hosts(self.num_hosts + other.num_hosts, longest, are_rows, is_whole, machine)
+
+
+def _own(rank: int, here: Sequence[int]) -> _Hosts:
+    if rank not in here:
+        return _Hosts(0, 0, are_rows=False, is_whole=False, machine="")
+    is_row = tuple(here) == tuple(range(here[0], here[0] + len(here)))
+    return _Hosts(int(here[0] == rank), len(here), is_row, True, kernel_identity())
 
 
 def find_place(world: World, folder: CopyFolder, start: str) -> Place:
-    """Return this rank's place; all ranks call it, having opened their folders at this start."""
+    """Return this rank's place; all ranks call it, having opened their folders at this start.
+
+    Raises ConfigError where something removes a folder again and again.
+    """
     rank, size = world.rank, world.size
-    meet(world.everybody)
-    here = folder.entered(start)
-    assert rank in here, f"rank {rank} has entered {folder.path}, where there is {here}"
-    is_row = here == tuple(range(here[0], here[0] + len(here)))
-    own = _Hosts(int(here[0] == rank), len(here), is_row)
-    hosts = world.everybody.merge_object(own, _Hosts.plus)
+    for _ in range(_TRIES):
+        meet(world.everybody)
+        here = folder.entered(start)
+        hosts = world.everybody.merge_object(_own(rank, here), _Hosts.plus)
+        if hosts.is_whole:
+            break
+        folder.open(start, rank)
+    else:
+        raise ConfigError(
+            f"config: bad checkpoint.neighbour_dir, expected a folder that stays, got one that "
+            f"goes, {folder.path} was removed {_TRIES} times as it was opened; look what removes "
+            f"it, or choose another"
+        )
     if hosts.num_hosts == 1:
-        return Place(here, 1, rank, ())
+        return Place(here, 1, rank, (), is_shared=not hosts.machine)
     if hosts.are_rows and 2 * hosts.longest <= size:
         behind, before = (rank + hosts.longest) % size, (rank - hosts.longest) % size
         return Place(here, hosts.num_hosts, behind, (before,))

@@ -12,7 +12,8 @@ from gpipe_hpc.comm.preflight.clocks import Attendance, attend, farthest
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config
 from gpipe_hpc.planning.forecast import RankForecast
-from gpipe_hpc.training.preflight.room import Room, Rooms, count_copies, own_rooms
+from gpipe_hpc.training.neighbour.place import Place
+from gpipe_hpc.training.preflight.room import NOTHING_KEPT, Kept, Room, Rooms, own_rooms
 
 log = logging.getLogger("gpipe_hpc.train")
 
@@ -86,25 +87,26 @@ def kinds_of(rooms: tuple[Room, ...]) -> dict[str, Rooms]:
     return {room.what: Rooms((room,)) for room in rooms}
 
 
-def look_at(config: Config, world: World, planned: RankForecast | None, *, is_built: bool) -> Found:
-    """Return what all ranks have found; every rank calls it."""
-    kept = count_copies(config, world)
-    rooms = own_rooms(config, world.device, world.rank, planned, is_built=is_built, num_copies=kept)
+def look_at(config: Config, world: World, planned: RankForecast | None, kept: Kept) -> Found:
+    """Return what all ranks have found, their pipelines built; every rank calls it."""
+    rooms = own_rooms(config, world.device, world.rank, planned, is_built=True, kept=kept)
     files = Files.of(world.rank)
     attendance = attend(world.everybody, world.rank, socket.gethostname())
     own = Found(attendance, files, kinds_of(rooms))
     return world.everybody.merge_object(own, Found.then)
 
 
-def look_before_run(config: Config, world: World, planned: RankForecast | None) -> None:
+def look_before_run(
+    config: Config, world: World, planned: RankForecast | None, place: Place | None = None
+) -> None:
     """Warn, on rank 0, of what this run may lack; every rank calls it, its pipeline built.
 
-    `planned`: what this rank is to hold.
+    `planned`: what this rank is to hold. `place`: where copies of its state go, None without.
     """
     if not config.preflight.before_run:
         return
     with together(world, "looking at all ranks before the first step"):
-        found = look_at(config, world, planned, is_built=True)
+        found = look_at(config, world, planned, NOTHING_KEPT if place is None else Kept.at(place))
     if world.rank == 0:
         for told in [*found.lacking(), skew_text(found.attendance)]:
             if told is not None:

@@ -1,13 +1,16 @@
 """Whether the memory of each host, or device, has room for what its ranks are planned to hold."""
 
 import os
+import secrets
 import shutil
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from gpipe_hpc.comm.device import Device
+from gpipe_hpc.comm.group import meet
 from gpipe_hpc.comm.host.host_memory import free_bytes
 from gpipe_hpc.comm.host.machine import kernel_identity, shared_identity
 from gpipe_hpc.comm.world import World
@@ -15,6 +18,7 @@ from gpipe_hpc.config import Config
 from gpipe_hpc.planning.forecast import RankForecast
 from gpipe_hpc.planning.telling.units import bytes_text, ranges_text
 from gpipe_hpc.training.neighbour import DEFAULT_FOLDER
+from gpipe_hpc.training.neighbour.place import Place
 
 _NUM_GENERATIONS: Final = 2  # of copies, with checkpoint.neighbour_every
 
@@ -49,17 +53,56 @@ class Room(NamedTuple):
         )
 
 
-def count_copies(config: Config, world: World, host: str | None = None) -> int:
-    """Return how many states a host is to keep in memory for each rank on it.
+class Kept(NamedTuple):
+    """How many states a host keeps for each rank on it, and whether in a folder of all machines."""
 
-    Those of the rank itself and, where there are several hosts, those of one elsewhere. Every rank
-    calls it. `host`: a text that ranks share where they share the folder of the copies.
+    num_states: int = 0
+    is_shared: bool = False
+
+    @classmethod
+    def at(cls, place: Place) -> "Kept":
+        """Return what a rank has whose place among the hosts is known.
+
+        The states of the rank itself and, where there are several hosts, those of one elsewhere.
+        """
+        return cls(_NUM_GENERATIONS * (1 if place.num_hosts == 1 else 2), place.is_shared)
+
+
+NOTHING_KEPT: Final = Kept()
+
+
+def probe_copies(config: Config, world: World) -> Kept:
+    """Return what this rank's host is to keep; every rank calls it.
+
+    Rank 0 writes a file for a moment, and others look for it. Who cannot see it is on another host,
+    as far as copies go.
     """
     if not config.checkpoint.neighbour_every:
-        return 0
-    own = host or shared_identity("mnt") or socket.gethostname()
-    told = world.everybody.merge_object(own, lambda ahead, behind: ahead * (ahead == behind))
-    return _NUM_GENERATIONS * (2 if told != own else 1)
+        return NOTHING_KEPT
+    folder = _existing(folder_of_copies(config))
+    token = world.everybody.broadcast_object(secrets.token_hex(8), root=0)
+    probe = folder / f".gpipe_hpc_{token}"
+    try:
+        if world.rank == 0:
+            with suppress(OSError):  # the run itself says so
+                probe.touch(exist_ok=False)
+        meet(world.everybody)
+        own = probe.exists(), kernel_identity()
+        is_one, machine = world.everybody.merge_object(own, _seen_by_both)
+    finally:
+        if world.rank == 0:
+            with suppress(OSError):
+                probe.unlink()
+    return Kept(_NUM_GENERATIONS * (1 if is_one else 2), is_shared=is_one and not machine)
+
+
+def _seen_by_both(ahead: tuple[bool, str], behind: tuple[bool, str]) -> tuple[bool, str]:
+    return ahead[0] and behind[0], ahead[1] if ahead[1] == behind[1] else ""
+
+
+def folder_of_copies(config: Config) -> Path:
+    """Return where copies of states are kept."""
+    return Path(config.checkpoint.neighbour_dir or DEFAULT_FOLDER)
 
 
 def own_rooms(
@@ -69,41 +112,45 @@ def own_rooms(
     planned: RankForecast | None,
     *,
     is_built: bool,
-    num_copies: int = 0,
+    kept: Kept = NOTHING_KEPT,
 ) -> tuple[Room, ...]:
     """Return what this rank needs of which memory; nothing where nothing is planned.
 
-    `is_built`: its weights are there already. `num_copies`: states that its host keeps for it.
+    `is_built`: its weights are there already. `kept`: what its host keeps for it.
     """
     if planned is None:
         return ()
     state_bytes = planned.weight_bytes + planned.optimizer_bytes
-    copies_bytes = num_copies * state_bytes
+    copies_bytes = kept.num_states * state_bytes
+    in_memory_bytes = 0 if kept.is_shared else copies_bytes
     needed_bytes = planned.total_bytes - (planned.weight_bytes if is_built else 0)
     host, ranks = socket.gethostname(), (rank, rank)
     if device.is_accelerator:
         free = device.memory_free()
         rooms = [Room(device.identity, f"{device.name}", host, ranks, needed_bytes, free)]
-        host_bytes = copies_bytes + planned.saving_bytes
+        host_bytes = in_memory_bytes + planned.saving_bytes
     else:
-        rooms, host_bytes = [], needed_bytes + copies_bytes
+        rooms, host_bytes = [], needed_bytes + in_memory_bytes
     if host_bytes:
         # Containers of one kernel may have limits of their own, which control groups keep.
         place = f"{kernel_identity()} {shared_identity('cgroup')}"
         rooms.append(Room(place, "memory", host, ranks, host_bytes, free_bytes()))
     if copies_bytes:
-        folder = Path(config.checkpoint.neighbour_dir or DEFAULT_FOLDER)
-        place = f"{kernel_identity()} {shared_identity('mnt')} {folder}"
+        folder = folder_of_copies(config)
+        own = "" if kept.is_shared else f"{kernel_identity()} {shared_identity('mnt')} "
+        place = f"{own}{folder}"
         rooms.append(Room(place, str(folder), host, ranks, copies_bytes, _free_in(folder)))
     return tuple(rooms)
 
 
-def _free_in(folder: Path) -> int | None:
+def _free_in(folder: Path) -> int:
     """Return how much can be written into a folder, or into the nearest above it that is there."""
-    for each in (folder, *folder.absolute().parents):
-        if os.path.isdir(each):
-            return shutil.disk_usage(each).free
-    return None
+    return shutil.disk_usage(_existing(folder)).free
+
+
+def _existing(folder: Path) -> Path:
+    """Return a folder, or the nearest above it that is there."""
+    return next(each for each in (folder, *folder.absolute().parents) if os.path.isdir(each))
 
 
 class Rooms(NamedTuple):

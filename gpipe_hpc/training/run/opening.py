@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from gpipe_hpc.checkpoint import read_facts
 from gpipe_hpc.config import Config, config_yaml
@@ -44,6 +44,23 @@ from gpipe_hpc.training.signals import REQUEUE_EXIT_CODE, Ending, StopRequest
 from gpipe_hpc.training.writers import METRICS_FILE
 
 CONFIG_FILE: Final = "config.yaml"
+
+
+class Refusal(NamedTuple):
+    """Why rank 0 refuses a start, told to all ranks: each ends with the code that rank 0 does."""
+
+    words: str
+    is_non_finite: bool
+
+    @classmethod
+    def of(cls, error: ConfigError | NonFiniteError) -> "Refusal":
+        """Return what an error says."""
+        return cls(str(error), isinstance(error, NonFiniteError))
+
+    @property
+    def error(self) -> ConfigError | NonFiniteError:
+        """Return an error that says it."""
+        return NonFiniteError(self.words) if self.is_non_finite else ConfigError(self.words)
 
 
 @contextmanager

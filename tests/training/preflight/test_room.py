@@ -1,5 +1,6 @@
 """Whether memory has room for what its ranks are planned to hold."""
 
+import threading
 from functools import reduce
 
 import pytest
@@ -10,7 +11,11 @@ from gpipe_hpc import run_on_threads
 from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.config import compose_config
 from gpipe_hpc.planning.forecast import RankForecast
-from gpipe_hpc.training.preflight.room import Room, Rooms, count_copies, own_rooms
+from gpipe_hpc.training.neighbour import place
+from gpipe_hpc.training.neighbour.files import CopyFolder
+from gpipe_hpc.training.neighbour.place import find_place
+from gpipe_hpc.training.preflight import room as looking
+from gpipe_hpc.training.preflight.room import Kept, Room, Rooms, own_rooms, probe_copies
 
 GB = 10**9
 
@@ -94,16 +99,56 @@ def test_what_a_rank_needs_is_what_it_does_not_have_yet():
     assert own_rooms(config, HostDevice(), 3, None, is_built=True) == ()
 
 
-@pytest.mark.parametrize(("hosts", "expected"), [("aa", 2), ("ab", 4), ("aab", 4), ("aba", 4)])
-def test_states_are_kept_for_a_rank_and_for_one_elsewhere(hosts, expected):
-    """Copies on the rank's own host, too, were not counted."""
-    without, copied = (compose_config(each) for each in ([], ["checkpoint.neighbour_every=5"]))
+def kept(hosts, root):
+    """Return what each rank's host is to keep, by what the run finds and by a probe."""
+    folders = {host: root / host / "to" / "come" for host in hosts}
+    configs = {
+        host: compose_config(["checkpoint.neighbour_every=5", f"checkpoint.neighbour_dir={folder}"])
+        for host, folder in folders.items()
+    }
+    for host in hosts:
+        (root / host).mkdir(exist_ok=True)
 
     def body(world):
         host = hosts[world.rank]
-        return count_copies(without, world, host), count_copies(copied, world, host)
+        MACHINE.name = f"machine of {world.rank}"
+        probed = probe_copies(configs[host], world)
+        folder = CopyFolder(folders[host], "run")
+        folder.open("now", world.rank)
+        return probed, Kept.at(find_place(world, folder, "now"))
 
-    assert run_on_threads(len(hosts), body) == [(0, expected)] * len(hosts)
+    found = run_on_threads(len(hosts), body)
+    assert not list(root.glob("*/.gpipe_hpc_*"))
+    return found
+
+
+MACHINE = threading.local()
+
+
+@pytest.mark.parametrize(("hosts", "expected"), [("aa", 2), ("ab", 4), ("aab", 4), ("aba", 4)])
+def test_states_are_kept_for_a_rank_and_for_one_elsewhere(hosts, expected, tmp_path):
+    """Who shares a host is who sees the same files: ranks in containers of their own may."""
+    assert kept(hosts, tmp_path) == [(Kept(expected), Kept(expected))] * len(hosts)
+    without = compose_config([])
+    assert run_on_threads(2, lambda world: probe_copies(without, world)) == [Kept()] * 2
+
+
+def test_a_folder_that_several_machines_share_keeps_each_state_once(tmp_path, monkeypatch):
+    """Four copies were counted for it, each of them in the memory of one machine."""
+    for module in (looking, place):
+        monkeypatch.setattr(module, "kernel_identity", lambda: MACHINE.name)
+    shared = Kept(2, is_shared=True)
+    assert kept("aa", tmp_path) == [(shared, shared)] * 2
+    words = ["checkpoint.neighbour_every=5", f"checkpoint.neighbour_dir={tmp_path}"]
+    rooms = Rooms()
+    for rank in range(2):
+        MACHINE.name = f"machine of {rank}"
+        memory, copies = own_rooms(
+            compose_config(words), HostDevice(), rank, PLANNED, is_built=True, kept=shared
+        )
+        assert memory.needed_bytes == 360
+        rooms = rooms.then(Rooms((copies,)))
+    assert [(each.ranks, each.needed_bytes) for each in rooms.kept] == [((0, 1), 1200)]
 
 
 def test_copies_of_states_need_memory_backed_room(tmp_path):
@@ -111,7 +156,7 @@ def test_copies_of_states_need_memory_backed_room(tmp_path):
     folder = tmp_path / "to come"
     words = ["checkpoint.neighbour_every=5", f"checkpoint.neighbour_dir={folder}"]
     memory, copies = own_rooms(
-        compose_config(words), HostDevice(), 0, PLANNED, is_built=True, num_copies=2
+        compose_config(words), HostDevice(), 0, PLANNED, is_built=True, kept=Kept(2)
     )
     assert (memory.what, memory.needed_bytes) == ("memory", 360 + 600)
     assert (copies.what, copies.needed_bytes) == (str(folder), 600)

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from gpipe_hpc.comm.threads import run_on_threads
 from gpipe_hpc.config import compose_config
-from gpipe_hpc.errors import ActionError, ConfigError, NonFiniteError
+from gpipe_hpc.errors import ActionError, ConfigError, GpipeError, NonFiniteError
+from gpipe_hpc.training.loop import run_training
 from gpipe_hpc.training.run.opening import begin, own_folder
 from gpipe_hpc.training.signals import StopRequest
 
@@ -107,3 +109,23 @@ def test_a_run_that_failed_otherwise_may_be_started_again(tmp_path):
     with pytest.raises(ActionError):
         start(tmp_path / "run", error=ActionError("a layer failed"))
     start(tmp_path / "run")
+
+
+@pytest.mark.parametrize("kind", [NonFiniteError, ConfigError])
+def test_what_rank_0_refuses_all_ranks_refuse(tmp_path, kind):
+    """They had only heard that it had failed, and ended with code 1 beside its 4 or 2."""
+    run = tmp_path / "run"
+    if kind is NonFiniteError:
+        with pytest.raises(NonFiniteError):
+            start(run, error=NonFiniteError("step 7: got nan"))
+    else:
+        run.write_text("a file")
+
+    config = compose_config([f"run.dir={run}"])
+
+    def refused(world):
+        with pytest.raises(GpipeError) as caught:
+            run_training(config, world, StopRequest())
+        return caught.type, str(run) in str(caught.value)
+
+    assert run_on_threads(3, refused) == [(kind, True)] * 3
