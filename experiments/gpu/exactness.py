@@ -19,6 +19,7 @@ TESTS = (
     "::test_four_replicas_are_one_process_but_for_the_order_of_the_sum",
     "tests/engine/outer/test_exactness.py"
     "::test_sums_in_the_order_of_ranks_have_the_same_bits_for_any_buckets",
+    "tests/engine/outer/test_exact_choices.py",
 )
 # For the test that runs when time ends.
 MARGIN_S = 25.0

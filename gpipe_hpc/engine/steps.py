@@ -125,7 +125,9 @@ class Steps:
             stage.gradients.sum_over(way, tables.buckets[index] if way and tables.buckets else ())
         self.sharing = _sharing(outer, stages, wiring.reductions, tables)
         self._drifts = {
-            index: Drift(stage.layers, wiring.reductions[index], site.world.rank, buffers)
+            index: Drift(
+                stage.layers, wiring.reductions[index], site.world.rank, buffers, stage.device
+            )
             for index, stage in stages.items()
         }
         self._portions = portions

@@ -101,6 +101,10 @@ def fetched(device: PlayedDevice) -> None:
     values = Fetched.of(made(device), device)
     assert not values.event or not values.event.query()
     assert values.part(slice(2)).read().tolist() == [2.0] * 2
+    polled = Fetched.of(made(device), device)
+    for _ in range(2):  # at first they may not have come
+        values_there = polled.poll()
+        assert values_there is None or values_there.tolist() == [2.0] * 6
 
 
 def clock(device: PlayedDevice) -> None:

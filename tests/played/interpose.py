@@ -1,11 +1,12 @@
 """What torch's Python face says of tensors of the device, while a device is played.
 
 Operators are seen where they are dispatched; but that a CPU tensor lies on the device, torch does
-not know: `tensor.device`, moves and factories are told here.
+not know: `tensor.device`, moves and factories are told here, and `on_host` of the device module.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gpipe_hpc.comm.device import on_host
 from tests.played.engine import PlayedEngine
 from tests.played.memories import Kind, storage_of
 from tests.played.operators import Local, Move
@@ -90,6 +92,10 @@ def _device(self: Tensor) -> torch.device:
 
 
 _PLACES: Final = {Kind.DEVICE: PLAYED, Kind.ELSEWHERE: OTHER}
+
+
+def _on_host(tensor: Tensor) -> bool:
+    return own_device(tensor).type == "cpu" and kind_of(tensor) not in _PLACES
 
 
 def _kind(device: torch.device) -> Kind:
@@ -280,4 +286,6 @@ def interposed() -> Iterator[None]:
         patch.setattr(threading.Thread, "start", _inheriting(threading.Thread.start))
         engine = PlayedEngine(torch.autograd.Variable._execution_engine, lambda: playing.device)
         patch.setattr(torch.autograd.Variable, "_execution_engine", engine)
+        for module in [m for m in sys.modules.values() if vars(m).get("on_host") is on_host]:
+            patch.setattr(module, "on_host", _on_host)
         yield

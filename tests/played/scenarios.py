@@ -77,6 +77,24 @@ class Reporting(Block):
         return y
 
 
+class Counting(Block):
+    """A running mean, a count, and a buffer whose place gets another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("num_rows", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("last", torch.zeros(WIDTH), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.detach().mean(0), 0.5)
+                self.num_rows += len(x)
+                self.last = x.detach().sum(0)
+        return super().forward(x - self.mean)
+
+
 class Low(nn.Linear):
     """Weights in 16 bits, which get masters in float32."""
 
@@ -125,6 +143,10 @@ def tied() -> list[Any]:
 
 def reporting() -> list[Any]:
     return [LayerSpec(Reporting, freezes=place % 2 == 1) for place in range(8)]
+
+
+def counting() -> list[Any]:
+    return [LayerSpec(Counting) for _ in range(4)]
 
 
 def in_16_bits() -> list[Any]:
@@ -325,6 +347,12 @@ KINDS = [
     of("holes and slow ranks", 5, stages=2, schedule="one_f_one_b", paces=[1, 1, 2, 1, 1]),
     of("flat shards in float16", 2, layers=overflowing, precision="float16", **TWO_FLAT),
     of("buffers of each", 4, layers=normed, replicas=2, buffers="each"),
+    of("own buffers", 4, layers=counting, replicas=2, schedule="one_f_one_b", recompute="always"),
+    of(
+        "own buffers of the first", 2, layers=counting, replicas=2, buffers="first", sizes=(15,) * 3
+    ),
+    of("own buffers mirrored", 2, layers=counting, schedule="chimera", sizes=(15,) * 3),
+    of("own buffers in holes", 3, layers=counting, stages=2, schedule="zb_h1", microbatches=4),
 ]
 WAYS_TO_OPEN: dict[str, Callable[..., Any]] = {
     "staged": partial(open_transport, way="staged"),

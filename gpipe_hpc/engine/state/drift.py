@@ -3,20 +3,24 @@
 Replicas, and mirrored placements, run other micro-batches through the copies of a stage, so what
 their layers count or average in buffers drifts apart. At the end of a step the copies are made
 equal, or it is said that they are not. BatchNorm layers that are pooled are none of this.
+The host waits for no device meanwhile: what is to be said of values is said when they have come.
 
 Whether any holder has changed a buffer all of them learn where all ranks meet behind the pipeline
 anyway; where none has, nothing else is sent.
 """
 
 import logging
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 
+from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.packed import bytes_of
+from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.engine.sums.gradients import unite_flags
 from gpipe_hpc.models import PooledBatchNorm
 
@@ -56,6 +60,14 @@ class _Found(NamedTuple):
     version: int
 
 
+class _Compared(NamedTuple):
+    """How many holders had buffers otherwise than the first of them, on its way to the host."""
+
+    names: Sequence[str]
+    counts: Fetched
+    first: int
+
+
 _Offer = tuple[torch.Tensor | None, bool]
 """A holder's buffer, and whether checkpoints keep it."""
 
@@ -74,10 +86,12 @@ class Drift:
         group: Group,
         rank: int,
         policy: str,
+        device: Device,
         *,
         pooled: bool = False,
     ) -> None:
         assert policy in POLICIES, policy
+        self._device = device
         self._layers, self._group, self._policy = dict(layers), group, policy
         self._position = group.ranks.index(rank)
         self._pooled = pooled
@@ -92,10 +106,12 @@ class Drift:
         self._changed: set[str] = set()  # since the holders were made equal
         self._num_samples = 0  # likewise
         self._said: set[str] = set()
+        self._compared: deque[_Compared] = deque()
 
     def begin(self) -> None:
         """Begin a run of the stage."""
         if self._group.size > 1:
+            self._say_what_differed()
             if self._children_now() != self._children:
                 self._modules = modules_of(self._layers, pooled=self._pooled)
                 self._children = self._children_now()
@@ -181,26 +197,44 @@ class Drift:
                 places[name].put(mean)
             self._say(averaged, logging.INFO, _AVERAGED)
         if copied:
-            differ = self._copy_first([places[name] for name in copied], first)
-            apart = [name for name, differs in zip(copied, differ, strict=True) if differs]
+            buffers = [_present(places[name]) for name in copied]
+            values = _broadcast(buffers, self._group, self._group.ranks[first])
             if self._policy == "first":
                 self._say(copied, logging.INFO, "those of rank {first} are given to all", first)
             else:
-                what = (
-                    "differ between the {size} ranks that hold them and have no average (integers "
-                    "or bools); those of rank {first} are given to all"
-                )
-                self._say(apart, logging.WARNING, what, first)
+                self._compared.append(self._compare(copied, buffers, values, first))
+            for name, value in zip(copied, values, strict=True):
+                places[name].put(value)
+        self._say_what_differed()
 
-    def _copy_first(self, places: Sequence[Place], first: int) -> list[bool]:
-        """Give all holders the buffers of the first; return which differed anywhere."""
-        buffers = [_present(place) for place in places]
-        values = _broadcast(buffers, self._group, self._group.ranks[first])
-        differ = [not _same(b, v) for b, v in zip(buffers, values, strict=True)]
-        for place, value, differs in zip(places, values, differ, strict=True):
-            if differs:
-                place.put(value)
-        return unite_flags(differ, self._group)
+    def _compare(
+        self,
+        names: Sequence[str],
+        buffers: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        first: int,
+    ) -> _Compared:
+        """Learn which buffers any holder had otherwise than the first; no device is waited for."""
+        device = buffers[0].device
+        pairs = zip(buffers, values, strict=True)
+        counts = torch.stack([_num_apart(*pair).to(device) for pair in pairs])
+        self._group.all_reduce(counts)
+        return _Compared(names, Fetched.of(counts, self._device), first)
+
+    def _say_what_differed(self) -> None:
+        """Say which buffers differed, of which that is known by now: on a CPU, at once."""
+        what = (
+            "differ between the {size} ranks that hold them and have no average (integers "
+            "or bools); those of rank {first} are given to all"
+        )
+        while self._compared:
+            names, fetched, first = self._compared[0]
+            counts = fetched.poll()
+            if counts is None:
+                return
+            self._compared.popleft()
+            apart = [name for name, count in zip(names, counts.tolist(), strict=True) if count]
+            self._say(apart, logging.WARNING, what, first)
 
     def _settle_unusual(self, first: int) -> None:
         """Make buffers equal that are new, gone, or of other shapes on some holder."""
@@ -422,6 +456,11 @@ def _broadcast(buffers: Sequence[torch.Tensor], group: Group, root: int) -> list
         part.to(buffer.device, copy=True).view(buffer.dtype).view(buffer.shape)
         for part, buffer in zip(arrived, buffers, strict=True)
     ]
+
+
+def _num_apart(own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return, as int32[] where they are, whether two tensors differ in any bit."""
+    return (bytes_of(own) != bytes_of(other)).any().to(torch.int32)
 
 
 def _same(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -31,6 +31,10 @@ class Fetched(NamedTuple):
         """Return some of the values."""
         return self._replace(values=self.values[where])
 
+    def poll(self) -> torch.Tensor | None:
+        """Return the values if they have come, without waiting."""
+        return self.values if self.event is None or self.event.query() else None
+
     def read(self) -> torch.Tensor:
         """Return the values, a tensor of the host."""
         if self.event is not None and not self.event.query():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc import LayerSpec, Pipeline
 from gpipe_hpc.engine.outer.settings import ALGORITHMS
 from gpipe_hpc.schedule import schedule_names
 from tests.support import batches, square_sum
@@ -73,8 +73,8 @@ def train(world, stages, outer, **options):
 
 
 @pytest.fixture(scope="module")
-def alone():
-    return run_on_threads(1, lambda world: train(world, 1, {}))[0]
+def alone(on_threads):
+    return on_threads(1, lambda world: train(world, 1, {}))[0]
 
 
 def assert_one_process(ranks, alone, plain, to_the_bit):
@@ -89,12 +89,14 @@ def assert_one_process(ranks, alone, plain, to_the_bit):
 
 
 @pytest.mark.parametrize(("schedule", "recompute"), CASES)
-def test_every_exact_choice_is_one_process_in_every_schedule(schedule, recompute, alone):
+def test_every_exact_choice_is_one_process_in_every_schedule(
+    schedule, recompute, alone, on_threads
+):
     """2 x 2 ranks; with two copies of a stage to the bit that of plain sums."""
     plain = None
     for name, outer in CHOICES.items():
         options = {"schedule": schedule, "recompute": recompute}
-        ranks = run_on_threads(
+        ranks = on_threads(
             4, lambda world, outer=outer, options=options: train(world, 2, outer, **options)
         )
         plain = plain or ranks
@@ -111,12 +113,12 @@ def test_every_exact_choice_is_one_process_in_every_schedule(schedule, recompute
         pytest.param("always", marks=pytest.mark.product),
     ],
 )
-def test_every_exact_choice_is_one_process_on_four_replicas(recompute, alone):
+def test_every_exact_choice_is_one_process_on_four_replicas(recompute, alone, on_threads):
     """1 x 4 ranks."""
     plain = None
     for outer in CHOICES.values():
         weights = {"weights": [3, 1, 2, 2]} if "weights" in outer else {}
-        ranks = run_on_threads(
+        ranks = on_threads(
             4,
             lambda world, outer={**outer, **weights}: train(world, 1, outer, recompute=recompute),
         )
@@ -133,7 +135,7 @@ SENT = [
 
 @pytest.mark.parametrize(("ranks", "stages"), [(4, 2), (4, 1)])
 @pytest.mark.parametrize(("outer", "times"), SENT, ids=str)
-def test_a_rank_sends_its_part_of_its_own_stages_gradients(outer, times, ranks, stages):
+def test_a_rank_sends_its_part_of_its_own_stages_gradients(outer, times, ranks, stages, on_threads):
     """HyPar-Flow's claim: 2 (R-1)/R of the bytes of the stage's own parameters, of no others."""
     counts = [1, 3] if stages == 2 else [4]
 
@@ -158,4 +160,4 @@ def test_a_rank_sends_its_part_of_its_own_stages_gradients(outer, times, ranks, 
     replicas = ranks // stages
     layer = 8 * WIDTH * WIDTH
     theory = [times * layer * n * (replicas - 1) // replicas for n in counts] * replicas
-    assert run_on_threads(ranks, body) == theory
+    assert on_threads(ranks, body) == theory

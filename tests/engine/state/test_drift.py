@@ -11,6 +11,7 @@ from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.comm.threads import ThreadGroup
 from gpipe_hpc.errors import ConfigError
 from tests import support
+from tests.played.world import between, run_played
 from tests.support import square_sum
 
 WIDTH = 4
@@ -56,9 +57,13 @@ def buffers_of(pipe):
     }
 
 
-def step(pipe, data):
+def step_only(pipe, data):
     part = pipe.share(len(data[0]))
-    return pipe.step(data[0][part], data[1][part]).loss
+    return pipe.step(data[0][part], data[1][part])
+
+
+def step(pipe, data):
+    return step_only(pipe, data).loss
 
 
 def holders(ranks):
@@ -184,6 +189,25 @@ def test_what_has_no_average_is_said_once_where_it_differs(caplog):
     (count,) = [text for text in said if "have no average" in text]
     assert "layers.0.hidden, layers.0.mean " in mean
     assert "layers.0.num_samples differ" in count and "num_forwards" not in count
+
+
+def test_a_device_is_not_waited_for_to_say_what_differs(caplog):
+    """The host waited for each such buffer in each step; it is said once the values have come."""
+
+    def body(world):
+        pipe = make(world, num_layers=1, replicas=2, microbatches=1)
+        waits = []
+        for number in range(3):
+            _, own = between(world.device, partial(step_only, pipe, batch(9, number)))
+            waits.append(list(map(str, own)))
+        return waits[1:], buffers_of(pipe)
+
+    ranks = run_played(2, body).results
+    assert [waits for waits, _ in ranks] == [[[], []]] * 2
+    assert all(map(all_equal, holders(buffers for _, buffers in ranks).values()))
+    said = [r.message for r in caplog.records if "have no average" in r.message]
+    (text,) = said
+    assert "layers.0.num_samples differ between the 2 ranks" in text and "num_forwards" not in text
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -63,7 +63,9 @@ class Apart:
             turns.append(Turn(fragment, 0, each.copies, is_plain=True))
         self.rounds = Rounds(outer, turns, mesh.replica_of(rank), mesh.replicas, device)
         self._drifts = {
-            index: Drift(stage.layers, wiring.copies[index], rank, buffers, pooled=True)
+            index: Drift(
+                stage.layers, wiring.copies[index], rank, buffers, stage.device, pooled=True
+            )
             for index, stage in stages.items()
         }
         self._unit = torch.ones((), dtype=torch.float64, device=device.torch)
