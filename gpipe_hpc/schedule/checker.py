@@ -17,10 +17,9 @@ from gpipe_hpc.schedule.table.precedence import (
     Column,
     Precedence,
     build_precedence,
-    numbers_of,
     runs,
 )
-from gpipe_hpc.schedule.table.rows import action_of, kind_of
+from gpipe_hpc.schedule.table.rows import action_of, kind_of, numbers_of
 from gpipe_hpc.schedule.table.schedule import Schedule
 
 

@@ -11,12 +11,13 @@ import math
 import sys
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import chain, compress, count
-from typing import NamedTuple
+from itertools import chain
+from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gpipe_hpc.schedule.table.actions import COMPUTE, SENDS, Op
 from gpipe_hpc.schedule.table.dependencies import arrival, counterpart
@@ -25,11 +26,17 @@ from gpipe_hpc.schedule.table.precedence import (
     SEVERAL,
     Links,
     Precedence,
-    column_of,
-    numbers_of,
     runs,
 )
-from gpipe_hpc.schedule.table.rows import Kind, Row, RowWriter, action_of, integers, kind_of
+from gpipe_hpc.schedule.table.rows import (
+    Kind,
+    Row,
+    action_of,
+    column_of,
+    integers,
+    kind_of,
+    numbers_of,
+)
 from gpipe_hpc.schedule.table.schedule import Schedule
 
 
@@ -46,8 +53,8 @@ def add_communication(graph: Precedence) -> Schedule:
     if placed is None:
         runs(graph, graph.waits)
     assert placed is not None, f"schedule {graph.schedule.name!r}: has an order"
-    bounds = tuple(rendezvous.most)
-    return replace(graph.schedule, ranks=placed, max_receives=bounds, overlaps=())
+    rows, bounds = zip(*placed, strict=True)
+    return replace(graph.schedule, ranks=rows, max_receives=bounds, overlaps=())
 
 
 class _Way(NamedTuple):
@@ -79,6 +86,10 @@ class _Lane(NamedTuple):
     which: "array[int]"
     numbers: "array[int]"
     awaits: Links
+
+    def are_of(self, ops: Collection[Op]) -> "NDArray[np.bool_]":
+        """Say of each action whether it is of some ops."""
+        return np.array([op in ops for op, _, _ in self.kinds], bool)[numbers_of(self.which)]
 
 
 class _Traffic(NamedTuple):
@@ -191,31 +202,32 @@ def _due(traffic: _Traffic) -> "array[int]":
     Posts of what one rank sends another are due in the order of the sends, whatever the order of
     their consumers.
     """
-    transfers, lanes = traffic
-    due = integers((0,)) * len(transfers.way)
-    for lane in lanes:
-        previous = 0
-        computes = [op in COMPUTE for op, _, _ in lane.kinds]
-        for index, (which, needed) in enumerate(zip(lane.which, lane.awaits.one, strict=True)):
-            if computes[which]:
-                if needed >= 0:
-                    due[needed] = previous
-                elif needed == SEVERAL:
-                    for number in lane.awaits.several[index]:
-                        due[number] = previous
-                previous = index
-    for lane in lanes:
-        sends = [op in SENDS for op, _, _ in lane.kinds]
-        latest: dict[int, int] = {}  # by the receiver, from the last send to the first
-        starts = map(sends.__getitem__, reversed(lane.which))
-        for number in compress(reversed(lane.awaits.one), starts):
-            receiver = transfers.receiver[number]
-            before = latest.get(receiver, sys.maxsize)
-            if due[number] < before:
-                latest[receiver] = due[number]
-            else:
-                due[number] = before
+    due = integers((0,)) * len(traffic.transfers.way)
+    latest = numbers_of(due)
+    for lane in traffic.lanes:
+        awaited = numbers_of(lane.awaits.one)
+        computes = np.flatnonzero(lane.are_of(COMPUTE))
+        previous = np.concatenate(([0], computes[:-1]))
+        needed = awaited[computes]
+        latest[needed[needed >= 0]] = previous[needed >= 0]
+        for at in np.flatnonzero(needed == SEVERAL).tolist():
+            latest[[*lane.awaits.several[int(computes[at])]]] = previous[at]
+    for lane in traffic.lanes:
+        for _, sent in _by_receiver(traffic.transfers, lane):
+            latest[sent] = np.minimum.accumulate(latest[sent[::-1]])[::-1]
     return due
+
+
+def _by_receiver(transfers: _Transfers, lane: _Lane) -> "Iterator[tuple[int, NDArray[np.int32]]]":
+    """Yield to whom a rank sends, and what, in the order in which it does."""
+    sent = numbers_of(lane.awaits.one)[lane.are_of(SENDS)]
+    receivers = numbers_of(transfers.receiver)[sent]
+    order = np.argsort(receivers, kind="stable")
+    sent, receivers = sent[order], receivers[order]
+    cuts = np.flatnonzero(np.diff(receivers)) + 1
+    for own, to in zip(np.split(sent, cuts), np.split(receivers, cuts), strict=True):
+        if len(own):
+            yield int(to[0]), own
 
 
 @dataclass
@@ -261,6 +273,17 @@ class _Ring:
         return self.costs.index(cost, start)
 
 
+class _Placed(NamedTuple):
+    """A rank's row with its receives, and the most buffers that it has posted at once."""
+
+    row: Row
+    most: int
+
+
+# What a rank that has posted all posts next, and when.
+_NO_POST: Final = NOWHERE, sys.maxsize
+
+
 @dataclass
 class _Rendezvous:
     """Ranks that run their lists with blocking sends, and write down what they did.
@@ -278,10 +301,12 @@ class _Rendezvous:
         transfers, lanes = self.traffic
         num_ranks, num_transfers = len(lanes), len(transfers.way)
         self.position = [0] * num_ranks
-        self.placed = [RowWriter(lane.kinds) for lane in lanes]
+        # What each rank has posted, and ahead of which index of its lane.
+        self.posts = [integers() for _ in lanes]
+        self.places = [integers() for _ in lanes]
         self.posted, self.sent = bytearray(num_transfers), bytearray(num_transfers)
-        # How many posted buffers wait on each rank for who takes what comes, and the most so far.
-        self.live, self.most = [0] * num_ranks, [0] * num_ranks
+        # Whether somebody sleeps for a transfer.
+        self.wanted = bytearray(num_transfers)
         # Rank -> the transfer it sleeps for: to be posted if it is the sender, else to be sent.
         # Who has slept for longest comes first; `fresh` fell asleep since circles were looked for.
         self.asleep: dict[int, int] = {}
@@ -290,100 +315,118 @@ class _Rendezvous:
         self.fresh: list[int] = []
         self.ring: _Ring | None = None
 
-    def _posts(self) -> list["array[int]"]:
+    def _coming(self) -> "list[array[int]]":
         """Return for each rank what it receives: as it is due, else as its senders send it."""
         transfers, lanes = self.traffic
-        posts = [integers() for _ in lanes]
-        receivers = transfers.receiver
+        coming: list[list[NDArray[np.int32]]] = [[] for _ in lanes]
         for lane in lanes:
-            sends = [op in SENDS for op, _, _ in lane.kinds]
-            starts = map(sends.__getitem__, lane.which)
-            for number in compress(lane.awaits.one, starts):
-                posts[receivers[number]].append(number)
-        return [integers(sorted(each, key=self.due.__getitem__)) for each in posts]
+            for receiver, sent in _by_receiver(transfers, lane):
+                coming[receiver].append(sent)
+        due = numbers_of(self.due)
+        in_turn: list[array[int]] = []
+        for each in coming:
+            received = np.concatenate(each) if each else np.zeros(0, np.int32)
+            in_turn.append(column_of(received[np.argsort(due[received], kind="stable")]))
+        return in_turn
 
-    def run(self) -> tuple[Row, ...] | None:
-        """Run all lists to their end and return them with their receives; None: they deadlock."""
-        ranks = [self._run(rank, posts) for rank, posts in enumerate(self._posts())]
+    def run(self) -> Iterator["_Placed"] | None:
+        """Run all lists to their end and yield them with their receives; None: they deadlock."""
+        ranks = [self._run(rank, coming) for rank, coming in enumerate(self._coming())]
         awake = self.awake
         awake.extend(range(len(ranks)))
         while True:
             while awake:
                 next(ranks[awake.popleft()], None)
             if not self.asleep:
-                return tuple(writer.row() for writer in self.placed)
+                return map(self._placed, range(len(ranks)))
             if not self._post_ahead():
                 return None
 
-    def _run(self, rank: int, posts: "array[int]") -> Iterator[None]:
-        """Run one rank; yield whenever it sleeps. `posts` is what it receives, as it is due."""
+    def _run(self, rank: int, coming: "array[int]") -> Iterator[None]:
+        """Run one rank; yield whenever it sleeps. `coming` is what it receives, as it is due."""
         # Names of its own for all that it reads: this is most of the work of lowering a table.
         lane, transfers = self.traffic.lanes[rank], self.traffic.transfers
-        several, sends = lane.awaits.several, [op in SENDS for op, _, _ in lane.kinds]
-        way_of, senders, receivers = transfers.way, transfers.sender, transfers.receiver
-        due, sent, posted, live, most = self.due, self.sent, self.posted, self.live, self.most
-        asleep, wake, writer = self.asleep, self.awake.append, self.placed[rank]
-        place_kind, place_number = writer.which.append, writer.numbers.append
-        ways = set(map(way_of.__getitem__, posts))
-        place_of = {way: writer.place(transfers.ways[way].post) for way in ways}
-        coming = iter(posts)
-        post = next(coming, NOWHERE)
-        next_due = sys.maxsize if post == NOWHERE else due[post]
-        columns = zip(count(), lane.which, lane.numbers, lane.awaits.one)
-        for index, which, number, awaited in columns:
-            while next_due <= index:
+        several = lane.awaits.several
+        senders, receivers = transfers.sender, transfers.receiver
+        sent, posted, wanted = self.sent, self.posted, self.wanted
+        asleep, wake = self.asleep, self.awake.append
+        add_post, add_place = self.posts[rank].append, self.places[rank].append
+        all_due = column_of(numbers_of(self.due)[numbers_of(coming)])
+        posts = zip(coming, all_due, strict=True)
+        post, due = next(posts, _NO_POST)
+        # What awaits no transfer only stands between the others.
+        awaited_at = numbers_of(lane.awaits.one)
+        at = np.flatnonzero(awaited_at != NOWHERE).astype(np.int32)
+        are_sends = lane.are_of(SENDS)[at].tobytes()
+        events = zip(column_of(at), column_of(awaited_at[at]), are_sends, strict=True)
+        del awaited_at, at
+        for index, awaited, is_send in events:
+            while due <= index:
                 if not posted[post]:
                     posted[post] = 1
-                    place_kind(place_of[way_of[post]])
-                    place_number(transfers.microbatch[post])
-                    live[rank] += 1
-                    if live[rank] > most[rank]:
-                        most[rank] = live[rank]
-                    sender = senders[post]
-                    if asleep.get(sender) == post:
+                    add_post(post)
+                    add_place(due)
+                    if wanted[post]:
+                        wanted[post] = 0
+                        sender = senders[post]
                         del asleep[sender]
                         wake(sender)
-                post = next(coming, NOWHERE)
-                next_due = sys.maxsize if post == NOWHERE else due[post]
-            if awaited == NOWHERE:
-                pass
-            elif sends[which]:
+                post, due = next(posts, _NO_POST)
+            if is_send:
                 if not posted[awaited]:
-                    self._sleep(rank, index, awaited)
+                    self._sleep(rank, index, awaited, receivers[awaited])
                     yield
                 sent[awaited] = 1
-                receiver = receivers[awaited]
-                if asleep.get(receiver) == awaited:
+                if wanted[awaited]:
+                    wanted[awaited] = 0
+                    receiver = receivers[awaited]
                     del asleep[receiver]
                     wake(receiver)
+            elif awaited != SEVERAL:
+                if not sent[awaited]:
+                    self._sleep(rank, index, awaited, senders[awaited])
+                    yield
             else:
-                needs = (awaited,) if awaited != SEVERAL else several[index]
-                for needed in needs:
+                for needed in several[index]:
                     if not sent[needed]:
-                        self._sleep(rank, index, needed)
+                        self._sleep(rank, index, needed, senders[needed])
                         yield
-                live[rank] -= len(needs)
-            place_kind(which)
-            place_number(number)
 
-    def _sleep(self, rank: int, index: int, number: int) -> None:
+    def _placed(self, rank: int) -> "_Placed":
+        """Return a rank's list with what it has posted, and the most posts at once."""
+        lane, (ways, way_of, microbatch, _, _) = self.traffic.lanes[rank], self.traffic.transfers
+        posts, places = numbers_of(self.posts[rank]), numbers_of(self.places[rank]).astype(np.intp)
+        own = Row.in_order(lane.kinds, lane.which, lane.numbers)
+        way, which = np.unique(numbers_of(way_of)[posts], return_inverse=True)
+        kinds = [ways[each].post for each in way.tolist()]
+        row = own.with_ahead(places, kinds, which.astype(np.int32), numbers_of(microbatch)[posts])
+        # How many of those that came are taken ahead of each place.
+        awaited = numbers_of(lane.awaits.one)
+        num_taken = ((awaited >= 0) & ~lane.are_of(SENDS)).astype(np.int64)
+        for index, needs in lane.awaits.several.items():
+            num_taken[index] = len(needs)
+        taken = np.cumsum(num_taken)[places] - num_taken[places]
+        live = np.arange(1, len(posts) + 1) - taken
+        return _Placed(row, int(live.max(initial=0)))
+
+    def _sleep(self, rank: int, index: int, number: int, other: int) -> None:
+        """Let a rank sleep for a transfer with another one."""
         self.position[rank] = index
         self.asleep[rank] = number
-        transfers = self.traffic.transfers
-        sender = transfers.sender[number]
-        self.blockers[rank] = sender if sender != rank else transfers.receiver[number]
+        self.wanted[number] = 1
+        self.blockers[rank] = other
         self.fresh.append(rank)
 
     def _post(self, number: int) -> None:
         """Post for one transfer where its rank stands, and wake who sleeps at its ``SEND``."""
         transfers = self.traffic.transfers
-        receiver, sender = transfers.receiver[number], transfers.sender[number]
+        receiver = transfers.receiver[number]
         self.posted[number] = 1
-        post = transfers.ways[transfers.way[number]].post
-        self.placed[receiver].add(post, transfers.microbatch[number])
-        self.live[receiver] += 1
-        self.most[receiver] = max(self.most[receiver], self.live[receiver])
-        if self.asleep.get(sender) == number:
+        self.posts[receiver].append(number)
+        self.places[receiver].append(self.position[receiver])
+        if self.wanted[number]:
+            self.wanted[number] = 0
+            sender = transfers.sender[number]
             del self.asleep[sender]
             self.awake.append(sender)
 

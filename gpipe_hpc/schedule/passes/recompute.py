@@ -5,10 +5,12 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
+import numpy as np
+
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.table.actions import COMPUTE, Op
 from gpipe_hpc.schedule.table.dependencies import users_of
-from gpipe_hpc.schedule.table.rows import NO_NUMBER, Kind, Row, RowWriter
+from gpipe_hpc.schedule.table.rows import Row, numbers_of
 from gpipe_hpc.schedule.table.schedule import Schedule
 
 _USERS: Final = users_of(Op.R)
@@ -62,22 +64,20 @@ def add_recompute(schedule: Schedule, mode: str, stages: Collection[int] | None 
 
 
 def _rank(row: Row, spares: Spares, last_stage: int, stages: Collection[int]) -> Row:
-    writer = RowWriter(row.kinds)
-    again = [
-        (Op.R, stage, None) if op in _USERS and stage in stages else None
-        for op, stage, _ in row.kinds
-    ]
-    computes = [op in COMPUTE for op, _, _ in row.kinds]
-    previous: tuple[Kind | None, int] = None, NO_NUMBER  # what the rank computes before
-    for which, number in zip(row.which, row.numbers, strict=True):
-        recompute = again[which]
-        if recompute is not None:
-            stage = recompute[1]
-            follows = previous == ((Op.F, stage, None), number)
-            if not spares(follows, stage == last_stage):
-                writer.add(recompute, number)
-        writer.which.append(which)
-        writer.numbers.append(number)
-        if computes[which]:
-            previous = row.kinds[which], number
-    return writer.row()
+    ops, of_stages, _ = zip(*row.kinds, strict=True) if row.kinds else ((), (), ())
+    which, numbers = numbers_of(row.which), numbers_of(row.numbers)
+    computes = np.flatnonzero(np.array([op in COMPUTE for op in ops], bool)[which])
+    before = np.concatenate((computes[:1], computes[:-1]))  # what the rank computes before
+    kind, kind_before = which[computes], which[before]
+    stage = np.array(of_stages, np.int64)
+    is_forward = np.array([op is Op.F for op in ops], bool)
+    follows = is_forward[kind_before] & (stage[kind_before] == stage[kind])
+    follows &= numbers[before] == numbers[computes]
+    spared = np.array([[spares(each, is_last) for is_last in _EITHER] for each in _EITHER])
+    again = np.array([op in _USERS and of in stages for op, of, _ in row.kinds], bool)[kind]
+    again &= ~spared[follows.astype(int), (stage[kind] == last_stage).astype(int)]
+    at = computes[again]
+    return row.with_ahead(at, [(Op.R, of, None) for of in of_stages], which[at], numbers[at])
+
+
+_EITHER: Final = False, True

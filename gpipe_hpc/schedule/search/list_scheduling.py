@@ -2,6 +2,7 @@
 
 import heapq
 import math
+from bisect import insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.table.actions import Action, Op
 from gpipe_hpc.schedule.table.dependencies import dependencies
 from gpipe_hpc.schedule.table.lifetimes import ENDS_BACKWARD, STARTS_ACTIVATIONS
-from gpipe_hpc.schedule.table.rows import Kind, Row, RowWriter
+from gpipe_hpc.schedule.table.rows import Kind, Row, integers
 from gpipe_hpc.schedule.table.schedule import Placement
 
 # Of op, stage and micro-batch the key by which a rank chooses: what is ready and has the smallest.
@@ -19,6 +20,8 @@ Priority = Callable[[Op, int, int], tuple[int, ...]]
 _Kind = tuple[Op, int]
 # The micro-batch of what is or will be ready, when, and its priority.
 _Waiting = tuple[int, float, tuple[int, ...]]
+# The priority of a place's next, the turn of that place, when it is ready, and the place.
+_Next = tuple[tuple[int, ...], int, float, int]
 
 
 class Rules(NamedTuple):
@@ -44,7 +47,7 @@ def list_schedule(placement: Placement, rules: Rules) -> list[Row]:
     """
     state = _State(placement, rules)
     state.run()
-    rows = [writer.row() for writer in state.writers]
+    rows = [Row.in_order(state.row_kinds, *columns) for columns in state.columns]
     if sum(map(len, rows)) < state.num_actions:
         raise ScheduleError(
             f"list scheduling: stuck, expected room for every stage of a rank at once, got limits "
@@ -54,12 +57,11 @@ def list_schedule(placement: Placement, rules: Rules) -> list[Row]:
 
 
 class _Way(NamedTuple):
-    """Whom the end of a kind may make ready: another kind, and what the transfer to it takes."""
+    """Whom the end of a kind makes ready: another kind, and what the transfer to it takes."""
 
     place: int
     stage: int
     transfer: float
-    num_needs: int
 
 
 class _State:
@@ -77,82 +79,104 @@ class _State:
         needs = _needs(rules.durations, num_stages)
         self.kinds = list(needs)
         self.row_kinds: list[Kind] = [(op, stage, None) for op, stage in self.kinds]
-        self.writers = [RowWriter() for _ in range(num_ranks)]
+        self.columns = [(integers(), integers()) for _ in range(num_ranks)]
         self.durations = [rules.durations[op][stage] for op, stage in self.kinds]
         self.starts = [op in STARTS_ACTIVATIONS for op, _ in self.kinds]
         self.spare = _spare_room(placement, self.kinds)
         self.ends = [op in ENDS_BACKWARD for op, _ in self.kinds]
         self.ways = _ways(needs, rules.transfers)
-        # For each rank and place what is or will be ready.
-        self.queues: list[dict[int, list[_Waiting]]] = [{} for _ in range(num_ranks)]
-        # By place and micro-batch: how many needs are not met yet, and when the last one was.
-        self.unmet: dict[int, tuple[int, float]] = {}
-        self.looks: list[tuple[float, int]] = []
+        # For each rank, by place, the turn in which it first had one, and what is or will be ready;
+        # of each place the next in the order of priority.
+        self.queues: list[dict[int, tuple[int, list[_Waiting]]]] = [{} for _ in range(num_ranks)]
+        self.next: list[list[_Next]] = [[] for _ in range(num_ranks)]
+        # The times at which ranks look for work, and which ranks do.
+        self.times: list[float] = []
+        self.looks: dict[float, set[int]] = {}
         self.num_actions = len(self.kinds) * placement.num_microbatches
         first = self.kinds.index((Op.F, 0))
         for microbatch in range(placement.num_microbatches):
             rank = placement.rank_of(0, microbatch)
             self._wait(first, rank, microbatch, 0.0)
-            heapq.heappush(self.looks, (0.0, rank))
+            self._look(rank, 0.0)
 
     def run(self) -> None:
         """Let ranks look for work, in the order of time, until nobody has any."""
-        looks, free_at, best, start = self.looks, self.free_at, self._best, self._start
-        while looks:
-            now, rank = heapq.heappop(looks)
-            if free_at[rank] <= now:
-                place = best(rank, now)
-                if place is not None:
-                    start(place, rank, now)
+        times, looks, free_at, best, start = (
+            self.times,
+            self.looks,
+            self.free_at,
+            self._best,
+            self._start,
+        )
+        while times:
+            now = heapq.heappop(times)
+            ranks = sorted(looks.pop(now))
+            for number, rank in enumerate(ranks, 1):
+                if free_at[rank] <= now:
+                    at = best(rank, now)
+                    if at is not None:
+                        start(at, rank, now)
+                        if now in looks:  # what takes no time is over: who comes next may have more
+                            for again in looks.pop(now):
+                                insort(ranks, again, number)
+                            heapq.heappop(times)
+
+    def _look(self, rank: int, at: float) -> None:
+        """Let a rank look for work at some time."""
+        ranks = self.looks.get(at)
+        if ranks is None:
+            self.looks[at] = {rank}
+            heapq.heappush(self.times, at)
+        else:
+            ranks.add(rank)
 
     def _best(self, rank: int, now: float) -> int | None:
-        """Return the place of what a rank runs next; of equals the first that it ever had."""
-        room, spare = self._room(rank), self.spare[rank]
-        best: int | None = None
-        least: tuple[int, ...] = ()
-        for place, queue in self.queues[rank].items():
-            if not queue:
-                continue
-            _, ready_at, key = queue[0]
-            if ready_at > now or (best is not None and key >= least):
-                continue
-            if place not in spare or spare[place] < room:
-                best, least = place, key
-        return best
-
-    def _room(self, rank: int) -> float:
-        """Return how many more stage micro-batches may live on a rank."""
-        limits = self.rules.limits
-        return math.inf if limits is None else limits[rank] - self.live[rank]
+        """Return which of a rank's next it runs; of equals the place that it had first."""
+        limits, spare = self.rules.limits, self.spare[rank]
+        room = math.inf if limits is None else limits[rank] - self.live[rank]
+        for at, (_, _, ready_at, place) in enumerate(self.next[rank]):
+            if ready_at <= now and (place not in spare or spare[place] < room):
+                return at
+        return None
 
     def _wait(self, place: int, rank: int, microbatch: int, ready_at: float) -> None:
         """Queue an action, with its priority: it is compared many times."""
         key = self.rules.priority(*self.kinds[place], microbatch)
-        queue = self.queues[rank].setdefault(place, [])
-        heapq.heappush(queue, (microbatch, ready_at, key))
+        queues, following = self.queues[rank], self.next[rank]
+        if place not in queues:
+            queues[place] = len(queues), []
+        turn, queue = queues[place]
+        waiting = microbatch, ready_at, key
+        if not queue or waiting < queue[0]:
+            if queue:
+                _, before_at, before = queue[0]
+                following.remove((before, turn, before_at, place))
+            insort(following, (key, turn, ready_at, place))
+        heapq.heappush(queue, waiting)
 
-    def _start(self, place: int, rank: int, now: float) -> None:
-        microbatch, _, _ = heapq.heappop(self.queues[rank][place])
-        self.writers[rank].add(self.row_kinds[place], microbatch)
+    def _start(self, at: int, rank: int, now: float) -> None:
+        """Run one of a rank's next."""
+        _, turn, _, place = self.next[rank].pop(at)
+        _, queue = self.queues[rank][place]
+        microbatch, _, _ = heapq.heappop(queue)
+        if queue:
+            _, ready_at, key = queue[0]
+            insort(self.next[rank], (key, turn, ready_at, place))
+        which, numbers = self.columns[rank]
+        which.append(place)
+        numbers.append(microbatch)
         end = now + self.durations[place] * self.paces[rank]
         self.free_at[rank] = end
-        heapq.heappush(self.looks, (end, rank))
+        self._look(rank, end)
         self.live[rank] += self.starts[place] - self.ends[place]
         route = self.placement.routes[self.placement.route_of[microbatch]]
-        for follower, stage, transfer, num_needs in self.ways[place]:
+        for follower, stage, transfer in self.ways[place]:
             user = route[stage]
             ready_at = end if user == rank else end + transfer
-            if num_needs > 1:
-                key = follower * len(self.placement.route_of) + microbatch
-                missing, latest = self.unmet.pop(key, (num_needs, 0.0))
-                ready_at = max(ready_at, latest)
-                if missing > 1:
-                    self.unmet[key] = missing - 1, ready_at
-                    continue
             self._wait(follower, user, microbatch, ready_at)
             # A rank looks at the end of what it runs anyway.
             if ready_at > self.free_at[user] or (ready_at == self.free_at[user] and user != rank):
-                heapq.heappush(self.looks, (ready_at, user))
+                self._look(user, ready_at)
 
 
 def _ways(needs: Mapping[_Kind, Sequence[_Kind]], transfers: Sequence[float]) -> list[list[_Way]]:
@@ -162,19 +186,26 @@ def _ways(needs: Mapping[_Kind, Sequence[_Kind]], transfers: Sequence[float]) ->
     for (op, stage), needed in needs.items():
         for kind in needed:
             transfer = transfers[min(stage, kind[1])] if stage != kind[1] else 0.0
-            found[places[kind]].append(_Way(places[op, stage], stage, transfer, len(needed)))
+            found[places[kind]].append(_Way(places[op, stage], stage, transfer))
     return found
 
 
 def _needs(ops: Iterable[Op], num_stages: int) -> dict[_Kind, list[_Kind]]:
-    """Return what each op of each stage needs, of the same micro-batch; a B stands for I and W."""
+    """Return what each op of each stage needs, of the same micro-batch; a B stands for I and W.
+
+    That is one at most: what waits for the backward of the next stage has its own forward by then.
+    """
     full = Op.B in ops
     found: dict[_Kind, list[_Kind]] = {}
     for op in ops:
         for stage in range(num_stages):
             needs = dependencies(Action(op, stage, 0), num_stages, 1)
             kinds = [(Op.B if full and need.op is Op.I else need.op, need.stage) for need in needs]
-            found[op, stage] = [kind for kind in kinds if kind[0] in ops]
+            own = [kind for kind in kinds if kind[0] in ops]
+            found[op, stage] = (
+                own if len(own) == 1 else [kind for kind in own if kind[0] is not Op.F]
+            )
+            assert len(found[op, stage]) <= 1, f"{stage}{op} waits for {found[op, stage]}"
     return found
 
 

@@ -9,6 +9,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gpipe_hpc.schedule.table.actions import COMPUTE, RECEIVES, SENDS, Action, Op
 from gpipe_hpc.schedule.table.dependencies import (
     ARRIVES_BY,
@@ -20,7 +23,7 @@ from gpipe_hpc.schedule.table.dependencies import (
     provides,
     uses,
 )
-from gpipe_hpc.schedule.table.rows import Row
+from gpipe_hpc.schedule.table.rows import Row, numbers_of
 from gpipe_hpc.schedule.table.schedule import Skip
 
 # What stays with its stage and micro-batch, from one action of the rank to a later one.
@@ -151,37 +154,41 @@ def peak_activations(row: Sequence[Action]) -> Peak:
     row = Row.of(row)
     ops = row.ops
     # Where one comes, at the start of an action, and where one goes, at the end of an action.
-    added: list[int] = []
-    freed: list[int] = []
+    added: list[_Positions] = []
+    freed: list[_Positions] = []
     for thing, start, end in ((Thing.ACTIVATIONS, added, freed), (Thing.COPY, freed, added)):
-        if not any(thing in _MAKES[op] for op in ops):
-            continue
-        firsts, lasts = _bounds_of_lives(row, thing)
-        for stage, first in firsts.items():
-            last = lasts.get(stage, {})
-            start += first.values()
-            end += map(last.get, first, first.values())
-    return _peak(sorted(added), sorted(freed))
+        if any(thing in _MAKES[op] for op in ops):
+            firsts, lasts = _bounds_of_lives(row, thing)
+            start.append(firsts)
+            end.append(lasts)
+    return _peak(np.sort(np.concatenate(added)), np.sort(np.concatenate(freed))) if added else _NONE
 
 
-# For each stage where something of each micro-batch is first, or last.
-_Places = dict[int, dict[int, int]]
+_Positions = NDArray[np.intp]
+"""Positions in a rank's list."""
 
 
-def _bounds_of_lives(row: Row, thing: Thing) -> tuple[_Places, _Places]:
-    """Return where a thing is made first, and where it is used last."""
-    firsts: _Places = {stage: {} for op, stage, _ in row.kinds if thing in _MAKES[op]}
-    lasts: _Places = {stage: {} for op, stage, _ in row.kinds if thing in _USES[op]}
-    first_of = [firsts[stage] if thing in _MAKES[op] else None for op, stage, _ in row.kinds]
-    last_of = [lasts[stage] if thing in _USES[op] else None for op, stage, _ in row.kinds]
-    for at, (which, number) in enumerate(zip(row.which, row.numbers, strict=True)):
-        last = last_of[which]
-        if last is not None:
-            last[number] = at
-        first = first_of[which]
-        if first is not None and number not in first:
-            first[number] = at
+def _bounds_of_lives(row: Row, thing: Thing) -> tuple[_Positions, _Positions]:
+    """Return where a thing of each stage and micro-batch is made first, and where used last."""
+    makes, made = _places(row, [stage if thing in _MAKES[op] else -1 for op, stage, _ in row.kinds])
+    uses, used = _places(row, [stage if thing in _USES[op] else -1 for op, stage, _ in row.kinds])
+    made, first = np.unique(made, return_index=True)
+    used, last = np.unique(used[::-1], return_index=True)
+    firsts = makes[first]
+    lasts = firsts.copy()
+    _, own, user = np.intersect1d(made, used, assume_unique=True, return_indices=True)
+    lasts[own] = uses[::-1][last[user]]
     return firsts, lasts
+
+
+def _places(row: Row, groups: Sequence[int]) -> "tuple[_Positions, NDArray[np.int64]]":
+    """Return where the actions of some kinds stand, and group and micro-batch of each as a number.
+
+    `groups`: that of each kind of the row, -1 for none.
+    """
+    group = np.array(groups, np.int64)[numbers_of(row.which)]
+    at = np.flatnonzero(group >= 0)
+    return at, (group[at] << 32) + numbers_of(row.numbers)[at]
 
 
 def bounds_of(rows: Iterable[Sequence[Action]]) -> tuple[int, ...]:
@@ -192,36 +199,29 @@ def bounds_of(rows: Iterable[Sequence[Action]]) -> tuple[int, ...]:
 def peak_receives(row: Sequence[Action]) -> Peak:
     """Return the most receive buffers posted at once on a rank, given its actions in order."""
     row = Row.of(row)
-    # How many are posted for what a stage awaits of each micro-batch: outputs, or gradients.
-    awaited: dict[tuple[Op, int], dict[int, int]] = {
-        (op, stage): {} for op, stage, _ in row.kinds if op in RECEIVES
-    }
-    posts = [awaited[op, stage] if op in RECEIVES else None for op, stage, _ in row.kinds]
-    takes = [
-        awaited.get((ARRIVES_BY[op], stage)) if op in ARRIVES_BY else None
-        for op, stage, _ in row.kinds
-    ]
-    live, peak = 0, Peak(0, 0)
-    for at, (which, number) in enumerate(zip(row.which, row.numbers, strict=True)):
-        posted = posts[which]
-        if posted is not None:
-            posted[number] = posted.get(number, 0) + 1
-            live += 1
-            if live > peak.size:
-                peak = Peak(live, at)
-            continue
-        taken = takes[which]
-        if taken:
-            live -= taken.pop(number, 0)
-    return peak
+    # What a stage awaits: outputs, or gradients.
+    awaited = [(op, stage) for op, stage, _ in row.kinds if op in RECEIVES]
+    group = {each: number for number, each in enumerate(dict.fromkeys(awaited))}
+    posts = [op in RECEIVES for op, _, _ in row.kinds]
+    wanted = [(ARRIVES_BY.get(op, op), stage) for op, stage, _ in row.kinds]
+    at, keys = _places(row, [group.get(each, -1) for each in wanted])
+    if not len(at):
+        return _NONE
+    is_post = np.array(posts, bool)[numbers_of(row.which)[at]]
+    # By what is awaited, each time in the order of the list; behind a post comes who takes it.
+    order = np.argsort(keys, kind="stable")
+    takes = np.where(is_post[order], len(order), np.arange(len(order)))
+    taken_by = np.minimum.accumulate(takes[::-1])[::-1]
+    taker = order[np.minimum(taken_by, len(order) - 1)]
+    is_taken = is_post[order] & (taken_by < len(order)) & (keys[taker] == keys[order])
+    return _peak(at[is_post], np.sort(at[taker[is_taken]]))
 
 
-def _peak(added: Sequence[int], freed: Sequence[int]) -> Peak:
+def _peak(added: _Positions, freed: _Positions) -> Peak:
     """Return the most at once; given sorted, where one is added and behind what one is freed."""
-    num_freed, size, place = 0, 0, 0
-    for num_added, position in enumerate(added, 1):
-        while num_freed < len(freed) and freed[num_freed] < position:
-            num_freed += 1
-        if num_added - num_freed > size:
-            size, place = num_added - num_freed, position
-    return Peak(size, place)
+    sizes = np.arange(1, len(added) + 1) - np.searchsorted(freed, added)
+    most = int(np.argmax(sizes)) if len(sizes) else 0
+    return Peak(int(sizes[most]), int(added[most])) if len(sizes) and sizes[most] > 0 else _NONE
+
+
+_NONE: Final = Peak(0, 0)

@@ -30,7 +30,7 @@ from gpipe_hpc.schedule.table.dependencies import (
     provides,
     skip_of,
 )
-from gpipe_hpc.schedule.table.rows import Kind, action_of, integers, kind_of
+from gpipe_hpc.schedule.table.rows import Kind, action_of, column_of, integers, kind_of, numbers_of
 from gpipe_hpc.schedule.table.schedule import Schedule
 
 # Data flow is the same for all micro-batches, so it is looked up by kind, a column of nodes for
@@ -40,18 +40,6 @@ NOWHERE: Final = -1
 SEVERAL: Final = -2
 # What runs beside compute: to have passed it is not to have it.
 _BESIDE: Final = COPIES | {Op.UNSHARD}
-
-
-def numbers_of(column: Column) -> "NDArray[np.int32]":
-    """Return a column as an array of numpy; of an `array` the same memory, which it then holds."""
-    return np.asarray(column, dtype=np.int32)
-
-
-def column_of(values: "NDArray[np.int32]") -> "array[int]":
-    """Return an array of numpy as a column."""
-    column = integers()
-    column.frombytes(values.astype(np.int32, copy=False).tobytes())
-    return column
 
 
 class Links:

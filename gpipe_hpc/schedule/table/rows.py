@@ -8,8 +8,10 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import compress
 from typing import Final, NoReturn, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from gpipe_hpc.errors import ScheduleError
 from gpipe_hpc.schedule.table.actions import Action, Op
@@ -36,6 +38,18 @@ def action_of(kind: Kind, number: int = NO_NUMBER) -> Action:
 def integers(values: Iterable[int] = ()) -> "array[int]":
     """Return whole numbers, four bytes each."""
     return array(_INT, values)
+
+
+def numbers_of(column: Sequence[int]) -> "NDArray[np.int32]":
+    """Return a column as an array of numpy; of an `array` the same memory, which it then holds."""
+    return np.asarray(column, dtype=np.int32)
+
+
+def column_of(values: "NDArray[np.int32]") -> "array[int]":
+    """Return an array of numpy as a column."""
+    column = integers()
+    column.frombytes(values.astype(np.int32, copy=False).tobytes())
+    return column
 
 
 class Row(Sequence[Action]):
@@ -82,6 +96,19 @@ class Row(Sequence[Action]):
             raise ScheduleError("row: expected columns of one length that lead to its kinds")
         return cls(kinds, *columns)
 
+    @classmethod
+    def in_order(cls, kinds: Sequence[Kind], which: "array[int]", numbers: "array[int]") -> "Row":
+        """Return the row of some columns, its kinds in the order in which they come first."""
+        places = numbers_of(which)
+        starts = np.full(len(kinds), len(which))
+        starts[places[::-1]] = np.arange(len(which))[::-1]  # the first of each kind stays
+        first = np.argsort(starts, kind="stable")[: np.count_nonzero(starts < len(which))]
+        if len(first) == len(kinds) and (np.diff(first) > 0).all():
+            return cls(tuple(kinds), which, numbers)
+        place = np.zeros(len(kinds), np.int32)
+        place[first] = np.arange(len(first))
+        return cls(tuple(kinds[at] for at in first.tolist()), column_of(place[places]), numbers)
+
     @property
     def ops(self) -> frozenset[Op]:
         """Return the ops that there are."""
@@ -91,23 +118,42 @@ class Row(Sequence[Action]):
         """Return the actions of the first micro-batches."""
         if not self.numbers or max(self.numbers) < num_microbatches:
             return self
-        mask = [number < num_microbatches for number in self.numbers]
-        writer = RowWriter(self.kinds)
-        writer.which.extend(compress(self.which, mask))
-        writer.numbers.extend(compress(self.numbers, mask))
-        return writer.row()
+        return self._only(numbers_of(self.numbers) < num_microbatches)
 
     def only(self, keep: Callable[[Kind], bool]) -> "Row":
         """Return the actions of the kinds that are to be kept."""
         kept = [keep(kind) for kind in self.kinds]
         if all(kept):
             return self
-        mask = [kept[which] for which in self.which]
-        writer = RowWriter()
-        place = [writer.place(kind) if k else 0 for kind, k in zip(self.kinds, kept, strict=True)]
-        writer.which.extend(place[which] for which in compress(self.which, mask))
-        writer.numbers.extend(compress(self.numbers, mask))
-        return writer.row()
+        return self._only(np.array(kept, bool)[numbers_of(self.which)])
+
+    def _only(self, mask: "NDArray[np.bool_]") -> "Row":
+        which, numbers = numbers_of(self.which)[mask], numbers_of(self.numbers)[mask]
+        return Row.in_order(self.kinds, column_of(which), column_of(numbers))
+
+    def with_ahead(
+        self,
+        at: "NDArray[np.intp]",
+        kinds: Sequence[Kind],
+        which: "NDArray[np.int32]",
+        numbers: "NDArray[np.int32]",
+    ) -> "Row":
+        """Return the row with further actions, each ahead of the one at a position, in order.
+
+        Their columns lead to `kinds`.
+        """
+        if not len(at):
+            return self
+        places = {kind: place for place, kind in enumerate(self.kinds)}
+        place = np.array([places.setdefault(kind, len(places)) for kind in kinds], np.int32)
+        is_new = np.zeros(len(self) + len(at), bool)
+        is_new[at + np.arange(len(at))] = True
+        columns: list[array[int]] = []
+        for own, new in ((self.which, place[which]), (self.numbers, numbers)):
+            column = np.empty(len(is_new), np.int32)
+            column[is_new], column[~is_new] = new, numbers_of(own)
+            columns.append(column_of(column))
+        return Row.in_order(list(places), *columns)
 
     def digest(self) -> str:
         """Return a hash of the actions, the same in every process."""
@@ -228,13 +274,4 @@ class RowWriter:
 
     def row(self) -> Row:
         """Return the row, its kinds in the order in which they come first."""
-        kinds = list(self._places)
-        first = list(dict.fromkeys(self.which))
-        if first == [*range(len(kinds))]:
-            return Row(tuple(kinds), self.which, self.numbers)
-        place = dict(zip(first, range(len(first)), strict=True))
-        return Row(
-            tuple(kinds[at] for at in first),
-            integers(map(place.__getitem__, self.which)),
-            self.numbers,
-        )
+        return Row.in_order(list(self._places), self.which, self.numbers)
