@@ -1,15 +1,20 @@
 """Tables of millions of actions: the work for each action is bounded, whatever the size.
 
-Counted are the lines of Python that building, lowering and checking run, which no busy machine
-changes. A million actions of 150 lines each take about 4 s.
+Counted are the lines of Python that building, lowering and checking run, and the numbers that
+numpy looks at in them, which no busy machine changes. A million actions of 150 lines each take
+about 4 s.
 """
 
 import sys
+from array import array
 
+import numpy as np
 import pytest
 
-from gpipe_hpc.schedule import add_recompute, build, check, forward_only, lower
+from gpipe_hpc.schedule import add_recompute, build, check, checker, forward_only, lower
 from gpipe_hpc.schedule.families.known import FAMILIES
+from gpipe_hpc.schedule.passes import communication, recompute
+from gpipe_hpc.schedule.table import lifetimes, precedence, rows
 
 
 def count_lines(work):
@@ -63,4 +68,90 @@ def test_the_count_sees_work_that_grows():
         return seen
 
     counts = [count_lines(lambda number=number: look(number))[0] for number in (20, 40)]
+    assert counts[1] > 3 * counts[0]
+
+
+class Counted(np.ndarray):
+    """An array that notes how many numbers are looked at whenever it is used."""
+
+    num_seen = 0
+
+    def __array_ufunc__(self, ufunc, method, *given, out=(), **options):
+        if out:
+            options["out"] = tuple(map(plain, out))
+        return counted(getattr(ufunc, method)(*map(plain, given), **options), *given)
+
+    def __array_function__(self, function, types, given, options):
+        return counted(super().__array_function__(function, types, given, options))
+
+    def __getitem__(self, key):
+        return counted(super().__getitem__(key), key)
+
+    def __setitem__(self, key, value):
+        counted(key, value)
+        super().__setitem__(key, value)
+
+
+def plain(value):
+    return value.view(np.ndarray) if isinstance(value, Counted) else value
+
+
+def counted(result, *others):
+    """Note the size of the largest of some values; return the first, which goes on counting."""
+    arrays = [each for each in (result, *others) if isinstance(each, np.ndarray)]
+    Counted.num_seen += max((each.size for each in arrays), default=0)
+    is_new = isinstance(result, np.ndarray) and not isinstance(result, Counted)
+    return result.view(Counted) if is_new else result
+
+
+class CountedNumpy:
+    """numpy, with arrays that count."""
+
+    def asarray(self, column, dtype):
+        """Of an `array` it is the same memory, at which nobody looks."""
+        found = np.asarray(column, dtype)
+        return found.view(Counted) if isinstance(column, array) else counted(found)
+
+    def __getattr__(self, name):
+        there = getattr(np, name)
+        if isinstance(there, type | np.ufunc) or not callable(there):
+            return there
+        return lambda *given, **options: counted(there(*given, **options))
+
+
+@pytest.fixture
+def count_numbers(monkeypatch):
+    """Return a function that says how many numbers numpy looks at in a call, and what it gives."""
+    for module in (checker, communication, lifetimes, precedence, recompute, rows):
+        monkeypatch.setattr(module, "np", CountedNumpy())
+
+    def count(work):
+        before = Counted.num_seen
+        result = work()
+        return Counted.num_seen - before, result
+
+    return count
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_numbers_for_an_action_do_not_grow_with_the_table(count_numbers, name):
+    """The check of the order of transfers looked at all sends once for each stage that sends."""
+    small, large = (
+        num_numbers / table.num_actions
+        for num_numbers, table in (
+            count_numbers(lambda size=size: all_tables(name, *size)) for size in ((4, 16), (12, 48))
+        )
+    )
+    assert 100 < large < 500
+    assert large < 1.02 * small
+
+
+def test_the_count_of_numbers_sees_work_that_grows(count_numbers):
+    """All of n are looked at for each of n: twice as many are four times the numbers."""
+
+    def look(number):
+        column = rows.numbers_of(range(number))
+        return [rows.np.flatnonzero(column == one) for one in range(number)]
+
+    counts = [count_numbers(lambda number=number: look(number))[0] for number in (20, 40)]
     assert counts[1] > 3 * counts[0]
