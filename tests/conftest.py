@@ -166,16 +166,23 @@ Start = Callable[..., Command]
 
 @pytest.fixture
 def start(process_server: ProcessServer, environ: dict[str, str], tmp_path: Path):
-    """Return a function that starts `python -m gpipe_hpc.train`; nothing outlives the test."""
+    """Return a function that starts `python -m gpipe_hpc.train`; nothing outlives the test.
+
+    `is_whole`: its interpreter is taken apart at the end, as a user's is.
+    """
     commands: list[Command] = []
 
     def start_one(
-        *overrides: str, env: Mapping[str, str] | None = None, module: str = "gpipe_hpc.train"
+        *overrides: str,
+        env: Mapping[str, str] | None = None,
+        module: str = "gpipe_hpc.train",
+        is_whole: bool = False,
     ) -> Command:
         command = Command(
             process_server,
             tmp_path / f"output{len(commands)}.txt",
             module=module,
+            is_whole=is_whole,
             arguments=overrides,
             environ=environ | dict(env or {}),
             folder=str(tmp_path),
@@ -222,6 +229,7 @@ def start_ranks(start: Start, free_port: Callable[[], int]) -> Callable[..., Ran
         ranks: Sequence[int] | None = None,
         env: Mapping[str, str] | None = None,
         module: str = "gpipe_hpc.train",
+        is_whole: bool = False,
     ) -> Ranks:
         port = free_port()
         places = [
@@ -236,7 +244,10 @@ def start_ranks(start: Start, free_port: Callable[[], int]) -> Callable[..., Ran
             for rank in (range(world_size) if ranks is None else ranks)
         ]
         return Ranks(
-            [start(*overrides, env=place | dict(env or {}), module=module) for place in places]
+            [
+                start(*overrides, env=place | dict(env or {}), module=module, is_whole=is_whole)
+                for place in places
+            ]
         )
 
     return start_all

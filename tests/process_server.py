@@ -2,9 +2,9 @@
 
 One request a line of JSON on standard input, one answer a line on standard output: `start` forks
 a process that becomes the command, `poll` tells its exit code as subprocess does. The process has
-no child of its own and its own file for output. It ends as an interpreter ends, except for ranks
-other than the first of a launch: these leave once all has run that is registered for the end.
-Taking an interpreter with torch apart would be a quarter of their processor time.
+no child of its own and its own file for output. It leaves once all has run that is registered for
+the end: taking an interpreter with torch apart would be a quarter of its processor time. Where a
+request says `is_whole` it ends as an interpreter ends.
 """
 
 import atexit
@@ -16,7 +16,7 @@ import sys
 import threading
 from importlib import import_module
 
-from gpipe_hpc.config import register_schemas
+from gpipe_hpc.config import compose_config
 
 
 def become(request):
@@ -32,12 +32,15 @@ def become(request):
     sys.path[0] = request["folder"]
     sys.path[1:1] = filter(None, request["environ"].get("PYTHONPATH", "").split(os.pathsep))
     sys.argv[1:] = request["arguments"]
+    code = 0
     try:
         runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
     except SystemExit as leaving:
-        if os.environ.get("RANK", "0") == "0" or not isinstance(leaving.code, int):
+        if request["is_whole"] or not isinstance(leaving.code, int):
             raise
-        leave(leaving.code)
+        code = leaving.code
+    if not request["is_whole"]:
+        leave(code)
 
 
 def leave(code):
@@ -74,9 +77,11 @@ if __name__ == "__main__":
         "gpipe_hpc.training.command",
         "torch.utils.tensorboard",
         "torch._dynamo",
+        "numpy.ma",
+        "rich._emoji_codes",
     ):
         import_module(name)  # seconds that no start then pays again
-    register_schemas()
+    compose_config(["train.steps=1"])  # nor what Hydra's parsers learn from the first words
     gc.collect()
     gc.freeze()  # else each command, as it ends, looks for garbage in all of torch: a second
     mine = serve()

@@ -130,11 +130,13 @@ class Place:
         environ: Mapping[str, str] | None = None,
     ) -> Process:
         """Start `python -m module` as a fork of the server."""
+        environ = clean_environ() | dict(environ or {})
         number = self.server.ask(
             what="start",
             module=module,
+            is_whole=environ.get("RANK", "0") == "0",
             arguments=list(words),
-            environ=clean_environ() | dict(environ or {}),
+            environ=environ,
             folder=str(folder),
             output=str(output),
         )

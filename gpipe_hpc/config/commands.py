@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import hydra
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
@@ -36,6 +37,10 @@ INTERRUPTED_EXIT_CODE: Final = 128 + signal.SIGINT  # as shells say it
 
 # Hydra prints what it finds wrong and leaves, unless this is set.
 _HYDRA_RAISES: Final = "HYDRA_FULL_ERROR"
+
+
+# Where libyaml is not there, PyYAML has no loader in C.
+_YamlLoader: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class Job(NamedTuple):
@@ -229,8 +234,12 @@ def _concerns_hydra(words: Sequence[str]) -> bool:
     is_ours = CONF_VARIABLE not in os.environ  # settings of somebody else's may tell it anything
     if not is_ours or any(word.startswith("-") or "hydra" in word for word in words):
         return True
-    # So may those of a checkout that somebody edits.
-    own = OmegaConf.to_container(OmegaConf.load(conf_dir() / "config.yaml"), resolve=False)
+    # So may those of a checkout that somebody edits. Hydra reads the file once more, by a parser in
+    # Python: that takes a tenth of all composing, and so would OmegaConf here.
+    try:
+        own = yaml.load((conf_dir() / "config.yaml").read_text("utf-8"), _YamlLoader)
+    except yaml.YAMLError:
+        return True  # it will say so
     return not isinstance(own, dict) or own.get("hydra") != _OWN_HYDRA
 
 

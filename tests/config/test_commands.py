@@ -44,6 +44,8 @@ def test_what_a_checkout_tells_hydra_is_heeded(say, monkeypatch, tmp_path):
     say("pipeline.stages=3")
     assert run_jobs(lambda job: seen.append(os.environ.get("TOLD")) or 0, "train") == 0
     assert seen == ["1"]
+    own.write_text("hydra: [")
+    assert commands._concerns_hydra(["pipeline.stages=3"]), "it says what is no YAML"
 
 
 def test_one_job_has_no_number(say):

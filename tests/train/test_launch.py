@@ -147,3 +147,28 @@ def test_ranks_that_end_as_soon_as_they_have_met_end_well(environ, free_port):
         ]
         codes += [rank.communicate(timeout=60) and rank.returncode for rank in ranks]
     assert codes == [0] * 8
+
+
+ENDINGS = {
+    "done": ((), 0),
+    "threads and files": (
+        ("data.workers=1", "checkpoint.every=1", "checkpoint.in_background=true"),
+        0,
+    ),
+    "refused": (("pipeline.microbatches=0",), 2),
+    "not a number": (("optimizer.lr=1e30", "train.clip_norm=null"), 4),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_nothing_is_in_the_way_as_interpreters_are_taken_apart(
+    start_ranks, tiny, world_size, ending
+):
+    """Most commands of these tests leave ahead of that, as tests/process_server.py says."""
+    words, code = ENDINGS[ending]
+    settings = (*tiny, "train.steps=4", *words)
+    ranks = start_ranks(world_size, *settings, is_whole=True).wait()
+    assert ranks.codes == [code] * world_size, ranks.outputs
+    for output in ranks.outputs:
+        assert not any(word in output for word in ("Exception ignored", "terminate", "Fatal"))
