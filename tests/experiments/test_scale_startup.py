@@ -6,11 +6,18 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from functools import reduce
 
 import pytest
+import torch
 
 from experiments.scale.startup.one import DEVICES, One, measure
+from experiments.scale.startup.played import PlayedGroup, no_counts
 from experiments.scale.startup.session import Part, measure_session
+from gpipe_hpc.comm.collectives.tuned import measured_link
+from gpipe_hpc.comm.pickling import dumps
+from gpipe_hpc.engine.outer.algorithms import _in_a_row
+from gpipe_hpc.engine.state.drift import _Offer, _united
 
 
 @pytest.fixture(scope="module", params=DEVICES)
@@ -98,6 +105,42 @@ def test_what_opening_a_run_takes_grows_with_the_levels(opened, part):
     for less, more in itertools.pairwise(counts):
         growth = Part(*(after - before for before, after in zip(less, more, strict=True)))
         assert all(g <= most for g, most in zip(growth, EACH_LEVEL[part], strict=True)), growth
+
+
+SIZES = (64, 512, 4096, 16_384)
+
+
+def test_what_copies_hear_to_choose_an_algorithm_stays():
+    """Each heard five seconds of every other copy, six times."""
+    found = []
+    for size in SIZES[:3]:  # the plan of a ring has as many steps as it has ranks
+        counts = no_counts()
+        group = PlayedGroup(
+            tuple(range(size)), 0, counts, lambda value, ranks: [value] * len(ranks)
+        )
+        measured_link(group, sizes=(1024,), repeats=1)
+        assert "all_gather_object" not in counts.collectives
+        found.append((counts.collectives, counts.num_bytes["all_reduce"]))
+    assert found == found[:1] * 3
+
+
+def test_what_copies_hear_of_hosts_grows_with_the_hosts():
+    """Each heard of every other copy on which host it is, in some sixty bytes."""
+    for size in SIZES:
+        told = [[(f"{i // 8:016x}", 1)] for i in range(size)]
+        assert len(dumps(reduce(_in_a_row, told), "hosts")) < 100 + 40 * size // 8
+
+
+def test_what_holders_hear_of_unusual_buffers_stays():
+    """Each heard the values of every other holder."""
+    kind = (4,), torch.float32, torch.strided
+    found = []
+    for size in SIZES:
+        told = [{"layers.0.last": _Offer(i or -1, i, kind, True, True, True)} for i in range(size)]
+        merged = reduce(_united, told)
+        assert merged == told[0]
+        found.append(len(dumps(merged, "offers")))
+    assert found == found[:1] * len(SIZES)
 
 
 def test_a_world_of_thousands_costs_a_rank_little_memory(found):

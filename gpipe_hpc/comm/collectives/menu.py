@@ -150,7 +150,8 @@ def _checked_hosts(hosts: Sequence[Hashable] | None, group: Group, what: str) ->
 
 def _numbered(hosts: Sequence[Hashable]) -> str:
     """Return hosts in words that are the same on all ranks where the hosts are."""
-    return f"hosts {[hosts.index(host) for host in hosts]}"
+    firsts: dict[Hashable, int] = {}
+    return f"hosts {[firsts.setdefault(host, at) for at, host in enumerate(hosts)]}"
 
 
 def start_reduce_scatter(

@@ -43,9 +43,10 @@ def measured_link(
         vector = torch.zeros(max(1, num_bytes // 4), device=device.torch)
         for name in _ALGORITHMS:
             seconds = [_seconds(group, vector, name, device) for _ in range(1 + repeats)][1:]
-            slowest = map(max, zip(*group.all_gather_object(seconds), strict=True))
+            slowest = torch.tensor(seconds, dtype=torch.float64)
+            group.all_reduce_max(slowest)
             form = terms("all_reduce", name, group.size, vector.nbytes, vector.nbytes)
-            samples.append(Sample(form, statistics.median(slowest)))
+            samples.append(Sample(form, statistics.median(slowest.tolist())))
     # Of one rank: another host's arithmetic might turn a choice.
     found: Fit = group.broadcast_object(fit(samples), group.ranks[0])
     return found

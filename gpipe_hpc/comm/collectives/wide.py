@@ -8,7 +8,6 @@ adds them. That takes 2 log2(n) rounds, where Gloo's ring takes 2 (n - 1), and s
 """
 
 from collections.abc import Callable, Sequence
-from functools import reduce
 from typing import Any, Final, TypeVar
 
 import torch
@@ -174,9 +173,32 @@ class WideGroup:
         return self._carrier.start(plan, tensor, what)
 
     def merge_object(self, value: T, merge: Callable[[T, T], T]) -> T:
-        """Return what `merge` makes of all values; each rank merges them by itself."""
-        merged: T = reduce(merge, self.all_gather_object(value))
-        return merged
+        """Return what `merge` makes of all values: along a binomial tree, and down again."""
+        merged, distance = value, 1
+        while distance < self.size:
+            if self.position & distance:
+                self._give(merged, self.position - distance)
+                break
+            if self.position + distance < self.size:
+                merged = merge(merged, self._take(self.position + distance))
+            distance *= 2
+        result: T = self.broadcast_object(merged, self.ranks[0])
+        return result
+
+    def _give(self, value: Any, position: int) -> None:
+        """Send a value to a partner, which takes it."""
+        what = f"a value for rank {self.ranks[position]}"
+        told = torch.frombuffer(bytearray(dumps(value, what)), dtype=torch.uint8)
+        self._swap_now([(position, torch.tensor([told.numel()]))], [])
+        self._swap_now([(position, told)], [])
+
+    def _take(self, position: int) -> Any:
+        """Return the value that a partner gives; read as those below."""
+        size = torch.zeros(1, dtype=torch.int64)
+        self._swap_now([], [(position, size)])
+        told = torch.empty(int(size), dtype=torch.uint8)
+        self._swap_now([], [(position, told)])
+        return loads(told.numpy().data, f"a value from rank {self.ranks[position]}")
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's value in rank order; read as `gpipe_hpc.comm.pickling` allows."""

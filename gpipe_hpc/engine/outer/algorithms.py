@@ -1,6 +1,8 @@
 """Sums over the copies of a stage by algorithms of our own, over sends and receives."""
 
 from collections.abc import Hashable, Sequence
+from hashlib import blake2b
+from typing import Final
 
 import torch
 
@@ -11,6 +13,8 @@ from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.group import Group, Pending
 from gpipe_hpc.comm.host.machine import shared_identity
 from gpipe_hpc.engine.outer.items import Item
+
+_HOST_BYTES: Final = 8  # of what stands for a host
 
 
 class ByAlgorithm:
@@ -46,6 +50,19 @@ def hierarchical(group: Group, hierarchy: str | int) -> ByAlgorithm:
     if isinstance(hierarchy, int):
         return ByAlgorithm(group, HIERARCHICAL, [i // hierarchy for i in range(group.size)])
     # Who shares a network interface with nobody is a host of his own.
-    own = shared_identity("net")
-    told = group.all_gather_object(own)
-    return ByAlgorithm(group, HIERARCHICAL, [each or str(i) for i, each in enumerate(told)])
+    own = shared_identity("net") or f"position {group.position}"
+    host = blake2b(own.encode(), digest_size=_HOST_BYTES).hexdigest()
+    runs = group.merge_object([(host, 1)], _in_a_row)
+    return ByAlgorithm(group, HIERARCHICAL, [host for host, count in runs for _ in range(count)])
+
+
+_Runs = list[tuple[str, int]]
+"""Hosts, each with how many copies follow one another there: little, however many copies."""
+
+
+def _in_a_row(ahead: _Runs, behind: _Runs) -> _Runs:
+    """Return the hosts of copies and of those behind them."""
+    (host, count), (next_host, next_count) = ahead[-1], behind[0]
+    if host != next_host:
+        return [*ahead, *behind]
+    return [*ahead[:-1], (host, count + next_count), *behind[1:]]

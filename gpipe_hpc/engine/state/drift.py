@@ -68,8 +68,30 @@ class _Compared(NamedTuple):
     first: int
 
 
-_Offer = tuple[torch.Tensor | None, bool]
-"""A holder's buffer, and whether checkpoints keep it."""
+class _Offer(NamedTuple):
+    """What holders have of a buffer: the first's, in `order`, is `root`'s, a position.
+
+    `has_mean`: it is of one kind on all, of which there are averages. `is_persistent`: checkpoints
+    keep it. `is_weighed`: one of the holders has seen a sample.
+    """
+
+    order: int
+    root: int
+    kind: tuple[Any, ...]
+    has_mean: bool
+    is_persistent: bool
+    is_weighed: bool
+
+    @property
+    def like(self) -> torch.Tensor:
+        """Return a tensor of that kind, without memory."""
+        shape, dtype, _ = self.kind
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    @property
+    def num_numbers(self) -> int:
+        """Return how many real numbers it holds."""
+        return self.like.numel() * (2 if self.like.is_complex() else 1)
 
 
 class Drift:
@@ -241,47 +263,75 @@ class Drift:
         places = self._places()
         own = {n for n, place in places.items() if self._kinds.get(n, ()) != _kind_at(place)}
         own |= self._changed | {name for name in self._names if name not in places}
-        told: list[tuple[list[str], list[str]]] = self._group.all_gather_object(
-            (sorted(own), sorted(places))
-        )
-        wanted = sorted({name for names, _ in told for name in names})
+        told = self._group.merge_object((sorted(own), sorted(places)), _both)
+        wanted, self._names = told
         if self._policy == "each":
             self._say_each(wanted)
         else:
-            offers: dict[str, _Offer] = {n: _offer(places[n]) for n in wanted if n in places}
-            gathered = self._group.all_gather_object((self._num_samples, offers))
-            everybody = [each for _, each in gathered]
-            self._combine(wanted, everybody, [float(number) for number, _ in gathered], first)
-        self._names = sorted({name for _, names in told for name in names})
+            self._share(wanted, first)
         self._kinds = self._kinds_now()
 
-    def _combine(
-        self,
-        names: Sequence[str],
-        offers: Sequence[Mapping[str, _Offer]],
-        weights: Sequence[float],
-        first: int,
-    ) -> None:
-        """Give one value to what each holder offers of each name."""
-        order = [first, *(i for i in range(len(offers)) if i != first)]
-        for name in names:
-            offered = [(i, *offers[i][name]) for i in order if name in offers[i]]
-            present = [(i, value, lasts) for i, value, lasts in offered if value is not None]
-            if not present:
-                continue
-            root, value, is_persistent = present[0]
-            values = [value for _, value, _ in present]
-            is_mean = self._policy == "average" and len({_kind(value) for value in values}) == 1
-            if is_mean and _may_average(value):
-                value = _mean(values, [weights[i] for i, _, _ in present])
+    def _share(self, names: Sequence[str], first: int) -> None:
+        """Give one value to all that holders have of each name.
+
+        A holder hears of each name once, however many others hold it.
+        """
+        places = self._places()
+        own = {n: places[n] for n in names if n in places and places[n].buffer is not None}
+        offers = {name: self._offer(place, first) for name, place in own.items()}
+        merged = self._group.merge_object(offers, _united)
+        found = {name: _Offer._make(offer) for name, offer in sorted(merged.items())}
+        is_mean = self._policy == "average"
+        averaged = {n: each for n, each in found.items() if is_mean and each.has_mean}
+        values = self._means(own, averaged)
+        for root in sorted({each.root for n, each in found.items() if n not in averaged}):
+            given = [n for n, each in found.items() if n not in averaged and each.root == root]
+            is_here = root == self._position
+            kept = {n: _present(own[n]).clone() for n in given} if is_here else {}
+            values |= self._group.broadcast_object(kept, self._group.ranks[root])
+        what = (
+            "are new, or of other shapes, on some of the {size} ranks that hold them; "
+            "those of rank {first} are given to all"
+        )
+        for name, each in found.items():
+            if name in averaged:
                 self._say([name], logging.INFO, _AVERAGED)
             else:
-                what = (
-                    "are new, or of other shapes, on some of the {size} ranks that hold them; "
-                    "those of rank {first} are given to all"
-                )
-                self._say([name], logging.WARNING, what, root)
-            self._register(name, value, is_persistent=is_persistent)
+                self._say([name], logging.WARNING, what, each.root)
+            self._register(name, values[name], is_persistent=each.is_persistent)
+
+    def _offer(self, place: Place, first: int) -> _Offer:
+        value = _present(place)
+        return _Offer(
+            -1 if self._position == first else self._position,
+            self._position,
+            _kind(value),
+            _may_average(value),
+            place.name not in place.module._non_persistent_buffers_set,
+            self._num_samples > 0,
+        )
+
+    def _means(
+        self, own: Mapping[str, Place], offers: Mapping[str, _Offer]
+    ) -> dict[str, torch.Tensor]:
+        """Return the average, over those who have it, of each buffer on offer."""
+        if not offers:
+            return {}
+        rows = []
+        for name, each in offers.items():
+            weight = float(self._num_samples if each.is_weighed else 1) if name in own else 0.0
+            row = torch.zeros(each.num_numbers + 1, dtype=torch.float64)
+            if weight:
+                row[:-1] = _wide(self._device.fetch(_present(own[name]))) * weight
+                row[-1] = weight
+            rows.append(row)
+        flat = torch.cat(rows)
+        self._group.all_reduce(flat)
+        sums = torch.split(flat, [len(row) for row in rows])
+        return {
+            name: _narrow(row[:-1] / row[-1], each.like)
+            for (name, each), row in zip(offers.items(), sums, strict=True)
+        }
 
     def _register(self, name: str, value: torch.Tensor, *, is_persistent: bool) -> None:
         places = self._places()
@@ -379,9 +429,28 @@ def _present(place: Place) -> torch.Tensor:
     return buffer.detach()
 
 
-def _offer(place: Place) -> _Offer:
-    value = None if place.buffer is None else place.buffer.detach().clone()
-    return value, place.name not in place.module._non_persistent_buffers_set
+_Names = tuple[list[str], list[str]]
+
+
+def _both(one: _Names, other: _Names) -> _Names:
+    """Return the names in either, of each of two lists."""
+    first, second = (sorted({*a, *b}) for a, b in zip(one, other, strict=True))
+    return first, second
+
+
+def _united(one: dict[str, _Offer], other: dict[str, _Offer]) -> dict[str, _Offer]:
+    """Return what some holders and others have of each name."""
+    shared = one.keys() & other.keys()
+    pairs = {n: (_Offer._make(one[n]), _Offer._make(other[n])) for n in shared}
+    return one | other | {name: _joined(*pair) for name, pair in pairs.items()}
+
+
+def _joined(one: _Offer, other: _Offer) -> _Offer:
+    is_alike = one.kind == other.kind
+    return min(one, other, key=lambda offer: offer.order)._replace(
+        has_mean=one.has_mean and other.has_mean and is_alike,
+        is_weighed=one.is_weighed or other.is_weighed,
+    )
 
 
 def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -423,12 +492,6 @@ def _averages(
     means = torch.split(flat[:-1] / flat[-1], [w.numel() for w in wide])
     for buffer, mean in zip(buffers, means, strict=True):
         yield _narrow(mean, buffer)
-
-
-def _mean(values: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    own = weights if any(weights) else [1.0] * len(values)
-    terms = [_wide(value) * weight for value, weight in zip(values, own, strict=True) if weight]
-    return _narrow(torch.stack(terms).sum(0) / sum(own), values[0])
 
 
 def _wide(buffer: torch.Tensor) -> torch.Tensor:

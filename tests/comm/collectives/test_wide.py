@@ -116,6 +116,23 @@ def test_the_greatest_objects_exchanges_and_plans_go_too(size: int):
         )
 
 
+def test_what_ranks_merge_goes_along_a_tree():
+    """Every rank heard every other's value: of 4,096 copies each."""
+
+    def body(world):
+        group = Heard(world.everybody).wide
+        merged = group.merge_object(str(world.rank), add)
+        before = group.sent.num_bytes
+        assert group.merge_object("x" * 1000, max) == "x" * 1000
+        return merged, group.sent.num_bytes - before
+
+    for size in (5, 8):
+        found = run_on_threads(size, body)
+        assert {merged for merged, _ in found} == {"".join(map(str, range(size)))}
+        # Upwards each rank but the first sends its own once; down a rank sends to three at most.
+        assert max(num_bytes for _, num_bytes in found) < 3 * 1200 + 1200
+
+
 def test_what_a_sum_sends_grows_with_the_logarithm():
     def body(world):
         group, own = Heard(world.everybody).wide, torch.ones(64)
