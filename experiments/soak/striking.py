@@ -103,9 +103,9 @@ def _exception(fault: Fault, live: Live) -> Struck:
 def _exit(fault: Fault, live: Live) -> Struck:
     since_s = _obeyed(fault, live)
     code = int(fault.way.partition("(")[2].rstrip(")"))
-    return Struck(
-        since_s, _named(fault, live, f"with code {code}|SystemExit: {code}"), _code(fault, code, 1)
-    )
+    # The kernel forgets a code once a parent has taken it: this one, or torchrun, may be the first.
+    how = f"with code {code}|SystemExit: {code}|ended without a report"
+    return Struck(since_s, _named(fault, live, how), _code(fault, code, 1))
 
 
 def _disk(fault: Fault, live: Live) -> Struck:

@@ -20,6 +20,7 @@ _SIZES: Final = "sizes"
 # Apart from the tags of stages' channels, which count from 0, and from those of their late lanes.
 _FIRST_TAG: Final = 2**27
 _HOST: Final = HostDevice()
+_NOTHING: Final = torch.empty(0, dtype=torch.uint8)
 
 
 class Move(NamedTuple):
@@ -79,20 +80,21 @@ class ByteMoves:
         """Send bytes and take those that come; all ranks of the moves call it.
 
         `outgoing`: by destination, one-dimensional uint8 tensors on the host, not changed until
-        every rank has returned. `sizes`: of what comes, by source. `take(source, piece)` is
-        called with each piece, in order; it keeps the bytes, not the tensor. Raises
-        ConnectionError or TimeoutError if another rank is gone or silent.
+        every rank has returned. `sizes`: of what comes, by source. A move that both of its ends
+        leave out does not happen. `take(source, piece)` is called with each piece, in order; it
+        keeps the bytes, not the tensor. Raises ConnectionError or TimeoutError if another rank is
+        gone or silent.
         """
         transport = self._transport
         for turn in range(_num_pieces(outgoing, sizes)):
             span = slice(turn * PIECE_BYTES, (turn + 1) * PIECE_BYTES)
             for move in self._outgoing:
-                piece = outgoing[move.destination][span]
+                piece = outgoing.get(move.destination, _NOTHING)[span]
                 if len(piece):
                     channel = self._channels[move]
                     transport.send(channel, _LANE, turn, piece, 1)
             for move in self._incoming:
-                if turn * PIECE_BYTES < sizes[move.source]:
+                if turn * PIECE_BYTES < sizes.get(move.source, 0):
                     channel = self._channels[move]
                     transport.post(channel, _LANE, turn)
                     came = transport.wait(channel, _LANE, turn).nest

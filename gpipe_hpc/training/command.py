@@ -104,7 +104,7 @@ def _train(config: Config, stop: StopRequest, words: Sequence[str]) -> int:
         ):
             return run_training(config, world, stop, doubts, words)
     except GpipeError as error:
-        stop.stay_if_ending()
+        stop.note_failure()
         log.debug("where it happened", exc_info=True)
         is_echo = isinstance(error, PeerError) or getattr(world, "speaks", None) is False
         code = say_error(error, says_kind=not isinstance(error, ConfigError), is_echo=is_echo)

@@ -65,7 +65,6 @@ class StopRequest:
         self._term_s: float | None = None
         self._heard: socket.socket | None = None
         self._taking = threading.RLock()  # a handler may come while another one runs
-        self._is_ending = False
         self._has_failed: Callable[[], bool] | None = None
 
     def listen(self, signals: Sequence[signal.Signals] = STOP_SIGNALS) -> None:
@@ -101,8 +100,10 @@ class StopRequest:
         self._has_failed = has_failed
         try:
             yield
-        finally:
-            self._has_failed = None
+        except BaseException:
+            self.note_failure()
+            raise
+        self._has_failed = None
 
     @contextmanager
     def between_steps(
@@ -141,7 +142,7 @@ class StopRequest:
 
     def start_again(self) -> None:
         """Note that the steps of another run are to come."""
-        self._part = _Part.START
+        self._part, self._has_failed = _Part.START, None
 
     @contextmanager
     def doing_last(self, do: Callable[[Ending], object]) -> Iterator[None]:
@@ -155,10 +156,13 @@ class StopRequest:
         finally:
             self._at_last.remove(do)
 
-    def stay_if_ending(self) -> None:
-        """Return unless another thread is about to end this process, which needs no second word."""
-        if self._is_ending:
-            threading.Event().wait()
+    def note_failure(self) -> None:
+        """Note that this process has failed: a launcher then stops all, which is no request.
+
+        Returns unless another thread is about to end this process, which needs no second word.
+        """
+        with self._taking:  # who ends the process keeps it
+            self._has_failed = lambda: True
 
     def _forget_in_child(self) -> None:
         """Let a forked process neither tell this one of its signals nor read those of this one."""
@@ -237,7 +241,6 @@ class StopRequest:
 
     def _end_at_once(self, words: str, code: int) -> NoReturn:
         """End the process, whatever it is in: a lock that the main thread holds stops nothing."""
-        self._is_ending = True
         named = f"{_own_name()} on {socket.gethostname()}: {words}"
         if code == INTERRUPTED_EXIT_CODE:
             _say(words)

@@ -155,6 +155,7 @@ def test_what_would_fail_again_is_started_once(job, code):
     assert played.run(f"exit {code}") == code
     assert "see run/starts/7.0.0.rank0.txt" in played.said
     assert len(played.started) == 1 and not played.calls("scontrol requeue")
+    assert (played.folder / "run/starts/starts.txt").read_text().splitlines()[-1] == "stop"
     assert "MIN_NODES" not in played.said
 
 
@@ -174,6 +175,26 @@ def test_a_stopped_start_queues_the_job_again(job, line, why):
     assert f"{why}: queued again" in played.said
     assert played.calls("scontrol requeue") == ["scontrol requeue 7"]
     assert (played.folder / "run/starts/starts.txt").read_text().splitlines()[-1] == "stop"
+
+
+@pytest.mark.parametrize("task", ["task 0: Exited with exit code 1", "task 0: Killed"])
+def test_a_rank_that_ends_by_a_signal_beside_a_crash_is_no_request_to_stop(job, task):
+    """Code 143 alone was taken for one: the job was queued again MAX_STARTS times."""
+    played = job(MAX_CRASHES=2)
+    messages = (f"srun: error: n1: {task}", "srun: error: n2: task 3: Terminated")
+    crash = "; ".join(f"echo '{line}' >&2" for line in messages) + "; exit 143"
+    assert played.run(crash, crash) == 1
+    assert len(played.started) == 2 and not played.calls("scontrol requeue")
+    assert "stops: 2 starts in a row ended" in played.said
+    assert all(line in played.said for line in messages)
+
+
+@pytest.mark.parametrize("module", ["preflight", "train"])
+def test_ranks_that_slurm_ends_by_a_signal_are_a_request_to_stop(job, module):
+    played = job(PREFLIGHT="true" if module == "preflight" else "false")
+    line = "srun: error: n1: tasks 0-3: User defined signal 1"
+    assert played.run(f"echo '{line}' >&2; exit 138") == 0
+    assert len(played.started) == 1 and played.calls("scontrol requeue")
 
 
 def test_a_mark_of_an_earlier_stop_does_not_hide_a_crash(job):

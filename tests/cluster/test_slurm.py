@@ -425,6 +425,49 @@ def test_settings_that_cannot_work_are_tried_once(slurm, edited, settings, tmp_p
     assert len(starts(tmp_path)) == 1
     named = re.search(r"see (run/starts/\S+\.txt)", said(tmp_path))
     assert named and "replicas" in (tmp_path / named[1]).read_text()
+    assert_is_left_to_its_user(job, tmp_path)
+
+
+def assert_is_left_to_its_user(job, folder):
+    """Nothing starts it again, and what is submitted later counts no crash."""
+    assert job.told("Restarts") == "0"
+    assert (folder / "run/starts/starts.txt").read_text().splitlines()[-1] == "stop"
+
+
+def test_a_run_that_comes_to_nan_is_tried_once(slurm, edited, settings, tmp_path):
+    """From the same checkpoint it would come to the same NaN; submitted again it is refused."""
+    words = (*settings, "optimizer.lr=1e30", "lr.warmup_steps=0")
+    script = edited(words, RUN_DIR="run")
+    for number in (1, 2):
+        job = slurm.submit(script, *SIZE, folder=tmp_path)
+        assert job.await_state("COMPLETED", "FAILED", limit_s=300) == "FAILED"
+        assert job.told("ExitCode") == "4:0", said(tmp_path)
+        assert len(starts(tmp_path)) == number
+        assert_is_left_to_its_user(job, tmp_path)
+    ranks = sorted(tmp_path.glob(f"run/starts/{job.number}.0.0.rank*.txt"))
+    assert len(ranks) == 4 and all("run/NON_FINITE" in each.read_text() for each in ranks)
+
+
+GATE = """
+if [[ $SLURM_PROCID == 0 ]]; then
+    kill -TERM $$
+fi
+sleep 2
+exit 1
+"""
+
+
+def test_a_rank_that_somebody_ends_before_the_ranks_meet_is_no_request_to_stop(
+    slurm, edited, settings, tmp_path
+):
+    """As a service does where memory runs out: the job was queued again each time."""
+    (tmp_path / "gate.sh").write_text(GATE)
+    script = edited(settings, RUN_DIR="run", MAX_CRASHES=1, INSIDE="(bash gate.sh)")
+    job = slurm.submit(script, *SIZE, folder=tmp_path)
+    assert job.await_state("COMPLETED", "FAILED", limit_s=300) == "FAILED", said(tmp_path)
+    assert job.told("ExitCode") == "1:0" and job.told("Restarts") == "0", said(tmp_path)
+    assert "ended with code 143" in said(tmp_path), said(tmp_path)
+    assert "stops: 1 starts in a row ended without a checkpoint past step 0" in said(tmp_path)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 python -m tests.generated --number 1000              # in this process
 python -m tests.generated --number 50 --shell        # each as a shell starts it
+python -m tests.generated --number 50 --torchrun     # each on 2 to 4 processes
 """
 
 import argparse
@@ -12,17 +13,20 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.generated.cases import drawn
-from tests.generated.running import train_first, tried, tried_command
+from tests.generated.cases import BY_TORCHRUN, IN_A_SHELL, ON_THREADS, drawn
+from tests.generated.running import train_first, tried, tried_by_torchrun, tried_command
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.generated", description=__doc__)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--number", type=int, default=1000, help="how many cases")
-    parser.add_argument("--shell", action="store_true", help="run each as a shell does")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--shell", action="store_true", help="run each as a shell does")
+    how.add_argument("--torchrun", action="store_true", help="run each on several processes")
     parser.add_argument("--say", action="store_true", help="print how every case ended")
     asked = parser.parse_args()
+    some = IN_A_SHELL if asked.shell else BY_TORCHRUN if asked.torchrun else ON_THREADS
     screen = sys.stdout
     codes: collections.Counter[str] = collections.Counter()
     num_faulty = 0
@@ -30,9 +34,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="generated_") as name:
         trained = train_first(Path(name) / "first")
         for number in range(asked.first, asked.first + asked.number):
-            case = drawn(number, shell=asked.shell)
+            case = drawn(number, some)
             place = Path(name) / str(number)
-            if asked.shell:
+            if asked.torchrun:
+                ranks, wrong = tried_by_torchrun(case, place, trained, dict(os.environ))
+                found = ranks[0]
+            elif asked.shell:
                 found, wrong = tried_command(case, place, trained, dict(os.environ))
             else:
                 found, wrong = tried(case, place, trained)

@@ -10,7 +10,7 @@ from tests.generated.values import disturbed, typed
 
 
 class Case(NamedTuple):
-    """A command of gpipe_hpc with its settings; `ranks`: as many threads train, 1: as typed."""
+    """A command of gpipe_hpc with its settings; `ranks`: so many train together, 1: as typed."""
 
     command: str
     words: tuple[str, ...]
@@ -55,14 +55,34 @@ _SHORT = (
 )
 _QUICK_CUT = "pipeline.partition=parameters"  # no layer is timed
 
-_COMMANDS = ("train",) * 12 + ("plan", "plan", "draw", "draw", "verify", "export")
+
+class Draw(NamedTuple):
+    """What is drawn from: commands, on how many ranks `train` runs, how many words may be wrong."""
+
+    commands: tuple[str, ...] = ("train",) * 12 + (
+        "plan",
+        "plan",
+        "draw",
+        "draw",
+        "verify",
+        "export",
+    )
+    ranks: tuple[int, ...] = (1,)
+    num_wrong: tuple[int, ...] = (0, 0, 0, 1, 1, 1, 1, 2, 3, 4)
+
+
+ON_THREADS = Draw(ranks=(1, 1, 1, 2, 4))
+IN_A_SHELL = Draw()
+# Most that is wrong each process refuses before it meets the others.
+BY_TORCHRUN = Draw(("train",), (2, 2, 3, 4), (0, 0, 0, 1))
 
 
 @st.composite
-def cases(draw: Any, shell: bool = False) -> Case:
-    """Draw a command line, mostly of training; for a `shell`, which starts one process alone."""
-    command = draw(st.sampled_from(_COMMANDS))
-    ranks = draw(st.sampled_from((1, 1, 1, 2, 4))) if command == "train" and not shell else 1
+def cases(draw: Any, some: Draw) -> Case:
+    """Draw a command line, mostly of training."""
+    command = draw(st.sampled_from(some.commands))
+    has_ranks = command == "train" and len(some.ranks) > 1
+    ranks = draw(st.sampled_from(some.ranks)) if has_ranks else 1
     model, data, sizes = draw(st.sampled_from(_PAIRS))
     chosen = {"model": model, "data": data}
     for group in ("optimizer", "outer"):
@@ -77,15 +97,14 @@ def cases(draw: Any, shell: bool = False) -> Case:
     if command in ("verify", "draw", "plan") and draw(st.booleans()):
         words.append("pipeline.stages=2")
     known = [*of_run(), *(each for pair in chosen.items() for each in of_choice(*pair))]
-    some = st.sampled_from(known)
-    for setting in draw(st.lists(some, max_size=4)):
+    for setting in draw(st.lists(st.sampled_from(known), max_size=4)):
         words.append(f"{setting.name}={typed(draw(fitting(setting)))}")
-    for _ in range(draw(st.sampled_from((0, 0, 0, 1, 1, 1, 1, 2, 3, 4)))):
+    for _ in range(draw(st.sampled_from(some.num_wrong))):
         words.append(draw(_wrong(known)))
     return Case(command, tuple(words), ranks)
 
 
-def drawn(number: int, *, shell: bool = False) -> Case:
+def drawn(number: int, some: Draw = ON_THREADS) -> Case:
     """Return the case of a number: the same one every time.
 
     Hypothesis varies what it has drawn five times before it draws anew, which finds little among
@@ -101,7 +120,7 @@ def drawn(number: int, *, shell: bool = False) -> Case:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(cases(shell))
+    @given(cases(some))
     def note(case: Case) -> None:
         found.append(case)
 

@@ -221,6 +221,44 @@ def ended_command(case: Case, folder: Path, environ: dict[str, str]) -> Ended:
     return Ended(done.returncode, *(t.decode(errors="replace") for t in (done.stdout, done.stderr)))
 
 
+def ended_by_torchrun(case: Case, folder: Path, environ: dict[str, str]) -> list[Ended]:
+    """Run a case in `folder` by torchrun; return how it ended, and what each rank said.
+
+    The code of them all is torchrun's: it ends the other ranks when one has failed.
+    """
+    limit_s = 3 * LIMIT_S * patience()
+    logs = folder.with_name(f"{folder.name}_logs")
+    launch = [
+        "--standalone",
+        f"--nproc_per_node={case.ranks}",
+        f"--log_dir={logs}",
+        "--redirects=3",
+    ]
+    words = [sys.executable, "-m", "torch.distributed.run", *launch, "-m", "gpipe_hpc.train"]
+    with subprocess.Popen(
+        [*words, *map(os.fsencode, case.words)],
+        cwd=folder,
+        env=environ | {"HOME": str(folder)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as launcher:
+        try:
+            code: int | None = launcher.wait(limit_s)
+            error = ""
+        except subprocess.TimeoutExpired:
+            launcher.terminate()  # it ends its ranks
+            launcher.wait(limit_s)
+            code, error = None, f"Hang: longer than {limit_s:.0f} s"
+    ranks = sorted(logs.glob("*/attempt_0/*"), key=lambda path: int(path.name))
+    said = [
+        [(rank / name).read_text(errors="replace") for name in ("stdout.log", "stderr.log")]
+        for rank in ranks
+    ]
+    shutil.rmtree(logs)
+    return [Ended(code, out, err, error) for out, err in said]
+
+
 def faults(case: Case, found: Ended, folder: Path, before: Leftovers) -> list[str]:
     """Return what is wrong with how a case ended; nothing where all is well."""
     return [*_ended_badly(case, found), *_left(case, found, folder, before)]
@@ -324,6 +362,38 @@ def tried_command(
     finally:
         for each in (folder, _SHARED):
             shutil.rmtree(each, ignore_errors=True)
+
+
+def tried_by_torchrun(
+    case: Case, folder: Path, trained: Path | None, environ: dict[str, str]
+) -> tuple[list[Ended], list[str]]:
+    """Run a case as `tried` does, but on the processes of torchrun; return what each said.
+
+    Where a start is refused, each rank that torchrun let end says why, once, and that it is rank 0
+    that says it, if only that one has looked.
+    """
+    make_place(folder, trained)
+    before = Leftovers.of(folder)
+    try:
+        ended = ended_by_torchrun(case, folder, environ)
+        wrong = [] if len(ended) == case.ranks else [f"{len(ended)} ranks began"]
+        speaking = [each for each in ended if "gpipe_hpc: " in each.stderr or each.code == 0]
+        if not speaking:
+            wrong.append("no rank has said why it ended")
+        for each in speaking:
+            code = 0 if each.code == 0 else _code_said(each)
+            wrong += _ended_badly(case, each._replace(code=code))
+        code = max((0 if each.code == 0 else _code_said(each) for each in speaking), default=0)
+        wrong += _left(case, Ended(code, "", ""), folder, before)
+        return ended, wrong
+    finally:
+        for each in (folder, _SHARED):
+            shutil.rmtree(each, ignore_errors=True)
+
+
+def _code_said(found: Ended) -> int:
+    """Return the code that a rank's message stands for, as torchrun tells no rank's."""
+    return 4 if "NonFiniteError: " in found.stderr else 2
 
 
 def train_first(folder: Path) -> Path:

@@ -4,11 +4,13 @@ import os
 
 import pytest
 
-from tests.generated.cases import drawn
-from tests.generated.running import train_first, tried, tried_command
+from tests.generated.cases import BY_TORCHRUN, IN_A_SHELL, drawn
+from tests.generated.running import train_first, tried, tried_by_torchrun, tried_command
 
 _FEW, _MANY = range(15), range(15, 1000)
 _FEW_IN_A_SHELL, _MANY_IN_A_SHELL = range(2000, 2002), range(2002, 2050)
+
+_ONE_BY_TORCHRUN, _MANY_BY_TORCHRUN = range(3000, 3001), range(3001, 3060)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,22 @@ def test_a_thousand_generated_settings_train_or_are_refused_in_one_line(trained,
     ],
 )
 def test_generated_settings_that_a_shell_types(number, trained, tmp_path, repository):
-    case = drawn(number, shell=True)
+    case = drawn(number, IN_A_SHELL)
     environ = os.environ | {"PYTHONPATH": str(repository)}
     found, wrong = tried_command(case, tmp_path / "place", trained, environ)
+    assert not wrong, (str(case), found)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        *(pytest.param(each, marks=pytest.mark.slow) for each in _ONE_BY_TORCHRUN),
+        *(pytest.param(each, marks=pytest.mark.product) for each in _MANY_BY_TORCHRUN),
+    ],
+)
+def test_generated_settings_that_torchrun_starts(number, trained, tmp_path, repository):
+    """What one rank refuses by itself is said on all of them, once, and none hangs."""
+    case = drawn(number, BY_TORCHRUN)
+    environ = os.environ | {"PYTHONPATH": str(repository)}
+    found, wrong = tried_by_torchrun(case, tmp_path / "place", trained, environ)
     assert not wrong, (str(case), found)

@@ -281,6 +281,7 @@ LAYOUTS = {
     "more stages": (("two", "two", "three"), {"layout": (3, 1)}),
     "more replicas": (("two",) * 2 + ("three",) * 2 + ("four",) * 2, {"layout": (3, 2)}),
     "holes": (("two", "two", "three"), {"stages": 2, "replicas": 2, "microbatches": 2}),
+    "four of each stage": (("two",) * 8, {"layout": (2, 4)}),
     "divided state": (("two",) * 2, {"layout": (1, 2), "outer": {"shard": "flat"}}),
 }
 

@@ -84,7 +84,7 @@ def test_one_rank_says_so(name):
 
 
 WAITING = """
-import ctypes, os, signal, sys, threading, time
+import contextlib, ctypes, os, signal, sys, threading, time
 from gpipe_hpc.training.signals import StopRequest
 
 stop = StopRequest(grace_s=2.0)
@@ -138,8 +138,15 @@ else:
     with stop.doing_last(lambda ending: print("last:", ending.words, flush=True)):
         if "alone" in how:
             wait_in_c()
-        with stop.joined(lambda: "failed" in how):
+        if "raised" in how:
+            with contextlib.suppress(OSError), stop.joined(lambda: False):
+                raise OSError
+        else:
+            with stop.joined(lambda: "failed" in how):
+                wait_in_c()
+        if "raised" in how:
             wait_in_c()
+            print("told to end", stop.is_told_to_end, flush=True)
 """
 
 
@@ -172,6 +179,12 @@ def test_a_rank_that_waits_while_it_starts_ends_at_once(name):
 def test_a_rank_whose_launcher_stops_all_for_another_s_failure_ends_by_that():
     """It would end with code 75, which asks to be started again, also where that fails again."""
     assert run_waiting("SIGTERM", "failed")[:2] == (0, ["waited in vain"])
+
+
+def test_a_rank_that_has_failed_is_not_stopped_by_its_launcher():
+    """Beside why it had failed it said that it was stopped: torchrun stops all when one ends."""
+    left = ["waited in vain", "told to end False"]
+    assert run_waiting("SIGTERM", "raised") == (0, left, "")
 
 
 def test_ctrl_c_ends_one_that_waits_too():
