@@ -343,7 +343,8 @@ def test_it_grows_again_when_a_lost_node_is_back(slurm, edited, settings, tmp_pa
     slurm.start_node("n2")
     until(lambda: job.told("JobState") == "PENDING", 200, f"it was queued: {said(tmp_path)}")
     assert "nodes n2 are back: asks the ranks to stop" in said(tmp_path)
-    assert "stopped by SIGUSR1 after step" in said(tmp_path)
+    # After a step, or ahead of the first where a machine takes so long to start.
+    assert "stopped by SIGUSR1" in said(tmp_path)
     until(lambda: job.told("NumTasks") == "4", 90, f"it asked for all: {said(tmp_path)}")
     job.await_state("RUNNING", limit_s=200)
     until(lambda: len(slurm.tasks(job)) == 4, 200, f"all ranks ran: {said(tmp_path)}")
