@@ -4,13 +4,18 @@ As in test_needed.py, nobody lists the waits: one that nothing here misses fails
 one whose loss the tracker refuses, or ends the program, or changes a bit of a training.
 """
 
+import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from types import SimpleNamespace
 
 import pytest
 
+from gpipe_hpc.comm.collectives.turns import Turns
+from gpipe_hpc.comm.mpi.works import TurnWork
 from gpipe_hpc.comm.works import Works
+from tests.comm.mpi.test_progress import Requests, started
 from tests.played.alone import alone
 from tests.played.drives import DRIVES
 from tests.played.removed import Wait, waits, without
@@ -36,11 +41,9 @@ ARGUED = {
     "comm/processes.py ProcessWorld.break_groups work": _BROKEN,
     "comm/reaching/pairs.py Pairs.break_off group.recv([torch.empty(1)], other, tag)": _BROKEN,
 }
-# Played MPI is done with a host sum at once, has no library to wait for, and there are no real
-# groups of torch: the tests that start ranks have these. Nobody takes the waits out there.
+# There are no real groups of torch here: the tests that start ranks have these. Nobody takes the
+# waits out there.
 ELSEWHERE = {
-    "comm/mpi/progress.py Message.wait": "tests/comm/mpi",
-    "comm/mpi/works.py TurnWork": "tests/comm/mpi",
     "comm/processes.py ProcessWorld._open_queue": "tests/engine/test_processes.py",
 }
 # The trainings that miss one, the cheapest first.
@@ -62,6 +65,43 @@ NEAR = {
     "engine/sums/statistics.py": ["normed over replicas"],
     "engine/sums/tied.py": ["tied in float16"],
     "pipeline.py": ["shards that are read"],
+}
+
+
+def of_message() -> None:
+    """MPI says late that a message is done."""
+    mpi = Requests()
+    message = started(mpi.progress(), mpi)
+    threading.Timer(0.05, mpi.done.update, [{0: 4}]).start()
+    message.wait(20.0)
+    assert message.is_done
+
+
+def of_turn() -> None:
+    """A job on the host takes long."""
+    begins = threading.Event()
+    threading.Timer(0.05, begins.set).start()
+    turn = Turns("waits").start(lambda _: begins.wait(20.0) and None)
+    TurnWork(turn, []).wait()
+    assert turn.is_done
+
+
+def of_future() -> None:
+    """A job fails: who has its future is told."""
+
+    def fail(_: object) -> None:
+        raise RuntimeError("a peer is gone")
+
+    future = TurnWork(Turns("waits").start(fail), []).get_future()
+    with pytest.raises(RuntimeError, match="a peer is gone"):
+        future.wait()
+
+
+# Played MPI is done with a host sum at once, and has no library to wait for: here one stands in.
+PLAYED = {
+    "comm/mpi/progress.py Message.wait self._progress": of_message,
+    "comm/mpi/works.py TurnWork.wait self._turn": of_turn,
+    "comm/mpi/works.py TurnWork._finish self._turn": of_future,
 }
 WAITS = list(waits())
 NAMED = {scenario.name: scenario for scenario in ALL}
@@ -105,9 +145,23 @@ def goes_wrong_in_training(wait: Wait, name: str) -> bool:
     return not all(own.is_that_of(cpu) for own, cpu in pairs)
 
 
+def goes_wrong(program: Callable[[], None]) -> bool:
+    try:
+        program()
+    except (AssertionError, pytest.fail.Exception):
+        return True
+    return False
+
+
+def goes_wrong_with_a_stand_in(wait: Wait) -> bool:
+    with without(wait):
+        return goes_wrong(PLAYED[wait.name])
+
+
 def is_missed(wait: Wait) -> bool:
     return (
-        (wait.file in DRIVES and goes_wrong_in_a_drive(wait))
+        (wait.name in PLAYED and goes_wrong_with_a_stand_in(wait))
+        or (wait.file in DRIVES and goes_wrong_in_a_drive(wait))
         or (
             wait.file.startswith("comm/transport/")
             and any(goes_wrong_between_two(wait, has) for has in (False, True))
@@ -134,9 +188,14 @@ def test_each_is_missed_where_it_is_left_out(wait):
     assert is_missed(wait)
 
 
+@pytest.mark.parametrize("program", PLAYED.values(), ids=lambda program: program.__name__)
+def test_with_its_wait_all_is_well(program):
+    assert not goes_wrong(program)
+
+
 def test_what_is_argued_is_there(repository):
     """No argument outlives its wait, and no file stands for what is not there."""
-    assert set(ARGUED) <= {wait.name for wait in WAITS}
+    assert {*ARGUED, *PLAYED} <= {wait.name for wait in WAITS}
     for start, tests in ELSEWHERE.items():
         assert any(wait.name.startswith(start) for wait in WAITS)
         assert (repository / tests).exists()
