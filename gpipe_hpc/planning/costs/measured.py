@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import fmean
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -37,7 +38,7 @@ LossFunction = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer costs for one micro-batch; seconds are the least that were measured.
+    """What one layer costs for one micro-batch; seconds are as in a step, see `measure_layers`.
 
     ``forward_s`` and ``backward_s`` are seconds without recomputation, ``input_s`` and ``weight_s``
     those of a backward that is split in two, ``bare_forward_s`` those of a forward that keeps
@@ -70,7 +71,13 @@ def measure_layers(
     budget_s: float = 10.0,
     clock: Clock | None = None,
 ) -> list[LayerCost]:
-    """Return the cost of every layer, each run alone on one micro-batch: the least of its times.
+    """Return the cost of every layer, each run alone on one micro-batch.
+
+    What layers cost beside each other is told by the least of each one's times, which other work
+    on the machine moves least. A step is a sum of usual times, not of least ones (on shared
+    machines 5 to 25 % longer), so all costs are lengthened alike, by as much as the times of all
+    layers together were longer than their least ones on average; times more than half as long
+    again are left out there, as other work had the machine.
 
     All layers are measured in turn, then all again, so that other work on the machine disturbs
     none more than another. After `rounds` rounds that agree it is done. Else there are as many
@@ -105,7 +112,19 @@ def measure_layers(
             break
         bench.run(subject)
     _tell(subjects, _uncertain(subjects, distinct), bench.clock.now() - began)
-    return [subject.cost() for subject in subjects]
+    usual = _usual(subjects)
+    return [subject.cost(usual) for subject in subjects]
+
+
+def _usual(subjects: Sequence["_Subject"]) -> float:
+    """Return how many times as long as at the least the layers took on average, at least 1."""
+    least_s = taken_s = 0.0
+    for subject in subjects:
+        for times_s in zip(*subject.times, strict=True):
+            best_s = min(times_s)
+            least_s += best_s
+            taken_s += fmean(time_s for time_s in times_s if time_s <= _DISTURBED * abs(best_s))
+    return max(1.0, taken_s / least_s) if least_s else 1.0
 
 
 def _turns(
@@ -153,24 +172,29 @@ class _Seconds(NamedTuple):
 
 @dataclass(eq=False)
 class _Subject:
-    """A layer, what it is run on, and the least times of each round.
+    """A layer, what it is run on, and its times in each round.
 
     `num_bytes`: of its weights, what it is given and what it gives, as a step touches them.
     """
 
     visit: Visit
     loss: "_Loss | None"
-    rounds: list[_Seconds] = field(default_factory=list)
+    rounds: list[tuple[_Seconds, ...]] = field(default_factory=list)
     num_bytes: int = 0
+
+    @property
+    def times(self) -> list[_Seconds]:
+        """Return what was measured, of all rounds."""
+        return [times for of_round in self.rounds for times in of_round]
 
     @property
     def best(self) -> _Seconds:
         """Return the least seconds of each part."""
-        return _Seconds(*map(min, zip(*self.rounds, strict=True)))
+        return _least(self.times)
 
-    def cost(self) -> LayerCost:
-        """Return the result."""
-        return LayerCost(*self.best)
+    def cost(self, usual: float) -> LayerCost:
+        """Return the result; `usual`: how many times as long as at the least layers take."""
+        return LayerCost(*(usual * least_s for least_s in self.best))
 
     def spread(self, slack_s: float, last: bool = False) -> float:
         """Return by how much of a best time the next best round missed it, or the worst one.
@@ -178,7 +202,7 @@ class _Subject:
         What lies within the tolerance, or `slack_s`, is 0.
         """
         worst = 0.0
-        for times in zip(*self.rounds, strict=True):
+        for times in zip(*map(_least, self.rounds), strict=True):
             best, *others = sorted(times)
             missed = others[-1 if last else 0] - best if others else 0.0
             if missed > max(_TOLERANCE * best, slack_s):
@@ -186,6 +210,11 @@ class _Subject:
         return worst
 
 
+def _least(times: Sequence[_Seconds]) -> _Seconds:
+    return _Seconds(*map(min, zip(*times, strict=True)))
+
+
+_DISTURBED: Final = 1.5  # times the least: other work had the machine
 _TOLERANCE: Final = 0.05  # of a time: it came again
 _NEGLIGIBLE: Final = 0.005  # of the time of all layers
 _NEGLIGIBLE_S: Final = 20e-6
@@ -267,22 +296,25 @@ class _Trial:
     loss: "_Loss | None"
     bench: _Bench
 
-    def measured(self) -> tuple[list[Any], _Seconds]:
-        """Return output and stashes, detached, and the least seconds of each part."""
-        results, (forward, backward) = self._least(self._pass)
-        _, (_, of_input, of_weight) = self._least(partial(self._pass, is_split=True))
-        _, (bare_forward,) = self._least(self._bare)
-        return results, _Seconds(forward, backward, of_input, of_weight, bare_forward)
+    def measured(self) -> tuple[list[Any], tuple[_Seconds, ...]]:
+        """Return output and stashes, detached, and the seconds of each part, of each repetition."""
+        results, whole = self._repeated(self._pass)
+        _, halves = self._repeated(partial(self._pass, is_split=True))
+        _, bare = self._repeated(self._bare)
+        return results, tuple(
+            _Seconds(*both, *of_halves[1:], *of_bare)
+            for both, of_halves, of_bare in zip(whole, halves, bare, strict=True)
+        )
 
-    def _least(self, run: Callable[[], _Run]) -> tuple[list[Any], list[float]]:
-        """Run it several times; return output and stashes of the last, and the least seconds."""
+    def _repeated(self, run: Callable[[], _Run]) -> tuple[list[Any], list[Sequence[float]]]:
+        """Run it several times; return output and stashes of the last, and the seconds of each."""
         warmup, wanted = self.bench.warmup, self.bench.repetitions
         times: list[Sequence[float]] = []
         for _ in range(warmup + wanted):
             results: list[Any] = []  # what the last one made is gone before the next begins
             results, seconds = run()
             times.append(seconds)
-        return results, [min(column) for column in zip(*times[warmup:], strict=True)]
+        return results, times[warmup:]
 
     def _pass(self, *, is_split: bool = False) -> _Run:
         """Run one forward and backward; return output and stashes, and the seconds of its parts.

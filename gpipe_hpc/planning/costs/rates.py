@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from statistics import median
 from typing import Final
 
 import torch
@@ -80,8 +81,8 @@ def measured_rates(device: Device, precision: str, clock: Clock | None = None) -
 
     Products: of a linear layer that widens by four. Convolutions: 3 x 3 over 64 channels of images
     of 28 x 28. Attention: causal, four heads of 64. All else: a GELU, a normalisation and a sum.
-    The least of several repeats counts, the first of which is left out. No random numbers are
-    drawn.
+    The median of several repeats counts, without the first: a step's work takes its usual time.
+    No random numbers are drawn.
     """
     clock, probe = clock or Clock(), _OF_ACCELERATORS if device.is_accelerator else _OF_CPUS
     rates = {}
@@ -90,7 +91,7 @@ def measured_rates(device: Device, precision: str, clock: Clock | None = None) -
             work()
         amount = getattr(counter.so_far(), kind)
         with casting(precision, device), torch.enable_grad():
-            rates[kind] = amount / _least_s(work, device, clock)
+            rates[kind] = amount / _median_s(work, device, clock)
     return Rates(**rates)
 
 
@@ -103,15 +104,15 @@ def host_copy_rate(device: Device, clock: Clock | None = None) -> float | None:
         return None
     own = device.bring(torch.zeros(_COPIED, dtype=torch.uint8))
     host = device.pinned(own.shape, own.dtype)
-    return _COPIED / _least_s(lambda: device.fetch_into(host, own), device, clock or Clock())
+    return _COPIED / _median_s(lambda: device.fetch_into(host, own), device, clock or Clock())
 
 
-def _least_s(work: Callable[[], None], device: Device, clock: Clock) -> float:
+def _median_s(work: Callable[[], None], device: Device, clock: Clock) -> float:
     times: list[float] = []
     began_s = clock.now()
     while len(times) < 2 or (len(times) < _REPEATS and clock.now() - began_s < _LIMIT_S):
         times.append(clock.timed(work, device)[1])
-    return min(times)
+    return median(times[1:])
 
 
 def _works(device: Device, probe: _Probe) -> Mapping[str, Callable[[], None]]:

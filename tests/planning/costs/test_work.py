@@ -85,11 +85,11 @@ def test_seconds_follow_the_rate_of_each_kind():
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_rates_are_those_of_the_least_time_but_the_first(precision):
+def test_rates_are_those_of_the_median_time_without_the_first(precision):
     clock = Ticking()
     rates = measured_rates(HostDevice(), precision, clock)
     forward = 2 * 256 * 256 * 4 * 256
-    assert rates.products == pytest.approx(3 * forward / 0.995)
+    assert rates.products == pytest.approx(3 * forward / 0.9965)
     assert clock.num_timed == 4 * 5, "each kind as often"
     assert rates.convolutions > 0 and rates.attention > 0 and rates.moved_bytes > 0
 
@@ -97,5 +97,5 @@ def test_rates_are_those_of_the_least_time_but_the_first(precision):
 def test_copies_to_the_host_are_timed_on_an_accelerator_alone():
     assert host_copy_rate(HostDevice()) is None
     with alone() as device:
-        assert host_copy_rate(device, Ticking()) == pytest.approx(2**26 / 0.995)
+        assert host_copy_rate(device, Ticking()) == pytest.approx(2**26 / 0.9965)
     assert not device.tracker.faults
