@@ -36,6 +36,7 @@ from gpipe_hpc.planning.budget.one_stage import undominated_by_one
 from gpipe_hpc.planning.costs.counted import count_model
 from gpipe_hpc.planning.cutting.minimax import minimax
 from gpipe_hpc.planning.forecast import forecast
+from gpipe_hpc.planning.memory.optimizer import OptimizerMemory
 from gpipe_hpc.planning.stages import count_stages
 from gpipe_hpc.schedule import Op, build, lower
 
@@ -350,3 +351,16 @@ def test_two_thousand_layers_with_skips_are_fitted_in_seconds():
     assert max(rank.total_bytes for rank in never.ranks) > limit
     assert max(rank.total_bytes for rank in fits.ranks) <= limit
     assert 0 < sum(map(len, found.recomputed)) < len(layers) / 2
+
+
+def test_what_the_optimizer_makes_in_its_step_is_within_the_budget():
+    """A budget heeded activations alone: the step of the optimizer then filled the rank."""
+    model = count_model([nn.Linear(64, 64), nn.Linear(64, 64)], torch.ones(1, 64))
+    bare = build("gpipe", ranks=2, microbatches=2, recompute="never")
+    memory = OptimizerMemory(2, temporaries=3)
+    largest = 4 * 64 * 64
+    needed = 4 * (4 * 64 * 65) + 3 * largest  # weights, gradients and two states; temporaries
+    assert choose_recompute(model, [1, 1], bare, needed, memory).recomputed == (frozenset(),) * 2
+    with pytest.raises(PartitionError, match=r"its step makes .* 1 B on rank 0, 1 B on rank 1, wh"):
+        choose_recompute(model, [1, 1], bare, needed - 1, memory)
+    assert choose_recompute(model, [1, 1], bare, needed - 1, memory._replace(temporaries=2))

@@ -16,7 +16,7 @@ from gpipe_hpc.errors import ConfigError, PartitionError
 from gpipe_hpc.planning.budget.many_stages import Limit, select
 from gpipe_hpc.planning.budget.one_stage import Choices, Weights, stage_choices
 from gpipe_hpc.planning.costs.counted import ModelCount
-from gpipe_hpc.planning.forecast import rank_states
+from gpipe_hpc.planning.forecast import RankStates, rank_states
 from gpipe_hpc.planning.memory.by_rank import limits_text
 from gpipe_hpc.planning.memory.optimizer import OptimizerMemory
 from gpipe_hpc.planning.memory.sharing import Sharing
@@ -72,7 +72,12 @@ def choose_recompute(
         )
     stages = count_stages(model, counts)
     table = add_recompute(schedule, "except_last")
-    limits = _limits(model, stages, table, each, optimizer_states, sharing)
+    own = [
+        rank_states(model, stages, table.placement, rank, optimizer_states, sharing)
+        for rank in range(table.num_ranks)
+    ]
+    _check_updates(own, each)
+    limits = _limits(stages, table, each, own)
     choices = _choices_of(stages, _layer_costs(model, stages, seconds), limits)
     runs = [0] * len(stages)
     for row in table.ranks:
@@ -147,20 +152,17 @@ def _weights(limits: Sequence[Limit], stage: int) -> frozenset[Weights]:
 
 
 def _limits(
-    model: ModelCount,
     stages: Sequence[StageCount],
     table: Schedule,
     limits_bytes: Sequence[float],
-    optimizer_states: int | OptimizerMemory,
-    sharing: Sharing | None,
+    states: Sequence[RankStates],
 ) -> list[Limit]:
     """Return what the stages of each rank may keep, at each time that may be its fullest."""
     limits: list[Limit] = []
     for rank, row in enumerate(table.ranks):
-        states = rank_states(model, stages, table.placement, rank, optimizer_states, sharing)
         for moment in moments_of(row):
             whole = sum(n * stages[s].activation_bytes for s, n in moment.whole.items())
-            room = limits_bytes[rank] - states.total_bytes - whole
+            room = limits_bytes[rank] - states[rank].total_bytes - whole
             limits.append(Limit(rank, moment.kept, moment.full, room))
     return limits
 
@@ -233,6 +235,11 @@ def _lacking(limits: Sequence[Limit], choices: Sequence[Choices]) -> list[str]:
     for limit in limits:
         least = sum(int(limit.used(stage, choices[stage]).min()) for stage in limit.kept)
         lacking[limit.rank] = max(least - limit.room, lacking.get(limit.rank, 0.0))
+    return _lacks_text(lacking)
+
+
+def _lacks_text(lacking: Mapping[int, float]) -> list[str]:
+    """Return what ranks lack, by rank: nothing of those that lack nothing, and not of too many."""
     short = [rank for rank in sorted(lacking) if lacking[rank] > 0]
     more = [f"more on {len(short) - 4} further ranks"] if len(short) > 4 else []
     return [f"{bytes_text(math.ceil(lacking[r]))} on rank {r}" for r in short[:4]] + more
@@ -257,6 +264,19 @@ def _lacking_together(
     ranks = sorted({limit.rank for limit in limits})
     where = f"rank {ranks[0]}" if len(ranks) == 1 else f"one of ranks {ranges_text(ranks)}"
     return [f"{bytes_text(enough)} on {where}"]
+
+
+def _check_updates(states: Sequence[RankStates], limits_bytes: Sequence[float]) -> None:
+    """Raise PartitionError where the optimizer's step fills some rank: none recomputes then."""
+    pairs = enumerate(zip(states, limits_bytes, strict=True))
+    lacking = _lacks_text({r: own.lasting_bytes + own.update_bytes - m for r, (own, m) in pairs})
+    if lacking:
+        raise PartitionError(
+            f"recompute: nothing fits, expected weights, gradients, optimizer and what its step "
+            f"makes of at most {limits_text(limits_bytes)} a rank, got too much by "
+            f"{', '.join(lacking)}, whatever is recomputed; use more stages, an optimizer that "
+            f"keeps less (sgd, adamw), outer.shard=flat, or raise pipeline.memory_bytes"
+        )
 
 
 def _nothing_fits(lacking: Sequence[str], limits_bytes: Sequence[float]) -> PartitionError:
