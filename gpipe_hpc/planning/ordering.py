@@ -12,6 +12,7 @@ from gpipe_hpc.planning.costs.gauges import Gauge
 from gpipe_hpc.planning.cutting.partition import ALIKE, Paces, Partition
 from gpipe_hpc.planning.cutting.pins import Ends
 from gpipe_hpc.planning.cutting.roomier import lacks_memory, roomier_cut
+from gpipe_hpc.planning.cutting.simulated import faster_cut, has_shared_ranks
 from gpipe_hpc.planning.forecast import activation_memory, flop_costs, held_bytes, rank_states
 from gpipe_hpc.planning.memory.by_rank import excess_bytes, given_paces, memory_limits
 from gpipe_hpc.planning.request import Request
@@ -74,6 +75,67 @@ def _thrifty(request: Request) -> Schedule:
 
 
 def _on_cut(request: Request, partition: Partition, gauge: Gauge) -> Order:
+    """Order the work of a cut, or of a faster one where that is open."""
+    found = _on_this_cut(request, partition, gauge)
+    return _settled(request, found, gauge, partial(_on_this_cut, request, gauge=gauge))
+
+
+_MOST_SIMULATED: Final = 100_000  # actions of tables, in the search of a cut: half a second
+
+
+def _settled(
+    request: Request, found: Order, gauge: Gauge, order_of: Callable[[Partition], Order]
+) -> Order:
+    """Return the order on the fastest cut that is found for its table, where its cut is open.
+
+    That cut is for ranks that hold several stages, simulated with free transfers. `order_of` orders
+    the work of a cut; a cut that fits into memory stays where the faster one does not.
+    """
+    before = found.partition
+    table = found.table
+    settled = found._replace(partition=before._replace(is_settled=True))
+    is_open = before.times and not before.is_settled and before.num_ranks is None
+    if not is_open or not has_shared_ranks(table.placement):
+        return settled
+    judge = _smaller(request, table if found.budget else dressed(table, request.recompute, False))
+
+    def time_of(cut: Partition) -> float:
+        costs = cut.stage_costs()
+        assert costs is not None, "the times are known"
+        return simulate(judge, costs).makespan
+
+    most = _MOST_SIMULATED // max(1, judge.num_actions)
+    faster = faster_cut(before, table.placement, time_of, most)
+    if faster is before:
+        return settled
+    try:
+        other = order_of(faster._replace(is_settled=True))
+    except PartitionError:  # with no recomputation that a budget may choose
+        return settled
+    if memory_limits(request) is not None and request.recompute != "budget":
+        lacks = lacks_memory(request, faster, other.table, gauge)
+        if lacks and not lacks_memory(request, before, table, gauge):
+            return settled
+    return other if _time_of(other, gauge) < _time_of(settled, gauge) else settled
+
+
+def _smaller(request: Request, table: Schedule) -> Schedule:
+    """Return a table, or where it is large the same of fewer micro-batches, to compare cuts by."""
+    fewer = 4 * table.num_ranks
+    is_large = table.num_actions > _MOST_SIMULATED // 50 and table.num_microbatches > fewer
+    if not is_large or request.schedule == "auto" or not isinstance(request.schedule, str):
+        return table
+    try:
+        bare = table_of(replace(request, microbatches=fewer))
+    except (ConfigError, ScheduleError):  # it goes with some numbers of micro-batches alone
+        return table
+    if bare.placement.num_stages != table.placement.num_stages:
+        return table
+    recompute = "except_last" if request.recompute == "budget" else request.recompute
+    return dressed(bare, recompute, False)
+
+
+def _on_this_cut(request: Request, partition: Partition, gauge: Gauge) -> Order:
     if request.schedule != "auto":
         table = table_of(request, **_copies(request, partition))
         return _with_budget(request, Order(partition, table), gauge)
@@ -382,7 +444,10 @@ def _placed(request: Request, given: Partition, gauge: Gauge, placement: str, ea
     limit = options.get("limit")
     if limit is not None:  # in micro-batches of a rank's whole share, whatever its stages
         options["limit"] = [x * each for x in limit] if isinstance(limit, list) else limit * each
-    found = _searched(replace(request, schedule_options=options), partition, gauge)
+    asked = replace(request, schedule_options=options)
+    found = _searched(asked, partition, gauge)
+    found = _settled(asked, found, gauge, partial(_searched, asked, gauge=gauge))
+    partition = found.partition
     dress: Callable[[Schedule], Schedule] = partial(
         dressed,
         recompute="never" if found.budget else request.recompute,

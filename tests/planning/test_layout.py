@@ -19,9 +19,9 @@ from gpipe_hpc.config import PipelineConfig, build_target, compose_config, conf_
 from gpipe_hpc.errors import ConfigError, ModelError
 from gpipe_hpc.models import LayerSpec, loss_function
 from gpipe_hpc.plan import make_plan
-from gpipe_hpc.planning import LayerTimes, Measured, Request, cut, lay_out
+from gpipe_hpc.planning import LayerTimes, Measured, Partition, Request, cut, lay_out
 from gpipe_hpc.planning.costs.counted import count_model
-from gpipe_hpc.schedule import build, schedule_names, to_text
+from gpipe_hpc.schedule import build, schedule_names, simulate, to_text
 from gpipe_hpc.training.asking import request_of
 from gpipe_hpc.training.data.shapes import microbatch, samples_per_microbatch
 from gpipe_hpc.training.start import building
@@ -178,6 +178,24 @@ def test_a_cut_that_is_known_gives_the_same_layout_unmeasured(settings):
     for known in (layout.partition, cut(request, Given())):
         again = lay_out(replace(request, partition=known), Silent())
         assert again.digest() == layout.digest() and again.partition == layout.partition
+
+
+@pytest.mark.parametrize("schedule", ["zb_v", "dualpipe_v"])
+def test_ranks_with_several_stages_get_the_cut_whose_steps_are_shortest(schedule):
+    """By stages alone a rank had the two that are dearest, and another one the two cheapest."""
+
+    class Uneven(Given):
+        times = tuple(LayerTimes.alike(n, 2 * n, n, n) for n in (1, 2, 1, 1, 2, 1, 1, 5))
+
+    request = Request(stages=2, microbatches=8, schedule=schedule, partition="time")
+    layout = lay_out(replace(request, recompute="never"), Uneven())
+    kept = layout.partition
+    even = kept.cut_anew(len(kept.counts))
+    took = [simulate(layout.schedule, each.stage_costs()).makespan for each in (kept, even)]
+    assert kept.is_settled and took[0] < took[1]
+    before = Partition.stored({"counts": even.counts, "costs": even.costs, "measure": "FLOPs"})
+    again = lay_out(replace(request, partition=before._replace(times=even.times)), Uneven())
+    assert again.partition.counts == even.counts, "a resumed run keeps the cut it had"
 
 
 def test_layers_are_measured_on_the_thread_that_runs_them(monkeypatch):

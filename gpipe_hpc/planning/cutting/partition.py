@@ -28,7 +28,8 @@ class Partition(NamedTuple):
     `rank_paces` the same by rank; empty: all ranks are as fast. `num_ranks`: how many ranks share
     the stages, where some stages are on one rank less; None: each stage is on as many. Where they
     share stages `paces` are empty: see `stage_paces`. `pins`: the layers that are on their stages
-    in this cut, and in those that are made anew from it.
+    in this cut, and in those that are made anew from it. `is_settled`: it stays as it is; else a
+    layout may take a faster one for the same costs where its ranks hold several stages.
     """
 
     counts: tuple[int, ...]
@@ -39,6 +40,7 @@ class Partition(NamedTuple):
     rank_paces: tuple[float, ...] = ()
     num_ranks: int | None = None
     pins: Pins = ()
+    is_settled: bool = False
 
     @classmethod
     def stored(cls, facts: Mapping[str, Any]) -> "Partition":
@@ -53,7 +55,8 @@ class Partition(NamedTuple):
         made_by = tuple(LayerTimes(*each, *each[: 5 - len(each)]) for each in times)
         num_ranks = facts.get("num_ranks")
         pins = tuple(Pin(*each) for each in facts.get("pins", ()))
-        return cls(counts, costs, facts["measure"], made_by, paces, of_ranks, num_ranks, pins)
+        known = counts, costs, facts["measure"], made_by, paces, of_ranks, num_ranks, pins
+        return cls(*known, is_settled=True)
 
     @property
     def is_measured(self) -> bool:
@@ -131,7 +134,7 @@ class Partition(NamedTuple):
             counts = cut_for_paces(self.costs, self.paces, self.pins)
         else:
             counts = minimax(self.costs, num_stages, pins=self.pins)
-        return self._replace(counts=tuple(counts), num_ranks=num_ranks)
+        return self._replace(counts=tuple(counts), num_ranks=num_ranks, is_settled=False)
 
 
 class Paces(NamedTuple):

@@ -43,6 +43,7 @@ class Ground:
         self._cuts: dict[tuple[int, int, Paces, int | None], Partition] = {}
         self._stages: dict[tuple[int, tuple[int, ...]], tuple[StageCount, ...]] = {}
         self._placements: dict[tuple[object, ...], Placement] = {}
+        self._has_open_cuts = False
         self._weights: dict[tuple[int, ...], tuple[Weight, ...]] = {}
         self._buckets: dict[tuple[range, float], Buckets] = {}
         self._bucket_sizes: dict[tuple[range, float], tuple[int, ...]] = {}
@@ -51,6 +52,15 @@ class Ground:
         """Return the same for other ranks of the same speed; what is known stays known to both."""
         other = copy(self)
         other.machine = replace(self.machine, cluster=cluster)
+        return other
+
+    def with_open_cuts(self) -> "Ground":
+        """Return the same whose cuts give way to faster ones where ranks hold several stages.
+
+        Those are looked for once a layout is laid out, in about half a second each.
+        """
+        other = copy(self)
+        other._has_open_cuts = True
         return other
 
     def gauge(self, samples: int) -> Known:
@@ -84,7 +94,7 @@ class Ground:
             gauge = self.gauge(samples)
             found = choose_partition(self._policy, num_stages, gauge, shared_by, paces, self._pins)
             self._cuts[key] = found._replace(times=gauge.times)
-        return self._cuts[key]
+        return self._cuts[key]._replace(is_settled=not self._has_open_cuts)
 
     def stages(self, samples: int, counts: tuple[int, ...]) -> tuple[StageCount, ...]:
         """Return what the stages of a cut cost, keep and exchange."""

@@ -128,7 +128,7 @@ def every_trial(ground, space):
 
 def test_a_trial_takes_and_holds_what_the_whole_layout_does():
     """Nothing was lowered and no reduction simulated: a closed form stands in for both."""
-    ground = ground_of(4, 2, 6)
+    ground = ground_of(4, 2, 6).with_open_cuts()
     space = space_of(ground)
     seen = set()
     for candidate, trial in every_trial(ground, space):
@@ -200,7 +200,7 @@ def test_pipelines_with_holes_are_among_the_layouts(ranks, batch, holes_win):
     ways = all_ways(ground, space)
     allowed = Ways("host" in ways.hierarchies, "flat" in ways.shards)
     of_rows = {}
-    for candidate, trial in every_trial(ground, space):
+    for candidate, trial in every_trial(ground.with_open_cuts(), space):
         known = bound(candidate, ground, space.base, allowed)
         assert known.seconds <= trial.step_s * (1 + 1e-9), candidate
         assert known.nbytes <= trial.nbytes, candidate
@@ -228,7 +228,7 @@ def test_of_ranks_of_unequal_paces_holes_are_among_the_layouts_too():
     ways = all_ways(ground, space)
     allowed = Ways("host" in ways.hierarchies, "flat" in ways.shards)
     tried = []
-    for candidate, trial in every_trial(ground, space):
+    for candidate, trial in every_trial(ground.with_open_cuts(), space):
         known = bound(candidate, ground, space.base, allowed)
         assert known.seconds <= trial.step_s * (1 + 1e-9), candidate
         assert known.nbytes <= trial.nbytes, candidate
@@ -259,7 +259,7 @@ def test_no_layout_beats_its_bound_and_those_left_out_are_no_better():
     ways = all_ways(ground, space)
     allowed = Ways("host" in ways.hierarchies, "flat" in ways.shards)
     least = {}
-    for candidate, trial in every_trial(ground, space):
+    for candidate, trial in every_trial(ground.with_open_cuts(), space):
         known = bound(candidate, ground, space.base, allowed)
         assert known.seconds <= trial.step_s * (1 + 1e-9), candidate
         assert known.nbytes <= trial.nbytes, candidate
