@@ -72,12 +72,12 @@ def choose_recompute(
         )
     stages = count_stages(model, counts)
     table = add_recompute(schedule, "except_last")
-    own = [
+    states = [
         rank_states(model, stages, table.placement, rank, optimizer_states, sharing)
         for rank in range(table.num_ranks)
     ]
-    _check_updates(own, each)
-    limits = _limits(stages, table, each, own)
+    _check_updates(states, each)
+    limits = _limits(stages, table, each, states)
     choices = _choices_of(stages, _layer_costs(model, stages, seconds), limits)
     runs = [0] * len(stages)
     for row in table.ranks:
