@@ -79,7 +79,7 @@ class Pipeline:
     least with which no rank needs more than `memory_bytes` for weights, gradients,
     `optimizer_states` numbers a parameter (or an OptimizerMemory), and activations (both need an
     example too). `offload`: kept activations wait on the host where their backward is not near.
-    `partition`: parameters, uniform, time (needs `example=(inputs, targets)` of one micro-batch),
+    `partition`: parameters, uniform, time or simulated (these need `example=(inputs, targets)`),
     or the number of layers of each stage. `pins`: layers that must be on certain stages, as
     {0: 0, 11: 2, "Head": -1}: by index, or by a name that one layer alone has. `paces`: where ranks
     of a pipeline are not equally fast, how many times as long each takes, or ``measured``: each

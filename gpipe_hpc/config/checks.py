@@ -130,7 +130,7 @@ CHOICES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 _CHOSEN_LATER: Final = "where stages are to be found (pipeline.stages=fit, pipeline.layout=auto)"
 _ABOVE_ZERO: Final = ("comm.timeout_s", "comm.stall_s", "comm.reach_s", "preflight.limit_s")
 _NONE_IS_OFF: Final = ("train.clip_norm", "train.stop_grace_s")
-_PARTITIONS: Final = ("time", "parameters", "uniform")
+_PARTITIONS: Final = ("time", "parameters", "uniform", "simulated")
 
 
 def check_config(config: Config, world_size: int, *, may_choose: bool = False) -> list[str]:

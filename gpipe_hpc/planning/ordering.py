@@ -93,8 +93,8 @@ def _settled(
     """
     before = found.partition
     table = found.table
-    settled = found._replace(partition=before._replace(is_settled=True))
-    is_open = before.times and not before.is_settled and before.num_ranks is None
+    settled = found._replace(partition=before._replace(is_open=False))
+    is_open = before.is_open and before.num_ranks is None
     if not is_open or not has_shared_ranks(table.placement):
         return settled
     judge = _smaller(request, table if found.budget else dressed(table, request.recompute, False))
@@ -109,7 +109,7 @@ def _settled(
     if faster is before:
         return settled
     try:
-        other = order_of(faster._replace(is_settled=True))
+        other = order_of(faster._replace(is_open=False))
     except PartitionError:  # with no recomputation that a budget may choose
         return settled
     if memory_limits(request) is not None and request.recompute != "budget":

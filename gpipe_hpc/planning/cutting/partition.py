@@ -16,7 +16,8 @@ from gpipe_hpc.planning.cutting.uneven import (
 )
 from gpipe_hpc.schedule import Costs
 
-POLICIES = ("parameters", "uniform", "time")
+SIMULATED: Final = "simulated"
+POLICIES = ("parameters", "uniform", "time", SIMULATED)
 
 
 class Partition(NamedTuple):
@@ -28,8 +29,8 @@ class Partition(NamedTuple):
     `rank_paces` the same by rank; empty: all ranks are as fast. `num_ranks`: how many ranks share
     the stages, where some stages are on one rank less; None: each stage is on as many. Where they
     share stages `paces` are empty: see `stage_paces`. `pins`: the layers that are on their stages
-    in this cut, and in those that are made anew from it. `is_settled`: it stays as it is; else a
-    layout may take a faster one for the same costs where its ranks hold several stages.
+    in this cut, and in those that are made anew from it. `is_open`: a layout takes a
+    faster one for the same costs, where its ranks hold several stages and it finds one.
     """
 
     counts: tuple[int, ...]
@@ -40,7 +41,7 @@ class Partition(NamedTuple):
     rank_paces: tuple[float, ...] = ()
     num_ranks: int | None = None
     pins: Pins = ()
-    is_settled: bool = False
+    is_open: bool = False
 
     @classmethod
     def stored(cls, facts: Mapping[str, Any]) -> "Partition":
@@ -55,8 +56,7 @@ class Partition(NamedTuple):
         made_by = tuple(LayerTimes(*each, *each[: 5 - len(each)]) for each in times)
         num_ranks = facts.get("num_ranks")
         pins = tuple(Pin(*each) for each in facts.get("pins", ()))
-        known = counts, costs, facts["measure"], made_by, paces, of_ranks, num_ranks, pins
-        return cls(*known, is_settled=True)
+        return cls(counts, costs, facts["measure"], made_by, paces, of_ranks, num_ranks, pins)
 
     @property
     def is_measured(self) -> bool:
@@ -134,7 +134,7 @@ class Partition(NamedTuple):
             counts = cut_for_paces(self.costs, self.paces, self.pins)
         else:
             counts = minimax(self.costs, num_stages, pins=self.pins)
-        return self._replace(counts=tuple(counts), num_ranks=num_ranks, is_settled=False)
+        return self._replace(counts=tuple(counts), num_ranks=num_ranks)
 
 
 class Paces(NamedTuple):
@@ -155,14 +155,14 @@ def choose_partition(
     paces: Paces = ALIKE,
     pins: Pins = (),
 ) -> Partition:
-    """Cut a model into `num_stages` by parameters, uniform, time, or as given by hand.
+    """Cut a model into `num_stages` by one of `POLICIES`, or as given by hand.
 
     A Partition that was made before, in a checkpoint say, is taken as it is where it fits the
     layers and the stages, and was made for the same ranks and paces; for others its costs are cut
     anew. Where it does not fit the cut is made as that one was. `time` is what the gauge measures
-    or counts; no other policy asks it. `num_ranks`: where these share the stages, and some stages
-    are on one rank less, which get less to do. `paces`: those of slow ranks, which get less.
-    `pins`: layers that have to be on certain stages. Raises PartitionError.
+    or counts; only `simulated`, which is left open, asks it, too. `num_ranks`: where these share
+    the stages, and some stages are on one rank less, which get less to do. `paces`: those of slow
+    ranks, which get less. `pins`: layers that have to be on certain stages. Raises PartitionError.
     """
     layers = gauge.layers
     if isinstance(policy, Partition):
@@ -186,7 +186,7 @@ def choose_partition(
     if policy == "uniform":
         made = Partition((), (1.0,) * len(layers), "layers", (), *paces, pins=pins)
         return made.cut_anew(num_stages, num_ranks)
-    if policy != "time":
+    if policy not in ("time", SIMULATED):
         raise PartitionError(
             f"partition: unknown, expected one of {', '.join(POLICIES)} or the number of layers "
             f"of each stage, got {policy!r}; choose one of them"
@@ -195,5 +195,7 @@ def choose_partition(
     Ends.where(pins, len(layers), num_stages)
     times = gauge.times
     costs = tuple(each.forward + each.backward for each in times)
-    made = Partition((), costs, gauge.measure, times, *paces, pins=pins)
+    made = Partition(
+        (), costs, gauge.measure, times, *paces, pins=pins, is_open=policy == SIMULATED
+    )
     return made.cut_anew(num_stages, num_ranks)

@@ -11,7 +11,13 @@ from gpipe_hpc.models import Layer, find_ties, sizes_of_layers
 from gpipe_hpc.planning.advice import Known
 from gpipe_hpc.planning.costs.gauges import Gauge
 from gpipe_hpc.planning.costs.trial import Weight
-from gpipe_hpc.planning.cutting.partition import ALIKE, Paces, Partition, choose_partition
+from gpipe_hpc.planning.cutting.partition import (
+    ALIKE,
+    SIMULATED,
+    Paces,
+    Partition,
+    choose_partition,
+)
 from gpipe_hpc.planning.cutting.pins import Ends, Pins
 from gpipe_hpc.planning.search.candidates import Candidate
 from gpipe_hpc.planning.search.machine import Machine
@@ -39,11 +45,11 @@ class Ground:
         """Keep what is known; `policy`, `pins`: how the model is cut, as in a `Request`."""
         self.machine, self.layers, self.batch_size = machine, layers, batch_size
         self._gauge_of, self._policy, self._pins = gauge_of, policy, pins
+        self._leaves_cuts_open = False
         self._gauges: dict[int, Known] = {}
         self._cuts: dict[tuple[int, int, Paces, int | None], Partition] = {}
         self._stages: dict[tuple[int, tuple[int, ...]], tuple[StageCount, ...]] = {}
         self._placements: dict[tuple[object, ...], Placement] = {}
-        self._has_open_cuts = False
         self._weights: dict[tuple[int, ...], tuple[Weight, ...]] = {}
         self._buckets: dict[tuple[range, float], Buckets] = {}
         self._bucket_sizes: dict[tuple[range, float], tuple[int, ...]] = {}
@@ -54,13 +60,15 @@ class Ground:
         other.machine = replace(self.machine, cluster=cluster)
         return other
 
-    def with_open_cuts(self) -> "Ground":
-        """Return the same whose cuts give way to faster ones where ranks hold several stages.
+    @property
+    def simulates_cuts(self) -> bool:
+        """Say whether a run takes a faster cut where ranks hold several stages and one is found."""
+        return bool(self._policy == SIMULATED)
 
-        Those are looked for once a layout is laid out, in about half a second each.
-        """
+    def with_open_cuts(self) -> "Ground":
+        """Return the same whose layouts take such cuts, which takes about half a second each."""
         other = copy(self)
-        other._has_open_cuts = True
+        other._leaves_cuts_open = self.simulates_cuts
         return other
 
     def gauge(self, samples: int) -> Known:
@@ -94,7 +102,7 @@ class Ground:
             gauge = self.gauge(samples)
             found = choose_partition(self._policy, num_stages, gauge, shared_by, paces, self._pins)
             self._cuts[key] = found._replace(times=gauge.times)
-        return self._cuts[key]._replace(is_settled=not self._has_open_cuts)
+        return self._cuts[key]._replace(is_open=self._leaves_cuts_open)
 
     def stages(self, samples: int, counts: tuple[int, ...]) -> tuple[StageCount, ...]:
         """Return what the stages of a cut cost, keep and exchange."""

@@ -129,7 +129,7 @@ def search(space: Space, ground: Ground, most_actions: int = MOST_ACTIONS) -> Ra
     """Rank the layouts of a space by the time of a step, among those that fit into memory.
 
     Of layouts that take the same time the one that needs least memory is first. They are compared
-    on cuts with even stages; the best few whose ranks hold several stages get faster cuts then.
+    on cuts with even stages, and where a run simulates cuts the best few then on those it takes.
     With `most_actions` of all tables together it stops. Raises PartitionError where no layout has
     stages that can hold the pinned layers.
     """
@@ -184,14 +184,16 @@ def search(space: Space, ground: Ground, most_actions: int = MOST_ACTIONS) -> Ra
 
 
 def _cut_again(tally: _Tally, ground: Ground, space: Space, choices: Choices) -> None:
-    """Look for faster cuts of the best layouts, where ranks hold several stages."""
+    """Time the best layouts on the cuts that a run takes, where ranks hold several stages."""
+    if not ground.simulates_cuts:
+        return
     opened = ground.with_open_cuts()
     for at, trial in enumerate(tally.trials[:_CUT_AGAIN]):
         if not has_shared_ranks(ground.placement(trial.candidate)):
             continue
         with suppress(GpipeError):  # the cut that fits stays
             found = try_out(trial.candidate, opened, space.base, choices)
-            if isinstance(found, Trial) and found.step_s < trial.step_s:
+            if isinstance(found, Trial):
                 tally.trials[at] = found
     tally.trials.sort(key=_by_time)
 

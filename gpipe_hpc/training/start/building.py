@@ -13,6 +13,7 @@ from gpipe_hpc.models import Layer, loss_function
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planning import Partition
 from gpipe_hpc.planning.costs.gauges import MEASURED
+from gpipe_hpc.planning.cutting.partition import SIMULATED
 from gpipe_hpc.planning.memory.by_rank import MEASURED_PACES
 from gpipe_hpc.training.asking import request_of
 from gpipe_hpc.training.data import DataFacts
@@ -73,8 +74,13 @@ def _partition(config: Config, cut: Mapping[str, Any] | None) -> Any:
     if cut is None or policy not in _MEASURES:
         return policy
     stored = Partition.stored(cut)
-    is_kept = policy == "time" or config.pipeline.paces == MEASURED_PACES
+    is_kept = _MEASURES[policy] == MEASURED or config.pipeline.paces == MEASURED_PACES
     return stored if is_kept and stored.measure == _MEASURES[policy] else policy
 
 
-_MEASURES: Final = {"time": MEASURED, "parameters": "parameters", "uniform": "layers"}
+_MEASURES: Final = {
+    "time": MEASURED,
+    SIMULATED: MEASURED,
+    "parameters": "parameters",
+    "uniform": "layers",
+}

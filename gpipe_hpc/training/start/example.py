@@ -14,7 +14,7 @@ def example_of(
     """Read one micro-batch to measure or count layers on; rank 0 alone does so."""
     pipeline = config.pipeline
     is_counted = pipeline.recompute == "budget" or pipeline.memory_bytes is not None
-    if source is None or not (pipeline.partition == "time" or is_counted):
+    if source is None or not (pipeline.partition in ("time", "simulated") or is_counted):
         return None
     with together(world, "reading an example"):
         return first_microbatch(config, source, sampler)

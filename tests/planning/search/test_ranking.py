@@ -45,7 +45,17 @@ def layers_of(widths=WIDTHS):
     return normalise_layers([each for a, b in pairs for each in (nn.Linear(a, b), nn.ReLU())])
 
 
-def ground_of(ranks=4, hosts=1, batch=12, widths=WIDTHS, *, link_s=1e-5, speed=1e9, layer_s=1e-5):
+def ground_of(
+    ranks=4,
+    hosts=1,
+    batch=12,
+    widths=WIDTHS,
+    *,
+    link_s=1e-5,
+    speed=1e9,
+    layer_s=1e-5,
+    policy="time",
+):
     layers = layers_of(widths)
 
     def counted(samples):
@@ -55,7 +65,7 @@ def ground_of(ranks=4, hosts=1, batch=12, widths=WIDTHS, *, link_s=1e-5, speed=1
         return Counted(layers, example)
 
     cluster = Cluster(on_hosts(ranks, hosts), Link(link_s / 10, 10 * speed), Link(link_s, speed))
-    return Ground(Machine(cluster, Rates.alike(1e9), layer_s), layers, counted, batch)
+    return Ground(Machine(cluster, Rates.alike(1e9), layer_s), layers, counted, batch, policy)
 
 
 def space_of(ground, **asked):
@@ -128,7 +138,7 @@ def every_trial(ground, space):
 
 def test_a_trial_takes_and_holds_what_the_whole_layout_does():
     """Nothing was lowered and no reduction simulated: a closed form stands in for both."""
-    ground = ground_of(4, 2, 6).with_open_cuts()
+    ground = ground_of(4, 2, 6)
     space = space_of(ground)
     seen = set()
     for candidate, trial in every_trial(ground, space):
@@ -200,7 +210,7 @@ def test_pipelines_with_holes_are_among_the_layouts(ranks, batch, holes_win):
     ways = all_ways(ground, space)
     allowed = Ways("host" in ways.hierarchies, "flat" in ways.shards)
     of_rows = {}
-    for candidate, trial in every_trial(ground.with_open_cuts(), space):
+    for candidate, trial in every_trial(ground, space):
         known = bound(candidate, ground, space.base, allowed)
         assert known.seconds <= trial.step_s * (1 + 1e-9), candidate
         assert known.nbytes <= trial.nbytes, candidate
@@ -228,7 +238,7 @@ def test_of_ranks_of_unequal_paces_holes_are_among_the_layouts_too():
     ways = all_ways(ground, space)
     allowed = Ways("host" in ways.hierarchies, "flat" in ways.shards)
     tried = []
-    for candidate, trial in every_trial(ground.with_open_cuts(), space):
+    for candidate, trial in every_trial(ground, space):
         known = bound(candidate, ground, space.base, allowed)
         assert known.seconds <= trial.step_s * (1 + 1e-9), candidate
         assert known.nbytes <= trial.nbytes, candidate
@@ -259,7 +269,7 @@ def test_no_layout_beats_its_bound_and_those_left_out_are_no_better():
     ways = all_ways(ground, space)
     allowed = Ways("host" in ways.hierarchies, "flat" in ways.shards)
     least = {}
-    for candidate, trial in every_trial(ground.with_open_cuts(), space):
+    for candidate, trial in every_trial(ground, space):
         known = bound(candidate, ground, space.base, allowed)
         assert known.seconds <= trial.step_s * (1 + 1e-9), candidate
         assert known.nbytes <= trial.nbytes, candidate
@@ -319,6 +329,18 @@ def test_the_fewest_ranks_are_the_first_number_on_which_any_layout_fits():
     assert found.first <= found.num_ranks and "one_f_one_b" in found.schedules
     with pytest.raises(ConfigError, match="one layer alone"):
         fewest_ranks(lambda ranks: space_of(on(ranks), memory_bytes=10_000), on)
+
+
+def test_a_search_times_the_best_layouts_on_the_cuts_that_a_run_takes():
+    widths = (16, 64, 16, 64, 16, 64, 200, 300)
+    ground = ground_of(2, 1, 8, widths, policy="simulated")
+    space = space_of(ground, partition="simulated")
+    for trial in search(space, ground).trials[:6]:
+        assert in_full(trial, ground) == pytest.approx(trial.step_s, rel=0.01), trial.candidate
+    even, best = dict(every_trial(ground, space)), dict(every_trial(ground.with_open_cuts(), space))
+    several = [each for each in even if each.num_stages > each.stages]
+    gains = [1 - best[each].step_s / even[each].step_s for each in several]
+    assert max(gains) > 0.05 and {"zb_v", "interleaved"} <= {each.schedule for each in several}
 
 
 def test_why_a_layout_is_worse_names_what_grows_most():
