@@ -105,7 +105,10 @@ class Apart:
 
     def _settle_buffers(self, weight: float | None) -> None:
         for index, drift in self._drifts.items():
-            drift.settle(unite_flags(drift.flags(), self._copies[index]), weight)
+            flags, copies = drift.flags(), self._copies[index]
+            if flags:
+                self._compression.rest(copies)
+            drift.settle(unite_flags(flags, copies), weight)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return what a checkpoint keeps, the same on all replicas."""

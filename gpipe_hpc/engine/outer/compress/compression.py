@@ -4,8 +4,9 @@ from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
+from gpipe_hpc.comm.collectives.wide import WideGroup
 from gpipe_hpc.comm.group import Group
-from gpipe_hpc.engine.outer.compress.beside import Beside, beside
+from gpipe_hpc.engine.outer.compress.beside import Beside, BesideOnThread, beside
 from gpipe_hpc.engine.outer.compress.compressed import Compressed
 from gpipe_hpc.engine.outer.compress.compressors import check_fits, make_compressor
 from gpipe_hpc.engine.outer.settings import Outer
@@ -46,6 +47,16 @@ class Compression:
         )
         self._ways.append((way, frozenset(named)))
         return way
+
+    def rest(self, copies: Group) -> None:
+        """Wait until no sum of a group is under way, where its other collectives come between.
+
+        Those of a wide group are all carried out in one row, which has to be the same on all ranks:
+        a sum that a job starts, and one that the caller starts meanwhile, have no order.
+        """
+        jobs = self._jobs.get(copies)
+        if isinstance(copies, WideGroup) and isinstance(jobs, BesideOnThread):
+            jobs.start(lambda: None, ()).wait()
 
     def begin(self, step: int, unit: torch.Tensor) -> None:
         """Begin a step whose backward starts from `unit`."""
