@@ -66,6 +66,10 @@ class RankStates:
         """Return what there has to be room for beside activations."""
         return self.lasting_bytes + self.workspace_bytes
 
+    def with_activations(self, activation_bytes: int) -> int:
+        """Return what it holds at its fullest, in the step or in the optimizer's update."""
+        return self.lasting_bytes + max(self.workspace_bytes + activation_bytes, self.update_bytes)
+
 
 @dataclass(frozen=True)
 class RankForecast(RankStates):
@@ -77,8 +81,7 @@ class RankForecast(RankStates):
     @property
     def total_bytes(self) -> int:
         """Return the sum of all that it holds, in the step or in the optimizer's update."""
-        in_step = self.workspace_bytes + self.activation_bytes
-        return self.lasting_bytes + max(in_step, self.update_bytes)
+        return self.with_activations(self.activation_bytes)
 
 
 @dataclass(frozen=True)
@@ -167,8 +170,9 @@ def held_bytes(
     stages = count_stages(model, counts)
     peaks = peak_memory(schedule, activation_memory(stages, recomputed))
     return [
-        rank_states(model, stages, schedule.placement, rank, optimizer_states).total_bytes
-        + round(peak)
+        rank_states(model, stages, schedule.placement, rank, optimizer_states).with_activations(
+            round(peak)
+        )
         for rank, peak in enumerate(peaks)
     ]
 

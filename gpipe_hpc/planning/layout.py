@@ -22,6 +22,7 @@ from gpipe_hpc.planning.ordering import (
     compares_placements,
     order,
     paces_of,
+    place_name,
     shared_by,
     stages_of,
 )
@@ -211,4 +212,8 @@ def cut(request: Request, gauge: Gauge) -> Partition:
         # Of whichever placement was the best: its times are what counts.
         return given._replace(pins=pins)
     stages, ranks, paces = stages_of(request), shared_by(request), paces_of(request)
+    if isinstance(given, Partition) and given.made_on not in ("", place_name(request)):
+        # Of a schedule whose ranks hold other stages: as fast a cut is looked for on this one.
+        now = given._replace(paces=paces.stages, rank_paces=paces.ranks, pins=pins, is_open=True)
+        return now.cut_anew(stages, ranks)
     return choose_partition(given, stages, gauge, ranks, paces, pins)

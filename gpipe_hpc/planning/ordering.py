@@ -109,7 +109,7 @@ def _settled(
     if faster is before:
         return settled
     try:
-        other = order_of(faster._replace(is_open=False))
+        other = order_of(faster._replace(is_open=False, made_on=place_name(request)))
     except PartitionError:  # with no recomputation that a budget may choose
         return settled
     if memory_limits(request) is not None and request.recompute != "budget":
@@ -117,6 +117,15 @@ def _settled(
         if lacks and not lacks_memory(request, before, table, gauge):
             return settled
     return other if _time_of(other, gauge) < _time_of(settled, gauge) else settled
+
+
+def place_name(request: Request) -> str:
+    """Return what tells on which ranks the stages are: the schedule, its options, and the ranks."""
+    name = request.schedule if isinstance(request.schedule, str) else request.schedule.name
+    options = {n: o for n, o in request.options.items() if isinstance(o, str | int | float)}
+    return " ".join(
+        [name, f"{request.stages} ranks", *(f"{n}={o}" for n, o in sorted(options.items()))]
+    )
 
 
 def _smaller(request: Request, table: Schedule) -> Schedule:

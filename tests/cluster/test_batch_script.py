@@ -197,6 +197,15 @@ def test_ranks_that_slurm_ends_by_a_signal_are_a_request_to_stop(job, module):
     assert len(played.started) == 1 and played.calls("scontrol requeue")
 
 
+def test_ranks_that_had_met_end_with_75_and_others_by_the_signal(job):
+    """srun's code is the highest, 138: it was a crash, as some had ended otherwise."""
+    played = job()
+    lines = ("tasks 0-1: Exited with exit code 75", "tasks 2-3: User defined signal 1")
+    told = "; ".join(f"echo 'srun: error: n1: {line}' >&2" for line in lines)
+    assert played.run(f"{told}; exit 138") == 0
+    assert len(played.started) == 1 and played.calls("scontrol requeue")
+
+
 def test_a_mark_of_an_earlier_stop_does_not_hide_a_crash(job):
     """It was taken for a stop, each time: the job was queued again up to MAX_STARTS times."""
     played = job()

@@ -31,6 +31,7 @@ from gpipe_hpc.models import (
     skip_routes,
     stage_layers,
 )
+from gpipe_hpc.planning import LayerTimes, Request, lay_out
 from gpipe_hpc.planning.budget.fitting import choose_recompute
 from gpipe_hpc.planning.budget.one_stage import undominated_by_one
 from gpipe_hpc.planning.costs.counted import count_model
@@ -364,3 +365,30 @@ def test_what_the_optimizer_makes_in_its_step_is_within_the_budget():
     with pytest.raises(PartitionError, match=r"its step makes .* 1 B on rank 0, 1 B on rank 1, wh"):
         choose_recompute(model, [1, 1], bare, needed - 1, memory)
     assert choose_recompute(model, [1, 1], bare, needed - 1, memory._replace(temporaries=2))
+
+
+def test_a_cut_with_room_for_the_optimizers_step_is_found_for_a_budget():
+    """It was refused: the cut for little memory did not know of the step, and stayed."""
+    layers = [LayerSpec(nn.Linear, 64, 64) for _ in range(4)]
+    model = count_model(layers, torch.ones(1, 64))
+
+    class Given:
+        measure = "FLOPs"
+        times = tuple(LayerTimes.alike(n, 2 * n, n, n) for n in (1, 1, 1, 3))
+        count = model
+
+    Given.layers = layers
+    asked = Request(
+        stages=2,
+        microbatches=4,
+        schedule="gpipe",
+        partition="time",
+        recompute="budget",
+        memory_bytes=220_000,
+        optimizer_states=OptimizerMemory(2, temporaries=3),
+    )
+    assert lay_out(
+        replace(asked, memory_bytes=None, recompute="never"), Given()
+    ).partition.counts == (3, 1)
+    assert lay_out(asked, Given()).partition.counts == (2, 2)
+    assert lay_out(replace(asked, recompute="except_last"), Given()).partition.counts == (2, 2)

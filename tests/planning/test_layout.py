@@ -194,6 +194,12 @@ def test_ranks_with_several_stages_get_the_cut_whose_steps_are_shortest(schedule
     took = [simulate(layout.schedule, each.stage_costs()).makespan for each in (kept, even)]
     assert not kept.is_open and took[0] < took[1]
     assert lay_out(replace(request, partition="time"), Uneven()).partition.counts == even.counts
+    stored = Partition.stored(kept._asdict())
+    assert lay_out(replace(request, partition=stored), Uneven()).partition == kept
+    elsewhere = replace(request, partition=stored, schedule="interleaved")
+    found = lay_out(elsewhere, Uneven()).partition
+    anew = lay_out(replace(elsewhere, partition="simulated"), Uneven()).partition
+    assert found.counts == anew.counts, "a cut for other ranks is made anew"
     before = Partition.stored({"counts": even.counts, "costs": even.costs, "measure": "FLOPs"})
     again = lay_out(replace(request, partition=before._replace(times=even.times)), Uneven())
     assert again.partition.counts == even.counts, "a resumed run keeps the cut it had"

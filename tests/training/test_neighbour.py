@@ -516,8 +516,9 @@ def test_copies_that_dead_runs_forgot_are_removed_or_named(tmp_path, caplog, mon
     then = time.time() - 2 * files.FORGOTTEN_S
     for path in (*folder.path.iterdir(), folder.path):
         os.utime(path, (then, then))
-    CopyFolder(tmp_path, "new").clear_forgotten()
     (user,) = tmp_path.iterdir()
+    (user / f"{files._GOING}cut_short").mkdir()  # by whoever was killed as it removed a run's
+    CopyFolder(tmp_path, "new").clear_forgotten()
     assert sorted(path.name for path in user.iterdir()) == ["dead", "lives"]
     assert "dead holds copies of a run that is dead for" in caplog.text
 

@@ -30,7 +30,8 @@ class Partition(NamedTuple):
     the stages, where some stages are on one rank less; None: each stage is on as many. Where they
     share stages `paces` are empty: see `stage_paces`. `pins`: the layers that are on their stages
     in this cut, and in those that are made anew from it. `is_open`: a layout takes a
-    faster one for the same costs, where its ranks hold several stages and it finds one.
+    faster one for the same costs, where its ranks hold several stages and it finds one. `made_on`:
+    the schedule and ranks for which such a one was found; empty: it is none.
     """
 
     counts: tuple[int, ...]
@@ -42,6 +43,7 @@ class Partition(NamedTuple):
     num_ranks: int | None = None
     pins: Pins = ()
     is_open: bool = False
+    made_on: str = ""
 
     @classmethod
     def stored(cls, facts: Mapping[str, Any]) -> "Partition":
@@ -56,7 +58,8 @@ class Partition(NamedTuple):
         made_by = tuple(LayerTimes(*each, *each[: 5 - len(each)]) for each in times)
         num_ranks = facts.get("num_ranks")
         pins = tuple(Pin(*each) for each in facts.get("pins", ()))
-        return cls(counts, costs, facts["measure"], made_by, paces, of_ranks, num_ranks, pins)
+        known = counts, costs, facts["measure"], made_by, paces, of_ranks, num_ranks, pins
+        return cls(*known, made_on=facts.get("made_on", ""))
 
     @property
     def is_measured(self) -> bool:
@@ -134,7 +137,7 @@ class Partition(NamedTuple):
             counts = cut_for_paces(self.costs, self.paces, self.pins)
         else:
             counts = minimax(self.costs, num_stages, pins=self.pins)
-        return self._replace(counts=tuple(counts), num_ranks=num_ranks)
+        return self._replace(counts=tuple(counts), num_ranks=num_ranks, made_on="")
 
 
 class Paces(NamedTuple):

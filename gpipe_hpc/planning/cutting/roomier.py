@@ -65,6 +65,8 @@ def roomier_cut(
 
     def fits(stage: int, start: int, stop: int) -> bool:
         own, each = span(start, stop), moments[stage]
+        if own.updating_bytes > limits[route[stage]]:
+            return False
         room = limits[route[stage]] - own.workspace_bytes
         if own.bytes(each) <= room or not chooses:
             return own.bytes(each) <= room
@@ -73,6 +75,8 @@ def roomier_cut(
     def is_spent(stage: int, start: int, stop: int) -> bool:
         # With more layers all of this grows. The workspace may shrink: with it what leaves.
         own, each = span(start, stop), moments[stage]
+        if own.updating_bytes > limits[route[stage]]:
+            return True
         return (own.at_least_bytes(each) if chooses else own.bytes(each)) > limits[route[stage]]
 
     paces = partition.paces or (1.0,) * placement.num_stages
@@ -84,7 +88,9 @@ class _Span:
     """Some layers as a stage: what they hold all the time, to run, and of a micro-batch."""
 
     def __init__(self, model: ModelCount, request: Request, start: int, stop: int) -> None:
-        self._lasting = lasting_bytes(model, range(start, stop), request.kept_states)
+        layers, states = range(start, stop), request.kept_states
+        self._lasting = lasting_bytes(model, layers, states)
+        self.updating_bytes = self._lasting + states.update_of(model.weights(layers))
         self._stage = count_span(model, start, stop)
         self._whole = self._stage.activation_bytes
         self._all_again = self._stage.lives(self._stage.layers)

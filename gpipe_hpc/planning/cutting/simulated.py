@@ -7,7 +7,7 @@ best of them.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import Final
 
 from gpipe_hpc.planning.cutting.partition import Partition
@@ -19,7 +19,7 @@ _EVEN_STAGES: Final = (0.0, 0.4, 0.6, 0.8, 0.9)
 
 _GAIN: Final = 1e-3  # of the time: less is no reason to move on
 _TOGETHER: Final = 24  # so many ends that follow each other move together
-_MOST_PRICED: Final = 20_000  # stages of cuts that are taken on the way to even loads
+_MOST_PRICED: Final = 1_000_000  # stages of cuts that are weighed on the way to even loads
 
 _Ends = tuple[int, ...]
 _Price = tuple[float, float]
@@ -85,14 +85,16 @@ def _evened(partition: Partition, placement: Placement, where: Ends) -> Iterator
 
     first = (0, *accumulate(partition.counts))
     for weight in _EVEN_STAGES:
-        ends = first
-        for _ in range(_MOST_PRICED // placement.num_stages):
-            least = price(weight, ends)
-            better = (moved for moved in _moves(ends, where) if price(weight, moved) < least)
-            moved = next(better, ends)
-            if moved is ends:
-                break
-            ends = moved
+        left = _MOST_PRICED // len(_EVEN_STAGES) // placement.num_stages
+        ends, least, is_better = first, price(weight, first), True
+        while is_better:
+            is_better = False
+            for moved in islice(_moves(ends, where), left):
+                left -= 1
+                its = price(weight, moved)
+                if its < least:
+                    ends, least, is_better = moved, its, True
+                    break
         yield ends
 
 

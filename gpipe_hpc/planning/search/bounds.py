@@ -7,6 +7,7 @@ from typing import NamedTuple
 from gpipe_hpc.models import stage_layers
 from gpipe_hpc.planning.costs.trial import Weight
 from gpipe_hpc.planning.cutting.partition import Partition
+from gpipe_hpc.planning.cutting.simulated import has_shared_ranks
 from gpipe_hpc.planning.cutting.uneven import copies_for
 from gpipe_hpc.planning.memory.optimizer import OptimizerMemory
 from gpipe_hpc.planning.request import Request
@@ -37,7 +38,8 @@ def bound(candidate: Candidate, ground: Ground, base: Request, ways: Ways) -> Bo
     """Return what a layout takes and holds at least, whatever the order of its table.
 
     The time is that on the fastest cut for equal ranks, each as fast as the fastest is; the cut is
-    left where some rank has too little memory for it. Raises what cutting the model raises.
+    left where some rank has too little memory for it. Where a run simulates cuts for ranks that
+    hold several stages, the time is that of any cut. Raises what cutting the model raises.
     """
     states = base.kept_states
     samples = candidate.samples(ground.batch_size)
@@ -50,10 +52,13 @@ def bound(candidate: Candidate, ground: Ground, base: Request, ways: Ways) -> Bo
     else:
         sums = _sums(candidate, ground, stages, ways)
         seconds = _least_s(candidate, ground, placement, times, sums)
-    seconds *= min([1.0, *ground.machine.cluster.paces.values()]) * _least_pace(base)
+    pace = min([1.0, *ground.machine.cluster.paces.values()]) * _least_pace(base)
+    on_this_cut = least = pace * seconds
+    if ground.simulates_cuts and has_shared_ranks(placement):
+        least = pace * _least_of_any_cut_s(candidate, ground, placement, times)
     return Bound(
-        seconds,
-        seconds + _guess_s(candidate, times),
+        least,
+        on_this_cut + _guess_s(candidate, times),
         _least_bytes(candidate, ground, states, ways),
     )
 
@@ -99,12 +104,11 @@ def _least_s(
     backward come those of the stages ahead, though a W that waits may be the last of all. The sum
     of a stage's gradients begins no sooner than its last backward.
     """
+    if len(placement.routes) > 1:
+        return _least_of_any_cut_s(candidate, ground, placement, times)
     amount, smallest = _amounts(candidate, ground)
     forward, backward, of_input, of_weight, least_forward = times
     splits = candidate.schedule in SPLITTING
-    if len(placement.routes) > 1:
-        work = amount * (sum(forward) + sum(backward)) / placement.num_ranks
-        return max(work, smallest * (sum(least_forward) + sum(of_input)))
     ahead = [0.0, *accumulate(least_forward)]
     behind = [0.0, *accumulate(of_input if splits else backward)]
     most = 0.0
@@ -123,6 +127,15 @@ def _least_s(
             head + known - backward[first] + sums[first],
         )
     return most
+
+
+def _least_of_any_cut_s(
+    candidate: Candidate, ground: Ground, placement: Placement, times: _StageTimes
+) -> float:
+    """Return the least time on any cut: all work evenly over ranks, or one micro-batch's way."""
+    amount, smallest = _amounts(candidate, ground)
+    work = amount * (sum(times.forward) + sum(times.backward)) / placement.num_ranks
+    return max(work, smallest * (sum(times.least_forward) + sum(times.of_input)))
 
 
 def _amounts(candidate: Candidate, ground: Ground) -> tuple[float, float]:

@@ -234,8 +234,9 @@ class Laid:
         placement, kept = self.table.placement, self.asked.kept_states
         sharing = None if self.is_alone else self._sharing(way)
         return [
-            rank_states(self.model, self.stages, placement, rank, kept, sharing).total_bytes
-            + round(peak)
+            rank_states(self.model, self.stages, placement, rank, kept, sharing).with_activations(
+                round(peak)
+            )
             for rank, peak in enumerate(self.peaks)
         ]
 

@@ -197,6 +197,9 @@ class CopyFolder:
             for folder in self._user.iterdir():
                 if folder == self.path or not folder.is_dir() or folder.is_symlink():
                     continue
+                if folder.name.startswith(_GOING):  # whoever removed it did not come to its end
+                    shutil.rmtree(folder, ignore_errors=True)
+                    continue
                 owners = list(_owners(folder))
                 if any(not is_here(owner) or lives(owner) for owner in owners):
                     continue

@@ -4,6 +4,7 @@ from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config
 from gpipe_hpc.errors import ConfigError
+from gpipe_hpc.planning.cutting.partition import SIMULATED
 from gpipe_hpc.training.data import BatchReader, DataSource, ReadRequest, ShuffledSampler, tolerance
 from gpipe_hpc.training.data.dataset import samples_that_fit
 
@@ -14,7 +15,7 @@ def example_of(
     """Read one micro-batch to measure or count layers on; rank 0 alone does so."""
     pipeline = config.pipeline
     is_counted = pipeline.recompute == "budget" or pipeline.memory_bytes is not None
-    if source is None or not (pipeline.partition in ("time", "simulated") or is_counted):
+    if source is None or not (pipeline.partition in ("time", SIMULATED) or is_counted):
         return None
     with together(world, "reading an example"):
         return first_microbatch(config, source, sampler)
