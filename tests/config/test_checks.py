@@ -13,7 +13,10 @@ REFUSED = [
     ("pipeline.replicas=3", "expected stages x replicas = world size"),
     ("pipeline.schedule=gpip", "pipeline.schedule, expected one of gpipe, one_f_one_b"),
     ("pipeline.recompute=sometimes", "expected one of always, except_last, never"),
-    ("pipeline.partition=fast", "expected time, parameters, uniform or the number of layers"),
+    (
+        "pipeline.partition=fast",
+        "expected time, parameters, uniform, simulated or the number of layers",
+    ),
     ("pipeline.partition=[1,2,3]", "expected 2 "),
     ("pipeline.partition=[-1,12]", "counts from 0 up"),
     ("pipeline.memory_bytes=[8GB,0]", "pipeline.memory_bytes, expected at least 1"),
