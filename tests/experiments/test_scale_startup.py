@@ -81,7 +81,7 @@ def test_what_a_rank_does_to_start_grows_with_the_levels(found, what, at_64, eac
 
 MOST = {
     "comparing the settings": Part(3, 0, 8500, 0, 3, 0, 0, 0),
-    "opening the copies": Part(8, 0, 400, 0, 10, 2, 0, 0),
+    "opening the copies": Part(8, 0, 500, 0, 10, 2, 0, 0),
     "opening the session": Part(40, 14, 7000, 7500, 50, 42, 0, 0),
     "looking before the run": Part(12, 0, 2500, 0, 3, 0, 0, 0),
     "copying to a neighbour": Part(9, 0, 60, 0, 3, 0, 2, 4000),
@@ -89,10 +89,10 @@ MOST = {
 """In a world of 64; a few keys are those of the watcher, which come when they come."""
 EACH_LEVEL = {
     "comparing the settings": Part(2, 0, 6000, 0, 3, 0, 0, 0),
-    "opening the copies": Part(5, 0, 250, 0, 3, 0, 0, 0),
+    "opening the copies": Part(5, 0, 350, 0, 3, 0, 0, 0),
     "opening the session": Part(24, 6, 4200, 2600, 30, 22, 0, 0),
     "looking before the run": Part(8, 0, 1500, 0, 3, 0, 0, 0),
-    "copying to a neighbour": Part(6, 0, 40, 0, 3, 0, 0, 0),
+    "copying to a neighbour": Part(6, 0, 40, 0, 3, 0, 0, 128),
 }
 """More for eight times as many ranks."""
 

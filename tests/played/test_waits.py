@@ -41,10 +41,13 @@ ARGUED = {
     "comm/processes.py ProcessWorld.break_groups work": _BROKEN,
     "comm/reaching/pairs.py Pairs.break_off group.recv([torch.empty(1)], other, tag)": _BROKEN,
 }
-# There are no real groups of torch here: the tests that start ranks have these. Nobody takes the
-# waits out there.
+# There are no real groups of torch here, nor wide ones: the tests that start ranks have these, or
+# that have wide ones among threads. Nobody takes the waits out there.
 ELSEWHERE = {
     "comm/processes.py ProcessWorld._open_queue": "tests/engine/test_processes.py",
+    "engine/outer/compress/compression.py Compression.rest": (
+        "tests/engine/outer/test_wide_copies.py"
+    ),
 }
 # The trainings that miss one, the cheapest first.
 NEAR = {
