@@ -320,6 +320,11 @@ def _layers_as(config: Config, gauge: Gauge) -> str:
 
 def _cut_by(config: Config, partition: Partition) -> str:
     """Say how the layers of each stage were chosen."""
+    said = _weighed_by(config, partition)
+    return f"{said}; the fastest found, by simulating cuts" if partition.made_on else said
+
+
+def _weighed_by(config: Config, partition: Partition) -> str:
     if isinstance(config.pipeline.partition, list):
         return "by hand"
     if partition.measure == MEASURED and config.plan.calibration is not None:

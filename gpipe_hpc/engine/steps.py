@@ -114,15 +114,7 @@ class Steps:
             Executor(table, site.stage_rank, stages, wiring, site.world, overlaps=outer.overlap)
             for table in (tables.training, tables.evaluation)
         )
-        ways: dict[Group, Way] = {}
-        for index, stage in sorted(stages.items()):  # in one order on all ranks that share stages
-            copies = wiring.reductions[index]
-            if copies.size > 1 and copies not in ways:
-                ways[copies] = choose_way(outer, copies, site.world.device)
-            way = ways.get(copies)
-            if way is not None and outer.compress != "none" and not is_apart:
-                way = self.compression.way(stage, copies)
-            stage.gradients.sum_over(way, tables.buckets[index] if way and tables.buckets else ())
+        self._choose_ways(outer, tables)
         self.sharing = _sharing(outer, stages, wiring.reductions, tables)
         self._drifts = {
             index: Drift(
@@ -165,6 +157,20 @@ class Steps:
         # The loss weight of the last step; backward is seeded near its inverse.
         on = site.world.device.torch
         self.weight = torch.tensor(float(num_global), dtype=torch.float64, device=on)
+
+    def _choose_ways(self, outer: Outer, tables: Tables) -> None:
+        """Choose how the gradients of each stage are summed over its copies."""
+        is_apart = tables.averaging is not None
+        ways: dict[Group, Way] = {}
+        # In one order on all ranks that share stages.
+        for index, stage in sorted(self._stages.items()):
+            copies = self._wiring.reductions[index]
+            if copies.size > 1 and copies not in ways:
+                ways[copies] = choose_way(outer, copies, self._site.world.device)
+            way = ways.get(copies)
+            if way is not None and outer.compress != "none" and not is_apart:
+                way = self.compression.way(stage, copies)
+            stage.gradients.sum_over(way, tables.buckets[index] if way and tables.buckets else ())
 
     def sharers(self, stage: int) -> Group:
         """Return the ranks that combine gradients of one of this rank's stages."""

@@ -29,6 +29,12 @@ def _all_faults(numbers, trained, tmp_path):
     }
 
 
+def _sampled(few, many):
+    """Return the numbers of cases: few are tried with the slow tests, many as a product."""
+    slow = [pytest.param(each, marks=pytest.mark.slow) for each in few]
+    return slow + [pytest.param(each, marks=pytest.mark.product) for each in many]
+
+
 def test_generated_settings_train_or_are_refused_in_one_line(trained, tmp_path):
     """Numbers for presets, sizes of 20 digits and paths of 300 letters ended in tracebacks."""
     assert not _all_faults(_FEW, trained, tmp_path)
@@ -40,13 +46,7 @@ def test_a_thousand_generated_settings_train_or_are_refused_in_one_line(trained,
     assert not _all_faults(_MANY, trained, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        *(pytest.param(each, marks=pytest.mark.slow) for each in _FEW_IN_A_SHELL),
-        *(pytest.param(each, marks=pytest.mark.product) for each in _MANY_IN_A_SHELL),
-    ],
-)
+@pytest.mark.parametrize("number", _sampled(_FEW_IN_A_SHELL, _MANY_IN_A_SHELL))
 def test_generated_settings_that_a_shell_types(number, trained, tmp_path, repository):
     case = drawn(number, IN_A_SHELL)
     environ = os.environ | {"PYTHONPATH": str(repository)}
@@ -54,13 +54,7 @@ def test_generated_settings_that_a_shell_types(number, trained, tmp_path, reposi
     assert not wrong, (str(case), found)
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        *(pytest.param(each, marks=pytest.mark.slow) for each in _ONE_BY_TORCHRUN),
-        *(pytest.param(each, marks=pytest.mark.product) for each in _MANY_BY_TORCHRUN),
-    ],
-)
+@pytest.mark.parametrize("number", _sampled(_ONE_BY_TORCHRUN, _MANY_BY_TORCHRUN))
 def test_generated_settings_that_torchrun_starts(number, trained, tmp_path, repository):
     """What one rank refuses by itself is said on all of them, once, and none hangs."""
     case = drawn(number, BY_TORCHRUN)

@@ -632,3 +632,14 @@ def test_the_plan_says_what_is_pinned():
     assert f"layers.{last} " in line and "on stage 3" in line and "layers.1 " in line
     assert make_plan(compose_config([*words, "pipeline.pins.1=0"])).layout.partition.counts[0] >= 2
     assert "pinned" not in make_plan(compose_config(words)).text
+
+
+def test_a_simulated_cut_is_planned_and_named():
+    words = ["model=gpt2_untied", "data=synthetic", "pipeline.stages=4", "pipeline.schedule=zb_v"]
+    words += ["pipeline.microbatches=16", "pipeline.recompute=never"]
+    even, found = (
+        planned(*words, f"pipeline.partition={policy}") for policy in ("time", "simulated")
+    )
+    assert "the fastest found, by simulating cuts:" in found.text
+    assert "the fastest found" not in even.text
+    assert found.forecast.timeline.makespan < 0.9 * even.forecast.timeline.makespan

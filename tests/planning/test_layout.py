@@ -8,6 +8,7 @@ from importlib import import_module
 from itertools import cycle, product
 
 import pytest
+import torch
 from torch import nn
 
 import gpipe_hpc.pipeline
@@ -19,8 +20,9 @@ from gpipe_hpc.config import PipelineConfig, build_target, compose_config, conf_
 from gpipe_hpc.errors import ConfigError, ModelError
 from gpipe_hpc.models import LayerSpec, loss_function
 from gpipe_hpc.plan import make_plan
-from gpipe_hpc.planning import LayerTimes, Measured, Partition, Request, cut, lay_out
+from gpipe_hpc.planning import LayerTimes, Measured, Partition, Request, cut, lay_out, ordering
 from gpipe_hpc.planning.costs.counted import count_model
+from gpipe_hpc.planning.forecast import held_bytes
 from gpipe_hpc.schedule import build, schedule_names, simulate, to_text
 from gpipe_hpc.training.asking import request_of
 from gpipe_hpc.training.data.shapes import microbatch, samples_per_microbatch
@@ -203,6 +205,51 @@ def test_ranks_with_several_stages_get_the_cut_whose_steps_are_shortest(schedule
     before = Partition.stored({"counts": even.counts, "costs": even.costs, "measure": "FLOPs"})
     again = lay_out(replace(request, partition=before._replace(times=even.times)), Uneven())
     assert again.partition.counts == even.counts, "a resumed run keeps the cut it had"
+
+
+def test_cuts_for_a_large_table_are_compared_on_one_of_fewer_microbatches(monkeypatch):
+    sizes = []
+    own = ordering.simulate
+
+    def simulated(table, costs):
+        sizes.append(table.num_microbatches)
+        return own(table, costs)
+
+    monkeypatch.setattr(ordering, "simulate", simulated)
+
+    class Uneven(Given):
+        times = tuple(LayerTimes.alike(n, 2 * n, n, n) for n in (1, 2, 1, 1, 2, 1, 1, 5))
+
+    request = Request(stages=2, microbatches=400, schedule="zb_v", partition="simulated")
+    lay_out(request, Uneven())
+    assert sizes.count(8) > 5 and 400 not in sizes[:-2]
+
+
+def test_a_faster_cut_that_does_not_fit_is_left():
+    class Large(nn.Sequential):  # the faster cut has it on the fuller rank
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(64, 64), nn.Linear(64, 64))
+
+    layers = [LayerSpec(nn.Linear, 64, 64) for _ in range(8)]
+    layers[1] = LayerSpec(Large)
+
+    class Uneven:
+        measure = "FLOPs"
+        times = tuple(LayerTimes.alike(n, 2 * n, n, n) for n in (1, 2, 1, 1, 2, 1, 1, 5))
+        count = count_model(layers, torch.ones(1, 64))
+
+    Uneven.layers = layers
+    request = Request(stages=2, microbatches=8, schedule="zb_v", recompute="never")
+    held, cuts = {}, {}
+    for policy in ("time", "simulated"):
+        layout = lay_out(replace(request, partition=policy), Uneven())
+        cuts[policy] = layout.partition.counts
+        held[policy] = max(
+            held_bytes(Uneven.count, cuts[policy], layout.schedule, request.kept_states)
+        )
+    assert cuts["time"] != cuts["simulated"] and held["time"] < held["simulated"]
+    tight = replace(request, partition="simulated", memory_bytes=held["simulated"] - 1)
+    assert lay_out(tight, Uneven()).partition.counts == cuts["time"]
 
 
 def test_layers_are_measured_on_the_thread_that_runs_them(monkeypatch):

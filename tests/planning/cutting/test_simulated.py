@@ -6,6 +6,7 @@ from itertools import accumulate, combinations, pairwise
 import pytest
 
 from gpipe_hpc.planning import LayerTimes
+from gpipe_hpc.planning.cutting import simulated
 from gpipe_hpc.planning.cutting.minimax import minimax
 from gpipe_hpc.planning.cutting.partition import Partition
 from gpipe_hpc.planning.cutting.pins import Pin, holds
@@ -91,3 +92,22 @@ def test_it_asks_no_more_often_than_it_may():
 def test_ranks_that_hold_several_stages_are_known(name, ranks, expected):
     table = build(name, ranks=ranks, microbatches=4)
     assert has_shared_ranks(table.placement) is expected
+
+
+def test_weighing_cuts_of_many_stages_comes_to_an_end(monkeypatch):
+    """128 stages and 400 layers took minutes: what was weighed at each move was not counted."""
+    table = build("interleaved", ranks=64, microbatches=64)
+    draws = random.Random(0)
+    first = open_cut([draws.uniform(1, 9) for _ in range(400)], table)
+    weighed = []
+    own = simulated._moves
+
+    def counted(ends, where):
+        for moved in own(ends, where):
+            weighed.append(len(moved) - 1)
+            yield moved
+
+    monkeypatch.setattr(simulated, "_moves", counted)
+    monkeypatch.setattr(simulated, "_MOST_PRICED", 50_000)
+    faster_cut(first, table.placement, lambda cut: 1.0, 1)
+    assert 25_000 < sum(weighed) <= 50_000 + 5 * table.num_stages
