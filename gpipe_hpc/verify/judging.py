@@ -58,7 +58,7 @@ class Judge:
         weights = _merged(start, "weights")
         if is_described:
             line = self.report.line("initial weights")
-            own = {name: p.detach() for name, p in self._plain.parameters.items()}
+            own = {name: p.detach().cpu() for name, p in self._plain.parameters.items()}
             add_all(line, weights, own, {})
         self._plain.take_over(weights, _merged(start, "buffers"))
 
@@ -160,7 +160,7 @@ class Judge:
             norm = torch.nn.utils.clip_grad_norm_(list(parameters.values()), clip)
             self._number("gradient norm", facts[0]["norm"], float(norm))
             line = self.report.line("gradients after clipping")
-            clipped = {n: p.grad for n, p in parameters.items()}
+            clipped = {n: p.grad if p.grad is None else p.grad.cpu() for n, p in parameters.items()}
             bounds = {n: self._bound(g) for n, g in clipped.items() if g is not None}
             for each in facts:
                 add_all(line, each["clipped"], clipped, bounds)

@@ -9,7 +9,7 @@ batch; a strand (r, k) is one rank.
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -47,6 +47,7 @@ Strand = tuple[int, int]
 Watcher = Callable[[int, int, Nest], None]
 """Takes a layer's index, the index of the global micro-batch, and the layer's output."""
 
+_LOW: Final = (torch.bfloat16, torch.float16)
 AUTOCAST: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -119,7 +120,8 @@ class PlainStep:
     """What a plain step gave. Gradients are those before clipping, None where there is none.
 
     `in_order`: gradients added up from the first micro-batch to the last, as most people would;
-    `magnitudes`: sums of absolute values, which bound what an order of sums can change.
+    `magnitudes`: sums of absolute values, which bound what an order of sums can change. All lie on
+    the host.
     """
 
     loss: float
@@ -225,8 +227,8 @@ class PlainTraining:
     ) -> PlainStep:
         """Run forward and backward of every global micro-batch; leave gradients in `.grad`.
 
-        `pieces`: (inputs, targets, samples) of each global micro-batch. `scale`: what backward
-        starts from, a power of two, and is divided by again.
+        `pieces`: (inputs, targets, samples) of each global micro-batch, on the host. `scale`: what
+        backward starts from, a power of two, and is divided by again.
         """
         self._statistics.begin()
         terms: list[_Terms] = []
@@ -249,13 +251,13 @@ class PlainTraining:
                 if gradient is not None:
                     _accumulate(in_order, name, gradient)
                     _accumulate(magnitudes, name, gradient.abs())
-        weight = sum(each.weight for each in terms)
+        weight = _added(each.weight for each in terms)
         divisor = scale * weight if weight > 0 else torch.full_like(scale, torch.inf)
         gradients = {name: _united(by_strand) for name, by_strand in sums.items()}
         for found in (gradients, in_order, magnitudes):
             for each in found.values():
                 if each is not None:
-                    each.div_(divisor)
+                    _divide(each, divisor)
         is_skipped = self._overflowed(gradients)
         for name, parameter in self.parameters.items():
             given = gradients[name]
@@ -264,7 +266,11 @@ class PlainTraining:
         self._unite_buffers(pieces)
         self.steps_done += 1
         return PlainStep(
-            *_loss(terms, weight), gradients, in_order, magnitudes, is_skipped=is_skipped
+            *_loss(terms, weight),
+            {name: g if g is None else self._device.fetch(g) for name, g in gradients.items()},
+            {name: self._device.fetch(each) for name, each in in_order.items()},
+            {name: self._device.fetch(each) for name, each in magnitudes.items()},
+            is_skipped=is_skipped,
         )
 
     def evaluate(self, pieces: Sequence[tuple[Nest, Nest, int]]) -> float:
@@ -273,12 +279,14 @@ class PlainTraining:
         with self._apart(), self._evaluating(), torch.no_grad():
             for g, (inputs, targets, size) in enumerate(pieces):
                 terms.append(self._forward(g, inputs, targets, size, None) if size else _Terms())
-        return _loss(terms, sum(each.weight for each in terms))[0]
+        return _loss(terms, _added(each.weight for each in terms))[0]
 
     def _forward(
         self, g: int, inputs: Nest, targets: Nest, size: int, watcher: Watcher | None
     ) -> "_Terms":
-        nest: Any = map_tensors(torch.clone, inputs)  # the first layer may write into its input
+        bring = self._device.bring
+        # The first layer may write into its input.
+        nest: Any = map_tensors(lambda tensor: bring(tensor.clone()), inputs)
         stashed: dict[str, Any] = {}
         with self._casting(), reporting(Reports()) as reports, self._statistics.collecting(g):
             for index, copies in enumerate(self._copies):
@@ -291,7 +299,7 @@ class PlainTraining:
             # As the statistics that layers of ours report stay theirs alone.
             further = dict(reports.take().losses)
             self._draw(g, len(self._layers), None)
-            value = self._loss_fn(nest, targets)
+            value = self._loss_fn(nest, map_tensors(bring, targets))
             further |= reports.take().losses
         return _Terms.of(value, size, further)
 
@@ -379,7 +387,7 @@ class _Terms:
         """Run backward from all losses at once, starting from `scale`."""
         roots = [root for root in self.roots if root.requires_grad]
         if roots:
-            torch.autograd.backward(roots, [scale.to(root.dtype) for root in roots])
+            torch.autograd.backward(roots, [scale.to(root.device, root.dtype) for root in roots])
 
 
 def seed_generators(key: int, device: Device, layer: nn.Module | None) -> None:
@@ -419,17 +427,35 @@ def unite(
 
 def _loss(terms: Sequence[_Terms], weight: float) -> tuple[float, list[float]]:
     """Return the loss, and that of each micro-batch: sums over the weight, in global order."""
-    main = sum(each.main for each in terms)
+    main = _added(each.main for each in terms)
     further: dict[str, float] = {}
     for each in terms:
         for name, value in each.further.items():
             further[name] = further.get(name, 0.0) + value
-    total = main + sum(further.values())
-    sums = [(each.main + sum(each.further.values()), each.weight) for each in terms]
+    total = main + _added(further.values())
+    sums = [(each.main + _added(each.further.values()), each.weight) for each in terms]
     return (
         total / weight if weight else 0.0,
         [value / own if own else value for value, own in sums],
     )
+
+
+def _added(numbers: Iterable[float]) -> float:
+    """Return the sum from left to right; from Python 3.12 on, `sum` makes up for rounding."""
+    total = 0.0
+    for number in numbers:
+        total += number
+    return total
+
+
+def _divide(gradient: Tensor, divisor: Tensor) -> None:
+    """Divide in place by a float64[] of the host, rounding once, those in 16 bits in float32.
+
+    A GPU multiplies by the reciprocal of a number of the host, which rounds twice.
+    """
+    is_low = gradient.dtype in _LOW
+    number = divisor.to(gradient.device, torch.float32 if is_low else gradient.dtype)
+    gradient.copy_(gradient.float() / number if is_low else gradient / number)
 
 
 def _united(by_strand: Mapping[Strand, Sum]) -> Tensor | None:

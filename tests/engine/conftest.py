@@ -7,7 +7,8 @@ the published random keys itself, from the formula in the docstring of models/ra
 import math
 from collections import namedtuple
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
+from operator import add
 from types import SimpleNamespace
 
 import pytest
@@ -130,13 +131,16 @@ def sum_then_scale(layers, loss_fn, pieces, order, seed, step, device=CPU):
                 if total.requires_grad:
                     total.backward()
         replicas.append({name: p.grad for name, p in parameters.items()})
-    total = sum((terms[place][0] for place in sorted(terms)), 0.0)
+    # `sum` makes up for rounding from Python 3.12 on.
+    total = reduce(add, (terms[place][0] for place in sorted(terms)), 0.0)
     weight = sum(float(w) for _, w in terms.values())
+    # A GPU multiplies by the reciprocal of a number of the host, which rounds twice.
+    divisor = torch.tensor(weight if weight else math.inf, dtype=torch.float64, device=device)
     for name, parameter in parameters.items():
         parts = [part[name] for part in replicas if part[name] is not None]
         parameter.grad = sum(parts[1:], parts[0]) if parts else None
         if parts:
-            parameter.grad /= weight if weight else float("inf")
+            parameter.grad /= divisor.to(parameter.dtype)
     return total / weight if weight else 0.0
 
 

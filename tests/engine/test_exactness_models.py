@@ -173,8 +173,10 @@ def train_plain(case, device):
             part, count, *_ = case.loss_fn(model.forward(x, step, m), target)
             part.backward()
             total, weight = total + part.item(), weight + int(count)
+        # A GPU multiplies by the reciprocal of a number of the host, which rounds twice.
+        divisor = torch.tensor(weight, device=device)
         for parameter in parameters.values():
-            parameter.grad /= weight
+            parameter.grad /= divisor.to(parameter.dtype)
         steps.append((total / weight, {n: p.grad.clone() for n, p in parameters.items()}))
         model.pool(before)
         optimizer.step()

@@ -17,8 +17,11 @@ from tests.played.test_transport import on_played
 _STOPS = "a clock on the host stops when the work is done"
 # What the tracker cannot miss, and why it is there all the same.
 ARGUED = {
-    "planning/costs/clock.py _timed_by_events synchronize": "work put there before is not measured",
-    "planning/costs/clock.py _timed_by_events record": "times are measured between these marks",
+    "planning/costs/clock.py timed synchronize": "work put there before is not measured",
+    "planning/costs/clock.py _span synchronize": "work put there before is not measured",
+    "planning/costs/clock.py _measured record": "times are measured between these marks",
+    "planning/costs/clock.py _measured query": "it tells whether the host was fast enough",
+    "planning/costs/clock.py _measured synchronize": _STOPS,
     "bench/point.py _finish synchronize": _STOPS,
     "bench/collectives/point.py _finish synchronize": _STOPS,
     "comm/collectives/tuned.py _seconds synchronize": _STOPS,

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, TypeVar
 
+import torch
+
 from gpipe_hpc.comm.device import Device
 
 Result = TypeVar("Result")
@@ -17,18 +19,29 @@ _SCHEDULED: Final = Path("/proc/thread-self/schedstat")
 class Clock:
     """What the time is, and how long work takes. Tests have another one."""
 
+    def __init__(self) -> None:
+        self._lead: _Lead | None = None
+
     def now(self) -> float:
         """Return seconds since some time."""
         return time.monotonic()
 
     def timed(self, work: Callable[[], Result], device: Device) -> tuple[Result, float]:
-        """Run `work` and return its result and the seconds the device needed for it.
+        """Run `work` and return its result and the seconds that a step would need for it.
 
         On CPUs the time in which this thread waited for a core is left out where the system tells
         it: a long layer never runs undisturbed on a busy machine, however often it is repeated,
         while a short one does. What other threads of a parallel layer waited is not known.
+
+        An accelerator is kept busy ahead of `work`, as it is in a step: else it would wait for each
+        of its first kernels. What counts is what takes longer, its work or the host's in ordering
+        it: on one H200, steps of GPT-2 medium took 0.38 s where 0.62 s were timed without this.
         """
-        return _timed_by_events(work, device) if device.is_accelerator else _timed(work)
+        if not device.is_accelerator:
+            return _timed(work)
+        if self._lead is None or self._lead.device is not device:
+            self._lead = _Lead(device)
+        return self._lead.timed(work)
 
 
 def _timed(work: Callable[[], Result]) -> tuple[Result, float]:
@@ -49,11 +62,57 @@ def _waited_s() -> float:
         return 0.0  # another system, or a sandbox
 
 
-def _timed_by_events(work: Callable[[], Result], device: Device) -> tuple[Result, float]:
-    begin, end = device.event(timing=True), device.event(timing=True)
-    device.synchronize()
-    begin.record()
-    result = work()
-    end.record()
-    end.synchronize()
-    return result, begin.elapsed_ms(end) / 1e3
+class _Lead:
+    """Work that a device has in hand while the host orders what is timed behind it."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._filler = device.empty([_FILLER], torch.float32).fill_(0)
+        self._wanted_s = _FIRST_LEAD_S
+        self._each_s = 0.0
+        self._put(2)  # the first takes longer, as its kernel is loaded
+        self._each_s = self._span(lambda: self._put(_PROBED))[1] / _PROBED
+
+    def timed(self, work: Callable[[], Result]) -> tuple[Result, float]:
+        """Run `work`; return its result and the seconds of the device, or of the host if longer.
+
+        Where the device came to `work` before all of it was ordered, as it waits for the host or
+        the lead was too short, the device's seconds have that in them; the next lead is longer.
+        """
+        self.device.synchronize()
+        number = self._wanted_s / self._each_s if self._each_s > 0 else 0
+        self._put(min(_MOST, round(number)))
+        result, device_s, host_s, is_ahead = self._measured(work)
+        if is_ahead:
+            return result, max(device_s, host_s)
+        self._wanted_s = max(self._wanted_s, _MARGIN * host_s)
+        return result, device_s
+
+    def _measured(self, work: Callable[[], Result]) -> tuple[Result, float, float, bool]:
+        """Return also whether the device had not begun when the host was done."""
+        begin, end = self.device.event(timing=True), self.device.event(timing=True)
+        begin.record()
+        began_s = time.perf_counter()
+        result = work()
+        host_s = time.perf_counter() - began_s
+        is_ahead = not begin.query()
+        end.record()
+        end.synchronize()
+        return result, begin.elapsed_ms(end) / 1e3, host_s, is_ahead
+
+    def _span(self, work: Callable[[], None]) -> tuple[None, float]:
+        self.device.synchronize()
+        result, device_s, *_ = self._measured(work)
+        return result, device_s
+
+    def _put(self, number: int) -> None:
+        for _ in range(number):
+            self._filler.add_(1.0)
+
+
+_FILLER: Final = 2**24  # float32: some 50 us of a fast device, and 5 us of the host
+_PROBED: Final = 20
+_FIRST_LEAD_S: Final = 2e-3
+_MARGIN: Final = 1.5  # times what the host took
+# So few that their launches do not fill the queue, which would let the host wait: CUDA takes 1,024.
+_MOST: Final = 256
