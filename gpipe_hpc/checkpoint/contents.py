@@ -86,13 +86,13 @@ def collect(
 
 def _optimizer_state(
     pipe: "Pipeline", optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, Any], dict[str, tuple[Part, Tensor]]]:
+) -> tuple[dict[str, Any], dict[str, Part]]:
     """Return the optimizer's state of this rank's parameters as optimizer.<name>.<key>.
 
     Tensors have the shape of the whole parameter; what this rank has only a part of comes apart.
     """
     states: dict[str, Any] = {}
-    parts: dict[str, tuple[Part, Tensor]] = {}
+    parts: dict[str, Part] = {}
     stage_of = {info.name: info.stage for info in pipe.all_parameters}
     for name, held in pipe.held_parameters().items():
         for key, value in optimizer.state.get(held.parameter, {}).items():
@@ -100,9 +100,7 @@ def _optimizer_state(
             if not (isinstance(value, Tensor) and held.goes_along(value)):
                 states[full] = value
             elif held.is_part:
-                shape = tuple(held.whole.shape)
-                part = Part(stage_of[name], full, held.start, held.stop, shape)
-                parts[full] = part, value
+                parts[full] = Part(stage_of[name], name, held, value)
             else:
                 states[full] = value.view(held.whole.shape)
     return states, parts

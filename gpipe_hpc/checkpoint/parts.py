@@ -1,115 +1,179 @@
 """States of an optimizer that lie on several ranks: each is put together on the one that writes it.
 
 The others send what they hold of it, one tensor after the other, by way of ranks 1, 2, 4, 8, ...
-places away: of a tensor that lies on thousands of ranks, each talks to few. A rank needs memory for
-those that it writes or hands on: of the parameters that lie across the ends of shards, no others.
+places away: of a tensor that lies on thousands of ranks, each talks to few. Who holds what follows
+from how rows of parameters are divided, so no rank is told of it. A rank needs memory for those
+that it writes or hands on: of the parameters that lie across the ends of shards, no others.
 """
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-import torch
 from torch import Tensor
 
 from gpipe_hpc.comm.group import Group, Piece
+from gpipe_hpc.engine.outer.held import Held, Share
+from gpipe_hpc.errors import CheckpointError
 
 if TYPE_CHECKING:
     from gpipe_hpc.pipeline import Pipeline
 
 
 class Part(NamedTuple):
-    """Elements of a tensor, in a row, that one rank has; `shape`: that of the whole tensor.
+    """What this rank has of a state that goes along with the elements of a parameter.
 
-    `stage`: the one whose copies share the tensor.
+    `stage`: the one whose copies share it. `held`: of the parameter, `parameter` by name; `state`
+    has a number for each element of it.
     """
 
     stage: int
-    name: str
-    start: int
-    stop: int
-    shape: tuple[int, ...]
+    parameter: str
+    held: Held
+    state: Tensor
 
 
-def put_together(pipe: "Pipeline", own: dict[str, tuple[Part, Tensor]]) -> dict[str, Tensor]:
+def put_together(pipe: "Pipeline", own: Mapping[str, Part]) -> dict[str, Tensor]:
     """Return the whole tensors of which this rank has the largest part; all ranks call it.
 
-    `own`: this rank's parts, by their names in the checkpoint.
+    `own`: this rank's parts, by their names in the checkpoint. Raises CheckpointError on all ranks
+    where ranks that hold parts of one parameter have other states of it.
     """
+    _check_alike(pipe, own)
     found: dict[str, Tensor] = {}
     for stage in sorted(pipe.stages):  # in one order on all ranks that share some
-        of_stage = {name: each for name, each in own.items() if each[0].stage == stage}
-        found |= _put_together(pipe.sharers(stage), pipe.world.rank, of_stage)
+        of_stage = {name: part for name, part in own.items() if part.stage == stage}
+        found |= _put_together(pipe.sharers(stage), of_stage)
     return found
 
 
-def _put_together(
-    group: Group, here: int, own: dict[str, tuple[Part, Tensor]]
-) -> dict[str, Tensor]:
-    """Return the whole tensors of a stage of which the rank `here` has the largest part."""
-    told: list[list[Part]] = group.all_gather_object([part for part, _ in own.values()])
-    holders: dict[str, dict[int, Part]] = {}
-    for rank, parts in zip(group.ranks, told, strict=True):
-        for part in map(Part._make, parts):
-            holders.setdefault(part.name, {})[rank] = part
+def _put_together(group: Group, own: Mapping[str, Part]) -> dict[str, Tensor]:
+    """Return the whole tensors of a stage of which this rank has the largest part."""
     found: dict[str, Tensor] = {}
-    for name in sorted(holders):
-        parts_of = holders[name]
-        if here not in parts_of:
+    for name, part in sorted(own.items()):
+        shares = part.held.shares
+        writer = max(shares, key=lambda share: (share.stop - share.start, -share.position))
+        mine, whole = part.state.detach(), part.held.whole
+        if group.position == writer.position:
+            row = mine.new_empty(whole.numel())
+            row[writer.start : writer.stop] = mine
+            for side in _sides(shares, writer):
+                _hand_on(group, side, 0, row)
+            found[name] = row.view(whole.shape)
             continue
-        writer = max(parts_of, key=lambda rank: (_size(parts_of[rank]), -rank))
-        mine = own[name][1].detach()
-        if here == writer:
-            whole = mine.new_empty(torch.Size(parts_of[here].shape).numel())
-            whole[parts_of[here].start : parts_of[here].stop] = mine
-            for side in _sides(parts_of, writer):
-                _hand_on(group, side, 0, whole)
-            found[name] = whole.view(parts_of[here].shape)
-            continue
-        (side,) = [side for side in _sides(parts_of, writer) if here in dict(side)]
-        place = [rank for rank, _ in side].index(here)
+        side, place = _place(shares, writer, group.position)
         start, stop = _span(side, place, place + (place & -place))
         row = mine.new_empty(stop - start)
-        row[parts_of[here].start - start : parts_of[here].stop - start] = mine
+        row[part.held.start - start : part.held.stop - start] = mine
         _hand_on(group, side, place, row, start)
     return found
 
 
-_Side = list[tuple[int, Part]]
-"""The ranks that hold a tensor, from its writer outwards in one direction, and what they hold."""
+def _sides(shares: Sequence[Share], writer: Share) -> tuple[list[Share], list[Share]]:
+    """Return both sides of a writer, from itself outwards."""
+    at = shares.index(writer)
+    return [*shares[at::-1]], [*shares[at:]]
 
 
-def _sides(parts_of: Mapping[int, Part], writer: int) -> tuple[_Side, _Side]:
-    """Return both sides of a writer, itself the first of each."""
-    held = sorted(parts_of.items())
-    ahead = [each for each in held if each[0] <= writer]
-    behind = [each for each in held if each[0] >= writer]
-    return ahead[::-1], behind
+def _place(shares: Sequence[Share], writer: Share, position: int) -> tuple[list[Share], int]:
+    """Return the side of a writer on which the copy at a position is, and its place there."""
+    ahead, behind = _sides(shares, writer)
+    side = ahead if position < writer.position else behind
+    return side, abs(position - writer.position)
 
 
-def _hand_on(group: Group, side: _Side, place: int, row: Tensor, start: int = 0) -> None:
+def _hand_on(group: Group, side: Sequence[Share], place: int, row: Tensor, start: int = 0) -> None:
     """Collect into `row`, which begins at element `start`, what comes from outwards; send it on."""
 
     def elements(first: int, last: int) -> Tensor:
         begin, end = _span(side, first, last)
         return row[begin - start : end - start]
 
+    def piece(at: int, tensor: Tensor) -> Piece:
+        return Piece(group.ranks[side[at].position], tensor)
+
     distance = 1
     while distance < len(side):
         if place & distance:
-            out = Piece(side[place - distance][0], elements(place, place + distance))
+            out = piece(place - distance, elements(place, place + distance))
             group.start_exchange([out], []).wait()
             return
         if place + distance < len(side):
             into = elements(place + distance, place + 2 * distance)
-            group.start_exchange([], [Piece(side[place + distance][0], into)]).wait()
+            group.start_exchange([], [piece(place + distance, into)]).wait()
         distance *= 2
 
 
-def _span(side: _Side, first: int, last: int) -> tuple[int, int]:
-    """Return where the elements of some ranks of a side begin and end."""
-    parts = [part for _, part in side[first:last]]
-    return min(part.start for part in parts), max(part.stop for part in parts)
+def _span(side: Sequence[Share], first: int, last: int) -> tuple[int, int]:
+    """Return where the elements of some copies of a side begin and end."""
+    some = side[first:last]
+    return min(share.start for share in some), max(share.stop for share in some)
 
 
-def _size(part: Part) -> int:
-    return part.stop - part.start
+_PRIME: Final = 2**61 - 1
+
+
+class Apart(NamedTuple):
+    """Whether states of some ranks differ from those of others: `number` is 0 where none does.
+
+    A rank alone has a number where it shares parameters; those of all who share one add up to 0.
+    """
+
+    number: int = 0
+
+    def plus(self, other: "Apart") -> "Apart":
+        """Return the same of these ranks and of others."""
+        return Apart((self.number + other.number) % _PRIME)
+
+    @classmethod
+    def of(cls, states: str, name: str, shares: Sequence[Share], position: int) -> "Apart":
+        """Return that of the copy at a position, which has these states of a parameter.
+
+        It takes what it has times a number that it knows of the copy behind it, less a number that
+        it knows of the one ahead. So copies i and i + 1 have the same number w_i with other signs:
+        where their states are x and y the sum has w_i (x - y) in it, and nothing else has w_i.
+        """
+        ahead = _hash(f"{name} {position - 1}") if position > shares[0].position else 0
+        behind = _hash(f"{name} {position}") if position < shares[-1].position else 0
+        return cls(_hash(states) * (behind - ahead) % _PRIME)
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(sha256(text.encode()).digest()[:8]) % _PRIME
+
+
+def _check_alike(pipe: "Pipeline", own: Mapping[str, Part]) -> None:
+    """Raise CheckpointError on all ranks unless all who share a parameter have the same states.
+
+    One would wait for what another does not send. Each tells one number; only where their sum says
+    that states differ do all hear which.
+    """
+    kinds: dict[str, list[str]] = {}
+    for name, part in own.items():
+        kinds.setdefault(part.parameter, []).append(f"{name} of {part.state.dtype}")
+    stage_of = {info.name: info.stage for info in pipe.all_parameters}
+    states, apart = {}, Apart()
+    for name, held in pipe.held_parameters().items():
+        if held.is_part:
+            states[name] = ", ".join(sorted(kinds.get(name, ["none"])))
+            position = pipe.sharers(stage_of[name]).position
+            apart = apart.plus(Apart.of(states[name], name, held.shares, position))
+    if pipe.everybody.merge_object(apart, Apart.plus).number:
+        told = pipe.everybody.all_gather_object(states)
+        raise _apart(zip(pipe.everybody.ranks, told, strict=True))
+
+
+def _apart(told: Iterable[tuple[int, Mapping[str, str]]]) -> CheckpointError:
+    """Return the refusal of what ranks have told of the states of their parameters."""
+    found: dict[str, tuple[int, str]] = {}
+    for rank, states in told:
+        for name, now in states.items():
+            first, before = found.setdefault(name, (rank, now))
+            if now != before:
+                return CheckpointError(
+                    f"checkpoint: expected the optimizer to keep the same states of {name} on all "
+                    f"ranks that update some of it, got {before} on rank {first} and {now} on rank "
+                    f"{rank}; use an optimizer whose states do not hang on values, or "
+                    f"outer.shard=none"
+                )
+    raise AssertionError("the numbers said that states of some parameter differ")

@@ -1,5 +1,7 @@
 """Checkpoints of a divided optimizer: whole tensors by global name, for any layout to load."""
 
+from functools import reduce
+
 import pytest
 import torch
 from torch import nn
@@ -7,8 +9,12 @@ from torch import nn
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.checkpoint import BackgroundSaver, read_facts
 from gpipe_hpc.checkpoint.host_copy import HostBuffer
+from gpipe_hpc.checkpoint.parts import Apart
 from gpipe_hpc.checkpoint.rank_state import fits, pack, restore, unpack
 from gpipe_hpc.config import AdamWConfig
+from gpipe_hpc.engine.outer.division import Division, pieces_of
+from gpipe_hpc.engine.outer.held import Held, Row, Share
+from gpipe_hpc.errors import CheckpointError
 from gpipe_hpc.training.optimizers.optimizer import build_optimizer
 from tests.support import mean_square
 
@@ -232,3 +238,61 @@ def test_saving_right_behind_a_step_waits_for_the_parameters(tmp_path):
 
     again = united(run_on_threads(2, body))
     assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+class Choosy(torch.optim.SGD):
+    """Keeps a momentum for some elements alone, as their values have it."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.numel() and parameter.flatten()[0] > 0:
+                    self.state[parameter]["seen"] = parameter.detach().clone()
+
+
+def test_states_that_some_holders_of_a_parameter_lack_are_refused(tmp_path):
+    """What was saved had numbers of nobody in it; ranks may not wait for what is not sent, too."""
+
+    def body(world):
+        pipe, optimizer = opened(world, 1, FLAT, factory=lambda pipe: choosy(pipe))
+        steps(pipe, optimizer, 0, 1)
+        with pytest.raises(CheckpointError, match="the same states of layers") as caught:
+            pipe.save(tmp_path / "kept", optimizer)
+        return str(caught.value)
+
+    def choosy(pipe):
+        return Choosy(dict(pipe.named_parameters()).values(), lr=0.01, momentum=0.9)
+
+    told, *others = run_on_threads(3, body)
+    assert others == [told, told]
+    assert ".seen of torch.float64" in told and "outer.shard=none" in told
+    assert not (tmp_path / "kept").exists()
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 7), (3, 24), (5, 12), (0, 30), (23, 24)])
+@pytest.mark.parametrize("num_copies", [1, 3, 7, 30, 64])
+def test_every_copy_knows_what_the_others_hold(start, stop, num_copies):
+    """Of a parameter in a row of 30 elements, as the buckets themselves divide it."""
+    division = Division(30, num_copies)
+    sizes = {"ahead": start, "own": stop - start, "behind": 30 - stop}
+    held = Held(None, torch.empty(stop - start), 0, Row(division, start))
+    divided = [
+        Share(position, piece.start, piece.stop)
+        for position in range(num_copies)
+        for piece in pieces_of(sizes, division, position)
+        if piece.name == "own"
+    ]
+    assert held.shares == divided
+
+
+def test_numbers_of_holders_add_up_to_none_where_all_have_the_same():
+    shares = [Share(position, position, position + 1) for position in range(3, 9)]
+
+    def total(states):
+        parts = [Apart.of(s, "w", shares, i) for i, s in enumerate(states, start=3)]
+        return reduce(Apart.plus, parts).number
+
+    assert total(["m, v"] * 6) == 0
+    assert all(total(["m, v"] * i + ["m"] + ["m, v"] * (5 - i)) for i in range(6))
+    assert total(["m", "m, v", "m, v", "m, v", "m, v", "m"])

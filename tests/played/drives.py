@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpipe_hpc import run_on_threads
 from gpipe_hpc.checkpoint.host_copy import HostBuffer
-from gpipe_hpc.checkpoint.parts import Part, _hand_on
+from gpipe_hpc.checkpoint.parts import _hand_on
 from gpipe_hpc.comm.collectives.carrier import Carrier
 from gpipe_hpc.comm.collectives.on_stream import StreamCarrier
 from gpipe_hpc.comm.collectives.plan import Place
@@ -33,6 +33,7 @@ from gpipe_hpc.comm.two_sided import TwoSidedGroup
 from gpipe_hpc.engine.batch.intake import Intake
 from gpipe_hpc.engine.device_clock import DeviceClock
 from gpipe_hpc.engine.outer.compress.beside import BesideOnStream, BesideOnThread
+from gpipe_hpc.engine.outer.held import Share
 from gpipe_hpc.engine.recorder import seconds_between, take_mark
 from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.engine.sums.meeting import _Uniting
@@ -347,7 +348,7 @@ def on_two_sides(device: PlayedDevice) -> None:
 
 def handed_on(device: PlayedDevice) -> None:
     """Parts of a state on their way to the rank that writes it."""
-    side = [(rank, Part(0, "state", 2 * rank, 2 * rank + 2, (4,))) for rank in RANKS]
+    side = [Share(rank, 2 * rank, 2 * rank + 2) for rank in RANKS]
     with group_over(device, knows_device=True) as (group, backend):
         _hand_on(group, side, 1, torch.full((2,), 7.0), 2)
         row = torch.zeros(4)

@@ -162,6 +162,7 @@ def _table_of_parts(found: dict[int, dict[str, Part]]) -> str:
         "connected with",
         "messages",
         "their bytes",
+        "bytes that all hear",
     )
     return _table(head, rows)
 

@@ -22,7 +22,7 @@ from gpipe_hpc.comm.device import Device, HostDevice
 from gpipe_hpc.comm.group import Done, Group, Pending, Piece, Sent, SoloGroup
 from gpipe_hpc.comm.joining.secret import Secret
 from gpipe_hpc.comm.nests import Nest
-from gpipe_hpc.comm.pickling import dumps
+from gpipe_hpc.comm.pickling import dumps, loads
 from gpipe_hpc.comm.processes import ProcessWorld
 from gpipe_hpc.comm.reaching.doors import Door
 from gpipe_hpc.comm.reaching.forming import Former, connecting
@@ -43,8 +43,9 @@ class Counts(NamedTuple):
     `asked` and `told`: keys that it has read or waited for in the store, and written.
     `groups`: of each group of torch's that it formed, with how many ranks Gloo connects it, itself
     among them. `pairs`: with whom it is connected beside those.
-    `collectives`: by name. `num_bytes`: that it gave to collectives. `messages`: how many it sent
-    from rank to rank, and their bytes.
+    `collectives`: by name. `num_bytes`: that it gave to collectives. `heard`: bytes that objects of
+    collectives brought to it and to all others alike; what rank 0 alone hears is not among them.
+    `messages`: how many it sent from rank to rank, and their bytes.
     """
 
     asked: set[str]
@@ -53,12 +54,13 @@ class Counts(NamedTuple):
     pairs: list[tuple[int, int]]
     collectives: Counter[str]
     num_bytes: Counter[str]
+    heard: Counter[str]
     messages: Counter[str]
 
 
 def no_counts() -> Counts:
     """Return counts of nothing."""
-    return Counts(set(), set(), [], [], Counter(), Counter(), Counter())
+    return Counts(set(), set(), [], [], Counter(), Counter(), Counter(), Counter())
 
 
 class PlayedStore(Store):
@@ -140,26 +142,34 @@ class PlayedGroup(SoloGroup):
         """Return this rank's value, which is the root's first one."""
         assert values is not None, "no other rank deals"
         self._count("deal_object", sum(len(dumps(value, "dealing")) for value in values))
-        return values[self.position]
+        return self._heard("deal_object", values[self.position])
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return what each rank says."""
-        self._count("all_gather_object", len(dumps(value, "a played collective")))
-        return list(self._others(value, self.ranks))
+        return self._heard("all_gather_object", self._said("all_gather_object", value))
 
     def gather_object(self, value: Any, root: int) -> list[Any] | None:
         """Return what each rank says, on the root."""
-        values = self.all_gather_object(value)
+        values = self._said("gather_object", value)
         return values if root == self._rank else None
 
     def merge_object(self, value: T, merge: Callable[[T, T], T]) -> T:
         """Return what `merge` makes of what all say."""
-        merged: T = reduce(merge, self.all_gather_object(value))
-        return merged
+        return self._heard("merge_object", reduce(merge, self._said("merge_object", value)))
 
     def broadcast_object(self, value: Any, root: int) -> Any:
         """Return this rank's own value: the root would say the same."""
         self._count("broadcast_object", len(dumps(value, "a played collective")))
+        return self._heard("broadcast_object", value)
+
+    def _said(self, name: str, value: Any) -> list[Any]:
+        self._count(name, len(dumps(value, "a played collective")))
+        # Objects of their own, as they come from elsewhere: one that comes twice is written once.
+        told = (dumps(each, "a played collective") for each in self._others(value, self.ranks))
+        return [loads(each, "a played collective") for each in told]
+
+    def _heard(self, name: str, value: T) -> T:
+        self._counts.heard[name] += len(dumps(value, "a played collective"))
         return value
 
     def start_all_reduce(self, tensor: torch.Tensor) -> Pending:

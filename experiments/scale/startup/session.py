@@ -1,6 +1,7 @@
-"""Open a run as rank 0 of a large world, all others played, and keep a copy in memory elsewhere.
+"""Open a run as rank 0 of a large world, all others played, keep a copy in memory elsewhere, save.
 
-    python -m experiments.scale.startup.session 4096 4     # ranks, stages
+    python -m experiments.scale.startup.session 4096 4                       # ranks, stages
+    python -m experiments.scale.startup.session 4096 4 outer.shard=flat      # and settings
 
 Prints a line of JSON for each part: what rank 0 says and hears, of which no rank has more.
 """
@@ -21,6 +22,7 @@ from torch import nn
 from experiments.scale.startup.one import others_say
 from experiments.scale.startup.played import Counts, PlayedWorld, join, no_counts
 from gpipe_hpc import LayerSpec
+from gpipe_hpc.checkpoint.parts import Apart
 from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.failing import patience
 from gpipe_hpc.comm.joining.secret import Secret
@@ -42,6 +44,7 @@ class Part(NamedTuple):
     `of_all`: collectives of all ranks, by way of the groups of their levels; `of_groups`: of
     others. `bytes_of_all` and `bytes_of_groups`: that this rank gave to them. `keys`: of the store.
     `peers`: ranks with which Gloo connects it. `messages` and `message_bytes`: from rank to rank.
+    `heard_bytes`: that collectives brought to all ranks alike.
     """
 
     of_all: int
@@ -52,6 +55,7 @@ class Part(NamedTuple):
     peers: int
     messages: int
     message_bytes: int
+    heard_bytes: int
 
 
 def model(stages: int) -> list[LayerSpec]:
@@ -59,8 +63,8 @@ def model(stages: int) -> list[LayerSpec]:
     return [LayerSpec(nn.Linear, _WIDTH, _WIDTH) for _ in range(stages)]
 
 
-def measure_session(size: int, stages: int) -> dict[str, Part]:
-    """Return what opening takes, part by part, in this process as rank 0."""
+def measure_session(size: int, stages: int, *settings: str) -> dict[str, Part]:
+    """Return what opening and saving take, part by part, in this process as rank 0."""
     torch.set_num_threads(1)
     counts = no_counts()
     world, _ = join(0, size, counts, partial(_say, stages), HostDevice())
@@ -75,7 +79,7 @@ def measure_session(size: int, stages: int) -> dict[str, Part]:
         parts[name] = Part(*(now - then for now, then in zip(seen[-1], seen[-2], strict=True)))
 
     with tempfile.TemporaryDirectory() as folder, unhurried:
-        config = compose_config(_settings(size, stages, folder))
+        config = compose_config([*_settings(size, stages, folder), *settings])
         check_settings(world, config)
         done("comparing the settings")
         run = Run(Path(folder) / "run", "the_run", False, lineage="a")
@@ -88,9 +92,21 @@ def measure_session(size: int, stages: int) -> dict[str, Part]:
         done("looking before the run")
         session.copy()
         done("copying to a neighbour")
+        step_on_nothing(session.optimizer)
+        seen[-1] = _now(world, counts)
+        session.pipe.save(Path(folder) / "saved", session.optimizer)
+        done("saving a checkpoint")
         session.close()
         copies.remove()
     return parts
+
+
+def step_on_nothing(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer make its states, without a step of the pipeline."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
 
 
 def _settings(size: int, stages: int, folder: str) -> list[str]:
@@ -113,8 +129,13 @@ def _settings(size: int, stages: int, folder: str) -> list[str]:
 
 
 def _say(stages: int, secret: Secret, value: Any, ranks: Sequence[int]) -> Sequence[Any]:
-    """Return what ranks say: of which of them each speaks, where it says that; else as ever."""
+    """Return what ranks say: of which of them each speaks, where it says that; else as ever.
+
+    The one behind this rank has the number that makes up for its own.
+    """
     match value:
+        case Apart(number=number):
+            return [value, Apart(-number), *(Apart() for _ in ranks[2:])]
         case Missing(first=first, stop=stop):
             return [Missing(first + rank, stop + rank, value.runs) for rank in ranks]
     return others_say(stages, secret, value, ranks)
@@ -134,11 +155,13 @@ def _now(world: PlayedWorld, counts: Counts) -> Part:
         sum(counts.groups) - len(counts.groups) + len(counts.pairs),
         counts.messages["sent"],
         counts.messages["bytes"],
+        sum(counts.heard.values()),
     )
 
 
 if __name__ == "__main__":
-    for name, part in measure_session(*map(int, sys.argv[1:])).items():
+    size, stages, *settings = sys.argv[1:]
+    for name, part in measure_session(int(size), int(stages), *settings).items():
         print(json.dumps({"part": name, **part._asdict()}), flush=True)
     sys.stdout.flush()
     os._exit(0)  # nobody else is there to end with

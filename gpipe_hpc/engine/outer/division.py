@@ -28,6 +28,15 @@ class Division(NamedTuple):
         start = min(position * self.part, self.num_elements)
         return start, min(start + self.part, self.num_elements)
 
+    def holders(self, start: int, stop: int) -> range:
+        """Return the positions of the copies that have some of the elements of the row in between.
+
+        Raises ValueError where there is none in between.
+        """
+        if not 0 <= start < stop <= self.num_elements:
+            raise ValueError(f"expected elements of {self.num_elements}, got {start} to {stop}")
+        return range(start // self.part, (stop - 1) // self.part + 1)
+
 
 class Piece(NamedTuple):
     """Elements of a parameter, in a row, that one copy has."""

@@ -9,7 +9,7 @@ from torch import nn
 from gpipe_hpc.comm.group import Group, Pending
 from gpipe_hpc.engine.outer.bucket import Bucket, Room
 from gpipe_hpc.engine.outer.division import Division, pieces_of
-from gpipe_hpc.engine.outer.held import Held
+from gpipe_hpc.engine.outer.held import Held, Row
 from gpipe_hpc.engine.outer.ways import Way
 from gpipe_hpc.engine.sums.dividing import Divisor
 from gpipe_hpc.errors import ConfigError
@@ -44,7 +44,8 @@ class ShardedBucket:
             at = slice(starts[piece.name] + piece.start, starts[piece.name] + piece.stop)
             self._held_at[piece.name] = at
             own = nn.Parameter(self._values[at])
-            self.held[piece.name] = Held(own, named[piece.name], piece.start)
+            row = Row(division, starts[piece.name])
+            self.held[piece.name] = Held(own, named[piece.name], piece.start, row)
         self._trained: list[str] = []
         self._bucket = Bucket({}, self._room())
         self._used: dict[str, bool] = {}
