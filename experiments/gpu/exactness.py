@@ -1,5 +1,6 @@
 """Part: the tests that hold training against a plain loop, run on the device by pytest."""
 
+import importlib.util
 import os
 import sys
 import time
@@ -23,10 +24,14 @@ TESTS = (
 )
 # For the test that runs when time ends.
 MARGIN_S = 25.0
+MOST_WORKERS = 8
 
 
 class Told:
-    """Writes what came of each test as it ends, so that a kill leaves what there was."""
+    """Writes what came of each test as it ends, so that a kill leaves what there was.
+
+    Where workers run the tests, it hears of them, and nothing is left out for time.
+    """
 
     def __init__(self, findings: Findings, end_s: float) -> None:
         self.findings, self.end_s = findings, end_s
@@ -61,7 +66,7 @@ def main() -> None:
     os.chdir(ROOT)
     told = Told(Findings(args.found), end_s)
     chosen = ["-k", args.select] if args.select else []
-    words = ["-q", "--device", args.device, "-p", "no:cacheprovider", *chosen]
+    words = ["-q", "--device", args.device, "-p", "no:cacheprovider", *_side_by_side(), *chosen]
     codes = []
     # What runs at each change first, then the rest of the product, as far as time allows.
     for marks in ("not slow and not product", "not slow and product"):
@@ -69,6 +74,15 @@ def main() -> None:
         told.findings.add(f"exit code of {marks}", codes[-1])
     nothing = int(pytest.ExitCode.NO_TESTS_COLLECTED)
     sys.exit(max(code for code in (0, *codes) if code != nothing))
+
+
+def _side_by_side() -> list[str]:
+    """Return what lets several processes share the device, where pytest-xdist is installed.
+
+    A test of small ranks that are threads keeps a core busy, and the device hardly.
+    """
+    workers = min(MOST_WORKERS, len(os.sched_getaffinity(0)) // 2)
+    return ["-n", str(workers)] if workers > 1 and importlib.util.find_spec("xdist") else []
 
 
 if __name__ == "__main__":

@@ -99,6 +99,10 @@ class Device(Protocol):
     def numa_node(self) -> int | None:
         """Return the NUMA node of its host that it is next to; None on a CPU, or if not known."""
 
+    @property
+    def library_bytes(self) -> int:
+        """Return what libraries keep of its memory, among torch's tensors, once layers have run."""
+
     def holds(self, tensor: Tensor) -> bool:
         """Say whether a tensor lies in the memory of this device, not of another of its kind."""
 
@@ -202,6 +206,7 @@ class HostDevice:
     identity: Final = ""
     is_slice: Final = False
     numa_node: Final = None
+    library_bytes: Final = 0
 
     def holds(self, tensor: Tensor) -> bool:
         """Say whether a tensor lies in the host's memory."""
@@ -391,6 +396,16 @@ class Accelerator:
         domain, bus, device = _place_on_bus(None if ask is None else ask(self.torch.index))
         return None if bus is None or device is None else node_of_pci(domain or 0, bus, device)
 
+    @property
+    def library_bytes(self) -> int:
+        """Return the bytes of cuBLAS's workspaces; of other libraries they are not known.
+
+        Each thread that computes products has one: that of forwards, and torch's for backwards.
+        """
+        if self.type != "cuda" or torch.version.hip is not None:
+            return 0
+        return 2 * _cublas_workspace_bytes(self.torch.index)
+
     def holds(self, tensor: Tensor) -> bool:
         """Say whether a tensor lies in the memory of this very device."""
         return tensor.device == self.torch
@@ -498,7 +513,7 @@ class Accelerator:
     def deterministic(self) -> AbstractContextManager[None]:
         """Return a block within which operators give the same bits each time, or raise."""
         # cuBLAS reads it when it is first used, and else sums in any order.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault(_WORKSPACE, ":4096:8")
         return _deterministic()
 
     def out_of_memory(self, error: BaseException) -> bool:
@@ -564,7 +579,19 @@ def device_of_rank(name: str, local_rank: int | None) -> Device:
     refuse_old_torch()
     device = Accelerator(torch.device(kind.type, index))
     device.use()
+    _wake_backward(device)
     return device
+
+
+def _wake_backward(device: Device) -> None:
+    """Let torch's thread for backwards on a device begin with a plain kernel.
+
+    Where its first one was a product, as on ranks to which a gradient comes, cuBLAS found that the
+    thread had no context, made one and warned of it (seen with torch 2.11).
+    """
+    with torch.enable_grad():
+        one = torch.zeros(1, device=device.torch, requires_grad=True)
+        torch.autograd.backward(one.mul(1.0))
 
 
 def refuse_old_torch() -> None:
@@ -608,6 +635,20 @@ def _uuid_of_driver(index: int) -> str | None:
     except (OSError, AttributeError):
         return None
     return str(UUID(bytes=bytes(uuid))) if told == 0 and any(uuid) else None
+
+
+def _cublas_workspace_bytes(index: int | None) -> int:
+    """Return what torch gives cuBLAS for a thread: what a variable says, else by the device.
+
+    Of a device that is not here: what torch gives the newer ones. The rule is that of
+    aten/src/ATen/cuda/CublasHandlePool.cpp; on an H200, 33,554,432 bytes a thread were seen.
+    """
+    told = [int(word) for word in os.environ.get(_WORKSPACE, "").split(":") if word.isdigit()]
+    if told and len(told) % 2 == 0:
+        return sum(2**10 * size * count for size, count in zip(told[::2], told[1::2], strict=True))
+    is_here = index is not None and torch.cuda.is_available()
+    is_old = is_here and torch.cuda.get_device_capability(index)[0] < 9
+    return 2**10 * (2 * 4096 + 8 * 16 if is_old else 8 * 4096)
 
 
 def _place_on_bus(told: object) -> list[int | None]:
@@ -713,6 +754,8 @@ NEEDED: Final = (
 """What is asked of torch for an accelerator; the newest of it (get_memory_info) came with 2.10."""
 
 _HOST: Final = torch.device("cpu")
+# KiB and how many of each, as ":4096:2:16:8".
+_WORKSPACE: Final = "CUBLAS_WORKSPACE_CONFIG"
 # Kinds of devices that no tensor can be lost on: the host, and none at all.
 _NOWHERE_ELSE: Final = ("cpu", "meta")
 # Parts of the names of variables that hide devices: CUDA_VISIBLE_DEVICES, ZE_AFFINITY_MASK.

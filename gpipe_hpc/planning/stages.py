@@ -18,7 +18,7 @@ class StageCount:
     `forward_costs` are the FLOPs of each layer's forward; the loss belongs to the last layer.
     `input` and `output` cross the boundaries to the neighbours, what they stashed for each other
     included; `received` comes straight from stages further ahead, `sent` goes to those further on.
-    `workspace_bytes` is what the stage takes while it runs beside what it keeps.
+    `workspace_bytes` is what the stage takes while it runs beside what it keeps, libraries too.
     """
 
     layers: range
@@ -103,7 +103,8 @@ def _count_stage(
         output=to_next,
         received=received,
         sent=sent,
-        workspace_bytes=stage_workspace(
+        workspace_bytes=model.library_bytes
+        + stage_workspace(
             parts,
             came=NOTHING.joined([*[from_before] * (start > 0), *received.values()]),
             left=NOTHING.joined([*[to_next] * (not is_last), *sent.values()]),

@@ -52,7 +52,7 @@ def verify(config: Config) -> Report | None:
     Raises ConfigError for settings that cannot be compared, and whatever the run itself raises.
     """
     launch = detect_launch()
-    settings = _own_settings(config, launch.world_size)
+    settings = own_settings(config, launch.world_size)
     if launch.world_size > 1:
         if not launch.one_machine:
             raise ConfigError(
@@ -60,18 +60,18 @@ def verify(config: Config) -> Report | None:
                 f"{launch.world_size} on this one; start it on one machine, with the same "
                 f"pipeline.stages and replicas"
             )
-        return _verify_rank(settings, join_world(config))
+        return verify_rank(settings, join_world(config))
     size = ranks_to_come(settings, DEFAULT_STAGES)
     reports = run_on_threads(
         size,
-        lambda world: _verify_rank(settings, world),
+        lambda world: verify_rank(settings, world),
         timeout_s=config.comm.timeout_s,
         device=partial(device_of_rank, config.train.device),
     )
     return reports[0]
 
 
-def _own_settings(config: Config, world_size: int) -> Config:
+def own_settings(config: Config, world_size: int) -> Config:
     """Return the settings of a run that resumes nothing and has a layout; check them."""
     pipeline = config.pipeline
     if world_size == 1 and pipeline.stages is None:
@@ -125,7 +125,8 @@ def _check_room(config: Config) -> None:
         )
 
 
-def _verify_rank(config: Config, world: World) -> Report | None:
+def verify_rank(config: Config, world: World) -> Report | None:
+    """Compare on one rank; `config`: that of `own_settings`. Rank 0 has the report."""
     exactly = world.device.deterministic() if config.train.deterministic else nullcontext()
     with exactly, _scratch(world) as folder:
         judge, failed = _compare(config, world, folder)

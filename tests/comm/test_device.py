@@ -205,6 +205,34 @@ def test_a_kind_that_does_not_tell_of_its_memory_has_no_limit(monkeypatch):
     assert cuda().memory_total() is None and cuda().memory_free() is None
 
 
+@pytest.mark.parametrize(
+    ("told", "capability", "expected"),
+    [
+        (None, (9, 0), 2 * 33_554_432),  # as allocated on an H200 beside all that was counted
+        (None, (8, 0), 2 * 8_519_680),
+        (":4096:2:16:8", (9, 0), 2 * 8_519_680),
+        (":16:8", (8, 0), 2 * 131_072),
+        ("nonsense", (9, 0), 2 * 33_554_432),
+    ],
+)
+def test_cublas_has_a_workspace_for_forwards_and_one_for_backwards(
+    monkeypatch, told, capability, expected
+):
+    """The peak of a step was 67 MB above the plan on the first GPU that told."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    if told is not None:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", told)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    assert Accelerator(torch.device("cuda", 0)).library_bytes == expected
+
+
+def test_other_libraries_are_not_known(monkeypatch):
+    assert Accelerator(torch.device("xpu", 0)).library_bytes == 0
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert Accelerator(torch.device("cuda", 0)).library_bytes == 0
+
+
 def test_the_name_is_its_makers(monkeypatch):
     named = type("module", (), {"get_device_name": staticmethod(lambda index: f"H100 {index}")})
     monkeypatch.setattr(torch, "get_device_module", lambda device: named)

@@ -46,6 +46,7 @@ class PlayedDevice:
     identity: Final = "played"
     is_slice: Final = False
     numa_node: Final = None
+    library_bytes: Final = 0
 
     def __init__(self, tracker: Tracker, ignores: frozenset[Site] = frozenset()) -> None:
         self.tracker = tracker

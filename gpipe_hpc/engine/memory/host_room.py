@@ -4,36 +4,60 @@ To pin memory takes the system longer than a copy; what torch keeps of it is rou
 two.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
+from typing import NamedTuple
 
 import torch
 
-from gpipe_hpc.comm.device import Device
+from gpipe_hpc.comm.device import Device, Event
+
+
+class _Free(NamedTuple):
+    """A buffer, and the number of the fetch that reads it last, 0 if none does."""
+
+    buffer: torch.Tensor
+    fetch: int
 
 
 class HostRoom:
-    """Pinned buffers by size, and the stream that all copies from and to them run on.
+    """Pinned buffers by size, and the streams that copies to them and from them run on.
 
-    That one stream carries out all copies in order, so a buffer may be written again as soon as the
-    copy from it was started.
+    A stream for each direction, as links carry both at once: where a schedule moves one micro-batch
+    out while another one comes back, neither waits for the other. A buffer is written again once
+    the copy from it is done, which the stream of copies out waits for, not the host.
     """
 
     def __init__(self, device: Device) -> None:
-        self.device, self.stream = device, device.stream()
-        self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
-        self._unused: dict[int, list[torch.Tensor]] = defaultdict(list)  # in this step so far
+        self.device, self.out, self.back = device, device.stream(), device.stream()
+        self._free: dict[int, deque[_Free]] = defaultdict(deque)
+        self._unused: dict[int, deque[_Free]] = defaultdict(deque)  # in this step so far
+        self._num_fetches = self._num_awaited = 0
+        self._ends: dict[int, Event] = {}  # of fetches that copies out have not waited for
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """Return a buffer, uint8[num_bytes]."""
+        """Return a buffer, uint8[num_bytes], for a copy that is put on the stream of copies out."""
         for known in (self._free, self._unused):
             if known[num_bytes]:
-                return known[num_bytes].pop()
+                free = known[num_bytes].popleft()
+                self._await(free.fetch)
+                return free.buffer
         return self.device.pinned((num_bytes,), torch.uint8)
 
-    def give_back(self, buffer: torch.Tensor) -> None:
-        """Take a buffer back; the copy from it was started."""
-        self._free[buffer.numel()].append(buffer)
+    def end_fetch(self, buffers: list[torch.Tensor]) -> Event:
+        """Take buffers back whose copies are on the stream of copies back; return their end."""
+        self._num_fetches += 1
+        end = self._ends[self._num_fetches] = self.back.record_event()
+        for buffer in buffers:
+            self._free[buffer.numel()].append(_Free(buffer, self._num_fetches))
+        return end
 
     def end(self) -> None:
         """End a step: buffers of sizes that it did not use are let go of."""
-        self._unused, self._free = self._free, defaultdict(list)
+        self._unused, self._free = self._free, defaultdict(deque)
+
+    def _await(self, fetch: int) -> None:
+        # Fetches end in their order.
+        if fetch > self._num_awaited:
+            self.out.wait_event(self._ends[fetch])
+            self._ends = {number: end for number, end in self._ends.items() if number > fetch}
+            self._num_awaited = fetch

@@ -1,7 +1,7 @@
 """Keep the activations of a micro-batch in host memory between its forward and its backward."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
@@ -41,8 +41,8 @@ class _View(NamedTuple):
 class HostCopy:
     """What one micro-batch of a stage keeps, to be moved to the host and back as a whole.
 
-    `lasting`: parameters and buffers, which stay. On an accelerator the copies run on the stream of
-    `room`, and the compute stream waits for nothing but a fetch that it needs; None on a CPU.
+    `lasting`: parameters and buffers, which stay. On an accelerator the copies run on the streams
+    of `room`, and the compute stream waits for nothing but a fetch that it needs; None on a CPU.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class HostCopy:
         self._device, self._room = device, room
         self._memories: dict[int, _Memory] = {}
         self._held: list[tuple[ReferenceType[torch.Tensor], _View]] = []
+        self._is_gone: Event | None = None
         self._is_here: Event | None = None
 
     @contextmanager
@@ -72,7 +73,7 @@ class HostCopy:
         for tensor, _ in self._living():
             # The tensor stays, as a place for its gradient; only its memory goes.
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        with self._copying():
+        with self._going_out():
             for memory in self._memories.values():
                 assert memory.device is not None, "offloaded twice"
                 source = _bytes_of(memory.device)
@@ -80,25 +81,27 @@ class HostCopy:
                 memory.host = take(source.numel())
                 self._device.fetch_into(memory.host, source)
                 if self._room is not None:
-                    self._device.lend(source, self._room.stream)
+                    self._device.lend(source, self._room.out)
                 memory.device = None
+        if self._room is not None:
+            self._is_gone = self._room.out.record_event()
 
     def fetch(self) -> None:
         """Start moving everything back.
 
-        The compute is not waited for: what lies on the host was put there on the same stream, and
-        memory that it is given was lent to the compute, if that had it.
+        The compute is not waited for: memory that it is given was lent to the compute, if that had
+        it.
         """
-        with nullcontext() if self._room is None else self._device.on(self._room.stream):
+        with self._coming_back():
+            read = []
             for memory in self._memories.values():
                 assert memory.host is not None, "fetched without having been offloaded"
                 arriving = self._device.empty((memory.host.numel(),), torch.uint8)
                 self._device.bring_into(arriving, memory.host)
-                if self._room is not None:
-                    self._room.give_back(memory.host)
+                read.append(memory.host)
                 memory.device, memory.host = arriving.untyped_storage(), None
             if self._room is not None:
-                self._is_here = self._room.stream.record_event()
+                self._is_here = self._room.end_fetch(read)
         for tensor, view in self._living():
             tensor.data = view.tensor()
 
@@ -112,12 +115,23 @@ class HostCopy:
                     self._device.lend(_bytes_of(memory.device), current)
 
     @contextmanager
-    def _copying(self) -> Iterator[None]:
+    def _going_out(self) -> Iterator[None]:
         if self._room is None:
             yield
             return
-        stream = self._room.stream
+        stream = self._room.out
         stream.wait_stream(self._device.current_stream())
+        with self._device.on(stream):
+            yield
+
+    @contextmanager
+    def _coming_back(self) -> Iterator[None]:
+        if self._room is None:
+            yield
+            return
+        stream = self._room.back
+        if self._is_gone is not None:
+            stream.wait_event(self._is_gone)
         with self._device.on(stream):
             yield
 

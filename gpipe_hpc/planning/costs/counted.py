@@ -33,6 +33,7 @@ class ModelCount:
     """The layers of a model, the loss behind them if it was counted, and what they share.
 
     `names` are what each layer stashes and pops, `skips` the same as pairs of layers.
+    `library_bytes`: what the device's libraries keep once layers have run on it.
     """
 
     inputs: Crossing
@@ -41,6 +42,7 @@ class ModelCount:
     ties: tuple[Tie, ...]
     names: tuple[SkipNames, ...]
     skips: tuple[Skip, ...]
+    library_bytes: int = 0
 
     def weights(self, layers: Iterable[int]) -> list[Weight]:
         """Return the parameters of some layers, those tied among them once."""
@@ -78,6 +80,7 @@ def count_model(
     device_type: str = "cpu",
     precision: str = "float32",
     shares_casts: bool = True,
+    library_bytes: int = 0,
 ) -> ModelCount:
     """Count every layer, and the loss, for a micro-batch of the structure of `inputs`.
 
@@ -85,7 +88,7 @@ def count_model(
     One layer at a time is built, without allocating; equal specs on inputs of equal structure are
     counted once. `device_type`, cpu or cuda, says which kernels to expect, `precision` in which
     one forwards compute, `shares_casts` whether a weight is cast once a step: not where graphs
-    move to the host. Modules that come built stay as they are. Raises `ModelError`, naming the
+    move to the host, `library_bytes` what the device's libraries keep. Modules that come built stay as they are. Raises `ModelError`, naming the
     layer, for one that does not run so.
     """
     how = device_type, precision, shares_casts
@@ -107,4 +110,5 @@ def count_model(
         ties=tuple(find_ties(layers)),
         names=tuple(map(skip_names, layers)),
         skips=find_skips(layers),
+        library_bytes=library_bytes,
     )

@@ -105,6 +105,7 @@ class Counted:
             device_type=self.example.device.type,
             precision=self.precision,
             shares_casts=self.shares_casts,
+            library_bytes=self.example.device.library_bytes,
         )
 
     @cached_property

@@ -48,16 +48,29 @@ def test_memory_is_pinned_in_the_first_step_alone(monkeypatch):
 def test_sizes_that_a_step_does_not_use_are_let_go_of():
     with alone() as device:
         room = HostRoom(device)
-        room.give_back(room.take(8))
+        room.end_fetch([room.take(8)])
         room.end()
         kept = room.take(8)
-        room.give_back(kept)
-        room.give_back(room.take(16))
+        room.end_fetch([kept])
+        room.end_fetch([room.take(16)])
         room.end()
         assert room.take(8).data_ptr() == kept.data_ptr()
         room.end()
         room.end()
         assert not any(room._unused.values()) and not any(room._free.values())
+
+
+def test_copies_out_wait_for_the_fetch_that_reads_the_buffer_and_for_no_earlier_one_again():
+    with alone() as device:
+        room = HostRoom(device)
+        buffers = [device.pinned((8,), torch.uint8) for _ in range(3)]
+        room.end_fetch(buffers[:1])
+        room.end_fetch(buffers[1:])
+        waited = []
+        room.out.wait_event = waited.append
+        assert all(room.take(8) is buffer for buffer in buffers)
+        assert len(waited) == 2 and len(set(map(id, waited))) == 2
+        assert not room._ends
 
 
 def test_a_tensor_of_the_host_stays_there():

@@ -91,7 +91,7 @@ def timed(monkeypatch, *works):
 
 
 def test_a_device_does_not_wait_for_the_first_kernels(monkeypatch):
-    """Ten kernels of 0.1 ms that the host orders in 0.05 ms each: 1 ms, as in the midst of a step."""
+    """Ten kernels of 0.1 ms that the host orders in 0.05 ms each: 1 ms, as within a step."""
     (seconds,) = timed(monkeypatch, (10, 0.05 * MS, 0.1 * MS))
     assert abs(seconds - 1 * MS) < 1e-9
 
