@@ -15,7 +15,7 @@ from gpipe_hpc.planning.cutting.partition import Partition
 from gpipe_hpc.planning.fit import FIT, fit_stages, on_stages
 from gpipe_hpc.planning.handing_out import hand_out
 from gpipe_hpc.planning.layout import Layout, cut, lay_out
-from gpipe_hpc.planning.memory.by_rank import MEASURED_PACES, given_paces
+from gpipe_hpc.planning.memory.by_rank import MEASURED_PACES, FoundPaces, given_paces
 from gpipe_hpc.planning.request import Request
 from gpipe_hpc.planning.splitting import gain_of_splitting
 from gpipe_hpc.schedule import num_rows, rows_text
@@ -26,8 +26,8 @@ log = logging.getLogger("gpipe_hpc.pipeline")
 def with_open_choices(request: Request, world: World, gauge: Gauge, timeout_s: float) -> Request:
     """Return the request with paces measured and stages chosen, where it leaves these open.
 
-    Every rank calls it; all return the same. `timeout_s`: how long a rank may do nothing while
-    rank 0 chooses.
+    Every rank calls it; all return the same, except that rank 0 alone learns of the paces of all.
+    `timeout_s`: how long a rank may do nothing while rank 0 chooses.
     """
     if request.paces == MEASURED_PACES:
         request = _with_measured_paces(request, world)
@@ -86,7 +86,7 @@ def _cut_anew_text(before: object, now: Partition) -> str:
 
 
 def _with_measured_paces(request: Request, world: World) -> Request:
-    """Return the request with how slow each rank of the world is, as all have measured.
+    """Return the request with how slow each rank of the world is, on rank 0; all have measured.
 
     Paces of a checkpoint's cut are kept where they are confirmed.
     """
@@ -99,13 +99,12 @@ def _with_measured_paces(request: Request, world: World) -> Request:
             Mesh.fit(world.size, stages, request.replicas)  # refuses what cannot be
         own = seconds_of_work(world.device, request.precision)
         times = world.everybody.gather_object(own, root=0)
-        found: Sequence[float] | None = None
+        found: Sequence[float] = ()
         if times is not None:
             measured = paces_of_times(times)
             log.info("paces: %s", paces_text(measured))
             found = _kept_paces(replace(request, paces=measured), world.size)
-        found = world.everybody.broadcast_object(found, root=0)
-    return replace(request, paces=found)
+    return replace(request, paces=FoundPaces(found))
 
 
 def _kept_paces(request: Request, num_ranks: int) -> Sequence[float]:

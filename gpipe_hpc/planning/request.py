@@ -7,6 +7,7 @@ from typing import Any
 from gpipe_hpc.engine.outer.portions import Portions
 from gpipe_hpc.engine.outer.settings import Outer
 from gpipe_hpc.planning.cutting.partition import Partition
+from gpipe_hpc.planning.memory.by_rank import FoundPaces
 from gpipe_hpc.planning.memory.optimizer import OptimizerMemory
 from gpipe_hpc.schedule import Schedule, digest, num_rows, one_table, refuse_whole_replicas
 
@@ -110,7 +111,7 @@ class Request(Settings):
     def facts(self) -> dict[str, object]:
         """Return what must be the same on every rank, by name.
 
-        A cut that was made before is for rank 0 alone to know.
+        A cut that was made before, and paces that were measured, are for rank 0 alone to know.
         """
         found = {each.name: getattr(self, each.name) for each in fields(Request)}
         if isinstance(self.schedule, Schedule):
@@ -119,6 +120,8 @@ class Request(Settings):
             del found["partition"]
         elif not isinstance(self.partition, str):
             found["partition"] = list(self.partition)
+        if isinstance(self.paces, FoundPaces):
+            del found["paces"]
         return {name: _plain(value) for name, value in found.items()}
 
 

@@ -6,18 +6,26 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from functools import reduce
+from collections.abc import Sequence
+from functools import partial, reduce
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from experiments.scale.startup.one import DEVICES, One, measure
-from experiments.scale.startup.played import PlayedGroup, no_counts
+from experiments.scale.startup.one import DEVICES, One, measure, others_say
+from experiments.scale.startup.played import PlayedGroup, join, no_counts
 from experiments.scale.startup.session import Part, measure_session
 from gpipe_hpc.comm.collectives.tuned import measured_link
+from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.pickling import dumps
+from gpipe_hpc.config import compose_config
 from gpipe_hpc.engine.outer.algorithms import _in_a_row
 from gpipe_hpc.engine.state.drift import _Offer, _united
+from gpipe_hpc.training.run.identity import Run
+from gpipe_hpc.training.start import choosing
+from gpipe_hpc.training.start.choosing import with_layout
 
 
 @pytest.fixture(scope="module", params=DEVICES)
@@ -34,8 +42,9 @@ def opened() -> dict[int, dict[str, Part]]:
 
 @pytest.fixture(scope="module")
 def sharded() -> dict[int, dict[str, Part]]:
-    """Return the same where the optimizer is divided over the copies of a stage."""
-    return {size: apart(measure_session, size, 4, "outer.shard=flat") for size in (64, 512, 4096)}
+    """Return the same where paces are measured, and copies of a stage divide the optimizer."""
+    settings = "pipeline.paces=measured", "outer.shard=flat"
+    return {size: apart(measure_session, size, 4, *settings) for size in (64, 512, 4096)}
 
 
 def measured_apart(size: int, kind: str) -> One:
@@ -121,6 +130,34 @@ def test_what_copies_hear_of_shards_to_save_them_grows_with_the_levels(sharded):
         assert more.of_groups - less.of_groups <= 20
         assert more.heard_bytes - less.heard_bytes <= 400
         assert (more.keys, more.peers) == (less.keys, less.peers)
+
+
+def test_what_ranks_hear_of_paces_grows_with_the_levels(sharded):
+    """Each heard of the pace of every other: 37 kB at 4,096."""
+    small, *_ = found = [each["opening the session"].heard_bytes for each in sharded.values()]
+    assert small <= 13_500
+    assert all(more - less <= 7500 for less, more in itertools.pairwise(found))
+
+
+def heard_of_a_choice(size: int, settings: Sequence[str]) -> int:
+    """Return what choosing a layout brings to all ranks alike, where each has a pace of its own."""
+    counts = no_counts()
+    world, _ = join(0, size, counts, partial(others_say, 4), HostDevice())
+    heard = sum(counts.heard.values())
+    pipeline = {"replicas": size // 4, "stages": 4, "paces": [1.0, 2.0] * (size // 2)}
+    found = {"pipeline": pipeline, "outer": {}}, "\n".join(f"rank {rank}" for rank in range(size))
+    with patch.object(choosing, "_choose", lambda *_: found):
+        config = compose_config(["model=mlp", "data=synthetic_vectors", *settings])
+        with_layout(config, world, Run(Path("nowhere"), "run", False), settings)
+    return sum(counts.heard.values()) - heard
+
+
+def test_what_ranks_hear_of_a_layout_that_is_chosen_grows_with_the_levels():
+    """Each heard of the pace of every other, and what rank 0 says of all."""
+    settings = ["pipeline.layout=auto", "train.batch_size=16384"]
+    small, *_ = found = [apart(heard_of_a_choice, size, settings) for size in (64, 512, 4096)]
+    assert small <= 1500
+    assert all(more - less <= 800 for less, more in itertools.pairwise(found))
 
 
 SIZES = (64, 512, 4096, 16_384)

@@ -18,6 +18,13 @@ MEASURED_PACES: Final = "measured"
 """In the place of paces: each rank times the same work at the start of a run."""
 
 
+class FoundPaces(tuple[float, ...]):
+    """Paces that all ranks have measured, for each of them: on rank 0, which cuts by them.
+
+    Empty on every other rank, which is told of none but those of the cut.
+    """
+
+
 def memory_limits(request: "Request") -> tuple[float, ...] | None:
     """Return the bytes that each rank of a pipeline may fill; None where no limit is given.
 
@@ -36,11 +43,11 @@ def memory_limits(request: "Request") -> tuple[float, ...] | None:
 def given_paces(request: "Request") -> tuple[float, ...] | None:
     """Return how many times as long as rank 0 each rank of a pipeline takes; None: nobody tells.
 
-    Rank 0 is the one that measures layers. None, too, where paces are still to be measured. Raises
-    ConfigError.
+    Rank 0 is the one that measures layers. None, too, where paces are still to be measured, and
+    where rank 0 alone knows those that were. Raises ConfigError.
     """
     given = request.paces
-    if given is None or isinstance(given, str):
+    if given is None or isinstance(given, str) or given == FoundPaces():
         return None
     paces = _of_one_pipeline("paces", given, _ranks_of(request), request.replicas, max)
     return tuple(pace / given[0] for pace in paces)

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -17,8 +18,9 @@ from gpipe_hpc.comm.world import World, together
 from gpipe_hpc.config import Config, check_config
 from gpipe_hpc.config.schema import AUTO_LAYOUT, MEASURED_COSTS
 from gpipe_hpc.errors import ConfigError
-from gpipe_hpc.planning.costs.rates import host_copy_rate
+from gpipe_hpc.planning.costs.rates import Rates, host_copy_rate
 from gpipe_hpc.planning.costs.speed import paces_of_times
+from gpipe_hpc.planning.memory.by_rank import FoundPaces
 from gpipe_hpc.training.data.shapes import samples_per_microbatch
 from gpipe_hpc.training.machines import rates_of
 from gpipe_hpc.training.run.changed_settings import settings_of
@@ -33,7 +35,7 @@ _Layout = dict[str, dict[str, Any]]  # settings that were chosen, by section
 
 
 class Chosen(NamedTuple):
-    """The settings with a layout that is known, warnings about it, and what to say of it."""
+    """The settings with a layout that is known, warnings about it, and what rank 0 says of it."""
 
     config: Config
     doubts: Sequence[str]
@@ -53,20 +55,23 @@ def with_layout(config: Config, world: World, run: Run, words: Sequence[str]) ->
     asked = _asked(config, world.size, words)
     with together(world, where):
         kept = _kept(path, asked) if world.rank == 0 else None
-        layout: _Layout | None = world.everybody.broadcast_object(kept, root=0)
-    said = f"as {path} says"
-    if layout is None:
+        is_known: bool = world.everybody.broadcast_object(kept is not None, root=0)
+    found = None if kept is None else (kept, f"as {path} says")
+    if not is_known:
         came = _came(config, world)
         search = None if came is None else partial(_choose, config, words, came)
         found = patiently(world, where, search)
-        with together(world, where):
-            if found is not None and run.lineage:
-                _keep(path, asked, found[0])
-            layout, said = world.everybody.broadcast_object(found, root=0)
-    assert layout is not None, "rank 0 has one"
+    with together(world, where):
+        if found is not None and not is_known and run.lineage:
+            _keep(path, asked, found[0])
+        told = None if found is None else _told(found[0])
+        layout: _Layout = world.everybody.broadcast_object(told, root=0)
+    said = ""
+    if found is not None:
+        layout, text = found
+        said = f"pipeline.layout=auto: {' '.join(_words(layout))}\n{text}"
     known = _settings(config, layout)
-    said = f"pipeline.layout=auto: {' '.join(_words(layout))}\n{said}"
-    return Chosen(known, check_config(known, world.size), said)
+    return Chosen(_with_paces(known, layout), check_config(known, world.size), said)
 
 
 def _asked(config: Config, num_ranks: int, words: Sequence[str]) -> dict[str, Any]:
@@ -102,6 +107,12 @@ def _keep(path: Path, asked: Mapping[str, Any], layout: Mapping[str, Any]) -> No
     aside.replace(path)
 
 
+def _told(layout: _Layout) -> _Layout:
+    """Return what all ranks are told of a layout: that there are paces, but not that of each."""
+    paces = {"paces": ()} if "paces" in layout["pipeline"] else {}
+    return layout | {"pipeline": layout["pipeline"] | paces}
+
+
 def _came(config: Config, world: World) -> Came | None:
     """Return, on rank 0, how fast all ranks are and on which hosts, as each of them has found."""
     where = "measuring how fast ranks are"
@@ -113,16 +124,26 @@ def _came(config: Config, world: World) -> Came | None:
         if took_s is None:
             took_s = 1 / own.products
         copied = host_copy_rate(world.device)
-        mine = own, took_s, copied, socket.gethostname()
-        told = world.everybody.gather_object(mine, root=0)
+        fastest, slowest = world.everybody.merge_object((own, copied), _extremes)
+        # A few bytes of each rank: rank 0 hears thousands of them.
+        host = sha256(socket.gethostname().encode()).digest()[:8]
+        told = world.everybody.gather_object((took_s, host), root=0)
     if told is None:
         return None
-    hosts = tuple(len(list(group)) for _, group in groupby(name for *_, name in told))
-    paces = paces_of_times([seconds for _, seconds, *_ in told])
-    fastest = max((rates for rates, *_ in told), key=lambda rates: rates.products)
-    copies = [rate for *_, rate, _ in told if rate is not None]
-    slowest = min(copies) if len(copies) == len(told) else None
+    hosts = tuple(len(list(group)) for _, group in groupby(host for _, host in told))
+    paces = paces_of_times([seconds for seconds, _ in told])
     return Came(fastest, hosts, paces if len(set(paces)) > 1 else (), slowest)
+
+
+_Rates = tuple[Rates, float | None]
+"""Of a rank's operators, and of its copies to the host, None where it has none to make."""
+
+
+def _extremes(ahead: _Rates, behind: _Rates) -> _Rates:
+    """Return the fastest rates of some ranks and those behind them, and the slowest copies."""
+    fastest = max(ahead[0], behind[0], key=lambda rates: rates.products)
+    one, other = ahead[1], behind[1]
+    return fastest, None if one is None or other is None else min(one, other)
 
 
 def _layers_s(config: Config, world: World) -> float:
@@ -172,9 +193,19 @@ def _words(layout: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _settings(config: Config, layout: Mapping[str, Any]) -> Config:
+def _settings(config: Config, layout: _Layout) -> Config:
+    """Return the settings with all of a layout except the paces that were measured for it."""
+    chosen = {name: value for name, value in layout["pipeline"].items() if name != "paces"}
     return replace(
         config,
-        pipeline=replace(config.pipeline, layout="given", **layout["pipeline"]),
+        pipeline=replace(config.pipeline, layout="given", **chosen),
         outer=replace(config.outer, **layout["outer"]),
     )
+
+
+def _with_paces(config: Config, layout: _Layout) -> Config:
+    """Return the settings with the paces that were measured for a layout, if they were."""
+    if "paces" not in layout["pipeline"]:
+        return config
+    paces = FoundPaces(layout["pipeline"]["paces"])
+    return replace(config, pipeline=replace(config.pipeline, paces=paces))

@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from threading import current_thread
 
 import pytest
 
@@ -53,7 +54,8 @@ def searches(monkeypatch):
 def test_all_ranks_take_the_winner_of_the_search(tmp_path, searches):
     first, *others = chosen(tmp_path, "pipeline.memory_bytes=1.3MB")
     assert searches == [RANKS]
-    assert all(each == first for each in others)
+    assert all(each.config == first.config for each in others)
+    assert not any(each.said for each in others), "rank 0 alone says it"
     words = ("plan.search=true", f"plan.ranks={RANKS}", "pipeline.memory_bytes=1.3MB")
     best = compared(compose_config([*WORDS, *words]), words).chosen
     got = first.config.pipeline
@@ -161,6 +163,38 @@ def test_every_rank_runs_the_layers_and_a_slow_one_gets_fewer(tmp_path, monkeypa
     kept = json.loads((tmp_path / "run" / LAYOUT_FILE).read_text())
     assert kept["layout"]["pipeline"]["paces"][0] == 1.0
     assert any(each.startswith("pipeline.paces=[1.0,") for each in kept["settings"])
+
+
+def test_rank_0_alone_hears_how_fast_each_rank_is(tmp_path, monkeypatch):
+    """Each heard of every other, in a start that found a layout and in one that took it again."""
+    monkeypatch.setattr(choosing, "_layers_s", lambda config, world: 1.0 + (world.rank == 2))
+    words = ["plan.costs=measured", "pipeline.stages=4", "pipeline.schedule=gpipe"]
+    for _ in range(2):
+        paces = [each.config.pipeline.paces for each in chosen(tmp_path, *words)]
+        assert paces == [(1.0, 1.0, 2.0, 1.0), (), (), ()]
+    came = []
+
+    def refused(config, words, own):
+        came.append(own)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(choosing, "compared_on", refused)
+    monkeypatch.setattr(choosing.socket, "gethostname", of_rank("a", "b", "b", "a"))
+    rates = of_rank(*[Rates.alike(each) for each in (1e9, 3e9, 2e9, 3e9)])
+    monkeypatch.setattr(choosing, "rates_of", rates)
+    monkeypatch.setattr(choosing, "host_copy_rate", of_rank(4e9, 2e9, 3e9, 5e9))
+    with pytest.raises(ConfigError, match="enough"):
+        chosen(tmp_path / "other", *words)
+    assert came == [Came(Rates.alike(3e9), (1, 2, 1), (1.0, 1.0, 2.0, 1.0), 2e9)]
+    monkeypatch.setattr(choosing, "host_copy_rate", of_rank(4e9, 2e9, None, 5e9))
+    with pytest.raises(ConfigError, match="enough"):
+        chosen(tmp_path / "other", *words)
+    assert came[1] == came[0]._replace(host_copy_bytes_per_s=None)
+
+
+def of_rank(*values):
+    """Return what gives each rank its own value."""
+    return lambda *_, **__: values[int(current_thread().name.removeprefix("rank"))]
 
 
 def test_slow_ranks_get_fewer_layers_where_layers_are_counted_too():
