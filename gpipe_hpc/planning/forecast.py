@@ -289,8 +289,7 @@ def rank_states(
 ) -> RankStates:
     """Return what a rank holds all the time; weights tied among its stages once.
 
-    Of states that are divided, what a rank of the first replica holds: of flat shards none holds
-    more.
+    Of states that are divided, as much as the rank of any replica that holds most.
     """
     held = placement.stages_of(rank)
     weights = model.weights(i for stage in held for i in stages[stage].layers)

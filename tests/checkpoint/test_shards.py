@@ -12,7 +12,7 @@ from gpipe_hpc.checkpoint.host_copy import HostBuffer
 from gpipe_hpc.checkpoint.parts import Apart
 from gpipe_hpc.checkpoint.rank_state import fits, pack, restore, unpack
 from gpipe_hpc.config import AdamWConfig
-from gpipe_hpc.engine.outer.division import Division, pieces_of
+from gpipe_hpc.engine.outer.division import Division, pieces_of, starts_of
 from gpipe_hpc.engine.outer.held import Held, Row, Share
 from gpipe_hpc.errors import CheckpointError
 from gpipe_hpc.training.optimizers.optimizer import build_optimizer
@@ -273,10 +273,11 @@ def test_states_that_some_holders_of_a_parameter_lack_are_refused(tmp_path):
 @pytest.mark.parametrize(("start", "stop"), [(0, 7), (3, 24), (5, 12), (0, 30), (23, 24)])
 @pytest.mark.parametrize("num_copies", [1, 3, 7, 30, 64])
 def test_every_copy_knows_what_the_others_hold(start, stop, num_copies):
-    """Of a parameter in a row of 30 elements, as the buckets themselves divide it."""
-    division = Division(30, num_copies)
+    """Of a parameter in a row of three, as the buckets themselves divide it."""
     sizes = {"ahead": start, "own": stop - start, "behind": 30 - stop}
-    held = Held(None, torch.empty(stop - start), 0, Row(division, start))
+    *starts, length = starts_of(sizes.values())
+    division = Division(length, num_copies)
+    held = Held(None, torch.empty(stop - start), 0, Row(division, starts[1]))
     divided = [
         Share(position, piece.start, piece.stop)
         for position in range(num_copies)

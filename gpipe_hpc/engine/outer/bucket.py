@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from gpipe_hpc.comm.group import Pending
+from gpipe_hpc.engine.outer.division import starts_of
 from gpipe_hpc.engine.outer.items import Item
 from gpipe_hpc.engine.outer.ways import Way
 from gpipe_hpc.engine.sums.dividing import Divisor
@@ -26,8 +27,9 @@ class Room(NamedTuple):
         assert len(kinds) == 1, f"a bucket is of one kind, got {kinds}"
         sizes = [p.numel() for p in parameters]
         first = parameters[0]
-        flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
-        return cls(flat, torch.split(flat, sizes))
+        *starts, end = starts_of(sizes)
+        flat = torch.zeros(end, dtype=first.dtype, device=first.device)
+        return cls(flat, [flat[at : at + size] for at, size in zip(starts, sizes, strict=True)])
 
 
 class Bucket:

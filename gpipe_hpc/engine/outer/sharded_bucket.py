@@ -1,14 +1,13 @@
 """A bucket whose sum and whose parameters are divided over the copies of their stage."""
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 
 import torch
 from torch import nn
 
 from gpipe_hpc.comm.group import Group, Pending
 from gpipe_hpc.engine.outer.bucket import Bucket, Room
-from gpipe_hpc.engine.outer.division import Division, pieces_of
+from gpipe_hpc.engine.outer.division import Division, pieces_of, starts_of
 from gpipe_hpc.engine.outer.held import Held, Row
 from gpipe_hpc.engine.outer.ways import Way
 from gpipe_hpc.engine.sums.dividing import Divisor
@@ -26,12 +25,13 @@ class ShardedBucket:
     def __init__(self, named: Mapping[str, nn.Parameter], group: Group) -> None:
         sizes = [parameter.numel() for parameter in named.values()]
         first = next(iter(named.values()))
-        division = Division(sum(sizes), group.size)
+        begins = starts_of(sizes)
+        division = Division(begins[-1], group.size)
         self._named, self._group = dict(named), group
         self._own = slice(*division.span(group.position))
         self._values = torch.zeros(division.padded, dtype=first.dtype, device=first.device)
         self._gradients = torch.zeros_like(self._values)
-        starts = dict(zip(named, accumulate(sizes, initial=0), strict=False))
+        starts = dict(zip(named, begins, strict=False))
         self._places = {n: slice(starts[n], starts[n] + p.numel()) for n, p in named.items()}
         with torch.no_grad():
             for name, parameter in named.items():
@@ -146,8 +146,12 @@ class ShardedBucket:
         }
 
     def start_gathering(self) -> Pending:
-        """Start gathering the parameters, each copy's shard from that copy."""
-        assert self._gathering is None, "what was gathered before is waited for first"
+        """Start gathering the parameters, each copy's shard from that copy.
+
+        Once more where an optimizer's step calls that of the class it inherits from: torch tells
+        of the end of both.
+        """
+        self.wait_for_parameters()
         self._gathering = self._group.start_all_gather(self._values)
         return self._gathering
 

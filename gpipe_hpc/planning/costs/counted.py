@@ -88,8 +88,8 @@ def count_model(
     One layer at a time is built, without allocating; equal specs on inputs of equal structure are
     counted once. `device_type`, cpu or cuda, says which kernels to expect, `precision` in which
     one forwards compute, `shares_casts` whether a weight is cast once a step: not where graphs
-    move to the host, `library_bytes` what the device's libraries keep. Modules that come built stay as they are. Raises `ModelError`, naming the
-    layer, for one that does not run so.
+    move to the host. `library_bytes`: what the device's libraries keep. Modules that come built
+    stay as they are. Raises `ModelError`, naming the layer, for one that does not run so.
     """
     how = device_type, precision, shares_casts
 

@@ -1,10 +1,11 @@
 """What the copies of a stage hold of its optimizer's state, where that is divided over them."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from gpipe_hpc.engine.outer.buckets import Buckets
-from gpipe_hpc.engine.outer.division import Division
+from gpipe_hpc.engine.outer.division import Division, pieces_of, starts_of
 from gpipe_hpc.engine.outer.owners import owners
 from gpipe_hpc.planning.costs.counted import ModelCount
 from gpipe_hpc.planning.costs.trial import Weight
@@ -29,11 +30,11 @@ class _Part(NamedTuple):
 
 
 class _Copies(NamedTuple):
-    """Stages of a rank with the same copies: how many, and which this one is."""
+    """Stages of a rank with the same copies: how many, and which this one is; None: any."""
 
     stages: tuple[int, ...]
     number: int
-    position: int
+    position: int | None
 
 
 class Sharing(NamedTuple):
@@ -59,9 +60,13 @@ class Sharing(NamedTuple):
         placement: Placement,
         rank: int,
         memory: OptimizerMemory,
-        replica: int = 0,
+        replica: int | None = None,
     ) -> Shared:
-        """Return what a rank of a replica holds."""
+        """Return what a rank of a replica holds; None: at most, of any replica.
+
+        Where numbers are divided in rows, that may be a few more than any rank has: what lies
+        between tensors has no state.
+        """
         held = placement.stages_of(rank)
         weights = model.named_weights(layer for stage in held for layer in stages[stage].layers)
         divided = {name for stage in held for bucket in self.buckets[stage] for name in bucket}
@@ -76,7 +81,7 @@ class Sharing(NamedTuple):
             sum(part.padding * part.size for part in parts),
         )
 
-    def _copies(self, placement: Placement, rank: int, replica: int) -> list[_Copies]:
+    def _copies(self, placement: Placement, rank: int, replica: int | None) -> list[_Copies]:
         """Return the stages of a rank by their copies: mirrored ones each have their own."""
         plain: list[int] = []
         found: list[_Copies] = []
@@ -85,19 +90,25 @@ class Sharing(NamedTuple):
             if len(holders) == 1:
                 plain.append(stage)
                 continue
-            position = replica * len(holders) + holders.index(rank)
+            position = None
+            if replica is not None:
+                position = replica * len(holders) + holders.index(rank)
             found.append(_Copies((stage,), self.replicas * len(holders), position))
         return [*found, _Copies(tuple(plain), self.replicas, replica)]
 
     def _in_rows(self, copies: _Copies, weights: Mapping[str, Weight]) -> Iterator[_Part]:
         """Yield this copy's part of each bucket."""
         for bucket in (bucket for stage in copies.stages for bucket in self.buckets[stage]):
-            trained = [weights[name] for name in bucket if weights[name].is_trained]
-            count = sum(weight.num_elements for weight in trained)
+            trained = {name: weights[name] for name in bucket if weights[name].is_trained}
+            sizes = {name: weight.num_elements for name, weight in trained.items()}
+            count = sum(sizes.values())
             if count:
-                division = Division(count, copies.number)
-                start, stop = division.span(copies.position)
-                yield _Part(stop - start, _size(trained), division.padded - count)
+                division = Division(starts_of(sizes.values())[-1], copies.number)
+                own = min(division.part, count)
+                if copies.position is not None:
+                    pieces = pieces_of(sizes, division, copies.position)
+                    own = sum(piece.stop - piece.start for piece in pieces)
+                yield _Part(own, _size(list(trained.values())), division.padded - count)
 
     def _by_owner(self, copies: _Copies, weights: Mapping[str, Weight]) -> Iterator[_Part]:
         """Yield the tensors that this copy owns; each size of numbers is divided by itself."""
@@ -106,8 +117,11 @@ class Sharing(NamedTuple):
         for size in sorted({_size([weight]) for weight in own.values()}):
             counts = {n: w.num_elements for n, w in own.items() if _size([w]) == size}
             owner = owners(counts, dict.fromkeys(counts, True), copies.number)
-            mine = (count for n, count in counts.items() if owner[n] == copies.position)
-            yield _Part(sum(mine), size)
+            held: Counter[int] = Counter()
+            for name, count in counts.items():
+                held[owner[name]] += count
+            most = max(held.values())
+            yield _Part(most if copies.position is None else held[copies.position], size)
 
 
 def _size(weights: Sequence[Weight]) -> int:

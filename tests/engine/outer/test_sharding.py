@@ -8,7 +8,7 @@ from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
 from gpipe_hpc.config.schema import LAMBConfig, LARSConfig
 from gpipe_hpc.drawing import draw_svg
 from gpipe_hpc.drawing.chrome_trace import chrome_trace
-from gpipe_hpc.engine.outer.division import Division, pieces_of
+from gpipe_hpc.engine.outer.division import Division, pieces_of, starts_of
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.schedule import Op, schedule_names
 from gpipe_hpc.training.optimizers.optimizer import build_optimizer
@@ -192,11 +192,8 @@ def test_a_rank_keeps_its_share_of_the_state(plain, replicas):
         pipe = make(blocks(plain, 2), world, 1, outer=outer)
         optimizer = pipe.optimizer(adamw)
         train_rank(plain, pipe, optimizer)
-        sizes = [
-            [sum(pipe_sizes(pipe)[name] for name in bucket)]
-            for bucket in pipe.layout.tables.buckets[0]
-        ]
-        padded = sum(8 * Division(count, replicas).part for (count,) in sizes)
+        rows = [row_of(pipe, bucket) for bucket in pipe.layout.tables.buckets[0]]
+        padded = sum(8 * Division(length, replicas).part for length in rows)
         return kept_bytes(optimizer), padded, sum(p.nbytes for p in pipe.parameters())
 
     # Parameters that no layer uses have no state, as in plain torch.
@@ -205,11 +202,13 @@ def test_a_rank_keeps_its_share_of_the_state(plain, replicas):
     total = 2 * found[0][2]
     assert sum(kept for kept, _, _ in found) == total - unused
     assert all(kept <= 2 * padded for kept, padded, _ in found)
-    assert all(kept > 0.8 * total / replicas for kept, _, _ in found)
+    assert all(kept > 0.7 * total / replicas for kept, _, _ in found)
 
 
-def pipe_sizes(pipe):
-    return {name: p.numel() for name, p in pipe.named_parameters()}
+def row_of(pipe, bucket):
+    """Return how many elements long the row of a bucket is."""
+    sizes = {name: p.numel() for name, p in pipe.named_parameters()}
+    return starts_of(sizes[name] for name in bucket)[-1]
 
 
 @pytest.mark.parametrize(("ranks", "stages"), [(4, 2), (4, 1), (3, 1)])
@@ -228,10 +227,9 @@ def test_a_rank_sends_its_part_of_its_own_stages_twice(plain, ranks, stages):
             work()
             pipe.await_parameters()
             sent.append(group.sent.num_bytes - before)
-        sizes = pipe_sizes(pipe)
         (stage,) = pipe.stages
         padded = [
-            Division(sum(sizes[name] for name in bucket), group.size).padded
+            Division(row_of(pipe, bucket), group.size).padded
             for bucket in pipe.layout.tables.buckets[stage]
         ]
         theory = 8 * sum(padded) * (group.size - 1) // group.size
@@ -240,7 +238,35 @@ def test_a_rank_sends_its_part_of_its_own_stages_twice(plain, ranks, stages):
 
     for sent, theory, own in run_on_threads(ranks, body):
         assert sent == [theory, theory]
-        assert own <= theory <= 1.1 * own
+        assert own <= theory <= 1.3 * own  # small tensors begin at multiples of 16 elements
+
+
+class Twice(torch.optim.SGD):
+    """Changes the parameters once more behind the step of the class it inherits from."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        with torch.no_grad():
+            torch._foreach_mul_([p for group in self.param_groups for p in group["params"]], 0.5)
+
+
+def test_a_step_may_call_that_of_the_class_it_inherits_from(plain):
+    """Torch tells of the end of both, once each class has been used by itself."""
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+
+    def body(world):
+        outer = {"shard": "flat", "bucket_bytes": 500}
+        pipe = make(blocks(plain), world, 1, outer=outer)
+        before = {name: p.detach().clone() for name, p in pipe.named_parameters()}
+        optimizer = pipe.optimizer(lambda own: Twice(own, lr=0.0))
+        train_rank(plain, pipe, optimizer)
+        pipe.await_parameters()
+        return before, {name: p.detach().clone() for name, p in pipe.named_parameters()}
+
+    for before, after in run_on_threads(2, body):
+        assert before.keys() == after.keys()
+        halves = {n: torch.log2(before[n] / after[n]).unique() for n in before if before[n].any()}
+        assert all(len(each) == 1 and each > 0 for each in halves.values()), halves
 
 
 def test_parameters_are_gathered_while_the_first_forward_runs(plain):
@@ -598,8 +624,9 @@ def test_an_unknown_name_is_refused_with_the_known_ones(plain):
 @pytest.mark.parametrize("copies", [1, 2, 3, 8])
 def test_pieces_cover_each_element_once(num_elements, copies):
     sizes = {"a": num_elements // 3, "b": num_elements - num_elements // 3, "c": 0}
-    division = Division(num_elements, copies)
-    assert division.padded >= num_elements and division.padded - num_elements < copies
+    length = starts_of(sizes.values())[-1]
+    division = Division(length, copies)
+    assert division.padded >= length >= num_elements and division.padded - length < copies
     found = {name: [] for name in sizes}
     for position in range(copies):
         pieces = list(pieces_of(sizes, division, position))
