@@ -381,6 +381,14 @@ class Pipeline:
         with together(self.world, "gathering gradients"):
             return self._steps.gradients()
 
+    def say_what_is_left(self) -> None:
+        """Say in the log what is left to be said of the steps so far; waits for the device.
+
+        Which buffers differed is known once the device has come to it: it is said with the next
+        step, with a checkpoint, or by this.
+        """
+        self._steps.say_all()
+
     def await_parameters(self) -> None:
         """Return when all parameters are there that other ranks have updated."""
         sharing = self._steps.sharing

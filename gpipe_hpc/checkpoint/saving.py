@@ -72,6 +72,7 @@ def begin(
     extra: Mapping[str, Any],
 ) -> Begun:
     """Collect what there is to write and make the folder; all ranks call it."""
+    pipe.say_what_is_left()
     path = path.absolute()
     partial = path.with_name(path.name + PARTIAL_SUFFIX)
     contents = collect(pipe, optimizer, extra)

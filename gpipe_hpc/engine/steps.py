@@ -414,6 +414,13 @@ class Steps:
             f"normalise_over_replicas=False"
         )
 
+    def say_all(self) -> None:
+        """Say what is left to be said of the steps so far; waits for the device."""
+        for drift in self._drifts.values():
+            drift.say_all()
+        if self.apart is not None:
+            self.apart.say_all()
+
     def _begin(self) -> None:
         """Begin a run: note what buffers are like."""
         for drift in self._drifts.values():

@@ -261,6 +261,7 @@ class _Loop:
                 self._validate(metrics, progress)
                 self._reporter.refresh()
         results.settle()
+        pipe.say_what_is_left()
         self._stop.obey()  # no edge is to come
         if pipe.steps_done > first:
             finish = self._session.save if pipe.steps_done > saved else self._session.finish_save

@@ -95,6 +95,23 @@ class Counting(Block):
         return super().forward(x - self.mean)
 
 
+class Aside(Counting):
+    """The count is the host's, from the first forward on; another one stays on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num_positive", torch.zeros((), dtype=torch.int64))
+        self.is_aside = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_aside:
+            self.is_aside = True  # what moves a layer to its device would take it along
+            self.num_rows = torch.zeros((), dtype=torch.int64)
+        if self.training:
+            self.num_positive += (x.detach() > 0).sum()
+        return super().forward(x)
+
+
 class Low(nn.Linear):
     """Weights in 16 bits, which get masters in float32."""
 
@@ -147,6 +164,10 @@ def reporting() -> list[Any]:
 
 def counting() -> list[Any]:
     return [LayerSpec(Counting) for _ in range(4)]
+
+
+def aside() -> list[Any]:
+    return [LayerSpec(Aside) for _ in range(4)]
 
 
 def in_16_bits() -> list[Any]:
@@ -351,6 +372,7 @@ KINDS = [
     of(
         "own buffers of the first", 2, layers=counting, replicas=2, buffers="first", sizes=(15,) * 3
     ),
+    of("own buffers on both sides", 2, layers=aside, replicas=2, sizes=(15,) * 3),
     of("own buffers mirrored", 2, layers=counting, schedule="chimera", sizes=(15,) * 3),
     of("own buffers in holes", 3, layers=counting, stages=2, schedule="zb_h1", microbatches=4),
 ]

@@ -10,7 +10,6 @@ anyway; where none has, nothing else is sent.
 """
 
 import logging
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -20,15 +19,14 @@ from torch import nn
 from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.group import Group
 from gpipe_hpc.comm.packed import bytes_of
+from gpipe_hpc.engine.state.differing import Sayings
 from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.engine.sums.gradients import unite_flags
 from gpipe_hpc.models import PooledBatchNorm
 
-log = logging.getLogger("gpipe_hpc.pipeline")
-
 POLICIES: Final = ("average", "first", "each")
-_MAX_SHOWN: Final = 12
 _AVERAGED: Final = "are averaged over the {size} ranks that hold them"
+_FIRST: Final = "those of rank {first} are given to all"
 
 
 class Place(NamedTuple):
@@ -58,14 +56,6 @@ class _Found(NamedTuple):
 
     tensor: torch.Tensor | None
     version: int
-
-
-class _Compared(NamedTuple):
-    """How many holders had buffers otherwise than the first of them, on its way to the host."""
-
-    names: Sequence[str]
-    counts: Fetched
-    first: int
 
 
 class _Offer(NamedTuple):
@@ -127,17 +117,22 @@ class Drift:
         self._before: dict[str, _Found] = {}
         self._changed: set[str] = set()  # since the holders were made equal
         self._num_samples = 0  # likewise
-        self._said: set[str] = set()
-        self._compared: deque[_Compared] = deque()
+        self._on_host = frozenset(self._on_host_now())  # on some holder
+        self._sayings = Sayings(group, self._position)
+        self._sayings.ends_with(self)
 
     def begin(self) -> None:
         """Begin a run of the stage."""
         if self._group.size > 1:
-            self._say_what_differed()
+            self._sayings.say_known()
             if self._children_now() != self._children:
                 self._modules = modules_of(self._layers, pooled=self._pooled)
                 self._children = self._children_now()
             self._before = {name: _found(place) for name, place in self._places().items()}
+
+    def say_all(self) -> None:
+        """Say what is left to be said of buffers that differed; waits for the device."""
+        self._sayings.say_all()
 
     def end(self, num_samples: int) -> None:
         """Note what a run has changed, in which so many samples were seen."""
@@ -213,63 +208,60 @@ class Drift:
         places = self._places()
         averaged = [n for n in changed if self._policy == "average" and _is_float(places[n])]
         copied = [n for n in changed if n not in set(averaged)]
-        if averaged:
-            buffers = [_present(places[name]) for name in averaged]
-            for name, mean in zip(averaged, _averages(buffers, weight, self._group), strict=True):
+        for names, buffers in self._sides(averaged):
+            for name, mean in zip(names, _averages(buffers, weight, self._group), strict=True):
                 places[name].put(mean)
-            self._say(averaged, logging.INFO, _AVERAGED)
-        if copied:
-            buffers = [_present(places[name]) for name in copied]
+        self._sayings.say(averaged, logging.INFO, _AVERAGED)
+        for names, buffers in self._sides(copied):
             values = _broadcast(buffers, self._group, self._group.ranks[first])
-            if self._policy == "first":
-                self._say(copied, logging.INFO, "those of rank {first} are given to all", first)
-            else:
-                self._compared.append(self._compare(copied, buffers, values, first))
-            for name, value in zip(copied, values, strict=True):
+            if self._policy != "first":
+                self._sayings.compare(names, self._compared(buffers, values), first)
+            for name, value in zip(names, values, strict=True):
                 places[name].put(value)
-        self._say_what_differed()
+        if self._policy == "first":
+            self._sayings.say(copied, logging.INFO, _FIRST, first)
+        self._sayings.say_known()
 
-    def _compare(
-        self,
-        names: Sequence[str],
-        buffers: Sequence[torch.Tensor],
-        values: Sequence[torch.Tensor],
-        first: int,
-    ) -> _Compared:
-        """Learn which buffers any holder had otherwise than the first; no device is waited for."""
-        device = buffers[0].device
+    def _sides(self, names: Sequence[str]) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
+        """Yield the buffers of the device and those of the host, by name, each side if it has any.
+
+        To pack those of one side with those of the other the host would wait for the device.
+        """
+        places = self._places()
+        there = [name for name in names if name not in self._on_host]
+        if there:
+            yield there, [_present(places[name]) for name in there]
+        here = [name for name in names if name in self._on_host]
+        if here:
+            yield here, [self._device.fetch(_present(places[name])) for name in here]
+
+    def _is_on_host(self, place: Place) -> bool:
+        """Say whether there is a buffer, but not on the device of the stage."""
+        return place.buffer is not None and not self._device.holds(place.buffer)
+
+    def _on_host_now(self) -> list[str]:
+        return sorted(n for n, place in self._places().items() if self._is_on_host(place))
+
+    def _compared(self, buffers: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Fetched:
+        """Learn how many holders had each buffer otherwise than the first; no device is awaited."""
         pairs = zip(buffers, values, strict=True)
-        counts = torch.stack([_num_apart(*pair).to(device) for pair in pairs])
+        counts = torch.stack([_num_apart(*pair) for pair in pairs])
         self._group.all_reduce(counts)
-        return _Compared(names, Fetched.of(counts, self._device), first)
-
-    def _say_what_differed(self) -> None:
-        """Say which buffers differed, of which that is known by now: on a CPU, at once."""
-        what = (
-            "differ between the {size} ranks that hold them and have no average (integers "
-            "or bools); those of rank {first} are given to all"
-        )
-        while self._compared:
-            names, fetched, first = self._compared[0]
-            counts = fetched.poll()
-            if counts is None:
-                return
-            self._compared.popleft()
-            apart = [name for name, count in zip(names, counts.tolist(), strict=True) if count]
-            self._say(apart, logging.WARNING, what, first)
+        return Fetched.of(counts, self._device)
 
     def _settle_unusual(self, first: int) -> None:
         """Make buffers equal that are new, gone, or of other shapes on some holder."""
         places = self._places()
-        own = {n for n, place in places.items() if self._kinds.get(n, ()) != _kind_at(place)}
+        own = {n for n, kind in self._kinds_now().items() if self._kinds.get(n, ()) != kind}
         own |= self._changed | {name for name in self._names if name not in places}
-        told = self._group.merge_object((sorted(own), sorted(places)), _both)
-        wanted, self._names = told
+        told = self._group.merge_object((sorted(own), sorted(places), self._on_host_now()), _all)
+        wanted, self._names, on_host = told
+        self._on_host = frozenset(on_host)
         if self._policy == "each":
             self._say_each(wanted)
         else:
             self._share(wanted, first)
-        self._kinds = self._kinds_now()
+        self._kinds = self._kinds_now()  # where they are now, all have been told
 
     def _share(self, names: Sequence[str], first: int) -> None:
         """Give one value to all that holders have of each name.
@@ -287,17 +279,19 @@ class Drift:
         for root in sorted({each.root for n, each in found.items() if n not in averaged}):
             given = [n for n, each in found.items() if n not in averaged and each.root == root]
             is_here = root == self._position
-            kept = {n: _present(own[n]).clone() for n in given} if is_here else {}
+            # By the host: what one rank's device has, another's may not read.
+            there = {n: _present(own[n]) for n in given} if is_here else {}
+            kept = {n: self._device.fetch(value).clone() for n, value in there.items()}
             values |= self._group.broadcast_object(kept, self._group.ranks[root])
         what = (
-            "are new, or of other shapes, on some of the {size} ranks that hold them; "
+            "are new, or of other shapes or devices, on some of the {size} ranks that hold them; "
             "those of rank {first} are given to all"
         )
         for name, each in found.items():
             if name in averaged:
-                self._say([name], logging.INFO, _AVERAGED)
+                self._sayings.say([name], logging.INFO, _AVERAGED)
             else:
-                self._say([name], logging.WARNING, what, each.root)
+                self._sayings.say([name], logging.WARNING, what, each.root)
             self._register(name, values[name], is_persistent=each.is_persistent)
 
     def _offer(self, place: Place, first: int) -> _Offer:
@@ -344,7 +338,7 @@ class Drift:
             module = self._layers[int(index)].get_submodule(".".join(inner))
         except AttributeError:
             what = "belong to a module that only some of the {size} ranks have made: left so"
-            self._say([name], logging.WARNING, what)
+            self._sayings.say([name], logging.WARNING, what)
             return
         device = next((t.device for t in module.parameters()), value.device)
         module.register_buffer(own, value.to(device, copy=True), persistent=is_persistent)
@@ -362,24 +356,15 @@ class Drift:
         return self._table
 
     def _kinds_now(self) -> dict[str, Any]:
-        return {name: _kind_at(place) for name, place in self._places().items()}
+        places = self._places().items()
+        return {name: (_kind_at(place), self._is_on_host(place)) for name, place in places}
 
     def _say_each(self, names: Iterable[str]) -> None:
         what = (
             "are left as they are on each of the {size} ranks that hold them (buffers=each), where "
             "they drift apart; a checkpoint keeps those of rank {first}"
         )
-        self._say(names, logging.WARNING, what, 0)
-
-    def _say(self, names: Iterable[str], level: int, what: str, first: int = 0) -> None:
-        """Say something of buffers once, on the first rank that holds them."""
-        new = [name for name in names if name not in self._said]
-        self._said.update(new)
-        if new and self._position == 0:
-            shown = ", ".join(new[:_MAX_SHOWN])
-            shown += f", ... ({len(new)} in all)" if len(new) > _MAX_SHOWN else ""
-            filled = what.format(size=self._group.size, first=self._group.ranks[first])
-            log.log(level, "buffers that forwards change: %s %s", shown, filled)
+        self._sayings.say(names, logging.WARNING, what, 0)
 
 
 def modules_of(
@@ -429,13 +414,13 @@ def _present(place: Place) -> torch.Tensor:
     return buffer.detach()
 
 
-_Names = tuple[list[str], list[str]]
+_Names = tuple[list[str], list[str], list[str]]
 
 
-def _both(one: _Names, other: _Names) -> _Names:
-    """Return the names in either, of each of two lists."""
-    first, second = (sorted({*a, *b}) for a, b in zip(one, other, strict=True))
-    return first, second
+def _all(one: _Names, other: _Names) -> _Names:
+    """Return the names in either, of each of three lists."""
+    first, second, third = (sorted({*a, *b}) for a, b in zip(one, other, strict=True))
+    return first, second, third
 
 
 def _united(one: dict[str, _Offer], other: dict[str, _Offer]) -> dict[str, _Offer]:
@@ -485,8 +470,7 @@ def _averages(
     """Yield the average of each buffer over the group; `weight`: this rank's."""
     wide = [_wide(buffer) for buffer in buffers]
     # Nothing of a rank that has seen nothing: an infinity there would make NaNs.
-    device = wide[0].device  # some layers keep a buffer on the host
-    terms = [(w * weight if weight else torch.zeros_like(w)).to(device) for w in wide]
+    terms = [w * weight if weight else torch.zeros_like(w) for w in wide]
     flat = torch.cat([*terms, terms[0].new_full((1,), weight)])
     group.all_reduce(flat)
     means = torch.split(flat[:-1] / flat[-1], [w.numel() for w in wide])
@@ -511,12 +495,12 @@ def _broadcast(buffers: Sequence[torch.Tensor], group: Group, root: int) -> list
     """Return world rank `root`'s buffers, of any dtype, in the shapes of one's own."""
     if not buffers:
         return []
-    parts = [bytes_of(buffer).to(buffers[0].device) for buffer in buffers]
+    parts = [bytes_of(buffer) for buffer in buffers]
     flat = torch.cat(parts)
     group.broadcast(flat, root)
     arrived = torch.split(flat, [part.numel() for part in parts])
     return [
-        part.to(buffer.device, copy=True).view(buffer.dtype).view(buffer.shape)
+        part.clone().view(buffer.dtype).view(buffer.shape)
         for part, buffer in zip(arrived, buffers, strict=True)
     ]
 

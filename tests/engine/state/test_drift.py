@@ -8,7 +8,10 @@ import torch
 from torch import nn
 
 from gpipe_hpc import LayerSpec, Pipeline, run_on_threads
+from gpipe_hpc.comm.group import SoloGroup
 from gpipe_hpc.comm.threads import ThreadGroup
+from gpipe_hpc.engine.state.differing import Sayings
+from gpipe_hpc.engine.sums.fetched import Fetched
 from gpipe_hpc.errors import ConfigError
 from tests import support
 from tests.played.world import between, run_played
@@ -208,6 +211,113 @@ def test_a_device_is_not_waited_for_to_say_what_differs(caplog):
     said = [r.message for r in caplog.records if "have no average" in r.message]
     (text,) = said
     assert "layers.0.num_samples differ between the 2 ranks" in text and "num_forwards" not in text
+
+
+def said_of(caplog):
+    return [r.message for r in caplog.records if "have no average" in r.message]
+
+
+def left_by(caplog, end):
+    """Return what had been said of a last step on a device before `end(pipe)`, and behind it."""
+
+    def body(world):
+        pipe = make(world, num_layers=1, replicas=2, microbatches=1)
+        step_only(pipe, batch(9, 0))
+        world.everybody.all_reduce(torch.zeros(1))
+        before = said_of(caplog)
+        world.everybody.all_reduce(torch.zeros(1))
+        end(pipe)
+        return before
+
+    before, _ = run_played(2, body).results
+    return before, said_of(caplog)
+
+
+def test_what_the_last_step_finds_is_said_with_a_checkpoint(caplog, tmp_path):
+    """It was never said: the next step would have."""
+    before, after = left_by(caplog, lambda pipe: pipe.save(tmp_path / "kept"))
+    assert not before and "layers.0.num_samples differ" in after[0]
+
+
+def test_what_the_last_step_finds_is_said_where_somebody_asks(caplog):
+    before, after = left_by(caplog, lambda pipe: pipe.say_what_is_left())
+    assert not before and "layers.0.num_samples differ" in after[0]
+
+
+class Event:
+    """Of a device, which comes to it when `is_done` is set, or never."""
+
+    def __init__(self, is_done=False):
+        self.is_done = is_done
+
+    def query(self):
+        return self.is_done
+
+    def synchronize(self):
+        raise AssertionError("a device may never come to it")
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_the_end_waits_for_no_device(caplog, is_done):
+    """A pipeline is dropped, after a failure maybe: what is known by then is said."""
+    owner, event = Averaging(), Event()
+    sayings = Sayings(SoloGroup(0), 0)
+    sayings.ends_with(owner)
+    sayings.compare(["layers.0.count"], Fetched(torch.ones(1), event), 0)
+    sayings.say_known()
+    assert not said_of(caplog)
+    event.is_done = is_done
+    del owner
+    assert len(said_of(caplog)) == is_done
+
+
+class Aside(nn.Module):
+    """Keeps a mean and a count on the device, and others of the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        for place in ("there", "here"):
+            self.register_buffer(f"mean_{place}", torch.zeros(WIDTH, dtype=torch.float64))
+            self.register_buffer(f"count_{place}", torch.zeros((), dtype=torch.int64))
+        self.is_aside = False
+
+    def forward(self, x):
+        if not self.is_aside:
+            self.is_aside = True  # moving a layer to its device would take them along
+            self.mean_here = torch.zeros(WIDTH, dtype=torch.float64)
+            self.count_here = torch.zeros((), dtype=torch.int64)
+        with torch.no_grad():
+            self.mean_there += x.detach().mean(0)
+            self.count_there += len(x)
+            self.mean_here += len(x) / 2
+            self.count_here += len(x)
+        return x + self.linear(x)
+
+
+@pytest.mark.parametrize("policy", ["average", "first"])
+def test_buffers_of_the_host_wait_for_none_of_the_device(policy, caplog):
+    """They were packed together: the host waited for the device in each step."""
+
+    def body(world):
+        pipe = make(world, Aside, num_layers=1, replicas=2, microbatches=1, buffers=policy)
+        waits = []
+        for number in range(3):
+            data = batch(9, number)
+            if world.device.is_accelerator:
+                _, own = between(world.device, partial(step_only, pipe, data))
+                waits.append(list(map(str, own)))
+            else:
+                step_only(pipe, data)
+        pipe.say_what_is_left()
+        return waits[1:], buffers_of(pipe)
+
+    ranks = run_played(2, body).results
+    assert [waits for waits, _ in ranks] == [[[], []]] * 2
+    expected = [buffers for _, buffers in run_on_threads(2, body)]
+    for (_, buffers), of_cpu in zip(ranks, expected, strict=True):
+        assert all(torch.equal(buffers[name], value) for name, value in of_cpu.items())
+    assert ("count_here" in str(said_of(caplog))) == (policy == "average")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -80,6 +80,11 @@ class Apart:
         for index, drift in self._drifts.items():
             drift.end(samples.get(index, 0))
 
+    def say_all(self) -> None:
+        """Say what is left to be said of buffers; waits for the device."""
+        for drift in self._drifts.values():
+            drift.say_all()
+
     def note(self, weights: torch.Tensor) -> None:
         """Take note of a training step: the loss weights of all replicas, float64[replicas]."""
         named: dict[str, nn.Parameter] = {}
