@@ -78,7 +78,14 @@ class DeviceMemoryError(ActionError):
 
 
 class PeerError(GpipeError, RuntimeError):
-    """Another rank failed and this one stops because of it; carries the peer's own report."""
+    """Another rank failed and this one stops because of it; carries the peer's own report.
+
+    `is_mistake`: settings that cannot work are why, so all ranks end alike.
+    """
+
+    def __init__(self, report: str, *, is_mistake: bool = False) -> None:
+        super().__init__(report)
+        self.is_mistake = is_mistake
 
 
 class NonFiniteError(GpipeError, ArithmeticError):
@@ -114,7 +121,12 @@ _REMEDIES: Final = {
 
 
 def is_users_mistake(error: BaseException) -> bool:
-    """Say whether settings cannot work, which a schedule or a model that does not fit is, too."""
+    """Say whether settings cannot work, which a schedule or a model that does not fit is, too.
+
+    So is what another rank has refused.
+    """
+    if isinstance(error, PeerError):
+        return error.is_mistake
     return isinstance(error, ConfigError | ModelError | PartitionError | ScheduleError)
 
 

@@ -21,6 +21,7 @@ from gpipe_hpc.comm.collectives.wide import MESHED, WideGroup
 from gpipe_hpc.comm.device import Device, carries
 from gpipe_hpc.comm.failing.failure import Board, FailureBoard, SoloBoard, with_host
 from gpipe_hpc.comm.failing.noticeboard import Noticeboard
+from gpipe_hpc.comm.failing.report import Report
 from gpipe_hpc.comm.failing.timeouts import DEFAULT_REACH_S, checked_timeout
 from gpipe_hpc.comm.failing.torchrun_report import tell_torchrun
 from gpipe_hpc.comm.group import Gathering, Group, SoloGroup, rank_names
@@ -359,13 +360,13 @@ class ProcessWorld:
         """Say whether another rank has failed and this one has not been told."""
         return self._board.has_news
 
-    def fail(self, report: str) -> None:
+    def fail(self, report: str, *, is_mistake: bool = False) -> None:
         """Publish the report, with this host, let it spread, and unblock whoever waits for us."""
-        report = with_host(report, self.rank)
-        tell_torchrun(report, is_cause=True)
-        self._speaks = self._board.publish(report) == report
+        own = Report(with_host(report, self.rank), is_mistake)
+        tell_torchrun(own.words, is_cause=True)
+        self._speaks = self._board.publish(own) == own
         if not self._speaks:
-            tell_torchrun(report, is_cause=False)
+            tell_torchrun(own.words, is_cause=False)
         self._board.await_spreading()
         self.break_groups()
 
@@ -374,7 +375,7 @@ class ProcessWorld:
         """Say whether this rank's failure is the run's; None while it has told none."""
         return self._speaks
 
-    def explain(self, symptom: str) -> str:
+    def explain(self, symptom: str) -> Report:
         """Return the reason why a wait failed."""
         return self._board.explain(symptom)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+from gpipe_hpc.comm.failing.report import Report
 from gpipe_hpc.comm.failing.timeouts import checked_timeout
 from gpipe_hpc.comm.group import rank_names
 from gpipe_hpc.comm.handing import Left
@@ -47,7 +48,7 @@ class ThreadHub:
         self.size = size
         self.timeout_s = checked_timeout(timeout_s, "timeout_s")
         self.changed = threading.Condition()
-        self.report: str | None = None
+        self.report: Report | None = None
         self.secret = Secret(secrets.token_bytes(32), "this process")
         self.queues: dict[PlacedChannel, deque[tuple[int, Message, Left]]] = {}
         self.mail: dict[MailKey, Left] = {}

@@ -23,6 +23,7 @@ from gpipe_hpc.comm.collectives.menu import (
 )
 from gpipe_hpc.comm.collectives.plan import Plan
 from gpipe_hpc.comm.device import Device, HostDevice
+from gpipe_hpc.comm.failing.report import Report
 from gpipe_hpc.comm.failing.tracebacks import leave_out_own_frames
 from gpipe_hpc.comm.group import (
     Calls,
@@ -41,7 +42,7 @@ from gpipe_hpc.comm.thread_hub import ExchangeKey, MailKey, ThreadHub
 from gpipe_hpc.comm.thread_plans import ThreadPlans
 from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
 from gpipe_hpc.comm.transport.memory import MemoryTransport
-from gpipe_hpc.errors import LaunchError, PeerError
+from gpipe_hpc.errors import LaunchError, PeerError, is_users_mistake
 
 T = TypeVar("T")
 
@@ -338,18 +339,18 @@ class ThreadWorld:
         """Say whether another rank has failed and this one has not been told."""
         return self.hub.report is not None and not self._is_told
 
-    def fail(self, report: str) -> None:
+    def fail(self, report: str, *, is_mistake: bool = False) -> None:
         """Keep the first report and wake everybody."""
         self._is_told = True
         with self.hub.changed:
             if self.hub.report is None:
-                self.hub.report = report
+                self.hub.report = Report(report, is_mistake)
             self.hub.changed.notify_all()
 
-    def explain(self, symptom: str) -> str:
+    def explain(self, symptom: str) -> Report:
         """Return the first report, or the symptom if there is none."""
         self._is_told = True
-        return self.hub.report or symptom
+        return self.hub.report or Report(symptom)
 
 
 def run_on_threads(
@@ -377,7 +378,8 @@ def run_on_threads(
             results[rank] = body(ThreadWorld(hub, rank, own))
         except BaseException as failure:
             failures.append(failure)
-            ThreadWorld(hub, rank).fail(f"rank {rank}: {type(failure).__name__}: {failure}")
+            told = f"rank {rank}: {type(failure).__name__}: {failure}"
+            ThreadWorld(hub, rank).fail(told, is_mistake=is_users_mistake(failure))
 
     threads = [
         threading.Thread(target=target, args=(rank,), name=f"rank{rank}", daemon=True)

@@ -7,12 +7,13 @@ from types import TracebackType
 from typing import Final, Protocol
 
 from gpipe_hpc.comm.device import Device
+from gpipe_hpc.comm.failing.report import Report
 from gpipe_hpc.comm.failing.tracebacks import leave_out_own_frames, shows_all_frames, users_line
 from gpipe_hpc.comm.group import Gathering, Group
 from gpipe_hpc.comm.joining.secret import Secret
 from gpipe_hpc.comm.transport.base import PlacedChannel, Transport
 from gpipe_hpc.comm.watch.pulse import Idle, Phase
-from gpipe_hpc.errors import GpipeError, PeerError
+from gpipe_hpc.errors import GpipeError, PeerError, is_users_mistake
 
 log = logging.getLogger("gpipe_hpc.comm")
 
@@ -66,10 +67,13 @@ class World(Protocol):
     def has_news(self) -> bool:
         """Say whether another rank has failed and this one has not been told; waits for nobody."""
 
-    def fail(self, report: str) -> None:
-        """Tell every rank that this one failed, and unblock those that wait for it."""
+    def fail(self, report: str, *, is_mistake: bool = False) -> None:
+        """Tell every rank that this one failed, and unblock those that wait for it.
 
-    def explain(self, symptom: str) -> str:
+        `is_mistake`: as settings cannot work.
+        """
+
+    def explain(self, symptom: str) -> Report:
         """Return why a wait failed: the first failed rank's own report, or who fell silent."""
 
 
@@ -117,11 +121,11 @@ class _Telling:
         """Tell the others of an error, once; raise what they told instead if it came of theirs."""
         world, ahead = self._world, self._ahead(error)
         if isinstance(error, ConnectionError | TimeoutError):
-            heard = PeerError(world.explain(f"{ahead}{error}"))
+            heard = _heard(world, f"{ahead}{error}")
             raise heard from (error if shows_all_frames() else None)
         if not isinstance(error, PeerError) and _TOLD not in vars(error):
             vars(error)[_TOLD] = True  # not by setattr: a user's class may allow none
-            _tell(world, _words(error, ahead))
+            _tell(world, Report(_words(error, ahead), is_users_mistake(error)))
         leave_out_own_frames(error)
 
     def _ahead(self, error: BaseException) -> str:
@@ -145,7 +149,7 @@ class _Together(_Telling):
             if error is not None:
                 self._share(error)
             elif self._world.device.is_accelerator and self._world.has_news:
-                raise PeerError(self._world.explain(f"{where}: another rank has failed"))
+                raise _heard(self._world, f"{where}: another rank has failed")
         finally:
             self._world.activity = outer if isinstance(outer, Phase) else Idle(where)
 
@@ -162,13 +166,17 @@ def _words(error: BaseException, ahead: str) -> str:
     return f"{ahead}{type(error).__name__}: {error}"
 
 
-def _tell(world: World, report: str) -> None:
+def _tell(world: World, report: Report) -> None:
     """Tell all ranks; if that fails too, what failed first is still what is raised."""
+    words = report.words
+    named = words if words.startswith("rank ") else f"rank {world.rank}: {words}"
     try:
-        world.fail(_named(world, report))
+        world.fail(named, is_mistake=report.is_mistake)
     except Exception:
-        log.exception("rank %d: the other ranks could not be told of: %s", world.rank, report)
+        log.exception("rank %d: the other ranks could not be told of: %s", world.rank, words)
 
 
-def _named(world: World, report: str) -> str:
-    return report if report.startswith("rank ") else f"rank {world.rank}: {report}"
+def _heard(world: World, symptom: str) -> PeerError:
+    """Return what stops this rank: the failure of another, which ended its wait."""
+    report = world.explain(symptom)
+    return PeerError(report.words, is_mistake=report.is_mistake)

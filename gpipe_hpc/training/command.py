@@ -108,6 +108,7 @@ def _train(config: Config, stop: StopRequest, words: Sequence[str]) -> int:
         log.debug("where it happened", exc_info=True)
         is_echo = isinstance(error, PeerError) or getattr(world, "speaks", None) is False
         code = say_error(error, says_kind=not isinstance(error, ConfigError), is_echo=is_echo)
-        # The others were told to end as well, and one did so sooner.
+        # The others were told to end as well, and one did so sooner. But what one has refused, all
+        # would refuse again, whoever ends them because of it.
         is_stopped = isinstance(error, PeerError) and stop.is_told_to_end
-        return REQUEUE_EXIT_CODE if is_stopped else code
+        return REQUEUE_EXIT_CODE if is_stopped and code == FAILED_EXIT_CODE else code

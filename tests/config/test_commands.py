@@ -11,7 +11,7 @@ from gpipe_hpc.config import commands, compose_config, conf_dir
 from gpipe_hpc.config.commands import exit_code_of, run_jobs, say_error
 from gpipe_hpc.config.elsewhere import Elsewhere, without_launcher
 from gpipe_hpc.draw.__main__ import main as draw
-from gpipe_hpc.errors import ConfigError, DataError, ModelError, ScheduleError
+from gpipe_hpc.errors import ConfigError, DataError, ModelError, PeerError, ScheduleError
 from gpipe_hpc.training import command
 from gpipe_hpc.training.command import run_command
 from gpipe_hpc.training.signals import StopRequest
@@ -263,6 +263,13 @@ def test_settings_that_cannot_work_end_with_code_2_other_errors_with_1():
     assert exit_code_of(DataError("c")) == exit_code_of(OSError("d")) == 1
 
 
+def test_what_another_rank_has_refused_ends_with_its_code():
+    """One rank ended with 2 and all others with 1: a script took the run for one that crashed."""
+    told = "rank 1 on vm: train.device: expected one for each rank, got cuda:0 for both"
+    assert exit_code_of(PeerError(told, is_mistake=True)) == 2
+    assert exit_code_of(PeerError(told)) == 1
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -301,6 +308,23 @@ def test_a_signal_ends_a_sweep_and_jobs_without_folders_get_their_own(say, monke
     assert exit_code(run_command, stop) == 75
     assert len(folders) == 2 and folders[0].startswith("runs/")
     assert [folder.rpartition("/")[2] for folder in folders] == ["1", "2"]
+
+
+@pytest.mark.parametrize(("is_mistake", "code"), [(True, 2), (False, 75)])
+def test_a_rank_that_is_told_to_end_is_not_queued_again_for_what_another_refused(
+    say, monkeypatch, is_mistake, code
+):
+    """Slurm takes the highest code of all ranks: the others' 75 would have hidden the 2."""
+    stop = StopRequest()
+
+    def train(*_):
+        monkeypatch.setattr(StopRequest, "is_told_to_end", True)
+        raise PeerError("rank 1 on vm: what it is", is_mistake=is_mistake)
+
+    monkeypatch.setattr(command, "run_training", train)
+    monkeypatch.setattr(command, "end_soon", sys.exit)  # this process goes on
+    say("train.keep_freed_memory=false")
+    assert exit_code(run_command, stop) == code
 
 
 @pytest.mark.slow

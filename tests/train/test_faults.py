@@ -39,9 +39,7 @@ def test_bad_settings_are_refused_on_every_rank(start_ranks, tiny, name):
         for part in parts:
             assert part in output, output
         assert "Traceback" not in output, output
-    assert max(ranks.codes) == 2, "srun ends with the highest"
-    if name in ("unknown key", "stages x replicas", "bad run folder"):
-        assert set(ranks.codes) == {2}
+    assert set(ranks.codes) == {2}, "one refusal, one code: also of a rank that was told of it"
 
 
 def test_more_stages_than_layers_are_refused(start_ranks):
@@ -49,7 +47,7 @@ def test_more_stages_than_layers_are_refused(start_ranks):
     for partition in ("parameters", "time"):
         ranks = start_ranks(2, *model, f"pipeline.partition={partition}").wait(20)
         for code, output in zip(ranks.codes, ranks.outputs, strict=True):
-            assert code not in (0, None)
+            assert code == 2
             assert "more stages than layers, expected at most 1 stages, got 2" in output
             assert "Traceback" not in output, output
 

@@ -56,7 +56,7 @@ def test_a_rank_has_told_before_it_ends(tiny, tmp_path, monkeypatch, place):
         try:
             return run_training(config, world, StopRequest())
         except BaseException:
-            reports[world.rank] = world.hub.report or ""
+            reports[world.rank] = world.hub.report.words if world.hub.report else ""
             raise
 
     if where is None:

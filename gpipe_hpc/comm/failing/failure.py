@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
+from gpipe_hpc.comm.failing.report import Report
 from gpipe_hpc.comm.reaching.doors import Doors
 from gpipe_hpc.comm.watch.display import Display
 from gpipe_hpc.comm.watch.helper import Helper
@@ -57,13 +58,13 @@ class Board(Protocol):
     def has_news(self) -> bool:
         """Say whether another rank has failed and the main thread here has not been told."""
 
-    def publish(self, report: str) -> str:
+    def publish(self, report: Report) -> Report:
         """Make `report` the run's failure unless there is one; return the one that stands."""
 
     def await_spreading(self) -> None:
         """Give the other ranks a moment to say what they have heard before this process exits."""
 
-    def explain(self, symptom: str) -> str:
+    def explain(self, symptom: str) -> Report:
         """Return the run's failure; if nobody reported one, find out who holds the others up."""
 
     def stop(self) -> None:
@@ -83,9 +84,9 @@ class SoloBoard:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._report: str | None = None
+        self._report: Report | None = None
 
-    def publish(self, report: str) -> str:
+    def publish(self, report: Report) -> Report:
         """Keep the first report."""
         self._report = self._report or report
         return self._report
@@ -93,9 +94,9 @@ class SoloBoard:
     def await_spreading(self) -> None:
         """Return at once: there is nobody to hear it."""
 
-    def explain(self, symptom: str) -> str:
+    def explain(self, symptom: str) -> Report:
         """Return the first report, else the symptom."""
-        return self.publish(f"rank {self._rank}: {symptom}")
+        return self.publish(Report(f"rank {self._rank}: {symptom}"))
 
     def stop(self) -> None:
         """Do nothing: nothing watches."""
@@ -134,7 +135,7 @@ class FailureBoard:
         self._key, self._silence_s = key, watchfulness.silence_s
         self._ends_process = watchfulness.ends_process
         self._changed = threading.Condition(threading.RLock())
-        self._report: str | None = None
+        self._report: Report | None = None
         self._failed_s = self._lost_s = float("inf")
         self._is_told = False  # the main thread knows
         self._is_broken = False  # waits of this process have been ended
@@ -155,7 +156,7 @@ class FailureBoard:
         """Say whether a failure stands that the main thread has neither told nor been told of."""
         return self._report is not None and not self._is_told
 
-    def publish(self, report: str) -> str:
+    def publish(self, report: Report) -> Report:
         """Make `report` the run's failure unless there is one; return the one that stands."""
         with self._changed:
             standing = self._report
@@ -163,7 +164,7 @@ class FailureBoard:
             with contextlib.suppress(RuntimeError, TimeoutError):
                 report = _within(ANSWER_S, lambda: self._agree(report))
             standing = self._stand(report)
-            self._helper.send(kind="failure", report=standing)
+            self._helper.send(kind="failure", **standing._asdict())
         self._note_told()
         return standing
 
@@ -171,7 +172,7 @@ class FailureBoard:
         """Give the other ranks a moment to say what they have heard before this process exits."""
         time.sleep(SPREAD_S)
 
-    def explain(self, symptom: str) -> str:
+    def explain(self, symptom: str) -> Report:
         """Return the run's failure; if nobody reported one, find out who holds the others up."""
         report = self._await_report(REPORT_GRACE_S) or self._report_in_store()
         if report is None:
@@ -179,7 +180,7 @@ class FailureBoard:
             report = self._await_report(FACTS_S)
         if report is None:
             symptom = f"rank {self._rank}: {symptom}; {self._finding()}"
-            report = self.publish(with_host(symptom, self._rank))
+            report = self.publish(Report(with_host(symptom, self._rank)))
         else:
             self._stand(report)
             self._note_told()
@@ -204,19 +205,19 @@ class FailureBoard:
         self._helper.forget()
         self._display.close()
 
-    def _agree(self, report: str) -> str:
-        self._store.compare_set("failure", "", report)
-        return self._store.get("failure").decode()
+    def _agree(self, report: Report) -> Report:
+        self._store.compare_set("failure", "", report.written())
+        return Report.read(self._store.get("failure").decode())
 
-    def _report_in_store(self) -> str | None:
+    def _report_in_store(self) -> Report | None:
         """Return what stands in the store, for ranks that news do not reach."""
         try:
             found = _within(ANSWER_S, lambda: _read(self._store, "failure"))
         except (RuntimeError, TimeoutError):
             return None
-        return found
+        return None if found is None else Report.read(found)
 
-    def _stand(self, report: str) -> str:
+    def _stand(self, report: Report) -> Report:
         """Take `report` for the run's failure if it is the first here; return the first."""
         with self._changed:
             if self._report is None:
@@ -228,7 +229,7 @@ class FailureBoard:
         self._is_told = True
         self._say_doing()
 
-    def _await_report(self, limit_s: float) -> str | None:
+    def _await_report(self, limit_s: float) -> Report | None:
         with self._changed:
             self._changed.wait_for(lambda: self._report is not None, limit_s)
             return self._report
@@ -313,7 +314,7 @@ class FailureBoard:
                 with contextlib.suppress(RuntimeError):
                     introduction.publish(message)
             case "failure":
-                self._stand(str(message["report"]))
+                self._stand(Report(str(message["words"]), message["is_mistake"] is True))
             case "lost":
                 self._lost[message["rank"]] = message
                 self._lost_s = min(self._lost_s, time.monotonic())
@@ -352,8 +353,8 @@ class FailureBoard:
         """Turn lost ranks into a report, and a report into the end of what waits here."""
         now_s = time.monotonic()
         if self._report is None and now_s >= self._lost_s + SETTLE_S:
-            report = _told_of_all(list(self._lost.values())[:MAX_LISTED])
-            log.error("%s", self._stand(report))
+            report = Report(_told_of_all(list(self._lost.values())[:MAX_LISTED]))
+            log.error("%s", self._stand(report).words)
         if self._stop.is_set():
             return
         if not self._is_broken and now_s >= self._failed_s + BREAK_S:
@@ -366,9 +367,10 @@ class FailureBoard:
 
     def _end_process(self) -> None:
         """End the process: its main thread is stuck."""
+        assert self._report is not None, "a failure stands"
         text = (
             f"rank {self._rank}: expected to end within {END_S:g} s of the run's failure, got "
-            f"stuck in {self._pulse}; the process ends now. The failure: {self._report}"
+            f"stuck in {self._pulse}; the process ends now. The failure: {self._report.words}"
         )
         stacks = all_stacks(self._main)
         # Whoever is stuck may hold the locks of the logs.

@@ -135,7 +135,8 @@ class Watcher:
             case "stack":
                 self._say_stuck(message["text"])
             case "failure":
-                self._spread({"kind": "failure", "name": "failure", "report": message["report"]})
+                told = {name: message[name] for name in ("words", "is_mistake")}
+                self._spread({"kind": "failure", "name": "failure", **told})
             case "call":
                 self._call()
                 self._line.send({"kind": "around", "text": self._around()})

@@ -15,6 +15,7 @@ from gpipe_hpc.comm.joining import start as starting
 from gpipe_hpc.comm.joining.claim import claim_device
 from gpipe_hpc.comm.joining.start import _backend, start_world
 from gpipe_hpc.comm.world import together
+from gpipe_hpc.config.commands import exit_code_of
 from gpipe_hpc.errors import ConfigError, GpipeError, PeerError
 
 
@@ -333,12 +334,13 @@ def test_all_ranks_stop_with_the_report_of_the_one_whose_device_is_taken(process
             with together(world, "the first step"):
                 world.everybody.all_gather_object(rank)
         except GpipeError as error:
-            return type(error), str(error)
+            return type(error), exit_code_of(error), str(error)
         return None
 
     told = processes(2, body, tmp_path)
-    assert {kind for kind, _ in told} == {ConfigError, PeerError}
-    assert all("start at most as many ranks on a machine as it has devices" in t for _, t in told)
+    assert {kind for kind, _, _ in told} == {ConfigError, PeerError}
+    assert {code for _, code, _ in told} == {2}, "one refusal, one code"
+    assert all("start at most as many ranks on a machine as it has devices" in t for *_, t in told)
 
 
 def test_a_backend_that_knows_nothing_of_a_device_is_given_the_hosts_memory(processes, tmp_path):

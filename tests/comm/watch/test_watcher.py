@@ -241,9 +241,13 @@ def test_a_rank_that_leaves_is_not_missed(until):
 
 def test_a_report_reaches_all_also_who_comes_later(until):
     with watched(4, until) as ranks:
-        ranks[1].line.send({"kind": "failure", "report": "rank 1: what happened"})
+        ranks[1].line.send(
+            {"kind": "failure", "words": "rank 1: what happened", "is_mistake": True}
+        )
         until(lambda: all(rank.find("failure") for rank in ranks), 5, "all have heard it")
-        assert {rank.find("failure")["report"] for rank in ranks} == {"rank 1: what happened"}
+        heard = [rank.find("failure") for rank in ranks]
+        told = {(each["words"], each["is_mistake"]) for each in heard}
+        assert told == {("rank 1: what happened", True)}
         ranks[1].process.kill()
         time.sleep(1.0)
         assert all(rank.find("lost") is None for rank in ranks), "its end is no second failure"
@@ -287,7 +291,7 @@ def test_a_rank_that_does_not_end_after_a_failure_is_ended(until, monkeypatch):
             rank.line.send({"kind": "doing", "count": 8, "text": "F"} | DOING | {"ends": True})
         ranks[1].process.send_signal(signal.SIGSTOP)
         time.sleep(0.5)
-        ranks[0].line.send({"kind": "failure", "report": "rank 0: something"})
+        ranks[0].line.send({"kind": "failure", "words": "rank 0: something", "is_mistake": False})
         assert ranks[0].process.wait(5) == -signal.SIGKILL
         # One that is stopped too: torchrun waited 30 s for it, and its lock stayed.
         assert ranks[1].process.wait(5) == -signal.SIGKILL
@@ -296,7 +300,7 @@ def test_a_rank_that_does_not_end_after_a_failure_is_ended(until, monkeypatch):
 def test_a_process_that_may_go_on_after_a_failure_is_left_alone(until, monkeypatch):
     monkeypatch.setattr("gpipe_hpc.comm.watch.watcher._KILL_S", 0.5)
     with watched(2, until) as ranks:
-        ranks[0].line.send({"kind": "failure", "report": "rank 0: something"})
+        ranks[0].line.send({"kind": "failure", "words": "rank 0: something", "is_mistake": False})
         time.sleep(2.0)
         assert ranks[1].process.poll() is None
 

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from gpipe_hpc.comm.failing.report import Report
 from gpipe_hpc.errors import PeerError
 from gpipe_hpc.training.figures.results import Line, Results
 
@@ -19,7 +20,7 @@ class _World:
         self.has_news = has_news
 
     def explain(self, symptom):
-        return f"{symptom}: rank 0 has failed"
+        return Report(f"{symptom}: rank 0 has failed")
 
 
 def _line(step):
