@@ -14,7 +14,13 @@ import time
 from pathlib import Path
 
 from tests.generated.cases import BY_TORCHRUN, IN_A_SHELL, ON_THREADS, drawn
-from tests.generated.running import train_first, tried, tried_by_torchrun, tried_command
+from tests.generated.running import (
+    NOBODY,
+    train_first,
+    tried,
+    tried_by_torchrun,
+    tried_command,
+)
 
 
 def main() -> None:
@@ -38,7 +44,7 @@ def main() -> None:
             place = Path(name) / str(number)
             if asked.torchrun:
                 ranks, wrong = tried_by_torchrun(case, place, trained, dict(os.environ))
-                found = ranks[0]
+                found = next((each for each in ranks if each.code is not None), NOBODY)
             elif asked.shell:
                 found, wrong = tried_command(case, place, trained, dict(os.environ))
             else:

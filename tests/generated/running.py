@@ -63,6 +63,9 @@ class Ended(NamedTuple):
     error: str = ""
 
 
+NOBODY = Ended(None, "", "", "no rank has ended by itself")
+
+
 class Leftovers(NamedTuple):
     """What a command might leave behind."""
 
@@ -222,9 +225,9 @@ def ended_command(case: Case, folder: Path, environ: dict[str, str]) -> Ended:
 
 
 def ended_by_torchrun(case: Case, folder: Path, environ: dict[str, str]) -> list[Ended]:
-    """Run a case in `folder` by torchrun; return how it ended, and what each rank said.
+    """Run a case in `folder` by torchrun; return how each rank ended, and what it said.
 
-    The code of them all is torchrun's: it ends the other ranks when one has failed.
+    The code of a rank that torchrun ended, because another had failed before, is None.
     """
     limit_s = 3 * LIMIT_S * patience()
     logs = folder.with_name(f"{folder.name}_logs")
@@ -233,6 +236,7 @@ def ended_by_torchrun(case: Case, folder: Path, environ: dict[str, str]) -> list
         f"--nproc_per_node={case.ranks}",
         f"--log_dir={logs}",
         "--redirects=3",
+        "--monitor-interval=1",  # so that ranks which end together have ended when it looks
     ]
     words = [sys.executable, "-m", "torch.distributed.run", *launch, "-m", "gpipe_hpc.train"]
     with subprocess.Popen(
@@ -241,22 +245,51 @@ def ended_by_torchrun(case: Case, folder: Path, environ: dict[str, str]) -> list
         env=environ | {"HOME": str(folder)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
     ) as launcher:
+        error = ""
         try:
-            code: int | None = launcher.wait(limit_s)
-            error = ""
+            _, told = launcher.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            launcher.terminate()  # it ends its ranks
-            launcher.wait(limit_s)
-            code, error = None, f"Hang: longer than {limit_s:.0f} s"
+            told = end_launcher(launcher)
+            error = f"Hang: longer than {limit_s:.0f} s"
     ranks = sorted(logs.glob("*/attempt_0/*"), key=lambda path: int(path.name))
-    said = [
-        [(rank / name).read_text(errors="replace") for name in ("stdout.log", "stderr.log")]
-        for rank in ranks
-    ]
-    shutil.rmtree(logs)
-    return [Ended(code, out, err, error) for out, err in said]
+    codes = {} if error else codes_told(told, len(ranks) if launcher.returncode == 0 else 0)
+    found = [Ended(codes.get(int(rank.name)), *_logged(rank), error) for rank in ranks]
+    shutil.rmtree(logs, ignore_errors=True)
+    return found
+
+
+def codes_told(told: str, num_good: int = 0) -> dict[int, int]:
+    """Return the exit codes of ranks that torchrun tells of; of `num_good` that ended well: 0.
+
+    Its report lists those that it found failed when it first looked; it ends the others.
+    """
+    if num_good:
+        return dict.fromkeys(range(num_good), 0)
+    pairs = re.findall(r"^\s*rank +: (\d+) .*\n\s*exitcode +: (-?\d+) ", told, re.MULTILINE)
+    return {int(rank): int(code) for rank, code in pairs}
+
+
+def end_launcher(launcher: subprocess.Popen[str], grace_s: float = 60.0) -> str:
+    """End a launcher that hangs, with its ranks; return what it said."""
+    launcher.terminate()  # it ends its ranks, and kills those that are deaf after 30 s
+    try:
+        return launcher.communicate(timeout=grace_s)[1]
+    except subprocess.TimeoutExpired:
+        pass
+    own = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+    for child in map(int, own.read_text().split()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+    launcher.kill()
+    return launcher.communicate()[1]
+
+
+def _logged(rank: Path) -> list[str]:
+    return [(rank / name).read_text(errors="replace") for name in ("stdout.log", "stderr.log")]
 
 
 def faults(case: Case, found: Ended, folder: Path, before: Leftovers) -> list[str]:
@@ -367,33 +400,42 @@ def tried_command(
 def tried_by_torchrun(
     case: Case, folder: Path, trained: Path | None, environ: dict[str, str]
 ) -> tuple[list[Ended], list[str]]:
-    """Run a case as `tried` does, but on the processes of torchrun; return what each said.
-
-    Where a start is refused, each rank that torchrun let end says why, once, and that it is rank 0
-    that says it, if only that one has looked.
-    """
+    """Run a case as `tried` does, but on the processes of torchrun; return what each said."""
     make_place(folder, trained)
     before = Leftovers.of(folder)
     try:
         ended = ended_by_torchrun(case, folder, environ)
-        wrong = [] if len(ended) == case.ranks else [f"{len(ended)} ranks began"]
-        speaking = [each for each in ended if "gpipe_hpc: " in each.stderr or each.code == 0]
-        if not speaking:
-            wrong.append("no rank has said why it ended")
-        for each in speaking:
-            code = 0 if each.code == 0 else _code_said(each)
-            wrong += _ended_badly(case, each._replace(code=code))
-        code = max((0 if each.code == 0 else _code_said(each) for each in speaking), default=0)
-        wrong += _left(case, Ended(code, "", ""), folder, before)
+        wrong = [*ranks_ended_badly(case, ended)]
+        codes = [each.code for each in ended if each.code is not None]
+        wrong += _left(case, Ended(max(codes, default=None), "", ""), folder, before)
         return ended, wrong
     finally:
         for each in (folder, _SHARED):
             shutil.rmtree(each, ignore_errors=True)
 
 
-def _code_said(found: Ended) -> int:
-    """Return the code that a rank's message stands for, as torchrun tells no rank's."""
-    return 4 if "NonFiniteError: " in found.stderr else 2
+def ranks_ended_badly(case: Case, ended: list[Ended]) -> Iterator[str]:
+    """Yield what is wrong with how ranks ended.
+
+    Where a start is refused, each rank that torchrun let end says why, once, and all end with one
+    code; that it is rank 0 alone that says it, if all know it ahead of their meeting.
+    """
+    if len(ended) != case.ranks:
+        yield f"{len(ended)} ranks began"
+    own = [each for each in ended if each.code is not None or each.error]
+    if not own:
+        yield "no rank has ended by itself"
+    if len(codes := {each.code for each in own}) > 1:
+        yield f"one end, and several exit codes: {codes}"
+    if not any("gpipe_hpc: " in each.stderr or each.code == 0 for each in own):
+        yield "no rank has said why it ended"
+    for each in ended:
+        if each.code is None and not each.error:
+            said = each.stderr + each.stdout
+            if "Traceback (most recent call last)" in said:
+                yield f"a traceback: {said}"
+        else:
+            yield from _ended_badly(case, each)
 
 
 def train_first(folder: Path) -> Path:

@@ -1,0 +1,64 @@
+"""How generated cases under torchrun are read: by the codes of their ranks, and to their end."""
+
+import subprocess
+import sys
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from tests.generated.cases import Case
+from tests.generated.running import Ended, codes_told, end_launcher, ranks_ended_badly
+
+
+def told_of(codes):
+    """Return what torchrun prints, in torch's own words, of ranks that failed."""
+    failures = {
+        rank: ProcessFailure(local_rank=rank, pid=99, exitcode=code, error_file="<N/A>")
+        for rank, code in codes.items()
+    }
+    return f"Traceback (most recent call last):\n{ChildFailedError('gpipe_hpc.train', failures)}"
+
+
+@pytest.mark.parametrize("codes", [{0: 2}, {0: 2, 1: 2}, {1: 4, 0: 1, 2: -9}])
+def test_codes_are_those_that_torchrun_tells_of(codes):
+    """They were guessed from what ranks said, so a wrong code was never seen."""
+    assert codes_told(told_of(codes)) == codes
+    assert codes_told("", 3) == {0: 0, 1: 0, 2: 0}
+
+
+DEAF = "import signal, subprocess, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+
+
+def test_a_launcher_that_hangs_is_ended_with_its_ranks():
+    """Its end was waited for without looking whether it came: an error took the finding's place."""
+    rank = f"{DEAF}print('begun', flush=True); signal.pause()"
+    code = f"{DEAF}subprocess.run([sys.executable, '-c', {rank!r}])"
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert launcher.stdout is not None and launcher.stdout.readline() == "begun\n"
+    # Its streams end once its rank, which has them too, is gone.
+    assert end_launcher(launcher, grace_s=0.2) == "" and launcher.returncode == -9
+
+
+WORD = "pipeline.stages=7"
+REFUSED = f"gpipe_hpc: config: {WORD}, expected 2, got 7; set it to 2\n"
+
+
+@pytest.mark.parametrize(
+    ("ended", "wrong"),
+    [
+        ([(2, REFUSED), (2, REFUSED)], []),
+        ([(2, REFUSED), (None, "")], []),
+        ([(2, REFUSED), (1, REFUSED)], ["several exit codes: {1, 2}", "exit code 1"]),
+        ([(2, REFUSED), (2, "")], ["0 messages"]),
+        ([(2, REFUSED)], ["1 ranks began"]),
+        ([(None, REFUSED), (None, "")], ["no rank has ended by itself", "no rank has said"]),
+        ([(2, REFUSED), (None, "Traceback (most recent call last):")], ["a traceback"]),
+    ],
+)
+def test_ranks_that_end_otherwise_than_they_must_are_found(ended, wrong):
+    found = [Ended(code, "", said) for code, said in ended]
+    told = list(ranks_ended_badly(Case("train", (WORD,), 2), found))
+    assert len(told) == len(wrong), told
+    assert all(part in each for part, each in zip(wrong, told, strict=True)), told
