@@ -208,12 +208,14 @@ def _obeyed(fault: Fault, live: Live) -> float:
     aside.rename(live.order)
     done = Path(f"{live.order}.done")
     deadline_s = time.monotonic() + _ORDER_S * patience()
-    while not (done.exists() and done.read_text()):
+    while True:
+        # Ahead of the note: a rank may obey, and end, between two looks.
         said = [rank.output for rank in live.ranks if rank.code is not None]
+        if done.exists() and (noted := done.read_text()):
+            return float(noted)
         if said or time.monotonic() > deadline_s:
             raise TimeoutError(f"rank {fault.victim} did not do what was ordered: {said}")
         time.sleep(_LOOK_S)
-    return float(done.read_text())
 
 
 def mend(live: Live) -> None:

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +17,7 @@ from experiments.soak.draws import ALL_MICROBATCHES, LAYOUTS, Kind, draw
 from experiments.soak.grounds import this_machine
 from experiments.soak.life import FORCED, Life, Verdict
 from experiments.soak.processes import families, seen
-from experiments.soak.striking import Struck, corrupt
+from experiments.soak.striking import Live, Struck, corrupt, strike
 
 
 def test_a_seed_gives_the_same_faults_in_whatever_number():
@@ -140,6 +140,34 @@ def test_what_is_not_as_it_must_be_is_found(tmp_path, ranks, problem):
     life._judge(struck, verdict)
     assert len(verdict.problems) == bool(problem), verdict.problems
     assert problem is None or verdict.problems[0].startswith(problem)
+
+
+class Obeying:
+    """A rank that ends at the moment somebody looks at it, after it has `noted` an order or not."""
+
+    output = ""
+
+    def __init__(self, note=None):
+        self._note = note
+
+    @property
+    def code(self):
+        if self._note is not None:
+            self._note.write_text("5.0")
+        return 7
+
+
+def test_a_rank_that_obeys_and_ends_between_two_looks_has_obeyed(tmp_path):
+    """The soak took it for one that had ended without doing what was ordered."""
+    faults = [fault for run in draw(0, 100) for fault in run.faults]
+    fault = next(each for each in faults if each.way == "os._exit(7)" and each.victim == 0)
+    ground = SimpleNamespace(place_of=lambda rank, size: SimpleNamespace(name="here"))
+    order = tmp_path / "order"
+    live = Live(ground, [Obeying(tmp_path / "order.done")], tmp_path, order, can_fill=False)
+    assert strike(fault, live).since_s == 5.0
+    (tmp_path / "order.done").unlink()
+    with pytest.raises(TimeoutError, match="rank 0 did not do what was ordered"):
+        strike(fault, replace(live, ranks=[Obeying()]))
 
 
 @pytest.mark.slow
