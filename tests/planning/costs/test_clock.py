@@ -81,32 +81,31 @@ def layer(machine, kernels, host_s, device_s):
     return work
 
 
-def timed(monkeypatch, *works):
+def ordered(monkeypatch, *works):
+    """Return the milliseconds of the device and of the host for each work, one after the other."""
     machine = Machine()
     monkeypatch.setattr(clocks.time, "perf_counter", machine.perf_counter)
     clock = Clock()
-    found = [clock.timed(layer(machine, *work), machine) for work in works]
-    assert all(result == "made" for result, _ in found)
-    return [seconds for _, seconds in found]
+    found = [clock.ordered(layer(machine, *work), machine) for work in works]
+    assert all(result == "made" for result, _, _ in found)
+    return [(round(device_s / MS, 6), round(host_s / MS, 6)) for _, device_s, host_s in found]
 
 
 def test_a_device_does_not_wait_for_the_first_kernels(monkeypatch):
     """Ten kernels of 0.1 ms that the host orders in 0.05 ms each: 1 ms, as within a step."""
-    (seconds,) = timed(monkeypatch, (10, 0.05 * MS, 0.1 * MS))
-    assert abs(seconds - 1 * MS) < 1e-9
+    assert ordered(monkeypatch, (10, 0.05 * MS, 0.1 * MS)) == [(1, 0.5)]
 
 
-def test_where_the_host_takes_longer_it_counts(monkeypatch):
-    (seconds,) = timed(monkeypatch, (10, 0.1 * MS, 0.05 * MS))
-    assert abs(seconds - 1 * MS) < 1e-9
+def test_the_host_is_timed_beside_the_device(monkeypatch):
+    assert ordered(monkeypatch, (10, 0.1 * MS, 0.05 * MS)) == [(0.5, 1)]
 
 
 def test_the_lead_grows_until_the_host_is_ahead(monkeypatch):
     """4 ms of the host are longer than the first lead, in which half of them hide."""
     work = (10, 0.4 * MS, 0.1 * MS)
-    first, second = timed(monkeypatch, work, work)
-    assert first < 2.5 * MS
-    assert abs(second - 4 * MS) < 1e-9
+    (first, host), *others = ordered(monkeypatch, work, work)
+    assert 1 < first < 2.5 and host == 0
+    assert others == [(1, 4)]
 
 
 def test_a_host_that_waits_for_the_device_does_not_count_the_lead(monkeypatch):
@@ -120,4 +119,13 @@ def test_a_host_that_waits_for_the_device_does_not_count_the_lead(monkeypatch):
         machine.put(1 * MS)
 
     for _ in range(3):
-        assert abs(clock.timed(reads, machine)[1] - 2 * MS) < 1e-9
+        _, device_s, host_s = clock.ordered(reads, machine)
+        assert (round(device_s / MS, 6), host_s) == (2, 0)
+
+
+def test_a_time_by_itself_is_the_longer_one(monkeypatch):
+    machine = Machine()
+    monkeypatch.setattr(clocks.time, "perf_counter", machine.perf_counter)
+    for work, expected in (((10, 0.05 * MS, 0.1 * MS), 1), ((10, 0.1 * MS, 0.05 * MS), 1)):
+        _, seconds = Clock().timed(layer(machine, *work), machine)
+        assert round(seconds / MS, 6) == expected
