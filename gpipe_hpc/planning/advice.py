@@ -13,7 +13,7 @@ from gpipe_hpc.planning.cutting.partition import Partition
 from gpipe_hpc.planning.forecast import forecast
 from gpipe_hpc.planning.layout import Layout, lay_out
 from gpipe_hpc.planning.memory.by_rank import excess_bytes
-from gpipe_hpc.planning.ordering import shared_by
+from gpipe_hpc.planning.ordering import is_simulated, shared_by
 from gpipe_hpc.planning.request import Request
 from gpipe_hpc.schedule import Op, Timeline, mean_costs, mean_forwards, num_stages, simulate
 from gpipe_hpc.schedule.families.rerouted import ORDERS
@@ -149,8 +149,12 @@ def _others(request: Request, layout: Layout, gauge: Known, finer: int | None) -
     if layout.schedule.num_ranks == 1:
         return
     took = tuple(each.forward + each.backward for each in gauge.times)
-    cut = kept._replace(counts=(), costs=took, measure=MEASURED, times=gauge.times)
+    cut = kept._replace(
+        counts=(), costs=took, measure=MEASURED, times=gauge.times, is_open=False, made_on=""
+    )
     anew = cut.cut_anew(len(kept.counts), shared_by(request))
+    if is_simulated(request, kept):
+        anew = _laid_out(replace(request, partition=anew._replace(is_open=True)), gauge, anew)
     if anew.counts != kept.counts:
         yield _cut_words(anew), replace(request, partition=anew), gauge, ""
     # A cut by hand is for its number of stages; for another one it would be refused.
@@ -202,6 +206,14 @@ def _other_orders(request: Request, gauge: Known) -> Iterator[_Other]:
 def _is_by_hand(request: Request) -> bool:
     """Say whether the user has given the layers of each stage."""
     return not isinstance(request.partition, str | Partition)
+
+
+def _laid_out(request: Request, gauge: Known, otherwise: Partition) -> Partition:
+    """Return the cut that a layout takes; `otherwise`, where there is none."""
+    try:
+        return lay_out(request, gauge).partition
+    except GpipeError:
+        return otherwise
 
 
 def _cut_words(partition: Partition) -> str:

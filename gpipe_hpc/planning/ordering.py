@@ -9,7 +9,7 @@ from gpipe_hpc.errors import ConfigError, GpipeError, PartitionError, ScheduleEr
 from gpipe_hpc.planning.buckets import sharing_of
 from gpipe_hpc.planning.budget.fitting import Budget, choose_recompute
 from gpipe_hpc.planning.costs.gauges import Gauge
-from gpipe_hpc.planning.cutting.partition import ALIKE, Paces, Partition
+from gpipe_hpc.planning.cutting.partition import ALIKE, SIMULATED, Paces, Partition
 from gpipe_hpc.planning.cutting.pins import Ends
 from gpipe_hpc.planning.cutting.roomier import lacks_memory, roomier_cut
 from gpipe_hpc.planning.cutting.simulated import faster_cut, has_shared_ranks
@@ -117,6 +117,11 @@ def _settled(
         if lacks and not lacks_memory(request, before, table, gauge):
             return settled
     return other if _time_of(other, gauge) < _time_of(settled, gauge) else settled
+
+
+def is_simulated(request: Request, kept: Partition) -> bool:
+    """Say whether a cut was, or may be, chosen by simulating: one for other costs may be, too."""
+    return request.partition == SIMULATED or bool(kept.made_on)
 
 
 def place_name(request: Request) -> str:

@@ -13,7 +13,7 @@ from gpipe_hpc.planning.cutting.partition import Partition
 from gpipe_hpc.planning.forecast import rank_forecasts
 from gpipe_hpc.planning.layout import Layout, lay_out
 from gpipe_hpc.planning.memory.by_rank import excess_bytes, memory_limits
-from gpipe_hpc.planning.ordering import shared_by
+from gpipe_hpc.planning.ordering import is_simulated, shared_by
 from gpipe_hpc.planning.request import Request
 from gpipe_hpc.planning.stages import count_stages
 from gpipe_hpc.schedule import simulate
@@ -71,7 +71,8 @@ def review(
     flops = [each.forward + each.backward for each in counted]
     if not sum(took) or not sum(flops):
         return None
-    better = _Tried.of(request, _cut(took, kept, request), kept, gauge)
+    is_open = is_simulated(request, kept)
+    better = _Tried.of(request, _cut(took, kept, request), kept, gauge, is_open=is_open)
     if better is None or better.counts == kept.counts:
         return None
     before_s = _step_s(layout, kept._replace(times=gauge.times))
@@ -103,11 +104,27 @@ class _Tried(NamedTuple):
 
     @classmethod
     def of(
-        cls, request: Request, counts: tuple[int, ...], kept: Partition, gauge: Known
+        cls,
+        request: Request,
+        counts: tuple[int, ...],
+        kept: Partition,
+        gauge: Known,
+        *,
+        is_open: bool = False,
     ) -> "_Tried | None":
-        """Lay out a cut, or where some rank lacks memory for it a roomier one; None: none fits."""
+        """Lay out a cut, or where some rank lacks memory for it a roomier one; None: none fits.
+
+        `is_open`: or a faster one that is found by simulating.
+        """
         costs = tuple(each.forward + each.backward for each in gauge.times)
-        asked = kept._replace(counts=counts, costs=costs, measure=MEASURED, times=gauge.times)
+        asked = kept._replace(
+            counts=counts,
+            costs=costs,
+            measure=MEASURED,
+            times=gauge.times,
+            is_open=is_open,
+            made_on="",
+        )
         try:
             layout = lay_out(replace(request, partition=asked), gauge)
         except PartitionError:

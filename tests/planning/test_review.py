@@ -8,7 +8,7 @@ from torch import nn
 
 from gpipe_hpc.models import LayerSpec
 from gpipe_hpc.planning import LayerTimes, Request, lay_out
-from gpipe_hpc.planning.advice import Known, layer_times
+from gpipe_hpc.planning.advice import Known, advise, layer_times
 from gpipe_hpc.planning.costs.counted import count_model
 from gpipe_hpc.planning.forecast import held_bytes
 from gpipe_hpc.planning.review import by_forwards, review, slow_stages_text
@@ -175,3 +175,23 @@ def test_a_better_cut_keeps_pinned_layers_where_they_are():
     assert reviewed(times).counts[0] == 1
     pinned = reviewed(times, pins={1: 0})
     assert pinned.counts[0] >= 2 and max(pinned.counts) > 2
+
+
+@pytest.mark.parametrize(("schedule", "slow"), [("zb_v", (5, 6, 7)), ("looped_bfs", (2, 9))])
+def test_where_cuts_are_simulated_the_named_one_is_too(schedule, slow):
+    """It named the most even cut, which is not the fastest where ranks hold several stages."""
+    layers = [LayerSpec(nn.Linear, 16, 16) for _ in range(12)]
+    count = count_model(layers, torch.empty(4, 16, device="meta"))
+    plain = (LayerTimes.alike(1.0, 2.0, 1.0, 1.0),) * 12
+    times = tuple(SLOW if index in slow else each for index, each in enumerate(plain))
+    gauge = Known(layers, times, count)
+    request = Request(
+        stages=2, microbatches=4, partition="simulated", recompute="never", schedule=schedule
+    )
+    kept = lay_out(request, Known(layers, plain, count))
+    found = review(request, kept, gauge, plain)
+    best = lay_out(request, gauge).partition.counts
+    even = lay_out(replace(request, partition="time"), gauge).partition.counts
+    assert found is not None and found.counts == best != even
+    settings = [each.settings for each in advise(request, kept, gauge)]
+    assert f"pipeline.partition=[{','.join(map(str, best))}]" in settings
