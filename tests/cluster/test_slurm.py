@@ -300,7 +300,7 @@ def test_a_node_that_is_back_in_time_is_used(
     job.await_state("PENDING", limit_s=200)
     slurm.start_node("n1")
     assert job.await_state("COMPLETED", "FAILED", limit_s=500) == "COMPLETED", said(tmp_path)
-    assert [nodes for _, nodes in starts(tmp_path)] == ["n1,n2", "n1,n2"]
+    assert [nodes for _, nodes in starts(tmp_path)] == ["n1,n2", "n1,n2"], said(tmp_path)
     assert not list(tmp_path.glob("run/starts/*.SHORT"))
     as_undisturbed(tmp_path / "run")
 
