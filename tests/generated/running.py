@@ -46,6 +46,8 @@ SPARE_BYTES = 6 << 30  # of addresses, beside what this process has: what wants 
 
 # Exit codes with a meaning of their own: too large, and not the same training.
 _OTHERS = {"plan": (3,), "verify": ()}
+# Of a rank that SIGTERM ends as it starts, and of one that says so ahead of the ranks' meeting.
+_ENDED_BY_LAUNCHER = (-signal.SIGTERM, 128 + signal.SIGTERM)
 # In place of /dev/shm itself, where other runs of this machine have theirs.
 _SHARED = Path(f"/dev/shm/generated_{os.getpid()}")
 
@@ -265,12 +267,12 @@ def ended_by_torchrun(case: Case, folder: Path, environ: dict[str, str]) -> list
 def codes_told(told: str, num_good: int = 0) -> dict[int, int]:
     """Return the exit codes of ranks that torchrun tells of; of `num_good` that ended well: 0.
 
-    Its report lists those that it found failed when it first looked; it ends the others.
+    Its report also lists those that it ended by SIGTERM, as another had failed: they are left out.
     """
     if num_good:
         return dict.fromkeys(range(num_good), 0)
     pairs = re.findall(r"^\s*rank +: (\d+) .*\n\s*exitcode +: (-?\d+) ", told, re.MULTILINE)
-    return {int(rank): int(code) for rank, code in pairs}
+    return {int(rank): int(code) for rank, code in pairs if int(code) not in _ENDED_BY_LAUNCHER}
 
 
 def end_launcher(launcher: subprocess.Popen[str], grace_s: float = 60.0) -> str:

@@ -23,6 +23,8 @@ def told_of(codes):
 def test_codes_are_those_that_torchrun_tells_of(codes):
     """They were guessed from what ranks said, so a wrong code was never seen."""
     assert codes_told(told_of(codes)) == codes
+    ended_by_torchrun = {7: -15, 8: 143}
+    assert codes_told(told_of(codes | ended_by_torchrun)) == codes
     assert codes_told("", 3) == {0: 0, 1: 0, 2: 0}
 
 
