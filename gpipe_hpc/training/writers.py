@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -58,6 +59,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         purged = None if resumed_step is None else resumed_step + 1
+        self._quiet = _QuietThreads()
         self._writer: Any = SummaryWriter(folder, purge_step=purged)
 
     def write(self, step: int, scalars: Scalars) -> None:
@@ -68,7 +70,31 @@ class TensorBoard:
 
     def close(self, error: BaseException | None = None) -> None:
         """Write out what is pending."""
-        self._writer.close()
+        try:
+            self._writer.close()
+        finally:
+            self._quiet.end()
+
+
+class _QuietThreads:
+    """Lets no traceback be printed for what ends TensorBoard's thread, as where a disk is full.
+
+    It raises that once more from the next write or the end, and there we say what to do.
+    """
+
+    def __init__(self) -> None:
+        self._before = threading.excepthook
+        self._own = self._print
+        threading.excepthook = self._own
+
+    def end(self) -> None:
+        """Put back what was there before, unless somebody has put something else there."""
+        if threading.excepthook is self._own:
+            threading.excepthook = self._before
+
+    def _print(self, what: threading.ExceptHookArgs) -> None:
+        if not type(what.thread).__module__.startswith("tensorboard."):
+            self._before(what)
 
 
 def _finite(value: float | int | None) -> float | int | None:
