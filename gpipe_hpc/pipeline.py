@@ -21,7 +21,7 @@ from gpipe_hpc.comm.world import together
 from gpipe_hpc.config.keywords import Keywords, Layers, by_keyword, name_of
 from gpipe_hpc.engine.batch.arrays import with_tensors
 from gpipe_hpc.engine.batch.cutting import Pieces, share_of
-from gpipe_hpc.engine.layers.compiling import chosen_backend
+from gpipe_hpc.engine.layers.compiling import chosen_backend, compile_layers
 from gpipe_hpc.engine.layers.precision import scaling
 from gpipe_hpc.engine.memory.standing import Exhausted, Standing
 from gpipe_hpc.engine.outer.held import Held
@@ -167,8 +167,10 @@ class Pipeline:
         backend = chosen_backend(wish, self.world.device)
         if backend is None:
             return
-        for stage in self.stages.values():
-            stage.compile(backend)
+        stages = self.stages.values()
+        calls = compile_layers({i: m for s in stages for i, m in s.layers.items()}, backend)
+        for stage in stages:
+            stage.run_by(calls)
         if self.world.rank == 0 and Op.W in self.schedule.ops:
             log.warning(
                 "compile: compiled layers make weight gradients together with those of inputs, so "

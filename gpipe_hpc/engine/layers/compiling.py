@@ -1,4 +1,4 @@
-"""torch.compile for the layers of a stage, one at a time.
+"""torch.compile for the layers of a rank, one at a time.
 
 Layers of one kind share what is compiled; other kinds do not take from their limit of variants.
 Parameters, their names and the layers themselves stay as they are.
@@ -48,7 +48,8 @@ def chosen_backend(wish: bool | str, device: Device) -> str | None:
 def compile_layers(layers: Mapping[int, nn.Module], backend: str) -> dict[int, Call]:
     """Return what runs each layer compiled; compilation itself comes with the first call.
 
-    Random numbers are those of uncompiled layers, so a mask is the same in F and R.
+    `layers`: of all stages of the rank, so that their layers share what is compiled, too. Random
+    numbers are those of uncompiled layers, so a mask is the same in F and R.
     """
     kinds: dict[Hashable, Call] = {}
     calls: dict[int, Call] = {}

@@ -9,7 +9,7 @@ from torch import nn
 
 from gpipe_hpc.comm.device import Device
 from gpipe_hpc.comm.group import Group
-from gpipe_hpc.engine.layers.compiling import compile_layers
+from gpipe_hpc.engine.layers.compiling import Call
 from gpipe_hpc.engine.layers.segment import PlacedLayer, Segment
 from gpipe_hpc.engine.outer.held import Held
 from gpipe_hpc.engine.outer.stage_shards import StageShards
@@ -145,11 +145,11 @@ class Stage:
                     named[global_name(index, f"{name}._extra_state".lstrip("."))] = module
         return named
 
-    def compile(self, backend: str) -> None:
-        """Let the layers run compiled from now on."""
+    def run_by(self, compiled: Mapping[int, Call]) -> None:
+        """Let compiled calls, by the index of the layer, run the layers from now on."""
         self.is_compiled = True
-        for index, call in compile_layers(self.layers, backend).items():
-            self._placed[index].call = call
+        for index in self.layers:
+            self._placed[index].call = compiled[index]
 
     def segments(self, recomputes: bool) -> tuple[tuple[Segment, bool], ...]:
         """Return the layers in runs, each with whether an ``R`` makes its graph.
