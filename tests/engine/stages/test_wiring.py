@@ -1,12 +1,20 @@
 """How the ranks of a mesh are connected."""
 
+import pytest
+import torch
+from torch import nn
+
+from gpipe_hpc import LayerSpec, Pipeline
 from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.group import SoloGroup
 from gpipe_hpc.comm.mesh import Mesh
+from gpipe_hpc.comm.threads import ThreadGroup
 from gpipe_hpc.engine.stages.wiring import wire
 from gpipe_hpc.schedule import build
 from gpipe_hpc.schedule.table.placements import copies_in_rows
+from tests.played.world import run_played
 from tests.schedule.conftest import VARIANTS, label
+from tests.support import mean_square
 
 MESH = Mesh(64, 16)
 SOME = (0, 1, 7, 16 * 20 + 15, 1023)
@@ -45,3 +53,41 @@ def test_a_rank_has_few_queues_whatever_the_schedule_and_the_number_of_replicas(
             rows = max(len(table.placement.holders(s)) for s in range(table.num_stages))
             most = 2 * rows if copies_in_rows(table.placement) else 4
             assert 2 <= len(own) <= most, label(variant)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"replicas": 2, "normalise_over_replicas": True},
+        {"replicas": 2, "outer": {"every": 2}},
+        {"schedule": "chimera", "stages": 4},
+    ],
+    ids=lambda options: ", ".join(map(str, options)),
+)
+def test_no_group_sums_for_the_first_time_within_a_step(monkeypatch, options):
+    """That of BatchNorm did, within a forward: it takes an accelerator seconds to connect ranks."""
+    called: list[ThreadGroup] = []
+    collective = ThreadGroup._collective
+
+    def noted(group, tensor, result):
+        called.append(group)
+        return collective(group, tensor, result)
+
+    monkeypatch.setattr(ThreadGroup, "_collective", noted)
+
+    def body(world):
+        layer = LayerSpec(nn.Linear, 4, 4)
+        ends = layer.tied({"weight": "w"})
+        layers = [ends, LayerSpec(nn.BatchNorm1d, 4), layer, layer, LayerSpec(nn.Tanh), ends]
+        pipe = Pipeline(layers, mean_square, microbatches=2, world=world, **options)
+        world.everybody.all_reduce(torch.zeros(1))
+        before = set(map(id, called))
+        world.everybody.all_reduce(torch.zeros(1))
+        inputs, targets = torch.randn(2, 16, 4)
+        part = pipe.share(16)
+        pipe.step(inputs[part], targets[part])
+        return before
+
+    before, *_ = run_played(4, body).results
+    within = {id(group) for group in called} - before
+    assert len(before) > 4 and not within
