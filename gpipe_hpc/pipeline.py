@@ -308,6 +308,11 @@ class Pipeline:
         return self._site.everybody
 
     @property
+    def of_place(self) -> Gathering:
+        """Return the group of the ranks at this one's place in all replicas."""
+        return self._site.of_place
+
+    @property
     def replica(self) -> int:
         """Return which replica this rank belongs to; world rank = replica x stages + stage_rank."""
         return self._site.replica

@@ -1,6 +1,7 @@
 """What a checkpoint is made of, collected on all ranks before anything is written."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from gpipe_hpc.checkpoint.manifest import FORMAT, Facts, versions
 from gpipe_hpc.checkpoint.options import describe_groups, merge_groups
 from gpipe_hpc.checkpoint.parts import Part, put_together
 from gpipe_hpc.checkpoint.states import encode
+from gpipe_hpc.checkpoint.telling import Sizes, gather, sizes_of_all
 
 if TYPE_CHECKING:
     from gpipe_hpc.pipeline import Pipeline
@@ -66,20 +68,19 @@ def collect(
     held |= of_states
     everybody = pipe.everybody
     first, own = everybody.ranks[0], everybody.position
-    told = everybody.gather_object((_sizes(held), values, groups, extra_states), first)
+    told = gather(pipe, _sizes(held), values, groups, extra_states)
     facts: Facts = {}
     decided: tuple[dict[str, int], int] | None = None
     if told is not None:
         facts = _facts(
             pipe,
-            {name: value for _, part, _, _ in told for name, value in part.items()},
-            merge_groups(part for _, _, part, _ in told),
-            {name: state for _, _, _, part in told for name, state in part.items()},
+            {name: value for each in told for name, value in (each.values or {}).items()},
+            merge_groups(each.groups or [] for each in told),
+            {name: state for each in told for name, state in each.states.items()},
             extra,
         )
-        sizes = [part for part, _, _, _ in told]
-        total = sum({name: size for part in sizes for name, size in part.items()}.values())
-        decided = _writers(sizes), total
+        total = sum({name: size for each in told for name, size in each.sizes.items()}.values())
+        decided = _writers(sizes_of_all(told, pipe.mesh.stages)), total
     writers, num_bytes = everybody.broadcast_object(decided, first)
     return Contents({n: t for n, t in held.items() if writers[n] == own}, facts, num_bytes)
 
@@ -145,17 +146,18 @@ def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {name: tensor.nbytes for name, tensor in tensors.items()}
 
 
-def _writers(sizes: list[dict[str, int]]) -> dict[str, int]:
+def _writers(sizes: Iterable[Sizes]) -> dict[str, int]:
     """Return who writes each tensor: of those that hold it the one with the least to write."""
-    holders: dict[str, list[int]] = {}
+    holders: dict[str, list[tuple[int, int]]] = {}
     for position, part in enumerate(sizes):
-        for name in part:
-            holders.setdefault(name, []).append(position)
-    load = [0] * len(sizes)
+        for name, size in part.items():
+            holders.setdefault(name, []).append((position, size))
+    load: Counter[int] = Counter()
     writers = {}
-    for name, positions in holders.items():
-        writers[name] = min(positions, key=lambda position: load[position])
-        load[writers[name]] += sizes[writers[name]][name]
+    for name, found in holders.items():
+        writer, size = min(found, key=lambda holder: load[holder[0]])
+        writers[name] = writer
+        load[writer] += size
     return writers
 
 

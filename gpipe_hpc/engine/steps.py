@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gpipe_hpc.comm.group import Gathering, Group
+from gpipe_hpc.comm.group import Gathering, Group, SoloGroup
 from gpipe_hpc.comm.mesh import Mesh
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.world import World
@@ -42,12 +42,16 @@ from gpipe_hpc.errors import ConfigError, DataError
 
 @dataclass(frozen=True)
 class Site:
-    """Where a rank stands: its world, and the groups of all ranks and of its pipeline."""
+    """Where a rank stands: its world, and the groups of all ranks and of its pipeline.
+
+    `of_place`: the ranks at its place in all pipelines.
+    """
 
     world: World
     mesh: Mesh
     everybody: Gathering
     pipeline: Gathering
+    of_place: Gathering
 
     @classmethod
     def of(cls, world: World, mesh: Mesh) -> "Site":
@@ -58,9 +62,10 @@ class Site:
         """
         everybody = world.gathering([range(world.size)])
         if mesh.replicas == 1:
-            return cls(world, mesh, everybody, everybody)
-        pipelines = [mesh.pipeline_ranks(mesh.replica_of(world.rank))]
-        return cls(world, mesh, everybody, world.gathering(pipelines))
+            return cls(world, mesh, everybody, everybody, SoloGroup(world.rank))
+        pipeline = world.gathering([mesh.pipeline_ranks(mesh.replica_of(world.rank))])
+        of_place = world.gathering([mesh.replica_ranks(k) for k in range(mesh.stages)])
+        return cls(world, mesh, everybody, pipeline, of_place)
 
     @property
     def replica(self) -> int:

@@ -53,7 +53,9 @@ def decide_layout(request: Request, site: Site, gauge: Gauge, timeout_s: float) 
         log.info("searching an order of the work ...")
     decided = patiently(world, "laying out", search)
     with together(world, "start"):
-        layout = hand_out(decided, world, site.mesh, site.everybody, site.pipeline)
+        layout = hand_out(
+            decided, world.rank, site.mesh, site.everybody, site.pipeline, site.of_place
+        )
     if world.rank == 0:
         anew = _cut_anew_text(request.partition, layout.partition)
         said = rows_text(layout.schedule.placement), anew, layout.searched, layout.budget

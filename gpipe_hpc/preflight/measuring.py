@@ -40,7 +40,7 @@ def measure(world: World, mesh: Mesh, decided: Layout | None, most_bytes: int) -
     """
     with together(world, "connecting the ranks of the layout"):
         site = Site.of(world, mesh)
-        layout = hand_out(decided, world, mesh, site.everybody, site.pipeline)
+        layout = hand_out(decided, world.rank, mesh, site.everybody, site.pipeline, site.of_place)
         schedules = [layout.of(replica).schedule for replica in range(mesh.replicas)]
         wiring = wire(world, mesh, schedules)
         groups = _different(wiring)

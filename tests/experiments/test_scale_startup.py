@@ -125,11 +125,17 @@ def test_what_opening_a_run_takes_grows_with_the_levels(opened, part):
 def test_what_copies_hear_of_shards_to_save_them_grows_with_the_levels(sharded):
     """Each heard which parts of parameters every other copy of its stage holds: 1.4 MB at 4,096."""
     small, *_ = found = [each["saving a checkpoint"] for each in sharded.values()]
-    assert small.of_groups <= 23 and small.heard_bytes <= 650
+    assert small.of_groups <= 25 and small.heard_bytes <= 1900
     for less, more in itertools.pairwise(found):
-        assert more.of_groups - less.of_groups <= 20
-        assert more.heard_bytes - less.heard_bytes <= 400
+        assert more.of_groups - less.of_groups <= 21
+        assert more.heard_bytes - less.heard_bytes <= 1100
         assert (more.keys, more.peers) == (less.keys, less.peers)
+
+
+def test_rank_0_hears_a_few_bytes_of_each_rank_to_save(opened):
+    """It heard all names of each: of a stage with twelve blocks of a GPT 26 kB, 107 MB at 4,096."""
+    for size, parts in opened.items():
+        assert parts["saving a checkpoint"].bytes_of_groups <= 8000 + 32 * size
 
 
 def test_what_ranks_hear_of_paces_grows_with_the_levels(sharded):

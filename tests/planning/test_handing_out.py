@@ -42,7 +42,8 @@ def handed_out(world, layout, replicas, width=2):
     everybody = levels(list(range(world.size)))
     pipeline = levels(list(mesh.pipeline_ranks(mesh.replica_of(world.rank))))
     decided = layout if world.rank == 0 else None
-    return hand_out(decided, world, mesh, everybody, pipeline)
+    of_place = levels(list(mesh.replica_ranks(mesh.stage_rank_of(world.rank))))
+    return hand_out(decided, world.rank, mesh, everybody, pipeline, of_place)
 
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (5, 1), (4, 3), (1, 3)])

@@ -23,6 +23,7 @@ from experiments.scale.startup.one import others_say
 from experiments.scale.startup.played import Counts, PlayedWorld, join, no_counts
 from gpipe_hpc import LayerSpec
 from gpipe_hpc.checkpoint.parts import Apart
+from gpipe_hpc.checkpoint.telling import Told
 from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.comm.failing import patience
 from gpipe_hpc.comm.joining.secret import Secret
@@ -131,9 +132,14 @@ def _settings(size: int, stages: int, folder: str) -> list[str]:
 def _say(stages: int, secret: Secret, value: Any, ranks: Sequence[int]) -> Sequence[Any]:
     """Return what ranks say: of which of them each speaks, where it says that; else as ever.
 
-    The one behind this rank has the number that makes up for its own.
+    The one behind this rank has the number that makes up for its own. Ranks of other replicas have
+    to write what those of the first have.
     """
     match value:
+        case Told() | [Told(), *_]:
+            alike = Told({}, 0, None, None, {})
+            others = alike if isinstance(value, Told) else [alike] * len(value)
+            return [value if rank < stages else others for rank in ranks]
         case Apart(number=number):
             return [value, Apart(-number), *(Apart() for _ in ranks[2:])]
         case Missing(first=first, stop=stop):
