@@ -66,8 +66,9 @@ def _check_complete(graph: Precedence) -> None:
     """Every stage runs every micro-batch forward and, unless the table only evaluates, backward."""
     schedule = graph.schedule
     nothing: Column = [NOWHERE] * schedule.num_microbatches
+    ops = (Op.F, Op.I, Op.W) if _has_backward(graph) else (Op.F,)
     for stage in range(schedule.num_stages):
-        for op in (Op.F, Op.I, Op.W) if _has_backward(graph) else (Op.F,):
+        for op in ops:
             column = graph.makers.get((op, stage, None), nothing)
             if NOWHERE in column:
                 _refuse_missing(schedule, Action(op, stage, column.index(NOWHERE)))

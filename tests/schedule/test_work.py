@@ -15,6 +15,7 @@ from gpipe_hpc.schedule import add_recompute, build, check, checker, forward_onl
 from gpipe_hpc.schedule.families.known import FAMILIES
 from gpipe_hpc.schedule.passes import communication, recompute
 from gpipe_hpc.schedule.table import lifetimes, precedence, rows
+from gpipe_hpc.schedule.table.precedence import build_precedence, runs
 
 
 def count_lines(work):
@@ -155,3 +156,23 @@ def test_the_count_of_numbers_sees_work_that_grows(count_numbers):
 
     counts = [count_numbers(lambda number=number: look(number))[0] for number in (20, 40)]
     assert counts[1] > 3 * counts[0]
+
+
+def test_the_check_of_a_table_of_evaluation_does_not_grow_with_its_stages():
+    """Each stage asked all kinds of actions anew whether there is a backward."""
+
+    def lines_of_check(ranks):
+        table = lower(forward_only(build("hanayo", ranks=ranks, microbatches=4)))
+        num_lines, _ = count_lines(lambda: check(table))
+        return num_lines / table.num_actions
+
+    assert lines_of_check(48) < 1.1 * lines_of_check(12)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_order_takes_few_lines_an_action(name):
+    """What waits for nobody was looked at by itself, and who slept was looked for in lists anew."""
+    bare = add_recompute(build(name, ranks=8, microbatches=32), "except_last")
+    graph = build_precedence(lower(bare))
+    num_lines, _ = count_lines(lambda: runs(graph, graph.rendezvous_waits))
+    assert num_lines < 8 * graph.num_nodes

@@ -438,18 +438,17 @@ class _Rendezvous:
         """
         fresh, self.fresh = self.fresh, []
         if self._is_ring_again(fresh):
-            number = self._cheapest_in_ring()
+            number, num_circles = self._cheapest_in_ring(), 1
         else:
             # All circles before were broken, so somebody in a new one fell asleep since.
-            number = self._cheapest_of_one(
-                self._circles(each for each in fresh if each in self.asleep)
-            )
+            circles = self._circles(each for each in fresh if each in self.asleep)
+            number, num_circles = self._cheapest_of_one(circles), len(circles)
         if number is not None:
             self._post(number)
             return True
-        asleep = dict(self.asleep)
-        for circle in self._circles(asleep):
-            costs = self._costs_of_posting(circle, asleep)
+        # In the order in which those who sleep for longest lead into them.
+        for circle in self._circles(self.asleep, num_circles):
+            costs = self._costs_of_posting(circle)
             if not costs:
                 return False
             self._post(min(costs, key=costs.__getitem__))
@@ -495,8 +494,8 @@ class _Rendezvous:
         self.ring = None
         if len(circles) != 1:
             return None
-        found, asleep = circles[0], self.asleep
-        costs = self._costs_of_posting(found, asleep)
+        (found,) = circles
+        costs = self._costs_of_posting(found)
         if len(costs) == len(found):
             place_of = {rank: place for place, rank in enumerate(found)}
             self.ring = _Ring(found, place_of, [cost for _, cost in costs.values()])
@@ -506,14 +505,13 @@ class _Rendezvous:
             return None
         return min(costs, key=costs.__getitem__)
 
-    def _costs_of_posting(
-        self, circle: list[int], asleep: dict[int, int]
-    ) -> dict[int, tuple[bool, int]]:
+    def _costs_of_posting(self, circle: list[int]) -> dict[int, tuple[bool, int]]:
         """Return what the ranks of a circle are blocked from sending, and what it costs to post.
 
         A rank that is blocked at a send itself comes first, then the least early post.
         """
         receivers, senders = self.traffic.transfers.receiver, self.traffic.transfers.sender
+        asleep = self.asleep
         costs: dict[int, tuple[bool, int]] = {}
         for rank in circle:
             number = asleep[rank]
@@ -523,17 +521,30 @@ class _Rendezvous:
                 costs[number] = not at_a_send, self.due[number] - self.position[receiver]
         return costs
 
-    def _circles(self, starts: Iterable[int]) -> list[list[int]]:
-        """Return the circles of ranks, each waiting for the next, that some ranks lead into."""
+    def _circles(self, starts: Iterable[int], most: int | None = None) -> list[list[int]]:
+        """Return the circles of ranks, each waiting for the next, that some ranks lead into.
+
+        `most`: how many there are, where that is known: then nobody looks for more.
+        """
         blockers = self.blockers
         circles: list[list[int]] = []
-        seen: set[int] = set()
-        for rank in starts:
-            path: dict[int, int] = {}
-            while rank not in seen:
-                seen.add(rank)
-                path[rank] = len(path)
+        # Rank -> on which way it was come to first.
+        ways: dict[int, int] = {}
+        for way, rank in enumerate(starts):
+            while rank not in ways:
+                ways[rank] = way
                 rank = blockers[rank]
-            if rank in path:
-                circles.append(list(path)[path[rank] :])
+            if ways[rank] == way:
+                circles.append(self._circle_of(rank))
+                if len(circles) == most:
+                    break
         return circles
+
+    def _circle_of(self, first: int) -> list[int]:
+        """Return the circle that a rank is in, from that rank on."""
+        blockers = self.blockers
+        circle, rank = [first], blockers[first]
+        while rank != first:
+            circle.append(rank)
+            rank = blockers[rank]
+        return circle

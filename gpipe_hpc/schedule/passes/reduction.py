@@ -4,10 +4,12 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+import numpy as np
+
 from gpipe_hpc.schedule.table.actions import COMPUTE, SENDS, Op
 from gpipe_hpc.schedule.table.lifetimes import ENDS_BACKWARD
 from gpipe_hpc.schedule.table.precedence import SEVERAL, Precedence, runs
-from gpipe_hpc.schedule.table.rows import Row, RowWriter
+from gpipe_hpc.schedule.table.rows import Row, RowWriter, numbers_of
 from gpipe_hpc.schedule.table.schedule import Schedule
 
 
@@ -98,11 +100,12 @@ def _rank(
 
 def _last_backwards(row: Row) -> dict[int, int]:
     """Return where the last backward of each stage stands."""
-    last_of = dict(zip(row.which, range(len(row)), strict=True))
+    last_of = np.zeros(len(row.kinds), np.intp)
+    last_of[numbers_of(row.which)] = np.arange(len(row))  # of each kind the last stays
     found: dict[int, int] = {}
-    for which, (op, stage, _) in enumerate(row.kinds):
+    for (op, stage, _), last in zip(row.kinds, last_of.tolist(), strict=True):
         if op in ENDS_BACKWARD:
-            found[stage] = max(found.get(stage, 0), last_of[which])
+            found[stage] = max(found.get(stage, 0), last)
     return found
 
 

@@ -8,12 +8,13 @@ integers, a few bytes a node, so that tables of millions of actions are looked t
 """
 
 from array import array
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
-from operator import itemgetter, lt
+from operator import itemgetter
 from typing import Final, NamedTuple, NoReturn
 
 import numpy as np
@@ -203,7 +204,7 @@ def build_precedence(schedule: Schedule) -> Precedence:
     starts = [0]
     for rank, row in enumerate(schedule.rows):
         place = [places.setdefault(kind, len(places)) for kind in row.kinds]
-        which.extend(map(place.__getitem__, row.which))
+        which.extend(column_of(np.array(place, np.int32)[numbers_of(row.which)]))
         numbers.extend(row.numbers)
         ranks.extend(integers((rank,)) * len(row))
         starts.append(len(which))
@@ -498,7 +499,8 @@ def _link_at_once(graph: Precedence, kind: Kind, nodes: Column, need: _Need) -> 
 
 def _come_first(makers: Column, nodes: Column) -> bool:
     """Say whether every micro-batch has both, and its maker ahead; they are of one rank."""
-    return NOWHERE not in makers and all(map(lt, makers, nodes))
+    first, then = numbers_of(makers), numbers_of(nodes)
+    return bool(((first != NOWHERE) & (first < then)).all())
 
 
 def _refuse_unmet(graph: Precedence, node: int, need: Action) -> NoReturn:
@@ -568,41 +570,53 @@ def runs(graph: Precedence, waits: Links) -> list[range]:
 
     Linear in actions and waits: a blocked rank sleeps until the node it waits for is passed.
     """
-    ranks, one, several = graph.ranks, waits.one, waits.several
     position = graph.starts[:-1]
-    # Who sleeps until a rank passes a node, for each rank: (the node, who).
+    # Who sleeps until a rank passes a node, for each rank: (the node, who), by the node.
     sleepers: list[list[tuple[int, int]]] = [[] for _ in position]
     found: list[range] = []
     awake = deque(range(len(position)))
+    ways = [_pass(graph, waits, rank, position, sleepers) for rank in awake]
     while awake:
         rank = awake.popleft()
-        first, end = position[rank], graph.starts[rank + 1]
-        for node in range(first, end):
-            wait = one[node]
-            if wait == NOWHERE:
-                continue
-            position[rank] = node
-            if wait == SEVERAL:
-                unmet = (each for each in several[node] if position[ranks[each]] <= each)
-                wait = next(unmet, NOWHERE)
-                if wait == NOWHERE:
-                    continue
-            elif position[ranks[wait]] > wait:
-                continue
-            sleepers[ranks[wait]].append((wait, rank))
-            break
-        else:
-            position[rank] = end
+        first = position[rank]
+        next(ways[rank], None)
         reached = position[rank]
         found.append(range(first, reached))
-        if sleepers[rank]:
-            woken = [each for each in sleepers[rank] if each[0] < reached]
-            if woken:
-                sleepers[rank] = [each for each in sleepers[rank] if each[0] >= reached]
-                awake.extend(who for _, who in sorted(woken, key=itemgetter(0)))
+        asleep = sleepers[rank]
+        while asleep and asleep[0][0] < reached:
+            awake.append(asleep.pop(0)[1])
     if sum(map(len, found)) < graph.num_nodes:
         raise ScheduleError(_describe_deadlock(graph, sleepers, position))
     return found
+
+
+def _pass(
+    graph: Precedence,
+    waits: Links,
+    rank: int,
+    position: list[int],
+    sleepers: list[list[tuple[int, int]]],
+) -> Iterator[None]:
+    """Pass the nodes of a rank; note its position and yield whenever it has to sleep."""
+    ranks, one, several = graph.ranks, waits.one, waits.several
+    start, end = graph.starts[rank], graph.starts[rank + 1]
+    # What waits for nobody only stands between the others.
+    waiting = np.flatnonzero(numbers_of(one)[start:end] != NOWHERE) + start
+    for node in column_of(waiting.astype(np.int32)):
+        position[rank] = node
+        wait = one[node]
+        if wait != SEVERAL:
+            other = ranks[wait]
+            if position[other] <= wait:
+                insort(sleepers[other], (wait, rank), key=itemgetter(0))
+                yield
+            continue
+        for each in several[node]:
+            other = ranks[each]
+            if position[other] <= each:
+                insort(sleepers[other], (each, rank), key=itemgetter(0))
+                yield
+    position[rank] = end
 
 
 def _describe_deadlock(

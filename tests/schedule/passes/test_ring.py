@@ -1,9 +1,9 @@
-"""The costs of a circle of ranks: the least of them, and where, without a look at all."""
+"""Circles of ranks: where they are, and the least of their costs, without a look at all."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_hpc.schedule.passes.communication import _Ring
+from gpipe_hpc.schedule.passes.communication import _Rendezvous, _Ring, _Traffic, _Transfers
 
 COSTS = st.integers(-3, 3)
 
@@ -40,3 +40,40 @@ def test_a_change_looks_at_few_costs():
         ring.change(place, 9 + place % 7)
         ring.first(min(ring.least), place)
     assert Counted.num_read < 1024 * 150
+
+
+def rendezvous_of(blockers):
+    """Return ranks without lists, each waiting for another."""
+    rendezvous = _Rendezvous(_Traffic(_Transfers([], [], [], [], []), [None] * len(blockers)), [])
+    rendezvous.blockers = blockers
+    return rendezvous
+
+
+def circles_by_the_book(blockers, starts):
+    """Walk from each start until a rank comes again: what is new from there on is a circle."""
+    found = []
+    for start in starts:
+        way = [start]
+        while (then := blockers[way[-1]]) not in way:
+            way.append(then)
+        circle = way[way.index(then) :]
+        if not any(set(circle) == set(each) for each in found):
+            found.append(circle)
+    return found
+
+
+@given(st.lists(st.integers(0, 11), min_size=12, max_size=12), st.lists(st.integers(0, 11)))
+def test_circles_are_found_in_turn_each_from_where_its_first_start_leads(blockers, starts):
+    """A start that is given again leads into nothing new."""
+    rendezvous = rendezvous_of(blockers)
+    expected = circles_by_the_book(blockers, starts)
+    assert rendezvous._circles(starts) == expected
+    for most in range(1, len(expected) + 1):
+        assert rendezvous._circles(starts, most) == expected[:most]
+
+
+def test_once_all_circles_are_found_nobody_looks_further():
+    """Each of hundreds of thousands of posts walked from all ranks that slept."""
+    starts = iter(range(6))
+    assert rendezvous_of([1, 0, 1, 4, 3, 4])._circles(starts, 2) == [[0, 1], [3, 4]]
+    assert list(starts) == [4, 5]
