@@ -352,6 +352,7 @@ class ProcessWorld:
         sends = self.rank == ends[0]
         lane = TorchLane(group, peer=int(sends))
         token = device.empty((1,), torch.uint8)
+        # Not waited for, its memory would be given to others while it is read or written.
         (lane.send(token) if sends else lane.receive(token)).wait()
         return lane
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from gpipe_hpc.comm.levels import Levels
 from gpipe_hpc.comm.noting import unheard
 from gpipe_hpc.comm.packed import broadcast_packed
 from gpipe_hpc.comm.preflight.lines import GroupLine
+from gpipe_hpc.comm.processes import ProcessWorld
 from gpipe_hpc.comm.summing import OwnSums
 from gpipe_hpc.comm.thread_hub import ThreadHub
 from gpipe_hpc.comm.thread_plans import PutByThread
@@ -364,6 +366,19 @@ def lines(device: PlayedDevice) -> None:
         assert line.expect(2, torch.float32)().tolist() == [7.0] * 2
 
 
+def first_byte(device: PlayedDevice) -> None:
+    """The byte that opens a queue between two, whose memory is somebody else's behind that."""
+    with group_over(device, knows_device=True) as (_, backend):
+        for rank in RANKS:
+            world: Any = SimpleNamespace(
+                rank=rank, _own_backend="played", _form=lambda ranks, name: backend
+            )
+            own: Any = device
+            ProcessWorld._open_queue(world, RANKS, own)
+            device.empty((1,), torch.uint8).add_(1)
+        assert not backend.mail
+
+
 def faces(device: PlayedDevice) -> None:
     """What torch waits for of a group that is ours."""
     work = OnHost(lambda: None)
@@ -387,6 +402,7 @@ DRIVES: dict[str, Drive] = {
     "comm/threads.py": threads_and_sends,
     "comm/levels.py": gathered,
     "comm/packed.py": gathered,
+    "comm/processes.py": first_byte,
     "comm/collectives/carrier.py": host_plans,
     "comm/collectives/wide.py": wide,
     "comm/failing/patience.py": threads,

@@ -131,6 +131,11 @@ class PlayedMode(TorchDispatchMode):
         super().__init__()
         self._device, self._tracker, self._local = device, device.tracker, local
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch compile layers here; what it makes of them runs in this mode as all does."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         shape = shape_of(func)

@@ -19,7 +19,7 @@ from tests.played.mpi import open_mpi_transport, reduce_all
 from tests.played.owners import oss_between_threads, show_groups
 from tests.played.tracker import HostWait
 from tests.played.world import Played, between, run_played
-from tests.support import all_same, batches
+from tests.support import all_same, batch, batches
 
 WIDTH, NUM_STEPS = 4, 3
 
@@ -227,6 +227,18 @@ def optimizer_of(scenario: Scenario, parameters: Sequence[Any]) -> torch.optim.O
     return build_optimizer(named, scenario.optimizer)
 
 
+def pipe_of(scenario: Scenario, world: Any) -> Pipeline:
+    """Return a rank's part of a scenario's pipeline."""
+    return Pipeline(
+        scenario.layers(),
+        square_sum,
+        world=world,
+        seed=5,
+        partition="uniform",
+        **{"microbatches": 4, **scenario.options},
+    )
+
+
 def train(scenario: Scenario, world: Any) -> Given:
     """Train on one rank, clip, evaluate and predict."""
     if scenario.instead is not None:
@@ -236,14 +248,7 @@ def train(scenario: Scenario, world: Any) -> Given:
         world.transport = partial(WAYS_TO_OPEN[scenario.way], world)
     if scenario.has_owners:
         show_groups(world)
-    pipe = Pipeline(
-        scenario.layers(),
-        square_sum,
-        world=world,
-        seed=5,
-        partition="uniform",
-        **{"microbatches": 4, **scenario.options},
-    )
+    pipe = pipe_of(scenario, world)
     given, optimizer = Given(), pipe.optimizer(partial(optimizer_of, scenario))
     data = [batches(1, n, WIDTH, seed=n, dtype=torch.float32)[0] for n in scenario.sizes]
     for inputs, targets in data:
@@ -344,6 +349,8 @@ EACH_OUTER = [
     of(name, 4, replicas=2, outer=outer, schedule=("one_f_one_b", "zb_v")[place % 2])
     for place, (name, outer) in enumerate(OUTER.items())
 ]
+# Of four layers of the first stage, this leaves room for what two keep.
+BUDGET = {"recompute": "budget", "memory_bytes": 2200, "optimizer_states": 0}
 KINDS = [
     of("bfloat16", precision="bfloat16", schedule="one_f_one_b"),
     of("float16 with an overflow", layers=overflowing, precision="float16", offload=True),
@@ -375,6 +382,8 @@ KINDS = [
     of("own buffers on both sides", 2, layers=aside, replicas=2, sizes=(15,) * 3),
     of("own buffers mirrored", 2, layers=counting, schedule="chimera", sizes=(15,) * 3),
     of("own buffers in holes", 3, layers=counting, stages=2, schedule="zb_h1", microbatches=4),
+    of("within a budget", **BUDGET, example=batch(4, width=WIDTH), schedule="one_f_one_b"),
+    of("compiled", compile="eager", recompute="always", schedule="one_f_one_b"),
 ]
 WAYS_TO_OPEN: dict[str, Callable[..., Any]] = {
     "staged": partial(open_transport, way="staged"),

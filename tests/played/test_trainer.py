@@ -1,7 +1,9 @@
 """The whole trainer on played devices: nothing out of order, and the bits of a CPU."""
 
 import pytest
+from torch._dynamo.utils import counters
 
+from gpipe_hpc import run_on_threads
 from tests.played.scenarios import (
     ALL,
     OUTER,
@@ -11,6 +13,7 @@ from tests.played.scenarios import (
     of,
     on_cpu,
     overflowing,
+    pipe_of,
     played,
 )
 from tests.support import covering, product
@@ -40,6 +43,21 @@ def assert_bits_of_a_cpu(scenario: Scenario) -> None:
 )
 def test_training_is_in_order_and_has_the_bits_of_a_cpu(scenario):
     assert_bits_of_a_cpu(scenario)
+
+
+def test_a_budget_has_some_layers_of_a_stage_run_again_and_others_kept():
+    """Were it all of them or none, the scenario would play another way again."""
+    (budget,) = (each for each in ALL if each.options.get("recompute") == "budget")
+    first = run_on_threads(2, lambda world: pipe_of(budget, world).layout.recomputed[0])[0]
+    assert 0 < len(first) < 4
+
+
+def test_layers_are_compiled_on_a_played_device():
+    """torch leaves them as they are where operators are watched, unless the watcher allows it."""
+    (compiled,) = (each for each in ALL if "compile" in each.options)
+    before = counters["frames"]["ok"]
+    played(compiled)
+    assert counters["frames"]["ok"] > before
 
 
 NAMES = "schedule, recompute, offload, precision, outer, way"

@@ -41,10 +41,9 @@ ARGUED = {
     "comm/processes.py ProcessWorld.break_groups work": _BROKEN,
     "comm/reaching/pairs.py Pairs.break_off group.recv([torch.empty(1)], other, tag)": _BROKEN,
 }
-# There are no real groups of torch here, nor wide ones: the tests that start ranks have these, or
-# that have wide ones among threads. Nobody takes the waits out there.
+# There are no wide groups here: tests that have such among threads are there, and nobody takes the
+# waits out.
 ELSEWHERE = {
-    "comm/processes.py ProcessWorld._open_queue": "tests/engine/test_processes.py",
     "engine/outer/compress/compression.py Compression.rest": (
         "tests/engine/outer/test_wide_copies.py"
     ),
