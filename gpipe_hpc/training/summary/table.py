@@ -20,6 +20,8 @@ _CAUSES: Final = {
     "reduction_tail_s": "reductions",
     "other_replicas_s": "replicas",
 }
+# One rank waits for no other: what is idle, it was between its actions.
+_ALONE: Final = {"transfers_s": "between actions"}
 _OF_REPLICAS: Final = ("reduction_tail_s", "other_replicas_s")
 
 
@@ -94,8 +96,9 @@ def _ranks(summary: Mapping[str, Any]) -> str:
     has_times = any(each["busy_s"] is not None for each in shown)
     has_causes = any(each["idle_causes"] for each in shown)
     several = summary["layout"]["replicas"] > 1
-    causes = [n for n in _CAUSES if has_causes and (several or n not in _OF_REPLICAS)]
-    columns = [*["busy", "idle"] * has_times, *(_CAUSES[name] for name in causes)]
+    named = _ALONE if len(ranks) == 1 and not several else _CAUSES
+    causes = [n for n in named if has_causes and (several or n not in _OF_REPLICAS)]
+    columns = [*["busy", "idle"] * has_times, *(named[name] for name in causes)]
     units = [f"{head} {clock.unit}" for head in columns]
     has_plan = any(each["planned_memory"] for each in shown)
     memory = ["peak memory", "above start", *["planned"] * has_plan]

@@ -94,6 +94,17 @@ def test_all_that_is_known_is_said():
     assert text.endswith("the fullest rank needs 1.00 MB less memory")
 
 
+def test_one_rank_alone_waits_for_nobody():
+    """On a GPU 60 ms of a step were said to be for transfers, and there was one rank."""
+    causes = dict.fromkeys(("fill_and_drain_s", "imbalance_s", "other_replicas_s"), 0.0)
+    own = rank(0, 1.0, idle_causes=causes | {"transfers_s": 0.125})
+    traced = {"step": 7, "pipeline_s": 2.0}
+    text = summary_text(summary([own], layout={"ranks": 1, "replicas": 1}, traced_step=traced))
+    head = next(line for line in text.splitlines() if line.startswith("rank"))
+    assert "between actions s" in head
+    assert not any(word in head for word in ("transfers", "fill", "imbalance", "replicas"))
+
+
 def test_of_a_thousand_ranks_those_at_the_ends_are_shown():
     ranks = [rank(number, busy_s=1 + (number % 7) / 10, peak=100 + number) for number in range(999)]
     lines = summary_text(summary(ranks)).splitlines()
