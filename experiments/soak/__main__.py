@@ -21,7 +21,7 @@ from typing import Any, get_type_hints
 
 from experiments.soak.draws import Run, draw
 from experiments.soak.grounds import OwnServer, TwoGrounds, this_machine
-from experiments.soak.life import Life, Problem
+from experiments.soak.life import End, Life, Problem
 from experiments.soak.own_disks import make_own_disks
 from experiments.soak.results import Results
 from experiments.two_hosts import LackingError
@@ -81,7 +81,11 @@ def live_through(run: Run, life: Life, results: Results) -> None:
         results.add_end(life.end())
         life.clean()
     except Problem as problem:
-        results.leave_out(run.faults[struck:], f"the run could not go on: {problem}"[:300])
+        why = f"the run could not go on: {problem}"
+        if struck < len(run.faults):
+            results.leave_out(run.faults[struck:], why[:300])
+        else:
+            results.add_end(End(run.number, problems=[why]))
     finally:
         life.close()
 

@@ -11,12 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from experiments.soak.__main__ import Wishes, chosen, parsed
+from experiments.soak.__main__ import Wishes, chosen, live_through, parsed
 from experiments.soak.comparing import largest_difference
 from experiments.soak.draws import ALL_MICROBATCHES, LAYOUTS, Kind, draw
 from experiments.soak.grounds import this_machine
-from experiments.soak.life import FORCED, Life, Verdict
+from experiments.soak.life import FORCED, Life, Problem, Verdict
 from experiments.soak.processes import families, seen
+from experiments.soak.results import Results
 from experiments.soak.striking import Live, Struck, corrupt, strike
 
 
@@ -168,6 +169,22 @@ def test_a_rank_that_obeys_and_ends_between_two_looks_has_obeyed(tmp_path):
     (tmp_path / "order.done").unlink()
     with pytest.raises(TimeoutError, match="rank 0 did not do what was ordered"):
         strike(fault, replace(live, ranks=[Obeying()]))
+
+
+def test_a_run_that_does_not_come_to_its_end_after_all_faults_is_told_of(capsys):
+    """A rank ended with a traceback there, and the results said of that run nothing at all."""
+
+    def fail():
+        raise Problem("the run did not end well")
+
+    (run,) = draw(0, 5)
+    verdicts = [Verdict(fault) for fault in run.faults]
+    life = SimpleNamespace(verdicts=lambda: iter(verdicts), end=fail, close=lambda: None)
+    results = Results([], None, None)
+    live_through(run, life, results)
+    assert results.exit_code == results.num_problems == 1
+    assert "the run could not go on: the run did not end well" in capsys.readouterr().out
+    assert "1 runs came to their end, 0 of them equal" in results.text()
 
 
 @pytest.mark.slow

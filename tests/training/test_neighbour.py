@@ -619,3 +619,19 @@ def test_what_many_want_is_passed_on_along_a_tree(num_copies):
 def test_copies_that_are_all_damaged_are_called_so():
     """It was `lack stage : those of ranks  are gone or damaged`."""
     assert _choose(None, [], None, None, set()) == "are all damaged"
+
+
+def test_a_folder_that_another_rank_removes_meanwhile_is_no_failure(tmp_path, monkeypatch):
+    """At the good end of a run one of eight ranks of a host showed a traceback, with code 1.
+
+    It had just found the folder there when another rank removed it.
+    """
+    folder = CopyFolder(tmp_path, "the_run")
+    folder.open("first", 0)
+    (other := CopyFolder(tmp_path, "the_run")).open("first", 1)
+    assert folder.entered("first") == (0, 1)
+    other.remove("first")
+    assert not folder.path.exists()
+    monkeypatch.setattr(Path, "is_dir", lambda path: True)  # as it was a moment ago
+    folder.remove("first")
+    assert folder.entered("first") == ()

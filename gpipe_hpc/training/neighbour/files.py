@@ -120,10 +120,15 @@ class CopyFolder:
 
     def _notes(self) -> list[tuple[Path, str, int]]:
         """Return who has opened this folder: each note, its start and its rank."""
+        try:
+            names = os.listdir(self.path)
+        except FileNotFoundError:  # another rank of this host has removed it
+            return []
         notes = []
-        for path in self.path.glob(f"{_HERE}*"):
-            start, _, rank = path.name.removeprefix(_HERE).rpartition("_")
-            notes.append((path, start, int(rank)))
+        for name in names:
+            if name.startswith(_HERE):
+                start, _, rank = name.removeprefix(_HERE).rpartition("_")
+                notes.append((self.path / name, start, int(rank)))
         return notes
 
     def say_need(self, rank: int, num_bytes: int) -> str | None:
