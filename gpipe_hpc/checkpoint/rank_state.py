@@ -33,6 +33,8 @@ STAGES_HELD: Final = "stages_held"
 """The name, in what a state says of itself, of the indices of the stages that are in it."""
 NUM_STAGES: Final = "num_stages"
 """The name of how many stages there are in all."""
+PARTS: Final = "parts"
+"""The name of where the parts of parameters in it begin and end; left out where there is none."""
 ALONE: Final = "is_alone"
 """The name of whether each copy of a stage has all that there is of it, and all are alike."""
 _OF_MANIFEST: Final = (
@@ -123,7 +125,12 @@ def unpack(memory: torch.Tensor) -> StoredState:
 
 
 def fits(pipe: "Pipeline", state: StoredState) -> bool:
-    """Say whether a state has the tensors that this rank holds, of the same kind and shape."""
+    """Say whether a state has what this rank holds: tensors of the same kind and shape.
+
+    And the same parts of parameters: another version of ours may have divided them otherwise.
+    """
+    if state.about.get(PARTS, {}) != _parts(pipe):
+        return False
     targets = model_tensors(pipe)
     stored = {name: tensor for name, tensor in state.tensors.items() if name.startswith(_MODEL)}
     if stored.keys() != targets.keys():
@@ -228,8 +235,16 @@ def _owner(name: str) -> str | None:
     return None if of_model else name.removeprefix(_OPTIMIZER).rpartition(".")[0]
 
 
+def _parts(pipe: "Pipeline") -> dict[str, list[int]]:
+    """Return where each part of a parameter that this rank updates begins and ends."""
+    held = pipe.held_parameters().items()
+    return {name: [each.start, each.stop] for name, each in held if each.is_view}
+
+
 def _position(pipe: "Pipeline") -> dict[str, Any]:
+    parts = _parts(pipe)
     return {
+        **({PARTS: parts} if parts else {}),
         "steps_done": pipe.steps_done,
         "loss_weight": pipe.loss_weight,
         "loss_scale": None if pipe.loss_scale is None else pipe.loss_scale.state(),
@@ -238,5 +253,5 @@ def _position(pipe: "Pipeline") -> dict[str, Any]:
         **layout_facts(pipe),
         STAGES_HELD: sorted(pipe.stages),
         NUM_STAGES: pipe.schedule.num_stages,
-        ALONE: not pipe.is_apart and not any(h.is_view for h in pipe.held_parameters().values()),
+        ALONE: not pipe.is_apart and not parts,
     }

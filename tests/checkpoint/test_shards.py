@@ -12,6 +12,7 @@ from gpipe_hpc.checkpoint.host_copy import HostBuffer
 from gpipe_hpc.checkpoint.parts import Apart
 from gpipe_hpc.checkpoint.rank_state import fits, pack, restore, unpack
 from gpipe_hpc.config import AdamWConfig
+from gpipe_hpc.engine.outer import division
 from gpipe_hpc.engine.outer.division import Division, pieces_of, starts_of
 from gpipe_hpc.engine.outer.held import Held, Row, Share
 from gpipe_hpc.errors import CheckpointError
@@ -240,6 +241,25 @@ def test_saving_right_behind_a_step_waits_for_the_parameters(tmp_path):
     assert all(torch.equal(whole[name], again[name]) for name in whole)
 
 
+def test_a_state_of_parts_that_were_divided_otherwise_does_not_fit(monkeypatch):
+    """Bytes of the version before, which left no gaps in a row, were taken for one's own."""
+
+    def kept(world):
+        pipe, optimizer = opened(world, 1, FLAT)
+        steps(pipe, optimizer, 0, 1)
+        state = unpack(pack(pipe, optimizer, {}, HostBuffer(world.device)).clone())
+        pipe.await_parameters()
+        return state
+
+    states = run_on_threads(2, kept)
+    assert run_on_threads(2, lambda w: fits(opened(w, 1, FLAT)[0], states[w.rank])) == [True] * 2
+    monkeypatch.setattr(division, "ALIGNED", 1)
+    assert run_on_threads(2, lambda w: fits(opened(w, 1, FLAT)[0], states[w.rank])) == [False] * 2
+    for state in states:
+        del state.about["parts"]  # an older version did not tell
+    assert run_on_threads(2, lambda w: fits(opened(w, 1, FLAT)[0], states[w.rank])) == [False] * 2
+
+
 class Choosy(torch.optim.SGD):
     """Keeps a momentum for some elements alone, as their values have it."""
 
@@ -276,12 +296,12 @@ def test_every_copy_knows_what_the_others_hold(start, stop, num_copies):
     """Of a parameter in a row of three, as the buckets themselves divide it."""
     sizes = {"ahead": start, "own": stop - start, "behind": 30 - stop}
     *starts, length = starts_of(sizes.values())
-    division = Division(length, num_copies)
-    held = Held(None, torch.empty(stop - start), 0, Row(division, starts[1]))
+    row = Division(length, num_copies)
+    held = Held(None, torch.empty(stop - start), 0, Row(row, starts[1]))
     divided = [
         Share(position, piece.start, piece.stop)
         for position in range(num_copies)
-        for piece in pieces_of(sizes, division, position)
+        for piece in pieces_of(sizes, row, position)
         if piece.name == "own"
     ]
     assert held.shares == divided

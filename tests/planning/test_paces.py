@@ -107,6 +107,7 @@ def test_a_stored_cut_is_made_anew_for_other_paces():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        ({"paces": ()}, "a number above 0 for each of 3 ranks"),
         ({"paces": [1, 2]}, "a number above 0 for each of 3 ranks"),
         ({"paces": [1, 2, 0]}, "a number above 0 for each of 3 ranks"),
         ({"paces": [1, 2], "stages": 2}, "a number above 0 for each of 3 ranks"),

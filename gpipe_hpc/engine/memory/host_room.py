@@ -52,8 +52,10 @@ class HostRoom:
         return end
 
     def end(self) -> None:
-        """End a step: buffers of sizes that it did not use are let go of."""
+        """End a step: buffers of sizes that it did not use are let go of, and who read them."""
         self._unused, self._free = self._free, defaultdict(deque)
+        readers = {free.fetch for known in self._unused.values() for free in known}
+        self._ends = {number: end for number, end in self._ends.items() if number in readers}
 
     def _await(self, fetch: int) -> None:
         # Fetches end in their order.

@@ -100,7 +100,8 @@ class _Lead:
         result, device_s, host_s, is_ahead = self._measured(work)
         if is_ahead:
             return result, device_s, host_s
-        self._wanted_s = max(self._wanted_s, _MARGIN * host_s)
+        # More of it each time: what is put ahead may take less than the probe, on a cold device.
+        self._wanted_s = _MARGIN * max(self._wanted_s, host_s)
         return result, device_s, 0.0
 
     def _measured(self, work: Callable[[], Result]) -> tuple[Result, float, float, bool]:

@@ -47,7 +47,8 @@ def given_paces(request: "Request") -> tuple[float, ...] | None:
     where rank 0 alone knows those that were. Raises ConfigError.
     """
     given = request.paces
-    if given is None or isinstance(given, str) or given == FoundPaces():
+    is_elsewhere = isinstance(given, FoundPaces) and not given
+    if given is None or isinstance(given, str) or is_elsewhere:
         return None
     paces = _of_one_pipeline("paces", given, _ranks_of(request), request.replicas, max)
     return tuple(pace / given[0] for pace in paces)

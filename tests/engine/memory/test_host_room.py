@@ -73,6 +73,20 @@ def test_copies_out_wait_for_the_fetch_that_reads_the_buffer_and_for_no_earlier_
         assert not room._ends
 
 
+def test_marks_of_buffers_that_are_gone_go_with_them():
+    """Where each step had other sizes, a mark was kept of every fetch of the run."""
+    with alone() as device:
+        room = HostRoom(device)
+        for step in range(1, 20):
+            room.end_fetch([room.take(8 * step)])
+            room.end_fetch([room.take(8 * step + 4)])
+            room.end()
+            assert len(room._ends) == 2
+        waited = []
+        room.out.wait_event = waited.append
+        assert room.take(8 * step) is not None and len(waited) == 1
+
+
 def test_a_tensor_of_the_host_stays_there():
     """It came back as one of the device."""
     with alone() as device:

@@ -108,6 +108,20 @@ def test_the_lead_grows_until_the_host_is_ahead(monkeypatch):
     assert others == [(1, 4)]
 
 
+def test_the_lead_grows_where_the_probe_took_longer(monkeypatch):
+    """A cold device took ten times as long: the lead stayed too short, however often it ran."""
+    add = Filler.add_
+
+    def cold(filler, value):
+        filler.num += 1
+        add(filler, value)
+        filler.machine.put(450e-6 if filler.num <= 22 else 0.0)
+
+    monkeypatch.setattr(Filler, "add_", cold)
+    work = (10, 0.4 * MS, 0.1 * MS)
+    assert ordered(monkeypatch, *[work] * 12)[-1] == (1, 4)
+
+
 def test_a_host_that_waits_for_the_device_does_not_count_the_lead(monkeypatch):
     machine = Machine()
     monkeypatch.setattr(clocks.time, "perf_counter", machine.perf_counter)
