@@ -46,11 +46,19 @@ def gather(
         own = Told(
             {name: size for name, size in sizes.items() if theirs.get(name) != size},
             sum(1 << i for i, (n, size) in enumerate(theirs.items()) if sizes.get(n) != size),
-            None if values == their_values else values,
-            None if groups == their_groups else groups,
+            None if _is_same(values, their_values) else values,
+            None if _is_same(groups, their_groups) else groups,
             states,
         )
     return pipe.everybody.gather_object(own, pipe.everybody.ranks[0])
+
+
+def _is_same(own: object, other: object) -> bool:
+    """Say whether two values are known to be equal; arrays do not say it with one truth value."""
+    try:
+        return bool(own == other)
+    except (ValueError, RuntimeError):
+        return False
 
 
 def sizes_of_all(told: Sequence[Told], places: int) -> Iterator[Sizes]:

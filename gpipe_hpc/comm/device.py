@@ -7,6 +7,7 @@ torch has. Tests bring another, which watches that nothing is used before it is 
 
 import ctypes
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -398,9 +399,10 @@ class Accelerator:
 
     @property
     def library_bytes(self) -> int:
-        """Return the bytes of cuBLAS's workspaces; of other libraries they are not known.
+        """Return the bytes of cuBLAS's workspaces; those of other libraries nobody has measured.
 
         Each thread that computes products has one: that of forwards, and torch's for backwards.
+        One more for a stream of its own, as PowerSGD has, is left out.
         """
         if self.type != "cuda" or torch.version.hip is not None:
             return 0
@@ -643,8 +645,9 @@ def _cublas_workspace_bytes(index: int | None) -> int:
     Of a device that is not here: what torch gives the newer ones. The rule is that of
     aten/src/ATen/cuda/CublasHandlePool.cpp; on an H200, 33,554,432 bytes a thread were seen.
     """
-    told = [int(word) for word in os.environ.get(_WORKSPACE, "").split(":") if word.isdigit()]
-    if told and len(told) % 2 == 0:
+    wish = os.environ.get(_WORKSPACE, "")
+    if re.fullmatch(r"(:\d+:\d+)+", wish):
+        told = [int(word) for word in wish.split(":")[1:]]
         return sum(2**10 * size * count for size, count in zip(told[::2], told[1::2], strict=True))
     is_here = index is not None and torch.cuda.is_available()
     is_old = is_here and torch.cuda.get_device_capability(index)[0] < 9

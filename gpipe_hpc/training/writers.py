@@ -59,8 +59,8 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         purged = None if resumed_step is None else resumed_step + 1
-        self._quiet = _QuietThreads()
         self._writer: Any = SummaryWriter(folder, purge_step=purged)
+        self._quiet = _QuietThreads()
 
     def write(self, step: int, scalars: Scalars) -> None:
         """Record those scalars that have a value."""
@@ -85,15 +85,17 @@ class _QuietThreads:
     def __init__(self) -> None:
         self._before = threading.excepthook
         self._own = self._print
+        self._is_over = False
         threading.excepthook = self._own
 
     def end(self) -> None:
-        """Put back what was there before, unless somebody has put something else there."""
+        """Put back what was there before; where somebody has put another one there, pass on."""
+        self._is_over = True
         if threading.excepthook is self._own:
             threading.excepthook = self._before
 
     def _print(self, what: threading.ExceptHookArgs) -> None:
-        if not type(what.thread).__module__.startswith("tensorboard."):
+        if self._is_over or not type(what.thread).__module__.startswith("tensorboard."):
             self._before(what)
 
 

@@ -213,6 +213,7 @@ def test_a_kind_that_does_not_tell_of_its_memory_has_no_limit(monkeypatch):
         (":4096:2:16:8", (9, 0), 2 * 8_519_680),
         (":16:8", (8, 0), 2 * 131_072),
         ("nonsense", (9, 0), 2 * 33_554_432),
+        ("4096:2", (9, 0), 2 * 33_554_432),  # without a colon in front torch takes its own
     ],
 )
 def test_cublas_has_a_workspace_for_forwards_and_one_for_backwards(

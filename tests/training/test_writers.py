@@ -34,3 +34,15 @@ def test_what_ends_tensorboards_thread_is_raised_and_not_printed(tmp_path, monke
     with pytest.raises(OSError, match="No space left"):
         board.close()
     assert threading.excepthook is ours
+
+
+def test_boards_closed_in_the_order_they_were_opened_hide_nothing(monkeypatch, tmp_path):
+    printed = []
+    monkeypatch.setattr(threading, "excepthook", lambda what: printed.append(what.exc_value))
+    boards = TensorBoard(tmp_path / "a"), TensorBoard(tmp_path / "b")
+    for board in boards:
+        board.close()
+    of_others = type("Thread", (threading.Thread,), {"__module__": "tensorboard.of_others"})()
+    error = OSError("told")
+    threading.excepthook(threading.ExceptHookArgs((OSError, error, None, of_others)))
+    assert printed == [error]

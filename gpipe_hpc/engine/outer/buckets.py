@@ -25,8 +25,8 @@ def fill_buckets(parameters: Mapping[str, Sized], bucket_bytes: float) -> Bucket
     """Divide a stage's parameters, given in the model's order, into buckets.
 
     A backward makes the gradients of the last layers first, so buckets are filled from behind; they
-    are numbered in the order in which they are complete. A bucket has one dtype and at most
-    `bucket_bytes`, or one parameter that is larger.
+    are numbered in the order in which they are complete. A bucket has one dtype and gradients of at
+    most `bucket_bytes`, or one that is larger; what keeps them aligned (`ALIGNED`) is beside that.
     """
     filled: list[tuple[int, list[str]]] = []
     open_ones: dict[torch.dtype, tuple[list[str], int]] = {}

@@ -21,14 +21,14 @@ from gpipe_hpc.schedule import Schedule
 _MAX_SKIPS: Final = 24  # lines of a table
 _NOTES: Final = (
     "Counted, not measured: FLOPs of matrix products, convolutions and attention; activations that "
-    "autograd keeps; workspace: what layers and cuBLAS take as they run, gradients on their way, a "
-    "receive buffer posted ahead. {beside}{process} Transfers take no time."
+    "autograd keeps; workspace: what layers (with cuda cuBLAS, too) take as they run, gradients on "
+    "their way, a receive buffer posted ahead. {beside}{process} Transfers take no time."
 )
 _NOTES_WITH_TIME: Final = (
-    "Counted, not measured: activations that autograd keeps; workspace: what layers and cuBLAS "
-    "take as they run, gradients on their way, a receive buffer posted ahead. {beside}{process} "
-    "The bubble is of counted FLOPs, without transfers. The step time has what plan.links, "
-    "plan.prices and plan.calibration tell; what they do not tell takes no time in it."
+    "Counted, not measured: activations that autograd keeps; workspace: what layers (with cuda "
+    "cuBLAS, too) take as they run, gradients on their way, a receive buffer posted ahead. "
+    "{beside}{process} The bubble is of counted FLOPs, without transfers. The step time has what "
+    "plan.links, plan.prices and plan.calibration tell; what they do not tell takes no time in it."
 )
 
 _UPDATE: Final = (
