@@ -581,11 +581,11 @@ def device_of_rank(name: str, local_rank: int | None) -> Device:
     refuse_old_torch()
     device = Accelerator(torch.device(kind.type, index))
     device.use()
-    _wake_backward(device)
+    wake_backward(device)
     return device
 
 
-def _wake_backward(device: Device) -> None:
+def wake_backward(device: Device) -> None:
     """Let torch's thread for backwards on a device begin with a plain kernel.
 
     Where its first one was a product, as on ranks to which a gradient comes, cuBLAS found that the

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gpipe_hpc.comm import device as devices
 from gpipe_hpc.comm.device import Accelerator, HostDevice, device_of_rank
 from gpipe_hpc.comm.group import Piece
 from gpipe_hpc.comm.joining import start as starting
@@ -23,7 +24,7 @@ class Machine:
     """What torch tells of the accelerators that one process sees, by their UUIDs."""
 
     def __init__(self, monkeypatch, kind, seen):
-        self.seen, self.used = seen, []
+        self.seen, self.used, self.woken = seen, [], []
         here = torch.device(kind) if seen else None
         told = {
             "current_accelerator": lambda check_available=False: here,
@@ -33,6 +34,7 @@ class Machine:
         }
         for name, answer in told.items():
             monkeypatch.setattr(torch.accelerator, name, answer)
+        monkeypatch.setattr(devices, "wake_backward", self.woken.append)
         module = SimpleNamespace(
             get_device_properties=lambda index: SimpleNamespace(uuid=seen[index]),
             get_device_name=lambda index: "H100",
@@ -106,9 +108,10 @@ def test_apples_device_is_left_alone(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu", "hpu", "privateuseone"])
 def test_any_kind_that_torch_sees_is_taken(monkeypatch, kind):
-    Machine(monkeypatch, kind, ["a", "b"])
+    machine = Machine(monkeypatch, kind, ["a", "b"])
     assert device_of_rank("auto", 1).torch == torch.device(kind, 1)
     assert device_of_rank(kind, 1).torch == torch.device(kind, 1)
+    assert machine.woken == [Accelerator(torch.device(kind, 1))] * 2
 
 
 @pytest.mark.parametrize(
