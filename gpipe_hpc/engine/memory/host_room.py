@@ -5,6 +5,8 @@ two.
 """
 
 from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -13,7 +15,7 @@ from gpipe_hpc.comm.device import Device, Event
 
 
 class _Free(NamedTuple):
-    """A buffer, and the number of the fetch that reads it last, 0 if none does."""
+    """A buffer, and the number of the fetch that reads it last."""
 
     buffer: torch.Tensor
     fetch: int
@@ -33,6 +35,20 @@ class HostRoom:
         self._unused: dict[int, deque[_Free]] = defaultdict(deque)  # in this step so far
         self._num_fetches = self._num_awaited = 0
         self._ends: dict[int, Event] = {}  # of fetches that copies out have not waited for
+
+    @contextmanager
+    def going_out(self) -> Iterator[None]:
+        """Return a block of copies out, behind what the current stream has to do so far."""
+        self.out.wait_stream(self.device.current_stream())
+        with self.device.on(self.out):
+            yield
+
+    @contextmanager
+    def coming_back(self, behind: Event) -> Iterator[None]:
+        """Return a block of copies back, behind a mark in the stream of copies out."""
+        self.back.wait_event(behind)
+        with self.device.on(self.back):
+            yield
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """Return a buffer, uint8[num_bytes], for a copy that is put on the stream of copies out."""

@@ -1,7 +1,7 @@
 """Keep the activations of a micro-batch in host memory between its forward and its backward."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
@@ -73,7 +73,7 @@ class HostCopy:
         for tensor, _ in self._living():
             # The tensor stays, as a place for its gradient; only its memory goes.
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        with self._going_out():
+        with nullcontext() if self._room is None else self._room.going_out():
             for memory in self._memories.values():
                 assert memory.device is not None, "offloaded twice"
                 source = _bytes_of(memory.device)
@@ -92,7 +92,7 @@ class HostCopy:
         The compute is not waited for: memory that it is given was lent to the compute, if that had
         it.
         """
-        with self._coming_back():
+        with self._behind_its_way_out():
             read = []
             for memory in self._memories.values():
                 assert memory.host is not None, "fetched without having been offloaded"
@@ -114,26 +114,11 @@ class HostCopy:
                 if memory.device is not None:
                     self._device.lend(_bytes_of(memory.device), current)
 
-    @contextmanager
-    def _going_out(self) -> Iterator[None]:
+    def _behind_its_way_out(self) -> AbstractContextManager[None]:
         if self._room is None:
-            yield
-            return
-        stream = self._room.out
-        stream.wait_stream(self._device.current_stream())
-        with self._device.on(stream):
-            yield
-
-    @contextmanager
-    def _coming_back(self) -> Iterator[None]:
-        if self._room is None:
-            yield
-            return
-        stream = self._room.back
-        if self._is_gone is not None:
-            stream.wait_event(self._is_gone)
-        with self._device.on(stream):
-            yield
+            return nullcontext()
+        assert self._is_gone is not None, "fetched without having been offloaded"
+        return self._room.coming_back(self._is_gone)
 
     def _take(self, num_bytes: int) -> torch.Tensor:
         return self._device.pinned((num_bytes,), torch.uint8)

@@ -4,11 +4,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 ALIGNED: Final = 16
-"""Elements, of which each tensor in a row begins at a multiple.
+"""Elements: each tensor in a row begins at a multiple of so many.
 
-Kernels load several numbers at once where a tensor begins at such an address, as one of its own
-does, and add them up in another order where it does not: on a GPU the norm of a gradient had
-another last bit in a bucket than alone. Products of matrices are slower there, too.
+A tensor of its own begins at such an address, and kernels then load several numbers at once. At any
+other address they add the numbers up in another order: on a GPU the norm of a gradient had another
+last bit in a bucket than alone.
 """
 
 

@@ -47,9 +47,8 @@ class Clock:
         the device meanwhile.
 
         An accelerator is kept busy ahead of `work`, as it is in a step: else it would wait for each
-        of its first kernels. On an H200 a step of GPT-2 medium, of eight micro-batches, took
-        0.357 s; the layers' seconds of the device, so measured, add up to 0.357 s, and to 0.62 s
-        without work ahead of them.
+        of its first kernels. On an H200 a step of GPT-2 medium took 0.357 s. The seconds of its
+        layers, taken so, add up to 0.357 s; without work ahead of them they came to 0.62 s.
         """
         if not device.is_accelerator:
             return *self.timed(work, device), 0.0
@@ -132,6 +131,6 @@ class _Lead:
 _FILLER: Final = 2**24  # float32: some 50 us of a fast device, and 5 us of the host
 _PROBED: Final = 20
 _FIRST_LEAD_S: Final = 2e-3
-_MARGIN: Final = 1.5  # times what the host took
+_MARGIN: Final = 1.5  # times the lead that was too short, or what the host took
 # So few that their launches do not fill the queue, which would let the host wait: CUDA takes 1,024.
 _MOST: Final = 256

@@ -79,9 +79,9 @@ def measure_layers(
     their least times all layers took together, on average. A time above 1.5 times the least is left
     out of that average, as other work had the machine.
 
-    On an accelerator these are the device's own times. Where the host takes longer to order a
-    step's work than the device to do it, as of small layers, the host's count in their place, of
-    each part that they are longer for; see `_Ordering`.
+    On an accelerator these are the device's own times. With small layers the host takes longer to
+    order the work than the device to do it. Then each part costs the longer of the two; see
+    `_Ordering`.
 
     All layers are measured in turn, then all again, so that other work on the machine disturbs
     none more than another. After `rounds` rounds that agree it is done. Else there are as many
@@ -246,7 +246,7 @@ class _Ordering(NamedTuple):
         return LayerCost(*(max(own_s, _WITHIN * host_s) for own_s, host_s in pairs))
 
 
-_WITHIN: Final = 0.47
+_WITHIN: Final = 0.47  # of the host's time for a layer alone: what it takes within a step
 _DISTURBED: Final = 1.5  # times the least: other work had the machine
 _TOLERANCE: Final = 0.05  # of a time: it came again
 _NEGLIGIBLE: Final = 0.005  # of the time of all layers

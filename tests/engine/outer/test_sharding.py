@@ -20,7 +20,7 @@ from tests.engine.outer.replicas import (
     make_block,
     one_process,
 )
-from tests.support import batches, product, square_sum
+from tests.support import batches, mean_square, product, square_sum
 
 ROWS = 16
 # One stage a rank, several, split backwards, two holders: what gathering and sums see of a table.
@@ -634,3 +634,24 @@ def test_pieces_cover_each_element_once(num_elements, copies):
         for name, start, stop in pieces:
             found[name] += range(start, stop)
     assert {name: list(range(size)) for name, size in sizes.items()} == found
+
+
+@pytest.mark.parametrize("shard", ["none", "flat"])
+def test_tensors_in_buckets_begin_where_kernels_load_several_numbers(plain, shard):
+    """On a GPU the norm of a gradient behind a bias of 5 numbers had another last bit."""
+
+    def body(world):
+        layers = [LayerSpec(nn.Linear, WIDTH, 5), LayerSpec(nn.Linear, 5, WIDTH)]
+        outer = {"shard": shard, "bucket_bytes": 1e6}
+        pipe = Pipeline(layers, mean_square, replicas=2, microbatches=2, world=world, outer=outer)
+        optimizer = pipe.optimizer(sgd)
+        part = pipe.share(ROWS)
+        pipe.step(torch.ones(ROWS, WIDTH)[part], torch.ones(ROWS, WIDTH)[part])
+        optimizer.step()
+        pipe.await_parameters()
+        tensors = [p if shard == "flat" else p.grad for p in pipe.parameters()]
+        assert len({each.untyped_storage().data_ptr() for each in tensors}) == 1
+        return [each.storage_offset() for each in tensors]
+
+    for offsets in run_on_threads(2, body):
+        assert len(offsets) == 4 and all(offset % 16 == 0 for offset in offsets)

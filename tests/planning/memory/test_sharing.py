@@ -89,10 +89,12 @@ def test_a_plan_counts_what_each_rank_keeps(ranks, stages, schedule, tied, dtype
         shared = layout.sharing.of_rank(model, counted, placement, stage_rank, memory, replica)
         assert shared.optimizer_bytes == kept
         whole = rank_states(model, counted, placement, stage_rank, memory, layout.sharing)
-        assert whole.optimizer_bytes >= kept
+        # At most: the numbers between tensors have no state.
+        fullest = max(each[1] for each in found[stage_rank::stages])
+        assert kept <= fullest <= whole.optimizer_bytes <= fullest + 300
         assert whole.weight_bytes == weights
-        # A buffer of which a rank has no part is not seen here.
-        assert whole.gradient_bytes == gradients if not replica else gradients
+        # A buffer of which a rank has no part is not seen here; the first replica has one of each.
+        assert gradients == whole.gradient_bytes or (replica and gradients < whole.gradient_bytes)
 
 
 @pytest.mark.parametrize("tied", [False, True])
