@@ -481,6 +481,25 @@ def test_a_start_that_is_still_ending_leaves_the_folder_to_the_next(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_start_that_opens_the_folder_as_the_one_before_removes_it_keeps_it(tmp_path, monkeypatch):
+    """The ending start had looked whether others were there, and took the folder from the next."""
+    ending, following = CopyFolder(tmp_path, "the_run"), CopyFolder(tmp_path, "the_run")
+    ending.open("first", 0)
+    own = Path.iterdir
+
+    def iterdir(folder):
+        found = list(own(folder))
+        monkeypatch.undo()
+        following.open("next", 0)
+        return found
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    ending.remove("first")
+    assert following.entered("next") == (0,)
+    following.remove("next")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("hosts", ["aa", "aab", "abab"])
 def test_a_folder_that_is_removed_as_a_start_opens_it_is_opened_again(tmp_path, monkeypatch, hosts):
     """Its ranks ended with an assert, or took themselves for hosts of their own."""
@@ -517,7 +536,6 @@ def test_copies_that_dead_runs_forgot_are_removed_or_named(tmp_path, caplog, mon
     for path in (*folder.path.iterdir(), folder.path):
         os.utime(path, (then, then))
     (user,) = tmp_path.iterdir()
-    (user / f"{files._GOING}cut_short").mkdir()  # by whoever was killed as it removed a run's
     CopyFolder(tmp_path, "new").clear_forgotten()
     assert sorted(path.name for path in user.iterdir()) == ["dead", "lives"]
     assert "dead holds copies of a run that is dead for" in caplog.text

@@ -8,8 +8,7 @@ import re
 import shutil
 import stat
 import time
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, Final, NamedTuple
@@ -33,7 +32,6 @@ _PART: Final = ".part"
 _OWNERS: Final = "owner_"
 _HERE: Final = "here_"
 _NEED: Final = "need_"
-_GOING: Final = ".going_"  # what a folder is called while it is removed
 _TRIES: Final = 100  # to make a folder that others remove
 _MOST_HEADER_BYTES: Final = 2**30
 
@@ -100,9 +98,10 @@ class CopyFolder:
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
                 raise PermissionError(f"{folder} is another user's")
             folder.chmod(0o700)
+        # First of all: who finds it leaves what else is here alone.
+        (self.path / note).touch()
         owner = json.dumps(myself()._asdict())
         (self.path / f"{_OWNERS}{os.getpid()}").write_text(owner)
-        (self.path / note).touch()
 
     def entered(self, start: str) -> tuple[int, ...]:
         """Return the ranks that have opened this folder at a start; forget those of other starts.
@@ -111,25 +110,18 @@ class CopyFolder:
         that was still ending has removed it meanwhile.
         """
         ranks = []
-        for path, its_start, rank in self._notes():
+        for path, its_start, rank in _notes(self._paths()):
             if its_start == start:
                 ranks.append(rank)
             else:
                 path.unlink(missing_ok=True)
         return tuple(sorted(ranks))
 
-    def _notes(self) -> list[tuple[Path, str, int]]:
-        """Return who has opened this folder: each note, its start and its rank."""
+    def _paths(self) -> list[Path]:
         try:
-            names = os.listdir(self.path)
+            return list(self.path.iterdir())
         except FileNotFoundError:  # another rank of this host has removed it
             return []
-        notes = []
-        for name in names:
-            if name.startswith(_HERE):
-                start, _, rank = name.removeprefix(_HERE).rpartition("_")
-                notes.append((self.path / name, start, int(rank)))
-        return notes
 
     def say_need(self, rank: int, num_bytes: int) -> str | None:
         """Tell the ranks here how much a rank is to write; return what failed."""
@@ -191,8 +183,9 @@ class CopyFolder:
 
         Not those of a later start, which has opened the folder while this one was still ending.
         """
-        if all(its_start == start for _, its_start, _ in self._notes()):
-            _remove(self.path)
+        paths = self._paths()
+        if all(its_start == start for _, its_start, _ in _notes(paths)):
+            _remove(self.path, paths)
         with contextlib.suppress(OSError):
             self._user.rmdir()  # if no other run of this user has copies
 
@@ -202,15 +195,12 @@ class CopyFolder:
             for folder in self._user.iterdir():
                 if folder == self.path or not folder.is_dir() or folder.is_symlink():
                     continue
-                if folder.name.startswith(_GOING):  # whoever removed it did not come to its end
-                    shutil.rmtree(folder, ignore_errors=True)
+                paths = list(folder.iterdir())
+                if any(not is_here(owner) or lives(owner) for owner in _owners(folder)):
                     continue
-                owners = list(_owners(folder))
-                if any(not is_here(owner) or lives(owner) for owner in owners):
-                    continue
-                age_s = time.time() - max(p.stat().st_mtime for p in [folder, *folder.iterdir()])
+                age_s = time.time() - max(path.stat().st_mtime for path in [folder, *paths])
                 if age_s > FORGOTTEN_S:
-                    _remove(folder)
+                    _remove(folder, paths)
                     log.info("removed %s, copies that a dead run left in memory", folder)
                 else:
                     log.warning(
@@ -287,12 +277,20 @@ def _is_private(path: Path) -> bool:
     return is_file and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
 
-def _remove(folder: Path) -> None:
-    """Remove a folder that others may open: at once, under its name, then what is in it."""
-    going = folder.with_name(f"{_GOING}{uuid.uuid4().hex}")
-    with contextlib.suppress(OSError):  # another rank has removed it
-        folder.rename(going)
-        shutil.rmtree(going, ignore_errors=True)
+def _notes(paths: Iterable[Path]) -> Iterator[tuple[Path, str, int]]:
+    """Yield who has opened a folder: each note in it, its start and its rank."""
+    for path in paths:
+        if path.name.startswith(_HERE):
+            start, _, rank = path.name.removeprefix(_HERE).rpartition("_")
+            yield path, start, int(rank)
+
+
+def _remove(folder: Path, paths: Iterable[Path]) -> None:
+    """Remove what was found in a folder, and the folder, unless somebody has opened it since."""
+    with contextlib.suppress(OSError):  # another rank has removed it, or it is not empty
+        for path in paths:
+            path.unlink(missing_ok=True)
+        folder.rmdir()
 
 
 def _owners(folder: Path) -> Iterator[Owner]:
