@@ -271,8 +271,13 @@ def codes_told(told: str, num_good: int = 0) -> dict[int, int]:
     """
     if num_good:
         return dict.fromkeys(range(num_good), 0)
-    pairs = re.findall(r"^\s*rank +: (\d+) .*\n\s*exitcode +: (-?\d+) ", told, re.MULTILINE)
-    return {int(rank): int(code) for rank, code in pairs if int(code) not in _ENDED_BY_LAUNCHER}
+    asked = set(re.findall(r"Sending process (\d+) closing signal", told))
+    each = r"^\s*rank +: (\d+) .*\n\s*exitcode +: (-?\d+) \(pid: (\d+)\)"
+    return {
+        int(rank): int(code)
+        for rank, code, pid in re.findall(each, told, re.MULTILINE)
+        if pid not in asked or int(code) not in _ENDED_BY_LAUNCHER
+    }
 
 
 def end_launcher(launcher: subprocess.Popen[str], grace_s: float = 60.0) -> str:

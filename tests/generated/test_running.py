@@ -10,13 +10,20 @@ from tests.generated.cases import Case
 from tests.generated.running import Ended, codes_told, end_launcher, ranks_ended_badly
 
 
-def told_of(codes):
-    """Return what torchrun prints, in torch's own words, of ranks that failed."""
+def told_of(codes, asked=()):
+    """Return what torchrun prints, in torch's own words, of ranks that failed.
+
+    `asked`: those that it has asked to end.
+    """
     failures = {
-        rank: ProcessFailure(local_rank=rank, pid=99, exitcode=code, error_file="<N/A>")
+        rank: ProcessFailure(local_rank=rank, pid=99 + rank, exitcode=code, error_file="<N/A>")
         for rank, code in codes.items()
     }
-    return f"Traceback (most recent call last):\n{ChildFailedError('gpipe_hpc.train', failures)}"
+    signals = [
+        f"W1 api.py:1028] Sending process {99 + rank} closing signal SIGTERM" for rank in asked
+    ]
+    report = ChildFailedError("gpipe_hpc.train", failures)
+    return "\n".join([*signals, "Traceback (most recent call last):", str(report)])
 
 
 @pytest.mark.parametrize("codes", [{0: 2}, {0: 2, 1: 2}, {1: 4, 0: 1, 2: -9}])
@@ -24,8 +31,16 @@ def test_codes_are_those_that_torchrun_tells_of(codes):
     """They were guessed from what ranks said, so a wrong code was never seen."""
     assert codes_told(told_of(codes)) == codes
     ended_by_torchrun = {7: -15, 8: 143}
-    assert codes_told(told_of(codes | ended_by_torchrun)) == codes
+    assert codes_told(told_of(codes | ended_by_torchrun, asked=ended_by_torchrun)) == codes
     assert codes_told("", 3) == {0: 0, 1: 0, 2: 0}
+
+
+def test_ranks_that_nobody_asked_to_end_have_codes_of_their_own():
+    """One that ended by SIGTERM by itself, or before torchrun asked another, went unseen."""
+    by_itself = {0: 2, 1: -15, 2: 143}
+    assert codes_told(told_of(by_itself)) == by_itself
+    assert codes_told(told_of(by_itself, asked=[2])) == {0: 2, 1: -15}
+    assert codes_told(told_of(by_itself, asked=[0, 1, 2])) == {0: 2}
 
 
 DEAF = "import signal, subprocess, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
