@@ -142,6 +142,24 @@ class Slurm:
         """Start a node's daemon."""
         self._node_of[name] = self._daemon(name, tool("slurmd"), "-D", "-N", name)
 
+    def bring_back(self, name: str) -> None:
+        """Start the daemon of a lost node, once the controller has nothing left to send to it.
+
+        For seconds after it has given a node up it tries to end the steps there, and where the node
+        is back by then once more a minute later. A job that is queued again counts its steps anew:
+        the next start's ranks, or its script, would be ended in the place of those that are lost.
+        Slurm itself keeps such a job waiting for two minutes, which these tests do not.
+        """
+        wait_until(lambda: not self._num_unsent(), 120, f"nothing was to be sent; {self._logs()}")
+        self.start_node(name)
+
+    def _num_unsent(self) -> int:
+        """Return how many messages to nodes the controller has under way, or is to try again."""
+        said = self.run("sdiag")
+        return sum(
+            map(int, re.findall(r"^Agent (?:queue size|count): +(\d+)$", said, re.MULTILINE))
+        )
+
     def lose(self, name: str) -> None:
         """Let a node go as one without power does: its daemon, steps and tasks, all at once."""
         doomed = [self._node_of.pop(name).pid]

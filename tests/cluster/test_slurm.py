@@ -298,7 +298,7 @@ def test_a_node_that_is_back_in_time_is_used(
     job = submitted(slurm, edited, settings, tmp_path, until, *options, WAIT_FOR_NODES=600)
     slurm.lose("n1")
     job.await_state("PENDING", limit_s=200)
-    slurm.start_node("n1")
+    slurm.bring_back("n1")
     assert job.await_state("COMPLETED", "FAILED", limit_s=500) == "COMPLETED", said(tmp_path)
     assert [nodes for _, nodes in starts(tmp_path)] == ["n1,n2", "n1,n2"], said(tmp_path)
     assert not list(tmp_path.glob("run/starts/*.SHORT"))
@@ -314,7 +314,7 @@ def test_queued_again_it_asks_for_all_nodes_and_cancelled_it_is_not_queued_again
     job = submitted(slurm, edited, settings, tmp_path, until, *options, WAIT_FOR_NODES=5)
     slurm.lose("n2")
     until(lambda: len(starts(tmp_path)) == 2, 200, f"it went on with n1: {said(tmp_path)}")
-    slurm.start_node("n2")
+    slurm.bring_back("n2")
     until(lambda: slurm.states()["n2"] == "idle", 90, "n2 was back")
     second = tmp_path / "run" / "starts" / f"{job.number}.0.1.rank0.txt"
     until(
@@ -340,7 +340,7 @@ def test_it_grows_again_when_a_lost_node_is_back(slurm, edited, settings, tmp_pa
     job = submitted(slurm, edited, settings, tmp_path, until, *options, GROW_AFTER=45)
     slurm.lose("n2")
     until(lambda: len(starts(tmp_path)) == 2, 200, f"it went on with n1: {said(tmp_path)}")
-    slurm.start_node("n2")
+    slurm.bring_back("n2")
     until(lambda: job.told("JobState") == "PENDING", 200, f"it was queued: {said(tmp_path)}")
     assert "nodes n2 are back: asks the ranks to stop" in said(tmp_path)
     # After a step, or ahead of the first where a machine takes so long to start.

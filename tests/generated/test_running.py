@@ -49,7 +49,8 @@ DEAF = "import signal, subprocess, sys; signal.signal(signal.SIGTERM, signal.SIG
 def test_a_launcher_that_hangs_is_ended_with_its_ranks():
     """Its end was waited for without looking whether it came: an error took the finding's place."""
     rank = f"{DEAF}print('begun', flush=True); signal.pause()"
-    code = f"{DEAF}subprocess.run([sys.executable, '-c', {rank!r}])"
+    # It stays when its rank is gone: else it might end by itself ahead of the signal.
+    code = f"{DEAF}subprocess.run([sys.executable, '-c', {rank!r}]); signal.pause()"
     launcher = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
