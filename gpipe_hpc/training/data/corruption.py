@@ -34,17 +34,19 @@ class CorruptTally:
         """Return their names, in the order in which they were found."""
         return list(self._names)
 
-    def add(self, found: Mapping[str, str], *, says: bool) -> None:
+    def add(
+        self, found: Mapping[str, str], *, says: bool, kind: type[DataError] = DataError
+    ) -> None:
         """Count what was found: name -> what is wrong. `says`: log what is new.
 
-        Raises DataError, which gives the newest, where they become more than the limit.
+        Raises an error of that kind, which gives the newest, where they become more than the limit.
         """
         for name, message in found.items():
             if name in self._names:
                 continue
             self._names[name] = None
             if self.count > self.limit:
-                raise DataError(beyond(self.limit, message))
+                raise kind(beyond(self.limit, message))
             if says:
                 log.warning("corrupt sample %d of at most %d: %s", self.count, self.limit, message)
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from gpipe_hpc.errors import DataError
+from gpipe_hpc.errors import DataError, UnfitDataError, is_users_mistake
 from gpipe_hpc.training.data import open_data
 from gpipe_hpc.training.data.jsonl import JsonLinesConfig
 
@@ -87,11 +87,24 @@ BAD_LINES = [
 def test_corrupt_line_is_named_or_left_out(tmp_path, line, words):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "a"}\n' + line + b'\n{"text": "b"}\n')
-    with pytest.raises(DataError, match=rf"{path}, line 2 is corrupt.*{words}.*data\.corrupt=skip"):
+    complaint = rf"{path}, line 2 is corrupt.*{words}.*data\.corrupt=skip"
+    with pytest.raises(DataError, match=complaint) as raised:
         open_data(jsonl(path, seq_len=1))
+    assert not is_users_mistake(raised.value)
     source = open_data(jsonl(path, seq_len=1, corrupt="skip"))
     assert source.train.read_inputs([0, 1, 2]).flatten().tolist() == [97, 256, 98]
     assert list(source.corrupt) == [f"{path}, line 2"]
+
+
+@pytest.mark.parametrize(("line", "words"), BAD_LINES, ids=[each[1] for each in BAD_LINES])
+def test_a_file_that_begins_with_no_document_is_a_setting_that_cannot_work(tmp_path, line, words):
+    """A wrong data.key ended with code 1, as damaged data do: launchers start that again."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(line + b'\n{"text": "b"}\n')
+    with pytest.raises(
+        UnfitDataError, match=rf"line 1 is corrupt.*{words}.*correct it or data\.key"
+    ):
+        open_data(jsonl(path, seq_len=1))
 
 
 def test_no_more_than_max_corrupt_lines_are_left_out(tmp_path):
