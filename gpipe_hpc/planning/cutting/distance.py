@@ -26,9 +26,18 @@ class Distance(NamedTuple):
     share: float
     is_exact: bool
 
+    def cell(self) -> str:
+        """Say it as a cell of a table."""
+        return f"{'' if self.is_exact or self.is_none else '<= '}{100 * self.share:.1f} %"
+
+    @property
+    def is_none(self) -> bool:
+        """Say whether it is too small to be told of."""
+        return self.share < 5e-4
+
     def text(self) -> str:
         """Say it in one line."""
-        if self.share < 5e-4:
+        if self.is_none:
             return "no cut leaves the fullest rank less to do"
         most = "" if self.is_exact else "at most "
         return (

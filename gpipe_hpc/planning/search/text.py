@@ -18,8 +18,9 @@ _NOTES: Final = (
     "Simulated, not measured: layers as {layers}, transfers and sums of gradients as the links "
     "say, {rest}. Memory is "
     "weights, gradients, optimizer, activations and workspace, without what kernels and libraries "
-    "take for themselves. Micro-batches of other sizes draw other dropout; BatchNorm sees other "
-    "batches."
+    "take for themselves. Off best cut: how much more the fullest rank has to do than in the best "
+    "cut on such ranks (<=: than in any cut, perhaps none is that good). Micro-batches of other "
+    "sizes draw other dropout; BatchNorm sees other batches."
 )
 _HEAD: Final = (
     "",
@@ -30,6 +31,7 @@ _HEAD: Final = (
     "imbalance",
     "transfers",
     "reduction",
+    "off best cut",
     "fullest rank",
     "slowest link",
 )
@@ -151,6 +153,7 @@ def distinct(trials: Sequence[Trial], most: int) -> list[Trial]:
 
 def _figures(trial: Trial, batch_size: int) -> list[str]:
     causes = [f"{100 * share:.1f} %" for share in (trial.bubble, *trial.causes)]
+    off = trial.cut_distance
     link = "-"
     if trial.load.nbytes:
         link = bytes_text(trial.load.nbytes) + (" between" if trial.load.is_between else " within")
@@ -158,6 +161,7 @@ def _figures(trial: Trial, batch_size: int) -> list[str]:
         _seconds(trial.step_s),
         f"{batch_size / trial.step_s:,.4g}",
         *causes,
+        "-" if off is None else off.cell(),
         f"{bytes_text(trial.nbytes)} (rank {trial.rank})",
         link,
     ]

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from gpipe_hpc.errors import PartitionError, ScheduleError
+from gpipe_hpc.planning.cutting.distance import Distance, distance
+from gpipe_hpc.planning.cutting.partition import Partition
 from gpipe_hpc.planning.forecast import activation_memory, rank_states
 from gpipe_hpc.planning.layout import lay_out_compute
 from gpipe_hpc.planning.memory.by_rank import excess_bytes, memory_limits
@@ -26,7 +28,14 @@ from gpipe_hpc.planning.step_time import (
     of_replicas,
     reduced_s,
 )
-from gpipe_hpc.schedule import BubbleCauses, Costs, Schedule, Timeline, peak_memory
+from gpipe_hpc.schedule import (
+    BubbleCauses,
+    Costs,
+    Placement,
+    Schedule,
+    Timeline,
+    peak_memory,
+)
 from gpipe_hpc.schedule.table.lifetimes import ENDS_BACKWARD
 
 _BUCKETS: Final = (25e6, 100e6)
@@ -89,6 +98,7 @@ class Trial:
     what they compute in a step. `causes`: why they idle, as shares of the step, which sum to the
     bubble. `load`: what goes over the slowest link. `combining`: None where there are no copies.
     `beside_s`: of the step, what is behind pipeline and sums: clipping, optimizer, and all else.
+    `partition`, `placement`: its cut, and the ranks that hold its stages.
     """
 
     candidate: Candidate
@@ -99,8 +109,21 @@ class Trial:
     nbytes: int
     rank: int
     load: Load
+    partition: Partition
+    placement: Placement
     combining: Combining | None = None
     beside_s: float = 0.0
+
+    @property
+    def cut_distance(self) -> Distance | None:
+        """Return how far its cut is from the best one on these ranks, by the times of layers.
+
+        None for one rank, which has all of them.
+        """
+        if self.placement.num_ranks == 1:
+            return None
+        costs = [each.forward + each.backward for each in self.partition.times]
+        return distance(self.partition, self.placement, costs)
 
     @property
     def bubble(self) -> float:
@@ -274,6 +297,8 @@ class Laid:
             nbytes=max(own),
             rank=own.index(max(own)),
             load=self._load(best),
+            partition=self.partition,
+            placement=self.table.placement,
             combining=None if self.is_alone else best,
             beside_s=step_s - steps[best].reduction_s - timeline.end_of_compute,
         )

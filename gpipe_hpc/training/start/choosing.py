@@ -20,6 +20,7 @@ from gpipe_hpc.config.schema import AUTO_LAYOUT, MEASURED_COSTS
 from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.planning.costs.rates import Rates, host_copy_rate
 from gpipe_hpc.planning.costs.speed import paces_of_times
+from gpipe_hpc.planning.cutting.distance import Distance
 from gpipe_hpc.planning.memory.by_rank import FoundPaces
 from gpipe_hpc.training.data.shapes import samples_per_microbatch
 from gpipe_hpc.training.machines import rates_of
@@ -42,6 +43,18 @@ class Chosen(NamedTuple):
     said: str
 
 
+class _Found(NamedTuple):
+    """The best layout, and what is said of it.
+
+    `off_best_cut`: how far its cut is from the best one; None on one rank, and where it is an
+    earlier start's answer.
+    """
+
+    layout: _Layout
+    text: str
+    off_best_cut: Distance | None = None
+
+
 def with_layout(config: Config, world: World, run: Run, words: Sequence[str]) -> Chosen | None:
     """Return the settings with the best layout for the ranks there are; None: it was given.
 
@@ -56,20 +69,20 @@ def with_layout(config: Config, world: World, run: Run, words: Sequence[str]) ->
     with together(world, where):
         kept = _kept(path, asked) if world.rank == 0 else None
         is_known: bool = world.everybody.broadcast_object(kept is not None, root=0)
-    found = None if kept is None else (kept, f"as {path} says")
+    found = None if kept is None else _Found(kept, f"as {path} says")
     if not is_known:
         came = _came(config, world)
         search = None if came is None else partial(_choose, config, words, came)
         found = patiently(world, where, search)
     with together(world, where):
         if found is not None and not is_known and run.lineage:
-            _keep(path, asked, found[0])
-        told = None if found is None else _told(found[0])
+            _keep(path, asked, found)
+        told = None if found is None else _told(found.layout)
         layout: _Layout = world.everybody.broadcast_object(told, root=0)
     said = ""
     if found is not None:
-        layout, text = found
-        said = f"pipeline.layout=auto: {' '.join(_words(layout))}\n{text}"
+        layout = found.layout
+        said = f"pipeline.layout=auto: {' '.join(_words(layout))}\n{found.text}"
     known = _settings(config, layout)
     return Chosen(_with_paces(known, layout), check_config(known, world.size), said)
 
@@ -100,8 +113,14 @@ def _kept(path: Path, asked: Mapping[str, Any]) -> _Layout | None:
     return layout if is_ours and told.get("asked") == asked else None
 
 
-def _keep(path: Path, asked: Mapping[str, Any], layout: Mapping[str, Any]) -> None:
-    told = {"layout": layout, "settings": _words(layout), "asked": asked}
+def _keep(path: Path, asked: Mapping[str, Any], found: _Found) -> None:
+    off = found.off_best_cut
+    told = {
+        "layout": found.layout,
+        "settings": _words(found.layout),
+        "off_best_cut": None if off is None else off._asdict(),
+        "asked": asked,
+    }
     aside = path.with_name(path.name + ".part")
     aside.write_text(json.dumps(told, indent=1) + "\n", "utf-8")
     aside.replace(path)
@@ -156,7 +175,7 @@ def _layers_s(config: Config, world: World) -> float:
     return sum(each.forward + each.backward for each in times)
 
 
-def _choose(config: Config, words: Sequence[str], came: Came) -> tuple[_Layout, str]:
+def _choose(config: Config, words: Sequence[str], came: Came) -> _Found:
     """Return the best layout, and what else was found; ConfigError where none fits."""
     shown = min(_SHOWN, config.plan.shown)
     answer = compared_on(replace(config, plan=replace(config.plan, shown=shown)), words, came)
@@ -178,7 +197,7 @@ def _choose(config: Config, words: Sequence[str], came: Came) -> tuple[_Layout, 
         },
         "outer": {} if combining is None else combining._asdict(),
     }
-    return layout, answer.text
+    return _Found(layout, answer.text, answer.chosen.cut_distance)
 
 
 def _words(layout: Mapping[str, Any]) -> list[str]:

@@ -1,6 +1,7 @@
 """`plan.search=true`: what it says of a run's settings, and what it refuses."""
 
 import re
+from itertools import pairwise
 
 import pytest
 
@@ -67,6 +68,30 @@ def test_lines_with_holes_are_settings_that_train_takes_and_plan_counts_alike():
         plan = make_plan(config)
         assert bytes_text(max(rank.total_bytes for rank in plan.forecast.ranks)) == nbytes, line
         assert plan.layout.schedule.num_ranks == 4
+
+
+def test_each_line_says_how_far_its_cut_is_from_the_best_as_plan_does():
+    """A search printed no such figure; with one rank a stage the best cut is known, else not."""
+    asked = ["pipeline.partition=uniform", "model.widths=[64,256,128,256,128,256,128,64,10]"]
+    space = ["plan.ranks=4", "plan.shown=99", "pipeline.microbatches=8"]
+    lines = answer(*asked, *space, "plan.layer_s=0").text.splitlines()
+    head = next(line for line in lines if "off best cut" in line)
+    end = head.index("off best cut") + len("off best cut")
+    seen = set()
+    for figures, words in pairwise(lines):
+        if not words.startswith("   pipeline."):
+            continue
+        told = figures[:end].split("  ")[-1].strip()
+        seen.add(told[0] if told[0] in "-<" else told > "0.0 %")
+        said = make_plan(compose_config([*MLP, *asked, *words.split()])).text
+        if told == "-":
+            assert "pipeline.stages=1" in words and "best cut" not in said
+        elif told == "0.0 %":
+            assert "no cut leaves the fullest rank less to do" in said, words
+        else:
+            share = told.replace("<= ", "at most ")
+            assert f"the fullest rank has {share} more to do than in the best cut" in said, words
+    assert seen == {"-", "<", False, True}, "all kinds"
 
 
 def test_what_stands_on_the_command_line_stays():

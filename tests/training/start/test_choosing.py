@@ -70,6 +70,8 @@ def test_all_ranks_take_the_winner_of_the_search(tmp_path, searches):
     assert got.options == dict(best.candidate.options)
     if best.combining is not None:
         assert first.config.outer.shard == best.combining.shard
+    off = json.loads((tmp_path / LAYOUT_FILE).read_text())["off_best_cut"]
+    assert off == best.cut_distance._asdict() and set(off) == {"share", "is_exact"}
     assert f"pipeline.replicas={got.replicas} pipeline.stages={got.stages}" in first.said
 
 
