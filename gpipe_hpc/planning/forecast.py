@@ -35,7 +35,8 @@ class RankStates:
 
     `cast_bytes`: copies of weights in a lower precision, made once a step for all micro-batches.
     `workspace_bytes`: what the stage that takes most takes while it runs; see `stage_workspace`.
-    `process_bytes`: what its process takes beside tensors, 0 where nobody measured that.
+    `process_bytes`: what it takes beside tensors of the memory that these lie in, 0 where nobody
+    measured that.
     `update_bytes`: what the optimizer holds while its step runs, when no activations are there.
     `saving_bytes`: buffers on the host for what is saved, which `lies_apart` from a device's own
     memory. `neighbour_bytes`: copies of states, in memory-backed files of the host.

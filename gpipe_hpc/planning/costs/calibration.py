@@ -15,16 +15,19 @@ from gpipe_hpc.planning.costs.gauges import LayerTimes
 from gpipe_hpc.planning.costs.origin import doubts_of_device
 from gpipe_hpc.planning.costs.prices import (
     FREE,
+    OLDER_KEY,
     Measured,
     Prices,
     Reader,
+    process_key,
     told_link,
     told_prices,
 )
 from gpipe_hpc.schedule import Link
 
 _FORMAT: Final = "calibration of gpipe_hpc, "
-_VERSION: Final = 3
+_VERSION: Final = 4
+_NO_MEMORY_NAMED: Final = 3  # which did not say in what memory process_bytes are
 _LAYERS_ALONE: Final = 2  # which had no transfers, sums or steps
 _FORWARDS_ALIKE: Final = 1  # which did not tell forwards apart, either
 _REMEDY: Final = "give that of a run of these settings, or leave plan.calibration out"
@@ -92,7 +95,7 @@ def write_calibration(path: Path, found: Calibration) -> None:
     told["model"] = [list(each) for each in found.model]
     told["layers"] = [dict(each._asdict()) for each in found.layers]
     told["optimizer"], told["cores"] = measured.optimizer, measured.cores
-    told["prices"] = told_prices(found.prices)
+    told["prices"] = told_prices(found.prices, found.device)
     told["links"] = {name: told_link(getattr(found, name)) for name in _LINKS}
     told["notes"] = list(found.notes)
     aside = path.with_name(f"{path.name}.{os.getpid()}.part")
@@ -153,7 +156,12 @@ def read_calibration(path: str | Path) -> Calibration:
     )
     return replace(
         found,
-        prices=file.prices(top["prices"], "prices", measured),
+        prices=file.prices(
+            top["prices"],
+            "prices",
+            measured,
+            OLDER_KEY if version <= _NO_MEMORY_NAMED else process_key(device),
+        ),
         within=file.link(links["within"], "links.within"),
         between=file.link(links["between"], "links.between"),
         notes=tuple(map(str, file.rows(top, "notes"))),

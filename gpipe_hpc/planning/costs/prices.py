@@ -14,7 +14,8 @@ from gpipe_hpc.planning.costs.origin import doubts_of_device
 from gpipe_hpc.schedule import Costs, Link
 from gpipe_hpc.schedule.costs import Cost
 
-_FORMAT: Final = "prices of gpipe_hpc, 2"
+_FORMAT: Final = "prices of gpipe_hpc, 3"
+_OLDER: Final = "prices of gpipe_hpc, 2"
 _REMEDY: Final = "measure anew: python -m gpipe_hpc.preflight preflight.steps=true"
 _OTHER: Final = f"give another file, leave it out, or {_REMEDY}"
 
@@ -49,9 +50,11 @@ class Prices:
 
     `action_s`: of an action of compute, whatever its layers. `send`: between two ranks of a host.
     `summing`: of one message of a ring that sums, between two ranks of a host. `update`: of the
-    optimizer; `norm`: of clipping. `step_s`: of a step, whatever is in it. `process_bytes`: of
-    memory, what the process of a rank takes beside the tensors that a plan counts. `measured`: None
-    where nobody measured.
+    optimizer; `norm`: of clipping. `step_s`: of a step, whatever is in it. `measured`: None where
+    nobody measured. `process_bytes`: what a rank takes, beside the tensors that a plan counts, of
+    the memory that they lie in: on CPUs the host memory of its process; on an accelerator what is
+    taken of the device beside torch's tensors, and none of the host's memory. Files name the two
+    apart, as `process_key` does.
     """
 
     action_s: float = 0.0
@@ -80,7 +83,9 @@ _COMPUTE: Final = (
     "weight_gradient",
     "recompute",
 )
-_PARTS: Final = ("action_s", "step_s", "process_bytes", "send", "sum", "update", "norm")
+_PARTS: Final = ("action_s", "step_s", "send", "sum", "update", "norm")
+OLDER_KEY: Final = "process_bytes"
+"""In place of `process_key` in files that did not say in which memory that is."""
 _LINK: Final = ("latency_s", "bandwidth_bytes_per_s")
 
 
@@ -98,7 +103,8 @@ def write_prices(path: str | Path, prices: Prices) -> None:
     Raises ConfigError where nothing can be written.
     """
     assert prices.measured is not None, "prices that are written were measured"
-    told = {"format": _FORMAT, "measured": prices.measured._asdict(), **told_prices(prices)}
+    own = prices.measured
+    told = {"format": _FORMAT, "measured": own._asdict(), **told_prices(prices, own.device)}
     path = Path(path)
     aside = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -116,12 +122,17 @@ def write_prices(path: str | Path, prices: Prices) -> None:
         ) from None
 
 
-def told_prices(prices: Prices) -> dict[str, Any]:
-    """Return prices as files have them, without what they were measured on."""
+def process_key(device: str) -> str:
+    """Return the name in files of what a process takes beside tensors, for a type of device."""
+    return "host_process_bytes" if device == "cpu" else "device_process_bytes"
+
+
+def told_prices(prices: Prices, device: str) -> dict[str, Any]:
+    """Return prices as files have them, without what they were measured on but its type."""
     return {
         "action_s": prices.action_s,
         "step_s": prices.step_s,
-        "process_bytes": prices.process_bytes,
+        process_key(device): prices.process_bytes,
         "send": told_link(prices.send),
         "sum": told_link(prices.summing),
         "update": prices.update._asdict(),
@@ -144,16 +155,22 @@ def read_prices(path: str | Path) -> Prices:
             f"the path, or {_REMEDY}"
         ) from None
     file = Reader(str(path), _REMEDY)
-    if isinstance(read, Mapping) and read.get("format", _FORMAT) != _FORMAT:
-        file.refuse("format", repr(_FORMAT), read["format"])
-    top = file.keys(read, "", "format", "measured", *_PARTS)
+    told = read if isinstance(read, Mapping) else {}
+    if told.get("format", _FORMAT) not in (_FORMAT, _OLDER):
+        file.refuse("format", repr(_FORMAT), told["format"])
+    given = told.get("measured")
+    device = given.get("device") if isinstance(given, Mapping) else None
+    key = process_key(device if isinstance(device, str) else "cpu")  # no text is refused below
+    process = OLDER_KEY if told.get("format") == _OLDER else key
+    top = file.keys(read, "", "format", "measured", process, *_PARTS)
     own = file.keys(top["measured"], "measured", *Measured._fields)
     texts = {name: own[name] for name in own if name != "cores"}
     for name, text in texts.items():
         if not isinstance(text, str):
             file.refuse(f"measured.{name}", "a text", text)
     measured = Measured(**texts, cores=file.cores(own["cores"], "measured.cores"))
-    return file.prices({name: top[name] for name in _PARTS}, "", measured)
+    parts = {name: top[name] for name in (process, *_PARTS)}
+    return file.prices(parts, "", measured, process)
 
 
 def check_prices(
@@ -197,9 +214,9 @@ class Reader:
             f"{self._where}: {key or 'top'}, expected {expected}, got {got!r}; {self._remedy}"
         )
 
-    def prices(self, value: object, key: str, measured: Measured) -> Prices:
-        """Return prices that were measured on something."""
-        found, at = self.keys(value, key, *_PARTS), f"{key}." if key else ""
+    def prices(self, value: object, key: str, measured: Measured, process: str) -> Prices:
+        """Return prices that were measured on something; `process`: see `process_key`."""
+        found, at = self.keys(value, key, process, *_PARTS), f"{key}." if key else ""
         return Prices(
             self.seconds(found["action_s"], f"{at}action_s"),
             self.link(found["send"], f"{at}send"),
@@ -208,7 +225,7 @@ class Reader:
             self.over(found["norm"], f"{at}norm"),
             self.seconds(found["step_s"], f"{at}step_s"),
             measured,
-            self.number(found["process_bytes"], f"{at}process_bytes", 0),
+            self.number(found[process], f"{at}{process}", 0),
         )
 
     def cores(self, value: object, key: str) -> int:

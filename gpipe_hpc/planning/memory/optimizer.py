@@ -15,8 +15,9 @@ class OptimizerMemory(NamedTuple):
     `masters`: parameters smaller than float32 have one, of float32, and their states are so too.
     `gradient_copies`: of each trained parameter's gradient. `outer_states`: numbers of a trained
     parameter, of float32 or wider, for combining replicas: residuals, anchors, outer momenta.
-    `process_bytes`: of a rank, whatever it trains: interpreter, libraries, communicators; 0 where
-    nobody measured them.
+    `process_bytes`: of a rank, whatever it trains, of the memory that its tensors lie in: on the
+    host interpreter, libraries and communicators, on a device its contexts; 0 where nobody measured
+    them.
 
     `temporaries`: tensors that a step makes of each weight that it has in hand: on the host one by
     one, on a device packs of them. `of_all_on_device`: where a step there takes all weights at

@@ -16,11 +16,10 @@ from gpipe_hpc.schedule import Link
 
 _NOTES: Final = (
     "Simulated, not measured: layers as {layers}, transfers and sums of gradients as the links "
-    "say, {rest}. Memory is "
-    "weights, gradients, optimizer, activations and workspace, without what kernels and libraries "
-    "take for themselves. Off best cut: how much more the fullest rank has to do than in the best "
-    "cut on such ranks (<=: than in any cut, perhaps none is that good). Micro-batches of other "
-    "sizes draw other dropout; BatchNorm sees other batches."
+    "say, {rest}. Memory is weights, gradients, optimizer, activations and workspace, {process}. "
+    "Off best cut: how much more the fullest rank has to do than in the best cut on such ranks "
+    "(<=: than in any cut, perhaps none is that good). Micro-batches of other sizes draw other "
+    "dropout; BatchNorm sees other batches."
 )
 _HEAD: Final = (
     "",
@@ -130,7 +129,11 @@ def notes_text(ground: Ground, layers: str, prices: str) -> str:
     rest = "all else free: reading data, the optimizer's step, kernels that share a device"
     if ground.machine.prices.measured is not None:
         rest = f"what a step takes beside them as {prices} says; reading data is free"
-    lines = [_NOTES.format(layers=layers, rest=rest)]
+    is_known = ground.machine.prices.process_bytes > 0
+    process = f"and what a process takes beside tensors, as {prices} says"
+    if not is_known:
+        process = "without what kernels and libraries take for themselves"
+    lines = [_NOTES.format(layers=layers, rest=rest, process=process)]
     crowd = ground.machine.crowd
     return "\n".join(lines if crowd is None or not crowd.is_full else [*lines, f"{crowd}."])
 

@@ -43,7 +43,11 @@ _NEIGHBOURS: Final = (
     "host; the sum is without them. "
 )
 _NOT_COUNTED: Final = "Not counted: what kernels and libraries take for themselves."
-_PROCESS: Final = "What a process takes beside tensors is as plan.prices or plan.calibration says."
+_PROCESS: Final = {
+    False: "Process: the host memory that a rank's process takes beside tensors",
+    True: "Beside: what is taken of the device beside torch's tensors; none of the host's memory",
+}
+_AS_SAID: Final = ", as plan.prices or plan.calibration says."
 
 
 @dataclass(frozen=True)
@@ -140,6 +144,7 @@ def rank_table(ranks: Sequence[RankForecast], assumptions: Assumptions) -> str:
     """
     casts = any(rank.cast_bytes for rank in ranks)
     processes = any(rank.process_bytes for rank in ranks)
+    process = "beside" if any(rank.lies_apart for rank in ranks) else "process"
     updates = any(rank.update_bytes for rank in ranks)
     saves = any(rank.saving_bytes and not rank.lies_apart for rank in ranks)
     saves_apart = any(rank.saving_bytes and rank.lies_apart for rank in ranks)
@@ -147,7 +152,7 @@ def rank_table(ranks: Sequence[RankForecast], assumptions: Assumptions) -> str:
     head = ["rank", "stages", "parameters", "weights", *["casts"] * casts, "gradients"]
     verdicts = _verdicts(ranks, assumptions)
     held = ["optimizer", "activations", "workspace", *["update"] * updates]
-    held += [*["saving"] * saves, *["process"] * processes, "sum"]
+    held += [*["saving"] * saves, *[process] * processes, "sum"]
     beside = [*["saving on host"] * saves_apart, *["neighbours on host"] * neighbours]
     rows = [[*head, *held, *beside, "sent a step", *verdicts[0]]]
     for index, rank in enumerate(ranks):
@@ -268,10 +273,17 @@ def report(
         step_text(found, schedule, assumptions),
         (_NOTES if assumptions.step is None else _NOTES_WITH_TIME).format(
             beside=_beside(found.ranks),
-            process=_PROCESS if any(r.process_bytes for r in found.ranks) else _NOT_COUNTED,
+            process=_process_text(found.ranks),
         ),
     ]
     return "\n\n".join(filter(None, parts))
+
+
+def _process_text(ranks: Sequence[RankForecast]) -> str:
+    """Say which memory it is that processes take beside tensors, or that none is counted."""
+    if not any(rank.process_bytes for rank in ranks):
+        return _NOT_COUNTED
+    return _PROCESS[any(rank.lies_apart for rank in ranks)] + _AS_SAID
 
 
 def _beside(ranks: Sequence[RankForecast]) -> str:

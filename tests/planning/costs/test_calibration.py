@@ -68,8 +68,8 @@ def test_what_is_written_is_read(path):
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        ("gpipe_hpc, 3", "gpipe_hpc, 4", "expected version 3, got .*of another version"),
-        ("gpipe_hpc, 3", "gpipe_hpc, 2", "top, expected the keys format, device"),
+        ("gpipe_hpc, 4", "gpipe_hpc, 5", "expected version 4, got .*of another version"),
+        ("gpipe_hpc, 4", "gpipe_hpc, 2", "top, expected the keys format, device"),
         ("cores: 2", "cores: 0", "cores, expected a whole number from 1 up"),
         ("action_s: 0.0001", "action_s: -1", "prices.action_s, expected 0 or more seconds"),
         ("  within:", "  inside:", "links, expected the keys within, between"),
@@ -105,6 +105,16 @@ def test_one_of_an_older_version_tells_of_layers_alone(path, version):
     assert found.layers == SOME.layers and found.prices == FREE
     (note,) = found.notes
     assert "older version, of layers alone" in note
+
+
+def test_one_of_version_3_did_not_say_in_which_memory_a_process_takes_something(path):
+    told = path.read_text()
+    assert told.count("  host_process_bytes: ") == told.count("process_bytes") == 1
+    path.write_text(told.replace("host_process", "process").replace("gpipe_hpc, 4", "gpipe_hpc, 3"))
+    assert read_calibration(path) == SOME
+    path.write_text(told.replace("host_process", "process"))
+    with pytest.raises(ConfigError, match="prices, expected the keys host_process_bytes"):
+        read_calibration(path)
 
 
 def test_one_that_is_not_there_is_refused(tmp_path):

@@ -49,12 +49,14 @@ def test_what_is_written_is_read(path):
         ("step_s:", "steps:", r"top, expected the keys format, measured"),
         ("cores: 2", "cores: 0", r"measured\.cores, expected a whole number"),
         ("device: cpu", "device: 3", r"measured\.device, expected a text"),
-        ("prices of gpipe_hpc, 2", "prices of gpipe_hpc, 1", r"format, expected"),
+        ("prices of gpipe_hpc, 3", "prices of gpipe_hpc, 1", r"format, expected"),
         (
             "process_bytes: 300000000",
             "process_bytes: -1",
-            r"process_bytes, expected a whole number",
+            r"host_process_bytes, expected a whole number",
         ),
+        ("host_process", "device_process", r"top, expected the keys .*host_process_bytes"),
+        ("device: cpu", "device: cuda", r"top, expected the keys .*device_process_bytes"),
         ("tensor_s: 2.0e-06", "tensor_s: .nan", r"tensor_s, expected 0 or more"),
         ("bandwidth_bytes_per_s: 3000000000.0", "bandwidth_bytes_per_s: 0", r"more than 0 bytes"),
     ],
@@ -67,6 +69,22 @@ def test_a_damaged_file_is_refused_by_its_key(path, before, after, said):
         read_prices(path)
     assert str(path) in str(refused.value)
     assert "preflight.steps=true" in str(refused.value)
+
+
+@pytest.mark.parametrize("device, memory", [("cpu", "host"), ("cuda", "device")])
+def test_a_file_says_in_which_memory_a_process_takes_something(tmp_path, device, memory):
+    """`process_bytes` was the host's on CPUs and else the device's; such files are still read."""
+    path, prices = tmp_path / "prices.yaml", replace(SOME, measured=HERE._replace(device=device))
+    write_prices(path, prices)
+    told = path.read_text()
+    assert f"\n{memory}_process_bytes: 300000000\n" in told and told.count("process_bytes") == 1
+    assert read_prices(path) == prices
+    older = told.replace(f"{memory}_process", "process").replace("hpc, 3", "hpc, 2")
+    path.write_text(older)
+    assert read_prices(path) == prices
+    path.write_text(older.replace("hpc, 2", "hpc, 3"))
+    with pytest.raises(ConfigError, match=f"expected the keys .*{memory}_process_bytes"):
+        read_prices(path)
 
 
 @pytest.mark.parametrize("content", ["", "[1, 2]", "a: [", "hosts: 2\nlinks: {}\n"])
@@ -136,6 +154,12 @@ def test_a_plan_and_a_search_count_what_a_process_takes(tiny, tmp_path):
     for rank, without in zip(plan.forecast.ranks, bare.forecast.ranks, strict=True):
         assert rank.total_bytes == without.total_bytes + 100_000_000
     assert "  process  " in plan.text and "  process  " not in bare.text
+    assert "host memory that a rank's process takes" in plan.text
+    assert "host memory" not in bare.text
+    write_prices(path, replace(SOME, measured=HERE._replace(device="cuda")))
+    plan = make_plan(compose_config([*priced, "train.device=cuda"]))
+    assert "  beside  " in plan.text and "  process  " not in plan.text
+    assert "taken of the device beside torch's tensors" in plan.text
 
 
 def test_an_unwritable_place_is_told(tmp_path):
