@@ -16,6 +16,7 @@ from gpipe_hpc.schedule import Cluster, Link
 
 _LINK: Final = ("latency_s", "bandwidth_bytes_per_s")
 _WAY: Final = ("source", "destination")
+_REMEDY: Final = "have it written: python -m gpipe_hpc.preflight preflight.out=links.yaml"
 
 
 def read_cluster(path: str | Path) -> Cluster:
@@ -38,7 +39,12 @@ def read_cluster(path: str | Path) -> Cluster:
     """
     try:
         read = OmegaConf.to_container(OmegaConf.load(path))
-    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: not readable, expected the description of a cluster, got {error}; correct "
+            f"the path, or {_REMEDY}"
+        ) from None
+    except (UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(
             f"{path}: not readable as YAML, expected the description of a cluster, got {error}; "
             "correct the path or the file"
@@ -67,7 +73,7 @@ def read_cluster(path: str | Path) -> Cluster:
             },
         )
     except ScheduleError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"{path}: {error}; correct it, or {_REMEDY}") from None
 
 
 def write_cluster(
@@ -128,7 +134,10 @@ class _File:
 
     def refuse(self, key: str, expected: str, got: object) -> NoReturn:
         """Raise for one key."""
-        raise ConfigError(f"{self.path}: {key or 'top'}, expected {expected}, got {got!r}")
+        raise ConfigError(
+            f"{self.path}: {key or 'top'}, expected {expected}, got {got!r}; correct it, or "
+            f"{_REMEDY}"
+        )
 
     def named(self, value: object, key: str) -> Mapping[Any, Any]:
         """Return what has keys; nothing where it is left out."""

@@ -181,7 +181,8 @@ def cluster_of(config: Config, num_ranks: int, came: tuple[int, ...] | None = No
     """
     plan = config.plan
     if plan.links is not None and num_ranks > 1:
-        return _matching(read_cluster(plan.links), plan.links, num_ranks, plan.hosts)
+        asked = plan.search and plan.ranks is not None
+        return _matching(read_cluster(plan.links), plan.links, num_ranks, plan.hosts, asked)
     known = calibration_of(config)
     within, between = (FREE, FREE) if known is None else (known.within, known.between)
     if plan.link_bytes_per_s is not None:
@@ -195,12 +196,17 @@ def cluster_of(config: Config, num_ranks: int, came: tuple[int, ...] | None = No
     return Cluster(hosts, within, between)
 
 
-def _matching(cluster: Cluster, path: str, num_ranks: int, num_hosts: int | None) -> Cluster:
+def _matching(
+    cluster: Cluster, path: str, num_ranks: int, num_hosts: int | None, asked: bool
+) -> Cluster:
+    """Return the cluster of a file; ConfigError for others. `asked`: plan.ranks says how many."""
     if cluster.num_ranks != num_ranks:
+        expected = f"the {num_ranks} ranks that these settings are for; change pipeline.stages"
+        if asked:
+            expected = f"the {num_ranks} of plan.ranks; leave plan.ranks out to take those of it"
         raise ConfigError(
             f"plan.links: {path} describes {cluster.num_ranks} ranks on {len(cluster.hosts)} "
-            f"host(s), expected the {num_ranks} of plan.ranks; leave plan.ranks out to take those "
-            f"of the file, or give the file of these ranks"
+            f"host(s), expected {expected}, or give the file of these ranks"
         )
     if num_hosts not in (None, len(cluster.hosts)):
         raise ConfigError(

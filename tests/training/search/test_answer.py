@@ -94,6 +94,17 @@ def test_each_line_says_how_far_its_cut_is_from_the_best_as_plan_does():
     assert seen == {"-", "<", False, True}, "all kinds"
 
 
+def test_links_of_other_ranks_than_a_plan_is_for_are_refused_by_what_the_user_gave(tmp_path):
+    """It told to leave plan.ranks out, which nobody had given."""
+    (tmp_path / "links.yaml").write_text(LINKS)
+    words = ["plan.search=false", f"plan.links={tmp_path}/links.yaml", "pipeline.stages=3"]
+    with pytest.raises(
+        ConfigError, match=r"expected the 3 ranks .*change pipeline\.stages"
+    ) as found:
+        make_plan(compose_config([*MLP, *words]))
+    assert "plan.ranks" not in str(found.value)
+
+
 def test_what_stands_on_the_command_line_stays():
     words = ("plan.ranks=4", "pipeline.schedule=gpipe", "pipeline.replicas=2", "outer.shard=none")
     for line in settings_in(answer(*words).text):
