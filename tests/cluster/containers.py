@@ -33,7 +33,7 @@ class Containers:
 
     def build(self, repository: Path) -> None:
         """Build the image; error of the tool, with all that it said, if it cannot be."""
-        if IMAGE in self._run("podman", "images", "--format={{.Repository}}"):
+        if self._has(IMAGE):
             return
         self._import_base(BASE, "python3,python3-venv,ca-certificates")
         mounts = [f"--volume={path}:{path}:ro" for path in _of_pip()]
@@ -53,7 +53,7 @@ class Containers:
 
     def build_defined(self, repository: Path) -> None:
         """Do what Apptainer does with its definition, for CPUs, in a Debian without Python."""
-        if DEFINED in self._run("podman", "images", "--format={{.Repository}}"):
+        if self._has(DEFINED):
             return
         # A certificate of pip's is mounted where this package would put its own.
         self._import_base(BARE, "ca-certificates")
@@ -71,6 +71,10 @@ class Containers:
         self._run(*within, "/bin/sh", "-ex", "-c", found["post"])
         self._run(*within, "/bin/sh", TEST)
         self._run("buildah", "commit", "--quiet", "--rm", name, DEFINED)
+
+    def _has(self, image: str) -> bool:
+        # Whole lines: one name begins with the other.
+        return image in self._run("podman", "images", "--format={{.Repository}}").split()
 
     def _import_base(self, image: str, packages: str) -> None:
         root = self.folder / "base"
