@@ -11,7 +11,7 @@ import torch
 
 from gpipe_hpc.comm.nests import Nest
 from gpipe_hpc.comm.transport.base import Message, PlacedChannel
-from gpipe_hpc.comm.transport.wire import assemble, disassemble
+from gpipe_hpc.comm.transport.wire import handed_over
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.engine.batch.intake import Intake
 from gpipe_hpc.engine.layers.precision import keeping_casts
@@ -366,4 +366,4 @@ def _place(action: Action) -> Place:
 
 def _handed_over(message: Message) -> Message:
     """Return a boundary as the next stage of the same rank gets it: cut off from the graph."""
-    return Message(assemble(*disassemble(message.nest)), message.num_samples)
+    return Message(handed_over(message.nest), message.num_samples)

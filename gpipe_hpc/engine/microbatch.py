@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from enum import Enum
 from itertools import accumulate, pairwise
-from typing import Final, NamedTuple, cast
+from typing import Final, NamedTuple
 
 import torch
 from torch import nn
@@ -470,15 +470,13 @@ def _marked(state: State, flags: Sequence[bool]) -> State:
     def marked(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().requires_grad_(next(values))
 
-    return cast(State, map_tensors(marked, state))
+    return state.map(marked)
 
 
 def _no_leaves(state: State) -> State:
-    viewed = map_tensors(lambda t: t.view_as(t) if t.requires_grad and t.is_leaf else t, state)
-    return cast(State, viewed)
+    return state.map(lambda t: t.view_as(t) if t.requires_grad and t.is_leaf else t)
 
 
 def _cut_off(state: State) -> State:
     """Return a segment's output as the next one gets it: new leaves, that nobody else holds."""
-    cut_off = map_tensors(lambda t: t.detach().requires_grad_(t.requires_grad), state)
-    return cast(State, cut_off)
+    return state.map(lambda t: t.detach().requires_grad_(t.requires_grad))

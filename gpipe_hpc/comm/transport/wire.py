@@ -188,6 +188,13 @@ def assemble(structure: Structure, tensors: list[torch.Tensor]) -> Nest:
     return unflatten(leaves, structure.tree)
 
 
+def handed_over(nest: Nest) -> Nest:
+    """Return a nest as it would come from another rank, in the memory that it lies in."""
+    if isinstance(nest, torch.Tensor):  # most are, and what tells of one would be for nothing
+        return _elements(nest).requires_grad_(nest.requires_grad)
+    return assemble(*disassemble(nest))
+
+
 def _elements(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor, detached, whose memory holds what its elements are."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:

@@ -129,7 +129,7 @@ def _copied(nest: N, held: Mapping[int, Any]) -> N:
             return tensor
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
-    return cast(N, map_tensors(copied, nest))
+    return cast(N, nest.map(copied) if isinstance(nest, State) else map_tensors(copied, nest))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -1,11 +1,11 @@
 """What enters and leaves a stage: the boundary to its neighbours, and skips straight to others."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from gpipe_hpc.comm.nests import Nest, tensors_of
+from gpipe_hpc.comm.nests import Nest, map_tensors, tensors_of
 from gpipe_hpc.models import Skip, skip_routes
 
 BATCH = -1
@@ -22,6 +22,11 @@ class State(NamedTuple):
         """Return all tensors in it."""
         nest, stashed = self
         return tensors_of(nest) + (tensors_of(stashed) if stashed else [])
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "State":
+        """Return it with each tensor replaced by `function` of it, in new containers."""
+        nest, stashed = self
+        return State(map_tensors(function, nest), map_tensors(function, stashed) if stashed else {})
 
 
 class Edge(NamedTuple):
