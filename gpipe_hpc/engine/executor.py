@@ -122,6 +122,7 @@ class Executor:
         }
         self._actions = schedule.ranks[rank]
         self._all = frozenset(self._actions)
+        self._offloading = {a.stage for a in self._actions if a.op is Op.OFFLOAD}
         self._departures = Departures(self._actions, stages, self.recorder, self._before_reduction)
         self._overlaps = overlaps
         self._last_backwards = {a.stage: a for a in self._actions if a.op in ENDS_BACKWARD}
@@ -227,7 +228,10 @@ class Executor:
         if not splits and Action(Op.B, *place) not in self._all:
             return Recipe(Keep.NOTHING)
         keep = Keep.INPUT if Action(Op.R, *place) in self._all else Keep.GRAPH
-        return Recipe(keep, splits, offloads=Action(Op.OFFLOAD, *place) in self._all)
+        # A graph that moves to the host may hold no cast that others use as well. Then those that
+        # stay make their own, too, and let go of them: shared ones would last until the step ends.
+        is_shared = place[0] not in self._offloading
+        return Recipe(keep, splits, Action(Op.OFFLOAD, *place) in self._all, is_shared)
 
     def _bind_recompute(self, action: Action) -> Call:
         stage, microbatch = _place(action)

@@ -59,6 +59,7 @@ class Recipe(NamedTuple):
     keep: Keep
     splits: bool = False  # the backward comes as I and W
     offloads: bool = False  # what is kept goes to the host until FETCH
+    shares_casts: bool = True  # of weights, with all micro-batches of the step
 
 
 class Made(NamedTuple):
@@ -173,7 +174,7 @@ class StageWork:
                 # Its outputs say which gradients shall come.
                 has_graph = self._promises.needs_graph(segment, given)
                 returning = Returning(tries=self._num_begun == 1)
-                manner = Manner(returning, has_graph, shares_casts=host is None)
+                manner = Manner(returning, has_graph, recipe.shares_casts)
                 state, reported, term, _ = self._run(part, segment, given, manner, is_end=is_end)
                 reported, term = _without_graph(reported, term)
                 state = _marked(state, self._promises.flags(segment, given, state, has_graph))
@@ -185,8 +186,7 @@ class StageWork:
                     KeptSegment(segment, given, leaves, [], [], returning, promised, versions)
                 )
             else:
-                # A graph that moves to the host may hold no cast that others use as well.
-                manner = Manner(Forward(), True, host is None, deferred, host)
+                manner = Manner(Forward(), True, recipe.shares_casts, deferred, host)
                 state, reported, term, losses = self._run(
                     part, segment, given, manner, is_end=is_end
                 )
@@ -202,7 +202,9 @@ class StageWork:
             if host is not None:
                 host.hold(tensors_of(given) if recomputes else leaves)
         num_leaves = [len(_differentiable(each)) for each in parts]
-        self._kept[microbatch] = Kept(kept, num_leaves, num_samples, deferred, host)
+        self._kept[microbatch] = Kept(
+            kept, num_leaves, num_samples, deferred, host, recipe.shares_casts
+        )
         if noted:
             statistics = [pair for each in noted for pair in each.reports.statistics]
             self.stage.statistics.note(microbatch, statistics)
@@ -243,7 +245,7 @@ class StageWork:
                 raise self._written(microbatch)
             is_end = number == len(kept.segments) - 1
             assert returning is not None, "made by the forward"
-            manner = Manner(Again(returning), True, kept.host is None, kept.deferred)
+            manner = Manner(Again(returning), True, kept.shares_casts, kept.deferred)
             state, *_, losses = self._run(part, segment, given, manner, is_end=is_end)
             left = self._promises.keep(segment, promised, tensors_of(self._left(state, is_end)))
             edges = [None if tensor is None else edge_of(tensor) for tensor in left]

@@ -38,3 +38,4 @@ class Kept(NamedTuple):
     num_samples: int
     deferred: Deferred | None = None  # what takes weight gradients in place of autograd
     host: HostCopy | None = None  # where it goes between OFFLOAD and FETCH
+    shares_casts: bool = True  # of weights, with all micro-batches of the step
