@@ -95,7 +95,7 @@ def parts(kind: str, in_little: bool) -> list[Part]:
             "exactness",
             "the tests that hold training against a plain loop, on the device",
             "experiments.gpu.exactness",
-            130,
+            140,
             (*device, *few),
             environment=EXACT,
         ),
@@ -104,7 +104,7 @@ def parts(kind: str, in_little: bool) -> list[Part]:
             "ours beside the plainest good loop, each layer compiled",
             "experiments.gpu.one_rank",
             300,
-            (*device, *size, "--backend", "eager" if in_little else "inductor"),
+            (*device, *size, "--most", "medium", "--backend", "eager" if in_little else "inductor"),
         ),
     ]
 

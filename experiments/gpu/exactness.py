@@ -24,7 +24,7 @@ TESTS = (
 )
 # For the test that runs when time ends.
 MARGIN_S = 25.0
-MOST_WORKERS = 8
+MOST_WORKERS = 12
 
 
 class Told:
@@ -81,7 +81,7 @@ def _side_by_side() -> list[str]:
 
     A test of small ranks that are threads keeps a core busy, and the device hardly.
     """
-    workers = min(MOST_WORKERS, len(os.sched_getaffinity(0)) // 2)
+    workers = min(MOST_WORKERS, 3 * len(os.sched_getaffinity(0)) // 4)
     return ["-n", str(workers)] if workers > 1 and importlib.util.find_spec("xdist") else []
 
 

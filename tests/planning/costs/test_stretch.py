@@ -1,0 +1,193 @@
+"""What layers take one after the other, beside what each takes alone."""
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_hpc.comm.device import HostDevice
+from gpipe_hpc.models import LayerSpec
+from gpipe_hpc.models.skips import skip_names
+from gpipe_hpc.planning import measure_layers
+from gpipe_hpc.planning.costs import stretch
+from gpipe_hpc.planning.costs.bench import Bench, Seconds
+from gpipe_hpc.planning.costs.caches import Caches
+from gpipe_hpc.planning.costs.clock import Clock
+from gpipe_hpc.planning.costs.stretch import InStage, Member, Part, in_stage
+from gpipe_hpc.planning.costs.walk import Given, Visit
+
+MS = 1e-3
+
+
+class Machine(Clock):
+    """Each piece of work takes `start_s`, and what its layers spend."""
+
+    def __init__(self, start_s=0.0):
+        self.start_s, self.time_s = start_s, 0.0
+
+    def now(self):
+        return self.time_s
+
+    def timed(self, work, device):
+        began_s = self.time_s
+        self.time_s += self.start_s
+        return work(), self.time_s - began_s
+
+
+class _Spend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, machine, seconds):
+        ctx.spent = machine, seconds
+        machine.time_s += seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        machine, seconds = ctx.spent
+        machine.time_s += 2 * seconds
+        return gradient, None, None
+
+
+class Working(nn.Module):
+    def __init__(self, machine, seconds):
+        super().__init__()
+        self.machine, self.seconds = machine, seconds
+
+    def forward(self, x):
+        return _Spend.apply(x, self.machine, self.seconds)
+
+
+def costs(machine, seconds):
+    layers = [LayerSpec(Working, machine, each) for each in seconds]
+    return measure_layers(layers, torch.ones(2, requires_grad=True), clock=machine)
+
+
+def test_what_each_layer_takes_to_begin_alone_is_taken_off():
+    """A stage begins once: of 8 layers, an eighth of it stays with each."""
+    found = costs(Machine(start_s=0.4 * MS), [1 * MS] * 8)
+    assert [each.forward_s for each in found] == pytest.approx([1.05 * MS] * 8)
+    assert [each.backward_s for each in found] == pytest.approx([2.05 * MS] * 8)
+    assert [each.bare_forward_s for each in found] == pytest.approx([1.05 * MS] * 8)
+    # Of the halves each begins anew alone, too.
+    assert [each.input_s for each in found] == pytest.approx([2.05 * MS] * 8)
+
+
+def test_the_same_is_taken_off_a_large_layer_and_of_a_small_one_at_most_half():
+    found = costs(Machine(start_s=1 * MS), [0.1 * MS] * 4 + [8 * MS] + [0.1 * MS] * 4)
+    small, large = found[0].forward_s, found[4].forward_s
+    assert small == pytest.approx(1.1 * MS / 2)
+    # The large one cannot have what the small ones must keep.
+    assert sum(each.forward_s for each in found) == pytest.approx(8 * 0.55 * MS + large)
+    assert 9 * MS - large <= 4.5 * MS
+
+
+def test_layers_that_take_long_are_not_run_again():
+    machine = Machine(start_s=1 * MS)
+    (first, *_) = costs(machine, [20 * MS] * 3)
+    assert first.forward_s == pytest.approx(21 * MS)
+
+
+class Slower(Machine):
+    """As if other layers left nothing in the caches: later work takes longer."""
+
+    def from_idle(self, work, device):
+        result, seconds = self.timed(work, device)
+        return result, self.times * seconds
+
+
+@pytest.mark.parametrize(("times", "counts"), [(1.06, 1.06), (3.0, 1.1)])
+def test_layers_that_take_longer_together_cost_more_but_not_what_other_work_costs(times, counts):
+    machine = Slower()
+    machine.times = times
+    found = costs(machine, [2 * MS] * 4)
+    assert [each.forward_s for each in found] == pytest.approx([2 * MS * counts] * 4)
+
+
+def member(machine, index, seconds, num_bytes=0):
+    layer = LayerSpec(Working, machine, seconds)
+    given = Given(torch.ones(2, requires_grad=True))
+    own = Seconds(seconds, 2 * seconds, 2 * seconds, 0.0, seconds)
+    return Member(
+        Visit(layer, index, skip_names(layer), given), None, own, Seconds(*[0.0] * 5), num_bytes
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "num_bytes", "chosen"),
+    [
+        ([2 * MS] * 5, [0] * 5, range(5)),
+        ([30 * MS, 2 * MS, 2 * MS, 30 * MS], [0] * 4, range(1, 3)),
+        ([2 * MS] * 5, [2**32, 0, 0, 0, 0], range(1, 5)),
+        ([2 * MS] * 5, [0, 0, 2**32, 0, 0], range(2)),
+        ([2 * MS] * 4, [2**30] * 4, range(2)),
+        ([20 * MS] * 3, [0] * 3, range(0)),
+        ([1e-6] * 100, [0] * 100, range(64)),
+    ],
+)
+def test_the_longest_stretch_that_may_be_run_is_chosen(seconds, num_bytes, chosen):
+    machine = Machine()
+    members = [
+        member(machine, index, *pair)
+        for index, pair in enumerate(zip(seconds, num_bytes, strict=True))
+    ]
+    bench = Bench(0, HostDevice(), 1, 0, machine, Caches(is_host=True))
+    found = stretch._stretch(members, bench)
+    expected = list(chosen) if len(chosen) > 1 else list(chosen)[:1]
+    assert [each.visit.index for each in found] == expected
+
+
+def test_passes_end_when_they_took_long_enough(monkeypatch):
+    machine = Machine()
+    bench = Bench(0, HostDevice(), 1, 0, machine, Caches(is_host=True))
+    in_stage([member(machine, index, 5 * MS) for index in range(3)], bench)
+    # 60 ms a pass; the last one begins before 1.5 s are over.
+    assert machine.time_s == pytest.approx(1.5, abs=0.061)
+    machine.time_s = 0.0
+    in_stage([member(machine, index, 0.1 * MS) for index in range(2)], bench)
+    assert machine.time_s == pytest.approx(41 * 2 * 4 * 0.1 * MS)
+
+
+def test_skips_that_come_from_outside_a_stretch_are_given_to_it():
+    class Stash(nn.Module):
+        def forward(self, x):
+            return 2 * x, x
+
+    class Pop(nn.Module):
+        def forward(self, x, stashed):
+            assert stashed.shape == (3, 4)
+            return x + stashed
+
+    seen = []
+
+    class Slow(nn.Linear):
+        def forward(self, x):
+            seen.append(x.requires_grad)
+            return super().forward(x)
+
+    layers = [
+        LayerSpec(Stash).stashing("a"),
+        LayerSpec(Slow, 4, 4),
+        LayerSpec(Stash).stashing("b"),
+        LayerSpec(Pop).popping("a"),
+        LayerSpec(Pop).popping("b"),
+    ]
+    for first in (0, 1, 3):
+        visits = visits_of(layers, torch.ones(3, 4, requires_grad=True))[first:]
+        bench = Bench(0, HostDevice(), 1, 0, Clock(), Caches(is_host=True))
+        with bench.built(visits, None) as trial:
+            assert all(each > 0 for each in (*trial.through(), trial.bare_through()))
+
+
+def visits_of(layers, inputs):
+    given = {"a": inputs, "b": inputs}
+    names = [skip_names(layer) for layer in layers]
+    return [
+        Visit(layer, index, own, Given(inputs, tuple(given[name] for name in own.pops)))
+        for index, (layer, own) in enumerate(zip(layers, names, strict=True))
+    ]
+
+
+def test_seconds_in_a_stage():
+    own = Seconds(4.0, 8.0, 5.0, 3.0, 2.0)
+    host = Seconds(10.0, 10.0, 10.0, 10.0, 10.0)
+    parts = InStage(Part(saved_s=1.0), Part(times=1.5), Part(host=0.5))
+    assert parts.seconds(own, host) == (3.0, 12.0, 7.5, 4.5, 5.0)
