@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Sequence
 from functools import partial, reduce
 from pathlib import Path
@@ -59,8 +60,11 @@ def apart(measuring, *given):
     def body() -> None:
         try:
             queue.put(measuring(*given))
+        except BaseException:
+            traceback.print_exc()  # the process ends before its interpreter would
+            raise
         finally:
-            queue.put(None)  # what fails says so on stderr
+            queue.put(None)
             os._exit(0)
 
     context.Process(target=body, daemon=True).start()
@@ -151,7 +155,8 @@ def heard_of_a_choice(size: int, settings: Sequence[str]) -> int:
     world, _ = join(0, size, counts, partial(others_say, 4), HostDevice())
     heard = sum(counts.heard.values())
     pipeline = {"replicas": size // 4, "stages": 4, "paces": [1.0, 2.0] * (size // 2)}
-    found = {"pipeline": pipeline, "outer": {}}, "\n".join(f"rank {rank}" for rank in range(size))
+    text = "\n".join(f"rank {rank}" for rank in range(size))
+    found = choosing._Found({"pipeline": pipeline, "outer": {}}, text)
     with patch.object(choosing, "_choose", lambda *_: found):
         config = compose_config(["model=mlp", "data=synthetic_vectors", *settings])
         with_layout(config, world, Run(Path("nowhere"), "run", False), settings)

@@ -154,8 +154,10 @@ def test_what_a_convolution_takes_on_the_host_is_counted(name, dtype, one_thread
     seen = measured(make().to(dtype), given("cpu"))
     module, there = make().to("meta", dtype), given("meta")
     counted = run_counting(lambda: module(there), module.parameters(), bytes_within)
+    # For tiles of AMX oneDNN makes copies of channels that it has filled up, and one of the output.
+    fills_up = dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported()
     for ours, theirs in zip(counted, seen, strict=True):
-        assert theirs <= 1.3 * ours + 2**17
+        assert theirs <= (2.0 if fills_up else 1.3) * ours + 2**17
         assert ours <= 1.3 * theirs + 2**17
 
 
