@@ -1,7 +1,9 @@
 """Measure what a step takes beside its layers, with the engine and the optimizer of a run.
 
-Pipelines of layers with next to no work take as long as all else does. Each time is the least of
-several: what else the machine does makes them longer, never shorter.
+Pipelines of layers with next to no work take as long as all else does. On a CPU the layers read as
+much as its caches hold, as layers with work do: what a step takes beside them finds little of its
+own there. With nothing read an action of a GPT on two cores was priced at a third of what it took.
+Times are usual ones, as those of layers are.
 """
 
 import os
@@ -21,6 +23,8 @@ from gpipe_hpc.config import Config
 from gpipe_hpc.models import LayerSpec
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planning import measure_layers
+from gpipe_hpc.planning.costs.bench import usual
+from gpipe_hpc.planning.costs.caches import Caches
 from gpipe_hpc.planning.costs.clock import Clock
 from gpipe_hpc.planning.costs.prices import Measured, Pass, Prices
 from gpipe_hpc.planning.step_time import Crowd
@@ -30,6 +34,7 @@ from gpipe_hpc.training.machines import optimizer_kind
 from gpipe_hpc.training.optimizers.optimizer import build_optimizer
 
 _WIDTH: Final = 8
+_READ: Final = 2**20  # float32: more than the caches of a core that are its own
 _MICROBATCHES: Final = (4, 20)
 _REPEATS: Final = 8
 _SMALL: Final = 64  # numbers of a tensor that takes no time but that of being one
@@ -102,6 +107,32 @@ def _crowd(world: World) -> Crowd:
     return crowd
 
 
+class _Reading(nn.Linear):
+    """A small layer that reads so many numbers on its way, in its forward and in its backward."""
+
+    def __init__(self, width: int, num_read: int) -> None:
+        super().__init__(width, width)
+        self._read = torch.ones(num_read)  # no parameter and no buffer: nobody sums or sends it
+
+    def forward(self, value: Tensor) -> Tensor:
+        """Return what a linear layer does."""
+        output: Tensor = _Read.apply(super().forward(value), self._read)  # type: ignore[no-untyped-call]
+        return output
+
+
+class _Read(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, read: Tensor) -> Tensor:
+        ctx.read = read
+        read.sum()
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.read.sum()
+        return gradients[0], None
+
+
 class _Bag(nn.Module):
     """So many tensors of so many numbers, all of which get a gradient."""
 
@@ -134,8 +165,9 @@ class _Bench:
         What a micro-batch more takes is its forward and backward on each rank, of which the layers'
         own seconds are known. What is left of a step without them is beside.
         """
-        layers = [LayerSpec(nn.Linear, _WIDTH, _WIDTH) for _ in range(self.mesh.stages)]
-        given = torch.ones(1, _WIDTH)
+        read = 0 if self.world.device.is_accelerator else _READ
+        layers = [LayerSpec(_Reading, _WIDTH, read) for _ in range(self.mesh.stages)]
+        given = torch.ones(1, _WIDTH, requires_grad=True)
         layer_s = measure_layers(layers[:1], given, None, device=self.world.device)[0].total_s
         few, many = _MICROBATCHES
         few_s, many_s = (self._step_s(layers, number) for number in _MICROBATCHES)
@@ -161,7 +193,7 @@ class _Bench:
     def _step_s(self, layers: list[LayerSpec], microbatches: int) -> float:
         pipe = self._pipeline(layers, microbatches)
         inputs = torch.ones(microbatches, _WIDTH)
-        return self._least(lambda: pipe.step(inputs, inputs))
+        return self._usual(lambda: pipe.step(inputs, inputs))
 
     def passes(self) -> tuple[Pass, Pass]:
         """Return what the optimizer and the norm for clipping take over parameters."""
@@ -182,8 +214,8 @@ class _Bench:
         optimizer = build_optimizer(pipe.named_parameters(), self.config.optimizer)
         inputs = torch.ones(1, _WIDTH)
         pipe.step(inputs, inputs)
-        update_s = self._least(optimizer.step)
-        norm_s = self._least(lambda: pipe.clip_grad_norm_(self.config.train.clip_norm or 1.0))
+        update_s = self._usual(optimizer.step)
+        norm_s = self._usual(lambda: pipe.clip_grad_norm_(self.config.train.clip_norm or 1.0))
         return update_s / self.slowed, norm_s / self.slowed
 
     def summing(self) -> Link:
@@ -200,13 +232,17 @@ class _Bench:
 
     def _sum_s(self, all_reduce: Callable[[Tensor], object], number: int) -> float:
         tensor = self.world.device.bring(torch.zeros(number))
-        return self._least(lambda: all_reduce(tensor))
+        return self._usual(lambda: all_reduce(tensor))
 
-    def _least(self, work: Callable[[], object]) -> float:
-        """Return the least seconds of some work, all of which every rank does."""
+    def _usual(self, work: Callable[[], object]) -> float:
+        """Return the usual seconds of some work, all of which every rank does."""
         clock, device = Clock(), self.world.device
-        times = [clock.timed(work, device)[1] for _ in range(_REPEATS + 2)]
-        return min(times[2:])
+        caches = Caches(is_host=not device.is_accelerator)
+        times = []
+        for _ in range(_REPEATS + 2):
+            caches.fill()
+            times.append(clock.timed(work, device)[1])
+        return usual(times[2:])
 
 
 def _fitted(one_s: float, many_s: float, large_s: float) -> Pass:

@@ -1,0 +1,41 @@
+"""Layers with which prices are measured: they take time, and change no number."""
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_hpc.training import pricing
+
+
+@pytest.mark.parametrize("num_read", [0, 1000])
+def test_a_layer_that_reads_does_what_a_linear_one_does(num_read):
+    layer, plain = pricing._Reading(4, num_read), nn.Linear(4, 4)
+    plain.load_state_dict(layer.state_dict())
+    given = torch.randn(2, 4, requires_grad=True)
+    alike = given.detach().clone().requires_grad_()
+    layer(given).square().sum().backward()
+    plain(alike).square().sum().backward()
+    assert torch.equal(layer(given), plain(alike))
+    assert torch.equal(given.grad, alike.grad)
+    assert torch.equal(layer.weight.grad, plain.weight.grad)
+
+
+def test_what_is_read_is_nothing_that_ranks_sum_send_or_save():
+    layer = pricing._Reading(4, 1000)
+    assert sum(each.numel() for each in layer.state_dict().values()) == 20
+
+
+def test_forward_and_backward_read(monkeypatch):
+    summed = []
+    layer = pricing._Reading(4, 1000)
+    whole = torch.Tensor.sum
+
+    def sum_of(self, *args, **keywords):
+        summed.append(self.numel())
+        return whole(self, *args, **keywords)
+
+    monkeypatch.setattr(torch.Tensor, "sum", sum_of)
+    output = layer(torch.ones(2, 4))
+    assert summed == [1000]
+    output.backward(torch.ones_like(output))
+    assert summed == [1000, 1000]
