@@ -116,21 +116,15 @@ class _Reading(nn.Linear):
 
     def forward(self, value: Tensor) -> Tensor:
         """Return what a linear layer does."""
-        output: Tensor = _Read.apply(super().forward(value), self._read)  # type: ignore[no-untyped-call]
+        output = super().forward(value)
+        self._read.sum()
+        register: Any = output.register_hook  # torch has left it without types
+        if output.requires_grad:
+            register(self._read_again)
         return output
 
-
-class _Read(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, read: Tensor) -> Tensor:
-        ctx.read = read
-        read.sum()
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.read.sum()
-        return gradients[0], None
+    def _read_again(self, _: Tensor) -> None:
+        self._read.sum()
 
 
 class _Bag(nn.Module):

@@ -220,8 +220,8 @@ class _Meeting:
                     f"launch: rank {launch.rank} on {socket.gethostname()} waited "
                     f"{self._timeout_s:g} s at torchrun's store for all {launch.world_size} ranks, "
                     f"expected rank 0 to come first, got no sign of it: missing rank 0; look at "
-                    f"its log, check that the launcher started {launch.world_size} processes, or raise "
-                    f"comm.timeout_s"
+                    f"its log, check that the launcher started {launch.world_size} processes, or "
+                    f"raise comm.timeout_s"
                 )
             # A meeting of another attempt, which rank 0 has left, is over once it opens this one.
             with contextlib.suppress(OverError):
