@@ -1,5 +1,8 @@
 """Layers with which prices are measured: they take time, and change no number."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -39,3 +42,17 @@ def test_forward_and_backward_read(monkeypatch):
     assert summed == [1000]
     output.backward(torch.ones_like(output))
     assert summed == [1000, 1000]
+
+
+@pytest.mark.parametrize("to", ["tensorboard", ""])
+def test_what_a_run_loads_is_there_before_memory_is_measured(to):
+    """A process was planned 13 MB too small: the preflight needs neither of them."""
+    code = f"""
+import sys
+from gpipe_hpc.config import compose_config
+from gpipe_hpc.training import pricing
+pricing.load_as_a_run(compose_config(["metrics.to=[{to}]"]))
+print("gpipe_hpc.training.loop" in sys.modules, "torch.utils.tensorboard" in sys.modules)
+"""
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.split() == ["True", str(bool(to))]
