@@ -201,7 +201,10 @@ def _matching(
 ) -> Cluster:
     """Return the cluster of a file; ConfigError for others. `asked`: plan.ranks says how many."""
     if cluster.num_ranks != num_ranks:
-        expected = f"the {num_ranks} ranks that these settings are for; change pipeline.stages"
+        expected = (
+            f"the {num_ranks} ranks that these settings are for; start as many as it describes, "
+            f"change pipeline.stages"
+        )
         if asked:
             expected = f"the {num_ranks} of plan.ranks; leave plan.ranks out to take those of it"
         raise ConfigError(

@@ -1,9 +1,8 @@
 """Measure what a step takes beside its layers, with the engine and the optimizer of a run.
 
-Pipelines of layers with next to no work take as long as all else does. On a CPU the layers read as
-much as its caches hold, as layers with work do: what a step takes beside them finds little of its
-own there. With nothing read an action of a GPT on two cores was priced at a third of what it took.
-Times are usual ones, as those of layers are.
+Pipelines of layers with hardly any work take as long as all else does. On a CPU these layers read
+more than a core has caches of its own, as layers with work do, and what a step takes beside them
+finds little of its own there. Times are usual ones, as those of layers are.
 """
 
 import importlib
@@ -36,6 +35,7 @@ from gpipe_hpc.training.optimizers.optimizer import build_optimizer
 
 _WIDTH: Final = 8
 _READ: Final = 2**20  # float32: more than the caches of a core that are its own
+_IN_A_ROW: Final = 8  # layers
 _MICROBATCHES: Final = (4, 20)
 _REPEATS: Final = 8
 _SMALL: Final = 64  # numbers of a tensor that takes no time but that of being one
@@ -171,13 +171,15 @@ class _Bench:
         read = 0 if self.world.device.is_accelerator else _READ
         layers = [LayerSpec(_Reading, _WIDTH, read) for _ in range(self.mesh.stages)]
         given = torch.ones(1, _WIDTH, requires_grad=True)
-        layer_s = measure_layers(layers[:1], given, None, device=self.world.device)[0].total_s
+        # Of several in a row: what a backward takes to begin is of the action, not of the layer.
+        stage = layers[:1] * _IN_A_ROW
+        layer_s = measure_layers(stage, given, None, device=self.world.device)[-1].total_s
         few, many = _MICROBATCHES
         few_s, many_s = (self._step_s(layers, number) for number in _MICROBATCHES)
         each_s = max(0.0, many_s - few_s) / (many - few)
         fill = self.mesh.stages - 1
         step_s = max(0.0, few_s - (few + fill) * each_s)
-        return max(0.0, each_s - layer_s) / 2 / self.slowed, step_s / self.slowed
+        return max(0.0, each_s / self.slowed - layer_s) / 2, step_s / self.slowed
 
     def _pipeline(self, layers: list[LayerSpec], microbatches: int) -> Pipeline:
         return Pipeline(

@@ -156,9 +156,9 @@ class Slurm:
     def _num_unsent(self) -> int:
         """Return how many messages to nodes the controller has under way, or is to try again."""
         said = self.run("sdiag")
-        return sum(
-            map(int, re.findall(r"^Agent (?:queue size|count): +(\d+)$", said, re.MULTILINE))
-        )
+        found = re.findall(r"^Agent (?:queue size|count): +(\d+)$", said, re.MULTILINE)
+        assert len(found) == 2, f"sdiag says otherwise: {said}"
+        return sum(map(int, found))
 
     def lose(self, name: str) -> None:
         """Let a node go as one without power does: its daemon, steps and tasks, all at once."""

@@ -62,7 +62,6 @@ def apart(measuring, *given):
             queue.put(measuring(*given))
         except BaseException:
             traceback.print_exc()  # the process ends before its interpreter would
-            raise
         finally:
             queue.put(None)
             os._exit(0)

@@ -54,7 +54,7 @@ def measure_layers(
     budget_s: float = 10.0,
     clock: Clock | None = None,
 ) -> list[LayerCost]:
-    """Return the cost of every layer, each run alone on one micro-batch.
+    """Return the cost of every layer, run on one micro-batch.
 
     How much one layer costs beside another is told by the least of each one's times: other work on
     the machine moves these least. But a step is a sum of usual times, 12 to 23 % longer than the
@@ -62,9 +62,10 @@ def measure_layers(
     their least times all layers took together, on average. A time above 1.5 times the least is left
     out of that average, as other work had the machine.
 
-    Then layers that follow each other are run one after the other, as a stage runs them, and what
-    they take less, or on an accelerator that waits for the host more, is taken off all costs; see
-    `in_stage`.
+    Then layers that follow each other are run one after the other, as a stage runs them, for up to
+    some 1.5 seconds beyond `budget_s`. What they take less, or more, changes all costs: on a CPU by
+    at most half and by a tenth; on an accelerator, which takes more where it waits for the host.
+    See `in_stage`.
 
     All layers are measured in turn, then all again, so that other work on the machine disturbs
     none more than another. After `rounds` rounds that agree it is done. Else there are as many

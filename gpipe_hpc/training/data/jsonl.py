@@ -251,8 +251,9 @@ def _scan(
         new = [(file, num_lines[file] + line + 1, what) for line, what in part.facts["wrong"]]
         num_lines[file] += part.facts["lines"]
         wrong += new
-        # Where not even the first line is a document, the key or the file is the wrong one.
-        kind = UnfitDataError if any(line == 1 for _, line, _ in new) else DataError
+        # Where not even the first line of all is a document, the key or the file is the wrong one.
+        is_unfit = not tally.limit and any((place, line) == (0, 1) for place, line, _ in new)
+        kind = UnfitDataError if is_unfit else DataError
         # At once: who stops at the first corrupt line need not read the others.
         tally.add(_complaints(Part({}, {"wrong": new}), paths, key), says=False, kind=kind)
         columns["file"].append(np.full(len(part.arrays["offset"]), file, np.int32))

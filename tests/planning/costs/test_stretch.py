@@ -75,9 +75,8 @@ def test_the_same_is_taken_off_a_large_layer_and_of_a_small_one_at_most_half():
     found = costs(Machine(start_s=1 * MS), [0.1 * MS] * 4 + [8 * MS] + [0.1 * MS] * 4)
     small, large = found[0].forward_s, found[4].forward_s
     assert small == pytest.approx(1.1 * MS / 2)
-    # The large one cannot have what the small ones must keep.
-    assert sum(each.forward_s for each in found) == pytest.approx(8 * 0.55 * MS + large)
-    assert 9 * MS - large <= 4.5 * MS
+    # The large one has all else that is saved: together they take 1 ms to begin, not 9.
+    assert large == pytest.approx(5.4 * MS)
 
 
 def test_layers_that_take_long_are_not_run_again():
@@ -131,8 +130,7 @@ def test_the_longest_stretch_that_may_be_run_is_chosen(seconds, num_bytes, chose
     ]
     bench = Bench(0, HostDevice(), 1, 0, machine, Caches(is_host=True))
     found = stretch._stretch(members, bench)
-    expected = list(chosen) if len(chosen) > 1 else list(chosen)[:1]
-    assert [each.visit.index for each in found] == expected
+    assert [each.visit.index for each in found] == list(chosen)
 
 
 def test_passes_end_when_they_took_long_enough(monkeypatch):
@@ -156,16 +154,9 @@ def test_skips_that_come_from_outside_a_stretch_are_given_to_it():
             assert stashed.shape == (3, 4)
             return x + stashed
 
-    seen = []
-
-    class Slow(nn.Linear):
-        def forward(self, x):
-            seen.append(x.requires_grad)
-            return super().forward(x)
-
     layers = [
         LayerSpec(Stash).stashing("a"),
-        LayerSpec(Slow, 4, 4),
+        LayerSpec(nn.Linear, 4, 4),
         LayerSpec(Stash).stashing("b"),
         LayerSpec(Pop).popping("a"),
         LayerSpec(Pop).popping("b"),
