@@ -19,6 +19,7 @@ _STOPS = "a clock on the host stops when the work is done"
 ARGUED = {
     "planning/costs/clock.py timed synchronize": "work put there before is not measured",
     "planning/costs/clock.py _span synchronize": "work put there before is not measured",
+    "planning/costs/clock.py from_idle synchronize": f"work before it is not measured; {_STOPS}",
     "planning/costs/clock.py _measured record": "times are measured between these marks",
     "planning/costs/clock.py _measured query": "it tells whether the host was fast enough",
     "planning/costs/clock.py _measured synchronize": _STOPS,

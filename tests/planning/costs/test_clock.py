@@ -143,3 +143,14 @@ def test_a_time_by_itself_is_the_longer_one(monkeypatch):
     for work, expected in (((10, 0.05 * MS, 0.1 * MS), 1), ((10, 0.1 * MS, 0.05 * MS), 1)):
         _, seconds = Clock().timed(layer(machine, *work), machine)
         assert round(seconds / MS, 6) == expected
+
+
+def test_from_an_idle_device_until_it_is_done(monkeypatch):
+    """What was ahead is not measured; what the device has still to do once it is ordered is."""
+    machine = Machine()
+    monkeypatch.setattr(clocks.time, "perf_counter", machine.perf_counter)
+    machine.put(7.0)
+    result, seconds = Clock().from_idle(layer(machine, 2, 1.0, 10.0), machine)
+    assert (result, seconds) == ("made", 21.0)
+    _, seconds = Clock().from_idle(layer(machine, 3, 10.0, 1.0), machine)
+    assert seconds == 31.0
