@@ -23,7 +23,7 @@ from gpipe_hpc.config import Config
 from gpipe_hpc.models import LayerSpec
 from gpipe_hpc.pipeline import Pipeline
 from gpipe_hpc.planning import measure_layers
-from gpipe_hpc.planning.costs.bench import usual
+from gpipe_hpc.planning.costs.built_layers import usual
 from gpipe_hpc.planning.costs.caches import Caches
 from gpipe_hpc.planning.costs.clock import Clock
 from gpipe_hpc.planning.costs.prices import Measured, Pass, Prices

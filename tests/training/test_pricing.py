@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.training import pricing
 
 
@@ -44,12 +46,33 @@ def test_forward_and_backward_read(monkeypatch):
     assert summed == [1000, 1000]
 
 
+@pytest.mark.parametrize("slowed", [1.0, 2.0])
+def test_layers_are_taken_off_what_an_action_takes_on_a_core_of_its_own(monkeypatch, slowed):
+    """Of crowded ranks more was taken off: what a layer takes without waiting, twice or more."""
+    stages, begin_s, each_s, layer_s = 2, 0.5, 0.06, 0.02
+    bench = pricing._Bench(
+        None, SimpleNamespace(device=HostDevice()), SimpleNamespace(stages=stages), slowed
+    )
+    # As many slots as micro-batches, and one to fill; all of it so much slower.
+
+    def steps(self, layers, number):
+        return slowed * (begin_s + (number + stages - 1) * each_s)
+
+    monkeypatch.setattr(pricing._Bench, "_step_s", steps)
+    cost = SimpleNamespace(total_s=layer_s)
+    monkeypatch.setattr(pricing, "measure_layers", lambda *_, **__: [cost])
+    action_s, step_s = bench.overheads()
+    assert action_s == pytest.approx((each_s - layer_s) / 2)
+    assert step_s == pytest.approx(begin_s)
+
+
 @pytest.mark.parametrize("to", ["tensorboard", ""])
 def test_what_a_run_loads_is_there_before_memory_is_measured(to):
     """A process was planned 13 MB too small: the preflight needs neither of them."""
     code = f"""
 import sys
 from gpipe_hpc.config import compose_config
+from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.training import pricing
 pricing.load_as_a_run(compose_config(["metrics.to=[{to}]"]))
 print("gpipe_hpc.training.loop" in sys.modules, "torch.utils.tensorboard" in sys.modules)

@@ -9,8 +9,9 @@ from typing import Any, Final
 
 from gpipe_hpc.comm.device import Device, HostDevice
 from gpipe_hpc.comm.nests import map_tensors
+from gpipe_hpc.engine.sums.loss import LossFunction
 from gpipe_hpc.models import Layer
-from gpipe_hpc.planning.costs.bench import Bench, Loss, LossFunction, Seconds, usual
+from gpipe_hpc.planning.costs.built_layers import Bench, Loss, Seconds, usual
 from gpipe_hpc.planning.costs.caches import Caches
 from gpipe_hpc.planning.costs.clock import Clock
 from gpipe_hpc.planning.costs.stretch import Member, in_stage
@@ -167,13 +168,13 @@ class _Subject:
     def run(self, bench: Bench) -> list[Any]:
         """Measure the layer for a round; return its output and stashes, detached."""
         # In a function of its own, so that the layer is gone before the next one is built.
-        with bench.built([self.visit], self.loss) as trial:
+        with bench.built([self.visit], self.loss) as built:
             if self.kept_bytes is None:
-                self.kept_bytes = trial.kept_bytes()
-            results, seconds, ordered = trial.measured()
+                self.kept_bytes = built.kept_bytes()
+            results, seconds, ordered = built.measured()
             self.rounds.append(seconds)
             self.ordered += ordered
-            self.num_bytes = trial.num_bytes(results)
+            self.num_bytes = built.num_bytes(results)
         return results
 
     @property

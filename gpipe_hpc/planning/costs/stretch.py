@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from gpipe_hpc.errors import ModelError
-from gpipe_hpc.planning.costs.bench import Bench, Loss, Seconds, Took, usual
+from gpipe_hpc.planning.costs.built_layers import Bench, Loss, Seconds, Took, usual
 from gpipe_hpc.planning.costs.walk import Visit
 
 log = logging.getLogger("gpipe_hpc.pipeline")
@@ -70,10 +70,10 @@ class InStage(NamedTuple):
 
 _BY_HALF: Final = Part(host=0.5)
 UNKNOWN: Final = InStage(_BY_HALF, _BY_HALF, _BY_HALF)
-"""Where no stretch was run: on a CPU as alone; the host of an accelerator takes half its time."""
+"""Where no stretch was run: layers cost what they do alone, and a host half its time."""
 
 _MOST_LAYERS: Final = 64
-_MOST_S: Final = 0.05  # of one forward and backward of all; with longer ones nothing counts beside
+_MOST_S: Final = 0.05  # of one forward and backward of all: longer layers hardly save anything
 _MOST_BYTES: Final = 2**31
 _SHARE: Final = 0.25  # of the device's free memory
 _PASSES: Final = 5, 40  # at least, and at most
@@ -127,20 +127,23 @@ def _stretch(members: Sequence[Member], bench: Bench) -> Sequence[Member]:
 
 
 def _usual_passes(chosen: Sequence[Member], bench: Bench) -> list[float]:
-    """Return the usual seconds of `Trial.through`, and of a bare forward behind them."""
+    """Return the usual seconds of `BuiltLayers.through`, and of a bare forward behind them."""
     rows: list[tuple[float, ...]] = []
-    with bench.built([member.visit for member in chosen], chosen[-1].loss) as trial:
+    with bench.built([member.visit for member in chosen], chosen[-1].loss) as built:
         began_s = bench.clock.now()
         least, most = _PASSES
         for number in range(1 + most):
             if number > least and bench.clock.now() - began_s >= _ENOUGH_S:
                 break
-            rows.append((*trial.through(), trial.bare_through()))
+            rows.append((*built.through(), built.bare_through()))
     return [usual(column) for column in zip(*rows[1:], strict=True)]  # the first one warms up
 
 
 def _part(together_s: float, alone: Sequence[Took]) -> Part:
-    """Return what explains that layers take so long together."""
+    """Return what explains that layers take so long together.
+
+    On a CPU no host orders their work. Nor is its time known where layers let it wait.
+    """
     device_s, host_s = sum(took.device for took in alone), sum(took.host for took in alone)
     if host_s:
         if together_s <= _LATE * device_s:

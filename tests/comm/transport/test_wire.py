@@ -22,6 +22,7 @@ from gpipe_hpc.comm.transport.wire import (
     assemble,
     disassemble,
     flat,
+    handed_over,
     packed,
 )
 from gpipe_hpc.errors import ModelError
@@ -57,6 +58,16 @@ def test_leaves_require_a_gradient_where_the_senders_tensors_did():
     product, constant = through_the_wire((weight * 2, torch.ones(2)))
     assert product.is_leaf and product.requires_grad and product.grad_fn is None
     assert not constant.requires_grad
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_what_is_handed_over_within_a_rank_is_a_leaf_in_the_same_memory(trains):
+    sent = torch.ones(2, 3, requires_grad=True) * 2 if trains else torch.ones(2, 3)
+    for nest in (sent, {"x": sent}):
+        got = handed_over(nest)
+        got = got["x"] if isinstance(got, dict) else got
+        assert got.is_leaf and got.requires_grad is trains
+        assert got.data_ptr() == sent.data_ptr() and torch.equal(got, sent)
 
 
 def test_receiver_keeps_no_graph_and_sender_no_detached_flag():

@@ -9,7 +9,7 @@ from gpipe_hpc.models import LayerSpec
 from gpipe_hpc.models.skips import skip_names
 from gpipe_hpc.planning import measure_layers
 from gpipe_hpc.planning.costs import stretch
-from gpipe_hpc.planning.costs.bench import Bench, Seconds
+from gpipe_hpc.planning.costs.built_layers import Bench, Seconds
 from gpipe_hpc.planning.costs.caches import Caches
 from gpipe_hpc.planning.costs.clock import Clock
 from gpipe_hpc.planning.costs.stretch import InStage, Member, Part, in_stage
@@ -164,8 +164,8 @@ def test_skips_that_come_from_outside_a_stretch_are_given_to_it():
     for first in (0, 1, 3):
         visits = visits_of(layers, torch.ones(3, 4, requires_grad=True))[first:]
         bench = Bench(0, HostDevice(), 1, 0, Clock(), Caches(is_host=True))
-        with bench.built(visits, None) as trial:
-            assert all(each > 0 for each in (*trial.through(), trial.bare_through()))
+        with bench.built(visits, None) as built:
+            assert all(each > 0 for each in (*built.through(), built.bare_through()))
 
 
 def visits_of(layers, inputs):
@@ -182,3 +182,49 @@ def test_seconds_in_a_stage():
     host = Seconds(10.0, 10.0, 10.0, 10.0, 10.0)
     parts = InStage(Part(saved_s=1.0), Part(times=1.5), Part(host=0.5))
     assert parts.seconds(own, host) == (3.0, 12.0, 7.5, 4.5, 5.0)
+
+
+def test_a_stretch_takes_a_quarter_of_the_memory_that_is_free():
+    class Tight(HostDevice):
+        def memory_free(self):
+            return 100
+
+    machine = Machine()
+    members = [member(machine, index, 1 * MS, num_bytes=10) for index in range(5)]
+    bench = Bench(0, Tight(), 1, 0, machine, Caches(is_host=True))
+    assert len(stretch._stretch(members, bench)) == 2
+
+
+def test_the_first_pass_over_a_stretch_does_not_count():
+    machine = Machine()
+    took = iter([9.0] * 3 + [2.0] * 1000)
+    machine.timed = lambda work, device: (work(), next(took) * MS)
+    bench = Bench(0, HostDevice(), 1, 0, machine, Caches(is_host=True))
+    members = [member(machine, index, 1 * MS) for index in range(2)]
+    assert stretch._usual_passes(members, bench) == pytest.approx([2 * MS] * 3)
+
+
+def test_the_loss_of_the_last_layer_is_run_with_a_stretch():
+    machine = Machine()
+
+    def loss(output, target):
+        machine.time_s += 4 * MS
+        return (output - target).square().sum()
+
+    layers = [LayerSpec(Working, machine, 1 * MS) for _ in range(3)]
+    example = torch.ones(2, requires_grad=True)
+    *_, last = measure_layers(layers, example, torch.zeros(2), loss, clock=machine)
+    assert last.forward_s == pytest.approx(5 * MS)
+
+
+def test_bytes_that_a_forward_keeps_are_those_of_storages_without_parameters():
+    class Kept(nn.Linear):
+        def forward(self, x):
+            hidden = super().forward(x).exp()  # which keeps its output
+            return hidden[:, :2] * hidden[:, 2:]  # both parts of one storage
+
+    visits = visits_of([LayerSpec(Kept, 4, 4)], torch.ones(3, 4, requires_grad=True))
+    bench = Bench(0, HostDevice(), 1, 0, Clock(), Caches(is_host=True))
+    with bench.built(visits, None) as built:
+        # The input, for the weight's gradient, and what comes out of exp.
+        assert built.kept_bytes() == 4 * (3 * 4 + 3 * 4)

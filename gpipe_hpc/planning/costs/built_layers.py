@@ -1,4 +1,4 @@
-"""Built layers that are run on a micro-batch, and what that takes."""
+"""Layers that are built, run on a micro-batch, and timed: one alone, or several in a row."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -16,13 +16,13 @@ from gpipe_hpc.comm.nests import map_tensors, tensors_of
 from gpipe_hpc.engine.backward.splitting import Deferred, DeferWeights
 from gpipe_hpc.engine.remedies import with_remedy
 from gpipe_hpc.engine.state.sources import process_generators_kept
+from gpipe_hpc.engine.sums.loss import LossFunction
 from gpipe_hpc.errors import ModelError, words_of
 from gpipe_hpc.models import Layer, LayerSpec, build_layer, init_key, run_layer, seeded_generators
 from gpipe_hpc.planning.costs.caches import Caches
 from gpipe_hpc.planning.costs.clock import Clock
 from gpipe_hpc.planning.costs.walk import Visit, described
 
-LossFunction = Callable[[Any, Any], Any]
 _DISTURBED: Final = 1.5  # times the least
 _FIT_LAYER: Final = "make the layer take what the layer before it (or the data) gives"
 _FIT_LOSS: Final = (
@@ -42,7 +42,7 @@ class Bench(NamedTuple):
     caches: Caches
 
     @contextmanager
-    def built(self, visits: Sequence[Visit], loss: "Loss | None") -> Iterator["Trial"]:
+    def built(self, visits: Sequence[Visit], loss: "Loss | None") -> Iterator["BuiltLayers"]:
         """Build layers that follow each other; the last one has the loss, if there is one.
 
         Within the block they draw random numbers of their own.
@@ -58,7 +58,7 @@ class Bench(NamedTuple):
                 )
                 for visit in visits
             ]
-            yield Trial(visits, modules, loss, self)
+            yield BuiltLayers(visits, modules, loss, self)
 
 
 class Seconds(NamedTuple):
@@ -85,11 +85,11 @@ class Took(NamedTuple):
 
 
 # Output and stashes of a run, and what its parts took.
-Run = tuple[list[Any], Sequence[Took]]
+_Run = tuple[list[Any], Sequence[Took]]
 
 
 @dataclass(frozen=True)
-class Trial:
+class BuiltLayers:
     """Built layers that follow each other, and the micro-batch that they are run on.
 
     `loss`: of the last of them, None if it has none.
@@ -115,7 +115,7 @@ class Trial:
         of_device = tuple(Seconds(*(took.device for took in row)) for row in rows)
         return results, of_device, tuple(Seconds(*(took.host for took in row)) for row in rows)
 
-    def _repeated(self, run: Callable[[], Run]) -> tuple[list[Any], list[Sequence[Took]]]:
+    def _repeated(self, run: Callable[[], _Run]) -> tuple[list[Any], list[Sequence[Took]]]:
         """Run it several times; return output and stashes of the last, and what each took."""
         warmup, wanted = self.bench.warmup, self.bench.repetitions
         times: list[Sequence[Took]] = []
@@ -125,7 +125,7 @@ class Trial:
             times.append(seconds)
         return results, times[warmup:]
 
-    def trained(self, *, is_split: bool = False) -> Run:
+    def trained(self, *, is_split: bool = False) -> _Run:
         """Run one forward and backward; return output and stashes, and what its parts took.
 
         The parts are forward and backward, or, where weight gradients are deferred, three.
@@ -150,7 +150,7 @@ class Trial:
                 parts.append(Took(*ordered(deferred.run)[1:]))
         return map_tensors(_detached, results), parts
 
-    def bare(self) -> Run:
+    def bare(self) -> _Run:
         """Run a forward that keeps nothing; return nothing else, and what it took."""
         forward, _ = self._forward()
         self.bench.caches.fill()
