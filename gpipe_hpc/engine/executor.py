@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from gpipe_hpc.comm.transport.wire import handed_over
 from gpipe_hpc.comm.world import World
 from gpipe_hpc.engine.batch.intake import Intake
 from gpipe_hpc.engine.layers.precision import keeping_casts
+from gpipe_hpc.engine.memory.host_room import HostRoom
 from gpipe_hpc.engine.memory.standing import Exhausted, Standing
 from gpipe_hpc.engine.microbatch import Keep, Made, Recipe, StageWork
 from gpipe_hpc.engine.outer.departures import Departures
@@ -27,6 +28,7 @@ from gpipe_hpc.engine.stages.wiring import Wiring
 from gpipe_hpc.engine.sums.loss import LossTerm, Noted
 from gpipe_hpc.errors import ActionError
 from gpipe_hpc.schedule import Action, Channel, Op, Schedule, channel_of
+from gpipe_hpc.schedule.table.actions import COMPUTE
 from gpipe_hpc.schedule.table.lifetimes import ENDS_BACKWARD
 
 Place = tuple[int, int]
@@ -102,8 +104,12 @@ class Executor:
         # Made and not yet taken by the next stage or a SEND: outputs upwards, gradients downwards.
         self._made: dict[Hop, Message] = {}
         self._intake = Intake(world.device)
+        self._actions = schedule.ranks[rank]
+        self._offloading = {a.stage for a in self._actions if a.op is Op.OFFLOAD}
+        self._room = HostRoom(world.device) if self._offloading else None
         self._works = {
-            i: StageWork(stage, wiring.peers, self._intake) for i, stage in stages.items()
+            i: StageWork(stage, wiring.peers, self._intake, self._room)
+            for i, stage in stages.items()
         }
         binders: dict[Op, Callable[[Action], Call]] = {
             Op.F: self._bind_forward,
@@ -120,14 +126,13 @@ class Executor:
             Op.OFFLOAD: self._bind_offload,
             Op.FETCH: self._bind_fetch,
         }
-        self._actions = schedule.ranks[rank]
         self._all = frozenset(self._actions)
-        self._offloading = {a.stage for a in self._actions if a.op is Op.OFFLOAD}
         self._departures = Departures(self._actions, stages, self.recorder, self._before_reduction)
         self._overlaps = overlaps
         self._last_backwards = {a.stage: a for a in self._actions if a.op in ENDS_BACKWARD}
         self._last_forwards = {a.stage: a for a in self._actions if a.op is Op.F}
-        self._program = [(action, binders[action.op](action)) for action in self._actions]
+        calls = ((action, binders[action.op](action)) for action in self._actions)
+        self._program = [(action, self._behind_copies(action, call)) for action, call in calls]
 
     def run(self, run: Run) -> Outcome:
         """Run the whole list; leaves torch's random generators as they were.
@@ -166,11 +171,26 @@ class Executor:
             # A step that failed leaves nothing behind: no memory, and nothing for the next one.
             num_left = len(self._made) + sum(work.num_kept for work in self._works.values())
             self._made.clear()
+            if self._room is not None:
+                with suppress(RuntimeError):  # of a broken device: what broke it is raised above
+                    self._room.end()
             for work in self._works.values():
                 work.end()
         self._world.activity = "ending"
         assert num_left == 0, f"rank {self._world.rank}: {num_left} stored values never used"
         return outcome
+
+    def _behind_copies(self, action: Action, call: Call) -> Call:
+        """Return a call ahead of which the compute waits for what has left, if anything does."""
+        room = self._room
+        if room is None or action.op not in COMPUTE:
+            return call
+
+        def behind_copies(run: Run) -> Gain | None:
+            room.before_compute()
+            return call(run)
+
+        return behind_copies
 
     def _exhausted(self, index: int, error: Exception) -> Exhausted:
         layers = [layer for stage in self._stages.values() for layer in stage.layers.values()]

@@ -98,13 +98,17 @@ class StageWork:
 
     An empty micro-batch (no samples) calls no layer and adds nothing. `peers`: the ranks that
     BatchNorm layers normalise a micro-batch with; None for this one alone. `intake`: what brings
-    targets; None for one of its own.
+    targets; None for one of its own. `room`: where OFFLOAD moves to, None where there is none.
     """
 
     def __init__(
-        self, stage: Stage, peers: Group | None = None, intake: Intake | None = None
+        self,
+        stage: Stage,
+        peers: Group | None = None,
+        intake: Intake | None = None,
+        room: HostRoom | None = None,
     ) -> None:
-        self.stage = stage
+        self.stage, self._room = stage, room
         self._intake = intake or Intake(stage.device)
         self._is_last = not stage.routes.destinations
         self._is_first = stage.routes.sources[0].stage == BATCH
@@ -116,7 +120,6 @@ class StageWork:
         self._lasting_of_loss = Lasting()
         self._kept: dict[int, Kept] = {}
         self._deferred: dict[int, Deferred] = {}
-        self._room: HostRoom | None = None  # on the host, once something is moved there
         self._num_begun = 0
         self._constants: list[Fetched] = []  # losses without a graph, in the step before
 
@@ -137,8 +140,6 @@ class StageWork:
         """
         self._kept.clear()
         self._deferred.clear()
-        if self._room is not None:
-            self._room.end()
         self.stage.within.end()
         self.stage.lasting.settle()
         self._lasting_of_loss.settle()
@@ -427,8 +428,7 @@ class StageWork:
         stage = self.stage
         modules = stage.layers.values()
         lasting = [t for m in modules for t in (*m.parameters(), *m.buffers())]
-        if stage.device.is_accelerator and self._room is None:
-            self._room = HostRoom(stage.device)
+        assert self._room is not None, "made for every table with OFFLOAD"
         return HostCopy(lasting, stage.device, self._room)
 
     def _left(self, state: State, is_end: bool) -> Nest:

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from gpipe_hpc.schedule.costs import Cost, per_stage, shares_of_each
 from gpipe_hpc.schedule.table.actions import Action, Op
 from gpipe_hpc.schedule.table.dependencies import Thing
-from gpipe_hpc.schedule.table.lifetimes import Life, Place, in_flight, kept, received
+from gpipe_hpc.schedule.table.lifetimes import Life, Place, away, in_flight, kept, received
 from gpipe_hpc.schedule.table.schedule import Schedule, Skip
 from gpipe_hpc.schedule.timeline import Timeline
 
@@ -20,9 +20,10 @@ class Memory:
     """What each op adds and frees, one number for all stages or one for each, in any unit.
 
     ``F`` adds `forward`, or `boundary` where an ``R`` follows, which adds `recompute` (None: what
-    is missing to `forward`). ``OFFLOAD`` frees `offload`, of what is there (None: all of it), and
-    ``FETCH`` adds the same again. ``I`` frees `input_gradient`, ``B`` and ``W`` all that is left. A
-    holder of a stage has its `weights` all the time. The defaults count stage micro-batches.
+    is missing to `forward`). The compute action behind an ``OFFLOAD`` frees `offload`, of what is
+    there (None: all of it), and ``FETCH`` adds the same again. ``I`` frees `input_gradient`, ``B``
+    and ``W`` all that is left. A holder of a stage has its `weights` all the time. The defaults
+    count stage micro-batches.
 
     Of a stage that recomputes some of its layers, `boundary` is all that its forward keeps: what
     enters it and what the other layers keep; `recompute` is what ``R`` makes, which may be less
@@ -100,8 +101,9 @@ def live_activations(timeline: Timeline, rank: int) -> list[Step]:
     """Return how many micro-batches of one stage a rank keeps over time, a step for each change.
 
     One counts from the start of its ``F`` to the end of its ``B`` or ``W``, without either to the
-    end of its ``F``, and not from the end of its ``OFFLOAD`` to the start of its ``FETCH``. Without
-    those, which run beside compute, the most is `Timeline.peak_activations`.
+    end of its ``F``, and not while it is on the host, from the end of the compute action behind its
+    ``OFFLOAD`` to the start of its ``FETCH``. Without those, which run beside compute, the most is
+    `Timeline.peak_activations`.
     """
     steps: list[Step] = []
     for time_s, amount in memory_over_time(timeline, STAGE_MICROBATCHES, rank)[1:]:
@@ -177,7 +179,7 @@ class _Keeper:
             early *= self._share(life)
             freed[life.last] += early
             freed[ends[life.place]] -= early
-        for life in lives[Thing.COPY]:
+        for life in away(row) if lives[Thing.COPY] else ():
             here = (self.boundary if life.place in again else self.forward)[life.stage]
             moved = here if self.offload is None else min(here, self.offload[life.stage])
             moved *= self._share(life)

@@ -36,7 +36,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     no time of the rank: a transfer runs from the end of what made the value, those from one rank to
     another one after the other. Reductions overlap compute, on each rank one at a time; that of a
     mirrored stage starts when all its holders are ready. ``OFFLOAD`` and ``FETCH`` are copies: on
-    each rank one at a time, in its order, beside compute; who uses what is fetched waits for it.
+    each rank one at a time, in its order, beside compute; who uses what is fetched waits for it,
+    and ahead of the second compute action behind an ``OFFLOAD`` the rank waits until it is over.
     ``UNSHARD`` is over when the parameters are there: their gathering begins with the step, on each
     rank one bucket after the other, in the order of its list.
     Time is linear in the number of actions.
@@ -100,7 +101,11 @@ class Clock:
         bare = self._bare_forwards()
         starts, ends, arrivals = self.starts, self.ends, self.arrivals
         copied_at, shares, paces = self.copied_at, self.shares, self.paces
-        free_at = [0.0] * self.graph.schedule.num_ranks
+        num_ranks = self.graph.schedule.num_ranks
+        free_at = [0.0] * num_ranks
+        # When the last copy to the host is over: of all, and of those that compute waits for next.
+        left_at, gone_at = [0.0] * num_ranks, [0.0] * num_ranks
+        offloads = any(op is Op.OFFLOAD for op, _ in of_kind)
         for node in order:
             op, (duration, computes, destination, way) = of_kind[which[node]]
             if op is Op.F and node in bare:
@@ -117,12 +122,17 @@ class Clock:
                         start = arrivals[wait]
                 elif copied_at and wait in copied_at:
                     start = max(start, copied_at[wait])
+            if offloads and computes:
+                start = max(start, gone_at[rank])
+                gone_at[rank] = left_at[rank]
             starts[node] = start
             ends[node] = end = start + duration
             if computes:
                 free_at[rank] = end
             elif op in COPIES:
                 self._copy(node, duration)
+                if op is Op.OFFLOAD:
+                    left_at[rank] = copied_at[node]
             elif op is Op.UNSHARD:
                 self._gather(node)
             if destination >= 0:

@@ -25,7 +25,10 @@ class Transfer(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A need: who made it, if recorded the ``SEND`` or ``FETCH`` it came by, and what it is."""
+    """A need: who made it, if recorded the ``SEND`` or ``FETCH`` it came by, and what it is.
+
+    Of memory that a copy to the host leaves: the forward, its ``OFFLOAD``, and that copy.
+    """
 
     maker: Event
     send: Event | None
@@ -46,11 +49,20 @@ class DataFlow:
         self._gathers: dict[tuple[int, int], list[Event]] = {}
         self._makers: dict[Action, Event] = {}
         self._of_kind: dict[tuple[Op, int], tuple[Need, ...]] = {}
+        self._offloads: dict[Action, Event] = {}  # that an action of compute waits for the end of
         for row in timeline.events:
+            last: Event | None = None  # since the last action of compute; and before that
+            due: Event | None = None
             for event in row:
                 if event.action.op is Op.UNSHARD:
                     place = event.action.stage, event.rank
                     self._gathers.setdefault(place, []).append(event)
+                if event.action.op is Op.OFFLOAD:
+                    last = event
+                elif event.action.op in COMPUTE:
+                    if due is not None:
+                        self._offloads[event.action] = due
+                    last, due = None, last
                 if event.action.op not in OF_BUCKETS:
                     self._makers.update(dict.fromkeys(provides(event.action), event))
 
@@ -65,6 +77,11 @@ class DataFlow:
                 yield Wait(forward, maker, thing)
             else:
                 yield Wait(maker, self._sender(event, maker), thing)
+        offload = self._offloads.get(event.action)
+        if offload is not None:
+            forward = self._makers.get(offload.action._replace(op=Op.F))
+            if forward is not None:
+                yield Wait(forward, offload, Thing.COPY)
 
     def waited_for(self, event: Event) -> Wait | None:
         """Return the last of an event's needs to be there; None if it has none."""

@@ -122,7 +122,7 @@ class PlayedDevice:
         if memory is None or memory.kind is not Kind.DEVICE:
             self.tracker.misplaced("lend", "expected a tensor of the device, got one of the host")
         elif self.does("lend"):
-            memory.lent.add(stream.line.number)
+            memory.lent[stream.line.number] = stream.line
 
     def synchronize(self) -> None:
         if self.does("synchronize"):

@@ -34,6 +34,8 @@ from gpipe_hpc.comm.torch_face import _PendingWork
 from gpipe_hpc.comm.two_sided import TwoSidedGroup
 from gpipe_hpc.engine.batch.intake import Intake
 from gpipe_hpc.engine.device_clock import DeviceClock
+from gpipe_hpc.engine.memory.host_room import HostRoom
+from gpipe_hpc.engine.memory.offload import HostCopy
 from gpipe_hpc.engine.outer.compress.beside import BesideOnStream, BesideOnThread
 from gpipe_hpc.engine.outer.held import Share
 from gpipe_hpc.engine.recorder import seconds_between, take_mark
@@ -256,6 +258,37 @@ def all_jobs(device: PlayedDevice) -> None:
     host_jobs(device)
 
 
+def offloads(device: PlayedDevice) -> None:
+    """Micro-batches that leave and come back, and a step that fails while copies are under way."""
+    room = HostRoom(device)
+
+    def kept() -> HostCopy:
+        copy = HostCopy([], device, room)
+        with copy.collecting():
+            leaf = made(device).requires_grad_()
+            # What autograd saves is the copy's alone.
+            graphs.append(leaf.exp().sum())
+        return copy
+
+    graphs: list[Tensor] = []
+    for fails in (False, True, False):
+        first, second = kept(), kept()
+        for copy in (first, second):
+            room.before_compute()
+            copy.offload()
+        for copy in (second, first):
+            room.before_compute()
+            made(device, 12)
+            copy.fetch()
+            if not fails:
+                copy.wait()
+                graphs.pop().backward()
+        graphs.clear()
+        del first, second, copy
+        room.end()
+        made(device, 12)
+
+
 def copies(device: PlayedDevice) -> None:
     """What a checkpoint in the background copies to the host, and writes."""
     tensors = {"own": made(device), "host": torch.ones(3)}
@@ -396,6 +429,8 @@ DRIVES: dict[str, Drive] = {
     "comm/collectives/on_stream.py": plans,
     "engine/outer/compress/beside.py": all_jobs,
     "engine/batch/intake.py": intake,
+    "engine/memory/host_room.py": offloads,
+    "engine/memory/offload.py": offloads,
     "engine/sums/fetched.py": fetched,
     "engine/sums/meeting.py": united,
     "checkpoint/host_copy.py": copies,

@@ -53,14 +53,17 @@ class Use(NamedTuple):
 
 @dataclass(eq=False)
 class Memory:
-    """One storage. `owner`: the stream that was current when it was made, for the device's."""
+    """One storage. `owner`: the stream that was current when it was made, for the device's.
+
+    `lent`: by number, the streams that the owner waits for, as far as they are when it is freed.
+    """
 
     kind: Kind
     size: int
     owner: Line | None = None
     born: Use | None = None
     uses: dict[tuple[int, Span, bool], Use] = field(default_factory=dict)
-    lent: set[int] = field(default_factory=set)
+    lent: dict[int, Line] = field(default_factory=dict)
 
     def conflicts(self, use: Use) -> Iterator[Use]:
         """Yield the earlier uses that must be over before this one."""

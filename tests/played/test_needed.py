@@ -103,7 +103,7 @@ def test_what_is_argued_is_there():
 
 def test_calls_are_found():
     found = {f"{call.file} {call.method}" for call in CALLS}
-    assert {"engine/memory/offload.py lend", "comm/handing.py record_event"} <= found
+    assert {"engine/memory/host_room.py wait_event", "comm/handing.py record_event"} <= found
     assert len(found) > 25
 
 

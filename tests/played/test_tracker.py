@@ -269,6 +269,25 @@ def test_memory_lent_to_another_stream_than_its_reader(device):
         on_device(device, 3)
 
 
+@pytest.mark.parametrize("has_waited", [True, False])
+def test_memory_lent_to_a_stream_that_has_waited_for_its_reader(device, has_waited):
+    """Its owner waits for that stream, and so for all that this one has waited for."""
+    side, third, made = device.stream(), device.stream(), on_device(device, 3)
+    side.wait_stream(device.current_stream())
+    with device.on(side):
+        made.sum()
+    if has_waited:
+        third.wait_stream(side)
+    device.lend(made, third)
+    del made
+    if has_waited:
+        on_device(device, 3)
+        return
+    third.wait_stream(side)  # too late
+    with pytest.raises(ReuseError):
+        on_device(device, 3)
+
+
 def test_a_view_keeps_memory(device):
     made, side = on_device(device, 3), device.stream()
     side.wait_stream(device.current_stream())
@@ -548,7 +567,7 @@ def test_training_on_one_stream_is_in_order(device):
 
 
 def test_copies_beside_compute_in_order(device):
-    """What an offload does: out beside compute, back ahead of its use."""
+    """Out beside compute, and back ahead of its use."""
     side, kept = device.stream(), on_device(device, 64).mul_(2)
     side.wait_stream(device.current_stream())
     pinned = device.pinned((64,), torch.float32)

@@ -114,7 +114,9 @@ class Tracker:
                 for use in memory.uses.values()
                 if use.line != owner.number
                 and use.line not in memory.lent
-                and not owner.knows(use.line, use.time)
+                and not any(
+                    line.knows(use.line, use.time) for line in (owner, *memory.lent.values())
+                )
             ]
             if outstanding:
                 freed = Freed(outstanding, where())

@@ -5,9 +5,9 @@ two.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -21,12 +21,24 @@ class _Free(NamedTuple):
     fetch: int
 
 
+class Leaving(Protocol):
+    """Something on its way to the host, whose memory on the device is still there."""
+
+    def let_go(self) -> None:
+        """Let go of that memory."""
+
+
 class HostRoom:
-    """Pinned buffers by size, and the streams that copies to them and from them run on.
+    """Pinned buffers by size, and the streams that copies to them and from them run on; of a rank.
 
     A stream for each direction, as links carry both at once: where a schedule moves one micro-batch
     out while another one comes back, neither waits for the other. A buffer is written again once
     the copy from it is done, which the stream of copies out waits for, not the host.
+
+    What leaves has its memory on the device until the compute has waited for its copy, which it
+    does ahead of the second action of compute behind the copy's start: one action runs beside the
+    copy, and no more memory waits for copies than a plan counts. That memory is free in the order
+    of the compute, for whatever comes next; so nothing is lent to another stream.
     """
 
     def __init__(self, device: Device) -> None:
@@ -35,20 +47,42 @@ class HostRoom:
         self._unused: dict[int, deque[_Free]] = defaultdict(deque)  # in this step so far
         self._num_fetches = self._num_awaited = 0
         self._ends: dict[int, Event] = {}  # of fetches that copies out have not waited for
+        # On their way out: since the last action of compute began, and since the one before.
+        self._leaving: list[tuple[Leaving, Event]] = []
+        self._left: list[tuple[Leaving, Event]] = []
 
     @contextmanager
-    def going_out(self) -> Iterator[None]:
+    def going_out(self, who: Leaving) -> Iterator[None]:
         """Return a block of copies out, behind what the current stream has to do so far."""
         self.out.wait_stream(self.device.current_stream())
         with self.device.on(self.out):
             yield
+        self._leaving.append((who, self.out.record_event()))
 
     @contextmanager
-    def coming_back(self, behind: Event) -> Iterator[None]:
-        """Return a block of copies back, behind a mark in the stream of copies out."""
-        self.back.wait_event(behind)
+    def coming_back(self) -> Iterator[None]:
+        """Return a block of copies back, behind what the current stream has to do so far."""
+        self.back.wait_stream(self.device.current_stream())
         with self.device.on(self.back):
             yield
+
+    def before_compute(self) -> None:
+        """Let go of what has left beside the action of compute ahead of this one."""
+        self._see_off(self._left)
+        self._left, self._leaving = self._leaving, []
+
+    def see_off(self, who: Leaving) -> None:
+        """Let go of one that is to come back, if it is still on its way out."""
+        for going in (self._left, self._leaving):
+            own = [each for each in going if each[0] is who]
+            self._see_off(own)
+            going[:] = [each for each in going if each[0] is not who]
+
+    def _see_off(self, going: Iterable[tuple[Leaving, Event]]) -> None:
+        current = self.device.current_stream()
+        for who, is_gone in going:
+            current.wait_event(is_gone)
+            who.let_go()
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """Return a buffer, uint8[num_bytes], for a copy that is put on the stream of copies out."""
@@ -68,7 +102,14 @@ class HostRoom:
         return end
 
     def end(self) -> None:
-        """End a step: buffers of sizes that it did not use are let go of, and who read them."""
+        """End a step, also one that failed.
+
+        Memory that copies read or write is free behind them. Buffers of sizes that the step did not
+        use are let go of, and who read them.
+        """
+        self._see_off([*self._left, *self._leaving])
+        self._left, self._leaving = [], []
+        self.device.current_stream().wait_stream(self.back)
         self._unused, self._free = self._free, defaultdict(deque)
         readers = {free.fetch for known in self._unused.values() for free in known}
         self._ends = {number: end for number, end in self._ends.items() if number in readers}

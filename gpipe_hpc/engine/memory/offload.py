@@ -1,7 +1,7 @@
 """Keep the activations of a micro-batch in host memory between its forward and its backward."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
@@ -41,18 +41,16 @@ class _View(NamedTuple):
 class HostCopy:
     """What one micro-batch of a stage keeps, to be moved to the host and back as a whole.
 
-    `lasting`: parameters and buffers, which stay. On an accelerator the copies run on the streams
-    of `room`, and the compute stream waits for nothing but a fetch that it needs; None on a CPU.
+    `lasting`: parameters and buffers, which stay. The copies run on the streams of `room`, beside
+    the compute, which waits for them where memory is to be free: what leaves has its memory until
+    `let_go`, and what comes back is given memory that is free once the compute has come so far.
     """
 
-    def __init__(
-        self, lasting: Iterable[torch.Tensor], device: Device, room: HostRoom | None
-    ) -> None:
+    def __init__(self, lasting: Iterable[torch.Tensor], device: Device, room: HostRoom) -> None:
         self._lasting = {tensor.untyped_storage().data_ptr() for tensor in lasting}
         self._device, self._room = device, room
         self._memories: dict[int, _Memory] = {}
         self._held: list[tuple[ReferenceType[torch.Tensor], _View]] = []
-        self._is_gone: Event | None = None
         self._is_here: Event | None = None
 
     @contextmanager
@@ -69,59 +67,45 @@ class HostCopy:
                 self._held.append((ref(tensor), view))
 
     def offload(self) -> None:
-        """Start moving everything to the host, and let go of the device's memory."""
+        """Start moving everything to the host; `room` lets go of the device's memory."""
         for tensor, _ in self._living():
             # The tensor stays, as a place for its gradient; only its memory goes.
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        with nullcontext() if self._room is None else self._room.going_out():
+        with self._room.going_out(self):
             for memory in self._memories.values():
                 assert memory.device is not None, "offloaded twice"
                 source = _bytes_of(memory.device)
-                take = self._take if self._room is None else self._room.take
-                memory.host = take(source.numel())
+                memory.host = self._room.take(source.numel())
                 self._device.fetch_into(memory.host, source)
-                if self._room is not None:
-                    self._device.lend(source, self._room.out)
-                memory.device = None
-        if self._room is not None:
-            self._is_gone = self._room.out.record_event()
+
+    def let_go(self) -> None:
+        """Let go of the device's memory, once the compute has waited for the copies."""
+        for memory in self._memories.values():
+            memory.device = None
 
     def fetch(self) -> None:
-        """Start moving everything back.
-
-        The compute is not waited for: memory that it is given was lent to the compute, if that had
-        it.
-        """
-        with self._behind_its_way_out():
-            read = []
-            for memory in self._memories.values():
-                assert memory.host is not None, "fetched without having been offloaded"
-                arriving = self._device.empty((memory.host.numel(),), torch.uint8)
-                self._device.bring_into(arriving, memory.host)
+        """Start moving everything back."""
+        self._room.see_off(self)
+        arriving = []
+        for memory in self._memories.values():
+            assert memory.host is not None, "fetched without having been offloaded"
+            # Of the compute's own memory, so that what the compute has freed serves.
+            arriving.append(self._device.empty((memory.host.numel(),), torch.uint8))
+        read = []
+        with self._room.coming_back():
+            for memory, own in zip(self._memories.values(), arriving, strict=True):
+                assert memory.host is not None
+                self._device.bring_into(own, memory.host)
                 read.append(memory.host)
-                memory.device, memory.host = arriving.untyped_storage(), None
-            if self._room is not None:
-                self._is_here = self._room.end_fetch(read)
+                memory.device, memory.host = own.untyped_storage(), None
+            self._is_here = self._room.end_fetch(read)
         for tensor, view in self._living():
             tensor.data = view.tensor()
 
     def wait(self) -> None:
         """Let the compute stream wait for the last fetch."""
         if self._is_here is not None:
-            current = self._device.current_stream()
-            current.wait_event(self._is_here)
-            for memory in self._memories.values():
-                if memory.device is not None:
-                    self._device.lend(_bytes_of(memory.device), current)
-
-    def _behind_its_way_out(self) -> AbstractContextManager[None]:
-        if self._room is None:
-            return nullcontext()
-        assert self._is_gone is not None, "fetched without having been offloaded"
-        return self._room.coming_back(self._is_gone)
-
-    def _take(self, num_bytes: int) -> torch.Tensor:
-        return self._device.pinned((num_bytes,), torch.uint8)
+            self._device.current_stream().wait_event(self._is_here)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         """Return a view that outlives the tensor, or the tensor itself where that cannot be."""

@@ -12,8 +12,9 @@ from gpipe_hpc.schedule.table.lifetimes import bounds_of
 from gpipe_hpc.schedule.table.rows import Kind, Row, RowWriter
 from gpipe_hpc.schedule.table.schedule import Schedule
 
-# What is used again within so many compute actions of its rank stays.
-_NEAR: Final = 2
+# What is used again within so many compute actions of its rank stays: beside the first of them it
+# leaves, beside the last it comes back, and without one in between nobody has its memory.
+_NEAR: Final = 3
 _USERS: Final = users_of(Op.FETCH)
 
 
@@ -21,9 +22,9 @@ def add_offload(schedule: Schedule) -> Schedule:
     """Add ``OFFLOAD`` and ``FETCH`` to a bare table, recomputation included.
 
     ``OFFLOAD`` stands right behind its ``F``, ``FETCH`` one compute action ahead of the ``R``,
-    ``B`` or ``I`` that uses it, so that both copies overlap compute. What is used by the rank's
-    next compute action, or the one after it, stays. A declared bound of activations shrinks to what
-    the table then keeps.
+    ``B`` or ``I`` that uses it, so that both copies overlap compute. What is used by one of the
+    rank's next three compute actions stays. A declared bound of activations shrinks to what the
+    table then keeps.
     """
     if schedule.is_lowered or schedule.ops & COPIES:
         raise ScheduleError(

@@ -64,8 +64,8 @@ class Action(NamedTuple):
     ``SEND_F(s, m, d)`` sends what stage s stashed for stage d, ``RECV_F(d, m, s)`` posts for it;
     ``SEND_B(d, m, s)`` sends its gradient back, ``RECV_B(s, m, d)`` posts for that.
 
-    ``OFFLOAD(s, m)`` copies what the forward keeps to the host's memory and frees it on the device,
-    ``FETCH(s, m)`` brings it back; both run beside compute.
+    ``OFFLOAD(s, m)`` copies what the forward keeps to the host's memory, ``FETCH(s, m)`` brings it
+    back; both run beside compute. Its memory on the device is free behind the next compute action.
     """
 
     op: Op

@@ -66,9 +66,8 @@ def kept(row: Sequence[Action], things: Collection[Thing] = _STAYS) -> list[Life
 
     ``ACTIVATIONS`` of a place are there from its ``F``, ``RECOMPUTED`` from its ``R``, both to the
     end of its ``B`` or ``W``; without a backward, to the end of what made them. ``INPUT_SHARE`` is
-    the part of both that ends with ``B`` or ``I``. Of a ``COPY`` to the host: as long as it is
-    there, the device is without the original, from the end of ``OFFLOAD`` to the start of
-    ``FETCH``.
+    the part of both that ends with ``B`` or ``I``. A ``COPY`` is on the host from ``OFFLOAD`` to
+    ``FETCH``; when the device is without the original, `away` says.
     """
     make = {op: [thing for thing in own if thing in things] for op, own in _MAKES.items()}
     use = {op: [thing for thing in own if thing in things] for op, own in _USES.items()}
@@ -80,6 +79,27 @@ def kept(row: Sequence[Action], things: Collection[Thing] = _STAYS) -> list[Life
         for thing in make[op]:
             first.setdefault((thing, stage, microbatch), at)
     return [Life(*key, start, last.get(key, start)) for key, start in first.items()]
+
+
+def away(row: Sequence[Action]) -> list[Life]:
+    """Return when what a rank keeps is on the host alone; things are ``COPY``.
+
+    A copy to the host takes its time beside the compute action behind the ``OFFLOAD``, and the
+    next one waits for it: from the end of the former to the start of ``FETCH`` the device is
+    without the original. Of what comes back sooner there is no life.
+    """
+    found: list[Life] = []
+    behind = len(row)  # the next compute action, from the end of the list
+    follows = [behind] * len(row)
+    for at in reversed(range(len(row))):
+        follows[at] = behind
+        if row[at].op in COMPUTE:
+            behind = at
+    for life in kept(row, {Thing.COPY}):
+        gone = follows[life.first]
+        if gone < life.last:
+            found.append(life._replace(first=gone))
+    return found
 
 
 def received(row: Sequence[Action]) -> list[Life]:
@@ -149,18 +169,21 @@ class Peak(NamedTuple):
 def peak_activations(row: Sequence[Action]) -> Peak:
     """Return the most stage micro-batches kept at once on a rank, given its actions in order.
 
-    Whole or for recomputation, each counts as one, but not while its copy is on the host.
+    Whole or for recomputation, each counts as one, but not while it is `away`.
     """
     row = Row.of(row)
     ops = row.ops
     # Where one comes, at the start of an action, and where one goes, at the end of an action.
     added: list[_Positions] = []
     freed: list[_Positions] = []
-    for thing, start, end in ((Thing.ACTIVATIONS, added, freed), (Thing.COPY, freed, added)):
-        if any(thing in _MAKES[op] for op in ops):
-            firsts, lasts = _bounds_of_lives(row, thing)
-            start.append(firsts)
-            end.append(lasts)
+    if any(Thing.ACTIVATIONS in _MAKES[op] for op in ops):
+        firsts, lasts = _bounds_of_lives(row, Thing.ACTIVATIONS)
+        added.append(firsts)
+        freed.append(lasts)
+    if Op.OFFLOAD in ops:
+        gone, back = _bounds_of_absences(row)
+        freed.append(gone)
+        added.append(back)
     return _peak(np.sort(np.concatenate(added)), np.sort(np.concatenate(freed))) if added else _NONE
 
 
@@ -179,6 +202,15 @@ def _bounds_of_lives(row: Row, thing: Thing) -> tuple[_Positions, _Positions]:
     _, own, user = np.intersect1d(made, used, assume_unique=True, return_indices=True)
     lasts[own] = uses[::-1][last[user]]
     return firsts, lasts
+
+
+def _bounds_of_absences(row: Row) -> tuple[_Positions, _Positions]:
+    """Return behind which actions something is `away`, and at which it comes back."""
+    firsts, lasts = _bounds_of_lives(row, Thing.COPY)
+    computes = np.array([op in COMPUTE for op, _, _ in row.kinds], bool)[numbers_of(row.which)]
+    at = np.append(np.flatnonzero(computes), len(row))
+    gone = at[np.searchsorted(at, firsts, "right")]
+    return gone[gone < lasts], lasts[gone < lasts]
 
 
 def _places(row: Row, groups: Sequence[int]) -> "tuple[_Positions, NDArray[np.int64]]":

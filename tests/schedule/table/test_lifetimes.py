@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpipe_hpc.schedule import Op, add_offload, add_recompute, build, from_text, lower
-from gpipe_hpc.schedule.table.actions import Action
+from gpipe_hpc.schedule.table.actions import COMPUTE, Action
 from gpipe_hpc.schedule.table.dependencies import Thing, makes, needs, provides, uses
 from gpipe_hpc.schedule.table.lifetimes import (
+    away,
     in_flight,
     kept,
     peak_activations,
@@ -91,7 +92,7 @@ def test_lives_are_those_that_a_replay_of_the_list_finds(name, recompute, offloa
     bare = add_recompute(build(name, ranks=4, microbatches=microbatches), recompute)
     table = lower(add_offload(bare) if offload else bare)
     for row in table.ranks:
-        here, buffers, most, most_buffers = set(), Counter(), 0, 0
+        here, leaving, buffers, most, most_buffers = set(), set(), Counter(), 0, 0
         for op, stage, microbatch, _ in row:
             place = stage, microbatch
             if op in (Op.F, Op.FETCH):
@@ -99,8 +100,14 @@ def test_lives_are_those_that_a_replay_of_the_list_finds(name, recompute, offloa
             if op in (Op.RECV_F, Op.RECV_B):
                 buffers[op, place] += 1
             most, most_buffers = max(most, len(here)), max(most_buffers, buffers.total())
-            if op in (Op.B, Op.W, Op.OFFLOAD):
+            if op in (Op.B, Op.W):
                 here.remove(place)
+            if op in COMPUTE:
+                here -= leaving
+                leaving.clear()
+            if op is Op.OFFLOAD:
+                assert place in here
+                leaving.add(place)
             taken = {Op.F: Op.RECV_F, Op.B: Op.RECV_B, Op.I: Op.RECV_B}.get(op)
             buffers.pop((taken, place), None)
         assert not here
@@ -129,5 +136,21 @@ def test_every_op_says_what_it_needs_and_whatever_is_needed_is_made():
 def test_lives_of_one_place_follow_one_another():
     row = add_offload(build("gpipe", ranks=1, microbatches=5)).ranks[0]
     copies = kept(row, {Thing.COPY})
-    assert len(copies) == 4
+    assert len(copies) == 3
     assert all(one.first < other.first for one, other in pairwise(copies))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "most"),
+    [
+        ("0F0,0OFFLOAD0,0F1,0B1,0FETCH0,0B0", ["offloaded copy: 0F1 to 0FETCH0"], 2),
+        ("0F0,0OFFLOAD0,0F1,0F2,0B2,0B1,0FETCH0,0B0", ["offloaded copy: 0F1 to 0FETCH0"], 2),
+        ("0F0,0OFFLOAD0,0F1,0FETCH0,0B0,0B1", ["offloaded copy: 0F1 to 0FETCH0"], 2),
+        ("0F0,0OFFLOAD0,0FETCH0,0F1,0B0,0B1", [], 2),
+        ("0F0,0OFFLOAD0,0FETCH0,0B0", [], 1),
+    ],
+)
+def test_memory_is_free_behind_the_compute_action_that_a_copy_runs_beside(text, expected, most):
+    row = row_of(text)
+    assert spans(row, away(row)) == expected
+    assert peak_activations(row).size == most
