@@ -137,6 +137,9 @@ def claims(found: Found) -> list[Claim]:
             over = of("memory", mode, "over_plan")
             told.append(Claim(f"memory: peak over plan, {mode}", over, 1.03))
             told.append(Claim(f"memory: peak over plan, {mode}", over, 0.97, at_least=True))
+            active = of("memory", mode, "active_over_plan")
+            what = f"memory: peak with what waits for copies over plan, {mode}"
+            told.append(Claim(what, active, 1.03))
     if "trace" in found:
         share = of("trace", "gpipe, offload", "share_beside")
         what = "trace: copies of offload beside kernels, of what could be"

@@ -71,14 +71,24 @@ def measured(
     step_s = timed(step, device.synchronize)
     # Of a process there is but one peak, that of all it has done.
     peak = device.memory_peak() - before if device.is_accelerator else None
+    active = active_peak(device)
     planned = planned_bytes(size, batch, pipe)
     return {
         "peak_bytes": peak,
         "planned_bytes": planned,
         "over_plan": None if peak is None else peak / planned,
+        "active_over_plan": None if active is None else (active - before) / planned,
         "held_between_steps_bytes": device.memory_allocated() - before,
         "step_s": step_s,
     }
+
+
+def active_peak(device: Device) -> int | None:
+    """Return the most that was allocated, or let go of while another stream still read it."""
+    if not device.is_accelerator:
+        return None
+    found = torch.accelerator.memory_stats().get("active_bytes.all.peak")
+    return None if found is None else int(found)
 
 
 def planned_bytes(size: Size, batch: tuple[Tensor, Tensor], pipe: Pipeline) -> int:

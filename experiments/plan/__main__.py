@@ -4,7 +4,7 @@
 
 Every layout is planned from layers that are measured here, with prices that a preflight measured on
 as many ranks, and is then trained through torchrun, one thread a rank. The first layout of each
-model runs `--noise` times. A layout that fails is told in the table.
+model is planned and run `--noise` times. A layout that fails is told in the table.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def write(results: list[Result]) -> None:
     told = {
         "results": [asdict(each) for each in results],
         "a_core_for_each_rank": found and found._asdict(),
-        "noise": floor,
+        "noise": floor and floor._asdict(),
     }
     (_HERE / "figures.json").write_text(json.dumps(told, indent=1) + "\n", "utf-8")
     if done(results):
@@ -68,7 +68,7 @@ def write(results: list[Result]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments.plan")
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=20, help="behind twelve that do not count")
     parser.add_argument("--only", default="")
     parser.add_argument("--noise", type=int, default=3)
     parser.add_argument("--out", type=Path, default=None)

@@ -68,11 +68,21 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return [order.index(v) + (order.count(v) - 1) / 2 for v in values]
 
 
-def noise(results: Sequence[Result]) -> float | None:
-    """Return the median distance of a repeated run from the median of its layout, as a share."""
+class Noise(NamedTuple):
+    """The median distance of repeated runs, and plans, from the median of their layout."""
+
+    runs: float
+    plans: float
+
+
+def noise(results: Sequence[Result]) -> Noise | None:
+    """Return how far what was repeated is apart, as shares; None where nothing was."""
     repeated = [each for each in done(results) if len(each.runs_s) > 1]
-    apart = [abs(run / each.measured_s - 1) for each in repeated for run in each.runs_s]
-    return median(apart) if apart else None
+    if not repeated:
+        return None
+    runs = [abs(run / each.measured_s - 1) for each in repeated for run in each.runs_s]
+    plans = [abs(plan / each.predicted_s - 1) for each in repeated for plan in each.plans_s]
+    return Noise(median(runs), median(plans))
 
 
 def table(results: Sequence[Result]) -> str:
@@ -124,7 +134,10 @@ def summary(results: Sequence[Result]) -> str:
         )
     floor = noise(results)
     if floor is not None:
-        lines.append(f"noise: repeated runs are {100 * floor:.1f} % from their median")
+        lines.append(
+            f"noise: repeated runs are {100 * floor.runs:.1f} %, repeated plans "
+            f"{100 * floor.plans:.1f} % from their median"
+        )
     failed = len(results) - len(done(results))
     return "\n".join([*lines, f"failed: {failed} of {len(results)} layouts"])
 

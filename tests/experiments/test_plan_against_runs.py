@@ -34,9 +34,9 @@ def test_their_settings_can_work(model):
 
 def test_a_failed_layout_is_told_and_the_others_count(tmp_path):
     results = [
-        Result("a", 1.1, (1.0, 1.2, 0.8), 190, 100, 200, 220),
-        Result("b", 2.0, (2.0,), 200, 100, 200, 220),
-        Result("c", 4.0, (5.0,), 198, 100, 200, 250, crowded=True),
+        Result("a", (1.1, 1.0, 1.21), (1.0, 1.2, 0.8), 190, 100, 200, 220),
+        Result("b", (2.0,), (2.0,), 200, 100, 200, 220),
+        Result("c", (4.0,), (5.0,), 198, 100, 200, 250, crowded=True),
         try_layout(layouts("mlp_2r")[0], tmp_path / "none.yaml", 2, 1, tmp_path),
     ]
     assert "none.yaml" in results[-1].failed
@@ -46,7 +46,8 @@ def test_a_failed_layout_is_told_and_the_others_count(tmp_path):
     assert told.memory_median == pytest.approx(0.01)
     assert told.tensors_median == pytest.approx(0.02)
     assert told.kept_median == pytest.approx(0.1)
-    assert noise(results) == pytest.approx(0.2)
+    assert noise(results) == pytest.approx((0.2, 1 / 11))
+    assert "repeated runs are 20.0 %, repeated plans 9.1 % from" in summary(results)
     assert "failed: " in table(results) and "failed: 1 of 4 layouts" in summary(results)
     assert "more ranks than cores (*): 1 layouts" in summary(results)
 

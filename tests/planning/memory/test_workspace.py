@@ -131,8 +131,8 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-# Without oneDNN's copies: with float64 the one is a plain product, the other is made contiguous.
-NOT_IN_FLOAT64 = ("one place, many samples", "channels last")
+# Without oneDNN's copies: what lies otherwise is made contiguous.
+NOT_IN_FLOAT64 = ("channels last",)
 KINDS = [
     (name, dtype)
     for name in CONVOLUTIONS
@@ -156,9 +156,11 @@ def test_what_a_convolution_takes_on_the_host_is_counted(name, dtype, one_thread
     counted = run_counting(lambda: module(there), module.parameters(), bytes_within)
     # For tiles of AMX oneDNN makes copies of channels that it has filled up, and one of the output.
     fills_up = dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+    # Without AVX-512 it copies less of what has three dimensions.
+    copies_less = name == "three dimensions" and not torch.cpu._is_avx512_supported()
     for ours, theirs in zip(counted, seen, strict=True):
         assert theirs <= (2.0 if fills_up else 1.3) * ours + 2**17
-        assert ours <= 1.3 * theirs + 2**17
+        assert ours <= (1.5 if copies_less else 1.3) * theirs + 2**17
 
 
 def test_on_an_accelerator_nothing_is_known_of_what_convolutions_take():
