@@ -156,6 +156,8 @@ class Executor:
                     if gain is not None:
                         outcome.add(gain)
                     index += 1
+            if self._room is not None:
+                self._room.end()
             self._world.activity = "waiting until all it sent has left"
             self._wiring.transport.finish()
         except (ConnectionError, TimeoutError) as error:
@@ -171,7 +173,7 @@ class Executor:
             # A step that failed leaves nothing behind: no memory, and nothing for the next one.
             num_left = len(self._made) + sum(work.num_kept for work in self._works.values())
             self._made.clear()
-            if self._room is not None:
+            if self._room is not None and index < len(self._program):
                 with suppress(RuntimeError):  # of a broken device: what broke it is raised above
                     self._room.end()
             for work in self._works.values():
@@ -181,7 +183,7 @@ class Executor:
         return outcome
 
     def _behind_copies(self, action: Action, call: Call) -> Call:
-        """Return a call ahead of which the compute waits for what has left, if anything does."""
+        """Return a call ahead of which there is room: the compute has waited for what has left."""
         room = self._room
         if room is None or action.op not in COMPUTE:
             return call

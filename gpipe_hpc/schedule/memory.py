@@ -88,6 +88,13 @@ def memory_over_time(timeline: Timeline, memory: Memory, rank: int) -> list[Held
         events, *keeper.changes([event.action for event in events]), strict=True
     ):
         changes += ((event.start_s, added), (event.end_s, -freed))
+    ends = {event.action: event.end_s for event in events}
+    for life in away([event.action for event in events]):
+        # The copy may take longer than the action beside it; who wants its memory waits.
+        over_s = ends[Action(Op.OFFLOAD, *life.place)]
+        if over_s > events[life.first].end_s:
+            moved = keeper.moved(life, recomputes=Action(Op.R, *life.place) in ends)
+            changes += ((events[life.first].end_s, moved), (over_s, -moved))
     # Copies run beside compute, so the table's order is not that of time.
     changes.sort(key=itemgetter(0))
     held = [Held(timeline.start_s, 0.0)]
@@ -180,11 +187,15 @@ class _Keeper:
             freed[life.last] += early
             freed[ends[life.place]] -= early
         for life in away(row) if lives[Thing.COPY] else ():
-            here = (self.boundary if life.place in again else self.forward)[life.stage]
-            moved = here if self.offload is None else min(here, self.offload[life.stage])
-            moved *= self._share(life)
+            moved = self.moved(life, recomputes=life.place in again)
             freed[life.first] += moved
             added[life.last] += moved
+
+    def moved(self, life: Life, *, recomputes: bool) -> float:
+        """Return how much of a place is on the host while it is away."""
+        here = (self.boundary if recomputes else self.forward)[life.stage]
+        moved = here if self.offload is None else min(here, self.offload[life.stage])
+        return moved * self._share(life)
 
     def _share(self, life: Life) -> float:
         return 1.0 if life.microbatch is None else self.shares[life.microbatch]

@@ -259,7 +259,7 @@ def all_jobs(device: PlayedDevice) -> None:
 
 
 def offloads(device: PlayedDevice) -> None:
-    """Micro-batches that leave and come back, and a step that fails while copies are under way."""
+    """Micro-batches that leave and come back, and steps that fail while copies are under way."""
     room = HostRoom(device)
 
     def kept() -> HostCopy:
@@ -267,7 +267,7 @@ def offloads(device: PlayedDevice) -> None:
         with copy.collecting():
             leaf = made(device).requires_grad_()
             # What autograd saves is the copy's alone.
-            graphs.append(leaf.exp().sum())
+            graphs.append(leaf.exp().exp().sum())
         return copy
 
     graphs: list[Tensor] = []
@@ -287,6 +287,31 @@ def offloads(device: PlayedDevice) -> None:
         del first, second, copy
         room.end()
         made(device, 12)
+    back_at_once = kept()
+    back_at_once.offload()
+    back_at_once.fetch()
+    back_at_once.wait()
+    graphs.pop().backward()
+    del back_at_once
+    room.end()
+    made(device, 6)
+    full = kept()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
+        own = room.take
+
+        def take(num_bytes: int) -> Tensor:
+            patch.setattr(room, "take", refuse)
+            return own(num_bytes)
+
+        def refuse(num_bytes: int) -> Tensor:
+            raise MemoryError
+
+        patch.setattr(room, "take", take)
+        full.offload()
+    graphs.clear()
+    del full
+    room.end()
+    made(device, 6)
 
 
 def copies(device: PlayedDevice) -> None:

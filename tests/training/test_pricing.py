@@ -72,7 +72,6 @@ def test_what_a_run_loads_is_there_before_memory_is_measured(to):
     code = f"""
 import sys
 from gpipe_hpc.config import compose_config
-from gpipe_hpc.comm.device import HostDevice
 from gpipe_hpc.training import pricing
 pricing.load_as_a_run(compose_config(["metrics.to=[{to}]"]))
 print("gpipe_hpc.training.loop" in sys.modules, "torch.utils.tensorboard" in sys.modules)

@@ -36,7 +36,7 @@ LAYOUTS = {
     "more micro-batches than samples": ["train.batch_size=3"],
     "bfloat16": ["train.precision=bfloat16"],
     "float16": ["train.precision=float16"],
-    "offloaded": ["pipeline.offload=true", "pipeline.schedule=one_f_one_b"],
+    "offloaded": ["pipeline.offload=true", "pipeline.schedule=gpipe"],
 }
 
 

@@ -1,4 +1,4 @@
-"""Pinned host memory for what one stage moves out and back: made once, used step after step.
+"""Pinned host memory for what a rank moves out and back: made once, used step after step.
 
 To pin memory takes the system longer than a copy; what torch keeps of it is rounded up to powers of
 two.
@@ -35,10 +35,10 @@ class HostRoom:
     out while another one comes back, neither waits for the other. A buffer is written again once
     the copy from it is done, which the stream of copies out waits for, not the host.
 
-    What leaves has its memory on the device until the compute has waited for its copy, which it
-    does ahead of the second action of compute behind the copy's start: one action runs beside the
-    copy, and no more memory waits for copies than a plan counts. That memory is free in the order
-    of the compute, for whatever comes next; so nothing is lent to another stream.
+    One action of compute runs beside a copy out. Ahead of the next one, and of what is fetched,
+    `make_room` lets the compute wait for the copy and lets go of what has left. So no more memory
+    waits for copies than a plan counts. It is free in the order of the compute, and nothing is lent
+    to another stream. What is received is not waited for so: sends behind it would wait, too.
     """
 
     def __init__(self, device: Device) -> None:
@@ -47,7 +47,7 @@ class HostRoom:
         self._unused: dict[int, deque[_Free]] = defaultdict(deque)  # in this step so far
         self._num_fetches = self._num_awaited = 0
         self._ends: dict[int, Event] = {}  # of fetches that copies out have not waited for
-        # On their way out: since the last action of compute began, and since the one before.
+        # Copies out that no action of compute has run beside so far, and those that one has.
         self._leaving: list[tuple[Leaving, Event]] = []
         self._left: list[tuple[Leaving, Event]] = []
 
@@ -55,9 +55,11 @@ class HostRoom:
     def going_out(self, who: Leaving) -> Iterator[None]:
         """Return a block of copies out, behind what the current stream has to do so far."""
         self.out.wait_stream(self.device.current_stream())
-        with self.device.on(self.out):
-            yield
-        self._leaving.append((who, self.out.record_event()))
+        try:
+            with self.device.on(self.out):
+                yield
+        finally:  # copies may run, even if one more could not be ordered
+            self._leaving.append((who, self.out.record_event()))
 
     @contextmanager
     def coming_back(self) -> Iterator[None]:
@@ -67,22 +69,30 @@ class HostRoom:
             yield
 
     def before_compute(self) -> None:
-        """Let go of what has left beside the action of compute ahead of this one."""
-        self._see_off(self._left)
+        """Make room for an action of compute; what is on its way out now has that beside it."""
+        self.make_room()
         self._left, self._leaving = self._leaving, []
 
-    def see_off(self, who: Leaving) -> None:
-        """Let go of one that is to come back, if it is still on its way out."""
-        for going in (self._left, self._leaving):
-            own = [each for each in going if each[0] is who]
-            self._see_off(own)
-            going[:] = [each for each in going if each[0] is not who]
-
-    def _see_off(self, going: Iterable[tuple[Leaving, Event]]) -> None:
+    def make_room(self) -> None:
+        """Let the compute wait for what an action of it has run beside, and let go of that."""
+        going, self._left = self._left, []
         current = self.device.current_stream()
         for who, is_gone in going:
             current.wait_event(is_gone)
             who.let_go()
+
+    def take_back(self, who: Leaving) -> Event | None:
+        """Return the end of a copy out that nothing ran beside yet, and forget it; None if gone."""
+        for going in self._leaving:
+            if going[0] is who:
+                self._leaving.remove(going)
+                return going[1]
+        return None
+
+    def give_back(self, buffers: Iterable[torch.Tensor]) -> None:
+        """Take buffers back that copies out have written, and nobody reads."""
+        for buffer in buffers:
+            self._free[buffer.numel()].append(_Free(buffer, 0))
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """Return a buffer, uint8[num_bytes], for a copy that is put on the stream of copies out."""
@@ -107,8 +117,8 @@ class HostRoom:
         Memory that copies read or write is free behind them. Buffers of sizes that the step did not
         use are let go of, and who read them.
         """
-        self._see_off([*self._left, *self._leaving])
-        self._left, self._leaving = [], []
+        self.before_compute()
+        self.make_room()
         self.device.current_stream().wait_stream(self.back)
         self._unused, self._free = self._free, defaultdict(deque)
         readers = {free.fetch for known in self._unused.values() for free in known}

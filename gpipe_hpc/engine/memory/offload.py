@@ -41,9 +41,9 @@ class _View(NamedTuple):
 class HostCopy:
     """What one micro-batch of a stage keeps, to be moved to the host and back as a whole.
 
-    `lasting`: parameters and buffers, which stay. The copies run on the streams of `room`, beside
-    the compute, which waits for them where memory is to be free: what leaves has its memory until
-    `let_go`, and what comes back is given memory that is free once the compute has come so far.
+    `lasting`: parameters and buffers, which stay. The copies run on the streams of `room`. What
+    leaves has its memory until `room` lets go of it; what comes back is given memory of the
+    compute's, once it has come so far.
     """
 
     def __init__(self, lasting: Iterable[torch.Tensor], device: Device, room: HostRoom) -> None:
@@ -52,6 +52,7 @@ class HostCopy:
         self._memories: dict[int, _Memory] = {}
         self._held: list[tuple[ReferenceType[torch.Tensor], _View]] = []
         self._is_here: Event | None = None
+        self._is_back = False
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -60,8 +61,11 @@ class HostCopy:
             yield
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Take hold of tensors that are kept as they are: inputs, which gradients come for."""
-        for tensor in tensors:
+        """Take hold of tensors that are kept as they are: inputs, which gradients come for.
+
+        Not of those of a recomputation behind `wait`: nothing moves any more.
+        """
+        for tensor in () if self._is_back else tensors:
             view = self._pack(tensor)
             if isinstance(view, _View):
                 self._held.append((ref(tensor), view))
@@ -84,8 +88,24 @@ class HostCopy:
             memory.device = None
 
     def fetch(self) -> None:
-        """Start moving everything back."""
-        self._room.see_off(self)
+        """Start moving everything back; what has its memory still, keeps it."""
+        self._room.make_room()
+        is_gone = self._room.take_back(self)
+        if is_gone is not None:
+            self._keep(is_gone)
+        else:
+            self._fetch()
+        for tensor, view in self._living():
+            tensor.data = view.tensor()
+
+    def _keep(self, is_gone: Event) -> None:
+        memories = self._memories.values()
+        self._room.give_back([each.host for each in memories if each.host is not None])
+        for memory in memories:
+            memory.host = None
+        self._is_here = is_gone
+
+    def _fetch(self) -> None:
         arriving = []
         for memory in self._memories.values():
             assert memory.host is not None, "fetched without having been offloaded"
@@ -99,13 +119,17 @@ class HostCopy:
                 read.append(memory.host)
                 memory.device, memory.host = own.untyped_storage(), None
             self._is_here = self._room.end_fetch(read)
-        for tensor, view in self._living():
-            tensor.data = view.tensor()
 
     def wait(self) -> None:
-        """Let the compute stream wait for the last fetch."""
+        """Let the compute wait for what comes back; from then on it is autograd's alone.
+
+        Nothing else refers to it, so that a backward frees it as it goes on.
+        """
         if self._is_here is not None:
             self._device.current_stream().wait_event(self._is_here)
+            self._is_here, self._is_back = None, True
+            self._memories.clear()
+            self._held.clear()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         """Return a view that outlives the tensor, or the tensor itself where that cannot be."""

@@ -12,8 +12,8 @@ from gpipe_hpc.schedule.table.lifetimes import bounds_of
 from gpipe_hpc.schedule.table.rows import Kind, Row, RowWriter
 from gpipe_hpc.schedule.table.schedule import Schedule
 
-# What is used again within so many compute actions of its rank stays: beside the first of them it
-# leaves, beside the last it comes back, and without one in between nobody has its memory.
+# What is used again within so many compute actions of its rank stays. Beside the first of them it
+# would leave, and beside the last come back: without one in between nobody could use its memory.
 _NEAR: Final = 3
 _USERS: Final = users_of(Op.FETCH)
 

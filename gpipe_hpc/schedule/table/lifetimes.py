@@ -84,8 +84,8 @@ def kept(row: Sequence[Action], things: Collection[Thing] = _STAYS) -> list[Life
 def away(row: Sequence[Action]) -> list[Life]:
     """Return when what a rank keeps is on the host alone; things are ``COPY``.
 
-    A copy to the host takes its time beside the compute action behind the ``OFFLOAD``, and the
-    next one waits for it: from the end of the former to the start of ``FETCH`` the device is
+    A copy to the host runs beside the compute action behind the ``OFFLOAD``. Whatever is given
+    memory next waits for it: from the end of that action to the start of ``FETCH`` the device is
     without the original. Of what comes back sooner there is no life.
     """
     found: list[Life] = []

@@ -58,32 +58,34 @@ def convolutions():
 
 
 MODELS = ("gpt", "convolutions")
-# On two ranks: they use soon what they have made.
-AT_ONCE = ("gems", "one_f_one_b", "auto", "chimera")
+# On two ranks they use soon what they have made, and nothing moves; gems does so on any number.
+ON_FOUR = ("one_f_one_b", "auto", "chimera", "dualpipe")
 
 
 def assert_same_bits(name, model, recompute, **settings):
     settings = {"schedule": name, "recompute": recompute, "microbatches": 4, **settings}
-    ranks = settings.get("stages", 2)
+    ranks = 4 if name in ON_FOUR else 2
     plain, moved = (
         run_on_threads(ranks, partial(trained, model=model, offload=offload, **settings))
         for offload in (False, True)
     )
     assert plain[0][2] == 0
-    assert moved[0][2] > 0 or name in AT_ONCE
+    assert sum(num for _, _, num in moved) > 0
     for (losses, gradients, _), (own_losses, own, _) in zip(plain, moved, strict=True):
         assert losses == own_losses
         assert all(torch.equal(own[n], g) for n, g in gradients.items())
 
 
-@cover_of("name, model, recompute", ("gpipe", "zb_v", "zb_h2"), MODELS, ("always", "never"))
+@cover_of(
+    "name, model, recompute", ("gpipe", "zb_v", "zb_h2", "chimera"), MODELS, ("always", "never")
+)
 def test_offloading_changes_no_bit(name, model, recompute):
     assert_same_bits(name, model, recompute)
 
 
 @pytest.mark.product
 @pytest.mark.parametrize("recompute", ["except_last", "never"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "gems"])
 def test_offloading_changes_no_bit_in_any_schedule(name, recompute):
     options = {"schedule_options": {"waves": 1}} if name == "hanayo" else {}
     assert_same_bits(name, "convolutions", recompute, microbatches=6, **options)

@@ -140,6 +140,48 @@ def test_lives_of_one_place_follow_one_another():
     assert all(one.first < other.first for one, other in pairwise(copies))
 
 
+class Room:
+    """What the engine's own room does, by `HostRoom`: who is there, action by action."""
+
+    def __init__(self):
+        self.here, self.leaving, self.left, self.most = set(), set(), set(), 0
+
+    def make_room(self):
+        self.here -= self.left
+        self.left = set()
+
+    def run(self, action):
+        op, place = action.op, (action.stage, action.microbatch)
+        if op in COMPUTE or op is Op.FETCH:
+            self.make_room()
+        if op in COMPUTE:
+            self.left, self.leaving = self.leaving, set()
+        if op is Op.OFFLOAD:
+            self.leaving.add(place)
+        if op is Op.FETCH:
+            self.leaving.discard(place)
+        if op in (Op.F, Op.FETCH):
+            self.here.add(place)
+        self.most = max(self.most, len(self.here))
+        if op in (Op.B, Op.W):
+            self.here.remove(place)
+
+
+@pytest.mark.parametrize("recompute", ["never", "except_last", "always"])
+@pytest.mark.parametrize("prepare", [lambda bare: bare, lower], ids=["bare", "lowered"])
+def test_the_engine_has_no_more_at_once_than_is_counted(variant, recompute, prepare):
+    """What was to have left was there until the next action of compute, beside what came back."""
+    name, options = variant
+    bare = build(name, ranks=4, microbatches=8, recompute=recompute, **options)
+    table = prepare(add_offload(bare))
+    for row in table.ranks:
+        room = Room()
+        for action in row:
+            room.run(action)
+        assert not room.here
+        assert peak_activations(row).size == room.most
+
+
 @pytest.mark.parametrize(
     ("text", "expected", "most"),
     [
