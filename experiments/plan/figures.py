@@ -16,7 +16,8 @@ class Errors(NamedTuple):
     """Of some layouts: errors as shares; the correlation is None of too few.
 
     `tensors_median`: of memory, without what a process takes beside tensors. `kept_median`: how
-    much more is taken where freed memory is kept.
+    much more is taken where freed memory is kept. `calibrated`: the median and the correlation of
+    what was planned by another run, and how many there are.
     """
 
     num: int
@@ -26,6 +27,7 @@ class Errors(NamedTuple):
     tensors_median: float
     kept_median: float
     correlation: float | None
+    calibrated: tuple[float, float | None, int] | None = None
 
 
 def done(results: Sequence[Result]) -> list[Result]:
@@ -43,6 +45,12 @@ def errors(results: Sequence[Result]) -> Errors | None:
     order = None
     if len(ran) >= _LEAST:
         order = spearman([e.predicted_s for e in ran], [e.measured_s for e in ran])
+    again = [(each.calibrated_s, each.measured_s) for each in ran if each.calibrated_s is not None]
+    calibrated = None
+    if again:
+        apart = median(abs(plan / took - 1) for plan, took in again)
+        enough = len(again) >= _LEAST
+        calibrated = apart, spearman(*zip(*again, strict=True)) if enough else None, len(again)
     return Errors(
         len(ran),
         median(times),
@@ -51,6 +59,7 @@ def errors(results: Sequence[Result]) -> Errors | None:
         median(abs(each.tensors_error) for each in ran),
         median(each.kept_more for each in ran),
         order,
+        calibrated,
     )
 
 
@@ -88,17 +97,19 @@ def noise(results: Sequence[Result]) -> Noise | None:
 def table(results: Sequence[Result]) -> str:
     """Return a line for each layout."""
     memory = ["memory planned", "measured", "error", "of tensors", "kept"]
-    rows = [["layout", "planned", "measured", "error", *memory]]
+    rows = [["layout", "planned", "measured", "error", "calibrated", *memory]]
     for each in results:
         if each.failed:
-            rows.append([each.name, f"failed: {each.failed}", *[""] * (2 + len(memory))])
+            rows.append([each.name, f"failed: {each.failed}", *[""] * (3 + len(memory))])
             continue
+        again = each.calibrated_error
         rows.append(
             [
                 each.name + " *" * each.crowded,
                 f"{1e3 * each.predicted_s:.1f} ms",
                 f"{1e3 * each.measured_s:.1f} ms",
                 f"{100 * each.error:+.0f} %",
+                "-" if again is None else f"{100 * again:+.0f} %",
                 bytes_text(each.predicted_bytes),
                 bytes_text(each.measured_bytes),
                 f"{100 * each.memory_error:+.1f} %",
@@ -120,11 +131,17 @@ def summary(results: Sequence[Result]) -> str:
         found = errors(own)
         if found is None:
             continue
-        order = "too few" if found.correlation is None else f"{found.correlation:.3f}"
         lines.append(
             f"{name}: {found.num} layouts, error of time median {100 * found.median:.1f} %, "
-            f"90th percentile {100 * found.ninth_tenth:.1f} %, rank correlation {order}"
+            f"90th percentile {100 * found.ninth_tenth:.1f} %, rank correlation "
+            f"{_order_text(found.correlation)}"
         )
+        if found.calibrated is not None:
+            apart, order, number = found.calibrated
+            lines.append(
+                f"  planned by the calibration of another run: {number} layouts, error of time "
+                f"median {100 * apart:.1f} %, rank correlation {_order_text(order)}"
+            )
     everything = errors(results)
     if everything is not None:
         lines.append(
@@ -140,6 +157,10 @@ def summary(results: Sequence[Result]) -> str:
         )
     failed = len(results) - len(done(results))
     return "\n".join([*lines, f"failed: {failed} of {len(results)} layouts"])
+
+
+def _order_text(correlation: float | None) -> str:
+    return "too few" if correlation is None else f"{correlation:.3f}"
 
 
 def draw(results: Sequence[Result]) -> str:

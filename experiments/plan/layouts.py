@@ -59,9 +59,10 @@ _ON_TWO: Final = (
 
 
 class Planned(NamedTuple):
-    """A layout: its name, how many ranks, and its settings."""
+    """A layout: its name, its model, how many ranks, and its settings."""
 
     name: str
+    model: str
     ranks: int
     words: tuple[str, ...]
 
@@ -83,7 +84,7 @@ def _of_model(model: str) -> Iterator[Planned]:
             f"pipeline.schedule={schedule}",
             f"pipeline.recompute={recompute}",
         )
-        return Planned(name, ranks, words)
+        return Planned(name, model, ranks, words)
 
     if model in _LARGE:
         yield layout(2, "one_f_one_b")

@@ -38,8 +38,10 @@ class Result:
 
     `process_bytes`: of the planned ones, what a process takes beside tensors. `kept_bytes`: as
     measured where freed memory is kept, which is the default; `measured_bytes` where it goes back
-    to the system. `plans_s`: each time it was planned. `runs_s`: the median step of each run.
-    `crowded`: ranks outnumber cores. `failed`: why there are no figures.
+    to the system. `plans_s`: each time it was planned. `calibrated_s`: planned by what a run of
+    another layout of the model on as many ranks has measured; None for that layout itself.
+    `runs_s`: the median step of each run. `crowded`: ranks outnumber cores. `failed`: why there are
+    no figures.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Result:
     crowded: bool = False
     parts: str = ""
     failed: str = ""
+    calibrated_s: float | None = None
 
     @property
     def predicted_s(self) -> float:
@@ -67,6 +70,11 @@ class Result:
     def error(self) -> float:
         """Return how far the prediction is from what was measured, as a share of that."""
         return self.predicted_s / self.measured_s - 1
+
+    @property
+    def calibrated_error(self) -> float | None:
+        """Return the same for what was planned by another run."""
+        return None if self.calibrated_s is None else self.calibrated_s / self.measured_s - 1
 
     @property
     def memory_error(self) -> float:
@@ -99,20 +107,28 @@ def prices(out: Path, ranks: int) -> Path:
 
 
 def try_layout(layout: Planned, prices_file: Path, steps: int, num_runs: int, out: Path) -> Result:
-    """Plan it and run it, so often, with the first plan's cut; what fails is told in the result."""
+    """Plan it and run it, so often, with the first plan's cut; what fails is told in the result.
+
+    The first layout of a model on so many ranks leaves its calibration in `out` for the others.
+    """
+    calibration = out / f"{layout.model}_{layout.ranks}r.yaml"
     words = [*_COMMON, *layout.words]
     by = ["plan.costs=measured", f"plan.prices={prices_file}"]
     try:
         plan = make_plan(compose_config([*words, *by]))
         counts = ",".join(map(str, plan.layout.partition.counts))
         words.append(f"pipeline.partition=[{counts}]")
+        calibrated_s = None
+        if calibration.exists():
+            again = make_plan(compose_config([*words, f"plan.calibration={calibration}"])).step
+            calibrated_s = None if again is None else again.total_s
         plans, runs = [plan], []
         for number in range(num_runs):
             if number:
                 plans.append(make_plan(compose_config([*words, *by])))
-            runs.append(_run(layout, words, steps, out / layout.name))
+            runs.append(_run(layout, words, steps, out / layout.name, calibration))
         frugal = [*words, "train.keep_freed_memory=false"]
-        _, least_bytes = _run(layout, frugal, _FEW_STEPS, out / layout.name, num_skipped=2)
+        _, least_bytes = _run(layout, frugal, _FEW_STEPS, out / layout.name, None, 2)
     except (GpipeError, FailedRunError) as error:
         return Result(layout.name, failed=str(error).splitlines()[0])
     expected = [each.step for each in plans if each.step is not None]
@@ -128,13 +144,22 @@ def try_layout(layout: Planned, prices_file: Path, steps: int, num_runs: int, ou
         max(nbytes for _, nbytes in runs),
         crowded=step.crowd is not None,
         parts=step.text().splitlines()[0].partition("(")[2].rstrip(")"),
+        calibrated_s=calibrated_s,
     )
 
 
 def _run(
-    layout: Planned, words: list[str], steps: int, folder: Path, num_skipped: int = _SKIPPED
+    layout: Planned,
+    words: list[str],
+    steps: int,
+    folder: Path,
+    calibration: Path | None,
+    num_skipped: int = _SKIPPED,
 ) -> tuple[float, int]:
-    """Return the median seconds of a step, and the most bytes of a rank's process."""
+    """Return the median seconds of a step, and the most bytes of a rank's process.
+
+    `calibration`: where what it measured is kept, unless something is there.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     asked = [*words, f"train.steps={steps + num_skipped}", f"run.dir={folder}"]
     _launch(layout.ranks, "gpipe_hpc.train", asked)
@@ -142,6 +167,8 @@ def _run(
     times = [line["step_time_s"] for line in map(json.loads, lines) if "step_time_s" in line]
     summary = json.loads((folder / "summary.json").read_text("utf-8"))
     taken = [rank["peak_memory_bytes"] for rank in summary["ranks"]]
+    if calibration is not None and not calibration.exists():
+        shutil.copy(folder / "calibration.yaml", calibration)
     shutil.rmtree(folder, ignore_errors=True)
     if len(times) <= num_skipped:
         raise FailedRunError(f"expected {steps + num_skipped} steps, got {len(times)}")

@@ -36,7 +36,7 @@ def test_a_failed_layout_is_told_and_the_others_count(tmp_path):
     results = [
         Result("a", (1.1, 1.0, 1.21), (1.0, 1.2, 0.8), 190, 100, 200, 220),
         Result("b", (2.0,), (2.0,), 200, 100, 200, 220),
-        Result("c", (4.0,), (5.0,), 198, 100, 200, 250, crowded=True),
+        Result("c", (4.0,), (5.0,), 198, 100, 200, 250, crowded=True, calibrated_s=4.5),
         try_layout(layouts("mlp_2r")[0], tmp_path / "none.yaml", 2, 1, tmp_path),
     ]
     assert "none.yaml" in results[-1].failed
@@ -50,6 +50,8 @@ def test_a_failed_layout_is_told_and_the_others_count(tmp_path):
     assert "repeated runs are 20.0 %, repeated plans 9.1 % from" in summary(results)
     assert "failed: " in table(results) and "failed: 1 of 4 layouts" in summary(results)
     assert "more ranks than cores (*): 1 layouts" in summary(results)
+    assert told.calibrated == (pytest.approx(0.1), None, 1)
+    assert "1 layouts, error of time median 10.0 %, rank correlation too few" in summary(results)
 
 
 def test_ranks_that_are_equal_share_their_place():
