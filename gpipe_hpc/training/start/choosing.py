@@ -46,8 +46,7 @@ class Chosen(NamedTuple):
 class _Found(NamedTuple):
     """The best layout, and what is said of it.
 
-    `off_best_cut`: how far its cut is from the best one; None on one rank, and where it is an
-    earlier start's answer.
+    `off_best_cut`: how far its cut is from the best one; None on one rank.
     """
 
     layout: _Layout
@@ -67,9 +66,8 @@ def with_layout(config: Config, world: World, run: Run, words: Sequence[str]) ->
     where, path = "choosing the layout", run.folder / LAYOUT_FILE
     asked = _asked(config, world.size, words)
     with together(world, where):
-        kept = _kept(path, asked) if world.rank == 0 else None
-        is_known: bool = world.everybody.broadcast_object(kept is not None, root=0)
-    found = None if kept is None else _Found(kept, f"as {path} says")
+        found = _kept(path, asked) if world.rank == 0 else None
+        is_known: bool = world.everybody.broadcast_object(found is not None, root=0)
     if not is_known:
         came = _came(config, world)
         search = None if came is None else partial(_choose, config, words, came)
@@ -98,19 +96,24 @@ def _asked(config: Config, num_ranks: int, words: Sequence[str]) -> dict[str, An
     return found
 
 
-def _kept(path: Path, asked: Mapping[str, Any]) -> _Layout | None:
-    """Return the layout that an earlier start found for the same question; None if there is none.
+def _kept(path: Path, asked: Mapping[str, Any]) -> _Found | None:
+    """Return what an earlier start found for the same question; None if there is none.
 
     Whatever is wrong with the file, the search answers anew.
     """
     try:
         told = json.loads(path.read_text("utf-8"))
         layout: _Layout = {name: dict(told["layout"][name]) for name in PINS}
+        off = told.get("off_best_cut")
+        distance = None if off is None else Distance(float(off["share"]), bool(off["is_exact"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     allowed = {"pipeline": {*PINS["pipeline"], "options", "paces"}, "outer": {*PINS["outer"]}}
     is_ours = all(set(layout[name]) <= allowed[name] for name in PINS)
-    return layout if is_ours and told.get("asked") == asked else None
+    if not is_ours or told.get("asked") != asked:
+        return None
+    said = "" if distance is None else f"; {distance.text()}"
+    return _Found(layout, f"as {path} says{said}", distance)
 
 
 def _keep(path: Path, asked: Mapping[str, Any], found: _Found) -> None:

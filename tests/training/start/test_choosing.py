@@ -73,6 +73,9 @@ def test_all_ranks_take_the_winner_of_the_search(tmp_path, searches):
     off = json.loads((tmp_path / LAYOUT_FILE).read_text())["off_best_cut"]
     assert off == best.cut_distance._asdict() and set(off) == {"share", "is_exact"}
     assert f"pipeline.replicas={got.replicas} pipeline.stages={got.stages}" in first.said
+    (again, *_) = chosen(tmp_path, "pipeline.memory_bytes=1.3MB")
+    assert again.said.endswith(f"{LAYOUT_FILE} says; {best.cut_distance.text()}")
+    assert searches == [RANKS]
 
 
 def test_a_later_start_takes_the_same_unless_it_asks_for_something_else(tmp_path, searches):
