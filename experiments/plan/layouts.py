@@ -59,11 +59,12 @@ _ON_TWO: Final = (
 
 
 class Planned(NamedTuple):
-    """A layout: its name, its model, how many ranks, and its settings."""
+    """A layout: its name, its model, how many ranks and replicas, and its settings."""
 
     name: str
     model: str
     ranks: int
+    replicas: int
     words: tuple[str, ...]
 
 
@@ -84,7 +85,7 @@ def _of_model(model: str) -> Iterator[Planned]:
             f"pipeline.schedule={schedule}",
             f"pipeline.recompute={recompute}",
         )
-        return Planned(name, model, ranks, words)
+        return Planned(name, model, ranks, replicas, words)
 
     if model in _LARGE:
         yield layout(2, "one_f_one_b")

@@ -109,9 +109,10 @@ def prices(out: Path, ranks: int) -> Path:
 def try_layout(layout: Planned, prices_file: Path, steps: int, num_runs: int, out: Path) -> Result:
     """Plan it and run it, so often, with the first plan's cut; what fails is told in the result.
 
-    The first layout of a model on so many ranks leaves its calibration in `out` for the others.
+    The first layout of a model on so many ranks leaves its calibration in `out` for the others
+    with as large micro-batches.
     """
-    calibration = out / f"{layout.model}_{layout.ranks}r.yaml"
+    calibration = out / f"{layout.model}_{layout.ranks}r_x{layout.replicas}.yaml"
     words = [*_COMMON, *layout.words]
     by = ["plan.costs=measured", f"plan.prices={prices_file}"]
     try:

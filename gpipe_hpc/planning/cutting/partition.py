@@ -16,8 +16,9 @@ from gpipe_hpc.planning.cutting.uneven import (
 )
 from gpipe_hpc.schedule import Costs
 
+BY_TIME: Final = "time"
 SIMULATED: Final = "simulated"
-POLICIES = ("parameters", "uniform", "time", SIMULATED)
+POLICIES = ("parameters", "uniform", BY_TIME, SIMULATED)
 
 
 class Partition(NamedTuple):
@@ -189,7 +190,7 @@ def choose_partition(
     if policy == "uniform":
         made = Partition((), (1.0,) * len(layers), "layers", (), *paces, pins=pins)
         return made.cut_anew(num_stages, num_ranks)
-    if policy not in ("time", SIMULATED):
+    if policy not in (BY_TIME, SIMULATED):
         raise PartitionError(
             f"partition: unknown, expected one of {', '.join(POLICIES)} or the number of layers "
             f"of each stage, got {policy!r}; choose one of them"

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from gpipe_hpc.errors import GpipeError
+from gpipe_hpc.planning.cutting.partition import SIMULATED
 from gpipe_hpc.planning.request import Request
 from gpipe_hpc.schedule import canonical_schedule, num_rows, num_stages, one_table
 from gpipe_hpc.schedule.families.rerouted import ORDERS
@@ -46,7 +47,8 @@ class Candidate:
     """One layout, but for how copies combine their gradients, which is chosen once it is timed.
 
     Pipelines with holes are one replica on all ranks, as their table is; `rows`: of how many
-    pipelines that is, 1 where there are no holes.
+    pipelines that is, 1 where there are no holes. `simulates_cut`: whether the run is to look for a
+    faster cut than that with even stages, though nobody asked for it.
     """
 
     replicas: int
@@ -58,6 +60,7 @@ class Candidate:
     offload: bool = False
     precision: str | None = None  # where several are compared
     rows: int = 1
+    simulates_cut: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -116,6 +119,7 @@ class Candidate:
             offload=self.offload,
             optimizer_states=states._replace(gradient_copies=0),
             outer=replace(base.combining, weights=None),
+            partition=SIMULATED if self.simulates_cut else base.partition,
         )
 
     def overrides(self) -> list[str]:
@@ -131,6 +135,7 @@ class Candidate:
         words += [f"pipeline.options.{name}={value}" for name, value in asked.options]
         words.append(f"pipeline.recompute={self.recompute}")
         words += ["pipeline.offload=true"] * self.offload
+        words += [f"pipeline.partition={SIMULATED}"] * self.simulates_cut
         return words if self.precision is None else [*words, f"train.precision={self.precision}"]
 
 

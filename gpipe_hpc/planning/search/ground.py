@@ -13,6 +13,7 @@ from gpipe_hpc.planning.costs.gauges import Gauge
 from gpipe_hpc.planning.costs.trial import Weight
 from gpipe_hpc.planning.cutting.partition import (
     ALIKE,
+    BY_TIME,
     SIMULATED,
     Paces,
     Partition,
@@ -39,7 +40,7 @@ class Ground:
         layers: Sequence[Layer],
         gauge_of: Callable[[int], Gauge],
         batch_size: int,
-        policy: Any = "time",
+        policy: Any = BY_TIME,
         pins: Pins = (),
     ) -> None:
         """Keep what is known; `policy`, `pins`: how the model is cut, as in a `Request`."""
@@ -65,10 +66,15 @@ class Ground:
         """Say whether a run takes a faster cut where ranks hold several stages and one is found."""
         return bool(self._policy == SIMULATED)
 
+    @property
+    def cuts_by_time(self) -> bool:
+        """Say whether cuts are by time, simulated or not."""
+        return self.simulates_cuts or bool(self._policy == BY_TIME)
+
     def with_open_cuts(self) -> "Ground":
         """Return the same whose layouts take such cuts, which takes about half a second each."""
         other = copy(self)
-        other._leaves_cuts_open = self.simulates_cuts
+        other._leaves_cuts_open = self.cuts_by_time
         return other
 
     def gauge(self, samples: int) -> Known:

@@ -7,11 +7,12 @@ much better than the best found any other layout could be.
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
 from gpipe_hpc.errors import GpipeError, PartitionError
+from gpipe_hpc.planning.cutting.partition import SIMULATED
 from gpipe_hpc.planning.cutting.simulated import has_shared_ranks
 from gpipe_hpc.planning.request import Request
 from gpipe_hpc.planning.search.bounds import Bound, Ways, bound
@@ -25,6 +26,7 @@ _LARGEST: Final = 400_000  # actions of one table
 _ENOUGH: Final = 24  # trials, ahead of those that only the bound asks for
 _FEW: Final = 6
 _CUT_AGAIN: Final = 12  # of the best: half a second each
+_WORTH_CUTTING: Final = 0.99  # of the time with even stages: more is no reason to ask for it
 _AS_GOOD: Final = 0.99  # of the time of the best found: what could be that fast is not looked for
 
 
@@ -129,7 +131,8 @@ def search(space: Space, ground: Ground, most_actions: int = MOST_ACTIONS) -> Ra
     """Rank the layouts of a space by the time of a step, among those that fit into memory.
 
     Of layouts that take the same time the one that needs least memory is first. They are compared
-    on cuts with even stages, and where a run simulates cuts the best few then on those it takes.
+    on cuts with even stages, and the best few then on simulated ones, too, unless the command line
+    says how to cut: those take simulated ones that are faster, and say so.
     With `most_actions` of all tables together it stops. Raises PartitionError where no layout has
     stages that can hold the pinned layers.
     """
@@ -184,8 +187,13 @@ def search(space: Space, ground: Ground, most_actions: int = MOST_ACTIONS) -> Ra
 
 
 def _cut_again(tally: _Tally, ground: Ground, space: Space, choices: Choices) -> None:
-    """Time the best layouts on the cuts that a run takes, where ranks hold several stages."""
-    if not ground.simulates_cuts:
+    """Time the best layouts on simulated cuts, where ranks hold several stages.
+
+    If a run takes such cuts in any case, these times count; else a layout asks for its cut to be
+    simulated where that is worth while.
+    """
+    is_free = "partition" not in space.fixed and ground.cuts_by_time
+    if not (ground.simulates_cuts or is_free):
         return
     opened = ground.with_open_cuts()
     for at, trial in enumerate(tally.trials[:_CUT_AGAIN]):
@@ -193,8 +201,14 @@ def _cut_again(tally: _Tally, ground: Ground, space: Space, choices: Choices) ->
             continue
         with suppress(GpipeError):  # the cut that fits stays
             found = try_out(trial.candidate, opened, space.base, choices)
-            if isinstance(found, Trial):
+            if not isinstance(found, Trial):
+                continue
+            if ground.simulates_cuts:
                 tally.trials[at] = found
+            elif found.step_s < _WORTH_CUTTING * trial.step_s:
+                asking = replace(found.candidate, simulates_cut=True)
+                request = replace(found.request, partition=SIMULATED)
+                tally.trials[at] = replace(found, candidate=asking, request=request)
     tally.trials.sort(key=_by_time)
 
 

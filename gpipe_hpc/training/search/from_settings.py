@@ -40,7 +40,15 @@ from gpipe_hpc.training.machines import (
 
 PINS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
-        "pipeline": ("stages", "replicas", "microbatches", "recompute", "offload", "schedule"),
+        "pipeline": (
+            "stages",
+            "replicas",
+            "microbatches",
+            "recompute",
+            "offload",
+            "schedule",
+            "partition",
+        ),
         "outer": ("shard", "hierarchy", "bucket_bytes"),
     }
 )

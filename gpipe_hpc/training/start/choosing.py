@@ -21,6 +21,7 @@ from gpipe_hpc.errors import ConfigError
 from gpipe_hpc.planning.costs.rates import Rates, host_copy_rate
 from gpipe_hpc.planning.costs.speed import paces_of_times
 from gpipe_hpc.planning.cutting.distance import Distance
+from gpipe_hpc.planning.cutting.partition import SIMULATED
 from gpipe_hpc.planning.memory.by_rank import FoundPaces
 from gpipe_hpc.training.data.shapes import samples_per_microbatch
 from gpipe_hpc.training.machines import rates_of
@@ -195,6 +196,7 @@ def _choose(config: Config, words: Sequence[str], came: Came) -> _Found:
             "options": dict(candidate.options),
             "recompute": candidate.recompute,
             "offload": candidate.offload,
+            **({"partition": SIMULATED} if candidate.simulates_cut else {}),
             # Those that were measured: the run's cut has to be the one that was compared.
             **({"paces": [*paces]} if came.paces and not isinstance(paces, str | None) else {}),
         },
