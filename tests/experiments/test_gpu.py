@@ -142,7 +142,10 @@ def test_claims_are_read_off_what_the_parts_wrote():
                 "gradient difference of ours": {"failed": "planted"},
             },
         ),
-        "memory": Outcome("done", found={"size": "xl", "offload": {"over_plan": 1.2}}),
+        "memory": Outcome(
+            "done",
+            found={"size": "xl", "offload": {"over_plan": 1.2, "active_over_plan": 1.5}},
+        ),
         "exactness": Outcome("failed", found={"failed": 3}),
     }
     told = {str(claim).split(": ", 1)[0] + ", " + claim.what for claim in command.claims(found)}
@@ -153,6 +156,7 @@ def test_claims_are_read_off_what_the_parts_wrote():
         "NOT FOUND, one rank: waits for the device in a step of ours",
         "DOES NOT HOLD, memory: peak over plan, offload",
         "holds, memory: peak over plan, offload",
+        "DOES NOT HOLD, memory: peak with what waits for copies over plan, offload",
         "DOES NOT HOLD, exactness: tests that fail",
     }
 
