@@ -16,8 +16,8 @@ class Errors(NamedTuple):
     """Of some layouts: errors as shares; the correlation is None of too few.
 
     `tensors_median`: of memory, without what a process takes beside tensors. `kept_median`: how
-    much more is taken where freed memory is kept. `calibrated`: the median and the correlation of
-    what was planned by another run, and how many there are.
+    much more is taken where freed memory is kept. `calibrated`: of what was planned by another
+    run, None where nothing was.
     """
 
     num: int
@@ -27,7 +27,15 @@ class Errors(NamedTuple):
     tensors_median: float
     kept_median: float
     correlation: float | None
-    calibrated: tuple[float, float | None, int] | None = None
+    calibrated: "Calibrated | None" = None
+
+
+class Calibrated(NamedTuple):
+    """Of some layouts that were planned by another run: the median error, and as in `Errors`."""
+
+    median: float
+    correlation: float | None
+    num: int
 
 
 def done(results: Sequence[Result]) -> list[Result]:
@@ -49,8 +57,8 @@ def errors(results: Sequence[Result]) -> Errors | None:
     calibrated = None
     if again:
         apart = median(abs(plan / took - 1) for plan, took in again)
-        enough = len(again) >= _LEAST
-        calibrated = apart, spearman(*zip(*again, strict=True)) if enough else None, len(again)
+        their_order = spearman(*zip(*again, strict=True)) if len(again) >= _LEAST else None
+        calibrated = Calibrated(apart, their_order, len(again))
     return Errors(
         len(ran),
         median(times),

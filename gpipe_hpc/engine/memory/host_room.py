@@ -117,7 +117,8 @@ class HostRoom:
         Memory that copies read or write is free behind them. Buffers of sizes that the step did not
         use are let go of, and who read them.
         """
-        self.before_compute()
+        self._left += self._leaving
+        self._leaving = []
         self.make_room()
         self.device.current_stream().wait_stream(self.back)
         self._unused, self._free = self._free, defaultdict(deque)

@@ -5,6 +5,7 @@ with the best of all, or when it has simulated so much that it would take minute
 much better than the best found any other layout could be.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,6 @@ from functools import partial
 from typing import Final
 
 from gpipe_hpc.errors import GpipeError, PartitionError
-from gpipe_hpc.planning.cutting.partition import SIMULATED
 from gpipe_hpc.planning.cutting.simulated import has_shared_ranks
 from gpipe_hpc.planning.request import Request
 from gpipe_hpc.planning.search.bounds import Bound, Ways, bound
@@ -26,7 +26,7 @@ _LARGEST: Final = 400_000  # actions of one table
 _ENOUGH: Final = 24  # trials, ahead of those that only the bound asks for
 _FEW: Final = 6
 _CUT_AGAIN: Final = 12  # of the best: half a second each
-_WORTH_CUTTING: Final = 0.99  # of the time with even stages: more is no reason to ask for it
+_WORTH_CUTTING: Final = 0.99  # of the time with even stages: less gain is no reason to ask for it
 _AS_GOOD: Final = 0.99  # of the time of the best found: what could be that fast is not looked for
 
 
@@ -131,8 +131,8 @@ def search(space: Space, ground: Ground, most_actions: int = MOST_ACTIONS) -> Ra
     """Rank the layouts of a space by the time of a step, among those that fit into memory.
 
     Of layouts that take the same time the one that needs least memory is first. They are compared
-    on cuts with even stages, and the best few then on simulated ones, too, unless the command line
-    says how to cut: those take simulated ones that are faster, and say so.
+    on cuts with even stages. The best few are then tried on simulated cuts, too, unless the command
+    line says how to cut; one that gets faster takes such a cut, and its settings ask for it.
     With `most_actions` of all tables together it stops. Raises PartitionError where no layout has
     stages that can hold the pinned layers.
     """
@@ -196,19 +196,15 @@ def _cut_again(tally: _Tally, ground: Ground, space: Space, choices: Choices) ->
     if not (ground.simulates_cuts or is_free):
         return
     opened = ground.with_open_cuts()
+    worth = math.inf if ground.simulates_cuts else _WORTH_CUTTING
     for at, trial in enumerate(tally.trials[:_CUT_AGAIN]):
         if not has_shared_ranks(ground.placement(trial.candidate)):
             continue
+        asking = replace(trial.candidate, simulates_cut=not ground.simulates_cuts)
         with suppress(GpipeError):  # the cut that fits stays
-            found = try_out(trial.candidate, opened, space.base, choices)
-            if not isinstance(found, Trial):
-                continue
-            if ground.simulates_cuts:
+            found = try_out(asking, opened, space.base, choices)
+            if isinstance(found, Trial) and found.step_s < worth * trial.step_s:
                 tally.trials[at] = found
-            elif found.step_s < _WORTH_CUTTING * trial.step_s:
-                asking = replace(found.candidate, simulates_cut=True)
-                request = replace(found.request, partition=SIMULATED)
-                tally.trials[at] = replace(found, candidate=asking, request=request)
     tally.trials.sort(key=_by_time)
 
 

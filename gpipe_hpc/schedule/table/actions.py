@@ -65,7 +65,8 @@ class Action(NamedTuple):
     ``SEND_B(d, m, s)`` sends its gradient back, ``RECV_B(s, m, d)`` posts for that.
 
     ``OFFLOAD(s, m)`` copies what the forward keeps to the host's memory, ``FETCH(s, m)`` brings it
-    back; both run beside compute. Its memory on the device is free behind the next compute action.
+    back; both run beside compute. The device's memory of what an ``OFFLOAD`` copies is free behind
+    the next compute action of the rank.
     """
 
     op: Op

@@ -89,16 +89,16 @@ def away(row: Sequence[Action]) -> list[Life]:
     without the original. Of what comes back sooner there is no life.
     """
     found: list[Life] = []
-    behind = len(row)  # the next compute action, from the end of the list
-    follows = [behind] * len(row)
-    for at in reversed(range(len(row))):
-        follows[at] = behind
-        if row[at].op in COMPUTE:
-            behind = at
-    for life in kept(row, {Thing.COPY}):
-        gone = follows[life.first]
-        if gone < life.last:
-            found.append(life._replace(first=gone))
+    leaving: list[Place] = []
+    gone: dict[Place, int] = {}
+    for at, (op, stage, microbatch, _) in enumerate(row):
+        if op is Op.OFFLOAD:
+            leaving.append((stage, microbatch))
+        elif op in COMPUTE:
+            gone.update(dict.fromkeys(leaving, at))
+            leaving.clear()
+        elif op is Op.FETCH and (stage, microbatch) in gone:
+            found.append(Life(Thing.COPY, stage, microbatch, gone[stage, microbatch], at))
     return found
 
 
