@@ -1,10 +1,14 @@
 """Pinned memory of what waits on the host: made once, and written again in the order of copies."""
 
+import gc
+
+import pytest
 import torch
 
 from gpipe_hpc import Pipeline, run_on_threads
 from gpipe_hpc.engine.memory.host_room import HostRoom
 from gpipe_hpc.engine.memory.offload import HostCopy
+from gpipe_hpc.errors import ActionError
 from tests.played.alone import alone
 from tests.played.world import run_played
 from tests.support import batch, gradients_of, linears, square_sum
@@ -25,16 +29,22 @@ def train(world, takes=None):
 
 def test_memory_is_pinned_in_the_first_step_alone(monkeypatch):
     """Each tensor of each micro-batch pinned memory of its own."""
-    takes = []
-    take = HostRoom.take
+    takes, ends = [], []
+    take, end = HostRoom.take, HostRoom.end
 
     def noted(room, num_bytes):
         buffer = take(room, num_bytes)
         takes[-1].append((num_bytes, buffer.data_ptr()))
         return buffer
 
+    def ended(room):
+        ends.append(len(takes))
+        end(room)
+
     monkeypatch.setattr(HostRoom, "take", noted)
+    monkeypatch.setattr(HostRoom, "end", ended)
     (played,) = run_played(1, lambda world: train(world, takes)).results
+    assert ends == [1, 2, 3, 4], "once for each step"
     first, *others = takes
     assert first
     for step in others[:2]:
@@ -43,6 +53,38 @@ def test_memory_is_pinned_in_the_first_step_alone(monkeypatch):
     (on_cpu,) = run_on_threads(1, train)
     assert played[0] == on_cpu[0]
     assert all(torch.equal(each, on_cpu[1][name]) for name, each in played[1].items())
+
+
+def failing_amid_copies(world):
+    """Return what is allocated behind a step, and behind one that fails while copies are out."""
+
+    def loss(output, target):
+        if fails and len(seen) == 4:
+            raise ValueError("planted")
+        seen.append(1)
+        return square_sum(output, target)
+
+    settings = {"microbatches": 6, "schedule": "gpipe", "offload": True, "recompute": "never"}
+    pipe = Pipeline(linears(6), loss, seed=1, world=world, **settings)
+    taken, losses = [], []
+    for fails in (False, True, False):
+        seen = []
+        if fails:
+            with pytest.raises(ActionError, match="planted"):
+                pipe.step(*batch(24))
+        else:
+            losses.append(pipe.step(*batch(24)).loss)
+        for parameter in pipe.parameters():
+            parameter.grad = None
+        gc.collect()
+        taken.append(world.device.memory_allocated())
+    return taken, losses
+
+
+def test_a_step_that_fails_lets_go_of_what_was_on_its_way_out():
+    (((good, failed, again), losses),) = run_played(1, failing_amid_copies).results
+    assert failed <= good and again == good
+    assert losses[0] == losses[1]
 
 
 def test_sizes_that_a_step_does_not_use_are_let_go_of():

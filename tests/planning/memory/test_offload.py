@@ -66,19 +66,22 @@ def test_a_rank_holds_what_was_planned(precision, recompute):
     assert 0.95 * planned <= found <= 1.01 * planned
 
 
-@pytest.mark.parametrize("schedule", ["chimera", "zb_h1", "gpipe"])
-def test_ranks_hold_no_more_than_was_planned(schedule):
+@pytest.mark.parametrize(
+    ("schedule", "recompute"),
+    [("chimera", "never"), ("zb_h1", "never"), ("zb_h1", "always"), ("gpipe", "never")],
+)
+def test_ranks_hold_no_more_than_was_planned(schedule, recompute):
     """What had left and what came back lay side by side, and what I had used stayed until W."""
     (first, planned), *others = run_on_threads(
         4,
         lambda world: found_and_planned(
-            world, "float32", "never", schedule=schedule, partition="uniform"
+            world, "float32", recompute, schedule=schedule, partition="uniform"
         ),
         device=lambda rank: Apart(),
     )
     # Ranks that are threads share boundaries: those sent live as long as those taken.
     boundary = SAMPLES * 64 * 64 * 4
     found = [own - (MICROBATCHES + 1) * boundary for own in (first, *(own for own, _ in others))]
-    assert all(own <= 1.02 * most for own, most in zip(found, planned, strict=True)), [
+    assert all(own <= 1.035 * most for own, most in zip(found, planned, strict=True)), [
         round(own / most, 3) for own, most in zip(found, planned, strict=True)
     ]

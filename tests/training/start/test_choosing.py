@@ -78,6 +78,20 @@ def test_all_ranks_take_the_winner_of_the_search(tmp_path, searches):
     assert searches == [RANKS]
 
 
+def test_a_run_takes_the_simulated_cut_that_its_layout_asks_for(tmp_path):
+    words = ("pipeline.stages=2", "pipeline.schedule=zb_v", "pipeline.microbatches=4")
+    words += ("model.widths=[16,64,16,64,16,64,200,300]", "data.width=16", "data.num_classes=300")
+    for number, (more, expected) in enumerate(
+        [((), "simulated"), (("pipeline.partition=time",), "time")]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for _ in range(2):  # the second takes the first one's answer
+            found = chosen(folder, *words, *more, ranks=2)
+            assert [each.config.pipeline.partition for each in found] == [expected] * 2
+            assert ("pipeline.partition=simulated" in found[0].said) == (expected == "simulated")
+
+
 def test_a_later_start_takes_the_same_unless_it_asks_for_something_else(tmp_path, searches):
     """The rate is measured anew in each start; noise must not move a run to another layout."""
     first = chosen(tmp_path)[0]
