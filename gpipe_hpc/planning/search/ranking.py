@@ -37,8 +37,9 @@ class Ranking:
     `num_layouts`: of the space; of them `num_refused` cannot be built, `num_large` have too large a
     table to be simulated, `num_too_much` need more than the memory, and `num_unpinned` have
     stages that cannot hold the pinned layers. `least_s`: what a layout that was not simulated takes
-    at least; None where all were, or cannot be faster. `nearest`: of those that do not fit, the one
-    that needs least.
+    at least; None where all were, or cannot be faster. `is_of_even_cuts`: that holds for cuts with
+    even stages alone, as only the best layouts were tried on simulated ones. `nearest`: of those
+    that do not fit, the one that needs least.
     """
 
     trials: tuple[Trial, ...]
@@ -51,6 +52,7 @@ class Ranking:
     nearest: TooMuch | None = None
     refusal: str = ""
     num_unpinned: int = 0
+    is_of_even_cuts: bool = False
 
     @property
     def distance(self) -> float:
@@ -75,6 +77,7 @@ def merged(rankings: Sequence[Ranking]) -> Ranking:
         min(nearest, key=lambda each: each.excess_bytes, default=None),
         next((each.refusal for each in rankings if each.refusal), ""),
         sum(each.num_unpinned for each in rankings),
+        any(each.is_of_even_cuts for each in rankings),
     )
 
 
@@ -171,7 +174,11 @@ def search(space: Space, ground: Ground, most_actions: int = MOST_ACTIONS) -> Ra
     if tally.nearest is None and not tally.trials:
         tally.nearest = _nearest(hopeless, ground, space, choices)
     tally.trials.sort(key=_by_time)
-    _cut_again(tally, ground, space, choices)
+    asks_for_cuts = ground.cuts_by_time and not (
+        ground.simulates_cuts or "partition" in space.fixed
+    )
+    if ground.simulates_cuts or asks_for_cuts:
+        _cut_again(tally, ground, space, choices)
     return Ranking(
         tuple(tally.trials),
         num_layouts,
@@ -183,6 +190,7 @@ def search(space: Space, ground: Ground, most_actions: int = MOST_ACTIONS) -> Ra
         tally.nearest,
         str((tally.refused or tally.unpinned or [""])[0]),
         len(tally.unpinned),
+        asks_for_cuts,
     )
 
 
@@ -192,9 +200,6 @@ def _cut_again(tally: _Tally, ground: Ground, space: Space, choices: Choices) ->
     If a run takes such cuts in any case, these times count; else a layout asks for its cut to be
     simulated where that is worth while.
     """
-    is_free = "partition" not in space.fixed and ground.cuts_by_time
-    if not (ground.simulates_cuts or is_free):
-        return
     opened = ground.with_open_cuts()
     worth = math.inf if ground.simulates_cuts else _WORTH_CUTTING
     for at, trial in enumerate(tally.trials[:_CUT_AGAIN]):

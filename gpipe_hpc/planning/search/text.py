@@ -100,11 +100,12 @@ def counts_text(ranking: Ranking, num_ways: int) -> str:
     left -= ranking.num_refused + ranking.num_large + ranking.num_unpinned
     if left > 0:
         parts.append(f"{left} left out by what they take at least")
-    sure = "; no layout is faster than the first"
+    on = "on cuts with even stages, " * ranking.is_of_even_cuts
+    sure = f"; {on}no layout is faster than the first"
     if not ranking.trials:
         sure = ""
     elif ranking.distance > 0:
-        sure = f"; none can be more than {100 * ranking.distance:.1f} % faster than the first"
+        sure = f"; {on}none can be more than {100 * ranking.distance:.1f} % faster than the first"
     times = f", each with {num_ways} ways to combine copies" if num_ways > 1 else ""
     return f"{ranking.num_layouts:,} layouts{times}: {', '.join(parts)}{sure}"
 

@@ -21,8 +21,9 @@ from gpipe_hpc.planning.search.candidates import Candidate, Space
 from gpipe_hpc.planning.search.fewest import Fewest, fewest_ranks
 from gpipe_hpc.planning.search.ground import Ground
 from gpipe_hpc.planning.search.machine import Machine, on_hosts
-from gpipe_hpc.planning.search.ranking import search
+from gpipe_hpc.planning.search.ranking import merged, search
 from gpipe_hpc.planning.search.summing import copies_of, sum_time
+from gpipe_hpc.planning.search.text import counts_text
 from gpipe_hpc.planning.search.trial import (
     Choices,
     Laid,
@@ -361,6 +362,19 @@ def test_a_layout_asks_for_a_simulated_cut_where_that_makes_it_faster():
     by_size = search(space, ground_of(2, 1, 8, WIDTHS, policy="uniform")).trials
     assert given and by_size
     assert not any(each.candidate.simulates_cut for each in (*given, *by_size))
+
+
+@pytest.mark.parametrize(
+    ("policy", "fixed", "says"),
+    [("time", (), True), ("time", ("partition",), False), ("simulated", (), False)],
+)
+def test_what_was_not_tried_on_simulated_cuts_is_said(policy, fixed, says):
+    """No layout was faster than the first, it said; one that was left out could be, cut anew."""
+    ground = ground_of(2, 1, 8, policy=policy)
+    found = search(replace(space_of(ground, partition=policy), fixed=frozenset(fixed)), ground)
+    assert found.trials
+    assert ("on cuts with even stages, no" in counts_text(found, 1)) == says
+    assert counts_text(merged([found, found]), 1).count("even stages") == says
 
 
 def test_why_a_layout_is_worse_names_what_grows_most():
