@@ -52,9 +52,9 @@ test-slow: $(STAMP)
 
 # Both in one run, for continuous integration: collecting all tests takes each worker ten seconds,
 # and while a slow test waits for its processes another worker has the core: two for each core.
-# Up to ten tests that fail in this crowd are tried once more, by themselves: a machine that others
-# use too can starve a process for longer than any limit. What fails again has failed; what passes
-# is named, for it is a race in the test or in the package.
+# Tests of up to ten files that fail in this crowd are tried once more, by themselves: a machine
+# that others use too can starve a process for longer than any limit. What fails again has failed;
+# what passes is named, for it is a race in the test or in the package.
 test-ci: $(STAMP)
 	$(BIN)/python -m pytest -q -m $(CI_TESTS) -n $(CI_WORKERS) --maxprocesses 8 --dist worksteal $(ARGS) || $(BIN)/python tests/once_more.py -m $(CI_TESTS) $(ARGS)
 

@@ -392,7 +392,7 @@ def mpiexec(repository: Path) -> Iterator[Mpiexec]:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=110,
+            timeout=250,  # four ranks beside other tests: a slow machine took over two minutes
             check=False,
         )
         return Ended(done.returncode, done.stdout.decode(errors="replace"))

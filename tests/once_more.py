@@ -2,7 +2,8 @@
 
     python tests/once_more.py [arguments of pytest]
 
-More than `MOST` are no accident: then nothing is run, and the exit code is 1.
+Those of one file count as one, for they may share a start that has failed. More than `MOST` are no
+accident: then nothing is run, and the exit code is 1.
 """
 
 import json
@@ -21,8 +22,12 @@ def main(arguments: list[str], folder: Path = REPOSITORY) -> int:
         failed = sorted(json.loads((folder / FAILED).read_text("utf-8")))
     except FileNotFoundError:
         failed = []
-    if not failed or len(failed) > MOST:
-        print(f"not run once more: {len(failed)} tests have failed, expected 1 to {MOST}")
+    files = {name.partition("::")[0] for name in failed}
+    if not 0 < len(files) <= MOST:
+        print(
+            f"not run once more: {len(failed)} tests of {len(files)} files have failed, expected "
+            f"1 to {MOST} files"
+        )
         return 1
     print("run once more, one after the other:", *failed, sep="\n  ", flush=True)
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--lf", "--lfnf=none"]

@@ -29,11 +29,21 @@ def test_what_fails_again_has_failed(tmp_path):
     assert once_more.main(["--rootdir", str(tmp_path)], tmp_path) == 1
 
 
-@pytest.mark.parametrize("num_failed", [0, once_more.MOST + 1])
-def test_many_or_none_are_not_run(tmp_path, num_failed, capfd):
+@pytest.mark.parametrize("num_files", [0, once_more.MOST + 1])
+def test_many_or_none_are_not_run(tmp_path, num_files, capfd):
     """None: the run has ended without a word, as by a fault of pytest's."""
     path = tmp_path / once_more.FAILED
     path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({f"test_it.py::test_{n}": True for n in range(num_failed)}))
+    path.write_text(json.dumps({f"test_{n}.py::test_it": True for n in range(num_files)}))
     assert once_more.main([], tmp_path) == 1
-    assert f"{num_failed} tests have failed" in capfd.readouterr().out
+    assert f"{num_files} tests of {num_files} files have failed" in capfd.readouterr().out
+
+
+def test_a_start_that_many_tests_share_counts_once(tmp_path, capfd):
+    """Four ranks started too slowly, and 56 tests of one file were not tried once more."""
+    cases = f"@pytest.mark.parametrize('case', range({once_more.MOST + 1}))\n"
+    text = RACE.replace("def test_race():", f"{cases}def test_race(case):")
+    first_run(tmp_path, f"import pytest\n{text}")
+    (tmp_path / "second").touch()
+    assert once_more.main(["--rootdir", str(tmp_path)], tmp_path) == 0
+    assert capfd.readouterr().out.count("test_it.py::test_race[3]") == 2

@@ -19,7 +19,7 @@ from tests.played.mpi import open_mpi_transport, reduce_all
 from tests.played.owners import oss_between_threads, show_groups
 from tests.played.tracker import HostWait
 from tests.played.world import Played, between, run_played
-from tests.support import all_same, batch, batches
+from tests.support import batch, batches, same
 
 WIDTH, NUM_STEPS = 4, 3
 
@@ -214,10 +214,20 @@ class Given:
     tensors: list[dict[str, Tensor]] = field(default_factory=list)
     waits: list[tuple[list[HostWait], list[HostWait]]] = field(default_factory=list)
 
-    def is_that_of(self, other: "Given") -> bool:
-        """Say whether both are the same to the bit."""
-        same = zip(self.tensors, other.tensors, strict=True)
-        return self.losses == other.losses and all(all_same(one, two) for one, two in same)
+    def unlike(self, other: "Given") -> list[str]:
+        """Return what is not the same to the bit, by its place."""
+        losses = zip(self.losses, other.losses, strict=True)
+        found = [f"loss {at}: {one} {two}" for at, (one, two) in enumerate(losses) if one != two]
+        for at, (ours, theirs) in enumerate(zip(self.tensors, other.tensors, strict=True)):
+            if ours.keys() != theirs.keys():
+                found.append(f"names {at}: {sorted(ours.keys() ^ theirs.keys())}")
+            names = [name for name in ours if name in theirs]
+            found += [
+                f"{name} {at}: {ours[name]} {theirs[name]}"
+                for name in names
+                if not same(ours[name], theirs[name])
+            ]
+        return found
 
 
 def optimizer_of(scenario: Scenario, parameters: Sequence[Any]) -> torch.optim.Optimizer:
