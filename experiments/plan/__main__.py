@@ -3,8 +3,8 @@
     python -m experiments.plan [--write] [--steps N] [--only NAME] [--noise N] [--out DIR]
 
 Every layout is planned from layers that are measured here, with prices that a preflight measured on
-as many ranks, and is then trained through torchrun, one thread a rank. The first layout of each
-model is planned and run `--noise` times. A layout that fails is told in the table.
+as many ranks, and is trained through torchrun, one thread a rank, between two plans. The first
+layout of each model is run `--noise` times. A layout that fails is told in the table.
 """
 
 import argparse

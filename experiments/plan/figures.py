@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import fmean, median, quantiles
 from typing import Any, NamedTuple
 
@@ -16,8 +17,8 @@ class Errors(NamedTuple):
     """Of some layouts: errors as shares; the correlation is None of too few.
 
     `tensors_median`: of memory, without what a process takes beside tensors. `kept_median`: how
-    much more is taken where freed memory is kept. `calibrated`: of what was planned by another
-    run, None where nothing was.
+    much more is taken where freed memory is kept. `replayed`: of runs planned by what they
+    measured themselves. `calibrated`: of what was planned by another run, None where nothing was.
     """
 
     num: int
@@ -27,11 +28,12 @@ class Errors(NamedTuple):
     tensors_median: float
     kept_median: float
     correlation: float | None
-    calibrated: "Calibrated | None" = None
+    replayed: "ByRuns"
+    calibrated: "ByRuns | None" = None
 
 
-class Calibrated(NamedTuple):
-    """Of some layouts that were planned by another run: the median error, and as in `Errors`."""
+class ByRuns(NamedTuple):
+    """Of some layouts that were planned by runs: the median error, and as in `Errors`."""
 
     median: float
     correlation: float | None
@@ -58,7 +60,11 @@ def errors(results: Sequence[Result]) -> Errors | None:
     if again:
         apart = median(abs(plan / took - 1) for plan, took in again)
         their_order = spearman(*zip(*again, strict=True)) if len(again) >= _LEAST else None
-        calibrated = Calibrated(apart, their_order, len(again))
+        calibrated = ByRuns(apart, their_order, len(again))
+    own_order = None
+    if len(ran) >= _LEAST:
+        own_order = spearman([e.replayed_s for e in ran], [e.measured_s for e in ran])
+    replayed = ByRuns(median(abs(e.replayed_error) for e in ran), own_order, len(ran))
     return Errors(
         len(ran),
         median(times),
@@ -67,6 +73,7 @@ def errors(results: Sequence[Result]) -> Errors | None:
         median(abs(each.tensors_error) for each in ran),
         median(each.kept_more for each in ran),
         order,
+        replayed,
         calibrated,
     )
 
@@ -86,29 +93,28 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 class Noise(NamedTuple):
-    """The median distance of repeated runs, and plans, from the median of their layout."""
+    """As shares: the median distance of repeated runs from the median of their layout, and that of
+    two plans with a run between them from one another."""
 
     runs: float
     plans: float
 
 
 def noise(results: Sequence[Result]) -> Noise | None:
-    """Return how far what was repeated is apart, as shares; None where nothing was."""
-    repeated = [each for each in done(results) if len(each.runs_s) > 1]
-    if not repeated:
-        return None
-    runs = [abs(run / each.measured_s - 1) for each in repeated for run in each.runs_s]
-    plans = [abs(plan / each.predicted_s - 1) for each in repeated for plan in each.plans_s]
-    return Noise(median(runs), median(plans))
+    """Return how far what was repeated is apart; None where no run was."""
+    ran = done(results)
+    runs = [abs(each / of.measured_s - 1) for of in ran for each in of.runs_s if of.runs_s[1:]]
+    plans = [abs(two / one - 1) for each in ran for one, two in pairwise(each.plans_s)]
+    return Noise(median(runs), median(plans)) if runs and plans else None
 
 
 def table(results: Sequence[Result]) -> str:
     """Return a line for each layout."""
     memory = ["memory planned", "measured", "error", "of tensors", "kept"]
-    rows = [["layout", "planned", "measured", "error", "calibrated", *memory]]
+    rows = [["layout", "planned", "measured", "error", "replayed", "calibrated", *memory]]
     for each in results:
         if each.failed:
-            rows.append([each.name, f"failed: {each.failed}", *[""] * (3 + len(memory))])
+            rows.append([each.name, f"failed: {each.failed}", *[""] * (4 + len(memory))])
             continue
         again = each.calibrated_error
         rows.append(
@@ -117,6 +123,7 @@ def table(results: Sequence[Result]) -> str:
                 f"{1e3 * each.predicted_s:.1f} ms",
                 f"{1e3 * each.measured_s:.1f} ms",
                 f"{100 * each.error:+.0f} %",
+                f"{100 * each.replayed_error:+.0f} %",
                 "-" if again is None else f"{100 * again:+.0f} %",
                 bytes_text(each.predicted_bytes),
                 bytes_text(each.measured_bytes),
@@ -144,12 +151,12 @@ def summary(results: Sequence[Result]) -> str:
             f"90th percentile {100 * found.ninth_tenth:.1f} %, rank correlation "
             f"{_order_text(found.correlation)}"
         )
-        if found.calibrated is not None:
-            apart, order, number = found.calibrated
-            lines.append(
-                f"  planned by the calibration of another run: {number} layouts, error of time "
-                f"median {100 * apart:.1f} %, rank correlation {_order_text(order)}"
-            )
+        for what, by in (("their own run", found.replayed), ("another run", found.calibrated)):
+            if by is not None:
+                lines.append(
+                    f"  planned by what {what} measured: {by.num} layouts, error of time median "
+                    f"{100 * by.median:.1f} %, rank correlation {_order_text(by.correlation)}"
+                )
     everything = errors(results)
     if everything is not None:
         lines.append(
@@ -160,8 +167,8 @@ def summary(results: Sequence[Result]) -> str:
     floor = noise(results)
     if floor is not None:
         lines.append(
-            f"noise: repeated runs are {100 * floor.runs:.1f} %, repeated plans "
-            f"{100 * floor.plans:.1f} % from their median"
+            f"noise: repeated runs are {100 * floor.runs:.1f} % from their median, plans before "
+            f"and after a run {100 * floor.plans:.1f} % apart"
         )
     failed = len(results) - len(done(results))
     return "\n".join([*lines, f"failed: {failed} of {len(results)} layouts"])

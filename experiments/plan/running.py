@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Final
+from typing import Final, NamedTuple
 
 from experiments.plan.layouts import Planned
 from gpipe_hpc.config import compose_config
@@ -40,8 +40,9 @@ class Result:
     measured where freed memory is kept, which is the default; `measured_bytes` where it goes back
     to the system. `plans_s`: each time it was planned. `calibrated_s`: planned by what a run of
     another layout of the model on as many ranks has measured; None for that layout itself.
-    `runs_s`: the median step of each run. `crowded`: ranks outnumber cores. `failed`: why there are
-    no figures.
+    `runs_s`: the median step of each run. `replays_s`: of each run, planned by what that very run
+    has measured of its layers and all else. `crowded`: ranks outnumber cores. `failed`: why there
+    are no figures.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Result:
     parts: str = ""
     failed: str = ""
     calibrated_s: float | None = None
+    replays_s: tuple[float, ...] = ()
 
     @property
     def predicted_s(self) -> float:
@@ -75,6 +77,17 @@ class Result:
     def calibrated_error(self) -> float | None:
         """Return the same for what was planned by another run."""
         return None if self.calibrated_s is None else self.calibrated_s / self.measured_s - 1
+
+    @property
+    def replayed_s(self) -> float:
+        """Return the median over its runs of what each is planned at by its own figures."""
+        return median(self.replays_s)
+
+    @property
+    def replayed_error(self) -> float:
+        """Return the median over its runs of how far that is off: what is the simulation's."""
+        pairs = zip(self.replays_s, self.runs_s, strict=True)
+        return median(replay / run - 1 for replay, run in pairs)
 
     @property
     def memory_error(self) -> float:
@@ -106,9 +119,21 @@ def prices(out: Path, ranks: int) -> Path:
     return path
 
 
+class _Ran(NamedTuple):
+    """The median seconds of a step, and the most bytes of a rank's process.
+
+    `replayed_s`: seconds as planned by what the run measured; 0 where that was not asked for.
+    """
+
+    step_s: float
+    most_bytes: int
+    replayed_s: float
+
+
 def try_layout(layout: Planned, prices_file: Path, steps: int, num_runs: int, out: Path) -> Result:
     """Plan it and run it, so often, with the first plan's cut; what fails is told in the result.
 
+    It is planned before and after each run: a machine that others use is not as fast all the time.
     The first layout of a model on so many ranks leaves its calibration in `out` for the others
     with as large micro-batches.
     """
@@ -119,17 +144,13 @@ def try_layout(layout: Planned, prices_file: Path, steps: int, num_runs: int, ou
         plan = make_plan(compose_config([*words, *by]))
         counts = ",".join(map(str, plan.layout.partition.counts))
         words.append(f"pipeline.partition=[{counts}]")
-        calibrated_s = None
-        if calibration.exists():
-            again = make_plan(compose_config([*words, f"plan.calibration={calibration}"])).step
-            calibrated_s = None if again is None else again.total_s
+        calibrated_s = _planned_by(calibration, words) if calibration.exists() else None
         plans, runs = [plan], []
-        for number in range(num_runs):
-            if number:
-                plans.append(make_plan(compose_config([*words, *by])))
+        for _ in range(num_runs):
             runs.append(_run(layout, words, steps, out / layout.name, calibration))
+            plans.append(make_plan(compose_config([*words, *by])))
         frugal = [*words, "train.keep_freed_memory=false"]
-        _, least_bytes = _run(layout, frugal, _FEW_STEPS, out / layout.name, None, 2)
+        least_bytes = _run(layout, frugal, _FEW_STEPS, out / layout.name, None, 2).most_bytes
     except (GpipeError, FailedRunError) as error:
         return Result(layout.name, failed=str(error).splitlines()[0])
     expected = [each.step for each in plans if each.step is not None]
@@ -138,15 +159,22 @@ def try_layout(layout: Planned, prices_file: Path, steps: int, num_runs: int, ou
     return Result(
         layout.name,
         tuple(each.total_s for each in expected),
-        tuple(seconds for seconds, _ in runs),
+        tuple(each.step_s for each in runs),
         max(rank.total_bytes for rank in plan.forecast.ranks),
         plan.forecast.ranks[0].process_bytes,
         least_bytes,
-        max(nbytes for _, nbytes in runs),
+        max(each.most_bytes for each in runs),
         crowded=step.crowd is not None,
         parts=step.text().splitlines()[0].partition("(")[2].rstrip(")"),
         calibrated_s=calibrated_s,
+        replays_s=tuple(each.replayed_s for each in runs),
     )
+
+
+def _planned_by(calibration: Path, words: list[str]) -> float:
+    step = make_plan(compose_config([*words, f"plan.calibration={calibration}"])).step
+    assert step is not None, "a calibration gives seconds"
+    return step.total_s
 
 
 def _run(
@@ -156,10 +184,10 @@ def _run(
     folder: Path,
     calibration: Path | None,
     num_skipped: int = _SKIPPED,
-) -> tuple[float, int]:
-    """Return the median seconds of a step, and the most bytes of a rank's process.
+) -> _Ran:
+    """Run it. `calibration`: where what it measured is kept, unless something is there.
 
-    `calibration`: where what it measured is kept, unless something is there.
+    Without that its memory alone counts.
     """
     shutil.rmtree(folder, ignore_errors=True)
     asked = [*words, f"train.steps={steps + num_skipped}", f"run.dir={folder}"]
@@ -168,12 +196,15 @@ def _run(
     times = [line["step_time_s"] for line in map(json.loads, lines) if "step_time_s" in line]
     summary = json.loads((folder / "summary.json").read_text("utf-8"))
     taken = [rank["peak_memory_bytes"] for rank in summary["ranks"]]
-    if calibration is not None and not calibration.exists():
-        shutil.copy(folder / "calibration.yaml", calibration)
+    replayed_s = 0.0
+    if calibration is not None:
+        replayed_s = _planned_by(folder / "calibration.yaml", words)
+        if not calibration.exists():
+            shutil.copy(folder / "calibration.yaml", calibration)
     shutil.rmtree(folder, ignore_errors=True)
     if len(times) <= num_skipped:
         raise FailedRunError(f"expected {steps + num_skipped} steps, got {len(times)}")
-    return median(times[num_skipped:]), max(taken)
+    return _Ran(median(times[num_skipped:]), max(taken), replayed_s)
 
 
 def _launch(ranks: int, module: str, words: list[str]) -> None:

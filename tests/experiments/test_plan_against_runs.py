@@ -33,10 +33,14 @@ def test_their_settings_can_work(model):
 
 
 def test_a_failed_layout_is_told_and_the_others_count(tmp_path):
+    thrice = (1.0, 1.2, 0.8)
     results = [
-        Result("a", (1.1, 1.0, 1.21), (1.0, 1.2, 0.8), 190, 100, 200, 220),
-        Result("b", (2.0,), (2.0,), 200, 100, 200, 220),
-        Result("c", (4.0,), (5.0,), 198, 100, 200, 250, crowded=True, calibrated_s=4.5),
+        Result("a", (1.1, 1.0, 1.21), thrice, 190, 100, 200, 220, replays_s=(1.0, 1.26, 0.88)),
+        Result("b", (2.0, 2.0), (2.0,), 200, 100, 200, 220, replays_s=(2.06,)),
+        Result(
+            *("c", (4.0,), (5.0,), 198, 100, 200, 250),
+            **{"crowded": True, "calibrated_s": 4.5, "replays_s": (4.9,)},
+        ),
         try_layout(layouts("mlp_2r")[0], tmp_path / "none.yaml", 2, 1, tmp_path),
     ]
     assert "none.yaml" in results[-1].failed
@@ -46,8 +50,11 @@ def test_a_failed_layout_is_told_and_the_others_count(tmp_path):
     assert told.memory_median == pytest.approx(0.01)
     assert told.tensors_median == pytest.approx(0.02)
     assert told.kept_median == pytest.approx(0.1)
-    assert noise(results) == pytest.approx((0.2, 1 / 11))
-    assert "repeated runs are 20.0 %, repeated plans 9.1 % from" in summary(results)
+    assert told.replayed == (pytest.approx(0.03), pytest.approx(1.0), 3)
+    assert "their own run measured: 2 layouts, error of time median 4.0 %" in summary(results)
+    assert noise(results) == pytest.approx((0.2, 1 / 11))  # of 0.21, 1 / 11 and 0
+    assert noise(results[1:]) is None
+    assert "repeated runs are 20.0 % from their median, plans before" in summary(results)
     assert "failed: " in table(results) and "failed: 1 of 4 layouts" in summary(results)
     assert "more ranks than cores (*): 1 layouts" in summary(results)
     assert told.calibrated == (pytest.approx(0.1), None, 1)
